@@ -1,0 +1,23 @@
+"""What machine this is: identity for same-host transports and the address others reach us at."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+from functools import cache
+from pathlib import Path
+
+
+@cache
+def host_id() -> str:
+    """Same for two processes that can share memory: boot id + the identity of /dev/shm."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        boot = socket.gethostname()
+    try:
+        shm = os.stat("/dev/shm").st_dev
+    except OSError:
+        shm = 0
+    return hashlib.blake2b(f"{boot}/{shm}".encode(), digest_size=8).hexdigest()

@@ -1,0 +1,35 @@
+"""The `pullfill_*` metrics (design.md §5). No request, job or instance id is ever a label here;
+the frontend adds `instance_id` and `role` when it merges what workers report."""
+
+from __future__ import annotations
+
+from prometheus_client import Counter, Gauge, Histogram
+
+_STAGE_BUCKETS = (
+    0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0,
+)  # fmt: skip
+
+DECISION = Counter(
+    "pullfill_decision", "Requests by where their prompt was prefilled and why", ["path", "reason"]
+)
+QUEUE_DEPTH_JOBS = Gauge("pullfill_queue_depth_jobs", "Prefill jobs pending or in flight")
+QUEUE_DEPTH_TOKENS = Gauge("pullfill_queue_depth_tokens", "Prompt tokens pending or in flight")
+QUEUE_OLDEST_AGE = Gauge("pullfill_queue_oldest_age_seconds", "Age of the oldest unsettled job")
+HANDOFF_STAGE = Histogram(
+    "pullfill_handoff_stage_seconds",
+    "Time per stage of a remote prefill",
+    ["stage"],
+    buckets=_STAGE_BUCKETS,
+)
+CLAIM = Counter("pullfill_claim", "Claims by result", ["result"])
+KV_WRITE_BYTES = Counter("pullfill_kv_write_bytes", "KV bytes written one-sided", ["transport"])
+KV_WRITE_SECONDS = Counter("pullfill_kv_write_seconds", "Seconds spent writing KV", ["transport"])
+KV_READ_BYTES = Counter("pullfill_kv_read_bytes", "Prefix KV bytes read one-sided", ["transport"])
+QUARANTINED_BLOCKS = Gauge(
+    "pullfill_quarantined_blocks", "Blocks held until a revoked writer is proved quiet"
+)
+STALE_REFUSED = Counter(
+    "pullfill_stale_refused", "Stale claims, commits, reads and writes refused", ["what"]
+)
+FALLBACK = Counter("pullfill_fallback", "Remote prefills served locally instead", ["cause"])
+DEAD_LETTER = Counter("pullfill_dead_letter", "Jobs moved to the dead-letter record")

@@ -1,0 +1,139 @@
+"""What every transport promises. No torch here: memory is an address, a size and strides.
+
+Two sides. The *owner* (decode worker) registers its KV memory, opens a fence for each grant and
+revokes it. The *peer* (prefill worker) connects to an owner's region and reads or writes blocks
+under a fence. Blocks are opaque bytes per (layer, block, KV head).
+
+The one promise everything stands on: after `OwnerFences.try_revoke` returned True for a fence, no
+byte can be written (and no read be believed) under that fence any more, whatever the peer does.
+Time is never the proof.
+
+Threads: `PeerSession.read_blocks/write_blocks` block the caller and may run on any one thread at a
+time per session; the owner side is thread-safe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from pullfill.wire import FenceToken, RegionDescriptor
+
+
+@dataclass(frozen=True, slots=True)
+class KvLayout:
+    """How (layer, block, KV head) maps to bytes inside one allocation. All in bytes but counts.
+
+    A head's page is `page_bytes` contiguous bytes. Strides may be larger than what they hold.
+    """
+
+    base_offset: int
+    num_layers: int
+    num_blocks: int
+    num_kv_heads: int
+    page_bytes: int
+    layer_stride: int
+    block_stride: int
+    head_stride: int
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all layers and heads."""
+        return self.num_layers * self.num_kv_heads * self.page_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class LocalMemory:
+    """This process's KV memory: `address` is where `layout.base_offset` counts from."""
+
+    address: int
+    nbytes: int
+    layout: KvLayout
+
+
+@dataclass(frozen=True, slots=True)
+class MoveResult:
+    """One finished read or write."""
+
+    blocks: int
+    nbytes: int
+    seconds: float
+    runs: int
+
+
+class OwnerFences(Protocol):
+    """The decode worker's side: fences over its own region."""
+
+    def open(self, block_ids: Sequence[int]) -> FenceToken:
+        """A fence valid from now on. Raises OverloadedError when all slots are in use."""
+        ...
+
+    def try_revoke(self, token: FenceToken) -> bool:
+        """Invalidate the fence. True: proved, nothing can land any more and the slot is free
+        for reuse. False: a batch of the writer is under way (or its process is stopped); the
+        fence is already dying: it refuses every *new* batch where the transport can, and the
+        caller asks again. Idempotent. Never blocks longer than a few microseconds."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Owner(Protocol):
+    """A registered region that peers can reach."""
+
+    @property
+    def transport(self) -> str: ...
+
+    @property
+    def endpoint(self) -> str:
+        """What goes into `RegionDescriptor.endpoints[transport]`."""
+        ...
+
+    @property
+    def fences(self) -> OwnerFences: ...
+
+    def close(self) -> None:
+        """Unregister and remove what peers could open. Mapped peers keep harmless pages."""
+        ...
+
+
+class PeerSession(Protocol):
+    """A prefill worker's connection to one region of one decode worker."""
+
+    @property
+    def transport(self) -> str: ...
+
+    def write_blocks(
+        self, fence: FenceToken, source: Sequence[int], target: Sequence[int]
+    ) -> MoveResult:
+        """Copy local blocks `source[i]` to remote blocks `target[i]`, all layers and heads.
+
+        Done in bounded batches; each batch checks the fence while holding it. Returns when all
+        bytes are in the owner's memory. Raises Fenced (the batch that found the fence dead moved
+        nothing; earlier batches may have landed, before the revoke was proved), TransferFailed.
+        """
+        ...
+
+    def read_blocks(
+        self, fence: FenceToken, source: Sequence[int], target: Sequence[int]
+    ) -> MoveResult:
+        """Copy remote blocks `source[i]` into local blocks `target[i]`, same rules; after Fenced
+        the local target blocks hold garbage and must not be used."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class PeerTransport(Protocol):
+    """One way of moving blocks, from the prefill worker's side."""
+
+    name: str
+
+    def can_reach(self, descriptor: RegionDescriptor) -> str | None:
+        """None if it can; else why not, for people."""
+        ...
+
+    def connect(self, local: LocalMemory, descriptor: RegionDescriptor) -> PeerSession:
+        """Map or dial the region. Raises IncompatibleError, PeerUnavailable, TransferFailed."""
+        ...
