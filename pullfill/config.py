@@ -1,0 +1,116 @@
+"""Where a process finds its cluster, and the options all roles share."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from pullfill.errors import ConfigError
+from pullfill.ids import is_name
+
+DEFAULT_STATE_DIR = ".pullfill"
+STATE_DIR_ENV = "PULLFILL_STATE_DIR"
+CLUSTER_FILE = "cluster.json"
+
+
+class ProcessEntry(msgspec.Struct, kw_only=True):
+    """One process of a local cluster. `started`: the kernel's start time (clock ticks since boot,
+    field 22 of /proc/PID/stat), which together with `pid` names a process for good."""
+
+    name: str
+    role: str
+    instance_id: str | None
+    pid: int
+    log: str
+    started: int = 0
+
+
+class ClusterFile(msgspec.Struct, kw_only=True):
+    """STATE/cluster.json (design.md §5)."""
+
+    namespace: str
+    nats_url: str
+    etcd_url: str
+    frontend_url: str
+    processes: list[ProcessEntry] = []
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterRef:
+    """The three addresses every process needs, and the state directory if there is one."""
+
+    namespace: str
+    etcd_url: str
+    nats_url: str
+    state_dir: Path | None = None
+
+    @staticmethod
+    def resolve(
+        *,
+        state_dir: str | os.PathLike[str] | None = None,
+        etcd: str | None = None,
+        nats: str | None = None,
+        namespace: str | None = None,
+    ) -> ClusterRef:
+        """From explicit URLs, else from STATE/cluster.json. Raises ConfigError saying what to do."""
+        if namespace is not None and not is_name(namespace):
+            raise ConfigError(
+                f"namespace {namespace!r} is not usable: lower-case letters, digits, '-', '_' only"
+            )
+        if etcd and nats:
+            return ClusterRef(namespace or "default", etcd, nats, None)
+        directory = Path(state_dir or os.environ.get(STATE_DIR_ENV) or DEFAULT_STATE_DIR)
+        cluster = read_cluster_file(directory)
+        return ClusterRef(
+            namespace or cluster.namespace,
+            etcd or cluster.etcd_url,
+            nats or cluster.nats_url,
+            directory,
+        )
+
+
+def read_cluster_file(directory: Path) -> ClusterFile:
+    """Read STATE/cluster.json. Raises ConfigError when missing or damaged."""
+    path = directory / CLUSTER_FILE
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=ClusterFile)
+    except FileNotFoundError:
+        raise ConfigError(
+            f"no cluster at {path}: start one with `pullfill up`, or name one with "
+            "--state-dir DIR or --etcd URL --nats URL"
+        ) from None
+    except msgspec.MsgspecError as exc:
+        raise ConfigError(f"{path} is damaged ({exc}): run `pullfill down`, then `pullfill up`") from exc
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerOptions:
+    """Options of a decode or prefill worker besides vLLM's own flags.
+
+    host: address to bind and publish (loopback unless told otherwise).
+    cpu: pin the process to this core (None: leave it). drain_timeout_s: SIGTERM deadline.
+    """
+
+    model: str
+    host: str = "127.0.0.1"
+    instance_id: str | None = None
+    lease_ttl_s: int = 5
+    drain_timeout_s: float = 60.0
+    cpu: int | None = None
+    connect_timeout_s: float = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class FrontendOptions:
+    """Options of a frontend besides vLLM's own flags. port 0: let the OS pick."""
+
+    model: str
+    host: str = "127.0.0.1"
+    port: int = 8000
+    instance_id: str | None = None
+    lease_ttl_s: int = 5
+    drain_timeout_s: float = 60.0
+    connect_timeout_s: float = 30.0

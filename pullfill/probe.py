@@ -1,0 +1,68 @@
+"""A worker's own small HTTP server: /live, /ready, /metrics, /status (docs/architecture.md).
+
+Runs on the worker's asyncio loop (aiohttp, no access log). The frontend scrapes it, so one scrape
+of the frontend shows the cluster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, generate_latest
+
+
+class ProbeServer:
+    """Serves four read-only routes on a port the OS picks.
+
+    ready: returns (ok, detail); detail is JSON-able. status: JSON-able load and state.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        ready: Callable[[], tuple[bool, dict[str, Any]]],
+        status: Callable[[], dict[str, Any]],
+        refresh_metrics: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._host = host
+        self._ready = ready
+        self._status = status
+        self._refresh = refresh_metrics
+        self._runner: web.AppRunner | None = None
+        self.url = ""
+
+    async def start(self) -> None:
+        """Bind; `url` is set afterwards."""
+        app = web.Application()
+        app.router.add_get("/live", self._on_live)
+        app.router.add_get("/ready", self._on_ready)
+        app.router.add_get("/metrics", self._on_metrics)
+        app.router.add_get("/status", self._on_status)
+        self._runner = web.AppRunner(app, access_log=None)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, self._host, 0)
+        await site.start()
+        host, port = self._runner.addresses[0][:2]
+        self.url = f"http://{host}:{port}"
+
+    async def stop(self) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    async def _on_live(self, _: web.Request) -> web.Response:
+        return web.json_response({"live": True})
+
+    async def _on_ready(self, _: web.Request) -> web.Response:
+        ok, detail = self._ready()
+        return web.json_response({"ready": ok, **detail}, status=200 if ok else 503)
+
+    async def _on_metrics(self, _: web.Request) -> web.Response:
+        self._refresh()
+        return web.Response(
+            body=generate_latest(REGISTRY), headers={"Content-Type": CONTENT_TYPE_LATEST}
+        )
+
+    async def _on_status(self, _: web.Request) -> web.Response:
+        return web.json_response(self._status())
