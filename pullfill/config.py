@@ -55,7 +55,7 @@ class ClusterRef:
         nats: str | None = None,
         namespace: str | None = None,
     ) -> ClusterRef:
-        """From explicit URLs, else from STATE/cluster.json. Raises ConfigError saying what to do."""
+        """From explicit URLs, else STATE/cluster.json. Raises ConfigError saying what to do."""
         if namespace is not None and not is_name(namespace):
             raise ConfigError(
                 f"namespace {namespace!r} is not usable: lower-case letters, digits, '-', '_' only"
@@ -83,7 +83,9 @@ def read_cluster_file(directory: Path) -> ClusterFile:
             "--state-dir DIR or --etcd URL --nats URL"
         ) from None
     except msgspec.MsgspecError as exc:
-        raise ConfigError(f"{path} is damaged ({exc}): run `pullfill down`, then `pullfill up`") from exc
+        raise ConfigError(
+            f"{path} is damaged ({exc}): run `pullfill down`, then `pullfill up`"
+        ) from exc
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,7 @@ def decode(data: bytes | bytearray | memoryview, kind: type[T]) -> T:
 # --------------------------------------------------------------------------- compatibility
 
 
-class Compat(Message, kw_only=True):
+class Compat(Message, frozen=True, kw_only=True):
     """What two workers must share to exchange KV bytes. Compared field by field at join."""
 
     model: str
@@ -81,7 +81,7 @@ class Compat(Message, kw_only=True):
 # --------------------------------------------------------------------------- the job
 
 
-class PrefillJob(Message, kw_only=True):
+class PrefillJob(Message, frozen=True, kw_only=True):
     """One remote prefill, as published on the job stream.
 
     token_ids: the prompt tokens whose KV is wanted, raw little-endian u32.
@@ -122,14 +122,14 @@ class RefuseReason(enum.StrEnum):
     INCOMPATIBLE = "incompatible"
 
 
-class FenceToken(Message, kw_only=True):
+class FenceToken(Message, frozen=True, kw_only=True):
     """The right to touch a grant's blocks: valid while slot `slot` holds `epoch`."""
 
     slot: Count
     epoch: Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 
-class Hello(Message, tag="hello", kw_only=True):
+class Hello(Message, tag="hello", frozen=True, kw_only=True):
     """First message of a prefill worker on a control connection."""
 
     v: Version = WIRE_VERSION
@@ -139,7 +139,7 @@ class Hello(Message, tag="hello", kw_only=True):
     transports: list[str]
 
 
-class Welcome(Message, tag="welcome", kw_only=True):
+class Welcome(Message, tag="welcome", frozen=True, kw_only=True):
     """The decode worker accepts the connection."""
 
     v: Version = WIRE_VERSION
@@ -148,13 +148,13 @@ class Welcome(Message, tag="welcome", kw_only=True):
     transport: str
 
 
-class Goodbye(Message, tag="goodbye", kw_only=True):
+class Goodbye(Message, tag="goodbye", frozen=True, kw_only=True):
     """The decode worker refuses the connection; `reason` is for people."""
 
     reason: Text
 
 
-class Claim(Message, tag="claim", kw_only=True):
+class Claim(Message, tag="claim", frozen=True, kw_only=True):
     """Ask for a grant. `ack_subject` lets the decode worker hand the delivery back to the
     queue at once (a NAK on the worker's behalf) if this worker dies."""
 
@@ -165,7 +165,7 @@ class Claim(Message, tag="claim", kw_only=True):
     ack_subject: Text = ""
 
 
-class Grant(Message, tag="grant", kw_only=True):
+class Grant(Message, tag="grant", frozen=True, kw_only=True):
     """The right to write `block_ids[hit_tokens // block_size:]` and to read the ones before,
     for at most `deadline_s` from receipt, while `fence` is valid."""
 
@@ -180,7 +180,7 @@ class Grant(Message, tag="grant", kw_only=True):
     fence: FenceToken
 
 
-class Refused(Message, tag="refused", kw_only=True):
+class Refused(Message, tag="refused", frozen=True, kw_only=True):
     """No grant. `retry_after_s` None: settle the job (ack); it needs nobody any more."""
 
     rid: Count
@@ -189,7 +189,7 @@ class Refused(Message, tag="refused", kw_only=True):
     retry_after_s: float | None = None
 
 
-class StageTimings(Message, kw_only=True):
+class StageTimings(Message, frozen=True, kw_only=True):
     """What the prefill worker measured for one attempt, milliseconds."""
 
     queue_ms: float = 0.0
@@ -199,7 +199,7 @@ class StageTimings(Message, kw_only=True):
     kv_write_ms: float = 0.0
 
 
-class Commit(Message, tag="commit", kw_only=True):
+class Commit(Message, tag="commit", frozen=True, kw_only=True):
     """All writes of attempt are in decode memory. `parts`: (rank × chunk) writes done;
     `blocks`: blocks written; `digest`: of the written bytes, if digests are on."""
 
@@ -215,7 +215,7 @@ class Commit(Message, tag="commit", kw_only=True):
     digest: bytes | None = None
 
 
-class CommitReply(Message, tag="commit_reply", kw_only=True):
+class CommitReply(Message, tag="commit_reply", frozen=True, kw_only=True):
     """ok False: the attempt was not current any more; its bytes will not be used."""
 
     rid: Count
@@ -224,7 +224,7 @@ class CommitReply(Message, tag="commit_reply", kw_only=True):
     reason: Text = ""
 
 
-class HandBack(Message, tag="hand_back", kw_only=True):
+class HandBack(Message, tag="hand_back", frozen=True, kw_only=True):
     """The prefill worker gives the attempt up and promises that its writer is quiet.
     retry: whether another attempt may succeed."""
 
@@ -235,7 +235,7 @@ class HandBack(Message, tag="hand_back", kw_only=True):
     retry: bool
 
 
-class Revoke(Message, tag="revoke", kw_only=True):
+class Revoke(Message, tag="revoke", frozen=True, kw_only=True):
     """Stop working on the attempt: abort, then answer `Quiet`."""
 
     job_id: Id
@@ -244,7 +244,7 @@ class Revoke(Message, tag="revoke", kw_only=True):
     reason: Text
 
 
-class Quiet(Message, tag="quiet", kw_only=True):
+class Quiet(Message, tag="quiet", frozen=True, kw_only=True):
     """Drain-ack: no byte of the attempt can land any more."""
 
     job_id: Id
@@ -259,7 +259,7 @@ ToPrefill = Welcome | Goodbye | Grant | Refused | CommitReply | Revoke
 # --------------------------------------------------------------------------- registry records
 
 
-class RegionDescriptor(Message, kw_only=True):
+class RegionDescriptor(Message, frozen=True, kw_only=True):
     """One rank's registered KV memory: how a peer finds (layer, block, KV head) bytes.
 
     Address of the run (layer l, block b, head h) is
@@ -297,7 +297,7 @@ class WorkerState(enum.StrEnum):
     LOST = "lost"
 
 
-class WorkerRecord(Message, kw_only=True):
+class WorkerRecord(Message, frozen=True, kw_only=True):
     """`workers/{role}/{instance_id}`: one process, on its lease.
 
     data: ZMQ address for requests (decode); control: TCP address for claims (decode);
@@ -333,7 +333,7 @@ class RouterPolicy(enum.StrEnum):
     ALWAYS_REMOTE = "always_remote"
 
 
-class RouterConfig(Message, kw_only=True):
+class RouterConfig(Message, frozen=True, kw_only=True):
     """`config/router`, JSON in etcd, watched by decode workers (hot).
 
     max_local_prefill_length: tokens beyond the prefix hit that are still prefilled locally.
@@ -350,7 +350,7 @@ class RouterConfig(Message, kw_only=True):
 # --------------------------------------------------------------------------- explain
 
 
-class Timings(Message, kw_only=True):
+class Timings(Message, frozen=True, kw_only=True):
     """Milliseconds per stage of one request; None where the stage did not happen."""
 
     route: float | None = None
@@ -363,7 +363,7 @@ class Timings(Message, kw_only=True):
     first_token: float | None = None
 
 
-class ExplainRecord(Message, kw_only=True):
+class ExplainRecord(Message, frozen=True, kw_only=True):
     """Why and how one request was served (`pullfill explain`, GET /pullfill/requests/{id})."""
 
     request_id: str
@@ -380,7 +380,7 @@ class ExplainRecord(Message, kw_only=True):
     timings_ms: Timings = Timings()
 
 
-class QueueStatus(Message, kw_only=True):
+class QueueStatus(Message, frozen=True, kw_only=True):
     """The job queue as one number each; `oldest_age_s` 0 when empty."""
 
     depth_jobs: int = 0
