@@ -1,0 +1,194 @@
+"""The wire between a frontend and a decode worker.
+
+ZMQ DEALER (frontend) → ROUTER (decode worker, bound at `WorkerRecord.data`). Each message is
+`[kind, *payload]`; the ROUTER sees the frontend's routing id in front of it.
+
+    frontend → decode                              decode → frontend
+    HELO  FrontendHello           (first)          HELO  DecodeWelcome, or NOPE text
+    ADD   EngineCoreRequest frames                 OUT   EngineCoreOutputs frames
+    ABRT  list[request id]                         EXPL  list[ExplainRecord]
+    UTIL  (call_id, method, args) frames           BACK  list[request id]: not taken, send elsewhere
+    PING  every PING_INTERVAL_S                    PONG
+    BYE                                            DRAIN takes no new requests
+
+Life of a connection: the frontend connects under a routing id it never uses again, sends HELO and
+PING, and sends requests only after the welcome. A connection that breaks is over: messages may be
+gone, so neither end continues on a new one. The frontend then sends its unstarted requests
+elsewhere; the decode worker aborts the requests of a frontend silent for SILENCE_S or gone by BYE.
+A request that is sent a second time gets a new id (`attempt_id`).
+
+vLLM's frames are its own msgpack codec over its own structs, so both ends must run the same vLLM
+release: that is checked at HELO. This module imports vLLM only inside the two codecs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import zmq
+
+from pullfill.engine.check import base_version
+from pullfill.errors import BadMessage
+from pullfill.wire import WIRE_VERSION, Count, ExplainRecord, Id, Message, Text, Version, decode
+
+HELO = b"HELO"
+NOPE = b"NOPE"
+ADD = b"ADD"
+ABRT = b"ABRT"
+UTIL = b"UTIL"
+OUT = b"OUT"
+EXPL = b"EXPL"
+BACK = b"BACK"
+PING = b"PING"
+PONG = b"PONG"
+DRAIN = b"DRAIN"
+BYE = b"BYE"
+
+PING_INTERVAL_S = 1.0
+SILENCE_S = 6.0
+HEARTBEAT_IVL_MS = 1000
+HEARTBEAT_TIMEOUT_MS = 3500
+MAX_IDS = 65536
+
+Frames = Sequence[Any]
+"""bytes, memoryview or zmq.Frame; vLLM's codec takes all three."""
+
+
+class FrontendHello(Message, kw_only=True):
+    """First message of a frontend. `model`: the served model name it was started for."""
+
+    v: Version = WIRE_VERSION
+    frontend_instance: Id
+    vllm_version: Text
+    model: Text
+
+
+class DecodeWelcome(Message, kw_only=True):
+    """The decode worker takes requests. `ready_response`: vLLM's EngineCoreReadyResponse as
+    msgpack, empty if there is none."""
+
+    v: Version = WIRE_VERSION
+    decode_instance: Id
+    incarnation: Id
+    vllm_version: Text
+    max_model_len: Count
+    num_gpu_blocks: Count
+    block_size: Count
+    max_num_seqs: Count
+    max_num_batched_tokens: Count
+    supported_tasks: list[Text]
+    ready_response: bytes = b""
+
+
+def refuse_hello(hello: FrontendHello, *, vllm_version: str, models: Sequence[str]) -> str | None:
+    """Why a decode worker must answer NOPE, naming the field that differs; None: welcome it.
+    models: the names (served name, path) under which the worker's model is known."""
+    if base_version(hello.vllm_version) != base_version(vllm_version):
+        return (
+            f"vllm_version differs: this decode worker runs vLLM {vllm_version}, "
+            f"the frontend {hello.vllm_version}"
+        )
+    if models and hello.model not in models:
+        return f"model differs: this decode worker serves {models[0]!r}, not {hello.model!r}"
+    return None
+
+
+def attempt_id(request_id: str, attempt: int) -> str:
+    """The id a request goes by at a worker: its own at first, a new one for each re-send, so that
+    a worker that still holds the last attempt never sees one id twice."""
+    return request_id if attempt == 0 else f"{request_id}~{attempt}"
+
+
+def set_options(socket: Any) -> None:
+    """Common options, before bind or connect. Heartbeats run in ZMQ's I/O thread, so a Python
+    thread busy with an engine step does not look dead, and a stopped or cut-off process does."""
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_IVL_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    if socket.type == zmq.ROUTER:
+        socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+
+
+def encode_ids(request_ids: Sequence[str]) -> bytes:
+    """Payload of ABRT and BACK."""
+    return msgspec.msgpack.encode(list(request_ids))
+
+
+def decode_ids(data: Any) -> list[str]:
+    """Raises BadMessage."""
+    ids = decode(_bytes(data), list[str])
+    if len(ids) > MAX_IDS:
+        raise BadMessage(f"{len(ids)} request ids in one message (at most {MAX_IDS})")
+    return ids
+
+
+def encode_explain(records: Sequence[ExplainRecord]) -> bytes:
+    """Payload of EXPL."""
+    return msgspec.msgpack.encode(list(records))
+
+
+def decode_explain(data: Any) -> list[ExplainRecord]:
+    """Raises BadMessage."""
+    return decode(_bytes(data), list[ExplainRecord])
+
+
+def text_of(data: Any) -> str:
+    """The reason of a NOPE, bounded and printable whatever the peer sent."""
+    text = bytes(_bytes(data))[:2048].decode("utf-8", "replace")
+    return "".join(c if c.isprintable() else " " for c in text)
+
+
+def _bytes(data: Any) -> bytes | bytearray | memoryview:
+    return data.buffer if isinstance(data, zmq.Frame) else data
+
+
+class FrontendCodec:
+    """vLLM's codec as a frontend needs it. Imports vLLM; use from one thread."""
+
+    def __init__(self) -> None:
+        from vllm.v1.engine import EngineCoreOutputs
+        from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+        self.encode: Callable[[Any], Frames] = MsgpackEncoder().encode
+        self._decode = MsgpackDecoder(EngineCoreOutputs).decode
+
+    def outputs(self, frames: Frames) -> Any:
+        """EngineCoreOutputs of an OUT payload. Raises BadMessage."""
+        try:
+            return self._decode(frames)
+        except Exception as exc:
+            raise BadMessage(f"not EngineCoreOutputs: {exc}") from exc
+
+
+class WorkerCodec:
+    """vLLM's codec as a decode worker needs it. Imports vLLM; use from one thread."""
+
+    def __init__(self) -> None:
+        from vllm.v1.engine import EngineCoreRequest
+        from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+        self.encode: Callable[[Any], Frames] = MsgpackEncoder().encode
+        self._request = MsgpackDecoder(EngineCoreRequest).decode
+        self._generic = MsgpackDecoder().decode
+
+    def request(self, frames: Frames) -> Any:
+        """EngineCoreRequest of an ADD payload. Raises BadMessage."""
+        try:
+            return self._request(frames)
+        except Exception as exc:
+            raise BadMessage(f"not an EngineCoreRequest: {exc}") from exc
+
+    def utility(self, frames: Frames) -> tuple[int, str, list[Any]]:
+        """(call_id, method, args) of a UTIL payload. Raises BadMessage."""
+        try:
+            call_id, method, args = self._generic(frames)
+        except Exception as exc:
+            raise BadMessage(f"not a utility call: {exc}") from exc
+        if not (isinstance(call_id, int) and isinstance(method, str) and isinstance(args, list)):
+            raise BadMessage("not a utility call: (call_id, method, args) expected")
+        return call_id, method, args
