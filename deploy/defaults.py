@@ -1,0 +1,163 @@
+"""What `pullfill up` decides so that the user need not: engine flags, environment, placement.
+
+Flags given by the user come after these on the command line, and the last one wins.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+DEMO = "demo"
+
+DEMO_FLAGS = (
+    "--served-model-name=demo",
+    "--dtype=float32",
+    "--max-model-len=4096",
+    "--max-num-batched-tokens=1024",
+    "--max-num-seqs=32",
+    "--enforce-eager",
+)
+"""The demo model is a few megabytes: exact arithmetic and a quick start matter, speed does not."""
+
+CPU_FLAGS = {
+    DEMO: (f"--kv-cache-memory-bytes={256 << 20}",),
+    "other": ("--enforce-eager", f"--kv-cache-memory-bytes={1 << 30}"),
+}
+
+GPU_MEMORY_SHARE = 0.88
+"""Of one GPU, divided by the workers placed on it."""
+
+FRONTEND_ONLY = frozenset(
+    """
+    allow-credentials allowed-headers allowed-methods allowed-origins
+    anthropic-disabled-thinking-effort api-key chat-template chat-template-content-format
+    cohere-format cohere-is-reasoning-model default-chat-template-kwargs
+    disable-access-log-for-endpoints disable-fastapi-docs disable-uvicorn-access-log
+    enable-auto-tool-choice enable-force-include-usage enable-log-deltas enable-log-outputs
+    enable-log-requests enable-offline-docs enable-per-request-metrics
+    enable-prompt-tokens-details enable-request-id-headers enable-server-load-tracking
+    enable-ssl-refresh enable-tokenizer-info-endpoint exclude-tools-when-tool-choice-none
+    fingerprint-mode fingerprint-value h11-max-header-count h11-max-incomplete-event-size
+    log-error-stack lora-modules max-log-len middleware response-role return-tokens-as-token-ids
+    root-path sse-keep-alive-interval ssl-ca-certs ssl-cert-reqs ssl-certfile ssl-ciphers
+    ssl-keyfile tokens-only tool-call-parser tool-parser-plugin tool-server tool-strict-level
+    trust-request-chat-template trust-request-mm-kwargs uvicorn-log-level
+    """.split()
+)
+"""vLLM flags of its API server. Workers have none, so they do not get them."""
+
+
+def group_flags(arguments: Sequence[str]) -> list[list[str]]:
+    """Each flag with its values: ["--a", "1", "--b"] -> [["--a", "1"], ["--b"]].
+
+    Raises ValueError for a value that no flag precedes.
+    """
+    groups: list[list[str]] = []
+    for argument in arguments:
+        if argument.startswith("-") and not _is_number(argument):
+            groups.append([argument])
+        elif groups and "=" not in groups[-1][0]:
+            groups[-1].append(argument)
+        else:
+            raise ValueError(argument)
+    return groups
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _flag_name(flag: str) -> str:
+    return flag.split("=", 1)[0].lstrip("-").replace("_", "-").removeprefix("no-")
+
+
+def worker_flags(arguments: Sequence[str]) -> list[str]:
+    """`arguments` without those that only an API server understands."""
+    kept = (g for g in group_flags(arguments) if _flag_name(g[0]) not in FRONTEND_ONLY)
+    return [part for group in kept for part in group]
+
+
+def engine_flags(model: str, *, gpus: int, workers: int) -> list[str]:
+    """Default vLLM flags. `model`: as the user typed it. `workers`: decode plus prefill."""
+    flags: list[str] = list(DEMO_FLAGS) if model == DEMO else []
+    if not gpus:
+        return flags + list(CPU_FLAGS[DEMO if model == DEMO else "other"])
+    share = GPU_MEMORY_SHARE / max(1, math.ceil(workers / gpus))
+    if model == DEMO:
+        return [*flags, f"--kv-cache-memory-bytes={1 << 30}"]
+    return [*flags, f"--gpu-memory-utilization={share:.3f}"]
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where one worker runs: CPU cores (empty: anywhere) and GPU index (None: no GPU)."""
+
+    cores: tuple[int, ...] = ()
+    gpu: int | None = None
+
+
+def place(
+    workers: int, *, cores: Sequence[int], gpus: int, pin: bool, one_core: bool
+) -> list[Placement]:
+    """Round-robin over GPUs, else over cores.
+
+    On CPU a worker that shares cores with another loses more to the fight than it wins by more
+    threads: each gets its own share, one core each for a small model (`one_core`).
+    """
+    if gpus:
+        return [Placement(gpu=index % gpus) for index in range(workers)]
+    if not pin or len(cores) < 2 or workers == 0:
+        return [Placement()] * workers
+    share = 1 if one_core else max(1, len(cores) // workers)
+    groups = [tuple(cores[i : i + share]) for i in range(0, len(cores) - share + 1, share)]
+    return [Placement(cores=groups[index % len(groups)]) for index in range(workers)]
+
+
+def worker_env(
+    base: Mapping[str, str], placement: Placement, *, local_model: bool
+) -> dict[str, str]:
+    """Environment of a worker or frontend; what the user set stays.
+
+    Raises nothing. GPU: the worker sees its one device.
+    """
+    env = dict(base)
+    env.setdefault("VLLM_NO_USAGE_STATS", "1")
+    env.setdefault("TOKENIZERS_PARALLELISM", "false")
+    env.setdefault("PYTHONUNBUFFERED", "1")
+    if local_model:
+        env.setdefault("HF_HUB_OFFLINE", "1")
+    if placement.gpu is not None:
+        visible = [part for part in base.get("CUDA_VISIBLE_DEVICES", "").split(",") if part]
+        env["CUDA_VISIBLE_DEVICES"] = visible[placement.gpu] if visible else str(placement.gpu)
+    if placement.cores:
+        env.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        env.setdefault("OMP_NUM_THREADS", str(len(placement.cores)))
+    return env
+
+
+def parse_cores(text: str) -> tuple[int, ...]:
+    """`"3"` or `"0-3,8"` as core numbers. Raises ValueError on anything else."""
+    cores: list[int] = []
+    for part in text.split(","):
+        low, dash, high = part.strip().partition("-")
+        first, last = int(low), int(high) if dash else int(low)
+        if last < first:
+            raise ValueError(f"{part!r} counts down")
+        cores.extend(range(first, last + 1))
+    return tuple(dict.fromkeys(cores))
+
+
+def format_cores(cores: Sequence[int]) -> str:
+    return ",".join(map(str, cores))
+
+
+def usable_cores() -> list[int]:
+    """Cores this process may run on."""
+    return sorted(os.sched_getaffinity(0))

