@@ -1,0 +1,14 @@
+"""OpenAI HTTP in, token stream out: discovers decode workers and routes requests to them.
+
+    main        process: socket, registry, HTTP server, drain
+    pool        which decode workers exist and which connection may take requests
+    link        one ZMQ connection to one decode worker
+    dispatch    which request is at which worker; re-sends, failures, utility calls
+    router      picks a worker for one request
+    explain     why and how recent requests were served
+    gate        HTTP admission: 503 while no decode worker can take requests
+    admin       /live /ready /pullfill/* /metrics
+    cluster     what workers report, fetched and merged
+
+The parts that touch vLLM are `pullfill.engine.front_app` and `pullfill.engine.front_client`.
+"""

@@ -49,14 +49,14 @@ BYE = b"BYE"
 PING_INTERVAL_S = 1.0
 SILENCE_S = 6.0
 HEARTBEAT_IVL_MS = 1000
-HEARTBEAT_TIMEOUT_MS = 3500
+HEARTBEAT_TIMEOUT_MS = 3000
 MAX_IDS = 65536
 
 Frames = Sequence[Any]
 """bytes, memoryview or zmq.Frame; vLLM's codec takes all three."""
 
 
-class FrontendHello(Message, kw_only=True):
+class FrontendHello(Message, frozen=True, kw_only=True):
     """First message of a frontend. `model`: the served model name it was started for."""
 
     v: Version = WIRE_VERSION
@@ -65,7 +65,7 @@ class FrontendHello(Message, kw_only=True):
     model: Text
 
 
-class DecodeWelcome(Message, kw_only=True):
+class DecodeWelcome(Message, frozen=True, kw_only=True):
     """The decode worker takes requests. `ready_response`: vLLM's EngineCoreReadyResponse as
     msgpack, empty if there is none."""
 

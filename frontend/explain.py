@@ -1,0 +1,88 @@
+"""Why and how recent requests were served, for `pullfill explain` and GET /pullfill/requests/ID.
+
+Bounded: the oldest record goes first. Used on the event loop only.
+
+Ids: users know the `id` of the OpenAI response. The engine sees one request per prompt of a batch
+(`ID-0`, `ID-1`, …; `ID_0` for /v1/responses) and per choice (`0_ID`, `1_ID`, …), plus a random
+tail that vLLM adds. Records are kept under the id without the tail; looking up the response id
+finds the record of the first prompt and choice.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import msgspec
+
+from pullfill.wire import ExplainRecord
+
+MAX_RECORDS = 10_000
+
+
+@dataclass(slots=True)
+class Trace:
+    """What the frontend itself measured of one engine request, in milliseconds."""
+
+    key: str
+    route_ms: float | None = None
+    first_token_ms: float | None = None
+
+
+def key_of(request_id: str, external_id: str | None) -> str:
+    """`0_cmpl-x-0-1234abcd` with external id `cmpl-x-0` → `0_cmpl-x-0`."""
+    if not external_id:
+        return request_id
+    choice, _, rest = request_id.partition("_")
+    if choice.isdigit() and rest.startswith(external_id) and not request_id.startswith(external_id):
+        return f"{choice}_{external_id}"
+    return external_id
+
+
+class ExplainStore:
+    """Last `limit` records."""
+
+    def __init__(self, limit: int = MAX_RECORDS) -> None:
+        self._limit = limit
+        self._open: OrderedDict[str, Trace] = OrderedDict()
+        self._records: OrderedDict[str, ExplainRecord] = OrderedDict()
+
+    def open(self, wire_id: str, trace: Trace) -> None:
+        """Remember what request goes by `wire_id` at a worker, until its record comes."""
+        self._open[wire_id] = trace
+        if len(self._open) > self._limit:
+            self._open.popitem(last=False)
+
+    def put(self, record: ExplainRecord) -> None:
+        """Keep a worker's record with the frontend's own timings; unknown requests are dropped."""
+        trace = self._open.pop(record.request_id, None)
+        if trace is None:
+            return
+        timings = msgspec.structs.replace(
+            record.timings_ms, route=trace.route_ms, first_token=trace.first_token_ms
+        )
+        self._records.pop(trace.key, None)
+        self._records[trace.key] = msgspec.structs.replace(
+            record, request_id=trace.key, timings_ms=timings
+        )
+        if len(self._records) > self._limit:
+            self._records.popitem(last=False)
+
+    def get(self, response_id: str) -> ExplainRecord | None:
+        """The record of a response id, or of one of its parts (module docstring)."""
+        for key in (
+            response_id,
+            f"{response_id}-0",
+            f"0_{response_id}",
+            f"0_{response_id}-0",
+            f"{response_id}_0",
+        ):
+            record = self._records.get(key)
+            if record is not None:
+                return msgspec.structs.replace(record, request_id=response_id)
+        return None
+
+
+def to_json(record: ExplainRecord) -> bytes:
+    """Exactly the object of design.md §5."""
+    return msgspec.json.encode(record)

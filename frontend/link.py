@@ -1,0 +1,197 @@
+"""One ZMQ connection from this frontend to one decode worker.
+
+Owned by `pool.WorkerPool`, used on its event loop only. Life: `connecting` → welcome → `ready`
+→ (`draining`) → `closed`, or `connecting` → `refused` on NOPE. A connection that breaks is closed
+for good and its requests are settled by the dispatcher; the pool opens a new one if the worker is
+still listed. Reading is edge-triggered on ZMQ's file descriptor without an asyncio future per
+message: one engine step of the worker is one callback here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import secrets
+from typing import TYPE_CHECKING, Any, Protocol
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from pullfill import log, wire
+from pullfill.engine import rpc
+from pullfill.errors import BadMessage
+
+if TYPE_CHECKING:
+    from pullfill.frontend.dispatch import Flight
+
+_log = log.get("frontend.link")
+
+_BATCH = 64
+"""Messages read before other callbacks of the loop get their turn."""
+
+
+class LinkState(enum.StrEnum):
+    CONNECTING = "connecting"
+    READY = "ready"
+    DRAINING = "draining"
+    REFUSED = "refused"
+    CLOSED = "closed"
+
+
+class LinkOwner(Protocol):
+    """Who hears about a link. Called on the loop, never from inside `Link.send`."""
+
+    def on_ready(self, link: Link) -> None: ...
+
+    def on_draining(self, link: Link) -> None: ...
+
+    def on_refused(self, link: Link, reason: str) -> None: ...
+
+    def on_lost(self, link: Link, reason: str) -> None: ...
+
+    def on_message(self, link: Link, kind: bytes, frames: list[Any]) -> None: ...
+
+
+class Link:
+    """A DEALER connected to `record.data`; sends HELO at once.
+
+    flights: requests that are at this worker now, by the id they go by there.
+    listed: whether the registry still names the worker.
+    """
+
+    __slots__ = (
+        "_loop",
+        "_monitor",
+        "_owner",
+        "_socket",
+        "flights",
+        "heard_at",
+        "listed",
+        "record",
+        "state",
+        "welcome",
+    )
+
+    def __init__(
+        self,
+        context: zmq.Context[Any],
+        record: wire.WorkerRecord,
+        hello: rpc.FrontendHello,
+        owner: LinkOwner,
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._owner = owner
+        self.record = record
+        self.state = LinkState.CONNECTING
+        self.welcome: rpc.DecodeWelcome | None = None
+        self.flights: dict[str, Flight] = {}
+        self.listed = True
+        self.heard_at = self._loop.time()
+        self._socket = context.socket(zmq.DEALER)
+        rpc.set_options(self._socket)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, 200)
+        self._socket.setsockopt(
+            zmq.ROUTING_ID, f"{hello.frontend_instance}.{secrets.token_hex(4)}".encode()
+        )
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._loop.add_reader(self._monitor.fileno(), self._on_event)
+        self._loop.add_reader(self._socket.fileno(), self._on_readable)
+        self._socket.connect(record.data)
+        self.send(rpc.HELO, wire.encode(hello))
+        self._loop.call_soon(self._on_event)
+
+    @property
+    def instance_id(self) -> str:
+        return self.record.instance_id
+
+    @property
+    def usable(self) -> bool:
+        """Whether new requests may be sent here."""
+        return self.state is LinkState.READY
+
+    def send(self, kind: bytes, *frames: Any) -> None:
+        """Queue one message; never blocks. Nothing happens on a closed link."""
+        if self.state in (LinkState.CLOSED, LinkState.REFUSED):
+            return
+        self._socket.send_multipart((kind, *frames), zmq.NOBLOCK, copy=False)
+        # Sending may have swallowed the edge that announces a message to read.
+        if self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            self._loop.call_soon(self._on_readable)
+
+    def close(self, state: LinkState = LinkState.CLOSED) -> None:
+        """Say BYE if the worker knows us, and free the sockets. Idempotent; tells nobody."""
+        if self._socket.closed:
+            self.state = state
+            return
+        if self.state in (LinkState.READY, LinkState.DRAINING):
+            self.send(rpc.BYE)
+        self.state = state
+        self._loop.remove_reader(self._socket.fileno())
+        self._loop.remove_reader(self._monitor.fileno())
+        self._socket.disable_monitor()
+        self._monitor.close(0)
+        self._socket.close(200)
+
+    def _on_readable(self) -> None:
+        for _ in range(_BATCH):
+            if self._socket.closed:
+                return
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            self.heard_at = self._loop.time()
+            try:
+                self._handle(frames[0].bytes, frames[1:])
+            except BadMessage as exc:
+                _log.warning("dropped a message of decode worker %s: %s", self.instance_id, exc)
+            except Exception:
+                _log.exception(
+                    "a message of decode worker %s could not be handled", self.instance_id
+                )
+        self._loop.call_soon(self._on_readable)
+
+    def _handle(self, kind: bytes, frames: list[Any]) -> None:
+        if kind == rpc.PONG:
+            return
+        if kind == rpc.HELO:
+            self._on_welcome(frames)
+        elif kind == rpc.DRAIN:
+            if self.state is LinkState.READY:
+                self.state = LinkState.DRAINING
+                self._owner.on_draining(self)
+        elif kind == rpc.NOPE:
+            reason = rpc.text_of(frames[0]) if frames else "no reason given"
+            self.close(LinkState.REFUSED)
+            self._owner.on_refused(self, reason)
+        else:
+            self._owner.on_message(self, kind, frames)
+
+    def _on_welcome(self, frames: list[Any]) -> None:
+        if self.state is not LinkState.CONNECTING or len(frames) != 1:
+            return
+        welcome = wire.decode(frames[0].bytes, rpc.DecodeWelcome)
+        if welcome.decode_instance != self.instance_id:
+            self.close()
+            self._owner.on_lost(self, f"its address is now used by {welcome.decode_instance}")
+            return
+        self.welcome = welcome
+        self.state = LinkState.READY
+        self._owner.on_ready(self)
+
+    def _on_event(self) -> None:
+        while not self._monitor.closed:
+            try:
+                event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
+            except zmq.Again:
+                return
+            if event["event"] == zmq.EVENT_DISCONNECTED:
+                self._on_readable()  # what arrived before the break still counts
+                if self.state not in (LinkState.CLOSED, LinkState.REFUSED):
+                    self.lose("its connection broke")
+                return
+
+    def lose(self, reason: str) -> None:
+        """Close and tell the owner that the worker can no longer be reached over this link."""
+        self.close()
+        self._owner.on_lost(self, reason)

@@ -1,0 +1,22 @@
+"""The frontend's own `pullfill_frontend_*` metrics. The workers' metrics are merged in by
+`cluster.merge_metrics`; this process does not import `pullfill.metrics`, so it never exports
+zeroes under their names."""
+
+from __future__ import annotations
+
+from prometheus_client import Counter, Gauge
+
+RESENT = Counter(
+    "pullfill_frontend_resent", "Requests sent to another decode worker before their first token"
+)
+FAILED = Counter(
+    "pullfill_frontend_failed", "Requests ended because no decode worker could finish them"
+)
+REFUSED = Counter("pullfill_frontend_refused", "HTTP requests answered 503 at the gate")
+DECODE_WORKERS = Gauge(
+    "pullfill_frontend_decode_workers", "Decode workers by connection", ["state"]
+)
+BAD_MESSAGES = Counter(
+    "pullfill_frontend_bad_messages", "Messages of decode workers that could not be read"
+)
+IN_FLIGHT = Gauge("pullfill_frontend_in_flight", "Engine requests submitted and not ended")
