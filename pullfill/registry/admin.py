@@ -1,0 +1,103 @@
+"""One-shot questions and orders about workers, for joins and for the command line. No tasks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pullfill.errors import BadMessage, IncompatibleError
+from pullfill.registry import keys
+from pullfill.registry.client import EtcdClient, KeyValue, LeaseNotFound
+from pullfill.wire import WorkerRecord, decode
+
+_KV_ROLES = frozenset({"decode", "prefill"})
+
+
+@dataclass(frozen=True, slots=True)
+class LiveWorker:
+    """A registered worker, the lease it hangs on, and when its key came to be."""
+
+    record: WorkerRecord
+    lease_id: int
+    create_revision: int
+
+
+def read_worker(namespace: str, kv: KeyValue) -> LiveWorker:
+    """Raises BadMessage when key and value are not a worker."""
+    return LiveWorker(
+        decode_worker_record(namespace, kv.key, kv.value), kv.lease, kv.create_revision
+    )
+
+
+def decode_worker_record(namespace: str, key: bytes, value: bytes) -> WorkerRecord:
+    """The record at `key`. Raises BadMessage, also when it speaks of another worker."""
+    name = keys.parse_worker(namespace, key)
+    record = decode(value, WorkerRecord)
+    if name != (record.role, record.instance_id):
+        raise BadMessage(
+            f"the record says {record.role}/{record.instance_id}, its key something else"
+        )
+    return record
+
+
+async def live_workers(client: EtcdClient, namespace: str) -> list[LiveWorker]:
+    """All registered workers, oldest first; unreadable ones are left out."""
+    found = []
+    for kv in (await client.get_prefix(keys.workers_prefix(namespace)))[0]:
+        try:
+            found.append(read_worker(namespace, kv))
+        except BadMessage:
+            continue
+    return sorted(found, key=lambda worker: worker.create_revision)
+
+
+async def revoke_worker(
+    client: EtcdClient, namespace: str, instance_id: str
+) -> WorkerRecord | None:
+    """Revoke the lease of one worker, which makes it drain. None: no such worker."""
+    for worker in await live_workers(client, namespace):
+        if worker.record.instance_id == instance_id:
+            try:
+                await client.revoke_lease(worker.lease_id)
+            except LeaseNotFound:
+                return None
+            return worker.record
+    return None
+
+
+async def refuse_if_incompatible(
+    client: EtcdClient,
+    namespace: str,
+    record: WorkerRecord,
+    *,
+    one_model: bool,
+    registered: bool = False,
+) -> None:
+    """Raise IncompatibleError, naming the first field that differs from a live KV worker's.
+
+    registered: our key is in etcd; only workers whose key is older than ours count.
+    """
+    if record.compat is None or record.role not in _KV_ROLES:
+        return
+    for other in await live_workers(client, namespace):
+        theirs = other.record
+        if theirs.instance_id == record.instance_id:
+            if registered:
+                return
+            continue
+        if theirs.compat is None or theirs.role not in _KV_ROLES:
+            continue
+        if theirs.model != record.model:
+            if not one_model:
+                continue
+            differences: list[tuple[str, object, object]] = [("model", record.model, theirs.model)]
+        else:
+            differences = record.compat.differs_from(theirs.compat)
+        if differences:
+            field, our_value, their_value = differences[0]
+            raise IncompatibleError(
+                f"{record.role} worker {record.instance_id} cannot join namespace {namespace!r}: "
+                f"its {field} is {our_value!r}, but that of {theirs.role} worker "
+                f"{theirs.instance_id} on {theirs.host} is {their_value!r}; start it with the same "
+                f"{field}, or in another --namespace",
+                field=field,
+            )

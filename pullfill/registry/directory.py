@@ -1,0 +1,199 @@
+"""Who is in the cluster: a watched copy of the worker records, and descriptors on demand.
+
+Lifecycle: `start` returns once the first snapshot is in; `close` ends the watch. One loop.
+
+An etcd outage kills nothing, so nothing is dropped on etcd's word alone while etcd is in trouble:
+- while it does not answer, the members stay as last known;
+- a key that goes within `ttl_s + 2` s of the last failed call or broken stream stays a member for
+  that long: the worker may only have lost its lease to the same outage and is about to register
+  again. Otherwise (etcd healthy all along) it is dropped at once: drained or dead.
+A slow heartbeat of our own notices an etcd that hangs without breaking the watch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterable
+
+from pullfill import log
+from pullfill.clock import SYSTEM_CLOCK, Clock
+from pullfill.errors import BadMessage, IncompatibleError, PeerUnavailable, PullfillError
+from pullfill.registry import keys
+from pullfill.registry.admin import decode_worker_record
+from pullfill.registry.client import EtcdClient
+from pullfill.registry.watch import Delete, Put, watch_prefix
+from pullfill.wire import Compat, RegionDescriptor, WorkerRecord, decode
+
+OnChange = Callable[[WorkerRecord | None, WorkerRecord | None], None]
+_log = log.get("registry.directory")
+
+
+class Directory:
+    """See the module. roles: which workers to know. ttl_s: the lease TTL the workers use."""
+
+    def __init__(
+        self,
+        client: EtcdClient,
+        namespace: str,
+        roles: Iterable[str],
+        *,
+        ttl_s: float = 5.0,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
+        self._client = client
+        self._namespace = namespace
+        self._roles = frozenset(roles)
+        self._grace_s = ttl_s + 2.0
+        self._beat_s = min(1.0, ttl_s / 4)
+        self._clock = clock
+        self._members: dict[bytes, WorkerRecord] = {}
+        self._leaving: dict[bytes, asyncio.TimerHandle] = {}
+        self._malformed: set[bytes] = set()
+        self._descriptors: dict[tuple[str, int], RegionDescriptor] = {}
+        self._callbacks: list[OnChange] = []
+        self._tasks: list[asyncio.Task[None]] = []
+        self._synced = asyncio.Event()
+
+    async def start(self) -> None:
+        """Begin to watch; returns when every worker registered by now is known."""
+        self._tasks = [
+            asyncio.create_task(self._follow(), name="directory"),
+            asyncio.create_task(self._beat(), name="directory-beat"),
+        ]
+        synced = asyncio.create_task(self._synced.wait())
+        done, _ = await asyncio.wait({synced, self._tasks[0]}, return_when=asyncio.FIRST_COMPLETED)
+        if synced not in done:
+            synced.cancel()
+            await self._tasks[0]
+
+    async def close(self) -> None:
+        """End the watch; members stay readable. Idempotent."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for timer in self._leaving.values():
+            timer.cancel()
+        self._leaving.clear()
+
+    @property
+    def reachable(self) -> bool:
+        """Whether etcd answered last time it was asked."""
+        return self._client.last_ok_at >= self._client.last_failed_at
+
+    def workers(self, role: str) -> dict[str, WorkerRecord]:
+        """Members with `role` by instance id, ready and draining ones."""
+        return {r.instance_id: r for r in self._members.values() if r.role == role}
+
+    def get(self, instance_id: str) -> WorkerRecord | None:
+        """The member with this id, whatever its role."""
+        return next((r for r in self._members.values() if r.instance_id == instance_id), None)
+
+    def subscribe(self, callback: OnChange) -> Callable[[], None]:
+        """Call `callback(old, new)` on the loop for each change: (None, new) joined, (old, None)
+        gone, both: changed (compare incarnations). Returns what ends the subscription."""
+        self._callbacks.append(callback)
+        return lambda: self._callbacks.remove(callback) if callback in self._callbacks else None
+
+    async def descriptor(
+        self, instance_id: str, rank: int = 0, *, expect: Compat | None = None
+    ) -> RegionDescriptor:
+        """One rank's memory of a member, loaded at first use and kept while its incarnation lives.
+
+        Raises PeerUnavailable (no such member, or nothing readable published),
+        IncompatibleError (`expect` differs; names the field), RegistryUnavailable.
+        """
+        found = self._descriptors.get((instance_id, rank))
+        if found is None:
+            found = await self._load(instance_id, rank)
+        if expect is not None and (differences := expect.differs_from(found.compat)):
+            field, ours, theirs = differences[0]
+            raise IncompatibleError(
+                f"the KV memory of {instance_id} rank {rank} does not fit: its {field} is "
+                f"{theirs!r}, ours is {ours!r}",
+                field=field,
+            )
+        return found
+
+    async def _load(self, instance_id: str, rank: int) -> RegionDescriptor:
+        kv = await self._client.get(keys.descriptor(self._namespace, instance_id, rank))
+        member = self.get(instance_id)
+        if member is None or kv is None:
+            raise PeerUnavailable(f"{instance_id} rank {rank} is not registered (any more)")
+        try:
+            found = decode(kv.value, RegionDescriptor)
+        except BadMessage as exc:
+            raise PeerUnavailable(f"the descriptor of {instance_id} cannot be read: {exc}") from exc
+        if (found.instance_id, found.rank) != (instance_id, rank):
+            raise PeerUnavailable(f"the descriptor at {instance_id} rank {rank} is another's")
+        if found.incarnation != member.incarnation:
+            # Its record or its descriptor is about to change; a later call finds them agreeing.
+            raise PeerUnavailable(f"{instance_id} is registering again")
+        self._descriptors[instance_id, rank] = found
+        return found
+
+    # ------------------------------------------------------------------ following
+
+    async def _follow(self) -> None:
+        async for event in watch_prefix(self._client, keys.workers_prefix(self._namespace)):
+            if isinstance(event, Put):
+                self._put(event.key, event.value)
+            elif isinstance(event, Delete):
+                self._delete(event.key)
+            else:
+                self._synced.set()
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(self._beat_s)
+            if self._clock.monotonic() - self._client.last_ok_at >= self._beat_s:
+                with contextlib.suppress(PullfillError):  # the client notes the failure
+                    await self._client.ping(self._beat_s)
+
+    def _put(self, key: bytes, value: bytes) -> None:
+        try:
+            record = decode_worker_record(self._namespace, key, value)
+        except BadMessage as exc:
+            if key not in self._malformed:
+                self._malformed.add(key)
+                _log.warning("ignoring %s: %s", key.decode(errors="replace"), exc)
+            return
+        self._malformed.discard(key)
+        if record.role not in self._roles:
+            return
+        if (timer := self._leaving.pop(key, None)) is not None:
+            timer.cancel()
+        self._change(key, record)
+
+    def _delete(self, key: bytes) -> None:
+        self._malformed.discard(key)
+        if key not in self._members or key in self._leaving:
+            return
+        if self._clock.monotonic() - self._client.last_failed_at < self._grace_s:
+            _log.info("%s went during etcd trouble: waiting for it", key.decode())
+            self._leaving[key] = asyncio.get_running_loop().call_later(
+                self._grace_s, self._drop, key
+            )
+        else:
+            self._drop(key)
+
+    def _drop(self, key: bytes) -> None:
+        self._leaving.pop(key, None)
+        self._change(key, None)
+
+    def _change(self, key: bytes, new: WorkerRecord | None) -> None:
+        old = self._members.get(key)
+        if old == new:
+            return
+        if new is None:
+            del self._members[key]
+        else:
+            self._members[key] = new
+        if old is not None and (new is None or new.incarnation != old.incarnation):
+            for cached in [c for c in self._descriptors if c[0] == old.instance_id]:
+                del self._descriptors[cached]
+        for callback in list(self._callbacks):
+            try:
+                callback(old, new)
+            except Exception:
+                _log.exception("a subscriber failed on %s", key.decode())

@@ -1,0 +1,59 @@
+"""The key layout under `/pullfill/{namespace}/` (design.md §4). Instance ids hold no slash."""
+
+from __future__ import annotations
+
+from pullfill.errors import ConfigError
+from pullfill.ids import is_name
+
+ROOT = "/pullfill"
+
+
+def _checked(text: str, what: str) -> str:
+    if not is_name(text):
+        raise ConfigError(
+            f"{what} {text!r} is not usable: lower-case letters, digits, '-', '_' only"
+        )
+    return text
+
+
+def namespace_prefix(namespace: str) -> str:
+    """`/pullfill/NS/`. Raises ConfigError for a namespace that is no name."""
+    return f"{ROOT}/{_checked(namespace, 'namespace')}/"
+
+
+def workers_prefix(namespace: str) -> str:
+    return f"{namespace_prefix(namespace)}workers/"
+
+
+def worker(namespace: str, role: str, instance_id: str) -> str:
+    _checked(instance_id, "instance id")
+    return f"{workers_prefix(namespace)}{_checked(role, 'role')}/{instance_id}"
+
+
+def parse_worker(namespace: str, key: bytes) -> tuple[str, str] | None:
+    """(role, instance_id) of a worker key, None for any other key."""
+    prefix = workers_prefix(namespace).encode()
+    if not key.startswith(prefix):
+        return None
+    try:
+        role, slash, instance_id = key[len(prefix) :].decode().partition("/")
+    except UnicodeDecodeError:
+        return None
+    return (role, instance_id) if slash and is_name(role) and is_name(instance_id) else None
+
+
+def descriptors_prefix(namespace: str, instance_id: str) -> str:
+    return f"{namespace_prefix(namespace)}descriptors/{_checked(instance_id, 'instance id')}/"
+
+
+def descriptor(namespace: str, instance_id: str, rank: int) -> str:
+    return f"{descriptors_prefix(namespace, instance_id)}{rank}"
+
+
+def model(namespace: str, name: str) -> str:
+    """Served model names may hold anything, so also slashes; nothing is parsed out of this key."""
+    return f"{namespace_prefix(namespace)}models/{name}"
+
+
+def router_config(namespace: str) -> str:
+    return f"{namespace_prefix(namespace)}config/router"

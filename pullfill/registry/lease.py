@@ -1,0 +1,165 @@
+"""A lease kept alive, and how it ended: revoked by somebody, or lost to an outage of etcd.
+
+Lifecycle: `Lease.grant` → `start` → (keep-alive every TTL/3) → `wait` returns a `LeaseEnd`, or the
+owner calls `revoke`/`stop`. Owned by one `Membership`; one task.
+
+The rule, in one place (`LeaseJudge`). A lease found gone was REVOKED only if the conversation with
+etcd was continuous since the last answered keep-alive:
+- that keep-alive was *sent* less than a TTL ago (so the lease cannot have expired by itself, not
+  even while this process was stopped);
+- nothing broke since: no failed keep-alive, no broken watch (`interrupted`: the owner watches its
+  own key, so a restart of etcd between two keep-alives shows as a broken stream);
+- the same store answers: same cluster id and raft term, and a revision that did not go back.
+In every other case, and when keep-alives fail until the TTL passed, it is an OUTAGE. Doubt is
+always OUTAGE: a worker that re-registers loses nothing, one that drains for no reason does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+from dataclasses import dataclass
+from typing import Protocol
+
+from pullfill import log
+from pullfill.clock import SYSTEM_CLOCK, Clock
+from pullfill.errors import PullfillError
+from pullfill.registry.client import Header, KeepAlive
+
+_log = log.get("registry.lease")
+RETRY_S = 0.2
+
+
+class LeaseEnd(enum.StrEnum):
+    REVOKED = "revoked"
+    OUTAGE = "outage"
+
+
+class LeaseApi(Protocol):
+    """What a lease needs of `EtcdClient`."""
+
+    async def grant_lease(self, ttl_s: int) -> tuple[int, int, Header]: ...
+
+    async def keep_alive(self, lease_id: int, *, timeout_s: float | None = None) -> KeepAlive: ...
+
+    async def revoke_lease(self, lease_id: int) -> None: ...
+
+
+@dataclass(slots=True)
+class LeaseJudge:
+    """The rule of the module docstring, without I/O. Times are clock seconds.
+
+    last_ok: when the last answered keep-alive was sent. header: of its answer.
+    """
+
+    ttl_s: float
+    last_ok: float
+    header: Header
+    broken_at: float | None = None
+
+    def alive(self, sent_at: float, header: Header) -> None:
+        """A keep-alive sent at `sent_at` was answered with a living lease."""
+        self.last_ok, self.header = sent_at, header
+        if self.broken_at is not None and sent_at >= self.broken_at:
+            self.broken_at = None
+
+    def broke(self, now: float) -> None:
+        """A keep-alive failed, or another stream to etcd broke."""
+        self.broken_at = now
+
+    def expired(self, now: float) -> bool:
+        return now - self.last_ok >= self.ttl_s
+
+    def gone(self, now: float, header: Header) -> LeaseEnd:
+        """etcd says that the lease does not exist."""
+        before = self.header
+        continuous = (
+            self.broken_at is None
+            and not self.expired(now)
+            and header.cluster_id == before.cluster_id
+            and header.raft_term == before.raft_term
+            and header.revision >= before.revision
+        )
+        return LeaseEnd.REVOKED if continuous else LeaseEnd.OUTAGE
+
+
+class Lease:
+    """See the module. `id`: etcd's lease id; `ttl_s`: as granted."""
+
+    def __init__(self, client: LeaseApi, lease_id: int, judge: LeaseJudge, clock: Clock) -> None:
+        self._client = client
+        self._judge = judge
+        self._clock = clock
+        self._nudge = asyncio.Event()
+        self._task: asyncio.Task[LeaseEnd] | None = None
+        self.id = lease_id
+
+    @classmethod
+    async def grant(cls, client: LeaseApi, ttl_s: int, *, clock: Clock = SYSTEM_CLOCK) -> Lease:
+        """A new lease, not yet kept alive. Raises RegistryUnavailable."""
+        sent_at = clock.monotonic()
+        lease_id, granted_s, header = await client.grant_lease(ttl_s)
+        return cls(client, lease_id, LeaseJudge(float(granted_s), sent_at, header), clock)
+
+    @property
+    def ttl_s(self) -> float:
+        return self._judge.ttl_s
+
+    def start(self) -> None:
+        """Begin keep-alives."""
+        self._task = asyncio.create_task(self._keep(), name=f"lease-{self.id:x}")
+
+    async def wait(self) -> LeaseEnd:
+        """How the lease ended. Cancelling the caller leaves the lease alone."""
+        assert self._task is not None, "start() first"
+        return await asyncio.shield(self._task)
+
+    def check_now(self) -> None:
+        """Ask etcd at once whether the lease lives (its key was seen to go)."""
+        self._nudge.set()
+
+    def interrupted(self) -> None:
+        """The owner's conversation with the same etcd broke."""
+        self._judge.broke(self._clock.monotonic())
+        self._nudge.set()
+
+    async def stop(self) -> None:
+        """End keep-alives; etcd drops the lease after its TTL."""
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+
+    async def revoke(self) -> None:
+        """End keep-alives and the lease. Best effort: never raises for an absent etcd."""
+        await self.stop()
+        try:
+            await self._client.revoke_lease(self.id)
+        except PullfillError as exc:
+            _log.info("lease %x not revoked, it expires by itself: %s", self.id, exc)
+
+    async def _keep(self) -> LeaseEnd:
+        judge, interval = self._judge, self._judge.ttl_s / 3
+        delay = interval
+        while True:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._nudge.wait(), delay)
+            self._nudge.clear()
+            sent_at = self._clock.monotonic()
+            try:
+                answer = await self._client.keep_alive(self.id, timeout_s=min(interval, 2.0))
+            except PullfillError as exc:
+                now = self._clock.monotonic()
+                judge.broke(now)
+                if judge.expired(now):
+                    return LeaseEnd.OUTAGE
+                _log.debug("keep-alive failed, trying again: %s", exc)
+                delay = max(0.01, min(RETRY_S, judge.last_ok + judge.ttl_s - now))
+                # A nudge must not turn failing keep-alives into a busy loop.
+                self._nudge.clear()
+                continue
+            if answer.ttl <= 0:
+                return judge.gone(self._clock.monotonic(), answer.header)
+            judge.alive(sent_at, answer.header)
+            delay = interval

