@@ -66,17 +66,28 @@ class OwnerFences(Protocol):
     """The decode worker's side: fences over its own region."""
 
     def open(self, block_ids: Sequence[int]) -> FenceToken:
-        """A fence valid from now on. Raises OverloadedError when all slots are in use."""
+        """A fence valid from now on. Raises OverloadedError when all slots are in use,
+        ConfigError when a block is not in the region."""
         ...
 
     def try_revoke(self, token: FenceToken) -> bool:
         """Invalidate the fence. True: proved, nothing can land any more and the slot is free
         for reuse. False: a batch of the writer is under way (or its process is stopped); the
         fence is already dying: it refuses every *new* batch where the transport can, and the
-        caller asks again. Idempotent. Never blocks longer than a few microseconds."""
+        caller asks again. Idempotent. Never blocks longer than a few microseconds.
+
+        Every token ends this way, committed ones too: that is what frees the slot."""
         ...
 
-    def close(self) -> None: ...
+    @property
+    def in_use(self) -> int:
+        """Slots not free: open, or dying and not yet proved."""
+        ...
+
+    def close(self) -> None:
+        """Refuse every session's next batch. Proves nothing; `open` and `try_revoke` raise
+        ConfigError afterwards."""
+        ...
 
 
 class Owner(Protocol):
@@ -92,6 +103,11 @@ class Owner(Protocol):
 
     @property
     def fences(self) -> OwnerFences: ...
+
+    def renew(self, incarnation: str) -> None:
+        """The owner registered again: sessions and descriptors of the old incarnation are refused
+        from now on. Fences stay as they are; each still ends by `try_revoke`."""
+        ...
 
     def close(self) -> None:
         """Unregister and remove what peers could open. Mapped peers keep harmless pages."""
@@ -111,7 +127,8 @@ class PeerSession(Protocol):
 
         Done in bounded batches; each batch checks the fence while holding it. Returns when all
         bytes are in the owner's memory. Raises Fenced (the batch that found the fence dead moved
-        nothing; earlier batches may have landed, before the revoke was proved), TransferFailed.
+        nothing; earlier batches may have landed, before the revoke was proved), TransferFailed,
+        and BadMessage before anything moved: ids out of range, lengths differ, a target twice.
         """
         ...
 
@@ -135,5 +152,7 @@ class PeerTransport(Protocol):
         ...
 
     def connect(self, local: LocalMemory, descriptor: RegionDescriptor) -> PeerSession:
-        """Map or dial the region. Raises IncompatibleError, PeerUnavailable, TransferFailed."""
+        """Map or dial the region. Raises IncompatibleError (field named), PeerUnavailable (gone,
+        or of another incarnation: load its descriptor again), BadMessage (the descriptor
+        contradicts itself), TransferFailed."""
         ...

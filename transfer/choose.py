@@ -1,0 +1,44 @@
+"""Which transport reaches a region, and why no better one does. Pure but for the probes' own I/O.
+
+(Not `select.py`: no file of a room may be named like a standard library module.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pullfill.errors import IncompatibleError
+from pullfill.transfer.contract import PeerTransport
+from pullfill.wire import RegionDescriptor
+
+BEST_FIRST = ("loopback", "cuda_ipc", "shm", "nccl", "nixl", "tcp")
+
+
+def choose(
+    descriptor: RegionDescriptor, transports: Sequence[PeerTransport]
+) -> tuple[PeerTransport, list[tuple[str, str]]]:
+    """The best transport that both sides have and that can reach the region.
+
+    Returns it and (name, why not) for each better one. Names outside `BEST_FIRST` come last, in
+    the order given. Raises IncompatibleError(field="endpoints") listing every reason if none can.
+    """
+    why_not: list[tuple[str, str]] = []
+    for transport in sorted(transports, key=lambda t: _rank(t.name)):
+        if transport.name not in descriptor.endpoints:
+            why_not.append((transport.name, "the owner does not offer it"))
+            continue
+        reason = transport.can_reach(descriptor)
+        if reason is None:
+            return transport, why_not
+        why_not.append((transport.name, reason))
+    known = {name for name, _ in why_not}
+    why_not += [(name, "not available here") for name in descriptor.endpoints if name not in known]
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in why_not) or "it offers none"
+    raise IncompatibleError(
+        f"no transport reaches {descriptor.instance_id} rank {descriptor.rank}: {reasons}",
+        field="endpoints",
+    )
+
+
+def _rank(name: str) -> int:
+    return BEST_FIRST.index(name) if name in BEST_FIRST else len(BEST_FIRST)

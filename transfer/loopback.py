@@ -1,0 +1,252 @@
+"""Owner and peer in one process: a complete transport on plain memory, with faults on demand.
+
+Shipped for the tests of every room that moves blocks: `LoopbackOwner.faults` stops a batch half
+way through holding its fence, lets it go on, or ends it as if the writer's process had died. It
+also checks what shm cannot: a write or read outside the granted blocks raises BadMessage.
+
+An owner is reachable by its endpoint from its construction until `close`.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from pullfill.errors import (
+    BadMessage,
+    ConfigError,
+    Fenced,
+    OverloadedError,
+    PeerUnavailable,
+    TransferFailed,
+)
+from pullfill.transfer.contract import KvLayout, LocalMemory, MoveResult, PeerSession
+from pullfill.transfer.layout import check_bounds, layout_of
+from pullfill.transfer.session import MappedSession
+from pullfill.wire import FenceToken, RegionDescriptor
+
+_owners: dict[str, LoopbackOwner] = {}
+
+
+@dataclass(slots=True)
+class _Slot:
+    epoch: int = field(default_factory=lambda: secrets.randbits(61))
+    dying: bool = False
+    holders: int = 0
+    granted: frozenset[int] = frozenset()
+
+
+class LoopbackFences:
+    """OwnerFences in one process. One condition variable guards everything."""
+
+    def __init__(self, num_blocks: int, slots: int) -> None:
+        self.changed = threading.Condition()
+        self.slots = [_Slot() for _ in range(slots)]
+        self.closed = False
+        self._num_blocks = num_blocks
+        self._free = deque(range(slots))
+
+    @property
+    def in_use(self) -> int:
+        return len(self.slots) - len(self._free)
+
+    def open(self, block_ids: Sequence[int]) -> FenceToken:
+        if block_ids and not 0 <= min(block_ids) <= max(block_ids) < self._num_blocks:
+            raise ConfigError(f"a granted block is outside 0..{self._num_blocks - 1}")
+        with self.changed:
+            if self.closed:
+                raise ConfigError("the region is closed")
+            if not self._free:
+                raise OverloadedError(f"all {len(self.slots)} fence slots are in use")
+            number = self._free.popleft()
+            self.slots[number].granted = frozenset(block_ids)
+            return FenceToken(slot=number, epoch=self.slots[number].epoch)
+
+    def try_revoke(self, token: FenceToken) -> bool:
+        if token.slot >= len(self.slots):
+            raise ConfigError(f"no fence slot {token.slot}")
+        with self.changed:
+            if self.closed:
+                raise ConfigError("the region is closed: nothing can be proved any more")
+            slot = self.slots[token.slot]
+            if slot.epoch != token.epoch:
+                return True
+            slot.dying = slot.holders > 0
+            if slot.dying:
+                return False
+            slot.epoch += 1
+            slot.granted = frozenset()
+            self._free.append(token.slot)
+            return True
+
+    def granted(self, token: FenceToken) -> frozenset[int]:
+        """Blocks behind a valid token. Raises Fenced."""
+        with self.changed:
+            return self.valid(token).granted
+
+    def valid(self, token: FenceToken) -> _Slot:
+        """The token's slot; call with `changed` held. Raises Fenced."""
+        slot = self.slots[token.slot] if token.slot < len(self.slots) else None
+        if self.closed or slot is None or slot.epoch != token.epoch or slot.dying:
+            raise Fenced("the grant was revoked")
+        return slot
+
+    def close(self) -> None:
+        with self.changed:
+            self.closed = True
+
+
+class LoopbackFaults:
+    """Stops batches while they hold their fence. Thread-safe; for tests."""
+
+    def __init__(self, fences: LoopbackFences) -> None:
+        self._fences = fences
+        self._pass_first: int | None = None
+        self._held = 0
+        self._kill = False
+
+    def hold(self, after: int = 0) -> None:
+        """The batches after the next `after` ones stop inside their fence until `resume`."""
+        with self._fences.changed:
+            self._pass_first, self._kill = after, False
+
+    def wait_held(self, timeout_s: float = 10.0) -> bool:
+        """Wait until a batch is stopped."""
+        with self._fences.changed:
+            return self._fences.changed.wait_for(lambda: self._held > 0, timeout_s)
+
+    def resume(self) -> None:
+        """Stopped batches go on and copy everything they meant to."""
+        self._end(kill=False)
+
+    def kill(self, timeout_s: float = 10.0) -> None:
+        """Stopped batches end without moving a byte, as if their process had died. Returns once
+        they let go of their fences."""
+        self._end(kill=True)
+        with self._fences.changed:
+            quiet = self._fences.changed.wait_for(
+                lambda: not any(slot.holders for slot in self._fences.slots), timeout_s
+            )
+        if not quiet:
+            raise TimeoutError("a held batch did not end")
+
+    def _end(self, *, kill: bool) -> None:
+        with self._fences.changed:
+            self._pass_first, self._kill = None, kill
+            self._fences.changed.notify_all()
+
+    def inside_batch(self) -> None:
+        """Called by sessions while they hold a fence."""
+        with self._fences.changed:
+            if self._pass_first is None:
+                return
+            if self._pass_first > 0:
+                self._pass_first -= 1
+                return
+            self._held += 1
+            self._fences.changed.notify_all()
+            self._fences.changed.wait_for(lambda: self._pass_first is None)
+            self._held -= 1
+            if self._kill:
+                raise TransferFailed("the writer died in a batch")
+
+
+class LoopbackOwner:
+    """Owner over memory of this process; `memory` must outlive it."""
+
+    transport = "loopback"
+
+    def __init__(self, memory: LocalMemory, incarnation: str, *, slots: int = 64) -> None:
+        check_bounds(memory.layout, memory.nbytes)
+        self.memory = memory
+        self.incarnation = incarnation
+        self.endpoint = f"loopback:{secrets.token_hex(8)}"
+        self.fences = LoopbackFences(memory.layout.num_blocks, slots)
+        self.faults = LoopbackFaults(self.fences)
+        _owners[self.endpoint] = self
+
+    def renew(self, incarnation: str) -> None:
+        with self.fences.changed:
+            self.incarnation = incarnation
+
+    def close(self) -> None:
+        self.fences.close()
+        _owners.pop(self.endpoint, None)
+
+
+class _Gate:
+    def __init__(self, owner: LoopbackOwner) -> None:
+        self._owner = owner
+        self._incarnation = owner.incarnation
+
+    def enter(self, token: FenceToken) -> None:
+        fences = self._owner.fences
+        with fences.changed:
+            if self._owner.incarnation != self._incarnation:
+                raise Fenced("the region belongs to another incarnation of its owner")
+            fences.valid(token).holders += 1
+
+    def leave(self, token: FenceToken) -> None:
+        fences = self._owner.fences
+        with fences.changed:
+            fences.slots[token.slot].holders -= 1
+            fences.changed.notify_all()
+
+    def before_batch(self, verb: str) -> None:
+        pass
+
+    def inside_batch(self, verb: str) -> None:
+        self._owner.faults.inside_batch()
+
+    def close(self) -> None:
+        pass
+
+
+class _Session(MappedSession):
+    def __init__(
+        self, local: LocalMemory, layout: KvLayout, owner: LoopbackOwner, address: int
+    ) -> None:
+        super().__init__("loopback", local, layout, address, _Gate(owner))
+        self._owner = owner
+
+    def write_blocks(
+        self, fence: FenceToken, source: Sequence[int], target: Sequence[int]
+    ) -> MoveResult:
+        self._check(fence, target)
+        return super().write_blocks(fence, source, target)
+
+    def read_blocks(
+        self, fence: FenceToken, source: Sequence[int], target: Sequence[int]
+    ) -> MoveResult:
+        self._check(fence, source)
+        return super().read_blocks(fence, source, target)
+
+    def _check(self, fence: FenceToken, blocks: Sequence[int]) -> None:
+        outside = set(map(int, blocks)) - self._owner.fences.granted(fence)
+        if outside:
+            raise BadMessage(f"blocks {sorted(outside)[:8]} are outside the grant")
+
+
+class LoopbackTransport:
+    """PeerTransport to owners of this process."""
+
+    name = "loopback"
+
+    def can_reach(self, descriptor: RegionDescriptor) -> str | None:
+        if descriptor.endpoints.get(self.name) not in _owners:
+            return "its owner is not in this process"
+        return None
+
+    def connect(self, local: LocalMemory, descriptor: RegionDescriptor) -> PeerSession:
+        layout = layout_of(descriptor)
+        owner = _owners.get(descriptor.endpoints.get(self.name, ""))
+        if owner is None:
+            raise PeerUnavailable(f"{descriptor.instance_id} is not in this process")
+        if owner.incarnation != descriptor.incarnation:
+            raise PeerUnavailable("the region belongs to another incarnation of its owner")
+        if descriptor.nbytes != owner.memory.nbytes:
+            raise BadMessage(f"descriptor of {descriptor.nbytes} bytes, region is another size")
+        return _Session(local, layout, owner, owner.memory.address)

@@ -1,0 +1,129 @@
+"""The part of a peer session that every address-mapped transport shares.
+
+A transport that can see the owner's memory at an address (shm, loopback, later CUDA IPC with its
+own copier) supplies a `Gate` and the address; planning, batching, fencing and accounting are here.
+
+Order inside one batch: enter the gate (which refuses a dead fence) → copy → leave. Nothing is
+copied outside a gate. `close` waits for a batch under way, because letting go of the lock or of
+the mapping under a running copy would break the owner's proof.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from pullfill.errors import TransferFailed
+from pullfill.transfer.contract import KvLayout, LocalMemory, MoveResult
+from pullfill.transfer.copying import copy_batch
+from pullfill.transfer.layout import check_bounds, check_pair
+from pullfill.transfer.runs import Batch, CopyPlan, plan
+from pullfill.wire import FenceToken
+
+Copier = Callable[[int, int, Batch], None]
+
+
+class Gate(Protocol):
+    """Holds a fence while a batch is copied."""
+
+    def enter(self, token: FenceToken) -> None:
+        """Hold the fence. Raises Fenced (not held) when the token is not valid any more."""
+        ...
+
+    def leave(self, token: FenceToken) -> None:
+        """Let go of it. Called exactly once per successful `enter`."""
+        ...
+
+    def before_batch(self, verb: str) -> None:
+        """Outside the fence, before each batch; `verb` is `write` or `read`."""
+        ...
+
+    def inside_batch(self, verb: str) -> None:
+        """Holding the fence, before the first byte moves."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class MappedSession:
+    """PeerSession over memory mapped at `remote_address`. Owns the gate; closes it once."""
+
+    def __init__(
+        self,
+        transport: str,
+        local: LocalMemory,
+        remote: KvLayout,
+        remote_address: int,
+        gate: Gate,
+        *,
+        copier: Copier = copy_batch,
+        on_close: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`on_close` gives the mapping back, after the gate is closed. Raises IncompatibleError
+        when the layouts do not hold the same bytes per block (then the caller keeps both)."""
+        check_bounds(local.layout, local.nbytes)
+        check_pair(local.layout, remote)
+        self._transport = transport
+        self._local = local
+        self._remote = remote
+        self._remote_address = remote_address
+        self._gate = gate
+        self._copy = copier
+        self._on_close = on_close
+        self._busy = threading.Lock()
+        self._closed = False
+
+    @property
+    def transport(self) -> str:
+        return self._transport
+
+    def write_blocks(
+        self, fence: FenceToken, source: Sequence[int], target: Sequence[int]
+    ) -> MoveResult:
+        """See PeerSession."""
+        started = time.perf_counter()
+        todo = plan(self._local.layout, self._remote, source, target)
+        self._move("write", fence, todo, self._local.address, self._remote_address)
+        return _result(todo, started)
+
+    def read_blocks(
+        self, fence: FenceToken, source: Sequence[int], target: Sequence[int]
+    ) -> MoveResult:
+        """See PeerSession."""
+        started = time.perf_counter()
+        todo = plan(self._remote, self._local.layout, source, target)
+        self._move("read", fence, todo, self._remote_address, self._local.address)
+        return _result(todo, started)
+
+    def close(self) -> None:
+        """Waits for a batch under way, then lets go of the region. Idempotent."""
+        with self._busy:
+            if not self._closed:
+                self._closed = True
+                self._gate.close()
+                self._on_close()
+
+    def _move(self, verb: str, fence: FenceToken, todo: CopyPlan, src: int, dst: int) -> None:
+        gate = self._gate
+        with self._busy:
+            if self._closed:
+                raise TransferFailed("the session is closed")
+            for batch in todo.batches():
+                gate.before_batch(verb)
+                gate.enter(fence)
+                try:
+                    gate.inside_batch(verb)
+                    self._copy(src, dst, batch)
+                finally:
+                    gate.leave(fence)
+
+
+def _result(todo: CopyPlan, started: float) -> MoveResult:
+    return MoveResult(
+        blocks=todo.blocks,
+        nbytes=todo.total,
+        seconds=time.perf_counter() - started,
+        runs=todo.runs,
+    )

@@ -1,0 +1,183 @@
+"""The two files of a shared region, their life and their names.
+
+`pullfill-<instance>-<rank>.fence` is made first, and its owner holds an exclusive lock on its
+first byte until it dies; then `pullfill-<instance>-<rank>.kv`, the KV bytes. They go in the
+opposite order. So: a .fence whose byte 0 can be locked, or a .kv without a .fence, is an orphan,
+and `sweep` unlinks it. Peers that still map an orphan keep harmless pages. Both are mode 0600.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from pullfill.errors import BadMessage, ConfigError
+from pullfill.transfer.shm import lock
+
+DIR_ENV = "PULLFILL_SHM_DIR"
+DEFAULT_DIR = "/dev/shm"
+PREFIX = "pullfill-"
+_OPEN = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+
+
+class ShmEndpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`RegionDescriptor.endpoints["shm"]`, as JSON: two paths and which inodes must be there."""
+
+    v: int = 1
+    kv: str
+    kv_inode: tuple[int, int]
+    fence: str
+    fence_inode: tuple[int, int]
+    nbytes: int
+
+    def encode(self) -> str:
+        return msgspec.json.encode(self).decode()
+
+    @staticmethod
+    def decode(text: str) -> ShmEndpoint:
+        """Raises BadMessage."""
+        try:
+            endpoint = msgspec.json.decode(text, type=ShmEndpoint)
+        except msgspec.MsgspecError as exc:
+            raise BadMessage(f"not an shm endpoint: {exc}") from exc
+        if endpoint.v != 1:
+            raise BadMessage(f"shm endpoint of version {endpoint.v}, this is version 1")
+        return endpoint
+
+
+def shm_dir() -> Path:
+    """$PULLFILL_SHM_DIR or /dev/shm."""
+    return Path(os.environ.get(DIR_ENV) or DEFAULT_DIR)
+
+
+def inode(fd: int) -> tuple[int, int]:
+    """(device, inode) of an open file."""
+    info = os.fstat(fd)
+    return info.st_dev, info.st_ino
+
+
+def open_same(path: str, expected: tuple[int, int] | None = None) -> int:
+    """Open a region file that a peer published: a regular file of our own user, the very inode
+    named. Returns a descriptor. Raises FileNotFoundError (gone or replaced), PermissionError."""
+    # A link through /proc is how an already unlinked mapping of our own user is reached.
+    flags = _OPEN & ~os.O_NOFOLLOW if path.startswith("/proc/") else _OPEN
+    fd = os.open(path, flags)
+    info = os.fstat(fd)
+    if expected is not None and (info.st_dev, info.st_ino) != tuple(expected):
+        os.close(fd)
+        raise FileNotFoundError(f"{path} is another file now: its owner restarted")
+    if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid():
+        os.close(fd)
+        raise PermissionError(f"{path} is not a regular file of this user")
+    return fd
+
+
+class RegionFiles:
+    """Creates and owns the two files. Lives as long as the region; `close` unlinks both."""
+
+    def __init__(self, instance_id: str, rank: int, directory: Path | None = None) -> None:
+        """Sweeps orphans, then creates and locks the fence file (empty). Raises ConfigError when
+        the directory cannot be used or the name is taken by a live process."""
+        self.directory = directory or shm_dir()
+        stem = self.directory / f"{PREFIX}{instance_id}-{rank}"
+        self.fence_path = stem.with_name(stem.name + ".fence")
+        self.kv_path = stem.with_name(stem.name + ".kv")
+        self._kv_made = False
+        try:
+            sweep(self.directory)
+            self.fence_fd = self._create_locked()
+        except FileExistsError:
+            raise ConfigError(
+                f"{self.fence_path} belongs to a running worker: give this one another instance id"
+            ) from None
+        except OSError as exc:
+            raise ConfigError(
+                f"cannot use {self.directory} for shared KV memory ({exc}); set {DIR_ENV} to a "
+                "writable directory on a tmpfs"
+            ) from exc
+
+    def _create_locked(self) -> int:
+        # A sweeper may lock and unlink the file between our create and our lock: then it has no
+        # link any more, and we make another.
+        while True:
+            fd = os.open(self.fence_path, _OPEN | os.O_CREAT | os.O_EXCL, 0o600)
+            if lock.try_exclusive(fd, 0, 1) and os.fstat(fd).st_nlink:
+                return fd
+            with suppress(FileNotFoundError):
+                if os.stat(self.fence_path).st_ino == os.fstat(fd).st_ino:
+                    os.unlink(self.fence_path)
+            os.close(fd)
+
+    def create_kv(self, nbytes: int) -> Path:
+        """Make the KV file, `nbytes` of zeros without pages behind them yet. Raises ConfigError
+        when the file system could not hold it: running out later would kill us with SIGBUS."""
+        free = _unclaimed(self.directory)
+        if nbytes > free:
+            raise ConfigError(
+                f"{self.directory} has {free >> 20} MiB left but the KV cache needs "
+                f"{nbytes >> 20} MiB: make it larger (docker: --shm-size), make the cache "
+                f"smaller (kv_cache_memory_bytes), or set {DIR_ENV}"
+            )
+        fd = os.open(self.kv_path, _OPEN | os.O_CREAT | os.O_EXCL, 0o600)
+        self._kv_made = True
+        try:
+            os.ftruncate(fd, nbytes)
+        finally:
+            os.close(fd)
+        return self.kv_path
+
+    def close(self) -> None:
+        """Unlink both and let go of the owner lock. Idempotent."""
+        if self.fence_fd < 0:
+            return
+        with suppress(FileNotFoundError):
+            if self._kv_made:
+                os.unlink(self.kv_path)
+        with suppress(FileNotFoundError):
+            os.unlink(self.fence_path)
+        os.close(self.fence_fd)
+        self.fence_fd = -1
+
+
+def sweep(directory: Path) -> list[str]:
+    """Unlink what dead owners of this user left. Returns the names removed."""
+    removed: list[str] = []
+    names = sorted(n for n in os.listdir(directory) if n.startswith(PREFIX))
+    for name in (n for n in names if n.endswith(".fence")):
+        with suppress(OSError):
+            fd = open_same(str(directory / name))
+            try:
+                if lock.try_exclusive(fd, 0, 1):
+                    removed += _unlink(directory, name.removesuffix(".fence") + ".kv", name)
+            finally:
+                os.close(fd)
+    for name in (n for n in names if n.endswith(".kv")):
+        path = directory / name
+        with suppress(OSError):
+            if not path.with_suffix(".fence").exists() and path.stat().st_uid == os.geteuid():
+                removed += _unlink(directory, name)
+    return removed
+
+
+def _unlink(directory: Path, *names: str) -> list[str]:
+    gone = []
+    for name in names:
+        with suppress(FileNotFoundError):
+            os.unlink(directory / name)
+            gone.append(name)
+    return gone
+
+
+def _unclaimed(directory: Path) -> int:
+    """Free bytes less what sparse regions of others may still grow into."""
+    space = os.statvfs(directory)
+    claimed = 0
+    for path in directory.glob(f"{PREFIX}*.kv"):
+        with suppress(OSError):
+            info = path.stat()
+            claimed += max(0, info.st_size - info.st_blocks * 512)
+    return space.f_bavail * space.f_frsize - claimed

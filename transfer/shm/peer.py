@@ -1,0 +1,95 @@
+"""The prefill worker's side of shm: maps a decode worker's region and copies under its fence.
+
+A session owns one mapping of the KV file and one open file description of the fence file; `close`
+gives both back. Nothing here survives a fork: connect after forking.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+
+from pullfill.errors import BadMessage, PeerUnavailable
+from pullfill.host import host_id
+from pullfill.transfer.contract import LocalMemory, PeerSession
+from pullfill.transfer.layout import layout_of
+from pullfill.transfer.session import MappedSession
+from pullfill.transfer.shm.fence import ShmGate
+from pullfill.transfer.shm.files import ShmEndpoint, open_same
+from pullfill.wire import RegionDescriptor
+
+
+class ShmTransport:
+    """PeerTransport for regions of this host and this user. Stateless."""
+
+    name = "shm"
+
+    def can_reach(self, descriptor: RegionDescriptor) -> str | None:
+        """See PeerTransport. Looks at the two files, maps nothing."""
+        if descriptor.host_id != host_id():
+            return "it is on another host, or does not share /dev/shm with us"
+        try:
+            endpoint = ShmEndpoint.decode(descriptor.endpoints.get(self.name, ""))
+            for path, expected in (
+                (endpoint.kv, endpoint.kv_inode),
+                (endpoint.fence, endpoint.fence_inode),
+            ):
+                os.close(open_same(path, expected))
+        except BadMessage as exc:
+            return str(exc)
+        except OSError as exc:
+            return f"its memory cannot be opened: {exc}"
+        return None
+
+    def connect(self, local: LocalMemory, descriptor: RegionDescriptor) -> PeerSession:
+        """See PeerTransport. An old descriptor never reaches a new process's memory: inode, size
+        and incarnation must all be the ones it names. Raises PeerUnavailable when the region is
+        gone, BadMessage when the descriptor contradicts itself, IncompatibleError."""
+        layout = layout_of(descriptor)
+        endpoint = ShmEndpoint.decode(descriptor.endpoints.get(self.name, ""))
+        if descriptor.host_id != host_id():
+            raise PeerUnavailable(f"{descriptor.instance_id} is on another host")
+        if endpoint.nbytes != descriptor.nbytes:
+            raise BadMessage(
+                f"descriptor of {descriptor.nbytes} bytes, endpoint of {endpoint.nbytes}"
+            )
+        try:
+            fence_fd = open_same(endpoint.fence, endpoint.fence_inode)
+            gate = ShmGate(fence_fd, descriptor.incarnation)
+            try:
+                mapping = _Mapping(endpoint)
+            except BaseException:
+                gate.close()
+                raise
+        except OSError as exc:
+            raise PeerUnavailable(
+                f"the KV memory of {descriptor.instance_id} cannot be mapped: {exc}"
+            ) from exc
+        try:
+            return MappedSession(
+                self.name, local, layout, mapping.address, gate, on_close=mapping.close
+            )
+        except BaseException:
+            mapping.close()
+            gate.close()
+            raise
+
+
+class _Mapping:
+    """The KV file, mapped whole for reading and writing."""
+
+    def __init__(self, endpoint: ShmEndpoint) -> None:
+        fd = open_same(endpoint.kv, endpoint.kv_inode)
+        try:
+            if os.fstat(fd).st_size < endpoint.nbytes:
+                raise PeerUnavailable(f"{endpoint.kv} is shorter than its descriptor says")
+            self._map = mmap.mmap(fd, endpoint.nbytes)
+        finally:
+            os.close(fd)
+        self._anchor: ctypes.c_char | None = ctypes.c_char.from_buffer(self._map)
+        self.address = ctypes.addressof(self._anchor)
+
+    def close(self) -> None:
+        self._anchor = None
+        self._map.close()
