@@ -20,7 +20,11 @@ from pullfill.wire import QueueStatus
 
 @dataclass(frozen=True, slots=True)
 class QueueConfig:
-    """One job stream. `subject_root` is unique per (namespace, model, compatibility hash)."""
+    """One job stream, named by (namespace, compatibility hash); the hash covers the model.
+
+    max_jobs: pending + in flight. max_in_flight: over all workers. max_age_s: a job of which
+    nobody will ask any more disappears after this. replicas: of the streams, in a NATS cluster.
+    """
 
     namespace: str
     compat_hash: str
@@ -29,15 +33,23 @@ class QueueConfig:
     max_deliver: int = 5
     publish_timeout_s: float = 0.5
     max_in_flight: int = 1024
+    max_age_s: float = 3600.0
+    replicas: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """A stored job. `seq` cancels it; `duplicate`: the job id was already in the stream."""
+    """A stored job. `seq` cancels it; `duplicate`: the job id was already in the stream.
+
+    stream_id: which stream `seq` counts in, so that a receipt from before the server lost its
+    data never removes another job.
+    """
 
     job_id: str
     seq: int
     duplicate: bool = False
+    stream_id: str = ""
+    tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +63,12 @@ class DeadLetter:
 
 
 class Delivery(Protocol):
-    """One delivery of one job. Exactly one of ack, nak, term settles it; later calls are no-ops."""
+    """One delivery of one job. Exactly one of ack, nak, term settles it; later calls are no-ops.
+
+    A settling call that raised did not settle; it may be tried again, or left: the job then comes
+    back after `ack_wait_s`. Each nak uses up one of `max_deliver` deliveries: to wait for
+    something, keep the job alive with `in_progress` instead.
+    """
 
     @property
     def job_id(self) -> str: ...
@@ -80,49 +97,62 @@ class Delivery(Protocol):
         ...
 
     async def ack(self) -> None:
-        """The job is committed (or needs nobody any more). Waits for the server's answer."""
+        """The job is committed (or needs nobody any more). Waits for the server's answer, over a
+        reconnect if need be. Raises QueueUnavailable after about 2 s without one."""
         ...
 
     async def nak(self, delay_s: float = 0.0) -> None:
-        """Give it back; redelivered to any worker after `delay_s`."""
+        """Give it back; redelivered to any worker after `delay_s`. Never raises: if the server
+        does not hear it, `ack_wait_s` does the same."""
         ...
 
     async def term(self, reason: str) -> None:
-        """Poison: never again; leaves a dead letter."""
+        """Poison: never again; leaves a dead letter. Raises QueueUnavailable."""
         ...
 
     async def in_progress(self) -> None:
-        """Reset the `ack_wait_s` timer."""
+        """Reset the `ack_wait_s` timer. Never raises; nothing while the server is away."""
         ...
 
 
 class JobProducer(Protocol):
-    """The decode worker's side. Safe to use from one asyncio loop."""
+    """The decode worker's side. Coroutines belong to one asyncio loop; `depth()` and `available`
+    may be read from any thread."""
 
     async def publish(self, job_id: str, body: bytes, tokens: int) -> Receipt:
         """Store one job durably; the same `job_id` again is a duplicate, not a second job.
 
-        Raises QueueFull (bound reached), QueueUnavailable (no answer within
-        `publish_timeout_s`; the job may or may not be stored: cancel by id later).
+        Raises QueueFull (bound reached, or the body is larger than the server takes: then not
+        `retryable`), QueueUnavailable (no answer within `publish_timeout_s`; at once while
+        `available` is False). After QueueUnavailable the job may be stored all the same: the
+        producer removes it by itself when the server is back. Until then a worker may pull it,
+        and its claim must be refused.
         """
         ...
 
     async def cancel(self, receipt: Receipt) -> bool:
-        """Remove a job, pending or in flight; True if it was still there."""
+        """Remove a job, pending or in flight; True if it was still there. Never raises: while the
+        server is away it returns False and the job is removed later."""
         ...
 
     async def hand_back(self, ack_subject: str) -> None:
-        """NAK a delivery on behalf of a worker that died holding it."""
+        """NAK a delivery on behalf of a worker that died holding it. Raises BadMessage unless
+        `ack_subject` is one of this queue's (it came over a wire)."""
         ...
 
     def depth(self) -> QueueStatus:
         """Jobs and tokens pending + in flight, from a cache at most ~0.25 s old while the
-        queue moves. Never does I/O."""
+        queue moves; own publishes and cancels count at once. Tokens are rounded up by at most
+        1/16 per job. Never does I/O; the last known state while the server is away."""
         ...
 
     @property
     def available(self) -> bool:
         """Whether the server answered lately. False: do not even try to publish."""
+        ...
+
+    async def dead_letters(self, limit: int = 20) -> list[DeadLetter]:
+        """The newest dead letters, newest first. Raises QueueUnavailable."""
         ...
 
     async def close(self) -> None: ...
@@ -134,7 +164,8 @@ class JobConsumer(Protocol):
     async def pull(self, budget_tokens: int, max_jobs: int, wait_s: float) -> list[Delivery]:
         """Up to `max_jobs` jobs; waits at most `wait_s` for the first. Stops taking more once
         the sum of `tokens` reaches `budget_tokens` (the first job is taken whatever its size).
-        Returns [] on nothing. Raises QueueUnavailable when the server cannot be reached."""
+        Returns [] on nothing and after `drain`. Raises QueueUnavailable when the server cannot be
+        reached within `wait_s`. Cancelling is safe: what was taken is given back."""
         ...
 
     async def drain(self) -> None:

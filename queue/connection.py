@@ -1,0 +1,313 @@
+"""One NATS connection that is always either up or being dialled.
+
+Life: `start` dials until the first success or `wait_s`; afterwards one task redials for ever,
+until `close`. We do not use the client's own reconnect: it gives up for good on some server
+errors, and against a stopped server it can wait for ever for its socket to drain. A fresh client
+per connection has one path for start, restart and hang. `setup` runs on each new connection
+before it counts as up: it makes streams and subscriptions.
+
+Ownership: the link owns the client and its sockets; users only call `request`, `api`, `publish`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+import nats.errors
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+
+from pullfill import log
+from pullfill.errors import ConfigError, PullfillError, QueueFull, QueueUnavailable
+
+logger = log.get("queue")
+
+OnEvent = Callable[[str], None]
+DIAL_TIMEOUT_S = 2.0
+API_TIMEOUT_S = 2.0
+_BACKOFF_S = (0.05, 0.1, 0.2, 0.5, 1.0)
+_GONE = (nats.errors.UnexpectedEOF, nats.errors.StaleConnectionError, ConnectionError)
+
+
+class ApiError(QueueUnavailable):
+    """JetStream answered with an error. `err_code` is its number (e.g. 10059: no such stream)."""
+
+    def __init__(self, code: int, err_code: int, description: str) -> None:
+        super().__init__(f"JetStream error {err_code}: {description}")
+        self.code = code
+        self.err_code = err_code
+        self.description = description
+
+
+class NotSent(QueueUnavailable):
+    """Nothing left this process: the request cannot have had an effect."""
+
+
+class NoResponders(NotSent):
+    """The server is there, but nothing listens on the subject (no stream, no JetStream)."""
+
+
+class Link:
+    """See the module text. All methods belong to one asyncio loop; `up` may be read anywhere."""
+
+    def __init__(
+        self,
+        url: str,
+        name: str,
+        setup: Callable[[], Awaitable[None]],
+        *,
+        on_event: OnEvent | None = None,
+        connect_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.shown_url = _without_credentials(url)
+        self.up = False
+        self.generation = 0
+        """Counts connections. A server restart is always a new one."""
+        self.on_down: Callable[[], None] = lambda: None
+        self._url = url
+        self._name = name
+        self._setup = setup
+        self._on_event = on_event
+        self._options = dict(connect_options or {})
+        self._client: Client | None = None
+        self._ended = asyncio.Event()
+        self._changed = asyncio.Event()
+        self._cause = "not connected yet"
+        self._fatal: PullfillError | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._burials: set[asyncio.Task[None]] = set()
+
+    async def start(self, wait_s: float) -> None:
+        """Raises QueueUnavailable after `wait_s` (nothing is left running), or ConfigError."""
+        self._task = asyncio.create_task(self._run(), name=f"nats-link-{self._name}")
+        up = await self.wait_up(wait_s)
+        self._on_event = None
+        if up:
+            return
+        await self.close()
+        if self._fatal is not None:
+            raise self._fatal
+        raise QueueUnavailable(
+            f"NATS at {self.shown_url} was not usable within {wait_s:g} s ({self._cause}): "
+            "check that nats-server runs there with JetStream on (`nats-server -js`), "
+            "and --nats or --state-dir"
+        )
+
+    async def wait_up(self, wait_s: float) -> bool:
+        """Whether the link is up, now or within `wait_s`."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                while not self.up and self._fatal is None:
+                    self._changed.clear()
+                    await self._changed.wait()
+        return self.up
+
+    async def close(self) -> None:
+        """Stop dialling and close the socket. Idempotent; takes about a second at worst."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+        if self._burials:
+            await asyncio.gather(*self._burials, return_exceptions=True)
+
+    @property
+    def client(self) -> Client:
+        """The live client. Raises NotSent when there is none."""
+        if self._client is None or self._client.is_closed:
+            raise NotSent(f"no connection to NATS at {self.shown_url}: {self._cause}")
+        return self._client
+
+    async def request(
+        self, subject: str, payload: bytes, timeout_s: float, headers: dict[str, str] | None = None
+    ) -> Msg:
+        """One request and its answer. Raises NotSent, NoResponders, QueueUnavailable (sent, but no
+        answer: it may have had its effect), QueueFull (larger than the server's max_payload)."""
+        client = self.client
+        try:
+            # The inner timeout does not cover a full send buffer; the outer one does.
+            async with asyncio.timeout(2 * timeout_s):
+                return await client.request(subject, payload, timeout=timeout_s, headers=headers)
+        except nats.errors.NoRespondersError:
+            raise NoResponders(f"NATS at {self.shown_url} has nobody on {subject}") from None
+        except nats.errors.MaxPayloadError:
+            too_large = QueueFull(
+                f"{len(payload)} bytes are more than the max_payload of {client.max_payload} of "
+                f"NATS at {self.shown_url}: raise max_payload in its configuration (8MB is enough "
+                "for two million tokens)"
+            )
+            too_large.retryable = False
+            raise too_large from None
+        except TimeoutError:
+            raise QueueUnavailable(
+                f"NATS at {self.shown_url} gave no answer within {timeout_s:g} s"
+            ) from None
+        except (nats.errors.Error, OSError) as exc:
+            raise QueueUnavailable(f"NATS at {self.shown_url}: {_say(exc)}") from exc
+
+    async def api(
+        self, operation: str, payload: object = None, timeout_s: float = API_TIMEOUT_S
+    ) -> dict[str, Any]:
+        """One JetStream API call. Raises ApiError and what `request` raises."""
+        body = b"" if payload is None else msgspec.json.encode(payload)
+        return read_reply(await self.request(f"$JS.API.{operation}", body, timeout_s))
+
+    async def publish(self, subject: str, payload: bytes, reply: str = "") -> None:
+        """Send and forget. Raises NotSent."""
+        client = self.client
+        try:
+            await client.publish(subject, payload, reply=reply)
+        except (nats.errors.Error, OSError) as exc:
+            raise NotSent(f"NATS at {self.shown_url}: {_say(exc)}") from exc
+
+    async def flush(self, timeout_s: float = 1.0) -> None:
+        """Wait until the server has read what was published. Errors are not raised."""
+        with contextlib.suppress(nats.errors.Error, OSError, TimeoutError, PullfillError):
+            async with asyncio.timeout(timeout_s):
+                await self.client.flush()
+
+    def reset(self, why: str) -> None:
+        """Give the connection up and dial anew."""
+        self._cause = why
+        self._ended.set()
+
+    # ------------------------------------------------------------------ the dialling task
+
+    async def _run(self) -> None:
+        failures, down_since, quiet = 0, time.monotonic(), True
+        try:
+            while True:
+                try:
+                    await self._dial()
+                except ConfigError as exc:
+                    self._fatal = exc
+                    self._report(str(exc), first=failures == 0)
+                except (PullfillError, nats.errors.Error, OSError, TimeoutError) as exc:
+                    self._report(_say(exc), first=failures == 0)
+                else:
+                    if not quiet:
+                        seconds = time.monotonic() - down_since
+                        logger.info("NATS at %s is back after %.1f s", self.shown_url, seconds)
+                    failures, quiet, self._fatal = 0, False, None
+                    await self._until_ended()
+                    down_since = time.monotonic()
+                    logger.warning(
+                        "lost NATS at %s (%s); reconnecting", self.shown_url, self._cause
+                    )
+                self._drop()
+                await asyncio.sleep(_BACKOFF_S[min(failures, len(_BACKOFF_S) - 1)])
+                failures += 1
+        finally:
+            self._drop()
+
+    async def _dial(self) -> None:
+        self._ended.clear()
+        self._client = client = Client()
+        options: dict[str, Any] = {
+            "name": f"pullfill-{self._name}",
+            "allow_reconnect": False,
+            "max_reconnect_attempts": 1,
+            "reconnect_time_wait": 0.05,
+            "connect_timeout": DIAL_TIMEOUT_S,
+            "ping_interval": 2,
+            "max_outstanding_pings": 2,
+            "flush_timeout": 0.5,
+            **self._options,
+        }
+        cause: list[Exception] = []
+
+        async def on_error(exc: Exception) -> None:
+            cause.append(exc)
+            if isinstance(exc, _GONE):
+                self._cause = _say(exc)
+                self._ended.set()
+
+        async def on_closed() -> None:
+            self._ended.set()
+
+        try:
+            async with asyncio.timeout(2 * DIAL_TIMEOUT_S):
+                await client.connect(self._url, error_cb=on_error, closed_cb=on_closed, **options)
+        except (nats.errors.NoServersError, TimeoutError):
+            raise (cause[-1] if cause else TimeoutError("no answer")) from None
+        self._ended.clear()
+        self.generation += 1
+        await self._setup()
+        self.up = True
+        self._changed.set()
+
+    async def _until_ended(self) -> None:
+        client = self._client
+        assert client is not None
+        # The client's callbacks can be stuck behind a socket that does not drain: also look.
+        while not self._ended.is_set() and client.is_connected:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(1.0):
+                    await self._ended.wait()
+
+    def _drop(self) -> None:
+        client, self._client = self._client, None
+        was_up, self.up = self.up, False
+        if was_up:
+            self._changed.set()
+            self.on_down()
+        if client is not None:
+            task = asyncio.create_task(_bury(client))
+            self._burials.add(task)
+            task.add_done_callback(self._burials.discard)
+
+    def _report(self, cause: str, *, first: bool) -> None:
+        """Tell people once per cause while starting, and log once per outage."""
+        changed, self._cause = cause != self._cause, cause
+        self._changed.set()
+        if self._on_event is not None:
+            if first or changed:
+                self._on_event(f"waiting for NATS at {self.shown_url}: {cause}")
+        elif changed:
+            logger.warning("NATS at %s: %s", self.shown_url, cause)
+
+
+def read_reply(reply: Msg) -> dict[str, Any]:
+    """The JSON of a JetStream answer. Raises ApiError."""
+    try:
+        answer = msgspec.json.decode(reply.data)
+    except msgspec.MsgspecError as exc:
+        raise QueueUnavailable(f"JetStream answered with something else: {exc}") from exc
+    if not isinstance(answer, dict):
+        raise QueueUnavailable("JetStream answered with something else")
+    if error := answer.get("error"):
+        raise ApiError(error.get("code", 0), error.get("err_code", 0), error.get("description", ""))
+    return answer
+
+
+async def _bury(client: Client) -> None:
+    """Close a client, by force if its socket does not drain."""
+    with contextlib.suppress(Exception):
+        async with asyncio.timeout(0.5):
+            await client.close()
+            return
+    writer = getattr(getattr(client, "_transport", None), "_io_writer", None)
+    transport = getattr(writer, "transport", None)
+    if transport is not None:
+        transport.abort()
+    for name in ("_reading_task", "_flusher_task", "_ping_interval_task"):
+        task = getattr(client, name, None)
+        if inspect.isawaitable(task) and isinstance(task, asyncio.Task):
+            task.cancel()
+
+
+def _say(exc: BaseException) -> str:
+    text = str(exc) or type(exc).__name__
+    return text.removeprefix("nats: ")
+
+
+def _without_credentials(url: str) -> str:
+    parts = urlsplit(url)
+    return url if "@" not in parts.netloc else url.replace(parts.netloc.rpartition("@")[0], "***")

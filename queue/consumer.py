@@ -1,0 +1,318 @@
+"""The prefill worker's end of the queue on JetStream.
+
+Life: `connect` → `pull` repeatedly (one caller at a time) → `drain` → `close`.
+
+Each pull request asks for one job, so a worker never holds jobs it has no budget for. A request
+lives on the server until it is answered or expires, also after its caller was cancelled; then the
+next `pull` waits on the same request instead of sending another. A job that arrives while nobody
+pulls is given back at once. Requests expire within `REQUEST_S`; without any answer by then plus a
+grace the server is taken for hung.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import Any, Self
+
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+
+from pullfill import log
+from pullfill.clock import SYSTEM_CLOCK
+from pullfill.errors import BadMessage, PullfillError, QueueUnavailable
+from pullfill.queue import streams
+from pullfill.queue.connection import Link, NoResponders, NotSent, OnEvent
+from pullfill.queue.contract import DeadLetter, Delivery, OnDeadLetter, QueueConfig
+from pullfill.queue.deadletter import DeadLetters, MaxDeliveries
+from pullfill.queue.depth import moment
+from pullfill.queue.names import CONSUMER, MSG_ID, TOKENS, Names, parse_ack, subject_tokens
+
+logger = log.get("queue")
+
+REQUEST_S = 2.0
+GRACE_S = 0.5
+SHORTEST_S = 0.02
+"""The server does not answer requests that expire within a millisecond or so."""
+SETTLE_TRY_S = 1.0
+SETTLE_TRIES = 2
+_NO_MESSAGES = "404"
+_EXPIRED = "408"
+
+
+class JetStreamDelivery:
+    """A `Delivery`. Usable over reconnects: its ack subject names the message for good."""
+
+    def __init__(self, owner: JetStreamConsumer, msg: Msg) -> None:
+        headers = msg.headers or {}
+        ack = parse_ack(msg.reply)
+        told = headers.get(TOKENS, "")
+        self.job_id: str = headers.get(MSG_ID) or f"seq-{ack.seq}"
+        self.body: bytes = msg.data
+        self.tokens: int = (
+            int(told)
+            if told.isascii() and told.isdigit() and len(told) < 12
+            else subject_tokens(msg.subject)
+        )
+        self.number: int = ack.number
+        self.ack_subject: str = msg.reply
+        self._owner = owner
+        self._stored_s = ack.stored_ns / 1e9
+        self._settled = False
+
+    @property
+    def age_s(self) -> float:
+        return max(0.0, time.time() + self._owner.clock_offset_s - self._stored_s)
+
+    async def ack(self) -> None:
+        if not self._settled:
+            await self._owner.settle(self.ack_subject, b"+ACK")
+            self._settled = True
+
+    async def nak(self, delay_s: float = 0.0) -> None:
+        if self._settled:
+            return
+        self._settled = True
+        delay = b' {"delay": %d}' % int(delay_s * 1e9) if delay_s > 0 else b""
+        with contextlib.suppress(NotSent):
+            await self._owner.link.publish(self.ack_subject, b"-NAK" + delay)
+
+    async def term(self, reason: str) -> None:
+        if not self._settled:
+            letter = DeadLetter(self.job_id, reason, self.number, self.body)
+            await self._owner.letters.write(letter)
+            await self._owner.settle(self.ack_subject, b"+TERM")
+            self._settled = True
+
+    async def in_progress(self) -> None:
+        if not self._settled and self._owner.link.up:
+            with contextlib.suppress(NotSent):
+                await self._owner.link.publish(self.ack_subject, b"+WPI")
+
+
+class JetStreamConsumer:
+    """A `JobConsumer`. See the contract for what each method promises.
+
+    clock_offset_s: the server's clock minus ours, for the age of jobs.
+    """
+
+    def __init__(self, config: QueueConfig) -> None:
+        self.clock_offset_s = 0.0
+        self.link: Link
+        self.letters: DeadLetters
+        self._config = config
+        self._names = Names(config.namespace, config.compat_hash)
+        self._moves: MaxDeliveries
+        self._inbox = ""
+        self._subscription: Subscription | None = None
+        self._arrived: deque[JetStreamDelivery] = deque()
+        self._wake = asyncio.Event()
+        self._pulling = asyncio.Lock()
+        self._returns: set[asyncio.Task[None]] = set()
+        self._waiting = False
+        self._draining = False
+        # The one pull request that may be live on the server, and the answer that ended it.
+        self._request = 0
+        self._live_until = 0.0
+        self._generation = 0
+        self._status = ""
+
+    @classmethod
+    async def connect(
+        cls,
+        url: str,
+        config: QueueConfig,
+        *,
+        wait_s: float = 30.0,
+        on_event: OnEvent | None = None,
+        on_dead_letter: OnDeadLetter | None = None,
+        connect_options: Mapping[str, Any] | None = None,
+    ) -> Self:
+        """As `JetStreamProducer.connect`; `on_dead_letter` hears of each new dead letter."""
+        self = cls(config)
+        self.link = Link(
+            url, "consumer", self._setup, on_event=on_event, connect_options=connect_options
+        )
+        self.link.on_down = self._wake.set
+        self.letters = DeadLetters(self.link, self._names, on_dead_letter)
+        self._moves = MaxDeliveries(self.link, self._names, self.letters)
+        await self.link.start(wait_s)
+        return self
+
+    async def close(self) -> None:
+        if self.link.up:
+            await self.drain()
+            await self.link.flush()
+        await self._moves.close()
+        await self.link.close()
+
+    async def drain(self) -> None:
+        self._draining = True
+        self._wake.set()
+        subscription, self._subscription = self._subscription, None
+        if subscription is not None:
+            # No interest, no delivery; what was already on its way is given back on arrival.
+            with contextlib.suppress(Exception):
+                async with asyncio.timeout(2.0):
+                    await subscription.drain()  # type: ignore[no-untyped-call]
+
+    # ------------------------------------------------------------------ pull
+
+    async def pull(self, budget_tokens: int, max_jobs: int, wait_s: float) -> list[Delivery]:
+        taken: list[Delivery] = []
+        async with self._pulling:
+            self._waiting = True
+            try:
+                tokens = 0
+                while len(taken) < max_jobs and not (taken and tokens >= budget_tokens):
+                    job = await self._next(0.0 if taken else wait_s)
+                    if job is None:
+                        break
+                    taken.append(job)
+                    tokens += job.tokens
+            except QueueUnavailable:
+                if not taken:
+                    raise
+            except BaseException:
+                self._give_back(taken)
+                raise
+            finally:
+                self._waiting = False
+                self._give_back(list(self._arrived))
+                self._arrived.clear()
+        return taken
+
+    async def _next(self, wait_s: float) -> JetStreamDelivery | None:
+        """One job, or None after `wait_s` or on drain. Raises QueueUnavailable."""
+        deadline = SYSTEM_CLOCK.monotonic() + wait_s
+        while not self._draining:
+            if self._arrived:
+                return self._arrived.popleft()
+            left = deadline - SYSTEM_CLOCK.monotonic()
+            if not self.link.up:
+                if left <= 0 or not await self.link.wait_up(left):
+                    raise QueueUnavailable(f"NATS at {self.link.shown_url} is not connected")
+                continue
+            if not self._request_lives():
+                if wait_s > 0 and left < SHORTEST_S:
+                    return None
+                await self._ask(left)
+            elif wait_s <= 0:
+                return None
+            # An older request may outlive this call; its answer is then given back. One that ends
+            # with this call is waited for, so that nothing is left behind.
+            outlives = self._live_until > deadline + GRACE_S
+            until = deadline if outlives else self._live_until + GRACE_S
+            if not await self._answered(until):
+                if outlives:
+                    return None
+                self._live_until = 0.0
+                raise QueueUnavailable(f"NATS at {self.link.shown_url} does not answer pulls")
+            if self._status in (_NO_MESSAGES, _EXPIRED):
+                self._status = ""
+                if wait_s <= 0:
+                    return self._arrived.popleft() if self._arrived else None
+            elif self._status:
+                await self._heal(deadline)
+        return None
+
+    def _request_lives(self) -> bool:
+        return (
+            self._live_until > 0
+            and self._generation == self.link.generation
+            and SYSTEM_CLOCK.monotonic() < self._live_until + GRACE_S
+        )
+
+    async def _ask(self, wait_s: float) -> None:
+        """Send one pull request; `wait_s` <= 0: only what is there now."""
+        self._request += 1
+        self._generation = self.link.generation
+        self._status = ""
+        lifetime = min(wait_s, REQUEST_S)
+        if wait_s > 0:
+            ask = b'{"batch":1,"expires":%d}' % int(lifetime * 1e9)
+        else:
+            ask = b'{"batch":1,"no_wait":true}'
+        self._live_until = SYSTEM_CLOCK.monotonic() + max(0.0, lifetime)
+        await self.link.publish(
+            f"$JS.API.CONSUMER.MSG.NEXT.{self._names.stream}.{CONSUMER}",
+            ask,
+            reply=f"{self._inbox}.{self._request}",
+        )
+
+    async def _answered(self, until: float) -> bool:
+        """Wait for a job, a status, drain, or a lost link; False when `until` passed first."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(max(0.0, until - SYSTEM_CLOCK.monotonic())):
+                while not (self._arrived or self._status or self._draining):
+                    if self._generation != self.link.generation or not self.link.up:
+                        return True
+                    self._wake.clear()
+                    await self._wake.wait()
+                return True
+        return False
+
+    async def _heal(self, deadline: float) -> None:
+        """The request ended oddly (consumer or stream gone, server shutting down)."""
+        status, self._status = self._status, ""
+        logger.debug("pull ended with %s; checking the stream", status)
+        try:
+            await streams.ensure(self.link, self._names, self._config)
+        except QueueUnavailable:
+            if SYSTEM_CLOCK.monotonic() >= deadline:
+                raise
+        await asyncio.sleep(0.05)
+
+    async def _on_message(self, msg: Msg) -> None:
+        try:
+            job = JetStreamDelivery(self, msg)
+        except BadMessage:
+            token = msg.subject.rpartition(".")[2]
+            if token == str(self._request):
+                self._status = (msg.headers or {}).get("Status", "?")
+                self._live_until = 0.0
+                self._wake.set()
+            return
+        self._live_until = 0.0
+        if self._waiting and not self._draining:
+            self._arrived.append(job)
+            self._wake.set()
+        else:
+            await job.nak()
+
+    def _give_back(self, jobs: list[Any]) -> None:
+        for job in jobs:
+            task = asyncio.create_task(job.nak())
+            self._returns.add(task)
+            task.add_done_callback(self._returns.discard)
+
+    # ------------------------------------------------------------------ connection
+
+    async def _setup(self) -> None:
+        await streams.ensure(self.link, self._names, self._config)
+        info = await self.link.api(f"STREAM.INFO.{self._names.stream}")
+        if "ts" in info:
+            self.clock_offset_s = moment(info["ts"]).timestamp() - time.time()
+        client = self.link.client
+        await self._moves.subscribe()
+        if not self._draining:
+            self._inbox = client.new_inbox()
+            self._subscription = await client.subscribe(f"{self._inbox}.*", cb=self._on_message)
+
+    async def settle(self, ack_subject: str, verdict: bytes) -> None:
+        """Tell the server and wait for its answer, over a reconnect. Raises QueueUnavailable."""
+        failure: PullfillError | None = None
+        for _ in range(SETTLE_TRIES):
+            if not self.link.up and not await self.link.wait_up(SETTLE_TRY_S):
+                continue
+            try:
+                await self.link.request(ack_subject, verdict, SETTLE_TRY_S)
+                return
+            except NoResponders:
+                return  # the consumer is gone, and this delivery with it
+            except QueueUnavailable as exc:
+                failure = exc
+        raise failure or QueueUnavailable(f"NATS at {self.link.shown_url} is not connected")

@@ -1,0 +1,189 @@
+"""Dead letters: jobs nobody may try again, moved to a bounded second stream for people.
+
+A job gets here by `term`, or because `max_deliver` deliveries ended in silence. For the latter the
+server only sends an advisory (once, to whoever listens) and keeps the message, so `MaxDeliveries`
+listens in a queue group and also sweeps. Moving is idempotent (`Nats-Msg-Id`), so two workers that
+see the same advisory leave one record.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+from typing import Any
+
+import msgspec
+from nats.aio.msg import Msg
+
+from pullfill import log, metrics
+from pullfill.errors import PullfillError
+from pullfill.queue.connection import API_TIMEOUT_S, ApiError, Link, read_reply
+from pullfill.queue.contract import DeadLetter, OnDeadLetter
+from pullfill.queue.names import CONSUMER, DELIVERIES, JOB_ID, MSG_ID, REASON, Names
+
+logger = log.get("queue")
+
+SWEEP_S = 30.0
+MAX_DELIVER_REASON = "max_deliver"
+_HEADER_ROOM = 4096
+
+
+class DeadLetters:
+    """Writes and reads the dead stream of one queue."""
+
+    def __init__(self, link: Link, names: Names, on_dead_letter: OnDeadLetter | None) -> None:
+        self._link = link
+        self._names = names
+        self._on_dead_letter = on_dead_letter
+
+    async def write(self, letter: DeadLetter) -> None:
+        """Store one record; the same job again changes nothing. Raises QueueUnavailable."""
+        room = self._link.client.max_payload - _HEADER_ROOM
+        headers = {
+            MSG_ID: f"dead-{letter.job_id}",
+            JOB_ID: letter.job_id,
+            REASON: _one_line(letter.reason),
+            DELIVERIES: str(letter.deliveries),
+        }
+        reply = await self._link.request(
+            self._names.dead, letter.body[:room], API_TIMEOUT_S, headers
+        )
+        if read_reply(reply).get("duplicate"):
+            return
+        metrics.DEAD_LETTER.inc()
+        logger.warning(
+            "job %s is dead after %d deliveries: %s",
+            letter.job_id,
+            letter.deliveries,
+            letter.reason,
+        )
+        if self._on_dead_letter is not None:
+            await self._on_dead_letter(letter)
+
+    async def read(self, limit: int) -> list[DeadLetter]:
+        """The newest `limit`, newest first. Raises QueueUnavailable."""
+        info = await self._link.api(f"STREAM.INFO.{self._names.dead_stream}")
+        state = info["state"]
+        letters: list[DeadLetter] = []
+        for seq in range(state["last_seq"], max(0, state["first_seq"] - 1), -1):
+            if len(letters) >= limit or not state["messages"]:
+                break
+            message = await get_message(self._link, self._names.dead_stream, seq)
+            if message is not None:
+                headers, body = message
+                letters.append(
+                    DeadLetter(
+                        job_id=headers.get(JOB_ID, ""),
+                        reason=headers.get(REASON, ""),
+                        deliveries=int(headers.get(DELIVERIES, "0")),
+                        body=body,
+                    )
+                )
+        return letters
+
+
+class MaxDeliveries:
+    """Moves jobs that used up their deliveries. Owned by a consumer; `close` stops the sweep."""
+
+    def __init__(self, link: Link, names: Names, letters: DeadLetters) -> None:
+        self._link = link
+        self._names = names
+        self._letters = letters
+        self._task: asyncio.Task[None] | None = None
+
+    async def subscribe(self) -> None:
+        """Listen on the current connection (call after each connect)."""
+        subject = f"$JS.EVENT.ADVISORY.CONSUMER.MAX_DELIVERIES.{self._names.stream}.{CONSUMER}"
+        await self._link.client.subscribe(subject, queue="pullfill", cb=self._on_advisory)
+        if self._task is None:
+            self._task = asyncio.create_task(self._sweep_for_ever(), name="queue-sweep")
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _on_advisory(self, msg: Msg) -> None:
+        try:
+            advisory = msgspec.json.decode(msg.data)
+            await self._move(int(advisory["stream_seq"]), int(advisory["deliveries"]))
+        except (PullfillError, msgspec.MsgspecError, KeyError, TypeError, ValueError) as exc:
+            logger.warning("could not move a job that used up its deliveries: %s", exc)
+
+    async def _sweep_for_ever(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            if self._link.up:
+                with contextlib.suppress(PullfillError):
+                    await self.sweep()
+
+    async def sweep(self) -> int:
+        """Move what an advisory was missed for. Returns how many. Such a message is in the
+        stream, neither pending nor in flight; the server does not list those in flight, so we
+        only act while nothing is."""
+        info = await self._link.api(f"CONSUMER.INFO.{self._names.stream}.{CONSUMER}")
+        if info["num_ack_pending"]:
+            return 0
+        last = info["delivered"]["stream_seq"]
+        moved = 0
+        seq = 0
+        while True:
+            ask = {"seq": seq + 1, "next_by_subj": self._names.jobs}
+            try:
+                answer = await self._link.api(f"STREAM.MSG.GET.{self._names.stream}", ask)
+            except ApiError:
+                return moved
+            seq = int(answer["message"]["seq"])
+            if seq > last:
+                return moved
+            await self._move(seq, 0)
+            moved += 1
+
+    async def _move(self, seq: int, deliveries: int) -> None:
+        message = await get_message(self._link, self._names.stream, seq)
+        if message is None:
+            return
+        headers, body = message
+        await self._letters.write(
+            DeadLetter(
+                job_id=headers.get(MSG_ID, f"seq-{seq}"),
+                reason=MAX_DELIVER_REASON,
+                deliveries=deliveries,
+                body=body,
+            )
+        )
+        await delete_message(self._link, self._names.stream, seq)
+
+
+async def get_message(link: Link, stream: str, seq: int) -> tuple[dict[str, str], bytes] | None:
+    """Headers and body of one stored message; None if it is not there."""
+    try:
+        answer = await link.api(f"STREAM.MSG.GET.{stream}", {"seq": seq})
+    except ApiError as exc:
+        if exc.code == 404 or exc.code == 400:
+            return None
+        raise
+    message: dict[str, Any] = answer["message"]
+    lines = base64.b64decode(message.get("hdrs", "")).decode("utf-8", "replace").split("\r\n")
+    pairs = (line.partition(":") for line in lines[1:])
+    headers = {name.strip(): value.strip() for name, colon, value in pairs if colon}
+    return headers, base64.b64decode(message.get("data", ""))
+
+
+async def delete_message(
+    link: Link, stream: str, seq: int, timeout_s: float = API_TIMEOUT_S
+) -> bool:
+    """Remove one stored message, in flight or not. False: it was not there."""
+    ask = {"seq": seq, "no_erase": True}
+    try:
+        await link.api(f"STREAM.MSG.DELETE.{stream}", ask, timeout_s)
+    except ApiError as exc:
+        if exc.code == 503:
+            raise
+        return False
+    return True
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())[:1000]

@@ -1,0 +1,111 @@
+"""Names of one job queue on NATS, and what is encoded in them.
+
+    stream            PULLFILL-{namespace}-{compat_hash}
+    job subject       pullfill.{namespace}.{compat_hash}.job.{tokens, rounded up}
+    void subject      pullfill.{namespace}.{compat_hash}.void
+    dead stream       {stream}-dead, subject pullfill.{namespace}.{compat_hash}.dead
+    consumer          prefill (durable, shared by all prefill workers)
+
+The token count is the last subject token because the server then counts jobs per token count for
+us: depth in tokens is one STREAM.INFO away, right after any restart and with any number of
+publishers. `round_up_tokens` bounds the number of subjects (464 up to 2**32 tokens) for at most
+1/16 of overstatement; the exact count travels in a header.
+
+No consumer reads the void subject. A publish there with the `Nats-Msg-Id` of a job whose fate is
+unknown either finds the job (duplicate: the answer carries its sequence) or takes its place, so
+that a late original is refused as the duplicate. Either way the id is settled and can be deleted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pullfill.errors import BadMessage, ConfigError
+from pullfill.ids import is_name
+
+CONSUMER = "prefill"
+ROOT = "pullfill"
+STREAM_PREFIX = "PULLFILL"
+
+MSG_ID = "Nats-Msg-Id"
+EXPECTED_STREAM = "Nats-Expected-Stream"
+TOKENS = "Pullfill-Tokens"
+JOB_ID = "Pullfill-Job"
+REASON = "Pullfill-Reason"
+DELIVERIES = "Pullfill-Deliveries"
+
+
+def round_up_tokens(tokens: int) -> int:
+    """The next number with at most 5 significant bits: exact to 31, then at most 1/16 above."""
+    shift = max(0, tokens.bit_length() - 5)
+    return -(-tokens >> shift) << shift
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """All names of one queue. Raises ConfigError on a namespace or hash that cannot be a name."""
+
+    namespace: str
+    compat_hash: str
+
+    def __post_init__(self) -> None:
+        for what, text in (("namespace", self.namespace), ("hash", self.compat_hash)):
+            if not is_name(text):
+                raise ConfigError(
+                    f"queue {what} {text!r} is not usable: lower-case letters, digits, '-', '_'"
+                )
+
+    @property
+    def stream(self) -> str:
+        return f"{STREAM_PREFIX}-{self.namespace}-{self.compat_hash}"
+
+    @property
+    def dead_stream(self) -> str:
+        return f"{self.stream}-dead"
+
+    @property
+    def root(self) -> str:
+        return f"{ROOT}.{self.namespace}.{self.compat_hash}"
+
+    @property
+    def jobs(self) -> str:
+        """Wildcard over all job subjects."""
+        return f"{self.root}.job.*"
+
+    @property
+    def void(self) -> str:
+        return f"{self.root}.void"
+
+    @property
+    def dead(self) -> str:
+        return f"{self.root}.dead"
+
+    def job(self, tokens: int) -> str:
+        return f"{self.root}.job.{round_up_tokens(max(0, tokens))}"
+
+
+@dataclass(frozen=True, slots=True)
+class AckInfo:
+    """What the server wrote into a delivery's ack subject. `stored_ns`: its clock at publish."""
+
+    stream: str
+    consumer: str
+    number: int
+    seq: int
+    stored_ns: int
+
+
+def parse_ack(subject: str) -> AckInfo:
+    """Read `$JS.ACK.…` (9 tokens, or 11 and more with domain and account). Raises BadMessage."""
+    parts = subject.split(".")
+    if subject.isprintable() and " " not in subject and parts[:2] == ["$JS", "ACK"]:
+        fields = parts[2:] if len(parts) == 9 else parts[4:] if len(parts) >= 11 else []
+        if fields and all(part.isascii() and part.isdigit() for part in fields[2:6]):
+            return AckInfo(fields[0], fields[1], int(fields[2]), int(fields[3]), int(fields[5]))
+    raise BadMessage(f"not an ack subject: {subject[:200]!r}")
+
+
+def subject_tokens(subject: str) -> int:
+    """Token count of a job subject; 0 if its last token is not a number."""
+    last = subject.rsplit(".", 1)[-1]
+    return int(last) if last.isascii() and last.isdigit() and len(last) < 12 else 0

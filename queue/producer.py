@@ -1,0 +1,273 @@
+"""The decode worker's end of the queue on JetStream.
+
+Life: `connect` → `publish`/`cancel`/`hand_back` → `close`. One background task watches the queue:
+it refreshes the depth, and with the same requests finds out whether the server answers. That is
+the circuit breaker: one publish or refresh without an answer opens it (`available` is False and
+nothing is tried), the next answered refresh closes it. So a stopped server costs one
+`publish_timeout_s`, once.
+
+What could not be settled while the server was away (a publish without an answer, a cancel) is
+remembered as a debt and paid at the next answered refresh.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Mapping
+from typing import Any, Self
+
+from pullfill import log
+from pullfill.clock import SYSTEM_CLOCK
+from pullfill.errors import BadMessage, ConfigError, QueueFull, QueueUnavailable
+from pullfill.queue import streams
+from pullfill.queue.connection import ApiError, Link, NoResponders, NotSent, OnEvent, read_reply
+from pullfill.queue.contract import DeadLetter, QueueConfig, Receipt
+from pullfill.queue.deadletter import DeadLetters, delete_message
+from pullfill.queue.depth import DepthCache, Snapshot, read_snapshot
+from pullfill.queue.names import CONSUMER, EXPECTED_STREAM, MSG_ID, TOKENS, Names, parse_ack
+from pullfill.wire import QueueStatus
+
+logger = log.get("queue")
+
+BUSY_REFRESH_S = 0.2
+IDLE_REFRESH_S = 2.0
+BUSY_FOR_S = 2.0
+MAX_DEBTS = 100_000
+
+
+class JetStreamProducer:
+    """A `JobProducer`. See the contract for what each method promises."""
+
+    def __init__(self, config: QueueConfig) -> None:
+        self._config = config
+        self._names = Names(config.namespace, config.compat_hash)
+        self._link: Link
+        self._letters: DeadLetters
+        self._depth = DepthCache()
+        self._stream_id = ""
+        self._answering = False
+        self._debts: dict[str, Receipt | None] = {}
+        self._used_at = SYSTEM_CLOCK.monotonic()
+        self._kick = asyncio.Event()
+        self._watcher: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def connect(
+        cls,
+        url: str,
+        config: QueueConfig,
+        *,
+        wait_s: float = 30.0,
+        on_event: OnEvent | None = None,
+        connect_options: Mapping[str, Any] | None = None,
+    ) -> Self:
+        """Connect and make the streams if they are not there; `on_event` gets a line for people
+        whenever the cause of waiting changes. `connect_options` go to `nats.connect` (user,
+        password, token, tls, …). Raises QueueUnavailable after `wait_s`, ConfigError."""
+        self = cls(config)
+        self._link = Link(
+            url, "producer", self._setup, on_event=on_event, connect_options=connect_options
+        )
+        self._link.on_down = self._on_down
+        self._letters = DeadLetters(self._link, self._names, None)
+        await self._link.start(wait_s)
+        self._watcher = asyncio.create_task(self._watch(), name="queue-watch")
+        return self
+
+    async def close(self) -> None:
+        if self._watcher is not None:
+            self._watcher.cancel()
+            await asyncio.gather(self._watcher, return_exceptions=True)
+            self._watcher = None
+        self._answering = False
+        await self._link.close()
+
+    @property
+    def available(self) -> bool:
+        return self._answering and self._link.up
+
+    def depth(self) -> QueueStatus:
+        return self._depth.status()
+
+    # ------------------------------------------------------------------ jobs
+
+    async def publish(self, job_id: str, body: bytes, tokens: int) -> Receipt:
+        if not self.available:
+            raise QueueUnavailable("the job queue does not answer now")
+        self._touch()
+        stream_id = self._stream_id
+        try:
+            answer = await self._store(job_id, body, tokens)
+        except NotSent:
+            self._trip()
+            raise
+        except ApiError as exc:
+            if exc.err_code in streams.FULL:
+                raise QueueFull(f"the job queue is full: {exc.description}") from exc
+            self._trip()
+            raise
+        except QueueUnavailable:
+            self._trip()
+            self._owe(job_id, None)
+            raise
+        except asyncio.CancelledError:
+            self._owe(job_id, None)
+            raise
+        self._debts.pop(job_id, None)
+        seq, duplicate = int(answer["seq"]), bool(answer.get("duplicate", False))
+        if not duplicate:
+            self._depth.published(seq, tokens)
+        return Receipt(job_id, seq, duplicate, stream_id, tokens)
+
+    async def cancel(self, receipt: Receipt) -> bool:
+        self._touch()
+        if self.available and receipt.stream_id == self._stream_id:
+            try:
+                return await self._remove(receipt)
+            except QueueUnavailable:
+                self._trip()
+        if not self.available:
+            self._owe(receipt.job_id, receipt)
+        return False
+
+    async def hand_back(self, ack_subject: str) -> None:
+        ack = parse_ack(ack_subject)
+        if (ack.stream, ack.consumer) != (self._names.stream, CONSUMER):
+            raise BadMessage(f"ack subject of another queue: {ack_subject[:200]!r}")
+        with contextlib.suppress(NotSent):
+            await self._link.publish(ack_subject, b"-NAK")
+
+    async def dead_letters(self, limit: int = 20) -> list[DeadLetter]:
+        return await self._letters.read(limit)
+
+    async def _store(self, job_id: str, body: bytes, tokens: int) -> dict[str, Any]:
+        headers = {
+            MSG_ID: job_id,
+            TOKENS: str(tokens),
+            EXPECTED_STREAM: self._names.stream,
+        }
+        subject = self._names.job(tokens)
+        timeout_s = self._config.publish_timeout_s
+        try:
+            reply = await self._link.request(subject, body, timeout_s, headers)
+        except NoResponders:
+            # The stream is gone although the server is not: someone deleted it.
+            await self._setup()
+            reply = await self._link.request(subject, body, timeout_s, headers)
+        return read_reply(reply)
+
+    async def _remove(self, receipt: Receipt) -> bool:
+        """Delete one job of the current stream."""
+        there = await delete_message(
+            self._link, self._names.stream, receipt.seq, self._config.publish_timeout_s
+        )
+        if there:
+            self._depth.cancelled(receipt.seq, receipt.tokens)
+        return there
+
+    # ------------------------------------------------------------------ breaker, depth, debts
+
+    async def _setup(self) -> None:
+        self._stream_id = await streams.ensure(self._link, self._names, self._config)
+        # `start` returns right after this: be usable then, without waiting for the watcher.
+        self._depth.store(await self._ask(), SYSTEM_CLOCK.monotonic())
+        self._answering = True
+        self._kick.set()
+
+    def _on_down(self) -> None:
+        self._answering = False
+
+    def _trip(self) -> None:
+        if self._answering:
+            logger.warning("the job queue does not answer; prefilling locally until it does")
+        self._answering = False
+        self._kick.set()
+
+    def _touch(self) -> None:
+        now = SYSTEM_CLOCK.monotonic()
+        if now - self._used_at > BUSY_FOR_S:
+            self._kick.set()
+        self._used_at = now
+
+    async def _watch(self) -> None:
+        while True:
+            await self._pause()
+            if not self._link.up:
+                await self._link.wait_up(IDLE_REFRESH_S)
+                continue
+            asked_at = SYSTEM_CLOCK.monotonic()
+            try:
+                snapshot = await self._ask()
+            except ApiError as exc:
+                if exc.err_code in (streams.STREAM_NOT_FOUND, streams.CONSUMER_NOT_FOUND):
+                    await self._heal()
+                else:
+                    self._trip()
+                continue
+            except QueueUnavailable:
+                self._trip()
+                continue
+            self._depth.store(snapshot, asked_at)
+            self._stream_id = snapshot.stream_id
+            if not self._answering:
+                logger.info("the job queue answers again")
+                self._answering = True
+            await self._pay()
+
+    async def _pause(self) -> None:
+        idle = (
+            self._answering
+            and not self._debts
+            and self.depth().depth_jobs == 0
+            and SYSTEM_CLOCK.monotonic() - self._used_at > BUSY_FOR_S
+        )
+        if not idle:
+            await asyncio.sleep(BUSY_REFRESH_S)
+            self._kick.clear()
+            return
+        self._kick.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(IDLE_REFRESH_S):
+                await self._kick.wait()
+
+    async def _ask(self) -> Snapshot:
+        names, timeout_s = self._names, self._config.publish_timeout_s
+        stream, consumer = await asyncio.gather(
+            self._link.api(
+                f"STREAM.INFO.{names.stream}", {"subjects_filter": names.jobs}, timeout_s
+            ),
+            self._link.api(f"CONSUMER.INFO.{names.stream}.{CONSUMER}", None, timeout_s),
+        )
+        return read_snapshot(stream, consumer)
+
+    async def _heal(self) -> None:
+        self._trip()
+        with contextlib.suppress(QueueUnavailable, ConfigError):
+            await self._setup()
+
+    def _owe(self, job_id: str, receipt: Receipt | None) -> None:
+        if len(self._debts) < MAX_DEBTS:
+            self._debts[job_id] = receipt
+            self._kick.set()
+
+    async def _pay(self) -> None:
+        """Remove jobs whose publish or cancel got no answer (names.py tells how)."""
+        for job_id, receipt in list(self._debts.items()):
+            try:
+                if receipt is None:
+                    headers = {MSG_ID: job_id, EXPECTED_STREAM: self._names.stream}
+                    reply = await self._link.request(
+                        self._names.void, b"", self._config.publish_timeout_s, headers
+                    )
+                    answer = read_reply(reply)
+                    receipt = Receipt(job_id, int(answer["seq"]), True, self._stream_id)
+                    self._debts[job_id] = receipt
+                if receipt.stream_id == self._stream_id:
+                    await self._remove(receipt)
+            except ApiError as exc:
+                logger.debug("could not remove job %s yet: %s", job_id, exc)
+                continue
+            except QueueUnavailable:
+                return
+            self._debts.pop(job_id, None)
