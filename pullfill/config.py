@@ -18,7 +18,8 @@ CLUSTER_FILE = "cluster.json"
 
 class ProcessEntry(msgspec.Struct, kw_only=True):
     """One process of a local cluster. `started`: the kernel's start time (clock ticks since boot,
-    field 22 of /proc/PID/stat), which together with `pid` names a process for good."""
+    field 22 of /proc/PID/stat), which together with `pid` names a process for good. `url`: where a
+    frontend answers."""
 
     name: str
     role: str
@@ -26,6 +27,7 @@ class ProcessEntry(msgspec.Struct, kw_only=True):
     pid: int
     log: str
     started: int = 0
+    url: str = ""
 
 
 class ClusterFile(msgspec.Struct, kw_only=True):
@@ -61,7 +63,8 @@ class ClusterRef:
                 f"namespace {namespace!r} is not usable: lower-case letters, digits, '-', '_' only"
             )
         if etcd and nats:
-            return ClusterRef(namespace or "default", etcd, nats, None)
+            own = Path(state_dir) if state_dir else None
+            return ClusterRef(namespace or "default", etcd, nats, own)
         directory = Path(state_dir or os.environ.get(STATE_DIR_ENV) or DEFAULT_STATE_DIR)
         cluster = read_cluster_file(directory)
         return ClusterRef(

@@ -1,0 +1,131 @@
+"""Who is in the cluster, as etcd and the frontends tell it. Read-only, but for `revoke`.
+
+Lifecycle: `async with Members(ref)` holds one etcd client. HTTP questions go to loopback or to
+addresses the cluster itself published, never through a proxy.
+"""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+
+from pullfill import wire
+from pullfill.config import ClusterRef
+from pullfill.errors import BadMessage, UnavailableError
+from pullfill.registry import keys
+from pullfill.registry.client import EtcdClient, KeyValue
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One worker key. `record` None: what is stored there cannot be read (`problem` says why)."""
+
+    role: str
+    instance_id: str
+    lease_id: int
+    record: wire.WorkerRecord | None
+    problem: str = ""
+
+
+class Members:
+    """The worker keys of one namespace."""
+
+    def __init__(self, ref: ClusterRef, wait_s: float = 3.0) -> None:
+        self._ref = ref
+        self._wait_s = wait_s
+        self._client: EtcdClient | None = None
+
+    async def __aenter__(self) -> Self:
+        self._client = await EtcdClient.connect(self._ref.etcd_url, wait_s=self._wait_s)
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._client is not None:
+            await self._client.close()
+
+    @property
+    def client(self) -> EtcdClient:
+        assert self._client is not None, "use as a context manager"
+        return self._client
+
+    async def all(self) -> list[Member]:
+        """Every worker, sorted by role and id. Raises RegistryUnavailable."""
+        found, _ = await self.client.get_prefix(keys.workers_prefix(self._ref.namespace))
+        members = (_member(self._ref.namespace, kv) for kv in found)
+        return sorted(filter(None, members), key=lambda m: (m.role, m.instance_id))
+
+    async def find(self, instance_id: str) -> Member | None:
+        """The worker of that id, or None."""
+        return next((m for m in await self.all() if m.instance_id == instance_id), None)
+
+    async def ready_instances(self) -> set[str]:
+        """Instance ids whose record says ready."""
+        return {
+            member.instance_id
+            for member in await self.all()
+            if member.record and member.record.state is wire.WorkerState.READY
+        }
+
+
+def _member(namespace: str, kv: KeyValue) -> Member | None:
+    parsed = keys.parse_worker(namespace, kv.key)
+    if parsed is None:
+        return None
+    role, instance_id = parsed
+    try:
+        record = _decode_record(kv.value)
+    except BadMessage as exc:
+        return Member(role, instance_id, kv.lease, None, str(exc))
+    return Member(role, instance_id, kv.lease, record)
+
+
+def _decode_record(value: bytes) -> wire.WorkerRecord:
+    try:
+        return msgspec.json.decode(value, type=wire.WorkerRecord)
+    except msgspec.MsgspecError:
+        return wire.decode(value, wire.WorkerRecord)
+
+
+# --------------------------------------------------------------------------- HTTP
+
+_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+def http_get(url: str, timeout_s: float = 3.0) -> tuple[int, bytes]:
+    """Status and body. Raises UnavailableError when nothing answers."""
+    try:
+        with _opener.open(url, timeout=timeout_s) as reply:
+            return reply.status, reply.read()
+    except urllib.error.HTTPError as exc:
+        with exc:
+            return exc.code, exc.read()
+    except (OSError, ValueError) as exc:
+        raise UnavailableError(f"{url}: {getattr(exc, 'reason', None) or exc}") from None
+
+
+def http_json(url: str, timeout_s: float = 3.0) -> tuple[int, Any]:
+    """Status and decoded JSON body (None if it is not JSON). Raises UnavailableError."""
+    status, body = http_get(url, timeout_s)
+    try:
+        return status, json.loads(body)
+    except ValueError:
+        return status, None
+
+
+def frontend_ready(url: str) -> bool:
+    """Whether a frontend can serve now."""
+    try:
+        return http_get(f"{url}/ready", 2.0)[0] == 200
+    except UnavailableError:
+        return False

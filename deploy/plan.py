@@ -1,0 +1,241 @@
+"""What `pullfill up` will start: checked before anything runs, pure apart from looking.
+
+Lifecycle: the CLI makes `UpOptions`; `check` refuses what cannot work; `worker_specs` says which
+processes to start once the servers have addresses.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pullfill
+from pullfill.config import ClusterRef
+from pullfill.deploy import defaults, device, servers
+from pullfill.deploy.procs import CLUSTER_ENV
+from pullfill.errors import ConfigError
+from pullfill.ids import is_name, new_instance_id
+
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+\Z")
+
+
+@dataclass(slots=True, kw_only=True)
+class UpOptions:
+    """The command line of `up`. `port` is the first frontend's; others follow it."""
+
+    model: str = defaults.DEMO
+    decode: int = 1
+    prefill: int = 1
+    frontends: int = 1
+    host: str = "127.0.0.1"
+    port: int = 8000
+    namespace: str = "default"
+    etcd_url: str | None = None
+    nats_url: str | None = None
+    pin: bool = True
+    drain_timeout_s: float = 60.0
+    ready_timeout_s: float = 600.0
+    vllm_args: list[str] = field(default_factory=list)
+
+    @property
+    def frontend_url(self) -> str:
+        """Where clients reach the first frontend; "" without one."""
+        return frontend_url(self.host, self.port) if self.frontends else ""
+
+
+@dataclass(slots=True, kw_only=True)
+class ProcessSpec:
+    """One process to start. `url`: where a frontend answers, "" for others."""
+
+    name: str
+    role: str
+    argv: list[str]
+    env: dict[str, str]
+    instance_id: str | None = None
+    url: str = ""
+
+
+def frontend_url(host: str, port: int) -> str:
+    """A URL that reaches a server bound to `host`: the loopback address for wildcards."""
+    if host in ("", "0.0.0.0"):
+        host = "127.0.0.1"
+    elif host == "::":
+        host = "::1"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def check(options: UpOptions) -> None:
+    """Raises ConfigError, one line, for everything that can be known before a start."""
+    for name in ("decode", "prefill", "frontends"):
+        if getattr(options, name) < 0:
+            raise ConfigError(f"--{name} cannot be negative")
+    if options.frontends and not options.decode:
+        raise ConfigError(
+            "a frontend without a decode worker cannot serve: use --decode 1 or more, or "
+            "--frontends 0"
+        )
+    if not is_name(options.namespace):
+        raise ConfigError(
+            f"namespace {options.namespace!r} is not usable: lower-case letters, digits, '-', '_'"
+        )
+    check_flags(options.vllm_args)
+    check_model(options.model)
+    if options.port == 0:
+        options.port = servers.free_port()
+    for index in range(options.frontends):
+        problem = servers.port_problem(options.host, options.port + index)
+        if problem:
+            raise ConfigError(
+                f"cannot listen on {options.host}:{options.port + index} ({problem}): stop what "
+                "uses it, or choose another with --port N"
+            )
+    if options.etcd_url is None:
+        servers.etcd_binary()
+    elif why := servers.etcd_ready(options.etcd_url, 5.0):
+        raise ConfigError(f"{why}. Check --etcd")
+    if options.nats_url is None:
+        servers.nats_binary()
+    elif why := servers.nats_ready(options.nats_url, 5.0):
+        raise ConfigError(f"{why}. Check --nats")
+
+
+def check_flags(arguments: Sequence[str]) -> None:
+    """Raises ConfigError for a stray word, or for a flag that pullfill sets itself."""
+    try:
+        groups = defaults.group_flags(arguments)
+    except ValueError as exc:
+        raise ConfigError(
+            f"unexpected argument {exc.args[0]!r}: vLLM flags are given as --flag value"
+        ) from None
+    for flag in (group[0].split("=", 1)[0] for group in groups):
+        if flag in ("--kv-transfer-config", "--kv_transfer_config"):
+            raise ConfigError(f"{flag} is pullfill's own to set: remove it")
+
+
+def check_model(model: str) -> None:
+    """Raises ConfigError unless `model` is `demo`, a model directory, or ORG/NAME of a hub."""
+    if model == defaults.DEMO:
+        return
+    path = Path(model).expanduser()
+    if path.is_dir():
+        if (path / "config.json").is_file() or (path / "params.json").is_file():
+            return
+        raise ConfigError(f"{path} is no model: it has no config.json. Give a checkpoint directory")
+    if path.exists():
+        raise ConfigError(f"{path} is a file: give the checkpoint's directory")
+    if _HUB_NAME.match(model) and not model.startswith("."):
+        return
+    raise ConfigError(
+        f"no model at {model}: give a checkpoint directory, ORG/NAME of a model hub, or `demo`"
+    )
+
+
+def resolve_model(model: str) -> tuple[str, bool]:
+    """What vLLM is told, and whether it is a directory of this machine."""
+    if model == defaults.DEMO:
+        return str(demo_directory()), True
+    path = Path(model).expanduser()
+    return (str(path.absolute()), True) if path.is_dir() else (model, False)
+
+
+def demo_directory() -> Path:
+    """Where the demo checkpoint lives, per user and pullfill version."""
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(cache).expanduser() / "pullfill" / f"demo-{pullfill.__version__}"
+
+
+def make_demo_model(log: Path) -> None:
+    """Make the demo checkpoint if it is not there (in a process of its own: torch stays out of
+    the supervisor). Raises ConfigError with the log's path."""
+    directory = demo_directory()
+    log.parent.mkdir(parents=True, exist_ok=True)
+    env = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    with log.open("ab") as handle:
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "pullfill.engine.demo", "ensure", str(directory)],
+            stdin=subprocess.DEVNULL,
+            stdout=handle,
+            stderr=subprocess.STDOUT,
+            env=env,
+            check=False,
+        )
+    if done.returncode:
+        raise ConfigError(
+            f"the demo model could not be made in {directory}: see {log}. Check the free space "
+            f"({shutil.disk_usage(_existing(directory)).free >> 20} MiB), then try again"
+        )
+
+
+def _existing(path: Path) -> Path:
+    return path if path.exists() else _existing(path.parent)
+
+
+def engine_arguments(options: UpOptions) -> list[str]:
+    """vLLM flags of every process: the defaults, then the user's."""
+    workers = options.decode + options.prefill
+    base = defaults.engine_flags(options.model, gpus=device.gpu_count(), workers=workers)
+    return base + options.vllm_args
+
+
+def role_command(role: str, cluster: ClusterRef, model: str, extra: Sequence[str]) -> list[str]:
+    """The command line of one worker or frontend, without vLLM flags. -P: what lies in the
+    user's directory must not shadow modules."""
+    argv = [sys.executable, "-P", "-m", "pullfill.deploy.cli", role]
+    argv += ["--etcd", cluster.etcd_url, "--nats", cluster.nats_url]
+    argv += ["--namespace", cluster.namespace, "--model", model]
+    if cluster.state_dir is not None:
+        argv += ["--state-dir", str(cluster.state_dir)]
+    return argv + list(extra)
+
+
+def worker_specs(options: UpOptions, cluster: ClusterRef, cluster_id: str) -> list[ProcessSpec]:
+    """Decode workers, prefill workers and frontends, in that order."""
+    model, local = resolve_model(options.model)
+    arguments = engine_arguments(options)
+    base = {**os.environ, CLUSTER_ENV: cluster_id}
+    names = [("decode", i) for i in range(options.decode)]
+    names += [("prefill", i) for i in range(options.prefill)]
+    places = defaults.place(
+        len(names),
+        cores=defaults.usable_cores(),
+        gpus=device.gpu_count(),
+        pin=options.pin,
+        one_core=options.model == defaults.DEMO,
+    )
+    drain = ["--drain-timeout", str(options.drain_timeout_s)]
+    specs: list[ProcessSpec] = []
+    for (role, index), place in zip(names, places, strict=True):
+        instance = new_instance_id(role)
+        extra = ["--instance-id", instance, *drain]
+        if place.cores:
+            extra += ["--cpu", defaults.format_cores(place.cores)]
+        specs.append(
+            ProcessSpec(
+                name=f"{role}-{index}",
+                role=role,
+                argv=role_command(role, cluster, model, extra) + defaults.worker_flags(arguments),
+                env=defaults.worker_env(base, place, local_model=local),
+                instance_id=instance,
+            )
+        )
+    for index in range(options.frontends):
+        instance = new_instance_id("frontend")
+        port = options.port + index
+        extra = ["--instance-id", instance, *drain, "--host", options.host, "--port", str(port)]
+        specs.append(
+            ProcessSpec(
+                name=f"frontend-{index}",
+                role="frontend",
+                argv=role_command("frontend", cluster, model, extra) + arguments,
+                env=defaults.worker_env(base, defaults.Placement(), local_model=local),
+                instance_id=instance,
+                url=frontend_url(options.host, port),
+            )
+        )
+    return specs

@@ -1,0 +1,159 @@
+"""`pullfill decode | prefill | frontend`: one process that joins a cluster.
+
+The environment (cores, threads, offline hub) must be right before vLLM is imported, so it is set
+here, and only then the role's own `run` is imported and called.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from pullfill.config import ClusterRef, FrontendOptions, WorkerOptions
+from pullfill.deploy import defaults, device, plan
+from pullfill.deploy.state import Launch, StateDir
+from pullfill.errors import ConfigError
+from pullfill.ids import is_name
+
+
+@dataclass(slots=True, kw_only=True)
+class RoleCommand:
+    """The command line of a role. cluster: (state_dir, etcd, nats, namespace)."""
+
+    cluster: tuple[str | None, str | None, str | None, str | None]
+    model: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 0
+    instance_id: str | None = None
+    cpu: str | None = None
+    pin: bool = True
+    lease_ttl_s: int = 5
+    drain_timeout_s: float = 60.0
+    connect_timeout_s: float = 30.0
+    vllm_args: list[str] = field(default_factory=list)
+
+
+def run_worker(role: str, command: RoleCommand) -> int:
+    """Run a decode or prefill worker until it drained; its exit code."""
+    ref, model, arguments = _prepare(command)
+    cores = _cores(command, ref, small=command.model in (None, defaults.DEMO))
+    _apply(cores, local_model=os.path.isdir(model))
+    options = WorkerOptions(
+        model=model,
+        host=command.host,
+        instance_id=command.instance_id,
+        lease_ttl_s=command.lease_ttl_s,
+        drain_timeout_s=command.drain_timeout_s,
+        cpu=cores[0] if len(cores) == 1 else None,
+        connect_timeout_s=command.connect_timeout_s,
+    )
+    return _entry(role)(ref, options, defaults.worker_flags(arguments))
+
+
+def run_frontend(command: RoleCommand) -> int:
+    """Run a frontend until it drained; its exit code."""
+    ref, model, arguments = _prepare(command)
+    from pullfill.deploy.servers import port_problem
+
+    problem = port_problem(command.host, command.port)
+    if problem:
+        raise ConfigError(
+            f"cannot listen on {command.host}:{command.port} ({problem}): stop what uses it, or "
+            "choose another with --port N"
+        )
+    _apply((), local_model=os.path.isdir(model))
+    options = FrontendOptions(
+        model=model,
+        host=command.host,
+        port=command.port,
+        instance_id=command.instance_id,
+        lease_ttl_s=command.lease_ttl_s,
+        drain_timeout_s=command.drain_timeout_s,
+        connect_timeout_s=command.connect_timeout_s,
+    )
+    return _entry("frontend")(ref, options, arguments)
+
+
+def _entry(role: str) -> Callable[[ClusterRef, Any, list[str]], int]:
+    # Imported here: each pulls in vLLM, and the environment must be set before that.
+    if role == "decode":
+        from pullfill.decode_worker.main import run as decode
+
+        return decode
+    if role == "prefill":
+        from pullfill.prefill_worker.main import run as prefill
+
+        return prefill
+    from pullfill.frontend.main import run as frontend
+
+    return frontend
+
+
+def _prepare(command: RoleCommand) -> tuple[ClusterRef, str, list[str]]:
+    """The cluster, the model's path, and the vLLM flags. Raises ConfigError."""
+    if command.instance_id is not None and not is_name(command.instance_id):
+        raise ConfigError(f"instance id {command.instance_id!r}: lower-case letters, digits, -, _")
+    plan.check_flags(command.vllm_args)
+    state_dir, etcd, nats, namespace = command.cluster
+    ref = ClusterRef.resolve(state_dir=state_dir, etcd=etcd, nats=nats, namespace=namespace)
+    launch = None
+    if ref.state_dir is not None and not (etcd and nats):
+        launch = StateDir(ref.state_dir).launch()
+    model, arguments = _model_and_flags(command, launch)
+    plan.check_model(model)
+    if model == defaults.DEMO:
+        log = ref.state_dir / "logs" / "demo-model.log" if ref.state_dir else None
+        plan.make_demo_model(log or plan.demo_directory().parent / "demo-model.log")
+    return ref, plan.resolve_model(model)[0], arguments
+
+
+def _model_and_flags(command: RoleCommand, launch: Launch | None) -> tuple[str, list[str]]:
+    """A worker that joins the local cluster gets the flags the cluster was started with: another
+    dtype or block size could not exchange KV."""
+    model = command.model or (launch.model if launch else None)
+    if model is None:
+        raise ConfigError("which model? Give --model PATH, the same as the cluster's")
+    if launch is not None and model == launch.model:
+        return model, [*launch.engine_args, *command.vllm_args]
+    base: list[str] = []
+    if model == defaults.DEMO:
+        base = defaults.engine_flags(model, gpus=device.gpu_count(), workers=2)
+    return model, base + command.vllm_args
+
+
+def _cores(command: RoleCommand, ref: ClusterRef, *, small: bool) -> tuple[int, ...]:
+    if command.cpu is not None:
+        try:
+            cores = defaults.parse_cores(command.cpu)
+        except ValueError:
+            raise ConfigError(f"--cpu {command.cpu!r}: give core numbers, e.g. 1 or 0-3") from None
+        missing = sorted(set(cores) - set(defaults.usable_cores()))
+        if missing:
+            raise ConfigError(f"--cpu: there is no core {missing[0]} here (0-{os.cpu_count()})")
+        return cores
+    usable = defaults.usable_cores()
+    if not small or not command.pin or len(usable) < 2 or device.gpu_count():
+        return ()
+    return (_quietest_core(usable, ref),)
+
+
+def _quietest_core(usable: list[int], ref: ClusterRef) -> int:
+    """The core with the fewest workers of the local cluster pinned to it."""
+    pinned: list[int] = []
+    if ref.state_dir is not None:
+        with suppress(ConfigError):
+            for entry in StateDir(ref.state_dir).live():
+                with suppress(OSError):
+                    mask = os.sched_getaffinity(entry.pid)
+                    pinned += mask if len(mask) == 1 else ()
+    return min(usable, key=lambda core: (pinned.count(core), core))
+
+
+def _apply(cores: tuple[int, ...], *, local_model: bool) -> None:
+    if cores:
+        os.sched_setaffinity(0, cores)
+    placement = defaults.Placement(cores=cores)
+    os.environ.update(defaults.worker_env(os.environ, placement, local_model=local_model))

@@ -1,0 +1,90 @@
+"""What `up` and `down` show: a live table on a terminal, one plain line per change elsewhere."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+_STYLES = {
+    "waiting": "dim",
+    "starting": "yellow",
+    "ready": "green",
+    "draining": "yellow",
+    "stopped": "dim",
+    "killed": "red",
+    "failed": "bold red",
+}
+
+
+@dataclass(slots=True)
+class _Row:
+    state: str
+    since: float
+    note: str = ""
+    took: float | None = None
+
+
+@dataclass(slots=True)
+class ProcessView:
+    """States of named processes. Use as a context manager; safe to call before and after it."""
+
+    console: Console
+    title: str
+    _rows: dict[str, _Row] = field(default_factory=dict)
+    _live: Live | None = None
+
+    def __enter__(self) -> Self:
+        if self.console.is_terminal:
+            self._live = Live(
+                get_renderable=self._table, console=self.console, refresh_per_second=4
+            )
+            self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def set(self, name: str, state: str, note: str = "") -> None:
+        """`name` is now `state`; prints a line where there is no table."""
+        now = time.monotonic()
+        row = self._rows.get(name)
+        if row is not None and (row.state, row.note) == (state, note):
+            return
+        since = row.since if row else now
+        took = now - since if state not in ("waiting", "starting", "draining") else None
+        if row is not None and state == "draining":
+            since = now
+        self._rows[name] = _Row(state, since, note, took)
+        if self._live is None:
+            seconds = f" after {took:.1f} s" if took is not None and row is not None else ""
+            tail = f"  {note}" if note else ""
+            self.console.print(f"{name:<12} {state}{seconds}{tail}", highlight=False, markup=False)
+
+    def say(self, text: str, style: str = "") -> None:
+        """One line above the table."""
+        self.console.print(Text(text, style=style), soft_wrap=True)
+
+    def _table(self) -> Table:
+        table = Table(title=self.title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+        for column in ("process", "state", "seconds", ""):
+            table.add_column(column, justify="right" if column == "seconds" else "left")
+        now = time.monotonic()
+        for name, row in self._rows.items():
+            seconds = row.took if row.took is not None else now - row.since
+            state = Text(row.state, style=_STYLES.get(row.state, ""))
+            table.add_row(name, state, f"{seconds:.1f}", Text(row.note, style="dim"))
+        return table
