@@ -27,8 +27,8 @@ _log = log.get("frontend.pool")
 
 DECODE = "decode"
 REOPEN_S = 0.5
-HUNG_S = 30.0
-"""A worker whose Python answers no PING for so long is lost even if its I/O thread still lives."""
+HUNG_S = 60.0
+"""A worker whose engine answers no PING for so long is lost even if its I/O thread still lives."""
 
 
 class Directory(Protocol):

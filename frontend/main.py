@@ -1,0 +1,247 @@
+"""`pullfill frontend`: one process that serves OpenAI HTTP for the decode workers of a cluster.
+
+Start: bind the socket (a taken port must fail before anything slow) → connect etcd → load vLLM's
+frontend half in a thread → follow the registry, connect to decode workers → register → serve.
+It is up as soon as it can answer; /ready says whether it can serve.
+
+Stop: SIGTERM or a revoked lease = drain (no new connections, open responses finish, exit 0); a
+second SIGTERM or the drain deadline = now.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import AsyncExitStack
+from typing import Any
+
+import uvicorn
+
+from pullfill import log
+from pullfill.config import ClusterRef, FrontendOptions
+from pullfill.engine import check, front_app, rpc
+from pullfill.errors import ConfigError, IncompatibleError, PullfillError
+from pullfill.frontend.admin import Admin
+from pullfill.frontend.cluster import ROLES, ClusterView
+from pullfill.frontend.dispatch import Dispatcher
+from pullfill.frontend.explain import ExplainStore
+from pullfill.frontend.gate import Gate
+from pullfill.frontend.pool import WorkerPool
+from pullfill.frontend.router import RoundRobin
+from pullfill.host import host_id
+from pullfill.ids import new_instance_id
+from pullfill.registry.client import EtcdClient
+from pullfill.registry.directory import Directory
+from pullfill.registry.membership import Membership
+from pullfill.wire import RegionDescriptor, WorkerRecord, WorkerState
+
+_log = log.get("frontend")
+_BACKLOG = 2048
+
+
+def run(cluster: ClusterRef, options: FrontendOptions, vllm_args: Sequence[str]) -> int:
+    """Run until told to stop. Returns the exit status: 0 drained, 1 failed, 2 cannot start."""
+    log.setup("frontend")
+    try:
+        check.require_version()
+        listener = bind(options.host, options.port)
+    except (ConfigError, IncompatibleError) as exc:
+        print(f"pullfill frontend: {exc}", file=sys.stderr)
+        return 2
+    front_app.set_environment(options.model)
+    with listener:
+        try:
+            return _run_loop(_Frontend(cluster, options, vllm_args, listener).main())
+        except (ConfigError, IncompatibleError) as exc:
+            print(f"pullfill frontend: {exc}", file=sys.stderr)
+            return 2
+        except PullfillError as exc:
+            print(f"pullfill frontend: {exc}", file=sys.stderr)
+            return 1
+        except KeyboardInterrupt:
+            return 130
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket; connections wait in its backlog until the server is up.
+
+    Listening at once, not only bound: two processes may bind one port as long as neither listens.
+    Raises ConfigError saying what to change."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(_BACKLOG)
+    except OSError as exc:
+        listener.close()
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {exc.strerror or exc}; choose another --port "
+            "(0 lets the system pick one) or --host"
+        ) from None
+    return listener
+
+
+def _run_loop(main: Coroutine[Any, Any, int]) -> int:
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.run(main)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(main)
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its own signal handlers: this process decides when it drains."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class _Frontend:
+    """One run of the process."""
+
+    def __init__(
+        self,
+        cluster: ClusterRef,
+        options: FrontendOptions,
+        vllm_args: Sequence[str],
+        listener: socket.socket,
+    ) -> None:
+        self._cluster = cluster
+        self._options = options
+        self._vllm_args = vllm_args
+        self._listener = listener
+        self._instance_id = options.instance_id or new_instance_id("frontend")
+        host, port = listener.getsockname()[:2]
+        self._url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        self._stop = asyncio.Event()
+        self._force = asyncio.Event()
+        self._serving = False
+        self._started_at = time.time()
+
+    async def main(self) -> int:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal)
+        serving = asyncio.create_task(self._serve())
+        forced = asyncio.create_task(self._force.wait())
+        await asyncio.wait({serving, forced}, return_when=asyncio.FIRST_COMPLETED)
+        forced.cancel()
+        if not serving.done():
+            _log.warning("stopping now")
+            serving.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                async with asyncio.timeout(5.0):
+                    await asyncio.gather(serving, return_exceptions=True)
+            return 0
+        return await serving
+
+    def _on_signal(self) -> None:
+        if self._stop.is_set() or not self._serving:
+            self._force.set()
+        self._stop.set()
+
+    async def _serve(self) -> int:
+        options, cluster = self._options, self._cluster
+        async with AsyncExitStack() as stack:
+            client = await EtcdClient.connect(
+                cluster.etcd_url,
+                wait_s=options.connect_timeout_s,
+                on_retry=lambda line: _log.warning("%s", line),
+            )
+            stack.push_async_callback(client.close)
+            prepared = await asyncio.to_thread(
+                front_app.prepare,
+                options.model,
+                self._vllm_args,
+                options.host,
+                self._listener.getsockname()[1],
+            )
+            directory = Directory(
+                client, cluster.namespace, ROLES, ttl_s=float(options.lease_ttl_s)
+            )
+            await directory.start()
+            stack.push_async_callback(directory.close)
+            view = ClusterView(directory)
+            stack.push_async_callback(view.close)
+            hello = rpc.FrontendHello(
+                frontend_instance=self._instance_id,
+                vllm_version=check.require_version(),
+                model=prepared.names[0],
+            )
+            pool = WorkerPool(directory, hello, (*prepared.names, options.model))
+            explain = ExplainStore()
+            dispatcher = Dispatcher(rpc.FrontendCodec(), RoundRobin(), explain, pool.candidates)
+            front = await front_app.FrontApp.build(prepared, dispatcher)
+            stack.push_async_callback(front.close)
+            dispatcher.bind(front.client)
+            await pool.start(dispatcher)
+            stack.push_async_callback(pool.stop)
+            admin = Admin(pool, view, explain)
+            admin.attach(front.app)
+            front.app.add_middleware(Gate, wait_ready=pool.wait_ready)
+            membership = Membership(
+                client, cluster.namespace, options.lease_ttl_s, self._make_record(prepared.names[0])
+            )
+            await membership.join()
+            stack.push_async_callback(membership.leave)
+            return await self._http(front, prepared, admin, membership)
+
+    def _make_record(self, model: str) -> Any:
+        def make(incarnation: str) -> tuple[WorkerRecord, list[RegionDescriptor]]:
+            record = WorkerRecord(
+                instance_id=self._instance_id,
+                incarnation=incarnation,
+                role="frontend",
+                state=WorkerState.READY,
+                model=model,
+                model_path=self._options.model,
+                host=self._options.host,
+                host_id=host_id(),
+                pid=os.getpid(),
+                started_at=self._started_at,
+                http=self._url,
+                version=check.installed_vllm() or "",
+            )
+            return record, []
+
+        return make
+
+    async def _http(self, front: Any, prepared: Any, admin: Admin, membership: Membership) -> int:
+        args = prepared.args
+        config = uvicorn.Config(
+            front.app,
+            log_level=args.uvicorn_log_level,
+            access_log=not args.disable_uvicorn_access_log,
+            timeout_keep_alive=5,
+            timeout_graceful_shutdown=max(1, int(self._options.drain_timeout_s)),
+            ssl_keyfile=args.ssl_keyfile,
+            ssl_certfile=args.ssl_certfile,
+            ssl_ca_certs=args.ssl_ca_certs,
+            backlog=_BACKLOG,
+        )
+        server = _Server(config)
+        serving = asyncio.create_task(server.serve(sockets=[self._listener]))
+        self._serving = True
+        _log.info("%s serves %s at %s", self._instance_id, prepared.names[0], self._url)
+        stop = asyncio.create_task(self._stop.wait())
+        revoked = asyncio.create_task(membership.revoked.wait())
+        await asyncio.wait({serving, stop, revoked}, return_when=asyncio.FIRST_COMPLETED)
+        for task in (stop, revoked):
+            task.cancel()
+        if not serving.done():
+            _log.info("draining: no new connections, open responses finish")
+            admin.draining = True
+            self._stop.set()
+            await membership.set_state(WorkerState.DRAINING)
+            server.should_exit = True
+        await serving
+        return 0

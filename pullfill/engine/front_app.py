@@ -1,0 +1,203 @@
+"""vLLM's own OpenAI app and AsyncLLM, unmodified, on top of `DecodeClient`.
+
+`prepare` parses vLLM's flags and reads the model's configuration (slow, blocking, no event loop);
+`FrontApp.build` makes the AsyncLLM and the FastAPI app on the running loop. No engine is started
+and no weights are loaded. Set the environment with `set_environment` before anything imports vLLM.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pullfill import log
+from pullfill.engine import check
+from pullfill.engine.front_ports import DecodePort
+from pullfill.errors import ConfigError
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+    from fastapi import FastAPI
+
+    from pullfill.engine.front_client import DecodeClient
+
+_log = log.get("engine.front_app")
+
+_REQUIRED_NAMES = {
+    "vllm.entrypoints.launchers.app": ("build_app",),
+    "vllm.entrypoints.launchers.api_server.app_state": ("init_app_state",),
+    "vllm.entrypoints.launchers.cli_args": ("make_arg_parser", "validate_parsed_serve_args"),
+    "vllm.v1.engine.async_llm": ("AsyncLLM.from_vllm_config", "AsyncLLM._run_output_handler"),
+}
+
+
+class _Refused(Exception):
+    """argparse wanted to exit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Parsed flags and the configuration they make. `names`: the served model names."""
+
+    args: Namespace
+    config: Any
+    names: tuple[str, ...]
+
+
+def set_environment(model: str) -> None:
+    """Before vLLM is imported: one thread for torch (a frontend multiplies no matrices), no hub
+    look-ups for a model that is a local directory, no usage reports. What the user set stays."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    if Path(model).is_dir():
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+def prepare(model: str, vllm_args: Sequence[str], host: str, port: int) -> Prepared:
+    """Parse vLLM's server flags and read the model's config and generation defaults.
+
+    Flags that only concern an engine are accepted and unused, so that all roles can be given the
+    same ones. Raises ConfigError (bad flag, bad model path), IncompatibleError (other vLLM).
+    """
+    from pullfill.engine import front_client
+
+    check.require_names(_REQUIRED_NAMES)
+    check.require_names(front_client.REQUIRED_NAMES)
+    args = _parse(model, vllm_args)
+    args.host, args.port = host, port
+    from vllm.config import VllmConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    engine_args = AsyncEngineArgs.from_cli_args(args)
+    try:
+        model_config = engine_args.create_model_config()
+        model_config.quantization = None  # weights are the workers' business
+        config = VllmConfig(
+            model_config=model_config,
+            structured_outputs_config=engine_args.create_structured_outputs_config(),
+            observability_config=engine_args.create_observability_config(),
+        )
+    except (ValueError, OSError, RuntimeError) as exc:
+        raise ConfigError(f"cannot load model {model!r}: {_first_line(exc)}") from exc
+    for name in ("stream_interval", "max_num_queued_reqs", "max_num_queued_tokens"):
+        value = getattr(args, name, None)
+        if value is not None and hasattr(config.scheduler_config, name):
+            setattr(config.scheduler_config, name, value)
+    served = args.served_model_name or [args.model]
+    return Prepared(args, config, tuple([served] if isinstance(served, str) else served))
+
+
+def _parse(model: str, vllm_args: Sequence[str]) -> Namespace:
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    class Parser(FlexibleArgumentParser):  # type: ignore[misc]
+        def error(self, message: str) -> Any:
+            raise _Refused(message)
+
+    parser = make_arg_parser(Parser(prog="pullfill frontend", exit_on_error=False))
+    # Users of prefix caching want to see it; vLLM leaves this off.
+    parser.set_defaults(enable_prompt_tokens_details=True)
+    try:
+        args = parser.parse_args(["--model", model, *vllm_args])
+        validate_parsed_serve_args(args)
+    except _Refused as exc:
+        raise ConfigError(f"vLLM does not accept these flags: {exc}") from exc
+    except (TypeError, ValueError) as exc:
+        raise ConfigError(f"vLLM does not accept these flags: {_first_line(exc)}") from exc
+    result: Namespace = args
+    return result
+
+
+def _first_line(exc: BaseException) -> str:
+    lines = [line.strip() for line in str(exc).splitlines() if line.strip()]
+    # pydantic puts a count first and the reason on a later, indented line
+    if len(lines) > 1 and "validation error" in lines[0]:
+        return lines[1]
+    return lines[0] if lines else type(exc).__name__
+
+
+@dataclass(slots=True)
+class FrontApp:
+    """The assembled server. `app` has vLLM's routes; `client` is where outputs go in."""
+
+    app: FastAPI
+    engine: Any
+    client: DecodeClient
+    _watch: asyncio.Task[None]
+
+    @staticmethod
+    async def build(prepared: Prepared, port: DecodePort) -> FrontApp:
+        """Make AsyncLLM and the app on the running loop. `port` must not deliver outputs before
+        this returns."""
+        from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+        from vllm.entrypoints.launchers.app import build_app
+        from vllm.v1.engine.async_llm import AsyncLLM
+        from vllm.v1.executor import Executor
+
+        from pullfill.engine.front_client import DecodeClient
+
+        client = DecodeClient(prepared.config, port)
+        args = prepared.args
+        with _core_client(client):
+            engine = AsyncLLM(
+                vllm_config=prepared.config,
+                executor_class=Executor,
+                log_stats=not args.disable_log_stats,
+                log_requests=args.enable_log_requests,
+            )
+        client.processor = engine.output_processor
+        tasks = await engine.get_supported_tasks()
+        app = build_app(args, tasks, engine.model_config)
+        await init_app_state(engine, app.state, args, tasks)
+        app.state.server = _NoServer()
+        watch = asyncio.create_task(_keep_output_handler(engine), name="frontend-output-watch")
+        return FrontApp(app, engine, client, watch)
+
+    async def close(self) -> None:
+        """Stop AsyncLLM. Requests still open end with an error."""
+        self._watch.cancel()
+        self.engine.shutdown()
+
+
+class _NoServer:
+    """vLLM's error handler stops the HTTP server (`should_exit`) when it believes the engine is
+    dead. Ours has many engines and its own life cycle, so the wish is taken and ignored."""
+
+    should_exit = False
+
+
+@contextmanager
+def _core_client(client: DecodeClient) -> Iterator[None]:
+    """While open, the AsyncLLM being made gets `client` as its engine core."""
+    from vllm.v1.engine.core_client import EngineCoreClient
+
+    original = EngineCoreClient.__dict__["make_async_mp_client"]
+    EngineCoreClient.make_async_mp_client = staticmethod(lambda *a, **k: client)
+    try:
+        yield
+    finally:
+        EngineCoreClient.make_async_mp_client = original
+
+
+async def _keep_output_handler(engine: Any) -> None:
+    """Restart AsyncLLM's output task if an output made it fail: vLLM then ends the requests that
+    were open, and the next ones must find a working frontend."""
+    while True:
+        task = engine.output_handler
+        if task is not None:
+            await asyncio.wait([task])
+            if task.cancelled():
+                return
+            _log.error("vLLM's output handler ended; its open requests failed. Starting it again")
+            engine.output_handler = None
+        engine._run_output_handler()

@@ -1,0 +1,207 @@
+"""vLLM's EngineCoreClient over any number of decode workers.
+
+`AsyncLLM` believes it talks to one engine core. Here its requests go to `DecodePort`, and the
+outputs of all workers come back through one queue. `resources.engine_dead` stays False: losing a
+worker fails at most that worker's requests, through `failed`, never the frontend.
+
+Owned by the AsyncLLM it was made for; everything runs on its event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from http import HTTPStatus
+from types import SimpleNamespace
+from typing import Any
+
+from vllm.exceptions import GenerationError, GracefulHTTPError
+from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
+from vllm.v1.engine.core_client import EngineCoreClient
+
+from pullfill import log
+from pullfill.engine.front_ports import DecodePort
+from pullfill.engine.rpc import DecodeWelcome
+from pullfill.errors import PeerUnavailable
+
+_log = log.get("engine.front_client")
+
+REQUIRED_NAMES = {
+    "vllm.exceptions": ("GenerationError", "GracefulHTTPError"),
+    "vllm.v1.engine": (
+        "EngineCoreRequest:request_id",
+        "EngineCoreRequest:external_req_id",
+        "EngineCoreRequest:arrival_time",
+        "EngineCoreRequest:resumable",
+        "EngineCoreRequest:abort_immediately",
+        "EngineCoreOutput:finish_reason",
+        "EngineCoreOutput:kv_transfer_params",
+        "EngineCoreOutputs:utility_output",
+        "EngineCoreOutputs:scheduler_stats",
+        "EngineCoreOutputs:engine_index",
+    ),
+    "vllm.v1.engine.core_client": ("EngineCoreClient.make_async_mp_client",),
+    "vllm.v1.engine.async_llm": ("AsyncLLM", "EngineCoreClient"),
+    "vllm.v1.engine.output_processor": ("OutputProcessor.abort_requests",),
+}
+UTILITY_TIMEOUT_S = 10.0
+SLOW_UTILITY_TIMEOUT_S = 120.0
+_TRANSFER_KEYS = ("kv_transfer_params", "ec_transfer_params")
+
+
+class DecodeUnavailable(GracefulHTTPError, GenerationError):  # type: ignore[misc]
+    """No decode worker can finish this request. vLLM answers 503, or ends a stream with an error
+    event, with this message: the first base lets it pass `AsyncLLM.generate` as it is, the second
+    keeps a stack trace out of the log."""
+
+    def __init__(self, message: str) -> None:
+        GracefulHTTPError.__init__(self, message, HTTPStatus.SERVICE_UNAVAILABLE)
+        self.status_code = HTTPStatus.SERVICE_UNAVAILABLE
+
+
+def strip_transfer_params(request: EngineCoreRequest) -> None:
+    """Drop what a client says about KV transfer; the caller's own dict is left alone."""
+    params = request.sampling_params
+    extra = getattr(params, "extra_args", None)
+    if extra and any(key in extra for key in _TRANSFER_KEYS):
+        params.extra_args = {k: v for k, v in extra.items() if k not in _TRANSFER_KEYS} or None
+
+
+class DecodeClient(EngineCoreClient):  # type: ignore[misc]
+    """Implements `engine.front_ports.OutputSink`. Bind `processor` before the first request."""
+
+    def __init__(self, vllm_config: Any, port: DecodePort) -> None:
+        self.resources = SimpleNamespace(engine_dead=False)
+        self.engine_ranks_managed = [0]
+        self.processor: Any = None
+        self._config = vllm_config
+        self._port = port
+        self._queue: deque[EngineCoreOutputs] = deque()
+        self._wake = asyncio.Event()
+        self._stats: dict[str, tuple[int, int, float]] = {}
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """The pool that feeds us is closed by its owner."""
+
+    # ---------------------------------------------------------------- requests
+
+    async def add_request_async(self, request: EngineCoreRequest) -> None:
+        if request.abort_immediately:
+            return
+        strip_transfer_params(request)
+        self._port.submit(request)
+
+    async def abort_requests_async(self, request_ids: list[str]) -> None:
+        self._port.abort(request_ids)
+
+    async def get_output_async(self) -> EngineCoreOutputs:
+        while not self._queue:
+            self._wake.clear()
+            await self._wake.wait()
+        return self._queue.popleft()
+
+    def dp_engines_running(self) -> bool:
+        return bool(self.processor is not None and self.processor.has_unfinished_requests())
+
+    # ---------------------------------------------------------------- OutputSink
+
+    def outputs(self, instance_id: str, outputs: EngineCoreOutputs) -> None:
+        outputs.engine_index = 0
+        stats = outputs.scheduler_stats
+        if stats is not None:
+            self._stats[instance_id] = (
+                stats.num_running_reqs,
+                stats.num_waiting_reqs,
+                stats.kv_cache_usage,
+            )
+            if len(self._stats) > 1:  # vLLM's gauges show one engine: the sum of all workers
+                rows = self._stats.values()
+                stats.num_running_reqs = sum(row[0] for row in rows)
+                stats.num_waiting_reqs = sum(row[1] for row in rows)
+                stats.kv_cache_usage = sum(row[2] for row in rows) / len(rows)
+        self._queue.append(outputs)
+        self._wake.set()
+
+    def failed(self, request_id: str, message: str) -> None:
+        state = self.processor.request_states.get(request_id)
+        if state is None:
+            return
+        queue, parent = state.queue, state.parent_req
+        # With n > 1 the choices are one answer: what is left of the others goes too.
+        rest = self.processor.abort_requests(
+            [request_id if parent is None else parent.request_id], internal=True
+        )
+        queue.put(DecodeUnavailable(message))
+        self._port.abort([other for other in rest if other != request_id])
+
+    def joined(self, welcome: DecodeWelcome) -> None:
+        model = self._config.model_config
+        cache = self._config.cache_config
+        model.max_model_len = min(model.max_model_len, welcome.max_model_len)
+        cache.block_size = welcome.block_size
+        cache.num_gpu_blocks = welcome.num_gpu_blocks
+
+    def left(self, instance_id: str) -> None:
+        self._stats.pop(instance_id, None)
+
+    # ---------------------------------------------------------------- utilities
+
+    async def get_supported_tasks_async(self) -> tuple[str, ...]:
+        return self._port.supported_tasks() or ("generate",)
+
+    async def _all(self, method: str, *args: Any, slow: bool = False) -> list[Any]:
+        timeout = SLOW_UTILITY_TIMEOUT_S if slow else UTILITY_TIMEOUT_S
+        try:
+            return await self._port.call(method, args, timeout)
+        except PeerUnavailable as exc:
+            raise DecodeUnavailable(str(exc)) from None
+
+    async def _first(self, method: str, *args: Any, slow: bool = False) -> Any:
+        return (await self._all(method, *args, slow=slow))[0]
+
+    async def reset_mm_cache_async(self) -> None:
+        await self._all("reset_mm_cache")
+
+    async def reset_prefix_cache_async(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        return all(await self._all("reset_prefix_cache", reset_running_requests, reset_connector))
+
+    async def reset_encoder_cache_async(self) -> None:
+        await self._all("reset_encoder_cache")
+
+    async def sleep_async(self, level: int = 1, mode: Any = "abort") -> None:
+        await self._all("sleep", level, mode, slow=True)
+
+    async def wake_up_async(self, tags: list[str] | None = None) -> bool:
+        return all(await self._all("wake_up", tags, slow=True))
+
+    async def is_sleeping_async(self) -> bool:
+        return any(await self._all("is_sleeping"))
+
+    async def pause_scheduler_async(self, mode: Any = "abort", clear_cache: bool = True) -> None:
+        await self._all("pause_scheduler", mode, clear_cache, slow=True)
+
+    async def resume_scheduler_async(self) -> None:
+        await self._all("resume_scheduler")
+
+    async def is_scheduler_paused_async(self) -> bool:
+        return any(await self._all("is_scheduler_paused"))
+
+    async def profile_async(self, is_start: bool = True, *args: Any) -> None:
+        await self._all("profile", is_start, *args, slow=True)
+
+    async def add_lora_async(self, lora_request: Any) -> bool:
+        return all(await self._all("add_lora", lora_request, slow=True))
+
+    async def remove_lora_async(self, lora_id: int) -> bool:
+        return all(await self._all("remove_lora", lora_id))
+
+    async def list_loras_async(self) -> set[int]:
+        return set(await self._first("list_loras"))
+
+    async def pin_lora_async(self, lora_id: int) -> bool:
+        return all(await self._all("pin_lora", lora_id))
+
+    async def get_weight_version_async(self) -> str:
+        return str(await self._first("get_weight_version"))
