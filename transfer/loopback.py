@@ -25,6 +25,7 @@ from pullfill.errors import (
 )
 from pullfill.transfer.contract import KvLayout, LocalMemory, MoveResult, PeerSession
 from pullfill.transfer.layout import check_bounds, layout_of
+from pullfill.transfer.runs import checked_ids
 from pullfill.transfer.session import MappedSession
 from pullfill.wire import FenceToken, RegionDescriptor
 
@@ -225,7 +226,8 @@ class _Session(MappedSession):
         return super().read_blocks(fence, source, target)
 
     def _check(self, fence: FenceToken, blocks: Sequence[int]) -> None:
-        outside = set(map(int, blocks)) - self._owner.fences.granted(fence)
+        ids = checked_ids(blocks, self._owner.memory.layout.num_blocks, "named")
+        outside = set(ids.tolist()) - self._owner.fences.granted(fence)
         if outside:
             raise BadMessage(f"blocks {sorted(outside)[:8]} are outside the grant")
 

@@ -1,0 +1,214 @@
+"""A real writer process, stopped or killed at the worst moment: not one foreign byte may land
+after the owner's revoke was proved (faults 2, 5 and 10 at the level of the transport)."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pullfill.failpoints import ENV
+from pullfill.transfer.layout import dense_layout
+from pullfill.transfer.shm.files import sweep
+from pullfill.wire import FenceToken, encode
+from tests.support.transfer_rigs import Region, shm_rig
+
+REPO = Path(__file__).parents[2]
+LAYOUT = dense_layout(4, 64, 1, 64 << 10)  # 16 MiB: four batches
+FOREIGN, OURS = 0xEE, 0x11
+PATIENCE_S = 20.0
+
+
+class Writer:
+    """The child. `close` ends it whatever state it is in."""
+
+    def __init__(self, region: Region, directory: Path, failpoints: str = "") -> None:
+        path = directory / "descriptor.bin"
+        path.write_bytes(encode(region.descriptor))
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.support.transfer_writer", str(path), str(FOREIGN)],
+            cwd=REPO,
+            env={**os.environ, ENV: failpoints, "OPENBLAS_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self.line() == "ready"
+
+    def send(self, verb: str, token: FenceToken) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{verb} {token.slot} {token.epoch}\n")
+        self.process.stdin.flush()
+
+    def line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def wait_stopped(self) -> None:
+        stat = Path(f"/proc/{self.process.pid}/stat")
+        wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T")
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait(PATIENCE_S)
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+def wait_until(condition: Callable[[], bool]) -> float:
+    """Seconds it took. Fails when it never holds."""
+    started = time.perf_counter()
+    while not condition():
+        assert time.perf_counter() - started < PATIENCE_S, "it never came"
+        time.sleep(0.0005)
+    return time.perf_counter() - started
+
+
+@pytest.fixture
+def region(tmp_path: Path) -> Iterator[Region]:
+    (tmp_path / "shm").mkdir()
+    made = shm_rig(tmp_path / "shm").region(LAYOUT)
+    made.data[:] = 0
+    yield made
+    made.owner.close()
+
+
+@pytest.fixture
+def start(region: Region, tmp_path: Path) -> Iterator[Callable[..., Writer]]:
+    writers: list[Writer] = []
+
+    def make(failpoints: str = "") -> Writer:
+        writers.append(Writer(region, tmp_path, failpoints))
+        return writers[-1]
+
+    yield make
+    for writer in writers:
+        writer.close()
+
+
+def foreign(region: Region) -> int:
+    return int((region.data == FOREIGN).sum())
+
+
+def test_writer_stopped_inside_a_batch_keeps_its_blocks(
+    region: Region, start: Callable[..., Writer]
+) -> None:
+    fences = region.owner.fences
+    token = fences.open(range(64))
+    writer = start("shm.write.batch=stop@2")
+    writer.send("write", token)
+    writer.wait_stopped()
+    landed = foreign(region)
+    assert 0 < landed < region.data.nbytes
+    refusals = [fences.try_revoke(token) for _ in range(50) if not time.sleep(0.004)]
+    assert not any(refusals), "no proof while the writer is in a batch, however long we wait"
+    assert fences.in_use == 1
+    other = fences.open(range(64))
+    assert fences.try_revoke(other), "other grants are not held up"
+
+    writer.signal(signal.SIGCONT)
+    wait_until(lambda: fences.try_revoke(token))
+    assert foreign(region) > landed, "the zombie did write: the refusals above were needed"
+    region.data[:] = OURS
+    assert writer.line() == "fenced"
+    assert foreign(region) == 0
+    writer.send("write", token)
+    assert writer.line() == "fenced"
+    assert foreign(region) == 0
+
+
+def test_writer_stopped_between_batches_is_fenced_at_once(
+    region: Region, start: Callable[..., Writer]
+) -> None:
+    fences = region.owner.fences
+    token = fences.open(range(64))
+    writer = start("shm.write.before_batch=stop@3")
+    writer.send("write", token)
+    writer.wait_stopped()
+    assert 0 < foreign(region) < region.data.nbytes
+    assert fences.try_revoke(token)
+    region.data[:] = OURS
+    reused = [fences.open(range(64)) for _ in range(64)]  # the same slot is live again
+    assert token.slot in {t.slot for t in reused}
+    writer.signal(signal.SIGCONT)
+    assert writer.line() == "fenced"
+    assert foreign(region) == 0
+
+
+def test_writer_killed_inside_a_batch_frees_its_blocks(
+    region: Region, start: Callable[..., Writer]
+) -> None:
+    fences = region.owner.fences
+    token = fences.open(range(64))
+    writer = start("shm.write.batch=stop@2")
+    writer.send("write", token)
+    writer.wait_stopped()
+    assert not fences.try_revoke(token)
+    writer.signal(signal.SIGKILL)
+    took = wait_until(lambda: fences.try_revoke(token))
+    region.data[:] = OURS
+    assert writer.process.wait(PATIENCE_S) == -signal.SIGKILL
+    assert foreign(region) == 0
+    # A reaper that polls, or a lock that outlives its holder, would take far longer.
+    assert took < 1.0
+
+
+def test_writer_stopped_at_any_moment(region: Region, start: Callable[..., Writer]) -> None:
+    fences, rng = region.owner.fences, random.Random(7)
+    writer = start()
+    held = 0
+    for _ in range(25):
+        token = fences.open(range(64))
+        writer.send("loop", token)
+        wait_until(lambda: foreign(region) > 0)
+        time.sleep(rng.random() * 0.01)
+        writer.signal(signal.SIGSTOP)
+        writer.wait_stopped()
+        if not fences.try_revoke(token):
+            held += 1
+            assert not fences.try_revoke(token)
+            writer.signal(signal.SIGCONT)
+            wait_until(lambda token=token: fences.try_revoke(token))
+        region.data[:] = OURS
+        writer.signal(signal.SIGCONT)
+        assert writer.line() == "fenced"
+        assert np.all(region.data == OURS)
+        region.data[:] = 0
+    assert held > 0, "it was never stopped inside a batch: nothing was tested"
+    assert fences.in_use == 0
+
+
+def test_files_of_a_killed_owner_are_swept(tmp_path: Path) -> None:
+    code = (
+        "import sys, time; from pathlib import Path\n"
+        "from pullfill.transfer.shm.files import RegionFiles\n"
+        "files = RegionFiles('decode-dead', 0, Path(sys.argv[1])); files.create_kv(4096)\n"
+        "print('up', flush=True); time.sleep(60)"
+    )
+    owner = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], cwd=REPO, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert owner.stdout is not None
+        assert owner.stdout.readline() == "up\n"
+        names = {"pullfill-decode-dead-0.fence", "pullfill-decode-dead-0.kv"}
+        assert sweep(tmp_path) == []
+        assert set(os.listdir(tmp_path)) == names
+    finally:
+        owner.kill()
+        owner.wait(PATIENCE_S)
+        owner.stdout.close()
+    assert set(sweep(tmp_path)) == names
+    assert os.listdir(tmp_path) == []

@@ -1,0 +1,405 @@
+"""What every transport must do, run over each of them."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pullfill.errors import (
+    BadMessage,
+    ConfigError,
+    Fenced,
+    IncompatibleError,
+    OverloadedError,
+    PeerUnavailable,
+    TransferFailed,
+)
+from pullfill.transfer.contract import PeerSession
+from pullfill.transfer.copying import copy_batch
+from pullfill.transfer.digest import digest_blocks
+from pullfill.transfer.layout import dense_layout
+from pullfill.transfer.runs import Batch
+from pullfill.transfer.session import MappedSession
+from pullfill.wire import FenceToken
+from tests.support.transfer_rigs import RIGS, Local, Region, Rig
+
+PAGE = 512
+DENSE = dense_layout(3, 40, 2, PAGE)
+LAYOUTS = {
+    "dense": DENSE,
+    "offset": dense_layout(3, 40, 2, PAGE, base_offset=4096),
+    "padded-heads": replace(DENSE, head_stride=600, block_stride=1200, layer_stride=48_000),
+    "padded-blocks": replace(DENSE, block_stride=1100, layer_stride=45_056),
+    "block-outermost": replace(DENSE, layer_stride=2 * PAGE, block_stride=3 * 2 * PAGE),
+    "head-outermost": replace(
+        DENSE, block_stride=PAGE, head_stride=40 * PAGE, layer_stride=80 * PAGE
+    ),
+}
+
+
+@pytest.fixture(params=sorted(RIGS))
+def rig(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Rig]:
+    made = RIGS[request.param](tmp_path)
+    regions: list[Region] = []
+    build = made.region
+
+    def remember(*args: Any, **options: Any) -> Region:
+        regions.append(build(*args, **options))
+        return regions[-1]
+
+    made.region = remember  # type: ignore[method-assign]
+    yield made
+    for region in regions:
+        region.owner.close()
+    assert os.listdir(tmp_path) == []
+
+
+def scattered(seed: int, count: int, blocks: int = 40) -> list[int]:
+    return np.random.default_rng(seed).permutation(blocks)[:count].tolist()
+
+
+def check_moved(before: np.ndarray, after: np.ndarray, new: np.ndarray, target: list[int]) -> None:
+    """`target` blocks hold `new`; nothing else changed."""
+    expected = before.copy()
+    expected[:, target] = new
+    np.testing.assert_array_equal(after, expected)
+
+
+@pytest.mark.parametrize("remote", sorted(LAYOUTS))
+@pytest.mark.parametrize("local", ["dense", "padded-heads", "block-outermost"])
+def test_write_moves_exactly_the_named_blocks(rig: Rig, local: str, remote: str) -> None:
+    region, mine = rig.region(LAYOUTS[remote]), rig.local(LAYOUTS[local])
+    before, gaps = region.pages.copy(), region.data.copy()
+    source, target = scattered(3, 17), scattered(4, 17)
+    session = rig.connect(mine, region)
+    token = region.owner.fences.open(target)
+    result = session.write_blocks(token, source, target)
+    session.close()
+    check_moved(before, region.pages, mine.pages[:, source], target)
+    assert (result.blocks, result.nbytes) == (17, 17 * 3 * 2 * PAGE)
+    # Padding between pages is not ours to touch.
+    region.pages[:] = 0
+    restored = np.frombuffer(gaps, np.uint8).copy()
+    Region(region.owner, restored, region.memory, region.descriptor).pages[:] = 0
+    np.testing.assert_array_equal(region.data, restored)
+    assert region.owner.fences.try_revoke(token)
+
+
+@pytest.mark.parametrize("layout", sorted(LAYOUTS))
+def test_read_moves_exactly_the_named_blocks(rig: Rig, layout: str) -> None:
+    region, mine = rig.region(LAYOUTS[layout]), rig.local(DENSE)
+    before = mine.pages.copy()
+    source, target = scattered(5, 11), list(range(20, 31))
+    session = rig.connect(mine, region)
+    token = region.owner.fences.open(source)
+    assert session.read_blocks(token, source, target).blocks == 11
+    session.close()
+    check_moved(before, mine.pages, region.pages[:, source], target)
+    assert digest_blocks(mine.memory, target) == digest_blocks(region.memory, source)
+    assert digest_blocks(mine.memory, target) != digest_blocks(region.memory, source[::-1])
+
+
+def test_neighbouring_blocks_move_as_one_run_per_layer(rig: Rig) -> None:
+    region, mine = rig.region(DENSE), rig.local(DENSE)
+    session = rig.connect(mine, region)
+    token = region.owner.fences.open(range(40))
+    assert session.write_blocks(token, range(5, 25), range(10, 30)).runs == 3
+    assert session.write_blocks(token, [], []).nbytes == 0
+    session.close()
+    np.testing.assert_array_equal(region.pages[:, 10:30], mine.pages[:, 5:25])
+
+
+def test_many_batches_and_long_runs(rig: Rig) -> None:
+    layout = dense_layout(2, 96, 2, 64 << 10)  # 24 MiB: several batches, runs cut
+    region, mine = rig.region(layout), rig.local(layout)
+    session = rig.connect(mine, region)
+    token = region.owner.fences.open(range(96))
+    source, target = scattered(6, 60, 96), scattered(7, 60, 96)
+    session.write_blocks(token, source, target)
+    np.testing.assert_array_equal(region.pages[:, target], mine.pages[:, source])
+    session.write_blocks(token, range(96), range(96))
+    session.close()
+    np.testing.assert_array_equal(region.pages, mine.pages)
+
+
+def test_revoked_fence_refuses_both_ways(rig: Rig) -> None:
+    region, mine = rig.region(DENSE), rig.local(DENSE)
+    session = rig.connect(mine, region)
+    token = region.owner.fences.open([1, 2])
+    assert region.owner.fences.in_use == 1
+    assert region.owner.fences.try_revoke(token)
+    assert region.owner.fences.try_revoke(token), "idempotent"
+    assert region.owner.fences.in_use == 0
+    theirs, ours = region.data.copy(), mine.data.copy()
+    with pytest.raises(Fenced):
+        session.write_blocks(token, [1, 2], [1, 2])
+    with pytest.raises(Fenced):
+        session.read_blocks(token, [1, 2], [1, 2])
+    session.close()
+    np.testing.assert_array_equal(region.data, theirs)
+    np.testing.assert_array_equal(mine.data, ours)
+
+
+class Held:
+    """A copier that stops inside the fence, before the first byte, until told to go on."""
+
+    def __init__(self) -> None:
+        self.inside, self.go_on = threading.Event(), threading.Event()
+        self.error: BaseException | None = None
+
+    def copy(self, source: int, target: int, batch: Batch) -> None:
+        self.inside.set()
+        assert self.go_on.wait(20)
+        copy_batch(source, target, batch)
+
+
+def start_held(session: PeerSession, held: Held, verb: str, token: FenceToken) -> threading.Thread:
+    assert isinstance(session, MappedSession)
+    session._copy = held.copy
+
+    def run() -> None:
+        try:
+            getattr(session, verb)(token, [0, 1, 2], [3, 4, 5])
+        except BaseException as exc:
+            held.error = exc
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert held.inside.wait(20)
+    return thread
+
+
+@pytest.mark.parametrize("verb", ["write_blocks", "read_blocks"])
+def test_no_revoke_while_a_batch_is_under_way(rig: Rig, verb: str) -> None:
+    region, mine = rig.region(DENSE), rig.local(DENSE)
+    session, other = rig.connect(mine, region), rig.connect(mine, region)
+    fences = region.owner.fences
+    token, unrelated = fences.open(range(6)), fences.open(range(6, 9))
+    held = Held()
+    thread = start_held(session, held, verb, token)
+    assert not fences.try_revoke(token)
+    assert not fences.try_revoke(token)
+    with pytest.raises(Fenced):  # dying: no new batch, not even from another session
+        other.write_blocks(token, [0], [0])
+    assert fences.try_revoke(unrelated), "one stuck grant does not hold up another"
+    held.go_on.set()
+    thread.join(20)
+    assert held.error is None
+    assert fences.try_revoke(token)
+    with pytest.raises(Fenced):
+        getattr(session, verb)(token, [0], [1])
+    session.close()
+    other.close()
+
+
+def test_close_waits_for_the_batch_under_way(rig: Rig) -> None:
+    region, mine = rig.region(DENSE), rig.local(DENSE)
+    session = rig.connect(mine, region)
+    token = region.owner.fences.open(range(6))
+    held = Held()
+    writer = start_held(session, held, "write_blocks", token)
+    closer = threading.Thread(target=session.close)
+    closer.start()
+    closer.join(0.05)
+    assert closer.is_alive()
+    assert not region.owner.fences.try_revoke(token)
+    held.go_on.set()
+    writer.join(20)
+    closer.join(20)
+    assert held.error is None
+    assert region.owner.fences.try_revoke(token)
+    with pytest.raises(TransferFailed):
+        session.write_blocks(region.owner.fences.open([0]), [0], [0])
+
+
+def test_slots_are_reused_with_new_epochs(rig: Rig) -> None:
+    region, mine = rig.region(DENSE, slots=2), rig.local(DENSE)
+    session, fences = rig.connect(mine, region), region.owner.fences
+    old = [fences.open([0]), fences.open([1])]
+    with pytest.raises(OverloadedError):
+        fences.open([2])
+    seen = {(t.slot, t.epoch) for t in old}
+    for _ in range(5):
+        assert all(fences.try_revoke(t) for t in old)
+        old = [fences.open([0]), fences.open([1])]
+        seen |= {(t.slot, t.epoch) for t in old}
+    assert len(seen) == 12
+    assert {slot for slot, _ in seen} == {0, 1}
+    session.write_blocks(old[0], [7], [0])
+    for slot, epoch in seen - {(t.slot, t.epoch) for t in old}:
+        stale = FenceToken(slot=slot, epoch=epoch)
+        with pytest.raises(Fenced):
+            session.write_blocks(stale, [0], [0])
+        assert fences.try_revoke(stale)
+    session.write_blocks(old[1], [7], [1])  # proving stale tokens dead hurt no live one
+    with pytest.raises(Fenced):
+        session.write_blocks(FenceToken(slot=99, epoch=1), [0], [0])
+    session.close()
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        ([0], [40]),
+        ([0], [-1]),
+        ([40], [0]),
+        ([0, 1], [0]),
+        ([0, 1], [5, 5]),
+        ([0], [2**63]),
+        ([0], ["x"]),
+    ],
+)
+def test_bad_block_ids_move_nothing(rig: Rig, source: list[int], target: list[int]) -> None:
+    region, mine = rig.region(DENSE), rig.local(DENSE)
+    session = rig.connect(mine, region)
+    token = region.owner.fences.open(range(40))
+    theirs, ours = region.data.copy(), mine.data.copy()
+    for move in (session.write_blocks, session.read_blocks):
+        with pytest.raises(BadMessage):
+            move(token, source, target)
+    session.close()
+    np.testing.assert_array_equal(region.data, theirs)
+    np.testing.assert_array_equal(mine.data, ours)
+    with pytest.raises(ConfigError):
+        region.owner.fences.open([0, 40])
+
+
+def test_other_incarnation_is_refused(rig: Rig) -> None:
+    region, mine = rig.region(DENSE), rig.local(DENSE)
+    with pytest.raises(PeerUnavailable, match="incarnation"):
+        rig.connect(mine, region, incarnation="i0")
+    session = rig.connect(mine, region)
+    token = region.owner.fences.open([1])
+    region.owner.renew("i2")
+    before = region.data.copy()
+    with pytest.raises(Fenced):
+        session.write_blocks(token, [0], [1])
+    np.testing.assert_array_equal(region.data, before)
+    with pytest.raises(PeerUnavailable):
+        rig.connect(mine, region)
+    renewed = rig.connect(mine, region, incarnation="i2")
+    renewed.write_blocks(token, [0], [1])
+    assert region.owner.fences.try_revoke(token)
+    session.close()
+    renewed.close()
+
+
+def test_restarted_owner_is_out_of_reach_of_an_old_descriptor(rig: Rig) -> None:
+    region, mine = rig.region(DENSE), rig.local(DENSE)
+    old_session = rig.connect(mine, region)
+    token = region.owner.fences.open([1])
+    region.owner.close()
+    reborn = rig.region(DENSE)  # same name, same incarnation text, new memory
+    before = reborn.data.copy()
+    assert rig.transport.can_reach(region.descriptor) is not None
+    with pytest.raises(PeerUnavailable):
+        rig.connect(mine, region)
+    with pytest.raises(Fenced):
+        old_session.write_blocks(token, [0], [1])
+    old_session.close()
+    np.testing.assert_array_equal(reborn.data, before)
+
+
+def test_closed_owner_proves_and_grants_nothing(rig: Rig) -> None:
+    region = rig.region(DENSE)
+    token = region.owner.fences.open([1])
+    region.owner.close()
+    region.owner.close()
+    with pytest.raises(ConfigError):
+        region.owner.fences.open([2])
+    with pytest.raises(ConfigError):
+        region.owner.fences.try_revoke(token)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("page_bytes", PAGE // 2), ("num_layers", 2), ("num_kv_heads", 1)]
+)
+def test_other_block_shape_is_refused_by_name(rig: Rig, field: str, value: int) -> None:
+    region, mine = rig.region(DENSE), rig.local(DENSE)
+    with pytest.raises(IncompatibleError) as caught:
+        rig.connect(mine, region, **{field: value})
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    "lie", [{"num_blocks": 41}, {"base_offset": 1}, {"block_stride": 10}, {"nbytes": 1 << 40}]
+)
+def test_descriptor_that_leaves_its_region_is_refused(rig: Rig, lie: dict[str, int]) -> None:
+    region, mine = rig.region(DENSE), rig.local(DENSE)
+    with pytest.raises(BadMessage):
+        rig.connect(mine, region, **lie)
+
+
+def usage() -> tuple[int, int]:
+    gc.collect()
+    maps = Path("/proc/self/maps").read_text().count("pullfill-")
+    return len(os.listdir("/proc/self/fd")), maps
+
+
+def test_two_hundred_connects_leave_nothing(rig: Rig) -> None:
+    region, mine = rig.region(DENSE), rig.local(DENSE)
+    token = region.owner.fences.open([0])
+    rig.connect(mine, region).close()
+    before = usage()
+    for _ in range(200):
+        session = rig.connect(mine, region)
+        session.write_blocks(token, [0], [0])
+        session.close()
+        session.close()
+    for changes in ({"incarnation": "no"}, {"num_layers": 1}):
+        with pytest.raises((PeerUnavailable, IncompatibleError)):
+            rig.connect(mine, region, **changes)
+    assert usage() == before
+
+
+def test_two_writers_of_one_grant_and_a_revoke_storm(rig: Rig) -> None:
+    """Threads write under tokens that are revoked at any moment: after each proved revoke the
+    owner's bytes stand still."""
+    region = rig.region(DENSE)
+    fences = region.owner.fences
+    token = [fences.open(range(40))]
+    stop = threading.Event()
+    failures: list[BaseException] = []
+
+    def write(mine: Local) -> None:
+        session = rig.connect(mine, region)
+        try:
+            while not stop.is_set():
+                try:
+                    session.write_blocks(token[0], range(40), range(40))
+                except Fenced:
+                    continue
+        except BaseException as exc:
+            failures.append(exc)
+        finally:
+            session.close()
+
+    writers = [threading.Thread(target=write, args=(rig.local(DENSE, seed),)) for seed in (8, 9)]
+    for writer in writers:
+        writer.start()
+    proved = 0
+    try:
+        while proved < 30 and not failures:
+            if not fences.try_revoke(token[0]):
+                continue
+            proved += 1
+            region.data[:] = proved
+            still = bool((region.data == proved).all())
+            stop.wait(0.001)
+            assert still
+            assert bool((region.data == proved).all())
+            token[0] = fences.open(range(40))
+    finally:
+        stop.set()
+        for writer in writers:
+            writer.join(20)
+    assert failures == []
+    assert proved == 30

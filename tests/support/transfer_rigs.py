@@ -1,0 +1,160 @@
+"""One way to build (owner, peer) for every transport, for the conformance suite and benchmarks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from pullfill.host import host_id
+from pullfill.transfer.contract import KvLayout, LocalMemory, Owner, PeerSession, PeerTransport
+from pullfill.transfer.layout import check_bounds, describe_region
+from pullfill.transfer.loopback import LoopbackOwner, LoopbackTransport
+from pullfill.transfer.shm.files import RegionFiles
+from pullfill.transfer.shm.owner import ShmOwner
+from pullfill.transfer.shm.peer import ShmTransport
+from pullfill.wire import Compat, RegionDescriptor
+
+Bytes = NDArray[np.uint8]
+
+COMPAT = Compat(
+    model="m",
+    model_fingerprint="f",
+    vllm="v",
+    dtype="float32",
+    kv_cache_dtype="auto",
+    block_size=16,
+    layout="LBHNC",
+    num_layers=1,
+    num_kv_heads=1,
+    page_bytes=1,
+    isa="x",
+)
+
+
+def extent(layout: KvLayout) -> int:
+    """Bytes from 0 to the end of the last page."""
+    return (
+        layout.base_offset
+        + (layout.num_layers - 1) * layout.layer_stride
+        + (layout.num_blocks - 1) * layout.block_stride
+        + (layout.num_kv_heads - 1) * layout.head_stride
+        + layout.page_bytes
+    )
+
+
+def pages(data: Bytes, layout: KvLayout) -> Bytes:
+    """[layer, block, head, byte] view of `data`."""
+    return np.lib.stride_tricks.as_strided(
+        data[layout.base_offset :],
+        (layout.num_layers, layout.num_blocks, layout.num_kv_heads, layout.page_bytes),
+        (layout.layer_stride, layout.block_stride, layout.head_stride, 1),
+    )
+
+
+def memory_over(data: Bytes, layout: KvLayout) -> LocalMemory:
+    """LocalMemory of `data`, which the caller keeps alive."""
+    check_bounds(layout, data.nbytes)
+    return LocalMemory(address=data.ctypes.data, nbytes=data.nbytes, layout=layout)
+
+
+def random_bytes(nbytes: int, seed: int) -> Bytes:
+    return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
+
+
+@dataclass
+class Region:
+    """An owner with its bytes."""
+
+    owner: Owner
+    data: Bytes
+    memory: LocalMemory
+    descriptor: RegionDescriptor
+
+    @property
+    def pages(self) -> Bytes:
+        return pages(self.data, self.memory.layout)
+
+
+@dataclass
+class Local:
+    """A peer's own memory."""
+
+    data: Bytes
+    memory: LocalMemory
+
+    @property
+    def pages(self) -> Bytes:
+        return pages(self.data, self.memory.layout)
+
+
+@dataclass
+class Rig:
+    """A transport under test."""
+
+    name: str
+    transport: PeerTransport
+    make_owner: Callable[[KvLayout, str, str, int], tuple[Owner, Bytes]]
+
+    def region(
+        self,
+        layout: KvLayout,
+        *,
+        incarnation: str = "i1",
+        instance_id: str = "decode-1",
+        slots: int = 64,
+        seed: int = 1,
+    ) -> Region:
+        """A region full of random bytes."""
+        owner, data = self.make_owner(layout, instance_id, incarnation, slots)
+        data[:] = random_bytes(data.nbytes, seed)
+        memory = memory_over(data, layout)
+        descriptor = describe_region(
+            memory,
+            instance_id=instance_id,
+            incarnation=incarnation,
+            rank=0,
+            world_size=1,
+            host_id=host_id(),
+            epoch=0,
+            block_size=16,
+            compat=COMPAT,
+            endpoints={owner.transport: owner.endpoint},
+        )
+        return Region(owner, data, memory, descriptor)
+
+    def local(self, layout: KvLayout, seed: int = 2) -> Local:
+        data = random_bytes(extent(layout), seed)
+        return Local(data, memory_over(data, layout))
+
+    def connect(self, local: Local, region: Region, **changes: object) -> PeerSession:
+        """`changes` replace fields of the descriptor."""
+        descriptor = msgspec.structs.replace(region.descriptor, **changes)
+        return self.transport.connect(local.memory, descriptor)
+
+
+def loopback_rig(directory: Path) -> Rig:
+    def make(layout: KvLayout, _: str, incarnation: str, slots: int) -> tuple[Owner, Bytes]:
+        data = np.zeros(extent(layout), np.uint8)
+        return LoopbackOwner(memory_over(data, layout), incarnation, slots=slots), data
+
+    return Rig("loopback", LoopbackTransport(), make)
+
+
+def shm_rig(directory: Path) -> Rig:
+    def make(
+        layout: KvLayout, instance_id: str, incarnation: str, slots: int
+    ) -> tuple[Owner, Bytes]:
+        files = RegionFiles(instance_id, 0, directory)
+        path = files.create_kv(extent(layout))
+        data = np.asarray(np.memmap(path, np.uint8, "r+"))
+        return ShmOwner(files, memory_over(data, layout), incarnation, slots=slots), data
+
+    return Rig("shm", ShmTransport(), make)
+
+
+RIGS: dict[str, Callable[[Path], Rig]] = {"shm": shm_rig, "loopback": loopback_rig}

@@ -1,0 +1,45 @@
+"""A writer process of its own: `python -m tests.support.transfer_writer DESCRIPTOR_FILE FILL`.
+
+Connects over shm with memory whose every byte is FILL. Per line `write SLOT EPOCH` or
+`loop SLOT EPOCH` on stdin: writes all blocks (once, or until fenced), then prints `done`, `fenced`
+or `failed TEXT`.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from pullfill.errors import Fenced, PullfillError
+from pullfill.transfer.layout import layout_of
+from pullfill.transfer.shm.peer import ShmTransport
+from pullfill.wire import FenceToken, RegionDescriptor, decode
+from tests.support.transfer_rigs import memory_over
+
+
+def main() -> None:
+    descriptor = decode(Path(sys.argv[1]).read_bytes(), RegionDescriptor)
+    data = np.full(descriptor.nbytes, int(sys.argv[2]), np.uint8)
+    layout = layout_of(descriptor)
+    session = ShmTransport().connect(memory_over(data, layout), descriptor)
+    blocks = range(layout.num_blocks)
+    print("ready", flush=True)
+    for line in sys.stdin:
+        verb, slot, epoch = line.split()
+        token = FenceToken(slot=int(slot), epoch=int(epoch))
+        try:
+            session.write_blocks(token, blocks, blocks)
+            while verb == "loop":
+                session.write_blocks(token, blocks, blocks)
+            print("done", flush=True)
+        except Fenced:
+            print("fenced", flush=True)
+        except PullfillError as exc:
+            print(f"failed {exc}", flush=True)
+    session.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""Planning against a naive oracle that walks pages one by one."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pullfill.errors import BadMessage
+from pullfill.transfer.contract import KvLayout
+from pullfill.transfer.layout import check_bounds, dense_layout
+from pullfill.transfer.runs import CopyPlan, merge_pairs, plan
+from tests.support.transfer_rigs import extent
+
+
+@st.composite
+def layouts(draw: st.DrawFn, layers: int, heads: int, page: int) -> KvLayout:
+    """Any order of (layer, block, head), any gaps."""
+    blocks = draw(st.integers(1, 9))
+    counts = {"layer": layers, "block": blocks, "head": heads}
+    strides = {}
+    span = page
+    for name in draw(st.permutations(sorted(counts))):
+        strides[name] = span + draw(st.sampled_from([0, 0, 0, 3]))
+        span = strides[name] * counts[name]
+    return KvLayout(
+        base_offset=draw(st.sampled_from([0, 7])),
+        num_layers=layers,
+        num_blocks=blocks,
+        num_kv_heads=heads,
+        page_bytes=page,
+        layer_stride=strides["layer"],
+        block_stride=strides["block"],
+        head_stride=strides["head"],
+    )
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[KvLayout, KvLayout, list[int], list[int]]:
+    layers, heads, page = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 5))
+    source, target = draw(layouts(layers, heads, page)), draw(layouts(layers, heads, page))
+    targets = draw(st.lists(st.integers(0, target.num_blocks - 1), unique=True, max_size=9))
+    size = len(targets)
+    sources = draw(
+        st.lists(st.integers(0, source.num_blocks - 1), min_size=size, max_size=size)
+    )  # fmt: skip
+    return source, target, sources, targets
+
+
+def at(layout: KvLayout, layer: int, block: int, head: int) -> int:
+    return (
+        layout.base_offset
+        + layer * layout.layer_stride
+        + block * layout.block_stride
+        + head * layout.head_stride
+    )
+
+
+def byte_map(
+    source: KvLayout, target: KvLayout, sources: list[int], targets: list[int]
+) -> dict[int, int]:
+    """target byte -> source byte, the slow and obvious way."""
+    moved = {}
+    for layer, head in itertools.product(range(source.num_layers), range(source.num_kv_heads)):
+        for s, t in zip(sources, targets, strict=True):
+            for i in range(source.page_bytes):
+                moved[at(target, layer, t, head) + i] = at(source, layer, s, head) + i
+    return moved
+
+
+def planned_map(todo: CopyPlan, **limits: int) -> dict[int, int]:
+    moved = {}
+    for batch in todo.batches(**limits):
+        for s, t, n in zip(batch.source, batch.target, batch.nbytes, strict=True):
+            for i in range(int(n)):
+                assert int(t) + i not in moved, "a byte is written twice"
+                moved[int(t) + i] = int(s) + i
+    return moved
+
+
+@settings(max_examples=150, deadline=None)
+@given(cases(), st.integers(1, 40), st.integers(1, 7))
+def test_plan_moves_exactly_the_oracles_bytes(
+    case: tuple[KvLayout, KvLayout, list[int], list[int]], max_bytes: int, max_runs: int
+) -> None:
+    source, target, sources, targets = case
+    check_bounds(source, extent(source))
+    check_bounds(target, extent(target))
+    todo = plan(source, target, sources, targets)
+    expected = byte_map(source, target, sources, targets)
+    assert planned_map(todo) == expected
+    assert todo.total == len(expected)
+    run = max(1, max_bytes // 2)
+    limits = {"max_bytes": max_bytes, "max_runs": max_runs, "max_run_bytes": run}
+    assert planned_map(todo, **limits) == expected
+    for batch in todo.batches(**limits):
+        assert 1 <= len(batch) <= max_runs
+        assert batch.total <= max_bytes
+        assert int(batch.nbytes.max()) <= run
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), unique_by=lambda p: p[1]))
+def test_merged_runs_are_maximal_and_complete(pairs: list[tuple[int, int]]) -> None:
+    source = np.array([s for s, _ in pairs], np.int64)
+    target = np.array([t for _, t in pairs], np.int64)
+    runs = list(zip(*(a.tolist() for a in merge_pairs(source, target)), strict=True))
+    expanded = [(s + i, t + i) for s, t, n in runs for i in range(n)]
+    assert sorted(expanded) == sorted(pairs)
+    starts = {(s, t) for s, t, _ in runs}
+    assert all((s + n, t + n) not in starts for s, t, n in runs)
+
+
+def test_dense_blocks_of_a_layer_are_one_copy() -> None:
+    layout = dense_layout(4, 100, 8, 1024)
+    todo = plan(layout, layout, range(10, 60), range(20, 70))
+    assert todo.runs == 4
+    assert set(todo.nbytes.tolist()) == {50 * 8 * 1024}
+
+
+def test_everything_dense_is_one_copy() -> None:
+    # All layers of a block side by side, then the next block.
+    layout = KvLayout(0, 3, 10, 2, 64, layer_stride=128, block_stride=384, head_stride=64)
+    assert plan(layout, layout, range(10), range(10)).runs == 1
+
+
+def test_heads_of_a_range_stay_apart_where_blocks_are_wider() -> None:
+    wide, narrow = dense_layout(2, 10, 8, 64), dense_layout(2, 10, 4, 64)
+    todo = plan(wide, narrow, [3, 4], [0, 1], source_head=4, heads=4)
+    assert todo.total == 2 * 2 * 4 * 64
+    expected = {
+        at(narrow, layer, t, h) + i: at(wide, layer, s, h + 4) + i
+        for layer in range(2)
+        for s, t in ((3, 0), (4, 1))
+        for h in range(4)
+        for i in range(64)
+    }
+    assert planned_map(todo) == expected
+    with pytest.raises(BadMessage):
+        plan(wide, narrow, [3], [0], source_head=5, heads=4)
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [([0], [9]), ([9], [0]), ([-1], [0]), ([0, 1], [0]), ([0, 1], [2, 2]), ([1 << 70], [0])],
+)
+def test_bad_ids_plan_nothing(source: list[int], target: list[int]) -> None:
+    layout = dense_layout(1, 9, 1, 16)
+    with pytest.raises(BadMessage):
+        plan(layout, layout, source, target)
+
+
+def test_overlapping_or_empty_layouts_are_refused() -> None:
+    good = dense_layout(2, 4, 2, 16)
+    check_bounds(good, extent(good))
+    for bad in (
+        dense_layout(0, 4, 2, 16),
+        KvLayout(0, 2, 4, 2, 16, layer_stride=64, block_stride=32, head_stride=16),
+        KvLayout(0, 2, 4, 2, 16, layer_stride=128, block_stride=32, head_stride=8),
+        KvLayout(-1, 2, 4, 2, 16, layer_stride=128, block_stride=32, head_stride=16),
+    ):
+        with pytest.raises(BadMessage):
+            check_bounds(bad, 1 << 20)
+    with pytest.raises(BadMessage):
+        check_bounds(good, extent(good) - 1)
