@@ -1,0 +1,389 @@
+"""One suite, two queues: what `queue/contract.py` promises, on JetStream and in memory."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from pullfill.errors import BadMessage, QueueFull
+from pullfill.queue.contract import JobConsumer, JobProducer, QueueConfig
+from pullfill.queue.jetstream import JetStreamConsumer, JetStreamProducer
+from pullfill.queue.memory import MemoryQueue
+from pullfill.queue.names import round_up_tokens
+from tests.support.nats import NatsServer
+
+ACK_WAIT_S = 0.3
+SOON_S = 3.0
+
+
+class FakeClock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@dataclass
+class Bench:
+    """One queue. `add_consumer` makes more workers; `advance` lets its clock pass."""
+
+    producer: JobProducer
+    consumer: JobConsumer
+    add_consumer: Callable[[], Awaitable[JobConsumer]]
+    advance: Callable[[float], Awaitable[None]]
+
+    async def depth_is(self, jobs: int, in_flight: int | None = None) -> None:
+        """Wait for the cached depth to become this."""
+        async with asyncio.timeout(SOON_S):
+            while True:
+                depth = self.producer.depth()
+                if depth.depth_jobs == jobs and in_flight in (None, depth.in_flight):
+                    return
+                await asyncio.sleep(0.02)
+
+    async def dead_is(self, count: int) -> None:
+        async with asyncio.timeout(SOON_S):
+            while len(await self.producer.dead_letters()) != count:
+                await asyncio.sleep(0.02)
+
+
+Make = Callable[[QueueConfig], Awaitable[Bench]]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
+    server = NatsServer(Path(tmp_path_factory.mktemp("nats")))
+    try:
+        asyncio.run(server.start())
+        yield server
+    finally:
+        server.stop()
+
+
+@pytest.fixture(params=["jetstream", "memory"])
+async def make(request: pytest.FixtureRequest, server: NatsServer) -> AsyncIterator[Make]:
+    opened: list[JobConsumer | JobProducer] = []
+
+    async def jetstream(config: QueueConfig) -> Bench:
+        async def add() -> JobConsumer:
+            consumer = await JetStreamConsumer.connect(server.url, config, wait_s=10)
+            opened.append(consumer)
+            return consumer
+
+        producer = await JetStreamProducer.connect(server.url, config, wait_s=10)
+        opened.append(producer)
+        return Bench(producer, await add(), add, asyncio.sleep)
+
+    async def memory(config: QueueConfig) -> Bench:
+        clock = FakeClock()
+        queue = MemoryQueue(config, clock)
+
+        async def add() -> JobConsumer:
+            return queue.consumer()
+
+        async def advance(seconds: float) -> None:
+            clock.now += seconds
+
+        return Bench(queue.producer(), queue.consumer(), add, advance)
+
+    yield jetstream if request.param == "jetstream" else memory
+    await asyncio.gather(*(one.close() for one in opened))
+
+
+def a_config() -> QueueConfig:
+    return QueueConfig("test", secrets.token_hex(8), ack_wait_s=ACK_WAIT_S, max_deliver=3)
+
+
+@pytest.fixture
+async def bench(make: Make) -> Bench:
+    return await make(a_config())
+
+
+async def test_publish_pull_ack(bench: Bench) -> None:
+    receipt = await bench.producer.publish("a", b"body", 100)
+    assert not receipt.duplicate
+    [job] = await bench.consumer.pull(1, 10, SOON_S)
+    assert (job.job_id, job.body, job.tokens, job.number) == ("a", b"body", 100, 1)
+    assert 0 <= job.age_s < SOON_S
+    await bench.depth_is(1, in_flight=1)
+    await job.ack()
+    await bench.depth_is(0, in_flight=0)
+    await bench.advance(1.5 * ACK_WAIT_S)
+    assert await bench.consumer.pull(1, 1, 0.05) == []
+
+
+async def test_empty_and_bytes_that_are_no_job_are_delivered(bench: Bench) -> None:
+    await bench.producer.publish("empty", b"", 0)
+    await bench.producer.publish("junk", bytes(range(256)), 0)
+    jobs = await bench.consumer.pull(1, 2, SOON_S)
+    assert [job.body for job in jobs] == [b"", bytes(range(256))]
+    for job in jobs:
+        await job.ack()
+
+
+async def test_jobs_come_in_order(bench: Bench) -> None:
+    for name in "abc":
+        await bench.producer.publish(name, b"", 1)
+    jobs = await bench.consumer.pull(10**6, 10, SOON_S)
+    assert [job.job_id for job in jobs] == ["a", "b", "c"]
+    for job in jobs:
+        await job.ack()
+
+
+async def test_the_same_job_id_is_one_job(bench: Bench) -> None:
+    first = await bench.producer.publish("a", b"body", 100)
+    again = await bench.producer.publish("a", b"body", 100)
+    assert again.duplicate
+    assert again.seq == first.seq
+    assert bench.producer.depth().depth_jobs == 1
+    jobs = await bench.consumer.pull(10**6, 10, SOON_S)
+    assert len(jobs) == 1
+    await jobs[0].ack()
+    assert (await bench.producer.publish("a", b"body", 100)).duplicate
+    assert await bench.consumer.pull(1, 1, 0.05) == []
+
+
+async def test_a_full_queue_refuses(make: Make) -> None:
+    bench = await make(replace(a_config(), max_jobs=2))
+    first = await bench.producer.publish("a", b"", 1)
+    await bench.producer.publish("b", b"", 1)
+    with pytest.raises(QueueFull):
+        await bench.producer.publish("c", b"", 1)
+    assert bench.producer.available
+    assert await bench.producer.cancel(first)
+    await bench.producer.publish("c", b"", 1)
+
+
+async def test_cancel_pending(bench: Bench) -> None:
+    receipt = await bench.producer.publish("a", b"", 1)
+    assert await bench.producer.cancel(receipt)
+    assert not await bench.producer.cancel(receipt)
+    assert bench.producer.depth().depth_jobs == 0
+    assert await bench.consumer.pull(1, 1, 0.05) == []
+
+
+async def test_cancel_in_flight_and_its_late_ack(bench: Bench) -> None:
+    receipt = await bench.producer.publish("a", b"", 1)
+    [job] = await bench.consumer.pull(1, 1, SOON_S)
+    assert await bench.producer.cancel(receipt)
+    await job.in_progress()
+    await job.ack()
+    await bench.depth_is(0, in_flight=0)
+    await bench.advance(1.5 * ACK_WAIT_S)
+    assert await bench.consumer.pull(1, 1, 0.05) == []
+
+
+async def test_nak_gives_back_at_once(bench: Bench) -> None:
+    await bench.producer.publish("a", b"", 1)
+    [job] = await bench.consumer.pull(1, 1, SOON_S)
+    await job.nak()
+    [again] = await bench.consumer.pull(1, 1, SOON_S)
+    assert again.number == 2
+    await again.ack()
+
+
+async def test_nak_with_delay_waits(bench: Bench) -> None:
+    await bench.producer.publish("a", b"", 1)
+    [job] = await bench.consumer.pull(1, 1, SOON_S)
+    await job.nak(0.3)
+    assert await bench.consumer.pull(1, 1, 0.05) == []
+    await bench.advance(0.4)
+    [again] = await bench.consumer.pull(1, 1, SOON_S)
+    assert again.number == 2
+    await again.ack()
+
+
+async def test_silence_brings_the_job_back_and_in_progress_does_not(bench: Bench) -> None:
+    await bench.producer.publish("a", b"", 1)
+    [job] = await bench.consumer.pull(1, 1, SOON_S)
+    for _ in range(4):
+        await bench.advance(ACK_WAIT_S / 2)
+        await job.in_progress()
+    assert await bench.consumer.pull(1, 1, 0.03) == []
+    await bench.advance(1.5 * ACK_WAIT_S)
+    [again] = await bench.consumer.pull(1, 1, SOON_S)
+    assert (again.job_id, again.number) == ("a", 2)
+    await again.ack()
+
+
+async def test_a_stale_ack_settles_the_redelivered_job(bench: Bench) -> None:
+    await bench.producer.publish("a", b"", 1)
+    [first] = await bench.consumer.pull(1, 1, SOON_S)
+    await bench.advance(1.5 * ACK_WAIT_S)
+    [second] = await bench.consumer.pull(1, 1, SOON_S)
+    await first.ack()
+    await bench.depth_is(0)
+    await second.ack()
+    assert await bench.consumer.pull(1, 1, 0.05) == []
+
+
+async def test_term_leaves_a_dead_letter(bench: Bench) -> None:
+    await bench.producer.publish("a", b"poison", 1)
+    [job] = await bench.consumer.pull(1, 1, SOON_S)
+    await job.term("cannot\r\nread it: é")
+    await job.term("twice is once")
+    await job.nak()
+    [letter] = await bench.producer.dead_letters()
+    assert (letter.job_id, letter.body, letter.deliveries) == ("a", b"poison", 1)
+    assert letter.reason.split() == ["cannot", "read", "it:", "é"]
+    await bench.depth_is(0)
+    await bench.advance(1.5 * ACK_WAIT_S)
+    assert await bench.consumer.pull(1, 1, 0.05) == []
+
+
+async def test_the_newest_dead_letters_come_first(bench: Bench) -> None:
+    for name in "abc":
+        await bench.producer.publish(name, b"", 1)
+        [job] = await bench.consumer.pull(1, 1, SOON_S)
+        await job.term("poison")
+    assert [letter.job_id for letter in await bench.producer.dead_letters(2)] == ["c", "b"]
+
+
+async def test_max_deliver_ends_in_a_dead_letter_and_an_empty_queue(bench: Bench) -> None:
+    await bench.producer.publish("a", b"body", 1)
+    for number in (1, 2, 3):
+        [job] = await bench.consumer.pull(1, 1, SOON_S)
+        assert job.number == number
+        await job.nak()
+    assert await bench.consumer.pull(1, 1, 0.1) == []
+    await bench.dead_is(1)
+    [letter] = await bench.producer.dead_letters()
+    assert (letter.job_id, letter.reason, letter.body) == ("a", "max_deliver", b"body")
+    assert letter.deliveries == 3
+    await bench.depth_is(0, in_flight=0)
+
+
+async def test_a_pull_stops_at_its_token_budget(bench: Bench) -> None:
+    for name, tokens in (("a", 100), ("b", 50), ("c", 10), ("d", 10)):
+        await bench.producer.publish(name, b"", tokens)
+    first = await bench.consumer.pull(40, 10, SOON_S)
+    assert [job.job_id for job in first] == ["a"], "the first is taken whatever its size"
+    then = await bench.consumer.pull(55, 10, SOON_S)
+    assert [job.job_id for job in then] == ["b", "c"]
+    rest = await bench.consumer.pull(1000, 10, SOON_S)
+    assert [job.job_id for job in rest] == ["d"]
+    for job in first + then + rest:
+        await job.ack()
+    await bench.depth_is(0)
+
+
+async def test_a_pull_stops_at_max_jobs(bench: Bench) -> None:
+    for name in "abc":
+        await bench.producer.publish(name, b"", 1)
+    jobs = await bench.consumer.pull(10**6, 2, SOON_S)
+    assert [job.job_id for job in jobs] == ["a", "b"]
+
+
+async def test_a_waiting_pull_gets_the_next_job(bench: Bench) -> None:
+    pull = asyncio.create_task(bench.consumer.pull(1, 1, SOON_S))
+    await asyncio.sleep(0.05)
+    await bench.producer.publish("a", b"", 1)
+    [job] = await pull
+    await job.ack()
+
+
+async def test_a_cancelled_pull_loses_nothing(bench: Bench) -> None:
+    pull = asyncio.create_task(bench.consumer.pull(1, 1, SOON_S))
+    await asyncio.sleep(0.05)
+    pull.cancel()
+    await asyncio.gather(pull, return_exceptions=True)
+    await bench.producer.publish("a", b"", 1)
+    other = await bench.add_consumer()
+    [job] = await other.pull(1, 1, ACK_WAIT_S / 2)
+    await job.ack()
+
+
+async def test_drain_leaves_jobs_to_others(bench: Bench) -> None:
+    pull = asyncio.create_task(bench.consumer.pull(1, 1, SOON_S))
+    await asyncio.sleep(0.05)
+    await bench.consumer.drain()
+    async with asyncio.timeout(1.0):
+        assert await pull == []
+    other = await bench.add_consumer()
+    for name in "abcdef":
+        await bench.producer.publish(name, b"", 1)
+    jobs = await other.pull(10**6, 6, SOON_S)
+    assert len(jobs) == 6
+    assert all(job.number == 1 for job in jobs)
+    assert await bench.consumer.pull(1, 1, 0.05) == []
+
+
+async def test_a_drained_worker_still_settles(bench: Bench) -> None:
+    await bench.producer.publish("a", b"", 1)
+    [job] = await bench.consumer.pull(1, 1, SOON_S)
+    await bench.consumer.drain()
+    await job.in_progress()
+    await job.ack()
+    await bench.depth_is(0)
+
+
+async def test_hand_back_frees_the_job_of_a_dead_worker(bench: Bench) -> None:
+    await bench.producer.publish("a", b"", 1)
+    [job] = await bench.consumer.pull(1, 1, SOON_S)
+    other = await bench.add_consumer()
+    await bench.producer.hand_back(job.ack_subject)
+    [again] = await other.pull(1, 1, ACK_WAIT_S / 2)
+    assert (again.job_id, again.number) == ("a", 2)
+    await again.ack()
+
+
+@pytest.mark.parametrize(
+    "subject",
+    [
+        "",
+        "pullfill.test.x.job.1",
+        "$JS.API.STREAM.DELETE.X",
+        "$JS.ACK.OTHER.prefill.1.1.1.1.0",
+        "$JS.ACK.>",
+        "$JS.ACK.a.b.1.1.1.1.0\r\nPUB x 0",
+    ],
+)
+async def test_hand_back_refuses_what_is_no_ack_subject_of_ours(
+    bench: Bench, subject: str
+) -> None:
+    with pytest.raises(BadMessage):
+        await bench.producer.hand_back(subject)
+
+
+async def test_depth_counts_jobs_and_tokens(bench: Bench) -> None:
+    receipts = [await bench.producer.publish(f"j{i}", b"", 1000 * i) for i in range(1, 5)]
+    expected = sum(round_up_tokens(1000 * i) for i in range(1, 5))
+    depth = bench.producer.depth()
+    assert (depth.depth_jobs, depth.depth_tokens) == (4, expected), "own publishes count at once"
+    [job] = await bench.consumer.pull(1, 1, SOON_S)
+    await bench.depth_is(4, in_flight=1)
+    assert bench.producer.depth().depth_tokens == expected
+    assert await bench.producer.cancel(receipts[3])
+    assert bench.producer.depth().depth_tokens == expected - round_up_tokens(4000)
+    await job.ack()
+    await bench.depth_is(2, in_flight=0)
+    assert bench.producer.depth().depth_tokens == round_up_tokens(2000) + round_up_tokens(3000)
+
+
+async def test_depth_knows_the_oldest_age(bench: Bench) -> None:
+    assert bench.producer.depth().oldest_age_s == 0
+    await bench.producer.publish("a", b"", 1)
+    await bench.advance(0.5)
+    assert 0.1 < bench.producer.depth().oldest_age_s < SOON_S
+
+
+async def test_many_jobs_over_several_workers_each_once(bench: Bench) -> None:
+    workers = [bench.consumer, await bench.add_consumer(), await bench.add_consumer()]
+    await asyncio.gather(*(bench.producer.publish(f"j{i}", b"", 10) for i in range(60)))
+    seen: list[str] = []
+
+    async def work(worker: JobConsumer) -> None:
+        while jobs := await worker.pull(40, 4, 0.1):
+            for job in jobs:
+                seen.append(job.job_id)
+                await job.ack()
+
+    await asyncio.gather(*(work(worker) for worker in workers))
+    assert sorted(seen) == sorted(f"j{i}" for i in range(60))
+    await bench.depth_is(0, in_flight=0)
