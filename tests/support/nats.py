@@ -89,6 +89,11 @@ class NatsServer:
         assert self._process is not None
         self._process.send_signal(signal.SIGCONT)
 
+    def resume_if_paused(self) -> None:
+        """For the end of a test that may have failed in between."""
+        if self._process is not None:
+            self.resume()
+
     async def restart(self, *, empty: bool = False) -> None:
         """SIGKILL, then start on the same port; `empty`: with its data gone."""
         self.kill()

@@ -1,0 +1,285 @@
+"""What only the JetStream queue can show: a server that restarts, forgets, hangs or was set up
+otherwise. Every wait is bounded; the bounds are about hangs, not speed."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import socket
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pullfill.errors import ConfigError, QueueFull, QueueUnavailable
+from pullfill.queue.contract import QueueConfig, Receipt
+from pullfill.queue.jetstream import JetStreamConsumer, JetStreamProducer
+from pullfill.queue.names import Names
+from tests.support.nats import NatsServer
+
+HANG_S = 15.0
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[NatsServer]:
+    server = NatsServer(tmp_path)
+    await server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def config() -> QueueConfig:
+    return QueueConfig("test", secrets.token_hex(8), ack_wait_s=1.0, publish_timeout_s=0.3)
+
+
+@pytest.fixture
+async def pair(
+    server: NatsServer, config: QueueConfig
+) -> AsyncIterator[tuple[JetStreamProducer, JetStreamConsumer]]:
+    producer = await JetStreamProducer.connect(server.url, config, wait_s=HANG_S)
+    consumer = await JetStreamConsumer.connect(server.url, config, wait_s=HANG_S)
+    yield producer, consumer
+    server.resume_if_paused()
+    await asyncio.gather(producer.close(), consumer.close())
+
+
+async def until(true: Callable[[], bool]) -> None:
+    async with asyncio.timeout(HANG_S):
+        while not true():
+            await asyncio.sleep(0.01)
+
+
+async def publish_when_available(producer: JetStreamProducer, job_id: str) -> Receipt:
+    await until(lambda: producer.available)
+    return await producer.publish(job_id, b"", 10)
+
+
+async def retried(call: Callable[[], Awaitable[list[object]]]) -> list[object]:
+    """A puller's loop: again after QueueUnavailable or nothing."""
+    async with asyncio.timeout(HANG_S):
+        while True:
+            try:
+                if result := await call():
+                    return result
+            except QueueUnavailable:
+                pass
+
+
+Pair = tuple[JetStreamProducer, JetStreamConsumer]
+
+
+async def test_jobs_survive_a_killed_server(server: NatsServer, pair: Pair) -> None:
+    producer, consumer = pair
+    await producer.publish("held", b"1", 10)
+    await producer.publish("waiting", b"2", 20)
+    [held] = await consumer.pull(1, 1, 5)
+    await server.restart()
+    await held.ack()
+    jobs = await retried(lambda: consumer.pull(1, 1, 1))
+    assert [job.job_id for job in jobs] == ["waiting"]  # type: ignore[attr-defined]
+    await jobs[0].ack()  # type: ignore[attr-defined]
+    await until(lambda: producer.available and producer.depth().depth_jobs == 0)
+
+
+async def test_a_server_that_came_back_empty_is_set_up_again(
+    server: NatsServer, pair: Pair
+) -> None:
+    producer, consumer = pair
+    old = await producer.publish("lost", b"", 10)
+    await server.restart(empty=True)
+    new = await publish_when_available(producer, "new")
+    assert new.seq == old.seq, "the case this is about: numbers start again"
+    assert not await producer.cancel(old), "an old receipt must not remove a new job"
+    [job] = await retried(lambda: consumer.pull(1, 1, 1))
+    assert job.job_id == "new"  # type: ignore[attr-defined]
+    await job.ack()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("what", ["stream", "consumer"])
+async def test_a_deleted_stream_or_consumer_is_made_again(pair: Pair, what: str) -> None:
+    producer, consumer = pair
+    names = producer._names
+    if what == "stream":
+        await producer._link.api(f"STREAM.DELETE.{names.stream}")
+    else:
+        await producer._link.api(f"CONSUMER.DELETE.{names.stream}.prefill")
+    async with asyncio.timeout(HANG_S):
+        while True:
+            try:
+                await publish_when_available(producer, "new")
+                break
+            except QueueUnavailable:
+                await asyncio.sleep(0.05)
+    jobs = await retried(lambda: consumer.pull(1, 1, 1))
+    await jobs[0].ack()  # type: ignore[attr-defined]
+
+
+async def test_a_pull_survives_a_restart_while_it_waits(server: NatsServer, pair: Pair) -> None:
+    producer, consumer = pair
+    pull = asyncio.create_task(consumer.pull(1, 1, HANG_S))
+    await asyncio.sleep(0.05)
+    await server.restart()
+    await publish_when_available(producer, "new")
+    [job] = await pull
+    await job.ack()
+
+
+async def test_a_hung_server_costs_one_timeout_then_nothing(
+    server: NatsServer, pair: Pair, config: QueueConfig
+) -> None:
+    producer, consumer = pair
+    server.pause()
+    started = time.monotonic()
+    results = await asyncio.gather(
+        *(producer.publish(f"j{i}", b"x" * 400_000, 10) for i in range(5)), return_exceptions=True
+    )
+    assert all(isinstance(result, QueueUnavailable) for result in results)
+    assert time.monotonic() - started < 10 * config.publish_timeout_s
+    assert not producer.available
+    started = time.monotonic()
+    for i in range(100):
+        with pytest.raises(QueueUnavailable):
+            await producer.publish(f"k{i}", b"", 10)
+    assert time.monotonic() - started < config.publish_timeout_s, "an open breaker waits for nobody"
+    with pytest.raises(QueueUnavailable):
+        await consumer.pull(1, 1, 0.1)
+    server.resume()
+    await until(lambda: producer.available and not producer._debts)
+    await until(lambda: producer.depth().depth_jobs == 0)
+    await publish_when_available(producer, "after")
+    [job] = await retried(lambda: consumer.pull(1, 1, 1))
+    assert job.job_id == "after", "publishes without an answer were removed"  # type: ignore[attr-defined]
+    await job.ack()  # type: ignore[attr-defined]
+
+
+async def test_a_cancel_while_the_server_hangs_is_done_later(
+    server: NatsServer, pair: Pair
+) -> None:
+    producer, _ = pair
+    receipt = await producer.publish("a", b"", 10)
+    server.pause()
+    assert not await producer.cancel(receipt)
+    server.resume()
+    await until(lambda: producer.available and producer.depth().depth_jobs == 0)
+
+
+async def test_a_late_original_cannot_follow_its_own_removal(pair: Pair) -> None:
+    """The void publish takes the job id, so the original is the duplicate when it comes late."""
+    producer, consumer = pair
+    producer._owe("late", None)
+    await until(lambda: not producer._debts)
+    receipt = await producer.publish("late", b"", 10)
+    assert receipt.duplicate
+    assert await consumer.pull(1, 1, 0.1) == []
+
+
+async def test_debts_are_paid_on_a_full_queue(server: NatsServer, config: QueueConfig) -> None:
+    producer = await JetStreamProducer.connect(
+        server.url, replace(config, max_jobs=1), wait_s=HANG_S
+    )
+    await producer.publish("stored", b"", 10)
+    producer._owe("stored", None)
+    await until(lambda: producer.depth().depth_jobs == 0)
+    await producer.close()
+
+
+async def test_a_prompt_of_100k_tokens_passes(pair: Pair) -> None:
+    producer, consumer = pair
+    body = secrets.token_bytes(400_000)
+    await producer.publish("long", body, 100_000)
+    [job] = await consumer.pull(1, 1, 5)
+    assert job.body == body
+    assert job.tokens == 100_000
+    await job.ack()
+
+
+async def test_a_body_above_max_payload_says_what_to_change(pair: Pair) -> None:
+    producer, _ = pair
+    with pytest.raises(QueueFull, match="max_payload") as caught:
+        await producer.publish("huge", bytes((8 << 20) + 1), 10)
+    assert not caught.value.retryable
+    assert producer.available
+
+
+async def test_a_forged_message_is_delivered_and_can_be_terminated(pair: Pair) -> None:
+    producer, consumer = pair
+    await producer._link.publish(producer._names.jobs.replace("*", "many"), b"\xff\x00junk")
+    [job] = await consumer.pull(1, 1, 5)
+    assert (job.body, job.tokens) == (b"\xff\x00junk", 0)
+    await job.term("not a job")
+    [letter] = await producer.dead_letters()
+    assert letter.job_id == job.job_id == "seq-1"
+
+
+async def test_a_sweep_finds_what_an_advisory_was_missed_for(
+    server: NatsServer, config: QueueConfig
+) -> None:
+    config = replace(config, max_deliver=1, ack_wait_s=0.2)
+    producer = await JetStreamProducer.connect(server.url, config, wait_s=HANG_S)
+    consumer = await JetStreamConsumer.connect(server.url, config, wait_s=HANG_S)
+    await producer.publish("a", b"body", 10)
+    await producer.publish("b", b"other", 10)
+    await consumer.pull(1, 1, 5)
+    for subscription in list(consumer.link.client._subs.values()):
+        if "ADVISORY" in subscription.subject:
+            await subscription.unsubscribe()
+    [job] = await consumer.pull(1, 1, 5)
+    assert await consumer._moves.sweep() == 0, "nothing is swept while a job is in flight"
+    await job.ack()
+    await asyncio.sleep(0.3)
+    await consumer.pull(1, 1, 0.1)
+    assert await consumer._moves.sweep() == 1
+    [letter] = await producer.dead_letters()
+    assert (letter.job_id, letter.body) == ("a", b"body")
+    await asyncio.gather(producer.close(), consumer.close())
+
+
+async def test_nobody_there_ends_with_advice(config: QueueConfig) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        url = f"nats://user:secret@127.0.0.1:{taken.getsockname()[1]}"
+        events: list[str] = []
+        with pytest.raises(QueueUnavailable, match="nats-server") as caught:
+            await JetStreamProducer.connect(url, config, wait_s=0.5, on_event=events.append)
+    assert len(events) == 1
+    assert "secret" not in events[0] + str(caught.value)
+
+
+async def test_connect_waits_for_a_server_that_comes(tmp_path: Path, config: QueueConfig) -> None:
+    server = NatsServer(tmp_path)
+    await server.start()
+    server.kill()
+    connect = asyncio.create_task(JetStreamConsumer.connect(server.url, config, wait_s=HANG_S))
+    await asyncio.sleep(0.2)
+    try:
+        await server.start()
+        await (await connect).close()
+    finally:
+        server.stop()
+
+
+async def test_a_stream_of_another_kind_is_refused_with_advice(
+    server: NatsServer, pair: Pair, config: QueueConfig
+) -> None:
+    producer, _ = pair
+    other = replace(config, compat_hash=secrets.token_hex(8))
+    name = Names(other.namespace, other.compat_hash).stream
+    await producer._link.api(
+        f"STREAM.CREATE.{name}", {"name": name, "subjects": ["x"], "storage": "memory"}
+    )
+    with pytest.raises(ConfigError, match="nats stream rm"):
+        await JetStreamProducer.connect(server.url, other, wait_s=HANG_S)
+
+
+async def test_other_limits_are_updated(server: NatsServer, pair: Pair, config: QueueConfig) -> None:
+    producer, _ = pair
+    again = await JetStreamProducer.connect(
+        server.url, replace(config, max_jobs=1, ack_wait_s=9.0), wait_s=HANG_S
+    )
+    await producer.publish("a", b"", 1)
+    with pytest.raises(QueueFull):
+        await producer.publish("b", b"", 1)
+    await again.close()
