@@ -1,0 +1,347 @@
+"""A decode worker without an engine: speaks engine/rpc.py, answers with predictable tokens.
+
+`FakeDecode` runs in a thread and can be told to hold, drain, hand back, hang or die. It decodes and
+makes vLLM's frames with mirror structs (positions as in the pinned vLLM), so a test that uses it
+does not import vLLM; `PlainCodec` is the frontend's end of the same, for tests without vLLM.
+
+The tokens of a request are `token_at(prompt, i)`, so that a test can tell whose they are.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import zmq
+
+from pullfill import wire
+from pullfill.engine import check, rpc
+from pullfill.host import host_id
+from pullfill.ids import new_incarnation
+from pullfill.wire import ExplainRecord, Timings, WorkerRecord, WorkerState
+
+STOP, LENGTH, ABORT = 0, 1, 2
+
+
+class Request(msgspec.Struct, array_like=True, omit_defaults=True):
+    """EngineCoreRequest."""
+
+    request_id: str
+    prompt_token_ids: list[int] | None
+    mm_features: Any
+    sampling_params: dict[str, Any] | None
+    pooling_params: Any
+    arrival_time: float
+    lora_request: Any = None
+    cache_salt: str | None = None
+    data_parallel_rank: int | None = None
+    prompt_embeds: Any = None
+    prompt_is_token_ids: Any = None
+    client_index: int = 0
+    current_wave: int = 0
+    priority: int = 0
+    trace_headers: Any = None
+    resumable: bool = False
+    external_req_id: str | None = None
+
+
+class PrefillStats(msgspec.Struct):
+    """What vLLM reports with the first token."""
+
+    num_prompt_tokens: int = 0
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_local_cached_tokens: int = 0
+    num_external_cached_tokens: int = 0
+
+
+class Output(msgspec.Struct, array_like=True, omit_defaults=True):
+    """EngineCoreOutput."""
+
+    request_id: str
+    new_token_ids: list[int]
+    new_logprobs: Any = None
+    new_prompt_logprobs_tensors: Any = None
+    pooling_output: Any = None
+    finish_reason: int | None = None
+    stop_reason: int | str | None = None
+    events: Any = None
+    kv_transfer_params: dict[str, Any] | None = None
+    ec_transfer_params: dict[str, Any] | None = None
+    trace_headers: Any = None
+    prefill_stats: Any = None
+
+
+class Utility(msgspec.Struct, array_like=True):
+    """UtilityOutput; `result` is (type info, value)."""
+
+    call_id: int
+    failure_message: str | None = None
+    result: Any = None
+
+
+class Outputs(msgspec.Struct, array_like=True, omit_defaults=True):
+    """EngineCoreOutputs."""
+
+    engine_index: int = 0
+    outputs: list[Output] = []
+    scheduler_stats: Any = None
+    timestamp: float = 0.0
+    utility_output: Utility | None = None
+
+
+@dataclass
+class _Result:
+    result: Any
+
+
+class PlainCodec:
+    """Stands in for `rpc.FrontendCodec`."""
+
+    def encode(self, obj: Any) -> list[bytes]:
+        return [msgspec.msgpack.encode(obj)]
+
+    def outputs(self, frames: Sequence[Any]) -> Outputs:
+        outputs = wire.decode(frames[0].bytes, Outputs)
+        if outputs.utility_output is not None and outputs.utility_output.result is not None:
+            outputs.utility_output.result = _Result(outputs.utility_output.result[1])
+        return outputs
+
+
+def request(request_id: str = "r", prompt: Sequence[int] = (1, 2, 3), max_tokens: int = 4) -> Request:
+    """A request as the frontend gets it from vLLM."""
+    return Request(
+        request_id=request_id,
+        prompt_token_ids=list(prompt),
+        mm_features=None,
+        sampling_params={"max_tokens": max_tokens},
+        pooling_params=None,
+        arrival_time=time.time(),
+        external_req_id=request_id.rpartition("-")[0] or request_id,
+    )
+
+
+def token_at(prompt: Sequence[int], index: int) -> int:
+    """The `index`-th generated token: a byte between 'a' and 'z'."""
+    return 97 + (sum(prompt) + 7 * index) % 26
+
+
+@dataclass
+class _Active:
+    identity: bytes
+    request: Request
+    sent: int = 0
+
+
+@dataclass
+class FakeDecode:
+    """One fake worker. `start`, then `record` is what the registry would hold.
+
+    hold: take requests but answer nothing. step_s: pause between tokens. refuse: NOPE text.
+    hand_back: answer ADD with BACK. shift: added to every token, to tell two workers apart.
+    """
+
+    instance_id: str = "decode-fake"
+    model: str = "m"
+    hold: bool = False
+    step_s: float = 0.0
+    refuse: str = ""
+    hand_back: bool = False
+    max_model_len: int = 4096
+    cached_tokens: int = 0
+    added: list[Request] = field(default_factory=list)
+    aborted: list[str] = field(default_factory=list)
+    utilities: list[tuple[str, list[Any]]] = field(default_factory=list)
+    pings: int = 0
+    byes: int = 0
+    record: WorkerRecord = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._stopping = False
+        self._active: dict[str, _Active] = {}
+        self._peers: set[bytes] = set()
+        self._context = zmq.Context()
+        self._socket: Any = self._context.socket(zmq.ROUTER)
+        rpc.set_options(self._socket)
+        port = self._socket.bind_to_random_port("tcp://127.0.0.1")
+        self.record = WorkerRecord(
+            instance_id=self.instance_id,
+            incarnation=new_incarnation(),
+            role="decode",
+            state=WorkerState.READY,
+            model=self.model,
+            host="127.0.0.1",
+            host_id=host_id(),
+            pid=1,
+            started_at=0.0,
+            data=f"tcp://127.0.0.1:{port}",
+        )
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def start(self) -> FakeDecode:
+        self._thread.start()
+        return self
+
+    def die(self) -> None:
+        """As SIGKILL looks from outside: the connection breaks, nothing is said."""
+        self._stopping = True
+        if self._thread.is_alive():
+            self._thread.join(5)
+        if not self._socket.closed:
+            self._socket.close(0)
+            self._context.term()
+
+    def drain(self) -> None:
+        """Send DRAIN to all frontends."""
+        self._orders.put(lambda: [self._send(peer, rpc.DRAIN) for peer in self._peers])
+
+    def send_raw(self, *frames: bytes) -> None:
+        """Send anything to all frontends."""
+        self._orders.put(lambda: [self._send(peer, *frames) for peer in self._peers])
+
+    def finish_all(self, reason: int) -> None:
+        """End every request now with `reason`."""
+        self._orders.put(lambda: [self._finish(a, [], reason) for a in list(self._active.values())])
+
+    # ---------------------------------------------------------------- thread
+
+    def _run(self) -> None:
+        next_step = 0.0
+        while not self._stopping:
+            wait = 1 if self._active and not self.hold else 5
+            if self._socket.poll(wait):
+                identity, kind, *payload = self._socket.recv_multipart()
+                self._dispatch(identity, kind, payload)
+            while not self._orders.empty():
+                self._orders.get()()
+            if not self.hold and time.monotonic() >= next_step:
+                next_step = time.monotonic() + self.step_s
+                self._step()
+
+    def _dispatch(self, identity: bytes, kind: bytes, payload: list[bytes]) -> None:
+        if kind == rpc.HELO:
+            self._greet(identity)
+        elif kind == rpc.ADD:
+            found = msgspec.msgpack.decode(payload[0], type=Request)
+            self.added.append(found)
+            if self.hand_back:
+                self._send(identity, rpc.BACK, rpc.encode_ids([found.request_id]))
+            else:
+                self._active[found.request_id] = _Active(identity, found)
+        elif kind == rpc.ABRT:
+            for request_id in rpc.decode_ids(payload[0]):
+                self.aborted.append(request_id)
+                self._active.pop(request_id, None)
+        elif kind == rpc.PING:
+            self.pings += 1
+            self._send(identity, rpc.PONG)
+        elif kind == rpc.UTIL:
+            call_id, method, args = msgspec.msgpack.decode(payload[0])
+            self.utilities.append((method, args))
+            failure = "no such thing" if method == "fail" else None
+            result = None if failure else (None, True)
+            answer = Outputs(timestamp=1.0, utility_output=Utility(call_id, failure, result))
+            self._send(identity, rpc.OUT, msgspec.msgpack.encode(answer))
+        elif kind == rpc.BYE:
+            self.byes += 1
+            self._peers.discard(identity)
+
+    def _greet(self, identity: bytes) -> None:
+        if self.refuse:
+            self._send(identity, rpc.NOPE, self.refuse.encode())
+            return
+        self._peers.add(identity)
+        welcome = rpc.DecodeWelcome(
+            decode_instance=self.instance_id,
+            incarnation=self.record.incarnation,
+            vllm_version=check.PINNED_VLLM,
+            max_model_len=self.max_model_len,
+            num_gpu_blocks=100,
+            block_size=16,
+            max_num_seqs=8,
+            max_num_batched_tokens=2048,
+            supported_tasks=["generate"],
+        )
+        self._send(identity, rpc.HELO, wire.encode(welcome))
+
+    def _step(self) -> None:
+        """One token for each active request, as one message per frontend."""
+        steps: dict[bytes, list[Output]] = {}
+        for active in list(self._active.values()):
+            prompt = active.request.prompt_token_ids or []
+            params = active.request.sampling_params or {}
+            token = token_at(prompt, active.sent)
+            active.sent += 1
+            done = active.sent >= (params.get("max_tokens") or 16)
+            out = Output(active.request.request_id, [token])
+            if active.sent == 1:
+                out.prefill_stats = PrefillStats(
+                    num_prompt_tokens=len(prompt),
+                    num_cached_tokens=self.cached_tokens,
+                    num_local_cached_tokens=self.cached_tokens,
+                )
+            if done:
+                self._finish(active, [token], LENGTH, out)
+            else:
+                steps.setdefault(active.identity, []).append(out)
+        for identity, outs in steps.items():
+            self._out(identity, outs)
+
+    def _finish(
+        self, active: _Active, tokens: list[int], reason: int, out: Output | None = None
+    ) -> None:
+        request_id = active.request.request_id
+        self._active.pop(request_id, None)
+        out = out or Output(request_id, tokens)
+        out.finish_reason = reason
+        out.kv_transfer_params = {"secret": 1}
+        record = ExplainRecord(
+            request_id=request_id,
+            path="local",
+            reason="short",
+            prompt_tokens=len(active.request.prompt_token_ids or []),
+            prefix_hit_tokens=0,
+            remote_tokens=0,
+            decode_instance=self.instance_id,
+            timings_ms=Timings(queue=1.5),
+        )
+        self._send(active.identity, rpc.EXPL, rpc.encode_explain([record]))
+        self._out(active.identity, [out])
+
+    def _out(self, identity: bytes, outs: list[Output]) -> None:
+        message = Outputs(outputs=outs, timestamp=time.monotonic())
+        self._send(identity, rpc.OUT, msgspec.msgpack.encode(message))
+
+    def _send(self, identity: bytes, *frames: bytes) -> None:
+        self._socket.send_multipart([identity, *frames])
+
+
+class FakeDirectory:
+    """The registry's view, set by hand."""
+
+    def __init__(self, *records: WorkerRecord) -> None:
+        self.records = {record.instance_id: record for record in records}
+        self._callbacks: list[Callable[[Any, Any], None]] = []
+
+    def workers(self, role: str) -> dict[str, WorkerRecord]:
+        return {k: r for k, r in self.records.items() if r.role == role}
+
+    def subscribe(self, callback: Callable[[Any, Any], None]) -> None:
+        self._callbacks.append(callback)
+
+    def put(self, record: WorkerRecord) -> None:
+        self.records[record.instance_id] = record
+        self._notify(record)
+
+    def remove(self, instance_id: str) -> None:
+        self._notify(self.records.pop(instance_id))
+
+    def _notify(self, record: WorkerRecord) -> None:
+        for callback in self._callbacks:
+            callback(None, record)

@@ -1,0 +1,387 @@
+"""Requests over real ZMQ connections to fake decode workers: no vLLM, no processes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import pytest
+
+from pullfill.engine import check, rpc
+from pullfill.errors import PeerUnavailable
+from pullfill.frontend.dispatch import NO_WORKER, Dispatcher
+from pullfill.frontend.explain import ExplainStore
+from pullfill.frontend.pool import WorkerPool
+from pullfill.frontend.router import RoundRobin
+from pullfill.wire import WorkerState
+from tests.support.fake_decode import (
+    ABORT,
+    FakeDecode,
+    FakeDirectory,
+    Output,
+    Outputs,
+    PlainCodec,
+    request,
+    token_at,
+)
+
+PATIENCE_S = 15.0
+
+
+@dataclass
+class Sink:
+    """Collects what vLLM would be given."""
+
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+    finished: dict[str, int] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
+    outs: list[Any] = field(default_factory=list)
+    gone: list[str] = field(default_factory=list)
+
+    def outputs(self, instance_id: str, outputs: Any) -> None:
+        for out in outputs.outputs:
+            self.outs.append(out)
+            self.tokens.setdefault(out.request_id, []).extend(out.new_token_ids)
+            if out.finish_reason is not None:
+                assert out.request_id not in self.finished, "ended twice"
+                self.finished[out.request_id] = out.finish_reason
+
+    def failed(self, request_id: str, message: str) -> None:
+        assert request_id not in self.failures, "failed twice"
+        self.failures[request_id] = message
+
+    def joined(self, welcome: rpc.DecodeWelcome) -> None: ...
+
+    def left(self, instance_id: str) -> None:
+        self.gone.append(instance_id)
+
+
+@dataclass
+class Rig:
+    directory: FakeDirectory
+    pool: WorkerPool
+    dispatcher: Dispatcher
+    explain: ExplainStore
+    sink: Sink
+
+    async def ready(self, count: int) -> None:
+        await until(lambda: len(self.pool.candidates()) == count)
+
+    def add(self, worker: FakeDecode) -> None:
+        self.directory.put(worker.record)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+@asynccontextmanager
+async def rig(*workers: FakeDecode) -> AsyncIterator[Rig]:
+    directory = FakeDirectory(*(worker.start().record for worker in workers))
+    hello = rpc.FrontendHello(
+        frontend_instance="frontend-t", vllm_version=check.PINNED_VLLM, model="m"
+    )
+    pool = WorkerPool(directory, hello, ["m"])
+    explain, sink = ExplainStore(), Sink()
+    dispatcher = Dispatcher(PlainCodec(), RoundRobin(), explain, pool.candidates)
+    dispatcher.bind(sink)
+    await pool.start(dispatcher)
+    try:
+        yield Rig(directory, pool, dispatcher, explain, sink)
+    finally:
+        await pool.stop()
+        for worker in workers:
+            worker.die()
+
+
+async def test_tokens_come_back_in_order_and_the_request_is_forgotten() -> None:
+    async with rig(FakeDecode()) as r:
+        await r.ready(1)
+        r.dispatcher.submit(request("a-1", [5, 6], max_tokens=6))
+        await until(lambda: "a-1" in r.sink.finished)
+        assert r.sink.tokens["a-1"] == [token_at([5, 6], i) for i in range(6)]
+        assert r.dispatcher.in_flight == 0
+        assert r.sink.outs[-1].kv_transfer_params is None
+
+
+async def test_explain_record_has_the_frontends_own_timings() -> None:
+    async with rig(FakeDecode()) as r:
+        await r.ready(1)
+        r.dispatcher.submit(request("cmpl-x-0-1234abcd"))
+        await until(lambda: r.explain.get("cmpl-x") is not None)
+        record = r.explain.get("cmpl-x")
+        assert record is not None
+        assert record.request_id == "cmpl-x"
+        assert record.timings_ms.queue == 1.5
+        assert record.timings_ms.route is not None
+        assert record.timings_ms.first_token is not None
+        assert record.timings_ms.first_token >= record.timings_ms.route
+
+
+async def test_requests_take_turns_over_ready_workers() -> None:
+    one, two = FakeDecode("decode-1"), FakeDecode("decode-2")
+    async with rig(one, two) as r:
+        await r.ready(2)
+        for i in range(6):
+            r.dispatcher.submit(request(f"r{i}"))
+        await until(lambda: len(r.sink.finished) == 6)
+        assert (len(one.added), len(two.added)) == (3, 3)
+
+
+async def test_a_request_before_any_worker_waits_for_one() -> None:
+    worker = FakeDecode().start()
+    async with rig() as r:
+        r.dispatcher.submit(request("early"))
+        await asyncio.sleep(0.05)
+        r.add(worker)
+        await until(lambda: "early" in r.sink.finished)
+    worker.die()
+
+
+async def test_without_a_worker_the_request_fails_and_says_what_to_start() -> None:
+    async with rig() as r:
+        r.dispatcher.submit(request("alone"))
+        await until(lambda: bool(r.sink.failures))
+        assert r.sink.failures == {"alone": NO_WORKER}
+        assert r.dispatcher.in_flight == 0
+
+
+async def test_death_before_the_first_token_sends_the_request_elsewhere_under_a_new_id() -> None:
+    one, two = FakeDecode("decode-1", hold=True), FakeDecode("decode-2")
+    async with rig(one, two) as r:
+        await r.ready(2)
+        r.dispatcher.submit(request("a"))
+        await until(lambda: bool(one.added))
+        one.die()
+        await until(lambda: "a" in r.sink.finished)
+        assert not r.sink.failures
+        assert r.sink.tokens["a"] == [token_at([1, 2, 3], i) for i in range(4)]
+        assert [q.request_id for q in two.added] == ["a~1"]
+        assert r.sink.gone == ["decode-1"]
+
+
+async def test_death_after_tokens_fails_the_request_and_names_the_worker() -> None:
+    one, two = FakeDecode("decode-1", step_s=0.02), FakeDecode("decode-2", step_s=0.02)
+    async with rig(one, two) as r:
+        await r.ready(2)
+        r.dispatcher.submit(request("on-one", max_tokens=10_000))
+        r.dispatcher.submit(request("on-two", max_tokens=20))
+        await until(lambda: len(r.sink.tokens.get("on-one", [])) > 2)
+        one.die()
+        await until(lambda: "on-two" in r.sink.finished)
+        assert list(r.sink.failures) == ["on-one"]
+        assert "decode-1 was lost" in r.sink.failures["on-one"]
+        assert not any(q.request_id.startswith("on-one") for q in two.added)
+
+
+async def test_the_only_worker_dying_fails_a_request_that_had_not_begun() -> None:
+    only = FakeDecode("decode-1", hold=True)
+    async with rig(only) as r:
+        await r.ready(1)
+        r.dispatcher.submit(request("a"))
+        await until(lambda: bool(only.added))
+        only.die()
+        await until(lambda: bool(r.sink.failures))
+        assert "decode-1 was lost" in r.sink.failures["a"]
+        assert "pullfill decode" in r.sink.failures["a"]
+
+
+async def test_a_request_that_kills_every_worker_is_given_up() -> None:
+    workers = [FakeDecode(f"decode-{i}", hold=True) for i in range(4)]
+    async with rig(*workers) as r:
+        await r.ready(4)
+        r.dispatcher.submit(request("poison"))
+        for i in range(3):
+            await until(lambda i=i: bool(workers[i].added))  # type: ignore[misc]
+            workers[i].die()
+        await until(lambda: bool(r.sink.failures))
+        assert "3 attempts" in r.sink.failures["poison"]
+        assert not workers[3].added
+
+
+async def test_abort_reaches_the_worker_and_late_outputs_are_dropped() -> None:
+    worker = FakeDecode(hold=True)
+    async with rig(worker) as r:
+        await r.ready(1)
+        r.dispatcher.submit(request("a"))
+        await until(lambda: bool(worker.added))
+        r.dispatcher.abort(["a", "never-heard-of"])
+        late = Outputs(outputs=[Output("a", [1])], timestamp=1.0)
+        worker.send_raw(rpc.OUT, msgspec.msgpack.encode(late))
+        await until(lambda: worker.aborted == ["a"])
+        r.dispatcher.submit(request("b"))
+        worker.hold = False
+        await until(lambda: "b" in r.sink.finished)
+        assert "a" not in r.sink.tokens
+        assert r.dispatcher.in_flight == 0
+
+
+async def test_abort_of_a_waiting_request_forgets_it() -> None:
+    async with rig() as r:
+        r.dispatcher.submit(request("a"))
+        r.dispatcher.abort(["a"])
+        assert r.dispatcher.in_flight == 0
+        await asyncio.sleep(0)
+        assert not r.sink.failures
+
+
+async def test_one_worker_cannot_speak_for_another() -> None:
+    one, two = FakeDecode("decode-1", hold=True), FakeDecode("decode-2", hold=True)
+    async with rig(one, two) as r:
+        await r.ready(2)
+        r.dispatcher.submit(request("a"))
+        await until(lambda: bool(one.added))
+        forged = Outputs(outputs=[Output("a", [9], finish_reason=0)], timestamp=1.0)
+        two.send_raw(rpc.OUT, msgspec.msgpack.encode(forged))
+        one.hold = False
+        await until(lambda: "a" in r.sink.finished)
+        assert r.sink.tokens["a"] == [token_at([1, 2, 3], i) for i in range(4)]
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        (rpc.OUT, b"\xc1"),
+        (rpc.OUT,),
+        (rpc.EXPL, b"[]"),
+        (rpc.BACK, b"\x01"),
+        (b"WHAT", b""),
+        (rpc.EXPL,),
+        (rpc.OUT, msgspec.msgpack.encode([0, [[1, 2]]])),
+    ],
+)
+async def test_garbage_from_a_worker_is_dropped(frames: tuple[bytes, ...]) -> None:
+    worker = FakeDecode()
+    async with rig(worker) as r:
+        await r.ready(1)
+        worker.send_raw(*frames)
+        r.dispatcher.submit(request("a"))
+        await until(lambda: "a" in r.sink.finished)
+
+
+async def test_a_draining_worker_finishes_what_it_has_and_gets_nothing_new() -> None:
+    one, two = FakeDecode("decode-1", step_s=0.01), FakeDecode("decode-2")
+    async with rig(one, two) as r:
+        await r.ready(2)
+        r.dispatcher.submit(request("old", max_tokens=20))
+        await until(lambda: bool(one.added))
+        one.drain()
+        await r.ready(1)
+        for i in range(4):
+            r.dispatcher.submit(request(f"new{i}"))
+        await until(lambda: len(r.sink.finished) == 5)
+        assert len(one.added) == 1
+        assert not r.sink.failures
+
+
+async def test_a_worker_that_hands_requests_back_loses_nothing() -> None:
+    one, two = FakeDecode("decode-1", hand_back=True), FakeDecode("decode-2")
+    async with rig(one, two) as r:
+        await r.ready(2)
+        r.dispatcher.submit(request("a"))
+        r.dispatcher.submit(request("b"))
+        one.drain()
+        await until(lambda: {"a", "b"} <= set(r.sink.finished))
+        assert not r.sink.failures
+
+
+async def test_a_request_cut_by_a_drain_before_its_first_token_goes_elsewhere() -> None:
+    one, two = FakeDecode("decode-1", hold=True), FakeDecode("decode-2")
+    async with rig(one, two) as r:
+        await r.ready(2)
+        r.dispatcher.submit(request("a"))
+        await until(lambda: bool(one.added))
+        one.drain()
+        one.finish_all(ABORT)
+        await until(lambda: "a" in r.sink.finished)
+        assert r.sink.finished["a"] != ABORT
+
+
+async def test_a_key_that_goes_while_the_connection_lives_costs_no_request() -> None:
+    worker = FakeDecode(step_s=0.01)
+    async with rig(worker) as r:
+        await r.ready(1)
+        r.dispatcher.submit(request("running", max_tokens=20))
+        await until(lambda: "running" in r.sink.tokens)
+        r.directory.remove(worker.instance_id)
+        r.dispatcher.submit(request("new", max_tokens=2))
+        await until(lambda: len(r.sink.finished) == 2)
+        assert not r.sink.failures
+        # A listed worker comes first as soon as there is one.
+        other = FakeDecode("decode-2").start()
+        r.add(other)
+        await until(lambda: [c.instance_id for c in r.pool.candidates()] == ["decode-2"])
+    other.die()
+
+
+async def test_a_worker_draining_in_the_registry_gets_nothing_new() -> None:
+    worker = FakeDecode()
+    async with rig(worker) as r:
+        await r.ready(1)
+        r.directory.put(msgspec.structs.replace(worker.record, state=WorkerState.DRAINING))
+        await r.ready(0)
+
+
+async def test_a_refused_or_foreign_worker_is_named_and_not_used() -> None:
+    refusing = FakeDecode("decode-1", refuse="vllm_version differs: 0.31.0")
+    foreign = FakeDecode("decode-2", model="other")
+    async with rig(refusing, foreign) as r:
+        await until(lambda: len(r.pool.refusals()) == 2)
+        assert any("vllm_version differs" in line for line in r.pool.refusals())
+        assert any("serves model 'other', not 'm'" in line for line in r.pool.refusals())
+        assert not await r.pool.wait_ready(0.01)
+        r.directory.remove("decode-1")
+        assert len(r.pool.refusals()) == 1
+
+
+async def test_a_worker_that_comes_back_is_connected_again() -> None:
+    worker = FakeDecode("decode-1")
+    async with rig(worker) as r:
+        await r.ready(1)
+        worker.die()
+        await r.ready(0)
+        again = FakeDecode("decode-1").start()
+        r.add(again)
+        await r.ready(1)
+        r.dispatcher.submit(request("a"))
+        await until(lambda: "a" in r.sink.finished)
+    again.die()
+
+
+async def test_utility_calls_reach_every_worker() -> None:
+    one, two = FakeDecode("decode-1"), FakeDecode("decode-2")
+    async with rig(one, two) as r:
+        await r.ready(2)
+        assert await r.dispatcher.call("reset_prefix_cache", (False,), 5.0) == [True, True]
+        assert one.utilities == two.utilities == [("reset_prefix_cache", [False])]
+        with pytest.raises(PeerUnavailable, match="no such thing"):
+            await r.dispatcher.call("fail", (), 5.0)
+
+
+async def test_a_utility_call_ends_when_its_worker_is_lost() -> None:
+    worker = FakeDecode("decode-1")
+    async with rig(worker) as r:
+        await r.ready(1)
+        call = asyncio.create_task(r.dispatcher.call("reset_prefix_cache", (), PATIENCE_S * 2))
+        worker.die()
+        async with asyncio.timeout(PATIENCE_S):
+            try:
+                await call  # answered before it died, or
+            except PeerUnavailable as exc:
+                assert "decode-1" in str(exc)
+        with pytest.raises(PeerUnavailable, match="no decode worker"):
+            await r.dispatcher.call("x", (), 1.0)
+
+
+async def test_stopping_says_goodbye() -> None:
+    worker = FakeDecode()
+    async with rig(worker) as r:
+        await r.ready(1)
+        await r.pool.stop()
+        await until(lambda: worker.byes == 1)
