@@ -1,0 +1,1 @@
+"""Pulls, claims, reads the hit prefix, computes, writes, settles."""

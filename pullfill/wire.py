@@ -95,7 +95,7 @@ class PrefillJob(Message, frozen=True, kw_only=True):
     incarnation: Id
     decode_instance: Id
     control: Id
-    request_id: Id
+    request_id: Text
     compat: Id
     token_ids: bytes
     hit_tokens: Count
@@ -145,7 +145,6 @@ class Welcome(Message, tag="welcome", frozen=True, kw_only=True):
     v: Version = WIRE_VERSION
     decode_instance: Id
     incarnation: Id
-    transport: str
 
 
 class Goodbye(Message, tag="goodbye", frozen=True, kw_only=True):

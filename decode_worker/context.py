@@ -1,0 +1,75 @@
+"""What the connector vLLM constructs must share with the process around it.
+
+vLLM builds connectors itself, from a class name; `install` puts the context where they find it.
+One engine per process, so one context per process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from pullfill.decode_worker.router import Situation
+from pullfill.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pullfill.decode_worker.ledger import Ledger
+    from pullfill.decode_worker.story import Stories
+    from pullfill.transfer.contract import LocalMemory, Owner
+    from pullfill.wire import RouterConfig
+
+
+@dataclass(slots=True)
+class OpenedJob:
+    """A job the scheduler side just opened, for the publisher thread to encode and publish."""
+
+    job_id: str
+    request_id: str
+    token_ids: list[int]
+    hit_tokens: int
+    blocks: tuple[int, ...]
+    cache_salt: str | None
+    priority: int
+    timeout_s: float
+
+
+@dataclass(slots=True)
+class DecodeContext:
+    """Filled in two steps: identity by main, memory and ledger once the engine has registered its
+    KV cache.
+
+    situation: fills in what the process knows (workers, queue) around (prompt, hit, ineligible).
+    publish: hand an opened job to the asyncio thread; must not block.
+    """
+
+    instance_id: str
+    incarnation: str
+    router_config: Callable[[], RouterConfig]
+    situation: Callable[[int, int, str], Situation]
+    publish: Callable[[OpenedJob], None]
+    stories: Stories
+    make_ledger: Callable[[Owner], Ledger]
+    ledger: Ledger | None = None
+    memory: LocalMemory | None = None
+    owner: Owner | None = None
+    pool: Any = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+_context: DecodeContext | None = None
+
+
+def install(context: DecodeContext) -> None:
+    """Make `context` the one of this process."""
+    global _context
+    _context = context
+
+
+def current() -> DecodeContext:
+    """The installed context. Raises ConfigError when vLLM was started without pullfill."""
+    if _context is None:
+        raise ConfigError(
+            "the pullfill decode connector works inside `pullfill decode` only: start that"
+        )
+    return _context

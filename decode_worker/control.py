@@ -1,0 +1,270 @@
+"""The control channel: prefill workers connect here, claim jobs, commit or hand them back.
+
+One TCP connection per prefill worker; its identity is the connection, so a worker that dies is
+noticed by the kernel closing it, and nobody can commit in another's name. Everything runs on the
+worker's asyncio loop; the ledger decides, this only speaks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from pullfill import failpoints, frames, log, metrics, u32
+from pullfill.decode_worker.ledger import Ledger
+from pullfill.decode_worker.moves import CancelMessage, NakDelivery, SendRevoke
+from pullfill.decode_worker.story import Stories
+from pullfill.errors import BadMessage
+from pullfill.wire import (
+    Claim,
+    Commit,
+    CommitReply,
+    Compat,
+    Goodbye,
+    Grant,
+    HandBack,
+    Hello,
+    Quiet,
+    Refused,
+    RefuseReason,
+    Revoke,
+    ToDecode,
+    Welcome,
+)
+
+logger = log.get("decode_worker.control")
+
+
+@dataclass(slots=True, eq=False)
+class _Peer:
+    """One connected prefill worker. `name` is unique per connection and is the ledger's writer."""
+
+    name: str
+    instance_id: str
+    writer: asyncio.StreamWriter
+
+
+class ControlServer:
+    """Serves claims and commits, and carries out what the ledger asks of the network.
+
+    cancel, hand_back: the queue's. on_workers: called when the number of prefill workers changes.
+    """
+
+    def __init__(
+        self,
+        *,
+        instance_id: str,
+        compat: Compat,
+        ledger: Ledger,
+        stories: Stories,
+        cancel: Callable[[object], Awaitable[object]],
+        hand_back: Callable[[str], Awaitable[None]],
+    ) -> None:
+        self._instance_id = instance_id
+        self._compat = compat
+        self._ledger = ledger
+        self._stories = stories
+        self._cancel = cancel
+        self._hand_back = hand_back
+        self._peers: dict[str, _Peer] = {}
+        self._serial = itertools.count(1)
+        self._server: asyncio.Server | None = None
+        self._tasks: set[asyncio.Task[object]] = set()
+        self._wake = asyncio.Event()
+        self.address = ""
+        self.prefill_workers = 0
+
+    async def start(self, host: str) -> None:
+        """Listen on a port the OS picks and start the ledger's timer."""
+        self._server = await asyncio.start_server(self._serve, host, 0)
+        port = self._server.sockets[0].getsockname()[1]
+        self.address = f"tcp://{host}:{port}"
+        self._spawn(self._run_ledger())
+
+    async def stop(self) -> None:
+        """Close every connection."""
+        if self._server is not None:
+            self._server.close()
+        for peer in list(self._peers.values()):
+            peer.writer.close()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def wake(self) -> None:
+        """The ledger has actions or new deadlines (asyncio thread)."""
+        self._wake.set()
+
+    @property
+    def instances(self) -> list[str]:
+        """Connected prefill workers."""
+        return sorted({p.instance_id for p in self._peers.values()})
+
+    # ------------------------------------------------------------------ the ledger's side
+
+    async def _run_ledger(self) -> None:
+        while True:
+            soonest = self._ledger.tick()
+            self._act()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), soonest)
+            self._wake.clear()
+
+    def _act(self) -> None:
+        for action in self._ledger.take_actions():
+            match action:
+                case SendRevoke(name, job_id, attempt, reason):
+                    if (peer := self._peers.get(name)) is not None:
+                        frames.write(
+                            peer.writer,
+                            Revoke(
+                                job_id=job_id,
+                                attempt=attempt,
+                                incarnation=self._ledger.incarnation,
+                                reason=reason,
+                            ),
+                        )
+                case CancelMessage(receipt):
+                    self._spawn(self._cancel(receipt))
+                case NakDelivery(ack_subject):
+                    self._spawn(self._hand_back(ack_subject))
+
+    def _spawn(self, work: Awaitable[object]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[object]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (exc := task.exception()) is not None:
+            logger.warning("could not settle a message: %s", exc)
+
+    # ------------------------------------------------------------------ the network's side
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        peer: _Peer | None = None
+        frames.tune(writer)
+        try:
+            peer = await self._greet(reader, writer)
+            while peer is not None:
+                self._dispatch(peer, await frames.read(reader, ToDecode))  # type: ignore[arg-type]
+                self._act()
+        except EOFError:
+            pass
+        except (BadMessage, TimeoutError) as exc:
+            metrics.STALE_REFUSED.labels("message").inc()
+            logger.warning("closing a control connection: %s", exc)
+        except asyncio.CancelledError:
+            pass
+        finally:
+            writer.close()
+            if peer is not None:
+                self._lost(peer)
+
+    async def _greet(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> _Peer | None:
+        hello = await asyncio.wait_for(frames.read(reader, Hello), 5.0)
+        if hello.compat != self._compat.hash():
+            frames.write(
+                writer,
+                Goodbye(reason=f"compatibility hash differs: {hello.compat} is not ours"),
+            )
+            return None
+        peer = _Peer(
+            f"{hello.prefill_instance}#{next(self._serial)}", hello.prefill_instance, writer
+        )
+        self._peers[peer.name] = peer
+        self.prefill_workers = len(self._peers)
+        frames.write(
+            writer,
+            Welcome(decode_instance=self._instance_id, incarnation=self._ledger.incarnation),
+        )
+        logger.info("prefill worker %s connected", peer.instance_id)
+        return peer
+
+    def _lost(self, peer: _Peer) -> None:
+        self._peers.pop(peer.name, None)
+        self.prefill_workers = len(self._peers)
+        logger.info("prefill worker %s disconnected", peer.instance_id)
+        self._ledger.writer_lost(peer.name, others_alive=bool(self._peers))
+        self._act()
+
+    def _dispatch(self, peer: _Peer, message: object) -> None:
+        match message:
+            case Claim():
+                self._on_claim(peer, message)
+            case Commit():
+                self._on_commit(peer, message)
+            case HandBack():
+                self._ledger.hand_back(
+                    message.job_id,
+                    message.attempt,
+                    message.incarnation,
+                    peer.name,
+                    message.cause,
+                    message.retry,
+                )
+            case Quiet():
+                self._ledger.tick()  # ask for the proof now instead of at the next tick
+            case _:
+                raise BadMessage("hello was already said")
+        self._wake.set()
+
+    def _on_claim(self, peer: _Peer, claim: Claim) -> None:
+        failpoints.hit("decode.before_grant")
+        claimed = self._ledger.claim(claim.job_id, claim.incarnation, peer.name, claim.ack_subject)
+        if claimed.grant is None:
+            assert claimed.refused is not None
+            metrics.CLAIM.labels(claimed.refused.value).inc()
+            if claimed.refused is not RefuseReason.HELD:
+                metrics.STALE_REFUSED.labels("claim").inc()
+            frames.write(
+                peer.writer,
+                Refused(
+                    rid=claim.rid,
+                    job_id=claim.job_id,
+                    reason=claimed.refused,
+                    retry_after_s=claimed.retry_after_s,
+                ),
+            )
+            return
+        grant = claimed.grant
+        metrics.CLAIM.labels("granted").inc()
+        entry = self._ledger.find(claim.job_id)
+        if entry is not None:
+            self._stories.claimed(entry.request_id, grant.attempt, peer.instance_id, grant.queued_s)
+        frames.write(
+            peer.writer,
+            Grant(
+                rid=claim.rid,
+                job_id=claim.job_id,
+                attempt=grant.attempt,
+                incarnation=self._ledger.incarnation,
+                deadline_s=grant.deadline_s,
+                block_ids=u32.pack(grant.blocks),
+                hit_tokens=grant.hit_tokens,
+                job_digest=grant.digest,
+                fence=grant.fence,
+            ),
+        )
+
+    def _on_commit(self, peer: _Peer, commit: Commit) -> None:
+        failpoints.hit("decode.before_commit")
+        entry = self._ledger.find(commit.job_id)
+        request_id = entry.request_id if entry is not None else ""
+        if entry is not None and entry.attempt == commit.attempt:
+            self._stories.committed(request_id, commit.timings, commit.kv_bytes)
+        why = self._ledger.commit(
+            commit.job_id, commit.attempt, commit.incarnation, peer.name, commit.blocks
+        )
+        if why is not None:
+            metrics.STALE_REFUSED.labels("commit").inc()
+            logger.warning("refused a commit of job %s by %s: %s", commit.job_id, peer.name, why)
+        frames.write(
+            peer.writer,
+            CommitReply(rid=commit.rid, job_id=commit.job_id, ok=why is None, reason=why or ""),
+        )

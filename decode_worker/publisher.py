@@ -1,0 +1,93 @@
+"""Publishes opened jobs without the scheduler ever waiting for the network.
+
+The engine thread hands an `OpenedJob` over (`submit`, microseconds); the asyncio thread encodes
+and publishes it. Every failure ends in the ledger, which then serves the request locally.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+
+from pullfill import failpoints, log, u32
+from pullfill.decode_worker.context import OpenedJob
+from pullfill.decode_worker.ledger import Ledger
+from pullfill.errors import Outcome, PullfillError, QueueFull
+from pullfill.queue.contract import JobProducer
+from pullfill.wire import PrefillJob, encode
+
+logger = log.get("decode_worker.publisher")
+
+
+def digest_of(body: bytes) -> bytes:
+    """16 bytes over a job's body. The grant carries it, so a worker knows whether the job it
+    pulled is the one that the decode worker published."""
+    return hashlib.blake2b(body, digest_size=16).digest()
+
+
+class Publisher:
+    """Owns nothing but the tasks it started. `loop` is the worker's asyncio loop."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        queue: JobProducer,
+        ledger: Ledger,
+        *,
+        instance_id: str,
+        control: str,
+        compat_hash: str,
+        block_size: int,
+    ) -> None:
+        self._loop = loop
+        self._queue = queue
+        self._ledger = ledger
+        self._instance_id = instance_id
+        self._control = control
+        self._compat_hash = compat_hash
+        self._block_size = block_size
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def submit(self, job: OpenedJob) -> None:
+        """From any thread; returns at once."""
+        self._loop.call_soon_threadsafe(self._start, job)
+
+    def _start(self, job: OpenedJob) -> None:
+        task = self._loop.create_task(self._publish(job))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _publish(self, job: OpenedJob) -> None:
+        body = encode(
+            PrefillJob(
+                job_id=job.job_id,
+                incarnation=self._ledger.incarnation,
+                decode_instance=self._instance_id,
+                control=self._control,
+                request_id=job.request_id,
+                compat=self._compat_hash,
+                token_ids=u32.pack(job.token_ids),
+                hit_tokens=job.hit_tokens,
+                block_ids=u32.pack(job.blocks),
+                block_size=self._block_size,
+                cache_salt=job.cache_salt,
+                priority=job.priority,
+                timeout_s=job.timeout_s,
+            )
+        )
+        digest = digest_of(body)
+        self._ledger.set_digest(job.job_id, digest)
+        try:
+            failpoints.hit("decode.publish")
+            tokens = len(job.token_ids) - job.hit_tokens
+            receipt = await self._queue.publish(job.job_id, body, tokens)
+        except QueueFull:
+            self._ledger.publish_failed(job.job_id, Outcome.QUEUE_FULL)
+        except PullfillError as exc:
+            logger.warning("serving %s locally: %s", job.request_id, exc)
+            self._ledger.publish_failed(job.job_id, Outcome.PUBLISH_FAILED)
+        except Exception:
+            logger.exception("publishing %s failed; serving it locally", job.request_id)
+            self._ledger.publish_failed(job.job_id, Outcome.PUBLISH_FAILED)
+        else:
+            self._ledger.published(job.job_id, receipt, digest)

@@ -1,0 +1,152 @@
+"""The decode worker's half of the vLLM connector that runs inside the scheduler.
+
+Called by vLLM on the engine thread only, never blocks, does no I/O. It asks the router, opens jobs
+in the ledger, and turns the ledger's events into what vLLM must be told. The one rule it keeps for
+vLLM: each request that was sent to wait for remote KV is reported exactly once.
+
+`request` and `pool` are vLLM's Request and BlockPool; only the attributes used here are relied on
+(checked at start-up by engine/check.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pullfill import failpoints, log
+from pullfill.decode_worker.context import DecodeContext, OpenedJob
+from pullfill.decode_worker.moves import Hold, Release, Settle
+from pullfill.decode_worker.router import Decision, Situation, decide
+from pullfill.ids import new_job_id
+
+logger = log.get("decode_worker.scheduler")
+
+
+class SchedulerSide:
+    """Decisions, allocations and reports of one engine."""
+
+    def __init__(self, context: DecodeContext, block_size: int) -> None:
+        assert context.ledger is not None, "the KV cache must be registered first"
+        self._context = context
+        self._ledger = context.ledger
+        self._block_size = block_size
+        self._pool: Any = None
+        self._decisions: dict[str, tuple[Situation, Decision]] = {}
+        self._waiting: set[str] = set()
+        self._held: dict[str, list[Any]] = {}
+
+    def bind_pool(self, pool: Any) -> None:
+        """vLLM's block pool; used to hold quarantined blocks by reference count."""
+        self._pool = pool
+
+    @property
+    def has_work(self) -> bool:
+        """Whether the ledger has something to tell the scheduler: the engine must step."""
+        return self._ledger.has_events
+
+    def matched(self, request: Any, hit_tokens: int) -> tuple[int, bool]:
+        """vLLM's get_num_new_matched_tokens: (tokens a prefill worker will bring, True if so).
+
+        May be asked many times for one request; only `allocated` makes a decision count.
+        """
+        context = self._context
+        situation = context.situation(
+            request.num_prompt_tokens, hit_tokens, self._ineligible(request)
+        )
+        decision = decide(situation, context.router_config())
+        self._decisions[request.request_id] = (situation, decision)
+        return (situation.remote_tokens, True) if decision.remote else (0, False)
+
+    def _ineligible(self, request: Any) -> str:
+        """Why this request can never be prefilled remotely, "" if it can. KV of a prompt that is
+        more than its token ids, or of which vLLM wants every logit, is computed here."""
+        if request.num_output_tokens or request.num_preemptions:
+            return "resumed"
+        if self._context.stories.fallback_of(request.request_id) is not None:
+            return "fallback"
+        if request.skip_reading_prefix_cache:
+            return "prompt_logprobs"
+        if request.mm_features:
+            return "multimodal"
+        if request.prompt_embeds is not None or request.prompt_token_ids is None:
+            return "prompt_embeds"
+        if request.lora_request is not None:
+            return "lora"
+        if request.pooling_params is not None:
+            return "pooling"
+        return ""
+
+    def allocated(self, request: Any, block_ids: Sequence[int], external_tokens: int) -> None:
+        """vLLM's update_state_after_alloc: blocks are there; open the job if it is remote."""
+        made = self._decisions.pop(request.request_id, None)
+        if made is None:
+            return  # asked again with 0 after the load
+        situation, decision = made
+        if not external_tokens:
+            if decision.remote:  # vLLM overruled: it will compute here
+                decision = Decision(False, "engine_declined")
+            self._context.stories.decided(request.request_id, situation, decision)
+            return
+        self._context.stories.decided(request.request_id, situation, decision)
+        self._open(request, block_ids, situation.hit_tokens, external_tokens)
+
+    def _open(
+        self, request: Any, block_ids: Sequence[int], hit_tokens: int, external_tokens: int
+    ) -> None:
+        tokens = hit_tokens + external_tokens
+        blocks = tuple(block_ids[: -(-tokens // self._block_size)])
+        config = self._context.router_config()
+        job = OpenedJob(
+            job_id=new_job_id(),
+            request_id=request.request_id,
+            token_ids=list(request.prompt_token_ids[:tokens]),
+            hit_tokens=hit_tokens,
+            blocks=blocks,
+            cache_salt=request.cache_salt,
+            priority=request.priority,
+            timeout_s=config.remote_timeout_s,
+        )
+        self._waiting.add(job.request_id)
+        self._ledger.open(
+            job.job_id,
+            job.request_id,
+            blocks,
+            first_target=hit_tokens // self._block_size,
+            hit_tokens=hit_tokens,
+            timeout_s=job.timeout_s,
+        )
+        failpoints.hit("decode.before_publish")
+        self._context.publish(job)
+
+    def collect(self) -> tuple[list[str], list[str]]:
+        """Act on the ledger's events; (loaded, failed) request ids to report in this step.
+
+        Holds come before the report that makes vLLM free the same blocks, so a quarantined block
+        never reaches the free list.
+        """
+        loaded: list[str] = []
+        failed: list[str] = []
+        for event in self._ledger.take_events():
+            match event:
+                case Hold(job_id, blocks):
+                    held = [self._pool.blocks[b] for b in blocks]
+                    self._pool.touch(held)
+                    self._held[job_id] = held
+                case Release(job_id):
+                    # The tail first: it is the least useful as a cached prefix.
+                    self._pool.free_blocks(reversed(self._held.pop(job_id)))
+                case Settle(request_id, was_loaded, outcome):
+                    if request_id not in self._waiting:
+                        logger.error("dropped a second report for %s", request_id)
+                        continue
+                    self._waiting.discard(request_id)
+                    self._context.stories.settled(request_id, was_loaded, outcome)
+                    (loaded if was_loaded else failed).append(request_id)
+        return loaded, failed
+
+    def finished(self, request_id: str) -> None:
+        """vLLM's request_finished: the request is over, however. An open job is cancelled; if the
+        request still waits, its blocks are freed by the report that `cancel` causes."""
+        self._decisions.pop(request_id, None)
+        if request_id in self._waiting:
+            self._ledger.cancel(request_id)

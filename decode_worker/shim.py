@@ -1,0 +1,255 @@
+"""Serves frontends: the ROUTER end of engine/rpc.py, on the engine thread.
+
+The engine thread itself receives requests between steps and sends each step's outputs, so no
+helper thread competes with the model for the core, and a token waits for no hand-over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import zmq
+
+from pullfill import log, wire
+from pullfill.clock import SYSTEM_CLOCK, Clock
+from pullfill.decode_worker.story import Stories
+from pullfill.engine import outputs as vllm_outputs
+from pullfill.engine import rpc
+from pullfill.errors import BadMessage
+
+if TYPE_CHECKING:
+    from pullfill.engine.host import EngineHost
+
+logger = log.get("decode_worker.shim")
+
+_UTILITIES = frozenset({
+    "get_supported_tasks", "reset_prefix_cache", "reset_mm_cache", "reset_encoder_cache",
+    "add_lora", "remove_lora", "list_loras", "pin_lora", "is_sleeping", "sleep", "wake_up",
+    "profile", "is_scheduler_paused", "pause_scheduler", "resume_scheduler",
+    "get_kv_cache_group_metadata", "get_weight_version",
+})  # fmt: skip
+
+
+@dataclass(slots=True, eq=False)
+class _Frontend:
+    identity: bytes
+    index: int
+    last_seen: float
+    name: str = ""
+    requests: set[str] = field(default_factory=set)
+
+
+class FrontendShim:
+    """All frontends of one decode worker. Engine thread only, but for `drain`'s flag.
+
+    welcome: what a new frontend is told; models: names under which the model is known.
+    """
+
+    def __init__(
+        self,
+        host: EngineHost,
+        stories: Stories,
+        *,
+        welcome: Callable[[], rpc.DecodeWelcome],
+        models: Iterable[str],
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
+        self.host = host
+        self._stories = stories
+        self._welcome = welcome
+        self._models = list(models)
+        self._clock = clock
+        self._codec = rpc.WorkerCodec()
+        self._frontends: dict[bytes, _Frontend] = {}
+        self._by_index: dict[int, _Frontend] = {}
+        self._owner: dict[str, _Frontend] = {}
+        self._next_index = 0
+        self._next_check = 0.0
+        self._socket: Any = None
+        self.draining = False
+        self.address = ""
+
+    def bind(self, host: str) -> None:
+        """Listen on a port the OS picks and join the engine loop."""
+        self._socket = zmq.Context.instance().socket(zmq.ROUTER)
+        rpc.set_options(self._socket)
+        port = self._socket.bind_to_random_port(f"tcp://{host}")
+        self.address = f"tcp://{host}:{port}"
+        self.host.register(self._socket, self.receive)
+
+    def close(self) -> None:
+        if self._socket is not None:
+            self._socket.close(0)
+
+    @property
+    def active_requests(self) -> int:
+        """Requests taken and not finished."""
+        return len(self._owner)
+
+    def start_drain(self) -> None:
+        """Tell every frontend; requests that still arrive are handed back."""
+        self.draining = True
+        for frontend in self._frontends.values():
+            self._send(frontend, rpc.DRAIN)
+
+    # ------------------------------------------------------------------ in
+
+    def receive(self) -> None:
+        """Take everything that has arrived."""
+        while True:
+            try:
+                message = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            identity, kind = message[0].bytes, message[1].bytes if len(message) > 1 else b""
+            try:
+                self._dispatch(identity, kind, message[2:])
+            except BadMessage as exc:
+                logger.warning("a frontend sent something unusable: %s", exc)
+
+    def _dispatch(self, identity: bytes, kind: bytes, payload: list[Any]) -> None:
+        frontend = self._frontends.get(identity)
+        if kind == rpc.HELO:
+            self._greet(identity, wire.decode(payload[0].bytes, rpc.FrontendHello))
+            return
+        if frontend is None:
+            raise BadMessage(f"{kind!r} before HELO")
+        frontend.last_seen = self._clock.monotonic()
+        if kind == rpc.ADD:
+            self._add(frontend, payload)
+        elif kind == rpc.ABRT:
+            self._abort(frontend, rpc.decode_ids(payload[0].bytes))
+        elif kind == rpc.PING:
+            self._send(frontend, rpc.PONG)
+        elif kind == rpc.UTIL:
+            self._utility(frontend, payload)
+        elif kind == rpc.BYE:
+            self._drop(frontend, "left")
+        else:
+            raise BadMessage(f"unknown kind {kind!r}")
+
+    def _greet(self, identity: bytes, hello: rpc.FrontendHello) -> None:
+        welcome = self._welcome()
+        refusal = rpc.refuse_hello(hello, vllm_version=welcome.vllm_version, models=self._models)
+        if refusal is not None:
+            self._socket.send_multipart([identity, rpc.NOPE, refusal.encode()])
+            return
+        if (old := self._frontends.get(identity)) is not None:
+            self._drop(old, "greeted again")
+        frontend = _Frontend(identity, self._next_index, self._clock.monotonic())
+        frontend.name = hello.frontend_instance
+        self._next_index += 1
+        self._frontends[identity] = self._by_index[frontend.index] = frontend
+        self._send(frontend, rpc.HELO, wire.encode(welcome))
+        if self.draining:
+            self._send(frontend, rpc.DRAIN)
+
+    def _add(self, frontend: _Frontend, payload: list[Any]) -> None:
+        request = self._codec.request(payload)
+        if self.draining:
+            self._send(frontend, rpc.BACK, rpc.encode_ids([request.request_id]))
+            return
+        request.client_index = frontend.index
+        if request.request_id in self._owner:
+            raise BadMessage(f"request {request.request_id} is here already")
+        core = self.host.core
+        assert core is not None
+        try:
+            vllm_outputs.strip_transfer_params(request)
+            core.add_request(*core.preprocess_add_request(request))
+        except Exception:
+            logger.exception("the engine refused request %s", request.request_id)
+            failed = vllm_outputs.error_outputs(request.request_id)
+            self._send(frontend, rpc.OUT, *self._codec.encode(failed))
+            return
+        frontend.requests.add(request.request_id)
+        self._owner[request.request_id] = frontend
+
+    def _abort(self, frontend: _Frontend, request_ids: Iterable[str]) -> None:
+        mine = [r for r in request_ids if self._owner.get(r) is frontend]
+        core = self.host.core
+        if mine and core is not None:
+            core.abort_requests(mine)
+        for request_id in mine:
+            self._forget(request_id)
+            self._stories.finish(request_id)
+
+    def _utility(self, frontend: _Frontend, payload: list[Any]) -> None:
+        call_id, method, args = self._codec.utility(payload)
+
+        def answer(future: Future[Any]) -> None:
+            exc = future.exception()
+            reply = vllm_outputs.utility_outputs(
+                call_id, None if exc else future.result(), str(exc) if exc else None
+            )
+            self.host.submit(lambda _: self._send(frontend, rpc.OUT, *self._codec.encode(reply)))
+
+        future: Future[Any] = Future()
+        try:
+            if method not in _UTILITIES:
+                raise PermissionError(f"{method} cannot be called from a frontend")
+            result = getattr(self.host.core, method)(*args)
+        except Exception as exc:
+            future.set_exception(exc)
+        else:
+            if isinstance(result, Future):
+                future = result
+            else:
+                future.set_result(result)
+        future.add_done_callback(answer)
+
+    # ------------------------------------------------------------------ out
+
+    def send_outputs(self, outputs: dict[int, Any]) -> None:
+        """One step's outputs, to the frontend each request came from."""
+        for index, batch in outputs.items():
+            records = []
+            for output in batch.outputs:
+                vllm_outputs.correct_cached_tokens(output)
+                if output.finish_reason is not None:
+                    self._forget(output.request_id)
+                    record = self._stories.finish(output.request_id)
+                    if record is not None:
+                        records.append(record)
+            frontend = self._by_index.get(index)
+            if frontend is None:
+                # Statistics of a step without outputs come for index 0; any frontend will do.
+                frontend = next(iter(self._by_index.values()), None)
+                if frontend is None or batch.outputs:
+                    continue
+            if records:
+                self._send(frontend, rpc.EXPL, rpc.encode_explain(records))
+            self._send(frontend, rpc.OUT, *self._codec.encode(batch))
+
+    def check_silent(self) -> None:
+        """Drop frontends that said nothing for too long; cheap, call often."""
+        now = self._clock.monotonic()
+        if now < self._next_check:
+            return
+        self._next_check = now + 1.0
+        if any(now - f.last_seen > rpc.SILENCE_S for f in self._frontends.values()):
+            self.receive()  # what waited while the engine was busy counts as heard
+        for frontend in list(self._frontends.values()):
+            if self._clock.monotonic() - frontend.last_seen > rpc.SILENCE_S:
+                self._drop(frontend, f"silent for {rpc.SILENCE_S:.0f} s")
+
+    def _drop(self, frontend: _Frontend, why: str) -> None:
+        lost = list(frontend.requests)
+        level = logger.warning if lost else logger.info
+        level("frontend %s %s; aborting %d requests", frontend.name, why, len(lost))
+        self._abort(frontend, lost)
+        self._frontends.pop(frontend.identity, None)
+        self._by_index.pop(frontend.index, None)
+
+    def _forget(self, request_id: str) -> None:
+        frontend = self._owner.pop(request_id, None)
+        if frontend is not None:
+            frontend.requests.discard(request_id)
+
+    def _send(self, frontend: _Frontend, *parts: Any) -> None:
+        with contextlib.suppress(zmq.ZMQError):
+            self._socket.send_multipart([frontend.identity, *parts])

@@ -1,0 +1,123 @@
+"""What happened to each request, for `pullfill explain` and the counters.
+
+Written from the engine thread (decision, settlement, finish) and the asyncio thread (claim,
+commit); every record is touched under one lock for microseconds. A record lives from decision to
+`finish`, which hands it to the frontend.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+from pullfill import metrics
+from pullfill.clock import SYSTEM_CLOCK, Clock
+from pullfill.decode_worker.router import Decision, Situation
+from pullfill.errors import Outcome
+from pullfill.wire import ExplainRecord, StageTimings, Timings
+
+
+@dataclass(slots=True)
+class _Story:
+    situation: Situation
+    decision: Decision
+    attempts: int = 0
+    fallback: str | None = None
+    loaded: bool = False
+    prefill_instance: str | None = None
+    kv_bytes: int = 0
+    queue_ms: float | None = None
+    commit_ms: float | None = None
+    committed_at: float | None = None
+    stages: StageTimings | None = None
+
+
+class Stories:
+    """All requests of this worker that were decided and are not finished."""
+
+    def __init__(self, instance_id: str, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._instance_id = instance_id
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._open: dict[str, _Story] = {}
+
+    def decided(self, request_id: str, situation: Situation, decision: Decision) -> None:
+        """Record the first decision of a request; later ones (after a fallback or a preemption)
+        do not change it."""
+        with self._lock:
+            if request_id in self._open:
+                return
+            self._open[request_id] = _Story(situation, decision)
+        path = "remote" if decision.remote else "local"
+        metrics.DECISION.labels(path, decision.reason).inc()
+
+    def claimed(self, request_id: str, attempt: int, instance: str, queued_s: float) -> None:
+        """A prefill worker holds the job now."""
+        metrics.HANDOFF_STAGE.labels("queue").observe(queued_s)
+        with self._lock:
+            if (story := self._open.get(request_id)) is not None:
+                story.attempts, story.prefill_instance = attempt, instance
+                story.queue_ms = queued_s * 1e3
+
+    def committed(self, request_id: str, stages: StageTimings, kv_bytes: int) -> None:
+        """The KV is in our blocks; what the prefill worker measured comes with it."""
+        for name, value in (
+            ("claim", stages.claim_ms),
+            ("prefix_read", stages.prefix_read_ms),
+            ("prefill", stages.prefill_ms),
+            ("kv_write", stages.kv_write_ms),
+        ):
+            metrics.HANDOFF_STAGE.labels(name).observe(value / 1e3)
+        with self._lock:
+            if (story := self._open.get(request_id)) is not None:
+                story.stages, story.kv_bytes = stages, kv_bytes
+                story.committed_at = self._clock.monotonic()
+
+    def settled(self, request_id: str, loaded: bool, outcome: Outcome) -> None:
+        """The scheduler was told (engine thread)."""
+        with self._lock:
+            story = self._open.get(request_id)
+            if story is not None and loaded:
+                story.loaded = True
+                if story.committed_at is not None:
+                    story.commit_ms = (self._clock.monotonic() - story.committed_at) * 1e3
+                    metrics.HANDOFF_STAGE.labels("commit").observe(story.commit_ms / 1e3)
+            elif story is not None and outcome is not Outcome.CANCELLED:
+                story.fallback = outcome.value
+        if not loaded and outcome is not Outcome.CANCELLED:
+            metrics.FALLBACK.labels(outcome.value).inc()
+
+    def fallback_of(self, request_id: str) -> str | None:
+        """Why the request's remote prefill was given up, None if it was not."""
+        with self._lock:
+            story = self._open.get(request_id)
+            return None if story is None else story.fallback
+
+    def finish(self, request_id: str) -> ExplainRecord | None:
+        """Close the record; None if the request never reached a decision."""
+        with self._lock:
+            story = self._open.pop(request_id, None)
+        if story is None:
+            return None
+        stages = story.stages if story.loaded else None
+        return ExplainRecord(
+            request_id=request_id,
+            path="remote" if story.loaded else "local",
+            reason=story.decision.reason,
+            prompt_tokens=story.situation.prompt_tokens,
+            prefix_hit_tokens=story.situation.hit_tokens,
+            remote_tokens=story.situation.remote_tokens if story.loaded else 0,
+            decode_instance=self._instance_id,
+            prefill_instance=story.prefill_instance,
+            attempts=story.attempts,
+            fallback=story.fallback,
+            kv_bytes=story.kv_bytes if story.loaded else 0,
+            timings_ms=Timings(
+                queue=story.queue_ms,
+                commit=story.commit_ms,
+                claim=stages.claim_ms if stages else None,
+                prefix_read=stages.prefix_read_ms if stages else None,
+                prefill=stages.prefill_ms if stages else None,
+                kv_write=stages.kv_write_ms if stages else None,
+            ),
+        )

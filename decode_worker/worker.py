@@ -1,0 +1,372 @@
+"""The decode worker's parts, put together; see main.py for its life."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from typing import Any
+
+from pullfill import __version__, log, metrics
+from pullfill.config import ClusterRef, WorkerOptions
+from pullfill.decode_worker import context as contexts
+from pullfill.decode_worker.context import DecodeContext
+from pullfill.decode_worker.control import ControlServer
+from pullfill.decode_worker.ledger import JobState, Ledger
+from pullfill.decode_worker.publisher import Publisher
+from pullfill.decode_worker.router import Situation
+from pullfill.decode_worker.shim import FrontendShim
+from pullfill.decode_worker.story import Stories
+from pullfill.engine import args, compat, rpc
+from pullfill.engine.host import EngineHost
+from pullfill.engine.thread import EngineThread
+from pullfill.host import host_id
+from pullfill.ids import new_incarnation, new_instance_id
+from pullfill.lifecycle import Stop, until
+from pullfill.probe import ProbeServer
+from pullfill.queue.contract import QueueConfig
+from pullfill.queue.jetstream import JetStreamProducer
+from pullfill.registry.client import EtcdClient
+from pullfill.registry.membership import Membership
+from pullfill.registry.settings import RouterSettings
+from pullfill.transfer.contract import Owner
+from pullfill.transfer.layout import describe_region
+from pullfill.wire import (
+    Compat,
+    QueueStatus,
+    RegionDescriptor,
+    RouterConfig,
+    WorkerRecord,
+    WorkerState,
+)
+
+logger = log.get("decode_worker")
+
+_QUARANTINE_SHARE = 0.25
+
+
+class DecodeWorker:
+    """Lives on the process's asyncio loop; the engine has a thread of its own."""
+
+    def __init__(self, cluster: ClusterRef, options: WorkerOptions, vllm_args: list[str]) -> None:
+        self._cluster = cluster
+        self._options = options
+        self._vllm_args = vllm_args
+        self._instance_id = options.instance_id or new_instance_id("decode")
+        self._stories = Stories(self._instance_id)
+        self._stop = Stop()
+        self._started_at = time.time()
+        self._state = WorkerState.READY
+        self._settings: RouterSettings | None = None
+        self._producer: JetStreamProducer | None = None
+        self._control: ControlServer | None = None
+        self._publisher: Publisher | None = None
+        self._membership: Membership | None = None
+        self._shim: FrontendShim | None = None
+        self._served_name = ""
+        self._config: Any = None
+        self._compat: Compat | None = None
+        self._quarantine_cap = 0
+        self._context = DecodeContext(
+            instance_id=self._instance_id,
+            incarnation=new_incarnation(),
+            router_config=self._router_config,
+            situation=self._situation,
+            publish=self._publish,
+            stories=self._stories,
+            make_ledger=self._make_ledger,
+        )
+
+    async def serve(self) -> int:
+        """Start everything, wait, leave. Returns the exit code."""
+        loop = asyncio.get_running_loop()
+        self._loop = loop
+        self._stop.install()
+        contexts.install(self._context)
+        engine = EngineThread(self._make_host, self._on_built)
+        engine.start()
+        wait_s = self._options.connect_timeout_s
+        etcd = await EtcdClient.connect(self._cluster.etcd_url, wait_s=wait_s, on_retry=_say)
+        settings = RouterSettings(etcd, self._cluster.namespace)
+        await settings.start()
+        self._settings = settings
+        host = await engine.ready
+        await self._open_queue(wait_s)
+        probe = ProbeServer(self._options.host, self._ready, self._status, self._refresh_metrics)
+        await probe.start()
+        self._probe = probe
+        membership = Membership(
+            etcd,
+            self._cluster.namespace,
+            self._options.lease_ttl_s,
+            self._make_record,
+            on_reregistered=lambda i: logger.warning("registered again as %s", i[:8]),
+        )
+        self._membership = membership
+        try:
+            await membership.join()
+            logger.info("%s is ready (%s)", self._instance_id, self._served_name)
+            await until(self._stop.drain, membership.revoked, engine.dead)
+            code = await self._leave(engine, host)
+        finally:
+            await membership.leave()
+            assert self._control is not None
+            assert self._producer is not None
+            await self._control.stop()
+            await probe.stop()
+            await engine.stop()
+            if self._context.owner is not None:
+                self._context.owner.close()
+            await self._producer.close()
+            await settings.close()
+            await etcd.close()
+        return code
+
+    async def _leave(self, engine: EngineThread, host: EngineHost) -> int:
+        if engine.dead.is_set():
+            logger.error("the engine is gone (%r): leaving", engine.failure)
+            return 1
+        assert self._membership is not None
+        assert self._shim is not None
+        if self._membership.revoked.is_set():
+            self._stop.ask("lease revoked")
+        self._state = WorkerState.DRAINING
+        shim = self._shim
+        host.submit(lambda _: shim.start_drain())
+        await self._membership.set_state(WorkerState.DRAINING)
+        finished = await self._stop.race(self._idle(engine), self._options.drain_timeout_s)
+        if not finished:
+            logger.warning("left with %d requests unfinished", shim.active_requests)
+        logger.info("drained")
+        return 0
+
+    async def _idle(self, engine: EngineThread) -> None:
+        """Until no request and no job is left, twice in a row: outputs are sent by then."""
+        assert self._shim is not None
+        assert self._context.ledger is not None
+        quiet = 0
+        while quiet < 2 and not engine.dead.is_set():
+            busy = self._shim.active_requests or self._context.ledger.open_jobs
+            quiet = 0 if busy else quiet + 1
+            await asyncio.sleep(0.05)
+
+    # ------------------------------------------------------------------ engine thread
+
+    def _make_host(self) -> EngineHost:
+        self._config, self._served_name = args.build_config(
+            self._options.model,
+            self._vllm_args,
+            connector="DecodeConnector",
+            module="pullfill.decode_worker.connector",
+            kv_role="kv_consumer",
+            engine_id=self._instance_id,
+        )
+        return EngineHost(self._config, on_outputs=self._on_outputs, before_step=self._before_step)
+
+    def _on_built(self, host: EngineHost, core: Any) -> None:
+        memory = self._context.memory
+        assert memory is not None, "vLLM registered no KV cache with the connector"
+        self._compat = compat.describe(
+            self._config,
+            self._served_name,
+            num_layers=memory.layout.num_layers,
+            page_bytes=memory.layout.page_bytes,
+        )
+        self._quarantine_cap = int(memory.layout.num_blocks * _QUARANTINE_SHARE)
+        self._shim = FrontendShim(
+            host,
+            self._stories,
+            welcome=lambda: self._welcome(core),
+            models=[self._served_name, self._options.model],
+        )
+        self._shim.bind(self._options.host)
+
+    def _make_ledger(self, owner: Owner) -> Ledger:
+        return Ledger(
+            owner.fences,
+            incarnation=self._context.incarnation,
+            on_event=self._wake_engine,
+            on_action=self._wake_control,
+        )
+
+    def _on_outputs(self, outputs: dict[int, Any]) -> None:
+        assert self._shim is not None
+        self._shim.send_outputs(outputs)
+
+    def _before_step(self) -> bool:
+        assert self._shim is not None
+        assert self._context.ledger is not None
+        self._shim.check_silent()
+        return self._context.ledger.has_events
+
+    def _publish(self, job: contexts.OpenedJob) -> None:
+        assert self._publisher is not None
+        self._publisher.submit(job)
+
+    def _router_config(self) -> RouterConfig:
+        return self._settings.current if self._settings is not None else RouterConfig()
+
+    def _situation(self, prompt_tokens: int, hit_tokens: int, ineligible: str) -> Situation:
+        ledger, producer = self._context.ledger, self._producer
+        if ledger is None or producer is None or self._control is None:
+            return Situation(prompt_tokens, hit_tokens, ineligible)
+        return Situation(
+            prompt_tokens=prompt_tokens,
+            hit_tokens=hit_tokens,
+            ineligible=ineligible,
+            prefill_workers=self._control.prefill_workers,
+            queue_available=producer.available,
+            queue_jobs=producer.depth().depth_jobs,
+            quarantine_full=ledger.quarantined_blocks > self._quarantine_cap,
+            draining=self._state is not WorkerState.READY,
+        )
+
+    # ------------------------------------------------------------------ any thread
+
+    def _wake_engine(self) -> None:
+        host = self._host
+        if host is not None:
+            host.wake()
+
+    def _wake_control(self) -> None:
+        if self._control is not None:
+            self._loop.call_soon_threadsafe(self._control.wake)
+
+    @property
+    def _host(self) -> EngineHost | None:
+        return None if self._shim is None else self._shim.host
+
+    # ------------------------------------------------------------------ asyncio thread
+
+    async def _open_queue(self, wait_s: float) -> None:
+        """The producer, the control server and the publisher: all need the engine's identity."""
+        assert self._compat is not None
+        assert self._context.ledger is not None
+        producer = await JetStreamProducer.connect(
+            self._cluster.nats_url,
+            QueueConfig(namespace=self._cluster.namespace, compat_hash=self._compat.hash()),
+            wait_s=wait_s,
+            on_event=_say,
+        )
+        control = ControlServer(
+            instance_id=self._instance_id,
+            compat=self._compat,
+            ledger=self._context.ledger,
+            stories=self._stories,
+            cancel=producer.cancel,  # type: ignore[arg-type]
+            hand_back=producer.hand_back,
+        )
+        await control.start(self._options.host)
+        self._publisher = Publisher(
+            self._loop,
+            producer,
+            self._context.ledger,
+            instance_id=self._instance_id,
+            control=control.address,
+            compat_hash=self._compat.hash(),
+            block_size=self._config.cache_config.block_size,
+        )
+        self._control, self._producer = control, producer
+
+    def _make_record(self, incarnation: str) -> tuple[WorkerRecord, list[RegionDescriptor]]:
+        """What we publish under a new incarnation. Everything granted before it is void."""
+        context, config = self._context, self._config
+        assert context.ledger is not None
+        assert context.memory is not None
+        assert context.owner is not None
+        assert self._compat is not None
+        assert self._shim is not None
+        assert self._control is not None
+        context.incarnation = incarnation
+        context.ledger.new_incarnation(incarnation)
+        context.owner.renew(incarnation)
+        record = WorkerRecord(
+            instance_id=self._instance_id,
+            incarnation=incarnation,
+            role="decode",
+            state=self._state,
+            model=self._served_name,
+            model_path=self._options.model,
+            compat=self._compat,
+            host=self._options.host,
+            host_id=host_id(),
+            pid=os.getpid(),
+            started_at=self._started_at,
+            http=self._probe.url,
+            data=self._shim.address,
+            control=self._control.address,
+            max_model_len=config.model_config.max_model_len,
+            version=__version__,
+        )
+        region = describe_region(
+            context.memory,
+            instance_id=self._instance_id,
+            incarnation=incarnation,
+            rank=0,
+            world_size=1,
+            host_id=host_id(),
+            epoch=0,
+            block_size=config.cache_config.block_size,
+            compat=self._compat,
+            endpoints={context.owner.transport: context.owner.endpoint},
+        )
+        return record, [region]
+
+    def _welcome(self, core: Any) -> rpc.DecodeWelcome:
+        config = self._config
+        return rpc.DecodeWelcome(
+            decode_instance=self._instance_id,
+            incarnation=self._context.incarnation,
+            vllm_version=self._compat.vllm if self._compat else "",
+            max_model_len=config.model_config.max_model_len,
+            num_gpu_blocks=config.cache_config.num_gpu_blocks or 0,
+            block_size=config.cache_config.block_size,
+            max_num_seqs=config.scheduler_config.max_num_seqs,
+            max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
+            supported_tasks=list(core.get_supported_tasks()),
+        )
+
+    def _ready(self) -> tuple[bool, dict[str, Any]]:
+        degraded = self._control is None or self._control.prefill_workers == 0
+        return self._state is WorkerState.READY, {"state": self._state, "degraded": degraded}
+
+    def _status(self) -> dict[str, Any]:
+        ledger, shim = self._context.ledger, self._shim
+        counts = ledger.counts() if ledger is not None else {}
+        queue = self._producer.depth() if self._producer is not None else QueueStatus()
+        core = self._host.core if self._host is not None else None
+        running, waiting = core.scheduler.get_request_counts() if core is not None else (0, 0)
+        return {
+            "state": self._state,
+            "load": {
+                "running": running,
+                "waiting": waiting,
+                "requests": shim.active_requests if shim else 0,
+                "remote_prefills": counts.get(JobState.QUEUED, 0) + counts.get(JobState.GRANTED, 0),
+                "quarantined_blocks": ledger.quarantined_blocks if ledger else 0,
+                "open_jobs": ledger.open_jobs if ledger else 0,
+                "kv_free_blocks": _free_blocks(core),
+                "kv_blocks": self._config.cache_config.num_gpu_blocks if self._config else 0,
+                "prefill_workers": self._control.instances if self._control else [],
+            },
+            "queue": {name: getattr(queue, name) for name in queue.__struct_fields__},
+        }
+
+    def _refresh_metrics(self) -> None:
+        if self._producer is not None:
+            depth = self._producer.depth()
+            metrics.QUEUE_DEPTH_JOBS.set(depth.depth_jobs)
+            metrics.QUEUE_DEPTH_TOKENS.set(depth.depth_tokens)
+            metrics.QUEUE_OLDEST_AGE.set(depth.oldest_age_s)
+        if self._context.ledger is not None:
+            metrics.QUARANTINED_BLOCKS.set(self._context.ledger.quarantined_blocks)
+
+
+def _free_blocks(core: Any) -> int:
+    if core is None:
+        return 0
+    return int(core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+
+def _say(text: str) -> None:
+    logger.warning("%s", text)

@@ -1,0 +1,79 @@
+"""The prefill worker's engine: tasks in, finished blocks out through the connector.
+
+asyncio side of EngineHost. A task becomes a vLLM request with one token to sample (thrown away);
+its KV leaves through the movers while it runs.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from pullfill import log
+from pullfill.engine import requests
+from pullfill.engine.host import EngineHost
+from pullfill.errors import HandoffError
+from pullfill.prefill_worker.context import PrefillContext
+from pullfill.prefill_worker.task import PrefillTask
+
+logger = log.get("prefill_worker.engine")
+
+
+class PrefillEngine:
+    """Submits and ends tasks. Methods are called on the asyncio thread."""
+
+    def __init__(
+        self, host: EngineHost, context: PrefillContext, *, block_size: int, compat_hash: str
+    ) -> None:
+        self._host = host
+        self._context = context
+        self.block_size = block_size
+        self.compat_hash = compat_hash
+        self._instances: dict[str, str] = {}
+
+    def submit(self, task: PrefillTask, decode_instance: str) -> None:
+        """Start computing. The task ends through its `on_done`."""
+        self._instances[task.request_id] = decode_instance
+        self._context.tasks[task.request_id] = task
+        self._host.submit(lambda core: self._add(core, task))
+
+    def decode_instance_of(self, task: PrefillTask) -> str | None:
+        """Whose memory the task writes."""
+        return self._instances.get(task.request_id)
+
+    def end(self, task: PrefillTask) -> None:
+        """Forget the task; abort its request if it still runs. The engine keeps its blocks until
+        no copy reads them."""
+        self._instances.pop(task.request_id, None)
+        self._host.submit(lambda core: self._remove(core, task))
+
+    # ------------------------------------------------------------------ engine thread
+
+    def _add(self, core: Any, task: PrefillTask) -> None:
+        if task.ended:
+            return
+        try:
+            request = requests.prefill_request(
+                task.request_id,
+                task.token_ids,
+                cache_salt=task.cache_salt,
+                priority=task.priority,
+                arrival_time=time.time(),
+            )
+            core.add_request(*core.preprocess_add_request(request))
+        except Exception as exc:
+            logger.exception("the engine refused job %s", task.job_id)
+            task.end(HandoffError(f"the engine refused the job: {exc}"))
+
+    def _remove(self, core: Any, task: PrefillTask) -> None:
+        core.abort_requests([task.request_id])
+        self._context.tasks.pop(task.request_id, None)
+
+    def on_outputs(self, outputs: dict[int, Any]) -> None:
+        """An engine error ends the task at once; everything else is told by the connector."""
+        for batch in outputs.values():
+            for output in batch.outputs:
+                if requests.is_error(output):
+                    task = self._context.tasks.get(output.request_id)
+                    if task is not None:
+                        task.end(HandoffError("the engine failed the request"))

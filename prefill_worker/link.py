@@ -1,0 +1,210 @@
+"""This worker's connection to one decode worker: control channel, descriptor, mover.
+
+Made when the decode worker appears in the directory, kept until it leaves; reconnects while it is
+there. A broken connection ends every task granted over it: the decode worker revokes them on its
+side at the same moment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from pullfill import frames, log
+from pullfill.errors import BadMessage, ClaimRefused, PeerUnavailable, PullfillError
+from pullfill.prefill_worker.mover import Mover
+from pullfill.wire import (
+    Claim,
+    Commit,
+    CommitReply,
+    Goodbye,
+    Grant,
+    HandBack,
+    Hello,
+    Quiet,
+    Refused,
+    Revoke,
+    ToPrefill,
+    Welcome,
+    WorkerRecord,
+)
+
+logger = log.get("prefill_worker.link")
+
+_REPLY_S = 10.0
+
+
+class DecodeLink:
+    """One decode worker, by instance id. asyncio thread only.
+
+    open_mover: connects to the decode worker's KV memory (blocking work done in a thread).
+    on_revoke: called with each Revoke. on_lost: called when the connection ends.
+    """
+
+    def __init__(
+        self,
+        record: WorkerRecord,
+        hello: Hello,
+        open_mover: Callable[[WorkerRecord], Awaitable[Mover]],
+        on_revoke: Callable[[DecodeLink, Revoke], None],
+        on_lost: Callable[[DecodeLink], None],
+    ) -> None:
+        self.record = record
+        self._hello = hello
+        self._open_mover = open_mover
+        self._on_revoke = on_revoke
+        self._on_lost = on_lost
+        self._rids = itertools.count(1)
+        self._replies: dict[int, asyncio.Future[Any]] = {}
+        self._writer: asyncio.StreamWriter | None = None
+        self._mover: Mover | None = None
+        self._mover_lock = asyncio.Lock()
+        self._up = asyncio.Event()
+        self._task = asyncio.create_task(self._run())
+
+    async def close(self) -> None:
+        """Leave: no reconnect, mover ended."""
+        self._task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._task
+
+    @property
+    def connected(self) -> bool:
+        return self._up.is_set()
+
+    async def wait_up(self, timeout_s: float) -> None:
+        """Raises PeerUnavailable when the decode worker does not welcome us in time."""
+        try:
+            await asyncio.wait_for(self._up.wait(), timeout_s)
+        except TimeoutError:
+            raise PeerUnavailable(
+                f"decode worker {self.record.instance_id} at {self.record.control} does not answer"
+            ) from None
+
+    # ------------------------------------------------------------------ requests
+
+    async def claim(self, job_id: str, incarnation: str, delivery: int, ack: str) -> Grant:
+        """Raises ClaimRefused with the decode worker's reason, PeerUnavailable."""
+        rid = next(self._rids)
+        message = Claim(
+            rid=rid, job_id=job_id, incarnation=incarnation, delivery=delivery, ack_subject=ack
+        )
+        reply = await self._ask(rid, message)
+        if isinstance(reply, Refused):
+            raise ClaimRefused(
+                f"job {job_id}: {reply.reason.value}",
+                reason=reply.reason.value,
+                retry_after_s=reply.retry_after_s,
+            )
+        assert isinstance(reply, Grant)
+        return reply
+
+    async def commit(self, make: Callable[[int], Commit]) -> CommitReply:
+        """Send a commit (made with the request id given) and return the answer."""
+        rid = next(self._rids)
+        reply = await self._ask(rid, make(rid))
+        assert isinstance(reply, CommitReply)
+        return reply
+
+    def send(self, message: HandBack | Quiet) -> None:
+        """No answer expected; lost when the connection is."""
+        if self._writer is not None:
+            frames.write(self._writer, message)
+
+    async def mover(self) -> Mover:
+        """The copier into this worker's memory, connected at first use."""
+        async with self._mover_lock:
+            if self._mover is None:
+                self._mover = await self._open_mover(self.record)
+            return self._mover
+
+    async def _ask(self, rid: int, message: Claim | Commit) -> Any:
+        if self._writer is None:
+            raise PeerUnavailable(f"decode worker {self.record.instance_id} is not connected")
+        future = asyncio.get_running_loop().create_future()
+        self._replies[rid] = future
+        try:
+            frames.write(self._writer, message)
+            return await asyncio.wait_for(future, _REPLY_S)
+        except TimeoutError:
+            raise PeerUnavailable(
+                f"decode worker {self.record.instance_id} did not answer in {_REPLY_S:.0f} s"
+            ) from None
+        finally:
+            self._replies.pop(rid, None)
+
+    # ------------------------------------------------------------------ connection
+
+    async def _run(self) -> None:
+        delay = 0.05
+        try:
+            while True:
+                try:
+                    await self._session()
+                    delay = 0.05
+                except (OSError, EOFError, BadMessage, TimeoutError) as exc:
+                    logger.debug("link to %s: %s", self.record.instance_id, exc)
+                except PullfillError as exc:
+                    logger.warning("link to %s: %s", self.record.instance_id, exc)
+                await asyncio.sleep(delay)
+                delay = min(delay * 2, 2.0)
+        finally:
+            if self._mover is not None:
+                self._mover.close()
+
+    async def _session(self) -> None:
+        host, port = frames.split_address(self.record.control)
+        reader, writer = await asyncio.wait_for(asyncio.open_connection(host, port), 5.0)
+        frames.tune(writer)
+        try:
+            frames.write(writer, self._hello)
+            first = await asyncio.wait_for(
+                frames.read(reader, ToPrefill),  # type: ignore[arg-type]
+                10.0,
+            )
+            if isinstance(first, Goodbye):
+                raise PeerUnavailable(f"refused: {first.reason}")
+            if not isinstance(first, Welcome):
+                raise BadMessage("no welcome")
+            self._writer = writer
+            self._up.set()
+            logger.info("connected to decode worker %s", first.decode_instance)
+            while True:
+                self._dispatch(await frames.read(reader, ToPrefill))  # type: ignore[arg-type]
+        finally:
+            was_up = self._up.is_set()
+            self._up.clear()
+            self._writer = None
+            writer.close()
+            for future in self._replies.values():
+                if not future.done():
+                    future.set_exception(
+                        PeerUnavailable(f"lost decode worker {self.record.instance_id}")
+                    )
+            if was_up:
+                self._on_lost(self)
+
+    def _dispatch(self, message: Any) -> None:
+        if isinstance(message, Revoke):
+            self._on_revoke(self, message)
+            return
+        future = self._replies.get(getattr(message, "rid", -1))
+        if future is None:
+            # An answer that came too late. A late grant is dead weight at the decode worker:
+            # give it back.
+            if isinstance(message, Grant):
+                self.send(
+                    HandBack(
+                        job_id=message.job_id,
+                        attempt=message.attempt,
+                        incarnation=message.incarnation,
+                        cause="answer came too late",
+                        retry=True,
+                    )
+                )
+            return
+        if not future.done():
+            future.set_result(message)

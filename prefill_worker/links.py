@@ -1,0 +1,106 @@
+"""One DecodeLink per decode worker of our model, as the directory sees them come and go."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from pullfill import log
+from pullfill.errors import PeerUnavailable
+from pullfill.prefill_worker.link import DecodeLink
+from pullfill.prefill_worker.mover import Mover
+from pullfill.registry.directory import Directory
+from pullfill.wire import Compat, Hello, Revoke, WorkerRecord
+
+logger = log.get("prefill_worker.links")
+
+_APPEAR_S = 2.0
+
+
+class Links:
+    """asyncio thread only. `compat`: decode workers of another one are never connected."""
+
+    def __init__(
+        self,
+        directory: Directory,
+        hello: Hello,
+        compat: Compat,
+        open_mover: Callable[[WorkerRecord], Awaitable[Mover]],
+        on_revoke: Callable[[DecodeLink, Revoke], None],
+        on_lost: Callable[[DecodeLink], None],
+    ) -> None:
+        self._directory = directory
+        self._hello = hello
+        self._compat = compat
+        self._open_mover = open_mover
+        self._on_revoke = on_revoke
+        self._on_lost = on_lost
+        self._links: dict[str, DecodeLink] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Event()
+
+    def start(self) -> None:
+        """Connect to everyone known now and to everyone who comes."""
+        self._directory.subscribe(self._on_change)
+        for record in self._directory.workers("decode").values():
+            self._on_change(None, record)
+
+    async def close(self) -> None:
+        for link in list(self._links.values()):
+            await link.close()
+        await asyncio.gather(*self._closing, return_exceptions=True)
+
+    def knows(self, instance_id: str) -> bool:
+        """Whether the decode worker is (still) in the directory."""
+        return instance_id in self._links
+
+    @property
+    def connected(self) -> list[str]:
+        return sorted(i for i, link in self._links.items() if link.connected)
+
+    async def find(self, instance_id: str) -> DecodeLink:
+        """The connected link to a decode worker; waits briefly for one that is just appearing.
+        Raises PeerUnavailable."""
+        deadline = asyncio.get_running_loop().time() + _APPEAR_S
+        while (link := self._links.get(instance_id)) is None:
+            left = deadline - asyncio.get_running_loop().time()
+            self._changed.clear()
+            try:
+                await asyncio.wait_for(self._changed.wait(), max(left, 0.0))
+            except TimeoutError:
+                raise PeerUnavailable(f"decode worker {instance_id} is gone") from None
+        await link.wait_up(_APPEAR_S)
+        return link
+
+    def _on_change(self, old: WorkerRecord | None, new: WorkerRecord | None) -> None:
+        record = new or old
+        if record is None or record.role != "decode":
+            return
+        fits = (
+            new is not None and new.compat is not None and not self._compat.differs_from(new.compat)
+        )
+        known = self._links.get(record.instance_id)
+        same = (
+            known is not None
+            and new is not None
+            and known.record.incarnation == new.incarnation
+            and known.record.control == new.control
+        )
+        if same:
+            return
+        if known is not None:
+            del self._links[record.instance_id]
+            task = asyncio.ensure_future(known.close())
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+        if new is not None and fits and new.control:
+            self._links[new.instance_id] = DecodeLink(
+                new, self._hello, self._open_mover, self._on_revoke, self._on_lost
+            )
+        elif new is not None and new.compat is not None and new.compat.model == self._compat.model:
+            field, our_value, their_value = self._compat.differs_from(new.compat)[0]
+            logger.warning(
+                "not connecting to %s: its %s is %r, ours is %r",
+                new.instance_id, field, their_value, our_value,
+            )  # fmt: skip
+        self._changed.set()

@@ -1,0 +1,153 @@
+"""Copies KV blocks between this worker and one decode worker, on a thread of its own.
+
+FIFO: a prefix read, then the writes of each chunk as it was computed. While a chunk is written the
+engine computes the next one (the copy runs outside the GIL). One mover per decode worker, so a
+stuck peer delays only its own jobs. Every submitted operation ends with exactly one callback.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from pullfill import failpoints, log, metrics
+from pullfill.errors import HandoffError
+from pullfill.prefill_worker.task import PrefillTask
+from pullfill.transfer.contract import PeerSession
+
+logger = log.get("prefill_worker.mover")
+
+
+@dataclass(frozen=True, slots=True)
+class _Operation:
+    task: PrefillTask
+    read: bool
+    local: Sequence[int]
+    remote: Sequence[int]
+    last: bool
+    done: Callable[[PrefillTask, BaseException | None], None]
+
+
+class Mover:
+    """Owns one session and its thread. `close` ends both; operations still queued fail."""
+
+    def __init__(self, session: PeerSession, name: str) -> None:
+        self._session = session
+        self._queue: queue.SimpleQueue[_Operation | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=f"mover-{name}", daemon=True)
+        self._thread.start()
+        self._closed = False
+
+    @property
+    def transport(self) -> str:
+        return self._session.transport
+
+    def read(
+        self,
+        task: PrefillTask,
+        remote: Sequence[int],
+        local: Sequence[int],
+        done: Callable[[PrefillTask, BaseException | None], None],
+    ) -> None:
+        """Fetch prefix blocks; `done` runs on the mover's thread."""
+        self._submit(_Operation(task, True, local, remote, False, done))
+
+    def write(
+        self,
+        task: PrefillTask,
+        local: Sequence[int],
+        remote: Sequence[int],
+        last: bool,
+        done: Callable[[PrefillTask, BaseException | None], None],
+    ) -> None:
+        """Write finished blocks; after the `last` one the task has ended well."""
+        self._submit(_Operation(task, False, local, remote, last, done))
+
+    def flush(self) -> None:
+        """Block until everything submitted so far is over (preemption: the source blocks are
+        about to be reused)."""
+        over = threading.Event()
+        marker = PrefillTask("", "", 0, [], 1, 0, [], _NO_FENCE, None, 0, self, lambda _: None)
+        marker.cancelled = True
+        self._queue.put(_Operation(marker, False, (), (), False, lambda _t, _e: over.set()))
+        over.wait(timeout=30.0)
+
+    def close(self) -> None:
+        """Stop after the running operation. Safe to call twice."""
+        if not self._closed:
+            self._closed = True
+            self._queue.put(None)
+
+    def _submit(self, operation: _Operation) -> None:
+        with operation.task.lock:
+            operation.task.outstanding += 1
+        self._queue.put(operation)
+
+    def _run(self) -> None:
+        while (operation := self._queue.get()) is not None:
+            self._do(operation)
+        self._session.close()
+        while not self._queue.empty():
+            if (operation := self._queue.get()) is not None:
+                self._finish(operation, HandoffError("the connection to the decode worker ended"))
+
+    def _do(self, operation: _Operation) -> None:
+        failure: BaseException | None = None
+        task = operation.task
+        try:
+            if task.cancelled:
+                failure = HandoffError("cancelled")
+            elif operation.read:
+                self._read(operation)
+            else:
+                self._write(operation)
+        except Exception as exc:
+            failure = exc
+        self._finish(operation, failure)
+
+    def _read(self, operation: _Operation) -> None:
+        task = operation.task
+        failpoints.hit("prefill.before_read")
+        result = self._session.read_blocks(task.fence, operation.remote, operation.local)
+        task.read_bytes += result.nbytes
+        task.read_s += result.seconds
+        metrics.KV_READ_BYTES.labels(self.transport).inc(result.nbytes)
+
+    def _write(self, operation: _Operation) -> None:
+        task = operation.task
+        if operation.remote:
+            failpoints.hit("prefill.before_write")
+            result = self._session.write_blocks(task.fence, operation.local, operation.remote)
+            task.written_blocks += result.blocks
+            task.written_bytes += result.nbytes
+            task.write_s += result.seconds
+            metrics.KV_WRITE_BYTES.labels(self.transport).inc(result.nbytes)
+            metrics.KV_WRITE_SECONDS.labels(self.transport).inc(result.seconds)
+            failpoints.hit("prefill.after_write")
+
+    def _finish(self, operation: _Operation, failure: BaseException | None) -> None:
+        task = operation.task
+        with task.lock:
+            task.outstanding -= 1
+        try:
+            operation.done(task, failure)
+            if failure is not None and not operation.read:
+                task.cancel()
+                task.end(failure)
+            elif operation.last:
+                task.last_compute = task.last_compute or time.monotonic()
+                task.end(None)
+        except Exception:
+            logger.exception("a transfer callback failed")
+
+
+def _no_fence() -> object:
+    from pullfill.wire import FenceToken
+
+    return FenceToken(slot=0, epoch=0)
+
+
+_NO_FENCE = _no_fence()

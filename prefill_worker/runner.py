@@ -1,0 +1,366 @@
+"""One pulled job from delivery to settlement, and all that are under way.
+
+    deliver → check → claim → (prefix read, compute, write: engine and mover) → commit → ack
+
+The message is settled exactly once: ack when the job is committed or nobody needs it any more, nak
+when another worker may do better, term when it is poison. While it runs a heartbeat keeps the
+queue from handing it to another worker. Nothing here is trusted twice: which blocks may be written
+comes from the grant, never from the job.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from pullfill import failpoints, log, metrics, u32
+from pullfill.errors import BadMessage, ClaimRefused, HandoffError, PeerUnavailable, PullfillError
+from pullfill.prefill_worker.link import DecodeLink
+from pullfill.prefill_worker.task import PrefillTask
+from pullfill.queue.contract import Delivery
+from pullfill.wire import (
+    Commit,
+    Grant,
+    HandBack,
+    PrefillJob,
+    Quiet,
+    RefuseReason,
+    Revoke,
+    StageTimings,
+    decode,
+)
+
+if TYPE_CHECKING:
+    from pullfill.prefill_worker.engine import PrefillEngine
+    from pullfill.prefill_worker.links import Links
+
+logger = log.get("prefill_worker.runner")
+
+
+class JobRunner:
+    """Runs deliveries as asyncio tasks. `idle` is set while none is under way."""
+
+    def __init__(
+        self,
+        links: Links,
+        engine: PrefillEngine,
+        *,
+        heartbeat_s: float,
+        max_prompt_tokens: int,
+        on_change: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._links = links
+        self._engine = engine
+        self._heartbeat_s = heartbeat_s
+        self._max_prompt_tokens = max_prompt_tokens
+        self._on_change = on_change
+        self._running: dict[str, PrefillTask] = {}
+        self._jobs: set[asyncio.Task[None]] = set()
+        self._deliveries: dict[str, Delivery] = {}
+        self.in_flight_tokens = 0
+        self.completed = 0
+        self.failed = 0
+        self.idle = asyncio.Event()
+        self.idle.set()
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._jobs)
+
+    def start(self, delivery: Delivery) -> None:
+        """Run a delivery. A second delivery of a job that runs here only replaces the handle
+        that is settled at the end."""
+        if delivery.job_id in self._deliveries:
+            self._deliveries[delivery.job_id] = delivery
+            return
+        self._deliveries[delivery.job_id] = delivery
+        self.in_flight_tokens += delivery.tokens
+        self.idle.clear()
+        task = asyncio.create_task(self._run(delivery))
+        self._jobs.add(task)
+
+        def done(_: asyncio.Task[None]) -> None:
+            self._jobs.discard(task)
+            self._deliveries.pop(delivery.job_id, None)
+            self.in_flight_tokens -= delivery.tokens
+            if not self._jobs:
+                self.idle.set()
+            self._on_change()
+
+        task.add_done_callback(done)
+
+    async def abandon(self) -> None:
+        """Stop now: hand every job back to the queue and to its decode worker."""
+        for job in list(self._jobs):
+            job.cancel()
+        await asyncio.gather(*self._jobs, return_exceptions=True)
+
+    # ------------------------------------------------------------------ events from links
+
+    def revoked(self, link: DecodeLink, revoke: Revoke) -> None:
+        """The decode worker takes the grant back: stop, then say so when no copy runs."""
+        task = self._running.get(revoke.job_id)
+        if task is None or task.attempt != revoke.attempt:
+            return
+        metrics.STALE_REFUSED.labels("revoked").inc()
+        task.cancel()
+        task.end(HandoffError(f"revoked: {revoke.reason}"))
+
+        async def quiet() -> None:
+            await asyncio.to_thread(task.mover.flush)
+            link.send(
+                Quiet(job_id=task.job_id, attempt=task.attempt, incarnation=revoke.incarnation)
+            )
+
+        self._keep(asyncio.create_task(quiet()))
+
+    def link_lost(self, link: DecodeLink) -> None:
+        """Every task granted over this connection is over."""
+        instance = link.record.instance_id
+        for task in list(self._running.values()):
+            if self._engine.decode_instance_of(task) == instance:
+                task.cancel()
+                task.end(PeerUnavailable(f"lost decode worker {instance}"))
+
+    def _keep(self, task: asyncio.Task[None]) -> None:
+        self._jobs.add(task)
+        task.add_done_callback(self._jobs.discard)
+
+    # ------------------------------------------------------------------ one job
+
+    async def _run(self, delivery: Delivery) -> None:
+        beat = asyncio.create_task(self._heartbeat(delivery.job_id))
+        try:
+            await self._handle(delivery)
+        except asyncio.CancelledError:
+            with contextlib.suppress(Exception):
+                await self._latest(delivery).nak()
+            raise
+        except BadMessage as exc:
+            self.failed += 1
+            metrics.DEAD_LETTER.inc()
+            logger.error("job %s is poison, dead-lettered: %s", delivery.job_id, exc)
+            await self._settle(delivery, "term", str(exc))
+        except Exception:
+            self.failed += 1
+            logger.exception("job %s failed; giving it back", delivery.job_id)
+            await self._settle(delivery, "nak")
+        finally:
+            beat.cancel()
+
+    async def _handle(self, delivery: Delivery) -> None:
+        job = decode(delivery.body, PrefillJob)
+        tokens = u32.unpack(job.token_ids)
+        if not tokens or job.job_id != delivery.job_id:
+            raise BadMessage("no tokens, or the job id is not the message's")
+        failpoints.hit("prefill.before_claim")
+        try:
+            link = await self._links.find(job.decode_instance)
+            started = time.monotonic()
+            grant = await self._claim(link, job, delivery)
+            claim_ms = (time.monotonic() - started) * 1e3
+        except ClaimRefused as exc:
+            metrics.CLAIM.labels(exc.reason).inc()
+            await self._settle(delivery, "ack")
+            return
+        except PeerUnavailable as exc:
+            gone = not self._links.knows(job.decode_instance)
+            logger.info("job %s: %s%s", job.job_id, exc, "; dropped" if gone else "")
+            await self._settle(delivery, "ack" if gone else "nak", delay_s=0.5)
+            return
+        metrics.CLAIM.labels("granted").inc()
+        await self._work(link, job, tokens, grant, delivery, claim_ms)
+
+    async def _claim(self, link: DecodeLink, job: PrefillJob, delivery: Delivery) -> Grant:
+        give_up = time.monotonic() + job.timeout_s
+        while True:
+            try:
+                return await link.claim(
+                    job.job_id, job.incarnation, delivery.number, delivery.ack_subject
+                )
+            except ClaimRefused as exc:
+                retry = exc.retry_after_s
+                if exc.reason != RefuseReason.HELD.value or retry is None:
+                    raise
+                if time.monotonic() + retry > give_up:
+                    raise
+                await asyncio.sleep(retry)
+
+    async def _work(
+        self,
+        link: DecodeLink,
+        job: PrefillJob,
+        tokens: list[int],
+        grant: Grant,
+        delivery: Delivery,
+        claim_ms: float,
+    ) -> None:
+        failpoints.hit("prefill.after_claim")
+        give_back = HandBackOnce(link, grant)
+        task: PrefillTask | None = None
+        try:
+            self._check(job, delivery, tokens, grant)
+            done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            task = PrefillTask(
+                request_id=f"{job.job_id}.{grant.attempt}",
+                job_id=job.job_id,
+                attempt=grant.attempt,
+                token_ids=tokens,
+                block_size=job.block_size,
+                hit_tokens=grant.hit_tokens,
+                remote_blocks=u32.unpack(grant.block_ids),
+                fence=grant.fence,
+                cache_salt=job.cache_salt,
+                priority=job.priority,
+                mover=await link.mover(),
+                on_done=_resolver(done),
+            )
+            self._running[job.job_id] = task
+            self._engine.submit(task, link.record.instance_id)
+            await asyncio.wait_for(done, grant.deadline_s)
+            await self._commit(link, task, grant, delivery, claim_ms)
+        except asyncio.CancelledError:
+            give_back("stopping", retry=True)
+            raise
+        except BadMessage as exc:
+            give_back(str(exc), retry=False)
+            raise
+        except (PullfillError, TimeoutError) as exc:
+            self.failed += 1
+            retry = not isinstance(exc, _TooLong)
+            logger.warning("job %s attempt %d: %s", job.job_id, grant.attempt, exc or "timeout")
+            give_back(str(exc) or "timeout", retry=retry)
+            await self._settle(delivery, "nak" if retry else "ack", delay_s=0.05)
+        finally:
+            if task is not None:
+                task.cancel()
+                self._running.pop(job.job_id, None)
+                self._engine.end(task)
+
+    async def _commit(
+        self,
+        link: DecodeLink,
+        task: PrefillTask,
+        grant: Grant,
+        delivery: Delivery,
+        claim_ms: float,
+    ) -> None:
+        failpoints.hit("prefill.before_commit")
+        timings = StageTimings(
+            queue_ms=delivery.age_s * 1e3,
+            claim_ms=claim_ms,
+            prefix_read_ms=task.read_s * 1e3,
+            prefill_ms=max(0.0, task.last_compute - (task.first_step or task.started)) * 1e3,
+            kv_write_ms=task.write_s * 1e3,
+        )
+        reply = await link.commit(
+            lambda rid: Commit(
+                rid=rid,
+                job_id=task.job_id,
+                attempt=task.attempt,
+                incarnation=grant.incarnation,
+                parts=task.parts,
+                blocks=task.written_blocks,
+                kv_bytes=task.written_bytes,
+                prefix_read_bytes=task.read_bytes,
+                timings=timings,
+            )
+        )
+        failpoints.hit("prefill.before_ack")
+        if reply.ok:
+            self.completed += 1
+        else:
+            self.failed += 1
+            logger.warning("commit of job %s refused: %s", task.job_id, reply.reason)
+        await self._settle(delivery, "ack")
+
+    def _check(self, job: PrefillJob, delivery: Delivery, tokens: list[int], grant: Grant) -> None:
+        """Whether the pulled job is the one the decode worker granted, and fits here."""
+        digest = hashlib.blake2b(delivery.body, digest_size=16).digest()
+        if digest != grant.job_digest:
+            raise BadMessage("the job differs from what the decode worker published")
+        blocks = len(u32.unpack(grant.block_ids))
+        if blocks != -(-len(tokens) // job.block_size) or grant.hit_tokens % job.block_size:
+            raise BadMessage("the grant's blocks do not match the job's tokens")
+        if job.block_size != self._engine.block_size or job.compat != self._engine.compat_hash:
+            raise BadMessage("block size or compatibility hash is not this worker's")
+        if len(tokens) > self._max_prompt_tokens:
+            raise _TooLong(
+                f"prompt of {len(tokens)} tokens is longer than this prefill worker takes "
+                f"({self._max_prompt_tokens})"
+            )
+
+    # ------------------------------------------------------------------ the message
+
+    def _latest(self, delivery: Delivery) -> Delivery:
+        return self._deliveries.get(delivery.job_id, delivery)
+
+    async def _settle(
+        self, delivery: Delivery, verb: str, reason: str = "", delay_s: float = 0.0
+    ) -> None:
+        current = self._latest(delivery)
+        try:
+            if verb == "ack":
+                await current.ack()
+            elif verb == "term":
+                await current.term(reason)
+            else:
+                await current.nak(delay_s)
+        except PullfillError as exc:
+            # It will be redelivered and refused at the claim, or served by another worker.
+            logger.warning("could not %s job %s: %s", verb, delivery.job_id, exc)
+
+    async def _heartbeat(self, job_id: str) -> None:
+        while True:
+            await asyncio.sleep(self._heartbeat_s)
+            with contextlib.suppress(PullfillError):
+                if (delivery := self._deliveries.get(job_id)) is not None:
+                    await delivery.in_progress()
+
+
+class _TooLong(HandoffError):
+    """This worker's context is shorter than the decode worker's."""
+
+
+class HandBackOnce:
+    """Tells the decode worker, at most once, that the attempt is over here."""
+
+    def __init__(self, link: DecodeLink, grant: Grant) -> None:
+        self._link = link
+        self._grant: Grant | None = grant
+
+    def __call__(self, cause: str, *, retry: bool) -> None:
+        grant, self._grant = self._grant, None
+        if grant is not None:
+            self._link.send(
+                HandBack(
+                    job_id=grant.job_id,
+                    attempt=grant.attempt,
+                    incarnation=grant.incarnation,
+                    cause=cause[:500],
+                    retry=retry,
+                )
+            )
+
+
+def _resolver(done: asyncio.Future[None]) -> Callable[[BaseException | None], None]:
+    loop = done.get_loop()
+
+    def resolve(failure: BaseException | None) -> None:
+        def set_it() -> None:
+            if done.done():
+                return
+            if failure is None:
+                done.set_result(None)
+            elif isinstance(failure, PullfillError):
+                done.set_exception(failure)
+            else:
+                done.set_exception(HandoffError(repr(failure)))
+
+        loop.call_soon_threadsafe(set_it)
+
+    return resolve

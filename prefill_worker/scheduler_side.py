@@ -1,0 +1,166 @@
+"""The prefill worker's half of the connector that runs inside the scheduler.
+
+Engine thread only. For each task it asks for the prefix blocks the decode worker has and this
+engine lacks, and after each step it says which blocks are now complete and go out. Blocks that
+were a prefix hit on this side only are written too: the decode worker does not have them.
+
+A block leaves this engine's hands only when nothing copies from it any more: a finished request
+keeps its blocks until its last write is over, and a preempted one is flushed first.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pullfill import log
+from pullfill.errors import HandoffError
+from pullfill.prefill_worker.context import PrefillContext
+from pullfill.prefill_worker.task import PrefillTask
+
+logger = log.get("prefill_worker.scheduler")
+
+
+@dataclass(slots=True)
+class Write:
+    """Blocks of one task that are complete after this step."""
+
+    task: PrefillTask
+    local: list[int]
+    remote: list[int]
+    last: bool
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """What the worker half does around one step."""
+
+    writes: list[Write] = field(default_factory=list)
+    preempted: list[PrefillTask] = field(default_factory=list)
+    read_ok: set[str] = field(default_factory=set)
+    read_failed: set[str] = field(default_factory=set)
+    sent: set[str] = field(default_factory=set)
+
+
+class SchedulerSide:
+    """Reads before, writes after, and the reports vLLM needs for both."""
+
+    def __init__(self, context: PrefillContext, block_size: int) -> None:
+        self._context = context
+        self._block_size = block_size
+        self._manager: Any = None
+        self._reads_done: deque[tuple[PrefillTask, BaseException | None]] = deque()
+        self._sends_done: deque[str] = deque()
+
+    def bind_manager(self, manager: Any) -> None:
+        """vLLM's KVCacheManager, asked for block tables."""
+        self._manager = manager
+
+    @property
+    def has_work(self) -> bool:
+        """Reports are waiting for a step."""
+        return bool(self._reads_done or self._sends_done)
+
+    def matched(self, request: Any, hit_tokens: int) -> tuple[int, bool]:
+        """Tokens to read from the decode worker beyond this engine's own prefix hit."""
+        task = self._context.tasks.get(request.request_id)
+        if task is None or task.read_asked or task.cancelled:
+            return 0, False
+        missing = task.hit_tokens - hit_tokens
+        return (missing, True) if missing > 0 else (0, False)
+
+    def allocated(self, request: Any, block_ids: Sequence[int], external_tokens: int) -> None:
+        """Blocks are there: start the prefix read if there is one."""
+        task = self._context.tasks.get(request.request_id)
+        if task is None:
+            return
+        task.request = request
+        if not external_tokens or task.read_asked:
+            return
+        task.read_asked = True
+        end = task.hit_tokens // self._block_size
+        start = end - external_tokens // self._block_size
+        task.mover.read(task, task.remote_blocks[start:end], block_ids[start:end], self._read_done)
+
+    def plan(self, scheduler_output: Any) -> StepPlan:
+        """What is complete after the step described by vLLM's SchedulerOutput."""
+        plan = StepPlan()
+        while self._reads_done:
+            task, failure = self._reads_done.popleft()
+            if failure is not None and not task.cancelled:
+                # The prefix can be computed here as well; the job goes on.
+                logger.warning("prefix read for job %s failed: %s", task.job_id, failure)
+            (plan.read_failed if failure is not None else plan.read_ok).add(task.request_id)
+        while self._sends_done:
+            plan.sent.add(self._sends_done.popleft())
+        for request_id in scheduler_output.preempted_req_ids or ():
+            if (task := self._context.tasks.get(request_id)) is not None:
+                task.scheduled_blocks = task.first_target
+                plan.preempted.append(task)
+        for request_id, count in scheduler_output.num_scheduled_tokens.items():
+            if (task := self._context.tasks.get(request_id)) is not None and not task.cancelled:
+                self._plan_write(plan, task, count)
+        return plan
+
+    def _plan_write(self, plan: StepPlan, task: PrefillTask, scheduled_tokens: int) -> None:
+        task.first_step = task.first_step or time.monotonic()
+        computed = task.request.num_computed_tokens + scheduled_tokens
+        whole = computed >= len(task.token_ids)
+        upto = task.total_blocks if whole else computed // self._block_size
+        start = task.scheduled_blocks
+        if upto <= start:
+            return
+        local = list(self._manager.get_block_ids(task.request_id)[0])
+        task.scheduled_blocks = upto
+        task.parts += 1
+        plan.writes.append(
+            Write(task, local[start:upto], task.remote_blocks[start:upto], last=whole)
+        )
+
+    def preempted(self, tasks: Sequence[PrefillTask]) -> None:
+        """Their blocks are about to be overwritten: wait for copies that still read them."""
+        for task in tasks:
+            task.mover.flush()
+            with task.lock:
+                task.written_blocks = 0
+
+    def start_writes(self, plan: StepPlan) -> None:
+        """The step has run; hand its finished blocks to the movers."""
+        now = time.monotonic()
+        for write in plan.writes:
+            write.task.last_compute = now
+            write.task.mover.write(
+                write.task, write.local, write.remote, write.last, self._write_done
+            )
+
+    def finished(self, request_id: str) -> bool:
+        """vLLM is done with the request. True: keep its blocks until `sent` names it."""
+        task = self._context.tasks.get(request_id)
+        if task is None:
+            return False
+        with task.lock:
+            busy = task.outstanding > 0
+            # A pending prefix read is reported as a receive, which also frees the blocks.
+            task.freed_by_report = busy and not (task.read_asked and task.first_step == 0.0)
+        if task.scheduled_blocks < task.total_blocks:
+            task.cancel()
+            task.end(HandoffError("the engine ended the request early"))
+        return task.freed_by_report
+
+    # ------------------------------------------------------------------ mover threads
+
+    def _read_done(self, task: PrefillTask, failure: BaseException | None) -> None:
+        self._reads_done.append((task, failure))
+        self._context.wake()
+
+    def _write_done(self, task: PrefillTask, failure: BaseException | None) -> None:
+        with task.lock:
+            report = task.freed_by_report and task.outstanding == 0
+            if report:
+                task.freed_by_report = False
+        if report:
+            self._sends_done.append(task.request_id)
+            self._context.wake()

@@ -1,0 +1,82 @@
+"""One granted prefill on this worker, from claim to commit.
+
+Shared by three threads: asyncio (owner, creates and ends it), engine (schedules blocks), mover
+(copies them). Fields say who writes them; `lock` guards the counters two threads touch.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from pullfill.wire import FenceToken
+
+
+@dataclass(slots=True, eq=False)
+class PrefillTask:
+    """remote_blocks: decode-side block of each block of the prompt, hit blocks first.
+
+    first_target: index of the first block to be written (everything before is the decode worker's
+    own prefix hit). on_done: called once, from any thread, with None when all blocks are written,
+    else with the failure.
+    """
+
+    request_id: str
+    job_id: str
+    attempt: int
+    token_ids: list[int]
+    block_size: int
+    hit_tokens: int
+    remote_blocks: list[int]
+    fence: FenceToken
+    cache_salt: str | None
+    priority: int
+    mover: Any
+    on_done: Callable[[BaseException | None], None]
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    # engine thread
+    request: Any = None
+    scheduled_blocks: int = 0
+    read_asked: bool = False
+    freed_by_report: bool = False
+    parts: int = 0
+    # engine and mover threads, under lock
+    outstanding: int = 0
+    cancelled: bool = False
+    ended: bool = False
+    written_blocks: int = 0
+    written_bytes: int = 0
+    read_bytes: int = 0
+    write_s: float = 0.0
+    read_s: float = 0.0
+    # timing, monotonic seconds
+    started: float = field(default_factory=time.monotonic)
+    first_step: float = 0.0
+    last_compute: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.scheduled_blocks = self.first_target
+
+    @property
+    def first_target(self) -> int:
+        return self.hit_tokens // self.block_size
+
+    @property
+    def total_blocks(self) -> int:
+        return -(-len(self.token_ids) // self.block_size)
+
+    def end(self, failure: BaseException | None) -> None:
+        """Report the end once; later calls do nothing."""
+        with self.lock:
+            if self.ended:
+                return
+            self.ended = True
+        self.on_done(failure)
+
+    def cancel(self) -> None:
+        """Queued copies of this task become no-ops; a running batch ends by itself."""
+        with self.lock:
+            self.cancelled = True

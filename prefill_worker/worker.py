@@ -1,0 +1,267 @@
+"""The prefill worker's parts, put together; see main.py for its life."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from typing import Any
+
+from pullfill import __version__, log
+from pullfill.config import ClusterRef, WorkerOptions
+from pullfill.engine import args, compat
+from pullfill.engine.host import EngineHost
+from pullfill.engine.thread import EngineThread
+from pullfill.host import host_id
+from pullfill.ids import new_instance_id
+from pullfill.lifecycle import Stop, until
+from pullfill.prefill_worker import context as contexts
+from pullfill.prefill_worker.context import PrefillContext
+from pullfill.prefill_worker.engine import PrefillEngine
+from pullfill.prefill_worker.link import DecodeLink
+from pullfill.prefill_worker.links import Links
+from pullfill.prefill_worker.mover import Mover
+from pullfill.prefill_worker.puller import Puller
+from pullfill.prefill_worker.runner import JobRunner
+from pullfill.probe import ProbeServer
+from pullfill.queue.contract import QueueConfig
+from pullfill.queue.jetstream import JetStreamConsumer
+from pullfill.registry.client import EtcdClient
+from pullfill.registry.directory import Directory
+from pullfill.registry.membership import Membership
+from pullfill.transfer.choose import choose
+from pullfill.transfer.shm.peer import ShmTransport
+from pullfill.wire import Compat, Hello, RegionDescriptor, Revoke, WorkerRecord, WorkerState
+
+logger = log.get("prefill_worker")
+
+_MAX_JOBS = 32
+
+
+class PrefillWorker:
+    """Lives on the process's asyncio loop; the engine and each mover have threads of their own."""
+
+    def __init__(self, cluster: ClusterRef, options: WorkerOptions, vllm_args: list[str]) -> None:
+        self._cluster = cluster
+        self._options = options
+        self._vllm_args = vllm_args
+        self._instance_id = options.instance_id or new_instance_id("prefill")
+        self._stop = Stop()
+        self._started_at = time.time()
+        self._state = WorkerState.READY
+        self._config: Any = None
+        self._served_name = ""
+        self._compat: Compat | None = None
+        self._directory: Directory | None = None
+        self._runner: JobRunner | None = None
+        self._links: Links | None = None
+        self._engine: PrefillEngine | None = None
+        self._host: EngineHost | None = None
+        self._probe: ProbeServer | None = None
+        self._transports = [ShmTransport()]
+        self._context = PrefillContext(self._instance_id, wake=self._wake_engine)
+
+    async def serve(self) -> int:
+        """Start everything, wait, leave. Returns the exit code."""
+        self._stop.install()
+        contexts.install(self._context)
+        engine = EngineThread(self._make_host, self._on_built)
+        engine.start()
+        wait_s = self._options.connect_timeout_s
+        etcd = await EtcdClient.connect(self._cluster.etcd_url, wait_s=wait_s, on_retry=_say)
+        directory = Directory(
+            etcd, self._cluster.namespace, ["decode"], ttl_s=self._options.lease_ttl_s
+        )
+        await directory.start()
+        self._directory = directory
+        host = await engine.ready
+        assert self._compat is not None
+        queue_config = QueueConfig(
+            namespace=self._cluster.namespace, compat_hash=self._compat.hash()
+        )
+        consumer = await JetStreamConsumer.connect(
+            self._cluster.nats_url, queue_config, wait_s=wait_s, on_event=_say
+        )
+        puller = self._assemble(host, consumer, queue_config)
+        assert self._links is not None
+        assert self._runner is not None
+        probe = ProbeServer(self._options.host, self._ready, self._status)
+        await probe.start()
+        self._probe = probe
+        membership = Membership(
+            etcd, self._cluster.namespace, self._options.lease_ttl_s, self._make_record
+        )
+        try:
+            await membership.join()
+            self._links.start()
+            puller.start()
+            logger.info("%s is pulling (%s)", self._instance_id, self._served_name)
+            await until(self._stop.drain, membership.revoked, engine.dead)
+            code = await self._leave(engine, membership, puller)
+        finally:
+            await membership.leave()
+            await puller.stop()
+            await self._runner.abandon()
+            await self._links.close()
+            await probe.stop()
+            await engine.stop()
+            await consumer.close()
+            await directory.close()
+            await etcd.close()
+        return code
+
+    async def _leave(self, engine: EngineThread, membership: Membership, puller: Puller) -> int:
+        assert self._runner is not None
+        if engine.dead.is_set():
+            logger.error("the engine is gone (%r): leaving", engine.failure)
+            await self._runner.abandon()
+            return 1
+        if membership.revoked.is_set():
+            self._stop.ask("lease revoked")
+        self._state = WorkerState.DRAINING
+        await membership.set_state(WorkerState.DRAINING)
+        await puller.stop()
+        finished = await self._stop.race(self._runner.idle.wait(), self._options.drain_timeout_s)
+        if not finished:
+            logger.warning("handing %d jobs back", self._runner.in_flight)
+            await self._runner.abandon()
+        logger.info("drained")
+        return 0
+
+    # ------------------------------------------------------------------ engine thread
+
+    def _make_host(self) -> EngineHost:
+        self._config, self._served_name = args.build_config(
+            self._options.model,
+            self._vllm_args,
+            connector="PrefillConnector",
+            module="pullfill.prefill_worker.connector",
+            kv_role="kv_both",
+            engine_id=self._instance_id,
+        )
+        return EngineHost(self._config, on_outputs=self._on_outputs, before_step=self._before_step)
+
+    def _on_built(self, host: EngineHost, core: Any) -> None:
+        memory = self._context.memory
+        assert memory is not None, "vLLM registered no KV cache with the connector"
+        self._compat = compat.describe(
+            self._config,
+            self._served_name,
+            num_layers=memory.layout.num_layers,
+            page_bytes=memory.layout.page_bytes,
+        )
+        self._host = host
+
+    def _on_outputs(self, outputs: dict[int, Any]) -> None:
+        if self._engine is not None:
+            self._engine.on_outputs(outputs)
+
+    def _before_step(self) -> bool:
+        return bool(self._context.side is not None and self._context.side.has_work)
+
+    def _wake_engine(self) -> None:
+        if self._host is not None:
+            self._host.wake()
+
+    # ------------------------------------------------------------------ asyncio thread
+
+    def _assemble(
+        self, host: EngineHost, consumer: JetStreamConsumer, queue_config: QueueConfig
+    ) -> Puller:
+        assert self._compat is not None
+        assert self._directory is not None
+        config = self._config
+        self._engine = PrefillEngine(
+            host,
+            self._context,
+            block_size=config.cache_config.block_size,
+            compat_hash=self._compat.hash(),
+        )
+        self._links = Links(
+            self._directory,
+            Hello(
+                prefill_instance=self._instance_id,
+                host_id=host_id(),
+                compat=self._compat.hash(),
+                transports=[t.name for t in self._transports],
+            ),
+            self._compat,
+            self._open_mover,
+            self._on_revoke,
+            self._on_lost,
+        )
+        self._runner = JobRunner(
+            self._links,
+            self._engine,
+            heartbeat_s=queue_config.ack_wait_s / 3,
+            max_prompt_tokens=config.model_config.max_model_len - 1,
+            on_change=lambda: puller.changed(),
+        )
+        # Two steps' worth: while one prompt is written, the next is computed.
+        budget = 2 * config.scheduler_config.max_num_batched_tokens
+        puller = Puller(consumer, self._runner, budget_tokens=budget, max_jobs=_MAX_JOBS)
+        return puller
+
+    async def _open_mover(self, record: WorkerRecord) -> Mover:
+        """Connect to a decode worker's KV memory by its descriptor from the registry."""
+        assert self._directory is not None
+        assert self._compat is not None
+        memory = self._context.memory
+        assert memory is not None
+        descriptor = await self._directory.descriptor(record.instance_id, 0, expect=self._compat)
+        transport, why_not = choose(descriptor, self._transports)
+        for name, reason in why_not:
+            logger.info("%s: not over %s: %s", record.instance_id, name, reason)
+        session = await asyncio.to_thread(transport.connect, memory, descriptor)
+        logger.info("writing to %s over %s", record.instance_id, transport.name)
+        return Mover(session, record.instance_id)
+
+    def _on_revoke(self, link: DecodeLink, revoke: Revoke) -> None:
+        assert self._runner is not None
+        self._runner.revoked(link, revoke)
+
+    def _on_lost(self, link: DecodeLink) -> None:
+        assert self._runner is not None
+        self._runner.link_lost(link)
+
+    def _make_record(self, incarnation: str) -> tuple[WorkerRecord, list[RegionDescriptor]]:
+        assert self._compat is not None
+        assert self._probe is not None
+        record = WorkerRecord(
+            instance_id=self._instance_id,
+            incarnation=incarnation,
+            role="prefill",
+            state=self._state,
+            model=self._served_name,
+            model_path=self._options.model,
+            compat=self._compat,
+            host=self._options.host,
+            host_id=host_id(),
+            pid=os.getpid(),
+            started_at=self._started_at,
+            http=self._probe.url,
+            max_model_len=self._config.model_config.max_model_len,
+            version=__version__,
+        )
+        return record, []
+
+    def _ready(self) -> tuple[bool, dict[str, Any]]:
+        connected = self._links.connected if self._links is not None else []
+        return self._state is WorkerState.READY, {"state": self._state, "decode": connected}
+
+    def _status(self) -> dict[str, Any]:
+        runner = self._runner
+        return {
+            "state": self._state,
+            "load": {
+                "jobs": runner.in_flight if runner else 0,
+                "tokens": runner.in_flight_tokens if runner else 0,
+                "completed": runner.completed if runner else 0,
+                "failed": runner.failed if runner else 0,
+                "decode_workers": self._links.connected if self._links else [],
+            },
+        }
+
+
+def _say(text: str) -> None:
+    logger.warning("%s", text)

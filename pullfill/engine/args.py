@@ -1,0 +1,78 @@
+"""vLLM's own command-line flags, turned into a VllmConfig with our connector in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from pullfill.errors import ConfigError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+_OURS = "--kv-transfer-config"
+
+
+class _Refused(Exception):
+    """argparse wanted to exit."""
+
+
+def build_config(
+    model: str,
+    vllm_args: Sequence[str],
+    *,
+    connector: str,
+    module: str,
+    kv_role: str,
+    engine_id: str,
+) -> tuple[VllmConfig, str]:
+    """Parse `vllm_args` and return (config, served model name).
+
+    connector, module: class and module of our KV connector; kv_role: vLLM's word for it.
+    Raises ConfigError naming what is wrong with the flags or the model path.
+    """
+    from vllm.config import KVTransferConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    if any(arg.split("=")[0] == _OURS for arg in vllm_args):
+        raise ConfigError(f"{_OURS} is pullfill's own to set: remove it")
+
+    class Parser(FlexibleArgumentParser):  # type: ignore[misc]
+        def error(self, message: str) -> Any:
+            raise _Refused(message)
+
+    parser = AsyncEngineArgs.add_cli_args(Parser(prog="pullfill", exit_on_error=False))
+    try:
+        namespace = parser.parse_args(["--model", model, *vllm_args])
+    except _Refused as exc:
+        raise ConfigError(f"vLLM does not accept these flags: {exc}") from exc
+    args = AsyncEngineArgs.from_cli_args(namespace)
+    args.kv_transfer_config = KVTransferConfig(
+        kv_connector=connector,
+        kv_connector_module_path=module,
+        kv_role=kv_role,
+        engine_id=engine_id,
+        kv_load_failure_policy="recompute",
+    )
+    if args.async_scheduling is None and _is_cpu():
+        # Nothing to overlap with on a CPU, and one step less between commit and first token.
+        args.async_scheduling = False
+    try:
+        config = args.create_engine_config()
+    except (ValueError, OSError, RuntimeError) as exc:
+        raise ConfigError(f"cannot load model {model!r}: {_first_line(exc)}") from exc
+    names = namespace.served_model_name
+    served = names[0] if isinstance(names, list) else names
+    return config, served or model
+
+
+def _is_cpu() -> bool:
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
+
+
+def _first_line(exc: BaseException) -> str:
+    text = str(exc).strip()
+    return text.splitlines()[0] if text else type(exc).__name__

@@ -1,0 +1,81 @@
+"""The compatibility record of a worker: what two of them must share to exchange KV bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pullfill.wire import Compat
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+_SAMPLE = 1 << 16
+
+
+def model_fingerprint(model: str, revision: str | None = None) -> str:
+    """16 hex digits that differ when the weights or the architecture differ.
+
+    For a directory: config.json plus, for each weight file, its size, its first 64 KiB (the
+    safetensors header and first tensors) and 64 KiB from the middle and the end. Reading whole
+    checkpoints would cost minutes. For a hub name: the name and revision.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    root = Path(model)
+    if not root.is_dir():
+        digest.update(f"{model}@{revision}".encode())
+        return digest.hexdigest()
+    config = root / "config.json"
+    if config.exists():
+        # Key order and where it was saved from do not matter.
+        text = json.loads(config.read_text())
+        text.pop("_name_or_path", None)
+        digest.update(json.dumps(text, sort_keys=True).encode())
+    for path in sorted(root.glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name}:{size}".encode())
+        with path.open("rb") as file:
+            for offset in (0, size // 2, max(0, size - _SAMPLE)):
+                file.seek(offset)
+                digest.update(file.read(_SAMPLE))
+    return digest.hexdigest()
+
+
+def describe(config: VllmConfig, served_name: str, *, num_layers: int, page_bytes: int) -> Compat:
+    """The record of this engine. num_layers, page_bytes: as register_kv_caches saw them (bytes of
+    one layer, block and KV head)."""
+    import vllm
+    from vllm.platforms import current_platform
+
+    model = config.model_config
+    return Compat(
+        model=served_name,
+        model_fingerprint=model_fingerprint(model.model, model.revision),
+        vllm=vllm.__version__,
+        dtype=str(model.dtype).removeprefix("torch."),
+        kv_cache_dtype=str(config.cache_config.cache_dtype),
+        block_size=int(config.cache_config.block_size),
+        layout="LBHNC",
+        num_layers=num_layers,
+        num_kv_heads=model.get_total_num_kv_heads(),
+        page_bytes=page_bytes,
+        isa=_isa() if current_platform.is_cpu() else current_platform.device_type,
+    )
+
+
+def _isa() -> str:
+    """CPU attention may reorder K by what the processor offers, so KV bytes are only exchanged
+    between processors that offer the same."""
+    flags: set[str] = set()
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith(("flags", "Features")):
+                flags = set(line.split(":", 1)[1].split())
+                break
+    except OSError:
+        pass
+    best = next((f for f in ("amx_tile", "avx512f", "avx2", "asimd") if f in flags), "plain")
+    return f"{platform.machine()}-{best}"

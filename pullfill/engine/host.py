@@ -1,0 +1,160 @@
+"""One vLLM engine core, stepped by one thread of this process.
+
+Lifecycle: `EngineHost(...)` only remembers; `run()` (the engine thread) builds the engine, then
+loops until `stop()`; everything that touches the engine runs on that thread. Other threads hand
+work over with `submit`, or wake the loop with `wake`.
+
+The loop: run what was submitted, poll the registered descriptors, step the engine if a step can
+do something, else block in poll. vLLM's own loop spins while a request waits for remote KV; this
+one sleeps until the ledger (or a deadline) wakes it, so waiting costs no CPU and steals none from
+the engine next door.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import zmq
+
+from pullfill import log
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.engine import EngineCoreOutputs
+    from vllm.v1.engine.core import EngineCore
+
+logger = log.get("engine.host")
+
+_BLOCKED_POLL_MS = 2
+_IDLE_POLL_MS = 1_000
+
+
+class EngineHost:
+    """Owns the engine core and its thread's loop.
+
+    on_outputs: called on the engine thread after each step with {client index: outputs}.
+    before_step: called on the engine thread before each step or sleep; returns True when the
+    engine must step even if nothing is scheduled (connector work is pending).
+    """
+
+    def __init__(
+        self,
+        config: VllmConfig,
+        *,
+        on_outputs: Callable[[dict[int, EngineCoreOutputs]], None],
+        before_step: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._config = config
+        self._on_outputs = on_outputs
+        self._before_step = before_step
+        self._todo: deque[Callable[[EngineCore], None]] = deque()
+        self._wakefd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._stopping = False
+        self._fd_handlers: dict[Any, Callable[[], None]] = {}
+        self._poller: zmq.Poller | None = None
+        self.ready = threading.Event()
+        self.failure: BaseException | None = None
+        self.core: EngineCore | None = None
+        self.last_progress = time.monotonic()
+        self.steps = 0
+
+    # ------------------------------------------------------------------ any thread
+
+    def submit(self, work: Callable[[EngineCore], None]) -> None:
+        """Run `work(core)` on the engine thread before its next step."""
+        self._todo.append(work)
+        self.wake()
+
+    def wake(self) -> None:
+        """Make the loop look around. Safe from any thread, also after the end."""
+        with contextlib.suppress(OSError, ValueError):
+            os.eventfd_write(self._wakefd, 1)
+
+    def stop(self) -> None:
+        """Leave the loop after the current step. Requests still inside are dropped."""
+        self._stopping = True
+        self.wake()
+
+    # ------------------------------------------------------------------ engine thread
+
+    def register(self, socket: Any, handler: Callable[[], None]) -> None:
+        """Poll a ZMQ socket or descriptor for reading in the loop (engine thread only)."""
+        assert self._poller is not None
+        self._fd_handlers[socket] = handler
+        self._poller.register(socket, zmq.POLLIN)
+
+    def build(self) -> EngineCore:
+        """Load the model and allocate the KV cache. Engine thread only; takes seconds."""
+        from vllm.v1.engine.core import EngineCore
+        from vllm.v1.executor import Executor
+
+        self._poller = zmq.Poller()
+        self._poller.register(self._wakefd, zmq.POLLIN)
+        self.core = EngineCore(self._config, Executor.get_class(self._config), log_stats=True)
+        return self.core
+
+    def run(self, on_built: Callable[[EngineCore], None] = lambda _core: None) -> None:
+        """Build, then loop until `stop`. Sets `ready`, or `failure` and `ready`."""
+        try:
+            core = self.build()
+            on_built(core)
+        except BaseException as exc:
+            self.failure = exc
+            self.ready.set()
+            raise
+        self.ready.set()
+        try:
+            self._loop(core)
+        except BaseException as exc:
+            self.failure = exc
+            raise
+        finally:
+            with contextlib.suppress(Exception):
+                core.shutdown()
+
+    def _loop(self, core: EngineCore) -> None:
+        assert self._poller is not None
+        timeout = 0
+        while not self._stopping:
+            self._take_in(core, timeout)
+            must_step = self._before_step()
+            if not must_step and not core.scheduler.has_requests() and not core.batch_queue:
+                timeout = _IDLE_POLL_MS if not self._todo else 0
+                self.last_progress = time.monotonic()
+                continue
+            outputs, executed = core.step_fn()
+            if outputs:
+                self._on_outputs(outputs)
+            core.post_step(executed)
+            self.steps += 1
+            self.last_progress = time.monotonic()
+            timeout = 0 if executed or core.batch_queue else self._pause(core)
+
+    def _take_in(self, core: EngineCore, timeout_ms: int) -> None:
+        assert self._poller is not None
+        for socket, _ in self._poller.poll(timeout_ms):
+            if socket == self._wakefd:
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(self._wakefd)
+            else:
+                self._fd_handlers[socket]()
+        while self._todo:
+            self._todo.popleft()(core)
+
+    def _pause(self, core: EngineCore) -> int:
+        """How long to sleep after a step that ran no model, ms. Requests that wait for remote KV
+        (and finished ones whose blocks wait for a report) end their wait by `wake`; a request
+        that waits for anything else (a grammar being compiled) is asked again soon."""
+        from vllm.v1.request import RequestStatus
+
+        remote = RequestStatus.WAITING_FOR_REMOTE_KVS
+        for request in core.scheduler.requests.values():  # type: ignore[attr-defined]
+            if request.status is not remote and not RequestStatus.is_finished(request.status):
+                return _BLOCKED_POLL_MS
+        return _IDLE_POLL_MS

@@ -1,0 +1,71 @@
+"""The engine thread as the asyncio side sees it: becomes ready, may die, is stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from pullfill import log
+from pullfill.engine.host import EngineHost
+
+logger = log.get("engine.thread")
+
+
+class EngineThread:
+    """Runs `make` (which imports vLLM and returns a host) and the host's loop on one thread.
+
+    on_built: called on the engine thread once the engine exists, before `ready` resolves.
+    `dead` is set when the thread has ended, wanted or not; `failure` says why if it was not.
+    """
+
+    def __init__(
+        self, make: Callable[[], EngineHost], on_built: Callable[[EngineHost, Any], None]
+    ) -> None:
+        self._make = make
+        self._on_built = on_built
+        self._loop = asyncio.get_running_loop()
+        self.ready: asyncio.Future[EngineHost] = self._loop.create_future()
+        self.dead = asyncio.Event()
+        self.failure: BaseException | None = None
+        self.host: EngineHost | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    async def stop(self, timeout_s: float = 10.0) -> None:
+        """Leave the loop and wait for the thread. A step under way is waited for."""
+        if self.host is not None:
+            self.host.stop()
+        await asyncio.to_thread(self._thread.join, timeout_s)
+
+    def _run(self) -> None:
+        try:
+            host = self._make()
+            self.host = host
+            host.run(lambda core: self._built(host, core))
+        except BaseException as exc:
+            self.failure = exc
+            self._call(self._fail, exc)
+            if self.ready.done():
+                logger.exception("the engine died")
+        finally:
+            self._call(self.dead.set)
+
+    def _built(self, host: EngineHost, core: Any) -> None:
+        self._on_built(host, core)
+        self._call(self._succeed, host)
+
+    def _call(self, function: Callable[..., object], *args: object) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(function, *args)
+
+    def _succeed(self, host: EngineHost) -> None:
+        if not self.ready.done():
+            self.ready.set_result(host)
+
+    def _fail(self, exc: BaseException) -> None:
+        if not self.ready.done():
+            self.ready.set_exception(exc)
