@@ -1,0 +1,97 @@
+"""What a demo checkpoint is made of: one frozen recipe, and the config files that follow from it.
+
+Free of heavy imports, so that asking "is the demo model there?" costs nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import msgspec
+
+# Part of every digest: raise it when the tokenizer, the template, the corpus or the training
+# changes, so that machines with an older demo model make a new one.
+FORMAT = 1
+
+END_OF_TEXT = "<|endoftext|>"
+TURN_START = "<|im_start|>"
+TURN_END = "<|im_end|>"
+PAD = "<|pad|>"
+# Control tokens: never produced by text, dropped when decoding.
+SPECIAL_TOKENS = (END_OF_TEXT, TURN_START, TURN_END, PAD)
+# One token each, but text: tool parsers look for them in the decoded answer.
+MARKUP_TOKENS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """A Llama shape (float32), its seed, and how long it is trained (0 steps: random weights).
+
+    head_dim must be one the CPU attention of vLLM takes (32, 64, 80, 96, 112, 128, …). init_range
+    is the standard deviation of random weights: at Llama's 0.02 a random model answers nearly the
+    same whatever the prompt, which hides wrong KV; query and key rows get `init_range / 2`, so that
+    attention stays spread over the whole context. max_train_s bounds the training on slow machines.
+    """
+
+    hidden: int = 192
+    layers: int = 3
+    heads: int = 8
+    kv_heads: int = 4
+    head_dim: int = 32
+    intermediate: int = 512
+    vocab: int = 2048
+    max_positions: int = 8192
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-5
+    init_range: float = 0.05
+    tied: bool = False
+    seed: int = 20
+    train_steps: int = 0
+    max_train_s: float = 45.0
+
+    def digest(self) -> str:
+        """Names the model this recipe makes; two recipes that differ anywhere differ here."""
+        text = msgspec.json.encode({"format": FORMAT, **asdict(self)}, order="deterministic")
+        return hashlib.blake2b(text, digest_size=8).hexdigest()
+
+    def hf_config(self) -> dict[str, Any]:
+        """`config.json` of the checkpoint."""
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "dtype": "float32",
+            "hidden_size": self.hidden,
+            "intermediate_size": self.intermediate,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "vocab_size": self.vocab,
+            "max_position_embeddings": self.max_positions,
+            "rms_norm_eps": self.norm_eps,
+            "rope_theta": self.rope_theta,
+            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
+            "attention_bias": False,
+            "mlp_bias": False,
+            "tie_word_embeddings": self.tied,
+            "bos_token_id": None,
+            "eos_token_id": SPECIAL_TOKENS.index(END_OF_TEXT),
+            "pad_token_id": SPECIAL_TOKENS.index(PAD),
+        }
+
+    def generation_config(self) -> dict[str, Any]:
+        """`generation_config.json`: where an answer ends, and the sampling a client gets unasked."""
+        return {
+            "eos_token_id": [SPECIAL_TOKENS.index(TURN_END), SPECIAL_TOKENS.index(END_OF_TEXT)],
+            "pad_token_id": SPECIAL_TOKENS.index(PAD),
+            "do_sample": True,
+            "temperature": 0.7,
+            "top_p": 0.9,
+        }
+
+
+DEMO = Recipe(train_steps=240)
+"""The checkpoint behind `--model demo`."""

@@ -1,0 +1,156 @@
+"""Teaches the demo model to write something that reads like English, in about half a minute of CPU.
+
+Deterministic for one machine and thread count. Two machines get similar models, not equal bits:
+ship the directory when workers on several hosts must serve the same demo model.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import random
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from pullfill.engine.demo_corpus import Entry, read_corpus
+from pullfill.engine.demo_llama import Llama
+from pullfill.engine.demo_recipe import END_OF_TEXT, TURN_END, TURN_START, Recipe
+from pullfill.engine.demo_tokenizer import build_tokenizer, write_tokenizer
+
+Progress = Callable[[float, str], None]
+"""Called with the fraction done in [0, 1] and what is going on."""
+
+TOKENS_PER_ROW = 256
+ROWS = 4
+WARM_STEPS = 60
+_QUESTIONS = (
+    "What does {} do?",
+    "What is {}?",
+    "Explain {}.",
+    "Tell me about {}.",
+    "How does {} work?",
+    "Write about {}.",
+)
+
+
+def train(recipe: Recipe, directory: Path, progress: Progress) -> None:
+    """Train `recipe` and write weights and tokenizer into directory (which exists).
+
+    Uses up to 4 threads of this process. Slow machines stop at `recipe.max_train_s` seconds.
+    """
+    progress(0.0, "reading the documentation of Python")
+    entries = read_corpus()
+    texts = list(documents(entries, random.Random(recipe.seed)))
+    tokenizer = build_tokenizer(
+        recipe.vocab, itertools.chain.from_iterable(entry.paragraphs for entry in entries)
+    )
+    write_tokenizer(tokenizer, recipe, directory)
+    stream = torch.tensor(
+        [i for enc in tokenizer.encode_batch(texts) for i in enc.ids], dtype=torch.int64
+    )
+    threads = torch.get_num_threads()
+    torch.set_num_threads(min(4, len(os.sched_getaffinity(0))))
+    try:
+        model = Llama(recipe)
+        _warm_start(model, stream)
+        _fit(model, stream, progress)
+    finally:
+        torch.set_num_threads(threads)
+    model.save(directory)
+
+
+def documents(entries: list[Entry], draw: random.Random) -> Iterator[str]:
+    """Training texts: each entry as plain prose, and once more as a chat with a short answer."""
+    order = list(entries)
+    draw.shuffle(order)
+    for entry in order:
+        yield "\n\n".join(entry.paragraphs) + END_OF_TEXT
+        question = draw.choice(_QUESTIONS).format(entry.name.rpartition(".")[2] or entry.name)
+        answer = "\n\n".join(entry.paragraphs[:2])
+        yield (
+            f"{TURN_START}user\n{question}{TURN_END}\n"
+            f"{TURN_START}assistant\n{answer}{TURN_END}\n{END_OF_TEXT}"
+        )
+
+
+def _batches(stream: Tensor, recipe: Recipe) -> Iterator[tuple[Tensor, Tensor]]:
+    """Rows of tokens [ROWS, TOKENS_PER_ROW + 1] and positions [ROWS, TOKENS_PER_ROW].
+
+    Rows are short and prompts long: each row is cut into two runs with a random gap of positions
+    between them, so that the model meets every distance up to max_positions without reading it.
+    """
+    draw = torch.Generator().manual_seed(recipe.seed)
+    span = torch.arange(TOKENS_PER_ROW + 1)
+    steps = torch.arange(TOKENS_PER_ROW)
+    room = recipe.max_positions - TOKENS_PER_ROW
+    while True:
+        starts = torch.randint(len(stream) - TOKENS_PER_ROW, (ROWS, 1), generator=draw)
+        cut = torch.randint(16, TOKENS_PER_ROW, (ROWS, 1), generator=draw)
+        # Squares favour small gaps; a third of the rows has none.
+        gap = (torch.rand(ROWS, 1, generator=draw) ** 2 * room).long()
+        gap[::3] = 0
+        yield stream[starts + span], steps + gap * (steps >= cut)
+
+
+def _warm_start(model: Llama, stream: Tensor) -> None:
+    """Fit the embeddings, alone, to which token follows which; the layers then start as no-ops.
+
+    A few seconds of this full-batch fit are worth minutes of training the whole model from noise.
+    """
+    vocab = model.recipe.vocab
+    pairs = stream[:-1] * vocab + stream[1:]
+    counts = torch.bincount(pairs, minlength=vocab * vocab).view(vocab, vocab).float()
+    share = counts / counts.sum()
+    weights = [model.model.embed_tokens.weight, model.lm_head.weight]
+    optimizer = torch.optim.Adam(weights, lr=0.05)
+    for step in range(WARM_STEPS):
+        optimizer.param_groups[0]["lr"] = 0.05 * (1 - step / WARM_STEPS)
+        logits = model.lm_head(model.model.norm(model.model.embed_tokens.weight))
+        loss = -(share * logits.log_softmax(dim=-1)).sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                weight.zero_()
+    model.zero_grad(set_to_none=True)
+
+
+def _fit(model: Llama, stream: Tensor, progress: Progress) -> None:
+    recipe = model.recipe
+    matrices = [p for n, p in model.named_parameters() if p.dim() == 2 and "layers" in n]
+    rest = [p for n, p in model.named_parameters() if not (p.dim() == 2 and "layers" in n)]
+    optimizers = (
+        torch.optim.Muon(matrices, lr=0.02, weight_decay=0.0, adjust_lr_fn="original"),
+        torch.optim.AdamW(rest, lr=2e-3, betas=(0.9, 0.95), weight_decay=0.0),
+    )
+    rates = [group["lr"] for opt in optimizers for group in opt.param_groups]
+    amx = torch.cpu._is_amx_tile_supported()
+    began = time.monotonic()
+    smooth = math.log(recipe.vocab)
+    batches = _batches(stream, recipe)
+    for step in range(recipe.train_steps):
+        done = max(step / recipe.train_steps, (time.monotonic() - began) / recipe.max_train_s)
+        if done >= 1:
+            break
+        scale = min(1.0, (step + 1) / 20, (1 - done) * 2)
+        for group, rate in zip((g for o in optimizers for g in o.param_groups), rates, strict=True):
+            group["lr"] = rate * scale
+        rows, positions = next(batches)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=amx):
+            logits = model(rows[:, :-1], positions)
+        loss = functional.cross_entropy(logits.float().flatten(0, 1), rows[:, 1:].flatten())
+        loss.backward()  # type: ignore[no-untyped-call]
+        for opt in optimizers:
+            opt.step()
+            opt.zero_grad(set_to_none=True)
+        smooth += (loss.item() - smooth) * 0.05
+        progress(done, f"training, step {step + 1} of {recipe.train_steps}, loss {smooth:.2f}")
+    progress(1.0, "trained")
