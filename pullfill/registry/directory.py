@@ -171,9 +171,19 @@ class Directory:
             return
         if self._clock.monotonic() - self._client.last_failed_at < self._grace_s:
             _log.info("%s went during etcd trouble: waiting for it", key.decode())
-            self._leaving[key] = asyncio.get_running_loop().call_later(
-                self._grace_s, self._drop, key
-            )
+            self._expect(key, self._grace_s)
+        else:
+            self._drop(key)
+
+    def _expect(self, key: bytes, delay_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        self._leaving[key] = loop.call_later(delay_s, self._drop_unless_troubled, key)
+
+    def _drop_unless_troubled(self, key: bytes) -> None:
+        """The grace is over, unless etcd failed again: then nobody could register."""
+        calm_s = self._clock.monotonic() - self._client.last_failed_at
+        if calm_s < self._grace_s:
+            self._expect(key, self._grace_s - calm_s + 0.01)
         else:
             self._drop(key)
 

@@ -149,7 +149,9 @@ class Lease:
             sent_at = self._clock.monotonic()
             try:
                 answer = await self._client.keep_alive(self.id, timeout_s=min(interval, 2.0))
-            except PullfillError as exc:
+            except Exception as exc:
+                if not isinstance(exc, PullfillError):
+                    _log.exception("keep-alive failed in an unforeseen way")
                 now = self._clock.monotonic()
                 judge.broke(now)
                 if judge.expired(now):

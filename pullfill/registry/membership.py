@@ -31,7 +31,7 @@ from pullfill.registry.watch import Put, Synced, watch_prefix
 from pullfill.wire import RegionDescriptor, WorkerRecord, WorkerState, encode
 
 Make = Callable[[str], tuple[WorkerRecord, list[RegionDescriptor]]]
-RETRY_S = (0.1, 2.0)
+RETRY_S = (0.1, 1.0)
 _log = log.get("registry.membership")
 
 

@@ -15,7 +15,8 @@ changes for longer. Consumers that are cancelled or `aclose` the iterator end th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import contextlib
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -124,7 +125,7 @@ async def watch_prefix(
     *,
     on_break: Callable[[], None] | None = None,
     idle_s: float = IDLE_S,
-) -> AsyncIterator[WatchEvent]:
+) -> AsyncGenerator[WatchEvent, None]:
     """Events of all keys with `prefix`, for ever; never raises RegistryUnavailable.
 
     on_break: called each time the conversation with etcd breaks or cannot be had (not for planned
@@ -141,10 +142,12 @@ async def watch_prefix(
                 for event in known.diff(kvs, revision):
                     yield event
                 yield Synced(revision, first)
-            async for batch in _changes(client, start, known, idle_s):
-                pause = RETRY_S[0]
-                for event in batch:
-                    yield event
+            # Closed by hand: a consumer that stops must not leave the connection to the collector.
+            async with contextlib.aclosing(_changes(client, start, known, idle_s)) as batches:
+                async for batch in batches:
+                    pause = RETRY_S[0]
+                    for event in batch:
+                        yield event
         except TimeoutError:
             continue  # silent for idle_s: renew
         except _Lost as exc:
@@ -172,7 +175,7 @@ async def _continues(client: EtcdClient, start: bytes, known: _Known) -> bool:
 
 async def _changes(
     client: EtcdClient, start: bytes, known: _Known, idle_s: float
-) -> AsyncIterator[list[WatchEvent]]:
+) -> AsyncGenerator[list[WatchEvent], None]:
     """One stream's messages, each applied to `known` when whole."""
     create = {
         "key": start or b"\0",

