@@ -1,4 +1,4 @@
-"""Who is in the cluster, as etcd and the frontends tell it. Read-only, but for `revoke`.
+"""Who is in the cluster, as etcd and the frontends tell it. Read-only.
 
 Lifecycle: `async with Members(ref)` holds one etcd client. HTTP questions go to loopback or to
 addresses the cluster itself published, never through a proxy.
@@ -9,28 +9,14 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
-import msgspec
-
-from pullfill import wire
 from pullfill.config import ClusterRef
-from pullfill.errors import BadMessage, UnavailableError
-from pullfill.registry import keys
-from pullfill.registry.client import EtcdClient, KeyValue
-
-
-@dataclass(frozen=True, slots=True)
-class Member:
-    """One worker key. `record` None: what is stored there cannot be read (`problem` says why)."""
-
-    role: str
-    instance_id: str
-    lease_id: int
-    record: wire.WorkerRecord | None
-    problem: str = ""
+from pullfill.errors import UnavailableError
+from pullfill.registry.admin import LiveWorker, live_workers
+from pullfill.registry.client import EtcdClient
+from pullfill.wire import WorkerState
 
 
 class Members:
@@ -59,42 +45,22 @@ class Members:
         assert self._client is not None, "use as a context manager"
         return self._client
 
-    async def all(self) -> list[Member]:
-        """Every worker, sorted by role and id. Raises RegistryUnavailable."""
-        found, _ = await self.client.get_prefix(keys.workers_prefix(self._ref.namespace))
-        members = (_member(self._ref.namespace, kv) for kv in found)
-        return sorted(filter(None, members), key=lambda m: (m.role, m.instance_id))
+    async def all(self) -> list[LiveWorker]:
+        """Every readable worker record, by role and id. Raises RegistryUnavailable."""
+        found = await live_workers(self.client, self._ref.namespace)
+        return sorted(found, key=lambda worker: (worker.record.role, worker.record.instance_id))
 
-    async def find(self, instance_id: str) -> Member | None:
+    async def find(self, instance_id: str) -> LiveWorker | None:
         """The worker of that id, or None."""
-        return next((m for m in await self.all() if m.instance_id == instance_id), None)
+        return next((w for w in await self.all() if w.record.instance_id == instance_id), None)
 
     async def ready_instances(self) -> set[str]:
         """Instance ids whose record says ready."""
         return {
-            member.instance_id
-            for member in await self.all()
-            if member.record and member.record.state is wire.WorkerState.READY
+            worker.record.instance_id
+            for worker in await self.all()
+            if worker.record.state is WorkerState.READY
         }
-
-
-def _member(namespace: str, kv: KeyValue) -> Member | None:
-    parsed = keys.parse_worker(namespace, kv.key)
-    if parsed is None:
-        return None
-    role, instance_id = parsed
-    try:
-        record = _decode_record(kv.value)
-    except BadMessage as exc:
-        return Member(role, instance_id, kv.lease, None, str(exc))
-    return Member(role, instance_id, kv.lease, record)
-
-
-def _decode_record(value: bytes) -> wire.WorkerRecord:
-    try:
-        return msgspec.json.decode(value, type=wire.WorkerRecord)
-    except msgspec.MsgspecError:
-        return wire.decode(value, wire.WorkerRecord)
 
 
 # --------------------------------------------------------------------------- HTTP

@@ -1,0 +1,51 @@
+# Everything runs from .venv, which `make install` makes and keeps up to date.
+SHELL := /usr/bin/env bash
+PYTHON ?= python3
+BIN := .venv/bin
+MODEL ?= demo
+ARGS ?=
+PYTEST_ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help install up down status test test-fast lint format chaos clean
+
+help: ## Show this list
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@printf '  make %-14s %s\n' 'bench-NAME' 'Run benchmarks/NAME.py, writes benchmarks/results/NAME.json'
+
+install: ## Make .venv and install everything into it (quick when nothing changed)
+	@$(PYTHON) -m pullfill.deploy.install
+
+up: install ## Start a cluster here: make up [MODEL=PATH] [ARGS="--decode 2 ..."]
+	@exec $(BIN)/pullfill up --model $(MODEL) $(ARGS)
+
+down: ## Stop the cluster that runs from .pullfill/
+	@exec $(BIN)/pullfill down $(ARGS)
+
+status: ## Show the cluster that runs from .pullfill/
+	@exec $(BIN)/pullfill status $(ARGS)
+
+lint: install ## ruff and mypy --strict
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: install lint ## All tests, quick ones first
+	$(BIN)/pytest -q tests/unit tests/contract $(PYTEST_ARGS)
+	$(BIN)/pytest -q tests/integration tests/chaos tests/gpu $(PYTEST_ARGS)
+
+test-fast: install ## Unit and contract tests, under a minute
+	$(BIN)/pytest -q -n 2 tests/unit tests/contract $(PYTEST_ARGS)
+
+chaos: install ## Fault tests: real processes, real servers, real engines
+	$(BIN)/pytest tests/chaos $(PYTEST_ARGS)
+
+bench-%: install
+	$(BIN)/python -m benchmarks.$* $(ARGS)
+
+format: install ## Put the code into ruff's format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## Remove .venv, caches and build leftovers
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache build dist *.egg-info

@@ -1,0 +1,107 @@
+"""Orders to a running cluster: drain one worker, read and change the router's settings."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from rich.console import Console
+
+from pullfill.config import ClusterRef
+from pullfill.deploy.membership import Members, http_get
+from pullfill.deploy.procs import ProcessId, identify, is_alive
+from pullfill.errors import ConfigError, UnavailableError
+from pullfill.host import host_id
+from pullfill.registry.admin import LiveWorker, revoke_worker
+from pullfill.registry.settings import RouterSettings, field_name
+
+_POLL_S = 0.1
+
+
+def _print(text: str) -> None:
+    Console().print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+# --------------------------------------------------------------------------- drain
+
+
+def drain(ref: ClusterRef, instance_id: str, *, wait: bool, timeout_s: float) -> int:
+    """Revoke the worker's lease; with `wait` return when its process is gone. 1: still there."""
+    return asyncio.run(_drain(ref, instance_id, wait, timeout_s))
+
+
+async def _drain(ref: ClusterRef, instance_id: str, wait: bool, timeout_s: float) -> int:
+    async with Members(ref) as members:
+        worker = await members.find(instance_id)
+        if worker is None:
+            known = ", ".join(w.record.instance_id for w in await members.all()) or "none"
+            raise ConfigError(f"no worker {instance_id!r} is registered; there are: {known}")
+        # Before the revoke: afterwards the process may be gone and its pid another's.
+        process = _local_process(worker)
+        if await revoke_worker(members.client, ref.namespace, instance_id) is None:
+            _print(f"{instance_id} is already leaving")
+    if not wait:
+        _print(f"{instance_id} drains: it takes no new work and exits when its work is done")
+        return 0
+    console = Console()
+    began = time.monotonic()
+    with console.status(f"{instance_id} drains ..."):
+        while await asyncio.to_thread(_still_there, worker, process):
+            if time.monotonic() - began > timeout_s:
+                _print(
+                    f"{instance_id} still drains after {timeout_s:.0f} s: wait longer with "
+                    f"--timeout S, or end it with kill {worker.record.pid} on {worker.record.host}"
+                )
+                return 1
+            await asyncio.sleep(_POLL_S)
+    _print(f"{instance_id} is gone after {time.monotonic() - began:.1f} s")
+    return 0
+
+
+def _local_process(worker: LiveWorker) -> ProcessId | None:
+    return identify(worker.record.pid) if worker.record.host_id == host_id() else None
+
+
+def _still_there(worker: LiveWorker, process: ProcessId | None) -> bool:
+    if process is not None:
+        return is_alive(process)
+    if not worker.record.http:
+        return False
+    try:
+        http_get(f"{worker.record.http}/live", 2.0)
+    except UnavailableError:
+        return False
+    return True
+
+
+# --------------------------------------------------------------------------- settings
+
+
+def config_get(ref: ClusterRef, key: str | None) -> int:
+    """Print one setting, or all as `router.KEY VALUE` lines."""
+    values = asyncio.run(_config_get(ref))
+    if key is not None:
+        _print(str(values[f"router.{field_name(key)}"]))
+        return 0
+    for name, value in values.items():
+        _print(f"{name} {value}")
+    return 0
+
+
+async def _config_get(ref: ClusterRef) -> dict[str, object]:
+    async with Members(ref) as members:
+        return await RouterSettings(members.client, ref.namespace).get_all()
+
+
+def config_set(ref: ClusterRef, key: str, value: str) -> int:
+    """Store one setting; workers that watch follow at once. Raises ConfigError for a bad one."""
+    new = asyncio.run(_config_set(ref, key, value))
+    _print(f"router.{field_name(key)} = {new}")
+    return 0
+
+
+async def _config_set(ref: ClusterRef, key: str, value: str) -> object:
+    field_name(key)
+    async with Members(ref) as members:
+        settings = RouterSettings(members.client, ref.namespace)
+        return getattr(await settings.set(key, value), field_name(key))

@@ -1,0 +1,236 @@
+"""`pullfill status` and `pullfill explain`: what the frontends know, for people and as JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+from urllib.parse import quote
+
+import msgspec
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from pullfill.config import ClusterRef, read_cluster_file
+from pullfill.deploy.membership import Members, http_json
+from pullfill.errors import ConfigError, PullfillError, UnavailableError
+from pullfill.registry.admin import LiveWorker
+from pullfill.wire import ExplainRecord, WorkerState
+
+_STATE_STYLES = {"ready": "green", "draining": "yellow", "lost": "red"}
+_BAR = 40
+
+
+def frontend_urls(ref: ClusterRef) -> list[str]:
+    """Where frontends answer: those of the state directory, then those registered in etcd."""
+    urls: list[str] = []
+    if ref.state_dir is not None:
+        try:
+            cluster = read_cluster_file(ref.state_dir)
+            urls += [cluster.frontend_url, *(entry.url for entry in cluster.processes)]
+        except ConfigError:
+            pass
+    try:
+        workers = asyncio.run(_workers(ref))
+    except PullfillError:
+        workers = []
+    urls += [w.record.http for w in workers if w.record.role == "frontend"]
+    return list(dict.fromkeys(filter(None, urls)))
+
+
+async def _workers(ref: ClusterRef) -> list[LiveWorker]:
+    async with Members(ref, wait_s=1.0) as members:
+        return await members.all()
+
+
+# --------------------------------------------------------------------------- status
+
+
+def status(ref: ClusterRef, as_json: bool) -> int:
+    """Print the cluster's state. Raises UnavailableError when nobody can tell it."""
+    state = _from_frontends(ref)
+    source = "frontend"
+    if state is None:
+        state, source = _from_registry(ref), "etcd (no frontend answers)"
+    if as_json:
+        print(json.dumps(state))
+        return 0
+    console = Console()
+    console.print(_workers_table(state["workers"]))
+    console.print(_queue_line(state.get("queue")), highlight=False, soft_wrap=True)
+    if source != "frontend":
+        console.print(f"as told by {source}", style="yellow")
+    return 0
+
+
+def _from_frontends(ref: ClusterRef) -> dict[str, Any] | None:
+    for url in frontend_urls(ref):
+        try:
+            code, body = http_json(f"{url}/pullfill/status", 5.0)
+        except UnavailableError:
+            continue
+        if code == 200 and isinstance(body, dict) and "workers" in body:
+            return body
+    return None
+
+
+def _from_registry(ref: ClusterRef) -> dict[str, Any]:
+    try:
+        workers = asyncio.run(_workers(ref))
+    except PullfillError as exc:
+        raise UnavailableError(
+            f"neither a frontend nor etcd answers ({exc}): is the cluster up? Try `pullfill doctor`"
+        ) from exc
+    rows: list[dict[str, Any]] = []
+    queue: dict[str, Any] | None = None
+    for worker in workers:
+        record = worker.record
+        if record.role == "frontend":
+            continue
+        report = _ask_worker(record.http)
+        rows.append(
+            {
+                "instance_id": record.instance_id,
+                "role": record.role,
+                "state": str(record.state if report is not None else WorkerState.LOST),
+                "model": record.model,
+                "host": record.host,
+                "pid": record.pid,
+                "load": (report or {}).get("load") or {},
+            }
+        )
+        queue = (report or {}).get("queue") or queue
+    return {"workers": rows, "queue": queue}
+
+
+def _ask_worker(http: str) -> dict[str, Any] | None:
+    try:
+        code, body = http_json(f"{http}/status", 2.0)
+    except UnavailableError:
+        return None
+    return body if code == 200 and isinstance(body, dict) else None
+
+
+def _workers_table(rows: list[dict[str, Any]]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in ("instance", "role", "state", "model", "host", "pid", "load"):
+        table.add_column(column)
+    for row in rows:
+        load = row.get("load") or {}
+        table.add_row(
+            row["instance_id"],
+            row["role"],
+            Text(row["state"], style=_STATE_STYLES.get(row["state"], "")),
+            row["model"],
+            row["host"],
+            str(row["pid"]),
+            " ".join(f"{key}={_short(value)}" for key, value in load.items()),
+        )
+    if not rows:
+        table.add_row("(no workers)")
+    return table
+
+
+def _short(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def _queue_line(queue: dict[str, Any] | None) -> str:
+    if not queue:
+        return "queue: unknown"
+    return (
+        f"queue: {queue['depth_jobs']} jobs ({queue['depth_tokens']} tokens), "
+        f"{queue['in_flight']} in flight, oldest {queue['oldest_age_s']:.1f} s"
+    )
+
+
+# --------------------------------------------------------------------------- explain
+
+
+def explain(ref: ClusterRef, request_id: str, as_json: bool) -> int:
+    """Print how a request was served. Raises ConfigError when no frontend knows it,
+    UnavailableError when none answers."""
+    urls = frontend_urls(ref)
+    answered = 0
+    for url in urls:
+        try:
+            code, body = http_json(f"{url}/pullfill/requests/{quote(request_id, safe='')}", 5.0)
+        except UnavailableError:
+            continue
+        answered += 1
+        if code == 200 and body is not None:
+            if as_json:
+                print(json.dumps(body))
+            else:
+                record = msgspec.convert(body, type=ExplainRecord)
+                Console().print(story(record), soft_wrap=True, highlight=False)
+            return 0
+    if not answered:
+        raise UnavailableError(
+            f"no frontend answers ({', '.join(urls) or 'none is known'}): try `pullfill doctor`"
+        )
+    raise ConfigError(
+        f"no frontend knows request {request_id!r}: use the `id` of a finished response; only the "
+        "latest are kept, and not across a restart of the frontend"
+    )
+
+
+def story(record: ExplainRecord) -> Group:
+    """The life of one request in words, and a bar per stage."""
+    lines: list[Text | Table] = [
+        Text(f"request {record.request_id}", style="bold"),
+        Text(f"  {_what_happened(record)}"),
+        Text(
+            f"  prompt: {record.prompt_tokens} tokens = {record.prefix_hit_tokens} cached"
+            f" + {record.remote_tokens} prefilled remotely"
+            f" + {_local_tokens(record)} locally"
+        ),
+        Text(f"  decode worker: {record.decode_instance}"),
+    ]
+    if record.prefill_instance:
+        plural = "" if record.attempts == 1 else "s"
+        lines.append(
+            Text(f"  prefill worker: {record.prefill_instance} ({record.attempts} attempt{plural})")
+        )
+    if record.kv_bytes:
+        lines.append(Text(f"  KV written into decode memory: {_size(record.kv_bytes)}"))
+    lines.append(_bars(record))
+    return Group(*lines)
+
+
+def _local_tokens(record: ExplainRecord) -> int:
+    return max(0, record.prompt_tokens - record.prefix_hit_tokens - record.remote_tokens)
+
+
+def _what_happened(record: ExplainRecord) -> str:
+    if record.path == "remote":
+        return f"prefilled by a prefill worker (reason: {record.reason})"
+    if record.fallback:
+        return f"sent to be prefilled remotely, then done locally: {record.fallback}"
+    return f"prefilled by the decode worker itself (reason: {record.reason})"
+
+
+def _bars(record: ExplainRecord) -> Table:
+    timings = record.timings_ms
+    stages = {name: getattr(timings, name) for name in timings.__struct_fields__}
+    known = {name: ms for name, ms in stages.items() if ms is not None}
+    longest = max(known.values(), default=0.0) or 1.0
+    table = Table(box=None, show_header=False, padding=(0, 1, 0, 0))
+    table.add_column()
+    table.add_column(justify="right")
+    table.add_column()
+    for name, ms in known.items():
+        style = "bold" if name == "first_token" else "cyan"
+        bar = Text("█" * max(1, round(_BAR * ms / longest)) if ms > 0 else "", style=style)
+        table.add_row(f"  {name}", f"{ms:.1f} ms", bar)
+    return table
+
+
+def _size(nbytes: int) -> str:
+    value = float(nbytes)
+    for unit in ("bytes", "KiB", "MiB"):
+        if value < 1024:
+            return f"{value:.1f} {unit}" if unit != "bytes" else f"{nbytes} bytes"
+        value /= 1024
+    return f"{value:.2f} GiB"
