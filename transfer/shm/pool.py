@@ -37,7 +37,6 @@ class SharedKvPool:
         self._files = RegionFiles(instance_id, rank, directory)
         self._mode = _Intercept(self._allocate)
         self._address: int | None = None
-        self._fd = -1
         self._handed_over = False
 
     @property
@@ -68,8 +67,8 @@ class SharedKvPool:
                 "into shared memory", memory.nbytes >> 20,
             )  # fmt: skip
             storage = next(iter(kv_caches.values())).untyped_storage()
-            self._fd, _ = storage._share_fd_cpu_()
-            path = f"/proc/{os.getpid()}/fd/{self._fd}"
+            fd, _ = storage._share_fd_cpu_()  # the storage keeps owning this descriptor
+            path = f"/proc/{os.getpid()}/fd/{fd}"
             memory = describe(kv_caches, num_blocks)
         owner = ShmOwner(self._files, memory, incarnation, kv_path=path)
         self._handed_over = True
@@ -79,9 +78,6 @@ class SharedKvPool:
         """Remove what was not handed over. The tensors keep their pages. Idempotent."""
         if not self._handed_over:
             self._files.close()
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
 
     def _allocate(self, nbytes: int) -> torch.Tensor | None:
         if self._address is not None:
@@ -136,7 +132,7 @@ def describe(kv_caches: Mapping[str, torch.Tensor], num_blocks: int | None = Non
     page = rows * width * size
     addresses = [t.data_ptr() for t in tensors]
     layer_stride = addresses[1] - addresses[0] if len(tensors) > 1 else blocks * strides[0]
-    if any(b - a != layer_stride for a, b in pairwise(addresses)):
+    if layer_stride <= 0 or any(b - a != layer_stride for a, b in pairwise(addresses)):
         raise IncompatibleError(
             "layers are not at equal distances in memory (several KV cache groups?)",
             field="layer_stride",

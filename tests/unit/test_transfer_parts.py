@@ -1,0 +1,192 @@
+"""Copying, choosing, digests and the loopback's faults on demand."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from pullfill.errors import BadMessage, Fenced, IncompatibleError, PullfillError, TransferFailed
+from pullfill.transfer import copying
+from pullfill.transfer.choose import choose
+from pullfill.transfer.contract import KvLayout
+from pullfill.transfer.digest import digest_blocks
+from pullfill.transfer.layout import dense_layout
+from pullfill.transfer.loopback import LoopbackOwner
+from pullfill.transfer.runs import Batch
+from pullfill.transfer.shm.peer import ShmTransport
+from tests.support.transfer_rigs import (
+    Local,
+    Region,
+    loopback_rig,
+    memory_over,
+    random_bytes,
+    shm_rig,
+)
+
+LAYOUT = dense_layout(2, 8, 2, 64)
+
+
+# --------------------------------------------------------------------------- copying
+
+
+def _batch(count: int, size: int) -> Batch:
+    order = np.random.default_rng(1).permutation(count).astype(np.int64)
+    return Batch(np.arange(count, dtype=np.int64) * size, order * size, np.full(count, size))
+
+
+@pytest.mark.parametrize(("count", "size"), [(64, 48), (3, 300_000), (1, 5), (1000, 4096)])
+@pytest.mark.parametrize("vectored", [True, False])
+def test_copy_batch(count: int, size: int, vectored: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert copying.vectored_works(), "this machine should be able to copy by iovec"
+    monkeypatch.setattr(copying, "vectored_works", lambda: vectored)
+    source, target = random_bytes(count * size, 1), np.zeros(count * size, np.uint8)
+    batch = _batch(count, size)
+    copying.copy_batch(source.ctypes.data, target.ctypes.data, batch)
+    expected = np.empty_like(source).reshape(count, size)
+    expected[batch.target // size] = source.reshape(count, size)
+    np.testing.assert_array_equal(target, expected.ravel())
+
+
+def test_short_vectored_copy_is_a_failure() -> None:
+    data = np.zeros(1 << 16, np.uint8)
+    batch = Batch(np.array([0, 64]), np.array([0, 0]), np.array([64, 64]))
+    with pytest.raises(TransferFailed, match="of 128 bytes"):
+        copying.copy_batch(data.ctypes.data, 4096, batch)  # page 1 is never mapped
+
+
+# --------------------------------------------------------------------------- choosing
+
+
+class Fake:
+    def __init__(self, name: str, why_not: str | None = None) -> None:
+        self.name, self.why_not = name, why_not
+
+    def can_reach(self, descriptor: object) -> str | None:
+        return self.why_not
+
+    connect = None
+
+
+def test_best_reachable_transport_is_chosen_with_reasons(tmp_path: Path) -> None:
+    region = shm_rig(tmp_path).region(LAYOUT)
+    region.owner.close()
+    descriptor = msgspec.structs.replace(
+        region.descriptor, endpoints={"tcp": "t", "shm": "x", "odd": "o"}
+    )
+    tcp, cuda, odd = Fake("tcp"), Fake("cuda_ipc"), Fake("odd")
+    chosen, why_not = choose(descriptor, [odd, tcp, ShmTransport(), cuda])  # type: ignore[list-item]
+    assert chosen is tcp
+    assert [name for name, _ in why_not] == ["cuda_ipc", "shm"]
+    assert "does not offer" in why_not[0][1]
+    assert "endpoint" in why_not[1][1]
+    assert choose(descriptor, [odd])[0] is odd  # type: ignore[list-item]
+    with pytest.raises(IncompatibleError, match=r"tcp: cut off; .*odd: not available") as caught:
+        choose(descriptor, [Fake("tcp", "cut off")])  # type: ignore[list-item]
+    assert caught.value.field == "endpoints"
+
+
+# --------------------------------------------------------------------------- digests
+
+
+def test_digest_depends_on_bytes_and_order_not_on_strides() -> None:
+    wide = KvLayout(5, 2, 8, 2, 64, layer_stride=2000, block_stride=200, head_stride=80)
+    a, b = random_bytes(2 * 8 * 2 * 64, 1), np.zeros(4100, np.uint8)
+    mine, theirs = Local(a, memory_over(a, LAYOUT)), Local(b, memory_over(b, wide))
+    theirs.pages[:] = mine.pages
+    digest = digest_blocks(mine.memory, [3, 1])
+    assert digest == digest_blocks(theirs.memory, [3, 1])
+    assert digest != digest_blocks(mine.memory, [1, 3])
+    theirs.pages[1, 3, 1, 63] ^= 1
+    assert digest != digest_blocks(theirs.memory, [3, 1])
+    assert digest_blocks(mine.memory, []) == digest_blocks(theirs.memory, [])
+    with pytest.raises(BadMessage):
+        digest_blocks(mine.memory, [8])
+
+
+# --------------------------------------------------------------------------- loopback's faults
+
+
+class Rigged:
+    """A loopback region, a session, and a thread that writes."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        rig = loopback_rig(tmp_path)
+        self.region: Region = rig.region(LAYOUT)
+        self.mine = rig.local(LAYOUT)
+        self.session = rig.connect(self.mine, self.region)
+        assert isinstance(self.region.owner, LoopbackOwner)
+        self.owner = self.region.owner
+        self.error: PullfillError | None = None
+
+    def write_in_thread(self, blocks: list[int]) -> Callable[[], None]:
+        self.token = self.owner.fences.open(blocks)
+
+        def run() -> None:
+            try:
+                self.session.write_blocks(self.token, blocks, blocks)
+            except PullfillError as exc:
+                self.error = exc
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        assert self.owner.faults.wait_held()
+        return lambda: thread.join(20)
+
+
+@pytest.fixture
+def rigged(tmp_path: Path) -> Rigged:
+    return Rigged(tmp_path)
+
+
+def test_held_batch_blocks_the_revoke_and_lands_on_resume(rigged: Rigged) -> None:
+    rigged.owner.faults.hold()
+    before = rigged.region.data.copy()
+    join = rigged.write_in_thread([1, 2])
+    assert not rigged.owner.fences.try_revoke(rigged.token)
+    np.testing.assert_array_equal(rigged.region.data, before)
+    rigged.owner.faults.resume()
+    join()
+    assert rigged.error is None
+    np.testing.assert_array_equal(rigged.region.pages[:, 1:3], rigged.mine.pages[:, 1:3])
+    assert rigged.owner.fences.try_revoke(rigged.token)
+
+
+def test_killed_batch_lands_nothing_and_frees_the_fence(rigged: Rigged) -> None:
+    rigged.owner.faults.hold()
+    before = rigged.region.data.copy()
+    join = rigged.write_in_thread([1, 2])
+    assert not rigged.owner.fences.try_revoke(rigged.token)
+    rigged.owner.faults.kill()
+    assert rigged.owner.fences.try_revoke(rigged.token)
+    join()
+    assert isinstance(rigged.error, TransferFailed)
+    np.testing.assert_array_equal(rigged.region.data, before)
+    token = rigged.owner.fences.open([3])
+    rigged.session.write_blocks(token, [3], [3])  # a later writer is not affected
+
+
+def test_hold_lets_the_first_batches_pass(rigged: Rigged) -> None:
+    rigged.owner.faults.hold(after=1)
+    first = rigged.owner.fences.open([0])
+    rigged.session.write_blocks(first, [0], [0])
+    join = rigged.write_in_thread([1])
+    rigged.owner.faults.resume()
+    join()
+
+
+def test_loopback_checks_the_grant(rigged: Rigged) -> None:
+    token = rigged.owner.fences.open([1, 2])
+    before = rigged.region.data.copy()
+    with pytest.raises(BadMessage, match=r"\[3\] are outside"):
+        rigged.session.write_blocks(token, [0, 1], [2, 3])
+    with pytest.raises(BadMessage):
+        rigged.session.read_blocks(token, [0], [0])
+    np.testing.assert_array_equal(rigged.region.data, before)
+    assert rigged.owner.fences.try_revoke(token)
+    with pytest.raises(Fenced):
+        rigged.session.write_blocks(token, [0], [2])
