@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -33,6 +32,7 @@ OnEvent = Callable[[str], None]
 DIAL_TIMEOUT_S = 2.0
 API_TIMEOUT_S = 2.0
 _BACKOFF_S = (0.05, 0.1, 0.2, 0.5, 1.0)
+_CLIENT_TASKS = ("_reading_task", "_flusher_task", "_ping_interval_task")
 _GONE = (nats.errors.UnexpectedEOF, nats.errors.StaleConnectionError, ConnectionError)
 
 
@@ -297,9 +297,10 @@ async def _bury(client: Client) -> None:
     transport = getattr(writer, "transport", None)
     if transport is not None:
         transport.abort()
-    for name in ("_reading_task", "_flusher_task", "_ping_interval_task"):
-        task = getattr(client, name, None)
-        if inspect.isawaitable(task) and isinstance(task, asyncio.Task):
+    tasks = [getattr(client, name, None) for name in _CLIENT_TASKS]
+    tasks += [sub._wait_for_msgs_task for sub in getattr(client, "_subs", {}).values()]
+    for task in tasks:
+        if isinstance(task, asyncio.Task):
             task.cancel()
 
 

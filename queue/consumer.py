@@ -34,7 +34,7 @@ from pullfill.queue.names import CONSUMER, MSG_ID, TOKENS, Names, parse_ack, sub
 logger = log.get("queue")
 
 REQUEST_S = 2.0
-GRACE_S = 0.5
+GRACE_S = 1.0
 SHORTEST_S = 0.02
 """The server does not answer requests that expire within a millisecond or so."""
 SETTLE_TRY_S = 1.0

@@ -15,7 +15,7 @@ from pullfill.queue.contract import JobConsumer, JobProducer, QueueConfig
 from pullfill.queue.jetstream import JetStreamConsumer, JetStreamProducer
 from pullfill.queue.memory import MemoryQueue
 from pullfill.queue.names import round_up_tokens
-from tests.support.nats import NatsServer
+from tests.support.nats import NatsServer, until
 
 ACK_WAIT_S = 0.3
 SOON_S = 3.0
@@ -40,16 +40,16 @@ class Bench:
 
     async def depth_is(self, jobs: int, in_flight: int | None = None) -> None:
         """Wait for the cached depth to become this."""
-        async with asyncio.timeout(SOON_S):
-            while True:
-                depth = self.producer.depth()
-                if depth.depth_jobs == jobs and in_flight in (None, depth.in_flight):
-                    return
-                await asyncio.sleep(0.02)
+
+        def reached() -> bool:
+            depth = self.producer.depth()
+            return depth.depth_jobs == jobs and in_flight in (None, depth.in_flight)
+
+        await until(reached, SOON_S)
 
     async def dead_is(self, count: int) -> None:
         async with asyncio.timeout(SOON_S):
-            while len(await self.producer.dead_letters()) != count:
+            while len(await self.producer.dead_letters()) != count:  # noqa: ASYNC110 - asks a server
                 await asyncio.sleep(0.02)
 
 
@@ -344,9 +344,7 @@ async def test_hand_back_frees_the_job_of_a_dead_worker(bench: Bench) -> None:
         "$JS.ACK.a.b.1.1.1.1.0\r\nPUB x 0",
     ],
 )
-async def test_hand_back_refuses_what_is_no_ack_subject_of_ours(
-    bench: Bench, subject: str
-) -> None:
+async def test_hand_back_refuses_what_is_no_ack_subject_of_ours(bench: Bench, subject: str) -> None:
     with pytest.raises(BadMessage):
         await bench.producer.hand_back(subject)
 

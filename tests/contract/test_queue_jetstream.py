@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 
 from pullfill.errors import ConfigError, QueueFull, QueueUnavailable
+from pullfill.queue import admin
 from pullfill.queue.contract import QueueConfig, Receipt
 from pullfill.queue.jetstream import JetStreamConsumer, JetStreamProducer
 from pullfill.queue.names import Names
-from tests.support.nats import NatsServer
+from tests.support.nats import NatsServer, until
 
 HANG_S = 15.0
 
@@ -44,12 +45,6 @@ async def pair(
     yield producer, consumer
     server.resume_if_paused()
     await asyncio.gather(producer.close(), consumer.close())
-
-
-async def until(true: Callable[[], bool]) -> None:
-    async with asyncio.timeout(HANG_S):
-        while not true():
-            await asyncio.sleep(0.01)
 
 
 async def publish_when_available(producer: JetStreamProducer, job_id: str) -> Receipt:
@@ -274,7 +269,9 @@ async def test_a_stream_of_another_kind_is_refused_with_advice(
         await JetStreamProducer.connect(server.url, other, wait_s=HANG_S)
 
 
-async def test_other_limits_are_updated(server: NatsServer, pair: Pair, config: QueueConfig) -> None:
+async def test_other_limits_are_updated(
+    server: NatsServer, pair: Pair, config: QueueConfig
+) -> None:
     producer, _ = pair
     again = await JetStreamProducer.connect(
         server.url, replace(config, max_jobs=1, ack_wait_s=9.0), wait_s=HANG_S
@@ -283,3 +280,19 @@ async def test_other_limits_are_updated(server: NatsServer, pair: Pair, config: 
     with pytest.raises(QueueFull):
         await producer.publish("b", b"", 1)
     await again.close()
+
+
+async def test_survey_shows_the_queues_of_a_namespace(server: NatsServer, pair: Pair) -> None:
+    producer, consumer = pair
+    await producer.publish("a", b"", 1000)
+    await producer.publish("b", b"", 10)
+    [job] = await consumer.pull(1, 1, 5)
+    await job.term("poison")
+    report = await admin.survey(server.url, "test")
+    assert report.max_payload == 8 << 20
+    [queue] = report.queues
+    assert (queue.status.depth_jobs, queue.status.depth_tokens, queue.dead) == (1, 10, 1)
+    assert queue.storage == "file"
+    [letter] = await admin.dead_letters(server.url, "test", queue.compat_hash)
+    assert letter.reason == "poison"
+    assert (await admin.survey(server.url, "elsewhere")).queues == []

@@ -10,9 +10,17 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 START_TIMEOUT_S = 20.0
+
+
+async def until(true: Callable[[], bool], within_s: float = 30.0) -> None:
+    """Wait for something observable only. Raises TimeoutError."""
+    async with asyncio.timeout(within_s):
+        while not true():  # noqa: ASYNC110 - there is nothing to subscribe to
+            await asyncio.sleep(0.01)
 
 
 def nats_binary() -> str:
@@ -55,7 +63,7 @@ class NatsServer:
             f"max_payload: {self._max_payload}\n"
             f'jetstream {{ store_dir: "{self.directory / "store"}" }}\n'
         )
-        self._process = subprocess.Popen(
+        self._process = subprocess.Popen(  # noqa: ASYNC220 - milliseconds, and owned beyond the loop
             [nats_binary(), "-c", str(config), "-l", str(self.log)], stdin=subprocess.DEVNULL
         )
         deadline = time.monotonic() + START_TIMEOUT_S
@@ -84,6 +92,10 @@ class NatsServer:
         """SIGSTOP: connected, but silent."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
+        # The signal takes effect a little later; tests count on silence from here on.
+        stat = Path(f"/proc/{self.pid}/stat")
+        while stat.read_text().rpartition(")")[2].split()[0] != "T":
+            time.sleep(0.001)
 
     def resume(self) -> None:
         assert self._process is not None

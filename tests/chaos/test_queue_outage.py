@@ -1,0 +1,158 @@
+"""Outages of NATS against the queue alone: longer and rougher than the contract tests afford."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from pullfill.errors import QueueUnavailable
+from pullfill.queue.contract import QueueConfig
+from pullfill.queue.jetstream import JetStreamConsumer, JetStreamProducer
+from tests.support.nats import NatsServer, until
+
+pytestmark = pytest.mark.slow
+HANG_S = 30.0
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[NatsServer]:
+    server = NatsServer(tmp_path)
+    await server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def config() -> QueueConfig:
+    return QueueConfig(
+        "chaos", secrets.token_hex(8), ack_wait_s=1.0, max_deliver=20, publish_timeout_s=0.3
+    )
+
+
+class Load:
+    """One publisher and two workers that go on whatever happens, and what they saw."""
+
+    def __init__(self, producer: JetStreamProducer, workers: list[JetStreamConsumer]) -> None:
+        self.producer = producer
+        self.workers = workers
+        self.stored: set[str] = set()
+        self.refused: set[str] = set()
+        self.done: Counter[str] = Counter()
+        self.slowest_publish_s = 0.0
+        self.stop = False
+
+    async def publish(self) -> None:
+        number = 0
+        while not self.stop:
+            number += 1
+            job_id = f"job-{number}"
+            started = time.monotonic()
+            try:
+                await self.producer.publish(job_id, secrets.token_bytes(2000), 100)
+                self.stored.add(job_id)
+            except QueueUnavailable:
+                self.refused.add(job_id)
+            took = time.monotonic() - started
+            self.slowest_publish_s = max(self.slowest_publish_s, took)
+            await asyncio.sleep(0.005)
+
+    async def work(self, worker: JetStreamConsumer) -> None:
+        while not self.stop or self.producer.depth().depth_jobs or not self.producer.available:
+            try:
+                for job in await worker.pull(500, 4, 0.5):
+                    await job.ack()
+                    self.done[job.job_id] += 1
+            except QueueUnavailable:
+                await asyncio.sleep(0.02)
+
+
+async def run_under_load(
+    server: NatsServer, config: QueueConfig, outage: Callable[[], object], times: int
+) -> Load:
+    producer = await JetStreamProducer.connect(server.url, config, wait_s=HANG_S)
+    workers = [await JetStreamConsumer.connect(server.url, config, wait_s=HANG_S) for _ in range(2)]
+    load = Load(producer, workers)
+    tasks = [asyncio.create_task(load.publish())]
+    tasks += [asyncio.create_task(load.work(worker)) for worker in workers]
+    for _ in range(times):
+        stored = len(load.stored)
+        await until(lambda stored=stored: len(load.stored) > stored + 50)  # type: ignore[misc]
+        result = outage()
+        if asyncio.iscoroutine(result):
+            await result
+    stored = len(load.stored)
+    await until(lambda: len(load.stored) > stored + 50)
+    load.stop = True
+    async with asyncio.timeout(HANG_S):
+        await asyncio.gather(*tasks)
+    await until(lambda: producer.available and producer.depth().depth_jobs == 0)
+    assert await producer.dead_letters() == []
+    await asyncio.gather(producer.close(), *(worker.close() for worker in workers))
+    return load
+
+
+async def test_no_stored_job_is_lost_over_three_kills(
+    server: NatsServer, config: QueueConfig
+) -> None:
+    load = await run_under_load(server, config, server.restart, 3)
+    assert load.stored <= set(load.done), load.stored - set(load.done)
+    assert set(load.done) <= load.stored | load.refused
+    assert load.refused, "the outages were noticed"
+
+
+async def test_a_server_that_hangs_again_and_again(server: NatsServer, config: QueueConfig) -> None:
+    async def hang() -> None:
+        server.pause()
+        await asyncio.sleep(1.5)
+        server.resume()
+
+    load = await run_under_load(server, config, hang, 3)
+    assert load.stored <= set(load.done), load.stored - set(load.done)
+    assert load.slowest_publish_s < 5 * config.publish_timeout_s
+
+
+async def test_a_hang_longer_than_the_client_keeps_its_connection(
+    server: NatsServer, config: QueueConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    producer = await JetStreamProducer.connect(server.url, config, wait_s=HANG_S)
+    consumer = await JetStreamConsumer.connect(server.url, config, wait_s=HANG_S)
+    caplog.set_level(logging.INFO, "pullfill.queue")
+    logging.getLogger("pullfill").propagate = True
+    server.pause()
+    await until(lambda: not (producer._link.up or consumer.link.up))
+    await asyncio.sleep(3.0)
+    assert len(caplog.records) < 10, "an outage is not logged per attempt"
+    server.resume()
+    await until(lambda: producer.available and consumer.link.up)
+    await producer.publish("after", b"", 1)
+    [job] = await consumer.pull(1, 1, HANG_S)
+    await job.ack()
+    await asyncio.gather(producer.close(), consumer.close())
+
+
+async def test_closing_while_the_server_hangs_ends_and_leaves_nothing(
+    server: NatsServer, config: QueueConfig
+) -> None:
+    before = asyncio.all_tasks()
+    producer = await JetStreamProducer.connect(server.url, config, wait_s=HANG_S)
+    consumer = await JetStreamConsumer.connect(server.url, config, wait_s=HANG_S)
+    server.pause()
+    publishes = [
+        asyncio.create_task(producer.publish(f"j{i}", bytes(1 << 20), 1)) for i in range(20)
+    ]
+    assert all(
+        isinstance(result, QueueUnavailable)
+        for result in await asyncio.gather(*publishes, return_exceptions=True)
+    )
+    async with asyncio.timeout(HANG_S):
+        await asyncio.gather(producer.close(), consumer.close())
+    await asyncio.sleep(0.1)
+    left = [task for task in asyncio.all_tasks() - before if not task.done()]
+    assert left == []

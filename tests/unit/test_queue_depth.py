@@ -1,0 +1,90 @@
+"""The depth cache: own changes count at once, and never twice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pullfill.queue.depth import DepthCache, Snapshot, read_snapshot
+
+
+class FakeClock:
+    now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+def snapshot(jobs: int, tokens: int, last_seq: int, stream_id: str = "s") -> Snapshot:
+    return Snapshot(jobs, tokens, 0, 1.0, last_seq, stream_id)
+
+
+def depth(cache: DepthCache) -> tuple[int, int]:
+    status = cache.status()
+    return status.depth_jobs, status.depth_tokens
+
+
+def test_own_publishes_are_counted_until_a_snapshot_reaches_them() -> None:
+    cache = DepthCache(FakeClock())
+    cache.store(snapshot(2, 20, 5), 99.0)
+    cache.published(5, 10)
+    assert depth(cache) == (2, 20), "the snapshot already had it"
+    cache.published(6, 10)
+    cache.published(7, 30)
+    assert depth(cache) == (4, 60)
+    cache.store(snapshot(3, 30, 6), 100.0)
+    assert depth(cache) == (4, 60)
+    cache.store(snapshot(4, 60, 7), 100.0)
+    assert depth(cache) == (4, 60)
+
+
+def test_own_cancels_are_counted_until_a_later_snapshot() -> None:
+    clock = FakeClock()
+    cache = DepthCache(clock)
+    cache.store(snapshot(2, 20, 5), 99.0)
+    cache.cancelled(5, 10)
+    assert depth(cache) == (1, 10)
+    cache.published(6, 8)
+    cache.cancelled(6, 8)
+    assert depth(cache) == (1, 10)
+    clock.now = 101.0
+    cache.store(snapshot(1, 10, 6), 101.0)
+    assert depth(cache) == (1, 10)
+
+
+def test_another_stream_starts_over_and_nothing_goes_negative() -> None:
+    cache = DepthCache(FakeClock())
+    cache.store(snapshot(1, 10, 5), 99.0)
+    cache.published(9, 10)
+    cache.cancelled(3, 10)
+    cache.cancelled(4, 10)
+    cache.store(snapshot(0, 0, 0, "other"), 100.0)
+    assert depth(cache) == (0, 0)
+    cache.cancelled(1, 10)
+    assert depth(cache) == (0, 0)
+
+
+def test_the_oldest_age_goes_on_between_snapshots() -> None:
+    clock = FakeClock()
+    cache = DepthCache(clock)
+    cache.store(snapshot(1, 10, 5), 100.0)
+    clock.now = 102.0
+    assert cache.status().oldest_age_s == 3.0
+
+
+def test_reading_what_the_server_says() -> None:
+    stream: dict[str, Any] = {
+        "ts": "2026-01-01T00:00:03.5Z",
+        "created": "c",
+        "state": {
+            "first_ts": "2026-01-01T00:00:01.123456789Z",
+            "last_seq": 7,
+            "messages": 4,
+            "subjects": {"p.job.10": 2, "p.job.64": 1, "p.job.many": 1},
+        },
+    }
+    taken = read_snapshot(stream, {"num_ack_pending": 3})
+    assert (taken.jobs, taken.tokens, taken.in_flight, taken.last_seq) == (4, 84, 3, 7)
+    assert 2.3 < taken.oldest_age_s < 2.4
+    stream["state"] = {"first_ts": "0001-01-01T00:00:00Z", "last_seq": 7}
+    empty = read_snapshot(stream, {"num_ack_pending": 3})
+    assert (empty.jobs, empty.tokens, empty.in_flight, empty.oldest_age_s) == (0, 0, 0, 0.0)
