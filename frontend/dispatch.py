@@ -41,12 +41,16 @@ _ABORTED = 2
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """One engine request. `link` None: waiting until `deadline` (loop time)."""
+    """One engine request. `link` None: waiting until `deadline` (loop time).
+
+    arrived, submitted: `time.monotonic` of the HTTP request and of `submit`. (The loop's own clock
+    stands still within one iteration under uvloop.)"""
 
     request: Any
     request_id: str
     trace: Trace
     arrived: float
+    submitted: float
     link: Link | None = None
     wire_id: str = ""
     attempt: int = 0
@@ -105,10 +109,10 @@ class Dispatcher:
             if known.link is not None:
                 known.link.send(rpc.ADD, *self._codec.encode(request))
             return
-        now = self._loop.time()
+        now, submitted = self._loop.time(), time.monotonic()
         trace = Trace(key_of(request_id, request.external_req_id))
-        age = max(0.0, time.time() - request.arrival_time)
-        flight = Flight(request, request_id, trace, now - min(age, 60.0))
+        age = min(max(0.0, time.time() - request.arrival_time), 60.0)
+        flight = Flight(request, request_id, trace, submitted - age, submitted)
         flight.deadline = now + NO_WORKER_WAIT_S
         self._flights[request_id] = flight
         self._place(flight, now)
@@ -203,7 +207,7 @@ class Dispatcher:
             if flight is None:
                 continue  # aborted or moved meanwhile
             if flight.tokens_out == 0:
-                flight.trace.first_token_ms = (self._loop.time() - flight.arrived) * 1000.0
+                flight.trace.first_token_ms = (time.monotonic() - flight.arrived) * 1000.0
             flight.tokens_out += len(out.new_token_ids)
             if out.finish_reason is not None and not self._finish(link, flight, out):
                 continue
@@ -253,8 +257,7 @@ class Dispatcher:
         self._explain.open(flight.wire_id, flight.trace)
         link.send(rpc.ADD, *frames)
         if flight.trace.route_ms is None:
-            waited = flight.deadline - NO_WORKER_WAIT_S
-            flight.trace.route_ms = (self._loop.time() - waited) * 1000.0
+            flight.trace.route_ms = (time.monotonic() - flight.submitted) * 1000.0
 
     def _leave(self, flight: Flight, reason: str) -> None:
         """The flight's worker will not finish it, and has forgotten it or is gone."""

@@ -187,13 +187,13 @@ class _Frontend:
             stack.push_async_callback(pool.stop)
             admin = Admin(pool, view, explain)
             admin.attach(front.app)
-            front.app.add_middleware(Gate, wait_ready=pool.wait_ready)
+            app = Gate(front.app, pool.wait_ready)
             membership = Membership(
                 client, cluster.namespace, options.lease_ttl_s, self._make_record(prepared.names[0])
             )
             await membership.join()
             stack.push_async_callback(membership.leave)
-            return await self._http(front, prepared, admin, membership)
+            return await self._http(app, prepared, admin, membership)
 
     def _make_record(self, model: str) -> Any:
         def make(incarnation: str) -> tuple[WorkerRecord, list[RegionDescriptor]]:
@@ -215,10 +215,10 @@ class _Frontend:
 
         return make
 
-    async def _http(self, front: Any, prepared: Any, admin: Admin, membership: Membership) -> int:
+    async def _http(self, app: Gate, prepared: Any, admin: Admin, membership: Membership) -> int:
         args = prepared.args
         config = uvicorn.Config(
-            front.app,
+            app,
             log_level=args.uvicorn_log_level,
             access_log=not args.disable_uvicorn_access_log,
             timeout_keep_alive=5,

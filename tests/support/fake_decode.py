@@ -26,6 +26,13 @@ from pullfill.ids import new_incarnation
 from pullfill.wire import ExplainRecord, Timings, WorkerRecord, WorkerState
 
 STOP, LENGTH, ABORT = 0, 1, 2
+FIRST_LETTER = 68
+"""Token id of "a" in `tests.support.checkpoint`'s byte-level tokenizer."""
+
+
+def text_of(tokens: Sequence[int]) -> str:
+    """What the tiny checkpoint's tokenizer makes of tokens from `token_at`."""
+    return "".join(chr(ord("a") + token - FIRST_LETTER) for token in tokens)
 
 
 class Request(msgspec.Struct, array_like=True, omit_defaults=True):
@@ -113,7 +120,9 @@ class PlainCodec:
         return outputs
 
 
-def request(request_id: str = "r", prompt: Sequence[int] = (1, 2, 3), max_tokens: int = 4) -> Request:
+def request(
+    request_id: str = "r", prompt: Sequence[int] = (1, 2, 3), max_tokens: int = 4
+) -> Request:
     """A request as the frontend gets it from vLLM."""
     return Request(
         request_id=request_id,
@@ -127,8 +136,8 @@ def request(request_id: str = "r", prompt: Sequence[int] = (1, 2, 3), max_tokens
 
 
 def token_at(prompt: Sequence[int], index: int) -> int:
-    """The `index`-th generated token: a byte between 'a' and 'z'."""
-    return 97 + (sum(prompt) + 7 * index) % 26
+    """The `index`-th generated token: a letter in the tokenizer of the tiny checkpoint."""
+    return FIRST_LETTER + (sum(prompt) + 7 * index) % 26
 
 
 @dataclass
@@ -142,8 +151,8 @@ class _Active:
 class FakeDecode:
     """One fake worker. `start`, then `record` is what the registry would hold.
 
-    hold: take requests but answer nothing. step_s: pause between tokens. refuse: NOPE text.
-    hand_back: answer ADD with BACK. shift: added to every token, to tell two workers apart.
+    hold: take requests and utility calls but answer nothing. step_s: pause between tokens.
+    refuse: text of a NOPE to every HELO. hand_back: answer ADD with BACK.
     """
 
     instance_id: str = "decode-fake"
@@ -244,6 +253,8 @@ class FakeDecode:
         elif kind == rpc.UTIL:
             call_id, method, args = msgspec.msgpack.decode(payload[0])
             self.utilities.append((method, args))
+            if self.hold:
+                return
             failure = "no such thing" if method == "fail" else None
             result = None if failure else (None, True)
             answer = Outputs(timestamp=1.0, utility_output=Utility(call_id, failure, result))
