@@ -28,7 +28,8 @@ def run(cluster: ClusterRef, options: WorkerOptions, vllm_args: Sequence[str]) -
     Does not return: leaves through os._exit so that no library's thread can hold the process.
     """
     log.setup("decode")
-    process.prepare(cpu=options.cpu, model=options.model)
+    eager = "--enforce-eager" in vllm_args
+    process.prepare(cpu=options.cpu, model=options.model, eager=eager)
     try:
         check.require_version()
         code = asyncio.run(DecodeWorker(cluster, options, list(vllm_args)).serve())

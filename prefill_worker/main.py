@@ -27,7 +27,8 @@ def run(cluster: ClusterRef, options: WorkerOptions, vllm_args: Sequence[str]) -
     Does not return: leaves through os._exit so that no library's thread can hold the process.
     """
     log.setup("prefill")
-    process.prepare(cpu=options.cpu, model=options.model)
+    eager = "--enforce-eager" in vllm_args
+    process.prepare(cpu=options.cpu, model=options.model, eager=eager)
     try:
         check.require_version()
         code = asyncio.run(PrefillWorker(cluster, options, list(vllm_args)).serve())

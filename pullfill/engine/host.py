@@ -153,8 +153,11 @@ class EngineHost:
         that waits for anything else (a grammar being compiled) is asked again soon."""
         from vllm.v1.request import RequestStatus
 
+        scheduler: Any = core.scheduler
+        if scheduler.finished_recving_kv_req_ids or scheduler.finished_req_ids:
+            return 0  # the next step schedules or forgets them
         remote = RequestStatus.WAITING_FOR_REMOTE_KVS
-        for request in core.scheduler.requests.values():  # type: ignore[attr-defined]
+        for request in scheduler.requests.values():
             if request.status is not remote and not RequestStatus.is_finished(request.status):
                 return _BLOCKED_POLL_MS
         return _IDLE_POLL_MS
