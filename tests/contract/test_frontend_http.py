@@ -1,0 +1,366 @@
+"""The real frontend process (vLLM's app) over fake decode workers and a real etcd, by HTTP.
+
+One frontend for the module: importing vLLM takes most of the time. Each test brings its own workers
+and takes them away again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from pullfill import wire
+from pullfill.probe import ProbeServer
+from pullfill.registry import keys
+from pullfill.registry.client import EtcdClient
+from pullfill.registry.directory import Directory
+from tests.support.checkpoint import tiny_checkpoint
+from tests.support.etcd import EtcdServer
+from tests.support.fake_decode import FakeDecode, text_of, token_at
+
+PATIENCE_S = 60.0
+NAMESPACE = "t"
+MAIN = """
+import sys
+from pullfill.config import ClusterRef, FrontendOptions
+from pullfill.frontend.main import run
+etcd, model, *flags = sys.argv[1:]
+options = FrontendOptions(model=model, port=0, instance_id="frontend-t", drain_timeout_s=20.0)
+sys.exit(run(ClusterRef("t", etcd, "nats://127.0.0.1:1"), options, flags))
+"""
+
+
+@dataclass
+class Served:
+    etcd: EtcdServer
+    process: subprocess.Popen[bytes]
+    url: str
+
+    def client(self, **options: Any) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(
+            base_url=f"{self.url}/v1", api_key="none", max_retries=0, **options
+        )
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with EtcdServer(tmp_path_factory.mktemp("etcd")) as etcd:
+        log = tmp_path_factory.mktemp("frontend") / "log"
+        flags = ["--served-model-name", "m", "--max-model-len", "512"]
+        with log.open("wb") as out:
+            process = subprocess.Popen(
+                [sys.executable, "-c", MAIN, etcd.url, str(tiny_checkpoint()), *flags],
+                cwd=Path(__file__).parents[2],
+                stdout=out,
+                stderr=out,
+            )
+        try:
+            yield Served(etcd, process, asyncio.run(frontend_url(etcd, process, log)))
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(PATIENCE_S) == 0, log.read_text()[-3000:]
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+
+
+async def frontend_url(etcd: EtcdServer, process: subprocess.Popen[bytes], log: Path) -> str:
+    """Where it says in the registry that it listens; it registers once it is about to serve."""
+    client = await EtcdClient.connect(etcd.url)
+    directory = Directory(client, NAMESPACE, ["frontend"])
+    try:
+        await directory.start()
+        async with asyncio.timeout(PATIENCE_S):
+            while not (found := directory.workers("frontend")):
+                assert process.poll() is None, f"it ended, see {log}"
+                await asyncio.sleep(0.1)
+    finally:
+        await directory.close()
+        await client.close()
+    return found["frontend-t"].http
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():  # noqa: ASYNC110 - the condition has no event to wait for
+            await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def workers(served: Served, *fakes: FakeDecode) -> AsyncIterator[httpx.AsyncClient]:
+    """The frontend with exactly these workers ready; afterwards with none."""
+    etcd = await EtcdClient.connect(served.etcd.url)
+    async with httpx.AsyncClient(base_url=served.url, timeout=PATIENCE_S) as http:
+
+        async def decode_count(count: int) -> None:
+            async with asyncio.timeout(PATIENCE_S):
+                while (await http.get("/ready")).json()["decode"] != count:  # noqa: ASYNC110
+                    await asyncio.sleep(0.02)
+
+        def key(fake: FakeDecode) -> str:
+            return keys.worker(NAMESPACE, "decode", fake.instance_id)
+
+        try:
+            for fake in fakes:
+                await etcd.put(key(fake.start()), wire.encode(fake.record))
+            await decode_count(len(fakes))
+            yield http
+        finally:
+            for fake in fakes:
+                await etcd.delete(key(fake))
+                await asyncio.to_thread(fake.die)
+            await decode_count(0)
+            await etcd.close()
+
+
+def expected(prompt: list[int], count: int) -> str:
+    return text_of([token_at(prompt, i) for i in range(count)])
+
+
+async def test_models_completions_and_tokenize(served: Served) -> None:
+    fake = FakeDecode("decode-1", model="m", max_model_len=512, cached_tokens=2)
+    async with workers(served, fake) as http, served.client() as client:
+        assert [m.id for m in (await client.models.list()).data] == ["m"]
+        done = await client.completions.create(model="m", prompt="hello", max_tokens=6)
+        prompt = fake.added[0].prompt_token_ids
+        assert prompt is not None
+        assert done.choices[0].text == expected(prompt, 6)
+        assert done.usage is not None
+        assert done.usage.prompt_tokens == len(prompt)
+        assert done.usage.prompt_tokens_details is not None
+        assert done.usage.prompt_tokens_details.cached_tokens == 2
+        tokens = (await http.post("/tokenize", json={"model": "m", "prompt": "hello"})).json()
+        assert tokens["tokens"] == prompt
+        echoed = await client.completions.create(model="m", prompt="abc", max_tokens=2, echo=True)
+        assert echoed.choices[0].text.startswith("abc")
+
+
+async def test_choices_and_batches_are_requests_of_their_own(served: Served) -> None:
+    one = FakeDecode("decode-1", model="m", max_model_len=512)
+    two = FakeDecode("decode-2", model="m", max_model_len=512)
+    async with workers(served, one, two) as http, served.client() as client:
+        done = await client.completions.create(
+            model="m", prompt=["ab", "xyz"], n=3, max_tokens=3, temperature=1.0
+        )
+        assert len(done.choices) == 6
+        assert (len(one.added), len(two.added)) == (3, 3)
+        record = (await http.get(f"/pullfill/requests/{done.id}")).json()
+        assert record["request_id"] == done.id
+        assert set(record["timings_ms"]) == {
+            "route", "queue", "claim", "prefix_read", "prefill", "kv_write", "commit",
+            "first_token",
+        }  # fmt: skip
+        assert set(record) == {
+            "request_id", "path", "reason", "prompt_tokens", "prefix_hit_tokens", "remote_tokens",
+            "decode_instance", "prefill_instance", "attempts", "fallback", "kv_bytes", "timings_ms",
+        }  # fmt: skip
+        assert 0 < record["timings_ms"]["route"] < record["timings_ms"]["first_token"]
+        missing = await http.get("/pullfill/requests/chatcmpl-none")
+        assert missing.status_code == 404
+        assert "no record of request" in missing.json()["error"]["message"]
+
+
+async def test_chat_stream_responses_and_stop_strings(served: Served) -> None:
+    fake = FakeDecode("decode-1", model="m", max_model_len=512, step_s=0.002)
+    async with workers(served, fake) as http, served.client() as client:
+        messages: Any = [{"role": "user", "content": "hi"}]
+        stream = await client.chat.completions.create(
+            model="m", messages=messages, max_tokens=20, stream=True
+        )
+        text, request_id = "", ""
+        async for chunk in stream:
+            request_id = chunk.id
+            text += (chunk.choices[0].delta.content or "") if chunk.choices else ""
+        assert text == expected(fake.added[0].prompt_token_ids or [], 20)
+        assert (await http.get(f"/pullfill/requests/{request_id}")).status_code == 200
+        stop = text[3:5]
+        cut = await client.chat.completions.create(
+            model="m", messages=messages, max_tokens=400, stop=[stop]
+        )
+        assert cut.choices[0].message.content == text[:3]
+        assert cut.choices[0].finish_reason == "stop"
+        await until(lambda: len(fake.aborted) == 1)
+        answer = await client.responses.create(model="m", input="hi", max_output_tokens=16)
+        assert answer.status in ("completed", "incomplete")
+        assert (await http.get(f"/pullfill/requests/{answer.id}")).status_code == 200
+
+
+async def test_transfer_params_of_a_client_never_reach_a_worker(served: Served) -> None:
+    fake = FakeDecode("decode-1", model="m", max_model_len=512)
+    async with workers(served, fake) as http:
+        body = {
+            "model": "m",
+            "prompt": "hello",
+            "max_tokens": 2,
+            "kv_transfer_params": {"remote_block_ids": [1]},
+            "vllm_xargs": {"kv_transfer_params": "x", "mine": 1},
+        }
+        done = await http.post("/v1/completions", json=body)
+        assert done.status_code == 200, done.text
+        assert done.json()["kv_transfer_params"] is None
+        params = fake.added[0].sampling_params
+        assert params is not None
+        assert "kv_transfer_params" not in (params.get("extra_args") or {})
+        assert "remote_block_ids" not in repr(fake.added[0])
+
+
+async def test_bad_input_gets_vllms_answer_and_no_worker_hears_of_it(served: Served) -> None:
+    fake = FakeDecode("decode-1", model="m", max_model_len=512)
+    async with workers(served, fake) as http:
+        long = await http.post("/v1/completions", json={"model": "m", "prompt": "word " * 600})
+        assert long.status_code == 400
+        assert "512" in long.text
+        assert "513" in long.text
+        unknown = await http.post("/v1/completions", json={"model": "zzz", "prompt": "a"})
+        assert unknown.status_code == 404
+        headers = {"content-type": "application/json"}
+        broken = await http.post("/v1/completions", content=b"{nope", headers=headers)
+        assert broken.status_code == 400
+        assert not fake.added
+
+
+async def test_a_client_that_goes_away_aborts_at_the_worker(served: Served) -> None:
+    fake = FakeDecode("decode-1", model="m", max_model_len=512, step_s=0.02)
+    async with workers(served, fake) as http:
+        body = {"model": "m", "prompt": "hello", "max_tokens": 500, "stream": True}
+        async with http.stream("POST", "/v1/completions", json=body) as response:
+            async for _ in response.aiter_lines():
+                break
+        await until(lambda: len(fake.aborted) == 1)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+async def test_a_worker_lost_mid_stream_ends_the_stream_with_its_name(
+    served: Served, n: int
+) -> None:
+    fake = FakeDecode("decode-1", model="m", max_model_len=512, step_s=0.01)
+    async with workers(served, fake) as http:
+        body = {"model": "m", "prompt": "hello", "max_tokens": 500, "stream": True, "n": n}
+        events = []
+        lost_at = 0.0
+        async with http.stream("POST", "/v1/completions", json=body) as response:
+            async for line in response.aiter_lines():
+                if line.startswith("data: "):
+                    events.append(line.removeprefix("data: "))
+                if len(events) == 5 and not lost_at:
+                    lost_at = time.monotonic()
+                    await asyncio.to_thread(fake.die)
+        assert time.monotonic() - lost_at < 5.0
+        error = json.loads(events[-2])["error"]
+        assert error["code"] == 503
+        assert "decode-1 was lost" in error["message"]
+        assert events[-1] == "[DONE]"
+
+
+async def test_a_worker_lost_before_the_first_token_costs_nothing(served: Served) -> None:
+    one = FakeDecode("decode-1", model="m", max_model_len=512, hold=True)
+    two = FakeDecode("decode-2", model="m", max_model_len=512, hold=True)
+    async with workers(served, one, two), served.client() as client:
+        calls = [
+            asyncio.create_task(client.completions.create(model="m", prompt="abc", max_tokens=4))
+            for _ in range(4)
+        ]
+        await until(lambda: len(one.added) == len(two.added) == 2)
+        await asyncio.to_thread(one.die)
+        await until(lambda: len(two.added) == 4)
+        two.hold = False
+        texts = {(await call).choices[0].text for call in calls}
+        assert texts == {expected(two.added[0].prompt_token_ids or [], 4)}
+
+
+async def test_without_a_worker_streams_too_get_503(served: Served) -> None:
+    async with workers(served) as http:
+        ready = await http.get("/ready")
+        assert ready.status_code == 503
+        assert ready.json()["ready"] is False
+        assert (await http.get("/live")).status_code == 200
+        body = {"model": "m", "prompt": "hello", "stream": True}
+        refused = await http.post("/v1/completions", json=body)
+        assert refused.status_code == 503
+        assert "pullfill decode" in refused.json()["error"]["message"]
+
+
+async def test_status_and_metrics_show_the_workers(served: Served) -> None:
+    queue = {"depth_jobs": 3, "depth_tokens": 900, "in_flight": 1, "oldest_age_s": 0.5}
+    probe = ProbeServer(
+        "127.0.0.1", lambda: (True, {}), lambda: {"load": {"running": 1}, "queue": queue}
+    )
+    await probe.start()
+    fake = FakeDecode("decode-1", model="m", max_model_len=512)
+    silent = FakeDecode("decode-2", model="m", max_model_len=512)
+    fake.record = wire.msgspec.structs.replace(fake.record, http=probe.url, pid=os.getpid())
+    silent.record = wire.msgspec.structs.replace(silent.record, http="http://127.0.0.1:1")
+    try:
+        async with workers(served, fake, silent) as http:
+            status = (await http.get("/pullfill/status")).json()
+            assert status["queue"] == queue
+            first, second = status["workers"]
+            assert first == {
+                "instance_id": "decode-1",
+                "role": "decode",
+                "state": "ready",
+                "model": "m",
+                "host": "127.0.0.1",
+                "pid": os.getpid(),
+                "load": {"running": 1},
+            }
+            assert (second["instance_id"], second["state"]) == ("decode-2", "lost")
+            ready = (await http.get("/ready")).json()
+            assert ready["degraded"] is True
+            assert any("no prefill worker" in reason for reason in ready["reasons"])
+            families = {
+                f.name: f for f in text_string_to_metric_families((await http.get("/metrics")).text)
+            }
+            assert "vllm:num_requests_running" in families
+            assert "pullfill_frontend_in_flight" in families
+            owners = {s.labels.get("instance_id") for s in families["python_info"].samples}
+            assert owners == {None, "decode-1"}
+    finally:
+        await probe.stop()
+
+
+async def test_garbage_from_a_worker_does_not_end_the_frontend(served: Served) -> None:
+    bad = FakeDecode("decode-1", model="m", max_model_len=512, hold=True)
+    async with workers(served, bad), served.client() as client:
+        bad.send_raw(b"OUT", b"\xc1")
+        bad.send_raw(b"OUT", b"\x95\x00\x91\x92\xa1x\x91\xff\xc0\xcb" + bytes(8) + b"\xc0")
+        bad.send_raw(b"EXPL", b"\x93")
+        bad.hold = False
+        done = await client.completions.create(model="m", prompt="abc", max_tokens=2)
+        assert len(done.choices[0].text) == 2
+
+
+async def test_drain_finishes_open_streams_and_exits_0(served: Served) -> None:
+    """Keep last: it ends the module's frontend. Its exit status is checked by the fixture."""
+    fake = FakeDecode("decode-1", model="m", max_model_len=512, step_s=0.01)
+    etcd = await EtcdClient.connect(served.etcd.url)
+    await etcd.put(keys.worker(NAMESPACE, "decode", "decode-1"), wire.encode(fake.start().record))
+    async with served.client() as client:
+        stream = await client.completions.create(
+            model="m", prompt="abc", max_tokens=100, stream=True
+        )
+        text = ""
+        async for chunk in stream:
+            if not text:
+                served.process.send_signal(signal.SIGTERM)
+            text += chunk.choices[0].text
+        assert text == expected(fake.added[0].prompt_token_ids or [], 100)
+    await until(lambda: served.process.poll() is not None)
+    assert await etcd.get(keys.worker(NAMESPACE, "frontend", "frontend-t")) is None
+    await etcd.close()
+    await asyncio.to_thread(fake.die)
