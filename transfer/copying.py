@@ -1,42 +1,94 @@
 """Moving bytes between two addresses of this process with the GIL released.
 
-Two ways. Few long runs: `memmove` per run. Many short runs: one vectored kernel copy
-(`process_vm_writev` to ourselves) for the whole batch: ~25 % slower per byte, but the GIL is
-given up once per batch and not once per run. Beside a busy Python thread, each time it is taken
-back can cost a whole switch interval (5 ms), which made short runs 18 times slower.
+Two ways. `memmove` per run is fastest while nobody else wants the GIL. Beside a busy Python thread
+each run's return costs up to a whole switch interval (5 ms): short runs became 18 times slower. So
+short runs are watched, and when the thread has to sleep for the GIL between them, batches go
+through one vectored kernel copy (`process_vm_writev` to ourselves; ~25 % slower per byte, but the
+GIL is given up once per batch) for a second before the plain way is tried again.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import resource
+import time
 from functools import cache
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pullfill.errors import TransferFailed
 from pullfill.transfer.runs import Batch
 
-_MEMMOVE_FROM = 256 << 10
+_LONG_RUN = 256 << 10
+_WATCH_EVERY = 8
+_SLEEPS = 2
+"""Voluntary context switches in `_WATCH_EVERY` runs that mean a contended GIL (being preempted by
+other processes is involuntary and does not count)."""
+_VECTORED_FOR_S = 1.0
+
 _libc = ctypes.CDLL(None, use_errno=True)
 _memmove = _libc.memmove
 _memmove.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 _memmove.restype = ctypes.c_void_p
 
+_vectored_until = 0.0
+"""Wall time (perf_counter) up to which the GIL counts as wanted by others. A hint: races on it
+cost speed only."""
+
 
 def copy_batch(source: int, target: int, batch: Batch) -> None:
     """Copy every run; offsets count from the addresses `source` and `target`. The caller has
     checked the ranges. Raises TransferFailed when the kernel copied less than all."""
-    total = batch.total
-    if total >= _MEMMOVE_FROM * len(batch) or len(batch) == 1 or not vectored_works():
-        for src, dst, nbytes in zip(
-            batch.source.tolist(), batch.target.tolist(), batch.nbytes.tolist(), strict=True
-        ):
-            _memmove(target + dst, source + src, nbytes)
+    few_and_long = len(batch) < _WATCH_EVERY or batch.total >= _LONG_RUN * len(batch)
+    done = 0
+    if few_and_long or not vectored_works():
+        _copy_runs(source, target, batch, 0, len(batch))
         return
-    moved = _vectored(_iovec(source, batch.source, batch), _iovec(target, batch.target, batch))
-    if moved != total:
-        raise TransferFailed(f"moved {moved} of {total} bytes: {os.strerror(ctypes.get_errno())}")
+    if time.perf_counter() >= _vectored_until:
+        done = _copy_watched(source, target, batch)
+    if done < len(batch):
+        _copy_vectored(source, target, batch, done)
+
+
+def _copy_runs(source: int, target: int, batch: Batch, first: int, last: int) -> None:
+    for src, dst, nbytes in zip(
+        batch.source[first:last].tolist(),
+        batch.target[first:last].tolist(),
+        batch.nbytes[first:last].tolist(),
+        strict=True,
+    ):
+        _memmove(target + dst, source + src, nbytes)
+
+
+def _copy_watched(source: int, target: int, batch: Batch) -> int:
+    """Copy run by run until the GIL proves to be contended. Returns how many runs are done."""
+    global _vectored_until
+    slept = _sleeps()
+    for first in range(0, len(batch), _WATCH_EVERY):
+        last = min(first + _WATCH_EVERY, len(batch))
+        _copy_runs(source, target, batch, first, last)
+        before, slept = slept, _sleeps()
+        if slept - before >= _SLEEPS:
+            _vectored_until = time.perf_counter() + _VECTORED_FOR_S
+            return last
+    return len(batch)
+
+
+def _sleeps() -> int:
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+
+
+def _copy_vectored(source: int, target: int, batch: Batch, first: int) -> None:
+    nbytes = batch.nbytes[first:]
+    moved = _vectored(
+        _iovec(source, batch.source[first:], nbytes), _iovec(target, batch.target[first:], nbytes)
+    )
+    if moved != int(nbytes.sum()):
+        raise TransferFailed(
+            f"moved {moved} of {int(nbytes.sum())} bytes: {os.strerror(ctypes.get_errno())}"
+        )
 
 
 @cache
@@ -53,15 +105,15 @@ def vectored_works() -> bool:
         return False
 
 
-def _iovec(base: int, offsets: np.ndarray, batch: Batch) -> np.ndarray:
-    iovec = np.empty((len(batch), 2), np.uint64)
+def _iovec(base: int, offsets: NDArray[np.int64], nbytes: NDArray[np.int64]) -> NDArray[np.uint64]:
+    iovec = np.empty((len(nbytes), 2), np.uint64)
     iovec[:, 0] = offsets
     iovec[:, 0] += np.uint64(base)
-    iovec[:, 1] = batch.nbytes
+    iovec[:, 1] = nbytes
     return iovec
 
 
-def _vectored(source: np.ndarray, target: np.ndarray) -> int:
+def _vectored(source: NDArray[np.uint64], target: NDArray[np.uint64]) -> int:
     call = _libc.process_vm_writev
     call.restype = ctypes.c_ssize_t
     return int(

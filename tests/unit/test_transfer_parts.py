@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -40,22 +43,50 @@ def _batch(count: int, size: int) -> Batch:
 
 
 @pytest.mark.parametrize(("count", "size"), [(64, 48), (3, 300_000), (1, 5), (1000, 4096)])
-@pytest.mark.parametrize("vectored", [True, False])
-def test_copy_batch(count: int, size: int, vectored: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("way", ["plain", "watched", "switching", "vectored"])
+def test_copy_batch(count: int, size: int, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert copying.vectored_works(), "this machine should be able to copy by iovec"
-    monkeypatch.setattr(copying, "vectored_works", lambda: vectored)
+    monkeypatch.setattr(copying, "vectored_works", lambda: way != "plain")
+    until = math.inf if way == "vectored" else 0.0
+    monkeypatch.setattr(copying, "_vectored_until", until)
+    sleeps = itertools.count(step=2 if way == "switching" else 0)
+    monkeypatch.setattr(copying, "_sleeps", lambda: next(sleeps))
     source, target = random_bytes(count * size, 1), np.zeros(count * size, np.uint8)
     batch = _batch(count, size)
     copying.copy_batch(source.ctypes.data, target.ctypes.data, batch)
     expected = np.empty_like(source).reshape(count, size)
     expected[batch.target // size] = source.reshape(count, size)
     np.testing.assert_array_equal(target, expected.ravel())
+    switched = way == "switching" and count > 8
+    assert switched == (copying._vectored_until != until)
 
 
-def test_short_vectored_copy_is_a_failure() -> None:
+def test_a_contended_gil_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copying, "_vectored_until", 0.0)
+    source, target = random_bytes(1 << 20, 1), np.zeros(1 << 20, np.uint8)
+    stop = threading.Event()
+
+    def work() -> None:
+        while not stop.is_set():
+            sum(range(1000))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        deadline = time.monotonic() + 20
+        while copying._vectored_until == 0.0 and time.monotonic() < deadline:
+            copying.copy_batch(source.ctypes.data, target.ctypes.data, _batch(1024, 1024))
+    finally:
+        stop.set()
+        thread.join()
+    assert copying._vectored_until > 0.0
+
+
+def test_short_vectored_copy_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copying, "_vectored_until", math.inf)
     data = np.zeros(1 << 16, np.uint8)
-    batch = Batch(np.array([0, 64]), np.array([0, 0]), np.array([64, 64]))
-    with pytest.raises(TransferFailed, match="of 128 bytes"):
+    batch = _batch(8, 64)
+    with pytest.raises(TransferFailed, match="of 512 bytes"):
         copying.copy_batch(data.ctypes.data, 4096, batch)  # page 1 is never mapped
 
 
