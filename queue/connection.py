@@ -80,7 +80,8 @@ class Link:
         self._ended = asyncio.Event()
         self._changed = asyncio.Event()
         self._cause = "not connected yet"
-        self._fatal: PullfillError | None = None
+        self._fatal: ConfigError | None = None
+        self._started = False
         self._task: asyncio.Task[None] | None = None
         self._burials: set[asyncio.Task[None]] = set()
 
@@ -88,7 +89,7 @@ class Link:
         """Raises QueueUnavailable after `wait_s` (nothing is left running), or ConfigError."""
         self._task = asyncio.create_task(self._run(), name=f"nats-link-{self._name}")
         up = await self.wait_up(wait_s)
-        self._on_event = None
+        self._started, self._on_event = True, None
         if up:
             return
         await self.close()
@@ -104,7 +105,7 @@ class Link:
         """Whether the link is up, now or within `wait_s`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
-                while not self.up and self._fatal is None:
+                while not self.up and (self._started or self._fatal is None):
                     self._changed.clear()
                     await self._changed.wait()
         return self.up
@@ -189,7 +190,7 @@ class Link:
                 except ConfigError as exc:
                     self._fatal = exc
                     self._report(str(exc), first=failures == 0)
-                except (PullfillError, nats.errors.Error, OSError, TimeoutError) as exc:
+                except Exception as exc:  # whatever it was, the next try may work
                     self._report(_say(exc), first=failures == 0)
                 else:
                     if not quiet:

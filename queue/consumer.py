@@ -26,10 +26,11 @@ from pullfill.clock import SYSTEM_CLOCK
 from pullfill.errors import BadMessage, PullfillError, QueueUnavailable
 from pullfill.queue import streams
 from pullfill.queue.connection import Link, NoResponders, NotSent, OnEvent
-from pullfill.queue.contract import DeadLetter, Delivery, OnDeadLetter, QueueConfig
+from pullfill.queue.contract import Delivery, OnDeadLetter, QueueConfig
 from pullfill.queue.deadletter import DeadLetters, MaxDeliveries
+from pullfill.queue.delivery import JetStreamDelivery
 from pullfill.queue.depth import moment
-from pullfill.queue.names import CONSUMER, MSG_ID, TOKENS, Names, parse_ack, subject_tokens
+from pullfill.queue.names import CONSUMER, AckInfo, Names
 
 logger = log.get("queue")
 
@@ -41,56 +42,6 @@ SETTLE_TRY_S = 1.0
 SETTLE_TRIES = 2
 _NO_MESSAGES = "404"
 _EXPIRED = "408"
-
-
-class JetStreamDelivery:
-    """A `Delivery`. Usable over reconnects: its ack subject names the message for good."""
-
-    def __init__(self, owner: JetStreamConsumer, msg: Msg) -> None:
-        headers = msg.headers or {}
-        ack = parse_ack(msg.reply)
-        told = headers.get(TOKENS, "")
-        self.job_id: str = headers.get(MSG_ID) or f"seq-{ack.seq}"
-        self.body: bytes = msg.data
-        self.tokens: int = (
-            int(told)
-            if told.isascii() and told.isdigit() and len(told) < 12
-            else subject_tokens(msg.subject)
-        )
-        self.number: int = ack.number
-        self.ack_subject: str = msg.reply
-        self._owner = owner
-        self._stored_s = ack.stored_ns / 1e9
-        self._settled = False
-
-    @property
-    def age_s(self) -> float:
-        return max(0.0, time.time() + self._owner.clock_offset_s - self._stored_s)
-
-    async def ack(self) -> None:
-        if not self._settled:
-            await self._owner.settle(self.ack_subject, b"+ACK")
-            self._settled = True
-
-    async def nak(self, delay_s: float = 0.0) -> None:
-        if self._settled:
-            return
-        self._settled = True
-        delay = b' {"delay": %d}' % int(delay_s * 1e9) if delay_s > 0 else b""
-        with contextlib.suppress(NotSent):
-            await self._owner.link.publish(self.ack_subject, b"-NAK" + delay)
-
-    async def term(self, reason: str) -> None:
-        if not self._settled:
-            letter = DeadLetter(self.job_id, reason, self.number, self.body)
-            await self._owner.letters.write(letter)
-            await self._owner.settle(self.ack_subject, b"+TERM")
-            self._settled = True
-
-    async def in_progress(self) -> None:
-        if not self._settled and self._owner.link.up:
-            with contextlib.suppress(NotSent):
-                await self._owner.link.publish(self.ack_subject, b"+WPI")
 
 
 class JetStreamConsumer:
@@ -107,6 +58,7 @@ class JetStreamConsumer:
         self._names = Names(config.namespace, config.compat_hash)
         self._moves: MaxDeliveries
         self._inbox = ""
+        self._stream_id = ""
         self._subscription: Subscription | None = None
         self._arrived: deque[JetStreamDelivery] = deque()
         self._wake = asyncio.Event()
@@ -145,6 +97,7 @@ class JetStreamConsumer:
     async def close(self) -> None:
         if self.link.up:
             await self.drain()
+            await asyncio.gather(*self._returns)
             await self.link.flush()
         await self._moves.close()
         await self.link.close()
@@ -260,7 +213,7 @@ class JetStreamConsumer:
         status, self._status = self._status, ""
         logger.debug("pull ended with %s; checking the stream", status)
         try:
-            await streams.ensure(self.link, self._names, self._config)
+            self._stream_id = await streams.ensure(self.link, self._names, self._config)
         except QueueUnavailable:
             if SYSTEM_CLOCK.monotonic() >= deadline:
                 raise
@@ -292,7 +245,7 @@ class JetStreamConsumer:
     # ------------------------------------------------------------------ connection
 
     async def _setup(self) -> None:
-        await streams.ensure(self.link, self._names, self._config)
+        self._stream_id = await streams.ensure(self.link, self._names, self._config)
         info = await self.link.api(f"STREAM.INFO.{self._names.stream}")
         if "ts" in info:
             self.clock_offset_s = moment(info["ts"]).timestamp() - time.time()
@@ -302,12 +255,20 @@ class JetStreamConsumer:
             self._inbox = client.new_inbox()
             self._subscription = await client.subscribe(f"{self._inbox}.*", cb=self._on_message)
 
-    async def settle(self, ack_subject: str, verdict: bytes) -> None:
+    async def tell(self, ack: AckInfo, ack_subject: str, verdict: bytes) -> None:
+        """Tell the server if it is there."""
+        if self.link.up and not ack.precedes(self._stream_id):
+            with contextlib.suppress(NotSent):
+                await self.link.publish(ack_subject, verdict)
+
+    async def settle(self, ack: AckInfo, ack_subject: str, verdict: bytes) -> None:
         """Tell the server and wait for its answer, over a reconnect. Raises QueueUnavailable."""
         failure: PullfillError | None = None
         for _ in range(SETTLE_TRIES):
             if not self.link.up and not await self.link.wait_up(SETTLE_TRY_S):
                 continue
+            if ack.precedes(self._stream_id):
+                return
             try:
                 await self.link.request(ack_subject, verdict, SETTLE_TRY_S)
                 return

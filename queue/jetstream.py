@@ -4,7 +4,8 @@ names.py       names of streams and subjects, token counts in subjects, ack subj
 connection.py  one connection, redialled for ever
 streams.py     what the streams and the consumer look like; making and checking them
 producer.py    publish, cancel, depth, circuit breaker
-consumer.py    pull, deliveries, drain
+consumer.py    pull, drain, settling
+    delivery.py    one delivery
 deadletter.py  jobs nobody may try again
 depth.py       depth from a cache
 """

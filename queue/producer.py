@@ -21,7 +21,7 @@ from pullfill import log
 from pullfill.clock import SYSTEM_CLOCK
 from pullfill.errors import BadMessage, ConfigError, QueueFull, QueueUnavailable
 from pullfill.queue import streams
-from pullfill.queue.connection import ApiError, Link, NoResponders, NotSent, OnEvent, read_reply
+from pullfill.queue.connection import ApiError, Link, NotSent, OnEvent, read_reply
 from pullfill.queue.contract import DeadLetter, QueueConfig, Receipt
 from pullfill.queue.deadletter import DeadLetters, delete_message
 from pullfill.queue.depth import DepthCache, Snapshot, read_snapshot
@@ -100,6 +100,7 @@ class JetStreamProducer:
         try:
             answer = await self._store(job_id, body, tokens)
         except NotSent:
+            # Also when the stream is gone although the server is not: the watch task makes it.
             self._trip()
             raise
         except ApiError as exc:
@@ -135,8 +136,9 @@ class JetStreamProducer:
         ack = parse_ack(ack_subject)
         if (ack.stream, ack.consumer) != (self._names.stream, CONSUMER):
             raise BadMessage(f"ack subject of another queue: {ack_subject[:200]!r}")
-        with contextlib.suppress(NotSent):
-            await self._link.publish(ack_subject, b"-NAK")
+        if self._link.up and not ack.precedes(self._stream_id):
+            with contextlib.suppress(NotSent):
+                await self._link.publish(ack_subject, b"-NAK")
 
     async def dead_letters(self, limit: int = 20) -> list[DeadLetter]:
         return await self._letters.read(limit)
@@ -147,14 +149,9 @@ class JetStreamProducer:
             TOKENS: str(tokens),
             EXPECTED_STREAM: self._names.stream,
         }
-        subject = self._names.job(tokens)
-        timeout_s = self._config.publish_timeout_s
-        try:
-            reply = await self._link.request(subject, body, timeout_s, headers)
-        except NoResponders:
-            # The stream is gone although the server is not: someone deleted it.
-            await self._setup()
-            reply = await self._link.request(subject, body, timeout_s, headers)
+        reply = await self._link.request(
+            self._names.job(tokens), body, self._config.publish_timeout_s, headers
+        )
         return read_reply(reply)
 
     async def _remove(self, receipt: Receipt) -> bool:

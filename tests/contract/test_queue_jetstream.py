@@ -15,7 +15,7 @@ import pytest
 
 from pullfill.errors import ConfigError, QueueFull, QueueUnavailable
 from pullfill.queue import admin
-from pullfill.queue.contract import QueueConfig, Receipt
+from pullfill.queue.contract import Delivery, QueueConfig, Receipt
 from pullfill.queue.jetstream import JetStreamConsumer, JetStreamProducer
 from pullfill.queue.names import Names
 from tests.support.nats import NatsServer, until
@@ -52,7 +52,7 @@ async def publish_when_available(producer: JetStreamProducer, job_id: str) -> Re
     return await producer.publish(job_id, b"", 10)
 
 
-async def retried(call: Callable[[], Awaitable[list[object]]]) -> list[object]:
+async def retried(call: Callable[[], Awaitable[list[Delivery]]]) -> list[Delivery]:
     """A puller's loop: again after QueueUnavailable or nothing."""
     async with asyncio.timeout(HANG_S):
         while True:
@@ -74,8 +74,8 @@ async def test_jobs_survive_a_killed_server(server: NatsServer, pair: Pair) -> N
     await server.restart()
     await held.ack()
     jobs = await retried(lambda: consumer.pull(1, 1, 1))
-    assert [job.job_id for job in jobs] == ["waiting"]  # type: ignore[attr-defined]
-    await jobs[0].ack()  # type: ignore[attr-defined]
+    assert [job.job_id for job in jobs] == ["waiting"]
+    await jobs[0].ack()
     await until(lambda: producer.available and producer.depth().depth_jobs == 0)
 
 
@@ -84,13 +84,17 @@ async def test_a_server_that_came_back_empty_is_set_up_again(
 ) -> None:
     producer, consumer = pair
     old = await producer.publish("lost", b"", 10)
+    [held] = await consumer.pull(1, 1, 5)
     await server.restart(empty=True)
     new = await publish_when_available(producer, "new")
     assert new.seq == old.seq, "the case this is about: numbers start again"
     assert not await producer.cancel(old), "an old receipt must not remove a new job"
+    await producer.hand_back(held.ack_subject)
+    await held.ack()
     [job] = await retried(lambda: consumer.pull(1, 1, 1))
-    assert job.job_id == "new"  # type: ignore[attr-defined]
-    await job.ack()  # type: ignore[attr-defined]
+    assert job.job_id == "new", "an old delivery must not settle a new job"
+    assert job.number == 1
+    await job.ack()
 
 
 @pytest.mark.parametrize("what", ["stream", "consumer"])
@@ -109,7 +113,7 @@ async def test_a_deleted_stream_or_consumer_is_made_again(pair: Pair, what: str)
             except QueueUnavailable:
                 await asyncio.sleep(0.05)
     jobs = await retried(lambda: consumer.pull(1, 1, 1))
-    await jobs[0].ack()  # type: ignore[attr-defined]
+    await jobs[0].ack()
 
 
 async def test_a_pull_survives_a_restart_while_it_waits(server: NatsServer, pair: Pair) -> None:
@@ -146,8 +150,8 @@ async def test_a_hung_server_costs_one_timeout_then_nothing(
     await until(lambda: producer.depth().depth_jobs == 0)
     await publish_when_available(producer, "after")
     [job] = await retried(lambda: consumer.pull(1, 1, 1))
-    assert job.job_id == "after", "publishes without an answer were removed"  # type: ignore[attr-defined]
-    await job.ack()  # type: ignore[attr-defined]
+    assert job.job_id == "after", "publishes without an answer were removed"
+    await job.ack()
 
 
 async def test_a_cancel_while_the_server_hangs_is_done_later(

@@ -1,0 +1,62 @@
+"""One delivery of one job from JetStream, settled through the consumer that pulled it."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from nats.aio.msg import Msg
+
+from pullfill.queue.contract import DeadLetter
+from pullfill.queue.names import MSG_ID, TOKENS, parse_ack, subject_tokens
+
+if TYPE_CHECKING:
+    from pullfill.queue.consumer import JetStreamConsumer
+
+
+class JetStreamDelivery:
+    """A `Delivery`. Usable over reconnects: its ack subject names the message for good."""
+
+    def __init__(self, owner: JetStreamConsumer, msg: Msg) -> None:
+        headers = msg.headers or {}
+        ack = parse_ack(msg.reply)
+        told = headers.get(TOKENS, "")
+        self.job_id: str = headers.get(MSG_ID) or f"seq-{ack.seq}"
+        self.body: bytes = msg.data
+        self.tokens: int = (
+            int(told)
+            if told.isascii() and told.isdigit() and len(told) < 12
+            else subject_tokens(msg.subject)
+        )
+        self.number: int = ack.number
+        self.ack_subject: str = msg.reply
+        self._owner = owner
+        self._ack = ack
+        self._settled = False
+
+    @property
+    def age_s(self) -> float:
+        return max(0.0, time.time() + self._owner.clock_offset_s - self._ack.stored_ns / 1e9)
+
+    async def ack(self) -> None:
+        if not self._settled:
+            await self._owner.settle(self._ack, self.ack_subject, b"+ACK")
+            self._settled = True
+
+    async def nak(self, delay_s: float = 0.0) -> None:
+        if self._settled:
+            return
+        self._settled = True
+        delay = b' {"delay": %d}' % int(delay_s * 1e9) if delay_s > 0 else b""
+        await self._owner.tell(self._ack, self.ack_subject, b"-NAK" + delay)
+
+    async def term(self, reason: str) -> None:
+        if not self._settled:
+            letter = DeadLetter(self.job_id, reason, self.number, self.body)
+            await self._owner.letters.write(letter)
+            await self._owner.settle(self._ack, self.ack_subject, b"+TERM")
+            self._settled = True
+
+    async def in_progress(self) -> None:
+        if not self._settled:
+            await self._owner.tell(self._ack, self.ack_subject, b"+WPI")
