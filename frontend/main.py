@@ -46,26 +46,33 @@ _BACKLOG = 2048
 
 
 def run(cluster: ClusterRef, options: FrontendOptions, vllm_args: Sequence[str]) -> int:
-    """Run until told to stop. Returns the exit status: 0 drained, 1 failed, 2 cannot start."""
+    """Run until told to stop. 0: drained; 1: failed; 2: wrong flags, port taken, other vLLM.
+
+    Once vLLM is loaded this does not return: it leaves through os._exit, so that no library's
+    thread or exit hook can hold the process or write to its last lines.
+    """
     log.setup("frontend")
     try:
         check.require_version()
         listener = bind(options.host, options.port)
     except (ConfigError, IncompatibleError) as exc:
-        print(f"pullfill frontend: {exc}", file=sys.stderr)
+        print(f"error: {exc}", file=sys.stderr)
         return 2
     front_app.set_environment(options.model)
+    code = 1
     with listener:
         try:
-            return _run_loop(_Frontend(cluster, options, vllm_args, listener).main())
+            code = _run_loop(_Frontend(cluster, options, vllm_args, listener).main())
         except (ConfigError, IncompatibleError) as exc:
-            print(f"pullfill frontend: {exc}", file=sys.stderr)
-            return 2
+            print(f"error: {exc}", file=sys.stderr)
+            code = 2
         except PullfillError as exc:
-            print(f"pullfill frontend: {exc}", file=sys.stderr)
-            return 1
-        except KeyboardInterrupt:
-            return 130
+            print(f"error: {exc}", file=sys.stderr)
+        except Exception:
+            _log.exception("frontend failed")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -303,8 +304,8 @@ async def test_status_and_metrics_show_the_workers(served: Served) -> None:
     await probe.start()
     fake = FakeDecode("decode-1", model="m", max_model_len=512)
     silent = FakeDecode("decode-2", model="m", max_model_len=512)
-    fake.record = wire.msgspec.structs.replace(fake.record, http=probe.url, pid=os.getpid())
-    silent.record = wire.msgspec.structs.replace(silent.record, http="http://127.0.0.1:1")
+    fake.record = msgspec.structs.replace(fake.record, http=probe.url, pid=os.getpid())
+    silent.record = msgspec.structs.replace(silent.record, http="http://127.0.0.1:1")
     try:
         async with workers(served, fake, silent) as http:
             status = (await http.get("/pullfill/status")).json()

@@ -208,15 +208,25 @@ class FakeDecode:
 
     def drain(self) -> None:
         """Send DRAIN to all frontends."""
-        self._orders.put(lambda: [self._send(peer, rpc.DRAIN) for peer in self._peers])
+        self.send_raw(rpc.DRAIN)
 
     def send_raw(self, *frames: bytes) -> None:
         """Send anything to all frontends."""
-        self._orders.put(lambda: [self._send(peer, *frames) for peer in self._peers])
+
+        def order() -> None:
+            for peer in self._peers:
+                self._send(peer, *frames)
+
+        self._orders.put(order)
 
     def finish_all(self, reason: int) -> None:
         """End every request now with `reason`."""
-        self._orders.put(lambda: [self._finish(a, [], reason) for a in list(self._active.values())])
+
+        def order() -> None:
+            for active in list(self._active.values()):
+                self._finish(active, [], reason)
+
+        self._orders.put(order)
 
     # ---------------------------------------------------------------- thread
 
