@@ -125,7 +125,11 @@ def _workers_table(rows: list[dict[str, Any]]) -> Table:
             row["model"],
             row["host"],
             str(row["pid"]),
-            " ".join(f"{key}={_short(value)}" for key, value in load.items()),
+            " ".join(
+                f"{key}={_short(value)}"
+                for key, value in load.items()
+                if isinstance(value, int | float | str)
+            ),
         )
     if not rows:
         table.add_row("(no workers)")

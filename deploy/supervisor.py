@@ -120,7 +120,7 @@ class Supervisor:
     async def _start_all(self) -> None:
         view, options = self._view, self._options
         if options.decode + options.prefill + options.frontends and options.model == "demo":
-            view.set("demo model", "starting", str(plan.demo_directory()))
+            view.set("demo model", "starting", "made on first use, about a minute")
             log = self._state.log_of("demo-model")
             await asyncio.gather(
                 asyncio.to_thread(plan.make_demo_model, log), self._start_nats(), self._start_etcd()

@@ -1,0 +1,33 @@
+"""Fixtures and rules for all tests. Helpers that start processes are in tests/support/."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+# Tests name their clusters themselves; one of the developer's must not leak in.
+for _name in ("PULLFILL_STATE_DIR", "PULLFILL_FAILPOINTS", "PULLFILL_DEBUG", "PULLFILL_LOG_LEVEL"):
+    os.environ.pop(_name, None)
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+
+_ORDER = ("unit", "contract", "integration", "chaos", "gpu")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Quick tests first, whatever the order of the folders on the command line."""
+
+    def rank(item: pytest.Item) -> int:
+        return next((i for i, name in enumerate(_ORDER) if name in item.path.parts), len(_ORDER))
+
+    items.sort(key=rank)
+
+
+@pytest.fixture
+def state_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A state directory that every `pullfill` command of the test finds by itself."""
+    directory = tmp_path / "state"
+    monkeypatch.setenv("PULLFILL_STATE_DIR", str(directory))
+    return directory

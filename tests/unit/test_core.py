@@ -1,0 +1,202 @@
+"""Core: errors, identifiers, clock, log, host, failpoints, and the cluster reference."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from pullfill import clock, errors, failpoints, host, ids, log
+from pullfill.config import (
+    CLUSTER_FILE,
+    ClusterFile,
+    ClusterRef,
+    ProcessEntry,
+    read_cluster_file,
+)
+from pullfill.errors import ConfigError
+
+
+def _subclasses(kind: type[BaseException]) -> set[type[BaseException]]:
+    return {kind}.union(*(_subclasses(child) for child in kind.__subclasses__()))
+
+
+class TestErrors:
+    def test_what_can_help_to_retry(self) -> None:
+        retryable = {
+            name
+            for name, kind in vars(errors).items()
+            if isinstance(kind, type) and getattr(kind, "retryable", False) is True
+        }
+        assert retryable == {
+            "UnavailableError", "QueueUnavailable", "RegistryUnavailable", "PeerUnavailable",
+            "OverloadedError", "QueueFull", "TransferFailed",
+        }  # fmt: skip
+
+    def test_the_docstring_draws_the_whole_tree(self) -> None:
+        assert errors.__doc__
+        for kind in _subclasses(errors.PullfillError):
+            if kind.__module__ == errors.__name__:
+                assert kind.__name__ in errors.__doc__
+
+    def test_a_refused_claim_is_retryable_only_with_a_time(self) -> None:
+        assert errors.ClaimRefused("x", reason="held", retry_after_s=0.1).retryable
+        assert not errors.ClaimRefused("x", reason="closed").retryable
+
+    def test_incompatible_names_the_field(self) -> None:
+        assert errors.IncompatibleError("x", field="dtype").field == "dtype"
+
+
+class TestIds:
+    def test_new_ones_differ_and_are_names(self) -> None:
+        made = {ids.new_instance_id("decode") for _ in range(50)}
+        made |= {ids.new_incarnation() for _ in range(50)} | {ids.new_job_id() for _ in range(50)}
+        assert len(made) == 150
+        assert all(ids.is_name(name) for name in made)
+
+    @pytest.mark.parametrize("name", ["a", "default", "a-b_c9", "a" * 63])
+    def test_names(self, name: str) -> None:
+        assert ids.is_name(name)
+
+    @pytest.mark.parametrize("name", ["", "A", "a.b", "a/b", "-a", "a b", "a\n", "a" * 64, "é"])
+    def test_not_names(self, name: str) -> None:
+        assert not ids.is_name(name)
+
+
+class TestSmallThings:
+    def test_the_clock_goes_on(self) -> None:
+        first = clock.SYSTEM_CLOCK.monotonic()
+        assert clock.SYSTEM_CLOCK.monotonic() >= first
+
+    def test_host_id_is_the_same_in_another_process(self) -> None:
+        code = "from pullfill.host import host_id; print(host_id())"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert done.stdout.strip() == host.host_id()
+        assert ids.is_name(host.host_id())
+
+    def test_log_writes_one_line_and_setup_is_idempotent(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        logger = logging.getLogger("pullfill")
+        monkeypatch.setattr(logger, "handlers", [])
+        monkeypatch.setattr(logger, "propagate", True)
+        stream = io.StringIO()
+        monkeypatch.setattr(sys, "stderr", stream)
+        level = logger.level
+        try:
+            log.setup("decode", "INFO")
+            log.setup("decode", "INFO")
+            log.get("room.part").info("hello %d", 1)
+            log.get("room.part").debug("not shown")
+        finally:
+            logger.setLevel(level)
+        lines = stream.getvalue().splitlines()
+        assert len(lines) == 1
+        assert "I decode pullfill.room.part: hello 1" in lines[0]
+
+
+class TestFailpoints:
+    @pytest.fixture(autouse=True)
+    def _clean(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(failpoints, "_active", {})
+
+    def _arm(self, monkeypatch: pytest.MonkeyPatch, spec: str) -> None:
+        monkeypatch.setattr(failpoints, "_active", failpoints.parse(spec))
+
+    def test_off_by_default(self) -> None:
+        failpoints.hit("anything")
+
+    def test_error_on_the_nth_hit_only(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._arm(monkeypatch, "a.b=error:boom@2; c=sleep:0")
+        failpoints.hit("a.b")
+        with pytest.raises(failpoints.FailpointError, match="boom"):
+            failpoints.hit("a.b")
+        failpoints.hit("a.b")
+        failpoints.hit("c")
+        failpoints.hit("unknown")
+
+    def test_sleep_sleeps(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._arm(monkeypatch, "a=sleep:0.05")
+        began = time.monotonic()
+        failpoints.hit("a")
+        assert time.monotonic() - began >= 0.05
+
+    @pytest.mark.parametrize("spec", ["a=explode", "a", "a=kill@x", "=kill@1.5"])
+    def test_bad_specs_are_refused(self, spec: str) -> None:
+        with pytest.raises(ConfigError, match="PULLFILL_FAILPOINTS"):
+            failpoints.parse(spec)
+
+    def test_kill_ends_the_process(self) -> None:
+        code = "from pullfill import failpoints; failpoints.hit('x'); print('alive')"
+        env = {**os.environ, failpoints.ENV: "x=kill"}
+        done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True)
+        assert done.returncode == -signal.SIGKILL
+        assert done.stdout == b""
+
+
+def _write(directory: Path, **changes: str) -> ClusterFile:
+    fields = {
+        "namespace": "blue",
+        "nats_url": "nats://127.0.0.1:1",
+        "etcd_url": "http://127.0.0.1:2",
+        "frontend_url": "http://127.0.0.1:3",
+    }
+    cluster = ClusterFile(**{**fields, **changes})
+    directory.mkdir(exist_ok=True)
+    (directory / CLUSTER_FILE).write_bytes(msgspec.json.encode(cluster))
+    return cluster
+
+
+class TestClusterRef:
+    def test_from_a_state_directory(self, tmp_path: Path) -> None:
+        _write(tmp_path)
+        ref = ClusterRef.resolve(state_dir=tmp_path)
+        assert ref == ClusterRef("blue", "http://127.0.0.1:2", "nats://127.0.0.1:1", tmp_path)
+
+    def test_urls_win_over_the_file(self, tmp_path: Path) -> None:
+        _write(tmp_path)
+        ref = ClusterRef.resolve(state_dir=tmp_path, etcd="http://h:9", namespace="green")
+        assert (ref.namespace, ref.etcd_url, ref.nats_url) == (
+            "green", "http://h:9", "nats://127.0.0.1:1",
+        )  # fmt: skip
+
+    def test_both_urls_need_no_file(self, tmp_path: Path) -> None:
+        gone = tmp_path / "gone"
+        ref = ClusterRef.resolve(state_dir=gone, etcd="http://h:9", nats="nats://h:8")
+        assert ref == ClusterRef("default", "http://h:9", "nats://h:8", gone)
+
+    def test_the_environment_names_the_directory(self, state_dir: Path) -> None:
+        _write(state_dir)
+        assert ClusterRef.resolve().state_dir == state_dir
+
+    def test_nothing_there_says_what_to_do(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match=r"pullfill up.*--state-dir"):
+            ClusterRef.resolve(state_dir=tmp_path)
+
+    @pytest.mark.parametrize("content", [b"", b"{}", b"[]", b'{"namespace": 1}', b"\xff"])
+    def test_a_damaged_file_says_what_to_do(self, tmp_path: Path, content: bytes) -> None:
+        (tmp_path / CLUSTER_FILE).write_bytes(content)
+        with pytest.raises(ConfigError, match="pullfill down"):
+            read_cluster_file(tmp_path)
+
+    def test_a_bad_namespace_is_refused(self) -> None:
+        with pytest.raises(ConfigError, match="namespace"):
+            ClusterRef.resolve(etcd="http://h:9", nats="nats://h:8", namespace="A/b")
+
+    def test_cluster_json_has_the_promised_shape(self, tmp_path: Path) -> None:
+        entry = ProcessEntry(name="etcd", role="etcd", instance_id=None, pid=7, log="/x")
+        shape = msgspec.to_builtins(
+            ClusterFile(
+                namespace="n", nats_url="a", etcd_url="b", frontend_url="c", processes=[entry]
+            )
+        )
+        assert set(shape) == {"namespace", "nats_url", "etcd_url", "frontend_url", "processes"}
+        assert {"name", "role", "instance_id", "pid", "log"} <= set(shape["processes"][0])

@@ -1,0 +1,147 @@
+"""Wire structs: strict both ways, and nothing but BadMessage on bad bytes."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pullfill import wire
+from pullfill.errors import BadMessage
+
+COMPAT = wire.Compat(
+    model="m", model_fingerprint="f", vllm="0.32.0", dtype="float32", kv_cache_dtype="auto",
+    block_size=16, layout="LBHNC", num_layers=2, num_kv_heads=2, page_bytes=64, isa="x",
+)  # fmt: skip
+JOB = wire.PrefillJob(
+    job_id="j", incarnation="i", decode_instance="d", control="c", request_id="r", compat="h",
+    token_ids=b"\1\0\0\0", hit_tokens=0, block_ids=b"\2\0\0\0", block_size=16, timeout_s=1.0,
+)  # fmt: skip
+CLAIM = wire.Claim(rid=1, job_id="j", incarnation="i", delivery=1)
+
+
+def _fields(message: msgspec.Struct) -> dict[str, Any]:
+    found = msgspec.msgpack.decode(wire.encode(message))
+    assert isinstance(found, dict)
+    return found
+
+
+@pytest.mark.parametrize("message", [COMPAT, JOB, CLAIM, wire.RouterConfig(), wire.Timings()])
+def test_round_trip(message: msgspec.Struct) -> None:
+    assert wire.decode(wire.encode(message), type(message)) == message
+
+
+def test_the_union_is_told_apart_by_its_tag() -> None:
+    quiet = wire.Quiet(job_id="j", attempt=1, incarnation="i")
+    for message in (CLAIM, quiet):
+        assert wire.decode(wire.encode(message), wire.ToDecode) == message
+    with pytest.raises(BadMessage):
+        wire.decode(wire.encode(CLAIM), wire.ToPrefill)
+
+
+def test_messages_are_frozen() -> None:
+    with pytest.raises(AttributeError):
+        CLAIM.rid = 2  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"v": wire.WIRE_VERSION + 1},
+        {"v": 0},
+        {"job_id": ""},
+        {"job_id": "x" * 129},
+        {"hit_tokens": -1},
+        {"hit_tokens": "0"},
+        {"timeout_s": 0},
+        {"timeout_s": -1.0},
+        {"block_size": 0},
+        {"token_ids": [1, 2]},
+        {"surprise": 1},
+    ],
+)
+def test_a_job_out_of_range_is_refused(change: dict[str, Any]) -> None:
+    body = msgspec.msgpack.encode({**_fields(JOB), **change})
+    with pytest.raises(BadMessage):
+        wire.decode(body, wire.PrefillJob)
+
+
+@pytest.mark.parametrize("field", ["job_id", "block_ids", "token_ids", "timeout_s"])
+def test_a_missing_field_is_refused(field: str) -> None:
+    fields = _fields(JOB)
+    del fields[field]
+    with pytest.raises(BadMessage, match=field):
+        wire.decode(msgspec.msgpack.encode(fields), wire.PrefillJob)
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_give_a_message_or_bad_message(data: bytes) -> None:
+    for kind in (wire.PrefillJob, wire.ToDecode, wire.ToPrefill, wire.WorkerRecord):
+        with pytest.raises(BadMessage):
+            wire.decode(data, kind)  # type: ignore[arg-type]
+
+
+def test_deep_nesting_is_a_bad_message() -> None:
+    with pytest.raises(BadMessage):
+        wire.decode(b"\x91" * 100_000, wire.PrefillJob)
+
+
+def test_a_pickle_is_a_bad_message() -> None:
+    with pytest.raises(BadMessage):
+        wire.decode(pickle.dumps({"job_id": "j"}), wire.PrefillJob)
+
+
+def test_every_field_of_compat_counts() -> None:
+    for name, value in msgspec.to_builtins(COMPAT).items():
+        other = msgspec.structs.replace(COMPAT, **{name: value + type(value)(1)})
+        assert other.hash() != COMPAT.hash(), name
+        assert COMPAT.differs_from(other) == [(name, value, getattr(other, name))]
+    assert COMPAT.differs_from(COMPAT) == []
+    assert len(COMPAT.hash()) == 16
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b'{"policy": "sometimes"}',
+        b'{"max_local_prefill_length": -1}',
+        b'{"remote_timeout_s": 0}',
+        b'{"remote_timeout_s": 3601}',
+        b'{"max_prefill_queue_size": 1.5}',
+        b'{"unknown": 1}',
+    ],
+)
+def test_bad_router_settings_are_refused(text: bytes) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.json.decode(text, type=wire.RouterConfig)
+
+
+def test_router_settings_default_to_the_promised() -> None:
+    assert msgspec.to_builtins(msgspec.json.decode(b"{}", type=wire.RouterConfig)) == {
+        "policy": "conditional",
+        "max_local_prefill_length": 512,
+        "max_prefill_queue_size": 64,
+        "remote_timeout_s": 30.0,
+    }
+
+
+def test_explain_and_queue_have_the_promised_shape() -> None:
+    record = wire.ExplainRecord(
+        request_id="r", path="local", reason="x", prompt_tokens=1, prefix_hit_tokens=0,
+        remote_tokens=0, decode_instance="d",
+    )  # fmt: skip
+    shape = msgspec.to_builtins(record)
+    assert set(shape) == {
+        "request_id", "path", "reason", "prompt_tokens", "prefix_hit_tokens", "remote_tokens",
+        "decode_instance", "prefill_instance", "attempts", "fallback", "kv_bytes", "timings_ms",
+    }  # fmt: skip
+    assert set(shape["timings_ms"]) == {
+        "route", "queue", "claim", "prefix_read", "prefill", "kv_write", "commit", "first_token",
+    }  # fmt: skip
+    assert set(msgspec.to_builtins(wire.QueueStatus())) == {
+        "depth_jobs", "depth_tokens", "in_flight", "oldest_age_s",
+    }  # fmt: skip

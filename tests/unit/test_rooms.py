@@ -1,0 +1,194 @@
+"""The rooms keep to themselves: who may import whom, read from the source (design.md §1)."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+MAX_LINES = 400
+
+CORE = "core"
+ROOMS = {
+    # room: (folder, other rooms it may import; all may import core)
+    CORE: ("pullfill", frozenset[str]()),
+    "registry": ("pullfill/registry", frozenset[str]()),
+    "engine": ("pullfill/engine", frozenset[str]()),
+    "queue": ("queue", frozenset[str]()),
+    "transfer": ("transfer", frozenset[str]()),
+    "decode_worker": ("decode_worker", frozenset({"registry", "engine", "queue", "transfer"})),
+    "prefill_worker": ("prefill_worker", frozenset({"registry", "engine", "queue", "transfer"})),
+    "frontend": ("frontend", frozenset({"registry", "engine"})),
+    # deploy starts the others through `MODULE.run`, see ENTRY_POINTS, and reads the registry.
+    "deploy": ("deploy", frozenset({"registry"})),
+}
+ALLOWED = {room: allowed for room, (_, allowed) in ROOMS.items()}
+
+ENTRY_POINTS = {
+    "pullfill.decode_worker.main",
+    "pullfill.prefill_worker.main",
+    "pullfill.frontend.main",
+}
+"""What deploy may import of rooms it otherwise knows only by their command lines."""
+
+HEAVY = {"vllm", "torch", "cupy", "transformers", "safetensors"}
+
+
+def may_use(room: str, file: Path, package: str) -> bool:
+    """Whether a heavy third party may be imported there."""
+    connector = room in ("decode_worker", "prefill_worker") and file.name.startswith("connector")
+    if room == "engine":
+        return package != "cupy"
+    if package == "vllm":
+        return connector
+    if package in ("torch", "cupy"):
+        return (room == "transfer" and file.name != "contract.py") or connector
+    return False
+
+
+def files_of(root: Path, room: str) -> list[Path]:
+    """Python files of one room; the core is what lies directly in pullfill/."""
+    folder = root / ROOMS[room][0]
+    return sorted(folder.glob("*.py") if room == CORE else folder.rglob("*.py"))
+
+
+def imports(tree: ast.AST, package: str) -> Iterator[tuple[int, str]]:
+    """(line, dotted module) of every import, also inside functions; relative ones made absolute."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = package.split(".")
+                head = ".".join(parents[: len(parents) - node.level + 1])
+                base = f"{head}.{base}".strip(".")
+            for alias in node.names:
+                yield node.lineno, f"{base}.{alias.name}"
+        elif isinstance(node, ast.Call) and _imports_by_name(node):
+            (name,) = node.args[:1]
+            if isinstance(name, ast.Constant) and isinstance(name.value, str):
+                yield node.lineno, name.value
+
+
+def _imports_by_name(node: ast.Call) -> bool:
+    name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+    name = node.func.id if isinstance(node.func, ast.Name) else name
+    return name in ("import_module", "__import__") and bool(node.args)
+
+
+def room_of(module: str) -> str | None:
+    """The room of `pullfill.x...`; None for third parties."""
+    parts = module.split(".")
+    if parts[0] != "pullfill":
+        return None
+    return parts[1] if len(parts) > 1 and parts[1] in ROOMS else CORE
+
+
+def violations(root: Path) -> list[str]:
+    """Every broken rule as `file:line what`."""
+    found: list[str] = []
+    for room in ROOMS:
+        package = "pullfill" if room == CORE else f"pullfill.{room}"
+        for file in files_of(root, room):
+            where = file.relative_to(root)
+            text = file.read_text()
+            if len(text.splitlines()) > MAX_LINES:
+                found.append(f"{where}: more than {MAX_LINES} lines")
+            for line, module in imports(ast.parse(text), package):
+                top, other = module.split(".")[0], room_of(module)
+                if top in HEAVY and not may_use(room, file, top):
+                    found.append(f"{where}:{line} {room} must not import {top}")
+                if top in ROOMS and top != "queue" and (root / top).is_dir():
+                    found.append(f"{where}:{line} write pullfill.{top}")
+                if other in (None, CORE, room) or other in ALLOWED[room]:
+                    continue
+                entry = any(module == e or module.startswith(f"{e}.") for e in ENTRY_POINTS)
+                if not (room == "deploy" and entry):
+                    found.append(f"{where}:{line} {room} must not import {other}")
+            if room != CORE and file.stem in sys.stdlib_module_names and file.stem != "__init__":
+                found.append(f"{where}: named like a standard module")
+    if (root / "queue" / "__init__.py").exists():
+        found.append("queue/__init__.py hides the standard library's queue and breaks torch")
+    return found
+
+
+def test_rooms_import_only_what_they_may() -> None:
+    assert violations(ROOT) == []
+
+
+def test_every_room_is_looked_at() -> None:
+    for room in ROOMS:
+        assert files_of(ROOT, room), room
+    outside = {path.name for path in (ROOT / "pullfill").iterdir() if path.is_dir()}
+    assert outside - {"__pycache__"} == set(ROOMS) - {CORE}
+
+
+def test_links_are_relative_and_lead_to_the_rooms() -> None:
+    for room, (folder, _) in ROOMS.items():
+        link = ROOT / "pullfill" / room
+        if folder == room:
+            assert link.is_symlink(), room
+            assert str(link.readlink()) == f"../{room}"
+    for room in ("queue", "transfer"):
+        assert (ROOT / room / "contract.py").is_file()
+
+
+@pytest.mark.parametrize(
+    ("file", "code", "expected"),
+    [
+        ("frontend/a.py", "from pullfill.decode_worker import ledger", "must not import decode_w"),
+        ("decode_worker/a.py", "import pullfill.prefill_worker.main", "must not import prefill"),
+        ("decode_worker/a.py", "def f():\n    from pullfill import frontend", "import frontend"),
+        ("queue/a.py", "from pullfill.registry.client import EtcdClient", "import registry"),
+        ("queue/a.py", "from ..transfer import contract", "must not import transfer"),
+        ("transfer/a.py", "from pullfill.queue.contract import Delivery", "import queue"),
+        ("transfer/contract.py", "import torch", "must not import torch"),
+        ("queue/a.py", "import vllm.config", "must not import vllm"),
+        ("decode_worker/a.py", "from vllm import LLM", "must not import vllm"),
+        ("decode_worker/a.py", "import importlib\nimportlib.import_module('vllm')", "import vllm"),
+        ("pullfill/a.py", "from pullfill.registry import keys", "core must not import registry"),
+        ("pullfill/engine/a.py", "import pullfill.registry", "engine must not import registry"),
+        ("deploy/a.py", "from pullfill.decode_worker.ledger import Ledger", "import decode_worker"),
+        ("deploy/a.py", "from transfer.contract import Owner", "write pullfill.transfer"),
+        ("queue/types.py", "", "named like a standard module"),
+        ("queue/__init__.py", "", "breaks torch"),
+        ("queue/long.py", "\n" * (MAX_LINES + 1), "more than"),
+    ],
+)
+def test_a_violation_is_found(tmp_path: Path, file: str, code: str, expected: str) -> None:
+    for folder, _ in ROOMS.values():
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+    (tmp_path / file).write_text(code)
+    found = violations(tmp_path)
+    assert len(found) == 1, found
+    assert expected in found[0]
+
+
+@pytest.mark.parametrize(
+    ("file", "code"),
+    [
+        ("decode_worker/a.py", "from pullfill.queue.contract import Delivery\nimport queue"),
+        ("decode_worker/connector.py", "import torch\nfrom vllm.config import VllmConfig"),
+        ("transfer/cuda_ipc.py", "import torch, cupy"),
+        ("deploy/a.py", "from pullfill.decode_worker.main import run"),
+        ("pullfill/engine/a.py", "import torch, vllm, transformers"),
+        ("queue/a.py", "from pullfill import wire\nfrom . import contract"),
+    ],
+)
+def test_what_is_allowed_is_not_found(tmp_path: Path, file: str, code: str) -> None:
+    for folder, _ in ROOMS.values():
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+    (tmp_path / file).write_text(code)
+    assert violations(tmp_path) == []
+
+
+def test_the_root_does_not_hide_the_standard_library() -> None:
+    code = "import queue, sys; assert hasattr(queue, 'SimpleQueue'), queue.__file__"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
