@@ -22,7 +22,7 @@ from pullfill.errors import BadMessage, IncompatibleError, PeerUnavailable, Pull
 from pullfill.registry import keys
 from pullfill.registry.admin import decode_worker_record
 from pullfill.registry.client import EtcdClient
-from pullfill.registry.watch import Delete, Put, watch_prefix
+from pullfill.registry.watch import Delete, Put, until_synced, watch_prefix
 from pullfill.wire import Compat, RegionDescriptor, WorkerRecord, decode
 
 OnChange = Callable[[WorkerRecord | None, WorkerRecord | None], None]
@@ -55,17 +55,16 @@ class Directory:
         self._tasks: list[asyncio.Task[None]] = []
         self._synced = asyncio.Event()
 
-    async def start(self) -> None:
-        """Begin to watch; returns when every worker registered by now is known."""
+    async def start(self, timeout_s: float = 30.0) -> None:
+        """Begin to watch; returns when every worker registered by now is known.
+        Raises RegistryUnavailable after `timeout_s`."""
         self._tasks = [
             asyncio.create_task(self._follow(), name="directory"),
             asyncio.create_task(self._beat(), name="directory-beat"),
         ]
-        synced = asyncio.create_task(self._synced.wait())
-        done, _ = await asyncio.wait({synced, self._tasks[0]}, return_when=asyncio.FIRST_COMPLETED)
-        if synced not in done:
-            synced.cancel()
-            await self._tasks[0]
+        await until_synced(
+            self._tasks[0], self._synced, timeout_s=timeout_s, what="the list of workers"
+        )
 
     async def close(self) -> None:
         """End the watch; members stay readable. Idempotent."""

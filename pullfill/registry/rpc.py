@@ -212,25 +212,34 @@ class EtcdRpc:
             break
         raise self.refused(failure, status)
 
-    async def _exchange(self, path: str, request: Any, timeout_s: float) -> tuple[int, bytes]:
+    async def _exchange(
+        self, path: str, request: Any, timeout_s: float, *, anonymous: bool = False
+    ) -> tuple[int, bytes]:
         if self._closed:
             raise RegistryUnavailable("the etcd client is closed")
-        call = self._api.call_rpc(
-            path,
-            data=msgspec.json.encode(request),
-            raw=True,
-            timeout=aiohttp.ClientTimeout(total=timeout_s),
-        )
+        token = self._api.token
+        if anonymous:
+            self._api.token = None  # only while the request is built, which does not await
+        try:
+            call = self._api.call_rpc(
+                path,
+                data=msgspec.json.encode(request),
+                raw=True,
+                timeout=aiohttp.ClientTimeout(total=timeout_s),
+            )
+        finally:
+            self._api.token = token
         async with call as response:
             return response.status, await response.read()
 
     async def _authenticate(self, timeout_s: float) -> None:
         assert self._credentials is not None
         name, password = self._credentials
-        self._api.token = None
         request = {"name": name, "password": password}
         try:
-            status, body = await self._exchange("/auth/authenticate", request, timeout_s)
+            status, body = await self._exchange(
+                "/auth/authenticate", request, timeout_s, anonymous=True
+            )
         except _FAILURES as exc:
             raise self._lost(exc) from exc
         if status != 200:

@@ -17,7 +17,7 @@ from pullfill import log
 from pullfill.errors import ConfigError, RegistryUnavailable
 from pullfill.registry import keys
 from pullfill.registry.client import EtcdClient
-from pullfill.registry.watch import Put, Synced, watch_prefix
+from pullfill.registry.watch import Put, Synced, until_synced, watch_prefix
 from pullfill.wire import RouterConfig, RouterPolicy
 
 _log = log.get("registry.settings")
@@ -71,14 +71,13 @@ class RouterSettings:
         """Call on the loop with the new settings at each change."""
         self._callbacks.append(callback)
 
-    async def start(self) -> None:
-        """Begin to watch; returns when `current` is what etcd holds now."""
+    async def start(self, timeout_s: float = 30.0) -> None:
+        """Begin to watch; returns when `current` is what etcd holds now.
+        Raises RegistryUnavailable after `timeout_s`."""
         self._task = asyncio.create_task(self._follow(), name="router-settings")
-        synced = asyncio.create_task(self._synced.wait())
-        done, _ = await asyncio.wait({synced, self._task}, return_when=asyncio.FIRST_COMPLETED)
-        if synced not in done:
-            synced.cancel()
-            await self._task
+        await until_synced(
+            self._task, self._synced, timeout_s=timeout_s, what="the router settings"
+        )
 
     async def close(self) -> None:
         """End the watch; `current` stays readable. Idempotent."""

@@ -129,7 +129,7 @@ async def watch_prefix(
     """Events of all keys with `prefix`, for ever; never raises RegistryUnavailable.
 
     on_break: called each time the conversation with etcd breaks or cannot be had (not for planned
-    renewals). Raises ConfigError when etcd refuses the watch (permissions).
+    renewals). Raises ConfigError when etcd refuses to let us read there (permissions).
     """
     start = as_key(prefix)
     known = _Known({})
@@ -193,8 +193,32 @@ async def _changes(
                 raise RegistryUnavailable(f"etcd ended the watch: {message.error}")
             if result.canceled:
                 if "permission" in result.cancel_reason:
-                    raise ConfigError(f"etcd refused the watch: {result.cancel_reason}")
+                    # Maybe only an old token: the next read renews it, or is refused itself.
+                    raise RegistryUnavailable(f"etcd refused the watch: {result.cancel_reason}")
                 raise _Lost(result.cancel_reason or f"compacted at {result.compact_revision}")
             if result.header.revision < known.rev:
                 raise _Lost("etcd's store is younger than what was read from it")
             yield known.apply(result.events or [])
+
+
+async def until_synced(
+    task: asyncio.Task[None], synced: asyncio.Event, *, timeout_s: float, what: str
+) -> None:
+    """Wait until `task`, which follows a watch, has set `synced`; from then on a failure of it is
+    logged. Raises what it raised, or RegistryUnavailable after `timeout_s`; it is ended then."""
+    waiter = asyncio.create_task(synced.wait())
+    try:
+        await asyncio.wait({waiter, task}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if not synced.is_set():
+            if not task.done():
+                task.cancel()
+                raise RegistryUnavailable(f"etcd did not give {what} within {timeout_s:g} s")
+            await task
+    finally:
+        waiter.cancel()
+    task.add_done_callback(_report)
+
+
+def _report(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        _log.error("%s stopped: %s", task.get_name(), error)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import shutil
 import signal
 import socket
@@ -23,15 +25,16 @@ def etcd_binary(name: str = "etcd") -> Path:
 
 
 def free_ports(count: int) -> list[int]:
-    """Distinct loopback ports that were free a moment ago."""
-    socks = [socket.socket() for _ in range(count)]
-    try:
-        for sock in socks:
-            sock.bind(("127.0.0.1", 0))
-        return [sock.getsockname()[1] for sock in socks]
-    finally:
-        for sock in socks:
-            sock.close()
+    """Distinct loopback ports, free a moment ago and below the range the kernel gives to outgoing
+    connections: a server that is down for a while must find its port still free."""
+    found: list[int] = []
+    while len(found) < count:
+        port = random.randrange(15_000, 32_000)
+        with socket.socket() as sock, contextlib.suppress(OSError):
+            sock.bind(("127.0.0.1", port))
+            if port not in found:
+                found.append(port)
+    return found
 
 
 class EtcdServer:
