@@ -55,7 +55,7 @@ class LoopbackFences:
         return len(self.slots) - len(self._free)
 
     def open(self, block_ids: Sequence[int]) -> FenceToken:
-        if block_ids and not 0 <= min(block_ids) <= max(block_ids) < self._num_blocks:
+        if len(block_ids) and not 0 <= min(block_ids) <= max(block_ids) < self._num_blocks:
             raise ConfigError(f"a granted block is outside 0..{self._num_blocks - 1}")
         with self.changed:
             if self.closed:

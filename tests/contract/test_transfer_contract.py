@@ -117,6 +117,17 @@ def test_neighbouring_blocks_move_as_one_run_per_layer(rig: Rig) -> None:
     np.testing.assert_array_equal(region.pages[:, 10:30], mine.pages[:, 5:25])
 
 
+def test_block_ids_may_be_arrays_as_they_come_from_the_wire(rig: Rig) -> None:
+    region, mine = rig.region(DENSE), rig.local(DENSE)
+    session = rig.connect(mine, region)
+    ids = np.frombuffer(np.array([4, 9, 5], "<u4").tobytes(), "<u4")
+    token = region.owner.fences.open(ids)
+    session.write_blocks(token, ids[::-1], ids)
+    session.close()
+    np.testing.assert_array_equal(region.pages[:, ids], mine.pages[:, ids[::-1]])
+    assert region.owner.fences.try_revoke(token)
+
+
 def test_many_batches_and_long_runs(rig: Rig) -> None:
     layout = dense_layout(2, 96, 2, 64 << 10)  # 24 MiB: several batches, runs cut
     region, mine = rig.region(layout), rig.local(layout)

@@ -90,7 +90,7 @@ class ShmFences:
     def open(self, block_ids: Sequence[int]) -> FenceToken:
         """See OwnerFences. Raises OverloadedError when all slots are in use, ConfigError on block
         ids outside the region."""
-        if block_ids and not 0 <= min(block_ids) <= max(block_ids) < self._num_blocks:
+        if len(block_ids) and not 0 <= min(block_ids) <= max(block_ids) < self._num_blocks:
             raise ConfigError(f"a granted block is outside 0..{self._num_blocks - 1}")
         with self._mutex:
             if self._closed:
