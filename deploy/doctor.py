@@ -199,10 +199,11 @@ def _in_use(path: Path) -> bool:
         if not entry.name.isdigit():
             continue
         try:
-            if any(needle in line and path.name in line for line in (entry / "maps").open()):
-                return True
+            lines = (entry / "maps").read_text().splitlines()
         except OSError:
             continue
+        if any(needle in line and path.name in line for line in lines):
+            return True
     return False
 
 

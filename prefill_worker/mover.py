@@ -125,7 +125,7 @@ class Mover:
             task.written_bytes += result.nbytes
             task.write_s += result.seconds
             metrics.KV_WRITE_BYTES.labels(self.transport).inc(result.nbytes)
-            metrics.KV_WRITE_SECONDS.labels(self.transport).inc(result.seconds)
+            metrics.KV_WRITE_SECONDS.labels(self.transport).observe(result.seconds)
             failpoints.hit("prefill.after_write")
 
     def _finish(self, operation: _Operation, failure: BaseException | None) -> None:

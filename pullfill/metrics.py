@@ -23,7 +23,12 @@ HANDOFF_STAGE = Histogram(
 )
 CLAIM = Counter("pullfill_claim", "Claims by result", ["result"])
 KV_WRITE_BYTES = Counter("pullfill_kv_write_bytes", "KV bytes written one-sided", ["transport"])
-KV_WRITE_SECONDS = Counter("pullfill_kv_write_seconds", "Seconds spent writing KV", ["transport"])
+KV_WRITE_SECONDS = Histogram(
+    "pullfill_kv_write_seconds",
+    "Time of one write of finished blocks into decode memory",
+    ["transport"],
+    buckets=_STAGE_BUCKETS,
+)
 KV_READ_BYTES = Counter("pullfill_kv_read_bytes", "Prefix KV bytes read one-sided", ["transport"])
 QUARANTINED_BLOCKS = Gauge(
     "pullfill_quarantined_blocks", "Blocks held until a revoked writer is proved quiet"

@@ -20,7 +20,7 @@ PROMISED = {
     "pullfill_handoff_stage_seconds": ("stage",),
     "pullfill_claim_total": ("result",),
     "pullfill_kv_write_bytes_total": ("transport",),
-    "pullfill_kv_write_seconds_total": ("transport",),
+    "pullfill_kv_write_seconds": ("transport",),
     "pullfill_quarantined_blocks": (),
     "pullfill_stale_refused_total": ("what",),
     "pullfill_fallback_total": ("cause",),

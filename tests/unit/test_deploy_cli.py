@@ -1,0 +1,211 @@
+"""The command line: what it accepts, what it hands on, and how it says no."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from pullfill.config import CLUSTER_FILE, ClusterFile, WorkerOptions
+from pullfill.deploy import cli, roles, run_up
+from pullfill.deploy.plan import UpOptions
+from pullfill.deploy.state import Launch, StateDir
+from pullfill.errors import ConfigError, UnavailableError
+
+COMMANDS = ("up", "down", "decode", "prefill", "frontend", "status", "drain", "explain", "doctor")
+runner = CliRunner()
+
+
+@pytest.fixture
+def given(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What `up` was called with."""
+    seen: dict[str, Any] = {}
+
+    def up(options: UpOptions, state_dir: str | None, *, detach: bool) -> int:
+        seen.update(options=options, state_dir=state_dir, detach=detach)
+        return 0
+
+    monkeypatch.setattr(run_up, "up", up)
+    return seen
+
+
+def _main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["pullfill", *arguments])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    return int(caught.value.code or 0)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_every_command(command: str) -> None:
+    result = runner.invoke(cli.app, [command, "--help"])
+    assert result.exit_code == 0
+    assert "--state-dir" in result.output
+
+
+def test_help_loads_nothing_heavy() -> None:
+    code = (
+        "import sys; from pullfill.deploy import cli\n"
+        "sys.argv = ['pullfill', '--help']\n"
+        "try: cli.main()\n"
+        "except SystemExit: pass\n"
+        "heavy = {'vllm', 'torch', 'transformers', 'aiohttp', 'nats', 'numpy'} & set(sys.modules)\n"
+        "sys.exit(f'loaded {heavy}' if heavy else 0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_unknown_flags_of_up_go_to_vllm(given: dict[str, Any]) -> None:
+    arguments = [
+        "up",
+        "--model",
+        "/m",
+        "--max-model-len",
+        "512",
+        "--decode",
+        "2",
+        "--enforce-eager",
+    ]
+    result = runner.invoke(cli.app, [*arguments, "--detach", "--seed=3", "--state-dir", "/s"])
+    assert result.exit_code == 0, result.output
+    options = given["options"]
+    assert (options.model, options.decode, given["detach"]) == ("/m", 2, True)
+    assert given["state_dir"] == "/s"
+    assert options.vllm_args == ["--max-model-len", "512", "--enforce-eager", "--seed=3"]
+
+
+def test_defaults_of_up(given: dict[str, Any], state_dir: Path) -> None:
+    runner.invoke(cli.app, ["up"])
+    options = given["options"]
+    assert (options.model, options.decode, options.prefill, options.frontends) == ("demo", 1, 1, 1)
+    assert (options.host, options.port) == ("127.0.0.1", 8000)
+    assert given["state_dir"] == str(state_dir)
+    assert not given["detach"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["up", "--decode", "x"], ["up", "--port", "70000"], ["nope"], ["drain"], ["status", "--nope"]],
+)
+def test_usage_errors_exit_2(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> None:
+    assert _main(monkeypatch, *arguments) == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(ConfigError("no good"), 2), (UnavailableError("no good"), 1)]
+)
+def test_our_errors_are_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: Exception,
+    code: int,
+) -> None:
+    def fail(*_: object, **__: object) -> int:
+        raise error
+
+    monkeypatch.setattr(run_up, "down", fail)
+    assert _main(monkeypatch, "down") == code
+    assert capsys.readouterr().err == "error: no good\n"
+
+
+def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> int:
+        raise ConfigError("no good")
+
+    monkeypatch.setattr(run_up, "down", fail)
+    monkeypatch.setenv(cli.DEBUG_ENV, "")
+    monkeypatch.setattr(sys, "argv", ["pullfill", "--debug", "down"])
+    with pytest.raises(ConfigError):
+        cli.main()
+
+
+def test_no_cluster_is_told_plainly(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], state_dir: Path
+) -> None:
+    for command in (["status"], ["explain", "x"], ["drain", "x"], ["config", "get"], ["prefill"]):
+        assert _main(monkeypatch, *command) == 2
+        assert str(state_dir) in capsys.readouterr().err
+    assert _main(monkeypatch, "down") == 0
+    assert "nothing runs" in capsys.readouterr().out
+    assert not state_dir.exists()
+
+
+class TestRoles:
+    @pytest.fixture
+    def ran(self, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+        """What a role's `run` was called with. The environment is put back afterwards."""
+        calls: list[Any] = []
+
+        def entry(role: str) -> Any:
+            return lambda *arguments: calls.append((role, *arguments)) or 7
+
+        monkeypatch.setattr(roles, "_entry", entry)
+        monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: None)
+        monkeypatch.setattr(os, "environ", dict(os.environ))
+        return calls
+
+    def _cluster(self, directory: Path, model: Path) -> None:
+        state = StateDir(directory)
+        directory.mkdir()
+        model.mkdir()
+        (model / "config.json").write_text("{}")
+        (directory / CLUSTER_FILE).write_bytes(
+            msgspec.json.encode(
+                ClusterFile(namespace="n", nats_url="a", etcd_url="b", frontend_url="c")
+            )
+        )
+        state.write_launch(
+            Launch(
+                cluster_id="i",
+                model=str(model),
+                engine_args=["--dtype=float32", "--api-key", "k"],
+            )
+        )
+
+    def test_a_worker_by_hand_gets_the_clusters_model_and_flags(
+        self, ran: list[Any], state_dir: Path, tmp_path: Path
+    ) -> None:
+        self._cluster(state_dir, tmp_path / "m")
+        result = runner.invoke(cli.app, ["prefill", "--cpu", "0", "--seed", "1"])
+        assert result.exit_code == 7, result.output
+        ((role, ref, options, arguments),) = ran
+        assert role == "prefill"
+        assert (ref.namespace, ref.nats_url, ref.etcd_url) == ("n", "a", "b")
+        assert isinstance(options, WorkerOptions)
+        assert (options.model, options.cpu) == (str(tmp_path / "m"), 0)
+        assert arguments == ["--dtype=float32", "--seed", "1"]
+
+    def test_a_frontend_keeps_its_flags(
+        self, ran: list[Any], state_dir: Path, tmp_path: Path
+    ) -> None:
+        self._cluster(state_dir, tmp_path / "m")
+        result = runner.invoke(cli.app, ["frontend", "--port", "0", "--host", "127.0.0.1"])
+        assert result.exit_code == 7, result.output
+        assert ran[0][3] == ["--dtype=float32", "--api-key", "k"]
+
+    def test_by_url_the_model_must_be_named(self, ran: list[Any]) -> None:
+        result = runner.invoke(cli.app, ["decode", "--etcd", "http://h:1", "--nats", "nats://h:2"])
+        assert isinstance(result.exception, ConfigError)
+        assert "--model" in str(result.exception)
+        assert ran == []
+
+    @pytest.mark.parametrize("cpu", ["x", "9999"])
+    def test_a_core_that_is_not_there(
+        self, ran: list[Any], state_dir: Path, tmp_path: Path, cpu: str
+    ) -> None:
+        self._cluster(state_dir, tmp_path / "m")
+        result = runner.invoke(cli.app, ["decode", "--cpu", cpu])
+        assert isinstance(result.exception, ConfigError)
+        assert "--cpu" in str(result.exception)
+
+
+def test_the_app_is_a_typer_app() -> None:
+    assert isinstance(cli.app, typer.Typer)

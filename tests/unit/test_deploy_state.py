@@ -1,0 +1,123 @@
+"""The state directory: atomic files, one owner, and no cluster started over a live one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from pullfill.config import CLUSTER_FILE, ClusterFile, ProcessEntry
+from pullfill.deploy.procs import start_time
+from pullfill.deploy.state import LAUNCH_FILE, Launch, StateDir, new_cluster_id
+from pullfill.deploy.teardown import remove_shared_memory
+from pullfill.errors import ConfigError
+
+
+def _entry(pid: int, started: int, name: str = "decode-0") -> ProcessEntry:
+    return ProcessEntry(
+        name=name, role="decode", instance_id="decode-1", pid=pid, log="/l", started=started
+    )
+
+
+def _cluster(*entries: ProcessEntry) -> ClusterFile:
+    return ClusterFile(
+        namespace="n", nats_url="a", etcd_url="b", frontend_url="c", processes=list(entries)
+    )
+
+
+def test_nothing_is_made_by_looking(tmp_path: Path) -> None:
+    state = StateDir(tmp_path / "s")
+    assert state.cluster() is None
+    assert state.launch() is None
+    assert state.live() == []
+    assert not state.path.exists()
+
+
+def test_the_directory_is_named_by_argument_environment_or_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert StateDir().path == tmp_path / ".pullfill"
+    monkeypatch.setenv("PULLFILL_STATE_DIR", "other")
+    assert StateDir().path == tmp_path / "other"
+    assert StateDir("mine").path == tmp_path / "mine"
+
+
+def test_files_come_back_as_written_and_leave_no_traces(tmp_path: Path) -> None:
+    state = StateDir(tmp_path)
+    launch = Launch(cluster_id=new_cluster_id(), model="demo", engine_args=["--a", "1"])
+    with state.locked():
+        state.write_cluster(_cluster(_entry(1, 2)))
+        state.write_launch(launch)
+    assert state.cluster() == _cluster(_entry(1, 2))
+    assert state.launch() == launch
+    assert {p.name for p in tmp_path.iterdir()} == {CLUSTER_FILE, LAUNCH_FILE, "lock"}
+    state.clear()
+    assert state.cluster() is None
+
+
+def test_a_damaged_launch_file_is_unknown(tmp_path: Path) -> None:
+    (tmp_path / LAUNCH_FILE).write_text("{")
+    assert StateDir(tmp_path).launch() is None
+
+
+def test_a_live_cluster_is_refused_by_name_and_pid(tmp_path: Path) -> None:
+    state = StateDir(tmp_path)
+    own = os.getpid()
+    started = start_time(own)
+    assert started is not None
+    state.write_cluster(_cluster(_entry(own, started), _entry(own, started + 1, "ghost")))
+    assert [entry.name for entry in state.live()] == ["decode-0"]
+    with pytest.raises(ConfigError, match=rf"decode-0 \(pid {own}\)") as caught:
+        state.refuse_if_live()
+    assert "ghost" not in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_dead_cluster_is_not_refused(tmp_path: Path) -> None:
+    process = subprocess.Popen(["true"])
+    started = start_time(process.pid) or 1
+    process.wait()
+    state = StateDir(tmp_path)
+    state.write_cluster(_cluster(_entry(process.pid, started)))
+    state.refuse_if_live()
+
+
+def test_only_one_works_on_it(tmp_path: Path) -> None:
+    with (
+        StateDir(tmp_path).locked(),
+        pytest.raises(ConfigError, match="another"),
+        StateDir(tmp_path).locked(),
+    ):
+        pass
+    with StateDir(tmp_path).locked():
+        pass
+
+
+def test_an_impossible_directory_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="--state-dir"), StateDir(tmp_path / "file/x").locked():
+        pass
+
+
+def test_prepare_keeps_old_logs_and_drops_old_servers(tmp_path: Path) -> None:
+    state = StateDir(tmp_path)
+    for folder in ("etcd", "nats", "logs"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "x.log").write_text("old")
+    state.mark_stopping()
+    state.prepare()
+    assert not (tmp_path / "etcd").exists()
+    assert not (tmp_path / "nats").exists()
+    assert (tmp_path / "logs/x.log.1").read_text() == "old"
+    assert not (tmp_path / "logs/x.log").exists()
+    assert not state.stopping()
+
+
+def test_shared_memory_of_the_dead_only(tmp_path: Path) -> None:
+    for name in ("pullfill-decode-1", "pullfill-decode-1.fence", "pullfill-decode-2", "other"):
+        (tmp_path / name).touch()
+    assert remove_shared_memory(["decode-1"], tmp_path) == 2
+    assert {p.name for p in tmp_path.iterdir()} == {"pullfill-decode-2", "other"}
