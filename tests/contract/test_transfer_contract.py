@@ -6,7 +6,6 @@ import gc
 import os
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,20 +28,7 @@ from pullfill.transfer.layout import dense_layout
 from pullfill.transfer.runs import Batch
 from pullfill.transfer.session import MappedSession
 from pullfill.wire import FenceToken
-from tests.support.transfer_rigs import RIGS, Local, Region, Rig
-
-PAGE = 512
-DENSE = dense_layout(3, 40, 2, PAGE)
-LAYOUTS = {
-    "dense": DENSE,
-    "offset": dense_layout(3, 40, 2, PAGE, base_offset=4096),
-    "padded-heads": replace(DENSE, head_stride=600, block_stride=1200, layer_stride=48_000),
-    "padded-blocks": replace(DENSE, block_stride=1100, layer_stride=45_056),
-    "block-outermost": replace(DENSE, layer_stride=2 * PAGE, block_stride=3 * 2 * PAGE),
-    "head-outermost": replace(
-        DENSE, block_stride=PAGE, head_stride=40 * PAGE, layer_stride=80 * PAGE
-    ),
-}
+from tests.support.transfer_rigs import DENSE, LAYOUTS, PAGE, RIGS, Local, Region, Rig, scattered
 
 
 @pytest.fixture(params=sorted(RIGS))
@@ -60,10 +46,6 @@ def rig(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Rig]:
     for region in regions:
         region.owner.close()
     assert os.listdir(tmp_path) == []
-
-
-def scattered(seed: int, count: int, blocks: int = 40) -> list[int]:
-    return np.random.default_rng(seed).permutation(blocks)[:count].tolist()
 
 
 def check_moved(before: np.ndarray, after: np.ndarray, new: np.ndarray, target: list[int]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from pullfill.host import host_id
 from pullfill.transfer.contract import KvLayout, LocalMemory, Owner, PeerSession, PeerTransport
-from pullfill.transfer.layout import check_bounds, describe_region
+from pullfill.transfer.layout import check_bounds, dense_layout, describe_region
 from pullfill.transfer.loopback import LoopbackOwner, LoopbackTransport
 from pullfill.transfer.shm.files import RegionFiles
 from pullfill.transfer.shm.owner import ShmOwner
@@ -34,6 +34,23 @@ COMPAT = Compat(
     page_bytes=1,
     isa="x",
 )
+
+PAGE = 512
+DENSE = dense_layout(3, 40, 2, PAGE)
+LAYOUTS = {
+    "dense": DENSE,
+    "offset": dense_layout(3, 40, 2, PAGE, base_offset=4096),
+    "padded-heads": replace(DENSE, head_stride=600, block_stride=1200, layer_stride=48_000),
+    "padded-blocks": replace(DENSE, block_stride=1100, layer_stride=45_056),
+    "block-outermost": replace(DENSE, layer_stride=2 * PAGE, block_stride=3 * 2 * PAGE),
+    "head-outermost": replace(
+        DENSE, block_stride=PAGE, head_stride=40 * PAGE, layer_stride=80 * PAGE
+    ),
+}
+
+
+def scattered(seed: int, count: int, blocks: int = 40) -> list[int]:
+    return np.random.default_rng(seed).permutation(blocks)[:count].tolist()
 
 
 def extent(layout: KvLayout) -> int:
