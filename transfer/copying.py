@@ -2,9 +2,9 @@
 
 Two ways. `memmove` per run is fastest while nobody else wants the GIL. Beside a busy Python thread
 each run's return costs up to a whole switch interval (5 ms): short runs became 18 times slower. So
-short runs are watched, and when the thread has to sleep for the GIL between them, batches go
-through one vectored kernel copy (`process_vm_writev` to ourselves; ~25 % slower per byte, but the
-GIL is given up once per batch) for a second before the plain way is tried again.
+short runs are watched, and when the thread sleeps for milliseconds between them, batches go through
+one vectored kernel copy (`process_vm_writev` to ourselves; ~25 % slower per byte, but the GIL is
+given up once per batch) for a second before the plain way is tried again.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from pullfill.transfer.runs import Batch
 _LONG_RUN = 256 << 10
 _WATCH_EVERY = 8
 _SLEEPS = 2
-"""Voluntary context switches in `_WATCH_EVERY` runs that mean a contended GIL (being preempted by
-other processes is involuntary and does not count)."""
+_LOST_S = 2e-3
+"""A contended GIL: this many voluntary context switches (preemption by other processes is
+involuntary) and this much wall time not spent computing, in `_WATCH_EVERY` runs."""
 _VECTORED_FOR_S = 1.0
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -65,19 +66,22 @@ def _copy_runs(source: int, target: int, batch: Batch, first: int, last: int) ->
 def _copy_watched(source: int, target: int, batch: Batch) -> int:
     """Copy run by run until the GIL proves to be contended. Returns how many runs are done."""
     global _vectored_until
-    slept = _sleeps()
+    slept, lost = _idle()
     for first in range(0, len(batch), _WATCH_EVERY):
         last = min(first + _WATCH_EVERY, len(batch))
         _copy_runs(source, target, batch, first, last)
-        before, slept = slept, _sleeps()
-        if slept - before >= _SLEEPS:
+        slept_before, lost_before = slept, lost
+        slept, lost = _idle()
+        if slept - slept_before >= _SLEEPS and lost - lost_before >= _LOST_S:
             _vectored_until = time.perf_counter() + _VECTORED_FOR_S
             return last
     return len(batch)
 
 
-def _sleeps() -> int:
-    return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+def _idle() -> tuple[int, float]:
+    """How often this thread went to sleep, and wall less CPU seconds: both as running totals."""
+    usage = resource.getrusage(resource.RUSAGE_THREAD)
+    return usage.ru_nvcsw, time.perf_counter() - usage.ru_utime - usage.ru_stime
 
 
 def _copy_vectored(source: int, target: int, batch: Batch, first: int) -> None:

@@ -49,8 +49,8 @@ def test_copy_batch(count: int, size: int, way: str, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(copying, "vectored_works", lambda: way != "plain")
     until = math.inf if way == "vectored" else 0.0
     monkeypatch.setattr(copying, "_vectored_until", until)
-    sleeps = itertools.count(step=2 if way == "switching" else 0)
-    monkeypatch.setattr(copying, "_sleeps", lambda: next(sleeps))
+    idle = itertools.count(step=2 if way == "switching" else 0)
+    monkeypatch.setattr(copying, "_idle", lambda: (count := next(idle), float(count)))
     source, target = random_bytes(count * size, 1), np.zeros(count * size, np.uint8)
     batch = _batch(count, size)
     copying.copy_batch(source.ctypes.data, target.ctypes.data, batch)
