@@ -1,0 +1,302 @@
+"""`pullfill up` and `down` over real servers: what they start, refuse, stop and leave behind.
+
+Workers have tests of their own; here `up` starts the servers, and a role that fails on purpose.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pullfill.deploy import procs, servers
+from pullfill.deploy.procs import ProcessId
+from pullfill.deploy.state import StateDir, identity
+
+SERVERS_ONLY = ("--decode", "0", "--prefill", "0", "--frontends", "0")
+_started: list[subprocess.Popen[str]] = []
+PULLFILL = (sys.executable, "-P", "-m", "pullfill.deploy.cli")
+
+
+def run(state: Path, *arguments: str, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
+    """One command to its end."""
+    return subprocess.run(
+        [*PULLFILL, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env={**os.environ, "PULLFILL_STATE_DIR": str(state)},
+    )
+
+
+def start(state: Path, *arguments: str) -> subprocess.Popen[str]:
+    """One command that goes on; the `state` fixture ends it."""
+    process = subprocess.Popen(
+        [*PULLFILL, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "PULLFILL_STATE_DIR": str(state)},
+    )
+    _started.append(process)
+    return process
+
+
+def read_until(process: subprocess.Popen[str], text: str) -> str:
+    """Output up to the line with `text`. Fails when the process ends before it."""
+    assert process.stdout is not None
+    seen = ""
+    for line in process.stdout:
+        seen += line
+        if text in line:
+            return seen
+    raise AssertionError(f"ended without {text!r}:\n{seen}")
+
+
+def wait_for(condition: Callable[[], bool], what: str, seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)
+
+
+def cluster(state: Path) -> dict[str, Any]:
+    found = json.loads((state / "cluster.json").read_text())
+    assert isinstance(found, dict)
+    return found
+
+
+def recorded(state: Path) -> list[ProcessId]:
+    file = StateDir(state).cluster()
+    return [identity(entry) for entry in file.processes] if file else []
+
+
+@pytest.fixture
+def state(state_dir: Path) -> Iterator[Path]:
+    """A state directory; whatever the test left running is killed, and makes it fail."""
+    yield state_dir
+    while _started:
+        process = _started.pop()
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+    launch = StateDir(state_dir).launch()
+    left = procs.tagged(launch.cluster_id) if launch else []
+    for straggler in left:
+        procs.send(straggler, signal.SIGKILL)
+    assert not left, f"left running: {left}"
+
+
+def test_up_detached_then_down(state: Path) -> None:
+    up = run(state, "up", "--detach", *SERVERS_ONLY)
+    assert up.returncode == 0, up.stderr
+    assert "nats" in up.stdout
+    found = cluster(state)
+    assert found["namespace"] == "default"
+    assert sorted(entry["role"] for entry in found["processes"]) == ["etcd", "nats"]
+    assert servers.nats_ready(found["nats_url"]) is None
+    assert servers.etcd_ready(found["etcd_url"]) is None
+    running = recorded(state)
+    assert all(procs.is_alive(process) for process in running)
+
+    for entry in found["processes"]:
+        # The process is the server itself, not something that started it.
+        name = Path(os.readlink(f"/proc/{entry['pid']}/exe")).name
+        assert name == {"nats": "nats-server", "etcd": "etcd"}[entry["role"]]
+        assert Path(entry["log"]).is_file()
+
+    down = run(state, "down")
+    assert down.returncode == 0, down.stderr
+    assert "stopped 2 of 2" in down.stdout
+    assert not any(procs.is_alive(process) for process in running)
+    assert not (state / "cluster.json").exists()
+    again = run(state, "down")
+    assert (again.returncode, "nothing runs" in again.stdout) == (0, True)
+
+
+def test_a_second_up_is_refused_and_harms_nothing(state: Path) -> None:
+    assert run(state, "up", "--detach", *SERVERS_ONLY).returncode == 0
+    running = recorded(state)
+    second = run(state, "up", "--detach", *SERVERS_ONLY)
+    assert second.returncode == 2
+    assert len(second.stderr.strip().splitlines()) == 1
+    assert all(f"pid {process.pid}" in second.stderr for process in running)
+    assert recorded(state) == running
+    assert all(procs.is_alive(process) for process in running)
+    run(state, "down")
+
+
+def test_down_after_up_was_killed(state: Path) -> None:
+    up = start(state, "up", *SERVERS_ONLY)
+    read_until(up, "ready (no frontend)")
+    running = recorded(state)
+    up.kill()
+    up.wait()
+    assert all(procs.is_alive(process) for process in running)
+    down = run(state, "down")
+    assert down.returncode == 0, down.stderr
+    assert not any(procs.is_alive(process) for process in running)
+    assert run(state, "up", "--detach", *SERVERS_ONLY).returncode == 0
+    run(state, "down")
+
+
+def test_up_killed_while_it_starts(state: Path) -> None:
+    """What was started but not yet recorded is found as well."""
+    up = start(state, "up", *SERVERS_ONLY)
+    wait_for((state / "launch.json").exists, "up did not begin")
+    launch = StateDir(state).launch()
+    assert launch is not None
+    wait_for(lambda: bool(procs.tagged(launch.cluster_id)), "nothing was started")
+    up.kill()
+    up.wait()
+    (state / "cluster.json").unlink(missing_ok=True)
+    assert run(state, "down").returncode == 0
+    assert procs.tagged(launch.cluster_id) == []
+
+
+def test_down_spares_a_process_that_got_the_pid(state: Path) -> None:
+    assert run(state, "up", "--detach", *SERVERS_ONLY).returncode == 0
+    bystander = subprocess.Popen(["sleep", "60"])
+    try:
+        file = StateDir(state).cluster()
+        assert file is not None
+        real = {entry.name: identity(entry) for entry in file.processes}
+        for entry in file.processes:
+            if entry.name == "nats":
+                entry.pid = bystander.pid
+        StateDir(state).write_cluster(file)
+        assert run(state, "down").returncode == 0
+        assert bystander.poll() is None
+        # The server itself carries the cluster's id and is found by that.
+        assert not any(procs.is_alive(process) for process in real.values())
+    finally:
+        bystander.kill()
+        bystander.wait()
+
+
+@pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGTERM])
+def test_foreground_ends_in_order_on_a_signal(state: Path, sig: signal.Signals) -> None:
+    up = start(state, "up", *SERVERS_ONLY)
+    read_until(up, "ready (no frontend)")
+    running = recorded(state)
+    up.send_signal(sig)
+    output, _ = up.communicate(timeout=30)
+    assert up.returncode == 0, output
+    assert output.rstrip().endswith("stopped")
+    assert not any(procs.is_alive(process) for process in running)
+    assert not (state / "cluster.json").exists()
+
+
+def test_foreground_ends_when_down_stops_it(state: Path) -> None:
+    up = start(state, "up", *SERVERS_ONLY)
+    read_until(up, "ready (no frontend)")
+    assert run(state, "down").returncode == 0
+    output, _ = up.communicate(timeout=30)
+    assert up.returncode == 0
+    assert "died" not in output
+
+
+def test_foreground_reports_a_server_that_dies_and_goes_on(state: Path) -> None:
+    up = start(state, "up", *SERVERS_ONLY)
+    read_until(up, "ready (no frontend)")
+    by_name = {entry["name"]: entry["pid"] for entry in cluster(state)["processes"]}
+    os.kill(by_name["nats"], signal.SIGKILL)
+    seen = read_until(up, "nats died")
+    assert "SIGKILL" in seen
+    assert up.poll() is None
+    assert servers.etcd_ready(cluster(state)["etcd_url"]) is None
+    up.terminate()
+    up.communicate(timeout=30)
+    assert up.returncode == 0
+
+
+def test_a_child_that_dies_while_starting_takes_nothing_with_it(
+    state: Path, tmp_path: Path
+) -> None:
+    """Without a model that loads, the worker dies: say which, show its log, leave nothing."""
+    model = tmp_path / "broken"
+    model.mkdir()
+    (model / "config.json").write_text('{"architectures": ["NoSuchModel"]}')
+    up = start(
+        state, "up", "--model", str(model), "--decode", "1", "--prefill", "0", "--frontends", "0"
+    )
+    wait_for((state / "launch.json").exists, "up did not begin")
+    launch = StateDir(state).launch()
+    assert launch is not None
+    output, _ = up.communicate(timeout=180)
+    assert up.returncode == 1
+    assert "error: decode-0 died while starting" in output
+    assert str(state / "logs" / "decode-0.log") in output
+    assert procs.tagged(launch.cluster_id) == []
+    assert not (state / "cluster.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--model", "/does/not/exist"), "no model at /does/not/exist"),
+        (("stray",), "unexpected argument 'stray'"),
+        (("--etcd", "http://127.0.0.1:1"), "no etcd at http://127.0.0.1:1"),
+    ],
+)
+def test_what_cannot_work_is_one_line_before_anything_starts(
+    state: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    up = run(state, "up", "--port", "0", *arguments)
+    assert up.returncode == 2
+    assert message in up.stderr
+    assert len(up.stderr.strip().splitlines()) == 1
+    assert not (state / "cluster.json").exists()
+    assert not (state / "logs").exists()
+
+
+def test_commands_that_ask_a_running_cluster(state: Path) -> None:
+    assert run(state, "up", "--detach", *SERVERS_ONLY).returncode == 0
+    try:
+        status = run(state, "status", "--json")
+        assert json.loads(status.stdout)["workers"] == []
+        assert run(state, "config", "get", "router.policy").stdout == "conditional\n"
+        changed = run(state, "config", "set", "router.max_local_prefill_length", "7")
+        assert changed.returncode == 0, changed.stderr
+        refused = run(state, "config", "set", "router.policy", "sometimes")
+        assert refused.returncode == 2
+        assert "always_local" in refused.stderr
+        everything = run(state, "config", "get").stdout.splitlines()
+        assert "router.max_local_prefill_length 7" in everything
+        assert "router.policy conditional" in everything
+        drained = run(state, "drain", "decode-00000000", "--wait")
+        assert drained.returncode == 2
+        assert "there are: none" in drained.stderr
+        assert run(state, "explain", "cmpl-1").returncode == 1
+        doctor = run(state, "doctor")
+        assert doctor.returncode == 1
+        assert "NATS answers" in doctor.stdout
+        assert "no decode worker" in doctor.stdout
+        by_url = run(Path("/nowhere"), "status", "--json", "--etcd", cluster(state)["etcd_url"])
+        assert by_url.returncode == 0, by_url.stderr
+    finally:
+        run(state, "down")
+
+
+def test_other_peoples_servers_are_used_and_left_alone(state: Path, tmp_path: Path) -> None:
+    first = tmp_path / "first"
+    assert run(first, "up", "--detach", *SERVERS_ONLY).returncode == 0
+    try:
+        urls = cluster(first)
+        given = ("--etcd", urls["etcd_url"], "--nats", urls["nats_url"], "--namespace", "blue")
+        assert run(state, "up", "--detach", *SERVERS_ONLY, *given).returncode == 0
+        assert cluster(state)["processes"] == []
+        assert run(state, "down").returncode == 0
+        assert servers.etcd_ready(urls["etcd_url"]) is None
+        assert servers.nats_ready(urls["nats_url"]) is None
+    finally:
+        run(first, "down")
