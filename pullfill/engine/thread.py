@@ -9,6 +9,7 @@ from typing import Any
 
 from pullfill import log
 from pullfill.engine.host import EngineHost
+from pullfill.errors import ConfigError, PullfillError
 
 logger = log.get("engine.thread")
 
@@ -46,11 +47,11 @@ class EngineThread:
             host = self._make()
             self.host = host
             host.run(lambda core: self._built(host, core))
+        except PullfillError as exc:
+            self._end(exc)
         except BaseException as exc:
-            self.failure = exc
-            self._call(self._fail, exc)
-            if self.ready.done():
-                logger.exception("the engine died")
+            logger.exception("the engine died")
+            self._end(exc)
         finally:
             self._call(self.dead.set)
 
@@ -66,6 +67,14 @@ class EngineThread:
         if not self.ready.done():
             self.ready.set_result(host)
 
+    def _end(self, exc: BaseException) -> None:
+        self.failure = exc
+        self._call(self._fail, exc)
+
     def _fail(self, exc: BaseException) -> None:
-        if not self.ready.done():
-            self.ready.set_exception(exc)
+        if self.ready.done():
+            return
+        if not isinstance(exc, PullfillError):
+            text = str(exc).strip() or repr(exc)
+            exc = ConfigError(f"the engine did not start: {text.splitlines()[0]}")
+        self.ready.set_exception(exc)

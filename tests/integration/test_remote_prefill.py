@@ -1,0 +1,125 @@
+"""Tokens and log probabilities after a remote prefill equal those of one aggregated engine."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.cluster import BLOCK, Cluster
+from tests.support.oracle import Oracle
+from tests.support.prompts import Answer, ask, ask_all, forget_decode_prefixes, random_prompt
+
+pytestmark = pytest.mark.engine
+
+LENGTHS = [
+    1, 2, 3, 16, 31, 32, 33, 34, 48, 63, 64, 65, 66, 95, 96, 97, 98, 127, 128, 129, 130, 200, 255,
+    256, 257, 258, 400, 511, 512, 513, 514, 700, 1023, 1024, 1025, 1026, 1500, 1999, 2000,
+]  # fmt: skip
+STEPS = 6
+TOLERANCE = 1e-5
+
+
+def check(answers: list[Answer], prompts: list[list[int]], oracle: Oracle) -> None:
+    expected = oracle.generate(prompts, max_tokens=STEPS, logprobs=1)
+    for prompt, answer, want in zip(prompts, answers, expected, strict=True):
+        assert answer.tokens == want.token_ids, f"prompt of {len(prompt)} tokens"
+        assert answer.logprobs == pytest.approx(want.logprobs, abs=TOLERANCE), len(prompt)
+
+
+def paths(cluster: Cluster, answers: list[Answer]) -> list[str]:
+    return [cluster.explain(a.request_id)["path"] for a in answers]
+
+
+def test_cold_prompts_of_every_length(cluster: Cluster, oracle: Oracle) -> None:
+    prompts = [random_prompt(n, seed=1) for n in LENGTHS]
+    answers = [ask(cluster, p, STEPS) for p in prompts]
+    check(answers, prompts, oracle)
+    # One token is computed where it is sampled; everything longer went away and came back.
+    assert paths(cluster, answers) == ["local"] + ["remote"] * (len(LENGTHS) - 1)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        told = cluster.explain(answer.request_id)
+        assert told["prompt_tokens"] == len(prompt)
+        assert answer.cached_tokens == 0, "remotely computed tokens are no cache hit"
+        if told["path"] == "remote":
+            assert told["remote_tokens"] == len(prompt) - 1
+            assert told["kv_bytes"] > 0
+            assert told["fallback"] is None
+            assert told["attempts"] == 1
+
+
+def test_prefix_hit_on_decode_is_read_by_the_prefill_worker(
+    cluster: Cluster, oracle: Oracle
+) -> None:
+    cluster.set_router(policy="always_local")
+    heads = [random_prompt(n, seed=2) for n in (32, 72, 256, 600)]
+    check(ask_all(cluster, heads, STEPS), heads, oracle)
+    cluster.set_router(policy="always_remote")
+    read_before = cluster.counter("pullfill_kv_read_bytes_total")
+    prompts = [head + random_prompt(n, seed=3) for head in heads for n in (1, 2, 17, 300)]
+    answers = [ask(cluster, p, STEPS) for p in prompts]
+    check(answers, prompts, oracle)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        told = cluster.explain(answer.request_id)
+        assert told["prefix_hit_tokens"] >= BLOCK
+        assert answer.cached_tokens == told["prefix_hit_tokens"]
+        if told["path"] == "remote":
+            assert told["remote_tokens"] == len(prompt) - 1 - told["prefix_hit_tokens"]
+    assert "remote" in paths(cluster, answers)
+    assert cluster.counter("pullfill_kv_read_bytes_total") > read_before
+
+
+def test_prefix_hit_on_prefill_only_is_written_too(cluster: Cluster, oracle: Oracle) -> None:
+    prompts = [random_prompt(n, seed=4) for n in (65, 96, 257, 513, 1200)]
+    check(ask_all(cluster, prompts, STEPS), prompts, oracle)
+    forget_decode_prefixes(cluster)
+    again = [p + random_prompt(40, seed=5) for p in prompts]
+    answers = ask_all(cluster, again, STEPS)
+    check(answers, again, oracle)
+    for prompt, answer in zip(again, answers, strict=True):
+        told = cluster.explain(answer.request_id)
+        assert told["path"] == "remote"
+        assert told["prefix_hit_tokens"] == 0
+        assert told["remote_tokens"] == len(prompt) - 1
+
+
+def test_different_hits_on_both_sides(cluster: Cluster, oracle: Oracle) -> None:
+    prompt = random_prompt(1000, seed=6)
+    check([ask(cluster, prompt[:700], STEPS)], [prompt[:700]], oracle)  # both sides: 700
+    forget_decode_prefixes(cluster)
+    cluster.set_router(policy="always_local")
+    check([ask(cluster, prompt[:300], STEPS)], [prompt[:300]], oracle)  # decode: 300
+    cluster.set_router(policy="always_remote")
+    answer = ask(cluster, prompt, STEPS)
+    check([answer], [prompt], oracle)
+    assert cluster.explain(answer.request_id)["prefix_hit_tokens"] == 300 // BLOCK * BLOCK
+
+
+def test_batched_and_chunked(cluster: Cluster, oracle: Oracle) -> None:
+    prompts = [random_prompt(n, seed=7) for n in (5, 90, 600, 1100, 250, 1700, 32, 801)] * 2
+    answers = ask_all(cluster, prompts, STEPS, at_once=16)
+    check(answers, prompts, oracle)
+
+
+def test_next_turn_is_local_and_cached(cluster: Cluster, oracle: Oracle) -> None:
+    cluster.set_router(policy="conditional", max_local_prefill_length=256)
+    first = random_prompt(900, seed=8)
+    answer = ask(cluster, first, STEPS)
+    assert cluster.explain(answer.request_id)["path"] == "remote"
+    turn = first + answer.tokens + random_prompt(30, seed=9)
+    second = ask(cluster, turn, STEPS)
+    check([second], [turn], oracle)
+    told = cluster.explain(second.request_id)
+    assert (told["path"], told["reason"]) == ("local", "prefix_hit")
+    assert second.cached_tokens >= 0.95 * len(first)
+
+
+def test_every_decision_has_its_reason(cluster: Cluster) -> None:
+    before = cluster.counter("pullfill_decision_total", path="local", reason="policy_always_local")
+    cluster.set_router(policy="always_local")
+    answer = ask(cluster, random_prompt(700, seed=10))
+    assert cluster.explain(answer.request_id)["reason"] == "policy_always_local"
+    after = cluster.counter("pullfill_decision_total", path="local", reason="policy_always_local")
+    assert after == before + 1
+    cluster.set_router(policy="conditional", max_local_prefill_length=512)
+    long, short = random_prompt(700, seed=11), random_prompt(100, seed=11)
+    assert cluster.explain(ask(cluster, long).request_id)["reason"] == "long_prompt"
+    assert cluster.explain(ask(cluster, short).request_id)["reason"] == "short_prompt"

@@ -1,0 +1,318 @@
+"""A real cluster for tests: nats-server, etcd, and workers as processes of the command line.
+
+Everything started here is ended here, by pid. Ports are the operating system's choice; the test's
+own namespace keeps it apart from anything else on the machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.support.etcd import EtcdServer
+from tests.support.nats import NatsServer
+
+MODEL = "tiny"
+BLOCK = 32
+"""The CPU attention backend takes multiples of 32."""
+FLAGS = (
+    "--dtype=float32",
+    "--enforce-eager",
+    "--max-model-len=4096",
+    "--max-num-batched-tokens=512",
+    "--max-num-seqs=16",
+    f"--block-size={BLOCK}",
+    f"--served-model-name={MODEL}",
+)
+_MAIN = "from pullfill.deploy.cli import main; main()"
+
+
+def until(check: Callable[[], Any], within_s: float, what: str) -> Any:
+    """The first true value of `check`; AssertionError naming `what` after `within_s`."""
+    deadline = time.monotonic() + within_s
+    while True:
+        value = check()
+        if value:
+            return value
+        assert time.monotonic() < deadline, f"not within {within_s} s: {what}"
+        time.sleep(0.05)
+
+
+@dataclass
+class Worker:
+    """One process of the cluster."""
+
+    role: str
+    process: subprocess.Popen[bytes]
+    log: Path
+    instance_id: str = ""
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    def signal(self, number: int) -> None:
+        if self.alive:
+            self.process.send_signal(number)
+
+    def kill(self) -> None:
+        """SIGKILL and reap."""
+        self.signal(signal.SIGKILL)
+        self.process.wait()
+
+    def stop(self, within_s: float = 30.0) -> int:
+        """SIGTERM (drain) and wait; the exit code."""
+        self.signal(signal.SIGTERM)
+        return self.process.wait(within_s)
+
+    def tail(self, lines: int = 30) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+
+@dataclass
+class Cluster:
+    """See the module. `kv_mib`: KV memory of each worker, which sets how many blocks there are."""
+
+    directory: Path
+    model_path: Path
+    kv_mib: int = 64
+    lease_ttl_s: int = 2
+    namespace: str = "test"
+    workers: list[Worker] = field(default_factory=list)
+    baseline: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self.etcd = EtcdServer(self.directory / "etcd")
+        self.nats = NatsServer(self.directory / "nats")
+        self.frontend_url = ""
+        self._client: openai.OpenAI | None = None
+
+    # ------------------------------------------------------------------ life
+
+    def start(self, decode: int = 1, prefill: int = 1, frontends: int = 1) -> Cluster:
+        """Servers, then all workers at once; returns when requests can be sent."""
+        self.start_servers()
+        roles = ["decode"] * decode + ["prefill"] * prefill + ["frontend"] * frontends
+        for role in roles:
+            self.launch(role)
+        if frontends:
+            self.wait_ready(*self.workers)
+        return self
+
+    def start_servers(self) -> None:
+        self.etcd.start()
+        asyncio.run(self.nats.start())
+
+    def launch(
+        self,
+        role: str,
+        *extra: str,
+        env: Mapping[str, str] | None = None,
+        cpu: int | None = None,
+        failpoints: str = "",
+    ) -> Worker:
+        """Start one process; does not wait."""
+        number = sum(w.role == role for w in self.workers)
+        log = self.directory / f"{role}-{number}.log"
+        cores = os.cpu_count() or 1
+        if cpu is None and role != "frontend":
+            cpu = (number if role == "decode" else number + 1) % cores
+        command = [
+            sys.executable, "-c", _MAIN, role,
+            "--model", str(self.model_path),
+            "--etcd", self.etcd.url,
+            "--nats", self.nats.url,
+            "--namespace", self.namespace,
+            "--lease-ttl", str(self.lease_ttl_s),
+            *FLAGS,
+        ]  # fmt: skip
+        if role == "frontend":
+            port = _free_port()
+            command += ["--port", str(port), "--enable-auto-tool-choice"]
+            command += ["--tool-call-parser", "hermes"]
+            self.frontend_url = f"http://127.0.0.1:{port}"
+        else:
+            command += [f"--kv-cache-memory-bytes={self.kv_mib << 20}", "--cpu", str(cpu)]
+        full = {**os.environ, "PULLFILL_LOG_LEVEL": "INFO", **(env or {})}
+        full.pop("PULLFILL_FAILPOINTS", None)
+        if failpoints:
+            full["PULLFILL_FAILPOINTS"] = failpoints
+        with log.open("ab") as out:
+            process = subprocess.Popen(
+                [*command, *extra],
+                env=full,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        worker = Worker(role, process, log)
+        self.workers.append(worker)
+        return worker
+
+    def wait_ready(self, *workers: Worker, within_s: float = 120.0) -> None:
+        """Until each is seen ready by the frontend, and prefill workers by every decode worker."""
+        until(lambda: self._seen(workers), within_s, f"ready: {[w.role for w in workers]}")
+        until(self._linked, 20.0, "every prefill worker connected to every decode worker")
+        for entry in self.status()["workers"]:
+            if entry["role"] == "decode":
+                self.baseline.setdefault(entry["instance_id"], entry["load"]["kv_free_blocks"])
+
+    def _seen(self, workers: Sequence[Worker]) -> bool:
+        for worker in workers:
+            assert worker.alive, f"{worker.role} died at start:\n{worker.tail()}"
+        with contextlib.suppress(httpx.HTTPError):
+            known = {w["pid"]: w for w in self.status()["workers"]}
+            for worker in workers:
+                if worker.role == "frontend":
+                    ready = httpx.get(f"{self.frontend_url}/ready").json()
+                    if not ready.get("decode") and any(w.role == "decode" for w in workers):
+                        return False
+                elif known.get(worker.pid, {}).get("state") != "ready":
+                    return False
+                else:
+                    worker.instance_id = known[worker.pid]["instance_id"]
+            return True
+        return False
+
+    def _linked(self) -> bool:
+        entries = self.status()["workers"]
+        prefill = {w["instance_id"] for w in entries if w["role"] == "prefill"}
+        decode = [w for w in entries if w["role"] == "decode"]
+        return all(prefill <= set(w["load"].get("prefill_workers", [])) for w in decode)
+
+    def stop(self) -> None:
+        """End everything, whatever state it is in."""
+        self._close_client()
+        for worker in self.workers:
+            if worker.alive:
+                worker.signal(signal.SIGCONT)
+                worker.kill()
+        self.nats.stop()
+        self.etcd.stop()
+        for worker in self.workers:
+            if worker.instance_id:
+                for path in Path("/dev/shm").glob(f"pullfill-{worker.instance_id}-*"):
+                    path.unlink(missing_ok=True)
+
+    def keep_logs(self, where: Path) -> None:
+        """Copy the logs for a look after a failure."""
+        where.mkdir(parents=True, exist_ok=True)
+        for worker in self.workers:
+            shutil.copy(worker.log, where)
+
+    # ------------------------------------------------------------------ looking
+
+    def of(self, role: str) -> list[Worker]:
+        """Living workers of a role, oldest first."""
+        return [w for w in self.workers if w.role == role and w.alive]
+
+    def client(self) -> openai.OpenAI:
+        """One client for all; closed with the cluster."""
+        url = f"{self.frontend_url}/v1"
+        if self._client is None or str(self._client.base_url).rstrip("/") != url:
+            self._close_client()
+            self._client = openai.OpenAI(base_url=url, api_key="none", timeout=60.0, max_retries=0)
+        return self._client
+
+    def _close_client(self) -> None:
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+
+    def status(self) -> dict[str, Any]:
+        answer = httpx.get(f"{self.frontend_url}/pullfill/status", timeout=10.0)
+        result: dict[str, Any] = answer.raise_for_status().json()
+        return result
+
+    def explain(self, request_id: str) -> dict[str, Any]:
+        answer = httpx.get(f"{self.frontend_url}/pullfill/requests/{request_id}", timeout=10.0)
+        result: dict[str, Any] = answer.raise_for_status().json()
+        return result
+
+    def counter(self, name: str, **labels: str) -> float:
+        """Sum of a metric over the cluster, from the frontend's one scrape."""
+        text = httpx.get(f"{self.frontend_url}/metrics", timeout=10.0).text
+        total = 0.0
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                if sample.name == name and labels.items() <= sample.labels.items():
+                    total += sample.value
+        return total
+
+    def set_router(self, **settings: object) -> None:
+        """Write router settings as `pullfill config set` does and wait until they act."""
+        for key, value in settings.items():
+            place = ["--etcd", self.etcd.url, "--nats", self.nats.url]
+            place += ["--namespace", self.namespace]
+            command = [sys.executable, "-c", _MAIN, "config", "set", f"router.{key}", str(value)]
+            subprocess.run([*command, *place], check=True, capture_output=True, timeout=60)
+        time.sleep(0.3)  # a watch event away
+
+    def assert_clean(self, within_s: float = 20.0) -> None:
+        """Ledger, quarantine, queue and free blocks are back to the baseline (I3, I4)."""
+        last: list[str] = []
+
+        def clean() -> bool:
+            last[:] = self._dirt()
+            return not last
+
+        with contextlib.suppress(AssertionError):
+            until(clean, within_s, "clean")
+        assert not last, f"left behind: {last}"
+
+    def _dirt(self) -> list[str]:
+        status, found = self.status(), []
+        for key in ("depth_jobs", "in_flight", "depth_tokens"):
+            if status["queue"][key]:
+                found.append(f"queue {key}={status['queue'][key]}")
+        for worker in status["workers"]:
+            if worker["state"] == "lost":
+                continue
+            name, load = worker["instance_id"], worker["load"]
+            for key in ("open_jobs", "quarantined_blocks", "requests", "jobs", "running"):
+                if load.get(key):
+                    found.append(f"{name} {key}={load[key]}")
+            free = load.get("kv_free_blocks")
+            if free is not None and free != self.baseline.get(name, free):
+                found.append(f"{name} free blocks {free} of {self.baseline[name]}")
+        return found
+
+    def log_errors(self) -> list[str]:
+        """Lines of the workers' logs that tell of an error nobody expected."""
+        bad = re.compile(r"Traceback|AssertionError| E \w+ pullfill")
+        return [
+            f"{w.log.name}: {line}"
+            for w in self.workers
+            for line in w.log.read_text(errors="replace").splitlines()
+            if bad.search(line)
+        ]
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+        return port

@@ -1,0 +1,73 @@
+"""Prompts of random tokens, and asking a cluster for greedy continuations of them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import httpx
+import openai
+
+from tests.support.cluster import MODEL, Cluster
+
+FIRST_TOKEN, LAST_TOKEN = 10, 250
+"""Ordinary byte tokens of the tiny checkpoint."""
+
+
+def random_prompt(length: int, seed: int) -> list[int]:
+    """`length` ordinary tokens; the same for the same arguments."""
+    rng = random.Random(f"{length}/{seed}")
+    return [rng.randint(FIRST_TOKEN, LAST_TOKEN) for _ in range(length)]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Greedy continuation of one prompt; logprobs[i] belongs to tokens[i]."""
+
+    request_id: str
+    tokens: list[int]
+    logprobs: list[float]
+    cached_tokens: int
+
+
+def ask(
+    cluster: Cluster,
+    prompt: Sequence[int],
+    max_tokens: int = 6,
+    client: openai.OpenAI | None = None,
+) -> Answer:
+    """One completion over HTTP."""
+    client = client or cluster.client()
+    result = client.completions.create(
+        model=MODEL,
+        prompt=list(prompt),
+        max_tokens=max_tokens,
+        temperature=0,
+        logprobs=1,
+        extra_body={"return_token_ids": True, "ignore_eos": True},
+    )
+    choice = result.choices[0]
+    details = result.usage.prompt_tokens_details if result.usage else None
+    tokens: list[int] = choice.token_ids  # type: ignore[attr-defined]
+    return Answer(
+        result.id,
+        list(tokens),
+        list(choice.logprobs.token_logprobs or []) if choice.logprobs else [],
+        (details.cached_tokens or 0) if details else 0,
+    )
+
+
+def ask_all(
+    cluster: Cluster, prompts: Sequence[Sequence[int]], max_tokens: int = 6, at_once: int = 8
+) -> list[Answer]:
+    """All prompts, `at_once` requests in flight; answers in the prompts' order."""
+    client = cluster.client()
+    with ThreadPoolExecutor(at_once) as pool:
+        return list(pool.map(lambda p: ask(cluster, p, max_tokens, client), prompts))
+
+
+def forget_decode_prefixes(cluster: Cluster) -> None:
+    """Empty the decode workers' prefix caches; the prefill workers keep theirs."""
+    httpx.post(f"{cluster.frontend_url}/reset_prefix_cache", timeout=10.0).raise_for_status()
