@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import os
+import random
 import statistics
 import subprocess
 import tempfile
@@ -86,10 +87,9 @@ def interleaved(ways: dict[str, Callable[[], object]], rounds: int) -> dict[str,
     times: dict[str, list[float]] = {name: [] for name in ways}
     for way in ways.values():
         way()
-    order = list(ways.items())
+    order, rng = list(ways.items()), random.Random(1)
     for _ in range(rounds):
-        # In turns: whoever comes second finds the bytes in the cache.
-        order.append(order.pop(0))
+        rng.shuffle(order)  # who comes after whom matters: the second finds the bytes in the cache
         for name, way in order:
             started = time.perf_counter()
             way()
