@@ -265,7 +265,9 @@ class Supervisor:
             self._view.say(f"  without {name} serving goes on, but {lost} stops until `up` again")
 
     async def _drain(self) -> None:
-        with suppress(ConfigError), self._state.locked():
+        self._view.title = "stopping pullfill"
+        # Not ours to stop when `pullfill down` holds the lock already.
+        with suppress(ConfigError), self._state.locked(), self._view:
             await take_down(
                 self._state,
                 self._cluster.processes,

@@ -12,11 +12,12 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+_BEGINNINGS = ("starting", "draining", "stopping")
 _STYLES = {
-    "waiting": "dim",
     "starting": "yellow",
     "ready": "green",
     "draining": "yellow",
+    "stopping": "yellow",
     "stopped": "dim",
     "killed": "red",
     "failed": "bold red",
@@ -65,9 +66,9 @@ class ProcessView:
         if row is not None and (row.state, row.note) == (state, note):
             return
         since = row.since if row else now
-        took = now - since if state not in ("waiting", "starting", "draining") else None
-        if row is not None and state == "draining":
+        if state in _BEGINNINGS:
             since = now
+        took = None if state in _BEGINNINGS else now - since
         self._rows[name] = _Row(state, since, note, took)
         if self._live is None:
             seconds = f" after {took:.1f} s" if took is not None and row is not None else ""

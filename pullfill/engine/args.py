@@ -74,5 +74,7 @@ def _is_cpu() -> bool:
 
 
 def _first_line(exc: BaseException) -> str:
-    text = str(exc).strip()
+    # pydantic's first line only counts the errors; the reason is in the first of them.
+    details = getattr(exc, "errors", None)
+    text = str(details()[0]["msg"] if callable(details) else exc).strip()
     return text.splitlines()[0] if text else type(exc).__name__
