@@ -32,7 +32,7 @@ lint: install ## ruff and mypy --strict
 
 test: install lint ## All tests, quick ones first
 	$(BIN)/pytest -q tests/unit tests/contract $(PYTEST_ARGS)
-	$(BIN)/pytest -q tests/integration tests/chaos tests/gpu $(PYTEST_ARGS)
+	$(BIN)/pytest -q $(wildcard tests/integration tests/chaos tests/gpu) $(PYTEST_ARGS)
 
 test-fast: install ## Unit and contract tests, under a minute
 	$(BIN)/pytest -q -n 2 tests/unit tests/contract $(PYTEST_ARGS)

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from pullfill.deploy.device import gpu_count
+
 # Tests name their clusters themselves; one of the developer's must not leak in.
 for _name in ("PULLFILL_STATE_DIR", "PULLFILL_FAILPOINTS", "PULLFILL_DEBUG", "PULLFILL_LOG_LEVEL"):
     os.environ.pop(_name, None)
@@ -23,6 +25,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return next((i for i, name in enumerate(_ORDER) if name in item.path.parts), len(_ORDER))
 
     items.sort(key=rank)
+    if not gpu_count():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="no CUDA device on this machine"))
 
 
 @pytest.fixture
