@@ -1,0 +1,88 @@
+"""Steady load on a cluster while something happens to it, checked against the oracle at the end."""
+
+from __future__ import annotations
+
+import threading
+from types import TracebackType
+from typing import Self
+
+from tests.support.cluster import Cluster
+from tests.support.oracle import Oracle
+from tests.support.prompts import Answer, ask, random_prompt
+
+
+class Load:
+    """`threads` clients, each sending prompts one after the other until the block is left.
+
+    Every answer is kept with its prompt, every failure with its message.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        *,
+        threads: int = 3,
+        lengths: tuple[int, ...] = (40, 300, 900, 1400),
+        max_tokens: int = 6,
+        seed: int = 100,
+    ) -> None:
+        self._cluster = cluster
+        self._lengths = lengths
+        self._max_tokens = max_tokens
+        self._seed = seed
+        self._stop = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._run, args=(i,), daemon=True) for i in range(threads)
+        ]
+        self.done: list[tuple[list[int], Answer]] = []
+        self.failures: list[str] = []
+
+    def __enter__(self) -> Self:
+        self._client = self._cluster.client()
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        exc: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(90)
+
+    def _run(self, number: int) -> None:
+        turn = 0
+        while not self._stop.is_set():
+            length = self._lengths[(turn + number) % len(self._lengths)]
+            prompt = random_prompt(length, seed=self._seed + 1000 * number + turn)
+            turn += 1
+            try:
+                answer = ask(self._cluster, prompt, self._max_tokens, self._client)
+            except Exception as exc:
+                self.failures.append(f"{length} tokens: {exc!r}")
+            else:
+                self.done.append((prompt, answer))
+
+    def check(self, oracle: Oracle, *, at_least: int = 5) -> None:
+        """No failure, and every token the oracle's."""
+        assert not self.failures, self.failures[:5]
+        assert len(self.done) >= at_least, "too little load to say anything"
+        expected = oracle.generate([p for p, _ in self.done], max_tokens=self._max_tokens)
+        for (prompt, answer), want in zip(self.done, expected, strict=True):
+            assert answer.tokens == want.token_ids, f"prompt of {len(prompt)} tokens"
+
+    def paths(self) -> set[str]:
+        """Where the prompts were prefilled."""
+        return {self._cluster.explain(a.request_id)["path"] for _, a in self.done}
+
+    def prefill_instances(self) -> set[str]:
+        """Who prefilled remotely."""
+        told = (self._cluster.explain(a.request_id) for _, a in self.done)
+        return {t["prefill_instance"] for t in told if t["path"] == "remote"}
+
+    def decode_instances(self) -> set[str]:
+        """Who answered."""
+        return {self._cluster.explain(a.request_id)["decode_instance"] for _, a in self.done}
