@@ -22,13 +22,12 @@ microseconds. What must be done elsewhere is queued: `take_events` for the engin
 
 from __future__ import annotations
 
-import enum
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from pullfill.clock import SYSTEM_CLOCK, Clock
+from pullfill.decode_worker.entry import Entry, JobState
 from pullfill.decode_worker.moves import (
     Action,
     CancelMessage,
@@ -43,44 +42,14 @@ from pullfill.decode_worker.moves import (
 )
 from pullfill.errors import Outcome, OverloadedError
 from pullfill.transfer.contract import OwnerFences
-from pullfill.wire import FenceToken, RefuseReason
+from pullfill.wire import RefuseReason
+
+__all__ = ["Entry", "JobState", "Ledger"]
 
 HELD_RETRY_S = 0.05
 _REMEMBERED = 16_384
-
-
-class JobState(enum.StrEnum):
-    QUEUED = "queued"
-    GRANTED = "granted"
-    QUARANTINED = "quarantined"
-    COMMITTED = "committed"
-    CLOSED = "closed"
-
-
-@dataclass(slots=True)
-class Entry:
-    """One job. `blocks`: all blocks of the prompt on this worker, hit blocks first; the writer may
-    touch `blocks[first_target:]` only."""
-
-    job_id: str
-    request_id: str
-    blocks: tuple[int, ...]
-    first_target: int
-    hit_tokens: int
-    deadline: float
-    opened_at: float
-    digest: bytes = b""
-    state: JobState = JobState.QUEUED
-    attempt: int = 0
-    writer: str = ""
-    ack_subject: str = ""
-    fence: FenceToken | None = None
-    requeue: bool = False
-    settled: bool = False
-    held: bool = False
-    receipt: object | None = None
-    claimed_at: float = 0.0
-    causes: list[str] = field(default_factory=list)
+_PROOF_SOONEST_S = 0.002
+_PROOF_LATEST_S = 0.05
 
 
 class Ledger:
@@ -127,14 +96,15 @@ class Ledger:
         hit_tokens: int,
         timeout_s: float,
     ) -> None:
-        """Register a job before it is published. Its request waits until it is settled."""
+        """Register a job before it is published. Its request waits until it is settled, so the
+        asyncio thread is woken to time the deadline: it may be asleep with nothing to wait for."""
         now = self._clock.monotonic()
-        entry = Entry(
-            job_id, request_id, blocks, first_target, hit_tokens, now + timeout_s, opened_at=now
-        )
+        due = now + timeout_s
+        entry = Entry(job_id, request_id, blocks, first_target, hit_tokens, due, opened_at=now)
         with self._lock:
             self._jobs[job_id] = entry
             self._by_request[request_id] = job_id
+        self._on_action()
 
     def cancel(self, request_id: str) -> None:
         """The request is over in vLLM. Its job, if any is open, is closed; the request is settled
@@ -164,7 +134,7 @@ class Ledger:
         """The queue stored the job. If it ended meanwhile, its message is cancelled."""
         with self._lock:
             entry = self._jobs.get(job_id)
-            if entry is not None and entry.state is not JobState.CLOSED:
+            if entry is not None and not entry.settled:
                 entry.receipt, entry.digest = receipt, digest
             elif self._ended.get(job_id) is not JobState.COMMITTED:
                 self._actions.append(CancelMessage(receipt))
@@ -202,8 +172,7 @@ class Ledger:
             ended = self._ended.get(job_id)
             reason = RefuseReason.UNKNOWN_JOB
             if ended is not None:
-                committed = ended is JobState.COMMITTED
-                reason = RefuseReason.COMMITTED if committed else RefuseReason.CLOSED
+                reason = RefuseReason(ended.value)
             return Claimed(refused=reason)
         if entry.settled:
             return Claimed(refused=RefuseReason.CLOSED)
@@ -225,7 +194,7 @@ class Ledger:
             return Claimed(refused=RefuseReason.HELD, retry_after_s=1.0)
         entry.attempt += 1
         entry.state, entry.writer, entry.fence = JobState.GRANTED, writer, fence
-        entry.ack_subject, entry.claimed_at = ack_subject, now
+        entry.ack_subject = ack_subject
         return Claimed(
             grant=GrantView(
                 entry.attempt,
@@ -270,7 +239,6 @@ class Ledger:
         with self._lock:
             entry = self._current(job_id, attempt, incarnation, writer)
             if entry is not None and entry.state is JobState.GRANTED:
-                entry.causes.append(cause)
                 if retry:
                     self._revoke(entry, cause, requeue=True)
                 else:
@@ -278,19 +246,22 @@ class Ledger:
         self._wake()
 
     def writer_lost(self, writer: str, *, others_alive: bool) -> None:
-        """A control connection ended. Its jobs go to another worker if one is connected, else
-        they are served locally; either way only once its writes are proved over."""
+        """A control connection ended. Its jobs go to another worker if one is connected. If none
+        is, every open job is served locally, also those nobody has claimed: waiting for a worker
+        that may never come would cost each of them its whole deadline. Blocks stay held until the
+        writes into them are proved over."""
         with self._lock:
             for entry in list(self._jobs.values()):
+                if not others_alive:
+                    if not entry.settled:
+                        self._give_up(entry, Outcome.PREFILL_LOST)
+                    continue
                 if entry.state is not JobState.GRANTED or entry.writer != writer:
                     continue
-                if others_alive:
-                    ack_subject = entry.ack_subject
-                    self._revoke(entry, Outcome.PREFILL_LOST, requeue=True)
-                    if not entry.settled and ack_subject:
-                        self._actions.append(NakDelivery(ack_subject))
-                else:
-                    self._give_up(entry, Outcome.PREFILL_LOST)
+                ack_subject = entry.ack_subject
+                self._revoke(entry, Outcome.PREFILL_LOST, requeue=True)
+                if not entry.settled and ack_subject:
+                    self._actions.append(NakDelivery(ack_subject))
         self._wake()
 
     # ------------------------------------------------------------------ time
@@ -308,7 +279,11 @@ class Ledger:
                     self._ask_proof(entry)
                 if entry.job_id not in self._jobs:
                     continue
-                due = 0.002 if entry.state is JobState.QUARANTINED else entry.deadline - now
+                due = entry.deadline - now
+                if entry.state is JobState.QUARANTINED:
+                    # A running batch ends within milliseconds, a stopped writer maybe never.
+                    waited = (now - entry.quarantined_at) / 8
+                    due = min(max(waited, _PROOF_SOONEST_S), _PROOF_LATEST_S)
                 soonest = due if soonest is None else min(soonest, due)
         self._wake()
         return soonest
@@ -339,18 +314,15 @@ class Ledger:
     def counts(self) -> dict[JobState, int]:
         """Open jobs by state."""
         with self._lock:
-            out = dict.fromkeys(JobState, 0)
-            for entry in self._jobs.values():
-                out[entry.state] += 1
-            return out
+            states = [entry.state for entry in self._jobs.values()]
+        return {state: states.count(state) for state in JobState}
 
     @property
     def quarantined_blocks(self) -> int:
-        """Blocks of settled requests that still wait for their proof."""
+        """Blocks whose writer was told to stop and is not proved quiet."""
+        waits = JobState.QUARANTINED
         with self._lock:
-            return sum(
-                len(e.blocks) for e in self._jobs.values() if e.state is JobState.QUARANTINED
-            )
+            return sum(len(e.blocks) for e in self._jobs.values() if e.state is waits)
 
     def find(self, job_id: str) -> Entry | None:
         return self._jobs.get(job_id)
@@ -375,8 +347,6 @@ class Ledger:
         """Settle the request without the remote result and close the job."""
         if entry.state is JobState.GRANTED:
             self._revoke(entry, outcome, requeue=False)
-        elif entry.state is JobState.QUARANTINED:
-            entry.requeue = False
         if not entry.settled:
             if entry.state is JobState.QUARANTINED:
                 entry.held = True
@@ -391,11 +361,11 @@ class Ledger:
     def _revoke(self, entry: Entry, reason: str, *, requeue: bool) -> None:
         """GRANTED → QUEUED with proof, else QUARANTINED. Out of attempts → given up."""
         assert entry.fence is not None
-        entry.requeue = requeue and entry.attempt < self._max_attempts
         entry.state = JobState.QUARANTINED
+        entry.quarantined_at = self._clock.monotonic()
         self._actions.append(SendRevoke(entry.writer, entry.job_id, entry.attempt, str(reason)))
         self._ask_proof(entry)
-        if requeue and not entry.requeue and not entry.settled:
+        if requeue and entry.attempt >= self._max_attempts and not entry.settled:
             self._give_up(entry, Outcome.PREFILL_FAILED)
 
     def _ask_proof(self, entry: Entry) -> None:

@@ -1,0 +1,40 @@
+"""One job as the ledger keeps it; ledger.py moves it from state to state under its lock."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from pullfill.wire import FenceToken
+
+
+class JobState(enum.StrEnum):
+    QUEUED = "queued"
+    GRANTED = "granted"
+    QUARANTINED = "quarantined"
+    COMMITTED = "committed"
+    CLOSED = "closed"
+
+
+@dataclass(slots=True)
+class Entry:
+    """One job. `blocks`: all blocks of the prompt on this worker, hit blocks first; the writer may
+    touch `blocks[first_target:]` only."""
+
+    job_id: str
+    request_id: str
+    blocks: tuple[int, ...]
+    first_target: int
+    hit_tokens: int
+    deadline: float
+    opened_at: float
+    digest: bytes = b""
+    state: JobState = JobState.QUEUED
+    attempt: int = 0
+    writer: str = ""
+    ack_subject: str = ""
+    fence: FenceToken | None = None
+    settled: bool = False
+    held: bool = False
+    receipt: object | None = None
+    quarantined_at: float = 0.0

@@ -1,0 +1,166 @@
+"""Stand-ins for the clock and for the parts of vLLM that our scheduler halves touch.
+
+Each fake keeps the rule that matters and checks it: `FakePool` counts references like vLLM's
+BlockPool and refuses what vLLM would corrupt itself with (a double free, touching a null block).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+
+class FakeClock:
+    """A `Clock` that moves only when told."""
+
+    def __init__(self, start: float = 1_000.0) -> None:
+        self.now = start
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def advance(self, seconds: float) -> None:
+        assert seconds >= 0
+        self.now += seconds
+
+
+@dataclass(slots=True)
+class FakeBlock:
+    block_id: int
+    ref_cnt: int = 0
+
+
+class FakePool:
+    """vLLM's BlockPool as far as references go: a block is free while nobody refers to it."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.blocks = [FakeBlock(i) for i in range(num_blocks)]
+
+    @property
+    def free(self) -> set[int]:
+        return {b.block_id for b in self.blocks if b.ref_cnt == 0}
+
+    def allocate(self, count: int) -> list[int] | None:
+        """Lowest free blocks first, so that a block freed too early is reused at once."""
+        ids = sorted(self.free)[:count]
+        if len(ids) < count:
+            return None
+        self.touch([self.blocks[i] for i in ids])
+        return ids
+
+    def touch(self, blocks: Sequence[FakeBlock]) -> None:
+        for block in blocks:
+            block.ref_cnt += 1
+
+    def free_blocks(self, ordered_blocks: Iterable[FakeBlock]) -> None:
+        for block in ordered_blocks:
+            assert block.ref_cnt > 0, f"block {block.block_id} freed twice"
+            block.ref_cnt -= 1
+
+    def release(self, ids: Iterable[int]) -> None:
+        """What a request's end does."""
+        self.free_blocks([self.blocks[i] for i in ids])
+
+
+@dataclass(slots=True)
+class FakeRequest:
+    """The attributes of vLLM's Request that the scheduler halves read."""
+
+    request_id: str
+    prompt_token_ids: list[int] | None
+    num_output_tokens: int = 0
+    num_preemptions: int = 0
+    num_computed_tokens: int = 0
+    skip_reading_prefix_cache: bool = False
+    mm_features: list[Any] = field(default_factory=list)
+    prompt_embeds: Any = None
+    lora_request: Any = None
+    pooling_params: Any = None
+    cache_salt: str | None = None
+    priority: int = 0
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids or [])
+
+
+def step(
+    scheduled: dict[str, int] | None = None, preempted: Iterable[str] | None = None
+) -> SimpleNamespace:
+    """The part of a SchedulerOutput that connectors read."""
+    return SimpleNamespace(
+        num_scheduled_tokens=scheduled or {}, preempted_req_ids=set(preempted or ())
+    )
+
+
+class FakeManager:
+    """vLLM's KVCacheManager: block tables only."""
+
+    def __init__(self) -> None:
+        self.tables: dict[str, list[int]] = {}
+
+    def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
+        return (self.tables[request_id],)
+
+
+@dataclass(slots=True)
+class _Copy:
+    task: Any
+    read: bool
+    local: list[int]
+    remote: list[int]
+    last: bool
+    done: Callable[[Any, BaseException | None], None]
+
+
+class FakeMover:
+    """A `Mover` whose copies wait until `finish`. `log` lists what was done, in order."""
+
+    transport = "fake"
+
+    def __init__(self) -> None:
+        self.queue: list[_Copy] = []
+        self.log: list[tuple[str, list[int], list[int]]] = []
+        self.flushes = 0
+
+    def read(self, task: Any, remote: Any, local: Any, done: Any) -> None:
+        self._put(_Copy(task, True, list(local), list(remote), False, done))
+
+    def write(self, task: Any, local: Any, remote: Any, last: bool, done: Any) -> None:
+        self._put(_Copy(task, False, list(local), list(remote), last, done))
+
+    def _put(self, copy: _Copy) -> None:
+        copy.task.outstanding += 1
+        self.queue.append(copy)
+
+    def flush(self) -> bool:
+        self.flushes += 1
+        while self.queue:
+            self.finish()
+        return True
+
+    def finish(self, failure: BaseException | None = None) -> _Copy:
+        """End the oldest copy as the real mover does."""
+        copy = self.queue.pop(0)
+        self.log.append(("read" if copy.read else "write", copy.local, copy.remote))
+        if failure is None and not copy.read:
+            copy.task.written_blocks += len(copy.remote)
+        copy.task.outstanding -= 1
+        copy.done(copy.task, failure)
+        if failure is not None and not copy.read:
+            copy.task.cancel()
+            copy.task.end(failure)
+        elif copy.last:
+            copy.task.end(None)
+        return copy
+
+
+def wait_for(what: Callable[[], object], timeout_s: float = 10.0) -> None:
+    """Poll from a plain thread; the bound is for hangs only."""
+    end = time.monotonic() + timeout_s
+    while not what():
+        assert time.monotonic() < end, "this never happened"
+        time.sleep(0.002)

@@ -1,0 +1,282 @@
+"""A decode worker's handoff without vLLM or network: the real ledger, fences and scheduler half.
+
+`HandoffModel` plays vLLM (allocates, frees on a report) and any number of writers, and checks after
+each move what must always hold. Driven by the state machine and the directed tests of the ledger.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pullfill.decode_worker.context import DecodeContext, OpenedJob
+from pullfill.decode_worker.ledger import Ledger
+from pullfill.decode_worker.moves import CancelMessage, Claimed, NakDelivery, SendRevoke
+from pullfill.decode_worker.router import Situation
+from pullfill.decode_worker.scheduler_side import SchedulerSide
+from pullfill.decode_worker.story import Stories
+from pullfill.errors import Fenced, Outcome
+from pullfill.transfer.loopback import LoopbackFences
+from pullfill.wire import FenceToken, RouterConfig, RouterPolicy
+from tests.support.fakes import FakeClock, FakePool, FakeRequest
+
+BLOCK = 4
+NUM_BLOCKS = 40
+TIMEOUT_S = 30.0
+PREFIX = (0, 1)
+"""Blocks that some other request keeps in the prefix cache; hits point here."""
+
+
+@dataclass(slots=True)
+class Grant:
+    job_id: str
+    writer: str
+    attempt: int
+    incarnation: str
+    token: FenceToken
+    targets: frozenset[int]
+    in_batch: bool = False
+
+
+@dataclass(slots=True)
+class Job:
+    job: OpenedJob
+    request: FakeRequest
+    blocks: list[int]
+    stored: bool = False
+    cancelled_in_queue: bool = False
+    publish_over: bool = False
+    aborted: bool = False
+    committed: bool = False
+    reports: list[bool] = field(default_factory=list)
+    freed: bool = False
+
+    @property
+    def hits(self) -> int:
+        return self.job.hit_tokens // BLOCK
+
+    @property
+    def targets(self) -> int:
+        return len(self.job.blocks) - self.hits
+
+
+class HandoffModel:
+    """One decode worker. Every method is one atomic event; `check` after each."""
+
+    def __init__(self, *, max_attempts: int = 3, slots: int = 8) -> None:
+        self.clock = FakeClock()
+        self.pool = FakePool(NUM_BLOCKS)
+        self.pool.touch([self.pool.blocks[b] for b in PREFIX])
+        self.fences = LoopbackFences(NUM_BLOCKS, slots)
+        self.outcomes: list[tuple[str, Outcome]] = []
+        self.ledger = Ledger(
+            self.fences,
+            incarnation="i0",
+            max_attempts=max_attempts,
+            clock=self.clock,
+            on_outcome=lambda e, o: self.outcomes.append((e.job_id, o)),
+        )
+        self.jobs: dict[str, Job] = {}
+        self.grants: list[Grant] = []
+        self.naks: list[str] = []
+        self.revokes: list[SendRevoke] = []
+        self._opened: list[OpenedJob] = []
+        self._serial = 0
+        stories = Stories("decode-1", self.clock)
+        self.context = DecodeContext(
+            instance_id="decode-1",
+            incarnation="i0",
+            router_config=lambda: RouterConfig(
+                policy=RouterPolicy.ALWAYS_REMOTE, remote_timeout_s=TIMEOUT_S
+            ),
+            situation=lambda p, h, i: Situation(p, h, i, prefill_workers=1, queue_available=True),
+            publish=self._opened.append,
+            stories=stories,
+            make_ledger=lambda _: self.ledger,
+            ledger=self.ledger,
+        )
+        self.side = SchedulerSide(self.context, BLOCK)
+        self.side.bind_pool(self.pool)
+
+    # ------------------------------------------------------------------ vLLM and its connector
+
+    def open(self, targets: int, hits: int = 0, extra: int = 1) -> Job | None:
+        """A request of `targets` remote blocks; the last holds `extra` tokens. None: pool full."""
+        own = self.pool.allocate(targets)
+        if own is None:
+            return None
+        self.pool.touch([self.pool.blocks[b] for b in PREFIX[:hits]])
+        blocks = [*PREFIX[:hits], *own]
+        tokens = (len(blocks) - 1) * BLOCK + extra + 1
+        self._serial += 1
+        request = FakeRequest(f"r{self._serial}", list(range(tokens)))
+        external, asynchronous = self.side.matched(request, hits * BLOCK)
+        assert asynchronous
+        assert external == tokens - 1 - hits * BLOCK
+        self.side.allocated(request, blocks, external)
+        getattr(self.side, "step_done", lambda: None)()
+        opened = self._opened.pop()
+        assert not self._opened
+        job = Job(opened, request, blocks)
+        self.jobs[opened.job_id] = job
+        self.check()
+        return job
+
+    def step(self) -> None:
+        """vLLM schedules: the connector's reports arrive and free what waited for them."""
+        loaded, failed = self.side.collect()
+        for request_id in [*loaded, *failed]:
+            (job,) = [j for j in self.jobs.values() if j.request.request_id == request_id]
+            job.reports.append(request_id in loaded)
+            assert len(job.reports) == 1, "a request is told once"
+            if job.aborted or request_id in failed:
+                self._free(job)
+        self.check()
+
+    def abort(self, job: Job) -> None:
+        """The request ends in vLLM. While it waits its blocks stay until the report."""
+        job.aborted = True
+        self.side.finished(job.request.request_id)
+        if job.reports:
+            self._free(job)
+        self.act()
+
+    def _free(self, job: Job) -> None:
+        if not job.freed:
+            job.freed = True
+            self.pool.release(reversed(job.blocks))
+
+    # ------------------------------------------------------------------ queue and network
+
+    def publish(self, job: Job, outcome: Outcome | None = None) -> None:
+        """The publish ends: stored, or failed with `outcome`."""
+        job.publish_over = True
+        if outcome is None:
+            job.stored = True
+            self.ledger.published(job.job.job_id, job.job.job_id, b"digest")
+        else:
+            self.ledger.publish_failed(job.job.job_id, outcome)
+        self.act()
+
+    def act(self) -> None:
+        """What the control server does with the ledger's actions."""
+        for action in self.ledger.take_actions():
+            match action:
+                case CancelMessage(receipt):
+                    self.jobs[str(receipt)].cancelled_in_queue = True
+                case NakDelivery(subject):
+                    self.naks.append(subject)
+                case SendRevoke():
+                    self.revokes.append(action)
+        self.check()
+
+    # ------------------------------------------------------------------ writers
+
+    def claim(self, job: Job, writer: str, incarnation: str | None = None) -> Claimed:
+        incarnation = incarnation or self.ledger.incarnation
+        claimed = self.ledger.claim(job.job.job_id, incarnation, writer, f"ack.{writer}")
+        if (grant := claimed.grant) is not None:
+            assert grant.blocks == job.job.blocks
+            self.grants.append(
+                Grant(
+                    job.job.job_id, writer, grant.attempt, incarnation, grant.fence,
+                    frozenset(grant.blocks[job.hits :]),
+                )
+            )  # fmt: skip
+        self.act()
+        return claimed
+
+    def begin_batch(self, grant: Grant) -> bool:
+        """Start writing, as a session does. False: fenced."""
+        with self.fences.changed:
+            try:
+                slot = self.fences.valid(grant.token)
+            except Fenced:
+                return False
+            slot.holders += 1
+        grant.in_batch = True
+        assert not grant.targets & self.pool.free, "a writer writes to free blocks"
+        newest = max(g.attempt for g in self.grants if g.job_id == grant.job_id)
+        assert grant.attempt == newest, "an old attempt still writes"
+        return True
+
+    def end_batch(self, grant: Grant) -> None:
+        assert grant.in_batch
+        with self.fences.changed:
+            self.fences.slots[grant.token.slot].holders -= 1
+        grant.in_batch = False
+
+    def commit(self, grant: Grant, *, wrong_by: int = 0, writer: str | None = None) -> str | None:
+        job = self.jobs[grant.job_id]
+        why = self.ledger.commit(
+            grant.job_id, grant.attempt, grant.incarnation, writer or grant.writer,
+            job.targets + wrong_by,
+        )  # fmt: skip
+        if why is None:
+            assert not job.committed, "committed twice"
+            assert wrong_by == 0
+            assert not grant.in_batch
+            job.committed = True
+        self.act()
+        return why
+
+    def hand_back(self, grant: Grant, *, retry: bool) -> None:
+        self.ledger.hand_back(
+            grant.job_id, grant.attempt, grant.incarnation, grant.writer, "why", retry
+        )
+        self.act()
+
+    def lose(self, writer: str, *, others_alive: bool) -> None:
+        """The connection ends; a batch of the writer may go on all the same."""
+        self.ledger.writer_lost(writer, others_alive=others_alive)
+        self.act()
+
+    def tick(self, seconds: float = 0.0) -> float | None:
+        self.clock.advance(seconds)
+        soonest = self.ledger.tick()
+        self.act()
+        return soonest
+
+    # ------------------------------------------------------------------ what always holds
+
+    def live_targets(self) -> list[frozenset[int]]:
+        """Target blocks of every fence that is not proved dead."""
+        slots = self.fences.slots
+        return [g.targets for g in self.grants if slots[g.token.slot].epoch == g.token.epoch]
+
+    def check(self) -> None:
+        live = self.live_targets()
+        assert len(live) == self.fences.in_use, "a fence is in use that nobody was granted"
+        union: set[int] = set()
+        for targets in live:
+            assert not union & targets, "two writers hold one block"
+            union |= targets
+        assert not union & self.pool.free, "a block that may still be written is free"
+        for job in self.jobs.values():
+            if job.reports and job.reports[0]:
+                assert job.committed, "loaded without a commit"
+
+    def drain(self) -> None:
+        """Writers fall quiet, time passes, requests end: everything must come back."""
+        for job in self.jobs.values():
+            if not job.publish_over:
+                self.publish(job)
+        for grant in self.grants:
+            if grant.in_batch:
+                self.end_batch(grant)
+        self.tick(TIMEOUT_S + 1)
+        self.step()
+        for job in self.jobs.values():
+            assert len(job.reports) == 1, f"{job.request.request_id} was told {job.reports}"
+            if not job.freed:
+                self.abort(job)
+            if job.stored and not job.committed:
+                assert job.cancelled_in_queue, "the message of a closed job stays in the queue"
+        assert self.ledger.open_jobs == 0
+        assert self.ledger.quarantined_blocks == 0
+        assert self.fences.in_use == 0
+        assert self.pool.free == set(range(NUM_BLOCKS)) - set(PREFIX)
+        assert not self.ledger.has_events
+        assert not self.ledger.take_actions()
+        assert self.ledger.tick() is None
+        ended = [job_id for job_id, _ in self.outcomes]
+        assert sorted(ended) == sorted(self.jobs), "one outcome per job"

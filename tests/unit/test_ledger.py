@@ -1,0 +1,337 @@
+"""The ledger's table (design.md §4), row by row, and the faults that once slipped through it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pullfill.decode_worker.ledger import JobState, Ledger
+from pullfill.decode_worker.moves import CancelMessage, Hold, NakDelivery, Release, Settle
+from pullfill.errors import Outcome
+from pullfill.transfer.loopback import LoopbackFences
+from pullfill.wire import RefuseReason
+from tests.support.fakes import FakeClock
+from tests.support.handoff_model import TIMEOUT_S, Grant, HandoffModel, Job
+
+
+def granted(model: HandoffModel, *, targets: int = 2, hits: int = 1) -> tuple[Job, Grant]:
+    job = model.open(targets, hits)
+    assert job is not None
+    model.publish(job)
+    assert model.claim(job, "a").grant is not None
+    return job, model.grants[-1]
+
+
+def state(model: HandoffModel, job: Job) -> JobState | None:
+    entry = model.ledger.find(job.job.job_id)
+    return None if entry is None else entry.state
+
+
+def told(model: HandoffModel) -> list[Any]:
+    """The events, and then what follows from them."""
+    events = list(model.ledger._events)
+    model.step()
+    return events
+
+
+# ------------------------------------------------------------------ queued
+
+
+def test_queued_claim_grants() -> None:
+    model = HandoffModel()
+    job = model.open(3, 2)
+    assert job is not None
+    model.ledger.set_digest(job.job.job_id, b"d")
+    model.clock.advance(1.0)
+    grant = model.claim(job, "a").grant
+    assert grant is not None
+    assert (grant.attempt, grant.hit_tokens, grant.digest) == (1, 8, b"d")
+    assert grant.blocks == tuple(job.blocks)
+    assert grant.deadline_s == pytest.approx(TIMEOUT_S - 1.0)
+    assert grant.queued_s == pytest.approx(1.0)
+    assert state(model, job) is JobState.GRANTED
+    model.drain()
+
+
+@pytest.mark.parametrize("how", ["abort", "deadline", "publish_failed", "incarnation", "nobody"])
+def test_queued_closes_without_a_hold(how: str) -> None:
+    model = HandoffModel()
+    job = model.open(2)
+    assert job is not None
+    if how == "publish_failed":
+        model.publish(job, Outcome.QUEUE_FULL)
+    else:
+        model.publish(job)
+    if how == "abort":
+        model.abort(job)
+    elif how == "deadline":
+        model.tick(TIMEOUT_S)
+    elif how == "incarnation":
+        model.ledger.new_incarnation("i1")
+        model.act()
+    elif how == "nobody":
+        model.lose("a", others_alive=False)
+    outcome = {
+        "abort": Outcome.CANCELLED,
+        "deadline": Outcome.TIMEOUT,
+        "publish_failed": Outcome.QUEUE_FULL,
+        "incarnation": Outcome.PREFILL_LOST,
+        "nobody": Outcome.PREFILL_LOST,
+    }[how]
+    assert told(model) == [Settle(job.request.request_id, False, outcome)]
+    assert state(model, job) is None
+    assert job.freed
+    assert job.cancelled_in_queue == (how != "publish_failed")
+    refused = model.claim(job, "a").refused
+    wrong_incarnation = model.claim(job, "a", incarnation="i0").refused
+    assert refused is RefuseReason.CLOSED
+    assert wrong_incarnation is (
+        RefuseReason.STALE_INCARNATION if how == "incarnation" else RefuseReason.CLOSED
+    )
+
+
+def test_a_claim_after_the_deadline_closes_the_job_even_before_a_tick() -> None:
+    model = HandoffModel()
+    job = model.open(2)
+    assert job is not None
+    model.clock.advance(TIMEOUT_S)
+    assert model.claim(job, "a").refused is RefuseReason.CLOSED
+    assert told(model) == [Settle(job.request.request_id, False, Outcome.TIMEOUT)]
+
+
+def test_unknown_job() -> None:
+    model = HandoffModel()
+    assert model.ledger.claim("nope", "i0", "a").refused is RefuseReason.UNKNOWN_JOB
+    assert model.ledger.commit("nope", 1, "i0", "a", 1) == "stale"
+
+
+# ------------------------------------------------------------------ granted
+
+
+def test_granted_commit() -> None:
+    model = HandoffModel()
+    job, grant = granted(model)
+    assert model.commit(grant) is None
+    assert told(model) == [Settle(job.request.request_id, True, Outcome.COMMITTED)]
+    assert not job.freed, "the request goes on with its blocks"
+    assert not model.begin_batch(grant)
+    assert model.commit(grant) == "stale"
+    assert model.claim(job, "b").refused is RefuseReason.COMMITTED
+    model.drain()
+    assert not job.cancelled_in_queue, "a committed job is acked by its worker"
+
+
+@pytest.mark.parametrize("busy", [False, True])
+@pytest.mark.parametrize(
+    ("how", "outcome"),
+    [
+        ("abort", Outcome.CANCELLED),
+        ("deadline", Outcome.TIMEOUT),
+        ("fail", Outcome.PREFILL_FAILED),
+        ("wrong_count", Outcome.REJECTED),
+        ("alone_lost", Outcome.PREFILL_LOST),
+    ],
+)
+def test_granted_given_up(how: str, outcome: Outcome, busy: bool) -> None:
+    """The request is settled at once; its blocks stay held while a batch runs."""
+    model = HandoffModel()
+    job, grant = granted(model)
+    if busy:
+        assert model.begin_batch(grant)
+    if how == "abort":
+        model.abort(job)
+    elif how == "deadline":
+        model.tick(TIMEOUT_S)
+    elif how == "fail":
+        model.hand_back(grant, retry=False)
+    elif how == "wrong_count":
+        assert model.commit(grant, wrong_by=-1) == "wrong_block_count"
+    elif how == "alone_lost":
+        model.lose("a", others_alive=False)
+    settle = Settle(job.request.request_id, False, outcome)
+    events = told(model)
+    hold = Hold(job.job.job_id, job.job.blocks)
+    assert events == ([hold, settle] if busy else [settle]), "the hold comes before the report"
+    assert job.freed
+    assert model.commit(grant) == "stale"
+    if busy:
+        assert state(model, job) is JobState.QUARANTINED
+        assert model.ledger.quarantined_blocks == len(job.blocks)
+        assert not set(job.blocks) & model.pool.free
+        model.tick(3600.0)
+        assert state(model, job) is JobState.QUARANTINED, "time is no proof"
+        assert model.claim(job, "b").refused is RefuseReason.CLOSED
+        model.end_batch(grant)
+        model.tick()
+        assert told(model) == [Release(job.job.job_id)]
+    assert state(model, job) is None
+    assert set(job.job.blocks[1:]) <= model.pool.free
+    model.drain()
+
+
+def test_commit_of_a_writer_that_still_writes_is_not_believed() -> None:
+    model = HandoffModel()
+    job, grant = granted(model)
+    assert model.begin_batch(grant)
+    assert model.commit(grant) == "writer_not_quiet"
+    settle = Settle(job.request.request_id, False, Outcome.REJECTED)
+    assert told(model) == [Hold(job.job.job_id, job.job.blocks), settle]
+    model.drain()
+
+
+def test_wrong_writer_attempt_or_incarnation_changes_nothing() -> None:
+    model = HandoffModel()
+    job, grant = granted(model)
+    ledger, job_id = model.ledger, job.job.job_id
+    assert ledger.commit(job_id, 1, "i0", "b", job.targets) == "stale"
+    assert ledger.commit(job_id, 2, "i0", "a", job.targets) == "stale"
+    assert ledger.commit(job_id, 1, "i9", "a", job.targets) == "stale"
+    ledger.hand_back(job_id, 1, "i0", "b", "x", False)
+    ledger.writer_lost("b", others_alive=True)
+    assert state(model, job) is JobState.GRANTED
+    assert not ledger.has_events
+    assert model.commit(grant) is None
+
+
+@pytest.mark.parametrize("how", ["hand_back", "lost", "claim"])
+@pytest.mark.parametrize("busy", [False, True])
+def test_granted_goes_to_another_writer(how: str, busy: bool) -> None:
+    """Attempt n+1 only after n is proved quiet; the request just waits on."""
+    model = HandoffModel()
+    job, grant = granted(model)
+    if busy:
+        assert model.begin_batch(grant)
+    if how == "hand_back":
+        model.hand_back(grant, retry=True)
+    elif how == "lost":
+        model.lose("a", others_alive=True)
+        assert model.naks == ["ack.a"]
+    claimed = model.claim(job, "b")
+    if busy:
+        assert claimed.refused is RefuseReason.HELD
+        assert claimed.retry_after_s is not None
+        assert claimed.retry_after_s < 1
+        model.end_batch(grant)
+        model.tick()
+        claimed = model.claim(job, "b")
+    assert claimed.grant is not None
+    assert claimed.grant.attempt == 2
+    assert not model.begin_batch(grant)
+    assert model.commit(grant) == "stale"
+    assert not model.ledger.has_events
+    assert model.commit(model.grants[-1]) is None
+    assert [r.attempt for r in model.revokes] == [1]
+    model.drain()
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_out_of_attempts_is_served_locally(busy: bool) -> None:
+    model = HandoffModel(max_attempts=2)
+    job, first = granted(model)
+    model.hand_back(first, retry=True)
+    assert model.claim(job, "b").grant is not None
+    second = model.grants[-1]
+    if busy:
+        assert model.begin_batch(second)
+    model.lose("b", others_alive=True)
+    assert model.naks == [], "nobody needs the delivery any more"
+    assert job.cancelled_in_queue
+    assert told(model)[-1] == Settle(job.request.request_id, False, Outcome.PREFILL_FAILED)
+    model.drain()
+
+
+def test_the_same_writer_claiming_twice_does_not_revoke_itself() -> None:
+    model = HandoffModel()
+    job, grant = granted(model)
+    assert model.claim(job, "a").refused is RefuseReason.HELD
+    assert model.begin_batch(grant)
+    model.drain()
+
+
+def test_no_fence_slot_is_a_wait_not_a_failure() -> None:
+    model = HandoffModel(slots=1)
+    _, first = granted(model)
+    job = model.open(1)
+    assert job is not None
+    assert model.claim(job, "b").refused is RefuseReason.HELD
+    assert model.commit(first) is None
+    assert model.claim(job, "b").grant is not None
+    model.drain()
+
+
+# ------------------------------------------------------------------ what once slipped through
+
+
+def test_opening_a_job_wakes_the_timer_that_gives_it_up() -> None:
+    """With nothing open the asyncio thread sleeps without end; a job that nobody ever claims
+    causes no other wake-up."""
+    woken: list[str] = []
+    ledger = Ledger(
+        LoopbackFences(8, 2),
+        incarnation="i0",
+        clock=FakeClock(),
+        on_action=lambda: woken.append("action"),
+    )
+    assert ledger.tick() is None
+    ledger.open("j", "r", (1, 2), first_target=0, hit_tokens=0, timeout_s=5.0)
+    assert woken == ["action"]
+    assert ledger.tick() == pytest.approx(5.0)
+
+
+def test_a_publish_that_ends_after_its_job_was_given_up_is_cancelled() -> None:
+    """Also while the blocks are still in quarantine."""
+    model = HandoffModel()
+    job = model.open(2)
+    assert job is not None
+    assert model.claim(job, "a").grant is not None
+    assert model.begin_batch(model.grants[-1])
+    model.abort(job)
+    model.publish(job)
+    assert job.cancelled_in_queue
+    model.drain()
+
+
+def test_with_the_last_worker_gone_nobody_waits_for_its_deadline() -> None:
+    """Unclaimed jobs and jobs that wait for another attempt are given up too."""
+    model = HandoffModel()
+    queued = model.open(1)
+    again, grant = granted(model)
+    assert queued is not None
+    model.publish(queued)
+    assert model.begin_batch(grant)
+    model.lose("a", others_alive=True)
+    model.lose("b", others_alive=False)
+    model.step()
+    assert queued.reports == [False]
+    assert again.reports == [False]
+    assert not set(again.job.blocks) & model.pool.free
+    model.drain()
+
+
+def test_asking_a_stopped_writer_for_proof_gets_rarer_but_never_stops() -> None:
+    model = HandoffModel()
+    _, grant = granted(model)
+    assert model.begin_batch(grant)
+    model.hand_back(grant, retry=False)
+    first = model.tick()
+    later = model.tick(60.0)
+    assert first is not None
+    assert later is not None
+    assert first < 0.01 < later <= 0.1
+    model.drain()
+
+
+def test_actions_name_what_the_queue_needs() -> None:
+    ledger = Ledger(LoopbackFences(8, 2), incarnation="i0", clock=FakeClock())
+    ledger.open("j", "r", (1, 2), first_target=0, hit_tokens=0, timeout_s=5.0)
+    receipt = object()
+    ledger.published("j", receipt, b"d")
+    ledger.claim("j", "i0", "a", "ack.1")
+    ledger.writer_lost("a", others_alive=True)
+    revoke, nak = ledger.take_actions()
+    assert nak == NakDelivery("ack.1")
+    assert (revoke.writer, revoke.job_id, revoke.attempt) == ("a", "j", 1)  # type: ignore[union-attr]
+    ledger.give_up_all(Outcome.DRAINED)
+    assert ledger.take_actions() == [CancelMessage(receipt)]
+    assert ledger.open_jobs == 0
