@@ -107,8 +107,13 @@ class ControlServer:
 
     async def _run_ledger(self) -> None:
         while True:
-            soonest = self._ledger.tick()
-            self._act()
+            try:
+                soonest = self._ledger.tick()
+                self._act()
+            except Exception:
+                # Deadlines and proofs hang on this loop: it goes on whatever happened once.
+                logger.exception("the ledger's timer failed; going on")
+                soonest = 0.05
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), soonest)
             self._wake.clear()
@@ -255,9 +260,9 @@ class ControlServer:
     def _on_commit(self, peer: _Peer, commit: Commit) -> None:
         failpoints.hit("decode.before_commit")
         entry = self._ledger.find(commit.job_id)
-        request_id = entry.request_id if entry is not None else ""
-        if entry is not None and entry.attempt == commit.attempt:
-            self._stories.committed(request_id, commit.timings, commit.kv_bytes)
+        if entry is not None and (entry.attempt, entry.writer) == (commit.attempt, peer.name):
+            # Before the commit: the engine thread may settle the request the moment it is done.
+            self._stories.committed(entry.request_id, commit.timings, commit.kv_bytes)
         why = self._ledger.commit(
             commit.job_id, commit.attempt, commit.incarnation, peer.name, commit.blocks
         )

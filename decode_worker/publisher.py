@@ -14,7 +14,7 @@ from pullfill.decode_worker.context import OpenedJob
 from pullfill.decode_worker.ledger import Ledger
 from pullfill.errors import Outcome, PullfillError, QueueFull
 from pullfill.queue.contract import JobProducer
-from pullfill.wire import PrefillJob, encode
+from pullfill.wire import MAX_TEXT, PrefillJob, encode
 
 logger = log.get("decode_worker.publisher")
 
@@ -57,14 +57,15 @@ class Publisher:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _publish(self, job: OpenedJob) -> None:
-        body = encode(
+    def _encode(self, job: OpenedJob) -> bytes:
+        return encode(
             PrefillJob(
                 job_id=job.job_id,
                 incarnation=self._ledger.incarnation,
                 decode_instance=self._instance_id,
                 control=self._control,
-                request_id=job.request_id,
+                # For people only, and a client can make it as long as it likes.
+                request_id=job.request_id[:MAX_TEXT],
                 compat=self._compat_hash,
                 token_ids=u32.pack(job.token_ids),
                 hit_tokens=job.hit_tokens,
@@ -75,9 +76,14 @@ class Publisher:
                 timeout_s=job.timeout_s,
             )
         )
-        digest = digest_of(body)
-        self._ledger.set_digest(job.job_id, digest)
+
+    async def _publish(self, job: OpenedJob) -> None:
+        if self._ledger.find(job.job_id) is None:
+            return  # ended before it was published
         try:
+            body = self._encode(job)
+            digest = digest_of(body)
+            self._ledger.set_digest(job.job_id, digest)
             failpoints.hit("decode.publish")
             tokens = len(job.token_ids) - job.hit_tokens
             receipt = await self._queue.publish(job.job_id, body, tokens)

@@ -18,6 +18,7 @@ from pullfill.decode_worker.context import DecodeContext, OpenedJob
 from pullfill.decode_worker.moves import Hold, Release, Settle
 from pullfill.decode_worker.router import Decision, Situation, decide
 from pullfill.ids import new_job_id
+from pullfill.wire import MAX_TEXT
 
 logger = log.get("decode_worker.scheduler")
 
@@ -34,6 +35,7 @@ class SchedulerSide:
         self._decisions: dict[str, tuple[Situation, Decision]] = {}
         self._waiting: set[str] = set()
         self._held: dict[str, list[Any]] = {}
+        self._unpublished: list[OpenedJob] = []
 
     def bind_pool(self, pool: Any) -> None:
         """vLLM's block pool; used to hold quarantined blocks by reference count."""
@@ -74,6 +76,8 @@ class SchedulerSide:
             return "lora"
         if request.pooling_params is not None:
             return "pooling"
+        if request.cache_salt is not None and len(request.cache_salt) > MAX_TEXT:
+            return "cache_salt"  # the user's; a job with it would be refused as poison
         return ""
 
     def allocated(self, request: Any, block_ids: Sequence[int], external_tokens: int) -> None:
@@ -116,7 +120,19 @@ class SchedulerSide:
             timeout_s=job.timeout_s,
         )
         failpoints.hit("decode.before_publish")
-        self._context.publish(job)
+        if hit_tokens:
+            # vLLM puts a block into its prefix cache when it schedules the block's tokens, so the
+            # hit may be computed in the very step that is being scheduled: until that step has
+            # run, a prefill worker would read garbage there.
+            self._unpublished.append(job)
+        else:
+            self._context.publish(job)
+
+    def step_done(self) -> None:
+        """The step scheduled last has run: what it computed may be read by others now."""
+        jobs, self._unpublished = self._unpublished, []
+        for job in jobs:
+            self._context.publish(job)
 
     def collect(self) -> tuple[list[str], list[str]]:
         """Act on the ledger's events; (loaded, failed) request ids to report in this step.

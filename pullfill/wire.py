@@ -21,7 +21,8 @@ WIRE_VERSION = 1
 U32 = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 Count = Annotated[int, Meta(ge=0)]
 Id = Annotated[str, Meta(min_length=1, max_length=128)]
-Text = Annotated[str, Meta(max_length=2048)]
+MAX_TEXT = 2048
+Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 Version = Annotated[int, Meta(ge=WIRE_VERSION, le=WIRE_VERSION)]
 
 

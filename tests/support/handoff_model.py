@@ -113,7 +113,7 @@ class HandoffModel:
         assert asynchronous
         assert external == tokens - 1 - hits * BLOCK
         self.side.allocated(request, blocks, external)
-        getattr(self.side, "step_done", lambda: None)()
+        self.side.step_done()
         opened = self._opened.pop()
         assert not self._opened
         job = Job(opened, request, blocks)

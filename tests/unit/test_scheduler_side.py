@@ -1,0 +1,255 @@
+"""The decode connector's scheduler half against a pool and requests that count like vLLM's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pullfill.decode_worker.context import DecodeContext, OpenedJob
+from pullfill.decode_worker.ledger import Ledger
+from pullfill.decode_worker.router import Situation
+from pullfill.decode_worker.scheduler_side import SchedulerSide
+from pullfill.decode_worker.story import Stories
+from pullfill.errors import Outcome
+from pullfill.transfer.loopback import LoopbackFences
+from pullfill.wire import MAX_TEXT, RouterConfig, RouterPolicy
+from tests.support.fakes import FakeClock, FakePool, FakeRequest
+from tests.support.handoff_model import BLOCK, HandoffModel
+
+
+class Rig:
+    """A SchedulerSide with everything around it at hand."""
+
+    def __init__(self) -> None:
+        self.clock = FakeClock()
+        self.published: list[OpenedJob] = []
+        self.config = RouterConfig(policy=RouterPolicy.ALWAYS_REMOTE)
+        self.ledger = Ledger(LoopbackFences(64, 8), incarnation="i", clock=self.clock)
+        self.stories = Stories("decode-1", self.clock)
+        self.pool = FakePool(64)
+        self.side = SchedulerSide(
+            DecodeContext(
+                instance_id="decode-1",
+                incarnation="i",
+                router_config=lambda: self.config,
+                situation=lambda p, h, i: Situation(
+                    p, h, i, prefill_workers=1, queue_available=True
+                ),
+                publish=self.published.append,
+                stories=self.stories,
+                make_ledger=lambda _: self.ledger,
+                ledger=self.ledger,
+            ),
+            BLOCK,
+        )
+        self.side.bind_pool(self.pool)
+
+    def send(self, tokens: int, hit: int = 0, name: str = "r", **fields: Any) -> FakeRequest:
+        """Schedule a request up to its allocation; it must go remote."""
+        request = FakeRequest(name, list(range(100, 100 + tokens)), **fields)
+        external, asynchronous = self.side.matched(request, hit)
+        assert asynchronous
+        blocks = self.pool.allocate(-(-(hit + external) // BLOCK))
+        assert blocks is not None
+        self.side.allocated(request, blocks, external)
+        return request
+
+
+# ------------------------------------------------------------------ what goes out
+
+
+@pytest.mark.parametrize("tokens", [2, BLOCK, BLOCK + 1, BLOCK + 2, 3 * BLOCK, 3 * BLOCK + 1])
+@pytest.mark.parametrize("hit_blocks", [0, 1])
+def test_all_tokens_but_the_last_and_exactly_their_blocks(tokens: int, hit_blocks: int) -> None:
+    """On a boundary the block of the last token alone is not the writer's business."""
+    rig = Rig()
+    hit = hit_blocks * BLOCK
+    if hit >= tokens - 1:
+        request = FakeRequest("r", list(range(tokens)))
+        assert rig.side.matched(request, hit) == (0, False)
+        return
+    request = rig.send(tokens, hit)
+    rig.side.step_done()
+    (job,) = rig.published
+    assert job.token_ids == request.prompt_token_ids[: tokens - 1]  # type: ignore[index]
+    assert len(job.blocks) == -(-(tokens - 1) // BLOCK)
+    assert job.hit_tokens == hit
+    entry = rig.ledger.find(job.job_id)
+    assert entry is not None
+    assert (entry.first_target, entry.blocks) == (hit_blocks, job.blocks)
+
+
+def test_more_blocks_than_needed_are_not_granted() -> None:
+    """vLLM may hand over lookahead blocks; the writer gets none of them."""
+    rig = Rig()
+    request = FakeRequest("r", list(range(2 * BLOCK + 1)))
+    external, _ = rig.side.matched(request, 0)
+    rig.side.allocated(request, [9, 8, 7, 6], external)
+    assert rig.published[0].blocks == (9, 8)
+
+
+def test_a_hit_is_published_only_after_the_step_that_may_compute_it() -> None:
+    """vLLM caches a block when it schedules its tokens: another request of the same step can hit
+    blocks that hold nothing yet, and a prefill worker would read them within milliseconds."""
+    rig = Rig()
+    rig.send(3 * BLOCK, hit=BLOCK, name="hit")
+    rig.send(3 * BLOCK, name="cold")
+    assert [job.request_id for job in rig.published] == ["cold"], "no hit, nothing to wait for"
+    rig.side.collect()
+    assert len(rig.published) == 1
+    rig.side.step_done()
+    assert [job.request_id for job in rig.published] == ["cold", "hit"]
+    rig.side.step_done()
+    assert len(rig.published) == 2
+
+
+def test_asking_twice_opens_once_and_the_last_answer_counts() -> None:
+    rig = Rig()
+    request = FakeRequest("r", list(range(20)))
+    assert rig.side.matched(request, 0) == (19, True)
+    assert rig.side.matched(request, 8) == (11, True)
+    assert rig.ledger.open_jobs == 0, "asking has no effect"
+    rig.side.allocated(request, list(range(5)), 11)
+    rig.side.step_done()
+    assert [job.hit_tokens for job in rig.published] == [8]
+    rig.side.allocated(request, list(range(5)), 0)  # vLLM calls again after the load
+    assert rig.ledger.open_jobs == 1
+
+
+def test_vllm_may_overrule() -> None:
+    rig = Rig()
+    request = FakeRequest("r", list(range(20)))
+    assert rig.side.matched(request, 0)[1]
+    rig.side.allocated(request, list(range(5)), 0)
+    assert rig.ledger.open_jobs == 0
+    record = rig.stories.finish("r")
+    assert record is not None
+    assert (record.path, record.reason) == ("local", "engine_declined")
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"num_output_tokens": 1}, "resumed"),
+        ({"num_preemptions": 1}, "resumed"),
+        ({"skip_reading_prefix_cache": True}, "prompt_logprobs"),
+        ({"mm_features": [object()]}, "multimodal"),
+        ({"prompt_embeds": object()}, "prompt_embeds"),
+        ({"lora_request": object()}, "lora"),
+        ({"pooling_params": object()}, "pooling"),
+        ({"cache_salt": "x" * (MAX_TEXT + 1)}, "cache_salt"),
+    ],
+)
+def test_what_cannot_go_remote(fields: dict[str, Any], reason: str) -> None:
+    rig = Rig()
+    request = FakeRequest("r", list(range(20)), **fields)
+    assert rig.side.matched(request, 0) == (0, False)
+    rig.side.allocated(request, list(range(5)), 0)
+    record = rig.stories.finish("r")
+    assert record is not None
+    assert record.reason == reason
+
+
+def test_salt_and_priority_go_with_the_job() -> None:
+    rig = Rig()
+    rig.send(20, cache_salt="s" * MAX_TEXT, priority=-3)
+    assert (rig.published[0].cache_salt, rig.published[0].priority) == ("s" * MAX_TEXT, -3)
+
+
+# ------------------------------------------------------------------ what comes back
+
+
+def test_a_fallback_is_local_when_vllm_asks_again() -> None:
+    rig = Rig()
+    request = rig.send(20)
+    rig.ledger.publish_failed(rig.published[0].job_id, Outcome.PUBLISH_FAILED)
+    assert rig.side.has_work
+    assert rig.side.collect() == ([], ["r"])
+    assert not rig.side.has_work
+    assert rig.side.matched(request, 0) == (0, False)
+    rig.side.allocated(request, list(range(5)), 0)
+    record = rig.stories.finish("r")
+    assert record is not None
+    assert (record.path, record.reason) == ("local", "policy_always_remote")
+    assert record.fallback == "publish_failed"
+
+
+def test_the_hold_comes_before_the_report_that_frees() -> None:
+    """In one step: without the hold, the pool would give the blocks away after the report."""
+    model = HandoffModel()
+    job = model.open(3, 1)
+    assert job is not None
+    model.claim(job, "a")
+    assert model.begin_batch(model.grants[0])
+    model.tick(3600.0)
+    loaded, failed = model.side.collect()
+    assert (loaded, failed) == ([], [job.request.request_id])
+    assert all(model.pool.blocks[b].ref_cnt >= 2 for b in job.blocks)
+    job.reports.append(False)
+    model._free(job)
+    model.check()
+    model.end_batch(model.grants[0])
+    model.tick()
+    model.step()
+    model.drain()
+
+
+def test_proof_between_two_steps_holds_and_releases_in_one() -> None:
+    model = HandoffModel()
+    job = model.open(3)
+    assert job is not None
+    model.claim(job, "a")
+    assert model.begin_batch(model.grants[0])
+    model.tick(3600.0)
+    model.end_batch(model.grants[0])
+    model.tick()
+    model.step()
+    assert job.freed
+    assert job.reports == [False]
+    model.drain()
+
+
+def test_finished_while_waiting_is_reported_once() -> None:
+    rig = Rig()
+    rig.send(20)
+    rig.side.finished("r")
+    rig.side.finished("r")
+    assert rig.side.collect() == ([], ["r"])
+    rig.side.finished("r")
+    assert rig.side.collect() == ([], [])
+    assert rig.ledger.open_jobs == 0
+
+
+def test_finished_after_it_was_settled_but_before_the_step() -> None:
+    rig = Rig()
+    rig.send(20)
+    job = rig.published[0]
+    grant = rig.ledger.claim(job.job_id, "i", "a").grant
+    assert grant is not None
+    assert rig.ledger.commit(job.job_id, 1, "i", "a", 5) is None
+    rig.side.finished("r")
+    assert rig.side.collect() == (["r"], [])
+
+
+def test_finished_before_it_was_allocated_leaves_nothing() -> None:
+    rig = Rig()
+    rig.side.matched(FakeRequest("r", list(range(20))), 0)
+    rig.side.finished("r")
+    rig.side.allocated(FakeRequest("r", list(range(20))), [1, 2, 3, 4, 5], 19)
+    assert rig.ledger.open_jobs == 0
+    assert rig.side.collect() == ([], [])
+
+
+def test_a_loaded_request_tells_its_story() -> None:
+    rig = Rig()
+    rig.send(20, hit=8)
+    rig.side.step_done()
+    job = rig.published[0]
+    rig.ledger.claim(job.job_id, "i", "a")
+    rig.ledger.commit(job.job_id, 1, "i", "a", 3)
+    assert rig.side.collect() == (["r"], [])
+    record = rig.stories.finish("r")
+    assert record is not None
+    assert (record.path, record.prefix_hit_tokens, record.remote_tokens) == ("remote", 8, 11)
+    assert rig.stories.finish("r") is None
