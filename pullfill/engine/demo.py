@@ -107,11 +107,11 @@ def _build(recipe: Recipe, directory: Path, progress: Progress) -> None:
 
         train(recipe, directory, progress)
     else:
-        from pullfill.engine.demo_llama import Llama
+        from pullfill.engine.demo_llama import Llama, random_weights
         from pullfill.engine.demo_tokenizer import build_tokenizer, write_tokenizer
 
         write_tokenizer(build_tokenizer(recipe.vocab), recipe, directory)
-        Llama(recipe).save(directory)
+        Llama(recipe, random_weights(recipe)).save(directory)
     for name, content in (
         ("config.json", recipe.hf_config()),
         ("generation_config.json", recipe.generation_config()),

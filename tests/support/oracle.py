@@ -1,7 +1,9 @@
-"""The oracle: one plain vLLM engine without any connector, in a process of its own.
+"""What one plain vLLM engine answers: the truth that the disaggregated cluster is compared with.
 
-Whatever pullfill answers must be what this engine answers. Runs as a child process so that its
-environment and threads stay out of the test process; talks JSON lines over pipes.
+`Oracle` owns one child process (this file, run as a script) with one engine: no connector, no
+prefix cache, float32, one thread. Requests and answers are JSON lines over two pipes; what vLLM
+prints goes to a log file. The engine lives in a child so that none of its settings leak into
+the tests. Greedy answers are remembered, so a prompt asked twice costs nothing.
 """
 
 from __future__ import annotations
@@ -10,135 +12,230 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import IO, Any
+
+Prompt = str | Sequence[int]
 
 _ENV = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
-    "TORCHDYNAMO_DISABLE": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_NO_USAGE_STATS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
 }
 
 
-@dataclass(frozen=True)
+class OracleError(RuntimeError):
+    """The oracle's engine refused the request, or is gone. Says where its log is."""
+
+
+@dataclass(frozen=True, slots=True)
 class Completion:
-    """logprobs[i]: log probability of token_ids[i]; empty when not asked for."""
+    """One answer. logprobs: per generated token, {token id: logprob}, if they were asked for."""
 
     token_ids: list[int]
     text: str
-    logprobs: list[float]
+    finish_reason: str | None
+    logprobs: list[dict[int, float]] | None = field(default=None)
 
 
 class Oracle:
-    """Context manager. Answers are remembered, so asking again costs nothing."""
+    """One plain engine over `model`. Start with `start()` or `with`; safe for several threads.
 
-    def __init__(self, model: Path, *, kv_mib: int = 64, max_model_len: int = 4096) -> None:
-        self._config = {"model": str(model), "kv_mib": kv_mib, "max_model_len": max_model_len}
-        self._process: subprocess.Popen[str] | None = None
+    engine_args: more keyword arguments of `vllm.LLM`.
+    """
+
+    def __init__(
+        self, model: Path, *, max_model_len: int = 4096, log: Path | None = None, **engine_args: Any
+    ) -> None:
+        self._args = {"model": str(model), "max_model_len": max_model_len, **engine_args}
+        if log is None:
+            handle, name = tempfile.mkstemp(prefix="pullfill-oracle-", suffix=".log")
+            os.close(handle)
+            log = Path(name)
+        self.log = log
+        self._child: subprocess.Popen[bytes] | None = None
+        self._ask: IO[str] | None = None
+        self._hear: IO[str] | None = None
+        self._lock = threading.Lock()
         self._known: dict[str, Completion] = {}
 
-    def __enter__(self) -> Self:
-        """Starts the engine at the first question, not here."""
-        return self
+    def __enter__(self) -> Oracle:
+        return self.start()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        exc: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        process, self._process = self._process, None
-        if process is not None:
-            assert process.stdin is not None
-            assert process.stdout is not None
-            process.stdin.close()
-            process.wait(30)
-            process.stdout.close()
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @property
-    def pid(self) -> int | None:
-        return None if self._process is None else self._process.pid
+    def pid(self) -> int:
+        """Process id of the engine, once started."""
+        assert self._child is not None, "start() first"
+        return self._child.pid
+
+    def start(self) -> Oracle:
+        """Launch the engine and wait until it can answer (about ten seconds)."""
+        child_in, ask = os.pipe()
+        hear, child_out = os.pipe()
+        root = Path(__file__).resolve().parents[2]
+        env = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_")}
+        with self.log.open("ab") as log:
+            self._child = subprocess.Popen(
+                [sys.executable, __file__, json.dumps(self._args), str(child_in), str(child_out)],
+                pass_fds=(child_in, child_out),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=root,
+                env=env | _ENV | {"PYTHONPATH": str(root)},
+            )
+        os.close(child_in)
+        os.close(child_out)
+        self._ask, self._hear = os.fdopen(ask, "w"), os.fdopen(hear)
+        try:
+            self._answer()
+        except OracleError:
+            self.close()
+            raise
+        return self
+
+    def close(self) -> None:
+        """End the engine. Its log is removed when it ended well."""
+        child, self._child = self._child, None
+        if child is None:
+            return
+        assert self._ask is not None
+        assert self._hear is not None
+        self._ask.close()  # end of input: the child leaves its loop
+        try:
+            code = child.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            code = child.wait()
+        self._hear.close()
+        if code == 0:
+            self.log.unlink(missing_ok=True)
 
     def generate(
         self,
-        prompts: Sequence[Sequence[int] | str],
+        prompts: Sequence[Prompt],
         max_tokens: int,
         *,
         logprobs: int | None = None,
         **sampling: Any,
     ) -> list[Completion]:
-        """Greedy continuations unless `sampling` says otherwise; end-of-text is ignored."""
-        params = {"max_tokens": max_tokens, "logprobs": logprobs, "temperature": 0.0, **sampling}
-        params.setdefault("ignore_eos", True)
-        keys = [json.dumps([p if isinstance(p, str) else list(p), params]) for p in prompts]
-        missing = [k for k in dict.fromkeys(keys) if k not in self._known]
-        if missing:
-            asked = [json.loads(k)[0] for k in missing]
-            for key, answer in zip(missing, self._ask(asked, params), strict=True):
-                self._known[key] = Completion(**answer)
-        return [self._known[k] for k in keys]
+        """One completion per prompt (text or token ids), in order; greedy unless told otherwise.
 
-    def _ask(self, prompts: list[Any], params: dict[str, Any]) -> list[dict[str, Any]]:
-        if self._process is None:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.support.oracle", json.dumps(self._config)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                env={**os.environ, **_ENV},
-                cwd=Path(__file__).parents[2],
-            )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps([prompts, params]) + "\n")
-        self._process.stdin.flush()
-        line = self._process.stdout.readline()
-        assert line, "the oracle engine died"
-        answers: list[dict[str, Any]] = json.loads(line)
-        return answers
+        sampling: more keyword arguments of vLLM's SamplingParams. Prompts not answered before run
+        as one batch. Raises OracleError.
+        """
+        params = {
+            "temperature": 0.0, "max_tokens": max_tokens, "logprobs": logprobs, **sampling
+        }  # fmt: skip
+        plain = [p if isinstance(p, str) else list(p) for p in prompts]
+        keys = [json.dumps([p, params], sort_keys=True) for p in plain]
+        with self._lock:
+            missing = {k: p for k, p in zip(keys, plain, strict=True) if k not in self._known}
+            fresh: dict[str, Completion] = {}
+            if missing:
+                self._send({"prompts": list(missing.values()), "params": params})
+                answers = self._answer()["answers"]
+                fresh = dict(zip(missing, map(_completion, answers), strict=True))
+            found = [fresh.get(key) or self._known[key] for key in keys]
+            if params["temperature"] == 0:
+                self._known |= fresh
+        return found
+
+    def rss_bytes(self) -> int:
+        """Resident memory of the engine's process."""
+        pages = int(Path(f"/proc/{self.pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+
+    def _send(self, message: dict[str, Any]) -> None:
+        if self._ask is None or self._child is None:
+            raise OracleError("the oracle is not running: start() first")
+        try:
+            self._ask.write(json.dumps(message) + "\n")
+            self._ask.flush()
+        except BrokenPipeError:
+            raise OracleError(f"the oracle's engine is gone, see {self.log}") from None
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._hear is not None
+        line = self._hear.readline()
+        if not line:
+            raise OracleError(f"the oracle's engine is gone, see {self.log}")
+        message: dict[str, Any] = json.loads(line)
+        if "error" in message:
+            raise OracleError(f"{message['error']} (log: {self.log})")
+        return message
 
 
-def _serve(config: dict[str, Any]) -> None:
-    # Whatever libraries print must not mix with the answers.
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+def _completion(answer: dict[str, Any]) -> Completion:
+    logprobs = answer["logprobs"]
+    if logprobs is not None:
+        logprobs = [{int(token): value for token, value in step} for step in logprobs]
+    return Completion(answer["token_ids"], answer["text"], answer["finish_reason"], logprobs)
+
+
+def _serve(args: dict[str, Any], requests: IO[str], answers: IO[str]) -> None:
     from vllm import LLM, SamplingParams
 
     engine = LLM(
-        model=config["model"],
-        dtype="float32",
-        enforce_eager=True,
-        max_model_len=config["max_model_len"],
-        kv_cache_memory_bytes=config["kv_mib"] << 20,
-        max_num_seqs=16,
-        block_size=32,
-        disable_log_stats=True,
+        **{
+            "dtype": "float32",
+            "enforce_eager": True,
+            "enable_prefix_caching": False,
+            "kv_cache_memory_bytes": 64 << 20,
+            "max_num_batched_tokens": 2048,
+            "max_num_seqs": 16,
+            "disable_log_stats": True,
+            **args,
+        }
     )
-    for line in sys.stdin:
-        prompts, params = json.loads(line)
-        asked = [p if isinstance(p, str) else {"prompt_token_ids": p} for p in prompts]
-        outputs = engine.generate(asked, SamplingParams(**params), use_tqdm=False)
-        results = []
-        for output in outputs:
-            choice = output.outputs[0]
-            tokens = list(choice.token_ids)
-            steps = choice.logprobs or []
-            results.append({
-                "token_ids": tokens,
-                "text": choice.text,
-                "logprobs": [s[t].logprob for s, t in zip(steps, tokens, strict=False)],
-            })  # fmt: skip
-        print(json.dumps(results), file=answers, flush=True)
-    answers.flush()
-    os._exit(0)
+
+    def say(message: dict[str, Any]) -> None:
+        answers.write(json.dumps(message) + "\n")
+        answers.flush()
+
+    say({"ready": True})
+    for line in requests:
+        request = json.loads(line)
+        try:
+            prompts: Any = [
+                p if isinstance(p, str) else {"prompt_token_ids": p} for p in request["prompts"]
+            ]
+            outs = engine.generate(prompts, SamplingParams(**request["params"]), use_tqdm=False)
+        except Exception as exc:  # bad prompts and parameters; the engine itself goes on
+            say({"error": f"{type(exc).__name__}: {exc}"})
+            continue
+        say({"answers": [_plain(out.outputs[0]) for out in outs]})
+
+
+def _plain(output: Any) -> dict[str, Any]:
+    steps = output.logprobs
+    if steps is not None:
+        steps = [[(token, entry.logprob) for token, entry in step.items()] for step in steps]
+    return {
+        "token_ids": list(output.token_ids),
+        "text": output.text,
+        "finish_reason": output.finish_reason,
+        "logprobs": steps,
+    }
+
+
+@contextmanager
+def _pipes(read: str, write: str) -> Iterator[tuple[IO[str], IO[str]]]:
+    with os.fdopen(int(read)) as requests, os.fdopen(int(write), "w") as answers:
+        yield requests, answers
 
 
 if __name__ == "__main__":
-    _serve(json.loads(sys.argv[1]))
+    with _pipes(sys.argv[2], sys.argv[3]) as (requests, answers):
+        _serve(json.loads(sys.argv[1]), requests, answers)

@@ -1,0 +1,231 @@
+"""The demo checkpoint: tokenizer, template, and how it comes to lie in its directory."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import jinja2.sandbox
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from pullfill.engine import demo
+from pullfill.engine.demo_corpus import prose
+from pullfill.engine.demo_llama import EMBED, Llama, random_weights
+from pullfill.engine.demo_recipe import MARKUP_TOKENS, SPECIAL_TOKENS, Recipe
+from pullfill.engine.demo_tokenizer import CHAT_TEMPLATE, build_tokenizer
+from pullfill.errors import ConfigError
+from tests.support.checkpoint import TINY, tiny_checkpoint
+
+SMALL = Recipe(
+    hidden=32, layers=1, heads=2, kv_heads=1, intermediate=32, vocab=264, max_positions=128
+)
+FIXED = build_tokenizer(384)
+LEARNED = build_tokenizer(280, ["the theory of the thing is that the thing is there"] * 9)
+
+
+# ------------------------------------------------------------------ tokenizer
+
+
+@pytest.mark.parametrize("tokenizer", [FIXED, LEARNED], ids=["fixed", "learned"])
+@given(text=st.text(alphabet=st.characters(exclude_categories=["Cs"])))
+def test_text_round_trips(tokenizer: Tokenizer, text: str) -> None:
+    assert tokenizer.decode(tokenizer.encode(text).ids) == text
+
+
+@given(data=st.binary())
+def test_every_byte_is_a_token(data: bytes) -> None:
+    # The byte alphabet: a token of one character per byte, found by encoding what can be text.
+    ids = [_byte_tokens()[byte] for byte in data]
+    assert FIXED.decode(ids) == data.decode(errors="replace")
+
+
+def _byte_tokens() -> dict[int, int]:
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    rest = [b for b in range(256) if b not in printable]
+    names = {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(rest)}
+    tokens = {byte: FIXED.token_to_id(name) for byte, name in names.items()}
+    assert None not in tokens.values()
+    return tokens
+
+
+def test_control_tokens_are_single_and_vanish() -> None:
+    text = "".join(SPECIAL_TOKENS)
+    assert FIXED.encode(text).ids == list(range(len(SPECIAL_TOKENS)))
+    assert FIXED.decode(FIXED.encode(f"a{text}b").ids) == "ab"
+
+
+def test_markup_tokens_are_single_and_stay() -> None:
+    for token in MARKUP_TOKENS:
+        ids = FIXED.encode(f"a{token}b").ids
+        assert FIXED.token_to_id(token) in ids
+        assert FIXED.decode(ids) == f"a{token}b"
+
+
+def test_every_id_of_the_model_is_a_token() -> None:
+    assert sorted(FIXED.get_vocab().values()) == list(range(384))
+
+
+@pytest.mark.parametrize("vocab", [263, 5000])
+def test_impossible_vocab_is_refused(vocab: int) -> None:
+    with pytest.raises(ValueError, match="too"):
+        build_tokenizer(vocab)
+
+
+# ------------------------------------------------------------------ chat template
+
+
+def _render(messages: list[dict[str, object]], **more: object) -> str:
+    env = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    env.filters["tojson"] = json.dumps  # as the servers do: no HTML escapes
+    return env.from_string(CHAT_TEMPLATE).render(messages=messages, **more)
+
+
+def test_template_renders_a_conversation() -> None:
+    text = _render(
+        [
+            {"role": "system", "content": "Be brief."},
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+            },
+            {"role": "assistant", "content": "c"},
+            {"role": "user", "content": "d"},
+        ],
+        add_generation_prompt=True,
+    )
+    assert text == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nab<|im_end|>\n"
+        "<|im_start|>assistant\nc<|im_end|>\n<|im_start|>user\nd<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+
+
+@pytest.mark.parametrize("system", [True, False])
+@pytest.mark.parametrize("arguments", [{"city": "Köln"}, '{"city": "Köln"}'], ids=["dict", "text"])
+def test_template_renders_tools(system: bool, arguments: object) -> None:
+    tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+    text = _render(
+        [
+            *([{"role": "system", "content": "Be brief."}] if system else []),
+            {"role": "user", "content": "Rain?"},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "1", "content": "no"},
+        ],
+        tools=[tool],
+    )
+    head, _, rest = text.partition("<tools>\n")
+    assert head.startswith("<|im_start|>system\n" + ("Be brief.\n\n" if system else "Functions"))
+    assert json.loads(rest.partition("\n</tools>")[0]) == tool
+    called = rest.rpartition("<tool_call>\n")[2].partition("\n</tool_call>")[0]
+    assert json.loads(called) == {"name": "weather", "arguments": {"city": "Köln"}}
+    assert text.endswith("<|im_start|>tool\n<tool_response>\nno\n</tool_response><|im_end|>\n")
+
+
+# ------------------------------------------------------------------ ensure
+
+
+def test_ensure_makes_once(tmp_path: Path) -> None:
+    where = demo.ensure_demo_model(tmp_path / "deep" / "m", SMALL)
+    before = (where / "model.safetensors").stat().st_mtime_ns
+    assert demo.ensure_demo_model(where, SMALL) == where
+    assert (where / "model.safetensors").stat().st_mtime_ns == before
+    assert json.loads((where / "config.json").read_text())["vocab_size"] == SMALL.vocab
+
+
+def test_another_recipe_replaces_the_model(tmp_path: Path) -> None:
+    other = replace(SMALL, seed=SMALL.seed + 1)
+    where = demo.ensure_demo_model(tmp_path / "m", SMALL)
+    demo.ensure_demo_model(where, other)
+    assert demo.is_ready(where, other)
+    assert not demo.is_ready(where, SMALL)
+    assert torch.equal(Llama.load(other, where).weights[EMBED], random_weights(other)[EMBED])
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".m.lock", "m"]
+
+
+def test_foreign_directory_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(ConfigError, match="not a demo model"):
+        demo.ensure_demo_model(tmp_path, SMALL)
+    assert (tmp_path / "thesis.tex").read_text() == "years of work"
+
+
+def test_failed_build_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise OSError("disk full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Llama, "save", broken)
+        with pytest.raises(OSError, match="disk full"):
+            demo.ensure_demo_model(tmp_path / "m", SMALL)
+    assert [p.name for p in tmp_path.iterdir()] == [".m.lock"]
+    assert demo.ensure_demo_model(tmp_path / "m", SMALL).is_dir()
+
+
+def test_leftovers_of_a_killed_builder_are_swept(tmp_path: Path) -> None:
+    (tmp_path / ".m.new-dead").mkdir()
+    (tmp_path / ".m.new-dead" / "config.json").write_text("{")
+    demo.ensure_demo_model(tmp_path / "m", SMALL)
+    assert not (tmp_path / ".m.new-dead").exists()
+
+
+def _race(where: Path, log: Path, gate: object) -> None:
+    build = demo._build
+
+    def counted(*args: object) -> None:
+        with log.open("a") as handle:
+            handle.write(f"{os.getpid()}\n")
+        build(*args)  # type: ignore[arg-type]
+
+    demo._build = counted  # type: ignore[assignment]
+    gate.wait()  # type: ignore[attr-defined]
+    demo.ensure_demo_model(where, SMALL)
+    Llama.load(SMALL, where)  # complete as soon as ensure returns
+
+
+def test_concurrent_callers_build_once(tmp_path: Path) -> None:
+    spawn = multiprocessing.get_context("fork")
+    gate, log = spawn.Barrier(4), tmp_path / "builds"
+    children = [spawn.Process(target=_race, args=(tmp_path / "m", log, gate)) for _ in range(4)]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join(30)
+    assert [child.exitcode for child in children] == [0] * 4
+    assert len(log.read_text().split()) == 1
+
+
+# ------------------------------------------------------------------ the models
+
+
+@pytest.mark.parametrize("length", [100, 500, 2000])
+def test_tiny_checkpoint_feels_every_block(tmp_path: Path, length: int) -> None:
+    model = Llama.load(TINY, tiny_checkpoint())
+    draw = torch.Generator().manual_seed(length)
+    prompt = torch.randint(8, TINY.vocab, (length,), generator=draw)
+    blocks = range(0, length - 16, 16 * max(1, length // 160))
+    prompts = [prompt]
+    for start in blocks:
+        changed = prompt.clone()
+        changed[start : start + 16] = torch.randint(8, TINY.vocab, (16,), generator=draw)
+        prompts.append(changed)
+    with torch.no_grad():
+        last = torch.stack([model.logits(p[None])[0, -1].log_softmax(-1) for p in prompts])
+    moved = (last[1:] - last[0]).abs().amax(dim=1)
+    assert moved.min() > 1e-2, moved
+
+
+def test_prose_keeps_paragraphs_and_drops_code() -> None:
+    text = (
+        "Return the number of things\nthat are here.\n\n"
+        ">>> things.count()\n3\n\nshort.\n\n"
+        "def f(x): return {x: [x ** 2 for x in y] for y in z if y != 3} + {1: 2}."
+    )
+    assert prose(text) == ("Return the number of things that are here.",)
