@@ -11,14 +11,14 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pullfill
 from pullfill.config import ClusterRef
 from pullfill.deploy import defaults, device, servers
-from pullfill.deploy.procs import CLUSTER_ENV
+from pullfill.deploy.procs import CLUSTER_ENV, spawn
 from pullfill.errors import ConfigError
 from pullfill.ids import is_name, new_instance_id
 
@@ -150,22 +150,17 @@ def demo_directory() -> Path:
     return Path(cache).expanduser() / "pullfill" / f"demo-{pullfill.__version__}"
 
 
-def make_demo_model(log: Path) -> None:
-    """Make the demo checkpoint if it is not there (in a process of its own: torch stays out of
-    the supervisor). Raises ConfigError with the log's path."""
-    directory = demo_directory()
-    log.parent.mkdir(parents=True, exist_ok=True)
-    env = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    with log.open("ab") as handle:
-        done = subprocess.run(
-            [sys.executable, "-P", "-m", "pullfill.engine.demo", "ensure", str(directory)],
-            stdin=subprocess.DEVNULL,
-            stdout=handle,
-            stderr=subprocess.STDOUT,
-            env=env,
-            check=False,
-        )
-    if done.returncode:
+def start_demo_model(log: Path, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Begin to make the demo checkpoint unless it is there, in a process of its own: torch stays
+    out of this one. Its end is for `check_demo_model`."""
+    command = [sys.executable, "-P", "-m", "pullfill.engine.demo", "ensure", str(demo_directory())]
+    return spawn(command, log=log, env=env)
+
+
+def check_demo_model(exit_code: int, log: Path) -> None:
+    """Raises ConfigError with the log's path when it could not be made."""
+    if exit_code:
+        directory = demo_directory()
         raise ConfigError(
             f"the demo model could not be made in {directory}: see {log}. Check the free space "
             f"({shutil.disk_usage(_existing(directory)).free >> 20} MiB), then try again"

@@ -39,7 +39,7 @@ class RoleCommand:
 def run_worker(role: str, command: RoleCommand) -> int:
     """Run a decode or prefill worker until it drained; its exit code."""
     ref, model, arguments = _prepare(command)
-    cores = _cores(command, ref, small=command.model in (None, defaults.DEMO))
+    cores = cores_of(command, ref, small=command.model in (None, defaults.DEMO))
     _apply(cores, local_model=os.path.isdir(model))
     options = WorkerOptions(
         model=model,
@@ -105,8 +105,9 @@ def _prepare(command: RoleCommand) -> tuple[ClusterRef, str, list[str]]:
     model, arguments = _model_and_flags(command, launch)
     plan.check_model(model)
     if model == defaults.DEMO:
-        log = ref.state_dir / "logs" / "demo-model.log" if ref.state_dir else None
-        plan.make_demo_model(log or plan.demo_directory().parent / "demo-model.log")
+        log = plan.demo_directory().parent / "demo-model.log"
+        with plan.start_demo_model(log, os.environ) as maker:
+            plan.check_demo_model(maker.wait(), log)
     return ref, plan.resolve_model(model)[0], arguments
 
 
@@ -124,7 +125,7 @@ def _model_and_flags(command: RoleCommand, launch: Launch | None) -> tuple[str, 
     return model, base + command.vllm_args
 
 
-def _cores(command: RoleCommand, ref: ClusterRef, *, small: bool) -> tuple[int, ...]:
+def cores_of(command: RoleCommand, ref: ClusterRef, *, small: bool) -> tuple[int, ...]:
     if command.cpu is not None:
         try:
             cores = defaults.parse_cores(command.cpu)
@@ -141,15 +142,17 @@ def _cores(command: RoleCommand, ref: ClusterRef, *, small: bool) -> tuple[int, 
 
 
 def _quietest_core(usable: list[int], ref: ClusterRef) -> int:
-    """The core with the fewest workers of the local cluster pinned to it."""
-    pinned: list[int] = []
+    """The core with the least of the local cluster pinned to it. Company hurts a decode worker
+    more than a prefill worker: every step of its streams waits."""
+    weight = dict.fromkeys(usable, 0)
     if ref.state_dir is not None:
         with suppress(ConfigError):
             for entry in StateDir(ref.state_dir).live():
                 with suppress(OSError):
                     mask = os.sched_getaffinity(entry.pid)
-                    pinned += mask if len(mask) == 1 else ()
-    return min(usable, key=lambda core: (pinned.count(core), core))
+                    if len(mask) == 1 and mask <= weight.keys():
+                        weight[min(mask)] += 3 if entry.role == "decode" else 2
+    return min(usable, key=lambda core: (weight[core], core))
 
 
 def _apply(cores: tuple[int, ...], *, local_model: bool) -> None:

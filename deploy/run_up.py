@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import time
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager
 
 from rich.console import Console
 
-from pullfill.config import ProcessEntry
+from pullfill.config import ClusterRef, ProcessEntry
+from pullfill.deploy.membership import Members
 from pullfill.deploy.plan import UpOptions
-from pullfill.deploy.procs import is_alive
+from pullfill.deploy.procs import ProcessId, is_alive, send, start_time
 from pullfill.deploy.state import StateDir, identity
 from pullfill.deploy.supervisor import Interrupted, Supervisor
-from pullfill.deploy.teardown import stop_stragglers, take_down
+from pullfill.deploy.teardown import SERVER_DEADLINE_S, stop_stragglers, take_down
 from pullfill.deploy.view import ProcessView
-from pullfill.errors import ConfigError
+from pullfill.errors import ConfigError, PullfillError
+from pullfill.host import host_id
 
 
 def up(options: UpOptions, state_dir: str | None, *, detach: bool) -> int:
@@ -78,13 +83,14 @@ async def _down(state: StateDir, timeout_s: float) -> int:
 
     for sig in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(sig, on_signal)
-    with state.locked():
+    async with _locked_for_down(state, console, timeout_s):
         entries = _entries(state, console)
         launch = state.launch()
         if not entries and launch is None:
             console.print(f"nothing runs from {state.path}", soft_wrap=True)
             state.clear()
             return 0
+        strangers = await _by_hand(state, entries)
         live = [entry for entry in entries if is_alive(identity(entry))]
         view = ProcessView(console, "stopping pullfill")
         with view:
@@ -97,7 +103,50 @@ async def _down(state: StateDir, timeout_s: float) -> int:
     text += f", killed {', '.join(killed)}" if killed else ""
     text += f"; {gone} had ended before" if gone else ""
     console.print(text, soft_wrap=True)
+    for name, pid in strangers:
+        console.print(
+            f"{name} (pid {pid}) was started by hand and still runs: stop it with kill {pid}",
+            soft_wrap=True,
+        )
     return 0 if not state.live() else 1
+
+
+@asynccontextmanager
+async def _locked_for_down(
+    state: StateDir, console: Console, timeout_s: float
+) -> AsyncIterator[None]:
+    """The lock of the directory. An `up` that is still starting is told to stop and undoes its
+    start itself; one that is stopping already is waited for."""
+    deadline = time.monotonic() + timeout_s + 2 * SERVER_DEADLINE_S
+    told = False
+    while True:
+        with ExitStack() as held:
+            try:
+                held.enter_context(state.locked())
+            except ConfigError:
+                launch = state.launch()
+                if time.monotonic() > deadline:
+                    raise
+                if launch and not told and not state.stopping():
+                    starter = ProcessId(launch.supervisor_pid, launch.supervisor_started)
+                    console.print(f"stopping the `pullfill up` that starts (pid {starter.pid})")
+                    told = send(starter, signal.SIGTERM)
+                await asyncio.sleep(0.1)
+                continue
+            yield
+            return
+
+
+async def _by_hand(state: StateDir, entries: list[ProcessEntry]) -> list[tuple[str, int]]:
+    """Workers of this machine that joined the cluster but were not started by `up`."""
+    ours = {entry.pid for entry in entries}
+    try:
+        async with Members(ClusterRef.resolve(state_dir=state.path), wait_s=0.5) as members:
+            records = [worker.record for worker in await members.all()]
+    except PullfillError:
+        return []
+    here = [r for r in records if r.host_id == host_id() and r.pid not in ours]
+    return [(r.instance_id, r.pid) for r in here if start_time(r.pid) is not None]
 
 
 def _entries(state: StateDir, console: Console) -> list[ProcessEntry]:

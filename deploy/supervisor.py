@@ -96,13 +96,13 @@ class Supervisor:
         stop = loop.create_task(self._stop.wait())
         everyone = loop.create_task(asyncio.wait(watches))
         await asyncio.wait([stop, everyone], return_when=asyncio.FIRST_COMPLETED)
-        if self._stop.is_set() and not self._state.stopping():
+        if self._stop.is_set() and not self._stopped_by_down():
             self._view.say("stopping: workers finish their streams (again to force)", "yellow")
             await self._drain()
         else:
             # `pullfill down` is at work, or everything died.
             await everyone
-            if not self._state.stopping():
+            if not self._stopped_by_down():
                 await self._drain()
         for task in (stop, everyone, *watches):
             task.cancel()
@@ -121,10 +121,7 @@ class Supervisor:
         view, options = self._view, self._options
         if options.decode + options.prefill + options.frontends and options.model == "demo":
             view.set("demo model", "starting", "made on first use, about a minute")
-            log = self._state.log_of("demo-model")
-            await asyncio.gather(
-                asyncio.to_thread(plan.make_demo_model, log), self._start_nats(), self._start_etcd()
-            )
+            await asyncio.gather(self._make_demo_model(), self._start_nats(), self._start_etcd())
             view.set("demo model", "ready", str(plan.demo_directory()))
         else:
             await asyncio.gather(self._start_nats(), self._start_etcd())
@@ -139,6 +136,15 @@ class Supervisor:
             self._launch(spec)
         if specs:
             await self._wait_ready(ref, specs)
+
+    async def _make_demo_model(self) -> None:
+        log = self._state.log_of("demo-model")
+        maker = plan.start_demo_model(log, {**os.environ, CLUSTER_ENV: self._cluster_id})
+        try:
+            plan.check_demo_model(await _wait_exit(maker), log)
+        finally:
+            maker.kill()
+            maker.wait()
 
     async def _start_nats(self) -> None:
         if self._options.nats_url:
@@ -253,7 +259,7 @@ class Supervisor:
 
     async def _watch_child(self, name: str) -> None:
         code = await _wait_exit(self._children[name])
-        if self._stop.is_set() or self._state.stopping():
+        if self._stop.is_set() or self._stopped_by_down():
             return
         log = self._state.log_of(name)
         if code == 0:
@@ -263,6 +269,12 @@ class Supervisor:
         if name in ("nats", "etcd"):
             lost = "remote prefill" if name == "nats" else "joining, leaving and settings"
             self._view.say(f"  without {name} serving goes on, but {lost} stops until `up` again")
+
+    def _stopped_by_down(self) -> bool:
+        """`pullfill down` is at work, or is done and has removed the record of this cluster."""
+        launch = self._state.launch()
+        gone = launch is None or launch.cluster_id != self._cluster_id
+        return gone or self._state.stopping()
 
     async def _drain(self) -> None:
         self._view.title = "stopping pullfill"

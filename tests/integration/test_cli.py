@@ -5,6 +5,7 @@ Workers have tests of their own; here `up` starts the servers, and a role that f
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -17,9 +18,13 @@ from typing import Any
 
 import pytest
 
+from pullfill import wire
 from pullfill.deploy import procs, servers
 from pullfill.deploy.procs import ProcessId
 from pullfill.deploy.state import StateDir, identity
+from pullfill.host import host_id
+from pullfill.registry import keys
+from pullfill.registry.client import EtcdClient
 
 SERVERS_ONLY = ("--decode", "0", "--prefill", "0", "--frontends", "0")
 _started: list[subprocess.Popen[str]] = []
@@ -161,6 +166,47 @@ def test_up_killed_while_it_starts(state: Path) -> None:
     (state / "cluster.json").unlink(missing_ok=True)
     assert run(state, "down").returncode == 0
     assert procs.tagged(launch.cluster_id) == []
+
+
+def test_down_stops_an_up_that_is_still_starting(state: Path, tmp_path: Path) -> None:
+    """vLLM takes seconds to load, so the start is caught in the middle."""
+    model = tmp_path / "m"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    up = start(state, "up", "--model", str(model), "--prefill", "0", "--frontends", "0")
+    read_until(up, "decode-0")
+    running = recorded(state)
+    assert len(running) == 3
+    down = run(state, "down")
+    assert down.returncode == 0, down.stderr
+    output, _ = up.communicate(timeout=30)
+    assert up.returncode == 130, output
+    assert not any(procs.is_alive(process) for process in running)
+
+
+def test_a_worker_started_by_hand_is_named_and_left_alone(state: Path) -> None:
+    assert run(state, "up", "--detach", *SERVERS_ONLY).returncode == 0
+    asyncio.run(_register(cluster(state)["etcd_url"], os.getpid()))
+    down = run(state, "down")
+    assert down.returncode == 0
+    assert f"prefill-hand (pid {os.getpid()}) was started by hand" in " ".join(down.stdout.split())
+
+
+async def _register(etcd_url: str, pid: int) -> None:
+    record = wire.WorkerRecord(
+        instance_id="prefill-hand",
+        incarnation="i",
+        role="prefill",
+        state=wire.WorkerState.READY,
+        model="m",
+        host="127.0.0.1",
+        host_id=host_id(),
+        pid=pid,
+        started_at=0.0,
+    )
+    client = await EtcdClient.connect(etcd_url)
+    await client.put(keys.worker("default", "prefill", "prefill-hand"), wire.encode(record))
+    await client.close()
 
 
 def test_down_spares_a_process_that_got_the_pid(state: Path) -> None:
