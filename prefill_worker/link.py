@@ -35,6 +35,7 @@ from pullfill.wire import (
 logger = log.get("prefill_worker.link")
 
 _REPLY_S = 10.0
+_RECONNECT_S = 0.05
 
 
 class DecodeLink:
@@ -63,6 +64,7 @@ class DecodeLink:
         self._mover: Mover | None = None
         self._mover_lock = asyncio.Lock()
         self._up = asyncio.Event()
+        self._welcomed = False
         self._task = asyncio.create_task(self._run())
 
     async def close(self) -> None:
@@ -139,16 +141,19 @@ class DecodeLink:
     # ------------------------------------------------------------------ connection
 
     async def _run(self) -> None:
-        delay = 0.05
+        delay = _RECONNECT_S
         try:
             while True:
                 try:
                     await self._session()
-                    delay = 0.05
                 except (OSError, EOFError, BadMessage, TimeoutError) as exc:
                     logger.debug("link to %s: %s", self.record.instance_id, exc)
                 except PullfillError as exc:
                     logger.warning("link to %s: %s", self.record.instance_id, exc)
+                except Exception:
+                    logger.exception("link to %s failed", self.record.instance_id)
+                if self._welcomed:
+                    delay, self._welcomed = _RECONNECT_S, False
                 await asyncio.sleep(delay)
                 delay = min(delay * 2, 2.0)
         finally:
@@ -170,6 +175,7 @@ class DecodeLink:
             if not isinstance(first, Welcome):
                 raise BadMessage("no welcome")
             self._writer = writer
+            self._welcomed = True
             self._up.set()
             logger.info("connected to decode worker %s", first.decode_instance)
             while True:

@@ -17,6 +17,7 @@ from pullfill import failpoints, log, metrics
 from pullfill.errors import HandoffError
 from pullfill.prefill_worker.task import PrefillTask
 from pullfill.transfer.contract import PeerSession
+from pullfill.wire import FenceToken
 
 logger = log.get("prefill_worker.mover")
 
@@ -32,14 +33,16 @@ class _Operation:
 
 
 class Mover:
-    """Owns one session and its thread. `close` ends both; operations still queued fail."""
+    """Owns one session and its thread. `close` ends both; operations still queued fail, and so do
+    those submitted later, at once and on the caller's thread."""
 
     def __init__(self, session: PeerSession, name: str) -> None:
         self._session = session
         self._queue: queue.SimpleQueue[_Operation | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._closed = False
         self._thread = threading.Thread(target=self._run, name=f"mover-{name}", daemon=True)
         self._thread.start()
-        self._closed = False
 
     @property
     def transport(self) -> str:
@@ -66,40 +69,51 @@ class Mover:
         """Write finished blocks; after the `last` one the task has ended well."""
         self._submit(_Operation(task, False, local, remote, last, done))
 
-    def flush(self) -> None:
+    def flush(self, timeout_s: float = 30.0) -> bool:
         """Block until everything submitted so far is over (preemption: the source blocks are
-        about to be reused)."""
+        about to be reused). False: it was not in time, a copy may still be running."""
         over = threading.Event()
         marker = PrefillTask("", "", 0, [], 1, 0, [], _NO_FENCE, None, 0, self, lambda _: None)
         marker.cancelled = True
-        self._queue.put(_Operation(marker, False, (), (), False, lambda _t, _e: over.set()))
-        over.wait(timeout=30.0)
+        if not self._put(_Operation(marker, False, (), (), False, lambda _t, _e: over.set())):
+            self._thread.join(timeout_s)
+            return not self._thread.is_alive()
+        return over.wait(timeout_s)
 
     def close(self) -> None:
         """Stop after the running operation. Safe to call twice."""
-        if not self._closed:
-            self._closed = True
-            self._queue.put(None)
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._queue.put(None)
 
     def _submit(self, operation: _Operation) -> None:
         with operation.task.lock:
             operation.task.outstanding += 1
-        self._queue.put(operation)
+        if not self._put(operation):
+            self._finish(operation, HandoffError(_ENDED))
+
+    def _put(self, operation: _Operation) -> bool:
+        """False after `close`: the thread may be gone, and nobody would ever end the operation."""
+        with self._lock:
+            if not self._closed:
+                self._queue.put(operation)
+            return not self._closed
 
     def _run(self) -> None:
         while (operation := self._queue.get()) is not None:
             self._do(operation)
-        self._session.close()
-        while not self._queue.empty():
-            if (operation := self._queue.get()) is not None:
-                self._finish(operation, HandoffError("the connection to the decode worker ended"))
+        try:
+            self._session.close()
+        except Exception:
+            logger.exception("closing a session failed")
 
     def _do(self, operation: _Operation) -> None:
         failure: BaseException | None = None
         task = operation.task
         try:
-            if task.cancelled:
-                failure = HandoffError("cancelled")
+            if task.cancelled or self._closed:
+                failure = HandoffError("cancelled" if task.cancelled else _ENDED)
             elif operation.read:
                 self._read(operation)
             else:
@@ -144,10 +158,5 @@ class Mover:
             logger.exception("a transfer callback failed")
 
 
-def _no_fence() -> object:
-    from pullfill.wire import FenceToken
-
-    return FenceToken(slot=0, epoch=0)
-
-
-_NO_FENCE = _no_fence()
+_ENDED = "the connection to the decode worker ended"
+_NO_FENCE = FenceToken(slot=0, epoch=0)

@@ -58,8 +58,9 @@ class Puller:
             try:
                 deliveries = await self._consumer.pull(free_tokens, free_jobs, _WAIT_S)
                 pause = 0.1
-            except PullfillError as exc:
-                logger.debug("no jobs now: %s", exc)
+            except Exception as exc:
+                level = logger.debug if isinstance(exc, PullfillError) else logger.exception
+                level("no jobs now: %s", exc)
                 await asyncio.sleep(pause)
                 pause = min(pause * 2, 2.0)
                 continue

@@ -18,7 +18,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from pullfill import failpoints, log, metrics, u32
-from pullfill.errors import BadMessage, ClaimRefused, HandoffError, PeerUnavailable, PullfillError
+from pullfill.errors import (
+    BadMessage,
+    ClaimRefused,
+    Fenced,
+    HandoffError,
+    PeerUnavailable,
+    PullfillError,
+)
 from pullfill.prefill_worker.link import DecodeLink
 from pullfill.prefill_worker.task import PrefillTask
 from pullfill.queue.contract import Delivery
@@ -84,11 +91,9 @@ class JobRunner:
         self._jobs.add(task)
 
         def done(_: asyncio.Task[None]) -> None:
-            self._jobs.discard(task)
             self._deliveries.pop(delivery.job_id, None)
             self.in_flight_tokens -= delivery.tokens
-            if not self._jobs:
-                self.idle.set()
+            self._over(task)
             self._on_change()
 
         task.add_done_callback(done)
@@ -108,7 +113,7 @@ class JobRunner:
             return
         metrics.STALE_REFUSED.labels("revoked").inc()
         task.cancel()
-        task.end(HandoffError(f"revoked: {revoke.reason}"))
+        task.end(_Revoked(f"revoked: {revoke.reason}"))
 
         async def quiet() -> None:
             await asyncio.to_thread(task.mover.flush)
@@ -127,8 +132,14 @@ class JobRunner:
                 task.end(PeerUnavailable(f"lost decode worker {instance}"))
 
     def _keep(self, task: asyncio.Task[None]) -> None:
+        """Count a task among what must end before this worker is idle."""
         self._jobs.add(task)
-        task.add_done_callback(self._jobs.discard)
+        task.add_done_callback(self._over)
+
+    def _over(self, task: asyncio.Task[None]) -> None:
+        self._jobs.discard(task)
+        if not self._jobs:
+            self.idle.set()
 
     # ------------------------------------------------------------------ one job
 
@@ -229,6 +240,12 @@ class JobRunner:
         except BadMessage as exc:
             give_back(str(exc), retry=False)
             raise
+        except (_Revoked, Fenced) as exc:
+            # The message is not ours to settle any more: either another worker holds a newer
+            # delivery of it (a nak of this one would take it away there), or it was deleted.
+            self.failed += 1
+            give_back(str(exc), retry=True)
+            logger.info("job %s attempt %d: %s", job.job_id, grant.attempt, exc)
         except (PullfillError, TimeoutError) as exc:
             self.failed += 1
             retry = not isinstance(exc, _TooLong)
@@ -324,6 +341,10 @@ class JobRunner:
 
 class _TooLong(HandoffError):
     """This worker's context is shorter than the decode worker's."""
+
+
+class _Revoked(HandoffError):
+    """The decode worker took the grant back."""
 
 
 class HandBackOnce:

@@ -123,7 +123,9 @@ class SchedulerSide:
     def preempted(self, tasks: Sequence[PrefillTask]) -> None:
         """Their blocks are about to be overwritten: wait for copies that still read them."""
         for task in tasks:
-            task.mover.flush()
+            if not task.mover.flush():
+                task.cancel()
+                task.end(HandoffError("a copy did not end in time for a preemption"))
             with task.lock:
                 task.written_blocks = 0
 

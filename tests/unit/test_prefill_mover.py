@@ -1,0 +1,175 @@
+"""The mover: first in first out, exactly one callback each, also around its end."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from pullfill.errors import Fenced, HandoffError
+from pullfill.prefill_worker.mover import Mover
+from pullfill.prefill_worker.task import PrefillTask
+from pullfill.transfer.contract import MoveResult
+from pullfill.wire import FenceToken
+from tests.support.fakes import wait_for
+
+FENCE = FenceToken(slot=1, epoch=1)
+
+
+class Session:
+    """A PeerSession that writes down what it is asked; `gate` clear makes it stop in a copy."""
+
+    transport = "fake"
+
+    def __init__(self) -> None:
+        self.done: list[tuple[str, list[int], list[int]]] = []
+        self.gate = threading.Event()
+        self.gate.set()
+        self.entered = threading.Event()
+        self.fenced = False
+        self.closed = 0
+
+    def _move(self, verb: str, source: Sequence[int], target: Sequence[int]) -> MoveResult:
+        self.entered.set()
+        assert self.gate.wait(10)
+        if self.fenced:
+            raise Fenced("revoked")
+        self.done.append((verb, list(source), list(target)))
+        return MoveResult(len(source), 100 * len(source), 0.001, 1)
+
+    def write_blocks(
+        self, fence: FenceToken, source: Sequence[int], target: Sequence[int]
+    ) -> MoveResult:
+        assert fence == FENCE
+        return self._move("write", source, target)
+
+    def read_blocks(
+        self, fence: FenceToken, source: Sequence[int], target: Sequence[int]
+    ) -> MoveResult:
+        return self._move("read", source, target)
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+class Calls:
+    """Callbacks and ends of one task, as they come."""
+
+    def __init__(self, mover: Mover) -> None:
+        self.callbacks: list[BaseException | None] = []
+        self.ends: list[BaseException | None] = []
+        self.task = PrefillTask(
+            "j.1", "j", 1, list(range(12)), 4, 0, [5, 6, 7], FENCE, None, 0, mover,
+            self.ends.append,
+        )  # fmt: skip
+
+    def done(self, task: PrefillTask, failure: BaseException | None) -> None:
+        assert task is self.task
+        self.callbacks.append(failure)
+
+
+@pytest.fixture
+def session() -> Session:
+    return Session()
+
+
+@pytest.fixture
+def mover(session: Session) -> Iterator[Mover]:
+    mover = Mover(session, "decode-1")
+    yield mover
+    session.gate.set()
+    mover.close()
+    mover._thread.join(10)
+    assert not mover._thread.is_alive()
+    assert session.closed == 1
+
+
+def test_in_order_and_counted(mover: Mover, session: Session) -> None:
+    calls = Calls(mover)
+    mover.read(calls.task, [5], [0], calls.done)
+    mover.write(calls.task, [1], [6], False, calls.done)
+    mover.write(calls.task, [2], [7], True, calls.done)
+    wait_for(lambda: calls.ends)
+    assert session.done == [("read", [5], [0]), ("write", [1], [6]), ("write", [2], [7])]
+    assert (calls.callbacks, calls.ends) == ([None] * 3, [None])
+    task = calls.task
+    assert (task.written_blocks, task.written_bytes, task.read_bytes) == (2, 200, 100)
+    assert task.outstanding == 0
+
+
+def test_a_failed_write_ends_the_task_and_the_rest_is_dropped(
+    mover: Mover, session: Session
+) -> None:
+    calls = Calls(mover)
+    session.fenced = True
+    mover.write(calls.task, [1], [6], False, calls.done)
+    mover.write(calls.task, [2], [7], True, calls.done)
+    wait_for(lambda: len(calls.callbacks) == 2)
+    wait_for(lambda: calls.ends)
+    assert isinstance(calls.ends[0], Fenced)
+    assert len(calls.ends) == 1
+    assert calls.task.written_blocks == 0
+
+
+def test_a_failed_read_does_not_end_the_task(mover: Mover, session: Session) -> None:
+    calls = Calls(mover)
+    session.fenced = True
+    mover.read(calls.task, [5], [0], calls.done)
+    wait_for(lambda: calls.callbacks)
+    assert mover.flush()
+    assert calls.ends == []
+
+
+def test_cancelled_work_is_not_done_but_answered(mover: Mover, session: Session) -> None:
+    calls = Calls(mover)
+    session.gate.clear()
+    mover.write(calls.task, [1], [6], False, calls.done)
+    mover.write(calls.task, [2], [7], True, calls.done)
+    assert session.entered.wait(10)
+    calls.task.cancel()
+    session.gate.set()
+    wait_for(lambda: len(calls.callbacks) == 2)
+    assert session.done == [("write", [1], [6])], "a running copy ends by itself"
+    assert isinstance(calls.callbacks[1], HandoffError)
+
+
+def test_flush_waits_for_the_running_copy(mover: Mover, session: Session) -> None:
+    calls = Calls(mover)
+    session.gate.clear()
+    mover.write(calls.task, [1], [6], False, calls.done)
+    assert session.entered.wait(10)
+    assert mover.flush(timeout_s=0.02) is False
+    session.gate.set()
+    assert mover.flush() is True
+    assert calls.callbacks == [None]
+
+
+def test_close_lets_the_running_copy_end_and_fails_the_rest(mover: Mover, session: Session) -> None:
+    calls = Calls(mover)
+    session.gate.clear()
+    mover.write(calls.task, [1], [6], False, calls.done)
+    mover.write(calls.task, [2], [7], True, calls.done)
+    assert session.entered.wait(10)
+    mover.close()
+    mover.close()
+    assert mover.flush(timeout_s=0.02) is False
+    session.gate.set()
+    assert mover.flush() is True
+    assert session.done == [("write", [1], [6])]
+    assert calls.callbacks[0] is None
+    assert isinstance(calls.callbacks[1], HandoffError)
+    assert len(calls.ends) == 1
+
+
+def test_work_submitted_after_the_end_is_answered_too(mover: Mover, session: Session) -> None:
+    """The decode worker leaves while a step computes; the step's writes come after. Unanswered,
+    they would keep the request's blocks for ever."""
+    mover.close()
+    assert mover.flush()
+    calls = Calls(mover)
+    mover.write(calls.task, [1], [6], True, calls.done)
+    assert len(calls.callbacks) == 1
+    assert isinstance(calls.ends[0], HandoffError)
+    assert calls.task.outstanding == 0
+    assert session.done == []

@@ -1,0 +1,283 @@
+"""The prefill connector's scheduler half: which blocks go out when, and who frees them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from pullfill.errors import Fenced, TransferFailed
+from pullfill.prefill_worker.context import PrefillContext
+from pullfill.prefill_worker.scheduler_side import SchedulerSide, StepPlan
+from pullfill.prefill_worker.task import PrefillTask
+from pullfill.wire import FenceToken
+from tests.support.fakes import FakeManager, FakeMover, FakeRequest, step
+
+BLOCK = 4
+REMOTE = 500
+"""Decode-side block i of a task is REMOTE + i, local block i is LOCAL + i."""
+LOCAL = 10
+
+
+class Engine:
+    """vLLM as far as one request goes: schedules chunks, keeps what it was told to keep."""
+
+    def __init__(self, tokens: int, hit: int = 0, *, local_hit: int = 0) -> None:
+        self.wakes = 0
+        self.manager = FakeManager()
+        self.mover = FakeMover()
+        self.ends: list[BaseException | None] = []
+        self.context = PrefillContext("prefill-1", wake=self._wake)
+        self.side = SchedulerSide(self.context, BLOCK)
+        self.side.bind_manager(self.manager)
+        total = -(-tokens // BLOCK)
+        self.task = PrefillTask(
+            request_id="j.1",
+            job_id="j",
+            attempt=1,
+            token_ids=list(range(tokens)),
+            block_size=BLOCK,
+            hit_tokens=hit,
+            remote_blocks=[REMOTE + i for i in range(total)],
+            fence=FenceToken(slot=0, epoch=0),
+            cache_salt=None,
+            priority=0,
+            mover=self.mover,
+            on_done=self.ends.append,
+        )
+        self.request = FakeRequest("j.1", self.task.token_ids)
+        self.context.tasks["j.1"] = self.task
+        self.manager.tables["j.1"] = [LOCAL + i for i in range(total)]
+        self.total = total
+        self.local_hit = local_hit
+
+    def _wake(self) -> None:
+        self.wakes += 1
+
+    def admit(self) -> int:
+        """Ask and allocate; tokens that are being read."""
+        external, asynchronous = self.side.matched(self.request, self.local_hit)
+        assert asynchronous == (external > 0)
+        self.side.allocated(self.request, self.manager.tables["j.1"], external)
+        if not external:
+            self.request.num_computed_tokens = self.local_hit
+        return external
+
+    def run(self, tokens: int, preempted: Sequence[str] = ()) -> StepPlan:
+        """One engine step that computes `tokens` of the request (0: only others)."""
+        plan = self.side.plan(step({"j.1": tokens} if tokens else {}, preempted))
+        if plan.preempted:
+            self.side.preempted(plan.preempted)
+        self.side.start_writes(plan)
+        self.request.num_computed_tokens += tokens
+        return plan
+
+    @property
+    def written(self) -> list[int]:
+        """Indices of the blocks written so far, in order."""
+        for verb, local, remote in self.mover.log:
+            assert [b - LOCAL for b in local] == [b - REMOTE for b in remote]
+            assert verb in {"read", "write"}
+        return [b - REMOTE for verb, _, remote in self.mover.log if verb == "write" for b in remote]
+
+
+@pytest.mark.parametrize("tokens", [1, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK, 5 * BLOCK + 3])
+@pytest.mark.parametrize("chunk", [1, 3, BLOCK, 2 * BLOCK + 1, 1000])
+def test_every_block_goes_out_once_in_order(tokens: int, chunk: int) -> None:
+    engine = Engine(tokens)
+    assert engine.admit() == 0
+    done = 0
+    while done < tokens:
+        done += (now := min(chunk, tokens - done))
+        plan = engine.run(now)
+        last = [w.last for w in plan.writes]
+        assert last == ([True] if done == tokens else [False] * len(last))
+    engine.mover.flush()
+    assert engine.written == list(range(engine.total))
+    assert engine.task.written_blocks == engine.total
+    assert engine.ends == [None], "ends once, well"
+    assert engine.task.parts == len(engine.mover.log)
+
+
+def test_a_block_is_written_only_when_it_is_whole() -> None:
+    engine = Engine(3 * BLOCK)
+    engine.admit()
+    assert engine.run(BLOCK - 1).writes == []
+    assert [w.local for w in engine.run(BLOCK).writes] == [[LOCAL]]
+    assert engine.run(1).writes[0].local == [LOCAL + 1]
+
+
+def test_blocks_hit_on_this_side_only_are_written_too() -> None:
+    engine = Engine(4 * BLOCK, local_hit=3 * BLOCK)
+    assert engine.admit() == 0
+    engine.run(BLOCK)
+    engine.mover.flush()
+    assert engine.written == [0, 1, 2, 3]
+
+
+def test_a_hit_on_both_sides_writes_what_the_decode_worker_lacks() -> None:
+    engine = Engine(4 * BLOCK, hit=2 * BLOCK, local_hit=3 * BLOCK)
+    assert engine.admit() == 0, "this side has the whole hit"
+    engine.run(BLOCK)
+    engine.mover.flush()
+    assert engine.written == [2, 3]
+
+
+@pytest.mark.parametrize("local_hit", [0, BLOCK])
+def test_the_missing_part_of_the_hit_is_read(local_hit: int) -> None:
+    engine = Engine(4 * BLOCK, hit=2 * BLOCK, local_hit=local_hit)
+    assert engine.admit() == 2 * BLOCK - local_hit
+    assert engine.side.matched(engine.request, local_hit) == (0, False), "asked once"
+    first = local_hit // BLOCK
+    copy = engine.mover.finish()
+    assert copy.read
+    assert copy.remote == [REMOTE + i for i in range(first, 2)]
+    assert copy.local == [LOCAL + i for i in range(first, 2)]
+    assert engine.wakes == 1
+    assert engine.side.has_work
+    plan = engine.run(0)
+    assert (plan.read_ok, plan.read_failed) == ({"j.1"}, set())
+    assert not engine.side.has_work
+    engine.request.num_computed_tokens = 2 * BLOCK
+    engine.run(2 * BLOCK)
+    engine.mover.flush()
+    assert engine.written == [2, 3]
+    assert engine.ends == [None]
+
+
+def test_a_failed_read_is_reported_and_the_prefix_computed_here() -> None:
+    engine = Engine(4 * BLOCK, hit=2 * BLOCK)
+    engine.admit()
+    engine.mover.finish(TransferFailed("no"))
+    assert engine.run(0).read_failed == {"j.1"}
+    assert engine.ends == [], "the job goes on"
+    assert engine.side.matched(engine.request, 0) == (0, False)
+    engine.run(4 * BLOCK)
+    engine.mover.flush()
+    assert engine.written == [2, 3]
+
+
+def test_preemption_flushes_and_starts_over() -> None:
+    engine = Engine(4 * BLOCK)
+    engine.admit()
+    engine.run(2 * BLOCK)
+    assert engine.mover.queue, "still being copied"
+    engine.request.num_computed_tokens = 0
+    engine.run(0, preempted=["j.1"])
+    assert engine.mover.flushes == 1
+    assert not engine.mover.queue, "nothing reads the blocks that are given away"
+    assert engine.task.written_blocks == 0
+    engine.manager.tables["j.1"] = [LOCAL + i for i in range(4)]
+    engine.run(4 * BLOCK)
+    engine.mover.flush()
+    assert engine.written == [0, 1, 0, 1, 2, 3]
+    assert engine.task.written_blocks == 4, "what the commit counts"
+    assert engine.ends == [None]
+
+
+def test_preemption_that_cannot_be_flushed_ends_the_task() -> None:
+    """Its blocks are about to be overwritten under a running copy: never commit that."""
+    engine = Engine(4 * BLOCK)
+    engine.admit()
+    engine.run(2 * BLOCK)
+    engine.mover.flush = lambda: False  # type: ignore[method-assign]
+    engine.request.num_computed_tokens = 0
+    engine.run(0, preempted=["j.1"])
+    assert engine.task.cancelled
+    assert len(engine.ends) == 1
+    assert engine.ends[0] is not None
+
+
+# ------------------------------------------------------------------ who frees the blocks
+
+
+def test_finished_with_writes_under_way_keeps_the_blocks_until_the_last() -> None:
+    engine = Engine(4 * BLOCK)
+    engine.admit()
+    engine.run(2 * BLOCK)
+    engine.run(2 * BLOCK)
+    assert engine.side.finished("j.1") is True
+    engine.mover.finish()
+    assert not engine.side.has_work, "one copy still reads the blocks"
+    engine.mover.finish()
+    assert engine.side.has_work
+    assert engine.ends == [None]
+    assert engine.run(0).sent == {"j.1"}
+    assert engine.run(0).sent == set()
+
+
+def test_finished_when_all_is_written_frees_at_once() -> None:
+    engine = Engine(4 * BLOCK)
+    engine.admit()
+    engine.run(4 * BLOCK)
+    engine.mover.flush()
+    assert engine.side.finished("j.1") is False
+    assert engine.run(0).sent == set()
+
+
+def test_the_last_copy_ending_as_the_request_does() -> None:
+    """The mover counts down before it calls back; a finish in between frees by itself."""
+    engine = Engine(2 * BLOCK)
+    engine.admit()
+    engine.run(2 * BLOCK)
+    copy = engine.mover.queue.pop()
+    copy.task.outstanding -= 1
+    assert engine.side.finished("j.1") is False
+    copy.done(copy.task, None)
+    assert engine.run(0).sent == set(), "freed already"
+
+
+def test_abort_while_reading() -> None:
+    """vLLM frees when the read is reported; a `sent` besides would free twice."""
+    engine = Engine(4 * BLOCK, hit=2 * BLOCK)
+    engine.admit()
+    engine.task.cancel()
+    assert engine.side.finished("j.1") is False
+    assert len(engine.ends) == 1
+    engine.context.tasks.pop("j.1")
+    engine.mover.finish(Fenced("revoked"))
+    plan = engine.run(0)
+    assert (plan.read_failed, plan.sent) == ({"j.1"}, set())
+    assert engine.run(0) == StepPlan()
+
+
+def test_abort_while_writing() -> None:
+    engine = Engine(4 * BLOCK)
+    engine.admit()
+    engine.run(2 * BLOCK)
+    engine.task.cancel()
+    assert engine.side.finished("j.1") is True
+    engine.context.tasks.pop("j.1")
+    assert engine.run(0).sent == set()
+    engine.mover.finish(Fenced("revoked"))
+    assert engine.run(0).sent == {"j.1"}
+    assert len(engine.ends) == 1
+
+
+def test_a_cancelled_task_sends_nothing_more() -> None:
+    engine = Engine(4 * BLOCK)
+    engine.admit()
+    engine.run(BLOCK)
+    engine.task.cancel()
+    assert engine.run(BLOCK).writes == []
+    assert engine.side.matched(engine.request, 0) == (0, False)
+
+
+def test_the_engine_ending_early_ends_the_task() -> None:
+    engine = Engine(4 * BLOCK)
+    engine.admit()
+    engine.run(BLOCK)
+    engine.mover.flush()
+    engine.side.finished("j.1")
+    assert len(engine.ends) == 1
+    assert engine.ends[0] is not None
+    assert engine.task.cancelled
+
+
+def test_requests_of_others_are_left_alone() -> None:
+    engine = Engine(BLOCK)
+    stranger = FakeRequest("x", [1, 2, 3])
+    assert engine.side.matched(stranger, 0) == (0, False)
+    engine.side.allocated(stranger, [1], 0)
+    assert engine.side.plan(step({"x": 3}, ["x"])) == StepPlan()
+    assert engine.side.finished("x") is False
