@@ -114,8 +114,10 @@ class ControlServer:
                 # Deadlines and proofs hang on this loop: it goes on whatever happened once.
                 logger.exception("the ledger's timer failed; going on")
                 soonest = 0.05
+            # Not wait_for: on 3.11 it swallows a cancellation that comes with the wake-up.
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), soonest)
+                async with asyncio.timeout(soonest):
+                    await self._wake.wait()
             self._wake.clear()
 
     def _act(self) -> None:
@@ -172,7 +174,8 @@ class ControlServer:
     async def _greet(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> _Peer | None:
-        hello = await asyncio.wait_for(frames.read(reader, Hello), 5.0)
+        async with asyncio.timeout(5.0):
+            hello = await frames.read(reader, Hello)
         if hello.compat != self._compat.hash():
             frames.write(
                 writer,

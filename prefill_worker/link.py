@@ -80,7 +80,8 @@ class DecodeLink:
     async def wait_up(self, timeout_s: float) -> None:
         """Raises PeerUnavailable when the decode worker does not welcome us in time."""
         try:
-            await asyncio.wait_for(self._up.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._up.wait()
         except TimeoutError:
             raise PeerUnavailable(
                 f"decode worker {self.record.instance_id} at {self.record.control} does not answer"
@@ -130,7 +131,13 @@ class DecodeLink:
         self._replies[rid] = future
         try:
             frames.write(self._writer, message)
-            return await asyncio.wait_for(future, _REPLY_S)
+            async with asyncio.timeout(_REPLY_S):
+                return await future
+        except asyncio.CancelledError:
+            # The answer may have come in the same moment, and then nobody else knows of it.
+            if future.done() and not future.cancelled() and future.exception() is None:
+                self._return_late(future.result())
+            raise
         except TimeoutError:
             raise PeerUnavailable(
                 f"decode worker {self.record.instance_id} did not answer in {_REPLY_S:.0f} s"
@@ -162,14 +169,13 @@ class DecodeLink:
 
     async def _session(self) -> None:
         host, port = frames.split_address(self.record.control)
-        reader, writer = await asyncio.wait_for(asyncio.open_connection(host, port), 5.0)
+        async with asyncio.timeout(5.0):
+            reader, writer = await asyncio.open_connection(host, port)
         frames.tune(writer)
         try:
             frames.write(writer, self._hello)
-            first = await asyncio.wait_for(
-                frames.read(reader, ToPrefill),  # type: ignore[arg-type]
-                10.0,
-            )
+            async with asyncio.timeout(10.0):
+                first: Any = await frames.read(reader, ToPrefill)  # type: ignore[arg-type]
             if isinstance(first, Goodbye):
                 raise PeerUnavailable(f"refused: {first.reason}")
             if not isinstance(first, Welcome):
@@ -198,19 +204,20 @@ class DecodeLink:
             self._on_revoke(self, message)
             return
         future = self._replies.get(getattr(message, "rid", -1))
-        if future is None:
-            # An answer that came too late. A late grant is dead weight at the decode worker:
-            # give it back.
-            if isinstance(message, Grant):
-                self.send(
-                    HandBack(
-                        job_id=message.job_id,
-                        attempt=message.attempt,
-                        incarnation=message.incarnation,
-                        cause="answer came too late",
-                        retry=True,
-                    )
-                )
-            return
-        if not future.done():
+        if future is None or future.done():
+            self._return_late(message)
+        else:
             future.set_result(message)
+
+    def _return_late(self, message: Any) -> None:
+        """An answer nobody waits for. A grant is dead weight at the decode worker: give it back."""
+        if isinstance(message, Grant):
+            self.send(
+                HandBack(
+                    job_id=message.job_id,
+                    attempt=message.attempt,
+                    incarnation=message.incarnation,
+                    cause="answer came too late",
+                    retry=True,
+                )
+            )

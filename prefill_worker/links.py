@@ -66,7 +66,8 @@ class Links:
             left = deadline - asyncio.get_running_loop().time()
             self._changed.clear()
             try:
-                await asyncio.wait_for(self._changed.wait(), max(left, 0.0))
+                async with asyncio.timeout(max(left, 0.0)):
+                    await self._changed.wait()
             except TimeoutError:
                 raise PeerUnavailable(f"decode worker {instance_id} is gone") from None
         await link.wait_up(_APPEAR_S)

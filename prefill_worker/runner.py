@@ -232,7 +232,8 @@ class JobRunner:
             )
             self._running[job.job_id] = task
             self._engine.submit(task, link.record.instance_id)
-            await asyncio.wait_for(done, grant.deadline_s)
+            async with asyncio.timeout(grant.deadline_s):
+                await done
             await self._commit(link, task, grant, delivery, claim_ms)
         except asyncio.CancelledError:
             give_back("stopping", retry=True)

@@ -1,0 +1,511 @@
+"""The control channel: the real server and the real link over loopback TCP, one process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import struct
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from pullfill import frames, metrics, u32
+from pullfill.decode_worker.control import ControlServer
+from pullfill.decode_worker.ledger import Ledger
+from pullfill.decode_worker.story import Stories
+from pullfill.errors import BadMessage, ClaimRefused, Outcome, PeerUnavailable
+from pullfill.prefill_worker.link import DecodeLink
+from pullfill.transfer.loopback import LoopbackFences
+from pullfill.wire import (
+    Claim,
+    Commit,
+    Goodbye,
+    Grant,
+    HandBack,
+    Hello,
+    Quiet,
+    RefuseReason,
+    Revoke,
+    StageTimings,
+    ToPrefill,
+    Welcome,
+    WorkerRecord,
+    WorkerState,
+)
+from tests.support.transfer_rigs import COMPAT
+
+BLOCKS = (0, 5, 6)
+
+
+class Decode:
+    """One decode worker's control server over a real ledger."""
+
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.cancelled: list[object] = []
+        self.nakked: list[str] = []
+        self.fences = LoopbackFences(64, 8)
+        self.ledger = Ledger(
+            self.fences,
+            incarnation="i0",
+            on_action=lambda: loop.call_soon_threadsafe(self.server.wake),
+        )
+        self.server = ControlServer(
+            instance_id="decode-1",
+            compat=COMPAT,
+            ledger=self.ledger,
+            stories=Stories("decode-1"),
+            cancel=self._cancel,
+            hand_back=self._hand_back,
+        )
+
+    async def _cancel(self, receipt: object) -> None:
+        self.cancelled.append(receipt)
+
+    async def _hand_back(self, subject: str) -> None:
+        if not subject.startswith("ack"):
+            raise BadMessage("not one of ours")
+        self.nakked.append(subject)
+
+    def open(self, job_id: str = "j", timeout_s: float = 30.0) -> None:
+        self.ledger.open(
+            job_id, f"r-{job_id}", BLOCKS, first_target=1, hit_tokens=16, timeout_s=timeout_s
+        )
+        self.ledger.set_digest(job_id, b"digest")
+
+    def record(self, address: str | None = None) -> WorkerRecord:
+        return WorkerRecord(
+            instance_id="decode-1",
+            incarnation="i0",
+            role="decode",
+            state=WorkerState.READY,
+            model="m",
+            host="127.0.0.1",
+            host_id="h",
+            pid=1,
+            started_at=0.0,
+            control=address or self.server.address,
+        )
+
+    def settled(self) -> list[Any]:
+        return self.ledger.take_events()
+
+
+class Prefill:
+    """One prefill worker's link, and what it was told."""
+
+    def __init__(self, decode: Decode, name: str = "prefill-1", compat: str | None = None) -> None:
+        self.revokes: list[Revoke] = []
+        self.lost = 0
+        self.link = DecodeLink(
+            decode.record(),
+            Hello(
+                prefill_instance=name,
+                host_id="h",
+                compat=compat or COMPAT.hash(),
+                transports=["shm"],
+            ),
+            self._no_mover,
+            lambda _, revoke: self.revokes.append(revoke),
+            self._lost,
+        )
+
+    async def _no_mover(self, record: WorkerRecord) -> Any:
+        raise PeerUnavailable("this test moves nothing")
+
+    def _lost(self, link: DecodeLink) -> None:
+        self.lost += 1
+
+    async def claim(self, job_id: str = "j", incarnation: str = "i0") -> Grant:
+        return await self.link.claim(job_id, incarnation, 1, f"ack.{job_id}")
+
+    async def commit(self, grant: Grant, blocks: int = 2) -> Any:
+        return await self.link.commit(lambda rid: commit_of(grant, rid, blocks))
+
+
+def commit_of(grant: Grant, rid: int = 1, blocks: int = 2) -> Commit:
+    return Commit(
+        rid=rid,
+        job_id=grant.job_id,
+        attempt=grant.attempt,
+        incarnation=grant.incarnation,
+        parts=1,
+        blocks=blocks,
+        kv_bytes=10,
+        timings=StageTimings(),
+    )
+
+
+class Raw:
+    """A peer that says what it likes."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+
+    def say(self, message: msgspec.Struct) -> None:
+        frames.write(self.writer, message)
+
+    async def hear(self) -> Any:
+        return await asyncio.wait_for(frames.read(self.reader, ToPrefill), 10)  # type: ignore[arg-type]
+
+    async def hello(self) -> None:
+        self.say(hello())
+        assert isinstance(await self.hear(), Welcome)
+
+    async def ended(self) -> bool:
+        try:
+            return await asyncio.wait_for(self.reader.read(), 10) == b""
+        except ConnectionError:
+            return True
+
+
+def hello(name: str = "raw", compat: str | None = None) -> Hello:
+    return Hello(prefill_instance=name, host_id="h", compat=compat or COMPAT.hash(), transports=[])
+
+
+async def until(what: Callable[[], object], timeout_s: float = 10.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not what():  # noqa: ASYNC110 (nothing to wait for but the state itself)
+            await asyncio.sleep(0.002)
+
+
+@pytest.fixture
+async def decode() -> AsyncIterator[Decode]:
+    decode = Decode()
+    await decode.server.start("127.0.0.1")
+    yield decode
+    await decode.server.stop()
+
+
+@pytest.fixture
+async def connect(decode: Decode) -> AsyncIterator[Callable[..., Any]]:
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def make(name: str = "prefill-1") -> Prefill:
+            prefill = Prefill(decode, name)
+            stack.push_async_callback(prefill.link.close)
+            await prefill.link.wait_up(10)
+            return prefill
+
+        yield make
+
+
+@pytest.fixture
+async def raw(decode: Decode) -> AsyncIterator[Raw]:
+    reader, writer = await asyncio.open_connection(*frames.split_address(decode.server.address))
+    yield Raw(reader, writer)
+    writer.close()
+
+
+# ------------------------------------------------------------------ the good path
+
+
+async def test_claim_grant_commit(decode: Decode, connect: Any) -> None:
+    prefill = await connect()
+    assert decode.server.instances == ["prefill-1"]
+    decode.open()
+    grant = await prefill.claim()
+    assert u32.unpack(grant.block_ids) == list(BLOCKS)
+    assert (grant.attempt, grant.hit_tokens, grant.job_digest) == (1, 16, b"digest")
+    assert 0 < grant.deadline_s <= 30
+    assert decode.fences.granted(grant.fence) == set(BLOCKS)
+    assert (await prefill.commit(grant)).ok
+    (settle,) = decode.settled()
+    assert settle.loaded
+    again = await prefill.commit(grant)
+    assert (again.ok, again.reason) == (False, "stale")
+    assert decode.settled() == []
+
+
+async def test_many_claims_at_once_get_their_own_answers(decode: Decode, connect: Any) -> None:
+    prefill = await connect()
+    names = [f"j{i}" for i in range(8)]
+    for name in names:
+        decode.open(name)
+    grants = await asyncio.gather(*[prefill.claim(n) for n in names])
+    assert [g.job_id for g in grants] == names
+    assert len({g.fence.slot for g in grants}) == 8
+    replies = await asyncio.gather(*[prefill.commit(g) for g in grants])
+    assert all(r.ok for r in replies)
+    assert decode.fences.in_use == 0
+
+
+# ------------------------------------------------------------------ refusals
+
+
+async def test_refusals_say_why(decode: Decode, connect: Any) -> None:
+    one, two = await connect("prefill-1"), await connect("prefill-2")
+
+    async def why(prefill: Prefill, job_id: str, incarnation: str = "i0") -> str:
+        with pytest.raises(ClaimRefused) as caught:
+            await prefill.claim(job_id, incarnation)
+        assert caught.value.retryable == (caught.value.reason == RefuseReason.HELD)
+        return caught.value.reason
+
+    assert await why(one, "nope") == RefuseReason.UNKNOWN_JOB
+    decode.open()
+    assert await why(one, "j", "i9") == RefuseReason.STALE_INCARNATION
+    grant = await one.claim()
+    assert await why(one, "j") == RefuseReason.HELD, "it is running here already"
+    assert not (await one.commit(grant, blocks=1)).ok
+    assert await why(two, "j") == RefuseReason.CLOSED
+    decode.open("k")
+    assert (await two.commit(await two.claim("k"))).ok
+    assert await why(one, "k") == RefuseReason.COMMITTED
+
+
+async def test_nobody_commits_in_anothers_name(decode: Decode, connect: Any, raw: Raw) -> None:
+    prefill = await connect()
+    decode.open()
+    grant = await prefill.claim()
+    await raw.hello()
+    raw.say(commit_of(grant, rid=7))
+    reply = await raw.hear()
+    assert (reply.rid, reply.ok, reply.reason) == (7, False, "stale")
+    raw.say(HandBack(job_id="j", attempt=1, incarnation=grant.incarnation, cause="x", retry=False))
+    raw.say(commit_of(grant, rid=8))
+    assert not (await raw.hear()).ok
+    assert (await prefill.commit(grant)).ok
+
+
+async def test_another_compatibility_hash_is_told_goodbye(decode: Decode, raw: Raw) -> None:
+    raw.say(hello(compat="other"))
+    goodbye = await raw.hear()
+    assert isinstance(goodbye, Goodbye)
+    assert "other" in goodbye.reason
+    assert await raw.ended()
+    assert decode.server.prefill_workers == 0
+    prefill = Prefill(decode, compat="other")
+    with pytest.raises(PeerUnavailable):
+        await prefill.link.wait_up(0.1)
+    await prefill.link.close()
+    assert prefill.lost == 0, "it was never up"
+
+
+@pytest.mark.parametrize("greeted", [False, True])
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        struct.pack("<I", 5) + b"\xc1\xc1\xc1\xc1\xc1",
+        struct.pack("<I", 0),
+        struct.pack("<I", frames.MAX_FRAME + 1),
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+    ],
+    ids=["noise", "empty", "oversized", "http"],
+)
+async def test_garbage_closes_the_connection_and_is_counted(
+    decode: Decode, connect: Any, raw: Raw, garbage: bytes, greeted: bool
+) -> None:
+    counter = metrics.STALE_REFUSED.labels("message")
+    before = counter._value.get()
+    other = await connect()
+    if greeted:
+        await raw.hello()
+    raw.writer.write(garbage)
+    assert await raw.ended()
+    assert counter._value.get() == before + 1
+    await until(lambda: decode.server.prefill_workers == 1)
+    decode.open()
+    assert (await other.commit(await other.claim())).ok, "the others go on"
+
+
+async def test_a_second_hello_ends_the_connection(decode: Decode, raw: Raw) -> None:
+    await raw.hello()
+    raw.say(hello())
+    assert await raw.ended()
+
+
+async def test_a_claim_before_hello_ends_the_connection(decode: Decode, raw: Raw) -> None:
+    decode.open()
+    raw.say(Claim(rid=1, job_id="j", incarnation="i0", delivery=1))
+    assert await raw.ended()
+    assert decode.fences.in_use == 0
+
+
+# ------------------------------------------------------------------ ends
+
+
+async def test_a_lost_connection_hands_the_job_on_at_once(decode: Decode, connect: Any) -> None:
+    one, two = await connect("prefill-1"), await connect("prefill-2")
+    decode.open()
+    grant = await one.claim()
+    await one.link.close()
+    assert one.lost == 1
+    await until(lambda: decode.nakked == ["ack.j"])
+    assert decode.settled() == [], "the request waits for the other worker"
+    assert (await two.claim()).attempt == 2
+    with pytest.raises(PeerUnavailable):
+        await one.commit(grant)
+
+
+async def test_the_last_lost_connection_serves_everything_locally(
+    decode: Decode, connect: Any
+) -> None:
+    prefill = await connect()
+    decode.open("claimed")
+    decode.open("queued")
+    decode.ledger.published("queued", "receipt", b"digest")
+    await prefill.claim("claimed")
+    await prefill.link.close()
+    await until(lambda: decode.ledger.open_jobs == 0)
+    assert {(e.request_id, e.loaded, e.outcome) for e in decode.settled()} == {
+        ("r-claimed", False, Outcome.PREFILL_LOST),
+        ("r-queued", False, Outcome.PREFILL_LOST),
+    }
+    await until(lambda: decode.cancelled == ["receipt"])
+    assert decode.nakked == []
+
+
+async def test_a_link_comes_back_after_its_connection_broke(decode: Decode, connect: Any) -> None:
+    prefill = await connect()
+    decode.open()
+    await prefill.claim()
+    for peer in list(decode.server._peers.values()):
+        peer.writer.close()
+    await until(lambda: prefill.lost == 1)
+    await prefill.link.wait_up(10)
+    decode.open("k")
+    assert (await prefill.commit(await prefill.claim("k"))).ok
+
+
+async def test_an_unanswered_claim_fails_when_the_connection_breaks(decode: Decode) -> None:
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await frames.read(reader, Hello)
+        frames.write(writer, Welcome(decode_instance="decode-1", incarnation="i0"))
+        await reader.readexactly(4)
+        writer.close()
+
+    server = await asyncio.start_server(silent, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    prefill = Prefill(decode)
+    await prefill.link.close()
+    prefill.link = DecodeLink(
+        decode.record(f"tcp://127.0.0.1:{port}"),
+        hello(),
+        prefill._no_mover,
+        lambda *_: None,
+        prefill._lost,
+    )
+    await prefill.link.wait_up(10)
+    with pytest.raises(PeerUnavailable, match="lost"):
+        await asyncio.wait_for(prefill.claim(), 10)
+    await prefill.link.close()
+    server.close()
+    with pytest.raises(PeerUnavailable):
+        await prefill.claim()
+
+
+async def test_a_late_grant_is_handed_back(decode: Decode, connect: Any) -> None:
+    """Nobody waits for the answer any more: the job must not be held until its deadline."""
+    prefill = await connect()
+    other = await connect("prefill-2")
+    decode.open()
+    asking = asyncio.ensure_future(prefill.claim())
+    await asyncio.sleep(0)
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    await until(lambda: decode.ledger.find("j").attempt == 1)  # type: ignore[union-attr]
+    await until(lambda: decode.fences.in_use == 0)
+    assert (await other.claim()).attempt == 2
+
+
+async def test_a_grant_that_comes_with_the_cancellation_is_handed_back(
+    decode: Decode, connect: Any
+) -> None:
+    prefill = await connect()
+    decode.open()
+    asking = asyncio.ensure_future(prefill.claim())
+    await asyncio.sleep(0)
+    (future,) = prefill.link._replies.values()
+    future.add_done_callback(lambda _: asking.cancel())
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    await until(lambda: decode.ledger.find("j").attempt == 1)  # type: ignore[union-attr]
+    await until(lambda: decode.fences.in_use == 0)
+
+
+async def test_stop_does_not_miss_its_own_cancellation(decode: Decode) -> None:
+    """A wake-up in the same moment once swallowed it, and the process never left."""
+    await asyncio.sleep(0.01)
+    decode.server.wake()
+    await asyncio.wait_for(decode.server.stop(), 10)
+
+
+# ------------------------------------------------------------------ revoke, quiet, deadline
+
+
+async def test_revoke_then_quiet_frees_the_blocks(decode: Decode, connect: Any) -> None:
+    prefill = await connect()
+    decode.open()
+    grant = await prefill.claim()
+    slot = decode.fences.slots[grant.fence.slot]
+    with decode.fences.changed:
+        decode.fences.valid(grant.fence).holders += 1
+    decode.ledger.cancel("r-j")
+    await until(lambda: prefill.revokes)
+    assert (prefill.revokes[0].job_id, prefill.revokes[0].attempt) == ("j", 1)
+    hold, settle = decode.settled()
+    assert hold.blocks == BLOCKS
+    assert not settle.loaded
+    assert decode.ledger.quarantined_blocks == len(BLOCKS)
+    with decode.fences.changed:
+        slot.holders -= 1
+    prefill.link.send(Quiet(job_id="j", attempt=1, incarnation="i0"))
+    await until(lambda: decode.ledger.open_jobs == 0)
+    (release,) = decode.settled()
+    assert release.job_id == "j"
+
+
+async def test_a_job_nobody_claims_is_given_up_at_its_deadline(decode: Decode) -> None:
+    """Also when the timer had nothing to wait for before."""
+    await asyncio.sleep(0.05)
+    decode.open(timeout_s=0.05)
+    await until(lambda: decode.ledger.has_events)
+    (settle,) = decode.settled()
+    assert (settle.loaded, settle.outcome) == (False, Outcome.TIMEOUT)
+
+
+async def test_the_timer_survives_a_failure(
+    decode: Decode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls = decode.ledger.tick, 0
+
+    def tick() -> float | None:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            raise RuntimeError("once")
+        return real()
+
+    monkeypatch.setattr(decode.ledger, "tick", tick)
+    decode.open(timeout_s=0.05)
+    await until(lambda: decode.ledger.open_jobs == 0)
+
+
+async def test_an_ack_subject_that_is_not_the_queues_harms_nobody(
+    decode: Decode, connect: Any, raw: Raw
+) -> None:
+    other = await connect()
+    await raw.hello()
+    decode.open()
+    raw.say(Claim(rid=1, job_id="j", incarnation="i0", delivery=1, ack_subject="evil.>"))
+    assert isinstance(await raw.hear(), Grant)
+    raw.writer.close()
+    await until(lambda: decode.server.prefill_workers == 1)
+    assert (await other.claim()).attempt == 2
+    assert decode.nakked == []
+
+
+async def test_a_claim_of_another_worker_revokes_the_first(decode: Decode, connect: Any) -> None:
+    one, two = await connect("prefill-1"), await connect("prefill-2")
+    decode.open()
+    first = await one.claim()
+    second = await two.claim()
+    assert (first.attempt, second.attempt) == (1, 2)
+    await until(lambda: one.revokes)
+    assert two.revokes == []
+    assert not (await one.commit(first)).ok
+    assert (await two.commit(second)).ok

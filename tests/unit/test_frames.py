@@ -1,0 +1,94 @@
+"""Frames on the control channel: what is read back, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pullfill import frames
+from pullfill.errors import BadMessage
+from pullfill.wire import Hello, Quiet, ToDecode, encode
+
+
+def reader_of(data: bytes) -> asyncio.StreamReader:
+    reader = asyncio.StreamReader()
+    reader.feed_data(data)
+    reader.feed_eof()
+    return reader
+
+
+def frame(body: bytes) -> bytes:
+    return struct.pack("<I", len(body)) + body
+
+
+HELLO = Hello(prefill_instance="p", host_id="h", compat="c", transports=["shm"])
+QUIET = Quiet(job_id="j", attempt=1, incarnation="i")
+
+
+async def test_messages_come_out_as_they_went_in_however_they_are_cut() -> None:
+    data = frame(encode(HELLO)) + frame(encode(QUIET))
+    reader = asyncio.StreamReader()
+    reading = asyncio.ensure_future(frames.read(reader, Hello))
+    for i in range(len(data)):
+        reader.feed_data(data[i : i + 1])
+        await asyncio.sleep(0)
+    reader.feed_eof()
+    assert await reading == HELLO
+    assert await frames.read(reader, ToDecode) == QUIET  # type: ignore[arg-type]
+    with pytest.raises(EOFError):
+        await frames.read(reader, Hello)
+
+
+@pytest.mark.parametrize("cut", [0, 1, 3, 4, 5, 20])
+async def test_an_end_in_the_middle_is_an_end(cut: int) -> None:
+    with pytest.raises(EOFError):
+        await frames.read(reader_of(frame(encode(HELLO))[:cut]), Hello)
+
+
+async def test_an_oversized_frame_is_refused_before_it_is_read() -> None:
+    """Only the length is there: waiting for the body would be the bug."""
+    reader = asyncio.StreamReader()
+    reader.feed_data(struct.pack("<I", frames.MAX_FRAME + 1))
+    with pytest.raises(BadMessage, match="bytes"):
+        await asyncio.wait_for(frames.read(reader, Hello), 10)
+
+
+@pytest.mark.parametrize("body", [b"", b"\xc1", b"\x80", encode(QUIET), encode(HELLO) + b"\0"])
+async def test_what_is_not_the_message_is_refused(body: bytes) -> None:
+    with pytest.raises(BadMessage):
+        await frames.read(reader_of(frame(body)), Hello)
+
+
+async def test_another_version_or_an_unknown_field_is_refused() -> None:
+    text = encode(HELLO)
+    assert b"\xa1v\x01" in text
+    with pytest.raises(BadMessage):
+        await frames.read(reader_of(frame(text.replace(b"\xa1v\x01", b"\xa1v\x02"))), Hello)
+    with pytest.raises(BadMessage):
+        await frames.read(reader_of(frame(text.replace(b"\xa1v\x01", b"\xa1w\x01"))), Hello)
+
+
+@given(st.binary(max_size=200))
+def test_garbage_is_refused_or_ended_never_anything_else(data: bytes) -> None:
+    async def go() -> None:
+        reader = reader_of(data)
+        while True:
+            await frames.read(reader, ToDecode)  # type: ignore[arg-type]
+
+    with pytest.raises((BadMessage, EOFError)):
+        asyncio.run(go())
+
+
+@pytest.mark.parametrize("address", ["", "tcp://", "tcp://h", "tcp://:1", "h:x", "tcp://h:"])
+def test_addresses_that_are_none(address: str) -> None:
+    with pytest.raises(BadMessage):
+        frames.split_address(address)
+
+
+def test_addresses() -> None:
+    assert frames.split_address("tcp://127.0.0.1:80") == ("127.0.0.1", 80)
+    assert frames.split_address("tcp://[::1]:80")[1] == 80
