@@ -13,7 +13,7 @@ import pytest
 from tests.support.cluster import Cluster, until
 from tests.support.load import Load
 from tests.support.oracle import Oracle
-from tests.support.prompts import ask, random_prompt
+from tests.support.prompts import ask, random_prompt, truth
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -36,7 +36,7 @@ def test_prefill_dies_at(row: int, failpoint: str, cluster: Cluster, oracle: Ora
     fallbacks = cluster.counter("pullfill_fallback_total")
     prompt = random_prompt(1500, seed=7000 + row)
     answer = ask(cluster, prompt, STEPS)
-    assert answer.tokens == oracle.generate([prompt], max_tokens=STEPS)[0].token_ids
+    assert answer.tokens == truth(oracle, [prompt], STEPS)[0][0]
     assert victim.process.wait(5) == -signal.SIGKILL
     told = cluster.explain(answer.request_id)
     if row == 4:  # after the commit: nothing to redo
@@ -50,7 +50,7 @@ def test_prefill_dies_at(row: int, failpoint: str, cluster: Cluster, oracle: Ora
     cluster.assert_clean()
     again = random_prompt(700, seed=7100 + row)
     after = ask(cluster, again, STEPS)
-    assert after.tokens == oracle.generate([again], max_tokens=STEPS)[0].token_ids
+    assert after.tokens == truth(oracle, [again], STEPS)[0][0]
     assert cluster.explain(after.request_id)["path"] == "remote"
 
 
@@ -73,7 +73,7 @@ def test_row_5_zombie_writer(cluster: Cluster, oracle: Oracle) -> None:
     cluster.wait_ready(zombie)
     prompt = random_prompt(1800, seed=8100)
     answer = ask(cluster, prompt, STEPS)
-    assert answer.tokens == oracle.generate([prompt], max_tokens=STEPS)[0].token_ids
+    assert answer.tokens == truth(oracle, [prompt], STEPS)[0][0]
     told = cluster.explain(answer.request_id)
     assert (told["path"], told["fallback"]) == ("local", "timeout")
     assert cluster.counter("pullfill_quarantined_blocks") > 0

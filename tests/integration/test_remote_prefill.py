@@ -6,7 +6,14 @@ import pytest
 
 from tests.support.cluster import BLOCK, Cluster
 from tests.support.oracle import Oracle
-from tests.support.prompts import Answer, ask, ask_all, forget_decode_prefixes, random_prompt
+from tests.support.prompts import (
+    Answer,
+    ask,
+    ask_all,
+    forget_decode_prefixes,
+    random_prompt,
+    truth,
+)
 
 pytestmark = pytest.mark.engine
 
@@ -19,10 +26,10 @@ TOLERANCE = 1e-5
 
 
 def check(answers: list[Answer], prompts: list[list[int]], oracle: Oracle) -> None:
-    expected = oracle.generate(prompts, max_tokens=STEPS, logprobs=1)
-    for prompt, answer, want in zip(prompts, answers, expected, strict=True):
-        assert answer.tokens == want.token_ids, f"prompt of {len(prompt)} tokens"
-        assert answer.logprobs == pytest.approx(want.logprobs, abs=TOLERANCE), len(prompt)
+    expected = truth(oracle, prompts, STEPS)
+    for prompt, answer, (tokens, logprobs) in zip(prompts, answers, expected, strict=True):
+        assert answer.tokens == tokens, f"prompt of {len(prompt)} tokens"
+        assert answer.logprobs == pytest.approx(logprobs, abs=TOLERANCE), len(prompt)
 
 
 def paths(cluster: Cluster, answers: list[Answer]) -> list[str]:

@@ -11,6 +11,7 @@ import httpx
 import openai
 
 from tests.support.cluster import MODEL, Cluster
+from tests.support.oracle import Oracle
 
 FIRST_TOKEN, LAST_TOKEN = 10, 250
 """Ordinary byte tokens of the tiny checkpoint."""
@@ -71,3 +72,14 @@ def ask_all(
 def forget_decode_prefixes(cluster: Cluster) -> None:
     """Empty the decode workers' prefix caches; the prefill workers keep theirs."""
     httpx.post(f"{cluster.frontend_url}/reset_prefix_cache", timeout=10.0).raise_for_status()
+
+
+def truth(
+    oracle: Oracle, prompts: Sequence[Sequence[int]], max_tokens: int
+) -> list[tuple[list[int], list[float]]]:
+    """(tokens, their log probabilities) of each prompt from the aggregated engine, as `ask` asks."""
+    answers = oracle.generate(prompts, max_tokens, logprobs=1, ignore_eos=True)
+    return [
+        (a.token_ids, [step[t] for step, t in zip(a.logprobs or [], a.token_ids, strict=True)])
+        for a in answers
+    ]
