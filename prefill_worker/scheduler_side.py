@@ -89,11 +89,11 @@ class SchedulerSide:
         """What is complete after the step described by vLLM's SchedulerOutput."""
         plan = StepPlan()
         while self._reads_done:
-            task, failure = self._reads_done.popleft()
-            if failure is not None and not task.cancelled:
+            reader, failure = self._reads_done.popleft()
+            if failure is not None and not reader.cancelled:
                 # The prefix can be computed here as well; the job goes on.
-                logger.warning("prefix read for job %s failed: %s", task.job_id, failure)
-            (plan.read_failed if failure is not None else plan.read_ok).add(task.request_id)
+                logger.warning("prefix read for job %s failed: %s", reader.job_id, failure)
+            (plan.read_failed if failure is not None else plan.read_ok).add(reader.request_id)
         while self._sends_done:
             plan.sent.add(self._sends_done.popleft())
         for request_id in scheduler_output.preempted_req_ids or ():

@@ -413,16 +413,21 @@ async def test_a_late_grant_is_handed_back(decode: Decode, connect: Any) -> None
 
 
 async def test_a_grant_that_comes_with_the_cancellation_is_handed_back(
-    decode: Decode, connect: Any
+    decode: Decode, connect: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    dispatch = DecodeLink._dispatch
+    asking: list[asyncio.Future[Grant]] = []
+
+    def dispatch_and_cancel(link: DecodeLink, message: Any) -> None:
+        dispatch(link, message)
+        asking[0].cancel()
+
+    monkeypatch.setattr(DecodeLink, "_dispatch", dispatch_and_cancel)
     prefill = await connect()
     decode.open()
-    asking = asyncio.ensure_future(prefill.claim())
-    await asyncio.sleep(0)
-    (future,) = prefill.link._replies.values()
-    future.add_done_callback(lambda _: asking.cancel())
+    asking.append(asyncio.ensure_future(prefill.claim()))
     with pytest.raises(asyncio.CancelledError):
-        await asking
+        await asking[0]
     await until(lambda: decode.ledger.find("j").attempt == 1)  # type: ignore[union-attr]
     await until(lambda: decode.fences.in_use == 0)
 
