@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class DecodeMetadata(KVConnectorMetadata):
+class DecodeMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """Requests whose remote prefill ended: `loaded` all of them, `failed` those to recompute."""
 
     loaded: set[str] = field(default_factory=set)

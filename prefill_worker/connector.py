@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class PrefillMetadata(KVConnectorMetadata):
+class PrefillMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """Carries the plan of one step from the scheduler half to the worker half."""
 
     plan: StepPlan = field(default_factory=StepPlan)

@@ -77,7 +77,7 @@ def forget_decode_prefixes(cluster: Cluster) -> None:
 def truth(
     oracle: Oracle, prompts: Sequence[Sequence[int]], max_tokens: int
 ) -> list[tuple[list[int], list[float]]]:
-    """(tokens, their log probabilities) of each prompt from the aggregated engine, as `ask` asks."""
+    """(tokens, their log probabilities) of each prompt by the aggregated engine, as `ask` asks."""
     answers = oracle.generate(prompts, max_tokens, logprobs=1, ignore_eos=True)
     return [
         (a.token_ids, [step[t] for step, t in zip(a.logprobs or [], a.token_ids, strict=True)])
