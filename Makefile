@@ -11,7 +11,7 @@ PYTEST_ARGS ?=
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
-	@printf '  make %-14s %s\n' 'bench-NAME' 'Run benchmarks/NAME.py, writes benchmarks/results/NAME.json'
+	@printf '  make %-14s %s\n' 'bench-NAME' 'Run benchmarks/bench_NAME.py, which writes benchmarks/results/'
 
 install: ## Make .venv and install everything into it (quick when nothing changed)
 	@$(PYTHON) -m pullfill.deploy.install
@@ -41,7 +41,7 @@ chaos: install ## Fault tests: real processes, real servers, real engines
 	$(BIN)/pytest tests/chaos $(PYTEST_ARGS)
 
 bench-%: install
-	$(BIN)/python -m benchmarks.$* $(ARGS)
+	$(BIN)/python -m benchmarks.bench_$(subst -,_,$*) $(ARGS)
 
 format: install ## Put the code into ruff's format
 	$(BIN)/ruff check --fix .

@@ -6,10 +6,12 @@ in their own session, so that Ctrl-C reaches only the supervisor, which then sto
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -123,3 +125,28 @@ def tail(log: Path, lines: int = 15) -> list[str]:
     except OSError:
         return []
     return [line for line in text.splitlines() if line.strip()][-lines:]
+
+
+async def wait_exit(child: subprocess.Popen[bytes]) -> int:
+    """The exit code, without polling: a pidfd turns readable when the process ends."""
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
+    try:
+        fd = os.pidfd_open(child.pid)
+    except ProcessLookupError:
+        return child.wait()
+    loop.add_reader(fd, ended.set)
+    try:
+        await ended.wait()
+    finally:
+        loop.remove_reader(fd)
+        os.close(fd)
+    return child.wait()
+
+
+def exit_words(code: int) -> str:
+    """An exit code as subprocess gives it, for people."""
+    if code < 0:
+        with suppress(ValueError):
+            return f"killed by {signal.Signals(-code).name}"
+    return f"exit code {code}"

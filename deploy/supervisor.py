@@ -18,7 +18,7 @@ from contextlib import suppress
 
 from pullfill.config import ClusterFile, ClusterRef, ProcessEntry
 from pullfill.deploy import membership, plan, servers
-from pullfill.deploy.procs import CLUSTER_ENV, spawn, start_time, tail
+from pullfill.deploy.procs import CLUSTER_ENV, exit_words, spawn, start_time, tail, wait_exit
 from pullfill.deploy.state import Launch, StateDir, new_cluster_id
 from pullfill.deploy.teardown import take_down
 from pullfill.deploy.view import ProcessView
@@ -141,7 +141,7 @@ class Supervisor:
         log = self._state.log_of("demo-model")
         maker = plan.start_demo_model(log, {**os.environ, CLUSTER_ENV: self._cluster_id})
         try:
-            plan.check_demo_model(await _wait_exit(maker), log)
+            plan.check_demo_model(await wait_exit(maker), log)
         finally:
             maker.kill()
             maker.wait()
@@ -247,8 +247,8 @@ class Supervisor:
     def _raise_if_dead(self, name: str) -> None:
         code = self._children[name].poll()
         if code is not None:
-            self._view.set(name, "failed", _exit_words(code))
-            raise StartFailed(self._describe(name, f"died while starting ({_exit_words(code)})"))
+            self._view.set(name, "failed", exit_words(code))
+            raise StartFailed(self._describe(name, f"died while starting ({exit_words(code)})"))
 
     def _describe(self, name: str, what: str) -> str:
         log = self._state.log_of(name)
@@ -258,14 +258,14 @@ class Supervisor:
     # ------------------------------------------------------------------ afterwards
 
     async def _watch_child(self, name: str) -> None:
-        code = await _wait_exit(self._children[name])
+        code = await wait_exit(self._children[name])
         if self._stop.is_set() or self._stopped_by_down():
             return
         log = self._state.log_of(name)
         if code == 0:
             self._view.say(f"{name} finished (drained)", "yellow")
             return
-        self._view.say(f"{name} died ({_exit_words(code)}), log: {log}", "bold red")
+        self._view.say(f"{name} died ({exit_words(code)}), log: {log}", "bold red")
         if name in ("nats", "etcd"):
             lost = "remote prefill" if name == "nats" else "joining, leaving and settings"
             self._view.say(f"  without {name} serving goes on, but {lost} stops until `up` again")
@@ -315,27 +315,3 @@ class Supervisor:
             for future in (task, stop):
                 future.cancel()
             await asyncio.gather(task, stop, return_exceptions=True)
-
-
-async def _wait_exit(child: subprocess.Popen[bytes]) -> int:
-    """The exit code, without polling: a pidfd turns readable when the process ends."""
-    loop = asyncio.get_running_loop()
-    ended = asyncio.Event()
-    try:
-        fd = os.pidfd_open(child.pid)
-    except ProcessLookupError:
-        return child.wait()
-    loop.add_reader(fd, ended.set)
-    try:
-        await ended.wait()
-    finally:
-        loop.remove_reader(fd)
-        os.close(fd)
-    return child.wait()
-
-
-def _exit_words(code: int) -> str:
-    if code < 0:
-        with suppress(ValueError):
-            return f"killed by {signal.Signals(-code).name}"
-    return f"exit code {code}"

@@ -13,7 +13,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from pullfill.config import CLUSTER_FILE, ClusterFile, WorkerOptions
+from pullfill.config import CLUSTER_FILE, ClusterFile, ClusterRef, ProcessEntry, WorkerOptions
 from pullfill.deploy import cli, roles, run_up
 from pullfill.deploy.plan import UpOptions
 from pullfill.deploy.state import Launch, StateDir
@@ -196,6 +196,25 @@ class TestRoles:
         assert isinstance(result.exception, ConfigError)
         assert "--model" in str(result.exception)
         assert ran == []
+
+    def test_a_worker_by_hand_goes_where_the_least_is(
+        self, state_dir: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Beside the prefill worker, not beside the decode worker."""
+        homes = {11: {0}, 12: {1}, 13: {0, 1}}
+        live = [
+            ProcessEntry(name=role, role=role, instance_id=None, pid=pid, log="")
+            for role, pid in (("decode", 11), ("prefill", 12), ("frontend", 13))
+        ]
+        monkeypatch.setenv("PULLFILL_DEVICE", "cpu")
+        monkeypatch.setattr(StateDir, "live", lambda self: live)
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: homes.get(pid, {0, 1}))
+        ref = ClusterRef("n", "e", "q", state_dir)
+        command = roles.RoleCommand(cluster=(None, None, None, None))
+        assert roles.cores_of(command, ref, small=True) == (1,)
+        assert roles.cores_of(command, ref, small=False) == ()
+        command.pin = False
+        assert roles.cores_of(command, ref, small=True) == ()
 
     @pytest.mark.parametrize("cpu", ["x", "9999"])
     def test_a_core_that_is_not_there(

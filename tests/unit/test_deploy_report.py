@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from pullfill import wire
-from pullfill.deploy import doctor, install, report
+from pullfill.deploy import doctor, install, machine, report
 from pullfill.deploy.view import ProcessView
 from pullfill.registry.admin import LiveWorker
 
@@ -93,30 +93,30 @@ class TestDoctor:
         assert [f.level for f in doctor.fit([])] == [doctor.FAIL, doctor.WARN]
 
     def test_this_machine_has_the_pins(self) -> None:
-        for check in (doctor.python_version, doctor.packages, doctor.server_binaries):
+        for check in (machine.python_version, machine.packages, machine.server_binaries):
             assert all(f.level == doctor.OK for f in check()), check
 
     def test_another_vllm_fails(self, monkeypatch: pytest.MonkeyPatch) -> None:
         versions = {"vllm": "0.31.0", "torch": None}
-        monkeypatch.setattr(doctor, "installed", lambda *names: versions.get(names[0]))
-        found = list(doctor.packages())
+        monkeypatch.setattr(machine, "installed", lambda *names: versions.get(names[0]))
+        found = list(machine.packages())
         assert [f.level for f in found] == [doctor.FAIL, doctor.FAIL]
         assert "0.31.0" in found[0].what
         assert install.VLLM in found[0].what
 
     def test_the_torchvision_trap(self, monkeypatch: pytest.MonkeyPatch) -> None:
         versions = {"torch": "2.13.0+cpu", "torchvision": "0.28.0"}
-        monkeypatch.setattr(doctor, "installed", lambda *names: versions.get(names[0]))
-        (finding,) = doctor.torch_add_ons()
+        monkeypatch.setattr(machine, "installed", lambda *names: versions.get(names[0]))
+        (finding,) = machine.torch_add_ons()
         assert finding.level == doctor.FAIL
         assert "uninstall" in finding.advice
         versions["torchvision"] = "0.28.0+cpu"
-        assert list(doctor.torch_add_ons()) == []
+        assert list(machine.torch_add_ons()) == []
 
     def test_left_over_shared_memory(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         (tmp_path / "pullfill-decode-1").touch()
-        monkeypatch.setattr(doctor, "_SHM", tmp_path)
-        levels = {f.level: f for f in doctor.shared_memory()}
+        monkeypatch.setattr(machine, "_SHM", tmp_path)
+        levels = {f.level: f for f in machine.shared_memory()}
         assert "pullfill-decode-1" in levels[doctor.WARN].what
 
 
