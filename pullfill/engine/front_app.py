@@ -155,7 +155,7 @@ class FrontApp:
                 log_stats=not args.disable_log_stats,
                 log_requests=args.enable_log_requests,
             )
-        client.processor = engine.output_processor
+        client.processor, client.renderer = engine.output_processor, engine.renderer
         tasks = await engine.get_supported_tasks()
         app = build_app(args, tasks, engine.model_config)
         await init_app_state(engine, app.state, args, tasks)

@@ -43,9 +43,15 @@ REQUIRED_NAMES = {
     "vllm.v1.engine.core_client": ("EngineCoreClient.make_async_mp_client",),
     "vllm.v1.engine.async_llm": ("AsyncLLM", "EngineCoreClient"),
     "vllm.v1.engine.output_processor": ("OutputProcessor.abort_requests",),
+    "vllm.renderers.base": (
+        "BaseRenderer.default_cmpl_tok_params",
+        "BaseRenderer.default_chat_tok_params",
+    ),
 }
 UTILITY_TIMEOUT_S = 10.0
 SLOW_UTILITY_TIMEOUT_S = 120.0
+_CACHED_LIMITS = ("default_cmpl_tok_params", "default_chat_tok_params")
+"""Cached properties of vLLM's renderer that hold `max_model_len`."""
 _TRANSFER_KEYS = ("kv_transfer_params", "ec_transfer_params")
 
 
@@ -68,12 +74,14 @@ def strip_transfer_params(request: EngineCoreRequest) -> None:
 
 
 class DecodeClient(EngineCoreClient):  # type: ignore[misc]
-    """Implements `engine.front_ports.OutputSink`. Bind `processor` before the first request."""
+    """Implements `engine.front_ports.OutputSink`. Set `processor` (vLLM's OutputProcessor) and
+    `renderer` before the first request."""
 
     def __init__(self, vllm_config: Any, port: DecodePort) -> None:
         self.resources = SimpleNamespace(engine_dead=False)
         self.engine_ranks_managed = [0]
         self.processor: Any = None
+        self.renderer: Any = None
         self._config = vllm_config
         self._port = port
         self._queue: deque[EngineCoreOutputs] = deque()
@@ -137,7 +145,11 @@ class DecodeClient(EngineCoreClient):  # type: ignore[misc]
     def joined(self, welcome: DecodeWelcome) -> None:
         model = self._config.model_config
         cache = self._config.cache_config
-        model.max_model_len = min(model.max_model_len, welcome.max_model_len)
+        if welcome.max_model_len < model.max_model_len:
+            # A worker fitted it to its memory: prompts are checked against the smallest.
+            model.max_model_len = welcome.max_model_len
+            for name in _CACHED_LIMITS:
+                self.renderer.__dict__.pop(name, None)
         cache.block_size = welcome.block_size
         cache.num_gpu_blocks = welcome.num_gpu_blocks
 

@@ -32,9 +32,9 @@ from pullfill.registry.client import EtcdClient
 from pullfill.registry.directory import Directory
 from tests.support.checkpoint import tiny_checkpoint
 from tests.support.etcd import EtcdServer
-from tests.support.fake_decode import FakeDecode, text_of, token_at
+from tests.support.fake_decode import FakeDecode, Output, Outputs, text_of, token_at
 
-PATIENCE_S = 60.0
+PATIENCE_S = 40.0
 NAMESPACE = "t"
 MAIN = """
 import sys
@@ -62,7 +62,7 @@ class Served:
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     with EtcdServer(tmp_path_factory.mktemp("etcd")) as etcd:
         log = tmp_path_factory.mktemp("frontend") / "log"
-        flags = ["--served-model-name", "m", "--max-model-len", "512"]
+        flags = ["--served-model-name", "m", "--max-model-len", "1024"]
         with log.open("wb") as out:
             process = subprocess.Popen(
                 [sys.executable, "-c", MAIN, etcd.url, str(tiny_checkpoint()), *flags],
@@ -225,7 +225,7 @@ async def test_bad_input_gets_vllms_answer_and_no_worker_hears_of_it(served: Ser
     async with workers(served, fake) as http:
         long = await http.post("/v1/completions", json={"model": "m", "prompt": "word " * 600})
         assert long.status_code == 400
-        assert "512" in long.text
+        assert "512" in long.text  # the worker's limit, smaller than the frontend's own flag
         assert "513" in long.text
         unknown = await http.post("/v1/completions", json={"model": "zzz", "prompt": "a"})
         assert unknown.status_code == 404
@@ -342,6 +342,24 @@ async def test_garbage_from_a_worker_does_not_end_the_frontend(served: Served) -
         bad.send_raw(b"OUT", b"\x95\x00\x91\x92\xa1x\x91\xff\xc0\xcb" + bytes(8) + b"\xc0")
         bad.send_raw(b"EXPL", b"\x93")
         bad.hold = False
+        done = await client.completions.create(model="m", prompt="abc", max_tokens=2)
+        assert len(done.choices[0].text) == 2
+
+
+async def test_an_output_that_vllm_cannot_take_costs_only_open_requests(served: Served) -> None:
+    fake = FakeDecode("decode-1", model="m", max_model_len=512, hold=True)
+    async with workers(served, fake), served.client() as client:
+        call = asyncio.create_task(client.completions.create(model="m", prompt="abc"))
+        await until(lambda: bool(fake.added))
+        # Logprobs nobody asked for trip an assertion in vLLM's output task.
+        arrays = [["<i8", [1, 1], 8], ["<f4", [1, 1], 4], ["<i8", [1], 8]]
+        logprobs = [[d, shape, msgspec.msgpack.Ext(3, bytes(n))] for d, shape, n in arrays]
+        output = Output(fake.added[0].request_id, [68], new_logprobs=logprobs)
+        poison = Outputs(outputs=[output], timestamp=1.0)
+        fake.send_raw(b"OUT", msgspec.msgpack.encode(poison))
+        with pytest.raises(openai.InternalServerError):
+            await asyncio.wait_for(call, PATIENCE_S)
+        fake.hold = False
         done = await client.completions.create(model="m", prompt="abc", max_tokens=2)
         assert len(done.choices[0].text) == 2
 

@@ -3,101 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 import pytest
 
-from pullfill.engine import check, rpc
+from pullfill.engine import rpc
 from pullfill.errors import PeerUnavailable
-from pullfill.frontend.dispatch import NO_WORKER, Dispatcher
-from pullfill.frontend.explain import ExplainStore
-from pullfill.frontend.pool import WorkerPool
-from pullfill.frontend.router import RoundRobin
+from pullfill.frontend.dispatch import NO_WORKER
 from pullfill.wire import WorkerState
-from tests.support.fake_decode import (
-    ABORT,
-    FakeDecode,
-    FakeDirectory,
-    Output,
-    Outputs,
-    PlainCodec,
-    request,
-    token_at,
-)
-
-PATIENCE_S = 15.0
-
-
-@dataclass
-class Sink:
-    """Collects what vLLM would be given."""
-
-    tokens: dict[str, list[int]] = field(default_factory=dict)
-    finished: dict[str, int] = field(default_factory=dict)
-    failures: dict[str, str] = field(default_factory=dict)
-    outs: list[Any] = field(default_factory=list)
-    gone: list[str] = field(default_factory=list)
-
-    def outputs(self, instance_id: str, outputs: Any) -> None:
-        for out in outputs.outputs:
-            self.outs.append(out)
-            self.tokens.setdefault(out.request_id, []).extend(out.new_token_ids)
-            if out.finish_reason is not None:
-                assert out.request_id not in self.finished, "ended twice"
-                self.finished[out.request_id] = out.finish_reason
-
-    def failed(self, request_id: str, message: str) -> None:
-        assert request_id not in self.failures, "failed twice"
-        self.failures[request_id] = message
-
-    def joined(self, welcome: rpc.DecodeWelcome) -> None: ...
-
-    def left(self, instance_id: str) -> None:
-        self.gone.append(instance_id)
-
-
-@dataclass
-class Rig:
-    directory: FakeDirectory
-    pool: WorkerPool
-    dispatcher: Dispatcher
-    explain: ExplainStore
-    sink: Sink
-
-    async def ready(self, count: int) -> None:
-        await until(lambda: len(self.pool.candidates()) == count)
-
-    def add(self, worker: FakeDecode) -> None:
-        self.directory.put(worker.record)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():  # noqa: ASYNC110 - the condition has no event to wait for
-            await asyncio.sleep(0.005)
-
-
-@asynccontextmanager
-async def rig(*workers: FakeDecode) -> AsyncIterator[Rig]:
-    directory = FakeDirectory(*(worker.start().record for worker in workers))
-    hello = rpc.FrontendHello(
-        frontend_instance="frontend-t", vllm_version=check.PINNED_VLLM, model="m"
-    )
-    pool = WorkerPool(directory, hello, ["m"])
-    explain, sink = ExplainStore(), Sink()
-    dispatcher = Dispatcher(PlainCodec(), RoundRobin(), explain, pool.candidates)
-    dispatcher.bind(sink)
-    await pool.start(dispatcher)
-    try:
-        yield Rig(directory, pool, dispatcher, explain, sink)
-    finally:
-        await pool.stop()
-        for worker in workers:
-            worker.die()
+from tests.support.fake_decode import ABORT, FakeDecode, Output, Outputs, request, token_at
+from tests.support.frontend_rig import PATIENCE_S, rig, until
 
 
 async def test_tokens_come_back_in_order_and_the_request_is_forgotten() -> None:
