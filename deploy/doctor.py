@@ -74,7 +74,9 @@ def processes(ref: ClusterRef) -> Iterator[Finding]:
         if is_alive(identity(entry)):
             yield Finding(OK, f"{entry.name} runs (pid {entry.pid})")
         else:
-            yield Finding(FAIL, f"{entry.name} (pid {entry.pid}) is gone", f"its log: {entry.log}")
+            # A worker may have been drained; a server is always missed.
+            level = FAIL if entry.role in ("nats", "etcd") else WARN
+            yield Finding(level, f"{entry.name} (pid {entry.pid}) is gone", f"its log: {entry.log}")
     yield from pinning(recorded.processes if recorded else [])
 
 
