@@ -1,0 +1,452 @@
+"""The whole handoff without vLLM: real queue, ledger, control channel, runner, mover, transport.
+
+What counts is the decode worker's memory: after each remote prefill it holds, byte for byte, what
+computing there would have left; and afterwards nothing is left anywhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pullfill import u32
+from pullfill.errors import Outcome
+from pullfill.wire import PrefillJob, decode, encode
+from tests.support.fakes import FakeClock
+from tests.support.handoff_rig import Cluster, DecodeHalf, Served, until
+from tests.support.kv_engine import BLOCK
+
+
+def prompt(length: int, seed: int = 1) -> list[int]:
+    return random.Random(seed).choices(range(50_000), k=length)
+
+
+async def settled(*requests: Served) -> None:
+    await until(lambda: all(r.loaded is not None for r in requests))
+
+
+# ------------------------------------------------------------------ right bytes
+
+
+@pytest.mark.parametrize("transport", ["loopback", "shm"])
+async def test_every_length_around_the_block_boundaries(tmp_path: Path, transport: str) -> None:
+    """All at once: cold, batched, chunked."""
+    async with Cluster(tmp_path, transport) as cluster:
+        decode, prefill = await cluster.decode(), await cluster.prefill(chunk=7)
+        lengths = [2, 3, 4, 5, 6, 7, 8, 9, 10, 15, 16, 17, 18, 31, 32, 33, 34, 61]
+        served = [decode.send(prompt(n, seed=n)) for n in lengths]
+        await settled(*served)
+        assert [n for n, s in zip(lengths, served, strict=True) if not decode.right(s)] == []
+        await cluster.check_clean()
+        assert prefill.runner.completed == len(lengths)
+        assert prefill.engine.computed_tokens == sum(lengths) - len(lengths)
+
+
+@pytest.mark.parametrize("decode_hit", [0, 1, 3])
+@pytest.mark.parametrize("prefill_hit", [0, 2, 3, 5])
+async def test_hits_on_either_side(tmp_path: Path, decode_hit: int, prefill_hit: int) -> None:
+    tokens = prompt(6 * BLOCK + 2)
+    async with Cluster(tmp_path, "shm") as cluster:
+        decode, prefill = await cluster.decode(), await cluster.prefill(chunk=5)
+        hit = decode.cache(tokens[: decode_hit * BLOCK])
+        if prefill_hit:
+            prefill.engine.cache(tokens[: prefill_hit * BLOCK])
+        served = decode.send(tokens, hit)
+        await settled(served)
+        assert decode.right(served)
+        known = max(decode_hit, prefill_hit) * BLOCK
+        assert prefill.engine.computed_tokens == len(tokens) - 1 - known, "nothing twice"
+        await cluster.check_clean()
+
+
+@settings(max_examples=40, deadline=None, database=None)
+@given(st.data())
+def test_any_mixture(data: st.DataObject) -> None:
+    """Random lengths, hits and chunks, two prefill workers, preemptions in between."""
+
+    async def go(directory: Path) -> None:
+        async with Cluster(directory) as cluster:
+            decode = await cluster.decode()
+            prefills = [
+                await cluster.prefill(chunk=data.draw(st.integers(1, 20))) for _ in range(2)
+            ]
+            shared = prompt(4 * BLOCK, seed=7)
+            hit = decode.cache(shared)
+            for prefill in prefills:
+                prefill.engine.preempt_next = data.draw(st.booleans())
+                if data.draw(st.booleans()):
+                    prefill.engine.cache(shared[: 3 * BLOCK])
+            served = []
+            for seed in range(data.draw(st.integers(1, 5))):
+                use = data.draw(st.integers(0, 4))
+                rest = data.draw(st.integers(2, 24))
+                tokens = shared[: use * BLOCK] + prompt(rest, seed=100 + seed)
+                served.append(decode.send(tokens, hit[:use]))
+            await settled(*served)
+            assert all(decode.right(s) for s in served)
+            await cluster.check_clean()
+
+    with tempfile.TemporaryDirectory() as directory:
+        asyncio.run(go(Path(directory)))
+
+
+async def test_preemption_rewrites_everything(tmp_path: Path) -> None:
+    async with Cluster(tmp_path) as cluster:
+        decode, prefill = await cluster.decode(), await cluster.prefill(chunk=5)
+        prefill.engine.preempt_next = True
+        served = decode.send(prompt(30))
+        await settled(served)
+        assert decode.right(served)
+        assert prefill.engine.computed_tokens > 29
+        await cluster.check_clean()
+
+
+async def test_two_decode_workers_share_the_prefill_workers(tmp_path: Path) -> None:
+    async with Cluster(tmp_path) as cluster:
+        decodes = [await cluster.decode(f"decode-{i}") for i in (1, 2)]
+        for _ in range(2):
+            await cluster.prefill()
+        served = [(d, d.send(prompt(20 + n, seed=n))) for n in range(6) for d in decodes]
+        await settled(*[s for _, s in served])
+        assert all(d.right(s) for d, s in served)
+        await cluster.check_clean()
+
+
+# ------------------------------------------------------------------ prefill workers that fail
+
+
+async def stuck_in_a_write(decode: DecodeHalf) -> None:
+    owner: Any = decode.region.owner
+    assert await asyncio.to_thread(owner.faults.wait_held)
+
+
+def hold(decode: DecodeHalf, after: int = 0) -> Any:
+    owner: Any = decode.region.owner
+    owner.faults.hold(after)
+    return owner.faults
+
+
+async def nothing(*_: object, **__: object) -> None:
+    """What a dead process does."""
+
+
+@pytest.mark.parametrize("where", ["computing", "writing"])
+async def test_a_runner_that_is_killed_hands_its_job_on(tmp_path: Path, where: str) -> None:
+    async with Cluster(tmp_path) as cluster:
+        decode, first = await cluster.decode(), await cluster.prefill(chunk=5)
+        if where == "computing":
+            first.engine.gate.clear()
+        else:
+            faults = hold(decode)
+        served = decode.send(prompt(30))
+        await until(lambda: decode.ledger.counts()["granted"] == 1)  # type: ignore[index]
+        if where == "writing":
+            await stuck_in_a_write(decode)
+        second = await cluster.prefill()
+        await first.puller.stop()
+        await first.runner.abandon()
+        if where == "writing":
+            await until(lambda: decode.ledger.quarantined_blocks == len(served.table))
+            faults.resume()
+        first.engine.gate.set()
+        await settled(served)
+        assert decode.right(served)
+        await cluster.check_clean()
+        assert (first.runner.completed, second.runner.completed) == (0, 1)
+
+
+async def test_a_worker_that_dies_in_a_write_loses_its_job_to_another(tmp_path: Path) -> None:
+    """No word from it: the connection closes and its batch ends as the kernel ends it."""
+    async with Cluster(tmp_path) as cluster:
+        decode, first = await cluster.decode(), await cluster.prefill(chunk=5)
+        faults = hold(decode, after=1)
+        served = decode.send(prompt(30))
+        await stuck_in_a_write(decode)
+        second = await cluster.prefill()
+        await first.puller.stop()
+        first.runner._settle = nothing  # type: ignore[method-assign]
+        await first.links.close()
+        await asyncio.to_thread(faults.kill)
+        await settled(served)
+        assert decode.right(served)
+        await cluster.check_clean()
+        assert second.runner.completed == 1
+
+
+async def test_the_only_worker_dies(tmp_path: Path) -> None:
+    async with Cluster(tmp_path) as cluster:
+        decode, only = await cluster.decode(), await cluster.prefill(chunk=5)
+        faults = hold(decode)
+        served = [decode.send(prompt(30, seed=n)) for n in range(3)]
+        await stuck_in_a_write(decode)
+        await only.puller.stop()
+        await only.links.close()
+        await settled(*served)
+        assert [s.loaded for s in served] == [False] * 3, "at once, not at the deadline"
+        await asyncio.to_thread(faults.kill)
+        await cluster.check_clean()
+
+
+async def test_a_duplicate_delivery_is_written_by_one_only(tmp_path: Path) -> None:
+    """ack_wait shorter than the prefill and no heartbeat: the later claim wins, and only after
+    the first writer is proved quiet."""
+    clock = FakeClock()
+    async with Cluster(tmp_path, clock=clock, ack_wait_s=5.0) as cluster:
+        decode, first = await cluster.decode(), await cluster.prefill(chunk=5)
+        faults = hold(decode)
+        served = decode.send(prompt(30))
+        await stuck_in_a_write(decode)
+        await first.puller.stop()
+        second = await cluster.prefill()
+        clock.advance(6.0)
+        await until(lambda: second.runner.in_flight == 1)
+        await until(lambda: decode.ledger.counts()["quarantined"] == 1)  # type: ignore[index]
+        assert second.engine.computed_tokens == 0, "not before the proof"
+        faults.resume()
+        await settled(served)
+        assert decode.right(served)
+        await cluster.check_clean()
+        assert (first.runner.completed, second.runner.completed) == (0, 1)
+
+
+async def test_a_stopped_writer_keeps_its_blocks_and_nothing_else(tmp_path: Path) -> None:
+    """Deadline passed, request served locally, others go on; the late bytes land in blocks that
+    are still held, and the late commit is refused."""
+    async with Cluster(tmp_path, clock=FakeClock()) as cluster:
+        decode, zombie = await cluster.decode(), await cluster.prefill(chunk=100)
+        faults = hold(decode)
+        served = decode.send(prompt(30))
+        await stuck_in_a_write(decode)
+        await zombie.puller.stop()
+        decode.pass_time(25.0)
+        await settled(served)
+        assert served.loaded is False
+        assert not set(served.table) & decode.pool.free
+        others = [decode.cache(prompt(n, seed=n)) for n in (40, 80)]
+        before = [decode.pages[:, t].copy() for t in others]
+        faults.resume()
+        await until(lambda: decode.ledger.open_jobs == 0)
+        assert all((decode.pages[:, t] == b).all() for t, b in zip(others, before, strict=True))
+        await cluster.check_clean()
+
+
+async def test_abort_in_a_write(tmp_path: Path) -> None:
+    async with Cluster(tmp_path) as cluster:
+        decode, prefill = await cluster.decode(), await cluster.prefill(chunk=5)
+        faults = hold(decode, after=1)
+        served = decode.send(prompt(30))
+        await stuck_in_a_write(decode)
+        decode.abort(served)
+        await settled(served)
+        assert not set(served.table) & decode.pool.free, "held"
+        faults.resume()
+        await until(lambda: set(served.table) <= decode.pool.free)
+        await cluster.check_clean()
+        assert prefill.runner.completed == 0
+        again = decode.send(prompt(30))
+        await settled(again)
+        assert decode.right(again)
+
+
+async def test_a_revoked_worker_becomes_idle(tmp_path: Path) -> None:
+    """Its drain-ack may end after the job itself; a drain waits for both, not for ever."""
+    async with Cluster(tmp_path) as cluster:
+        decode, prefill = await cluster.decode(), await cluster.prefill(chunk=5)
+        faults = hold(decode)
+        served = decode.send(prompt(30))
+        await stuck_in_a_write(decode)
+        decode.abort(served)
+        await until(lambda: prefill.runner.in_flight_tokens == 0)
+        assert not prefill.runner.idle.is_set(), "a copy still runs"
+        faults.resume()
+        await asyncio.wait_for(prefill.runner.idle.wait(), 10)
+        await cluster.check_clean()
+
+
+# ------------------------------------------------------------------ bad messages
+
+
+class Tampered:
+    """A producer whose published bodies are changed on the way."""
+
+    def __init__(self, inner: Any, change: Callable[[bytes], bytes]) -> None:
+        self._inner, self._change = inner, change
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    async def publish(self, job_id: str, body: bytes, tokens: int) -> Any:
+        return await self._inner.publish(job_id, self._change(body), tokens)
+
+
+def forged(**changes: Any) -> Callable[[bytes], bytes]:
+    return lambda body: encode(msgspec.structs.replace(decode(body, PrefillJob), **changes))
+
+
+def swapped_tokens(body: bytes) -> bytes:
+    job = decode(body, PrefillJob)
+    return forged(token_ids=bytes(reversed(job.token_ids)))(body)
+
+
+@pytest.mark.parametrize(
+    ("change", "outcome"),
+    [
+        (lambda body: b"\xc1" * 40, Outcome.TIMEOUT),
+        (lambda body: body[:-1], Outcome.TIMEOUT),
+        (forged(v=2), Outcome.TIMEOUT),
+        (forged(token_ids=b""), Outcome.TIMEOUT),
+        (forged(token_ids=b"abc"), Outcome.TIMEOUT),
+        (forged(job_id="another"), Outcome.TIMEOUT),
+        (swapped_tokens, Outcome.PREFILL_FAILED),
+        (forged(token_ids=u32.pack(range(300))), Outcome.PREFILL_FAILED),
+        (forged(block_ids=u32.pack([90, 91, 92])), Outcome.PREFILL_FAILED),
+        (forged(hit_tokens=4), Outcome.PREFILL_FAILED),
+        (forged(block_size=16), Outcome.PREFILL_FAILED),
+    ],
+    ids=[
+        "noise", "cut", "version", "no-tokens", "odd-tokens", "job-id", "tokens", "more-tokens",
+        "blocks", "hit", "block-size",
+    ],
+)  # fmt: skip
+async def test_poison_and_forgery_write_nothing(
+    tmp_path: Path, change: Callable[[bytes], bytes], outcome: Outcome
+) -> None:
+    """Dead-lettered, served locally, and not one byte of any block touched."""
+    clean = True
+
+    def maybe(body: bytes) -> bytes:
+        return body if clean else change(body)
+
+    async with Cluster(
+        tmp_path, wrap=lambda inner: Tampered(inner, maybe), clock=FakeClock()
+    ) as cluster:
+        decode, prefill = await cluster.decode(), await cluster.prefill()
+        clean = False
+        served = decode.send(prompt(3 * BLOCK))
+        before = decode.pages.copy()
+        await until(lambda: len(cluster.queue.dead) == 1)
+        if outcome is Outcome.TIMEOUT:
+            assert served.loaded is None
+            decode.pass_time(25.0)
+        await settled(served)
+        assert served.loaded is False
+        story = decode.stories.finish(served.request.request_id)
+        assert story is not None
+        assert story.fallback == outcome.value
+        assert (decode.pages == before).all()
+        clean = True
+        again = decode.send(prompt(9))
+        await settled(again)
+        assert decode.right(again), "the worker lives"
+        await cluster.check_clean()
+        assert prefill.runner.completed == 1
+
+
+async def test_a_prompt_longer_than_the_worker_takes_is_local_and_no_poison(tmp_path: Path) -> None:
+    async with Cluster(tmp_path) as cluster:
+        decode, _ = await cluster.decode(), await cluster.prefill()
+        served = decode.send(prompt(310))
+        await settled(served)
+        assert served.loaded is False
+        await cluster.check_clean()
+        assert not cluster.queue.dead
+
+
+# ------------------------------------------------------------------ decode workers that leave
+
+
+async def test_jobs_of_a_decode_worker_that_is_gone_are_dropped(tmp_path: Path) -> None:
+    async with Cluster(tmp_path) as cluster:
+        gone, stays = await cluster.decode("decode-1"), await cluster.decode("decode-2")
+        prefill = await cluster.prefill(pull=False)
+        lost = gone.send(prompt(20))
+        served = stays.send(prompt(20))
+        await until(lambda: cluster.queue.status().depth_jobs == 2)
+        cluster.directory.remove("decode-1")
+        await gone.control.stop()
+        prefill.puller.start()
+        await settled(served)
+        await until(lambda: cluster.queue.status().depth_jobs == 0)
+        assert prefill.engine.computed_tokens == 19
+        assert not cluster.queue.dead
+        gone.abort(lost)
+        gone.ledger.give_up_all(Outcome.DRAINED)
+        await cluster.check_clean()
+
+
+async def test_a_decode_worker_leaves_while_its_prompt_is_computed(tmp_path: Path) -> None:
+    """The step's writes come after the mover was closed; the engine gets its blocks back."""
+    async with Cluster(tmp_path) as cluster:
+        decode, prefill = await cluster.decode(), await cluster.prefill(chunk=5)
+        prefill.engine.gate.clear()
+        served = decode.send(prompt(30))
+        await until(lambda: prefill.runner._running)
+        cluster.directory.remove("decode-1")
+        await until(lambda: not prefill.links.connected)
+        await settled(served)
+        assert served.loaded is False
+        prefill.engine.gate.set()
+        await until(lambda: cluster.queue.status().depth_jobs == 0)
+        await cluster.check_clean()
+
+
+async def test_a_new_incarnation_voids_what_was_granted(tmp_path: Path) -> None:
+    async with Cluster(tmp_path) as cluster:
+        decode, prefill = await cluster.decode(), await cluster.prefill(chunk=5)
+        faults = hold(decode)
+        served = decode.send(prompt(30))
+        await stuck_in_a_write(decode)
+        decode.ledger.new_incarnation("decode-1-i1")
+        decode.region.owner.renew("decode-1-i1")
+        decode.region.descriptor = msgspec.structs.replace(
+            decode.region.descriptor, incarnation="decode-1-i1"
+        )
+        record = cluster.directory.members["decode-1"]
+        cluster.directory.put(msgspec.structs.replace(record, incarnation="decode-1-i1"))
+        await settled(served)
+        assert served.loaded is False
+        faults.resume()
+        await until(lambda: prefill.links.connected)
+        again = decode.send(prompt(30))
+        await settled(again)
+        assert decode.right(again)
+        await cluster.check_clean()
+
+
+async def test_the_queue_going_away_means_local_at_once(tmp_path: Path) -> None:
+    async with Cluster(tmp_path) as cluster:
+        decode, _ = await cluster.decode(), await cluster.prefill()
+        cluster.queue.offline = True
+        served = decode.send(prompt(20))
+        await settled(served)
+        assert served.loaded is False
+        cluster.queue.offline = False
+        again = decode.send(prompt(20))
+        await settled(again)
+        assert decode.right(again)
+        await cluster.check_clean()
+
+
+def test_the_rig_would_notice_one_wrong_byte() -> None:
+    """The oracle itself: a flipped byte anywhere in the last block is seen."""
+
+    async def go(directory: Path) -> None:
+        async with Cluster(directory) as cluster:
+            decode, _ = await cluster.decode(), await cluster.prefill()
+            served = decode.send(prompt(11))
+            await settled(served)
+            assert decode.right(served)
+            decode.pages[1, served.table[-1], 1, 0] ^= 1
+            assert not decode.right(served)
+
+    with tempfile.TemporaryDirectory() as directory:
+        asyncio.run(go(Path(directory)))

@@ -1,0 +1,328 @@
+"""Decode and prefill workers without vLLM: every part of the handoff but the engines is real.
+
+queue/memory.py, Ledger, ControlServer, Publisher, both scheduler halves, JobRunner, Puller, Links,
+Mover and a transport; `KvEngine` computes on the prefill side, `DecodeHalf` is vLLM on the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pullfill.clock import SYSTEM_CLOCK, Clock
+from pullfill.decode_worker.context import DecodeContext
+from pullfill.decode_worker.control import ControlServer
+from pullfill.decode_worker.ledger import Ledger
+from pullfill.decode_worker.publisher import Publisher
+from pullfill.decode_worker.router import Situation
+from pullfill.decode_worker.scheduler_side import SchedulerSide
+from pullfill.decode_worker.story import Stories
+from pullfill.prefill_worker.links import Links
+from pullfill.prefill_worker.mover import Mover
+from pullfill.prefill_worker.puller import Puller
+from pullfill.prefill_worker.runner import JobRunner
+from pullfill.queue.contract import JobProducer, QueueConfig
+from pullfill.queue.memory import MemoryQueue
+from pullfill.wire import Hello, RouterConfig, RouterPolicy, WorkerRecord, WorkerState
+from tests.support.fakes import FakePool, FakeRequest
+from tests.support.kv_engine import BLOCK, LAYOUT, NUM_BLOCKS, KvEngine, compute, holds
+from tests.support.transfer_rigs import COMPAT, RIGS, Region, Rig
+
+COMPATIBLE = msgspec.structs.replace(COMPAT, block_size=BLOCK)
+
+
+async def until(what: Callable[[], object], timeout_s: float = 10.0) -> None:
+    """Poll for a state; the bound is for hangs only."""
+    async with asyncio.timeout(timeout_s):
+        while not what():  # noqa: ASYNC110 (nothing to wait for but the state itself)
+            await asyncio.sleep(0.001)
+
+
+class FakeDirectory:
+    """The registry's Directory as far as prefill workers use it."""
+
+    def __init__(self) -> None:
+        self.members: dict[str, WorkerRecord] = {}
+        self._callbacks: list[Callable[[WorkerRecord | None, WorkerRecord | None], None]] = []
+
+    def workers(self, role: str) -> dict[str, WorkerRecord]:
+        return dict(self.members)
+
+    def subscribe(self, callback: Any) -> Callable[[], None]:
+        self._callbacks.append(callback)
+        return lambda: self._callbacks.remove(callback)
+
+    def put(self, record: WorkerRecord) -> None:
+        old = self.members.get(record.instance_id)
+        self.members[record.instance_id] = record
+        for callback in self._callbacks:
+            callback(old, record)
+
+    def remove(self, instance_id: str) -> None:
+        old = self.members.pop(instance_id)
+        for callback in self._callbacks:
+            callback(old, None)
+
+
+@dataclass(slots=True, eq=False)
+class Served:
+    """One request on the decode side. `loaded` None: still waiting."""
+
+    request: FakeRequest
+    table: list[int]
+    loaded: bool | None = None
+    over: bool = False
+
+
+class DecodeHalf:
+    """A decode worker whose vLLM is this class. asyncio thread only."""
+
+    def __init__(
+        self,
+        rig: Rig,
+        producer: JobProducer,
+        name: str,
+        *,
+        timeout_s: float,
+        host: str,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
+        self.name, self._host, self._producer, self._clock = name, host, producer, clock
+        self.region: Region = rig.region(LAYOUT, instance_id=name, incarnation=f"{name}-i0")
+        self.pages = self.region.pages
+        self.pool = FakePool(NUM_BLOCKS)
+        self.requests: dict[str, Served] = {}
+        self.cached: list[int] = []
+        self.stories = Stories(name)
+        loop = asyncio.get_running_loop()
+        self.ledger = Ledger(
+            self.region.owner.fences,
+            incarnation=f"{name}-i0",
+            clock=clock,
+            on_event=lambda: loop.call_soon_threadsafe(self.step),
+            on_action=lambda: loop.call_soon_threadsafe(self.control.wake),
+        )
+        self.control = ControlServer(
+            instance_id=name,
+            compat=COMPATIBLE,
+            ledger=self.ledger,
+            stories=self.stories,
+            cancel=producer.cancel,  # type: ignore[arg-type]
+            hand_back=producer.hand_back,
+        )
+        config = RouterConfig(policy=RouterPolicy.ALWAYS_REMOTE, remote_timeout_s=timeout_s)
+        self.side = SchedulerSide(
+            DecodeContext(
+                instance_id=name,
+                incarnation=f"{name}-i0",
+                router_config=lambda: config,
+                situation=lambda p, h, i: Situation(
+                    p, h, i, prefill_workers=1, queue_available=True
+                ),
+                publish=lambda job: self.publisher.submit(job),
+                stories=self.stories,
+                make_ledger=lambda _: self.ledger,
+                ledger=self.ledger,
+            ),
+            BLOCK,
+        )
+        self.side.bind_pool(self.pool)
+
+    async def start(self) -> WorkerRecord:
+        await self.control.start(self._host)
+        self.publisher = Publisher(
+            asyncio.get_running_loop(),
+            self._producer,
+            self.ledger,
+            instance_id=self.name,
+            control=self.control.address,
+            compat_hash=COMPATIBLE.hash(),
+            block_size=BLOCK,
+        )
+        return WorkerRecord(
+            instance_id=self.name,
+            incarnation=f"{self.name}-i0",
+            role="decode",
+            state=WorkerState.READY,
+            model="m",
+            compat=COMPATIBLE,
+            host=self._host,
+            host_id="h",
+            pid=1,
+            started_at=0.0,
+            control=self.control.address,
+        )
+
+    def cache(self, tokens: Sequence[int]) -> list[int]:
+        """Prefill a prompt here; its whole blocks are this worker's prefix cache."""
+        table = self.pool.allocate(len(tokens) // BLOCK)
+        assert table is not None
+        compute(self.pages, table, tokens, 0, len(table) * BLOCK)
+        self.cached += table
+        return table
+
+    def send(self, tokens: Sequence[int], hit: Sequence[int] = ()) -> Served:
+        """A request that hits the cached blocks `hit`; it must go remote."""
+        request = FakeRequest(f"r{len(self.requests)}", list(tokens))
+        external, asynchronous = self.side.matched(request, len(hit) * BLOCK)
+        assert asynchronous
+        own = self.pool.allocate(-(-(len(tokens) - 1) // BLOCK) - len(hit))
+        assert own is not None
+        self.pages[:, own] = 0xAA
+        self.pool.touch([self.pool.blocks[b] for b in hit])
+        served = self.requests[request.request_id] = Served(request, [*hit, *own])
+        self.side.allocated(request, served.table, external)
+        self.side.step_done()
+        return served
+
+    def pass_time(self, seconds: float) -> None:
+        """Move the cluster's FakeClock and let the timer look at it."""
+        self._clock.advance(seconds)  # type: ignore[attr-defined]
+        self.control.wake()
+
+    def step(self) -> None:
+        loaded, failed = self.side.collect()
+        for request_id in [*loaded, *failed]:
+            served = self.requests[request_id]
+            assert served.loaded is None, "told twice"
+            served.loaded = request_id in loaded
+            if served.over or not served.loaded:
+                self.pool.release(served.table)
+
+    def abort(self, served: Served) -> None:
+        served.over = True
+        self.side.finished(served.request.request_id)
+        if served.loaded:
+            self.pool.release(served.table)
+
+    def right(self, served: Served) -> bool:
+        """Loaded, and its blocks hold what computing here would have given."""
+        tokens = served.request.prompt_token_ids
+        assert tokens is not None
+        return bool(served.loaded) and holds(self.pages, served.table, tokens[:-1])
+
+    def check_clean(self) -> None:
+        for served in self.requests.values():
+            assert served.loaded is not None, "still waiting"
+            if served.loaded and not served.over:
+                self.abort(served)
+        assert self.ledger.open_jobs == 0
+        assert self.ledger.quarantined_blocks == 0
+        assert self.region.owner.fences.in_use == 0
+        assert self.pool.free == set(range(NUM_BLOCKS)) - set(self.cached)
+
+    async def stop(self) -> None:
+        await self.control.stop()
+        self.region.owner.close()
+
+
+class PrefillHalf:
+    """A prefill worker whose vLLM is a KvEngine."""
+
+    def __init__(self, cluster: Cluster, name: str, *, chunk: int) -> None:
+        self.name, self._cluster = name, cluster
+        self.local = cluster.rig.local(LAYOUT)
+        self.engine = KvEngine(self.local.pages, chunk=chunk, compat_hash=COMPATIBLE.hash())
+        self.links = Links(
+            cluster.directory,  # type: ignore[arg-type]
+            Hello(prefill_instance=name, host_id="h", compat=COMPATIBLE.hash(), transports=["any"]),
+            COMPATIBLE,
+            self._open_mover,
+            lambda link, revoke: self.runner.revoked(link, revoke),
+            lambda link: self.runner.link_lost(link),
+        )
+        self.runner = JobRunner(
+            self.links,
+            self.engine,  # type: ignore[arg-type]
+            heartbeat_s=cluster.heartbeat_s,
+            max_prompt_tokens=300,
+            on_change=lambda: self.puller.changed(),
+        )
+        self.consumer = cluster.queue.consumer()
+        self.puller = Puller(self.consumer, self.runner, budget_tokens=400, max_jobs=16)
+        self.links.start()
+
+    async def _open_mover(self, record: WorkerRecord) -> Mover:
+        region = self._cluster.decodes[record.instance_id].region
+        connect = self._cluster.rig.connect
+        return Mover(await asyncio.to_thread(connect, self.local, region), record.instance_id)
+
+    async def stop(self) -> None:
+        await self.puller.stop()
+        await self.runner.abandon()
+        await self.links.close()
+        await asyncio.to_thread(self.engine.stop)
+
+
+@dataclass(eq=False)
+class Cluster:
+    """Everything on one loop; use as `async with Cluster(tmp_path, "loopback") as cluster`.
+
+    wrap: puts something between the decode workers and the queue (to corrupt what is published).
+    """
+
+    directory_path: Path
+    transport: str = "loopback"
+    clock: Clock = SYSTEM_CLOCK
+    ack_wait_s: float = 30.0
+    heartbeat_s: float = 10.0
+    timeout_s: float = 20.0
+    wrap: Callable[[Any], Any] = lambda producer: producer
+    decodes: dict[str, DecodeHalf] = field(default_factory=dict)
+    prefills: list[PrefillHalf] = field(default_factory=list)
+
+    async def __aenter__(self) -> Cluster:
+        self.rig = RIGS[self.transport](self.directory_path)
+        self.directory = FakeDirectory()
+        config = QueueConfig("ns", COMPATIBLE.hash(), ack_wait_s=self.ack_wait_s)
+        self.queue = MemoryQueue(config, clock=self.clock)
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        for prefill in self.prefills:
+            with contextlib.suppress(Exception):
+                self._faults("resume")
+            await prefill.stop()
+        for decode in self.decodes.values():
+            await decode.stop()
+
+    def _faults(self, verb: str) -> None:
+        for decode in self.decodes.values():
+            getattr(decode.region.owner.faults, verb)()  # type: ignore[attr-defined]
+
+    async def decode(self, name: str = "decode-1") -> DecodeHalf:
+        producer = self.wrap(self.queue.producer())
+        decode = DecodeHalf(
+            self.rig, producer, name, timeout_s=self.timeout_s, host="127.0.0.1", clock=self.clock
+        )
+        self.decodes[name] = decode
+        self.directory.put(await decode.start())
+        return decode
+
+    async def prefill(self, *, chunk: int = 8, pull: bool = True) -> PrefillHalf:
+        prefill = PrefillHalf(self, f"prefill-{len(self.prefills) + 1}", chunk=chunk)
+        self.prefills.append(prefill)
+        known = sorted(self.directory.members)
+        await until(lambda: prefill.links.connected == known)
+        if pull:
+            prefill.puller.start()
+        return prefill
+
+    async def check_clean(self) -> None:
+        """Ledger, fences, pools, stream and engines are as they were before the first request."""
+        for decode in self.decodes.values():
+            await until(lambda d=decode: d.ledger.open_jobs == 0 and not d.ledger.has_events)  # type: ignore[misc]
+            decode.step()
+            decode.check_clean()
+        for prefill in self.prefills:
+            await asyncio.wait_for(prefill.runner.idle.wait(), 10)
+            await until(lambda p=prefill: p.engine.idle)  # type: ignore[misc]
+            assert prefill.runner.in_flight == prefill.runner.in_flight_tokens == 0
+            assert prefill.engine.failure is None
+        await until(lambda: self.queue.status().depth_jobs == 0)
