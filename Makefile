@@ -11,7 +11,6 @@ PYTEST_ARGS ?=
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
-	@printf '  make %-14s %s\n' 'bench-NAME' 'Run benchmarks/bench_NAME.py, which writes benchmarks/results/'
 
 install: ## Make .venv and install everything into it (quick when nothing changed)
 	@$(PYTHON) -m pullfill.deploy.install
@@ -39,6 +38,12 @@ test-fast: install ## Unit and contract tests, under a minute
 
 chaos: install ## Fault tests: real processes, real servers, real engines
 	$(BIN)/pytest tests/chaos $(PYTEST_ARGS)
+
+# Each writes benchmarks/results/NAME.json and .md; ARGS=--help tells what it measures.
+bench-cluster: ## Start-up, memory, handoff stages and idle CPU of a demo cluster (minutes)
+bench-frontend: ## CPU per streamed token against vLLM's API server (minutes)
+bench-transfer: ## KV block writes against plain copies
+bench-transfer: override ARGS += --save
 
 bench-%: install
 	$(BIN)/python -m benchmarks.bench_$(subst -,_,$*) $(ARGS)

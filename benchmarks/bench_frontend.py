@@ -1,0 +1,215 @@
+"""CPU of our frontend per streamed token, against vLLM's own API server: `make bench-frontend`.
+
+Both run at the same time over an engine of their own: same model, same flags, same core for the
+engine, one thread of compute. The same client sends the same load to one and to the other in turn
+(the order changes from round to round); what counts is the CPU time of the HTTP process alone,
+never of the engine. Medians over the rounds. Writes results/frontend.json and .md.
+Exit status 1 when a target is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import httpx
+import psutil
+
+from benchmarks import machine
+from benchmarks.live import BenchError, child, demo_flags, running, wait_for
+from benchmarks.report import Row, finish, median, row, versus
+from pullfill.deploy import plan
+from pullfill.deploy.servers import free_port
+
+PEER = "vLLM API server"
+TARGET = 1.1
+# Our frontend's default; the same work for both.
+SAME_FLAGS = ("--enable-prompt-tokens-details",)
+TEXT = "The quick brown fox jumps over the lazy dog, and number {} follows it home. "
+
+
+@dataclass(slots=True)
+class Server:
+    """One HTTP process. `pid` is its own; `engine` that of its engine."""
+
+    name: str
+    url: str
+    pid: int
+    engine: int
+
+
+@contextmanager
+def our_server(base: Path) -> Iterator[Server]:
+    """A frontend over one decode worker."""
+    with running(base / "cluster", "--prefill", "0", *SAME_FLAGS) as live:
+        yield Server("pullfill", live.url, live.pid("frontend"), live.pid("decode"))
+
+
+@contextmanager
+def vllm_server(base: Path, core: set[int]) -> Iterator[Server]:
+    """vLLM's API server with its engine core in another process, which is put on `core`."""
+    port = free_port()
+    entry = "vllm.entrypoints.launchers.api_server.entry"
+    command = [sys.executable, "-P", "-m", entry, "--model", str(plan.demo_directory())]
+    command += ["--host", "127.0.0.1", "--port", str(port), *demo_flags(), *SAME_FLAGS]
+    env = {
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    url, log = f"http://127.0.0.1:{port}", base / "vllm.log"
+    with child(command, log, env) as process:
+
+        def up() -> bool:
+            if process.poll() is not None:
+                raise BenchError(f"vLLM's server ended:\n{log.read_text()[-3000:]}")
+            return httpx.get(f"{url}/health", timeout=5.0).status_code == 200
+
+        wait_for(up, 240.0, "vLLM's API server answers", 0.5)
+        engine = _engine_of(process.pid)
+        for thread in psutil.Process(engine).threads():
+            os.sched_setaffinity(thread.id, core)
+        yield Server(PEER, url, process.pid, engine)
+
+
+def _engine_of(pid: int) -> int:
+    """The child with the model in it: by far the largest. Raises BenchError if there is none."""
+    children = psutil.Process(pid).children(recursive=True)
+    sized: list[tuple[int, int]] = sorted((machine.rss_bytes(c.pid), c.pid) for c in children)
+    if not sized or sized[-1][0] < 200 << 20:
+        raise BenchError("vLLM's API server has no engine process beside it")
+    return sized[-1][1]
+
+
+def request_of(kind: str, stream: int, tokens: int) -> tuple[str, dict[str, Any]]:
+    """(path, body) of one stream. Short prompts: it is streaming that is measured."""
+    text = TEXT.format(stream)
+    body: dict[str, Any] = {
+        "model": "demo",
+        "max_tokens": tokens,
+        "ignore_eos": True,
+        "temperature": 0.0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    if kind == "chat":
+        return "/v1/chat/completions", {**body, "messages": [{"role": "user", "content": text}]}
+    return "/v1/completions", {**body, "prompt": text}
+
+
+async def load(url: str, kind: str, streams: int, tokens: int) -> int:
+    """Run the streams at once and read them to their ends. Returns the tokens that came.
+
+    Raises BenchError when a stream ended early.
+    """
+    timeout = aiohttp.ClientTimeout(total=300)
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+        counts = await asyncio.gather(
+            *(_stream(session, url, *request_of(kind, n, tokens)) for n in range(streams))
+        )
+    if set(counts) != {tokens}:
+        raise BenchError(f"{url}: streams of {sorted(set(counts))} tokens instead of {tokens}")
+    return sum(counts)
+
+
+async def _stream(session: aiohttp.ClientSession, url: str, path: str, body: dict[str, Any]) -> int:
+    tail = b""
+    async with session.post(url + path, json=body) as answer:
+        if answer.status != 200:
+            raise BenchError(f"{url}{path}: {answer.status} {await answer.text()}")
+        async for chunk in answer.content.iter_any():
+            tail = (tail + chunk)[-2000:]
+    return tokens_of(tail)
+
+
+def tokens_of(tail: bytes) -> int:
+    """Completion tokens by the usage in the last event of a stream."""
+    if not tail.rstrip().endswith(b"data: [DONE]"):
+        raise BenchError(f"a stream ended early: {tail[-300:]!r}")
+    digits = tail.rpartition(b'"completion_tokens":')[2].lstrip()
+    return int(digits[: len(digits) - len(digits.lstrip(b"0123456789"))] or b"0")
+
+
+def measure(
+    servers: list[Server], kind: str, options: argparse.Namespace, quiet: machine.Quiet
+) -> dict[str, list[float]]:
+    """Microseconds of CPU per token of each server's HTTP process, one value per round."""
+    cost: dict[str, list[float]] = {server.name: [] for server in servers}
+    rng = random.Random(3)
+    pids = [pid for server in servers for pid in (server.pid, server.engine)]
+    for number in range(-1, options.rounds):  # the first one warms up
+        order = rng.sample(servers, len(servers))
+        for server in order:
+            with quiet.window(pids):
+                before = machine.cpu_seconds(server.pid)
+                tokens = asyncio.run(load(server.url, kind, options.streams, options.tokens))
+                used = machine.cpu_seconds(server.pid) - before
+            if number >= 0:
+                cost[server.name].append(1e6 * used / tokens)
+    for name, values in cost.items():
+        print(f"{kind:<11} {name:<16} " + " ".join(f"{v:.1f}" for v in values) + " us/token")
+    return cost
+
+
+def rows_of(kind: str, cost: dict[str, list[float]]) -> Row:
+    """Medians against each other."""
+    ours, theirs = median(cost["pullfill"]), median(cost[PEER])
+    return versus(f"CPU per streamed token, {kind}", ours, "us", PEER, theirs, TARGET)
+
+
+def run(options: argparse.Namespace, base: Path) -> tuple[list[Row], machine.Quiet]:
+    quiet = machine.Quiet()
+    quiet.look()
+    with ExitStack() as stack:
+        ours = stack.enter_context(our_server(base))
+        core = os.sched_getaffinity(ours.engine)
+        theirs = stack.enter_context(vllm_server(base, core))
+        rows = [
+            rows_of(kind, measure([ours, theirs], kind, options, quiet))
+            for kind in ("completions", "chat")
+        ]
+        memory = [machine.rss_bytes(server.pid) / 1e9 for server in (ours, theirs)]
+        rows.append(versus("memory of the HTTP process, RSS", memory[0], "GB", PEER, memory[1]))
+        rows.append(row("streams at once", options.streams, ""))
+        rows.append(row("tokens per stream", options.tokens, ""))
+    return rows, quiet
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=9, help="loads per server and endpoint")
+    parser.add_argument("--streams", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--no-save", action="store_true", help="print only")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="pullfill-bench-") as directory:
+        rows, quiet = run(options, Path(directory))
+    print(quiet)
+    return finish(
+        "frontend",
+        rows,
+        quiet=quiet.quiet,
+        save=not options.no_save,
+        title="The frontend against vLLM's API server",
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

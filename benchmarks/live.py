@@ -1,0 +1,137 @@
+"""A cluster started as a user starts it: `pullfill up --detach`, ended by `pullfill down`.
+
+Owner: the `with` block of `running`. Everything it started is ended at its exit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from pullfill.config import ClusterFile, read_cluster_file
+from pullfill.deploy import defaults, plan
+
+CLI = [sys.executable, "-P", "-m", "pullfill.deploy.cli"]
+START_LIMIT_S = 300.0
+
+
+class BenchError(Exception):
+    """The benchmark cannot be carried out."""
+
+
+@dataclass(slots=True)
+class Live:
+    """A running cluster. ready_s: from the start of `up` until it said ready."""
+
+    state_dir: Path
+    ready_s: float
+    cluster: ClusterFile
+
+    @property
+    def url(self) -> str:
+        return self.cluster.frontend_url
+
+    def pid(self, role: str) -> int:
+        """Of the first process of a role."""
+        return next(p.pid for p in self.cluster.processes if p.role == role)
+
+    def pids(self) -> dict[int, str]:
+        """All processes: pid → name."""
+        return {p.pid: p.name for p in self.cluster.processes}
+
+    def get(self, path: str) -> Any:
+        """A JSON view of the frontend."""
+        return httpx.get(self.url + path, timeout=10.0).raise_for_status().json()
+
+    def workers(self, role: str) -> list[dict[str, Any]]:
+        return [w for w in self.get("/pullfill/status")["workers"] if w["role"] == role]
+
+    def linked(self) -> set[str]:
+        """Prefill workers that every ready decode worker is connected to, and that pull."""
+        seen = [set(w["load"].get("prefill_workers", [])) for w in self.workers("decode")]
+        return set.intersection(*seen) if seen else set()
+
+
+def wait_for(check: Callable[[], Any], within_s: float, what: str, every_s: float = 0.1) -> Any:
+    """The first true value of `check`. Raises BenchError."""
+    deadline = time.monotonic() + within_s
+    while True:
+        with suppress(httpx.HTTPError):
+            if value := check():
+                return value
+        if time.monotonic() > deadline:
+            raise BenchError(f"not within {within_s:g} s: {what}")
+        time.sleep(every_s)
+
+
+@contextmanager
+def running(state_dir: Path, *flags: str, env: dict[str, str] | None = None) -> Iterator[Live]:
+    """`up` with these flags, on a free port. Raises BenchError with the end of its output."""
+    command = [*CLI, "up", "--model", "demo", "--detach", "--port", "0"]
+    full = {**os.environ, **(env or {})}
+    begin = time.monotonic()
+    try:
+        done = subprocess.run(
+            [*command, "--state-dir", str(state_dir), *flags],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=START_LIMIT_S,
+            env=full,
+        )
+        took = time.monotonic() - begin
+        if done.returncode:
+            raise BenchError(f"`pullfill up` failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+        yield Live(state_dir, took, read_cluster_file(state_dir))
+    finally:
+        subprocess.run(
+            [*CLI, "down", "--state-dir", str(state_dir)],
+            capture_output=True,
+            check=False,
+            timeout=120.0,
+        )
+
+
+def demo_vocabulary() -> int:
+    """Token ids of the demo model are below this. It must have been made."""
+    config = json.loads((plan.demo_directory() / "config.json").read_text())
+    return int(config["vocab_size"])
+
+
+def demo_flags() -> list[str]:
+    """vLLM's flags of a demo engine, as `up` gives them on a machine without a GPU."""
+    return defaults.engine_flags("demo", gpus=0, workers=2)
+
+
+@contextmanager
+def child(
+    command: Sequence[str], log: Path, env: dict[str, str] | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A process of our own with its output in `log`; ended (SIGTERM, then SIGKILL) at exit."""
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            list(command),
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **(env or {})},
+        )
+    try:
+        yield process
+    finally:
+        process.terminate()
+        try:
+            process.wait(30.0)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

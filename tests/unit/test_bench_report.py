@@ -1,0 +1,221 @@
+"""What the benchmarks print and write, and the measuring itself, without a cluster."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks import bench_cluster, bench_frontend, live, machine, report
+
+SPIN = """
+import time
+while time.process_time() < {}:
+    pass
+print(flush=True)
+input()
+"""
+
+
+class TestRows:
+    def test_limits_are_kept_inclusive(self) -> None:
+        assert report.row("m", 5.0, "ms", 5.0).ok
+        missed = report.row("m", 5.1, "ms", 5.0)
+        assert not missed.ok
+        assert missed.target == "<= 5"
+        assert report.row("m", 1e9, "ms").ok
+
+    def test_a_peer_is_compared_by_ratio(self) -> None:
+        close = report.versus("m", 110.0, "us", "peer", 100.0, 1.1)
+        assert (close.ok, close.ratio, close.target) == (True, 1.1, "ratio <= 1.1")
+        assert not report.versus("m", 111.0, "us", "peer", 100.0, 1.1).ok
+
+    def test_rounding_never_turns_a_miss_into_a_hit(self) -> None:
+        missed = report.row("m", 5.00001, "ms", 5.0)
+        assert (missed.value, missed.ok) == (5.0, False)
+
+    @pytest.mark.parametrize(
+        ("values", "share", "expected"),
+        [([3.0], 0.99, 3.0), ([1, 2, 3, 4], 0.5, 2.5), ([4, 1, 3, 2], 1.0, 4), ([2, 1], 0.0, 1)],
+    )
+    def test_percentile(self, values: list[float], share: float, expected: float) -> None:
+        assert report.percentile(values, share) == expected
+
+    def test_no_values_are_no_number(self) -> None:
+        with pytest.raises(ValueError, match="no values"):
+            report.percentile([], 0.5)
+
+
+class TestFiles:
+    ROWS = (report.row("plain", 1.5, "s"), report.versus("much", 3.0, "us", "other", 2.0, 1.1))
+
+    def test_json_and_table(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(report, "RESULTS", tmp_path / "results")
+        code = report.finish("it", list(self.ROWS), quiet=False, save=True, title="It")
+        assert code == 1  # a target is missed
+        written = json.loads((tmp_path / "results/it.json").read_text())
+        assert set(written) == {"commit", "machine", "quiet", "rows"}
+        assert written["quiet"] is False
+        fields = {"metric", "value", "unit", "peer", "peer_value", "ratio", "target", "ok"}
+        assert [set(r) for r in written["rows"]] == [fields, fields]
+        text = (tmp_path / "results/it.md").read_text()
+        assert "| much | 3 | us | other | 2 | 1.5 | ratio <= 1.1 | NO |" in text
+        assert "| plain | 1.5 | s |  |  |  |  |  |" in text
+        assert "NOT quiet" in text
+
+    def test_print_only(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(report, "RESULTS", tmp_path / "results")
+        assert report.finish("it", [self.ROWS[0]], quiet=True, save=False, title="It") == 0
+        assert not (tmp_path / "results").exists()
+
+
+class TestCpuClock:
+    def test_it_counts_what_another_process_used(self) -> None:
+        command = [sys.executable, "-c", SPIN.format(0.2)]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+            assert child.stdout is not None
+            child.stdout.readline()
+            used = machine.cpu_seconds(child.pid)
+            assert used >= 0.2
+            assert machine.total_cpu_seconds([child.pid]) >= used
+            assert child.pid in machine.tree([os.getpid()])
+            assert machine.rss_bytes(child.pid) <= machine.peak_rss_bytes(child.pid)
+            child.communicate(b"\n")
+        with pytest.raises(OSError, match="Invalid argument"):
+            machine.cpu_seconds(child.pid)
+        assert machine.total_cpu_seconds([child.pid]) == 0.0
+
+    def test_threads_are_told_apart(self) -> None:
+        uses = machine.thread_use({os.getpid(): "me"}, 0.01)
+        assert uses
+        assert {use.process for use in uses} == {"me"}
+
+
+class TestQuiet:
+    def test_what_is_expected_is_nobody_else(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        clock = {"busy": 10.0, "own": 4.0}
+        monkeypatch.setattr(machine, "_busy_seconds", lambda: clock["busy"])
+        monkeypatch.setattr(machine, "total_cpu_seconds", lambda _: clock["own"])
+        quiet = machine.Quiet()
+        with quiet.window([1]):
+            clock.update(busy=11.0, own=5.0)
+            time.sleep(0.01)
+        assert quiet.quiet
+        with quiet.window([1]):
+            clock.update(busy=12.0, own=5.1)
+            time.sleep(0.01)
+        assert not quiet.quiet
+
+    def test_the_machine_is_never_idle_forever(self) -> None:
+        before = machine._busy_seconds()
+        assert before > 0
+        assert machine._busy_seconds() >= before
+
+
+class TestHandoffRows:
+    @staticmethod
+    def record(queue: float, *, path: str = "remote", hit: int = 0) -> dict[str, object]:
+        timings: dict[str, float | None] = dict.fromkeys(bench_cluster.STAGES, 1.0)
+        timings["queue"] = queue
+        timings["prefix_read"] = 9.0 if hit else 0.0
+        return {"path": path, "prefix_hit_tokens": hit, "timings_ms": timings}
+
+    def rows(self, *records: dict[str, object]) -> dict[str, report.Row]:
+        return {row.metric: row for row in bench_cluster.handoff_rows(list(records))}
+
+    def test_the_median_is_held_against_the_target(self) -> None:
+        rows = self.rows(self.record(4.0), self.record(5.0), self.record(90.0))
+        name = bench_cluster.STAGES["queue"][0]
+        assert rows[f"{name}, p50"].value == 5.0
+        assert rows[f"{name}, p50"].ok
+        assert rows[f"{name}, p99"].value > 80
+        assert not self.rows(self.record(5.2))[f"{name}, p50"].ok
+
+    def test_a_local_request_is_a_miss_and_not_measured(self) -> None:
+        rows = self.rows(self.record(4.0), self.record(99.0, path="local"))
+        assert not rows["requests prefilled remotely"].ok
+        assert rows[f"{bench_cluster.STAGES['queue'][0]}, p99"].value == 4.0
+
+    def test_only_requests_with_a_prefix_tell_of_reads(self) -> None:
+        rows = self.rows(self.record(1.0), self.record(1.0, hit=64))
+        assert rows[f"{bench_cluster.STAGES['prefix_read'][0]}, p50"].value == 9.0
+
+
+class TestFrontendBench:
+    def test_tokens_come_from_the_usage(self) -> None:
+        tail = b'data: {"usage":{"prompt_tokens":3,"completion_tokens":200}}\n\ndata: [DONE]\n\n'
+        assert bench_frontend.tokens_of(tail) == 200
+
+    @pytest.mark.parametrize("tail", [b"", b'data: {"error":"x"}\n\n'])
+    def test_a_broken_stream_is_no_result(self, tail: bytes) -> None:
+        with pytest.raises(live.BenchError, match="ended early"):
+            bench_frontend.tokens_of(tail)
+
+    def test_both_servers_are_asked_the_same(self) -> None:
+        path, body = bench_frontend.request_of("chat", 3, 50)
+        assert path == "/v1/chat/completions"
+        assert (body["max_tokens"], body["ignore_eos"], body["stream"]) == (50, True, True)
+        assert "messages" in body
+        assert "prompt" in bench_frontend.request_of("completions", 3, 50)[1]
+
+    def test_medians_decide(self) -> None:
+        cost = {"pullfill": [10.0, 11.0, 99.0], bench_frontend.PEER: [10.0, 10.0, 10.0]}
+        row = bench_frontend.rows_of("chat", cost)
+        assert (row.value, row.ratio, row.ok) == (11.0, 1.1, True)
+
+    async def test_the_load_counts_what_a_server_streams(self) -> None:
+        async def answer(request: object) -> object:
+            from aiohttp import web
+
+            assert isinstance(request, web.Request)
+            body = await request.json()
+            response = web.StreamResponse()
+            await response.prepare(request)
+            for _ in range(body["max_tokens"]):
+                await response.write(b'data: {"choices":[]}\n\n')
+            usage = {"usage": {"completion_tokens": body["max_tokens"]}}
+            await response.write(b"data: " + json.dumps(usage).encode() + b"\n\ndata: [DONE]\n\n")
+            return response
+
+        from aiohttp import web
+
+        app = web.Application()
+        app.router.add_post("/v1/completions", answer)  # type: ignore[arg-type]
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        try:
+            url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+            assert await bench_frontend.load(url, "completions", 3, 20) == 60
+            with pytest.raises(live.BenchError, match="404"):
+                await bench_frontend.load(url, "chat", 1, 5)
+        finally:
+            await runner.cleanup()
+
+
+class TestWaiting:
+    def test_it_gives_up_by_name(self) -> None:
+        with pytest.raises(live.BenchError, match="the sun rises"):
+            live.wait_for(lambda: False, 0.01, "the sun rises", 0.001)
+
+    def test_children_end_with_their_block(self, tmp_path: Path) -> None:
+        with live.child([sys.executable, "-c", "import time; time.sleep(60)"], tmp_path / "l") as p:
+            assert p.poll() is None
+        assert p.returncode is not None
+
+
+@pytest.mark.parametrize("module", [bench_cluster, bench_frontend])
+def test_help_says_what_is_measured(
+    module: object, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench", "--help"])
+    with pytest.raises(SystemExit) as stopped:
+        module.main()  # type: ignore[attr-defined]
+    assert stopped.value.code == 0
+    assert "--no-save" in capsys.readouterr().out
