@@ -145,7 +145,7 @@ class _Frontend:
         if not serving.done():
             _log.warning("stopping now")
             serving.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
+            with contextlib.suppress(asyncio.CancelledError, TimeoutError):
                 async with asyncio.timeout(5.0):
                     await asyncio.gather(serving, return_exceptions=True)
             return 0

@@ -16,6 +16,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ import msgspec
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from tokenizers import Tokenizer
 
 from pullfill import wire
 from pullfill.probe import ProbeServer
@@ -32,7 +34,7 @@ from pullfill.registry.client import EtcdClient
 from pullfill.registry.directory import Directory
 from tests.support.checkpoint import tiny_checkpoint
 from tests.support.etcd import EtcdServer
-from tests.support.fake_decode import FakeDecode, Output, Outputs, text_of, token_at
+from tests.support.fake_decode import FakeDecode, Output, Outputs, token_at
 
 PATIENCE_S = 40.0
 NAMESPACE = "t"
@@ -130,7 +132,14 @@ async def workers(served: Served, *fakes: FakeDecode) -> AsyncIterator[httpx.Asy
 
 
 def expected(prompt: list[int], count: int) -> str:
-    return text_of([token_at(prompt, i) for i in range(count)])
+    text: str = tokenizer().decode([token_at(prompt, i) for i in range(count)])
+    assert len(text) == count
+    return text
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(str(tiny_checkpoint() / "tokenizer.json"))
 
 
 async def test_models_completions_and_tokenize(served: Served) -> None:
@@ -354,7 +363,7 @@ async def test_an_output_that_vllm_cannot_take_costs_only_open_requests(served: 
         # Logprobs nobody asked for trip an assertion in vLLM's output task.
         arrays = [["<i8", [1, 1], 8], ["<f4", [1, 1], 4], ["<i8", [1], 8]]
         logprobs = [[d, shape, msgspec.msgpack.Ext(3, bytes(n))] for d, shape, n in arrays]
-        output = Output(fake.added[0].request_id, [68], new_logprobs=logprobs)
+        output = Output(fake.added[0].request_id, [75], new_logprobs=logprobs)
         poison = Outputs(outputs=[output], timestamp=1.0)
         fake.send_raw(b"OUT", msgspec.msgpack.encode(poison))
         with pytest.raises(openai.InternalServerError):
