@@ -63,6 +63,7 @@ class Supervisor:
         with self._state.locked():
             self._state.refuse_if_live()
             plan.check(self._options)
+            self._cluster.frontend_url = self._options.frontend_url  # --port 0 is chosen by now
             self._state.prepare()
             own = os.getpid()
             self._state.write_launch(
