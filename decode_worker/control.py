@@ -73,6 +73,8 @@ class ControlServer:
         self._serial = itertools.count(1)
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[object]] = set()
+        self._serving: set[asyncio.Task[None]] = set()
+        self._timers: list[asyncio.Task[None]] = []
         self._wake = asyncio.Event()
         self.address = ""
         self.prefill_workers = 0
@@ -82,16 +84,21 @@ class ControlServer:
         self._server = await asyncio.start_server(self._serve, host, 0)
         port = self._server.sockets[0].getsockname()[1]
         self.address = f"tcp://{host}:{port}"
-        self._spawn(self._run_ledger())
+        self._timers.append(asyncio.create_task(self._run_ledger()))
 
     async def stop(self) -> None:
-        """Close every connection."""
+        """Close every connection. When this returns nothing here touches the ledger any more, and
+        the messages of the jobs that ended with the connections were cancelled, if the queue
+        answered within a second."""
         if self._server is not None:
             self._server.close()
-        for peer in list(self._peers.values()):
-            peer.writer.close()
-        for task in list(self._tasks):
+        for task in [*self._serving, *self._timers]:
             task.cancel()
+        await asyncio.gather(*self._serving, *self._timers, return_exceptions=True)
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=1.0)
+        for errand in list(self._tasks):
+            errand.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def wake(self) -> None:
@@ -152,6 +159,10 @@ class ControlServer:
     # ------------------------------------------------------------------ the network's side
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        me = asyncio.current_task()
+        assert me is not None
+        self._serving.add(me)
+        me.add_done_callback(self._serving.discard)
         peer: _Peer | None = None
         frames.tune(writer)
         try:

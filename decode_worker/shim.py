@@ -174,9 +174,15 @@ class FrontendShim:
         core = self.host.core
         if mine and core is not None:
             core.abort_requests(mine)
+        records = []
         for request_id in mine:
             self._forget(request_id)
-            self._stories.finish(request_id)
+            if (record := self._stories.finish(request_id)) is not None:
+                records.append(record)
+        if records:
+            # A stop string is found in the frontend and comes here as an abort; such a request
+            # is to be explained like any other.
+            self._send(frontend, rpc.EXPL, rpc.encode_explain(records))
 
     def _utility(self, frontend: _Frontend, payload: list[Any]) -> None:
         call_id, method, args = self._codec.utility(payload)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from pullfill.deploy.device import gpu_count
+from tests.support.checkpoint import tiny_checkpoint
+from tests.support.oracle import Oracle
 
 # Tests name their clusters themselves; one of the developer's must not leak in.
 for _name in ("PULLFILL_STATE_DIR", "PULLFILL_FAILPOINTS", "PULLFILL_DEBUG", "PULLFILL_LOG_LEVEL"):
@@ -37,3 +40,16 @@ def state_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     directory = tmp_path / "state"
     monkeypatch.setenv("PULLFILL_STATE_DIR", str(directory))
     return directory
+
+
+@pytest.fixture(scope="session")
+def model_path() -> Path:
+    """A tiny checkpoint with random weights whose answers depend on every token of the prompt."""
+    return tiny_checkpoint()
+
+
+@pytest.fixture(scope="session")
+def oracle(model_path: Path) -> Iterator[Oracle]:
+    """One aggregated engine for the whole run: what it answers is right."""
+    with Oracle(model_path) as engine:
+        yield engine

@@ -10,10 +10,10 @@ import sys
 def prepare(*, cpu: int | None, model: str, eager: bool = False) -> None:
     """Set environment and affinity. Must run before the first import of torch or vllm.
 
-    cpu: pin this process to that core and use one compute thread; measured fastest for two small
-    engines on two cores (docs/performance.md). eager: the user asked for --enforce-eager, so compile
-    nothing anywhere: vLLM's sampler would otherwise compile a helper at the first request that
-    wants log probabilities, which took 39 s on two cores. Existing environment settings win.
+    cpu: pin this process to that core and use one compute thread.
+    eager: the user asked for --enforce-eager, so compile nothing anywhere: vLLM's sampler would
+    otherwise compile a helper at the first request that wants log probabilities, which took 39 s
+    on two cores. Existing environment settings win.
     """
     put = os.environ.setdefault
     put("VLLM_ENABLE_V1_MULTIPROCESSING", "0")

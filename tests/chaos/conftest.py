@@ -7,20 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.checkpoint import tiny_checkpoint
 from tests.support.cluster import Cluster
-from tests.support.oracle import Oracle
-
-
-@pytest.fixture(scope="session")
-def model_path() -> Path:
-    return tiny_checkpoint()
-
-
-@pytest.fixture(scope="session")
-def oracle(model_path: Path) -> Iterator[Oracle]:
-    with Oracle(model_path) as engine:
-        yield engine
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,45 @@
+"""The outermost frame of a worker process: environment, exit code, and the way out."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, NoReturn
+
+from pullfill import log
+from pullfill.config import WorkerOptions
+from pullfill.engine import check, process
+from pullfill.errors import ConfigError, IncompatibleError, PullfillError
+
+
+def run_worker(
+    role: str,
+    options: WorkerOptions,
+    vllm_args: Sequence[str],
+    serve: Callable[[], Coroutine[Any, Any, int]],
+) -> NoReturn:
+    """Serve until told to leave, then exit. 0: drained; 1: failed; 2: wrong flags or an
+    incompatible peer.
+
+    Leaves through os._exit so that no library's thread can hold the process.
+    """
+    log.setup(role)
+    eager = "--enforce-eager" in vllm_args
+    process.prepare(cpu=options.cpu, model=options.model, eager=eager)
+    try:
+        check.require_version()
+        code = asyncio.run(serve())
+    except (ConfigError, IncompatibleError) as exc:
+        print(f"error: {exc}", file=sys.stderr)
+        code = 2
+    except PullfillError as exc:
+        print(f"error: {exc}", file=sys.stderr)
+        code = 1
+    except Exception:
+        log.get(f"{role}_worker").exception("%s worker failed", role)
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
