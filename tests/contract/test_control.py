@@ -439,6 +439,18 @@ async def test_stop_does_not_miss_its_own_cancellation(decode: Decode) -> None:
     await asyncio.wait_for(decode.server.stop(), 10)
 
 
+async def test_stop_settles_what_hangs_on_the_connections(decode: Decode, connect: Any) -> None:
+    """The fences are closed after it: nothing may ask them for a proof later."""
+    prefill = await connect()
+    decode.open()
+    decode.ledger.published("j", "receipt", b"digest")
+    await prefill.claim()
+    await decode.server.stop()
+    assert decode.ledger.open_jobs == 0
+    assert decode.cancelled == ["receipt"]
+    assert decode.server.prefill_workers == 0
+
+
 # ------------------------------------------------------------------ revoke, quiet, deadline
 
 

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from pullfill import u32
 from pullfill.errors import Outcome
+from pullfill.queue.memory import MemoryQueue
 from pullfill.wire import PrefillJob, decode, encode
 from tests.support.fakes import FakeClock
 from tests.support.handoff_rig import Cluster, DecodeHalf, Served, until
@@ -196,10 +197,14 @@ async def test_the_only_worker_dies(tmp_path: Path) -> None:
         await cluster.check_clean()
 
 
-async def test_a_duplicate_delivery_is_written_by_one_only(tmp_path: Path) -> None:
+async def test_a_duplicate_delivery_is_written_by_one_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """ack_wait shorter than the prefill and no heartbeat: the later claim wins, and only after
-    the first writer is proved quiet."""
-    clock = FakeClock()
+    the first writer is proved quiet. The loser leaves the message to the winner: a nak of the old
+    delivery would take it away again."""
+    clock, naks = FakeClock(), []
+    monkeypatch.setattr(MemoryQueue, "back", lambda _queue, seq, _delay_s: naks.append(seq))
     async with Cluster(tmp_path, clock=clock, ack_wait_s=5.0) as cluster:
         decode, first = await cluster.decode(), await cluster.prefill(chunk=5)
         faults = hold(decode)
@@ -216,6 +221,7 @@ async def test_a_duplicate_delivery_is_written_by_one_only(tmp_path: Path) -> No
         assert decode.right(served)
         await cluster.check_clean()
         assert (first.runner.completed, second.runner.completed) == (0, 1)
+        assert naks == []
 
 
 async def test_a_stopped_writer_keeps_its_blocks_and_nothing_else(tmp_path: Path) -> None:

@@ -291,6 +291,7 @@ class Cluster:
             await prefill.stop()
         for decode in self.decodes.values():
             await decode.stop()
+        await asyncio.sleep(0.01)  # closed transports let go of their sockets
 
     def _faults(self, verb: str) -> None:
         for decode in self.decodes.values():
