@@ -65,6 +65,7 @@ class DecodeLink:
         self._mover_lock = asyncio.Lock()
         self._up = asyncio.Event()
         self._welcomed = False
+        self.retired = False
         self._task = asyncio.create_task(self._run())
 
     async def close(self) -> None:
@@ -72,6 +73,14 @@ class DecodeLink:
         self._task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._task
+
+    def retire(self, on_end: Callable[[DecodeLink], None]) -> None:
+        """The decode worker left the directory: it drains, or it is dead. What was granted goes on
+        while the connection stands; there is no reconnect. `on_end` is called when it is over."""
+        self.retired = True
+        self._task.add_done_callback(lambda _: on_end(self))
+        if not self.connected:
+            self._task.cancel()
 
     @property
     def connected(self) -> bool:
@@ -121,7 +130,11 @@ class DecodeLink:
         """The copier into this worker's memory, connected at first use."""
         async with self._mover_lock:
             if self._mover is None:
-                self._mover = await self._open_mover(self.record)
+                mover = await self._open_mover(self.record)
+                if self._task.done():  # nobody would ever close it
+                    mover.close()
+                    raise PeerUnavailable(f"decode worker {self.record.instance_id} is gone")
+                self._mover = mover
             return self._mover
 
     async def _ask(self, rid: int, message: Claim | Commit) -> Any:
@@ -159,6 +172,8 @@ class DecodeLink:
                     logger.warning("link to %s: %s", self.record.instance_id, exc)
                 except Exception:
                     logger.exception("link to %s failed", self.record.instance_id)
+                if self.retired:
+                    return
                 if self._welcomed:
                     delay, self._welcomed = _RECONNECT_S, False
                 await asyncio.sleep(delay)

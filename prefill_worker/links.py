@@ -52,7 +52,8 @@ class Links:
 
     def knows(self, instance_id: str) -> bool:
         """Whether the decode worker is (still) in the directory."""
-        return instance_id in self._links
+        link = self._links.get(instance_id)
+        return link is not None and not link.retired
 
     @property
     def connected(self) -> list[str]:
@@ -73,6 +74,10 @@ class Links:
         await link.wait_up(_APPEAR_S)
         return link
 
+    def _on_end(self, link: DecodeLink) -> None:
+        if self._links.get(link.record.instance_id) is link:
+            del self._links[link.record.instance_id]
+
     def _on_change(self, old: WorkerRecord | None, new: WorkerRecord | None) -> None:
         record = new or old
         if record is None or record.role != "decode":
@@ -87,7 +92,11 @@ class Links:
             and known.record.incarnation == new.incarnation
             and known.record.control == new.control
         )
-        if same:
+        if known is not None and (same or new is None):
+            if new is None:
+                known.retire(self._on_end)
+            else:
+                known.retired = False
             return
         if known is not None:
             del self._links[record.instance_id]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -327,3 +328,22 @@ class Cluster:
             assert prefill.runner.in_flight == prefill.runner.in_flight_tokens == 0
             assert prefill.engine.failure is None
         await until(lambda: self.queue.status().depth_jobs == 0)
+
+
+def prompt(length: int, seed: int = 1) -> list[int]:
+    return random.Random(seed).choices(range(50_000), k=length)
+
+
+async def settled(*requests: Served) -> None:
+    await until(lambda: all(r.loaded is not None for r in requests))
+
+
+async def stuck_in_a_write(decode: DecodeHalf) -> None:
+    owner: Any = decode.region.owner
+    assert await asyncio.to_thread(owner.faults.wait_held)
+
+
+def hold(decode: DecodeHalf, after: int = 0) -> Any:
+    owner: Any = decode.region.owner
+    owner.faults.hold(after)
+    return owner.faults
