@@ -37,7 +37,7 @@ def ensure_demo_model(
 ) -> Path:
     """Make the checkpoint unless it is there; returns directory, made absolute.
 
-    Takes half a minute of CPU the first time (training) and nothing later. An older recipe's model
+    Takes most of a minute of one core the first time (training) and nothing later. An older recipe's model
     is replaced; processes that have it open keep it. Raises ConfigError when directory holds
     something else, OSError when it cannot be written.
     """
@@ -136,7 +136,7 @@ def main(argv: list[str] | None = None) -> int:
     ensure.add_argument("directory", type=Path)
     directory: Path = parser.parse_args(argv).directory
     if not is_ready(directory):
-        print(f"making the demo model in {directory} (once, under a minute)", file=sys.stderr)
+        print(f"making the demo model in {directory} (once, about a minute)", file=sys.stderr)
     try:
         print(ensure_demo_model(directory, progress=_bar))
     except (ConfigError, OSError) as exc:

@@ -15,12 +15,11 @@ import msgspec
 # changes, so that machines with an older demo model make a new one.
 FORMAT = 1
 
-END_OF_TEXT = "<|endoftext|>"
-TURN_START = "<|im_start|>"
-TURN_END = "<|im_end|>"
-PAD = "<|pad|>"
-# Control tokens: never produced by text, dropped when decoding.
-SPECIAL_TOKENS = (END_OF_TEXT, TURN_START, TURN_END, PAD)
+END_OF_TEXT, PAD, TURN_END = "<|endoftext|>", "<|pad|>", "<|end|>"
+ROLES = ("system", "user", "assistant", "tool")
+# Control tokens: never produced by text, dropped when decoding. A turn is its role's token, the
+# content and TURN_END with nothing between, which is easier to learn than words and newlines.
+SPECIAL_TOKENS = (END_OF_TEXT, PAD, TURN_END, *(f"<|{role}|>" for role in ROLES))
 # One token each, but text: tool parsers look for them in the decoded answer.
 MARKUP_TOKENS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 
@@ -36,7 +35,7 @@ class Recipe:
 
     Training covers all layers but the last, which is drawn afterwards and *stirs*: it adds to each
     logit, with a standard deviation of `stir`, a number that hangs on tokens all over the context.
-    Without it, half a minute of training makes a model that answers most prompts alike.
+    Without it, so short a training makes a model that answers most prompts alike.
     max_train_s bounds the training on slow machines.
     """
 
@@ -54,7 +53,7 @@ class Recipe:
     seed: int = 20
     train_steps: int = 0
     stir: float = 0.35
-    max_train_s: float = 45.0
+    max_train_s: float = 120.0
 
     def digest(self) -> str:
         """Names the model this recipe makes; two recipes that differ anywhere differ here."""
@@ -98,5 +97,5 @@ class Recipe:
         }
 
 
-DEMO = Recipe(train_steps=240)
+DEMO = Recipe(train_steps=220)
 """The checkpoint behind `--model demo`."""

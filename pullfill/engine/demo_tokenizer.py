@@ -31,23 +31,23 @@ CHAT_TEMPLATE = """\
 {%- set first = messages[0] if messages else none -%}
 {%- set has_system = first is not none and first.role in ('system', 'developer') -%}
 {%- if has_system or tools -%}
-  {{- '<|im_start|>system\\n' -}}
+  {{- '<|system|>' -}}
   {%- if has_system -%}{{ body(first.content) }}{%- endif -%}
   {%- if tools -%}
-    {{- '\\n\\n' if has_system -}}
+    {{- '\\n' if has_system -}}
     {{- 'Functions you may call, one JSON schema each:\\n<tools>' -}}
     {%- for tool in tools -%}{{ '\\n' ~ (tool | tojson) }}{%- endfor -%}
     {{- '\\n</tools>\\nTo call one, answer\\n<tool_call>\\n' -}}
     {{- '{"name": NAME, "arguments": ARGUMENTS}\\n</tool_call>' -}}
   {%- endif -%}
-  {{- '<|im_end|>\\n' -}}
+  {{- '<|end|>' -}}
 {%- endif -%}
 {%- for message in messages -%}
   {%- if message.role == 'tool' -%}
-    {{- '<|im_start|>tool\\n<tool_response>\\n' ~ body(message.content) -}}
-    {{- '\\n</tool_response><|im_end|>\\n' -}}
+    {{- '<|tool|><tool_response>\\n' ~ body(message.content) ~ '\\n</tool_response><|end|>' -}}
   {%- elif not (loop.first and has_system) -%}
-    {{- '<|im_start|>' ~ message.role ~ '\\n' ~ body(message.content) -}}
+    {%- set known = message.role in ('system', 'user', 'assistant') -%}
+    {{- '<|' ~ (message.role if known else 'user') ~ '|>' ~ body(message.content) -}}
     {%- for call in message.tool_calls or [] -%}
       {%- set function = call.function if call.function is defined else call -%}
       {%- set arguments = function.arguments -%}
@@ -56,10 +56,10 @@ CHAT_TEMPLATE = """\
       {{- arguments if arguments is string else (arguments | tojson) -}}
       {{- '}\\n</tool_call>' -}}
     {%- endfor -%}
-    {{- '<|im_end|>\\n' -}}
+    {{- '<|end|>' -}}
   {%- endif -%}
 {%- endfor -%}
-{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}
+{%- if add_generation_prompt -%}{{ '<|assistant|>' }}{%- endif -%}
 """
 
 

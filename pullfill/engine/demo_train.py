@@ -1,13 +1,12 @@
-"""Teaches the demo model to write something that reads like English, in about half a minute of CPU.
+"""Teaches the demo model to write something that reads like English, in under a minute of one core.
 
-Deterministic for one machine and thread count. Two machines get similar models, not equal bits:
+Seeded, on one thread: deterministic for one machine and one Python. Two machines get similar models, not equal bits:
 ship the directory when workers on several hosts must serve the same demo model.
 """
 
 from __future__ import annotations
 
 import itertools
-import os
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +19,7 @@ from torch.nn import functional
 
 from pullfill.engine.demo_corpus import Entry, read_corpus
 from pullfill.engine.demo_llama import EMBED, HEAD, NORM, Llama, layer_name, random_weights
-from pullfill.engine.demo_recipe import END_OF_TEXT, SPECIAL_TOKENS, TURN_END, TURN_START, Recipe
+from pullfill.engine.demo_recipe import END_OF_TEXT, SPECIAL_TOKENS, TURN_END, Recipe
 from pullfill.engine.demo_tokenizer import build_tokenizer, write_tokenizer
 
 Progress = Callable[[float, str], None]
@@ -42,7 +41,7 @@ _QUESTIONS = (
 def train(recipe: Recipe, directory: Path, progress: Progress) -> None:
     """Train `recipe` and write weights and tokenizer into directory (which exists).
 
-    Uses up to 4 threads of this process. Slow machines stop at `recipe.max_train_s` seconds.
+    Uses one thread of this process. Slow machines stop at `recipe.max_train_s` seconds.
     """
     progress(0.0, "reading the documentation of Python")
     entries = read_corpus()
@@ -55,7 +54,8 @@ def train(recipe: Recipe, directory: Path, progress: Progress) -> None:
         [i for enc in tokenizer.encode_batch(texts) for i in enc.ids], dtype=torch.int64
     )
     threads = torch.get_num_threads()
-    torch.set_num_threads(min(4, len(os.sched_getaffinity(0))))
+    # One: the same sums everywhere, and no threads that spin for a core others hold.
+    torch.set_num_threads(1)
     try:
         # The last layer is not trained but added at the end.
         part = replace(recipe, layers=recipe.layers - 1)
@@ -76,13 +76,10 @@ def documents(entries: list[Entry], draw: random.Random) -> Iterator[str]:
     order = list(entries)
     draw.shuffle(order)
     for entry in order:
-        yield "\n\n".join(entry.paragraphs) + END_OF_TEXT
+        yield "\n".join(entry.paragraphs) + END_OF_TEXT
         question = draw.choice(_QUESTIONS).format(entry.name.rpartition(".")[2] or entry.name)
-        answer = "\n\n".join(entry.paragraphs[:2])
-        yield (
-            f"{TURN_START}user\n{question}{TURN_END}\n"
-            f"{TURN_START}assistant\n{answer}{TURN_END}\n{END_OF_TEXT}"
-        )
+        answer = "\n".join(entry.paragraphs[:2])
+        yield f"<|user|>{question}{TURN_END}<|assistant|>{answer}{TURN_END}{END_OF_TEXT}"
 
 
 def _batches(stream: Tensor, recipe: Recipe) -> Iterator[tuple[Tensor, Tensor]]:
@@ -134,7 +131,7 @@ def _fit(model: Llama, stream: Tensor, progress: Progress) -> None:
     others = [w for n, w in model.weights.items() if w.dim() == 1 or "layers" not in n]
     optimizers: tuple[torch.optim.Optimizer, ...] = (
         torch.optim.Muon(matrices, lr=0.02, weight_decay=0.0, adjust_lr_fn="original"),
-        torch.optim.AdamW(others, lr=2e-3, betas=(0.9, 0.95), weight_decay=0.0),
+        torch.optim.AdamW(others, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0),
     )
     groups = [(group, group["lr"]) for opt in optimizers for group in opt.param_groups]
     # Where the CPU multiplies bfloat16 tiles it is several times faster; elsewhere slower.

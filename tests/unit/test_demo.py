@@ -6,12 +6,13 @@ import json
 import multiprocessing
 import os
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import jinja2.sandbox
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
@@ -24,7 +25,7 @@ from pullfill.errors import ConfigError
 from tests.support.checkpoint import TINY, tiny_checkpoint
 
 SMALL = Recipe(
-    hidden=32, layers=1, heads=2, kv_heads=1, intermediate=32, vocab=264, max_positions=128
+    hidden=32, layers=1, heads=2, kv_heads=1, intermediate=32, vocab=268, max_positions=128
 )
 FIXED = build_tokenizer(384)
 LEARNED = build_tokenizer(280, ["the theory of the thing is that the thing is there"] * 9)
@@ -34,11 +35,13 @@ LEARNED = build_tokenizer(280, ["the theory of the thing is that the thing is th
 
 
 @pytest.mark.parametrize("tokenizer", [FIXED, LEARNED], ids=["fixed", "learned"])
+@settings(deadline=None, max_examples=60)
 @given(text=st.text(alphabet=st.characters(exclude_categories=["Cs"])))
 def test_text_round_trips(tokenizer: Tokenizer, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text).ids) == text
 
 
+@settings(deadline=None, max_examples=60)
 @given(data=st.binary())
 def test_every_byte_is_a_token(data: bytes) -> None:
     # The byte alphabet: a token of one character per byte, found by encoding what can be text.
@@ -46,6 +49,7 @@ def test_every_byte_is_a_token(data: bytes) -> None:
     assert FIXED.decode(ids) == data.decode(errors="replace")
 
 
+@cache
 def _byte_tokens() -> dict[int, int]:
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     rest = [b for b in range(256) if b not in printable]
@@ -72,7 +76,7 @@ def test_every_id_of_the_model_is_a_token() -> None:
     assert sorted(FIXED.get_vocab().values()) == list(range(384))
 
 
-@pytest.mark.parametrize("vocab", [263, 5000])
+@pytest.mark.parametrize("vocab", [266, 5000])
 def test_impossible_vocab_is_refused(vocab: int) -> None:
     with pytest.raises(ValueError, match="too"):
         build_tokenizer(vocab)
@@ -101,9 +105,8 @@ def test_template_renders_a_conversation() -> None:
         add_generation_prompt=True,
     )
     assert text == (
-        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nab<|im_end|>\n"
-        "<|im_start|>assistant\nc<|im_end|>\n<|im_start|>user\nd<|im_end|>\n"
-        "<|im_start|>assistant\n"
+        "<|system|>Be brief.<|end|><|user|>ab<|end|><|assistant|>c<|end|><|user|>d<|end|>"
+        "<|assistant|>"
     )
 
 
@@ -122,11 +125,11 @@ def test_template_renders_tools(system: bool, arguments: object) -> None:
         tools=[tool],
     )
     head, _, rest = text.partition("<tools>\n")
-    assert head.startswith("<|im_start|>system\n" + ("Be brief.\n\n" if system else "Functions"))
+    assert head.startswith("<|system|>" + ("Be brief.\n" if system else "Functions"))
     assert json.loads(rest.partition("\n</tools>")[0]) == tool
     called = rest.rpartition("<tool_call>\n")[2].partition("\n</tool_call>")[0]
     assert json.loads(called) == {"name": "weather", "arguments": {"city": "Köln"}}
-    assert text.endswith("<|im_start|>tool\n<tool_response>\nno\n</tool_response><|im_end|>\n")
+    assert text.endswith("<|tool|><tool_response>\nno\n</tool_response><|end|>")
 
 
 # ------------------------------------------------------------------ ensure
@@ -206,18 +209,15 @@ def test_concurrent_callers_build_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("length", [100, 500, 2000])
-def test_tiny_checkpoint_feels_every_block(tmp_path: Path, length: int) -> None:
+def test_tiny_checkpoint_feels_a_changed_block(length: int) -> None:
     model = Llama.load(TINY, tiny_checkpoint())
     draw = torch.Generator().manual_seed(length)
     prompt = torch.randint(8, TINY.vocab, (length,), generator=draw)
-    blocks = range(0, length - 16, 16 * max(1, length // 160))
-    prompts = [prompt]
-    for start in blocks:
-        changed = prompt.clone()
-        changed[start : start + 16] = torch.randint(8, TINY.vocab, (16,), generator=draw)
-        prompts.append(changed)
+    prompts = prompt.repeat(4, 1)
+    for row, start in enumerate((0, length // 32 * 16, length - 32), start=1):
+        prompts[row, start : start + 16] = torch.randint(8, TINY.vocab, (16,), generator=draw)
     with torch.no_grad():
-        last = torch.stack([model.logits(p[None])[0, -1].log_softmax(-1) for p in prompts])
+        last = torch.cat([model.logits(row[None])[:, -1] for row in prompts]).log_softmax(-1)
     moved = (last[1:] - last[0]).abs().amax(dim=1)
     assert moved.min() > 1e-2, moved
 
