@@ -170,12 +170,8 @@ class Ledger:
         entry = self._jobs.get(job_id)
         if entry is None:
             ended = self._ended.get(job_id)
-            reason = RefuseReason.UNKNOWN_JOB
-            if ended is not None:
-                reason = RefuseReason(ended.value)
+            reason = RefuseReason(ended.value) if ended else RefuseReason.UNKNOWN_JOB
             return Claimed(refused=reason)
-        if entry.settled:
-            return Claimed(refused=RefuseReason.CLOSED)
         if entry.state is JobState.GRANTED:
             if entry.writer == writer:
                 return Claimed(refused=RefuseReason.HELD, retry_after_s=1.0)
