@@ -67,6 +67,7 @@ def hit(name: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     elif action.verb == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(0.1)  # another thread may take the signal: stay at this point until it acts
     elif action.verb == "sleep":
         time.sleep(float(action.argument))
     else:
