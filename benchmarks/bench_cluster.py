@@ -127,13 +127,13 @@ def measure_idle(live: Live, seconds: float, quiet: machine.Quiet) -> list[Row]:
     ]
 
 
-def memory_rows(live: Live) -> list[Row]:
-    """Resident memory now, after the load, and the most it ever was."""
+def memory_rows(live: Live, when: str) -> list[Row]:
+    """Resident memory now. A prefill worker maps its own KV cache and each decode worker's."""
     rows = []
     for role in ("decode", "prefill", "frontend"):
-        pid, limit = live.pid(role), None if role == "frontend" else 0.9
-        rows.append(row(f"{role} memory, RSS", machine.rss_bytes(pid) / 1e9, "GB", limit))
-        rows.append(row(f"{role} memory, peak RSS", machine.peak_rss_bytes(pid) / 1e9, "GB"))
+        used, limit = machine.memory(live.pid(role)), None if role == "frontend" else 0.9
+        rows.append(row(f"{role} memory{when}, RSS", used.rss / 1e9, "GB", limit))
+        rows.append(row(f"{role} memory{when}, of it shared KV pages", used.shared / 1e9, "GB"))
     return rows
 
 
@@ -158,9 +158,10 @@ def run(options: argparse.Namespace, base: Path) -> tuple[list[Row], machine.Qui
                 [measure_by_hand(live, base / f"hand-{i}.log") for i in range(options.by_hand)]
             )
             rows.append(row("`pullfill prefill` by hand pulls after", took, "s", 25.0))
+        rows += memory_rows(live, "")
         with quiet.window(live.pids()):
             records = measure_handoff(live, options.requests)
-        rows += memory_rows(live)
+        rows += memory_rows(live, " after the load")
         rows += handoff_rows(records)
         rows += measure_idle(live, options.idle, quiet)
         if options.threads:

@@ -89,7 +89,7 @@ def vllm_server(base: Path, core: set[int]) -> Iterator[Server]:
 def _engine_of(pid: int) -> int:
     """The child with the model in it: by far the largest. Raises BenchError if there is none."""
     children = psutil.Process(pid).children(recursive=True)
-    sized: list[tuple[int, int]] = sorted((machine.rss_bytes(c.pid), c.pid) for c in children)
+    sized: list[tuple[int, int]] = sorted((machine.memory(c.pid).rss, c.pid) for c in children)
     if not sized or sized[-1][0] < 200 << 20:
         raise BenchError("vLLM's API server has no engine process beside it")
     return sized[-1][1]
@@ -183,7 +183,7 @@ def run(options: argparse.Namespace, base: Path) -> tuple[list[Row], machine.Qui
             rows_of(kind, measure([ours, theirs], kind, options, quiet))
             for kind in ("completions", "chat")
         ]
-        memory = [machine.rss_bytes(server.pid) / 1e9 for server in (ours, theirs)]
+        memory = [machine.memory(server.pid).rss / 1e9 for server in (ours, theirs)]
         rows.append(versus("memory of the HTTP process, RSS", memory[0], "GB", PEER, memory[1]))
         rows.append(row("streams at once", options.streams, ""))
         rows.append(row("tokens per stream", options.tokens, ""))

@@ -44,17 +44,21 @@ def total_cpu_seconds(pids: Iterable[int]) -> float:
     return total
 
 
-def rss_bytes(pid: int) -> int:
-    """Resident memory of one process, shared pages included."""
-    return int(psutil.Process(pid).memory_info().rss)
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of one process. rss: resident now; shared: of it pages of shared memory, which every
+    process that maps them counts again; peak: the largest rss ever."""
+
+    rss: int
+    shared: int
+    peak: int
 
 
-def peak_rss_bytes(pid: int) -> int:
-    """The largest it ever was."""
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) << 10
-    raise OSError(f"no VmHWM of {pid}")
+def memory(pid: int) -> Memory:
+    """Raises OSError when the process is gone."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    kib = {line.split(":")[0]: int(line.split()[1]) for line in lines if line.endswith(" kB")}
+    return Memory(kib["VmRSS"] << 10, kib["RssShmem"] << 10, kib["VmHWM"] << 10)
 
 
 @dataclass(slots=True)
