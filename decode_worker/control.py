@@ -17,7 +17,7 @@ from pullfill import failpoints, frames, log, metrics, u32
 from pullfill.decode_worker.ledger import Ledger
 from pullfill.decode_worker.moves import CancelMessage, NakDelivery, SendRevoke
 from pullfill.decode_worker.story import Stories
-from pullfill.errors import BadMessage
+from pullfill.errors import BadMessage, Outcome
 from pullfill.wire import (
     Claim,
     Commit,
@@ -27,6 +27,7 @@ from pullfill.wire import (
     Grant,
     HandBack,
     Hello,
+    Leaving,
     Quiet,
     Refused,
     RefuseReason,
@@ -45,6 +46,7 @@ class _Peer:
     name: str
     instance_id: str
     writer: asyncio.StreamWriter
+    leaving: bool = False
 
 
 class ControlServer:
@@ -197,7 +199,7 @@ class ControlServer:
             f"{hello.prefill_instance}#{next(self._serial)}", hello.prefill_instance, writer
         )
         self._peers[peer.name] = peer
-        self.prefill_workers = len(self._peers)
+        self._count()
         frames.write(
             writer,
             Welcome(decode_instance=self._instance_id, incarnation=self._ledger.incarnation),
@@ -207,10 +209,19 @@ class ControlServer:
 
     def _lost(self, peer: _Peer) -> None:
         self._peers.pop(peer.name, None)
-        self.prefill_workers = len(self._peers)
+        self._count()
         logger.info("prefill worker %s disconnected", peer.instance_id)
         self._ledger.writer_lost(peer.name, others_alive=bool(self._peers))
+        self._nobody_pulls()
         self._act()
+
+    def _count(self) -> None:
+        self.prefill_workers = sum(not peer.leaving for peer in self._peers.values())
+
+    def _nobody_pulls(self) -> None:
+        """With no worker left that pulls, what nobody has claimed is served locally at once."""
+        if self.prefill_workers == 0:
+            self._ledger.give_up_all(Outcome.PREFILL_LOST, but_granted=True)
 
     def _dispatch(self, peer: _Peer, message: object) -> None:
         match message:
@@ -229,6 +240,10 @@ class ControlServer:
                 )
             case Quiet():
                 self._ledger.tick()  # ask for the proof now instead of at the next tick
+            case Leaving():
+                peer.leaving = True
+                self._count()
+                self._nobody_pulls()
             case _:
                 raise BadMessage("hello was already said")
         self._wake.set()

@@ -284,11 +284,12 @@ class Ledger:
         self._wake()
         return soonest
 
-    def give_up_all(self, outcome: Outcome) -> None:
-        """Serve every open job locally (drain deadline, no prefill worker left)."""
+    def give_up_all(self, outcome: Outcome, *, but_granted: bool = False) -> None:
+        """Serve every open job locally; `but_granted`: those under way may end."""
         with self._lock:
             for entry in list(self._jobs.values()):
-                if not entry.settled:
+                under_way = but_granted and entry.state is JobState.GRANTED
+                if not entry.settled and not under_way:
                     self._give_up(entry, outcome)
         self._wake()
 

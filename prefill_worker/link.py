@@ -24,6 +24,7 @@ from pullfill.wire import (
     Grant,
     HandBack,
     Hello,
+    Leaving,
     Quiet,
     Refused,
     Revoke,
@@ -65,6 +66,7 @@ class DecodeLink:
         self._mover_lock = asyncio.Lock()
         self._up = asyncio.Event()
         self._welcomed = False
+        self._leaving = False
         self.retired = False
         self._task = asyncio.create_task(self._run())
 
@@ -121,7 +123,12 @@ class DecodeLink:
         assert isinstance(reply, CommitReply)
         return reply
 
-    def send(self, message: HandBack | Quiet) -> None:
+    def leave(self) -> None:
+        """Tell the decode worker, now and after each reconnect, that we pull no more jobs."""
+        self._leaving = True
+        self.send(Leaving())
+
+    def send(self, message: HandBack | Quiet | Leaving) -> None:
         """No answer expected; lost when the connection is."""
         if self._writer is not None:
             frames.write(self._writer, message)
@@ -197,6 +204,8 @@ class DecodeLink:
                 raise BadMessage("no welcome")
             self._writer = writer
             self._welcomed = True
+            if self._leaving:
+                self.send(Leaving())
             self._up.set()
             logger.info("connected to decode worker %s", first.decode_instance)
             while True:

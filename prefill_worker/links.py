@@ -38,12 +38,19 @@ class Links:
         self._links: dict[str, DecodeLink] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
+        self._leaving = False
 
     def start(self) -> None:
         """Connect to everyone known now and to everyone who comes."""
         self._directory.subscribe(self._on_change)
         for record in self._directory.workers("decode").values():
             self._on_change(None, record)
+
+    def leave(self) -> None:
+        """We drain: every decode worker prefills locally if it knows nobody else."""
+        self._leaving = True
+        for link in self._links.values():
+            link.leave()
 
     async def close(self) -> None:
         for link in list(self._links.values()):
@@ -107,6 +114,8 @@ class Links:
             self._links[new.instance_id] = DecodeLink(
                 new, self._hello, self._open_mover, self._on_revoke, self._on_lost
             )
+            if self._leaving:
+                self._links[new.instance_id].leave()
         elif new is not None and new.compat is not None and new.compat.model == self._compat.model:
             field, our_value, their_value = self._compat.differs_from(new.compat)[0]
             logger.warning(

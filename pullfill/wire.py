@@ -252,7 +252,11 @@ class Quiet(Message, tag="quiet", frozen=True, kw_only=True):
     incarnation: Id
 
 
-ToDecode = Hello | Claim | Commit | HandBack | Quiet
+class Leaving(Message, tag="leaving", frozen=True, kw_only=True):
+    """The prefill worker drains: it pulls no more jobs, and finishes those it was granted."""
+
+
+ToDecode = Hello | Claim | Commit | HandBack | Quiet | Leaving
 ToPrefill = Welcome | Goodbye | Grant | Refused | CommitReply | Revoke
 
 

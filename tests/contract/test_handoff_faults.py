@@ -162,6 +162,27 @@ async def test_a_draining_decode_worker_gets_what_was_granted(tmp_path: Path) ->
         await until(lambda: not prefill.links._links)
 
 
+async def test_a_draining_prefill_worker_is_waited_for_only_with_what_it_was_granted(
+    tmp_path: Path,
+) -> None:
+    async with Cluster(tmp_path) as cluster:
+        decode, prefill = await cluster.decode(), await cluster.prefill(chunk=5)
+        prefill.engine.gate.clear()
+        granted = decode.send(prompt(30))
+        await until(lambda: prefill.runner._running)
+        await prefill.puller.stop()
+        queued = decode.send(prompt(20))
+        prefill.links.leave()
+        await settled(queued)
+        assert queued.loaded is False
+        assert granted.loaded is None
+        assert decode.control.prefill_workers == 0
+        prefill.engine.gate.set()
+        await settled(granted)
+        assert decode.right(granted)
+        await cluster.check_clean()
+
+
 async def test_a_decode_worker_that_comes_back_to_the_directory_stays(tmp_path: Path) -> None:
     async with Cluster(tmp_path) as cluster:
         decode, prefill = await cluster.decode(), await cluster.prefill()
