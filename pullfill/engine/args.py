@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from pullfill.engine.names import check_worker
 from pullfill.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ def build_config(
     connector, module: class and module of our KV connector; kv_role: vLLM's word for it.
     Raises ConfigError naming what is wrong with the flags or the model path.
     """
+    check_worker()
     from vllm.config import KVTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser

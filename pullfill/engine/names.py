@@ -1,0 +1,55 @@
+"""The vLLM internals that a worker's engine host and connectors rely on, checked at start-up."""
+
+from __future__ import annotations
+
+from pullfill.engine.check import require_names
+
+_WORKER = {
+    "vllm.v1.engine.core": (
+        "EngineCore.step",
+        "EngineCore.step_with_batch_queue",
+        "EngineCore.post_step",
+        "EngineCore.add_request",
+        "EngineCore.abort_requests",
+        "EngineCore.preprocess_add_request",
+        "EngineCore.get_supported_tasks",
+        "EngineCore.shutdown",
+    ),
+    "vllm.v1.engine": (
+        "EngineCoreRequest:cache_salt",
+        "EngineCoreRequest:client_index",
+        "EngineCoreOutput:prefill_stats",
+        "EngineCoreOutputs:utility_output",
+        "UtilityOutput:failure_message",
+        "FinishReason.ERROR",
+    ),
+    "vllm.v1.core.sched.scheduler": ("Scheduler.has_requests", "Scheduler.get_request_counts"),
+    "vllm.v1.core.sched.output": (
+        "SchedulerOutput:preempted_req_ids",
+        "SchedulerOutput:num_scheduled_tokens",
+    ),
+    "vllm.v1.core.block_pool": (
+        "BlockPool.touch",
+        "BlockPool.free_blocks",
+        "BlockPool.get_num_free_blocks",
+    ),
+    "vllm.v1.core.kv_cache_manager": ("KVCacheManager.get_block_ids",),
+    "vllm.v1.request": ("Request", "RequestStatus.WAITING_FOR_REMOTE_KVS"),
+    "vllm.v1.metrics.stats": ("PrefillStats:num_local_cached_tokens",),
+    "vllm.v1.executor": ("Executor.get_class",),
+    "vllm.distributed.kv_transfer.kv_connector.v1.base": (
+        "KVConnectorTransferResults:failed_recving",
+        "KVConnectorBase_V1.get_mem_pool_context",
+        "KVConnectorBase_V1.get_transfer_results",
+        "KVConnectorBase_V1.bind_kv_cache_manager",
+        "KVConnectorBase_V1.bind_gpu_block_pool",
+        "KVConnectorBase_V1.has_pending_push_work",
+        "KVConnectorBase_V1.handle_preemptions",
+        "KVConnectorBase_V1.get_required_kvcache_layout",
+    ),
+}
+
+
+def check_worker() -> None:
+    """Imports vLLM. Raises IncompatibleError naming what is missing and both versions."""
+    require_names(_WORKER)
