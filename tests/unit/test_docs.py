@@ -1,0 +1,320 @@
+"""What the documents name exists: links, commands, flags, metrics, messages, tests, targets."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import prometheus_client
+import pytest
+import typer
+import typer.testing
+
+from pullfill import metrics, wire
+from pullfill.deploy.cli import app
+from pullfill.engine import rpc
+from pullfill.errors import Outcome
+from pullfill.frontend import metrics as frontend_metrics
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+COMMANDS = ROOT / "docs" / "configuration.md"
+NAMES = [str(path.relative_to(ROOT)) for path in DOCS]
+CODE = re.compile(r"```.*?```|`[^`\n]+`", re.DOTALL)
+
+
+def text_of(name: str) -> str:
+    return (ROOT / name).read_text()
+
+
+def code_of(name: str) -> list[str]:
+    """Code blocks and code spans."""
+    return CODE.findall(text_of(name))
+
+
+def python_files() -> Iterator[Path]:
+    for room in ("pullfill", "queue", "transfer", "decode_worker", "prefill_worker", "frontend"):
+        # Not through the symlinks: each file once, at its real place.
+        yield from (p for p in (ROOT / room).rglob("*.py") if p.resolve() == p)
+    yield from (ROOT / "deploy").rglob("*.py")
+
+
+# ------------------------------------------------------------------ files
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_links_lead_somewhere(name: str) -> None:
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", CODE.sub("", text_of(name))):
+        if "://" in target:
+            continue
+        path, _, anchor = target.partition("#")
+        file = (ROOT / name).parent / path if path else ROOT / name
+        if not file.exists() or (anchor and anchor not in anchors(file)):
+            broken.append(target)
+    assert broken == []
+
+
+def anchors(file: Path) -> set[str]:
+    """Of the headings, as GitHub makes them."""
+    headings = re.findall(
+        r"^#+ (.+)$", re.sub(r"```.*?```", "", file.read_text(), flags=re.S), re.M
+    )
+    return {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_numbered_decisions_exist(name: str) -> None:
+    there = set(re.findall(r"^## (\d+)\.", text_of("docs/decisions.md"), re.M))
+    assert set(re.findall(r"\[decision (\d+)\]", text_of(name))) <= there
+
+
+def test_decisions_are_numbered_in_order() -> None:
+    numbers = re.findall(r"^## (\d+)\.", text_of("docs/decisions.md"), re.M)
+    assert numbers == [str(n) for n in range(1, len(numbers) + 1)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_files_and_tests_named_exist(name: str) -> None:
+    missing = []
+    for path, test in re.findall(r"`((?:\w+/)+\w+\.py)(?:::(\w+))?`", text_of(name)):
+        # engine/ and registry/ are often named without the package in front.
+        found = [p for p in (ROOT / path, ROOT / "pullfill" / path) if p.is_file()]
+        if path == "queue/__init__.py":  # named because it must not be there
+            assert not found
+            continue
+        if not found or (test and test not in functions(found[0])):
+            missing.append(f"{path}::{test}")
+    assert missing == []
+
+
+@cache
+def functions(path: Path) -> frozenset[str]:
+    nodes = ast.walk(ast.parse(path.read_text()))
+    return frozenset(n.name for n in nodes if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def test_documents_named_in_the_code_exist() -> None:
+    missing = [
+        f"{path.relative_to(ROOT)}: {named}"
+        for path in python_files()
+        for named in re.findall(r"docs/[\w-]+\.md", path.read_text())
+        if not (ROOT / named).is_file()
+    ]
+    assert missing == []
+
+
+def test_every_document_is_in_the_readme() -> None:
+    readme = text_of("README.md")
+    assert [d.name for d in (ROOT / "docs").glob("*.md") if f"docs/{d.name}" not in readme] == []
+
+
+# ------------------------------------------------------------------ the command line
+
+
+@cache
+def commands() -> dict[str, Any]:
+    """`up`, `config get`, … → the click command (typer may bring a click of its own)."""
+    root: Any = typer.main.get_command(app)
+    found: dict[str, Any] = {}
+    for name, command in root.commands.items():
+        found[name] = command
+        for sub, below in getattr(command, "commands", {}).items():
+            found[f"{name} {sub}"] = below
+    return found
+
+
+def flags(command: Any) -> set[str]:
+    options = [p for p in command.params if p.param_type_name == "option" and not p.hidden]
+    return {flag for o in options for flag in (*o.opts, *o.secondary_opts)} | {"--help"}
+
+
+def used_commands(name: str) -> Iterator[tuple[str, list[str]]]:
+    """(command, flags) of each `pullfill …` in the code of a document."""
+    for code in code_of(name):
+        for line in re.findall(r"(?:^|[`(|&$ ])pullfill +([a-z][^`\n|&;>)]*)", code, re.M):
+            words = line.replace("|", " ").split()
+            sub = " ".join(words[:2])
+            command = sub if sub in commands() else words[0]
+            yield command, [w.split("=")[0] for w in words if w.startswith("--")]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_commands_and_their_flags_exist(name: str) -> None:
+    unknown = []
+    for command, used in used_commands(name):
+        if command not in commands():
+            unknown.append(command)
+            continue
+        passes = commands()[command].context_settings.get("ignore_unknown_options", False)
+        if not passes:
+            unknown += [f"{command} {f}" for f in used if f not in flags(commands()[command])]
+    assert unknown == []
+
+
+def test_the_readme_uses_the_commands_it_should_show() -> None:
+    shown = {command for command, _ in used_commands("README.md")}
+    assert {"prefill", "status", "explain", "config set", "drain", "down"} <= shown
+
+
+def test_configuration_lists_every_command_and_flag() -> None:
+    """Row by row: no flag missing, none too many. Flags for testing are hidden and not listed."""
+    rows: dict[str, set[str]] = {}
+    for row in re.findall(r"^\| (`pullfill [^|]*)\|([^|]*)\|", COMMANDS.read_text(), re.M):
+        named = re.findall(r"`pullfill ((?:config )?[a-z]+)", row[0])
+        for command in named:
+            rows[command] = set(re.findall(r"--[a-z-]+", row[1]))
+            if "the same without" in row[1]:
+                rows[command] = flags(commands()[command])
+    assert set(rows) == {c for c in commands() if c != "config"}
+    common = {"--help", "-h", "--state-dir", "--etcd", "--nats", "--namespace"}
+    for command, listed in rows.items():
+        assert listed - common == flags(commands()[command]) - common, command
+
+
+def test_help_works_for_what_is_documented() -> None:
+    runner = typer.testing.CliRunner()
+    for command in commands():
+        assert runner.invoke(app, [*shlex.split(command), "--help"]).exit_code == 0
+
+
+# ------------------------------------------------------------------ environment, settings, metrics
+
+
+def test_environment_variables() -> None:
+    pattern = r"PULLFILL_[A-Z_]+[A-Z]"
+    used = {v for path in python_files() for v in re.findall(pattern, path.read_text())}
+    documented = set(re.findall(pattern, COMMANDS.read_text()))
+    assert documented == used
+    for name in NAMES:
+        assert set(re.findall(pattern, text_of(name))) <= used
+
+
+def test_failpoints() -> None:
+    used = set()
+    for path in python_files():
+        for point in re.findall(r"failpoints\.hit\(f?\"([\w.{}]+)\"\)", path.read_text()):
+            used |= {point.replace("{verb}", verb) for verb in ("read", "write")}
+    listed = re.search(r"^Failpoints: (.*?)\n\n", COMMANDS.read_text(), re.M | re.S)
+    assert listed is not None
+    assert set(re.findall(r"`([\w.]+)`", listed[1])) == used
+
+
+def test_router_settings_and_their_defaults() -> None:
+    rows = re.findall(r"^\| `router\.(\w+)` \| (?:`(\w+)`|([\d.]+)) \|", COMMANDS.read_text(), re.M)
+    documented = {name: word or float(number) for name, word, number in rows}
+    real = msgspec.to_builtins(wire.RouterConfig())
+    assert documented == {k: v if isinstance(v, str) else float(v) for k, v in real.items()}
+
+
+def real_metrics() -> set[str]:
+    found = set()
+    for module in (metrics, frontend_metrics):
+        for metric in vars(module).values():
+            if isinstance(metric, prometheus_client.metrics.MetricWrapperBase):
+                (family,) = metric.describe()
+                total = "_total" if family.type == "counter" else ""
+                found.add(family.name + total)
+    return found
+
+
+def test_metrics_are_documented_and_the_documented_exist() -> None:
+    real = real_metrics()
+    assert len(real) > 15
+    table = set(re.findall(r"^\| `(pullfill_\w+)", COMMANDS.read_text(), re.M))
+    assert table == real
+    for name in NAMES:
+        named = {m for code in code_of(name) for m in re.findall(r"\bpullfill_[a-z_]+[a-z]", code)}
+        assert named <= real | {"pullfill_installed"}, name
+
+
+def test_metric_labels() -> None:
+    for module in (metrics, frontend_metrics):
+        for metric in vars(module).values():
+            labels = getattr(metric, "_labelnames", ())
+            if labels:
+                (family,) = metric.describe()
+                shown = re.search(
+                    rf"`{family.name}(?:_total)?\{{([\w,]+)\}}`", COMMANDS.read_text()
+                )
+                assert shown is not None, family.name
+                assert tuple(shown[1].split(",")) == tuple(labels), family.name
+
+
+# ------------------------------------------------------------------ wires and words
+
+
+def structs(module: object) -> list[type[msgspec.Struct]]:
+    return [
+        value
+        for value in vars(module).values()
+        if isinstance(value, type)
+        and issubclass(value, msgspec.Struct)
+        and value.__module__ == getattr(module, "__name__", "")
+    ]
+
+
+@pytest.mark.parametrize("struct", [*structs(wire), *structs(rpc)], ids=lambda s: s.__name__)
+def test_every_struct_and_field_is_described(struct: type[msgspec.Struct]) -> None:
+    text = text_of("docs/wire.md")
+    assert f"`{struct.__name__}`" in text
+    assert [f for f in struct.__struct_fields__ if f"`{f}`" not in text] == []
+
+
+def test_every_kind_of_message_and_reason_is_described() -> None:
+    text = text_of("docs/wire.md")
+    kinds = [v.decode() for v in vars(rpc).values() if isinstance(v, bytes)]
+    assert kinds
+    assert [k for k in kinds if f"`{k}`" not in text] == []
+    assert [r.value for r in wire.RefuseReason if f"`{r.value}`" not in text] == []
+
+
+def test_every_reason_of_the_router_is_described() -> None:
+    text = text_of("docs/request-life.md")
+    reasons: set[str] = set()
+    for path in ("decode_worker/router.py", "decode_worker/scheduler_side.py"):
+        source = text_of(path)
+        reasons |= set(re.findall(r"Decision\([^)]*?\"(\w+)\"", source))
+        reasons |= set(re.findall(r"else \"(\w+)\"\)?$", source, re.M))
+        if path.endswith("side.py"):
+            reasons |= set(re.findall(r"^ +return \"(\w+)\"", source, re.M))
+    assert {"long_prompt", "short_prompt", "multimodal", "engine_declined"} <= reasons
+    assert sorted(r for r in reasons if f"`{r}`" not in text) == []
+
+
+def test_every_outcome_in_use_is_described() -> None:
+    text = text_of("docs/request-life.md") + text_of("docs/wire.md")
+    used = "".join(p.read_text() for p in (ROOT / "decode_worker").glob("*.py"))
+    outcomes = [o for o in Outcome if f"Outcome.{o.name}" in used]
+    assert len(outcomes) > 5
+    assert [o.value for o in outcomes if f"`{o.value}`" not in text] == []
+
+
+def test_the_glossary_is_sorted_and_has_each_word_once() -> None:
+    words = re.findall(r"^\| `?([^|`]+?)`? \| ", text_of("docs/glossary.md"), re.M)[1:]
+    assert len(words) > 40
+    assert words == sorted(words, key=lambda word: word.lower().replace("_", " "))
+    assert len(words) == len(set(words))
+
+
+# ------------------------------------------------------------------ make and programs
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_make_targets_exist(name: str) -> None:
+    targets = set(re.findall(r"^([a-z-]+):(?!=)", text_of("Makefile"), re.M))
+    benches = {f"bench-{p.stem[6:].replace('_', '-')}" for p in ROOT.glob("benchmarks/bench_*.py")}
+    used = {t for code in code_of(name) for t in re.findall(r"(?:^|`)make ([a-z-]+)", code, re.M)}
+    assert used <= targets | benches
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_python_in_the_documents_compiles(name: str) -> None:
+    for program in re.findall(r"<<'END'\n(.*?)^END$", text_of(name), re.M | re.S):
+        compile(program, name, "exec")
