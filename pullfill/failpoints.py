@@ -1,7 +1,7 @@
 """Named points where tests make a fault happen at an exact moment.
 
 Off unless `PULLFILL_FAILPOINTS` is set before start, e.g.
-`prefill.before_claim=kill;prefill.after_block=pause:8;decode.before_grant=sleep:0.5`.
+`prefill.before_claim=kill;prefill.after_write=stop@2;decode.before_grant=sleep:0.5`.
 
 Actions: `kill` (SIGKILL to this process), `stop` (SIGSTOP), `sleep:SECONDS`, `error:TEXT`
 (raises `FailpointError`). `kill@N` acts on the N-th hit only (1-based). Cost when off: one
