@@ -37,9 +37,9 @@ def ensure_demo_model(
 ) -> Path:
     """Make the checkpoint unless it is there; returns directory, made absolute.
 
-    Takes most of a minute of one core the first time (training) and nothing later. An older recipe's model
-    is replaced; processes that have it open keep it. Raises ConfigError when directory holds
-    something else, OSError when it cannot be written.
+    Takes about a minute of one core the first time (training) and nothing later. An older recipe's
+    model is replaced; processes that have it open keep it. Raises ConfigError when directory
+    holds something else, OSError when it cannot be written.
     """
     directory = directory.absolute()
     if is_ready(directory, recipe):

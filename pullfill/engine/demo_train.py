@@ -1,7 +1,7 @@
 """Teaches the demo model to write something that reads like English, in under a minute of one core.
 
-Seeded, on one thread: deterministic for one machine and one Python. Two machines get similar models, not equal bits:
-ship the directory when workers on several hosts must serve the same demo model.
+Seeded, on one thread: deterministic for one machine and one Python. Two machines get similar
+models, not equal bits: ship the directory when workers on several hosts must serve the same one.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 import os
 from dataclasses import replace
@@ -16,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from pullfill.engine import demo
-from pullfill.engine.demo_corpus import prose
+from pullfill.engine import demo, demo_train
+from pullfill.engine.demo_corpus import Entry, prose
 from pullfill.engine.demo_llama import EMBED, Llama, random_weights
 from pullfill.engine.demo_recipe import MARKUP_TOKENS, SPECIAL_TOKENS, Recipe
 from pullfill.engine.demo_tokenizer import CHAT_TEMPLATE, build_tokenizer
@@ -220,6 +221,29 @@ def test_tiny_checkpoint_feels_a_changed_block(length: int) -> None:
         last = torch.cat([model.logits(row[None])[:, -1] for row in prompts]).log_softmax(-1)
     moved = (last[1:] - last[0]).abs().amax(dim=1)
     assert moved.min() > 1e-2, moved
+
+
+def test_trained_model_learns_and_feels_its_context(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    animals = ("cat", "dog", "hen", "cow", "fox")
+    entries = [
+        Entry(f"farm.{a}{i}", (f"The {a} of farm {i} sees the {b} and goes home.",))
+        for i in range(30)
+        for a in animals
+        for b in animals
+    ]
+    monkeypatch.setattr(demo_train, "read_corpus", lambda: entries)
+    recipe = replace(SMALL, layers=2, vocab=288, max_positions=2048, train_steps=3)
+    where = demo.ensure_demo_model(tmp_path / "m", recipe)
+    model, text = Llama.load(recipe, where), "The cat of farm 3 sees the "
+    ids = Tokenizer.from_file(str(where / "tokenizer.json")).encode(text * 9).ids
+    with torch.no_grad():
+        logits = model.logits(torch.tensor([ids, [20, *ids[1:]]]))
+    right = torch.tensor(ids[1:])
+    loss = torch.nn.functional.cross_entropy(logits[0, :-1], right).item()
+    assert loss < 0.7 * math.log(recipe.vocab)  # far better than guessing
+    assert (logits[0, -1] - logits[1, -1]).abs().max() > 1e-4
 
 
 def test_prose_keeps_paragraphs_and_drops_code() -> None:
