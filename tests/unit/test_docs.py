@@ -135,11 +135,19 @@ def flags(command: Any) -> set[str]:
     return {flag for o in options for flag in (*o.opts, *o.secondary_opts)} | {"--help"}
 
 
+def shell_parts(code: str) -> Iterator[str]:
+    """The inside of each `$( )`, then the rest with a word in its place."""
+    while inner := re.search(r"\$\(([^()]*)\)", code):
+        yield inner[1]
+        code = f"{code[: inner.start()]}X{code[inner.end() :]}"
+    yield code
+
+
 def used_commands(name: str) -> Iterator[tuple[str, list[str]]]:
     """(command, flags) of each `pullfill …` in the code of a document."""
-    for code in code_of(name):
-        for line in re.findall(r"(?:^|[`(|&$ ])pullfill +([a-z][^`\n|&;>)]*)", code, re.M):
-            words = line.replace("|", " ").split()
+    for part in (part for code in code_of(name) for part in shell_parts(code)):
+        for line in re.findall(r"(?:^|[`(|&$ ])pullfill +([a-z][^`\n|&;>]*)", part, re.M):
+            words = line.split()
             sub = " ".join(words[:2])
             command = sub if sub in commands() else words[0]
             yield command, [w.split("=")[0] for w in words if w.startswith("--")]
