@@ -21,7 +21,7 @@ from typing import Any
 import httpx
 
 from benchmarks import machine
-from benchmarks.live import CLI, Live, child, demo_vocabulary, running, wait_for
+from benchmarks.live import CLI, Live, child, demo_vocabulary, end_in_order, running, wait_for
 from benchmarks.report import Row, finish, median, percentile, row
 
 STAGES = {
@@ -182,6 +182,7 @@ def main() -> int:
     parser.add_argument("--threads", action="store_true", help="also show which threads wake up")
     parser.add_argument("--no-save", action="store_true", help="print only")
     options = parser.parse_args()
+    end_in_order()
     with tempfile.TemporaryDirectory(prefix="pullfill-bench-") as directory:
         rows, quiet = run(options, Path(directory))
     print(quiet)

@@ -26,7 +26,7 @@ import httpx
 import psutil
 
 from benchmarks import machine
-from benchmarks.live import BenchError, child, demo_flags, running, wait_for
+from benchmarks.live import BenchError, child, demo_flags, end_in_order, running, wait_for
 from benchmarks.report import Row, finish, median, row, versus
 from pullfill.deploy import plan
 from pullfill.deploy.servers import free_port
@@ -199,6 +199,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--no-save", action="store_true", help="print only")
     options = parser.parse_args()
+    end_in_order()
     with tempfile.TemporaryDirectory(prefix="pullfill-bench-") as directory:
         rows, quiet = run(options, Path(directory))
     print(quiet)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -72,6 +73,11 @@ def wait_for(check: Callable[[], Any], within_s: float, what: str, every_s: floa
         if time.monotonic() > deadline:
             raise BenchError(f"not within {within_s:g} s: {what}")
         time.sleep(every_s)
+
+
+def end_in_order() -> None:
+    """Let SIGTERM unwind the `with` blocks of the main thread, so that nothing is left running."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
 
 @contextmanager
