@@ -17,6 +17,7 @@ import typer
 import typer.testing
 
 from pullfill import metrics, wire
+from pullfill.deploy import defaults
 from pullfill.deploy.cli import app
 from pullfill.engine import rpc
 from pullfill.errors import Outcome
@@ -190,6 +191,14 @@ def test_help_works_for_what_is_documented() -> None:
     runner = typer.testing.CliRunner()
     for command in commands():
         assert runner.invoke(app, [*shlex.split(command), "--help"]).exit_code == 0
+
+
+def test_flags_that_up_adds() -> None:
+    text = COMMANDS.read_text()
+    assert f"`{' '.join(defaults.DEMO_FLAGS)}`" in text
+    (kv,) = defaults.CPU_FLAGS[defaults.DEMO]
+    assert f"{int(kv.split('=')[1]) >> 20} MiB of KV cache" in text
+    assert f": {defaults.GPU_MEMORY_SHARE} of each GPU" in text
 
 
 # ------------------------------------------------------------------ environment, settings, metrics
