@@ -121,6 +121,8 @@ class PrefillWorker:
         self._state = WorkerState.DRAINING
         await membership.set_state(WorkerState.DRAINING)
         await puller.stop()
+        if self._links is not None:
+            self._links.leave()  # decode workers stop counting on us; granted jobs go on
         finished = await self._stop.race(self._runner.idle.wait(), self._options.drain_timeout_s)
         if not finished:
             logger.warning("handing %d jobs back", self._runner.in_flight)

@@ -143,8 +143,10 @@ class Lease:
         judge, interval = self._judge, self._judge.ttl_s / 3
         delay = interval
         while True:
+            # Not wait_for: on 3.11 it swallows a cancellation that comes with the nudge.
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._nudge.wait(), delay)
+                async with asyncio.timeout(delay):
+                    await self._nudge.wait()
             self._nudge.clear()
             sent_at = self._clock.monotonic()
             try:

@@ -121,7 +121,8 @@ class Membership:
         lease, self._lease = self._lease, None
         if lease is not None:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(lease.revoke(), timeout_s)
+                async with asyncio.timeout(timeout_s):
+                    await lease.revoke()
 
     # ------------------------------------------------------------------ registering
 
