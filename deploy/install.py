@@ -102,6 +102,7 @@ class Installer:
         else:
             self._pip(f"vLLM {VLLM} and pullfill", ["-e", f".[{self._device},dev]"])
         self._check()
+        self._make_demo_model()
         say(f"done in {time.monotonic() - began:.0f} s")
 
     # ------------------------------------------------------------------ steps
@@ -197,6 +198,19 @@ class Installer:
 
     # ------------------------------------------------------------------ pip
 
+    def _make_demo_model(self) -> None:
+        """Train the demo model now, so that the first `make up` need not wait. Not having it is no
+        failure: `pullfill up` makes it too."""
+        code = (
+            "import sys; from pullfill.deploy.plan import demo_directory as d; "
+            "from pullfill.engine.demo import main; sys.exit(main(['ensure', str(d())]))"
+        )
+        what = "the demo model (about a minute, once)"
+        try:
+            self._run(what, [str(self._python), "-P", "-c", code])
+        except InstallError as exc:
+            say(f"no demo model yet, `pullfill up` will try again: {exc}")
+
     def _pip(self, what: str, arguments: list[str]) -> None:
         self._run(what, ["install", *arguments])
 
@@ -269,20 +283,6 @@ def _error_line(text: str) -> str:
     return errors[-1].removeprefix("ERROR:").strip() if errors else _last_line(text)
 
 
-def make_demo_model(venv: Path) -> None:
-    """Train the demo model now (about a minute), so that the first `make up` need not wait. Not
-    having it is no failure: `pullfill up` makes it too."""
-    command = [
-        str(venv / "bin" / "python"), "-P", "-c",
-        "import sys; from pullfill.deploy.plan import demo_directory as d; "
-        "from pullfill.engine.demo import main; sys.exit(main(['ensure', str(d())]))",
-    ]  # fmt: skip
-    say("making the demo model, once (about a minute)")
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        say(f"the demo model could not be made ({_last_line(done.stderr)}); `up` will try again")
-
-
 def main() -> int:
     """Install unless the stamp says that it is done. Exit code 0, or 1 with advice on stderr."""
     try:
@@ -294,7 +294,6 @@ def main() -> int:
             return 0
         Installer(venv, device).run()
         stamp.write_text(wanted)
-        make_demo_model(venv)
     except (InstallError, ValueError) as exc:
         print(f"error: {exc}", file=sys.stderr)
         return 1

@@ -153,7 +153,6 @@ class JobRunner:
             raise
         except BadMessage as exc:
             self.failed += 1
-            metrics.DEAD_LETTER.inc()
             logger.error("job %s is poison, dead-lettered: %s", delivery.job_id, exc)
             await self._settle(delivery, "term", str(exc))
         except Exception:
