@@ -21,6 +21,7 @@ import subprocess
 import sys
 import time
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from pullfill.deploy.device import DEVICE_ENV, detect
@@ -77,6 +78,9 @@ def find_python() -> str:
         f"{sys.version_info[0]}.{sys.version_info[1]}. Install one, then: make install "
         "PYTHON=/path/to/python3"
     )
+
+
+_PIP = ("-m", "pip", "--disable-pip-version-check")
 
 
 class Installer:
@@ -207,7 +211,7 @@ class Installer:
         )
         what = "the demo model (about a minute, once)"
         try:
-            self._run(what, [str(self._python), "-P", "-c", code])
+            self._run(what, [], program=["-P", "-c", code])
         except InstallError as exc:
             say(f"no demo model yet, `pullfill up` will try again: {exc}")
 
@@ -221,9 +225,9 @@ class Installer:
             return False
         return True
 
-    def _run(self, what: str, arguments: list[str]) -> None:
+    def _run(self, what: str, arguments: Sequence[str], program: Sequence[str] = _PIP) -> None:
         say(what)
-        command = [str(self._python), "-m", "pip", "--disable-pip-version-check", *arguments]
+        command = [str(self._python), *program, *arguments]
         with self._log.open("a") as log:
             log.write(f"$ {' '.join(command)}\n")
             log.flush()
