@@ -132,8 +132,9 @@ def memory_rows(live: Live, when: str) -> list[Row]:
     rows = []
     for role in ("decode", "prefill", "frontend"):
         used, limit = machine.memory(live.pid(role)), None if role == "frontend" else 0.9
-        rows.append(row(f"{role} memory{when}, RSS", used.rss / 1e9, "GB", limit))
-        rows.append(row(f"{role} memory{when}, of it shared KV pages", used.shared / 1e9, "GB"))
+        rows.append(row(f"{role} memory {when}, RSS", used.rss / 1e9, "GB", limit))
+        if used.shared > 1e6:
+            rows.append(row(f"{role} memory {when}, shared KV in it", used.shared / 1e9, "GB"))
     return rows
 
 
@@ -158,10 +159,10 @@ def run(options: argparse.Namespace, base: Path) -> tuple[list[Row], machine.Qui
                 [measure_by_hand(live, base / f"hand-{i}.log") for i in range(options.by_hand)]
             )
             rows.append(row("`pullfill prefill` by hand pulls after", took, "s", 25.0))
-        rows += memory_rows(live, "")
+        rows += memory_rows(live, "when ready")
         with quiet.window(live.pids()):
             records = measure_handoff(live, options.requests)
-        rows += memory_rows(live, " after the load")
+        rows += memory_rows(live, "after the load")
         rows += handoff_rows(records)
         rows += measure_idle(live, options.idle, quiet)
         if options.threads:
