@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorTransferResults,
 )
+from vllm.platforms import current_platform
 
 from pullfill.decode_worker import context as contexts
 from pullfill.decode_worker import memory
@@ -69,7 +70,7 @@ class DecodeConnector(KVConnectorBase_V1):  # type: ignore[misc]
     # ------------------------------------------------------------------ worker half
 
     def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
-        return memory.pool_context(self._context)
+        return memory.pool_context(self._context) if current_platform.is_cpu() else None
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         memory.register(self._context, kv_caches, self._kv_cache_config.num_blocks)

@@ -16,7 +16,8 @@ from pullfill.errors import ConfigError
 if TYPE_CHECKING:
     from pullfill.decode_worker.ledger import Ledger
     from pullfill.decode_worker.story import Stories
-    from pullfill.transfer.contract import LocalMemory, Owner
+    from pullfill.engine.kv import Geometry
+    from pullfill.transfer.contract import LocalMemory, Owner, OwnerFences
     from pullfill.wire import RouterConfig
 
 
@@ -49,8 +50,9 @@ class DecodeContext:
     situation: Callable[[int, int, str], Situation]
     publish: Callable[[OpenedJob], None]
     stories: Stories
-    make_ledger: Callable[[Owner], Ledger]
+    make_ledger: Callable[[OwnerFences], Ledger]
     ledger: Ledger | None = None
+    geometry: Geometry | None = None
     memory: LocalMemory | None = None
     owner: Owner | None = None
     pool: Any = None

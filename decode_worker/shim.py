@@ -28,7 +28,7 @@ logger = log.get("decode_worker.shim")
 
 _UTILITIES = frozenset({
     "get_supported_tasks", "reset_prefix_cache", "reset_mm_cache", "reset_encoder_cache",
-    "add_lora", "remove_lora", "list_loras", "pin_lora", "is_sleeping", "sleep", "wake_up",
+    "add_lora", "remove_lora", "list_loras", "pin_lora", "is_sleeping",
     "profile", "is_scheduler_paused", "pause_scheduler", "resume_scheduler",
     "get_kv_cache_group_metadata", "get_weight_version",
 })  # fmt: skip

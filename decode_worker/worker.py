@@ -29,7 +29,7 @@ from pullfill.queue.jetstream import JetStreamProducer
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.membership import Membership
 from pullfill.registry.settings import RouterSettings
-from pullfill.transfer.contract import Owner
+from pullfill.transfer.contract import OwnerFences
 from pullfill.transfer.layout import describe_region
 from pullfill.wire import (
     Compat,
@@ -164,15 +164,17 @@ class DecodeWorker:
         return EngineHost(self._config, on_outputs=self._on_outputs, before_step=self._before_step)
 
     def _on_built(self, host: EngineHost, core: Any) -> None:
-        memory = self._context.memory
-        assert memory is not None, "vLLM registered no KV cache with the connector"
+        geometry = self._context.geometry
+        assert geometry is not None, "vLLM registered no KV cache with the connector"
         self._compat = compat.describe(
             self._config,
             self._served_name,
-            num_layers=memory.layout.num_layers,
-            page_bytes=memory.layout.page_bytes,
+            num_layers=geometry.num_layers,
+            page_bytes=geometry.page_bytes,
         )
-        self._quarantine_cap = int(memory.layout.num_blocks * _QUARANTINE_SHARE)
+        self._quarantine_cap = int(
+            (self._config.cache_config.num_gpu_blocks or 0) * _QUARANTINE_SHARE
+        )
         self._shim = FrontendShim(
             host,
             self._stories,
@@ -181,9 +183,9 @@ class DecodeWorker:
         )
         self._shim.bind(self._options.host)
 
-    def _make_ledger(self, owner: Owner) -> Ledger:
+    def _make_ledger(self, fences: OwnerFences) -> Ledger:
         return Ledger(
-            owner.fences,
+            fences,
             incarnation=self._context.incarnation,
             on_event=self._wake_engine,
             on_action=self._wake_control,
@@ -213,10 +215,11 @@ class DecodeWorker:
         return Situation(
             prompt_tokens=prompt_tokens,
             hit_tokens=hit_tokens,
-            ineligible=ineligible,
+            ineligible=ineligible or ("" if self._context.owner is not None else "no_transport"),
             prefill_workers=self._control.prefill_workers,
             queue_available=producer.available,
-            queue_jobs=producer.depth().depth_jobs,
+            # Our own jobs count from the moment they are opened: the queue hears of them later.
+            queue_jobs=max(producer.depth().depth_jobs, ledger.open_jobs),
             quarantine_full=ledger.quarantined_blocks > self._quarantine_cap,
             draining=self._state is not WorkerState.READY,
         )
@@ -272,14 +275,11 @@ class DecodeWorker:
         """What we publish under a new incarnation. Everything granted before it is void."""
         context, config = self._context, self._config
         assert context.ledger is not None
-        assert context.memory is not None
-        assert context.owner is not None
         assert self._compat is not None
         assert self._shim is not None
         assert self._control is not None
         context.incarnation = incarnation
         context.ledger.new_incarnation(incarnation)
-        context.owner.renew(incarnation)
         record = WorkerRecord(
             instance_id=self._instance_id,
             incarnation=incarnation,
@@ -298,6 +298,9 @@ class DecodeWorker:
             max_model_len=config.model_config.max_model_len,
             version=__version__,
         )
+        if context.owner is None or context.memory is None:
+            return record, []
+        context.owner.renew(incarnation)
         region = describe_region(
             context.memory,
             instance_id=self._instance_id,

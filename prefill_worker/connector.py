@@ -73,7 +73,7 @@ class PrefillConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return None
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self._context.memory = memory.describe(kv_caches, self._kv_cache_config.num_blocks)
+        memory.register(self._context, kv_caches, self._kv_cache_config.num_blocks)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         assert isinstance(kv_connector_metadata, PrefillMetadata)

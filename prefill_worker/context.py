@@ -10,6 +10,7 @@ from pullfill.errors import ConfigError
 from pullfill.prefill_worker.task import PrefillTask
 
 if TYPE_CHECKING:
+    from pullfill.engine.kv import Geometry
     from pullfill.transfer.contract import LocalMemory
 
 
@@ -21,6 +22,7 @@ class PrefillContext:
     instance_id: str
     wake: Callable[[], None]
     tasks: dict[str, PrefillTask] = field(default_factory=dict)
+    geometry: Geometry | None = None
     memory: LocalMemory | None = None
     pool: Any = None
     side: Any = None

@@ -12,6 +12,7 @@ from pullfill.config import ClusterRef, WorkerOptions
 from pullfill.engine import args, compat
 from pullfill.engine.host import EngineHost
 from pullfill.engine.thread import EngineThread
+from pullfill.errors import IncompatibleError
 from pullfill.host import host_id
 from pullfill.ids import new_instance_id
 from pullfill.lifecycle import Stop, until
@@ -144,13 +145,13 @@ class PrefillWorker:
         return EngineHost(self._config, on_outputs=self._on_outputs, before_step=self._before_step)
 
     def _on_built(self, host: EngineHost, core: Any) -> None:
-        memory = self._context.memory
-        assert memory is not None, "vLLM registered no KV cache with the connector"
+        geometry = self._context.geometry
+        assert geometry is not None, "vLLM registered no KV cache with the connector"
         self._compat = compat.describe(
             self._config,
             self._served_name,
-            num_layers=memory.layout.num_layers,
-            page_bytes=memory.layout.page_bytes,
+            num_layers=geometry.num_layers,
+            page_bytes=geometry.page_bytes,
         )
         self._host = host
 
@@ -209,7 +210,8 @@ class PrefillWorker:
         assert self._directory is not None
         assert self._compat is not None
         memory = self._context.memory
-        assert memory is not None
+        if memory is None:
+            raise IncompatibleError("no transport reaches this worker's KV memory", field="device")
         descriptor = await self._directory.descriptor(record.instance_id, 0, expect=self._compat)
         transport, why_not = choose(descriptor, self._transports)
         for name, reason in why_not:
