@@ -19,6 +19,8 @@ from pullfill.decode_worker.moves import CancelMessage, NakDelivery, SendRevoke
 from pullfill.decode_worker.story import Stories
 from pullfill.errors import BadMessage, Outcome
 from pullfill.wire import (
+    SILENT_S,
+    Alive,
     Claim,
     Commit,
     CommitReply,
@@ -46,6 +48,7 @@ class _Peer:
     name: str
     instance_id: str
     writer: asyncio.StreamWriter
+    heard: float
     leaving: bool = False
 
 
@@ -64,6 +67,7 @@ class ControlServer:
         stories: Stories,
         cancel: Callable[[object], Awaitable[object]],
         hand_back: Callable[[str], Awaitable[None]],
+        silent_s: float = SILENT_S,
     ) -> None:
         self._instance_id = instance_id
         self._compat = compat
@@ -71,6 +75,7 @@ class ControlServer:
         self._stories = stories
         self._cancel = cancel
         self._hand_back = hand_back
+        self._silent_s = silent_s
         self._peers: dict[str, _Peer] = {}
         self._serial = itertools.count(1)
         self._server: asyncio.Server | None = None
@@ -87,6 +92,7 @@ class ControlServer:
         port = self._server.sockets[0].getsockname()[1]
         self.address = f"tcp://{host}:{port}"
         self._timers.append(asyncio.create_task(self._run_ledger()))
+        self._timers.append(asyncio.create_task(self._watch_silence()))
 
     async def stop(self) -> None:
         """Close every connection. When this returns nothing here touches the ledger any more, and
@@ -158,6 +164,27 @@ class ControlServer:
         if not task.cancelled() and (exc := task.exception()) is not None:
             logger.warning("could not settle a message: %s", exc)
 
+    async def _watch_silence(self) -> None:
+        """End the connection of a worker that is stopped or cut off: the kernel does not. Its jobs
+        are handed on or served here; blocks it may be writing stay in quarantine."""
+        loop = asyncio.get_running_loop()
+        pause = self._silent_s / 5
+        while True:
+            before = loop.time()
+            await asyncio.sleep(pause)
+            if loop.time() - before > 2 * pause:
+                # We did not run either: what the workers said waits to be read.
+                for peer in self._peers.values():
+                    peer.heard = loop.time()
+            for peer in list(self._peers.values()):
+                if loop.time() - peer.heard > self._silent_s:
+                    logger.warning(
+                        "prefill worker %s is silent for %.0f s: going on without it",
+                        peer.instance_id,
+                        self._silent_s,
+                    )
+                    peer.writer.transport.abort()
+
     # ------------------------------------------------------------------ the network's side
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -170,7 +197,9 @@ class ControlServer:
         try:
             peer = await self._greet(reader, writer)
             while peer is not None:
-                self._dispatch(peer, await frames.read(reader, ToDecode))  # type: ignore[arg-type]
+                message: object = await frames.read(reader, ToDecode)  # type: ignore[arg-type]
+                peer.heard = asyncio.get_running_loop().time()
+                self._dispatch(peer, message)
                 self._act()
         except EOFError:
             pass
@@ -196,7 +225,10 @@ class ControlServer:
             )
             return None
         peer = _Peer(
-            f"{hello.prefill_instance}#{next(self._serial)}", hello.prefill_instance, writer
+            f"{hello.prefill_instance}#{next(self._serial)}",
+            hello.prefill_instance,
+            writer,
+            asyncio.get_running_loop().time(),
         )
         self._peers[peer.name] = peer
         self._count()
@@ -225,6 +257,8 @@ class ControlServer:
 
     def _dispatch(self, peer: _Peer, message: object) -> None:
         match message:
+            case Alive():
+                return
             case Claim():
                 self._on_claim(peer, message)
             case Commit():

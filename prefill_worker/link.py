@@ -17,6 +17,8 @@ from pullfill import frames, log
 from pullfill.errors import BadMessage, ClaimRefused, PeerUnavailable, PullfillError
 from pullfill.prefill_worker.mover import Mover
 from pullfill.wire import (
+    ALIVE_INTERVAL_S,
+    Alive,
     Claim,
     Commit,
     CommitReply,
@@ -208,8 +210,12 @@ class DecodeLink:
                 self.send(Leaving())
             self._up.set()
             logger.info("connected to decode worker %s", first.decode_instance)
-            while True:
-                self._dispatch(await frames.read(reader, ToPrefill))  # type: ignore[arg-type]
+            beat = asyncio.create_task(self._say_alive(writer))
+            try:
+                while True:
+                    self._dispatch(await frames.read(reader, ToPrefill))  # type: ignore[arg-type]
+            finally:
+                beat.cancel()
         finally:
             was_up = self._up.is_set()
             self._up.clear()
@@ -222,6 +228,11 @@ class DecodeLink:
                     )
             if was_up:
                 self._on_lost(self)
+
+    async def _say_alive(self, writer: asyncio.StreamWriter) -> None:
+        while True:
+            await asyncio.sleep(ALIVE_INTERVAL_S)
+            frames.write(writer, Alive())
 
     def _dispatch(self, message: Any) -> None:
         if isinstance(message, Revoke):

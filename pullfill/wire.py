@@ -17,6 +17,8 @@ from msgspec import Meta
 from pullfill.errors import BadMessage
 
 WIRE_VERSION = 1
+ALIVE_INTERVAL_S = 1.0
+SILENT_S = 5.0
 
 U32 = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 Count = Annotated[int, Meta(ge=0)]
@@ -256,7 +258,11 @@ class Leaving(Message, tag="leaving", frozen=True, kw_only=True):
     """The prefill worker drains: it pulls no more jobs, and finishes those it was granted."""
 
 
-ToDecode = Hello | Claim | Commit | HandBack | Quiet | Leaving
+class Alive(Message, tag="alive", frozen=True, kw_only=True):
+    """Sent every ALIVE_INTERVAL_S: the process runs. Silent for SILENT_S, it is treated as gone."""
+
+
+ToDecode = Hello | Claim | Commit | HandBack | Quiet | Leaving | Alive
 ToPrefill = Welcome | Goodbye | Grant | Refused | CommitReply | Revoke
 
 

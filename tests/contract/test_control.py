@@ -19,6 +19,7 @@ from pullfill.errors import BadMessage, ClaimRefused, Outcome, PeerUnavailable
 from pullfill.prefill_worker.link import DecodeLink
 from pullfill.transfer.loopback import LoopbackFences
 from pullfill.wire import (
+    SILENT_S,
     Claim,
     Commit,
     Goodbye,
@@ -42,7 +43,7 @@ BLOCKS = (0, 5, 6)
 class Decode:
     """One decode worker's control server over a real ledger."""
 
-    def __init__(self) -> None:
+    def __init__(self, silent_s: float = SILENT_S) -> None:
         loop = asyncio.get_running_loop()
         self.cancelled: list[object] = []
         self.nakked: list[str] = []
@@ -59,6 +60,7 @@ class Decode:
             stories=Stories("decode-1"),
             cancel=self._cancel,
             hand_back=self._hand_back,
+            silent_s=silent_s,
         )
 
     async def _cancel(self, receipt: object) -> None:
@@ -526,3 +528,40 @@ async def test_a_claim_of_another_worker_revokes_the_first(decode: Decode, conne
     assert two.revokes == []
     assert not (await one.commit(first)).ok
     assert (await two.commit(second)).ok
+
+
+async def test_a_silent_worker_is_gone_and_its_job_served_here() -> None:
+    """A stopped process keeps its connection; only its silence tells."""
+    decode = Decode(silent_s=0.5)
+    await decode.server.start("127.0.0.1")
+    host, port = frames.split_address(decode.server.address)
+    reader, writer = await asyncio.open_connection(host, port)
+    stopped = Raw(reader, writer)
+    try:
+        await stopped.hello()
+        await until(lambda: decode.server.prefill_workers == 1)
+        decode.open()
+        frames.write(writer, Claim(rid=1, job_id="j", incarnation="i0", delivery=1))
+        assert isinstance(await stopped.hear(), Grant)
+        await until(lambda: decode.server.prefill_workers == 0)
+        await until(lambda: decode.ledger.open_jobs == 0)
+        (settled,) = decode.settled()
+        assert (settled.loaded, settled.outcome) == (False, Outcome.PREFILL_LOST)
+    finally:
+        writer.close()
+        await decode.server.stop()
+
+
+async def test_a_worker_that_says_alive_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pullfill.prefill_worker.link.ALIVE_INTERVAL_S", 0.1)
+    decode = Decode(silent_s=0.5)
+    await decode.server.start("127.0.0.1")
+    prefill = Prefill(decode)
+    try:
+        await prefill.link.wait_up(5.0)
+        await asyncio.sleep(1.2)
+        assert decode.server.prefill_workers == 1
+        assert prefill.lost == 0
+    finally:
+        await prefill.link.close()
+        await decode.server.stop()
