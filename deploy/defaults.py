@@ -24,7 +24,7 @@ DEMO_FLAGS = (
 
 CPU_FLAGS = {
     # A prefill worker maps its own cache and that of each decode worker: below 0.9 GB with both.
-    DEMO: (f"--kv-cache-memory-bytes={80 << 20}",),
+    DEMO: (f"--kv-cache-memory-bytes={64 << 20}",),
     "other": ("--enforce-eager", f"--kv-cache-memory-bytes={1 << 30}"),
 }
 
