@@ -110,9 +110,14 @@ class FrontendShim:
                 self._dispatch(identity, kind, message[2:])
             except BadMessage as exc:
                 logger.warning("a frontend sent something unusable: %s", exc)
+            except Exception:
+                # This is the engine thread: one frontend's message must not end everybody's.
+                logger.exception("a frontend's message %r failed; it is ignored", kind)
 
     def _dispatch(self, identity: bytes, kind: bytes, payload: list[Any]) -> None:
         frontend = self._frontends.get(identity)
+        if not payload and kind in (rpc.HELO, rpc.ADD, rpc.ABRT, rpc.UTIL):
+            raise BadMessage(f"{kind!r} without a payload")
         if kind == rpc.HELO:
             self._greet(identity, wire.decode(payload[0].bytes, rpc.FrontendHello))
             return

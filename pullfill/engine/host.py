@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
-from pullfill import log
+from pullfill import failpoints, log
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -128,6 +128,7 @@ class EngineHost:
                 timeout = _IDLE_POLL_MS if not self._todo else 0
                 self.last_progress = time.monotonic()
                 continue
+            failpoints.hit("engine.step")
             outputs, executed = core.step_fn()
             if outputs:
                 self._on_outputs(outputs)

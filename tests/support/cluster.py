@@ -98,7 +98,6 @@ class Cluster:
     lease_ttl_s: int = 2
     namespace: str = "test"
     workers: list[Worker] = field(default_factory=list)
-    baseline: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -174,9 +173,6 @@ class Cluster:
         """Until each is seen ready by the frontend, and prefill workers by every decode worker."""
         until(lambda: self._seen(workers), within_s, f"ready: {[w.role for w in workers]}")
         until(self._linked, 20.0, "every prefill worker connected to every decode worker")
-        for entry in self.status()["workers"]:
-            if entry["role"] == "decode":
-                self.baseline.setdefault(entry["instance_id"], entry["load"]["kv_free_blocks"])
 
     def _seen(self, workers: Sequence[Worker]) -> bool:
         for worker in workers:
@@ -293,9 +289,10 @@ class Cluster:
             for key in ("open_jobs", "quarantined_blocks", "requests", "jobs", "running"):
                 if load.get(key):
                     found.append(f"{name} {key}={load[key]}")
-            free = load.get("kv_free_blocks")
-            if free is not None and free != self.baseline.get(name, free):
-                found.append(f"{name} free blocks {free} of {self.baseline[name]}")
+            if role_blocks := load.get("kv_blocks"):
+                free = load["kv_free_blocks"]
+                if free != role_blocks - 1:  # one block is vLLM's null block, never free
+                    found.append(f"{name} free blocks {free} of {role_blocks - 1}")
         return found
 
     def log_errors(self) -> list[str]:
