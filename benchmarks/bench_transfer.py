@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import os
 import random
 import statistics
-import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -24,9 +23,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import msgspec
 import numpy as np
 
+from benchmarks.machine import Quiet
+from benchmarks.report import RESULTS, Row, finish, row, versus
 from pullfill.transfer.layout import dense_layout
 from pullfill.transfer.runs import plan
 from pullfill.transfer.session import MappedSession
@@ -36,27 +36,6 @@ from tests.support.transfer_rigs import Local, Region, Rig, shm_rig
 
 MOVED = 32 << 20
 LAYERS = 4
-RESULTS = Path(__file__).parent / "results"
-
-
-class Row(msgspec.Struct):
-    """One line of a results file (design.md §5)."""
-
-    metric: str
-    value: float
-    unit: str
-    peer: str = ""
-    peer_value: float | None = None
-    ratio: float | None = None
-    target: str = ""
-    ok: bool = True
-
-
-class Results(msgspec.Struct):
-    commit: str
-    machine: str
-    quiet: bool
-    rows: list[Row]
 
 
 @dataclass
@@ -143,14 +122,7 @@ def bench_writes(rig: Rig, rounds: int, suffix: str = "") -> list[Row]:
         speed = {name: MOVED / seconds / 1e9 for name, seconds in took.items()}
         for peer, label in (("loop", "memmove per run"), ("once", "one memcpy")):
             rows.append(
-                Row(
-                    f"shm write, {case.name}{suffix}",
-                    speed["shm"],
-                    "GB/s",
-                    label,
-                    speed[peer],
-                    speed["shm"] / speed[peer],
-                )
+                versus(f"shm write, {case.name}{suffix}", speed["shm"], "GB/s", label, speed[peer])
             )
     return rows
 
@@ -178,8 +150,8 @@ def bench_fence(rig: Rig, rounds: int) -> list[Row]:
     fence, copy = took["fence"] / 1000, took["copy"] / 64
     share = 100 * fence / copy
     return [
-        Row("fence per batch", fence * 1e6, "us"),
-        Row("fence, share of a 1 MiB write", share, "%", target="<= 5", ok=share <= 5),
+        row("fence per batch", fence * 1e6, "us"),
+        row("fence, share of a 1 MiB write", share, "%", at_most=3),
     ]
 
 
@@ -198,9 +170,7 @@ def bench_plan(rounds: int) -> list[Row]:
     }.items():
         s, t = source.tolist(), target.tolist()
         took = interleaved({"plan": lambda s=s, t=t: plan(layout, layout, s, t)}, rounds)["plan"]
-        rows.append(
-            Row(f"plan 10,000 blocks, {name}", took * 1e3, "ms", target="<= 5", ok=took <= 5e-3)
-        )
+        rows.append(row(f"plan 10,000 blocks, {name}", took * 1e3, "ms", at_most=5))
     return rows
 
 
@@ -226,42 +196,7 @@ def busy_thread() -> Iterator[None]:
         thread.join()
 
 
-def table(rows: list[Row]) -> str:
-    """A markdown table."""
-    lines = [
-        "| metric | value | unit | peer | peer value | ratio | target | ok |",
-        "|---" * 8 + "|",
-    ]
-    for row in rows:
-        peer = f"{row.peer_value:.2f}" if row.peer_value is not None else ""
-        ratio = f"{row.ratio:.2f}" if row.ratio is not None else ""
-        ok = "yes" if row.ok else "NO"
-        lines.append(
-            f"| {row.metric} | {row.value:.2f} | {row.unit} | {row.peer} | {peer} | {ratio} "
-            f"| {row.target} | {ok} |"
-        )
-    return "\n".join(lines)
-
-
-def save(rows: list[Row], *, quiet: bool) -> None:
-    head = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
-    machine = f"{os.cpu_count()} cores, {os.uname().machine}, Linux {os.uname().release}"
-    results = Results(head.stdout.strip(), machine, quiet, rows)
-    RESULTS.mkdir(exist_ok=True)
-    encoded = msgspec.json.format(msgspec.json.encode(results), indent=2)
-    (RESULTS / "transfer.json").write_bytes(encoded + b"\n")
-    (RESULTS / "transfer.md").write_text(table(rows) + "\n")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--busy", action="store_true", help="also beside a busy Python thread")
-    parser.add_argument("--save", action="store_true", help=f"write {RESULTS}/transfer.json")
-    options = parser.parse_args()
-    quiet = os.getloadavg()[0] < 0.5
+def measure(options: argparse.Namespace) -> list[Row]:
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="bench-") as directory:
         rig = shm_rig(Path(directory))
         rows = bench_writes(rig, options.rounds)
@@ -269,12 +204,22 @@ def main() -> None:
             with busy_thread():
                 rows += bench_writes(rig, max(3, options.rounds // 3), ", busy thread")
         rows += bench_fence(rig, options.rounds)
-    rows += bench_plan(options.rounds)
-    print(table(rows))
-    print(f"\nmachine quiet: {quiet}")
-    if options.save:
-        save(rows, quiet=quiet)
+    return rows + bench_plan(options.rounds)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--busy", action="store_true", help="also beside a busy Python thread")
+    parser.add_argument("--save", action="store_true", help=f"write {RESULTS}/transfer.json")
+    options = parser.parse_args()
+    quiet = Quiet()
+    with quiet.window([]):
+        rows = measure(options)
+    print(quiet)
+    title = "Fenced block writes over shared memory"
+    return finish("transfer", rows, quiet=quiet.quiet, save=options.save, title=title)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
