@@ -1,7 +1,8 @@
 # Everything runs from .venv, which `make install` makes and keeps up to date.
 SHELL := /usr/bin/env bash
 PYTHON ?= python3
-BIN := .venv/bin
+VENV := $(or $(PULLFILL_VENV),.venv)
+BIN := $(VENV)/bin
 MODEL ?= demo
 ARGS ?=
 PYTEST_ARGS ?=
@@ -53,4 +54,4 @@ format: install ## Put the code into ruff's format
 	$(BIN)/ruff format .
 
 clean: ## Remove .venv, caches and build leftovers
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache build dist *.egg-info
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache build dist *.egg-info

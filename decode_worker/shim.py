@@ -28,9 +28,8 @@ logger = log.get("decode_worker.shim")
 
 _UTILITIES = frozenset({
     "get_supported_tasks", "reset_prefix_cache", "reset_mm_cache", "reset_encoder_cache",
-    "add_lora", "remove_lora", "list_loras", "pin_lora", "is_sleeping",
-    "profile", "is_scheduler_paused", "pause_scheduler", "resume_scheduler",
-    "get_kv_cache_group_metadata", "get_weight_version",
+    "is_sleeping", "profile", "is_scheduler_paused", "get_kv_cache_group_metadata",
+    "get_weight_version",
 })  # fmt: skip
 
 
@@ -68,6 +67,7 @@ class FrontendShim:
         self._by_index: dict[int, _Frontend] = {}
         self._owner: dict[str, _Frontend] = {}
         self._next_index = 0
+        self._max_model_len = 0
         self._next_check = 0.0
         self._socket: Any = None
         self.draining = False
@@ -122,7 +122,11 @@ class FrontendShim:
             self._greet(identity, wire.decode(payload[0].bytes, rpc.FrontendHello))
             return
         if frontend is None:
-            raise BadMessage(f"{kind!r} before HELO")
+            if kind != rpc.BYE:
+                # It was silent for too long and dropped; its requests here are aborted. It must
+                # know, or it would wait for them and send more.
+                self._socket.send_multipart([identity, rpc.GONE])
+            return
         frontend.last_seen = self._clock.monotonic()
         if kind == rpc.ADD:
             self._add(frontend, payload)
@@ -139,6 +143,7 @@ class FrontendShim:
 
     def _greet(self, identity: bytes, hello: rpc.FrontendHello) -> None:
         welcome = self._welcome()
+        self._max_model_len = welcome.max_model_len
         refusal = rpc.refuse_hello(hello, vllm_version=welcome.vllm_version, models=self._models)
         if refusal is not None:
             self._socket.send_multipart([identity, rpc.NOPE, refusal.encode()])
@@ -159,20 +164,30 @@ class FrontendShim:
             self._send(frontend, rpc.BACK, rpc.encode_ids([request.request_id]))
             return
         request.client_index = frontend.index
-        if request.request_id in self._owner:
-            raise BadMessage(f"request {request.request_id} is here already")
         core = self.host.core
         assert core is not None
         try:
+            self._check(request)
             vllm_outputs.strip_transfer_params(request)
             core.add_request(*core.preprocess_add_request(request))
         except Exception:
-            logger.exception("the engine refused request %s", request.request_id)
+            logger.exception("request %s is refused", request.request_id)
             failed = vllm_outputs.error_outputs(request.request_id)
             self._send(frontend, rpc.OUT, *self._codec.encode(failed))
             return
         frontend.requests.add(request.request_id)
         self._owner[request.request_id] = frontend
+
+    def _check(self, request: Any) -> None:
+        """What vLLM checks in its frontend only: a request that was accepted for another worker,
+        and is sent here after that one died, may not fit this one and would end the engine."""
+        if request.request_id in self._owner:
+            raise BadMessage(f"request {request.request_id} is here already")
+        if request.resumable:
+            raise BadMessage("streaming input is not supported")
+        limit = self._max_model_len
+        if request.prompt_token_ids is not None and len(request.prompt_token_ids) >= limit:
+            raise BadMessage(f"{len(request.prompt_token_ids)} prompt tokens, at most {limit - 1}")
 
     def _abort(self, frontend: _Frontend, request_ids: Iterable[str]) -> None:
         mine = [r for r in request_ids if self._owner.get(r) is frontend]

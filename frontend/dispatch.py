@@ -247,7 +247,7 @@ class Dispatcher:
         flight.wire_id = request.request_id = rpc.attempt_id(flight.request_id, flight.attempt)
         try:
             frames = self._codec.encode(request)
-        except (TypeError, ValueError) as exc:
+        except Exception as exc:  # e.g. an integer that no wire type holds
             self._fail(flight, f"the request cannot be sent to a decode worker: {exc}")
             return
         finally:

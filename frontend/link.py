@@ -160,6 +160,8 @@ class Link:
             if self.state is LinkState.READY:
                 self.state = LinkState.DRAINING
                 self._owner.on_draining(self)
+        elif kind == rpc.GONE:
+            self.lose("it had given us up as silent")
         elif kind == rpc.NOPE:
             reason = rpc.text_of(frames[0]) if frames else "no reason given"
             self.close(LinkState.REFUSED)

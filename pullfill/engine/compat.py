@@ -6,7 +6,7 @@ import hashlib
 import json
 import platform
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pullfill.wire import Compat
 
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 _SAMPLE = 1 << 16
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
+_NOT_THE_MODEL = ("_name_or_path", "transformers_version")
 
 
 def model_fingerprint(model: str, revision: str | None = None) -> str:
@@ -34,7 +36,8 @@ def model_fingerprint(model: str, revision: str | None = None) -> str:
         text = json.loads(config.read_text())
         text.pop("_name_or_path", None)
         digest.update(json.dumps(text, sort_keys=True).encode())
-    for path in sorted(root.glob("*.safetensors")):
+    weights = (p for pattern in _WEIGHTS for p in root.glob(pattern))
+    for path in sorted(weights):
         size = path.stat().st_size
         digest.update(f"{path.name}:{size}".encode())
         with path.open("rb") as file:
@@ -53,7 +56,7 @@ def describe(config: VllmConfig, served_name: str, *, num_layers: int, page_byte
     model = config.model_config
     return Compat(
         model=served_name,
-        model_fingerprint=model_fingerprint(model.model, model.revision),
+        model_fingerprint=_fingerprint_as_run(model),
         vllm=vllm.__version__,
         dtype=str(model.dtype).removeprefix("torch."),
         kv_cache_dtype=str(config.cache_config.cache_dtype),
@@ -64,6 +67,18 @@ def describe(config: VllmConfig, served_name: str, *, num_layers: int, page_byte
         page_bytes=page_bytes,
         isa=_isa() if current_platform.is_cpu() else current_platform.device_type,
     )
+
+
+def _fingerprint_as_run(model: Any) -> str:
+    """The files and what the flags made of them: `--hf-overrides` or `--quantization` change the
+    KV of the same weights."""
+    resolved = getattr(model.hf_config, "_commit_hash", None) or model.revision
+    config = {k: v for k, v in model.hf_text_config.to_dict().items() if k not in _NOT_THE_MODEL}
+    digest = hashlib.blake2b(digest_size=8)
+    digest.update(model_fingerprint(model.model, resolved).encode())
+    digest.update(json.dumps(config, sort_keys=True, default=str).encode())
+    digest.update(str(model.quantization).encode())
+    return digest.hexdigest()
 
 
 def _isa() -> str:

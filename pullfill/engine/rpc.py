@@ -10,6 +10,7 @@ ZMQ DEALER (frontend) → ROUTER (decode worker, bound at `WorkerRecord.data`). 
     UTIL  (call_id, method, args) frames           BACK  list[request id]: not taken, send elsewhere
     PING  every PING_INTERVAL_S                    PONG
     BYE                                            DRAIN takes no new requests
+                                                   GONE  we had dropped you: start anew
 
 Life of a connection: the frontend connects under a routing id it never uses again, sends HELO and
 PING, and sends requests only after the welcome. A connection that breaks is over: messages may be
@@ -44,6 +45,7 @@ BACK = b"BACK"
 PING = b"PING"
 PONG = b"PONG"
 DRAIN = b"DRAIN"
+GONE = b"GONE"
 BYE = b"BYE"
 
 PING_INTERVAL_S = 1.0

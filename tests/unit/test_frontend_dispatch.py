@@ -305,3 +305,23 @@ async def test_stopping_says_goodbye() -> None:
         await r.ready(1)
         await r.pool.stop()
         await until(lambda: worker.byes == 1)
+
+
+async def test_a_worker_that_had_dropped_us_is_left_and_its_requests_sent_elsewhere() -> None:
+    one, two = FakeDecode("decode-1", hold=True), FakeDecode("decode-2")
+    async with rig(one, two) as r:
+        await r.ready(2)
+        for i in range(2):
+            r.dispatcher.submit(request(f"r{i}"))
+        await until(lambda: len(one.added) == 1)
+        one.send_raw(rpc.GONE)
+        await until(lambda: len(r.sink.finished) == 2)
+
+
+async def test_a_request_no_wire_can_carry_harms_no_other() -> None:
+    async with rig(FakeDecode()) as r:
+        await r.ready(1)
+        r.dispatcher.submit(request("bad", [2**70]))
+        r.dispatcher.submit(request("good"))
+        await until(lambda: "good" in r.sink.finished)
+        await until(lambda: r.dispatcher.in_flight == 0)

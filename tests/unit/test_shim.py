@@ -1,0 +1,158 @@
+"""The decode worker's end of the frontend wire, over a real ROUTER; the engine is a recorder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import zmq
+
+from pullfill import wire
+from pullfill.decode_worker import shim as shims
+from pullfill.decode_worker.shim import FrontendShim
+from pullfill.decode_worker.story import Stories
+from pullfill.engine import rpc
+from tests.support.fakes import FakeClock
+
+LIMIT = 100
+
+
+class _Codec:
+    """Requests travel as `id:prompt length`, outputs as they are."""
+
+    def request(self, frames: list[Any]) -> Any:
+        request_id, length = frames[0].bytes.decode().split(":")
+        return SimpleNamespace(
+            request_id=request_id,
+            prompt_token_ids=[1] * int(length),
+            resumable=request_id.startswith("stream"),
+            client_index=0,
+            sampling_params=None,
+        )
+
+    def encode(self, obj: Any) -> list[bytes]:
+        return [str(obj).encode()]
+
+
+class _Core:
+    def __init__(self) -> None:
+        self.added: list[str] = []
+        self.aborted: list[str] = []
+
+    def preprocess_add_request(self, request: Any) -> tuple[Any, int]:
+        return request, 0
+
+    def add_request(self, request: Any, wave: int) -> None:
+        self.added.append(request.request_id)
+
+    def abort_requests(self, request_ids: list[str]) -> None:
+        self.aborted += request_ids
+
+
+class Rig:
+    """A shim and one frontend connected to it."""
+
+    def __init__(self) -> None:
+        self.core = _Core()
+        self.clock = FakeClock()
+        host: Any = SimpleNamespace(core=self.core, register=lambda *_: None)
+        welcome = rpc.DecodeWelcome(
+            decode_instance="decode-1", incarnation="i0", vllm_version="0.32.0",
+            max_model_len=LIMIT, num_gpu_blocks=1, block_size=1, max_num_seqs=1,
+            max_num_batched_tokens=1, supported_tasks=[],
+        )  # fmt: skip
+        self.shim = FrontendShim(
+            host, Stories("decode-1"), welcome=lambda: welcome, models=["m"], clock=self.clock
+        )
+        self.shim.bind("127.0.0.1")
+        self.peer = zmq.Context.instance().socket(zmq.DEALER)
+        self.peer.setsockopt(zmq.LINGER, 0)
+        self.peer.connect(self.shim.address)
+        self.hello()
+
+    def hello(self) -> None:
+        message = rpc.FrontendHello(frontend_instance="f", vllm_version="0.32.0", model="m")
+        assert self.ask(rpc.HELO, wire.encode(message))[0] == rpc.HELO
+
+    def tell(self, *frames: bytes) -> None:
+        self.peer.send_multipart(frames)
+        assert self.shim._socket.poll(5000)
+        self.shim.receive()
+
+    def ask(self, *frames: bytes) -> list[bytes]:
+        self.tell(*frames)
+        assert self.peer.poll(5000), "no answer"
+        answer: list[bytes] = self.peer.recv_multipart()
+        return answer
+
+    def close(self) -> None:
+        self.peer.close(0)
+        self.shim.close()
+
+
+@pytest.fixture
+def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
+    monkeypatch.setattr(rpc, "WorkerCodec", _Codec)
+    monkeypatch.setattr(
+        shims.vllm_outputs, "error_outputs", lambda request_id: f"error {request_id}"
+    )
+    rig = Rig()
+    yield rig
+    rig.close()
+
+
+def test_requests_reach_the_engine_and_abort_does(rig: Rig) -> None:
+    rig.tell(rpc.ADD, b"a:10")
+    assert rig.core.added == ["a"]
+    assert rig.shim.active_requests == 1
+    rig.tell(rpc.ABRT, rpc.encode_ids(["a", "not-mine"]))
+    assert rig.core.aborted == ["a"]
+    assert rig.shim.active_requests == 0
+
+
+@pytest.mark.parametrize("body", [b"long:100", b"stream:5"])
+def test_what_does_not_fit_ends_with_an_error_and_never_reaches_the_engine(
+    rig: Rig, body: bytes
+) -> None:
+    kind, payload = rig.ask(rpc.ADD, body)
+    assert (kind, payload) == (rpc.OUT, b"error " + body.split(b":")[0])
+    assert rig.core.added == []
+
+
+def test_the_same_id_twice_is_answered_and_added_once(rig: Rig) -> None:
+    rig.tell(rpc.ADD, b"a:10")
+    assert rig.ask(rpc.ADD, b"a:10") == [rpc.OUT, b"error a"]
+    assert rig.core.added == ["a"]
+
+
+def test_a_frontend_dropped_as_silent_is_told_when_it_speaks_again(rig: Rig) -> None:
+    rig.tell(rpc.ADD, b"a:10")
+    rig.clock.advance(rpc.SILENCE_S + 1)
+    rig.shim.check_silent()
+    assert rig.core.aborted == ["a"]
+    assert rig.ask(rpc.PING) == [rpc.GONE]
+    assert rig.ask(rpc.ADD, b"b:10") == [rpc.GONE]
+    assert rig.core.added == ["a"]
+    rig.hello()
+    rig.tell(rpc.ADD, b"c:10")
+    assert rig.core.added == ["a", "c"]
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [(rpc.HELO,), (rpc.HELO, b"x"), (rpc.ABRT,), (rpc.ADD, b"nonsense"), (b"",), (b"WHAT",)],
+)
+def test_no_message_ends_the_engine_thread(rig: Rig, frames: tuple[bytes, ...]) -> None:
+    rig.tell(*frames)
+    rig.tell(rpc.ADD, b"after:1")
+    assert rig.core.added == ["after"]
+
+
+def test_draining_hands_requests_back(rig: Rig) -> None:
+    rig.shim.start_drain()
+    assert rig.peer.poll(5000)
+    assert rig.peer.recv_multipart() == [rpc.DRAIN]
+    kind, ids = rig.ask(rpc.ADD, b"late:1")
+    assert (kind, rpc.decode_ids(ids)) == (rpc.BACK, ["late"])
