@@ -22,7 +22,7 @@ from vllm.platforms import current_platform
 from pullfill.decode_worker import context as contexts
 from pullfill.decode_worker import memory
 from pullfill.decode_worker.scheduler_side import SchedulerSide
-from pullfill.errors import IncompatibleError
+from pullfill.engine import kv
 
 if TYPE_CHECKING:
     import torch
@@ -45,13 +45,7 @@ class DecodeConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        groups = len(kv_cache_config.kv_cache_groups)
-        if groups != 1:
-            raise IncompatibleError(
-                f"this model needs {groups} KV cache groups; pullfill moves one: serve it with "
-                "plain vLLM",
-                field="kv_cache_groups",
-            )
+        kv.require_one_group(kv_cache_config)
         self._context = contexts.current()
         self._side: SchedulerSide | None = None
         if role is KVConnectorRole.SCHEDULER:

@@ -7,22 +7,16 @@ and publishes it. Every failure ends in the ledger, which then serves the reques
 from __future__ import annotations
 
 import asyncio
-import hashlib
 
 from pullfill import failpoints, log, u32
 from pullfill.decode_worker.context import OpenedJob
 from pullfill.decode_worker.ledger import Ledger
 from pullfill.errors import Outcome, PullfillError, QueueFull
+from pullfill.ids import job_digest
 from pullfill.queue.contract import JobProducer
 from pullfill.wire import MAX_TEXT, PrefillJob, encode
 
 logger = log.get("decode_worker.publisher")
-
-
-def digest_of(body: bytes) -> bytes:
-    """16 bytes over a job's body. The grant carries it, so a worker knows whether the job it
-    pulled is the one that the decode worker published."""
-    return hashlib.blake2b(body, digest_size=16).digest()
 
 
 class Publisher:
@@ -82,7 +76,7 @@ class Publisher:
             return  # ended before it was published
         try:
             body = self._encode(job)
-            digest = digest_of(body)
+            digest = job_digest(body)
             self._ledger.set_digest(job.job_id, digest)
             failpoints.hit("decode.publish")
             tokens = len(job.token_ids) - job.hit_tokens

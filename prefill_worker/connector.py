@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
 )
 
-from pullfill.errors import IncompatibleError
+from pullfill.engine import kv
 from pullfill.prefill_worker import context as contexts
 from pullfill.prefill_worker import memory
 from pullfill.prefill_worker.scheduler_side import SchedulerSide, StepPlan
@@ -41,13 +41,7 @@ class PrefillConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        groups = len(kv_cache_config.kv_cache_groups)
-        if groups != 1:
-            raise IncompatibleError(
-                f"this model needs {groups} KV cache groups; pullfill moves one: serve it with "
-                "plain vLLM",
-                field="kv_cache_groups",
-            )
+        kv.require_one_group(kv_cache_config)
         self._context = contexts.current()
         if role is KVConnectorRole.SCHEDULER:
             self._context.side = SchedulerSide(self._context, vllm_config.cache_config.block_size)

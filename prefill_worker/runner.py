@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -26,6 +25,7 @@ from pullfill.errors import (
     PeerUnavailable,
     PullfillError,
 )
+from pullfill.ids import job_digest
 from pullfill.prefill_worker.link import DecodeLink
 from pullfill.prefill_worker.task import PrefillTask
 from pullfill.queue.contract import Delivery
@@ -297,8 +297,7 @@ class JobRunner:
 
     def _check(self, job: PrefillJob, delivery: Delivery, tokens: list[int], grant: Grant) -> None:
         """Whether the pulled job is the one the decode worker granted, and fits here."""
-        digest = hashlib.blake2b(delivery.body, digest_size=16).digest()
-        if digest != grant.job_digest:
+        if job_digest(delivery.body) != grant.job_digest:
             raise BadMessage("the job differs from what the decode worker published")
         blocks = len(u32.unpack(grant.block_ids))
         if blocks != -(-len(tokens) // job.block_size) or grant.hit_tokens % job.block_size:

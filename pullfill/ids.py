@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import secrets
 
@@ -26,3 +27,9 @@ def new_job_id() -> str:
 def is_name(text: str) -> bool:
     """Whether `text` can be a namespace or instance id."""
     return _NAME.match(text) is not None
+
+
+def job_digest(body: bytes) -> bytes:
+    """16 bytes over a job's body. The grant carries it, so a prefill worker knows whether the job
+    it pulled is the one that the decode worker published; both ends use this one."""
+    return hashlib.blake2b(body, digest_size=16).digest()

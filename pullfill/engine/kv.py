@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pullfill.errors import IncompatibleError
+
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
@@ -23,3 +25,15 @@ def geometry(kv_caches: Mapping[str, Any]) -> Geometry:
     first = tensors[0]
     rows, width = first.shape[-2:]
     return Geometry(len(tensors), rows * width * first.element_size(), first.device.type)
+
+
+def require_one_group(kv_cache_config: Any) -> None:
+    """Raises IncompatibleError for a model whose KV cache vLLM splits into several groups: their
+    block ids overlap, and a grant names blocks by id alone."""
+    groups = len(kv_cache_config.kv_cache_groups)
+    if groups != 1:
+        raise IncompatibleError(
+            f"this model needs {groups} KV cache groups; pullfill moves one: serve it with plain "
+            "vLLM",
+            field="kv_cache_groups",
+        )

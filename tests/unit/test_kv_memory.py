@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -10,8 +12,8 @@ from pullfill.decode_worker.context import DecodeContext
 from pullfill.decode_worker.ledger import Ledger
 from pullfill.decode_worker.router import Situation, decide
 from pullfill.decode_worker.story import Stories
-from pullfill.engine.kv import geometry
-from pullfill.errors import OverloadedError
+from pullfill.engine.kv import geometry, require_one_group
+from pullfill.errors import IncompatibleError, OverloadedError
 from pullfill.prefill_worker import memory as prefill_memory
 from pullfill.prefill_worker.context import PrefillContext
 from pullfill.wire import RouterConfig
@@ -73,3 +75,11 @@ def test_prefill_worker_with_memory_out_of_reach_knows_its_shape_only() -> None:
     prefill_memory.register(context, caches("cpu"), BLOCKS)
     assert context.memory is not None
     assert context.memory.layout.num_blocks == BLOCKS
+
+
+@pytest.mark.parametrize("groups", [0, 2])
+def test_several_kv_cache_groups_are_refused_by_name(groups: int) -> None:
+    require_one_group(SimpleNamespace(kv_cache_groups=[object()]))
+    with pytest.raises(IncompatibleError, match=f"{groups} KV cache groups") as refused:
+        require_one_group(SimpleNamespace(kv_cache_groups=[object()] * groups))
+    assert refused.value.field == "kv_cache_groups"
