@@ -8,169 +8,22 @@ import struct
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-import msgspec
 import pytest
 
 from pullfill import frames, metrics, u32
-from pullfill.decode_worker.control import ControlServer
-from pullfill.decode_worker.ledger import Ledger
-from pullfill.decode_worker.story import Stories
-from pullfill.errors import BadMessage, ClaimRefused, Outcome, PeerUnavailable
+from pullfill.errors import ClaimRefused, Outcome, PeerUnavailable
 from pullfill.prefill_worker.link import DecodeLink
-from pullfill.transfer.loopback import LoopbackFences
 from pullfill.wire import (
-    SILENT_S,
     Claim,
-    Commit,
     Goodbye,
     Grant,
     HandBack,
     Hello,
     Quiet,
     RefuseReason,
-    Revoke,
-    StageTimings,
-    ToPrefill,
     Welcome,
-    WorkerRecord,
-    WorkerState,
 )
-from tests.support.transfer_rigs import COMPAT
-
-BLOCKS = (0, 5, 6)
-
-
-class Decode:
-    """One decode worker's control server over a real ledger."""
-
-    def __init__(self, silent_s: float = SILENT_S) -> None:
-        loop = asyncio.get_running_loop()
-        self.cancelled: list[object] = []
-        self.nakked: list[str] = []
-        self.fences = LoopbackFences(64, 8)
-        self.ledger = Ledger(
-            self.fences,
-            incarnation="i0",
-            on_action=lambda: loop.call_soon_threadsafe(self.server.wake),
-        )
-        self.server = ControlServer(
-            instance_id="decode-1",
-            compat=COMPAT,
-            ledger=self.ledger,
-            stories=Stories("decode-1"),
-            cancel=self._cancel,
-            hand_back=self._hand_back,
-            silent_s=silent_s,
-        )
-
-    async def _cancel(self, receipt: object) -> None:
-        self.cancelled.append(receipt)
-
-    async def _hand_back(self, subject: str) -> None:
-        if not subject.startswith("ack"):
-            raise BadMessage("not one of ours")
-        self.nakked.append(subject)
-
-    def open(self, job_id: str = "j", timeout_s: float = 30.0) -> None:
-        self.ledger.open(
-            job_id, f"r-{job_id}", BLOCKS, first_target=1, hit_tokens=16, timeout_s=timeout_s
-        )
-        self.ledger.set_digest(job_id, b"digest")
-
-    def record(self, address: str | None = None) -> WorkerRecord:
-        return WorkerRecord(
-            instance_id="decode-1",
-            incarnation="i0",
-            role="decode",
-            state=WorkerState.READY,
-            model="m",
-            host="127.0.0.1",
-            host_id="h",
-            pid=1,
-            started_at=0.0,
-            control=address or self.server.address,
-        )
-
-    def settled(self) -> list[Any]:
-        return self.ledger.take_events()
-
-
-class Prefill:
-    """One prefill worker's link, and what it was told."""
-
-    def __init__(self, decode: Decode, name: str = "prefill-1", compat: str | None = None) -> None:
-        self.revokes: list[Revoke] = []
-        self.lost = 0
-        self.link = DecodeLink(
-            decode.record(),
-            Hello(
-                prefill_instance=name,
-                host_id="h",
-                compat=compat or COMPAT.hash(),
-                transports=["shm"],
-            ),
-            self._no_mover,
-            lambda _, revoke: self.revokes.append(revoke),
-            self._lost,
-        )
-
-    async def _no_mover(self, record: WorkerRecord) -> Any:
-        raise PeerUnavailable("this test moves nothing")
-
-    def _lost(self, link: DecodeLink) -> None:
-        self.lost += 1
-
-    async def claim(self, job_id: str = "j", incarnation: str = "i0") -> Grant:
-        return await self.link.claim(job_id, incarnation, 1, f"ack.{job_id}")
-
-    async def commit(self, grant: Grant, blocks: int = 2) -> Any:
-        return await self.link.commit(lambda rid: commit_of(grant, rid, blocks))
-
-
-def commit_of(grant: Grant, rid: int = 1, blocks: int = 2) -> Commit:
-    return Commit(
-        rid=rid,
-        job_id=grant.job_id,
-        attempt=grant.attempt,
-        incarnation=grant.incarnation,
-        parts=1,
-        blocks=blocks,
-        kv_bytes=10,
-        timings=StageTimings(),
-    )
-
-
-class Raw:
-    """A peer that says what it likes."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.reader, self.writer = reader, writer
-
-    def say(self, message: msgspec.Struct) -> None:
-        frames.write(self.writer, message)
-
-    async def hear(self) -> Any:
-        return await asyncio.wait_for(frames.read(self.reader, ToPrefill), 10)  # type: ignore[arg-type]
-
-    async def hello(self) -> None:
-        self.say(hello())
-        assert isinstance(await self.hear(), Welcome)
-
-    async def ended(self) -> bool:
-        try:
-            return await asyncio.wait_for(self.reader.read(), 10) == b""
-        except ConnectionError:
-            return True
-
-
-def hello(name: str = "raw", compat: str | None = None) -> Hello:
-    return Hello(prefill_instance=name, host_id="h", compat=compat or COMPAT.hash(), transports=[])
-
-
-async def until(what: Callable[[], object], timeout_s: float = 10.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not what():  # noqa: ASYNC110 (nothing to wait for but the state itself)
-            await asyncio.sleep(0.002)
+from tests.support.control_rig import BLOCKS, Decode, Prefill, Raw, commit_of, hello, until
 
 
 @pytest.fixture
@@ -528,40 +381,3 @@ async def test_a_claim_of_another_worker_revokes_the_first(decode: Decode, conne
     assert two.revokes == []
     assert not (await one.commit(first)).ok
     assert (await two.commit(second)).ok
-
-
-async def test_a_silent_worker_is_gone_and_its_job_served_here() -> None:
-    """A stopped process keeps its connection; only its silence tells."""
-    decode = Decode(silent_s=0.5)
-    await decode.server.start("127.0.0.1")
-    host, port = frames.split_address(decode.server.address)
-    reader, writer = await asyncio.open_connection(host, port)
-    stopped = Raw(reader, writer)
-    try:
-        await stopped.hello()
-        await until(lambda: decode.server.prefill_workers == 1)
-        decode.open()
-        frames.write(writer, Claim(rid=1, job_id="j", incarnation="i0", delivery=1))
-        assert isinstance(await stopped.hear(), Grant)
-        await until(lambda: decode.server.prefill_workers == 0)
-        await until(lambda: decode.ledger.open_jobs == 0)
-        (settled,) = decode.settled()
-        assert (settled.loaded, settled.outcome) == (False, Outcome.PREFILL_LOST)
-    finally:
-        writer.close()
-        await decode.server.stop()
-
-
-async def test_a_worker_that_says_alive_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pullfill.prefill_worker.link.ALIVE_INTERVAL_S", 0.1)
-    decode = Decode(silent_s=0.5)
-    await decode.server.start("127.0.0.1")
-    prefill = Prefill(decode)
-    try:
-        await prefill.link.wait_up(5.0)
-        await asyncio.sleep(1.2)
-        assert decode.server.prefill_workers == 1
-        assert prefill.lost == 0
-    finally:
-        await prefill.link.close()
-        await decode.server.stop()

@@ -1,0 +1,52 @@
+"""Who says nothing is gone, who says it is alive stays: the control channel over loopback TCP."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from pullfill import frames
+from pullfill.errors import Outcome
+from pullfill.wire import (
+    Claim,
+    Grant,
+)
+from tests.support.control_rig import Decode, Prefill, Raw, until
+
+
+async def test_a_silent_worker_is_gone_and_its_job_served_here() -> None:
+    """A stopped process keeps its connection; only its silence tells."""
+    decode = Decode(silent_s=0.5)
+    await decode.server.start("127.0.0.1")
+    host, port = frames.split_address(decode.server.address)
+    reader, writer = await asyncio.open_connection(host, port)
+    stopped = Raw(reader, writer)
+    try:
+        await stopped.hello()
+        await until(lambda: decode.server.prefill_workers == 1)
+        decode.open()
+        frames.write(writer, Claim(rid=1, job_id="j", incarnation="i0", delivery=1))
+        assert isinstance(await stopped.hear(), Grant)
+        await until(lambda: decode.server.prefill_workers == 0)
+        await until(lambda: decode.ledger.open_jobs == 0)
+        (settled,) = decode.settled()
+        assert (settled.loaded, settled.outcome) == (False, Outcome.PREFILL_LOST)
+    finally:
+        writer.close()
+        await decode.server.stop()
+
+
+async def test_a_worker_that_says_alive_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pullfill.prefill_worker.link.ALIVE_INTERVAL_S", 0.1)
+    decode = Decode(silent_s=0.5)
+    await decode.server.start("127.0.0.1")
+    prefill = Prefill(decode)
+    try:
+        await prefill.link.wait_up(5.0)
+        await asyncio.sleep(1.2)
+        assert decode.server.prefill_workers == 1
+        assert prefill.lost == 0
+    finally:
+        await prefill.link.close()
+        await decode.server.stop()

@@ -1,0 +1,165 @@
+"""Both ends of the control channel for tests: the real server, the real link, and a raw peer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from pullfill import frames
+from pullfill.decode_worker.control import ControlServer
+from pullfill.decode_worker.ledger import Ledger
+from pullfill.decode_worker.story import Stories
+from pullfill.errors import BadMessage, PeerUnavailable
+from pullfill.prefill_worker.link import DecodeLink
+from pullfill.transfer.loopback import LoopbackFences
+from pullfill.wire import (
+    SILENT_S,
+    Commit,
+    Grant,
+    Hello,
+    Revoke,
+    StageTimings,
+    ToPrefill,
+    Welcome,
+    WorkerRecord,
+    WorkerState,
+)
+from tests.support.transfer_rigs import COMPAT
+
+BLOCKS = (0, 5, 6)
+
+
+class Decode:
+    """One decode worker's control server over a real ledger."""
+
+    def __init__(self, silent_s: float = SILENT_S) -> None:
+        loop = asyncio.get_running_loop()
+        self.cancelled: list[object] = []
+        self.nakked: list[str] = []
+        self.fences = LoopbackFences(64, 8)
+        self.ledger = Ledger(
+            self.fences,
+            incarnation="i0",
+            on_action=lambda: loop.call_soon_threadsafe(self.server.wake),
+        )
+        self.server = ControlServer(
+            instance_id="decode-1",
+            compat=COMPAT,
+            ledger=self.ledger,
+            stories=Stories("decode-1"),
+            cancel=self._cancel,
+            hand_back=self._hand_back,
+            silent_s=silent_s,
+        )
+
+    async def _cancel(self, receipt: object) -> None:
+        self.cancelled.append(receipt)
+
+    async def _hand_back(self, subject: str) -> None:
+        if not subject.startswith("ack"):
+            raise BadMessage("not one of ours")
+        self.nakked.append(subject)
+
+    def open(self, job_id: str = "j", timeout_s: float = 30.0) -> None:
+        self.ledger.open(
+            job_id, f"r-{job_id}", BLOCKS, first_target=1, hit_tokens=16, timeout_s=timeout_s
+        )
+        self.ledger.set_digest(job_id, b"digest")
+
+    def record(self, address: str | None = None) -> WorkerRecord:
+        return WorkerRecord(
+            instance_id="decode-1",
+            incarnation="i0",
+            role="decode",
+            state=WorkerState.READY,
+            model="m",
+            host="127.0.0.1",
+            host_id="h",
+            pid=1,
+            started_at=0.0,
+            control=address or self.server.address,
+        )
+
+    def settled(self) -> list[Any]:
+        return self.ledger.take_events()
+
+
+class Prefill:
+    """One prefill worker's link, and what it was told."""
+
+    def __init__(self, decode: Decode, name: str = "prefill-1", compat: str | None = None) -> None:
+        self.revokes: list[Revoke] = []
+        self.lost = 0
+        self.link = DecodeLink(
+            decode.record(),
+            Hello(
+                prefill_instance=name,
+                host_id="h",
+                compat=compat or COMPAT.hash(),
+                transports=["shm"],
+            ),
+            self._no_mover,
+            lambda _, revoke: self.revokes.append(revoke),
+            self._lost,
+        )
+
+    async def _no_mover(self, record: WorkerRecord) -> Any:
+        raise PeerUnavailable("this test moves nothing")
+
+    def _lost(self, link: DecodeLink) -> None:
+        self.lost += 1
+
+    async def claim(self, job_id: str = "j", incarnation: str = "i0") -> Grant:
+        return await self.link.claim(job_id, incarnation, 1, f"ack.{job_id}")
+
+    async def commit(self, grant: Grant, blocks: int = 2) -> Any:
+        return await self.link.commit(lambda rid: commit_of(grant, rid, blocks))
+
+
+def commit_of(grant: Grant, rid: int = 1, blocks: int = 2) -> Commit:
+    return Commit(
+        rid=rid,
+        job_id=grant.job_id,
+        attempt=grant.attempt,
+        incarnation=grant.incarnation,
+        parts=1,
+        blocks=blocks,
+        kv_bytes=10,
+        timings=StageTimings(),
+    )
+
+
+class Raw:
+    """A peer that says what it likes."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+
+    def say(self, message: msgspec.Struct) -> None:
+        frames.write(self.writer, message)
+
+    async def hear(self) -> Any:
+        return await asyncio.wait_for(frames.read(self.reader, ToPrefill), 10)  # type: ignore[arg-type]
+
+    async def hello(self) -> None:
+        self.say(hello())
+        assert isinstance(await self.hear(), Welcome)
+
+    async def ended(self) -> bool:
+        try:
+            return await asyncio.wait_for(self.reader.read(), 10) == b""
+        except ConnectionError:
+            return True
+
+
+def hello(name: str = "raw", compat: str | None = None) -> Hello:
+    return Hello(prefill_instance=name, host_id="h", compat=compat or COMPAT.hash(), transports=[])
+
+
+async def until(what: Callable[[], object], timeout_s: float = 10.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not what():  # noqa: ASYNC110 (nothing to wait for but the state itself)
+            await asyncio.sleep(0.002)
