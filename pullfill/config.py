@@ -10,6 +10,8 @@ import msgspec
 
 from pullfill.errors import ConfigError
 from pullfill.ids import is_name
+from pullfill.security import OPEN, Security, load
+from pullfill.wire import DigestMode
 
 DEFAULT_STATE_DIR = ".pullfill"
 STATE_DIR_ENV = "PULLFILL_STATE_DIR"
@@ -31,23 +33,26 @@ class ProcessEntry(msgspec.Struct, kw_only=True):
 
 
 class ClusterFile(msgspec.Struct, kw_only=True):
-    """STATE/cluster.json (design.md §5)."""
+    """STATE/cluster.json (design.md §5). security: the file it was started with, if any."""
 
     namespace: str
     nats_url: str
     etcd_url: str
     frontend_url: str
     processes: list[ProcessEntry] = []
+    security: str | msgspec.UnsetType = msgspec.UNSET
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterRef:
-    """The three addresses every process needs, and the state directory if there is one."""
+    """The three addresses every process needs, what it shows to be let in there and to its peers,
+    and the state directory if there is one."""
 
     namespace: str
     etcd_url: str
     nats_url: str
     state_dir: Path | None = None
+    security: Security = OPEN
 
     @staticmethod
     def resolve(
@@ -56,15 +61,17 @@ class ClusterRef:
         etcd: str | None = None,
         nats: str | None = None,
         namespace: str | None = None,
+        security: str | os.PathLike[str] | None = None,
     ) -> ClusterRef:
-        """From explicit URLs, else STATE/cluster.json. Raises ConfigError saying what to do."""
+        """From explicit URLs and file, else STATE/cluster.json. Raises ConfigError saying what to
+        do."""
         if namespace is not None and not is_name(namespace):
             raise ConfigError(
                 f"namespace {namespace!r} is not usable: lower-case letters, digits, '-', '_' only"
             )
         if etcd and nats:
             own = Path(state_dir) if state_dir else None
-            return ClusterRef(namespace or "default", etcd, nats, own)
+            return ClusterRef(namespace or "default", etcd, nats, own, load(security))
         directory = Path(state_dir or os.environ.get(STATE_DIR_ENV) or DEFAULT_STATE_DIR)
         cluster = read_cluster_file(directory)
         return ClusterRef(
@@ -72,6 +79,7 @@ class ClusterRef:
             etcd or cluster.etcd_url,
             nats or cluster.nats_url,
             directory,
+            load(security or cluster.security or None),
         )
 
 
@@ -85,7 +93,7 @@ def read_cluster_file(directory: Path) -> ClusterFile:
             f"no cluster at {path}: start one with `pullfill up`, or name one with "
             "--state-dir DIR or --etcd URL --nats URL"
         ) from None
-    except msgspec.MsgspecError as exc:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
         raise ConfigError(
             f"{path} is damaged ({exc}): run `pullfill down`, then `pullfill up`"
         ) from exc
@@ -97,6 +105,9 @@ class WorkerOptions:
 
     host: address to bind and publish (loopback unless told otherwise).
     cpu: pin the process to this core (None: leave it). drain_timeout_s: SIGTERM deadline.
+    engine_stall_s: an engine without a step for so long while requests wait is stuck.
+    Decode workers: kv_digest: what of the written KV is checked; control_port: 0 for any;
+    advertise_control: published for claims instead of the bound address (a forwarded port).
     """
 
     model: str
@@ -106,11 +117,16 @@ class WorkerOptions:
     drain_timeout_s: float = 60.0
     cpu: int | None = None
     connect_timeout_s: float = 30.0
+    engine_stall_s: float = 60.0
+    kv_digest: DigestMode = DigestMode.OFF
+    control_port: int = 0
+    advertise_control: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class FrontendOptions:
-    """Options of a frontend besides vLLM's own flags. port 0: let the OS pick."""
+    """Options of a frontend besides vLLM's own flags. port 0: let the OS pick.
+    max_inflight: requests served at once; more are refused with 429."""
 
     model: str
     host: str = "127.0.0.1"
@@ -119,3 +135,4 @@ class FrontendOptions:
     lease_ttl_s: int = 5
     drain_timeout_s: float = 60.0
     connect_timeout_s: float = 30.0
+    max_inflight: int = 1024

@@ -7,12 +7,14 @@ PullfillError
 │   ├── QueueUnavailable   NATS down, slow, or no stream
 │   ├── RegistryUnavailable etcd down or slow
 │   └── PeerUnavailable    a worker cannot be reached
+├── EngineStuck            the engine takes no step any more: its worker leaves
 ├── OverloadedError        a bounded thing is full                     (retryable)
 │   └── QueueFull          the job stream refused the publish
 ├── HandoffError           one prefill job cannot go on
 │   ├── ClaimRefused       the decode worker does not grant it (carries the reason)
 │   ├── Fenced             a one-sided access was refused: the grant was revoked
 │   └── TransferFailed     bytes could not be moved                    (retryable)
+├── AuthFailed             a peer does not hold the cluster key, or a seal is wrong
 └── BadMessage             bytes from a wire that are not what they must be
 """
 
@@ -91,6 +93,14 @@ class TransferFailed(HandoffError):
     retryable = True
 
 
+class AuthFailed(PullfillError):
+    """A peer could not prove that it holds the cluster key, or forged a frame."""
+
+
+class EngineStuck(PullfillError):
+    """The engine's thread took no step for so long that it is given up."""
+
+
 class BadMessage(PullfillError):
     """Network bytes failed strict decoding or a range check. Never retry them."""
 
@@ -102,9 +112,10 @@ class Outcome(enum.StrEnum):
     CANCELLED = "cancelled"
     PUBLISH_FAILED = "publish_failed"
     QUEUE_FULL = "queue_full"
+    CLAIM_TIMEOUT = "claim_timeout"
     TIMEOUT = "timeout"
     PREFILL_LOST = "prefill_lost"
     PREFILL_FAILED = "prefill_failed"
     REJECTED = "rejected"
-    DRAINED = "drained"
+    ENGINE_STUCK = "engine_stuck"
     DIGEST_MISMATCH = "digest_mismatch"

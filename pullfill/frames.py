@@ -10,34 +10,34 @@ import asyncio
 import contextlib
 import socket
 import struct
-from typing import TypeVar
-
-import msgspec
 
 from pullfill.errors import BadMessage
-from pullfill.wire import decode, encode
 
 MAX_FRAME = 16 << 20
+MAX_BACKLOG = 4 << 20
+"""Bytes that may wait for a peer that does not read; one more message then ends the connection."""
 _LENGTH = struct.Struct("<I")
-T = TypeVar("T")
 
 
-async def read(reader: asyncio.StreamReader, kind: type[T]) -> T:
-    """The next message. Raises EOFError when the peer is gone, BadMessage on anything strange."""
+async def read_body(reader: asyncio.StreamReader, limit: int = MAX_FRAME) -> bytes:
+    """The next frame, at most `limit` bytes. What was announced takes memory only as it arrives.
+    Raises EOFError when the peer is gone, BadMessage on a frame that is too long."""
     try:
         (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
-        if length > MAX_FRAME:
-            raise BadMessage(f"a frame of {length} bytes (at most {MAX_FRAME})")
-        body = await reader.readexactly(length)
+        if length > limit:
+            raise BadMessage(f"a frame of {length} bytes (at most {limit})")
+        return await reader.readexactly(length)
     except (asyncio.IncompleteReadError, ConnectionError, OSError) as exc:
         raise EOFError(str(exc)) from exc
-    return decode(body, kind)
 
 
-def write(writer: asyncio.StreamWriter, message: msgspec.Struct) -> None:
-    """Queue one message for sending; never blocks. A broken connection shows at the reader."""
-    body = encode(message)
+def write_body(writer: asyncio.StreamWriter, body: bytes) -> None:
+    """Queue one frame for sending; never blocks. A broken connection shows at the reader, and a
+    peer that does not read what it is sent gets a broken connection."""
     with contextlib.suppress(ConnectionError, OSError, RuntimeError):
+        if writer.transport.get_write_buffer_size() > MAX_BACKLOG:
+            writer.transport.abort()
+            return
         writer.write(_LENGTH.pack(len(body)) + body)
 
 

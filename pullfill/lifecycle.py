@@ -1,15 +1,23 @@
-"""How a process is asked to leave: first signal drains, the second one forces."""
+"""How a process is asked to leave: first signal drains, the second one forces. And that it goes."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
+import sys
+import threading
 from collections.abc import Awaitable
+from typing import NoReturn
 
 from pullfill import log
 
 logger = log.get("lifecycle")
+
+EXIT_S = 20.0
+"""Longest way out, from the end of a drain or from being forced. All steps of it are bounded and
+together shorter; this is for what nobody thought of."""
 
 
 class Stop:
@@ -19,6 +27,7 @@ class Stop:
         self.drain = asyncio.Event()
         self.force = asyncio.Event()
         self.reason = ""
+        self._signalled = False
 
     def install(self) -> None:
         """SIGTERM and SIGINT on the running loop."""
@@ -27,14 +36,24 @@ class Stop:
             loop.add_signal_handler(number, self.ask, signal.Signals(number).name)
 
     def ask(self, reason: str) -> None:
-        """Ask to drain; asked by a signal again, force."""
-        if not self.drain.is_set():
-            self.reason = reason
-            logger.info("%s: draining (once more forces)", reason)
-            self.drain.set()
-        elif reason.startswith("SIG"):
-            logger.warning("%s again: stopping now", reason)
-            self.force.set()
+        """Ask to drain; asked by a second signal, force. What else asked before does not count: who
+        revokes a lease and then signals wants the drain."""
+        signalled = reason.startswith("SIG")
+        if signalled and self._signalled:
+            self.now(f"{reason} again")
+            return
+        self._signalled |= signalled
+        self.reason = self.reason or reason
+        logger.info("%s: draining%s", reason, " (once more forces)" if signalled else "")
+        self.drain.set()
+
+    def now(self, reason: str) -> None:
+        """Force."""
+        logger.warning("%s: stopping now", reason)
+        self.reason = self.reason or reason
+        self.drain.set()
+        self.force.set()
+        exit_within(EXIT_S, 1)
 
     async def race(self, work: Awaitable[object], timeout_s: float) -> bool:
         """Wait for `work` at most `timeout_s` or until forced. True when it finished."""
@@ -47,6 +66,25 @@ class Stop:
             with contextlib.suppress(asyncio.CancelledError):
                 await future
         return done
+
+
+def exit_within(seconds: float, code: int) -> None:
+    """End this process with `code` after that time if it is still there then: whatever hangs, the
+    event loop included, and whoever reads our log."""
+    message = "the way out took longer than %g s: leaving at once"
+    say = threading.Timer(seconds, logger.error, (message, seconds))
+    end = threading.Timer(seconds + 0.1, os._exit, (code,))
+    for timer in (say, end):
+        timer.daemon = True
+        timer.start()
+
+
+def leave(code: int) -> NoReturn:
+    """End this process now, what it printed included: no thread, exit hook or event loop that
+    closes can hold it."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 async def until(*events: asyncio.Event) -> None:

@@ -30,11 +30,22 @@ KV_WRITE_SECONDS = Histogram(
     buckets=_STAGE_BUCKETS,
 )
 KV_READ_BYTES = Counter("pullfill_kv_read_bytes", "Prefix KV bytes read one-sided", ["transport"])
+KV_DIGEST = Counter(
+    "pullfill_kv_digest", "Commits whose blocks were checked against their digest", ["result"]
+)
+KV_DIGEST_SECONDS = Histogram(
+    "pullfill_kv_digest_seconds",
+    "Time of digesting the blocks of one write, or of checking those of one commit",
+    buckets=_STAGE_BUCKETS,
+)
 QUARANTINED_BLOCKS = Gauge(
     "pullfill_quarantined_blocks", "Blocks held until a revoked writer is proved quiet"
 )
 STALE_REFUSED = Counter(
     "pullfill_stale_refused", "Stale claims, commits, reads and writes refused", ["what"]
+)
+AUTH_REFUSED = Counter(
+    "pullfill_auth_refused", "Peers that did not show the right cluster key", ["link"]
 )
 FALLBACK = Counter("pullfill_fallback", "Remote prefills served locally instead", ["cause"])
 DEAD_LETTER = Counter("pullfill_dead_letter", "Jobs moved to the dead-letter record")

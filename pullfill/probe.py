@@ -40,7 +40,7 @@ class ProbeServer:
         app.router.add_get("/ready", self._on_ready)
         app.router.add_get("/metrics", self._on_metrics)
         app.router.add_get("/status", self._on_status)
-        self._runner = web.AppRunner(app, access_log=None)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await self._runner.setup()
         site = web.TCPSite(self._runner, self._host, 0)
         await site.start()

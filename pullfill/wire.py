@@ -1,6 +1,6 @@
 """Every struct that crosses a process boundary, in one place (docs/wire.md describes each).
 
-Encoding is msgpack through msgspec: strict types, unknown fields refused, no pickle.
+The job and the control channel are here; `codec` has the encoding, `records` what etcd keeps.
 Each top-level message carries `v`; a reader refuses another version with `BadMessage`.
 Sizes are bytes, times are seconds unless the name ends in `_ms`. Durations are relative:
 clocks of two hosts are never compared.
@@ -9,77 +9,85 @@ clocks of two hosts are never compared.
 from __future__ import annotations
 
 import enum
-from typing import Annotated, TypeVar
+from typing import Annotated
 
-import msgspec
 from msgspec import Meta
 
-from pullfill.errors import BadMessage
+from pullfill.codec import (
+    MAX_TEXT,
+    U32,
+    WIRE_VERSION,
+    Compat,
+    Count,
+    Finite,
+    Id,
+    Message,
+    Text,
+    Version,
+    decode,
+    encode,
+)
+from pullfill.records import (
+    ExplainRecord,
+    QueueStatus,
+    RegionDescriptor,
+    RouterConfig,
+    RouterPolicy,
+    Timings,
+    WorkerRecord,
+    WorkerState,
+)
 
-WIRE_VERSION = 1
+__all__ = [
+    "ALIVE_INTERVAL_S",
+    "MAX_TEXT",
+    "SILENT_S",
+    "U32",
+    "WIRE_VERSION",
+    "Alive",
+    "AuthChallenge",
+    "AuthHello",
+    "AuthProof",
+    "Claim",
+    "Commit",
+    "CommitReply",
+    "Compat",
+    "Count",
+    "DigestMode",
+    "ExplainRecord",
+    "FenceToken",
+    "Finite",
+    "Goodbye",
+    "Grant",
+    "HandBack",
+    "Hello",
+    "Id",
+    "Leaving",
+    "Message",
+    "PrefillJob",
+    "QueueStatus",
+    "Quiet",
+    "RefuseReason",
+    "Refused",
+    "RegionDescriptor",
+    "Revoke",
+    "RouterConfig",
+    "RouterPolicy",
+    "StageTimings",
+    "Text",
+    "Timings",
+    "ToDecode",
+    "ToPrefill",
+    "Version",
+    "Welcome",
+    "WorkerRecord",
+    "WorkerState",
+    "decode",
+    "encode",
+]
+
 ALIVE_INTERVAL_S = 1.0
 SILENT_S = 5.0
-
-U32 = Annotated[int, Meta(ge=0, le=2**32 - 1)]
-Count = Annotated[int, Meta(ge=0)]
-Id = Annotated[str, Meta(min_length=1, max_length=128)]
-MAX_TEXT = 2048
-Text = Annotated[str, Meta(max_length=MAX_TEXT)]
-Version = Annotated[int, Meta(ge=WIRE_VERSION, le=WIRE_VERSION)]
-
-
-class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Base of all wire structs."""
-
-
-T = TypeVar("T")
-
-
-def encode(message: msgspec.Struct) -> bytes:
-    """msgpack bytes of `message`."""
-    return msgspec.msgpack.encode(message)
-
-
-def decode(data: bytes | bytearray | memoryview, kind: type[T]) -> T:
-    """Strictly decode `data` as `kind`. Raises BadMessage (never a msgspec error)."""
-    try:
-        return msgspec.msgpack.decode(data, type=kind)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
-        raise BadMessage(f"not a valid {getattr(kind, '__name__', kind)}: {exc}") from exc
-
-
-# --------------------------------------------------------------------------- compatibility
-
-
-class Compat(Message, frozen=True, kw_only=True):
-    """What two workers must share to exchange KV bytes. Compared field by field at join."""
-
-    model: str
-    model_fingerprint: str
-    vllm: str
-    dtype: str
-    kv_cache_dtype: str
-    block_size: Count
-    layout: str
-    num_layers: Count
-    num_kv_heads: Count
-    page_bytes: Count
-    isa: str
-
-    def hash(self) -> str:
-        """16 hex digits over all fields; names the job stream."""
-        import hashlib
-
-        return hashlib.blake2b(msgspec.json.encode(self), digest_size=8).hexdigest()
-
-    def differs_from(self, other: Compat) -> list[tuple[str, object, object]]:
-        """(field, ours, theirs) for each field that differs."""
-        return [
-            (name, getattr(self, name), getattr(other, name))
-            for name in self.__struct_fields__
-            if getattr(self, name) != getattr(other, name)
-        ]
-
 
 # --------------------------------------------------------------------------- the job
 
@@ -106,7 +114,7 @@ class PrefillJob(Message, frozen=True, kw_only=True):
     block_size: Annotated[int, Meta(ge=1)]
     cache_salt: Text | None = None
     priority: int = 0
-    timeout_s: Annotated[float, Meta(gt=0)]
+    timeout_s: Annotated[float, Meta(gt=0, le=1e9)]
 
 
 # --------------------------------------------------------------------------- control channel
@@ -121,8 +129,14 @@ class RefuseReason(enum.StrEnum):
     CLOSED = "closed"
     HELD = "held"
     """Another attempt holds it or its blocks are quarantined: retry after `retry_after_s`."""
-    DRAINING = "draining"
-    INCOMPATIBLE = "incompatible"
+
+
+class DigestMode(enum.StrEnum):
+    """Which of the written blocks the decode worker checks before it uses them."""
+
+    OFF = "off"
+    SAMPLE = "sample"
+    FULL = "full"
 
 
 class FenceToken(Message, frozen=True, kw_only=True):
@@ -130,6 +144,29 @@ class FenceToken(Message, frozen=True, kw_only=True):
 
     slot: Count
     epoch: Annotated[int, Meta(ge=0, le=2**63 - 1)]
+
+
+Secret32 = Annotated[bytes, Meta(min_length=32, max_length=32)]
+
+
+class AuthHello(Message, tag="auth_hello", frozen=True, kw_only=True):
+    """Comes before `Hello` where there is a cluster key (`channel.py`)."""
+
+    v: Version = WIRE_VERSION
+    nonce: Secret32
+
+
+class AuthChallenge(Message, tag="auth_challenge", frozen=True, kw_only=True):
+    """The decode worker's nonce, and its proof over both."""
+
+    nonce: Secret32
+    proof: Secret32
+
+
+class AuthProof(Message, tag="auth_proof", frozen=True, kw_only=True):
+    """The prefill worker's proof. Every frame after it is sealed, in both directions."""
+
+    proof: Secret32
 
 
 class Hello(Message, tag="hello", frozen=True, kw_only=True):
@@ -169,17 +206,19 @@ class Claim(Message, tag="claim", frozen=True, kw_only=True):
 
 class Grant(Message, tag="grant", frozen=True, kw_only=True):
     """The right to write `block_ids[hit_tokens // block_size:]` and to read the ones before,
-    for at most `deadline_s` from receipt, while `fence` is valid."""
+    for at most `deadline_s` from receipt, while `fence` is valid. `kv_digest`: which digest of the
+    written blocks the commit must carry."""
 
     rid: Count
     job_id: Id
     attempt: Annotated[int, Meta(ge=1)]
     incarnation: Id
-    deadline_s: float
+    deadline_s: Finite
     block_ids: bytes
     hit_tokens: Count
     job_digest: bytes
     fence: FenceToken
+    kv_digest: DigestMode = DigestMode.OFF
 
 
 class Refused(Message, tag="refused", frozen=True, kw_only=True):
@@ -188,17 +227,17 @@ class Refused(Message, tag="refused", frozen=True, kw_only=True):
     rid: Count
     job_id: Id
     reason: RefuseReason
-    retry_after_s: float | None = None
+    retry_after_s: Finite | None = None
 
 
 class StageTimings(Message, frozen=True, kw_only=True):
     """What the prefill worker measured for one attempt, milliseconds."""
 
-    queue_ms: float = 0.0
-    claim_ms: float = 0.0
-    prefix_read_ms: float = 0.0
-    prefill_ms: float = 0.0
-    kv_write_ms: float = 0.0
+    queue_ms: Finite = 0.0
+    claim_ms: Finite = 0.0
+    prefix_read_ms: Finite = 0.0
+    prefill_ms: Finite = 0.0
+    kv_write_ms: Finite = 0.0
 
 
 class Commit(Message, tag="commit", frozen=True, kw_only=True):
@@ -259,141 +298,11 @@ class Leaving(Message, tag="leaving", frozen=True, kw_only=True):
 
 
 class Alive(Message, tag="alive", frozen=True, kw_only=True):
-    """Sent every ALIVE_INTERVAL_S: the process runs. Silent for SILENT_S, it is treated as gone."""
+    """Sent every ALIVE_INTERVAL_S: the process runs. Silent for SILENT_S, it is treated as gone.
+    pulls: False while its engine is stuck, so that nobody counts on it."""
+
+    pulls: bool = True
 
 
 ToDecode = Hello | Claim | Commit | HandBack | Quiet | Leaving | Alive
 ToPrefill = Welcome | Goodbye | Grant | Refused | CommitReply | Revoke
-
-
-# --------------------------------------------------------------------------- registry records
-
-
-class RegionDescriptor(Message, frozen=True, kw_only=True):
-    """One rank's registered KV memory: how a peer finds (layer, block, KV head) bytes.
-
-    Address of the run (layer l, block b, head h) is
-    `base_offset + l*layer_stride + b*block_stride + h*head_stride`, `page_bytes` long.
-    endpoints: transport name -> address understood by that transport.
-    epoch: changes whenever the pages behind the region change.
-    """
-
-    v: Version = WIRE_VERSION
-    instance_id: Id
-    incarnation: Id
-    rank: Count
-    world_size: Annotated[int, Meta(ge=1)] = 1
-    host_id: Id
-    epoch: Count
-    nbytes: Count
-    base_offset: Count
-    num_layers: Count
-    num_blocks: Count
-    num_kv_heads: Count
-    block_size: Count
-    page_bytes: Count
-    layer_stride: Count
-    block_stride: Count
-    head_stride: Count
-    compat: Compat
-    endpoints: dict[str, str]
-
-
-class WorkerState(enum.StrEnum):
-    """READY takes work; DRAINING finishes what it has; LOST: its key is gone or it is silent."""
-
-    READY = "ready"
-    DRAINING = "draining"
-    LOST = "lost"
-
-
-class WorkerRecord(Message, frozen=True, kw_only=True):
-    """`workers/{role}/{instance_id}`: one process, on its lease.
-
-    data: ZMQ address for requests (decode); control: TCP address for claims (decode);
-    http: base URL of the probe server (/live /ready /metrics /status).
-    """
-
-    v: Version = WIRE_VERSION
-    instance_id: Id
-    incarnation: Id
-    role: str
-    state: WorkerState
-    model: str
-    model_path: str = ""
-    compat: Compat | None = None
-    host: str
-    host_id: Id
-    pid: Count
-    started_at: float
-    http: str = ""
-    data: str = ""
-    control: str = ""
-    max_model_len: Count = 0
-    world_size: Count = 1
-    version: str = ""
-
-
-# --------------------------------------------------------------------------- router settings
-
-
-class RouterPolicy(enum.StrEnum):
-    CONDITIONAL = "conditional"
-    ALWAYS_LOCAL = "always_local"
-    ALWAYS_REMOTE = "always_remote"
-
-
-class RouterConfig(Message, frozen=True, kw_only=True):
-    """`config/router`, JSON in etcd, watched by decode workers (hot).
-
-    max_local_prefill_length: tokens beyond the prefix hit that are still prefilled locally.
-    max_prefill_queue_size: jobs waiting in the queue above which prefill stays local.
-    remote_timeout_s: how long a remote prefill may take before it is done locally.
-    """
-
-    policy: RouterPolicy = RouterPolicy.CONDITIONAL
-    max_local_prefill_length: Annotated[int, Meta(ge=0)] = 512
-    max_prefill_queue_size: Annotated[int, Meta(ge=0)] = 64
-    remote_timeout_s: Annotated[float, Meta(gt=0, le=3600)] = 30.0
-
-
-# --------------------------------------------------------------------------- explain
-
-
-class Timings(Message, frozen=True, kw_only=True):
-    """Milliseconds per stage of one request; None where the stage did not happen."""
-
-    route: float | None = None
-    queue: float | None = None
-    claim: float | None = None
-    prefix_read: float | None = None
-    prefill: float | None = None
-    kv_write: float | None = None
-    commit: float | None = None
-    first_token: float | None = None
-
-
-class ExplainRecord(Message, frozen=True, kw_only=True):
-    """Why and how one request was served (`pullfill explain`, GET /pullfill/requests/{id})."""
-
-    request_id: str
-    path: str
-    reason: str
-    prompt_tokens: int
-    prefix_hit_tokens: int
-    remote_tokens: int
-    decode_instance: str
-    prefill_instance: str | None = None
-    attempts: int = 0
-    fallback: str | None = None
-    kv_bytes: int = 0
-    timings_ms: Timings = Timings()
-
-
-class QueueStatus(Message, frozen=True, kw_only=True):
-    """The job queue as one number each; `oldest_age_s` 0 when empty."""
-
-    depth_jobs: int = 0
-    depth_tokens: int = 0
-    in_flight: int = 0
-    oldest_age_s: float = 0.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, NoReturn
@@ -12,6 +11,7 @@ from pullfill import log
 from pullfill.config import WorkerOptions
 from pullfill.engine import check, process
 from pullfill.errors import ConfigError, IncompatibleError, PullfillError
+from pullfill.lifecycle import leave
 
 
 def run_worker(
@@ -28,9 +28,15 @@ def run_worker(
     log.setup(role)
     eager = "--enforce-eager" in vllm_args
     process.prepare(cpu=options.cpu, model=options.model, eager=eager)
+    asyncio.run(_serve(role, serve))
+    raise AssertionError("unreachable")
+
+
+async def _serve(role: str, serve: Callable[[], Coroutine[Any, Any, int]]) -> NoReturn:
+    """Leaves from inside the loop: closing it would wait for whatever its threads still do."""
     try:
         check.require_version()
-        code = asyncio.run(serve())
+        code = await serve()
     except (ConfigError, IncompatibleError) as exc:
         print(f"error: {exc}", file=sys.stderr)
         code = 2
@@ -40,6 +46,4 @@ def run_worker(
     except Exception:
         log.get(f"{role}_worker").exception("%s worker failed", role)
         code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    leave(code)

@@ -43,11 +43,13 @@ class _Refused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """Parsed flags and the configuration they make. `names`: the served model names."""
+    """Parsed flags and the configuration they make. `names`: the served model names. `never`: why
+    no broken answer can be continued with them, "" if nothing forbids it."""
 
     args: Namespace
     config: Any
     names: tuple[str, ...]
+    never: str
 
 
 def set_environment(model: str) -> None:
@@ -68,14 +70,16 @@ def prepare(model: str, vllm_args: Sequence[str], host: str, port: int) -> Prepa
     Flags that only concern an engine are accepted and unused, so that all roles can be given the
     same ones. Raises ConfigError (bad flag, bad model path), IncompatibleError (other vLLM).
     """
-    from pullfill.engine import front_client
+    from pullfill.engine import continuation, front_client
 
     check.require_names(_REQUIRED_NAMES)
     check.require_names(front_client.REQUIRED_NAMES)
+    check.require_names(continuation.REQUIRED_NAMES)
     args = _parse(model, vllm_args)
     args.host, args.port = host, port
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.sampling_params import SamplingParams
 
     engine_args = AsyncEngineArgs.from_cli_args(args)
     try:
@@ -93,7 +97,9 @@ def prepare(model: str, vllm_args: Sequence[str], host: str, port: int) -> Prepa
         if value is not None and hasattr(config.scheduler_config, name):
             setattr(config.scheduler_config, name, value)
     served = args.served_model_name or [args.model]
-    return Prepared(args, config, tuple([served] if isinstance(served, str) else served))
+    names = tuple([served] if isinstance(served, str) else served)
+    never = continuation.why_never(args, SamplingParams.__struct_fields__)
+    return Prepared(args, config, names, never)
 
 
 def _parse(model: str, vllm_args: Sequence[str]) -> Namespace:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 from pullfill import failpoints, log
+from pullfill.engine.watchdog import Pulse
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -61,8 +62,9 @@ class EngineHost:
         self.ready = threading.Event()
         self.failure: BaseException | None = None
         self.core: EngineCore | None = None
-        self.last_progress = time.monotonic()
-        self.steps = 0
+        self._beat = 0
+        self._doing = ""
+        self._blocked_at: float | None = None
 
     # ------------------------------------------------------------------ any thread
 
@@ -75,6 +77,14 @@ class EngineHost:
         """Make the loop look around. Safe from any thread, also after the end."""
         with contextlib.suppress(OSError, ValueError):
             os.eventfd_write(self._wakefd, 1)
+
+    def pulse(self) -> Pulse:
+        """What the engine thread does, for the watchdog. Reads without a lock: an old value is as
+        good as a new one."""
+        requests = len(self._todo)
+        if self.core is not None:
+            requests += sum(self.core.scheduler.get_request_counts())
+        return Pulse(self._beat, self._doing, requests)
 
     def stop(self) -> None:
         """Leave the loop after the current step. Requests still inside are dropped."""
@@ -126,20 +136,39 @@ class EngineHost:
             must_step = self._before_step()
             if not must_step and not core.scheduler.has_requests() and not core.batch_queue:
                 timeout = _IDLE_POLL_MS if not self._todo else 0
-                self.last_progress = time.monotonic()
+                self._blocked_at = None
                 continue
+            self._doing = "a step"
             failpoints.hit("engine.step")
             outputs, executed = core.step_fn()
             if outputs:
                 self._on_outputs(outputs)
             core.post_step(executed)
-            self.steps += 1
-            self.last_progress = time.monotonic()
             timeout = 0 if executed or core.batch_queue else self._pause(core)
+            if executed or timeout == _IDLE_POLL_MS:
+                self._blocked_at = None
+            elif timeout == _BLOCKED_POLL_MS and self._blocked_at is None:
+                self._blocked_at = time.monotonic()
+
+    def waiting_for_blocks(self, longer_than_s: float) -> set[str]:
+        """Requests in vLLM's queue, if for so long no step ran any (engine thread): there are not
+        enough free blocks for the first of them."""
+        if self._blocked_at is None or time.monotonic() - self._blocked_at < longer_than_s:
+            return set()
+        from vllm.v1.request import RequestStatus
+
+        assert self.core is not None
+        waiting = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+        requests: Any = self.core.scheduler.requests
+        return {r.request_id for r in requests.values() if r.status in waiting}
 
     def _take_in(self, core: EngineCore, timeout_ms: int) -> None:
         assert self._poller is not None
-        for socket, _ in self._poller.poll(timeout_ms):
+        self._doing = ""
+        events = self._poller.poll(timeout_ms)
+        self._beat += 1
+        self._doing = "taking in work"
+        for socket, _ in events:
             if socket == self._wakefd:
                 with contextlib.suppress(BlockingIOError):
                     os.eventfd_read(self._wakefd)

@@ -7,16 +7,16 @@ ZMQ DEALER (frontend) → ROUTER (decode worker, bound at `WorkerRecord.data`). 
     HELO  FrontendHello           (first)          HELO  DecodeWelcome, or NOPE text
     ADD   EngineCoreRequest frames                 OUT   EngineCoreOutputs frames
     ABRT  list[request id]                         EXPL  list[ExplainRecord]
-    UTIL  (call_id, method, args) frames           BACK  list[request id]: not taken, send elsewhere
+    UTIL  (call_id, method, args) frames           BACK  list[request id]: given up, send elsewhere
     PING  every PING_INTERVAL_S                    PONG
     BYE                                            DRAIN takes no new requests
                                                    GONE  we had dropped you: start anew
 
 Life of a connection: the frontend connects under a routing id it never uses again, sends HELO and
 PING, and sends requests only after the welcome. A connection that breaks is over: messages may be
-gone, so neither end continues on a new one. The frontend then sends its unstarted requests
-elsewhere; the decode worker aborts the requests of a frontend silent for SILENCE_S or gone by BYE.
-A request that is sent a second time gets a new id (`attempt_id`).
+gone, so neither end continues on a new one. The frontend then sends its requests elsewhere, to go
+on from the tokens it has; the decode worker aborts the requests of a frontend silent for SILENCE_S
+or gone by BYE. A request that is sent a second time gets a new id (`attempt_id`).
 
 vLLM's frames are its own msgpack codec over its own structs, so both ends must run the same vLLM
 release: that is checked at HELO. This module imports vLLM only inside the two codecs.
@@ -50,9 +50,12 @@ BYE = b"BYE"
 
 PING_INTERVAL_S = 1.0
 SILENCE_S = 6.0
-HEARTBEAT_IVL_MS = 1000
+HEARTBEAT_IVL_MS = 500
 HEARTBEAT_TIMEOUT_MS = 3000
 MAX_IDS = 65536
+QUEUE_LIMIT = 10_000
+"""Messages that may wait in each direction, at each end. A peer that lets them grow to that is
+treated as lost: nothing is ever left out of the middle."""
 
 Frames = Sequence[Any]
 """bytes, memoryview or zmq.Frame; vLLM's codec takes all three."""
@@ -68,8 +71,7 @@ class FrontendHello(Message, frozen=True, kw_only=True):
 
 
 class DecodeWelcome(Message, frozen=True, kw_only=True):
-    """The decode worker takes requests. `ready_response`: vLLM's EngineCoreReadyResponse as
-    msgpack, empty if there is none."""
+    """The decode worker takes requests."""
 
     v: Version = WIRE_VERSION
     decode_instance: Id
@@ -81,7 +83,6 @@ class DecodeWelcome(Message, frozen=True, kw_only=True):
     max_num_seqs: Count
     max_num_batched_tokens: Count
     supported_tasks: list[Text]
-    ready_response: bytes = b""
 
 
 def refuse_hello(hello: FrontendHello, *, vllm_version: str, models: Sequence[str]) -> str | None:
@@ -107,8 +108,8 @@ def set_options(socket: Any) -> None:
     """Common options, before bind or connect. Heartbeats run in ZMQ's I/O thread, so a Python
     thread busy with an engine step does not look dead, and a stopped or cut-off process does."""
     socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.SNDHWM, 0)
-    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.setsockopt(zmq.SNDHWM, QUEUE_LIMIT)
+    socket.setsockopt(zmq.RCVHWM, QUEUE_LIMIT)
     socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_IVL_MS)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)

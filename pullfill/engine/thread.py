@@ -9,7 +9,8 @@ from typing import Any
 
 from pullfill import log
 from pullfill.engine.host import EngineHost
-from pullfill.errors import ConfigError, PullfillError
+from pullfill.engine.watchdog import Pulse
+from pullfill.errors import ConfigError, EngineStuck, PullfillError
 
 logger = log.get("engine.thread")
 
@@ -18,7 +19,8 @@ class EngineThread:
     """Runs `make` (which imports vLLM and returns a host) and the host's loop on one thread.
 
     on_built: called on the engine thread once the engine exists, before `ready` resolves.
-    `dead` is set when the thread has ended, wanted or not; `failure` says why if it was not.
+    `dead` is set when the thread has ended, wanted or not, or was given up; `failure` says why if
+    it was not wanted. `hangs`: given up, so nobody may wait for it or touch what it uses.
     """
 
     def __init__(
@@ -31,6 +33,7 @@ class EngineThread:
         self.dead = asyncio.Event()
         self.failure: BaseException | None = None
         self.host: EngineHost | None = None
+        self.hangs = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -38,9 +41,21 @@ class EngineThread:
 
     async def stop(self, timeout_s: float = 10.0) -> None:
         """Leave the loop and wait for the thread. A step under way is waited for."""
+        if self.hangs:
+            return
         if self.host is not None:
             self.host.stop()
         await asyncio.to_thread(self._thread.join, timeout_s)
+
+    def pulse(self) -> Pulse:
+        """What the thread does now."""
+        assert self.host is not None, "watched before it was built"
+        return self.host.pulse()
+
+    def give_up(self, why: str) -> None:
+        """The thread is stuck for good: to everybody else it is dead (asyncio thread)."""
+        self.hangs, self.failure = True, EngineStuck(why)
+        self.dead.set()
 
     def _run(self) -> None:
         try:

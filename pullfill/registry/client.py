@@ -17,6 +17,7 @@ import msgspec
 from pullfill.clock import SYSTEM_CLOCK, Clock
 from pullfill.errors import RegistryUnavailable
 from pullfill.registry.rpc import EtcdRpc, LeaseNotFound, RevisionLost, _Failure
+from pullfill.security import OPEN, EtcdSecurity
 
 __all__ = ["EtcdClient", "KeepAlive", "KeyValue", "LeaseNotFound", "RevisionLost", "prefix_end"]
 
@@ -101,12 +102,16 @@ class EtcdClient:
         on_retry: Callable[[str], None] | None = None,
         timeout_s: float = TIMEOUT_S,
         clock: Clock = SYSTEM_CLOCK,
+        security: EtcdSecurity = OPEN.etcd,
     ) -> EtcdClient:
         """Connect, trying again for up to `wait_s`; `on_retry` gets one line per failed try.
 
-        Raises RegistryUnavailable with advice after `wait_s`, ConfigError at once for a bad URL.
+        Raises RegistryUnavailable with advice after `wait_s`, ConfigError at once for a bad URL or
+        credentials that etcd refuses.
         """
-        rpc = await EtcdRpc.connect(url, wait_s=wait_s, on_retry=on_retry, clock=clock)
+        rpc = await EtcdRpc.connect(
+            url, wait_s=wait_s, on_retry=on_retry, clock=clock, security=security
+        )
         return cls(rpc, timeout_s)
 
     @property

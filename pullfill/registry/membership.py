@@ -85,9 +85,21 @@ class Membership:
     def lease_id(self) -> int | None:
         return self._lease.id if self._lease is not None else None
 
-    async def join(self) -> None:
-        """Register. Raises IncompatibleError (field, both values, who), ConfigError (the instance
-        id is in use), RegistryUnavailable. After any of them nothing is registered."""
+    async def join(self, wait_s: float = 0.0) -> None:
+        """Register, trying again for `wait_s` while etcd does not answer: it may go away while a
+        worker loads its model. Raises IncompatibleError (field, both values, who), ConfigError (the
+        instance id is in use), RegistryUnavailable. After any of them nothing is registered."""
+        give_up = self._clock.monotonic() + wait_s
+        while True:
+            try:
+                return await self._join()
+            except RegistryUnavailable as exc:
+                if self._clock.monotonic() >= give_up:
+                    raise
+                _log.warning("not registered yet: %s", exc)
+                await asyncio.sleep(RETRY_S[1])
+
+    async def _join(self) -> None:
         incarnation = new_incarnation()
         record, descriptors = self._make(incarnation)
         await refuse_if_incompatible(
@@ -110,6 +122,11 @@ class Membership:
             self._stale.set()
             return False
         return True
+
+    def note_state(self, state: WorkerState) -> None:
+        """`set_state` without waiting: etcd has it in a moment, or as soon as it answers."""
+        self._state = state
+        self._stale.set()
 
     async def leave(self, timeout_s: float = 2.0) -> None:
         """Revoke our lease; best effort within `timeout_s`. Idempotent; does not set `revoked`."""

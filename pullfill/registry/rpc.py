@@ -28,6 +28,7 @@ from etcd3.baseclient import sem
 
 from pullfill.clock import SYSTEM_CLOCK, Clock
 from pullfill.errors import ConfigError, RegistryUnavailable
+from pullfill.security import OPEN, EtcdSecurity
 
 T = TypeVar("T")
 
@@ -145,17 +146,26 @@ class EtcdRpc:
         wait_s: float,
         on_retry: Callable[[str], None] | None = None,
         clock: Clock = SYSTEM_CLOCK,
+        security: EtcdSecurity = OPEN.etcd,
     ) -> EtcdRpc:
         """Wait up to `wait_s` for an etcd at `url`, telling `on_retry` why it takes long.
 
         Raises ConfigError (bad URL, too old a server, wrong password), RegistryUnavailable.
         """
-        endpoints, credentials = parse_url(url)
+        endpoints, in_url = parse_url(url)
+        credentials = security.login() or in_url
+        tls = security.tls("etcd")
+        if tls is not None and any(end.scheme != "https" for end in endpoints):
+            raise ConfigError(
+                f"[etcd] has certificates, but {redact(url)} is not encrypted: use https://"
+            )
         give_up = time.monotonic() + wait_s
         pause = 0.1
         while True:
             session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, socket_factory=_socket)
+                connector=aiohttp.TCPConnector(
+                    limit=0, socket_factory=_socket, ssl=True if tls is None else tls
+                )
             )
             try:
                 rpc = cls(await _construct(session, endpoints[0]), endpoints, credentials, clock)
@@ -166,6 +176,11 @@ class EtcdRpc:
                 return rpc
             except (RegistryUnavailable, *_FAILURES) as exc:
                 await session.close()
+                if isinstance(exc, aiohttp.ClientSSLError):
+                    raise ConfigError(
+                        f"no TLS with etcd at {redact(url)} ({_cause(exc)}): check ca, cert and "
+                        "key of [etcd] in the --security file, and the host name in the URL"
+                    ) from exc
                 why = str(exc) or type(exc).__name__
             except BaseException:
                 await session.close()
@@ -191,7 +206,7 @@ class EtcdRpc:
         body = await self._post(path, request, timeout_s)
         try:
             return msgspec.json.decode(body, type=kind, strict=False)
-        except msgspec.MsgspecError as exc:
+        except (msgspec.MsgspecError, ValueError) as exc:
             raise RegistryUnavailable(f"etcd answered {path} with something else: {exc}") from exc
 
     async def _post(self, path: str, request: Any, timeout_s: float) -> bytes:
@@ -311,7 +326,12 @@ class EtcdRpc:
             return RevisionLost(f"etcd: {text}")
         if code in {_UNAVAILABLE, _DEADLINE, _EXHAUSTED, _UNAUTHENTICATED} or status >= 500:
             return self._lost(RuntimeError(f"etcd: {text}"))
-        return ConfigError(f"etcd refused the request: {text}")
+        advice = ""
+        if "CommonName" in text:
+            advice = ": with logins on, etcd takes only client certificates without a common name"
+        if any(word in text for word in ("user", "password", "permission", "authentication")):
+            advice = ": check user and password_file of [etcd] in the --security file"
+        return ConfigError(f"etcd refused the request: {text}{advice}")
 
     def _lost(self, cause: BaseException) -> RegistryUnavailable:
         """Note the failure, and try the next endpoint from now on."""
@@ -351,8 +371,14 @@ async def _construct(session: aiohttp.ClientSession, endpoint: Endpoint) -> _Api
     return api
 
 
+def _cause(exc: BaseException) -> str:
+    """The TLS error inside aiohttp's."""
+    inner = getattr(exc, "certificate_error", None) or getattr(exc, "os_error", None) or exc
+    return str(getattr(inner, "verify_message", "") or getattr(inner, "reason", "") or inner)
+
+
 def _read_failure(body: bytes) -> _Failure:
     try:
         return msgspec.json.decode(body, type=_Failure, strict=False)
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, ValueError):
         return _Failure(message=body[:200].decode("utf-8", "replace").strip())

@@ -186,7 +186,7 @@ async def _changes(
         async for line in lines:
             try:
                 message = msgspec.json.decode(line, type=_Line, strict=False)
-            except msgspec.MsgspecError as exc:
+            except (msgspec.MsgspecError, ValueError) as exc:
                 raise RegistryUnavailable(f"etcd sent no watch message: {exc}") from exc
             result = message.result
             if message.error is not None or result is None:

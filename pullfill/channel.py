@@ -1,0 +1,176 @@
+"""One connection of the control channel, plain or sealed with the cluster key.
+
+Life: made over an open stream; `accept` (decode worker) or `introduce` (prefill worker) opens it;
+then `read` and `write`; `close` or `abort`. Belongs to one loop; owns the writer.
+
+With a cluster key each end proves to the other that it holds the key, bound to two fresh nonces and
+to its role, before anything else is said. From then on every frame carries a 16-byte seal: a keyed
+hash over its number and its body, with a key per direction that both nonces go into. So nobody on
+the path can forge, change, repeat, drop in the middle or reflect a claim or a commit. What is said
+is not hidden: there are ids and block numbers, no prompt and no KV.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import secrets
+from typing import TypeVar
+
+import msgspec
+
+from pullfill import frames
+from pullfill.errors import AuthFailed, BadMessage, PeerUnavailable
+from pullfill.security import ClusterKey
+from pullfill.wire import AuthChallenge, AuthHello, AuthProof, Goodbye, Hello, decode, encode
+
+T = TypeVar("T")
+
+FIRST_FRAME = 64 << 10
+"""Bytes of a frame from somebody who has not said who it is."""
+_SEAL = 16
+
+
+class _Seal:
+    """One direction's key and count of frames."""
+
+    __slots__ = ("_key", "_number")
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+        self._number = 0
+
+    def of_next(self, body: bytes) -> bytes:
+        hashed = hashlib.blake2b(
+            self._number.to_bytes(8, "little"), key=self._key, digest_size=_SEAL
+        )
+        self._number += 1
+        hashed.update(body)
+        return hashed.digest()
+
+
+class Channel:
+    """See the module. `peer`: the other end's address, for logs."""
+
+    __slots__ = ("_in", "_out", "_reader", "_writer", "peer")
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        frames.tune(writer)
+        self._reader = reader
+        self._writer = writer
+        self._in: _Seal | None = None
+        self._out: _Seal | None = None
+        name = writer.get_extra_info("peername")
+        self.peer = f"{name[0]}:{name[1]}" if isinstance(name, tuple) else str(name)
+
+    async def read(self, kind: type[T], limit: int = frames.MAX_FRAME) -> T:
+        """The next message. Raises EOFError when the peer is gone, AuthFailed on a wrong seal,
+        BadMessage on anything else that is strange. The connection is of no use after either."""
+        body = await frames.read_body(self._reader, limit)
+        if self._in is not None:
+            seal, body = body[:_SEAL], body[_SEAL:]
+            if not hmac.compare_digest(seal, self._in.of_next(body)):
+                raise AuthFailed(f"a frame from {self.peer} has a wrong seal: forged or replayed")
+        return decode(body, kind)
+
+    def write(self, message: msgspec.Struct) -> None:
+        """Queue one message for sending; never blocks. A broken connection shows at the reader."""
+        body = encode(message)
+        if self._out is not None:
+            body = self._out.of_next(body) + body
+        frames.write_body(self._writer, body)
+
+    def seal(self, *, incoming: bytes, outgoing: bytes) -> None:
+        """From the next frame on, in both directions."""
+        self._in, self._out = _Seal(incoming), _Seal(outgoing)
+
+    def close(self) -> None:
+        """Say what is queued, then end."""
+        self._writer.close()
+
+    def abort(self) -> None:
+        """End now."""
+        self._writer.transport.abort()
+
+
+# --------------------------------------------------------------------------- who are you
+
+
+class _Handshake:
+    """What both ends compute from the key and the two nonces."""
+
+    def __init__(self, key: ClusterKey, prefill_nonce: bytes, decode_nonce: bytes) -> None:
+        self._key = key.derive("control channel")
+        self._nonces = prefill_nonce + decode_nonce
+
+    def _of(self, label: bytes) -> bytes:
+        return hashlib.blake2b(label + self._nonces, key=self._key, digest_size=32).digest()
+
+    def proof(self, role: str) -> bytes:
+        return self._of(f"proof of {role}:".encode())
+
+    def key_of(self, role: str) -> bytes:
+        """Seals what `role` says."""
+        return self._of(f"seal of {role}:".encode())
+
+
+async def accept(channel: Channel, key: ClusterKey | None) -> Hello:
+    """The decode worker's end: the peer's Hello, once it has proved that it holds `key`.
+
+    Raises AuthFailed (its text may be told to the peer), EOFError, BadMessage. Bound it in time.
+    """
+    first = await channel.read(AuthHello | Hello, FIRST_FRAME)  # type: ignore[arg-type]
+    if key is None:
+        if isinstance(first, Hello):
+            return first
+        raise AuthFailed("the decode worker has no cluster key: set [cluster] key_file there too")
+    if not isinstance(first, AuthHello):
+        raise AuthFailed(
+            "the prefill worker shows no cluster key: it needs our [cluster] key_file "
+            f"({key.fingerprint})"
+        )
+    nonce = secrets.token_bytes(32)
+    shake = _Handshake(key, first.nonce, nonce)
+    channel.write(AuthChallenge(nonce=nonce, proof=shake.proof("decode")))
+    try:
+        reply = await channel.read(AuthProof, FIRST_FRAME)
+    except EOFError:
+        raise AuthFailed(
+            f"the prefill worker left when it was shown the proof of our cluster key "
+            f"({key.fingerprint}): is its [cluster] key_file another?"
+        ) from None
+    if not hmac.compare_digest(reply.proof, shake.proof("prefill")):
+        raise AuthFailed(
+            f"the prefill worker has another cluster key than ours ({key.fingerprint}): check its "
+            "[cluster] key_file"
+        )
+    channel.seal(incoming=shake.key_of("prefill"), outgoing=shake.key_of("decode"))
+    return await channel.read(Hello, FIRST_FRAME)
+
+
+async def introduce(channel: Channel, key: ClusterKey | None, hello: Hello) -> None:
+    """The prefill worker's end: prove that we hold `key`, see the same proof, say hello.
+
+    Raises AuthFailed, PeerUnavailable (refused, with the peer's reason), EOFError, BadMessage.
+    Never falls back to a plain connection.
+    """
+    if key is None:
+        channel.write(hello)
+        return
+    nonce = secrets.token_bytes(32)
+    channel.write(AuthHello(nonce=nonce))
+    first = await channel.read(AuthChallenge | Goodbye, FIRST_FRAME)  # type: ignore[arg-type]
+    if isinstance(first, Goodbye):
+        raise PeerUnavailable(f"refused: {first.reason}")
+    if not isinstance(first, AuthChallenge):
+        raise BadMessage("no challenge")
+    shake = _Handshake(key, nonce, first.nonce)
+    if not hmac.compare_digest(first.proof, shake.proof("decode")):
+        raise AuthFailed(
+            f"the decode worker has another cluster key than ours ({key.fingerprint}): check "
+            "[cluster] key_file on both"
+        )
+    channel.write(AuthProof(proof=shake.proof("prefill")))
+    channel.seal(incoming=shake.key_of("decode"), outgoing=shake.key_of("prefill"))
+    channel.write(hello)

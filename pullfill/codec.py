@@ -1,0 +1,77 @@
+"""How structs are encoded between processes, and what decides whether two workers fit.
+
+Encoding is msgpack through msgspec: strict types, unknown fields refused, no pickle.
+Each top-level message carries `v`; a reader refuses another version with `BadMessage`.
+Sizes are bytes, times are seconds unless the name ends in `_ms`. Durations are relative:
+clocks of two hosts are never compared.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from pullfill.errors import BadMessage
+
+WIRE_VERSION = 1
+
+U32 = Annotated[int, Meta(ge=0, le=2**32 - 1)]
+Count = Annotated[int, Meta(ge=0)]
+Id = Annotated[str, Meta(min_length=1, max_length=128)]
+Finite = Annotated[float, Meta(ge=-1e12, le=1e12)]
+"""Neither infinite nor NaN: one such duration would spoil a histogram's sum or a timer for good."""
+MAX_TEXT = 2048
+Text = Annotated[str, Meta(max_length=MAX_TEXT)]
+Version = Annotated[int, Meta(ge=WIRE_VERSION, le=WIRE_VERSION)]
+
+
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Base of all wire structs."""
+
+
+T = TypeVar("T")
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    """msgpack bytes of `message`."""
+    return msgspec.msgpack.encode(message)
+
+
+def decode(data: bytes | bytearray | memoryview, kind: type[T]) -> T:
+    """Strictly decode `data` as `kind`. Raises BadMessage (never a msgspec error)."""
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
+        raise BadMessage(f"not a valid {getattr(kind, '__name__', kind)}: {exc}") from exc
+
+
+class Compat(Message, frozen=True, kw_only=True):
+    """What two workers must share to exchange KV bytes. Compared field by field at join."""
+
+    model: str
+    model_fingerprint: str
+    vllm: str
+    dtype: str
+    kv_cache_dtype: str
+    block_size: Count
+    layout: str
+    num_layers: Count
+    num_kv_heads: Count
+    page_bytes: Count
+    isa: str
+
+    def hash(self) -> str:
+        """16 hex digits over all fields; names the job stream."""
+        import hashlib
+
+        return hashlib.blake2b(msgspec.json.encode(self), digest_size=8).hexdigest()
+
+    def differs_from(self, other: Compat) -> list[tuple[str, object, object]]:
+        """(field, ours, theirs) for each field that differs."""
+        return [
+            (name, getattr(self, name), getattr(other, name))
+            for name in self.__struct_fields__
+            if getattr(self, name) != getattr(other, name)
+        ]

@@ -1,0 +1,146 @@
+"""Whether an engine is stuck, and what the worker around it is told.
+
+`Watchdog` decides, from nothing but looks at a counter and a clock; `EngineGuard` looks, on the
+worker's asyncio loop, from the time the engine is built (loading and warm-up are not watched).
+
+    WELL ──no beat for stall_s while busy──▶ STUCK ──as long again──▶ LOST (for good)
+      ◀──────────────── a beat ──────────────┘
+
+The engine loop beats at each round: at least once a second when idle, after each step when not. So
+a step may take long (a big prompt), as long as it takes less than stall_s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from pullfill import log
+from pullfill.clock import SYSTEM_CLOCK, Clock
+
+logger = log.get("engine.watchdog")
+
+
+class Health(enum.StrEnum):
+    WELL = "well"
+    STUCK = "stuck"
+    LOST = "lost"
+
+
+@dataclass(frozen=True, slots=True)
+class Pulse:
+    """What the engine thread does now. busy: what it does, "" while it sleeps for want of work.
+    requests: in the engine, or on the way to it."""
+
+    beat: int
+    busy: str
+    requests: int
+
+
+class Watched(Protocol):
+    """The part of an EngineThread that is needed here."""
+
+    def pulse(self) -> Pulse: ...
+
+    def give_up(self, why: str) -> None: ...
+
+
+class Watchdog:
+    """Pure but for the clock. Call `look` every `interval_s` or so.
+
+    Time in which nobody looked counts for two intervals at most: a process that was stopped, or
+    starved as a whole, does not find its engine stuck when it goes on.
+    """
+
+    def __init__(self, stall_s: float, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._stall_s = stall_s
+        self._clock = clock
+        self._looked = clock.monotonic()
+        self._beat = -1
+        self.interval_s = min(1.0, stall_s / 8)
+        self.still_s = 0.0
+        self.health = Health.WELL
+
+    def look(self, pulse: Pulse) -> Health:
+        """What to think of the engine now. LOST stays."""
+        now = self._clock.monotonic()
+        passed = min(now - self._looked, 2 * self.interval_s)
+        self._looked = now
+        if self.health is Health.LOST:
+            return self.health
+        moved = pulse.beat != self._beat
+        self._beat = pulse.beat
+        self.still_s = 0.0 if moved or not pulse.busy else self.still_s + passed
+        if self.still_s >= 2 * self._stall_s:
+            self.health = Health.LOST
+        elif self.still_s >= self._stall_s:
+            self.health = Health.STUCK
+        else:
+            self.health = Health.WELL
+        return self.health
+
+
+class EngineGuard:
+    """Watches one engine until `stop`. on_stuck: called on the loop with True when the engine is
+    found stuck, with False when it has recovered; a lost engine is told `give_up` instead."""
+
+    def __init__(
+        self,
+        engine: Watched,
+        stall_s: float,
+        on_stuck: Callable[[bool], None],
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
+        self._engine = engine
+        self._dog = Watchdog(stall_s, clock)
+        self._on_stuck = on_stuck
+        self._task: asyncio.Task[None] | None = None
+        self._was = Health.WELL
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name="engine-watchdog")
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+
+    @property
+    def complaint(self) -> str:
+        """What is wrong, for people; "" while the engine is well."""
+        if self._dog.health is Health.WELL:
+            return ""
+        pulse = self._engine.pulse()
+        return (
+            f"the engine is stuck in {pulse.busy or 'nothing'} for {self._dog.still_s:.0f} s "
+            f"with {pulse.requests} requests"
+        )
+
+    def detail(self) -> dict[str, Any]:
+        """For /ready: empty while the engine is well."""
+        return {"reason": self.complaint} if self.complaint else {}
+
+    def look(self) -> None:
+        """One look, and what follows from it."""
+        health = self._dog.look(self._engine.pulse())
+        was, self._was = self._was, health
+        if health is was:
+            return
+        if health is Health.LOST:
+            self._engine.give_up(self.complaint)
+        elif health is Health.STUCK:
+            logger.error("%s: taking no work; leaving if it takes as long again", self.complaint)
+            self._on_stuck(True)
+        else:
+            logger.warning("the engine takes steps again")
+            self._on_stuck(False)
+
+    async def _run(self) -> None:
+        while self._dog.health is not Health.LOST:
+            await asyncio.sleep(self._dog.interval_s)
+            self.look()

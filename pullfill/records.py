@@ -1,0 +1,154 @@
+"""What is kept in etcd or shown to people: worker records, settings, explain records.
+
+Part of the wire (docs/wire.md); imported through `pullfill.wire`.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Annotated
+
+from msgspec import Meta
+
+from pullfill.codec import WIRE_VERSION, Compat, Count, Finite, Id, Message, Version
+
+
+class RegionDescriptor(Message, frozen=True, kw_only=True):
+    """One rank's registered KV memory: how a peer finds (layer, block, KV head) bytes.
+
+    Address of the run (layer l, block b, head h) is
+    `base_offset + l*layer_stride + b*block_stride + h*head_stride`, `page_bytes` long.
+    endpoints: transport name -> address understood by that transport.
+    epoch: changes whenever the pages behind the region change.
+    """
+
+    v: Version = WIRE_VERSION
+    instance_id: Id
+    incarnation: Id
+    rank: Count
+    world_size: Annotated[int, Meta(ge=1)] = 1
+    host_id: Id
+    epoch: Count
+    nbytes: Count
+    base_offset: Count
+    num_layers: Count
+    num_blocks: Count
+    num_kv_heads: Count
+    block_size: Count
+    page_bytes: Count
+    layer_stride: Count
+    block_stride: Count
+    head_stride: Count
+    compat: Compat
+    endpoints: dict[str, str]
+
+
+class WorkerState(enum.StrEnum):
+    """READY takes work; DRAINING finishes what it has; LOST: its key is gone or it is silent."""
+
+    READY = "ready"
+    DRAINING = "draining"
+    LOST = "lost"
+
+
+class WorkerRecord(Message, frozen=True, kw_only=True):
+    """`workers/{role}/{instance_id}`: one process, on its lease.
+
+    data: ZMQ address for requests (decode); control: TCP address for claims (decode);
+    http: base URL of the probe server (/live /ready /metrics /status).
+    """
+
+    v: Version = WIRE_VERSION
+    instance_id: Id
+    incarnation: Id
+    role: str
+    state: WorkerState
+    model: str
+    model_path: str = ""
+    compat: Compat | None = None
+    host: str
+    host_id: Id
+    pid: Count
+    started_at: Finite
+    http: str = ""
+    data: str = ""
+    control: str = ""
+    max_model_len: Count = 0
+    world_size: Count = 1
+    version: str = ""
+
+
+# --------------------------------------------------------------------------- router settings
+
+
+class RouterPolicy(enum.StrEnum):
+    CONDITIONAL = "conditional"
+    ALWAYS_LOCAL = "always_local"
+    ALWAYS_REMOTE = "always_remote"
+
+
+class RouterConfig(Message, frozen=True, kw_only=True):
+    """`config/router`, JSON in etcd, watched by decode workers (hot).
+
+    max_local_prefill_length: tokens beyond the prefix hit that are still prefilled locally.
+    max_prefill_queue_size: jobs waiting in the queue above which prefill stays local.
+    max_remote_kv_fraction: share of the KV cache that open remote prefills may bind.
+    remote_timeout_s: how long a remote prefill may take before it is done locally.
+    claim_timeout_s: how long of that it may wait for a prefill worker to claim it.
+    """
+
+    policy: RouterPolicy = RouterPolicy.CONDITIONAL
+    max_local_prefill_length: Annotated[int, Meta(ge=0)] = 512
+    max_prefill_queue_size: Annotated[int, Meta(ge=0)] = 64
+    max_remote_kv_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.5
+    remote_timeout_s: Annotated[float, Meta(gt=0, le=3600)] = 30.0
+    claim_timeout_s: Annotated[float, Meta(gt=0, le=3600)] = 10.0
+
+
+# --------------------------------------------------------------------------- explain
+
+
+class Timings(Message, frozen=True, kw_only=True):
+    """Milliseconds per stage of one request; None where the stage did not happen."""
+
+    route: Finite | None = None
+    queue: Finite | None = None
+    claim: Finite | None = None
+    prefix_read: Finite | None = None
+    prefill: Finite | None = None
+    kv_write: Finite | None = None
+    commit: Finite | None = None
+    first_token: Finite | None = None
+
+
+class ExplainRecord(Message, frozen=True, kw_only=True):
+    """Why and how one request was served (`pullfill explain`, GET /pullfill/requests/{id}).
+
+    continued_from: decode workers that had it before and left, oldest first (the frontend's own
+    knowledge). continued_tokens: how much of the answer was out when the last of them left; these
+    are part of `prompt_tokens` here, since `decode_instance` got them as prompt.
+    """
+
+    request_id: str
+    path: str
+    reason: str
+    prompt_tokens: int
+    prefix_hit_tokens: int
+    remote_tokens: int
+    decode_instance: str
+    prefill_instance: str | None = None
+    attempts: int = 0
+    fallback: str | None = None
+    kv_bytes: int = 0
+    timings_ms: Timings = Timings()
+    continued_from: tuple[str, ...] = ()
+    continued_tokens: int = 0
+
+
+class QueueStatus(Message, frozen=True, kw_only=True):
+    """The job queue as one number each; `oldest_age_s` 0 when empty."""
+
+    depth_jobs: int = 0
+    depth_tokens: int = 0
+    in_flight: int = 0
+    oldest_age_s: Finite = 0.0
