@@ -53,6 +53,12 @@ def copy_batch(source: int, target: int, batch: Batch) -> None:
         _copy_vectored(source, target, batch, done)
 
 
+def corrupt(address: int) -> None:
+    """For failpoints: change one byte of the four at `address`, the one that holds the exponent of
+    a float32, so that whoever uses it computes something else."""
+    ctypes.c_ubyte.from_address(address + 3).value ^= 0xFF
+
+
 def _copy_runs(source: int, target: int, batch: Batch, first: int, last: int) -> None:
     for src, dst, nbytes in zip(
         batch.source[first:last].tolist(),

@@ -1,31 +1,77 @@
-"""Digests of KV blocks, equal on both ends for equal bytes whatever the strides are."""
+"""Digests of KV blocks, equal on both ends for equal bytes whatever the strides are.
+
+Each block has a digest of its own, over all layers and heads: so the chunks a prompt was computed
+in, a block written twice and the order of writes do not matter, and a mismatch names its block.
+They guard against bytes that changed on the way, not against a writer that lies: it may write
+whatever it likes and send that digest.
+
+A block's pages lie apart, and hashing each would give up the GIL each time; beside a busy engine
+thread getting it back costs up to a switch interval (see copying.py). So blocks are gathered into a
+small buffer first, which stays in the CPU's cache, and hashed there, one call per block.
+"""
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from blake3 import blake3
 
 from pullfill.transfer.contract import LocalMemory
-from pullfill.transfer.runs import checked_ids
+from pullfill.transfer.copying import copy_batch
+from pullfill.transfer.layout import dense_layout
+from pullfill.transfer.runs import plan
+from pullfill.wire import DigestMode
 
-DIGEST_BYTES = 16
+DIGEST_BYTES = 8
+"""Per block; by chance two different blocks have the same one once in 2**64."""
+SAMPLED = 16
+"""`sample` checks about one block of so many."""
+_STAGE_BYTES = 1 << 20
 
 
-def digest_blocks(memory: LocalMemory, block_ids: Sequence[int]) -> bytes:
-    """blake2b-128 over the pages of `block_ids` in that order; within a block by layer, then by
-    head. Reads live memory: hold whatever keeps the blocks still. Raises BadMessage."""
-    layout = memory.layout
-    hasher = hashlib.blake2b(digest_size=DIGEST_BYTES)
-    # Adjacent heads are one contiguous stretch in the usual layout: fewer, longer updates.
-    dense = layout.num_kv_heads == 1 or layout.head_stride == layout.page_bytes
-    pieces = 1 if dense else layout.num_kv_heads
-    length = layout.page_bytes * (layout.num_kv_heads if dense else 1)
-    page = ctypes.c_char * length
-    for block in checked_ids(block_ids, layout.num_blocks, "digested").tolist():
-        start = memory.address + layout.base_offset + block * layout.block_stride
-        for layer in range(layout.num_layers):
-            for head in range(pieces):
-                at = start + layer * layout.layer_stride + head * layout.head_stride
-                hasher.update(memoryview(page.from_address(at)))
-    return hasher.digest()
+class BlockDigester:
+    """Digests of blocks of one memory. Keeps a buffer of 1 MiB (one block, if that is more) from
+    the first call on; one thread at a time."""
+
+    def __init__(self, memory: LocalMemory) -> None:
+        self._memory = memory
+        block = memory.layout.block_bytes
+        self._at_once = max(1, _STAGE_BYTES // block)
+        # As `memory`, but with each block's pages side by side.
+        dense = dense_layout(memory.layout.num_layers, 1, memory.layout.num_kv_heads,
+                             memory.layout.page_bytes)  # fmt: skip
+        self._stage_layout = replace(dense, num_blocks=self._at_once, block_stride=block)
+        self._stage: memoryview | None = None
+        self._address = 0
+
+    def digest(self, block_ids: Sequence[int]) -> bytes:
+        """DIGEST_BYTES per block, in the order of `block_ids`. Reads live memory: hold whatever
+        keeps the blocks still. Raises BadMessage on ids out of range."""
+        memory, block = self._memory, self._memory.layout.block_bytes
+        if self._stage is None:
+            buffer = np.empty(self._at_once * block, np.uint8)
+            self._stage, self._address = buffer.data, buffer.ctypes.data
+        digests = []
+        for first in range(0, len(block_ids), self._at_once):
+            some = block_ids[first : first + self._at_once]
+            for batch in plan(memory.layout, self._stage_layout, some, range(len(some))).batches():
+                copy_batch(memory.address, self._address, batch)
+            digests += [
+                blake3(self._stage[at : at + block]).digest(DIGEST_BYTES)
+                for at in range(0, len(some) * block, block)
+            ]
+        return b"".join(digests)
+
+
+def sampled(mode: DigestMode, count: int, job_digest: bytes, attempt: int) -> list[int]:
+    """Which of the `count` blocks of a grant are checked: indices, ascending. Both ends derive the
+    same from the grant; with `sample` another attempt draws others. The last is always one."""
+    if mode is DigestMode.OFF or not count:
+        return []
+    if mode is DigestMode.FULL:
+        return list(range(count))
+    draw = hashlib.shake_128(job_digest + attempt.to_bytes(8, "little")).digest(count - 1)
+    return [i for i, byte in enumerate(draw) if byte < 256 // SAMPLED] + [count - 1]

@@ -44,6 +44,10 @@ class Gate(Protocol):
         """Holding the fence, before the first byte moves."""
         ...
 
+    def copied(self, verb: str, address: int) -> None:
+        """Holding the fence, after the last byte moved; the first one is at `address` now."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -116,6 +120,7 @@ class MappedSession:
                 try:
                     gate.inside_batch(verb)
                     self._copy(src, dst, batch)
+                    gate.copied(verb, dst + int(batch.target[0]))
                 finally:
                     gate.leave(fence)
 

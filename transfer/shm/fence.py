@@ -26,6 +26,7 @@ from hashlib import blake2b
 
 from pullfill import failpoints
 from pullfill.errors import ConfigError, Fenced, OverloadedError, PeerUnavailable, TransferFailed
+from pullfill.transfer.copying import corrupt
 from pullfill.transfer.shm import lock
 from pullfill.wire import FenceToken
 
@@ -189,6 +190,10 @@ class ShmGate:
 
     def inside_batch(self, verb: str) -> None:
         failpoints.hit(f"shm.{verb}.batch")
+
+    def copied(self, verb: str, address: int) -> None:
+        if failpoints.hit(f"shm.{verb}.corrupt"):
+            corrupt(address)
 
     def close(self) -> None:
         self._words.release()

@@ -9,6 +9,7 @@ and `sweep` unlinks it. Peers that still map an orphan keep harmless pages. Both
 from __future__ import annotations
 
 import os
+import re
 import stat
 from contextlib import suppress
 from pathlib import Path
@@ -21,7 +22,9 @@ from pullfill.transfer.shm import lock
 DIR_ENV = "PULLFILL_SHM_DIR"
 DEFAULT_DIR = "/dev/shm"
 PREFIX = "pullfill-"
-_OPEN = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+_REGION = re.compile(r"/(?:[^/\0]+/)*pullfill-[a-z0-9_-]+\.(?:kv|fence)\Z")
+_UNNAMED = re.compile(r"/proc/[0-9]+/fd/[0-9]+\Z")
+_OPEN = os.O_NONBLOCK | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 class ShmEndpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -42,7 +45,7 @@ class ShmEndpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         """Raises BadMessage."""
         try:
             endpoint = msgspec.json.decode(text, type=ShmEndpoint)
-        except msgspec.MsgspecError as exc:
+        except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
             raise BadMessage(f"not an shm endpoint: {exc}") from exc
         if endpoint.v != 1:
             raise BadMessage(f"shm endpoint of version {endpoint.v}, this is version 1")
@@ -62,11 +65,21 @@ def inode(fd: int) -> tuple[int, int]:
 
 def open_same(path: str, expected: tuple[int, int] | None = None) -> int:
     """Open a region file that a peer published: a regular file of our own user, the very inode
-    named. Returns a descriptor. Raises FileNotFoundError (gone or replaced), PermissionError."""
-    # A link through /proc is how an already unlinked mapping of our own user is reached.
-    flags = _OPEN & ~os.O_NOFOLLOW if path.startswith("/proc/") else _OPEN
-    fd = os.open(path, flags)
+    named. Returns a descriptor. Raises FileNotFoundError (gone or replaced), PermissionError.
+
+    The path came over the network and we are going to write there, so it must be that of a region:
+    `pullfill-….kv` or `.fence` that is no link, or an unlinked mapping, reached through /proc.
+    """
+    if (unnamed := _UNNAMED.match(path)) is None and not _REGION.match(path):
+        raise PermissionError(f"{path[:200]!r} is not the path of a region")
+    try:
+        fd = os.open(path, _OPEN & ~os.O_NOFOLLOW if unnamed else _OPEN)
+    except ValueError as exc:  # a null byte
+        raise PermissionError(f"{path[:200]!r} is no path") from exc
     info = os.fstat(fd)
+    if unnamed and info.st_nlink:
+        os.close(fd)
+        raise PermissionError(f"{path} leads to a file that has a name")
     if expected is not None and (info.st_dev, info.st_ino) != tuple(expected):
         os.close(fd)
         raise FileNotFoundError(f"{path} is another file now: its owner restarted")
