@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ssl
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -237,12 +238,30 @@ class Link:
             async with asyncio.timeout(2 * DIAL_TIMEOUT_S):
                 await client.connect(self._url, error_cb=on_error, closed_cb=on_closed, **options)
         except (nats.errors.NoServersError, TimeoutError):
-            raise (cause[-1] if cause else TimeoutError("no answer")) from None
+            raise self._meant(cause[-1] if cause else TimeoutError("no answer")) from None
+        except (nats.errors.Error, OSError) as exc:
+            raise self._meant(exc) from None
         self._ended.clear()
         self.generation += 1
         await self._setup()
         self.up = True
         self._changed.set()
+
+    def _meant(self, cause: Exception) -> Exception:
+        """A ConfigError for what no waiting mends: a login or a certificate that is refused."""
+        text = _say(cause).lower()
+        if isinstance(cause, nats.errors.AuthorizationError) or "authorization" in text:
+            return ConfigError(
+                f"NATS at {self.shown_url} refuses the login: check credentials, user, "
+                "password_file or token_file of [nats] in the --security file"
+            )
+        # OpenSSL's texts: the client says which way the handshake failed in no other form.
+        if isinstance(cause, ssl.SSLError | ssl.CertificateError) or "tls" in text:
+            return ConfigError(
+                f"no TLS with NATS at {self.shown_url} ({_say(cause)}): check ca, cert and key of "
+                "[nats] in the --security file, and the host name in the URL"
+            )
+        return cause
 
     async def _until_ended(self) -> None:
         client = self._client
@@ -279,25 +298,26 @@ def read_reply(reply: Msg) -> dict[str, Any]:
     """The JSON of a JetStream answer. Raises ApiError."""
     try:
         answer = msgspec.json.decode(reply.data)
-    except msgspec.MsgspecError as exc:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
         raise QueueUnavailable(f"JetStream answered with something else: {exc}") from exc
-    if not isinstance(answer, dict):
+    error = answer.get("error") if isinstance(answer, dict) else None
+    if not isinstance(answer, dict) or not isinstance(error, dict | None):
         raise QueueUnavailable("JetStream answered with something else")
-    if error := answer.get("error"):
+    if error:
         raise ApiError(error.get("code", 0), error.get("err_code", 0), error.get("description", ""))
     return answer
 
 
 async def _bury(client: Client) -> None:
-    """Close a client, by force if its socket does not drain."""
+    """Close a client, by force if its socket does not drain. One whose TLS handshake failed leaves
+    its plain socket open even if it closes."""
     with contextlib.suppress(Exception):
         async with asyncio.timeout(0.5):
             await client.close()
-            return
-    writer = getattr(getattr(client, "_transport", None), "_io_writer", None)
-    transport = getattr(writer, "transport", None)
-    if transport is not None:
-        transport.abort()
+    for name in ("_io_writer", "_bare_io_writer"):
+        writer = getattr(getattr(client, "_transport", None), name, None)
+        if writer is not None:
+            writer.transport.abort()
     tasks = [getattr(client, name, None) for name in _CLIENT_TASKS]
     tasks += [sub._wait_for_msgs_task for sub in getattr(client, "_subs", {}).values()]
     for task in tasks:

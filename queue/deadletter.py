@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from nats.aio.msg import Msg
@@ -76,7 +76,7 @@ class DeadLetters:
                     DeadLetter(
                         job_id=headers.get(JOB_ID, ""),
                         reason=headers.get(REASON, ""),
-                        deliveries=int(headers.get(DELIVERIES, "0")),
+                        deliveries=_count(headers.get(DELIVERIES, "")),
                         body=body,
                     )
                 )
@@ -106,8 +106,8 @@ class MaxDeliveries:
 
     async def _on_advisory(self, msg: Msg) -> None:
         try:
-            advisory = msgspec.json.decode(msg.data)
-            await self._move(int(advisory["stream_seq"]), int(advisory["deliveries"]))
+            advisory = msgspec.json.decode(msg.data, type=_Advisory)
+            await self._move(advisory.stream_seq, advisory.deliveries)
         except (PullfillError, msgspec.MsgspecError, KeyError, TypeError, ValueError) as exc:
             logger.warning("could not move a job that used up its deliveries: %s", exc)
 
@@ -115,7 +115,7 @@ class MaxDeliveries:
         while True:
             await asyncio.sleep(SWEEP_S)
             if self._link.up:
-                with contextlib.suppress(PullfillError):
+                with contextlib.suppress(PullfillError, KeyError, TypeError, ValueError):
                     await self.sweep()
 
     async def sweep(self) -> int:
@@ -183,6 +183,17 @@ async def delete_message(
             raise
         return False
     return True
+
+
+class _Advisory(msgspec.Struct):
+    """What we need of the server's MAX_DELIVERIES advisory."""
+
+    stream_seq: Annotated[int, msgspec.Meta(ge=1)]
+    deliveries: int = 0
+
+
+def _count(text: str) -> int:
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 12 else 0
 
 
 def _one_line(text: str) -> str:

@@ -21,7 +21,7 @@ class JetStreamDelivery:
         headers = msg.headers or {}
         ack = parse_ack(msg.reply)
         told = headers.get(TOKENS, "")
-        self.job_id: str = headers.get(MSG_ID) or f"seq-{ack.seq}"
+        self.job_id: str = (headers.get(MSG_ID) or f"seq-{ack.seq}")[:128]
         self.body: bytes = msg.data
         self.tokens: int = (
             int(told)
