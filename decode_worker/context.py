@@ -33,6 +33,7 @@ class OpenedJob:
     cache_salt: str | None
     priority: int
     timeout_s: float
+    claim_timeout_s: float
 
 
 @dataclass(slots=True)

@@ -13,11 +13,14 @@ import itertools
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from pullfill import failpoints, frames, log, metrics, u32
+from pullfill import failpoints, log, metrics, u32
+from pullfill.channel import Channel, accept
 from pullfill.decode_worker.ledger import Ledger
-from pullfill.decode_worker.moves import CancelMessage, NakDelivery, SendRevoke
+from pullfill.decode_worker.moves import CancelMessage, NakDelivery, SendRevoke, Verify
 from pullfill.decode_worker.story import Stories
-from pullfill.errors import BadMessage, Outcome
+from pullfill.decode_worker.verify import Verifier
+from pullfill.errors import AuthFailed, BadMessage, Outcome
+from pullfill.security import ClusterKey
 from pullfill.wire import (
     SILENT_S,
     Alive,
@@ -28,7 +31,6 @@ from pullfill.wire import (
     Goodbye,
     Grant,
     HandBack,
-    Hello,
     Leaving,
     Quiet,
     Refused,
@@ -40,6 +42,8 @@ from pullfill.wire import (
 
 logger = log.get("decode_worker.control")
 
+_COMPLAIN_EVERY_S = 60.0
+
 
 @dataclass(slots=True, eq=False)
 class _Peer:
@@ -47,15 +51,17 @@ class _Peer:
 
     name: str
     instance_id: str
-    writer: asyncio.StreamWriter
+    channel: Channel
     heard: float
     leaving: bool = False
+    pulls: bool = True
 
 
 class ControlServer:
     """Serves claims and commits, and carries out what the ledger asks of the network.
 
-    cancel, hand_back: the queue's. on_workers: called when the number of prefill workers changes.
+    cancel, hand_back: the queue's. verifier: needed if the ledger asks for digests;
+    closed by `stop`. key: a prefill worker that does not hold it is refused.
     """
 
     def __init__(
@@ -67,7 +73,9 @@ class ControlServer:
         stories: Stories,
         cancel: Callable[[object], Awaitable[object]],
         hand_back: Callable[[str], Awaitable[None]],
+        verifier: Verifier | None = None,
         silent_s: float = SILENT_S,
+        key: ClusterKey | None = None,
     ) -> None:
         self._instance_id = instance_id
         self._compat = compat
@@ -75,7 +83,9 @@ class ControlServer:
         self._stories = stories
         self._cancel = cancel
         self._hand_back = hand_back
+        self._verifier = verifier
         self._silent_s = silent_s
+        self._key = key
         self._peers: dict[str, _Peer] = {}
         self._serial = itertools.count(1)
         self._server: asyncio.Server | None = None
@@ -83,12 +93,13 @@ class ControlServer:
         self._serving: set[asyncio.Task[None]] = set()
         self._timers: list[asyncio.Task[None]] = []
         self._wake = asyncio.Event()
+        self._seldom = log.Seldom(_COMPLAIN_EVERY_S)
         self.address = ""
         self.prefill_workers = 0
 
-    async def start(self, host: str) -> None:
-        """Listen on a port the OS picks and start the ledger's timer."""
-        self._server = await asyncio.start_server(self._serve, host, 0)
+    async def start(self, host: str, port: int = 0) -> None:
+        """Listen (port 0: the OS picks one) and start the ledger's timer."""
+        self._server = await asyncio.start_server(self._serve, host, port)
         port = self._server.sockets[0].getsockname()[1]
         self.address = f"tcp://{host}:{port}"
         self._timers.append(asyncio.create_task(self._run_ledger()))
@@ -108,6 +119,8 @@ class ControlServer:
         for errand in list(self._tasks):
             errand.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._verifier is not None:
+            await asyncio.to_thread(self._verifier.close)
 
     def wake(self) -> None:
         """The ledger has actions or new deadlines (asyncio thread)."""
@@ -123,6 +136,9 @@ class ControlServer:
     async def _run_ledger(self) -> None:
         while True:
             try:
+                # Here for the jobs that were queued since the last worker left: handed back, proved
+                # quiet, or opened by an engine thread that still saw it.
+                self._nobody_pulls()
                 soonest = self._ledger.tick()
                 self._act()
             except Exception:
@@ -140,14 +156,13 @@ class ControlServer:
             match action:
                 case SendRevoke(name, job_id, attempt, reason):
                     if (peer := self._peers.get(name)) is not None:
-                        frames.write(
-                            peer.writer,
+                        peer.channel.write(
                             Revoke(
                                 job_id=job_id,
                                 attempt=attempt,
                                 incarnation=self._ledger.incarnation,
                                 reason=reason,
-                            ),
+                            )
                         )
                 case CancelMessage(receipt):
                     self._spawn(self._cancel(receipt))
@@ -183,7 +198,7 @@ class ControlServer:
                         peer.instance_id,
                         self._silent_s,
                     )
-                    peer.writer.transport.abort()
+                    peer.channel.abort()
 
     # ------------------------------------------------------------------ the network's side
 
@@ -193,48 +208,55 @@ class ControlServer:
         self._serving.add(me)
         me.add_done_callback(self._serving.discard)
         peer: _Peer | None = None
-        frames.tune(writer)
+        channel = Channel(reader, writer)
         try:
-            peer = await self._greet(reader, writer)
+            peer = await self._greet(channel)
             while peer is not None:
-                message: object = await frames.read(reader, ToDecode)  # type: ignore[arg-type]
+                message: object = await channel.read(ToDecode)  # type: ignore[arg-type]
                 peer.heard = asyncio.get_running_loop().time()
                 self._dispatch(peer, message)
                 self._act()
         except EOFError:
             pass
+        except AuthFailed as exc:
+            metrics.AUTH_REFUSED.labels("control").inc()
+            self._complain("refused", channel.peer, exc)
         except (BadMessage, TimeoutError) as exc:
             metrics.STALE_REFUSED.labels("message").inc()
-            logger.warning("closing a control connection: %s", exc)
+            self._complain("closed", channel.peer, exc)
         except asyncio.CancelledError:
             pass
         finally:
-            writer.close()
+            channel.close()
             if peer is not None:
                 self._lost(peer)
 
-    async def _greet(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> _Peer | None:
-        async with asyncio.timeout(5.0):
-            hello = await frames.read(reader, Hello)
+    def _complain(self, what: str, peer: str, why: Exception) -> None:
+        """A worker that is refused tries again every two seconds."""
+        host = peer.rpartition(":")[0]
+        if (more := self._seldom.due(f"{what} {host} {type(why).__name__}")) is not None:
+            logger.warning("%s a control connection from %s: %s%s", what, peer, why, more)
+
+    async def _greet(self, channel: Channel) -> _Peer | None:
+        try:
+            async with asyncio.timeout(5.0):
+                hello = await accept(channel, self._key)
+        except AuthFailed as exc:
+            channel.write(Goodbye(reason=str(exc)))
+            raise
         if hello.compat != self._compat.hash():
-            frames.write(
-                writer,
-                Goodbye(reason=f"compatibility hash differs: {hello.compat} is not ours"),
-            )
+            channel.write(Goodbye(reason=f"compatibility hash differs: {hello.compat} is not ours"))
             return None
         peer = _Peer(
             f"{hello.prefill_instance}#{next(self._serial)}",
             hello.prefill_instance,
-            writer,
+            channel,
             asyncio.get_running_loop().time(),
         )
         self._peers[peer.name] = peer
         self._count()
-        frames.write(
-            writer,
-            Welcome(decode_instance=self._instance_id, incarnation=self._ledger.incarnation),
+        channel.write(
+            Welcome(decode_instance=self._instance_id, incarnation=self._ledger.incarnation)
         )
         logger.info("prefill worker %s connected", peer.instance_id)
         return peer
@@ -248,16 +270,21 @@ class ControlServer:
         self._act()
 
     def _count(self) -> None:
-        self.prefill_workers = sum(not peer.leaving for peer in self._peers.values())
+        self.prefill_workers = sum(p.pulls and not p.leaving for p in self._peers.values())
 
     def _nobody_pulls(self) -> None:
         """With no worker left that pulls, what nobody has claimed is served locally at once."""
-        if self.prefill_workers == 0:
+        if self.prefill_workers == 0 and self._ledger.open_jobs:
             self._ledger.give_up_all(Outcome.PREFILL_LOST, but_granted=True)
 
     def _dispatch(self, peer: _Peer, message: object) -> None:
         match message:
             case Alive():
+                if message.pulls != peer.pulls:
+                    peer.pulls = message.pulls
+                    self._count()
+                    self._nobody_pulls()
+                    self._wake.set()
                 return
             case Claim():
                 self._on_claim(peer, message)
@@ -290,8 +317,7 @@ class ControlServer:
             metrics.CLAIM.labels(claimed.refused.value).inc()
             if claimed.refused is not RefuseReason.HELD:
                 metrics.STALE_REFUSED.labels("claim").inc()
-            frames.write(
-                peer.writer,
+            peer.channel.write(
                 Refused(
                     rid=claim.rid,
                     job_id=claim.job_id,
@@ -305,8 +331,7 @@ class ControlServer:
         entry = self._ledger.find(claim.job_id)
         if entry is not None:
             self._stories.claimed(entry.request_id, grant.attempt, peer.instance_id, grant.queued_s)
-        frames.write(
-            peer.writer,
+        peer.channel.write(
             Grant(
                 rid=claim.rid,
                 job_id=claim.job_id,
@@ -317,6 +342,7 @@ class ControlServer:
                 hit_tokens=grant.hit_tokens,
                 job_digest=grant.digest,
                 fence=grant.fence,
+                kv_digest=grant.kv_digest,
             ),
         )
 
@@ -326,13 +352,30 @@ class ControlServer:
         if entry is not None and (entry.attempt, entry.writer) == (commit.attempt, peer.name):
             # Before the commit: the engine thread may settle the request the moment it is done.
             self._stories.committed(entry.request_id, commit.timings, commit.kv_bytes)
-        why = self._ledger.commit(
-            commit.job_id, commit.attempt, commit.incarnation, peer.name, commit.blocks
+        answer = self._ledger.commit(
+            commit.job_id,
+            commit.attempt,
+            commit.incarnation,
+            peer.name,
+            commit.blocks,
+            commit.digest,
         )
+        if isinstance(answer, Verify):
+            self._spawn(self._verify(peer, commit, answer))
+        else:
+            self._answer_commit(peer, commit, answer)
+
+    async def _verify(self, peer: _Peer, commit: Commit, verify: Verify) -> None:
+        assert self._verifier is not None
+        why = await self._verifier.settle(verify, peer.instance_id)
+        self._answer_commit(peer, commit, why)
+        self._act()
+
+    def _answer_commit(self, peer: _Peer, commit: Commit, why: str | None) -> None:
         if why is not None:
-            metrics.STALE_REFUSED.labels("commit").inc()
+            if why != Outcome.DIGEST_MISMATCH.value:
+                metrics.STALE_REFUSED.labels("commit").inc()
             logger.warning("refused a commit of job %s by %s: %s", commit.job_id, peer.name, why)
-        frames.write(
-            peer.writer,
+        peer.channel.write(
             CommitReply(rid=commit.rid, job_id=commit.job_id, ok=why is None, reason=why or ""),
         )

@@ -11,6 +11,7 @@ from pullfill.wire import FenceToken
 class JobState(enum.StrEnum):
     QUEUED = "queued"
     GRANTED = "granted"
+    VERIFYING = "verifying"
     QUARANTINED = "quarantined"
     COMMITTED = "committed"
     CLOSED = "closed"
@@ -19,7 +20,10 @@ class JobState(enum.StrEnum):
 @dataclass(slots=True)
 class Entry:
     """One job. `blocks`: all blocks of the prompt on this worker, hit blocks first; the writer may
-    touch `blocks[first_target:]` only."""
+    touch `blocks[first_target:]` only.
+
+    deadline: of the whole, by the ledger's clock. claim_timeout_s, queued_at: nobody may let it
+    wait longer for a claim, counted anew each time it is queued."""
 
     job_id: str
     request_id: str
@@ -28,6 +32,8 @@ class Entry:
     hit_tokens: int
     deadline: float
     opened_at: float
+    claim_timeout_s: float
+    queued_at: float
     digest: bytes = b""
     state: JobState = JobState.QUEUED
     attempt: int = 0
@@ -38,3 +44,15 @@ class Entry:
     held: bool = False
     receipt: object | None = None
     quarantined_at: float = 0.0
+
+    @property
+    def targets(self) -> int:
+        """Blocks the writer may touch."""
+        return len(self.blocks) - self.first_target
+
+    @property
+    def due(self) -> float:
+        """When the stage it is in has taken too long."""
+        if self.state is JobState.QUEUED:
+            return min(self.deadline, self.queued_at + self.claim_timeout_s)
+        return self.deadline

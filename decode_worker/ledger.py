@@ -2,7 +2,8 @@
 
 One entry per remote prefill, from `open` until it is terminal:
 
-    QUEUED ──claim──▶ GRANTED(n) ──commit(n)──▶ COMMITTED
+    QUEUED ──claim──▶ GRANTED(n) ──commit(n)──▶ COMMITTED     with digests: ──▶ VERIFYING(n),
+      │                 │                                       then COMMITTED, or CLOSED: mismatch
       │                 │ revoke: fail, cancel, deadline, writer lost, claim by another worker
       │                 ▼
       │            fence proved dead at once? ──no──▶ QUARANTINED(n)
@@ -13,6 +14,8 @@ One entry per remote prefill, from `open` until it is terminal:
 Two things end separately. The *request* is settled exactly once (loaded, or recompute locally); the
 *blocks* go back to the pool only when the fence is proved dead (transfer/contract.py). When the
 request is settled while its writer may still write, the engine is told to hold the blocks first.
+While a job is VERIFYING its writer is proved quiet already: it can end like one nobody claimed,
+and a verdict that comes later finds nothing.
 
 Pure state: no I/O, no vLLM. Time comes from a Clock, fences from an OwnerFences. Methods may be
 called from the engine thread and from the asyncio thread; each takes the one lock for
@@ -22,11 +25,9 @@ microseconds. What must be done elsewhere is queued: `take_events` for the engin
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict, deque
-from collections.abc import Callable
+import math
 
-from pullfill.clock import SYSTEM_CLOCK, Clock
+from pullfill.decode_worker.book import Book
 from pullfill.decode_worker.entry import Entry, JobState
 from pullfill.decode_worker.moves import (
     Action,
@@ -34,55 +35,22 @@ from pullfill.decode_worker.moves import (
     Claimed,
     EngineEvent,
     GrantView,
-    Hold,
     NakDelivery,
-    Release,
-    SendRevoke,
-    Settle,
+    Verify,
 )
 from pullfill.errors import Outcome, OverloadedError
-from pullfill.transfer.contract import OwnerFences
-from pullfill.wire import RefuseReason
+from pullfill.wire import DigestMode, RefuseReason
 
 __all__ = ["Entry", "JobState", "Ledger"]
 
 HELD_RETRY_S = 0.05
-_REMEMBERED = 16_384
 _PROOF_SOONEST_S = 0.002
 _PROOF_LATEST_S = 0.05
+_LATE_S = 1.0
 
 
-class Ledger:
-    """All remote prefills of one decode worker.
-
-    on_event / on_action: called (under no lock) after something was queued for the engine thread /
-    the asyncio thread; they must only wake that thread.
-    """
-
-    def __init__(
-        self,
-        fences: OwnerFences,
-        *,
-        incarnation: str,
-        max_attempts: int = 3,
-        clock: Clock = SYSTEM_CLOCK,
-        on_event: Callable[[], None] = lambda: None,
-        on_action: Callable[[], None] = lambda: None,
-        on_outcome: Callable[[Entry, Outcome], None] = lambda _e, _o: None,
-    ) -> None:
-        self._fences = fences
-        self._clock = clock
-        self._max_attempts = max_attempts
-        self.incarnation = incarnation
-        self._lock = threading.Lock()
-        self._jobs: dict[str, Entry] = {}
-        self._by_request: dict[str, str] = {}
-        self._ended: OrderedDict[str, JobState] = OrderedDict()
-        self._events: deque[EngineEvent] = deque()
-        self._actions: deque[Action] = deque()
-        self._on_event = on_event
-        self._on_action = on_action
-        self._on_outcome = on_outcome
+class Ledger(Book):
+    """All remote prefills of one decode worker; see `Book` for its arguments."""
 
     # ------------------------------------------------------------------ engine thread
 
@@ -95,15 +63,27 @@ class Ledger:
         first_target: int,
         hit_tokens: int,
         timeout_s: float,
+        claim_timeout_s: float | None = None,
     ) -> None:
-        """Register a job before it is published. Its request waits until it is settled, so the
+        """Register a job before it is published. timeout_s bounds the whole, claim_timeout_s each
+        wait for a claim (None: as the whole). Its request waits until it is settled, so the
         asyncio thread is woken to time the deadline: it may be asleep with nothing to wait for."""
         now = self._clock.monotonic()
-        due = now + timeout_s
-        entry = Entry(job_id, request_id, blocks, first_target, hit_tokens, due, opened_at=now)
+        entry = Entry(
+            job_id,
+            request_id,
+            blocks,
+            first_target,
+            hit_tokens,
+            now + timeout_s,
+            opened_at=now,
+            claim_timeout_s=timeout_s if claim_timeout_s is None else claim_timeout_s,
+            queued_at=now,
+        )
         with self._lock:
             self._jobs[job_id] = entry
             self._by_request[request_id] = job_id
+            self._next_tick = min(self._next_tick, entry.due)
         self._on_action()
 
     def cancel(self, request_id: str) -> None:
@@ -178,11 +158,11 @@ class Ledger:
             self._revoke(entry, "claimed_by_another", requeue=True)
         if entry.settled:
             return Claimed(refused=RefuseReason.CLOSED)
-        if entry.state is JobState.QUARANTINED:
+        if entry.state in (JobState.QUARANTINED, JobState.VERIFYING):
             return Claimed(refused=RefuseReason.HELD, retry_after_s=HELD_RETRY_S)
         now = self._clock.monotonic()
-        if now >= entry.deadline:
-            self._give_up(entry, Outcome.TIMEOUT)
+        if now >= entry.due:
+            self._expire(entry)
             return Claimed(refused=RefuseReason.CLOSED)
         try:
             fence = self._fences.open(entry.blocks)
@@ -200,20 +180,28 @@ class Ledger:
                 entry.digest,
                 fence,
                 now - entry.opened_at,
+                self.kv_digest,
             )
         )
 
     def commit(
-        self, job_id: str, attempt: int, incarnation: str, writer: str, blocks: int
-    ) -> str | None:
+        self,
+        job_id: str,
+        attempt: int,
+        incarnation: str,
+        writer: str,
+        blocks: int,
+        digest: bytes | None = None,
+    ) -> Verify | str | None:
         """Accept the bytes of the current attempt. None: accepted, the request is settled as
-        loaded. Else why not (stale attempt, wrong count): nothing changes for a stale one."""
+        loaded. Verify: check them first and call `verified`. Else why not (stale attempt, wrong
+        count): nothing changes for a stale one."""
         try:
             with self._lock:
                 entry = self._current(job_id, attempt, incarnation, writer)
                 if entry is None or entry.state is not JobState.GRANTED:
                     return "stale"
-                if blocks != len(entry.blocks) - entry.first_target:
+                if blocks != entry.targets:
                     self._give_up(entry, Outcome.REJECTED)
                     return "wrong_block_count"
                 assert entry.fence is not None
@@ -222,6 +210,30 @@ class Ledger:
                     self._give_up(entry, Outcome.REJECTED)
                     return "writer_not_quiet"
                 entry.fence = None
+                if self.kv_digest is not DigestMode.OFF:
+                    entry.state = JobState.VERIFYING
+                    targets = entry.blocks[entry.first_target :]
+                    return Verify(
+                        job_id, attempt, targets, self.kv_digest, entry.digest, digest or b""
+                    )
+                self._settle(entry, Outcome.COMMITTED, loaded=True)
+                self._end(entry, JobState.COMMITTED)
+                return None
+        finally:
+            self._wake()
+
+    def verified(self, job_id: str, attempt: int, *, good: bool) -> str | None:
+        """The bytes of a commit were compared with its digest. None: the request is settled as
+        loaded. Else why not: they differ, or the job ended meanwhile and nothing changes."""
+        try:
+            with self._lock:
+                entry = self._jobs.get(job_id)
+                if entry is None or entry.state is not JobState.VERIFYING:
+                    return "stale"
+                assert entry.attempt == attempt, "nobody can claim a job that is verified"
+                if not good:
+                    self._give_up(entry, Outcome.DIGEST_MISMATCH)
+                    return Outcome.DIGEST_MISMATCH.value
                 self._settle(entry, Outcome.COMMITTED, loaded=True)
                 self._end(entry, JobState.COMMITTED)
                 return None
@@ -248,6 +260,8 @@ class Ledger:
         writes into them are proved over."""
         with self._lock:
             for entry in list(self._jobs.values()):
+                if entry.state is JobState.VERIFYING:
+                    continue  # all of it is here
                 if not others_alive:
                     if not entry.settled:
                         self._give_up(entry, Outcome.PREFILL_LOST)
@@ -269,26 +283,34 @@ class Ledger:
         soonest: float | None = None
         with self._lock:
             for entry in list(self._jobs.values()):
-                if not entry.settled and now >= entry.deadline:
-                    self._give_up(entry, Outcome.TIMEOUT)
+                if not entry.settled and now >= entry.due:
+                    self._expire(entry)
                 if entry.state is JobState.QUARANTINED:
                     self._ask_proof(entry)
                 if entry.job_id not in self._jobs:
                     continue
-                due = entry.deadline - now
+                due = entry.due - now
                 if entry.state is JobState.QUARANTINED:
                     # A running batch ends within milliseconds, a stopped writer maybe never.
                     waited = (now - entry.quarantined_at) / 8
                     due = min(max(waited, _PROOF_SOONEST_S), _PROOF_LATEST_S)
                 soonest = due if soonest is None else min(soonest, due)
+            self._next_tick = math.inf if soonest is None else now + soonest
         self._wake()
         return soonest
+
+    @property
+    def overdue(self) -> bool:
+        """Whether `tick` is called much later than it asked for: its thread hangs, and another one
+        must do it (docs/failure-modes.md)."""
+        return self._clock.monotonic() > self._next_tick + _LATE_S
 
     def give_up_all(self, outcome: Outcome, *, but_granted: bool = False) -> None:
         """Serve every open job locally; `but_granted`: those under way may end."""
         with self._lock:
             for entry in list(self._jobs.values()):
-                under_way = but_granted and entry.state is JobState.GRANTED
+                granted = entry.state in (JobState.GRANTED, JobState.VERIFYING)
+                under_way = but_granted and granted
                 if not entry.settled and not under_way:
                     self._give_up(entry, outcome)
         self._wake()
@@ -321,76 +343,18 @@ class Ledger:
         with self._lock:
             return sum(len(e.blocks) for e in self._jobs.values() if e.state is waits)
 
+    @property
+    def target_blocks(self) -> int:
+        """Blocks that open jobs bind: they are written, or held, for some prefill worker."""
+        with self._lock:
+            return sum(e.targets for e in self._jobs.values())
+
     def find(self, job_id: str) -> Entry | None:
         return self._jobs.get(job_id)
 
     @property
     def open_jobs(self) -> int:
         return len(self._jobs)
-
-    # ------------------------------------------------------------------ moves (lock held)
-
-    def _current(self, job_id: str, attempt: int, incarnation: str, writer: str) -> Entry | None:
-        entry = self._jobs.get(job_id)
-        if entry is None or incarnation != self.incarnation:
-            return None
-        return entry if (entry.attempt, entry.writer) == (attempt, writer) else None
-
-    def _open_entry_of(self, request_id: str) -> Entry | None:
-        entry = self._jobs.get(self._by_request.get(request_id, ""))
-        return None if entry is None or entry.settled else entry
-
-    def _give_up(self, entry: Entry, outcome: Outcome) -> None:
-        """Settle the request without the remote result and close the job."""
-        if entry.state is JobState.GRANTED:
-            self._revoke(entry, outcome, requeue=False)
-        if not entry.settled:
-            if entry.state is JobState.QUARANTINED:
-                entry.held = True
-                self._events.append(Hold(entry.job_id, entry.blocks))
-            self._settle(entry, outcome, loaded=False)
-        if entry.receipt is not None:
-            self._actions.append(CancelMessage(entry.receipt))
-            entry.receipt = None
-        if entry.state is JobState.QUEUED:
-            self._end(entry, JobState.CLOSED)
-
-    def _revoke(self, entry: Entry, reason: str, *, requeue: bool) -> None:
-        """GRANTED → QUEUED with proof, else QUARANTINED. Out of attempts → given up."""
-        assert entry.fence is not None
-        entry.state = JobState.QUARANTINED
-        entry.quarantined_at = self._clock.monotonic()
-        self._actions.append(SendRevoke(entry.writer, entry.job_id, entry.attempt, str(reason)))
-        self._ask_proof(entry)
-        if requeue and entry.attempt >= self._max_attempts and not entry.settled:
-            self._give_up(entry, Outcome.PREFILL_FAILED)
-
-    def _ask_proof(self, entry: Entry) -> None:
-        assert entry.fence is not None
-        if not self._fences.try_revoke(entry.fence):
-            return
-        entry.fence, entry.writer = None, ""
-        entry.state = JobState.QUEUED
-        if entry.held:
-            entry.held = False
-            self._events.append(Release(entry.job_id))
-        if entry.settled:
-            self._end(entry, JobState.CLOSED)
-
-    def _settle(self, entry: Entry, outcome: Outcome, *, loaded: bool) -> None:
-        assert not entry.settled, "a request is settled once"
-        entry.settled = True
-        self._events.append(Settle(entry.request_id, loaded, outcome))
-        self._on_outcome(entry, outcome)
-
-    def _end(self, entry: Entry, state: JobState) -> None:
-        entry.state = state
-        self._jobs.pop(entry.job_id, None)
-        if self._by_request.get(entry.request_id) == entry.job_id:
-            del self._by_request[entry.request_id]
-        self._ended[entry.job_id] = state
-        while len(self._ended) > _REMEMBERED:
-            self._ended.popitem(last=False)
 
     def _wake(self) -> None:
         if self._events:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pullfill.errors import Outcome
-from pullfill.wire import FenceToken, RefuseReason
+from pullfill.wire import DigestMode, FenceToken, RefuseReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +73,7 @@ class GrantView:
     digest: bytes
     fence: FenceToken
     queued_s: float
+    kv_digest: DigestMode
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,3 +83,16 @@ class Claimed:
     grant: GrantView | None = None
     refused: RefuseReason | None = None
     retry_after_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Verify:
+    """Answer to a commit whose bytes must be checked first: `blocks` (those that were written, in
+    order), as far as `kv_digest` says, against `digest`; then `Ledger.verified`."""
+
+    job_id: str
+    attempt: int
+    blocks: tuple[int, ...]
+    kv_digest: DigestMode
+    job_digest: bytes
+    digest: bytes

@@ -16,7 +16,8 @@ class Situation:
     """What the decode scheduler knows about one request at decision time.
 
     prompt_tokens: all tokens of the prompt. hit_tokens: leading ones in the local prefix cache.
-    ineligible: why this request can never go remote ("" if it can).
+    ineligible: why this request can never go remote ("" if it can). remote_kv: share of the KV
+    cache that open remote prefills would bind with this one.
     """
 
     prompt_tokens: int
@@ -26,6 +27,7 @@ class Situation:
     queue_available: bool = False
     queue_jobs: int = 0
     quarantine_full: bool = False
+    remote_kv: float = 0.0
     draining: bool = False
 
     @property
@@ -64,4 +66,6 @@ def decide(now: Situation, config: RouterConfig) -> Decision:
         return Decision(False, "quarantine_full")
     if now.queue_jobs >= config.max_prefill_queue_size:
         return Decision(False, "queue_full")
+    if now.remote_kv > config.max_remote_kv_fraction:
+        return Decision(False, "remote_full")
     return Decision(True, "policy_always_remote" if always else "long_prompt")

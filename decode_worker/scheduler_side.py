@@ -109,6 +109,7 @@ class SchedulerSide:
             cache_salt=request.cache_salt,
             priority=request.priority,
             timeout_s=config.remote_timeout_s,
+            claim_timeout_s=config.claim_timeout_s,
         )
         self._waiting.add(job.request_id)
         self._ledger.open(
@@ -118,6 +119,7 @@ class SchedulerSide:
             first_target=hit_tokens // self._block_size,
             hit_tokens=hit_tokens,
             timeout_s=job.timeout_s,
+            claim_timeout_s=job.claim_timeout_s,
         )
         failpoints.hit("decode.before_publish")
         if hit_tokens:

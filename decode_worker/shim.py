@@ -6,8 +6,7 @@ helper thread competes with the model for the core, and a token waits for no han
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -16,10 +15,12 @@ import zmq
 
 from pullfill import log, wire
 from pullfill.clock import SYSTEM_CLOCK, Clock
+from pullfill.decode_worker.gatekeeper import Gatekeeper
 from pullfill.decode_worker.story import Stories
 from pullfill.engine import outputs as vllm_outputs
 from pullfill.engine import rpc
 from pullfill.errors import BadMessage
+from pullfill.security import ClusterKey
 
 if TYPE_CHECKING:
     from pullfill.engine.host import EngineHost
@@ -39,13 +40,15 @@ class _Frontend:
     index: int
     last_seen: float
     name: str = ""
+    clogged: bool = False
     requests: set[str] = field(default_factory=set)
 
 
 class FrontendShim:
     """All frontends of one decode worker. Engine thread only, but for `drain`'s flag.
 
-    welcome: what a new frontend is told; models: names under which the model is known.
+    welcome: what a new frontend is told; models: names under which the model is known; key: a
+    frontend that does not hold it is turned away.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class FrontendShim:
         welcome: Callable[[], rpc.DecodeWelcome],
         models: Iterable[str],
         clock: Clock = SYSTEM_CLOCK,
+        key: ClusterKey | None = None,
     ) -> None:
         self.host = host
         self._stories = stories
@@ -70,20 +74,32 @@ class FrontendShim:
         self._max_model_len = 0
         self._next_check = 0.0
         self._socket: Any = None
+        self._key = key
+        self._gate: Gatekeeper | None = None
         self.draining = False
         self.address = ""
 
     def bind(self, host: str) -> None:
         """Listen on a port the OS picks and join the engine loop."""
-        self._socket = zmq.Context.instance().socket(zmq.ROUTER)
+        # A context of our own: its gatekeeper has no business with the engine's sockets.
+        self._context = zmq.Context(1)
+        self._socket = self._context.socket(zmq.ROUTER)
         rpc.set_options(self._socket)
+        # A full queue is an error, not a message less.
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._gate = Gatekeeper(self._socket, self._key)
         port = self._socket.bind_to_random_port(f"tcp://{host}")
         self.address = f"tcp://{host}:{port}"
         self.host.register(self._socket, self.receive)
+        for socket in self._gate.sockets:
+            self.host.register(socket, self._gate.look)
 
     def close(self) -> None:
-        if self._socket is not None:
+        if self._gate is not None:
+            self._gate.close()
+            self._gate = None
             self._socket.close(0)
+            self._context.term()
 
     @property
     def active_requests(self) -> int:
@@ -95,6 +111,18 @@ class FrontendShim:
         self.draining = True
         for frontend in self._frontends.values():
             self._send(frontend, rpc.DRAIN)
+
+    def hand_back(self, request_ids: Collection[str] | None = None) -> None:
+        """Give up these requests (None: every one, after `start_drain`): the frontends continue
+        them elsewhere from the tokens they have. Whatever was sent before arrives before."""
+        for frontend in self._frontends.values():
+            mine = [r for r in frontend.requests if request_ids is None or r in request_ids]
+            if not mine:
+                continue
+            self._abort(frontend, mine)
+            for start in range(0, len(mine), rpc.MAX_IDS):
+                ids = mine[start : start + rpc.MAX_IDS]
+                self._send(frontend, rpc.BACK, rpc.encode_ids(ids))
 
     # ------------------------------------------------------------------ in
 
@@ -125,7 +153,7 @@ class FrontendShim:
             if kind != rpc.BYE:
                 # It was silent for too long and dropped; its requests here are aborted. It must
                 # know, or it would wait for them and send more.
-                self._socket.send_multipart([identity, rpc.GONE])
+                self._tell(identity, rpc.GONE)
             return
         frontend.last_seen = self._clock.monotonic()
         if kind == rpc.ADD:
@@ -146,7 +174,7 @@ class FrontendShim:
         self._max_model_len = welcome.max_model_len
         refusal = rpc.refuse_hello(hello, vllm_version=welcome.vllm_version, models=self._models)
         if refusal is not None:
-            self._socket.send_multipart([identity, rpc.NOPE, refusal.encode()])
+            self._tell(identity, rpc.NOPE, refusal.encode())
             return
         if (old := self._frontends.get(identity)) is not None:
             self._drop(old, "greeted again")
@@ -260,7 +288,9 @@ class FrontendShim:
         if any(now - f.last_seen > rpc.SILENCE_S for f in self._frontends.values()):
             self.receive()  # what waited while the engine was busy counts as heard
         for frontend in list(self._frontends.values()):
-            if self._clock.monotonic() - frontend.last_seen > rpc.SILENCE_S:
+            if frontend.clogged:
+                self._drop(frontend, "does not read what it is sent")
+            elif self._clock.monotonic() - frontend.last_seen > rpc.SILENCE_S:
                 self._drop(frontend, f"silent for {rpc.SILENCE_S:.0f} s")
 
     def _drop(self, frontend: _Frontend, why: str) -> None:
@@ -277,5 +307,17 @@ class FrontendShim:
             frontend.requests.discard(request_id)
 
     def _send(self, frontend: _Frontend, *parts: Any) -> None:
-        with contextlib.suppress(zmq.ZMQError):
-            self._socket.send_multipart([frontend.identity, *parts])
+        """Never blocks. After a message that found no room nothing is sent any more: what the
+        frontend has of each answer must be its beginning."""
+        if not frontend.clogged:
+            frontend.clogged = not self._tell(frontend.identity, *parts)
+
+    def _tell(self, identity: bytes, *parts: Any) -> bool:
+        """False: too much waits for this peer already. A peer that is gone is told nothing."""
+        try:
+            self._socket.send_multipart([identity, *parts], zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        except zmq.ZMQError:
+            pass
+        return True

@@ -10,19 +10,24 @@ from typing import Any
 from pullfill import __version__, log, metrics
 from pullfill.config import ClusterRef, WorkerOptions
 from pullfill.decode_worker import context as contexts
+from pullfill.decode_worker import leave
 from pullfill.decode_worker.context import DecodeContext
 from pullfill.decode_worker.control import ControlServer
-from pullfill.decode_worker.ledger import JobState, Ledger
+from pullfill.decode_worker.ledger import Ledger
+from pullfill.decode_worker.load import load_of
 from pullfill.decode_worker.publisher import Publisher
 from pullfill.decode_worker.router import Situation
 from pullfill.decode_worker.shim import FrontendShim
 from pullfill.decode_worker.story import Stories
+from pullfill.decode_worker.verify import verifier_for
 from pullfill.engine import args, compat, rpc
 from pullfill.engine.host import EngineHost
 from pullfill.engine.thread import EngineThread
+from pullfill.engine.watchdog import EngineGuard
+from pullfill.errors import Outcome
 from pullfill.host import host_id
 from pullfill.ids import new_incarnation, new_instance_id
-from pullfill.lifecycle import Stop, until
+from pullfill.lifecycle import EXIT_S, Stop, exit_within, until
 from pullfill.probe import ProbeServer
 from pullfill.queue.contract import QueueConfig
 from pullfill.queue.jetstream import JetStreamProducer
@@ -67,6 +72,7 @@ class DecodeWorker:
         self._config: Any = None
         self._compat: Compat | None = None
         self._quarantine_cap = 0
+        self._key = cluster.security.cluster.load()
         self._context = DecodeContext(
             instance_id=self._instance_id,
             incarnation=new_incarnation(),
@@ -86,11 +92,17 @@ class DecodeWorker:
         engine = EngineThread(self._make_host, self._on_built)
         engine.start()
         wait_s = self._options.connect_timeout_s
-        etcd = await EtcdClient.connect(self._cluster.etcd_url, wait_s=wait_s, on_retry=_say)
+        etcd = await EtcdClient.connect(
+            self._cluster.etcd_url,
+            wait_s=wait_s,
+            on_retry=_say,
+            security=self._cluster.security.etcd,
+        )
         settings = RouterSettings(etcd, self._cluster.namespace)
         await settings.start()
         self._settings = settings
         host = await engine.ready
+        self._guard = EngineGuard(engine, self._options.engine_stall_s, self._on_stuck)
         await self._open_queue(wait_s)
         probe = ProbeServer(self._options.host, self._ready, self._status, self._refresh_metrics)
         await probe.start()
@@ -104,11 +116,14 @@ class DecodeWorker:
         )
         self._membership = membership
         try:
-            await membership.join()
+            await membership.join(wait_s)
+            self._guard.start()
             logger.info("%s is ready (%s)", self._instance_id, self._served_name)
             await until(self._stop.drain, membership.revoked, engine.dead)
             code = await self._leave(engine, host)
+            exit_within(EXIT_S, code)
         finally:
+            await self._guard.stop()
             await membership.leave()
             assert self._control is not None
             assert self._producer is not None
@@ -124,8 +139,7 @@ class DecodeWorker:
 
     async def _leave(self, engine: EngineThread, host: EngineHost) -> int:
         if engine.dead.is_set():
-            logger.error("the engine is gone (%r): leaving", engine.failure)
-            return 1
+            return self._engine_gone(engine)
         assert self._membership is not None
         assert self._shim is not None
         if self._membership.revoked.is_set():
@@ -134,21 +148,35 @@ class DecodeWorker:
         shim = self._shim
         host.submit(lambda _: shim.start_drain())
         await self._membership.set_state(WorkerState.DRAINING)
-        finished = await self._stop.race(self._idle(engine), self._options.drain_timeout_s)
+        assert self._context.ledger is not None
+        ended = leave.idle(engine, shim, self._context.ledger)
+        finished = await self._stop.race(ended, self._options.drain_timeout_s)
         if not finished:
-            logger.warning("left with %d requests unfinished", shim.active_requests)
+            logger.warning("handing back %d unfinished requests", shim.active_requests)
+            await leave.hand_back(host, shim)
+        if engine.dead.is_set():
+            return self._engine_gone(engine)
         logger.info("drained")
         return 0
 
-    async def _idle(self, engine: EngineThread) -> None:
-        """Until no request and no job is left, twice in a row: outputs are sent by then."""
+    def _engine_gone(self, engine: EngineThread) -> int:
+        logger.error("the engine is gone (%r): leaving", engine.failure)
         assert self._shim is not None
+        if not engine.hangs:
+            self._shim.close()  # its thread is over; frontends notice now, not when we are done
+        return 1
+
+    def _on_stuck(self, stuck: bool) -> None:
+        """The engine takes no steps, or does again: take no work meanwhile. What it was sent stays
+        in the engine, and goes elsewhere if this process has to leave."""
+        assert self._membership is not None
         assert self._context.ledger is not None
-        quiet = 0
-        while quiet < 2 and not engine.dead.is_set():
-            busy = self._shim.active_requests or self._context.ledger.open_jobs
-            quiet = 0 if busy else quiet + 1
-            await asyncio.sleep(0.05)
+        if self._stop.drain.is_set() or self._membership.revoked.is_set():
+            return  # it leaves anyway
+        self._state = WorkerState.DRAINING if stuck else WorkerState.READY
+        if stuck:
+            self._context.ledger.give_up_all(Outcome.ENGINE_STUCK, but_granted=True)
+        self._membership.note_state(self._state)
 
     # ------------------------------------------------------------------ engine thread
 
@@ -180,6 +208,7 @@ class DecodeWorker:
             self._stories,
             welcome=lambda: self._welcome(core),
             models=[self._served_name, self._options.model],
+            key=self._key,
         )
         self._shim.bind(self._options.host)
 
@@ -187,6 +216,7 @@ class DecodeWorker:
         return Ledger(
             fences,
             incarnation=self._context.incarnation,
+            kv_digest=self._options.kv_digest,
             on_event=self._wake_engine,
             on_action=self._wake_control,
         )
@@ -199,6 +229,9 @@ class DecodeWorker:
         assert self._shim is not None
         assert self._context.ledger is not None
         self._shim.check_silent()
+        if self._context.ledger.overdue:  # the asyncio thread hangs: nobody may wait for it
+            self._context.ledger.tick()
+        leave.make_way(self._shim, self._context.ledger)
         return self._context.ledger.has_events
 
     def _publish(self, job: contexts.OpenedJob) -> None:
@@ -212,6 +245,8 @@ class DecodeWorker:
         ledger, producer = self._context.ledger, self._producer
         if ledger is None or producer is None or self._control is None:
             return Situation(prompt_tokens, hit_tokens, ineligible)
+        bound, cache = ledger.target_blocks, self._config.cache_config
+        more = -(-max(0, prompt_tokens - 1 - hit_tokens) // cache.block_size)
         return Situation(
             prompt_tokens=prompt_tokens,
             hit_tokens=hit_tokens,
@@ -221,6 +256,7 @@ class DecodeWorker:
             # Our own jobs count from the moment they are opened: the queue hears of them later.
             queue_jobs=max(producer.depth().depth_jobs, ledger.open_jobs),
             quarantine_full=ledger.quarantined_blocks > self._quarantine_cap,
+            remote_kv=(bound + more) / cache.num_gpu_blocks,
             draining=self._state is not WorkerState.READY,
         )
 
@@ -250,6 +286,7 @@ class DecodeWorker:
             QueueConfig(namespace=self._cluster.namespace, compat_hash=self._compat.hash()),
             wait_s=wait_s,
             on_event=_say,
+            connect_options=self._cluster.security.nats.options(),
         )
         control = ControlServer(
             instance_id=self._instance_id,
@@ -258,14 +295,16 @@ class DecodeWorker:
             stories=self._stories,
             cancel=producer.cancel,  # type: ignore[arg-type]
             hand_back=producer.hand_back,
+            key=self._key,
+            verifier=verifier_for(self._context.ledger, self._context.memory),
         )
-        await control.start(self._options.host)
+        await control.start(self._options.host, self._options.control_port)
         self._publisher = Publisher(
             self._loop,
             producer,
             self._context.ledger,
             instance_id=self._instance_id,
-            control=control.address,
+            control=self._options.advertise_control or control.address,
             compat_hash=self._compat.hash(),
             block_size=self._config.cache_config.block_size,
         )
@@ -294,7 +333,7 @@ class DecodeWorker:
             started_at=self._started_at,
             http=self._probe.url,
             data=self._shim.address,
-            control=self._control.address,
+            control=self._options.advertise_control or self._control.address,
             max_model_len=config.model_config.max_model_len,
             version=__version__,
         )
@@ -331,27 +370,16 @@ class DecodeWorker:
 
     def _ready(self) -> tuple[bool, dict[str, Any]]:
         degraded = self._control is None or self._control.prefill_workers == 0
-        return self._state is WorkerState.READY, {"state": self._state, "degraded": degraded}
+        detail = {"state": self._state, "degraded": degraded, **self._guard.detail()}
+        return self._state is WorkerState.READY, detail
 
     def _status(self) -> dict[str, Any]:
-        ledger, shim = self._context.ledger, self._shim
-        counts = ledger.counts() if ledger is not None else {}
         queue = self._producer.depth() if self._producer is not None else QueueStatus()
         core = self._host.core if self._host is not None else None
-        running, waiting = core.scheduler.get_request_counts() if core is not None else (0, 0)
+        blocks = self._config.cache_config.num_gpu_blocks if self._config else 0
         return {
             "state": self._state,
-            "load": {
-                "running": running,
-                "waiting": waiting,
-                "requests": shim.active_requests if shim else 0,
-                "remote_prefills": counts.get(JobState.QUEUED, 0) + counts.get(JobState.GRANTED, 0),
-                "quarantined_blocks": ledger.quarantined_blocks if ledger else 0,
-                "open_jobs": ledger.open_jobs if ledger else 0,
-                "kv_free_blocks": _free_blocks(core),
-                "kv_blocks": self._config.cache_config.num_gpu_blocks if self._config else 0,
-                "prefill_workers": self._control.instances if self._control else [],
-            },
+            "load": load_of(core, self._context.ledger, self._shim, self._control, blocks),
             "queue": {name: getattr(queue, name) for name in queue.__struct_fields__},
         }
 
@@ -363,12 +391,6 @@ class DecodeWorker:
             metrics.QUEUE_OLDEST_AGE.set(depth.oldest_age_s)
         if self._context.ledger is not None:
             metrics.QUARANTINED_BLOCKS.set(self._context.ledger.quarantined_blocks)
-
-
-def _free_blocks(core: Any) -> int:
-    if core is None:
-        return 0
-    return int(core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
 
 def _say(text: str) -> None:

@@ -1,0 +1,132 @@
+"""The ledger's entries and the moves between their states; ledger.py is the door to it.
+
+Every method here is called with the lock held. Pure state: no I/O, no vLLM.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable
+
+from pullfill.clock import SYSTEM_CLOCK, Clock
+from pullfill.decode_worker.entry import Entry, JobState
+from pullfill.decode_worker.moves import (
+    Action,
+    CancelMessage,
+    EngineEvent,
+    Hold,
+    Release,
+    SendRevoke,
+    Settle,
+)
+from pullfill.errors import Outcome
+from pullfill.transfer.contract import OwnerFences
+from pullfill.wire import DigestMode
+
+_REMEMBERED = 16_384
+
+
+class Book:
+    """What `Ledger` keeps, and how one entry goes from state to state.
+
+    kv_digest: what of a commit's bytes must be verified before the request is told.
+    on_event / on_action: called (under no lock) after something was queued for the engine thread /
+    the asyncio thread; they must only wake that thread.
+    """
+
+    def __init__(
+        self,
+        fences: OwnerFences,
+        *,
+        incarnation: str,
+        max_attempts: int = 3,
+        kv_digest: DigestMode = DigestMode.OFF,
+        clock: Clock = SYSTEM_CLOCK,
+        on_event: Callable[[], None] = lambda: None,
+        on_action: Callable[[], None] = lambda: None,
+        on_outcome: Callable[[Entry, Outcome], None] = lambda _e, _o: None,
+    ) -> None:
+        self._fences = fences
+        self._clock = clock
+        self._max_attempts = max_attempts
+        self.kv_digest = kv_digest
+        self.incarnation = incarnation
+        self._lock = threading.Lock()
+        self._jobs: dict[str, Entry] = {}
+        self._by_request: dict[str, str] = {}
+        self._ended: OrderedDict[str, JobState] = OrderedDict()
+        self._events: deque[EngineEvent] = deque()
+        self._actions: deque[Action] = deque()
+        self._next_tick = math.inf
+        self._on_event = on_event
+        self._on_action = on_action
+        self._on_outcome = on_outcome
+
+    def _current(self, job_id: str, attempt: int, incarnation: str, writer: str) -> Entry | None:
+        entry = self._jobs.get(job_id)
+        if entry is None or incarnation != self.incarnation:
+            return None
+        return entry if (entry.attempt, entry.writer) == (attempt, writer) else None
+
+    def _open_entry_of(self, request_id: str) -> Entry | None:
+        entry = self._jobs.get(self._by_request.get(request_id, ""))
+        return None if entry is None or entry.settled else entry
+
+    def _expire(self, entry: Entry) -> None:
+        """Its time is up; the outcome says in which stage."""
+        queued = entry.state is JobState.QUEUED
+        self._give_up(entry, Outcome.CLAIM_TIMEOUT if queued else Outcome.TIMEOUT)
+
+    def _give_up(self, entry: Entry, outcome: Outcome) -> None:
+        """Settle the request without the remote result and close the job."""
+        if entry.state is JobState.GRANTED:
+            self._revoke(entry, outcome, requeue=False)
+        if not entry.settled:
+            if entry.state is JobState.QUARANTINED:
+                entry.held = True
+                self._events.append(Hold(entry.job_id, entry.blocks))
+            self._settle(entry, outcome, loaded=False)
+        if entry.receipt is not None:
+            self._actions.append(CancelMessage(entry.receipt))
+            entry.receipt = None
+        if entry.state in (JobState.QUEUED, JobState.VERIFYING):
+            self._end(entry, JobState.CLOSED)  # nobody can write to its blocks
+
+    def _revoke(self, entry: Entry, reason: str, *, requeue: bool) -> None:
+        """GRANTED → QUEUED with proof, else QUARANTINED. Out of attempts → given up."""
+        assert entry.fence is not None
+        entry.state = JobState.QUARANTINED
+        entry.quarantined_at = self._clock.monotonic()
+        self._actions.append(SendRevoke(entry.writer, entry.job_id, entry.attempt, str(reason)))
+        self._ask_proof(entry)
+        if requeue and entry.attempt >= self._max_attempts and not entry.settled:
+            self._give_up(entry, Outcome.PREFILL_FAILED)
+
+    def _ask_proof(self, entry: Entry) -> None:
+        assert entry.fence is not None
+        if not self._fences.try_revoke(entry.fence):
+            return
+        entry.fence, entry.writer = None, ""
+        entry.state, entry.queued_at = JobState.QUEUED, self._clock.monotonic()
+        if entry.held:
+            entry.held = False
+            self._events.append(Release(entry.job_id))
+        if entry.settled:
+            self._end(entry, JobState.CLOSED)
+
+    def _settle(self, entry: Entry, outcome: Outcome, *, loaded: bool) -> None:
+        assert not entry.settled, "a request is settled once"
+        entry.settled = True
+        self._events.append(Settle(entry.request_id, loaded, outcome))
+        self._on_outcome(entry, outcome)
+
+    def _end(self, entry: Entry, state: JobState) -> None:
+        entry.state = state
+        self._jobs.pop(entry.job_id, None)
+        if self._by_request.get(entry.request_id) == entry.job_id:
+            del self._by_request[entry.request_id]
+        self._ended[entry.job_id] = state
+        while len(self._ended) > _REMEMBERED:
+            self._ended.popitem(last=False)

@@ -1,0 +1,66 @@
+"""How requests leave a decode worker before they end: it hands them back to their frontends, which
+continue them elsewhere. When the worker itself leaves, and when there is no room for them.
+
+Asyncio thread, but for `make_way`; the engine's own part runs on the engine thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Any
+
+from pullfill import log
+from pullfill.decode_worker.ledger import Ledger
+from pullfill.decode_worker.shim import FrontendShim
+from pullfill.engine.host import EngineHost
+from pullfill.engine.thread import EngineThread
+
+logger = log.get("decode_worker.leave")
+
+NO_ROOM_S = 5.0
+"""How long requests may wait for blocks, with none running, while blocks are in quarantine."""
+_HAND_BACK_S = 1.0
+"""How long an engine that must stop may take to hand its requests back."""
+_FLUSH_S = 0.1
+"""Between handing requests back and closing the socket they go out on."""
+
+
+async def idle(engine: EngineThread, shim: FrontendShim, ledger: Ledger) -> None:
+    """Until no request and no job is left, twice in a row: outputs are sent by then."""
+    quiet = 0
+    while quiet < 2 and not engine.dead.is_set():
+        busy = shim.active_requests or ledger.open_jobs
+        quiet = 0 if busy else quiet + 1
+        await asyncio.sleep(0.05)
+
+
+async def hand_back(host: EngineHost, shim: FrontendShim) -> None:
+    """Let the frontends continue elsewhere what does not end here. An engine that is stuck cannot;
+    they notice when this process is gone."""
+    loop = asyncio.get_running_loop()
+    done = asyncio.Event()
+
+    def work(_: Any) -> None:
+        shim.hand_back()
+        loop.call_soon_threadsafe(done.set)
+
+    host.submit(work)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_HAND_BACK_S):
+            await done.wait()
+            await asyncio.sleep(_FLUSH_S)
+
+
+def make_way(shim: FrontendShim, ledger: Ledger) -> None:
+    """Hand back what has no room because of blocks in quarantine: their writer may be stopped for
+    ever, and vLLM would wait for as long (engine thread, before each step)."""
+    ids = shim.host.waiting_for_blocks(NO_ROOM_S)
+    if ids and (blocks := ledger.quarantined_blocks):
+        logger.warning(
+            "handing back %d requests: no room for them while %d blocks are in quarantine; "
+            "continue or end the prefill worker that is stopped",
+            len(ids),
+            blocks,
+        )
+        shim.hand_back(ids)

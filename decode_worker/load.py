@@ -1,0 +1,40 @@
+"""A decode worker's load, as /status and `pullfill status` show it (asyncio thread)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pullfill.decode_worker.control import ControlServer
+from pullfill.decode_worker.ledger import JobState, Ledger
+from pullfill.decode_worker.shim import FrontendShim
+
+_REMOTE = (JobState.QUEUED, JobState.GRANTED, JobState.VERIFYING)
+
+
+def load_of(
+    core: Any,
+    ledger: Ledger | None,
+    shim: FrontendShim | None,
+    control: ControlServer | None,
+    kv_blocks: int,
+) -> dict[str, Any]:
+    """JSON-able; zeroes for what is not there yet."""
+    counts = ledger.counts() if ledger is not None else {}
+    running, waiting = core.scheduler.get_request_counts() if core is not None else (0, 0)
+    return {
+        "running": running,
+        "waiting": waiting,
+        "requests": shim.active_requests if shim else 0,
+        "remote_prefills": sum(counts.get(state, 0) for state in _REMOTE),
+        "quarantined_blocks": ledger.quarantined_blocks if ledger else 0,
+        "open_jobs": ledger.open_jobs if ledger else 0,
+        "kv_free_blocks": _free_blocks(core),
+        "kv_blocks": kv_blocks,
+        "prefill_workers": control.instances if control else [],
+    }
+
+
+def _free_blocks(core: Any) -> int:
+    if core is None:
+        return 0
+    return int(core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())

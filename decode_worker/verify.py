@@ -1,0 +1,104 @@
+"""Whether what a prefill worker wrote is what it meant to write (`--kv-digest`).
+
+The ledger asks after a commit, when the writer is proved quiet; the digests are made here, on one
+thread of their own, from the decode worker's own memory. That thread only reads: a job that ends
+meanwhile gives its blocks back at once, and the verdict on them is ignored.
+
+Lifecycle: given to the control server, which closes it; the KV memory must live longer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+
+from pullfill import log, metrics
+from pullfill.decode_worker.ledger import Ledger
+from pullfill.decode_worker.moves import Verify
+from pullfill.errors import Outcome
+from pullfill.transfer.contract import LocalMemory
+from pullfill.transfer.digest import DIGEST_BYTES, BlockDigester, sampled
+from pullfill.wire import DigestMode
+
+logger = log.get("decode_worker.verify")
+
+SUSPECT = 3
+"""From so many mismatches of one prefill worker on, chance is no explanation."""
+
+
+class Verifier:
+    """Digests on a thread, verdicts on the asyncio thread."""
+
+    def __init__(self, ledger: Ledger, memory: LocalMemory) -> None:
+        self._ledger = ledger
+        self._digester = BlockDigester(memory)
+        self._thread = ThreadPoolExecutor(1, "kv-digest")
+        self._mismatches: Counter[str] = Counter()
+
+    async def settle(self, verify: Verify, prefill_instance: str) -> str | None:
+        """Check a commit and tell the ledger; returns what it says (`Ledger.verified`). A check
+        that cannot be made counts as failed: the prompt is computed again here."""
+        loop = asyncio.get_running_loop()
+        try:
+            wrong = await loop.run_in_executor(self._thread, self._compare, verify)
+        except Exception as exc:
+            logger.exception("the digest of job %s could not be checked", verify.job_id)
+            wrong = f"not checked: {exc!r}"
+        why = self._ledger.verified(verify.job_id, verify.attempt, good=not wrong)
+        # Of a job that ended meanwhile nothing can be said: its blocks may be others' by now.
+        if why is None:
+            metrics.KV_DIGEST.labels("match").inc()
+        elif why == Outcome.DIGEST_MISMATCH.value:
+            metrics.KV_DIGEST.labels("mismatch").inc()
+            self._complain(verify, prefill_instance, wrong)
+        return why
+
+    def close(self) -> None:
+        """When this returns nothing reads the KV memory any more. At most one check is waited
+        for."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def _compare(self, verify: Verify) -> str:
+        """What is wrong, "" if nothing is (the thread)."""
+        started = time.perf_counter()
+        blocks, sent, size = verify.blocks, verify.digest, DIGEST_BYTES
+        checked = sampled(verify.kv_digest, len(blocks), verify.job_digest, verify.attempt)
+        if len(sent) != len(checked) * size:
+            return f"its digest has {len(sent)} bytes instead of {len(checked) * size}"
+        made = self._digester.digest([blocks[index] for index in checked])
+        metrics.KV_DIGEST_SECONDS.observe(time.perf_counter() - started)
+        wrong = [
+            index
+            for at, index in zip(range(0, len(sent), size), checked, strict=True)
+            if made[at : at + size] != sent[at : at + size]
+        ]
+        if not wrong:
+            return ""
+        return (
+            f"{len(wrong)} of {len(checked)} checked blocks differ, the first is block "
+            f"{blocks[wrong[0]]}, number {wrong[0]} of the {len(blocks)} written"
+        )
+
+    def _complain(self, verify: Verify, prefill_instance: str, wrong: str) -> None:
+        """Its jobs are not refused for it: what it pulled nobody else would get any more."""
+        self._mismatches[prefill_instance] += 1
+        logger.error(
+            "%s: KV of job %s attempt %d, written by %s, is not what was sent (%s); the prompt is "
+            "prefilled here",
+            Outcome.DIGEST_MISMATCH.value, verify.job_id, verify.attempt, prefill_instance, wrong,
+        )  # fmt: skip
+        if (times := self._mismatches[prefill_instance]) >= SUSPECT:
+            logger.error(
+                "%d wrong digests from %s by now: look at its memory and remove it with "
+                "`pullfill drain %s`",
+                times, prefill_instance, prefill_instance,
+            )  # fmt: skip
+
+
+def verifier_for(ledger: Ledger, memory: LocalMemory | None) -> Verifier | None:
+    """None where the ledger never asks: digests are off, or no peer can write here."""
+    if memory is None or ledger.kv_digest is DigestMode.OFF:
+        return None
+    return Verifier(ledger, memory)
