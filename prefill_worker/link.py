@@ -13,9 +13,17 @@ import itertools
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from pullfill import frames, log
-from pullfill.errors import BadMessage, ClaimRefused, PeerUnavailable, PullfillError
+from pullfill import frames, log, metrics
+from pullfill.channel import Channel, introduce
+from pullfill.errors import (
+    AuthFailed,
+    BadMessage,
+    ClaimRefused,
+    PeerUnavailable,
+    PullfillError,
+)
 from pullfill.prefill_worker.mover import Mover
+from pullfill.security import ClusterKey
 from pullfill.wire import (
     ALIVE_INTERVAL_S,
     Alive,
@@ -45,7 +53,8 @@ class DecodeLink:
     """One decode worker, by instance id. asyncio thread only.
 
     open_mover: connects to the decode worker's KV memory (blocking work done in a thread).
-    on_revoke: called with each Revoke. on_lost: called when the connection ends.
+    on_revoke: called with each Revoke. on_lost: called when the connection ends. key: what the
+    decode worker must hold, and we show.
     """
 
     def __init__(
@@ -55,20 +64,24 @@ class DecodeLink:
         open_mover: Callable[[WorkerRecord], Awaitable[Mover]],
         on_revoke: Callable[[DecodeLink, Revoke], None],
         on_lost: Callable[[DecodeLink], None],
+        key: ClusterKey | None = None,
     ) -> None:
         self.record = record
         self._hello = hello
         self._open_mover = open_mover
         self._on_revoke = on_revoke
         self._on_lost = on_lost
+        self._key = key
+        self._said = ""
         self._rids = itertools.count(1)
         self._replies: dict[int, asyncio.Future[Any]] = {}
-        self._writer: asyncio.StreamWriter | None = None
+        self._channel: Channel | None = None
         self._mover: Mover | None = None
         self._mover_lock = asyncio.Lock()
         self._up = asyncio.Event()
         self._welcomed = False
         self._leaving = False
+        self._pulls = True
         self.retired = False
         self._task = asyncio.create_task(self._run())
 
@@ -118,10 +131,11 @@ class DecodeLink:
         assert isinstance(reply, Grant)
         return reply
 
-    async def commit(self, make: Callable[[int], Commit]) -> CommitReply:
-        """Send a commit (made with the request id given) and return the answer."""
+    async def commit(self, make: Callable[[int], Commit], check_s: float = 0.0) -> CommitReply:
+        """Send a commit (made with the request id given) and return the answer. check_s: how long
+        the decode worker may take to compare digests, beyond the usual."""
         rid = next(self._rids)
-        reply = await self._ask(rid, make(rid))
+        reply = await self._ask(rid, make(rid), _REPLY_S + check_s)
         assert isinstance(reply, CommitReply)
         return reply
 
@@ -130,10 +144,15 @@ class DecodeLink:
         self._leaving = True
         self.send(Leaving())
 
-    def send(self, message: HandBack | Quiet | Leaving) -> None:
+    def pause(self, paused: bool) -> None:
+        """Say, from now on, whether we pull jobs."""
+        self._pulls = not paused
+        self.send(Alive(pulls=self._pulls))
+
+    def send(self, message: HandBack | Quiet | Leaving | Alive) -> None:
         """No answer expected; lost when the connection is."""
-        if self._writer is not None:
-            frames.write(self._writer, message)
+        if self._channel is not None:
+            self._channel.write(message)
 
     async def mover(self) -> Mover:
         """The copier into this worker's memory, connected at first use."""
@@ -146,23 +165,26 @@ class DecodeLink:
                 self._mover = mover
             return self._mover
 
-    async def _ask(self, rid: int, message: Claim | Commit) -> Any:
-        if self._writer is None:
+    async def _ask(self, rid: int, message: Claim | Commit, within_s: float = _REPLY_S) -> Any:
+        channel = self._channel
+        if channel is None:
             raise PeerUnavailable(f"decode worker {self.record.instance_id} is not connected")
         future = asyncio.get_running_loop().create_future()
         self._replies[rid] = future
         try:
-            frames.write(self._writer, message)
-            async with asyncio.timeout(_REPLY_S):
+            channel.write(message)
+            async with asyncio.timeout(within_s):
                 return await future
         except asyncio.CancelledError:
             # The answer may have come in the same moment, and then nobody else knows of it.
-            if future.done() and not future.cancelled() and future.exception() is None:
+            if _answered(future):
                 self._return_late(future.result())
             raise
         except TimeoutError:
+            if _answered(future):
+                return future.result()
             raise PeerUnavailable(
-                f"decode worker {self.record.instance_id} did not answer in {_REPLY_S:.0f} s"
+                f"decode worker {self.record.instance_id} did not answer in {within_s:.0f} s"
             ) from None
         finally:
             self._replies.pop(rid, None)
@@ -178,7 +200,11 @@ class DecodeLink:
                 except (OSError, EOFError, BadMessage, TimeoutError) as exc:
                     logger.debug("link to %s: %s", self.record.instance_id, exc)
                 except PullfillError as exc:
-                    logger.warning("link to %s: %s", self.record.instance_id, exc)
+                    if isinstance(exc, AuthFailed):
+                        metrics.AUTH_REFUSED.labels("control").inc()
+                    level = logger.debug if str(exc) == self._said else logger.warning
+                    level("link to %s: %s", self.record.instance_id, exc)
+                    self._said = str(exc)
                 except Exception:
                     logger.exception("link to %s failed", self.record.instance_id)
                 if self.retired:
@@ -195,32 +221,34 @@ class DecodeLink:
         host, port = frames.split_address(self.record.control)
         async with asyncio.timeout(5.0):
             reader, writer = await asyncio.open_connection(host, port)
-        frames.tune(writer)
+        channel = Channel(reader, writer)
         try:
-            frames.write(writer, self._hello)
             async with asyncio.timeout(10.0):
-                first: Any = await frames.read(reader, ToPrefill)  # type: ignore[arg-type]
+                await introduce(channel, self._key, self._hello)
+                first: Any = await channel.read(ToPrefill)  # type: ignore[arg-type]
             if isinstance(first, Goodbye):
                 raise PeerUnavailable(f"refused: {first.reason}")
             if not isinstance(first, Welcome):
                 raise BadMessage("no welcome")
-            self._writer = writer
+            if first.decode_instance != self.record.instance_id:
+                raise PeerUnavailable(f"its address is now used by {first.decode_instance}")
+            self._channel, self._said = channel, ""
             self._welcomed = True
             if self._leaving:
                 self.send(Leaving())
             self._up.set()
             logger.info("connected to decode worker %s", first.decode_instance)
-            beat = asyncio.create_task(self._say_alive(writer))
+            beat = asyncio.create_task(self._say_alive(channel))
             try:
                 while True:
-                    self._dispatch(await frames.read(reader, ToPrefill))  # type: ignore[arg-type]
+                    self._dispatch(await channel.read(ToPrefill))  # type: ignore[arg-type]
             finally:
                 beat.cancel()
         finally:
             was_up = self._up.is_set()
             self._up.clear()
-            self._writer = None
-            writer.close()
+            self._channel = None
+            channel.close()
             for future in self._replies.values():
                 if not future.done():
                     future.set_exception(
@@ -229,10 +257,10 @@ class DecodeLink:
             if was_up:
                 self._on_lost(self)
 
-    async def _say_alive(self, writer: asyncio.StreamWriter) -> None:
+    async def _say_alive(self, channel: Channel) -> None:
         while True:
+            channel.write(Alive(pulls=self._pulls))
             await asyncio.sleep(ALIVE_INTERVAL_S)
-            frames.write(writer, Alive())
 
     def _dispatch(self, message: Any) -> None:
         if isinstance(message, Revoke):
@@ -256,3 +284,7 @@ class DecodeLink:
                     retry=True,
                 )
             )
+
+
+def _answered(future: asyncio.Future[Any]) -> bool:
+    return future.done() and not future.cancelled() and future.exception() is None

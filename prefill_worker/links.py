@@ -10,6 +10,7 @@ from pullfill.errors import PeerUnavailable
 from pullfill.prefill_worker.link import DecodeLink
 from pullfill.prefill_worker.mover import Mover
 from pullfill.registry.directory import Directory
+from pullfill.security import ClusterKey
 from pullfill.wire import Compat, Hello, Revoke, WorkerRecord
 
 logger = log.get("prefill_worker.links")
@@ -28,6 +29,7 @@ class Links:
         open_mover: Callable[[WorkerRecord], Awaitable[Mover]],
         on_revoke: Callable[[DecodeLink, Revoke], None],
         on_lost: Callable[[DecodeLink], None],
+        key: ClusterKey | None = None,
     ) -> None:
         self._directory = directory
         self._hello = hello
@@ -35,10 +37,12 @@ class Links:
         self._open_mover = open_mover
         self._on_revoke = on_revoke
         self._on_lost = on_lost
+        self._key = key
         self._links: dict[str, DecodeLink] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self._leaving = False
+        self._paused = False
 
     def start(self) -> None:
         """Connect to everyone known now and to everyone who comes."""
@@ -51,6 +55,12 @@ class Links:
         self._leaving = True
         for link in self._links.values():
             link.leave()
+
+    def pause(self, paused: bool) -> None:
+        """Tell every decode worker that we pull no jobs for now, or do again."""
+        self._paused = paused
+        for link in self._links.values():
+            link.pause(paused)
 
     async def close(self) -> None:
         for link in list(self._links.values()):
@@ -112,10 +122,11 @@ class Links:
             task.add_done_callback(self._closing.discard)
         if new is not None and fits and new.control:
             self._links[new.instance_id] = DecodeLink(
-                new, self._hello, self._open_mover, self._on_revoke, self._on_lost
+                new, self._hello, self._open_mover, self._on_revoke, self._on_lost, self._key
             )
             if self._leaving:
                 self._links[new.instance_id].leave()
+            self._links[new.instance_id].pause(self._paused)
         elif new is not None and new.compat is not None and new.compat.model == self._compat.model:
             field, our_value, their_value = self._compat.differs_from(new.compat)[0]
             logger.warning(

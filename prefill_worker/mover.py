@@ -14,9 +14,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pullfill import failpoints, log, metrics
-from pullfill.errors import HandoffError
+from pullfill.errors import Fenced, HandoffError
 from pullfill.prefill_worker.task import PrefillTask
-from pullfill.transfer.contract import PeerSession
+from pullfill.transfer.contract import LocalMemory, PeerSession
+from pullfill.transfer.digest import DIGEST_BYTES, BlockDigester
 from pullfill.wire import FenceToken
 
 logger = log.get("prefill_worker.mover")
@@ -34,10 +35,12 @@ class _Operation:
 
 class Mover:
     """Owns one session and its thread. `close` ends both; operations still queued fail, and so do
-    those submitted later, at once and on the caller's thread."""
+    those submitted later, at once and on the caller's thread. `memory`: what the session copies
+    from, for digests."""
 
-    def __init__(self, session: PeerSession, name: str) -> None:
+    def __init__(self, session: PeerSession, name: str, memory: LocalMemory) -> None:
         self._session = session
+        self._digester = BlockDigester(memory)
         self._queue: queue.SimpleQueue[_Operation | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._closed = False
@@ -118,6 +121,9 @@ class Mover:
                 self._read(operation)
             else:
                 self._write(operation)
+        except Fenced as exc:
+            metrics.STALE_REFUSED.labels("read" if operation.read else "write").inc()
+            failure = exc
         except Exception as exc:
             failure = exc
         self._finish(operation, failure)
@@ -140,7 +146,20 @@ class Mover:
             task.write_s += result.seconds
             metrics.KV_WRITE_BYTES.labels(self.transport).inc(result.nbytes)
             metrics.KV_WRITE_SECONDS.labels(self.transport).observe(result.seconds)
+            if task.checked:
+                self._take_digests(operation)
             failpoints.hit("prefill.after_write")
+
+    def _take_digests(self, operation: _Operation) -> None:
+        """Now, of what was meant to be written: the source blocks may be reused afterwards."""
+        task = operation.task
+        pairs = zip(operation.local, operation.remote, strict=True)
+        checked = [(local, remote) for local, remote in pairs if remote in task.checked]
+        started = time.perf_counter()
+        made = self._digester.digest([local for local, _ in checked])
+        for index, (_, remote) in enumerate(checked):
+            task.digests[remote] = made[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
+        metrics.KV_DIGEST_SECONDS.observe(time.perf_counter() - started)
 
     def _finish(self, operation: _Operation, failure: BaseException | None) -> None:
         task = operation.task

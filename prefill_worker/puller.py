@@ -28,12 +28,18 @@ class Puller:
         self._max_jobs = max_jobs
         self._room = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self._paused = False
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._run())
 
     def changed(self) -> None:
         """A job ended: there may be room again."""
+        self._room.set()
+
+    def pause(self, paused: bool) -> None:
+        """Take nothing for a while. What a pull under way still brings is given back."""
+        self._paused = paused
         self._room.set()
 
     async def stop(self) -> None:
@@ -51,9 +57,11 @@ class Puller:
         while True:
             free_tokens = self._budget - self._runner.in_flight_tokens
             free_jobs = self._max_jobs - self._runner.in_flight
-            if free_tokens <= 0 or free_jobs <= 0:
+            if self._paused or free_tokens <= 0 or free_jobs <= 0:
                 self._room.clear()
-                await self._room.wait()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_WAIT_S):
+                        await self._room.wait()
                 continue
             try:
                 deliveries = await self._consumer.pull(free_tokens, free_jobs, _WAIT_S)
@@ -65,4 +73,8 @@ class Puller:
                 pause = min(pause * 2, 2.0)
                 continue
             for delivery in deliveries:
-                self._runner.start(delivery)
+                if self._paused:
+                    with contextlib.suppress(PullfillError):  # it comes again by itself
+                        await delivery.nak()
+                else:
+                    self._runner.start(delivery)

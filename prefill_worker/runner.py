@@ -21,18 +21,26 @@ from pullfill.errors import (
     BadMessage,
     ClaimRefused,
     Fenced,
-    HandoffError,
     PeerUnavailable,
     PullfillError,
 )
 from pullfill.ids import job_digest
+from pullfill.prefill_worker.ending import (
+    HandBackOnce,
+    Opening,
+    Revoked,
+    TooLong,
+    patience,
+    resolver,
+)
 from pullfill.prefill_worker.link import DecodeLink
+from pullfill.prefill_worker.mover import Mover
 from pullfill.prefill_worker.task import PrefillTask
 from pullfill.queue.contract import Delivery
+from pullfill.transfer.digest import sampled
 from pullfill.wire import (
     Commit,
     Grant,
-    HandBack,
     PrefillJob,
     Quiet,
     RefuseReason,
@@ -58,14 +66,17 @@ class JobRunner:
         *,
         heartbeat_s: float,
         max_prompt_tokens: int,
+        max_deliver: int,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
         self._links = links
         self._engine = engine
         self._heartbeat_s = heartbeat_s
         self._max_prompt_tokens = max_prompt_tokens
+        self._max_deliver = max_deliver
         self._on_change = on_change
         self._running: dict[str, PrefillTask] = {}
+        self._opening: dict[str, Opening] = {}
         self._jobs: set[asyncio.Task[None]] = set()
         self._deliveries: dict[str, Delivery] = {}
         self.in_flight_tokens = 0
@@ -108,12 +119,16 @@ class JobRunner:
 
     def revoked(self, link: DecodeLink, revoke: Revoke) -> None:
         """The decode worker takes the grant back: stop, then say so when no copy runs."""
+        if (opening := self._opening.get(revoke.job_id)) is not None:
+            metrics.STALE_REFUSED.labels("revoked").inc()
+            opening.revoked.add(revoke.attempt)
+            return
         task = self._running.get(revoke.job_id)
         if task is None or task.attempt != revoke.attempt:
             return
         metrics.STALE_REFUSED.labels("revoked").inc()
         task.cancel()
-        task.end(_Revoked(f"revoked: {revoke.reason}"))
+        task.end(Revoked(f"revoked: {revoke.reason}"))
 
         async def quiet() -> None:
             await asyncio.to_thread(task.mover.flush)
@@ -126,6 +141,8 @@ class JobRunner:
     def link_lost(self, link: DecodeLink) -> None:
         """Every task granted over this connection is over."""
         instance = link.record.instance_id
+        for opening in self._opening.values():
+            opening.lost = opening.lost or opening.decode_instance == instance
         for task in list(self._running.values()):
             if self._engine.decode_instance_of(task) == instance:
                 task.cancel()
@@ -168,26 +185,40 @@ class JobRunner:
         if not tokens or job.job_id != delivery.job_id:
             raise BadMessage("no tokens, or the job id is not the message's")
         failpoints.hit("prefill.before_claim")
+        opening = self._opening[job.job_id] = Opening(job.decode_instance)
         try:
             link = await self._links.find(job.decode_instance)
             started = time.monotonic()
-            grant = await self._claim(link, job, delivery)
+            grant = await self._claim(link, job, delivery, opening)
             claim_ms = (time.monotonic() - started) * 1e3
+            metrics.CLAIM.labels("granted").inc()
+            await self._work(link, job, tokens, grant, delivery, claim_ms)
         except ClaimRefused as exc:
             metrics.CLAIM.labels(exc.reason).inc()
             await self._settle(delivery, "ack")
-            return
         except PeerUnavailable as exc:
-            gone = not self._links.knows(job.decode_instance)
-            logger.info("job %s: %s%s", job.job_id, exc, "; dropped" if gone else "")
-            await self._settle(delivery, "ack" if gone else "nak", delay_s=0.5)
-            return
-        metrics.CLAIM.labels("granted").inc()
-        await self._work(link, job, tokens, grant, delivery, claim_ms)
+            await self._out_of_reach(job, delivery, exc)
+        finally:
+            self._opening.pop(job.job_id, None)
 
-    async def _claim(self, link: DecodeLink, job: PrefillJob, delivery: Delivery) -> Grant:
+    async def _out_of_reach(
+        self, job: PrefillJob, delivery: Delivery, why: PeerUnavailable
+    ) -> None:
+        """No claim, because the decode worker does not answer. It deletes the job when it gives it
+        up: a job that nobody can claim must last until then, and is no dead letter."""
+        delay_s: float | None = None
+        if self._links.knows(job.decode_instance):
+            left_s = job.timeout_s - delivery.age_s
+            delay_s = patience(left_s, delivery.number, self._max_deliver)
+        logger.info("job %s: %s%s", job.job_id, why, "" if delay_s else "; dropped")
+        await self._settle(delivery, "nak" if delay_s else "ack", delay_s=delay_s or 0.0)
+
+    async def _claim(
+        self, link: DecodeLink, job: PrefillJob, delivery: Delivery, opening: Opening
+    ) -> Grant:
         give_up = time.monotonic() + job.timeout_s
         while True:
+            opening.lost = False
             try:
                 return await link.claim(
                     job.job_id, job.incarnation, delivery.number, delivery.ack_subject
@@ -215,20 +246,8 @@ class JobRunner:
         try:
             self._check(job, delivery, tokens, grant)
             done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            task = PrefillTask(
-                request_id=f"{job.job_id}.{grant.attempt}",
-                job_id=job.job_id,
-                attempt=grant.attempt,
-                token_ids=tokens,
-                block_size=job.block_size,
-                hit_tokens=grant.hit_tokens,
-                remote_blocks=u32.unpack(grant.block_ids),
-                fence=grant.fence,
-                cache_salt=job.cache_salt,
-                priority=job.priority,
-                mover=await link.mover(),
-                on_done=_resolver(done),
-            )
+            task = self._task(job, tokens, grant, await link.mover(), done)
+            self._opening.pop(job.job_id).check(grant.attempt)
             self._running[job.job_id] = task
             self._engine.submit(task, link.record.instance_id)
             async with asyncio.timeout(grant.deadline_s):
@@ -240,7 +259,7 @@ class JobRunner:
         except BadMessage as exc:
             give_back(str(exc), retry=False)
             raise
-        except (_Revoked, Fenced) as exc:
+        except (Revoked, Fenced) as exc:
             # The message is not ours to settle any more: either another worker holds a newer
             # delivery of it (a nak of this one would take it away there), or it was deleted.
             self.failed += 1
@@ -248,15 +267,45 @@ class JobRunner:
             logger.info("job %s attempt %d: %s", job.job_id, grant.attempt, exc)
         except (PullfillError, TimeoutError) as exc:
             self.failed += 1
-            retry = not isinstance(exc, _TooLong)
+            retry = not isinstance(exc, TooLong)
             logger.warning("job %s attempt %d: %s", job.job_id, grant.attempt, exc or "timeout")
             give_back(str(exc) or "timeout", retry=retry)
             await self._settle(delivery, "nak" if retry else "ack", delay_s=0.05)
+        except Exception:
+            give_back("failed", retry=True)
+            raise
         finally:
             if task is not None:
                 task.cancel()
                 self._running.pop(job.job_id, None)
                 self._engine.end(task)
+
+    def _task(
+        self,
+        job: PrefillJob,
+        tokens: list[int],
+        grant: Grant,
+        mover: Mover,
+        done: asyncio.Future[None],
+    ) -> PrefillTask:
+        blocks = u32.unpack(grant.block_ids)
+        targets = blocks[grant.hit_tokens // job.block_size :]
+        checked = sampled(grant.kv_digest, len(targets), grant.job_digest, grant.attempt)
+        return PrefillTask(
+            request_id=f"{job.job_id}.{grant.attempt}",
+            job_id=job.job_id,
+            attempt=grant.attempt,
+            token_ids=tokens,
+            block_size=job.block_size,
+            hit_tokens=grant.hit_tokens,
+            remote_blocks=blocks,
+            fence=grant.fence,
+            cache_salt=job.cache_salt,
+            priority=job.priority,
+            mover=mover,
+            on_done=resolver(done),
+            checked=frozenset(targets[index] for index in checked),
+        )
 
     async def _commit(
         self,
@@ -285,7 +334,10 @@ class JobRunner:
                 kv_bytes=task.written_bytes,
                 prefix_read_bytes=task.read_bytes,
                 timings=timings,
-            )
+                digest=task.digest,
+            ),
+            # With digests it may have gigabytes to read, but no longer than it has for the job.
+            check_s=grant.deadline_s if task.digest is not None else 0.0,
         )
         failpoints.hit("prefill.before_ack")
         if reply.ok:
@@ -305,7 +357,7 @@ class JobRunner:
         if job.block_size != self._engine.block_size or job.compat != self._engine.compat_hash:
             raise BadMessage("block size or compatibility hash is not this worker's")
         if len(tokens) > self._max_prompt_tokens:
-            raise _TooLong(
+            raise TooLong(
                 f"prompt of {len(tokens)} tokens is longer than this prefill worker takes "
                 f"({self._max_prompt_tokens})"
             )
@@ -331,56 +383,9 @@ class JobRunner:
             logger.warning("could not %s job %s: %s", verb, delivery.job_id, exc)
 
     async def _heartbeat(self, job_id: str) -> None:
+        failpoints.hit("prefill.heartbeat")
         while True:
             await asyncio.sleep(self._heartbeat_s)
             with contextlib.suppress(PullfillError):
                 if (delivery := self._deliveries.get(job_id)) is not None:
                     await delivery.in_progress()
-
-
-class _TooLong(HandoffError):
-    """This worker's context is shorter than the decode worker's."""
-
-
-class _Revoked(HandoffError):
-    """The decode worker took the grant back."""
-
-
-class HandBackOnce:
-    """Tells the decode worker, at most once, that the attempt is over here."""
-
-    def __init__(self, link: DecodeLink, grant: Grant) -> None:
-        self._link = link
-        self._grant: Grant | None = grant
-
-    def __call__(self, cause: str, *, retry: bool) -> None:
-        grant, self._grant = self._grant, None
-        if grant is not None:
-            self._link.send(
-                HandBack(
-                    job_id=grant.job_id,
-                    attempt=grant.attempt,
-                    incarnation=grant.incarnation,
-                    cause=cause[:500],
-                    retry=retry,
-                )
-            )
-
-
-def _resolver(done: asyncio.Future[None]) -> Callable[[BaseException | None], None]:
-    loop = done.get_loop()
-
-    def resolve(failure: BaseException | None) -> None:
-        def set_it() -> None:
-            if done.done():
-                return
-            if failure is None:
-                done.set_result(None)
-            elif isinstance(failure, PullfillError):
-                done.set_exception(failure)
-            else:
-                done.set_exception(HandoffError(repr(failure)))
-
-        loop.call_soon_threadsafe(set_it)
-
-    return resolve

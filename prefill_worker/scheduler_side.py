@@ -146,11 +146,12 @@ class SchedulerSide:
         with task.lock:
             busy = task.outstanding > 0
             # A pending prefix read is reported as a receive, which also frees the blocks.
-            task.freed_by_report = busy and not (task.read_asked and task.first_step == 0.0)
+            kept = busy and not (task.read_asked and task.first_step == 0.0)
+            task.freed_by_report = kept
         if task.scheduled_blocks < task.total_blocks:
             task.cancel()
             task.end(HandoffError("the engine ended the request early"))
-        return task.freed_by_report
+        return kept  # not the flag: the mover may have made its report by now, and reset it
 
     # ------------------------------------------------------------------ mover threads
 

@@ -20,8 +20,9 @@ class PrefillTask:
     """remote_blocks: decode-side block of each block of the prompt, hit blocks first.
 
     first_target: index of the first block to be written (everything before is the decode worker's
-    own prefix hit). on_done: called once, from any thread, with None when all blocks are written,
-    else with the failure.
+    own prefix hit). checked: decode-side blocks whose digest goes with the commit; digests: those
+    made so far (a block written again after a preemption gets a new one). on_done: called once,
+    from any thread, with None when all blocks are written, else with the failure.
     """
 
     request_id: str
@@ -36,6 +37,7 @@ class PrefillTask:
     priority: int
     mover: Any
     on_done: Callable[[BaseException | None], None]
+    checked: frozenset[int] = frozenset()
     lock: threading.Lock = field(default_factory=threading.Lock)
     # engine thread
     request: Any = None
@@ -52,6 +54,7 @@ class PrefillTask:
     read_bytes: int = 0
     write_s: float = 0.0
     read_s: float = 0.0
+    digests: dict[int, bytes] = field(default_factory=dict)
     # timing, monotonic seconds
     started: float = field(default_factory=time.monotonic)
     first_step: float = 0.0
@@ -67,6 +70,14 @@ class PrefillTask:
     @property
     def total_blocks(self) -> int:
         return -(-len(self.token_ids) // self.block_size)
+
+    @property
+    def digest(self) -> bytes | None:
+        """Of the checked blocks in the order of the prompt, once all are written."""
+        if not self.checked:
+            return None
+        targets = self.remote_blocks[self.first_target :]
+        return b"".join(self.digests[block] for block in targets if block in self.checked)
 
     def end(self, failure: BaseException | None) -> None:
         """Report the end once; later calls do nothing."""

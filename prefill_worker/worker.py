@@ -12,10 +12,11 @@ from pullfill.config import ClusterRef, WorkerOptions
 from pullfill.engine import args, compat
 from pullfill.engine.host import EngineHost
 from pullfill.engine.thread import EngineThread
+from pullfill.engine.watchdog import EngineGuard
 from pullfill.errors import IncompatibleError
 from pullfill.host import host_id
 from pullfill.ids import new_instance_id
-from pullfill.lifecycle import Stop, until
+from pullfill.lifecycle import EXIT_S, Stop, exit_within, until
 from pullfill.prefill_worker import context as contexts
 from pullfill.prefill_worker.context import PrefillContext
 from pullfill.prefill_worker.engine import PrefillEngine
@@ -60,6 +61,7 @@ class PrefillWorker:
         self._host: EngineHost | None = None
         self._probe: ProbeServer | None = None
         self._transports = [ShmTransport()]
+        self._key = cluster.security.cluster.load()
         self._context = PrefillContext(self._instance_id, wake=self._wake_engine)
 
     async def serve(self) -> int:
@@ -69,19 +71,29 @@ class PrefillWorker:
         engine = EngineThread(self._make_host, self._on_built)
         engine.start()
         wait_s = self._options.connect_timeout_s
-        etcd = await EtcdClient.connect(self._cluster.etcd_url, wait_s=wait_s, on_retry=_say)
+        etcd = await EtcdClient.connect(
+            self._cluster.etcd_url,
+            wait_s=wait_s,
+            on_retry=_say,
+            security=self._cluster.security.etcd,
+        )
         directory = Directory(
             etcd, self._cluster.namespace, ["decode"], ttl_s=self._options.lease_ttl_s
         )
         await directory.start()
         self._directory = directory
         host = await engine.ready
+        self._guard = EngineGuard(engine, self._options.engine_stall_s, self._on_stuck)
         assert self._compat is not None
         queue_config = QueueConfig(
             namespace=self._cluster.namespace, compat_hash=self._compat.hash()
         )
         consumer = await JetStreamConsumer.connect(
-            self._cluster.nats_url, queue_config, wait_s=wait_s, on_event=_say
+            self._cluster.nats_url,
+            queue_config,
+            wait_s=wait_s,
+            on_event=_say,
+            connect_options=self._cluster.security.nats.options(),
         )
         puller = self._assemble(host, consumer, queue_config)
         assert self._links is not None
@@ -92,14 +104,18 @@ class PrefillWorker:
         membership = Membership(
             etcd, self._cluster.namespace, self._options.lease_ttl_s, self._make_record
         )
+        self._membership, self._puller = membership, puller
         try:
-            await membership.join()
+            await membership.join(wait_s)
             self._links.start()
             puller.start()
+            self._guard.start()
             logger.info("%s is pulling (%s)", self._instance_id, self._served_name)
             await until(self._stop.drain, membership.revoked, engine.dead)
             code = await self._leave(engine, membership, puller)
+            exit_within(EXIT_S, code)
         finally:
+            await self._guard.stop()
             await membership.leave()
             await puller.stop()
             await self._runner.abandon()
@@ -114,9 +130,7 @@ class PrefillWorker:
     async def _leave(self, engine: EngineThread, membership: Membership, puller: Puller) -> int:
         assert self._runner is not None
         if engine.dead.is_set():
-            logger.error("the engine is gone (%r): leaving", engine.failure)
-            await self._runner.abandon()
-            return 1
+            return await self._engine_gone(engine)
         if membership.revoked.is_set():
             self._stop.ask("lease revoked")
         self._state = WorkerState.DRAINING
@@ -124,12 +138,32 @@ class PrefillWorker:
         await puller.stop()
         if self._links is not None:
             self._links.leave()  # decode workers stop counting on us; granted jobs go on
-        finished = await self._stop.race(self._runner.idle.wait(), self._options.drain_timeout_s)
+        ended = until(self._runner.idle, engine.dead)
+        finished = await self._stop.race(ended, self._options.drain_timeout_s)
+        if engine.dead.is_set():
+            return await self._engine_gone(engine)
         if not finished:
             logger.warning("handing %d jobs back", self._runner.in_flight)
             await self._runner.abandon()
         logger.info("drained")
         return 0
+
+    async def _engine_gone(self, engine: EngineThread) -> int:
+        assert self._runner is not None
+        logger.error("the engine is gone (%r): leaving", engine.failure)
+        await self._runner.abandon()
+        return 1
+
+    def _on_stuck(self, stuck: bool) -> None:
+        """The engine takes no steps, or does again: pull nothing meanwhile, and let no decode
+        worker count on us. Jobs under way stay; they are handed back if this process leaves."""
+        assert self._links is not None
+        if self._stop.drain.is_set() or self._membership.revoked.is_set():
+            return  # it leaves anyway
+        self._state = WorkerState.DRAINING if stuck else WorkerState.READY
+        self._puller.pause(stuck)
+        self._links.pause(stuck)
+        self._membership.note_state(self._state)
 
     # ------------------------------------------------------------------ engine thread
 
@@ -192,12 +226,14 @@ class PrefillWorker:
             self._open_mover,
             self._on_revoke,
             self._on_lost,
+            self._key,
         )
         self._runner = JobRunner(
             self._links,
             self._engine,
             heartbeat_s=queue_config.ack_wait_s / 3,
             max_prompt_tokens=config.model_config.max_model_len - 1,
+            max_deliver=queue_config.max_deliver,
             on_change=lambda: puller.changed(),
         )
         # Two steps' worth: while one prompt is written, the next is computed.
@@ -218,7 +254,7 @@ class PrefillWorker:
             logger.info("%s: not over %s: %s", record.instance_id, name, reason)
         session = await asyncio.to_thread(transport.connect, memory, descriptor)
         logger.info("writing to %s over %s", record.instance_id, transport.name)
-        return Mover(session, record.instance_id)
+        return Mover(session, record.instance_id, memory)
 
     def _on_revoke(self, link: DecodeLink, revoke: Revoke) -> None:
         assert self._runner is not None
@@ -251,7 +287,8 @@ class PrefillWorker:
 
     def _ready(self) -> tuple[bool, dict[str, Any]]:
         connected = self._links.connected if self._links is not None else []
-        return self._state is WorkerState.READY, {"state": self._state, "decode": connected}
+        detail = {"state": self._state, "decode": connected, **self._guard.detail()}
+        return self._state is WorkerState.READY, detail
 
     def _status(self) -> dict[str, Any]:
         runner = self._runner

@@ -1,0 +1,89 @@
+"""How one attempt ends on this worker: why, who is told, and who is waiting for it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from pullfill.errors import HandoffError, PeerUnavailable, PullfillError
+from pullfill.prefill_worker.link import DecodeLink
+from pullfill.wire import Grant, HandBack
+
+_NAK_SOONEST_S = 0.5
+
+
+class TooLong(HandoffError):
+    """This worker's context is shorter than the decode worker's."""
+
+
+class Revoked(HandoffError):
+    """The decode worker took the grant back."""
+
+
+@dataclass(slots=True)
+class Opening:
+    """A job from its claim until its task is there: what would have ended the task is kept here,
+    because it may come before the grant was even looked at."""
+
+    decode_instance: str
+    revoked: set[int] = field(default_factory=set)
+    lost: bool = False
+
+    def check(self, attempt: int) -> None:
+        """Raises Revoked or PeerUnavailable if the attempt ended before it began."""
+        if attempt in self.revoked:
+            raise Revoked("revoked before it began")
+        if self.lost:
+            raise PeerUnavailable(f"lost decode worker {self.decode_instance}")
+
+
+def patience(left_s: float, delivery: int, max_deliver: int) -> float | None:
+    """How long the queue should keep a job whose decode worker cannot be reached from here: at
+    first short, for another worker may reach it; the last such wait takes all of `left_s`, which
+    is when the decode worker itself has given the job up. Then, and when the next delivery would
+    be the last, None: settle it. Nobody needs it any more, and nothing was wrong with it."""
+    if left_s <= 0 or delivery >= max_deliver:
+        return None
+    share = 4 ** (max_deliver - 1 - delivery)
+    return max(_NAK_SOONEST_S, left_s / float(share))
+
+
+class HandBackOnce:
+    """Tells the decode worker, at most once, that the attempt is over here."""
+
+    def __init__(self, link: DecodeLink, grant: Grant) -> None:
+        self._link = link
+        self._grant: Grant | None = grant
+
+    def __call__(self, cause: str, *, retry: bool) -> None:
+        grant, self._grant = self._grant, None
+        if grant is not None:
+            self._link.send(
+                HandBack(
+                    job_id=grant.job_id,
+                    attempt=grant.attempt,
+                    incarnation=grant.incarnation,
+                    cause=cause[:500],
+                    retry=retry,
+                )
+            )
+
+
+def resolver(done: asyncio.Future[None]) -> Callable[[BaseException | None], None]:
+    loop = done.get_loop()
+
+    def resolve(failure: BaseException | None) -> None:
+        def set_it() -> None:
+            if done.done():
+                return
+            if failure is None:
+                done.set_result(None)
+            elif isinstance(failure, PullfillError):
+                done.set_exception(failure)
+            else:
+                done.set_exception(HandoffError(repr(failure)))
+
+        loop.call_soon_threadsafe(set_it)
+
+    return resolve
