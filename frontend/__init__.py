@@ -6,7 +6,7 @@
     dispatch    which request is at which worker; re-sends, failures, utility calls
     router      picks a worker for one request
     explain     why and how recent requests were served
-    gate        HTTP admission: 503 while no decode worker can take requests
+    gate        HTTP admission: 429 when full, 503 while no decode worker can take requests
     admin       /live /ready /pullfill/* /metrics
     cluster     what workers report, fetched and merged
 

@@ -1,27 +1,34 @@
 """Which request is at which decode worker, and what happens when that changes.
 
 Life of a request here: `submit` → waiting (no worker can take it) or at a worker → finished, failed
-or aborted. It leaves a worker unfinished when the worker is lost or hands it back: if no token of
-it is out it goes to another worker under a new id, else it fails with a message that names the
-worker. Waiting is bounded, so every request ends. The per-request state (request, worker, tokens
-out) is what continuing a broken stream elsewhere will need.
+or aborted. It leaves a worker unfinished when the worker is lost or hands it back. Then it goes to
+another worker under a new id: from the start if no token of it is out, else from the tokens that
+are out (`engine.continuation`). Where that would not be exact it fails with a message that says
+why. Waiting is bounded, so every request ends.
 
-Single event loop. `on_outputs` is the per-step path: one decode, one dict lookup per output.
+A token counts as out when it is given to the sink. What a worker says about a request that has left
+it is dropped, so no token comes twice; a finish that was passed on is final.
+
+Single event loop. `on_outputs` is the per-step path: one decode, one dict lookup and one
+list.extend per output.
 """
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from pullfill import log
-from pullfill.engine import rpc
+from pullfill.engine import continuation, rpc
 from pullfill.engine.front_ports import OutputSink
 from pullfill.errors import BadMessage, PeerUnavailable
 from pullfill.frontend import metrics
+from pullfill.frontend.calls import Calls
 from pullfill.frontend.explain import ExplainStore, Trace, key_of
 from pullfill.frontend.link import Link
 from pullfill.frontend.router import Router
@@ -31,12 +38,25 @@ _log = log.get("frontend.dispatch")
 NO_WORKER_WAIT_S = 2.0
 """How long a new request waits for a first decode worker."""
 RESEND_WAIT_S = 0.8
-"""The same after its worker was lost; with the time to notice the loss this stays below 5 s."""
+"""The least time a request waits for another worker after its own was lost."""
+RESEND_WAIT_MAX_S = 2.5
+"""The most: for a loss that was noticed at once. A connection that broke may be back by then."""
+SILENT_WAIT_S = 4.0
+"""From the last sign of life of the worker to the end of waiting, between these two bounds; with
+the time to notice the loss an error comes within 5 s."""
+STALL_S = 4.5
+"""The most from there on for one worker lost after another, with no token in between."""
+LAST_TRY_S = 0.25
+"""What is left then to be sent to a worker that is ready."""
 MAX_ATTEMPTS = 3
 """A request that outlives this many workers is taken to be what kills them."""
+MAX_MOVES = 20
+"""The same if nobody died: workers that hand it on to each other."""
 NO_WORKER = "no decode worker is ready: start one with `pullfill decode` (or `pullfill up`)"
 _ABORTED = 2
 """vLLM's FinishReason.ABORT."""
+_TURN_S = 0.005
+"""How long requests of a lost worker are placed before other callbacks of the loop get a turn."""
 
 
 @dataclass(slots=True, eq=False)
@@ -44,7 +64,11 @@ class Flight:
     """One engine request. `link` None: waiting until `deadline` (loop time).
 
     arrived, submitted: `time.monotonic` of the HTTP request and of `submit`. (The loop's own clock
-    stands still within one iteration under uvloop.)"""
+    stands still within one iteration under uvloop.) tokens: given to the sink so far. attempt:
+    workers it has left; lost: those that went without handing it back; avoid: the last one that
+    handed it back, which may live on. room: what `max_model_len` the next worker must have.
+    stalled_at: since when no worker that it was at showed life (loop time), 0 while one does.
+    """
 
     request: Any
     request_id: str
@@ -53,9 +77,13 @@ class Flight:
     submitted: float
     link: Link | None = None
     wire_id: str = ""
+    tokens: list[int] = field(default_factory=list)
     attempt: int = 0
-    tokens_out: int = 0
+    lost: int = 0
+    avoid: Link | None = None
+    room: int = 0
     deadline: float = 0.0
+    stalled_at: float = 0.0
     failure: str = NO_WORKER
 
 
@@ -63,6 +91,7 @@ class Dispatcher:
     """Implements `engine.front_ports.DecodePort`.
 
     codec: `rpc.FrontendCodec` or the like. candidates: connections that may take requests.
+    never: why no answer can be continued with this configuration, if so.
     """
 
     def __init__(
@@ -71,18 +100,21 @@ class Dispatcher:
         router: Router,
         explain: ExplainStore,
         candidates: Callable[[], Sequence[Link]],
+        *,
+        never: str = "",
     ) -> None:
         self._codec = codec
         self._router = router
         self._explain = explain
         self._candidates = candidates
+        self._never = never
         self._sink: OutputSink | None = None
         self._loop = asyncio.get_running_loop()
         self._flights: dict[str, Flight] = {}
         self._waiting: dict[str, Flight] = {}
+        self._to_place: deque[Flight] = deque()
         self._expiry: asyncio.TimerHandle | None = None
-        self._calls: dict[int, tuple[Link, asyncio.Future[Any]]] = {}
-        self._next_call = 1
+        self._calls = Calls(codec)
         self._tasks: tuple[str, ...] | None = None
 
     def bind(self, sink: OutputSink) -> None:
@@ -115,7 +147,7 @@ class Dispatcher:
         flight = Flight(request, request_id, trace, submitted - age, submitted)
         flight.deadline = now + NO_WORKER_WAIT_S
         self._flights[request_id] = flight
-        self._place(flight, now)
+        self._try(flight, self._place, now)
 
     def abort(self, request_ids: Sequence[str]) -> None:
         by_link: dict[Link, list[str]] = {}
@@ -134,23 +166,7 @@ class Dispatcher:
         links = list(self._candidates())
         if not links:
             raise PeerUnavailable(NO_WORKER)
-        futures: list[asyncio.Future[Any]] = []
-        ids: list[int] = []
-        for link in links:
-            call_id, self._next_call = self._next_call, self._next_call + 1
-            future = self._loop.create_future()
-            self._calls[call_id] = (link, future)
-            link.send(rpc.UTIL, *self._codec.encode((call_id, method, tuple(args))))
-            futures.append(future)
-            ids.append(call_id)
-        try:
-            async with asyncio.timeout(timeout_s):
-                return list(await asyncio.gather(*futures))
-        except TimeoutError:
-            raise PeerUnavailable(f"{method}: no answer within {timeout_s:g} s") from None
-        finally:
-            for call_id in ids:
-                self._calls.pop(call_id, None)
+        return await self._calls.call(links, method, args, timeout_s)
 
     def supported_tasks(self) -> tuple[str, ...] | None:
         return self._tasks
@@ -162,19 +178,15 @@ class Dispatcher:
         assert link.welcome is not None
         self._tasks = self._tasks or tuple(link.welcome.supported_tasks)
         self.sink.joined(link.welcome)
-        now = self._loop.time()
-        for flight in list(self._waiting.values()):
-            self._place(flight, now)
+        self._place_soon(self._waiting.values())
 
     def on_lost(self, link: Link, reason: str) -> None:
         """A connection is gone: move or fail its requests and calls."""
         flights, link.flights = list(link.flights.values()), {}
         self.sink.left(link.instance_id)
-        for other, future in list(self._calls.values()):
-            if other is link and not future.done():
-                future.set_exception(PeerUnavailable(f"decode worker {link.instance_id}: {reason}"))
+        self._calls.on_lost(link, reason)
         for flight in flights:
-            self._leave(flight, f"decode worker {link.instance_id} was lost ({reason})")
+            self._try(flight, self._leave, link, f"was lost ({reason})", True)
 
     def on_message(self, link: Link, kind: bytes, frames: list[Any]) -> None:
         """Raises BadMessage on what cannot be read."""
@@ -190,7 +202,9 @@ class Dispatcher:
             for wire_id in rpc.decode_ids(frames[0]):
                 flight = link.flights.pop(wire_id, None)
                 if flight is not None:
-                    self._leave(flight, f"decode worker {link.instance_id} takes no new requests")
+                    flight.avoid = link
+                    how = "handed it back: it leaves, or has no room for it"
+                    self._try(flight, self._leave, link, how)
         else:
             raise BadMessage(f"unknown kind {kind[:8]!r}")
 
@@ -198,21 +212,29 @@ class Dispatcher:
         """One engine step's outputs of one worker."""
         outputs = self._codec.outputs(frames)
         if outputs.utility_output is not None:
-            self._on_result(link, outputs.utility_output)
+            self._calls.on_result(link, outputs.utility_output)
             return
+        if link.far:
+            link.to_own_clock(outputs)
         flights = link.flights
         kept = []
         for out in outputs.outputs:
             flight = flights.get(out.request_id)
             if flight is None:
                 continue  # aborted or moved meanwhile
-            if flight.tokens_out == 0:
+            tokens = flight.tokens
+            if not tokens:
                 flight.trace.first_token_ms = (time.monotonic() - flight.arrived) * 1000.0
-            flight.tokens_out += len(out.new_token_ids)
+            tokens.extend(out.new_token_ids)
             if out.finish_reason is not None and not self._finish(link, flight, out):
-                continue
+                out.finish_reason = None
+                if not out.new_token_ids:
+                    continue
             if flight.attempt:
+                flight.stalled_at = 0.0
                 out.request_id = flight.request_id
+                if flight.trace.continued_tokens:
+                    out.events = None  # vLLM has those of the first worker: queued, scheduled
             kept.append(out)
         if len(kept) != len(outputs.outputs):
             outputs.outputs = kept
@@ -226,69 +248,132 @@ class Dispatcher:
         if flight.request.resumable:
             return True
         del link.flights[flight.wire_id]
+        out.kv_transfer_params = None
         if out.finish_reason == _ABORTED and not link.usable:
             # Our own aborts forget the flight first, so this one was cut by the worker's drain.
-            self._leave(flight, f"decode worker {link.instance_id} stopped before it was done")
+            self._try(flight, self._leave, link, "stopped before it was done")
             return False
-        out.kv_transfer_params = None
         del self._flights[flight.request_id]
         return True
 
+    def _try(self, flight: Flight, step: Callable[..., None], *args: Any) -> None:
+        """One step of a request that has not ended. What goes wrong in it ends this one alone."""
+        if self._flights.get(flight.request_id) is not flight:
+            return  # it ended with another choice of its answer
+        try:
+            step(flight, *args)
+        except Exception as exc:
+            _log.exception("request %s cannot be sent to a decode worker", flight.trace.key)
+            self._fail(flight, f"the frontend could not send it on: {exc!r}", "failed")
+
+    def _place_soon(self, flights: Iterable[Flight]) -> None:
+        """Place waiting requests, a few milliseconds at a time: a worker may leave hundreds."""
+        idle = not self._to_place
+        self._to_place.extend(flights)
+        if idle and self._to_place:
+            self._loop.call_soon(self._place_some)
+
+    def _place_some(self) -> None:
+        now, until = self._loop.time(), time.monotonic() + _TURN_S
+        try:
+            while self._to_place:
+                flight = self._to_place.popleft()
+                if self._waiting.get(flight.request_id) is flight:
+                    self._try(flight, self._place, now)
+                if time.monotonic() >= until:
+                    break
+        finally:
+            if self._to_place:
+                self._loop.call_soon(self._place_some)
+
     def _place(self, flight: Flight, now: float) -> None:
         """Send a request to a worker, or let it wait for one."""
-        workers = self._candidates()
+        workers = ready = [w for w in self._candidates() if w is not flight.avoid]
+        if flight.room:
+            workers = [w for w in ready if w.welcome and w.welcome.max_model_len >= flight.room]
         if not workers:
+            if ready:
+                room = f"no other has room for {flight.room} tokens"
+                flight.failure = flight.failure.replace(NO_WORKER, room)
             self._waiting[flight.request_id] = flight
-            self._arm(now)
+            self._arm(flight.deadline)
             return
         self._waiting.pop(flight.request_id, None)
-        link = self._router.choose(flight.request.prompt_token_ids, workers)
-        request = flight.request
+        if flight.tokens:
+            request = continuation.continuation(flight.request, flight.tokens)
+        else:
+            request = copy.copy(flight.request)
+        link = self._router.choose(request.prompt_token_ids, workers)
         flight.wire_id = request.request_id = rpc.attempt_id(flight.request_id, flight.attempt)
         try:
             frames = self._codec.encode(request)
         except Exception as exc:  # e.g. an integer that no wire type holds
             self._fail(flight, f"the request cannot be sent to a decode worker: {exc}")
             return
-        finally:
-            request.request_id = flight.request_id
         flight.link = link
         link.flights[flight.wire_id] = flight
         self._explain.open(flight.wire_id, flight.trace)
         link.send(rpc.ADD, *frames)
+        if flight.tokens:
+            metrics.CONTINUED.labels("sent").inc()
+        elif flight.attempt:
+            metrics.RESENT.inc()
         if flight.trace.route_ms is None:
             flight.trace.route_ms = (time.monotonic() - flight.submitted) * 1000.0
 
-    def _leave(self, flight: Flight, reason: str) -> None:
-        """The flight's worker will not finish it, and has forgotten it or is gone."""
+    def _leave(self, flight: Flight, link: Link, how: str, lost: bool = False) -> None:
+        """`link` will not finish the flight: it is gone, or has forgotten the flight. It goes to
+        another worker, or fails."""
         flight.link = None
-        if flight.tokens_out:
-            self._fail(
-                flight,
-                f"{reason} after {flight.tokens_out} tokens of this request; send it again",
-            )
-            return
         flight.attempt += 1
-        if flight.attempt >= MAX_ATTEMPTS or flight.request.resumable:
-            self._fail(flight, f"{reason}; given up after {flight.attempt} attempts")
+        flight.lost += lost
+        flight.trace.continued_from.append(link.instance_id)
+        reason = f"decode worker {link.instance_id} {how}"
+        if flight.tokens:
+            flight.trace.continued_tokens = len(flight.tokens)
+            reason += f" after {len(flight.tokens)} tokens of this answer"
+            why = self._never or continuation.why_not(flight.request, flight.tokens)
+            if why:
+                message = f"{reason}, and another cannot continue it exactly: {why}; send it again"
+                self._fail(flight, message, "not_exact")
+                return
+        if flight.lost >= MAX_ATTEMPTS or flight.attempt >= MAX_MOVES or flight.request.resumable:
+            self._fail(flight, f"{reason}; given up after {flight.attempt} attempts", "given_up")
             return
-        metrics.RESENT.inc()
+        if not flight.room and link.welcome is not None:
+            flight.room = min(continuation.room_for(flight.request), link.welcome.max_model_len)
         now = self._loop.time()
-        flight.deadline = now + RESEND_WAIT_S
+        wait = max(RESEND_WAIT_S, min(RESEND_WAIT_MAX_S, link.heard_at + SILENT_WAIT_S - now))
+        if not lost or not flight.stalled_at:
+            flight.stalled_at = max(link.heard_at, now + RESEND_WAIT_S - SILENT_WAIT_S)
+        flight.deadline = max(now + LAST_TRY_S, min(now + wait, flight.stalled_at + STALL_S))
         flight.failure = f"{reason} and {NO_WORKER}"
-        self._place(flight, now)
+        self._waiting[flight.request_id] = flight
+        self._place_soon((flight,))
 
-    def _fail(self, flight: Flight, message: str) -> None:
-        self._flights.pop(flight.request_id, None)
+    def _fail(self, flight: Flight, message: str, result: str = "no_worker") -> None:
+        if self._flights.pop(flight.request_id, None) is None:
+            return
         self._waiting.pop(flight.request_id, None)
+        if flight.link is not None:
+            flight.link.flights.pop(flight.wire_id, None)
         metrics.FAILED.inc()
+        if flight.tokens:
+            metrics.CONTINUED.labels(result).inc()
         _log.warning("request %s failed: %s", flight.trace.key, message)
-        self.sink.failed(flight.request_id, message)
+        try:
+            self.sink.failed(flight.request_id, message)
+        except Exception:
+            _log.exception("nobody could be told that request %s failed", flight.trace.key)
 
-    def _arm(self, now: float) -> None:
-        if self._expiry is None and self._waiting:
-            first = min(flight.deadline for flight in self._waiting.values())
-            self._expiry = self._loop.call_later(max(0.0, first - now) + 0.005, self._expire)
+    def _arm(self, deadline: float) -> None:
+        """Look at what waits then, or before."""
+        at = deadline + 0.005
+        if self._expiry is not None:
+            if self._expiry.when() <= at:
+                return
+            self._expiry.cancel()
+        self._expiry = self._loop.call_at(at, self._expire)
 
     def _expire(self) -> None:
         self._expiry = None
@@ -296,15 +381,5 @@ class Dispatcher:
         for flight in list(self._waiting.values()):
             if flight.deadline <= now:
                 self._fail(flight, flight.failure)
-        self._arm(now)
-
-    def _on_result(self, link: Link, result: Any) -> None:
-        owner, future = self._calls.get(result.call_id, (None, None))
-        if future is None or owner is not link or future.done():
-            return
-        if result.failure_message is not None:
-            future.set_exception(
-                PeerUnavailable(f"decode worker {link.instance_id}: {result.failure_message}")
-            )
-        else:
-            future.set_result(None if result.result is None else result.result.result)
+        if self._waiting:
+            self._arm(min(flight.deadline for flight in self._waiting.values()))

@@ -11,10 +11,11 @@ finds the record of the first prompt and choice.
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
+from pullfill.engine.continuation import choice_of
 from pullfill.wire import ExplainRecord
 
 MAX_RECORDS = 10_000
@@ -22,21 +23,22 @@ MAX_RECORDS = 10_000
 
 @dataclass(slots=True)
 class Trace:
-    """What the frontend itself measured of one engine request, in milliseconds."""
+    """What the frontend itself knows of one engine request. continued_from: the decode workers it
+    has left; continued_tokens: tokens that were out when it left the last one."""
 
     key: str
     route_ms: float | None = None
     first_token_ms: float | None = None
+    continued_from: list[str] = field(default_factory=list)
+    continued_tokens: int = 0
 
 
 def key_of(request_id: str, external_id: str | None) -> str:
     """`0_cmpl-x-0-1234abcd` with external id `cmpl-x-0` → `0_cmpl-x-0`."""
     if not external_id:
         return request_id
-    choice, _, rest = request_id.partition("_")
-    if choice.isdigit() and rest.startswith(external_id) and not request_id.startswith(external_id):
-        return f"{choice}_{external_id}"
-    return external_id
+    choice = choice_of(request_id, external_id)
+    return f"{choice}_{external_id}" if choice else external_id
 
 
 class ExplainStore:
@@ -63,7 +65,11 @@ class ExplainStore:
         )
         self._records.pop(trace.key, None)
         self._records[trace.key] = msgspec.structs.replace(
-            record, request_id=trace.key, timings_ms=timings
+            record,
+            request_id=trace.key,
+            timings_ms=timings,
+            continued_from=tuple(trace.continued_from),
+            continued_tokens=trace.continued_tokens,
         )
         if len(self._records) > self._limit:
             self._records.popitem(last=False)

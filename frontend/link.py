@@ -12,14 +12,17 @@ from __future__ import annotations
 import asyncio
 import enum
 import secrets
+import time
 from typing import TYPE_CHECKING, Any, Protocol
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from pullfill import log, wire
+from pullfill import curve, log, wire
 from pullfill.engine import rpc
 from pullfill.errors import BadMessage
+from pullfill.host import host_id
+from pullfill.security import ClusterKey
 
 if TYPE_CHECKING:
     from pullfill.frontend.dispatch import Flight
@@ -56,19 +59,24 @@ class Link:
     """A DEALER connected to `record.data`; sends HELO at once.
 
     flights: requests that are at this worker now, by the id they go by there.
-    listed: whether the registry still names the worker.
+    listed: whether the registry still names the worker. key: what the worker must hold, and we
+    show. trouble: for people, why it is still connecting. far: on a host with another clock.
     """
 
     __slots__ = (
+        "_ahead",
+        "_key",
         "_loop",
         "_monitor",
         "_owner",
         "_socket",
+        "far",
         "flights",
         "heard_at",
         "listed",
         "record",
         "state",
+        "trouble",
         "welcome",
     )
 
@@ -78,14 +86,19 @@ class Link:
         record: wire.WorkerRecord,
         hello: rpc.FrontendHello,
         owner: LinkOwner,
+        key: ClusterKey | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._owner = owner
+        self._key = key
+        self.trouble = ""
         self.record = record
         self.state = LinkState.CONNECTING
         self.welcome: rpc.DecodeWelcome | None = None
         self.flights: dict[str, Flight] = {}
         self.listed = True
+        self.far = record.host_id != host_id()
+        self._ahead: float | None = None
         self.heard_at = self._loop.time()
         self._socket = context.socket(zmq.DEALER)
         rpc.set_options(self._socket)
@@ -93,7 +106,13 @@ class Link:
         self._socket.setsockopt(
             zmq.ROUTING_ID, f"{hello.frontend_instance}.{secrets.token_hex(4)}".encode()
         )
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        if key is not None:
+            curve.present(self._socket, key)
+            # A handshake that fails is tried again by ZMQ, for ever: not too often.
+            self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
+        self._monitor = self._socket.get_monitor_socket(
+            zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | curve.HANDSHAKE_FAILED
+        )
         self._loop.add_reader(self._monitor.fileno(), self._on_event)
         self._loop.add_reader(self._socket.fileno(), self._on_readable)
         self._socket.connect(record.data)
@@ -113,10 +132,24 @@ class Link:
         """Queue one message; never blocks. Nothing happens on a closed link."""
         if self.state in (LinkState.CLOSED, LinkState.REFUSED):
             return
-        self._socket.send_multipart((kind, *frames), zmq.NOBLOCK, copy=False)
+        try:
+            self._socket.send_multipart((kind, *frames), zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            self._loop.call_soon(self.lose, "it does not take what it is sent")
+            return
         # Sending may have swallowed the edge that announces a message to read.
         if self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
             self._loop.call_soon(self._on_readable)
+
+    def to_own_clock(self, outputs: Any) -> None:
+        """Move the times in a far worker's outputs to this host's clock. vLLM takes differences,
+        and those of a continued answer span two workers. Late by the first message's delay."""
+        if self._ahead is None:
+            self._ahead = outputs.timestamp - time.monotonic()
+        outputs.timestamp -= self._ahead
+        for out in outputs.outputs:
+            for event in out.events or ():
+                event.timestamp -= self._ahead
 
     def close(self, state: LinkState = LinkState.CLOSED) -> None:
         """Say BYE if the worker knows us, and free the sockets. Idempotent; tells nobody."""
@@ -177,7 +210,7 @@ class Link:
             self.close()
             self._owner.on_lost(self, f"its address is now used by {welcome.decode_instance}")
             return
-        self.welcome = welcome
+        self.welcome, self.trouble = welcome, ""
         self.state = LinkState.READY
         self._owner.on_ready(self)
 
@@ -187,13 +220,36 @@ class Link:
                 event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
             except zmq.Again:
                 return
-            if event["event"] == zmq.EVENT_DISCONNECTED:
+            if event["event"] & curve.HANDSHAKE_FAILED:
+                self._on_handshake_failed(event["event"])
+            elif event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self.trouble = ""  # HELO leaves now: from here on a break may have lost it
+            elif event["event"] == zmq.EVENT_DISCONNECTED and not self.trouble:
                 self._on_readable()  # what arrived before the break still counts
                 if self.state not in (LinkState.CLOSED, LinkState.REFUSED):
                     self.lose("its connection broke")
                 return
 
+    def _on_handshake_failed(self, event: int) -> None:
+        """The two ends do not hold the same key, or the worker died in between: only an answer
+        in so many words (`PROTOCOL`, `AUTH`) is final, after the rest ZMQ tries again."""
+        if self._key is None:
+            trouble = "it ends the handshake: has it a cluster key? Set [cluster] key_file here too"
+        else:
+            trouble = (
+                f"it ends the handshake: has it no cluster key, or another than ours "
+                f"({self._key.fingerprint})? Check [cluster] key_file on both"
+            )
+        if self.state is LinkState.CONNECTING and event != curve.NO_DETAIL:
+            self.close(LinkState.REFUSED)
+            self._owner.on_refused(self, trouble)
+        elif self.state is LinkState.CONNECTING and not self.trouble:
+            self.trouble = trouble
+            _log.warning("decode worker %s: %s", self.instance_id, trouble)
+
     def lose(self, reason: str) -> None:
-        """Close and tell the owner that the worker can no longer be reached over this link."""
+        """Close, and tell the owner once that the worker cannot be reached over this link."""
+        if self.state in (LinkState.CLOSED, LinkState.REFUSED):
+            return
         self.close()
         self._owner.on_lost(self, reason)

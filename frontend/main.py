@@ -5,7 +5,7 @@ frontend half in a thread → follow the registry, connect to decode workers →
 It is up as soon as it can answer; /ready says whether it can serve.
 
 Stop: SIGTERM or a revoked lease = drain (no new connections, open responses finish, exit 0); a
-second SIGTERM or the drain deadline = now.
+second SIGTERM or the drain deadline = now. Before it serves there is nothing to drain: now.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack
-from typing import Any
+from typing import Any, NoReturn
 
 import uvicorn
 
@@ -32,13 +32,16 @@ from pullfill.frontend.cluster import ROLES, ClusterView
 from pullfill.frontend.dispatch import Dispatcher
 from pullfill.frontend.explain import ExplainStore
 from pullfill.frontend.gate import Gate
+from pullfill.frontend.guard import Guard
 from pullfill.frontend.pool import WorkerPool
 from pullfill.frontend.router import RoundRobin
 from pullfill.host import host_id
 from pullfill.ids import new_instance_id
+from pullfill.lifecycle import EXIT_S, Stop, exit_within, leave
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.directory import Directory
 from pullfill.registry.membership import Membership
+from pullfill.security import FrontendSecurity
 from pullfill.wire import RegionDescriptor, WorkerRecord, WorkerState
 
 _log = log.get("frontend")
@@ -59,20 +62,8 @@ def run(cluster: ClusterRef, options: FrontendOptions, vllm_args: Sequence[str])
         print(f"error: {exc}", file=sys.stderr)
         return 2
     front_app.set_environment(options.model)
-    code = 1
     with listener:
-        try:
-            code = _run_loop(_Frontend(cluster, options, vllm_args, listener).main())
-        except (ConfigError, IncompatibleError) as exc:
-            print(f"error: {exc}", file=sys.stderr)
-            code = 2
-        except PullfillError as exc:
-            print(f"error: {exc}", file=sys.stderr)
-        except Exception:
-            _log.exception("frontend failed")
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+        _run_loop(_end(_Frontend(cluster, options, vllm_args, listener)))
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -95,13 +86,38 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _run_loop(main: Coroutine[Any, Any, int]) -> int:
+def _run_loop(main: Coroutine[Any, Any, NoReturn]) -> NoReturn:
     try:
         import uvloop
     except ImportError:
-        return asyncio.run(main)
+        asyncio.run(main)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(main)
+        runner.run(main)
+
+
+async def _end(frontend: _Frontend) -> NoReturn:
+    """Leaves from inside the loop: closing it would wait for whatever its threads still do."""
+    code = 1
+    try:
+        code = await frontend.main()
+    except (ConfigError, IncompatibleError) as exc:
+        print(f"error: {exc}", file=sys.stderr)
+        code = 2
+    except PullfillError as exc:
+        print(f"error: {exc}", file=sys.stderr)
+    except Exception:
+        _log.exception("frontend failed")
+    leave(code)
+
+
+def _keys(prepared: Any, security: FrontendSecurity) -> tuple[list[str], list[str]]:
+    """(keys of clients, of administrators). vLLM's own check gets them all, so that what passes
+    ours passes it too. Raises ConfigError."""
+    api = [*(prepared.args.api_key or [os.environ.get("VLLM_API_KEY", "")]), *security.api_keys()]
+    api, admin = list(filter(None, api)), list(security.admin_keys())
+    if api:
+        prepared.args.api_key = [*api, *admin]
+    return api, admin
 
 
 class _Server(uvicorn.Server):
@@ -129,21 +145,19 @@ class _Frontend:
         self._instance_id = options.instance_id or new_instance_id("frontend")
         host, port = listener.getsockname()[:2]
         self._url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        self._stop = asyncio.Event()
-        self._force = asyncio.Event()
+        self._stop = Stop()
         self._serving = False
         self._started_at = time.time()
 
     async def main(self) -> int:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._on_signal)
+            loop.add_signal_handler(number, self._on_signal, signal.Signals(number).name)
         serving = asyncio.create_task(self._serve())
-        forced = asyncio.create_task(self._force.wait())
+        forced = asyncio.create_task(self._stop.force.wait())
         await asyncio.wait({serving, forced}, return_when=asyncio.FIRST_COMPLETED)
         forced.cancel()
         if not serving.done():
-            _log.warning("stopping now")
             serving.cancel()
             with contextlib.suppress(asyncio.CancelledError, TimeoutError):
                 async with asyncio.timeout(5.0):
@@ -151,10 +165,11 @@ class _Frontend:
             return 0
         return await serving
 
-    def _on_signal(self) -> None:
-        if self._stop.is_set() or not self._serving:
-            self._force.set()
-        self._stop.set()
+    def _on_signal(self, name: str) -> None:
+        if self._serving:
+            self._stop.ask(name)
+        else:
+            self._stop.now(name)
 
     async def _serve(self) -> int:
         options, cluster = self._options, self._cluster
@@ -163,6 +178,7 @@ class _Frontend:
                 cluster.etcd_url,
                 wait_s=options.connect_timeout_s,
                 on_retry=lambda line: _log.warning("%s", line),
+                security=cluster.security.etcd,
             )
             stack.push_async_callback(client.close)
             prepared = await asyncio.to_thread(
@@ -172,6 +188,7 @@ class _Frontend:
                 options.host,
                 self._listener.getsockname()[1],
             )
+            keys = _keys(prepared, cluster.security.frontend)
             directory = Directory(
                 client, cluster.namespace, ROLES, ttl_s=float(options.lease_ttl_s)
             )
@@ -184,9 +201,20 @@ class _Frontend:
                 vllm_version=check.require_version(),
                 model=prepared.names[0],
             )
-            pool = WorkerPool(directory, hello, (*prepared.names, options.model))
+            pool = WorkerPool(
+                directory,
+                hello,
+                (*prepared.names, options.model),
+                cluster.security.cluster.load(),
+            )
             explain = ExplainStore()
-            dispatcher = Dispatcher(rpc.FrontendCodec(), RoundRobin(), explain, pool.candidates)
+            dispatcher = Dispatcher(
+                rpc.FrontendCodec(),
+                RoundRobin(),
+                explain,
+                pool.candidates,
+                never=prepared.never,
+            )
             front = await front_app.FrontApp.build(prepared, dispatcher)
             stack.push_async_callback(front.close)
             dispatcher.bind(front.client)
@@ -194,11 +222,12 @@ class _Frontend:
             stack.push_async_callback(pool.stop)
             admin = Admin(pool, view, explain)
             admin.attach(front.app)
-            app = Gate(front.app, pool.wait_ready)
+            gate = Gate(front.app, pool.wait_ready, options.max_inflight)
+            app = Guard(gate, *keys, root_path=prepared.args.root_path or "")
             membership = Membership(
                 client, cluster.namespace, options.lease_ttl_s, self._make_record(prepared.names[0])
             )
-            await membership.join()
+            await membership.join(options.connect_timeout_s)
             stack.push_async_callback(membership.leave)
             return await self._http(app, prepared, admin, membership)
 
@@ -222,7 +251,7 @@ class _Frontend:
 
         return make
 
-    async def _http(self, app: Gate, prepared: Any, admin: Admin, membership: Membership) -> int:
+    async def _http(self, app: Guard, prepared: Any, admin: Admin, membership: Membership) -> int:
         args = prepared.args
         config = uvicorn.Config(
             app,
@@ -233,22 +262,27 @@ class _Frontend:
             ssl_keyfile=args.ssl_keyfile,
             ssl_certfile=args.ssl_certfile,
             ssl_ca_certs=args.ssl_ca_certs,
+            ssl_cert_reqs=args.ssl_cert_reqs,
+            # A client must not choose the address that the guard believes it has.
+            proxy_headers=False,
             backlog=_BACKLOG,
         )
         server = _Server(config)
         serving = asyncio.create_task(server.serve(sockets=[self._listener]))
         self._serving = True
         _log.info("%s serves %s at %s", self._instance_id, prepared.names[0], self._url)
-        stop = asyncio.create_task(self._stop.wait())
+        stop = asyncio.create_task(self._stop.drain.wait())
         revoked = asyncio.create_task(membership.revoked.wait())
         await asyncio.wait({serving, stop, revoked}, return_when=asyncio.FIRST_COMPLETED)
         for task in (stop, revoked):
             task.cancel()
         if not serving.done():
-            _log.info("draining: no new connections, open responses finish")
+            if not self._stop.drain.is_set():
+                self._stop.ask("lease revoked")
             admin.draining = True
-            self._stop.set()
+            exit_within(self._options.drain_timeout_s + EXIT_S, 1)
             await membership.set_state(WorkerState.DRAINING)
             server.should_exit = True
         await serving
+        exit_within(EXIT_S, 0)
         return 0

@@ -9,10 +9,21 @@ from prometheus_client import Counter, Gauge
 RESENT = Counter(
     "pullfill_frontend_resent", "Requests sent to another decode worker before their first token"
 )
+CONTINUED = Counter(
+    "pullfill_frontend_continued",
+    "Answers whose decode worker left before their end, by what became of them: sent (to another "
+    "decode worker), not_exact, no_worker, given_up, failed",
+    ["result"],
+)
 FAILED = Counter(
     "pullfill_frontend_failed", "Requests ended because no decode worker could finish them"
 )
-REFUSED = Counter("pullfill_frontend_refused", "HTTP requests answered 503 at the gate")
+REFUSED = Counter(
+    "pullfill_frontend_refused", "HTTP requests refused before any work was done", ["reason"]
+)
+AUTH_REFUSED = Counter(
+    "pullfill_frontend_auth_refused", "HTTP requests without the right key", ["status"]
+)
 DECODE_WORKERS = Gauge(
     "pullfill_frontend_decode_workers", "Decode workers by connection", ["state"]
 )

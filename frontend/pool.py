@@ -21,6 +21,7 @@ from pullfill.errors import BadMessage
 from pullfill.frontend import metrics
 from pullfill.frontend.dispatch import Dispatcher
 from pullfill.frontend.link import Link, LinkState
+from pullfill.security import ClusterKey
 from pullfill.wire import WorkerRecord, WorkerState
 
 _log = log.get("frontend.pool")
@@ -42,15 +43,21 @@ class Directory(Protocol):
 class WorkerPool:
     """All links of this frontend. `start` after `Dispatcher.bind`; `stop` closes every link.
 
-    names: under which of a worker's names (`model`, `model_path`) it serves our model.
+    names: under which of a worker's names (`model`, `model_path`) it serves our model. key: the
+    cluster key, if the cluster has one.
     """
 
     def __init__(
-        self, directory: Directory, hello: rpc.FrontendHello, names: Sequence[str]
+        self,
+        directory: Directory,
+        hello: rpc.FrontendHello,
+        names: Sequence[str],
+        key: ClusterKey | None = None,
     ) -> None:
         self._directory = directory
         self._hello = hello
         self._names = frozenset(names)
+        self._key = key
         self._dispatcher: Dispatcher | None = None
         self._context: zmq.Context[Any] = zmq.Context(1)
         self._links: dict[str, Link] = {}
@@ -98,7 +105,9 @@ class WorkerPool:
 
     def refusals(self) -> list[str]:
         """For people: workers that are listed but not usable by this frontend, and why."""
-        return [f"{name}: {reason}" for name, (_, reason) in sorted(self._refused.items())]
+        reasons = {name: reason for name, (_, reason) in self._refused.items()}
+        reasons |= {name: link.trouble for name, link in self._links.items() if link.trouble}
+        return [f"{name}: {reason}" for name, reason in sorted(reasons.items())]
 
     def state_of(self, instance_id: str) -> LinkState | None:
         """The connection's state; None if there is none."""
@@ -140,7 +149,7 @@ class WorkerPool:
             return
         assert self._dispatcher is not None
         try:
-            self._links[name] = Link(self._context, record, self._hello, self)
+            self._links[name] = Link(self._context, record, self._hello, self, self._key)
         except zmq.ZMQError as exc:
             self._refuse(name, record, f"cannot connect to {record.data!r}: {exc}")
 

@@ -1,0 +1,65 @@
+"""Engine utility calls (reset_prefix_cache, profile, …) on every decode worker at once.
+
+A call ends by one answer per worker, by a deadline, or by the loss of a worker. Event loop only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from pullfill.engine import rpc
+from pullfill.errors import PeerUnavailable
+from pullfill.frontend.link import Link
+
+
+class Calls:
+    """Utility calls that wait for answers. codec: as in `dispatch.Dispatcher`."""
+
+    def __init__(self, codec: Any) -> None:
+        self._codec = codec
+        self._loop = asyncio.get_running_loop()
+        self._open: dict[int, tuple[Link, asyncio.Future[Any]]] = {}
+        self._next_id = 1
+
+    async def call(
+        self, links: Sequence[Link], method: str, args: Sequence[Any], timeout_s: float
+    ) -> list[Any]:
+        """One result per link, in no order. Raises PeerUnavailable: no answer in time, a worker
+        was lost, or it reported a failure."""
+        futures: list[asyncio.Future[Any]] = []
+        ids: list[int] = []
+        for link in links:
+            call_id, self._next_id = self._next_id, self._next_id + 1
+            future = self._loop.create_future()
+            self._open[call_id] = (link, future)
+            link.send(rpc.UTIL, *self._codec.encode((call_id, method, tuple(args))))
+            futures.append(future)
+            ids.append(call_id)
+        try:
+            async with asyncio.timeout(timeout_s):
+                return list(await asyncio.gather(*futures))
+        except TimeoutError:
+            raise PeerUnavailable(f"{method}: no answer within {timeout_s:g} s") from None
+        finally:
+            for call_id in ids:
+                self._open.pop(call_id, None)
+
+    def on_lost(self, link: Link, reason: str) -> None:
+        """A connection is gone: its calls fail."""
+        for other, future in list(self._open.values()):
+            if other is link and not future.done():
+                future.set_exception(PeerUnavailable(f"decode worker {link.instance_id}: {reason}"))
+
+    def on_result(self, link: Link, result: Any) -> None:
+        """vLLM's UtilityOutput from a worker; one that answers for another is ignored."""
+        owner, future = self._open.get(result.call_id, (None, None))
+        if future is None or owner is not link or future.done():
+            return
+        if result.failure_message is not None:
+            future.set_exception(
+                PeerUnavailable(f"decode worker {link.instance_id}: {result.failure_message}")
+            )
+        else:
+            future.set_result(None if result.result is None else result.result.result)
