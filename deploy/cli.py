@@ -12,16 +12,24 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from pullfill.deploy import cli_roles
 from pullfill.deploy.options import (
     PASS_THROUGH,
+    DrainOption,
     EtcdOption,
+    InflightOption,
     JsonOption,
+    KvDigestOption,
     NamespaceOption,
     NatsOption,
+    PinOption,
+    SecurityOption,
+    StallOption,
     StateDirOption,
     find_cluster,
 )
 from pullfill.errors import ConfigError, IncompatibleError, PullfillError
+from pullfill.wire import DigestMode
 
 DEBUG_ENV = "PULLFILL_DEBUG"
 
@@ -38,31 +46,6 @@ config_app = typer.Typer(
     no_args_is_help=True,
 )
 app.add_typer(config_app, name="config")
-
-ModelOption = Annotated[
-    str | None,
-    typer.Option(
-        "--model", metavar="PATH|demo", help="Checkpoint directory, hub name, or the demo model"
-    ),
-]
-HostOption = Annotated[str, typer.Option("--host", metavar="H", help="Address to bind")]
-InstanceOption = Annotated[str | None, typer.Option("--instance-id", hidden=True)]
-LeaseOption = Annotated[
-    int, typer.Option("--lease-ttl", metavar="S", min=2, help="Seconds until a dead one is gone")
-]
-DrainOption = Annotated[
-    float, typer.Option("--drain-timeout", metavar="S", min=0, help="Longest drain, seconds")
-]
-ConnectOption = Annotated[
-    float,
-    typer.Option("--connect-timeout", metavar="S", min=0, help="Longest wait for NATS and etcd"),
-]
-CpuOption = Annotated[
-    str | None, typer.Option("--cpu", metavar="N", help="Pin to these cores, e.g. 1 or 0-3")
-]
-PinOption = Annotated[
-    bool, typer.Option("--pin/--no-pin", help="On CPU, give workers cores of their own")
-]
 
 
 def _version(wanted: bool) -> None:
@@ -102,11 +85,15 @@ def up(
     etcd: EtcdOption = None,
     nats: NatsOption = None,
     namespace: NamespaceOption = None,
+    security: SecurityOption = None,
     pin: PinOption = True,
     drain_timeout: DrainOption = 60.0,
+    engine_stall_timeout: StallOption = 60.0,
+    max_inflight: InflightOption = 1024,
     ready_timeout: Annotated[
         float, typer.Option("--ready-timeout", metavar="S", min=1, help="Longest start, seconds")
     ] = 600.0,
+    kv_digest: KvDigestOption = DigestMode.OFF,
 ) -> None:
     """Start a cluster on this machine: NATS, etcd, workers and frontends.
 
@@ -114,6 +101,7 @@ def up(
     """
     from pullfill.deploy import run_up
     from pullfill.deploy.plan import UpOptions
+    from pullfill.security import load
 
     options = UpOptions(
         model=model,
@@ -125,9 +113,13 @@ def up(
         namespace=namespace or "default",
         etcd_url=etcd,
         nats_url=nats,
+        security=load(security),
         pin=pin,
         drain_timeout_s=drain_timeout,
+        engine_stall_s=engine_stall_timeout,
+        max_inflight=max_inflight,
         ready_timeout_s=ready_timeout,
+        kv_digest=kv_digest,
         vllm_args=list(context.args),
     )
     raise typer.Exit(run_up.up(options, state_dir, detach=detach))
@@ -146,113 +138,6 @@ def down(
     raise typer.Exit(run_up.down(state_dir, timeout_s=timeout))
 
 
-def _worker(
-    role: str,
-    context: typer.Context,
-    cluster: tuple[str | None, str | None, str | None, str | None],
-    model: str | None,
-    host: str,
-    instance_id: str | None,
-    cpu: str | None,
-    pin: bool,
-    times: tuple[int, float, float],
-) -> NoReturn:
-    from pullfill.deploy import roles
-
-    code = roles.run_worker(
-        role,
-        roles.RoleCommand(
-            cluster=cluster,
-            model=model,
-            host=host,
-            instance_id=instance_id,
-            cpu=cpu,
-            pin=pin,
-            lease_ttl_s=times[0],
-            drain_timeout_s=times[1],
-            connect_timeout_s=times[2],
-            vllm_args=list(context.args),
-        ),
-    )
-    raise typer.Exit(code)
-
-
-@app.command(context_settings=PASS_THROUGH)
-def decode(
-    context: typer.Context,
-    model: ModelOption = None,
-    host: HostOption = "127.0.0.1",
-    state_dir: StateDirOption = None,
-    etcd: EtcdOption = None,
-    nats: NatsOption = None,
-    namespace: NamespaceOption = None,
-    cpu: CpuOption = None,
-    pin: PinOption = True,
-    instance_id: InstanceOption = None,
-    lease_ttl: LeaseOption = 5,
-    drain_timeout: DrainOption = 60.0,
-    connect_timeout: ConnectOption = 30.0,
-) -> None:
-    """Run one decode worker that joins a cluster. Other flags go to vLLM."""
-    where = (state_dir, etcd, nats, namespace)
-    times = (lease_ttl, drain_timeout, connect_timeout)
-    _worker("decode", context, where, model, host, instance_id, cpu, pin, times)
-
-
-@app.command(context_settings=PASS_THROUGH)
-def prefill(
-    context: typer.Context,
-    model: ModelOption = None,
-    host: HostOption = "127.0.0.1",
-    state_dir: StateDirOption = None,
-    etcd: EtcdOption = None,
-    nats: NatsOption = None,
-    namespace: NamespaceOption = None,
-    cpu: CpuOption = None,
-    pin: PinOption = True,
-    instance_id: InstanceOption = None,
-    lease_ttl: LeaseOption = 5,
-    drain_timeout: DrainOption = 60.0,
-    connect_timeout: ConnectOption = 30.0,
-) -> None:
-    """Run one prefill worker that joins a cluster. Other flags go to vLLM."""
-    where = (state_dir, etcd, nats, namespace)
-    times = (lease_ttl, drain_timeout, connect_timeout)
-    _worker("prefill", context, where, model, host, instance_id, cpu, pin, times)
-
-
-@app.command(context_settings=PASS_THROUGH)
-def frontend(
-    context: typer.Context,
-    model: ModelOption = None,
-    host: HostOption = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one")] = 8000,
-    state_dir: StateDirOption = None,
-    etcd: EtcdOption = None,
-    nats: NatsOption = None,
-    namespace: NamespaceOption = None,
-    instance_id: InstanceOption = None,
-    lease_ttl: LeaseOption = 5,
-    drain_timeout: DrainOption = 60.0,
-    connect_timeout: ConnectOption = 30.0,
-) -> None:
-    """Run one HTTP frontend that joins a cluster. Other flags go to vLLM."""
-    from pullfill.deploy import roles
-
-    command = roles.RoleCommand(
-        cluster=(state_dir, etcd, nats, namespace),
-        model=model,
-        host=host,
-        port=port,
-        instance_id=instance_id,
-        lease_ttl_s=lease_ttl,
-        drain_timeout_s=drain_timeout,
-        connect_timeout_s=connect_timeout,
-        vllm_args=list(context.args),
-    )
-    raise typer.Exit(roles.run_frontend(command))
-
-
 @app.command()
 def status(
     as_json: JsonOption = False,
@@ -260,11 +145,13 @@ def status(
     etcd: EtcdOption = None,
     nats: NatsOption = None,
     namespace: NamespaceOption = None,
+    security: SecurityOption = None,
 ) -> None:
     """Show workers, their load, and the job queue."""
     from pullfill.deploy import report
 
-    raise typer.Exit(report.status(find_cluster(state_dir, etcd, nats, namespace), as_json))
+    ref = find_cluster(state_dir, etcd, nats, namespace, security)
+    raise typer.Exit(report.status(ref, as_json))
 
 
 @app.command()
@@ -276,11 +163,12 @@ def drain(
     etcd: EtcdOption = None,
     nats: NatsOption = None,
     namespace: NamespaceOption = None,
+    security: SecurityOption = None,
 ) -> None:
     """Let one worker finish what it has and leave, by revoking its lease."""
     from pullfill.deploy import operate
 
-    ref = find_cluster(state_dir, etcd, nats, namespace)
+    ref = find_cluster(state_dir, etcd, nats, namespace, security)
     raise typer.Exit(operate.drain(ref, instance, wait=wait, timeout_s=timeout))
 
 
@@ -292,11 +180,12 @@ def explain(
     etcd: EtcdOption = None,
     nats: NatsOption = None,
     namespace: NamespaceOption = None,
+    security: SecurityOption = None,
 ) -> None:
     """Tell how one request was served, and where its time went."""
     from pullfill.deploy import report
 
-    ref = find_cluster(state_dir, etcd, nats, namespace)
+    ref = find_cluster(state_dir, etcd, nats, namespace, security)
     raise typer.Exit(report.explain(ref, request, as_json))
 
 
@@ -306,11 +195,12 @@ def doctor(
     etcd: EtcdOption = None,
     nats: NatsOption = None,
     namespace: NamespaceOption = None,
+    security: SecurityOption = None,
 ) -> None:
     """Check this machine and the cluster, and say what to do about what is wrong."""
     from pullfill.deploy import doctor as checks
 
-    raise typer.Exit(checks.run((state_dir, etcd, nats, namespace)))
+    raise typer.Exit(checks.run((state_dir, etcd, nats, namespace, security)))
 
 
 @config_app.command("get")
@@ -320,11 +210,13 @@ def config_get(
     etcd: EtcdOption = None,
     nats: NatsOption = None,
     namespace: NamespaceOption = None,
+    security: SecurityOption = None,
 ) -> None:
     """Print one setting, or all."""
     from pullfill.deploy import operate
 
-    raise typer.Exit(operate.config_get(find_cluster(state_dir, etcd, nats, namespace), key))
+    ref = find_cluster(state_dir, etcd, nats, namespace, security)
+    raise typer.Exit(operate.config_get(ref, key))
 
 
 @config_app.command("set")
@@ -335,11 +227,16 @@ def config_set(
     etcd: EtcdOption = None,
     nats: NatsOption = None,
     namespace: NamespaceOption = None,
+    security: SecurityOption = None,
 ) -> None:
     """Change one setting; a bad value is refused."""
     from pullfill.deploy import operate
 
-    raise typer.Exit(operate.config_set(find_cluster(state_dir, etcd, nats, namespace), key, value))
+    ref = find_cluster(state_dir, etcd, nats, namespace, security)
+    raise typer.Exit(operate.config_set(ref, key, value))
+
+
+cli_roles.register(app)
 
 
 def main() -> NoReturn:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 
@@ -17,18 +18,18 @@ from rich.text import Text
 from pullfill.config import ClusterRef, ProcessEntry
 from pullfill.deploy import machine, servers
 from pullfill.deploy.machine import FAIL, OK, WARN, Finding
-from pullfill.deploy.membership import Members
+from pullfill.deploy.membership import Members, http_get
 from pullfill.deploy.options import find_cluster
 from pullfill.deploy.procs import is_alive
 from pullfill.deploy.report import frontend_urls
 from pullfill.deploy.state import StateDir, identity
-from pullfill.errors import ConfigError, PullfillError
+from pullfill.errors import ConfigError, PullfillError, UnavailableError
 from pullfill.registry.admin import LiveWorker
 
 _STYLES = {OK: "green", WARN: "yellow", FAIL: "bold red"}
 
 
-def run(where: tuple[str | None, str | None, str | None, str | None]) -> int:
+def run(where: tuple[str | None, ...]) -> int:
     """Print all findings; 1 if any failed."""
     console = Console()
     worst = OK
@@ -103,7 +104,7 @@ def cluster(ref: ClusterRef) -> Iterator[Finding]:
     """Servers answer, workers fit together, nothing is dead-lettered."""
     for name, url, why in (
         ("NATS", ref.nats_url, servers.nats_ready(ref.nats_url, 2.0)),
-        ("etcd", ref.etcd_url, servers.etcd_ready(ref.etcd_url, 2.0)),
+        ("etcd", ref.etcd_url, servers.etcd_ready(ref.etcd_url, 2.0, ref.security.etcd.tls())),
     ):
         if why is None:
             yield Finding(OK, f"{name} answers at {url}")
@@ -115,6 +116,7 @@ def cluster(ref: ClusterRef) -> Iterator[Finding]:
         yield Finding(FAIL, f"the registry cannot be read: {exc}", "see etcd above")
         return
     yield from fit(workers)
+    yield from keys(ref, workers)
     if not any(w.record.role == "frontend" for w in workers) and not frontend_urls(ref):
         yield Finding(WARN, "no frontend", "start one: pullfill frontend")
     yield from dead_letters(ref)
@@ -154,6 +156,23 @@ def fit(workers: Iterable[LiveWorker]) -> Iterator[Finding]:
             )
 
 
+def keys(ref: ClusterRef, workers: Iterable[LiveWorker]) -> Iterator[Finding]:
+    """Which cluster key this is, and whether workers turned away somebody with another."""
+    key = ref.security.cluster.load()
+    if key is not None:
+        yield Finding(OK, f"cluster key {key.fingerprint}")
+    for record in (w.record for w in workers if w.record.http and w.record.role != "frontend"):
+        with suppress(UnavailableError):
+            text = http_get(f"{record.http}/metrics", 2.0)[1].decode("utf-8", "replace")
+            values = re.findall(r"^pullfill_auth_refused_total\{.*\} ([0-9.e+]+)$", text, re.M)
+            if count := int(sum(map(float, values))):
+                yield Finding(
+                    WARN,
+                    f"{record.instance_id} met {count} time(s) a peer with another cluster key",
+                    "compare the fingerprints in both logs, and [cluster] key_file on both",
+                )
+
+
 def dead_letters(ref: ClusterRef) -> Iterator[Finding]:
     """Jobs that nobody may try again."""
     try:
@@ -175,7 +194,9 @@ def dead_letters(ref: ClusterRef) -> Iterator[Finding]:
 async def _dead_letters(ref: ClusterRef) -> dict[str, int]:
     import nats
 
-    client = await nats.connect(ref.nats_url, connect_timeout=2, allow_reconnect=False)
+    client = await nats.connect(
+        ref.nats_url, connect_timeout=2, allow_reconnect=False, **ref.security.nats.options()
+    )
     try:
         streams = await client.jetstream(timeout=2).streams_info()
     finally:

@@ -28,7 +28,9 @@ class Members:
         self._client: EtcdClient | None = None
 
     async def __aenter__(self) -> Self:
-        self._client = await EtcdClient.connect(self._ref.etcd_url, wait_s=self._wait_s)
+        self._client = await EtcdClient.connect(
+            self._ref.etcd_url, wait_s=self._wait_s, security=self._ref.security.etcd
+        )
         return self
 
     async def __aexit__(
@@ -68,10 +70,12 @@ class Members:
 _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
-def http_get(url: str, timeout_s: float = 3.0) -> tuple[int, bytes]:
-    """Status and body. Raises UnavailableError when nothing answers."""
+def http_get(url: str, timeout_s: float = 3.0, key: str = "") -> tuple[int, bytes]:
+    """Status and body; `key` is shown as bearer. Raises UnavailableError when nothing answers."""
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
-        with _opener.open(url, timeout=timeout_s) as reply:
+        request = urllib.request.Request(url, headers=headers)
+        with _opener.open(request, timeout=timeout_s) as reply:
             return reply.status, reply.read()
     except urllib.error.HTTPError as exc:
         with exc:
@@ -80,9 +84,9 @@ def http_get(url: str, timeout_s: float = 3.0) -> tuple[int, bytes]:
         raise UnavailableError(f"{url}: {getattr(exc, 'reason', None) or exc}") from None
 
 
-def http_json(url: str, timeout_s: float = 3.0) -> tuple[int, Any]:
+def http_json(url: str, timeout_s: float = 3.0, key: str = "") -> tuple[int, Any]:
     """Status and decoded JSON body (None if it is not JSON). Raises UnavailableError."""
-    status, body = http_get(url, timeout_s)
+    status, body = http_get(url, timeout_s, key)
     try:
         return status, json.loads(body)
     except ValueError:

@@ -8,6 +8,8 @@ import typer
 
 from pullfill.config import STATE_DIR_ENV, ClusterRef
 from pullfill.errors import ConfigError
+from pullfill.security import SECURITY_ENV
+from pullfill.wire import DigestMode
 
 StateDirOption = Annotated[
     str | None,
@@ -28,6 +30,66 @@ NatsOption = Annotated[
 NamespaceOption = Annotated[
     str | None, typer.Option("--namespace", metavar="NS", help="Namespace of the cluster")
 ]
+SecurityOption = Annotated[
+    str | None,
+    typer.Option(
+        "--security",
+        metavar="FILE",
+        envvar=SECURITY_ENV,
+        show_envvar=False,
+        help=f"Credentials and keys (docs/security.md), or ${SECURITY_ENV}",
+    ),
+]
+ModelOption = Annotated[
+    str | None,
+    typer.Option(
+        "--model", metavar="PATH|demo", help="Checkpoint directory, hub name, or the demo model"
+    ),
+]
+HostOption = Annotated[str, typer.Option("--host", metavar="H", help="Address to bind")]
+InstanceOption = Annotated[str | None, typer.Option("--instance-id", hidden=True)]
+LeaseOption = Annotated[
+    int, typer.Option("--lease-ttl", metavar="S", min=2, help="Seconds until a dead one is gone")
+]
+DrainOption = Annotated[
+    float, typer.Option("--drain-timeout", metavar="S", min=0, help="Longest drain, seconds")
+]
+ConnectOption = Annotated[
+    float,
+    typer.Option("--connect-timeout", metavar="S", min=0, help="Longest wait for NATS and etcd"),
+]
+CpuOption = Annotated[
+    str | None, typer.Option("--cpu", metavar="N", help="Pin to these cores, e.g. 1 or 0-3")
+]
+PinOption = Annotated[
+    bool, typer.Option("--pin/--no-pin", help="On CPU, give workers cores of their own")
+]
+StallOption = Annotated[
+    float,
+    typer.Option(
+        "--engine-stall-timeout",
+        metavar="S",
+        min=1,
+        help="An engine that takes no step for so long while requests wait is stuck",
+    ),
+]
+InflightOption = Annotated[
+    int,
+    typer.Option(
+        "--max-inflight",
+        metavar="N",
+        min=1,
+        help="HTTP requests a frontend serves at once (n > 1 counts once); more get 429",
+    ),
+]
+KvDigestOption = Annotated[
+    DigestMode,
+    typer.Option(
+        "--kv-digest",
+        metavar="off|sample|full",
+        help="Compare the KV that prefill workers write with digests they send",
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON")]
 
 PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -35,12 +97,22 @@ PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
 def find_cluster(
-    state_dir: str | None, etcd: str | None, nats: str | None, namespace: str | None
+    state_dir: str | None,
+    etcd: str | None,
+    nats: str | None,
+    namespace: str | None,
+    security: str | None = None,
 ) -> ClusterRef:
     """For commands that look: etcd alone is enough. Raises ConfigError saying what to do."""
     if etcd and not nats:
         try:
-            return ClusterRef.resolve(state_dir=state_dir, etcd=etcd, namespace=namespace)
+            return ClusterRef.resolve(
+                state_dir=state_dir, etcd=etcd, namespace=namespace, security=security
+            )
         except ConfigError:
-            return ClusterRef.resolve(etcd=etcd, nats="nats://", namespace=namespace)
-    return ClusterRef.resolve(state_dir=state_dir, etcd=etcd, nats=nats, namespace=namespace)
+            return ClusterRef.resolve(
+                etcd=etcd, nats="nats://", namespace=namespace, security=security
+            )
+    return ClusterRef.resolve(
+        state_dir=state_dir, etcd=etcd, nats=nats, namespace=namespace, security=security
+    )

@@ -21,6 +21,8 @@ from pullfill.deploy import defaults, device, servers
 from pullfill.deploy.procs import CLUSTER_ENV, spawn
 from pullfill.errors import ConfigError
 from pullfill.ids import is_name, new_instance_id
+from pullfill.security import OPEN, Security
+from pullfill.wire import DigestMode
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+\Z")
 
@@ -38,9 +40,13 @@ class UpOptions:
     namespace: str = "default"
     etcd_url: str | None = None
     nats_url: str | None = None
+    security: Security = OPEN
     pin: bool = True
     drain_timeout_s: float = 60.0
+    engine_stall_s: float = 60.0
+    max_inflight: int = 1024
     ready_timeout_s: float = 600.0
+    kv_digest: DigestMode = DigestMode.OFF
     vllm_args: list[str] = field(default_factory=list)
 
     @property
@@ -95,14 +101,26 @@ def check(options: UpOptions) -> None:
                 f"cannot listen on {options.host}:{options.port + index} ({problem}): stop what "
                 "uses it, or choose another with --port N"
             )
+    _check_security(options)
     if options.etcd_url is None:
         servers.etcd_binary()
-    elif why := servers.etcd_ready(options.etcd_url, 5.0):
+    elif why := servers.etcd_ready(options.etcd_url, 5.0, options.security.etcd.tls()):
         raise ConfigError(f"{why}. Check --etcd")
     if options.nats_url is None:
         servers.nats_binary()
     elif why := servers.nats_ready(options.nats_url, 5.0):
         raise ConfigError(f"{why}. Check --nats")
+
+
+def _check_security(options: UpOptions) -> None:
+    """The servers that `up` starts ask for nothing: they listen on loopback only."""
+    security = options.security
+    for name, url in (("nats", options.nats_url), ("etcd", options.etcd_url)):
+        if url is None and getattr(security, name) != getattr(OPEN, name):
+            raise ConfigError(
+                f"[{name}] in {security.path} is for a server of your own: name it with "
+                f"--{name} URL, or leave the section out"
+            )
 
 
 def check_flags(arguments: Sequence[str]) -> None:
@@ -186,6 +204,8 @@ def role_command(role: str, cluster: ClusterRef, model: str, extra: Sequence[str
     argv += ["--namespace", cluster.namespace, "--model", model]
     if cluster.state_dir is not None:
         argv += ["--state-dir", str(cluster.state_dir)]
+    if cluster.security.path:
+        argv += ["--security", cluster.security.path]
     return argv + list(extra)
 
 
@@ -208,6 +228,9 @@ def worker_specs(options: UpOptions, cluster: ClusterRef, cluster_id: str) -> li
     for (role, index), place in zip(names, places, strict=True):
         instance = new_instance_id(role)
         extra = ["--instance-id", instance, *drain]
+        extra += ["--engine-stall-timeout", str(options.engine_stall_s)]
+        if role == "decode" and options.kv_digest is not DigestMode.OFF:
+            extra += ["--kv-digest", options.kv_digest.value]
         if place.cores:
             extra += ["--cpu", defaults.format_cores(place.cores)]
         specs.append(
@@ -223,6 +246,7 @@ def worker_specs(options: UpOptions, cluster: ClusterRef, cluster_id: str) -> li
         instance = new_instance_id("frontend")
         port = options.port + index
         extra = ["--instance-id", instance, *drain, "--host", options.host, "--port", str(port)]
+        extra += ["--max-inflight", str(options.max_inflight)]
         specs.append(
             ProcessSpec(
                 name=f"frontend-{index}",

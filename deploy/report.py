@@ -39,6 +39,14 @@ def frontend_urls(ref: ClusterRef) -> list[str]:
     return list(dict.fromkeys(filter(None, urls)))
 
 
+def _ask_frontend(ref: ClusterRef, url: str) -> tuple[int, Any]:
+    """Status and JSON. Whoever may write etcd can announce a frontend: an API key is shown only to
+    one that wants it, and an administrator's never, for none of these routes needs that."""
+    code, body = http_json(url, 5.0)
+    keys = ref.security.frontend.api_keys()
+    return http_json(url, 5.0, keys[0]) if code == 401 and keys else (code, body)
+
+
 async def _workers(ref: ClusterRef) -> list[LiveWorker]:
     async with Members(ref, wait_s=1.0) as members:
         return await members.all()
@@ -67,7 +75,7 @@ def status(ref: ClusterRef, as_json: bool) -> int:
 def _from_frontends(ref: ClusterRef) -> dict[str, Any] | None:
     for url in frontend_urls(ref):
         try:
-            code, body = http_json(f"{url}/pullfill/status", 5.0)
+            code, body = _ask_frontend(ref, f"{url}/pullfill/status")
         except UnavailableError:
             continue
         if code == 200 and isinstance(body, dict) and "workers" in body:
@@ -159,9 +167,15 @@ def explain(ref: ClusterRef, request_id: str, as_json: bool) -> int:
     answered = 0
     for url in urls:
         try:
-            code, body = http_json(f"{url}/pullfill/requests/{quote(request_id, safe='')}", 5.0)
+            where = f"{url}/pullfill/requests/{quote(request_id, safe='')}"
+            code, body = _ask_frontend(ref, where)
         except UnavailableError:
             continue
+        if code == 401:
+            raise ConfigError(
+                f"the frontend at {url} wants an API key: name the --security file that has it as "
+                "[frontend] api_key_file"
+            )
         answered += 1
         if code == 200 and body is not None:
             if as_json:
@@ -192,6 +206,9 @@ def story(record: ExplainRecord) -> Group:
         ),
         Text(f"  decode worker: {record.decode_instance}"),
     ]
+    if record.continued_from:
+        out = f", from {record.continued_tokens} tokens on" if record.continued_tokens else ""
+        lines.append(Text(f"  continued after: {', '.join(record.continued_from)}{out}"))
     if record.prefill_instance:
         plural = "" if record.attempts == 1 else "s"
         lines.append(

@@ -6,7 +6,9 @@ here, and only then the role's own `run` is imported and called.
 
 from __future__ import annotations
 
+import ipaddress
 import os
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -17,6 +19,8 @@ from pullfill.deploy import defaults, device, plan
 from pullfill.deploy.state import Launch, StateDir
 from pullfill.errors import ConfigError
 from pullfill.ids import is_name
+from pullfill.security import Security
+from pullfill.wire import DigestMode
 
 
 @dataclass(slots=True, kw_only=True)
@@ -24,6 +28,7 @@ class RoleCommand:
     """The command line of a role. cluster: (state_dir, etcd, nats, namespace)."""
 
     cluster: tuple[str | None, str | None, str | None, str | None]
+    security: str | None = None
     model: str | None = None
     host: str = "127.0.0.1"
     port: int = 0
@@ -33,12 +38,18 @@ class RoleCommand:
     lease_ttl_s: int = 5
     drain_timeout_s: float = 60.0
     connect_timeout_s: float = 30.0
+    engine_stall_s: float = 60.0
+    kv_digest: DigestMode = DigestMode.OFF
+    control_port: int = 0
+    advertise_control: str | None = None
+    max_inflight: int = 1024
     vllm_args: list[str] = field(default_factory=list)
 
 
 def run_worker(role: str, command: RoleCommand) -> int:
     """Run a decode or prefill worker until it drained; its exit code."""
     ref, model, arguments = _prepare(command)
+    _warn_if_exposed(role, command.host, ref.security)
     cores = cores_of(command, ref, small=command.model in (None, defaults.DEMO))
     _apply(cores, local_model=os.path.isdir(model))
     options = WorkerOptions(
@@ -49,6 +60,10 @@ def run_worker(role: str, command: RoleCommand) -> int:
         drain_timeout_s=command.drain_timeout_s,
         cpu=cores[0] if len(cores) == 1 else None,
         connect_timeout_s=command.connect_timeout_s,
+        engine_stall_s=command.engine_stall_s,
+        kv_digest=command.kv_digest,
+        control_port=command.control_port,
+        advertise_control=command.advertise_control,
     )
     return _entry(role)(ref, options, defaults.worker_flags(arguments))
 
@@ -58,6 +73,8 @@ def run_frontend(command: RoleCommand) -> int:
     ref, model, arguments = _prepare(command)
     from pullfill.deploy.servers import port_problem
 
+    if not any(arg.startswith("--api-key") for arg in arguments):
+        _warn_if_exposed("frontend", command.host, ref.security)
     problem = port_problem(command.host, command.port)
     if problem:
         raise ConfigError(
@@ -73,8 +90,30 @@ def run_frontend(command: RoleCommand) -> int:
         lease_ttl_s=command.lease_ttl_s,
         drain_timeout_s=command.drain_timeout_s,
         connect_timeout_s=command.connect_timeout_s,
+        max_inflight=command.max_inflight,
     )
     return _entry("frontend")(ref, options, arguments)
+
+
+def _warn_if_exposed(role: str, host: str, security: Security) -> None:
+    """Beyond loopback everybody who reaches the port is a peer, unless there are keys."""
+    try:
+        inside = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        inside = host == "localhost"
+    if inside:
+        return
+    if role == "frontend" and security.frontend.api_key_file is None:
+        what, key = "send it requests", "[frontend] api_key_file (or --api-key)"
+    elif role == "decode" and security.cluster.key_file is None:
+        what, key = "claim jobs, commit KV and run requests", "[cluster] key_file"
+    else:
+        return
+    print(
+        f"WARNING: this {role} listens on {host}, and whoever reaches it can {what}: set {key} in "
+        "a --security file (docs/security.md)",
+        file=sys.stderr,
+    )
 
 
 def _entry(role: str) -> Callable[[ClusterRef, Any, list[str]], int]:
@@ -98,7 +137,13 @@ def _prepare(command: RoleCommand) -> tuple[ClusterRef, str, list[str]]:
         raise ConfigError(f"instance id {command.instance_id!r}: lower-case letters, digits, -, _")
     plan.check_flags(command.vllm_args)
     state_dir, etcd, nats, namespace = command.cluster
-    ref = ClusterRef.resolve(state_dir=state_dir, etcd=etcd, nats=nats, namespace=namespace)
+    ref = ClusterRef.resolve(
+        state_dir=state_dir,
+        etcd=etcd,
+        nats=nats,
+        namespace=namespace,
+        security=command.security,
+    )
     launch = None
     if ref.state_dir is not None and not (etcd and nats):
         launch = StateDir(ref.state_dir).launch()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 import socket
+import ssl
 import sysconfig
 import urllib.error
 import urllib.request
@@ -73,6 +74,7 @@ def etcd_binary(name: str = "etcd") -> Path:
 def nats_command(directory: Path, port: int) -> list[str]:
     """Writes DIRECTORY/nats.conf and returns the command that serves it on loopback."""
     directory.mkdir(parents=True, exist_ok=True)
+    directory.chmod(0o700)  # jobs hold prompts
     config = directory / "nats.conf"
     # json.dumps: a quoted string in NATS' config language is a JSON string.
     config.write_text(
@@ -131,15 +133,24 @@ def nats_ready(url: str, timeout_s: float = 1.0) -> str | None:
     return None
 
 
-def etcd_ready(url: str, timeout_s: float = 1.0) -> str | None:
+def etcd_ready(url: str, timeout_s: float = 1.0, tls: ssl.SSLContext | None = None) -> str | None:
     """None when an etcd with a leader answers there, else why not."""
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    opener = urllib.request.build_opener(
+        urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=tls)
+    )
     try:
-        with opener.open(f"{url}/health", timeout=timeout_s) as reply:
+        with opener.open(f"{_without_login(url)}/health", timeout=timeout_s) as reply:
             healthy = json.loads(reply.read()).get("health")
     except (OSError, ValueError, AttributeError) as exc:
         return f"no etcd at {url}: {getattr(exc, 'reason', None) or exc}"
     return None if str(healthy).lower() == "true" else f"the etcd at {url} is not healthy"
+
+
+def _without_login(url: str) -> str:
+    """`scheme://host:port` without a user and password, which urllib would take for the host; of
+    several URLs the first."""
+    scheme, found, rest = url.split(",")[0].strip().partition("://")
+    return f"{scheme}://{rest.rpartition('@')[2]}" if found else f"http://{scheme}"
 
 
 def split_url(url: str, default_port: int) -> tuple[str, int]:

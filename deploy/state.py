@@ -96,7 +96,7 @@ class StateDir:
         """How the cluster was started; None if unknown (missing or damaged)."""
         try:
             return msgspec.json.decode((self.path / LAUNCH_FILE).read_bytes(), type=Launch)
-        except (OSError, msgspec.MsgspecError):
+        except (OSError, msgspec.MsgspecError, ValueError, RecursionError):
             return None
 
     def write_launch(self, launch: Launch) -> None:
@@ -147,5 +147,8 @@ def new_cluster_id() -> str:
 
 def _replace(path: Path, data: bytes) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_bytes(data + b"\n")
+    # Flags for vLLM may hold a key (--api-key): for this user only.
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    with open(fd, "wb") as file:
+        file.write(data + b"\n")
     temporary.replace(path)

@@ -52,6 +52,8 @@ class Supervisor:
             etcd_url=options.etcd_url or "",
             frontend_url=options.frontend_url,
         )
+        if options.security.path:
+            self._cluster.security = options.security.path
         self._children: dict[str, subprocess.Popen[bytes]] = {}
         self._signals = 0
         self._stop = asyncio.Event()

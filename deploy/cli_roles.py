@@ -1,0 +1,174 @@
+"""`pullfill decode | prefill | frontend`: command lines of the processes that join a cluster."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from pullfill.deploy.options import (
+    PASS_THROUGH,
+    ConnectOption,
+    CpuOption,
+    DrainOption,
+    EtcdOption,
+    HostOption,
+    InflightOption,
+    InstanceOption,
+    KvDigestOption,
+    LeaseOption,
+    ModelOption,
+    NamespaceOption,
+    NatsOption,
+    PinOption,
+    SecurityOption,
+    StallOption,
+    StateDirOption,
+)
+from pullfill.wire import DigestMode
+
+
+def register(app: typer.Typer) -> None:
+    """Add the three commands to `app`. Flags not listed in a signature go to vLLM."""
+    for command in (decode, prefill, frontend):
+        app.command(context_settings=PASS_THROUGH)(command)
+
+
+def _run(role: str, context: typer.Context, **given: Any) -> NoReturn:
+    """given: fields of `RoleCommand`, and what names the cluster."""
+    from pullfill.deploy import roles
+
+    where = tuple(given.pop(name) for name in ("state_dir", "etcd", "nats", "namespace"))
+    command = roles.RoleCommand(cluster=where, vllm_args=list(context.args), **given)
+    run = roles.run_frontend if role == "frontend" else lambda c: roles.run_worker(role, c)
+    raise typer.Exit(run(command))
+
+
+def decode(
+    context: typer.Context,
+    model: ModelOption = None,
+    host: HostOption = "127.0.0.1",
+    state_dir: StateDirOption = None,
+    etcd: EtcdOption = None,
+    nats: NatsOption = None,
+    namespace: NamespaceOption = None,
+    security: SecurityOption = None,
+    cpu: CpuOption = None,
+    pin: PinOption = True,
+    instance_id: InstanceOption = None,
+    lease_ttl: LeaseOption = 5,
+    drain_timeout: DrainOption = 60.0,
+    connect_timeout: ConnectOption = 30.0,
+    engine_stall_timeout: StallOption = 60.0,
+    kv_digest: KvDigestOption = DigestMode.OFF,
+    control_port: Annotated[
+        int,
+        typer.Option(
+            "--control-port", min=0, max=65535, help="Where prefill workers claim jobs; 0: any"
+        ),
+    ] = 0,
+    advertise_control: Annotated[
+        str | None,
+        typer.Option(
+            "--advertise-control",
+            metavar="tcp://H:P",
+            help="Publish this address for claims instead of the bound one",
+        ),
+    ] = None,
+) -> None:
+    """Run one decode worker that joins a cluster. Other flags go to vLLM."""
+    _run(
+        "decode",
+        context,
+        model=model,
+        host=host,
+        state_dir=state_dir,
+        etcd=etcd,
+        nats=nats,
+        namespace=namespace,
+        security=security,
+        cpu=cpu,
+        pin=pin,
+        instance_id=instance_id,
+        lease_ttl_s=lease_ttl,
+        drain_timeout_s=drain_timeout,
+        connect_timeout_s=connect_timeout,
+        engine_stall_s=engine_stall_timeout,
+        kv_digest=kv_digest,
+        control_port=control_port,
+        advertise_control=advertise_control,
+    )
+
+
+def prefill(
+    context: typer.Context,
+    model: ModelOption = None,
+    host: HostOption = "127.0.0.1",
+    state_dir: StateDirOption = None,
+    etcd: EtcdOption = None,
+    nats: NatsOption = None,
+    namespace: NamespaceOption = None,
+    security: SecurityOption = None,
+    cpu: CpuOption = None,
+    pin: PinOption = True,
+    instance_id: InstanceOption = None,
+    lease_ttl: LeaseOption = 5,
+    drain_timeout: DrainOption = 60.0,
+    connect_timeout: ConnectOption = 30.0,
+    engine_stall_timeout: StallOption = 60.0,
+) -> None:
+    """Run one prefill worker that joins a cluster. Other flags go to vLLM."""
+    _run(
+        "prefill",
+        context,
+        model=model,
+        host=host,
+        state_dir=state_dir,
+        etcd=etcd,
+        nats=nats,
+        namespace=namespace,
+        security=security,
+        cpu=cpu,
+        pin=pin,
+        instance_id=instance_id,
+        lease_ttl_s=lease_ttl,
+        drain_timeout_s=drain_timeout,
+        connect_timeout_s=connect_timeout,
+        engine_stall_s=engine_stall_timeout,
+    )
+
+
+def frontend(
+    context: typer.Context,
+    model: ModelOption = None,
+    host: HostOption = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one")] = 8000,
+    state_dir: StateDirOption = None,
+    etcd: EtcdOption = None,
+    nats: NatsOption = None,
+    namespace: NamespaceOption = None,
+    security: SecurityOption = None,
+    instance_id: InstanceOption = None,
+    lease_ttl: LeaseOption = 5,
+    drain_timeout: DrainOption = 60.0,
+    connect_timeout: ConnectOption = 30.0,
+    max_inflight: InflightOption = 1024,
+) -> None:
+    """Run one HTTP frontend that joins a cluster. Other flags go to vLLM."""
+    _run(
+        "frontend",
+        context,
+        model=model,
+        host=host,
+        port=port,
+        state_dir=state_dir,
+        etcd=etcd,
+        nats=nats,
+        namespace=namespace,
+        security=security,
+        instance_id=instance_id,
+        lease_ttl_s=lease_ttl,
+        drain_timeout_s=drain_timeout,
+        connect_timeout_s=connect_timeout,
+        max_inflight=max_inflight,
+    )
