@@ -4,6 +4,7 @@ Each row moves the same bytes between the same two mappings in three ways, inter
 compares medians: our fenced write; a plain loop of `memmove` over the same runs (no plan, no
 fence, no batches); one `memmove` of all bytes at once. `--busy` repeats it beside a thread that
 runs Python and small matrix products, as an engine does: there, giving up the GIL per run costs.
+Digests of the same blocks are held against the write: `full` all, `sample` as a grant draws them.
 Writes benchmarks/results/transfer.json and .md with `--save`.
 """
 
@@ -27,11 +28,12 @@ import numpy as np
 
 from benchmarks.machine import Quiet
 from benchmarks.report import RESULTS, Row, finish, row, versus
+from pullfill.transfer.digest import BlockDigester, sampled
 from pullfill.transfer.layout import dense_layout
 from pullfill.transfer.runs import plan
 from pullfill.transfer.session import MappedSession
 from pullfill.transfer.shm.fence import ShmGate
-from pullfill.wire import FenceToken
+from pullfill.wire import DigestMode, FenceToken
 from tests.support.transfer_rigs import Local, Region, Rig, shm_rig
 
 MOVED = 32 << 20
@@ -127,6 +129,34 @@ def bench_writes(rig: Rig, rounds: int, suffix: str = "") -> list[Row]:
     return rows
 
 
+def bench_digests(rig: Rig, rounds: int, suffix: str = "") -> list[Row]:
+    """What `--kv-digest` costs each end, against the write of the same blocks."""
+    rows = []
+    for case in (c for c in cases() if c.name.endswith("scattered")):
+        layout = dense_layout(LAYERS, case.blocks, 1, case.page)
+        region, local = rig.region(layout, instance_id="bench"), rig.local(layout)
+        digester = BlockDigester(local.memory)
+        drawn = sampled(DigestMode.SAMPLE, len(case.source), b"bench", 1)
+        sample = [case.source[index] for index in drawn]
+        with session_of(rig, region, local) as (session, token):
+            ways: dict[str, Callable[[], object]] = {
+                "write": partial(session.write_blocks, token, case.source, case.target),
+                "full": partial(digester.digest, case.source),
+                "sample": partial(digester.digest, sample),
+            }
+            took = interleaved(ways, rounds)
+        region.owner.close()
+        for mode, nbytes in (("full", MOVED), ("sample", MOVED * len(sample) // len(case.source))):
+            name = f"digest {mode}, {case.name}{suffix}"
+            rows.append(row(f"{name}: speed", nbytes / took[mode] / 1e9, "GB/s"))
+            rows.append(
+                versus(
+                    f"{name}: time", took[mode] * 1e3, "ms", "shm write of all", took["write"] * 1e3
+                )
+            )
+    return rows
+
+
 def bench_fence(rig: Rig, rounds: int) -> list[Row]:
     """Taking, checking and letting go of a fence, in percent of a 1 MiB copy."""
     layout = dense_layout(1, 64, 1, 1 << 20)
@@ -199,10 +229,12 @@ def busy_thread() -> Iterator[None]:
 def measure(options: argparse.Namespace) -> list[Row]:
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="bench-") as directory:
         rig = shm_rig(Path(directory))
-        rows = bench_writes(rig, options.rounds)
+        rows = bench_writes(rig, options.rounds) + bench_digests(rig, options.rounds)
         if options.busy:
+            few = max(3, options.rounds // 3)
             with busy_thread():
-                rows += bench_writes(rig, max(3, options.rounds // 3), ", busy thread")
+                rows += bench_writes(rig, few, ", busy thread")
+                rows += bench_digests(rig, few, ", busy thread")
         rows += bench_fence(rig, options.rounds)
     return rows + bench_plan(options.rounds)
 

@@ -58,6 +58,8 @@ def memory(pid: int) -> Memory:
     """Raises OSError when the process is gone."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     kib = {line.split(":")[0]: int(line.split()[1]) for line in lines if line.endswith(" kB")}
+    if "VmRSS" not in kib:  # it has ended and nobody asked how
+        raise ProcessLookupError(f"process {pid} has ended")
     return Memory(kib["VmRSS"] << 10, kib["RssShmem"] << 10, kib["VmHWM"] << 10)
 
 

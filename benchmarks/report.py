@@ -104,17 +104,32 @@ def table(rows: Sequence[Row]) -> str:
 
 def finish(name: str, rows: list[Row], *, quiet: bool, save: bool, title: str) -> int:
     """Print the table, write both files if `save`. Returns 0 if every row is ok, else 1."""
-    results = Results(_commit(), _machine(), quiet, rows)
-    shown = table(rows)
-    state = "quiet" if quiet else "NOT quiet: others used the CPU while it was measured"
-    print(f"\n{shown}\n\ncommit {results.commit}, {results.machine}, {state}")
+    shown, below = table(rows), _below(quiet)
+    print(f"\n{shown}\n\n{below}")
     if save:
-        RESULTS.mkdir(exist_ok=True)
-        encoded = msgspec.json.format(msgspec.json.encode(results), indent=2)
-        (RESULTS / f"{name}.json").write_bytes(encoded + b"\n")
-        text = f"# {title}\n\n{shown}\n\nCommit {results.commit}; {results.machine}; {state}.\n"
-        (RESULTS / f"{name}.md").write_text(text)
+        write(name, rows, quiet=quiet, title=title)
     return 0 if all(r.ok for r in rows) else 1
+
+
+def write(name: str, rows: list[Row], *, quiet: bool, title: str) -> None:
+    """Both files."""
+    RESULTS.mkdir(exist_ok=True)
+    results = Results(_commit(), _machine(), quiet, rows)
+    encoded = msgspec.json.format(msgspec.json.encode(results), indent=2)
+    (RESULTS / f"{name}.json").write_bytes(encoded + b"\n")
+    text = f"# {title}\n\n{table(rows)}\n\nCommit {_below(quiet)}.\n"
+    (RESULTS / f"{name}.md").write_text(text)
+
+
+def _below(quiet: bool) -> str:
+    state = "quiet" if quiet else "NOT quiet: others used the CPU while it was measured"
+    return f"{_commit()}; {_machine()}; {state}"
+
+
+def read_rows(name: str) -> list[Row]:
+    """What the last saved run measured; [] if there is none."""
+    file = RESULTS / f"{name}.json"
+    return msgspec.json.decode(file.read_bytes(), type=Results).rows if file.exists() else []
 
 
 def _short(value: float) -> float:
