@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import signal
+from asyncio.selector_events import BaseSelectorEventLoop
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +21,9 @@ for _name in ("PULLFILL_STATE_DIR", "PULLFILL_FAILPOINTS", "PULLFILL_DEBUG", "PU
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
+# A run that is told to end still ends what it started.
+signal.signal(signal.SIGTERM, signal.default_int_handler)
+
 _ORDER = ("unit", "contract", "integration", "chaos", "gpu")
 
 
@@ -28,10 +34,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return next((i for i, name in enumerate(_ORDER) if name in item.path.parts), len(_ORDER))
 
     items.sort(key=rank)
-    if not gpu_count():
+    if not gpu_count():  # transports into GPU memory have nothing to write to here
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="no CUDA device on this machine"))
+
+
+def _close_after_the_last_turns(loop: BaseSelectorEventLoop) -> None:
+    """A transport that is closed lets go of its socket in the loop's next turn. One that a test, or
+    what it cancelled, closed last gets it here; else its socket is reported in some later test."""
+    if not loop.is_closed() and not loop.is_running():
+        for _ in range(3):
+            loop.run_until_complete(asyncio.sleep(0))
+    _close(loop)
+
+
+_close = BaseSelectorEventLoop.close
+setattr(BaseSelectorEventLoop, "close", _close_after_the_last_turns)  # noqa: B010 (mypy)
 
 
 @pytest.fixture

@@ -23,6 +23,7 @@ from pullfill.wire import (
     RefuseReason,
     Welcome,
 )
+from tests.support import framing
 from tests.support.control_rig import BLOCKS, Decode, Prefill, Raw, commit_of, hello, until
 
 
@@ -218,7 +219,7 @@ async def test_a_link_comes_back_after_its_connection_broke(decode: Decode, conn
     decode.open()
     await prefill.claim()
     for peer in list(decode.server._peers.values()):
-        peer.writer.close()
+        peer.channel.close()
     await until(lambda: prefill.lost == 1)
     await prefill.link.wait_up(10)
     decode.open("k")
@@ -227,8 +228,8 @@ async def test_a_link_comes_back_after_its_connection_broke(decode: Decode, conn
 
 async def test_an_unanswered_claim_fails_when_the_connection_breaks(decode: Decode) -> None:
     async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await frames.read(reader, Hello)
-        frames.write(writer, Welcome(decode_instance="decode-1", incarnation="i0"))
+        await framing.read(reader, Hello)
+        framing.write(writer, Welcome(decode_instance="decode-1", incarnation="i0"))
         await reader.readexactly(4)
         writer.close()
 
@@ -331,18 +332,22 @@ async def test_revoke_then_quiet_frees_the_blocks(decode: Decode, connect: Any) 
     assert release.job_id == "j"
 
 
-async def test_a_job_nobody_claims_is_given_up_at_its_deadline(decode: Decode) -> None:
+async def test_a_job_nobody_claims_is_given_up_at_its_deadline(
+    decode: Decode, connect: Any
+) -> None:
     """Also when the timer had nothing to wait for before."""
+    await connect()
     await asyncio.sleep(0.05)
     decode.open(timeout_s=0.05)
     await until(lambda: decode.ledger.has_events)
     (settle,) = decode.settled()
-    assert (settle.loaded, settle.outcome) == (False, Outcome.TIMEOUT)
+    assert (settle.loaded, settle.outcome) == (False, Outcome.CLAIM_TIMEOUT)
 
 
 async def test_the_timer_survives_a_failure(
-    decode: Decode, monkeypatch: pytest.MonkeyPatch
+    decode: Decode, connect: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    await connect()
     real, calls = decode.ledger.tick, 0
 
     def tick() -> float | None:

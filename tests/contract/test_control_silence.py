@@ -1,4 +1,4 @@
-"""Who says nothing is gone, who says it is alive stays: the control channel over loopback TCP."""
+"""Who is there and pulls, and what becomes of jobs when nobody does: over loopback TCP."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ import pytest
 
 from pullfill import frames
 from pullfill.errors import Outcome
-from pullfill.wire import (
-    Claim,
-    Grant,
-)
+from pullfill.wire import Claim, Grant, HandBack
+from tests.support import framing
 from tests.support.control_rig import Decode, Prefill, Raw, until
 
 
@@ -26,7 +24,7 @@ async def test_a_silent_worker_is_gone_and_its_job_served_here() -> None:
         await stopped.hello()
         await until(lambda: decode.server.prefill_workers == 1)
         decode.open()
-        frames.write(writer, Claim(rid=1, job_id="j", incarnation="i0", delivery=1))
+        framing.write(writer, Claim(rid=1, job_id="j", incarnation="i0", delivery=1))
         assert isinstance(await stopped.hear(), Grant)
         await until(lambda: decode.server.prefill_workers == 0)
         await until(lambda: decode.ledger.open_jobs == 0)
@@ -47,6 +45,67 @@ async def test_a_worker_that_says_alive_stays(monkeypatch: pytest.MonkeyPatch) -
         await asyncio.sleep(1.2)
         assert decode.server.prefill_workers == 1
         assert prefill.lost == 0
+    finally:
+        await prefill.link.close()
+        await decode.server.stop()
+
+
+async def test_a_worker_that_pulls_nothing_for_now_is_not_counted() -> None:
+    """Its engine is stuck: what nobody has claimed is served here; it may come back."""
+    decode = Decode()
+    await decode.server.start("127.0.0.1")
+    prefill = Prefill(decode)
+    try:
+        await prefill.link.wait_up(5.0)
+        decode.open()
+        prefill.link.pause(True)
+        await until(lambda: decode.server.prefill_workers == 0)
+        await until(lambda: decode.ledger.open_jobs == 0)
+        (settled,) = decode.settled()
+        assert (settled.loaded, settled.outcome) == (False, Outcome.PREFILL_LOST)
+        prefill.link.pause(False)
+        await until(lambda: decode.server.prefill_workers == 1)
+        assert prefill.lost == 0
+    finally:
+        await prefill.link.close()
+        await decode.server.stop()
+
+
+async def test_a_job_opened_while_the_last_worker_left_is_served_here() -> None:
+    """The engine thread decided a moment before: no claim timeout is waited for."""
+    decode = Decode()
+    await decode.server.start("127.0.0.1")
+    try:
+        decode.open()
+        await until(lambda: decode.ledger.open_jobs == 0)
+        (settled,) = decode.settled()
+        assert (settled.loaded, settled.outcome) == (False, Outcome.PREFILL_LOST)
+    finally:
+        await decode.server.stop()
+
+
+@pytest.mark.parametrize("writing", [False, True])
+async def test_a_job_the_last_worker_hands_back_while_it_leaves_is_served_here(
+    writing: bool,
+) -> None:
+    decode = Decode()
+    await decode.server.start("127.0.0.1")
+    prefill = Prefill(decode)
+    try:
+        await prefill.link.wait_up(5.0)
+        decode.open()
+        slot = decode.fences.valid((await prefill.claim()).fence)
+        slot.holders += writing
+        prefill.link.leave()
+        await until(lambda: decode.server.prefill_workers == 0)
+        assert decode.settled() == [], "what was granted may end"
+        prefill.link.send(HandBack(job_id="j", attempt=1, incarnation="i0", cause="x", retry=True))
+        await until(lambda: decode.ledger.has_events)
+        *held, settled = decode.settled()
+        assert (settled.loaded, settled.outcome) == (False, Outcome.PREFILL_LOST)
+        assert len(held) == decode.ledger.open_jobs == writing
+        slot.holders = 0
+        await until(lambda: decode.ledger.open_jobs == 0)
     finally:
         await prefill.link.close()
         await decode.server.stop()

@@ -1,145 +1,22 @@
-"""The real frontend process (vLLM's app) over fake decode workers and a real etcd, by HTTP.
-
-One frontend for the module: importing vLLM takes most of the time. Each test brings its own workers
-and takes them away again.
-"""
+"""The real frontend process (vLLM's app) over fake decode workers and a real etcd, by HTTP."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import os
-import signal
-import subprocess
-import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 from typing import Any
 
-import httpx
 import msgspec
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from tokenizers import Tokenizer
 
-from pullfill import wire
 from pullfill.probe import ProbeServer
-from pullfill.registry import keys
-from pullfill.registry.client import EtcdClient
-from pullfill.registry.directory import Directory
-from tests.support.checkpoint import tiny_checkpoint
-from tests.support.etcd import EtcdServer
-from tests.support.fake_decode import FakeDecode, Output, Outputs, token_at
-
-PATIENCE_S = 40.0
-NAMESPACE = "t"
-MAIN = """
-import sys
-from pullfill.config import ClusterRef, FrontendOptions
-from pullfill.frontend.main import run
-etcd, model, *flags = sys.argv[1:]
-options = FrontendOptions(model=model, port=0, instance_id="frontend-t", drain_timeout_s=20.0)
-sys.exit(run(ClusterRef("t", etcd, "nats://127.0.0.1:1"), options, flags))
-"""
-
-
-@dataclass
-class Served:
-    etcd: EtcdServer
-    process: subprocess.Popen[bytes]
-    url: str
-
-    def client(self, **options: Any) -> openai.AsyncOpenAI:
-        return openai.AsyncOpenAI(
-            base_url=f"{self.url}/v1", api_key="none", max_retries=0, **options
-        )
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with EtcdServer(tmp_path_factory.mktemp("etcd")) as etcd:
-        log = tmp_path_factory.mktemp("frontend") / "log"
-        flags = ["--served-model-name", "m", "--max-model-len", "1024"]
-        with log.open("wb") as out:
-            process = subprocess.Popen(
-                [sys.executable, "-c", MAIN, etcd.url, str(tiny_checkpoint()), *flags],
-                cwd=Path(__file__).parents[2],
-                stdout=out,
-                stderr=out,
-            )
-        try:
-            yield Served(etcd, process, asyncio.run(frontend_url(etcd, process, log)))
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(PATIENCE_S) == 0, log.read_text()[-3000:]
-        finally:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
-
-
-async def frontend_url(etcd: EtcdServer, process: subprocess.Popen[bytes], log: Path) -> str:
-    """Where it says in the registry that it listens; it registers once it is about to serve."""
-    client = await EtcdClient.connect(etcd.url)
-    directory = Directory(client, NAMESPACE, ["frontend"])
-    try:
-        await directory.start()
-        async with asyncio.timeout(PATIENCE_S):
-            while not (found := directory.workers("frontend")):
-                assert process.poll() is None, f"it ended, see {log}"
-                await asyncio.sleep(0.1)
-    finally:
-        await directory.close()
-        await client.close()
-    return found["frontend-t"].http
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():  # noqa: ASYNC110 - the condition has no event to wait for
-            await asyncio.sleep(0.01)
-
-
-@asynccontextmanager
-async def workers(served: Served, *fakes: FakeDecode) -> AsyncIterator[httpx.AsyncClient]:
-    """The frontend with exactly these workers ready; afterwards with none."""
-    etcd = await EtcdClient.connect(served.etcd.url)
-    async with httpx.AsyncClient(base_url=served.url, timeout=PATIENCE_S) as http:
-
-        async def decode_count(count: int) -> None:
-            async with asyncio.timeout(PATIENCE_S):
-                while (await http.get("/ready")).json()["decode"] != count:  # noqa: ASYNC110
-                    await asyncio.sleep(0.02)
-
-        def key(fake: FakeDecode) -> str:
-            return keys.worker(NAMESPACE, "decode", fake.instance_id)
-
-        try:
-            for fake in fakes:
-                await etcd.put(key(fake.start()), wire.encode(fake.record))
-            await decode_count(len(fakes))
-            yield http
-        finally:
-            for fake in fakes:
-                await etcd.delete(key(fake))
-                await asyncio.to_thread(fake.die)
-            await decode_count(0)
-            await etcd.close()
-
-
-def expected(prompt: list[int], count: int) -> str:
-    text: str = tokenizer().decode([token_at(prompt, i) for i in range(count)])
-    assert len(text) == count
-    return text
-
-
-@cache
-def tokenizer() -> Tokenizer:
-    return Tokenizer.from_file(str(tiny_checkpoint() / "tokenizer.json"))
+from tests.support.fake_decode import FakeDecode
+from tests.support.fake_vllm import Output, Outputs
+from tests.support.frontend_http import PATIENCE_S, Served, expected, until, workers
 
 
 async def test_models_completions_and_tokenize(served: Served) -> None:
@@ -178,6 +55,7 @@ async def test_choices_and_batches_are_requests_of_their_own(served: Served) -> 
         assert set(record) == {
             "request_id", "path", "reason", "prompt_tokens", "prefix_hit_tokens", "remote_tokens",
             "decode_instance", "prefill_instance", "attempts", "fallback", "kv_bytes", "timings_ms",
+            "continued_from", "continued_tokens",
         }  # fmt: skip
         assert 0 < record["timings_ms"]["route"] < record["timings_ms"]["first_token"]
         missing = await http.get("/pullfill/requests/chatcmpl-none")
@@ -371,24 +249,3 @@ async def test_an_output_that_vllm_cannot_take_costs_only_open_requests(served: 
         fake.hold = False
         done = await client.completions.create(model="m", prompt="abc", max_tokens=2)
         assert len(done.choices[0].text) == 2
-
-
-async def test_drain_finishes_open_streams_and_exits_0(served: Served) -> None:
-    """Keep last: it ends the module's frontend. Its exit status is checked by the fixture."""
-    fake = FakeDecode("decode-1", model="m", max_model_len=512, step_s=0.01)
-    etcd = await EtcdClient.connect(served.etcd.url)
-    await etcd.put(keys.worker(NAMESPACE, "decode", "decode-1"), wire.encode(fake.start().record))
-    async with served.client() as client:
-        stream = await client.completions.create(
-            model="m", prompt="abc", max_tokens=100, stream=True
-        )
-        text = ""
-        async for chunk in stream:
-            if not text:
-                served.process.send_signal(signal.SIGTERM)
-            text += chunk.choices[0].text
-        assert text == expected(fake.added[0].prompt_token_ids or [], 100)
-    await until(lambda: served.process.poll() is not None)
-    assert await etcd.get(keys.worker(NAMESPACE, "frontend", "frontend-t")) is None
-    await etcd.close()
-    await asyncio.to_thread(fake.die)

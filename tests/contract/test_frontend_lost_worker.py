@@ -7,59 +7,74 @@ import contextlib
 import signal
 import sys
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from tests.support.fake_decode import FakeDecode, request
-from tests.support.frontend_rig import rig, until
+from pullfill.wire import WorkerRecord
+from tests.support.fake_decode import FakeDecode
+from tests.support.fake_vllm import answer, request
+from tests.support.frontend_rig import Rig, rig, until
 
 WORKER = """
-import sys, time
+import time
 from tests.support.fake_decode import FakeDecode
-fake = FakeDecode("decode-1", step_s=0.02, hold=sys.argv[1] == "hold").start()
+fake = FakeDecode("decode-1", step_s=0.02).start()
 print(fake.record.data, flush=True)
 time.sleep(600)
 """
+BOUND_S = 5.0
+PROMPT = [1, 2, 3]
+TOKENS = 400
 
 
-@pytest.mark.parametrize("fault", [signal.SIGSTOP, signal.SIGKILL])
-@pytest.mark.parametrize("started", [True, False])
-async def test_a_lost_process_is_noticed_within_five_seconds(fault: int, started: bool) -> None:
+@asynccontextmanager
+async def worker_process() -> AsyncIterator[tuple[asyncio.subprocess.Process, WorkerRecord]]:
     process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-c",
-        WORKER,
-        "go" if started else "hold",
-        stdout=asyncio.subprocess.PIPE,
-        cwd=Path(__file__).parents[2],
-    )
+        sys.executable, "-c", WORKER,
+        stdout=asyncio.subprocess.PIPE, cwd=Path(__file__).parents[2],
+    )  # fmt: skip
     assert process.stdout is not None
-    other = FakeDecode("decode-2")
+    template = FakeDecode("decode-1")
     try:
         address = (await process.stdout.readline()).decode().strip()
-        async with rig() as r:
-            r.directory.put(
-                msgspec.structs.replace(other.record, instance_id="decode-1", data=address)
-            )
-            await r.ready(1)
-            r.dispatcher.submit(request("a", max_tokens=100_000))
-            await until(lambda: bool(r.sink.tokens) == started)
-            await asyncio.sleep(0.1)
-            r.add(other.start())
-            await r.ready(2)
-            process.send_signal(fault)
-            at = time.monotonic()
-            if started:
-                await until(lambda: "a" in r.sink.failures)
-                assert "decode-1 was lost" in r.sink.failures["a"]
-            else:
-                await until(lambda: "a" in r.sink.tokens)
-                assert [q.request_id for q in other.added] == ["a~1"]
-            assert time.monotonic() - at < 5.0
+        yield process, msgspec.structs.replace(template.record, data=address)
     finally:
+        template.die()
         with contextlib.suppress(ProcessLookupError):
             process.kill()
         await process.wait()
-        other.die()
+
+
+async def begun(r: Rig, record: WorkerRecord, request_id: str) -> None:
+    """A frontend with a request whose tokens come from the process."""
+    r.directory.put(record)
+    await r.ready(1)
+    r.dispatcher.submit(request(request_id, PROMPT, max_tokens=TOKENS))
+    await until(lambda: len(r.sink.tokens.get(request_id, [])) > 3)
+
+
+@pytest.mark.parametrize("fault", [signal.SIGSTOP, signal.SIGKILL])
+async def test_a_lost_process_is_noticed_within_five_seconds(fault: int) -> None:
+    """Two frontends: one knows another worker and goes on there, one does not and says so."""
+    other = FakeDecode("decode-2")
+    async with worker_process() as (process, record), rig() as lucky, rig() as alone:
+        try:
+            await asyncio.gather(begun(lucky, record, "a"), begun(alone, record, "b"))
+            lucky.add(other.start())
+            await lucky.ready(2)
+            process.send_signal(fault)
+            at = time.monotonic()
+            await until(lambda: bool(other.added))
+            assert time.monotonic() - at < BOUND_S
+            await until(lambda: "b" in alone.sink.failures)
+            assert time.monotonic() - at < BOUND_S
+            assert "decode-1 was lost" in alone.sink.failures["b"]
+            await until(lambda: "a" in lucky.sink.finished)
+            assert lucky.sink.tokens["a"] == answer(PROMPT, TOKENS)
+            assert [q.request_id for q in other.added] == ["a~1"]
+        finally:
+            other.die()

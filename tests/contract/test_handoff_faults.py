@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -44,12 +45,12 @@ def swapped_tokens(body: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("change", "outcome"),
     [
-        (lambda body: b"\xc1" * 40, Outcome.TIMEOUT),
-        (lambda body: body[:-1], Outcome.TIMEOUT),
-        (forged(v=2), Outcome.TIMEOUT),
-        (forged(token_ids=b""), Outcome.TIMEOUT),
-        (forged(token_ids=b"abc"), Outcome.TIMEOUT),
-        (forged(job_id="another"), Outcome.TIMEOUT),
+        (lambda body: b"\xc1" * 40, Outcome.CLAIM_TIMEOUT),
+        (lambda body: body[:-1], Outcome.CLAIM_TIMEOUT),
+        (forged(v=2), Outcome.CLAIM_TIMEOUT),
+        (forged(token_ids=b""), Outcome.CLAIM_TIMEOUT),
+        (forged(token_ids=b"abc"), Outcome.CLAIM_TIMEOUT),
+        (forged(job_id="another"), Outcome.CLAIM_TIMEOUT),
         (swapped_tokens, Outcome.PREFILL_FAILED),
         (forged(token_ids=u32.pack(range(300))), Outcome.PREFILL_FAILED),
         (forged(block_ids=u32.pack([90, 91, 92])), Outcome.PREFILL_FAILED),
@@ -78,7 +79,7 @@ async def test_poison_and_forgery_write_nothing(
         served = decode.send(prompt(3 * BLOCK))
         before = decode.pages.copy()
         await until(lambda: len(cluster.queue.dead) == 1)
-        if outcome is Outcome.TIMEOUT:
+        if outcome is Outcome.CLAIM_TIMEOUT:
             assert served.loaded is None
             decode.pass_time(25.0)
         await settled(served)
@@ -123,7 +124,7 @@ async def test_jobs_of_a_decode_worker_that_is_gone_are_dropped(tmp_path: Path) 
         assert prefill.engine.computed_tokens == 19
         assert not cluster.queue.dead
         gone.abort(lost)
-        gone.ledger.give_up_all(Outcome.DRAINED)
+        gone.ledger.give_up_all(Outcome.ENGINE_STUCK)
         await cluster.check_clean()
 
 
@@ -190,7 +191,7 @@ async def test_a_decode_worker_that_comes_back_to_the_directory_stays(tmp_path: 
         cluster.directory.remove("decode-1")
         cluster.directory.put(record)
         for peer in list(decode.control._peers.values()):
-            peer.writer.close()
+            peer.channel.close()
         await until(lambda: decode.control.prefill_workers == 0)
         await until(lambda: prefill.links.connected)
         served = decode.send(prompt(20))
@@ -233,4 +234,21 @@ async def test_the_queue_going_away_means_local_at_once(tmp_path: Path) -> None:
         again = decode.send(prompt(20))
         await settled(again)
         assert decode.right(again)
+        await cluster.check_clean()
+
+
+async def test_a_paused_puller_gives_back_what_a_pull_still_brings(tmp_path: Path) -> None:
+    """Its engine is stuck. The job goes to a worker that pulls, or to this one when it goes on."""
+    async with Cluster(tmp_path) as cluster:
+        decode, prefill = await cluster.decode(), await cluster.prefill()
+        await asyncio.sleep(0.05)  # the pull under way began before the pause
+        prefill.puller.pause(True)
+        served = decode.send(prompt(20))
+        await asyncio.sleep(0.3)
+        assert served.loaded is None
+        assert prefill.runner.in_flight == 0
+        assert cluster.queue.status().depth_jobs == 1
+        prefill.puller.pause(False)
+        await settled(served)
+        assert decode.right(served)
         await cluster.check_clean()

@@ -265,4 +265,11 @@ async def test_settings_set_at_the_same_time_all_stay(client: EtcdClient, ns: st
         config.set("max_prefill_queue_size", "2"),
         config.set("remote_timeout_s", "3"),
     )
-    assert list((await config.get_all()).values()) == ["always_local", 1, 2, 3.0]
+    assert await config.get_all() == {
+        "router.policy": "always_local",
+        "router.max_local_prefill_length": 1,
+        "router.max_prefill_queue_size": 2,
+        "router.max_remote_kv_fraction": 0.5,
+        "router.remote_timeout_s": 3.0,
+        "router.claim_timeout_s": 10.0,
+    }

@@ -6,10 +6,16 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterator
 from itertools import count
+from pathlib import Path
 
 import pytest
 
-from pullfill.errors import ConfigError, IncompatibleError, PeerUnavailable
+from pullfill.errors import (
+    ConfigError,
+    IncompatibleError,
+    PeerUnavailable,
+    RegistryUnavailable,
+)
 from pullfill.registry import keys
 from pullfill.registry.admin import live_workers, revoke_worker
 from pullfill.registry.client import EtcdClient
@@ -57,12 +63,34 @@ async def test_join_state_leave(client: EtcdClient, ns: str) -> None:
     assert await client.get(keys.model(ns, "demo")) is not None
     assert await me.set_state(WorkerState.DRAINING)
     assert (await registered(client, ns))["decode-1"].state is WorkerState.DRAINING
+    me.note_state(WorkerState.READY)
+    async with asyncio.timeout(10):
+        while (await registered(client, ns))["decode-1"].state is not WorkerState.READY:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
     await me.leave()
     await me.leave()
     assert await registered(client, ns) == {}
     assert await client.get(keys.descriptor(ns, "decode-1", 0)) is None
     assert not me.revoked.is_set()
     assert not await me.set_state(WorkerState.READY)
+
+
+async def test_etcd_goes_away_before_the_first_registration(tmp_path: Path, ns: str) -> None:
+    """As while a worker loads its model: it waits as long as for its first connection."""
+    with EtcdServer(tmp_path / "etcd") as server:
+        client = await EtcdClient.connect(server.url, wait_s=10)
+        me = member(client, ns, "decode-1", ttl_s=5)
+        await asyncio.to_thread(server.kill)
+        with pytest.raises(RegistryUnavailable):
+            await me.join()
+        joining = asyncio.create_task(me.join(wait_s=30))
+        await asyncio.sleep(0.3)
+        assert not joining.done()
+        await asyncio.to_thread(server.start)
+        await asyncio.wait_for(joining, 20)
+        assert list(await registered(client, ns)) == ["decode-1"]
+        await me.leave()
+        await client.close()
 
 
 async def test_revoked_lease_is_noticed_at_once_and_stays_gone(client: EtcdClient, ns: str) -> None:

@@ -23,7 +23,7 @@ from pullfill.errors import (
 )
 from pullfill.transfer.contract import PeerSession
 from pullfill.transfer.copying import copy_batch
-from pullfill.transfer.digest import digest_blocks
+from pullfill.transfer.digest import BlockDigester
 from pullfill.transfer.layout import dense_layout
 from pullfill.transfer.runs import Batch
 from pullfill.transfer.session import MappedSession
@@ -85,8 +85,9 @@ def test_read_moves_exactly_the_named_blocks(rig: Rig, layout: str) -> None:
     assert session.read_blocks(token, source, target).blocks == 11
     session.close()
     check_moved(before, mine.pages, region.pages[:, source], target)
-    assert digest_blocks(mine.memory, target) == digest_blocks(region.memory, source)
-    assert digest_blocks(mine.memory, target) != digest_blocks(region.memory, source[::-1])
+    digest = BlockDigester(mine.memory).digest(target)
+    assert digest == BlockDigester(region.memory).digest(source)
+    assert digest != BlockDigester(region.memory).digest(source[::-1])
 
 
 def test_neighbouring_blocks_move_as_one_run_per_layer(rig: Rig) -> None:

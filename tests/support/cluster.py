@@ -15,15 +15,20 @@ import signal
 import subprocess
 import sys
 import time
+from base64 import b64decode
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import openai
 from prometheus_client.parser import text_string_to_metric_families
 
+from pullfill.failpoints import parse as check_failpoints
+from pullfill.registry import keys
+from pullfill.wire import WorkerRecord, decode
 from tests.support.etcd import EtcdServer
 from tests.support.nats import NatsServer
 
@@ -61,6 +66,8 @@ class Worker:
     process: subprocess.Popen[bytes]
     log: Path
     instance_id: str = ""
+    armed: str = ""
+    """Its failpoints now."""
 
     @property
     def pid(self) -> int:
@@ -69,6 +76,17 @@ class Worker:
     @property
     def alive(self) -> bool:
         return self.process.poll() is None
+
+    @property
+    def stopped(self) -> bool:
+        """By SIGSTOP, or a failpoint's."""
+        stat = Path(f"/proc/{self.pid}/stat").read_text()
+        return stat.rpartition(")")[2].split()[0] == "T"
+
+    def arm(self, spec: str) -> None:
+        """Set its failpoints, now, whatever they were; hits are counted from here."""
+        self.armed = spec
+        _write_failpoints(self.log, spec)
 
     def signal(self, number: int) -> None:
         if self.alive:
@@ -90,13 +108,15 @@ class Worker:
 
 @dataclass
 class Cluster:
-    """See the module. `kv_mib`: KV memory of each worker, which sets how many blocks there are."""
+    """See the module. `kv_mib`: KV memory of each worker, which sets how many blocks there are.
+    `api_key`: what our requests to frontends show."""
 
     directory: Path
     model_path: Path
     kv_mib: int = 64
     lease_ttl_s: int = 2
     namespace: str = "test"
+    api_key: str = "none"
     workers: list[Worker] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -104,6 +124,7 @@ class Cluster:
         self.etcd = EtcdServer(self.directory / "etcd")
         self.nats = NatsServer(self.directory / "nats")
         self.frontend_url = ""
+        self._router: dict[str, object] = {}
         self._client: openai.OpenAI | None = None
 
     # ------------------------------------------------------------------ life
@@ -129,8 +150,10 @@ class Cluster:
         env: Mapping[str, str] | None = None,
         cpu: int | None = None,
         failpoints: str = "",
+        nats: str = "",
     ) -> Worker:
-        """Start one process; does not wait."""
+        """Start one process; does not wait. `nats`: another address of the server, as through a
+        proxy."""
         number = sum(w.role == role for w in self.workers)
         log = self.directory / f"{role}-{number}.log"
         cores = os.cpu_count() or 1
@@ -140,7 +163,7 @@ class Cluster:
             sys.executable, "-c", _MAIN, role,
             "--model", str(self.model_path),
             "--etcd", self.etcd.url,
-            "--nats", self.nats.url,
+            "--nats", nats or self.nats.url,
             "--namespace", self.namespace,
             "--lease-ttl", str(self.lease_ttl_s),
             *FLAGS,
@@ -153,9 +176,7 @@ class Cluster:
         else:
             command += [f"--kv-cache-memory-bytes={self.kv_mib << 20}", "--cpu", str(cpu)]
         full = {**os.environ, "PULLFILL_LOG_LEVEL": "INFO", **(env or {})}
-        full.pop("PULLFILL_FAILPOINTS", None)
-        if failpoints:
-            full["PULLFILL_FAILPOINTS"] = failpoints
+        full["PULLFILL_FAILPOINTS"] = f"@{_write_failpoints(log, failpoints)}"
         with log.open("ab") as out:
             process = subprocess.Popen(
                 [*command, *extra],
@@ -165,16 +186,17 @@ class Cluster:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        worker = Worker(role, process, log)
+        worker = Worker(role, process, log, armed=failpoints)
         self.workers.append(worker)
         return worker
 
     def wait_ready(self, *workers: Worker, within_s: float = 120.0) -> None:
         """Until each is seen ready by the frontend, and prefill workers by every decode worker."""
-        until(lambda: self._seen(workers), within_s, f"ready: {[w.role for w in workers]}")
-        until(self._linked, 20.0, "every prefill worker connected to every decode worker")
+        until(lambda: self.seen(workers), within_s, f"ready: {[w.role for w in workers]}")
+        until(self.linked, 20.0, "every prefill worker connected to every decode worker")
 
-    def _seen(self, workers: Sequence[Worker]) -> bool:
+    def seen(self, workers: Sequence[Worker]) -> bool:
+        """Whether the frontend sees each of them ready; notes their instance ids."""
         for worker in workers:
             assert worker.alive, f"{worker.role} died at start:\n{worker.tail()}"
         with contextlib.suppress(httpx.HTTPError):
@@ -191,7 +213,8 @@ class Cluster:
             return True
         return False
 
-    def _linked(self) -> bool:
+    def linked(self) -> bool:
+        """Whether every prefill worker is connected to every decode worker."""
         entries = self.status()["workers"]
         prefill = {w["instance_id"] for w in entries if w["role"] == "prefill"}
         decode = [w for w in entries if w["role"] == "decode"]
@@ -228,7 +251,9 @@ class Cluster:
         url = f"{self.frontend_url}/v1"
         if self._client is None or str(self._client.base_url).rstrip("/") != url:
             self._close_client()
-            self._client = openai.OpenAI(base_url=url, api_key="none", timeout=60.0, max_retries=0)
+            self._client = openai.OpenAI(
+                base_url=url, api_key=self.api_key, timeout=60.0, max_retries=0
+            )
         return self._client
 
     def _close_client(self) -> None:
@@ -237,33 +262,61 @@ class Cluster:
             self._client = None
 
     def status(self) -> dict[str, Any]:
-        answer = httpx.get(f"{self.frontend_url}/pullfill/status", timeout=10.0)
+        answer = self._get("/pullfill/status")
         result: dict[str, Any] = answer.raise_for_status().json()
         return result
 
+    def _get(self, path: str) -> httpx.Response:
+        headers = {"Authorization": f"Bearer {self.api_key}"}
+        return httpx.get(f"{self.frontend_url}{path}", timeout=10.0, headers=headers)
+
+    def load_of(self, worker: Worker) -> dict[str, Any]:
+        """What a worker reports of itself."""
+        entries = {w["pid"]: w for w in self.status()["workers"]}
+        load: dict[str, Any] = entries[worker.pid]["load"]
+        return load
+
+    def records(self, role: str) -> dict[str, WorkerRecord]:
+        """What etcd holds now, by instance id."""
+        prefix = f"{keys.workers_prefix(self.namespace)}{role}/"
+        answer = msgspec.json.decode(self.etcd.ctl("get", "--prefix", prefix, "-w", "json"))
+        found = [decode(b64decode(kv["value"]), WorkerRecord) for kv in answer.get("kvs", [])]
+        return {record.instance_id: record for record in found}
+
+    def revoke_lease(self, worker: Worker) -> None:
+        """As `pullfill drain` does."""
+        key = keys.worker(self.namespace, worker.role, worker.instance_id)
+        fields = self.etcd.ctl("get", key, "-w", "fields").splitlines()
+        lease = int(next(x for x in fields if x.startswith('"Lease"')).split(":")[1])
+        self.etcd.ctl("lease", "revoke", f"{lease:x}")
+
     def explain(self, request_id: str) -> dict[str, Any]:
-        answer = httpx.get(f"{self.frontend_url}/pullfill/requests/{request_id}", timeout=10.0)
+        answer = self._get(f"/pullfill/requests/{request_id}")
         result: dict[str, Any] = answer.raise_for_status().json()
         return result
 
     def counter(self, name: str, **labels: str) -> float:
         """Sum of a metric over the cluster, from the frontend's one scrape."""
+        found = self.samples(name)
+        return sum(value for key, value in found.items() if labels.items() <= set(key))
+
+    def samples(self, *names: str) -> dict[tuple[tuple[str, str], ...], float]:
+        """All samples of these metrics by their labels, in order, `__name__` first."""
         text = httpx.get(f"{self.frontend_url}/metrics", timeout=10.0).text
-        total = 0.0
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                if sample.name == name and labels.items() <= sample.labels.items():
-                    total += sample.value
-        return total
+        return {
+            (("__name__", sample.name), *sorted(sample.labels.items())): sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name in names
+        }
 
     def set_router(self, **settings: object) -> None:
-        """Write router settings as `pullfill config set` does and wait until they act."""
-        for key, value in settings.items():
-            place = ["--etcd", self.etcd.url, "--nats", self.nats.url]
-            place += ["--namespace", self.namespace]
-            command = [sys.executable, "-c", _MAIN, "config", "set", f"router.{key}", str(value)]
-            subprocess.run([*command, *place], check=True, capture_output=True, timeout=60)
-        time.sleep(0.3)  # a watch event away
+        """Store router settings where `pullfill config set` does and wait until they act."""
+        self._router |= settings
+        key, value = keys.router_config(self.namespace), msgspec.json.encode(self._router).decode()
+        if self.etcd.ctl("get", key, "--print-value-only").strip() != value:
+            self.etcd.ctl("put", key, value)
+            time.sleep(0.3)  # a watch event away
 
     def assert_clean(self, within_s: float = 20.0) -> None:
         """Ledger, quarantine, queue and free blocks are back to the baseline (I3, I4)."""
@@ -304,6 +357,15 @@ class Cluster:
             for line in w.log.read_text(errors="replace").splitlines()
             if bad.search(line)
         ]
+
+
+def _write_failpoints(log: Path, spec: str) -> Path:
+    """Replace the file from which a worker with this log takes its failpoints."""
+    check_failpoints(spec)
+    path = log.with_suffix(".failpoints")
+    new = path.with_suffix(".new")
+    new.write_text(spec)
+    return new.replace(path)
 
 
 def _free_port() -> int:

@@ -8,12 +8,12 @@ from typing import Any
 
 import msgspec
 
-from pullfill import frames
 from pullfill.decode_worker.control import ControlServer
 from pullfill.decode_worker.ledger import Ledger
 from pullfill.decode_worker.story import Stories
 from pullfill.errors import BadMessage, PeerUnavailable
 from pullfill.prefill_worker.link import DecodeLink
+from pullfill.security import ClusterKey
 from pullfill.transfer.loopback import LoopbackFences
 from pullfill.wire import (
     SILENT_S,
@@ -27,6 +27,7 @@ from pullfill.wire import (
     WorkerRecord,
     WorkerState,
 )
+from tests.support import framing
 from tests.support.transfer_rigs import COMPAT
 
 BLOCKS = (0, 5, 6)
@@ -35,7 +36,7 @@ BLOCKS = (0, 5, 6)
 class Decode:
     """One decode worker's control server over a real ledger."""
 
-    def __init__(self, silent_s: float = SILENT_S) -> None:
+    def __init__(self, silent_s: float = SILENT_S, key: ClusterKey | None = None) -> None:
         loop = asyncio.get_running_loop()
         self.cancelled: list[object] = []
         self.nakked: list[str] = []
@@ -53,6 +54,7 @@ class Decode:
             cancel=self._cancel,
             hand_back=self._hand_back,
             silent_s=silent_s,
+            key=key,
         )
 
     async def _cancel(self, receipt: object) -> None:
@@ -90,11 +92,18 @@ class Decode:
 class Prefill:
     """One prefill worker's link, and what it was told."""
 
-    def __init__(self, decode: Decode, name: str = "prefill-1", compat: str | None = None) -> None:
+    def __init__(
+        self,
+        decode: Decode,
+        name: str = "prefill-1",
+        compat: str | None = None,
+        key: ClusterKey | None = None,
+        address: str | None = None,
+    ) -> None:
         self.revokes: list[Revoke] = []
         self.lost = 0
         self.link = DecodeLink(
-            decode.record(),
+            decode.record(address),
             Hello(
                 prefill_instance=name,
                 host_id="h",
@@ -104,6 +113,7 @@ class Prefill:
             self._no_mover,
             lambda _, revoke: self.revokes.append(revoke),
             self._lost,
+            key,
         )
 
     async def _no_mover(self, record: WorkerRecord) -> Any:
@@ -139,13 +149,13 @@ class Raw:
         self.reader, self.writer = reader, writer
 
     def say(self, message: msgspec.Struct) -> None:
-        frames.write(self.writer, message)
+        framing.write(self.writer, message)
 
     async def hear(self) -> Any:
-        return await asyncio.wait_for(frames.read(self.reader, ToPrefill), 10)  # type: ignore[arg-type]
+        return await asyncio.wait_for(framing.read(self.reader, ToPrefill), 10)  # type: ignore[arg-type]
 
-    async def hello(self) -> None:
-        self.say(hello())
+    async def hello(self, compat: str | None = None) -> None:
+        self.say(hello(compat=compat))
         assert isinstance(await self.hear(), Welcome)
 
     async def ended(self) -> bool:
@@ -153,6 +163,8 @@ class Raw:
             return await asyncio.wait_for(self.reader.read(), 10) == b""
         except ConnectionError:
             return True
+        finally:
+            self.writer.close()
 
 
 def hello(name: str = "raw", compat: str | None = None) -> Hello:

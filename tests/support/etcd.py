@@ -8,12 +8,15 @@ import random
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import time
 import urllib.error
 import urllib.request
 from importlib.util import find_spec
 from pathlib import Path
+
+from tests.support.certificates import Certificates
 
 
 def etcd_binary(name: str = "etcd") -> Path:
@@ -38,12 +41,25 @@ def free_ports(count: int) -> list[int]:
 
 
 class EtcdServer:
-    """One single-member etcd. `start` returns when it answers; `stop` leaves no process behind."""
+    """One single-member etcd. `start` returns when it answers; `stop` leaves no process behind.
+    tls: it shows `cert` to clients and wants theirs, signed by `ca`. options: more of its flags."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, tls: Certificates | None = None, **options: str) -> None:
         self.directory = directory
         self.client_port, self.peer_port = free_ports(2)
-        self.url = f"http://127.0.0.1:{self.client_port}"
+        self.url = f"{'https' if tls else 'http'}://127.0.0.1:{self.client_port}"
+        self._options, self._context, self._ctl_flags = options, None, []
+        if tls is not None:
+            files = {"cert": tls.cert, "key": tls.key, "cacert": tls.ca}
+            self._ctl_flags = [f"--{name}={path}" for name, path in files.items()]
+            self._context = ssl.create_default_context(cafile=tls.ca)
+            self._context.load_cert_chain(tls.cert, tls.key)
+            self._options = options | {
+                "cert-file": str(tls.cert),
+                "key-file": str(tls.key),
+                "trusted-ca-file": str(tls.ca),
+                "client-cert-auth": "true",
+            }
         self.process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -70,6 +86,7 @@ class EtcdServer:
             "heartbeat-interval": "50",  # ms; the election timeout is most of the start-up time
             "election-timeout": "500",
             "log-level": "warn",
+            **self._options,
         }
         with (self.directory / "etcd.log").open("ab") as log:
             self.process = subprocess.Popen(
@@ -88,7 +105,9 @@ class EtcdServer:
 
     def _healthy(self) -> bool:
         try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=1.0) as response:
+            with urllib.request.urlopen(
+                f"{self.url}/health", timeout=1.0, context=self._context
+            ) as response:
                 return b'"true"' in response.read()
         except (OSError, urllib.error.URLError):
             return False
@@ -131,10 +150,16 @@ class EtcdServer:
 
     def ctl(self, *arguments: str) -> str:
         """Run the real etcdctl against it; returns its stdout."""
-        command = [str(etcd_binary("etcdctl")), f"--endpoints={self.url}", *arguments]
+        command = [str(etcd_binary("etcdctl")), f"--endpoints={self.url}", *self._ctl_flags]
         return subprocess.run(
-            command, check=True, capture_output=True, text=True, timeout=20
+            [*command, *arguments], check=True, capture_output=True, text=True, timeout=20
         ).stdout
+
+    def enable_auth(self, password: str) -> None:
+        """From now on nothing without a login; the user is root."""
+        self.ctl("user", "add", f"root:{password}")
+        self.ctl("auth", "enable")
+        self._ctl_flags.append(f"--user=root:{password}")
 
     def __enter__(self) -> EtcdServer:
         return self.start()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,121 +24,23 @@ from pullfill.engine import check, rpc
 from pullfill.host import host_id
 from pullfill.ids import new_incarnation
 from pullfill.wire import ExplainRecord, Timings, WorkerRecord, WorkerState
-
-STOP, LENGTH, ABORT = 0, 1, 2
-FIRST_TOKEN = 75
-"""26 tokens from here are one printable ASCII character each in the tiny checkpoint."""
-
-
-class Request(msgspec.Struct, array_like=True, omit_defaults=True):
-    """EngineCoreRequest."""
-
-    request_id: str
-    prompt_token_ids: list[int] | None
-    mm_features: Any
-    sampling_params: dict[str, Any] | None
-    pooling_params: Any
-    arrival_time: float
-    lora_request: Any = None
-    cache_salt: str | None = None
-    data_parallel_rank: int | None = None
-    prompt_embeds: Any = None
-    prompt_is_token_ids: Any = None
-    client_index: int = 0
-    current_wave: int = 0
-    priority: int = 0
-    trace_headers: Any = None
-    resumable: bool = False
-    external_req_id: str | None = None
-
-
-class PrefillStats(msgspec.Struct):
-    """What vLLM reports with the first token."""
-
-    num_prompt_tokens: int = 0
-    num_computed_tokens: int = 0
-    num_cached_tokens: int = 0
-    num_local_cached_tokens: int = 0
-    num_external_cached_tokens: int = 0
-
-
-class Output(msgspec.Struct, array_like=True, omit_defaults=True):
-    """EngineCoreOutput."""
-
-    request_id: str
-    new_token_ids: list[int]
-    new_logprobs: Any = None
-    new_prompt_logprobs_tensors: Any = None
-    pooling_output: Any = None
-    finish_reason: int | None = None
-    stop_reason: int | str | None = None
-    events: Any = None
-    kv_transfer_params: dict[str, Any] | None = None
-    ec_transfer_params: dict[str, Any] | None = None
-    trace_headers: Any = None
-    prefill_stats: Any = None
-
-
-class Utility(msgspec.Struct, array_like=True):
-    """UtilityOutput; `result` is (type info, value)."""
-
-    call_id: int
-    failure_message: str | None = None
-    result: Any = None
-
-
-class Outputs(msgspec.Struct, array_like=True, omit_defaults=True):
-    """EngineCoreOutputs."""
-
-    engine_index: int = 0
-    outputs: list[Output] = []
-    scheduler_stats: Any = None
-    timestamp: float = 0.0
-    utility_output: Utility | None = None
-
-
-@dataclass
-class _Result:
-    result: Any
-
-
-class PlainCodec:
-    """Stands in for `rpc.FrontendCodec`."""
-
-    def encode(self, obj: Any) -> list[bytes]:
-        return [msgspec.msgpack.encode(obj)]
-
-    def outputs(self, frames: Sequence[Any]) -> Outputs:
-        outputs = wire.decode(frames[0].bytes, Outputs)
-        if outputs.utility_output is not None and outputs.utility_output.result is not None:
-            outputs.utility_output.result = _Result(outputs.utility_output.result[1])
-        return outputs
-
-
-def request(
-    request_id: str = "r", prompt: Sequence[int] = (1, 2, 3), max_tokens: int = 4
-) -> Request:
-    """A request as the frontend gets it from vLLM."""
-    return Request(
-        request_id=request_id,
-        prompt_token_ids=list(prompt),
-        mm_features=None,
-        sampling_params={"max_tokens": max_tokens},
-        pooling_params=None,
-        arrival_time=time.time(),
-        external_req_id=request_id.rpartition("-")[0] or request_id,
-    )
-
-
-def token_at(prompt: Sequence[int], index: int) -> int:
-    """The `index`-th generated token."""
-    return FIRST_TOKEN + (sum(prompt) + 7 * index) % 26
+from tests.support.fake_vllm import (
+    LENGTH,
+    Output,
+    Outputs,
+    PrefillStats,
+    Request,
+    Utility,
+    next_token,
+)
 
 
 @dataclass
 class _Active:
     identity: bytes
     request: Request
+    length: int
+    total: int
     sent: int = 0
 
 
@@ -147,7 +49,8 @@ class FakeDecode:
     """One fake worker. `start`, then `record` is what the registry would hold.
 
     hold: take requests and utility calls but answer nothing. step_s: pause between tokens.
-    refuse: text of a NOPE to every HELO. hand_back: answer ADD with BACK.
+    refuse: text of a NOPE to every HELO. hand_back: answer ADD with BACK. stop_after: tokens of an
+    answer after which it gets no more, 0 for never. ahead_s: of our clock; it is on another host.
     """
 
     instance_id: str = "decode-fake"
@@ -156,6 +59,8 @@ class FakeDecode:
     step_s: float = 0.0
     refuse: str = ""
     hand_back: bool = False
+    stop_after: int = 0
+    ahead_s: float = 0.0
     max_model_len: int = 4096
     cached_tokens: int = 0
     added: list[Request] = field(default_factory=list)
@@ -181,7 +86,7 @@ class FakeDecode:
             state=WorkerState.READY,
             model=self.model,
             host="127.0.0.1",
-            host_id=host_id(),
+            host_id="elsewhere" if self.ahead_s else host_id(),
             pid=1,
             started_at=0.0,
             data=f"tcp://127.0.0.1:{port}",
@@ -191,6 +96,11 @@ class FakeDecode:
     def start(self) -> FakeDecode:
         self._thread.start()
         return self
+
+    @property
+    def active(self) -> list[_Active]:
+        """Requests that are being answered now."""
+        return list(self._active.values())
 
     def die(self) -> None:
         """As SIGKILL looks from outside: the connection breaks, nothing is said."""
@@ -204,6 +114,17 @@ class FakeDecode:
     def drain(self) -> None:
         """Send DRAIN to all frontends."""
         self.send_raw(rpc.DRAIN)
+
+    def leave(self) -> None:
+        """As a drain that ran out of time: DRAIN, then every request is handed back."""
+        self.drain()
+
+        def order() -> None:
+            for active in list(self._active.values()):
+                self._send(active.identity, rpc.BACK, rpc.encode_ids([active.request.request_id]))
+            self._active.clear()
+
+        self._orders.put(order)
 
     def send_raw(self, *frames: bytes) -> None:
         """Send anything to all frontends."""
@@ -247,7 +168,8 @@ class FakeDecode:
             if self.hand_back:
                 self._send(identity, rpc.BACK, rpc.encode_ids([found.request_id]))
             else:
-                self._active[found.request_id] = _Active(identity, found)
+                prompt = found.prompt_token_ids or []
+                self._active[found.request_id] = _Active(identity, found, len(prompt), sum(prompt))
         elif kind == rpc.ABRT:
             for request_id in rpc.decode_ids(payload[0]):
                 self.aborted.append(request_id)
@@ -290,15 +212,18 @@ class FakeDecode:
         """One token for each active request, as one message per frontend."""
         steps: dict[bytes, list[Output]] = {}
         for active in list(self._active.values()):
-            prompt = active.request.prompt_token_ids or []
+            if self.stop_after and active.sent == self.stop_after:
+                continue
             params = active.request.sampling_params or {}
-            token = token_at(prompt, active.sent)
-            active.sent += 1
-            done = active.sent >= (params.get("max_tokens") or 16)
+            token = next_token(active.total, active.length)
+            active.total, active.length, active.sent = (
+                active.total + token, active.length + 1, active.sent + 1,
+            )  # fmt: skip
+            done = active.sent >= params.get("max_tokens", 16)
             out = Output(active.request.request_id, [token])
             if active.sent == 1:
                 out.prefill_stats = PrefillStats(
-                    num_prompt_tokens=len(prompt),
+                    num_prompt_tokens=len(active.request.prompt_token_ids or []),
                     num_cached_tokens=self.cached_tokens,
                     num_local_cached_tokens=self.cached_tokens,
                 )
@@ -331,7 +256,7 @@ class FakeDecode:
         self._out(active.identity, [out])
 
     def _out(self, identity: bytes, outs: list[Output]) -> None:
-        message = Outputs(outputs=outs, timestamp=time.monotonic())
+        message = Outputs(outputs=outs, timestamp=time.monotonic() + self.ahead_s)
         self._send(identity, rpc.OUT, msgspec.msgpack.encode(message))
 
     def _send(self, identity: bytes, *frames: bytes) -> None:

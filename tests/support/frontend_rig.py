@@ -13,7 +13,8 @@ from pullfill.frontend.dispatch import Dispatcher
 from pullfill.frontend.explain import ExplainStore
 from pullfill.frontend.pool import WorkerPool
 from pullfill.frontend.router import RoundRobin
-from tests.support.fake_decode import FakeDecode, FakeDirectory, PlainCodec
+from tests.support.fake_decode import FakeDecode, FakeDirectory
+from tests.support.fake_vllm import PlainCodec
 
 PATIENCE_S = 15.0
 
@@ -26,9 +27,11 @@ class Sink:
     finished: dict[str, int] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
     outs: list[Any] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
     gone: list[str] = field(default_factory=list)
 
     def outputs(self, instance_id: str, outputs: Any) -> None:
+        self.times.append(outputs.timestamp)
         for out in outputs.outputs:
             self.outs.append(out)
             self.tokens.setdefault(out.request_id, []).extend(out.new_token_ids)

@@ -9,19 +9,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pullfill.decode_worker.context import DecodeContext, OpenedJob
-from pullfill.decode_worker.ledger import Ledger
-from pullfill.decode_worker.moves import CancelMessage, Claimed, NakDelivery, SendRevoke
+from pullfill.decode_worker.ledger import JobState, Ledger
+from pullfill.decode_worker.moves import CancelMessage, Claimed, NakDelivery, SendRevoke, Verify
 from pullfill.decode_worker.router import Situation
 from pullfill.decode_worker.scheduler_side import SchedulerSide
 from pullfill.decode_worker.story import Stories
 from pullfill.errors import Fenced, Outcome
 from pullfill.transfer.loopback import LoopbackFences
-from pullfill.wire import FenceToken, RouterConfig, RouterPolicy
+from pullfill.wire import DigestMode, FenceToken, RouterConfig, RouterPolicy
 from tests.support.fakes import FakeClock, FakePool, FakeRequest
 
 BLOCK = 4
 NUM_BLOCKS = 40
 TIMEOUT_S = 30.0
+CLAIM_S = 10.0
 PREFIX = (0, 1)
 """Blocks that some other request keeps in the prefix cache; hits point here."""
 
@@ -79,6 +80,9 @@ class HandoffModel:
         self.grants: list[Grant] = []
         self.naks: list[str] = []
         self.revokes: list[SendRevoke] = []
+        self.verifying: list[Verify] = []
+        self.seen: set[str] = set()
+        """What happened here at least once: says whether an exploration reached it."""
         self._opened: list[OpenedJob] = []
         self._serial = 0
         stories = Stories("decode-1", self.clock)
@@ -86,7 +90,9 @@ class HandoffModel:
             instance_id="decode-1",
             incarnation="i0",
             router_config=lambda: RouterConfig(
-                policy=RouterPolicy.ALWAYS_REMOTE, remote_timeout_s=TIMEOUT_S
+                policy=RouterPolicy.ALWAYS_REMOTE,
+                remote_timeout_s=TIMEOUT_S,
+                claim_timeout_s=CLAIM_S,
             ),
             situation=lambda p, h, i: Situation(p, h, i, prefill_workers=1, queue_available=True),
             publish=self._opened.append,
@@ -174,8 +180,10 @@ class HandoffModel:
     def claim(self, job: Job, writer: str, incarnation: str | None = None) -> Claimed:
         incarnation = incarnation or self.ledger.incarnation
         claimed = self.ledger.claim(job.job.job_id, incarnation, writer, f"ack.{writer}")
+        self.seen.add(f"claim {claimed.refused or 'granted'}")
         if (grant := claimed.grant) is not None:
             assert grant.blocks == job.job.blocks
+            self.seen.add(f"attempt {grant.attempt}")
             self.grants.append(
                 Grant(
                     job.job.job_id, writer, grant.attempt, incarnation, grant.fence,
@@ -191,13 +199,17 @@ class HandoffModel:
             try:
                 slot = self.fences.valid(grant.token)
             except Fenced:
+                self.seen.add("write fenced")
                 return False
             slot.holders += 1
         grant.in_batch = True
-        assert not grant.targets & self.pool.free, "a writer writes to free blocks"
-        newest = max(g.attempt for g in self.grants if g.job_id == grant.job_id)
-        assert grant.attempt == newest, "an old attempt still writes"
+        assert self._newest(grant), "an old attempt still writes"
+        self.seen.add(f"{sum(g.in_batch for g in self.grants)} batches at once")
+        self.check()
         return True
+
+    def _newest(self, grant: Grant) -> bool:
+        return grant.attempt == max(g.attempt for g in self.grants if g.job_id == grant.job_id)
 
     def end_batch(self, grant: Grant) -> None:
         assert grant.in_batch
@@ -211,13 +223,36 @@ class HandoffModel:
             grant.job_id, grant.attempt, grant.incarnation, writer or grant.writer,
             job.targets + wrong_by,
         )  # fmt: skip
-        if why is None:
+        self.seen.add(f"commit {why if isinstance(why, str) else 'accepted'}")
+        if why is None or isinstance(why, Verify):
+            assert self._newest(grant), "a stale attempt is accepted"
             assert not job.committed, "committed twice"
             assert wrong_by == 0
             assert not grant.in_batch
+            assert isinstance(why, Verify) == (self.ledger.kv_digest is not DigestMode.OFF)
+        if isinstance(why, Verify):
+            assert set(why.blocks) == grant.targets
+            self.verifying.append(why)
+            why = "verify"
+        elif why is None:
             job.committed = True
         self.act()
         return why
+
+    def verdict(self, verify: Verify, *, good: bool) -> str | None:
+        """The check of a commit ends, however late, and maybe a second time."""
+        job = self.jobs[verify.job_id]
+        told = self.ledger.verified(verify.job_id, verify.attempt, good=good)
+        self.seen.add(f"verdict {told or 'good'}")
+        if told is None:
+            assert good
+            assert not job.committed
+            assert job.reports == []
+            job.committed = True
+        else:
+            assert told in ("stale", "digest_mismatch")
+        self.act()
+        return told
 
     def hand_back(self, grant: Grant, *, retry: bool) -> None:
         self.ledger.hand_back(
@@ -228,7 +263,18 @@ class HandoffModel:
     def lose(self, writer: str, *, others_alive: bool) -> None:
         """The connection ends; a batch of the writer may go on all the same."""
         self.ledger.writer_lost(writer, others_alive=others_alive)
+        if not others_alive:
+            waiting = [e for j in self.jobs if (e := self.ledger.find(j)) and not e.settled]
+            assert all(e.state is JobState.VERIFYING for e in waiting), "waits for nobody"
         self.act()
+
+    def die(self, writer: str, *, others_alive: bool) -> None:
+        """The writer's process is gone, wherever it was: the kernel lets go of its locks."""
+        for grant in self.grants:
+            if grant.writer == writer and grant.in_batch:
+                self.seen.add("died in a batch")
+                self.end_batch(grant)
+        self.lose(writer, others_alive=others_alive)
 
     def tick(self, seconds: float = 0.0) -> float | None:
         self.clock.advance(seconds)
@@ -238,10 +284,12 @@ class HandoffModel:
 
     # ------------------------------------------------------------------ what always holds
 
+    def is_live(self, grant: Grant) -> bool:
+        """Whether its fence is not proved dead."""
+        return self.fences.slots[grant.token.slot].epoch == grant.token.epoch
+
     def live_targets(self) -> list[frozenset[int]]:
-        """Target blocks of every fence that is not proved dead."""
-        slots = self.fences.slots
-        return [g.targets for g in self.grants if slots[g.token.slot].epoch == g.token.epoch]
+        return [g.targets for g in self.grants if self.is_live(g)]
 
     def check(self) -> None:
         live = self.live_targets()
@@ -251,9 +299,25 @@ class HandoffModel:
             assert not union & targets, "two writers hold one block"
             union |= targets
         assert not union & self.pool.free, "a block that may still be written is free"
+        for grant in self.grants:
+            if grant.in_batch:
+                self._check_batch(grant)
+        if self.ledger.quarantined_blocks:
+            self.seen.add("quarantined")
+        for verify in self.verifying:
+            if self.ledger.find(verify.job_id) is not None:
+                blocks = set(verify.blocks)
+                assert not blocks & (union | self.pool.free), "blocks that are checked change"
         for job in self.jobs.values():
             if job.reports and job.reports[0]:
                 assert job.committed, "loaded without a commit"
+
+    def _check_batch(self, grant: Grant) -> None:
+        """Bytes land in these blocks right now, whatever the ledger believes."""
+        assert not grant.targets & self.pool.free, "a writer writes to free blocks"
+        for job_id, job in self.jobs.items():
+            if job_id != grant.job_id and not job.freed:
+                assert not grant.targets & set(job.blocks), "a writer writes to another's blocks"
 
     def drain(self) -> None:
         """Writers fall quiet, time passes, requests end: everything must come back."""
@@ -271,6 +335,8 @@ class HandoffModel:
                 self.abort(job)
             if job.stored and not job.committed:
                 assert job.cancelled_in_queue, "the message of a closed job stays in the queue"
+        for verify in self.verifying:
+            assert self.verdict(verify, good=True) == "stale"
         assert self.ledger.open_jobs == 0
         assert self.ledger.quarantined_blocks == 0
         assert self.fences.in_use == 0
@@ -278,5 +344,6 @@ class HandoffModel:
         assert not self.ledger.has_events
         assert not self.ledger.take_actions()
         assert self.ledger.tick() is None
+        self.seen |= {f"ended {outcome}" for _, outcome in self.outcomes}
         ended = [job_id for job_id, _ in self.outcomes]
         assert sorted(ended) == sorted(self.jobs), "one outcome per job"

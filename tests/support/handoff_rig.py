@@ -24,13 +24,14 @@ from pullfill.decode_worker.publisher import Publisher
 from pullfill.decode_worker.router import Situation
 from pullfill.decode_worker.scheduler_side import SchedulerSide
 from pullfill.decode_worker.story import Stories
+from pullfill.decode_worker.verify import verifier_for
 from pullfill.prefill_worker.links import Links
 from pullfill.prefill_worker.mover import Mover
 from pullfill.prefill_worker.puller import Puller
 from pullfill.prefill_worker.runner import JobRunner
 from pullfill.queue.contract import JobProducer, QueueConfig
 from pullfill.queue.memory import MemoryQueue
-from pullfill.wire import Hello, RouterConfig, RouterPolicy, WorkerRecord, WorkerState
+from pullfill.wire import DigestMode, Hello, RouterConfig, RouterPolicy, WorkerRecord, WorkerState
 from tests.support.fakes import FakePool, FakeRequest
 from tests.support.kv_engine import BLOCK, LAYOUT, NUM_BLOCKS, KvEngine, compute, holds
 from tests.support.transfer_rigs import COMPAT, RIGS, Region, Rig
@@ -93,6 +94,7 @@ class DecodeHalf:
         timeout_s: float,
         host: str,
         clock: Clock = SYSTEM_CLOCK,
+        kv_digest: DigestMode = DigestMode.OFF,
     ) -> None:
         self.name, self._host, self._producer, self._clock = name, host, producer, clock
         self.region: Region = rig.region(LAYOUT, instance_id=name, incarnation=f"{name}-i0")
@@ -105,6 +107,7 @@ class DecodeHalf:
         self.ledger = Ledger(
             self.region.owner.fences,
             incarnation=f"{name}-i0",
+            kv_digest=kv_digest,
             clock=clock,
             on_event=lambda: loop.call_soon_threadsafe(self.step),
             on_action=lambda: loop.call_soon_threadsafe(self.control.wake),
@@ -116,6 +119,7 @@ class DecodeHalf:
             stories=self.stories,
             cancel=producer.cancel,  # type: ignore[arg-type]
             hand_back=producer.hand_back,
+            verifier=verifier_for(self.ledger, self.region.memory),
         )
         config = RouterConfig(policy=RouterPolicy.ALWAYS_REMOTE, remote_timeout_s=timeout_s)
         self.side = SchedulerSide(
@@ -243,6 +247,7 @@ class PrefillHalf:
             self.engine,  # type: ignore[arg-type]
             heartbeat_s=cluster.heartbeat_s,
             max_prompt_tokens=300,
+            max_deliver=cluster.queue.config.max_deliver,
             on_change=lambda: self.puller.changed(),
         )
         self.consumer = cluster.queue.consumer()
@@ -252,7 +257,8 @@ class PrefillHalf:
     async def _open_mover(self, record: WorkerRecord) -> Mover:
         region = self._cluster.decodes[record.instance_id].region
         connect = self._cluster.rig.connect
-        return Mover(await asyncio.to_thread(connect, self.local, region), record.instance_id)
+        session = await asyncio.to_thread(connect, self.local, region)
+        return Mover(session, record.instance_id, self.local.memory)
 
     async def stop(self) -> None:
         await self.puller.stop()
@@ -274,6 +280,7 @@ class Cluster:
     ack_wait_s: float = 30.0
     heartbeat_s: float = 10.0
     timeout_s: float = 20.0
+    kv_digest: DigestMode = DigestMode.OFF
     wrap: Callable[[Any], Any] = lambda producer: producer
     decodes: dict[str, DecodeHalf] = field(default_factory=dict)
     prefills: list[PrefillHalf] = field(default_factory=list)
@@ -301,7 +308,13 @@ class Cluster:
     async def decode(self, name: str = "decode-1") -> DecodeHalf:
         producer = self.wrap(self.queue.producer())
         decode = DecodeHalf(
-            self.rig, producer, name, timeout_s=self.timeout_s, host="127.0.0.1", clock=self.clock
+            self.rig,
+            producer,
+            name,
+            timeout_s=self.timeout_s,
+            host="127.0.0.1",
+            clock=self.clock,
+            kv_digest=self.kv_digest,
         )
         self.decodes[name] = decode
         self.directory.put(await decode.start())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from types import TracebackType
 from typing import Any, Self
 
@@ -36,6 +37,7 @@ class Load:
         ]
         self.done: list[tuple[list[int], Answer]] = []
         self.failures: list[str] = []
+        self.slowest_s = 0.0
         self._explained: list[dict[str, Any]] = []
 
     def __enter__(self) -> Self:
@@ -53,6 +55,7 @@ class Load:
         self._stop.set()
         for thread in self._threads:
             thread.join(90)
+        assert kind or not any(t.is_alive() for t in self._threads), "a request never ended"
 
     def _run(self, number: int) -> None:
         turn = 0
@@ -60,12 +63,14 @@ class Load:
             length = self._lengths[(turn + number) % len(self._lengths)]
             prompt = random_prompt(length, seed=self._seed + 1000 * number + turn)
             turn += 1
+            began = time.monotonic()
             try:
                 answer = ask(self._cluster, prompt, self._max_tokens, self._client)
             except Exception as exc:
                 self.failures.append(f"{length} tokens: {exc!r}")
             else:
                 self.done.append((prompt, answer))
+            self.slowest_s = max(self.slowest_s, time.monotonic() - began)
 
     def check(self, oracle: Oracle, *, at_least: int = 5) -> None:
         """No failure, and every token the oracle's."""

@@ -35,14 +35,16 @@ def nats_binary() -> str:
 class NatsServer:
     """One server process. After the first start it keeps its port over restarts.
 
+    extra: more of its configuration (logins, TLS).
     Owns the process and everything under `directory`. `stop` must be called at the end.
     """
 
-    def __init__(self, directory: Path, *, max_payload: int = 8 << 20) -> None:
+    def __init__(self, directory: Path, *, max_payload: int = 8 << 20, extra: str = "") -> None:
         self.directory = directory
         self.url = ""
         self.log = directory / "nats.log"
         self._max_payload = max_payload
+        self._extra = extra
         self._port = -1
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -50,6 +52,15 @@ class NatsServer:
     def pid(self) -> int:
         assert self._process is not None
         return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def port(self) -> int:
+        """Known after the first start."""
+        return self._port
 
     async def start(self) -> None:
         """Start and wait until it accepts clients."""
@@ -61,7 +72,7 @@ class NatsServer:
             f'listen: "127.0.0.1:{self._port}"\n'
             f'ports_file_dir: "{self.directory}"\n'
             f"max_payload: {self._max_payload}\n"
-            f'jetstream {{ store_dir: "{self.directory / "store"}" }}\n'
+            f'jetstream {{ store_dir: "{self.directory / "store"}" }}\n{self._extra}\n'
         )
         self._process = subprocess.Popen(  # noqa: ASYNC220 - milliseconds, and owned beyond the loop
             [nats_binary(), "-c", str(config), "-l", str(self.log)], stdin=subprocess.DEVNULL

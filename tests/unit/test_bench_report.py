@@ -220,3 +220,13 @@ def test_help_says_what_is_measured(
         module.main()  # type: ignore[attr-defined]
     assert stopped.value.code == 0
     assert "--no-save" in capsys.readouterr().out
+
+
+def test_a_process_that_has_ended_has_no_memory() -> None:
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # a zombie from here on
+    try:
+        with pytest.raises(ProcessLookupError):
+            machine.memory(child.pid)
+    finally:
+        child.wait()

@@ -23,6 +23,7 @@ from pullfill.config import (
     read_cluster_file,
 )
 from pullfill.errors import ConfigError
+from tests.support.fakes import FakeClock
 
 
 def _subclasses(kind: type[BaseException]) -> set[type[BaseException]]:
@@ -134,6 +135,23 @@ class TestFailpoints:
         with pytest.raises(ConfigError, match="PULLFILL_FAILPOINTS"):
             failpoints.parse(spec)
 
+    def test_a_file_is_read_again_when_it_is_replaced(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        path = tmp_path / "points"
+        monkeypatch.setattr(failpoints, "_file", failpoints._File(str(path)))
+        failpoints.hit("a")
+        for _ in range(2):  # the second time the hits are counted from the start
+            other = tmp_path / "new"
+            other.write_text("a=error:boom@2")
+            other.replace(path)
+            failpoints.hit("a")
+            with pytest.raises(failpoints.FailpointError, match="boom"):
+                failpoints.hit("a")
+        path.unlink()
+        failpoints.hit("a")
+        failpoints.hit("a")
+
     def test_kill_ends_the_process(self) -> None:
         code = "from pullfill import failpoints; failpoints.hit('x'); print('alive')"
         env = {**os.environ, failpoints.ENV: "x=kill"}
@@ -200,3 +218,17 @@ class TestClusterRef:
         )
         assert set(shape) == {"namespace", "nats_url", "etcd_url", "frontend_url", "processes"}
         assert {"name", "role", "instance_id", "pid", "log"} <= set(shape["processes"][0])
+
+
+def test_what_others_make_us_log_is_logged_seldom_and_counted() -> None:
+    seldom, now = log.Seldom(60.0, clock := FakeClock()), []
+    for _ in range(130):
+        now.append(seldom.due("a"))
+        clock.advance(1.0)
+    assert {i: said for i, said in enumerate(now) if said is not None} == {
+        0: "", 60: " (59 more since the last such line)", 120: " (59 more since the last such line)"
+    }  # fmt: skip
+    assert seldom.due("b") == "", "each key has its own time"
+    for number in range(10_000):
+        assert seldom.due(f"port {number}") == ""
+    assert len(seldom._seen) <= 256

@@ -125,7 +125,9 @@ def test_router_settings_default_to_the_promised() -> None:
         "policy": "conditional",
         "max_local_prefill_length": 512,
         "max_prefill_queue_size": 64,
+        "max_remote_kv_fraction": 0.5,
         "remote_timeout_s": 30.0,
+        "claim_timeout_s": 10.0,
     }
 
 
@@ -138,6 +140,7 @@ def test_explain_and_queue_have_the_promised_shape() -> None:
     assert set(shape) == {
         "request_id", "path", "reason", "prompt_tokens", "prefix_hit_tokens", "remote_tokens",
         "decode_instance", "prefill_instance", "attempts", "fallback", "kv_bytes", "timings_ms",
+        "continued_from", "continued_tokens",
     }  # fmt: skip
     assert set(shape["timings_ms"]) == {
         "route", "queue", "claim", "prefix_read", "prefill", "kv_write", "commit", "first_token",

@@ -11,6 +11,7 @@ from pullfill.config import ClusterRef
 from pullfill.deploy import defaults, device, plan, servers
 from pullfill.deploy.procs import CLUSTER_ENV
 from pullfill.errors import ConfigError
+from pullfill.wire import DigestMode
 
 REF = ClusterRef("blue", "http://127.0.0.1:2", "nats://127.0.0.1:1", Path("/state"))
 
@@ -180,6 +181,23 @@ class TestSpecs:
             assert ("--api-key" in spec.argv) == (spec.role == "frontend")
         assert [s.argv[s.argv.index("--cpu") + 1] for s in specs[:3]] == ["0", "1", "0"]
         assert "--cpu" not in specs[3].argv
+        assert not any("--kv-digest" in s.argv for s in specs)
+
+    def test_digests_are_asked_for_by_decode_workers(self) -> None:
+        options = plan.UpOptions(decode=2, kv_digest=DigestMode.SAMPLE)
+        argvs = {s.name: s.argv for s in plan.worker_specs(options, REF, "id")}
+        asked = {name for name, argv in argvs.items() if "--kv-digest" in argv}
+        assert asked == {"decode-0", "decode-1"}
+        argv = argvs["decode-0"]
+        assert argv[argv.index("--kv-digest") + 1] == "sample"
+
+    def test_bounds_go_to_those_who_keep_them(self) -> None:
+        options = plan.UpOptions(engine_stall_s=7.5, max_inflight=9)
+        for spec in plan.worker_specs(options, REF, "id"):
+            flag, value = ("--engine-stall-timeout", "7.5")
+            if spec.role == "frontend":
+                flag, value = ("--max-inflight", "9")
+            assert spec.argv[spec.argv.index(flag) + 1] == value
 
     @pytest.mark.parametrize(
         ("host", "url"),

@@ -5,15 +5,18 @@ from __future__ import annotations
 import io
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 from rich.console import Console
 
 from pullfill import wire
+from pullfill.config import ClusterRef
 from pullfill.deploy import doctor, install, machine, report
 from pullfill.deploy.view import ProcessView
 from pullfill.registry.admin import LiveWorker
+from pullfill.security import FrontendSecurity, Security
 
 REMOTE = wire.ExplainRecord(
     request_id="cmpl-1", path="remote", reason="long_prompt", prompt_tokens=2000,
@@ -51,6 +54,45 @@ def test_the_story_of_a_fallback() -> None:
     )
     assert "done locally: timeout" in text
     assert "1488 locally" in text
+
+
+def test_the_story_of_an_answer_that_changed_its_decode_worker() -> None:
+    left = ("decode-x", "decode-y")
+    text = _text(msgspec.structs.replace(REMOTE, continued_from=left, continued_tokens=17))
+    assert "continued after: decode-x, decode-y, from 17 tokens on" in text
+
+
+@pytest.mark.parametrize(
+    ("has_keys", "answer", "shown", "told"),
+    [(True, 200, [""], 200), (True, 401, ["", "api-key-0123456789"], 200), (False, 401, [""], 401)],
+    ids=["open", "locked", "without"],
+)
+def test_a_frontend_is_shown_no_key_that_it_does_not_ask_for_and_never_an_administrators(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    has_keys: bool,
+    answer: int,
+    shown: list[str],
+    told: int,
+) -> None:
+    """Its address comes from etcd: it may be anybody's."""
+    keys: list[str] = []
+
+    def http_json(url: str, timeout_s: float, key: str = "") -> tuple[int, Any]:
+        keys.append(key)
+        return (200 if key else answer), {"workers": []}
+
+    monkeypatch.setattr(report, "http_json", http_json)
+    for name in ("api", "admin"):
+        (tmp_path / name).write_text(f"{name}-key-0123456789\nanother-{name}-key-01234\n")
+        (tmp_path / name).chmod(0o600)
+    frontend = FrontendSecurity(
+        api_key_file=str(tmp_path / "api") if has_keys else None,
+        admin_key_file=str(tmp_path / "admin"),
+    )
+    ref = ClusterRef("ns", "http://etcd", "nats://nats", security=Security(frontend=frontend))
+    assert report._ask_frontend(ref, "http://frontend/pullfill/status")[0] == told
+    assert keys == shown
 
 
 def test_plain_lines_where_there_is_no_terminal() -> None:

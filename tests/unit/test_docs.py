@@ -182,7 +182,7 @@ def test_configuration_lists_every_command_and_flag() -> None:
             if "the same without" in row[1]:
                 rows[command] = flags(commands()[command])
     assert set(rows) == {c for c in commands() if c != "config"}
-    common = {"--help", "-h", "--state-dir", "--etcd", "--nats", "--namespace"}
+    common = {"--help", "-h", "--state-dir", "--etcd", "--nats", "--namespace", "--security"}
     for command, listed in rows.items():
         assert listed - common == flags(commands()[command]) - common, command
 
@@ -267,13 +267,16 @@ def test_metric_labels() -> None:
 # ------------------------------------------------------------------ wires and words
 
 
+WIRE_PARTS = ("pullfill.codec", "pullfill.records")
+
+
 def structs(module: object) -> list[type[msgspec.Struct]]:
     return [
         value
         for value in vars(module).values()
         if isinstance(value, type)
         and issubclass(value, msgspec.Struct)
-        and value.__module__ == getattr(module, "__name__", "")
+        and value.__module__ in (getattr(module, "__name__", ""), *WIRE_PARTS)
     ]
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from pullfill import frames
 from pullfill.errors import BadMessage
 from pullfill.wire import Hello, Quiet, ToDecode, encode
+from tests.support import framing
 
 
 def reader_of(data: bytes) -> asyncio.StreamReader:
@@ -32,21 +33,21 @@ QUIET = Quiet(job_id="j", attempt=1, incarnation="i")
 async def test_messages_come_out_as_they_went_in_however_they_are_cut() -> None:
     data = frame(encode(HELLO)) + frame(encode(QUIET))
     reader = asyncio.StreamReader()
-    reading = asyncio.ensure_future(frames.read(reader, Hello))
+    reading = asyncio.ensure_future(framing.read(reader, Hello))
     for i in range(len(data)):
         reader.feed_data(data[i : i + 1])
         await asyncio.sleep(0)
     reader.feed_eof()
     assert await reading == HELLO
-    assert await frames.read(reader, ToDecode) == QUIET  # type: ignore[arg-type]
+    assert await framing.read(reader, ToDecode) == QUIET  # type: ignore[arg-type]
     with pytest.raises(EOFError):
-        await frames.read(reader, Hello)
+        await framing.read(reader, Hello)
 
 
 @pytest.mark.parametrize("cut", [0, 1, 3, 4, 5, 20])
 async def test_an_end_in_the_middle_is_an_end(cut: int) -> None:
     with pytest.raises(EOFError):
-        await frames.read(reader_of(frame(encode(HELLO))[:cut]), Hello)
+        await framing.read(reader_of(frame(encode(HELLO))[:cut]), Hello)
 
 
 async def test_an_oversized_frame_is_refused_before_it_is_read() -> None:
@@ -54,22 +55,22 @@ async def test_an_oversized_frame_is_refused_before_it_is_read() -> None:
     reader = asyncio.StreamReader()
     reader.feed_data(struct.pack("<I", frames.MAX_FRAME + 1))
     with pytest.raises(BadMessage, match="bytes"):
-        await asyncio.wait_for(frames.read(reader, Hello), 10)
+        await asyncio.wait_for(framing.read(reader, Hello), 10)
 
 
 @pytest.mark.parametrize("body", [b"", b"\xc1", b"\x80", encode(QUIET), encode(HELLO) + b"\0"])
 async def test_what_is_not_the_message_is_refused(body: bytes) -> None:
     with pytest.raises(BadMessage):
-        await frames.read(reader_of(frame(body)), Hello)
+        await framing.read(reader_of(frame(body)), Hello)
 
 
 async def test_another_version_or_an_unknown_field_is_refused() -> None:
     text = encode(HELLO)
     assert b"\xa1v\x01" in text
     with pytest.raises(BadMessage):
-        await frames.read(reader_of(frame(text.replace(b"\xa1v\x01", b"\xa1v\x02"))), Hello)
+        await framing.read(reader_of(frame(text.replace(b"\xa1v\x01", b"\xa1v\x02"))), Hello)
     with pytest.raises(BadMessage):
-        await frames.read(reader_of(frame(text.replace(b"\xa1v\x01", b"\xa1w\x01"))), Hello)
+        await framing.read(reader_of(frame(text.replace(b"\xa1v\x01", b"\xa1w\x01"))), Hello)
 
 
 @given(st.binary(max_size=200))
@@ -77,7 +78,7 @@ def test_garbage_is_refused_or_ended_never_anything_else(data: bytes) -> None:
     async def go() -> None:
         reader = reader_of(data)
         while True:
-            await frames.read(reader, ToDecode)  # type: ignore[arg-type]
+            await framing.read(reader, ToDecode)  # type: ignore[arg-type]
 
     with pytest.raises((BadMessage, EOFError)):
         asyncio.run(go())
@@ -92,3 +93,29 @@ def test_addresses_that_are_none(address: str) -> None:
 def test_addresses() -> None:
     assert frames.split_address("tcp://127.0.0.1:80") == ("127.0.0.1", 80)
     assert frames.split_address("tcp://[::1]:80")[1] == 80
+
+
+async def test_a_peer_that_reads_nothing_gets_a_broken_connection() -> None:
+    """What waits for it is bounded, and nobody who writes ever waits."""
+    over = asyncio.Event()
+
+    async def never_reads(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await over.wait()
+        writer.transport.abort()
+
+    server = await asyncio.start_server(never_reads, "127.0.0.1", 0)
+    reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname()[:2])
+    try:
+        sent = 0
+        while not writer.transport.is_closing():
+            frames.write_body(writer, bytes(1 << 20))
+            waiting = writer.transport.get_write_buffer_size()
+            assert waiting <= frames.MAX_BACKLOG + (1 << 20) + 4
+            sent += 1
+            assert sent < 200
+        with pytest.raises(EOFError):
+            await asyncio.wait_for(framing.read(reader, Hello), 10)
+    finally:
+        over.set()
+        writer.transport.abort()
+        server.close()

@@ -12,7 +12,7 @@ from pullfill.errors import Outcome
 from pullfill.transfer.loopback import LoopbackFences
 from pullfill.wire import RefuseReason
 from tests.support.fakes import FakeClock
-from tests.support.handoff_model import TIMEOUT_S, Grant, HandoffModel, Job
+from tests.support.handoff_model import CLAIM_S, TIMEOUT_S, Grant, HandoffModel, Job
 
 
 def granted(model: HandoffModel, *, targets: int = 2, hits: int = 1) -> tuple[Job, Grant]:
@@ -66,7 +66,10 @@ def test_queued_closes_without_a_hold(how: str) -> None:
     if how == "abort":
         model.abort(job)
     elif how == "deadline":
-        model.tick(TIMEOUT_S)
+        soonest = model.tick(CLAIM_S - 1)
+        assert soonest == pytest.approx(1.0), "the timer knows the nearer bound"
+        assert told(model) == []
+        model.tick(1.0)
     elif how == "incarnation":
         model.ledger.new_incarnation("i1")
         model.act()
@@ -74,7 +77,7 @@ def test_queued_closes_without_a_hold(how: str) -> None:
         model.lose("a", others_alive=False)
     outcome = {
         "abort": Outcome.CANCELLED,
-        "deadline": Outcome.TIMEOUT,
+        "deadline": Outcome.CLAIM_TIMEOUT,
         "publish_failed": Outcome.QUEUE_FULL,
         "incarnation": Outcome.PREFILL_LOST,
         "nobody": Outcome.PREFILL_LOST,
@@ -95,9 +98,48 @@ def test_a_claim_after_the_deadline_closes_the_job_even_before_a_tick() -> None:
     model = HandoffModel()
     job = model.open(2)
     assert job is not None
-    model.clock.advance(TIMEOUT_S)
+    model.clock.advance(CLAIM_S)
     assert model.claim(job, "a").refused is RefuseReason.CLOSED
+    assert told(model) == [Settle(job.request.request_id, False, Outcome.CLAIM_TIMEOUT)]
+
+
+def test_each_wait_for_a_claim_has_its_time_and_the_whole_is_bounded() -> None:
+    model = HandoffModel()
+    job, grant = granted(model)
+    model.tick(CLAIM_S + 2)
+    assert state(model, job) is JobState.GRANTED, "the claim's bound is over with the claim"
+    model.hand_back(grant, retry=True)
+    model.tick(CLAIM_S - 1)
+    assert state(model, job) is JobState.QUEUED, "counted anew"
+    second = model.claim(job, "b").grant
+    assert second is not None
+    assert second.deadline_s == pytest.approx(TIMEOUT_S - 2 * CLAIM_S - 1)
+    model.tick(second.deadline_s)
     assert told(model) == [Settle(job.request.request_id, False, Outcome.TIMEOUT)]
+
+
+def test_another_thread_sees_that_the_timer_hangs() -> None:
+    model = HandoffModel()
+    assert not model.ledger.overdue
+    assert model.open(2) is not None
+    model.clock.advance(CLAIM_S)
+    assert not model.ledger.overdue, "a little late is nothing"
+    model.clock.advance(1.1)
+    assert model.ledger.overdue
+    model.tick()
+    assert not model.ledger.overdue
+
+
+def test_open_jobs_bind_their_targets_until_the_writer_is_quiet() -> None:
+    model = HandoffModel()
+    job, grant = granted(model, targets=3, hits=2)
+    assert model.ledger.target_blocks == 3
+    assert model.begin_batch(grant)
+    model.abort(job)
+    assert model.ledger.target_blocks == 3
+    model.end_batch(grant)
+    model.tick()
+    assert model.ledger.target_blocks == 0
 
 
 def test_unknown_job() -> None:
@@ -332,6 +374,6 @@ def test_actions_name_what_the_queue_needs() -> None:
     revoke, nak = ledger.take_actions()
     assert nak == NakDelivery("ack.1")
     assert (revoke.writer, revoke.job_id, revoke.attempt) == ("a", "j", 1)  # type: ignore[union-attr]
-    ledger.give_up_all(Outcome.DRAINED)
+    ledger.give_up_all(Outcome.ENGINE_STUCK)
     assert ledger.take_actions() == [CancelMessage(receipt)]
     assert ledger.open_jobs == 0

@@ -11,10 +11,16 @@ from pullfill.errors import Fenced, HandoffError
 from pullfill.prefill_worker.mover import Mover
 from pullfill.prefill_worker.task import PrefillTask
 from pullfill.transfer.contract import MoveResult
+from pullfill.transfer.digest import BlockDigester
+from pullfill.transfer.layout import dense_layout
 from pullfill.wire import FenceToken
 from tests.support.fakes import wait_for
+from tests.support.transfer_rigs import extent, memory_over, random_bytes
 
 FENCE = FenceToken(slot=1, epoch=1)
+LAYOUT = dense_layout(2, 8, 1, 64)
+BYTES = random_bytes(extent(LAYOUT), seed=3)
+MEMORY = memory_over(BYTES, LAYOUT)
 
 
 class Session:
@@ -76,7 +82,7 @@ def session() -> Session:
 
 @pytest.fixture
 def mover(session: Session) -> Iterator[Mover]:
-    mover = Mover(session, "decode-1")
+    mover = Mover(session, "decode-1", MEMORY)
     yield mover
     session.gate.set()
     mover.close()
@@ -96,6 +102,26 @@ def test_in_order_and_counted(mover: Mover, session: Session) -> None:
     task = calls.task
     assert (task.written_blocks, task.written_bytes, task.read_bytes) == (2, 200, 100)
     assert task.outstanding == 0
+
+
+def test_digests_are_of_the_checked_blocks_in_the_order_of_the_prompt(mover: Mover) -> None:
+    """Whatever the chunks are, and with a block written twice the second time counts."""
+    calls = Calls(mover)
+    task = calls.task
+    task.checked = frozenset({5, 7})
+    mover.write(task, [3, 1], [5, 6], False, calls.done)
+    mover.write(task, [1, 2, 4], [5, 6, 7], True, calls.done)
+    wait_for(lambda: calls.ends)
+    assert task.digest == BlockDigester(MEMORY).digest([1, 4])
+    assert set(task.digests) == {5, 7}
+
+
+def test_without_checked_blocks_there_is_no_digest(mover: Mover) -> None:
+    calls = Calls(mover)
+    mover.write(calls.task, [1, 2, 4], [5, 6, 7], True, calls.done)
+    wait_for(lambda: calls.ends)
+    assert calls.task.digest is None
+    assert not calls.task.digests
 
 
 def test_a_failed_write_ends_the_task_and_the_rest_is_dropped(

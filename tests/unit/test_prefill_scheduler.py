@@ -254,6 +254,17 @@ def test_abort_while_writing() -> None:
     assert len(engine.ends) == 1
 
 
+def test_the_last_copy_ending_while_the_engine_ends_the_request() -> None:
+    """The mover reports on its own thread: what `finished` answers must be what it decided, or
+    vLLM frees the blocks at once and is told once more."""
+    engine = Engine(4 * BLOCK)
+    engine.admit()
+    engine.run(2 * BLOCK)
+    engine.task.on_done = lambda _: engine.mover.finish()
+    assert engine.side.finished("j.1") is True
+    assert engine.run(0).sent == {"j.1"}
+
+
 def test_a_cancelled_task_sends_nothing_more() -> None:
     engine = Engine(4 * BLOCK)
     engine.admit()

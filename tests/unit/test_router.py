@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace as replace_struct
 
 from pullfill.decode_worker.router import Decision, Situation, decide
 from pullfill.wire import RouterConfig, RouterPolicy
@@ -18,7 +19,7 @@ INELIGIBLE = (
 REMOTE_REASONS = {"long_prompt", "policy_always_remote"}
 LOCAL_REASONS = {
     *INELIGIBLE, "policy_always_local", "prefix_hit", "short_prompt", "draining",
-    "no_prefill_worker", "queue_unavailable", "quarantine_full", "queue_full",
+    "no_prefill_worker", "queue_unavailable", "quarantine_full", "queue_full", "remote_full",
 }  # fmt: skip
 
 GOOD = Situation(1000, 0, prefill_workers=1, queue_available=True)
@@ -48,6 +49,12 @@ REMOTE = RouterConfig(policy=RouterPolicy.ALWAYS_REMOTE)
         (replace(GOOD, queue_jobs=63), CONFIG, True, "long_prompt"),
         (replace(GOOD, queue_jobs=64), CONFIG, False, "queue_full"),
         (GOOD, RouterConfig(max_prefill_queue_size=0), False, "queue_full"),
+        (replace(GOOD, remote_kv=0.5), CONFIG, True, "long_prompt"),
+        (replace(GOOD, remote_kv=0.51), CONFIG, False, "remote_full"),
+        (replace(GOOD, remote_kv=0.3),
+         RouterConfig(max_remote_kv_fraction=0.2), False, "remote_full"),
+        # Also when it is alone: its blocks may end in quarantine, and it needs others then.
+        (replace(GOOD, remote_kv=0.9), RouterConfig(max_remote_kv_fraction=1), True, "long_prompt"),
         (replace(GOOD, prompt_tokens=2), RouterConfig(max_local_prefill_length=0), True,
          "long_prompt"),
     ],
@@ -67,6 +74,7 @@ def situations(draw: st.DrawFn) -> Situation:
         queue_available=draw(st.booleans()),
         queue_jobs=draw(st.integers(0, 100)),
         quarantine_full=draw(st.booleans()),
+        remote_kv=draw(st.floats(0, 2)),
         draining=draw(st.booleans()),
     )
 
@@ -76,6 +84,7 @@ configs = st.builds(
     policy=st.sampled_from(RouterPolicy),
     max_local_prefill_length=st.integers(0, 1000),
     max_prefill_queue_size=st.integers(0, 100),
+    max_remote_kv_fraction=st.floats(0, 1, exclude_min=True),
 )
 
 
@@ -93,6 +102,7 @@ def test_never_remote_where_it_cannot_be(now: Situation, config: RouterConfig) -
         assert not now.draining
         assert not now.quarantine_full
         assert now.queue_jobs < config.max_prefill_queue_size
+        assert now.remote_kv <= config.max_remote_kv_fraction
 
 
 @given(situations(), configs, st.integers(0, 2000))
@@ -117,8 +127,7 @@ def test_always_remote_differs_only_in_length(now: Situation, config: RouterConf
     conditional = RouterConfig(
         max_local_prefill_length=config.max_local_prefill_length,
         max_prefill_queue_size=config.max_prefill_queue_size,
+        max_remote_kv_fraction=config.max_remote_kv_fraction,
     )
-    always = RouterConfig(
-        policy=RouterPolicy.ALWAYS_REMOTE, max_prefill_queue_size=config.max_prefill_queue_size
-    )
+    always = replace_struct(conditional, policy=RouterPolicy.ALWAYS_REMOTE)
     assert not decide(now, conditional).remote or decide(now, always).remote

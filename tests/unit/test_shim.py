@@ -54,7 +54,7 @@ class _Core:
 class Rig:
     """A shim and one frontend connected to it."""
 
-    def __init__(self) -> None:
+    def __init__(self, receive_limit: int = 0) -> None:
         self.core = _Core()
         self.clock = FakeClock()
         host: Any = SimpleNamespace(core=self.core, register=lambda *_: None)
@@ -69,6 +69,7 @@ class Rig:
         self.shim.bind("127.0.0.1")
         self.peer = zmq.Context.instance().socket(zmq.DEALER)
         self.peer.setsockopt(zmq.LINGER, 0)
+        self.peer.setsockopt(zmq.RCVHWM, receive_limit)
         self.peer.connect(self.shim.address)
         self.hello()
 
@@ -156,3 +157,43 @@ def test_draining_hands_requests_back(rig: Rig) -> None:
     assert rig.peer.recv_multipart() == [rpc.DRAIN]
     kind, ids = rig.ask(rpc.ADD, b"late:1")
     assert (kind, rpc.decode_ids(ids)) == (rpc.BACK, ["late"])
+
+
+def test_a_forced_drain_gives_up_every_request_and_says_so(rig: Rig) -> None:
+    rig.tell(rpc.ADD, b"a:10")
+    rig.tell(rpc.ADD, b"b:10")
+    rig.shim.start_drain()
+    rig.shim.hand_back()
+    assert rig.peer.recv_multipart() == [rpc.DRAIN]
+    kind, ids = rig.peer.recv_multipart()
+    assert (kind, sorted(rpc.decode_ids(ids))) == (rpc.BACK, ["a", "b"])
+    assert sorted(rig.core.aborted) == ["a", "b"]
+    assert rig.shim.active_requests == 0
+
+
+def test_a_frontend_that_reads_nothing_is_dropped_and_has_no_gap(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It gets the beginning of what was sent, then that it was dropped; the engine never waits."""
+    monkeypatch.setattr(rpc, "QUEUE_LIMIT", 8)
+    narrow = Rig(receive_limit=1)
+    try:
+        narrow.tell(rpc.ADD, b"r1:5")
+        (frontend,) = narrow.shim._frontends.values()
+        sent = 0
+        while not frontend.clogged and sent < 2000:
+            narrow.shim._send(frontend, rpc.OUT, b"%d" % sent, bytes(1 << 20))
+            sent += 1
+        assert 4 < sent < 2000
+        narrow.shim._send(frontend, rpc.OUT, b"later", b"")
+        narrow.clock.advance(1.1)
+        narrow.shim.check_silent()
+        assert narrow.core.aborted == ["r1"]
+        numbers = []
+        while len(numbers) < sent - 1:
+            assert narrow.peer.poll(5000)
+            numbers.append(int(narrow.peer.recv_multipart()[1]))
+        assert numbers == list(range(sent - 1))
+        assert narrow.ask(rpc.PING) == [rpc.GONE]
+    finally:
+        narrow.close()

@@ -130,18 +130,25 @@ def test_endpoint_round_trip_and_version() -> None:
 
 
 def test_only_the_very_file_is_opened(tmp_path: Path) -> None:
-    path = tmp_path / "f"
+    path = tmp_path / "pullfill-decode-1-0.kv"
     path.write_bytes(b"x")
     info = path.stat()
     os.close(open_same(str(path), (info.st_dev, info.st_ino)))
     with pytest.raises(FileNotFoundError, match="another file"):
         open_same(str(path), (info.st_dev, info.st_ino + 1))
-    (tmp_path / "link").symlink_to(path)
+    link, fifo, other = (tmp_path / f"pullfill-{n}-0.kv" for n in ("link", "fifo", "other"))
+    link.symlink_to(path)
     with pytest.raises(OSError, match="symbolic links"):
-        open_same(str(tmp_path / "link"))
-    os.mkfifo(tmp_path / "fifo")
+        open_same(str(link))
+    os.mkfifo(fifo)
     with pytest.raises(PermissionError):
-        open_same(str(tmp_path / "fifo"))
+        open_same(str(fifo))
+    path.rename(tmp_path / "authorized_keys")
+    with pytest.raises(PermissionError, match="not the path of a region"):
+        open_same(str(tmp_path / "authorized_keys"))
+    other.write_bytes(b"x")
+    with other.open() as file, pytest.raises(PermissionError, match="has a name"):
+        open_same(f"/proc/{os.getpid()}/fd/{file.fileno()}")
 
 
 @pytest.fixture

@@ -1,0 +1,33 @@
+"""The order of events in the handoff ledger, explored for minutes instead of seconds."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.ledger_machine import explore
+from tests.support.ledger_mutants import BROKEN
+
+pytestmark = pytest.mark.long
+
+REACHED = {
+    "claim granted", "claim held", "claim committed", "claim closed", "claim stale_incarnation",
+    "attempt 2", "attempt 3", "write fenced", "quarantined", "died in a batch",
+    "2 batches at once", "3 batches at once",
+    "commit accepted", "commit stale", "commit wrong_block_count", "commit writer_not_quiet",
+    "verdict good", "verdict digest_mismatch", "verdict stale",
+    "ended committed", "ended cancelled", "ended timeout", "ended claim_timeout",
+    "ended publish_failed", "ended prefill_lost", "ended prefill_failed", "ended rejected",
+    "ended digest_mismatch",
+}  # fmt: skip
+
+
+def test_any_order_of_events_at_length() -> None:
+    """Other orders at each run; hypothesis prints the one that fails."""
+    assert explore(4000, 100, repeat=False) >= REACHED
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_the_model_finds_a_ledger_that(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    BROKEN[broken](monkeypatch)
+    with pytest.raises(AssertionError):
+        explore(20_000, 60, find_only=True, repeat=False)

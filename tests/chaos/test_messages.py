@@ -1,0 +1,262 @@
+"""Messages nobody of ours would send, on the real stream and the real control channel: refused,
+counted, and not a byte written."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+import nats
+import pytest
+from nats.js import JetStreamContext
+
+from pullfill import frames, u32
+from pullfill.queue.names import EXPECTED_STREAM, MSG_ID, TOKENS, Names
+from pullfill.wire import (
+    Claim,
+    Commit,
+    Grant,
+    Hello,
+    PrefillJob,
+    Revoke,
+    StageTimings,
+    ToPrefill,
+    Welcome,
+    decode,
+    encode,
+)
+from tests.support import framing
+from tests.support.checked import checked
+from tests.support.cluster import BLOCK, Cluster, until
+from tests.support.kv_file import kv_digest
+from tests.support.oracle import Oracle
+from tests.support.prompts import random_prompt
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+WRITTEN = "pullfill_kv_write_bytes_total"
+
+
+class Target:
+    """The decode worker of a cluster, as its messages name it, and its job stream."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        (self.decode,) = cluster.of("decode")
+        (self.prefill,) = cluster.of("prefill")
+        self.record = cluster.records("decode")[self.decode.instance_id]
+        assert self.record.compat is not None
+        self.compat = self.record.compat.hash()
+        self.names = Names(cluster.namespace, self.compat)
+
+    def job(self, **changes: Any) -> PrefillJob:
+        """A well-formed job that this decode worker never published."""
+        tokens = random_prompt(700, seed=9)
+        fields: dict[str, Any] = {
+            "job_id": secrets.token_hex(16),
+            "incarnation": self.record.incarnation,
+            "decode_instance": self.record.instance_id,
+            "control": self.record.control,
+            "request_id": "forged",
+            "compat": self.compat,
+            "token_ids": u32.pack(tokens),
+            "hit_tokens": 0,
+            "block_ids": u32.pack(range(-(-len(tokens) // BLOCK))),
+            "block_size": BLOCK,
+            "timeout_s": 30.0,
+        }
+        return PrefillJob(**(fields | changes))
+
+    def on_stream(self, work: Callable[[JetStreamContext], Awaitable[Any]]) -> Any:
+        async def run() -> Any:
+            client = await nats.connect(self.cluster.nats.url)
+            try:
+                return await work(client.jetstream())
+            finally:
+                await client.close()
+
+        return asyncio.run(run())
+
+    def publish(self, *bodies: bytes, job_id: str = "") -> None:
+        """By hand, as a producer does."""
+
+        async def work(stream: JetStreamContext) -> None:
+            for body in bodies:
+                headers = {
+                    MSG_ID: job_id or secrets.token_hex(16),
+                    TOKENS: "700",
+                    EXPECTED_STREAM: self.names.stream,
+                }
+                await stream.publish(self.names.job(700), body, headers=headers)
+
+        self.on_stream(work)
+
+    def take_stored(self) -> tuple[str, bytes]:
+        """The job id and body of the one job in the stream, which stays there."""
+
+        async def work(stream: JetStreamContext) -> tuple[str, bytes]:
+            state = (await stream.stream_info(self.names.stream)).state
+            assert state.messages == 1
+            found = await stream.get_msg(self.names.stream, state.first_seq)
+            return (found.headers or {})[MSG_ID], found.data or b""
+
+        result: tuple[str, bytes] = self.on_stream(work)
+        return result
+
+    def replace_stored(self, change: Callable[[bytes], bytes]) -> None:
+        """Put another body under the same id in the place of the newest job in the stream."""
+
+        async def work(stream: JetStreamContext) -> None:
+            info = await stream.stream_info(self.names.stream)
+            found = await stream.get_msg(self.names.stream, info.state.last_seq)
+            assert found.subject is not None
+            await stream.delete_msg(self.names.stream, info.state.last_seq)
+            # The id must be forgotten first, or the forgery is refused as a duplicate.
+            window, info.config.duplicate_window = info.config.duplicate_window, 0.1
+            await stream.update_stream(info.config)
+            await asyncio.sleep(0.3)
+            body = change(found.data or b"")
+            await stream.publish(found.subject, body, headers=dict(found.headers or {}))
+            info.config.duplicate_window = window
+            await stream.update_stream(info.config)
+
+        self.on_stream(work)
+
+
+@pytest.fixture
+def target(paired: Cluster) -> Target:
+    return Target(paired)
+
+
+def settled(target: Target) -> None:
+    until(lambda: not target.cluster.status()["queue"]["depth_jobs"], 20, "all are settled")
+
+
+def test_row_13_poison_jobs(target: Target, oracle: Oracle) -> None:
+    """Dead-lettered at once; the worker lives and loses nothing."""
+    poison = [
+        b"",
+        b"\xc1" * 40,
+        secrets.token_bytes(6 << 20),
+        encode(target.job())[:-1],
+        encode(target.job(v=2)),
+        encode(target.job(token_ids=b"")),
+        encode(target.job(token_ids=b"abc")),
+    ]
+    with checked(target.cluster, oracle, dead_letters=len(poison)) as check:
+        with check.load(threads=1, lengths=(500,), seed=9300):
+            target.publish(*poison)
+            settled(target)
+        assert target.cluster.load_of(target.prefill)["failed"] >= len(poison)
+    assert target.prefill.alive
+
+
+def test_row_25_forged_jobs(target: Target, oracle: Oracle) -> None:
+    """What the decode worker never published is refused at its claim, whatever blocks it names."""
+    cluster = target.cluster
+    beyond = u32.pack(range(1_000_000, 1_000_000 + 22))
+    forged = [
+        target.job(),
+        target.job(block_ids=beyond),
+        target.job(incarnation="0" * 32),
+    ]
+    with checked(cluster, oracle, stale={"claim": len(forged)}):
+        written, memory = cluster.counter(WRITTEN), kv_digest(target.decode)
+        for job in forged:
+            target.publish(encode(job), job_id=job.job_id)
+        nobody = target.job(decode_instance="decode-nobody")
+        target.publish(encode(nobody), job_id=nobody.job_id)
+        settled(target)
+        assert cluster.counter(WRITTEN) == written
+        assert kv_digest(target.decode) == memory
+
+
+def test_row_25_a_job_changed_in_the_stream(target: Target, oracle: Oracle) -> None:
+    """The grant tells what was published; a job that differs is poison, and served locally."""
+    cluster, worker = target.cluster, target.prefill
+
+    def moved(body: bytes) -> bytes:
+        job = decode(body, PrefillJob)
+        blocks = [block + 1_000_000 for block in u32.unpack(job.block_ids)]
+        return encode(msgspec.structs.replace(job, block_ids=u32.pack(blocks)))
+
+    with checked(cluster, oracle, fallbacks={"prefill_failed": 1}, dead_letters=1) as check:
+        # Busy with a prompt beyond its budget, the worker leaves the next job in the stream.
+        worker.arm("prefill.before_write=sleep:0.7")
+        with check.load(threads=1, lengths=(2000,), max_tokens=1, seed=9400) as decoy:
+            until(lambda: cluster.load_of(worker)["jobs"], 10, "the worker is busy")
+            written = cluster.counter(WRITTEN)
+            with check.load(threads=1, lengths=(900,), max_tokens=1, seed=9410) as load:
+                until(lambda: cluster.status()["queue"]["depth_jobs"] == 2, 10, "in the stream")
+                target.replace_stored(moved)
+                until(lambda: load.done, 30, "answered")
+        assert decoy.done
+        assert cluster.counter(WRITTEN) >= written
+
+
+async def mallory(target: Target, job_id: str) -> list[str]:
+    """A control client made by hand; how the decode worker answers its forgeries."""
+    host, port = frames.split_address(target.record.control)
+    reader, writer = await asyncio.open_connection(host, port)
+
+    async def ask(message: msgspec.Struct) -> Any:
+        framing.write(writer, message)
+        while isinstance(answer := await framing.read(reader, ToPrefill), Revoke):  # type: ignore[arg-type]
+            pass
+        return answer
+
+    def commit(attempt: int, blocks: int, job: str = job_id) -> Commit:
+        return Commit(
+            rid=9, job_id=job, attempt=attempt, incarnation=target.record.incarnation, parts=1,
+            blocks=blocks, kv_bytes=1, timings=StageTimings(),
+        )  # fmt: skip
+
+    def claim(job: str, incarnation: str = target.record.incarnation) -> Claim:
+        return Claim(rid=1, job_id=job, incarnation=incarnation, delivery=1)
+
+    try:
+        hello = Hello(
+            prefill_instance="prefill-mallory", host_id="h", compat=target.compat, transports=[]
+        )
+        assert isinstance(await ask(hello), Welcome)
+        memory = kv_digest(target.decode)
+        answers = [
+            (await ask(claim("0" * 32))).reason,
+            (await ask(claim(job_id, "0" * 32))).reason,
+            (await ask(commit(1, 28))).reason,
+            (await ask(commit(7, 28))).reason,
+            (await ask(commit(1, 1_000_000, "0" * 32))).reason,
+        ]
+        assert kv_digest(target.decode) == memory
+        # Whoever is let in may claim. What it commits must be what was granted.
+        grant = await ask(claim(job_id))
+        assert isinstance(grant, Grant)
+        answers.append((await ask(commit(grant.attempt, 1_000_000))).reason)
+        answers.append((await ask(commit(grant.attempt, 28))).reason)
+        return [str(a) for a in answers]
+    finally:
+        writer.close()
+
+
+def test_row_25_forged_claims_and_commits(target: Target, oracle: Oracle) -> None:
+    cluster, worker = target.cluster, target.prefill
+    with checked(
+        cluster,
+        oracle,
+        fallbacks={"rejected": 1},
+        stale={"claim": 2, "commit": 5, "revoked": 1, "write": 1},
+    ) as check:
+        worker.arm("prefill.before_write=sleep:3")
+        with check.load(threads=1, lengths=(900,), max_tokens=1, seed=9500) as load:
+            until(lambda: cluster.load_of(worker)["jobs"], 10, "the worker holds the job")
+            job_id, _ = target.take_stored()
+            answers = asyncio.run(mallory(target, job_id))
+            until(lambda: load.done, 30, "answered")
+            worker.arm("")
+        assert answers == [
+            "unknown_job", "stale_incarnation", "stale", "stale", "stale",
+            "wrong_block_count", "stale",
+        ]  # fmt: skip

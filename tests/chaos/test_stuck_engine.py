@@ -1,0 +1,91 @@
+"""Engines that take no step any more, in workers that are alive otherwise.
+
+The worker says so and takes nothing; it goes on if the engine does, and leaves if it does not.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import time
+from typing import Any
+
+import httpx
+import pytest
+
+from pullfill.registry import keys
+from pullfill.wire import WorkerRecord, decode
+from tests.support.checked import checked
+from tests.support.cluster import Cluster, Worker, until
+from tests.support.load import Load
+from tests.support.oracle import Oracle
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+STALL_S = 2
+SHORTER, LONGER = "engine.step=sleep:3.5@1", "engine.step=sleep:60@1"
+"""More than the stall timeout and less than twice that; much more."""
+
+
+def launch(cluster: Cluster, role: str) -> Worker:
+    return cluster.launch(role, "--engine-stall-timeout", str(STALL_S))
+
+
+def probe_url(cluster: Cluster, worker: Worker) -> str:
+    key = keys.worker(cluster.namespace, worker.role, worker.instance_id)
+    (kv,) = json.loads(cluster.etcd.ctl("get", key, "--write-out=json"))["kvs"]
+    return decode(base64.b64decode(kv["value"]), WorkerRecord).http
+
+
+def unready(url: str) -> dict[str, Any] | None:
+    """What /ready says, None if it is ready."""
+    answer = httpx.get(f"{url}/ready", timeout=5.0)
+    body: dict[str, Any] = answer.json()
+    return None if answer.status_code == 200 else body
+
+
+def state_of(cluster: Cluster, worker: Worker) -> str | None:
+    states = {w["instance_id"]: w["state"] for w in cluster.status()["workers"]}
+    return states.get(worker.instance_id)
+
+
+def goes_on(load: Load, more: int = 4) -> None:
+    done = len(load.done)
+    until(lambda: len(load.done) >= done + more, 60, "load goes on")
+
+
+def stall_twice(cluster: Cluster, victim: Worker, load: Load) -> None:
+    """Once until it recovers, once for good."""
+    url = probe_url(cluster, victim)
+    assert unready(url) is None
+    victim.arm(SHORTER)
+    said = until(lambda: unready(url), 20, "/ready fails")
+    assert said["ready"] is False
+    assert "the engine is stuck in a step" in said["reason"]
+    until(lambda: state_of(cluster, victim) == "draining", 2, "nobody sends it work")
+    until(lambda: unready(url) is None, 20, "it is ready again")
+    until(lambda: state_of(cluster, victim) == "ready", 5, "it gets work again")
+    goes_on(load)
+    victim.arm(LONGER)
+    until(lambda: unready(url), 20, "/ready fails")
+    stuck_at = time.monotonic()
+    assert victim.process.wait(20) == 1
+    # What is left of the second timeout, one look, and the way out: not the engine's minute.
+    assert time.monotonic() - stuck_at < STALL_S + 6
+    assert "the engine is stuck in a step" in victim.tail(60)
+    assert state_of(cluster, victim) in (None, "lost"), "its lease is revoked"
+    goes_on(load)
+
+
+def test_stuck_engines(paired: Cluster, oracle: Oracle) -> None:
+    """Every request ends well: continued on, or sent to, another worker."""
+    prefill, decoder = launch(paired, "prefill"), launch(paired, "decode")
+    paired.wait_ready(prefill, decoder)
+    with (
+        checked(paired, oracle, stale={"claim": (0, 99)}) as check,
+        check.load(threads=4, lengths=(200, 700, 1300), max_tokens=12, seed=21_000) as load,
+    ):
+        until(lambda: decoder.instance_id in load.decode_instances(), 60, "it has work")
+        until(lambda: prefill.instance_id in load.prefill_instances(), 60, "it has work")
+        stall_twice(paired, prefill, load)
+        stall_twice(paired, decoder, load)

@@ -1,0 +1,286 @@
+"""The control channel with a cluster key: who gets in, and what somebody on the path can do."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import struct
+import time
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+
+from pullfill import frames, metrics
+from pullfill.channel import Channel, accept, introduce
+from pullfill.decode_worker.ledger import JobState
+from pullfill.errors import AuthFailed, PeerUnavailable
+from pullfill.security import ClusterKey
+from pullfill.wire import AuthChallenge, AuthHello, AuthProof, Goodbye, Quiet
+from tests.support import framing
+from tests.support.control_rig import Decode, Prefill, Raw, hello, until
+
+KEY = ClusterKey(b"k" * 32)
+OTHER = ClusterKey(b"o" * 32)
+
+
+def refused() -> float:
+    return metrics.AUTH_REFUSED.labels("control")._value.get()
+
+
+@pytest.fixture
+async def locked() -> AsyncIterator[Decode]:
+    """A decode worker that wants KEY."""
+    server = Decode(key=KEY)
+    await server.server.start("127.0.0.1")
+    yield server
+    await server.server.stop()
+
+
+async def raw(server: Decode) -> Raw:
+    host, port = frames.split_address(server.server.address)
+    return Raw(*await asyncio.open_connection(host, port))
+
+
+async def test_with_the_key_a_job_is_claimed_and_committed(locked: Decode) -> None:
+    prefill = Prefill(locked, key=KEY)
+    try:
+        await prefill.link.wait_up(10)
+        locked.open()
+        grant = await prefill.claim()
+        assert (await prefill.commit(grant)).ok
+    finally:
+        await prefill.link.close()
+
+
+@pytest.mark.parametrize("theirs", [None, OTHER], ids=["none", "other"])
+async def test_without_the_right_key_nobody_gets_in_and_both_sides_say_which_to_check(
+    locked: Decode, caplog: pytest.LogCaptureFixture, theirs: ClusterKey | None
+) -> None:
+    before = refused()
+    prefill = Prefill(locked, key=theirs)
+    try:
+        with pytest.raises(PeerUnavailable):
+            await prefill.link.wait_up(0.5)
+        await until(lambda: refused() > before)
+        assert locked.server.prefill_workers == 0
+        said = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+        for room in ("refused a control connection", "link to decode-1"):
+            (line, *more) = [text for text in said if text.startswith(room)]
+            assert "[cluster] key_file" in line
+            assert KEY.fingerprint in line or (theirs and theirs.fingerprint in line)
+        assert not more, "a link that is refused again and again says so once"
+    finally:
+        await prefill.link.close()
+
+
+async def test_who_is_refused_again_and_again_is_logged_once(
+    locked: Decode, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = refused()
+    for _ in range(5):
+        peer = await raw(locked)
+        peer.say(hello())
+        assert isinstance(await peer.hear(), Goodbye)
+        assert await peer.ended()
+    assert refused() == before + 5
+    (line,) = [r.getMessage() for r in caplog.records if "refused a control" in r.getMessage()]
+    assert "127.0.0.1" in line
+
+
+async def test_a_worker_with_a_key_does_not_talk_to_one_without(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    open_server = Decode()
+    await open_server.server.start("127.0.0.1")
+    prefill = Prefill(open_server, key=KEY)
+    try:
+        with pytest.raises(PeerUnavailable):
+            await prefill.link.wait_up(0.3)
+        assert "the decode worker has no cluster key" in caplog.text
+    finally:
+        await prefill.link.close()
+        await open_server.server.stop()
+
+
+async def test_a_proof_made_without_the_key_is_refused_with_a_reason(locked: Decode) -> None:
+    peer = await raw(locked)
+    peer.say(AuthHello(nonce=b"n" * 32))
+    challenge = await asyncio.wait_for(framing.read(peer.reader, AuthChallenge), 10)
+    peer.say(AuthProof(proof=challenge.proof))  # reflecting theirs proves nothing
+    answer = await peer.hear()
+    assert isinstance(answer, Goodbye)
+    assert "another cluster key" in answer.reason
+    assert await peer.ended()
+
+
+async def test_another_decode_worker_at_the_address_is_not_believed(
+    locked: Decode, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Both hold the key: one cannot be taken for the other by changing the road."""
+    elsewhere = Decode(key=KEY)
+    elsewhere.server._instance_id = "decode-2"
+    await elsewhere.server.start("127.0.0.1")
+    prefill = Prefill(locked, key=KEY, address=elsewhere.server.address)
+    try:
+        with pytest.raises(PeerUnavailable):
+            await prefill.link.wait_up(0.3)
+        assert "now used by decode-2" in caplog.text
+    finally:
+        await prefill.link.close()
+        await elsewhere.server.stop()
+
+
+class _OnThePath:
+    """Between a prefill worker and its decode worker; `change` gets each frame to the latter."""
+
+    def __init__(self, target: Decode) -> None:
+        self.target = target
+        self.change: Callable[[bytes], list[bytes]] = lambda body: [body]
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> str:
+        self.server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        return f"tcp://127.0.0.1:{self.server.sockets[0].getsockname()[1]}"
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there = await raw(self.target)
+
+        async def up() -> None:
+            while True:
+                for body in self.change(await frames.read_body(reader)):
+                    frames.write_body(there.writer, body)
+
+        async def down() -> None:
+            while True:
+                frames.write_body(writer, await frames.read_body(there.reader))
+
+        self._tasks += [asyncio.create_task(up()), asyncio.create_task(down())]
+        await asyncio.wait(self._tasks[-2:], return_when=asyncio.FIRST_COMPLETED)
+        writer.close()
+        there.writer.close()
+
+    async def stop(self) -> None:
+        self.server.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+def flip(body: bytes) -> list[bytes]:
+    return [body[:-1] + bytes([body[-1] ^ 1])]
+
+
+def forge(body: bytes) -> list[bytes]:
+    from pullfill.wire import encode
+
+    return [b"\0" * 16 + encode(Quiet(job_id="j", attempt=1, incarnation="i0")), body]
+
+
+@pytest.mark.parametrize(
+    "attack", [flip, lambda body: [body, body], forge], ids=["changed", "repeated", "inserted"]
+)
+async def test_nobody_on_the_path_can_speak_for_a_worker(
+    locked: Decode, attack: Callable[[bytes], list[bytes]]
+) -> None:
+    path = _OnThePath(locked)
+    prefill = Prefill(locked, key=KEY, address=await path.start())
+    try:
+        await prefill.link.wait_up(10)
+        locked.open()
+        grant = await prefill.claim()
+        before = refused()
+        path.change = attack
+        # Of a commit said twice the first copy counts, and may be answered before the end.
+        await asyncio.gather(prefill.commit(grant), return_exceptions=True)
+        await until(lambda: refused() > before and prefill.lost == 1)
+        entry = locked.ledger.find("j")
+        if attack in (flip, forge):
+            assert entry is None or entry.state is not JobState.COMMITTED
+    finally:
+        await prefill.link.close()
+        await path.stop()
+
+
+async def test_what_was_recorded_cannot_be_played_to_a_new_connection(locked: Decode) -> None:
+    recorded: list[bytes] = []
+    path = _OnThePath(locked)
+    path.change = lambda body: (recorded.append(body), [body])[1]  # type: ignore[func-returns-value]
+    prefill = Prefill(locked, key=KEY, address=await path.start())
+    await prefill.link.wait_up(10)
+    await prefill.link.close()
+    await path.stop()
+    peer = await raw(locked)
+    for body in recorded:
+        frames.write_body(peer.writer, body)
+    await asyncio.wait_for(framing.read(peer.reader, AuthChallenge), 10)
+    assert isinstance(await peer.hear(), Goodbye)
+    assert await peer.ended()
+
+
+@pytest.mark.parametrize(
+    "noise",
+    [
+        b"",
+        b"\xff" * 4,
+        struct.pack("<I", 1 << 20) + b"x" * 100,
+        struct.pack("<I", 65 << 10) + b"x" * (65 << 10),
+        struct.pack("<I", 3) + b"\xc1\xc1\xc1",
+        b"GET / HTTP/1.1\r\n\r\n",
+    ],
+)
+async def test_noise_before_the_proof_ends_that_connection_only(
+    locked: Decode, noise: bytes
+) -> None:
+    peer = await raw(locked)
+    peer.writer.write(noise)
+    if not noise:
+        peer.writer.write_eof()
+    assert await peer.ended()
+    good = Prefill(locked, key=KEY)
+    await good.link.wait_up(10)
+    await good.link.close()
+
+
+async def test_a_peer_that_says_nothing_or_half_a_frame_is_ended() -> None:
+    """A handshake has five seconds in all; here it is made short."""
+    reader, writer = asyncio.StreamReader(), None
+    reader.feed_data(b"\x10\0\0\0half")
+
+    class _Nowhere(Channel):
+        __slots__ = ()
+
+        def __init__(self) -> None:
+            self._reader, self._in, self.peer = reader, None, "nowhere"
+
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05):
+            await accept(_Nowhere(), KEY)
+    assert writer is None
+
+
+async def test_what_a_seal_costs_is_microseconds() -> None:
+    """A bound against accidents, not a benchmark: thousands of frames in a second."""
+    left: list[Channel] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        left.append(Channel(reader, writer))
+        await accept(left[0], KEY)
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    right = Channel(*await asyncio.open_connection("127.0.0.1", port))
+    await introduce(right, KEY, hello())
+    await until(lambda: left and left[0]._in is not None)
+    message = Quiet(job_id="j" * 32, attempt=1, incarnation="i" * 32)
+    began = time.process_time()
+    for _ in range(1000):
+        right.write(message)
+        assert await left[0].read(Quiet) == message
+    assert (time.process_time() - began) / 1000 < 5e-3
+    right._out._number += 1  # type: ignore[union-attr]
+    right.write(message)
+    with pytest.raises(AuthFailed):
+        await left[0].read(Quiet)
+    left[0].close()
+    right.close()
+    server.close()

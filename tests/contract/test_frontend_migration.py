@@ -1,0 +1,153 @@
+"""Answers that lose their decode worker half-way, as a client of the real frontend sees them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.fake_decode import FakeDecode
+from tests.support.frontend_http import Served, expected, until, workers
+
+TOKENS = 40
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+
+
+@asynccontextmanager
+async def pair(served: Served) -> AsyncIterator[tuple[httpx.AsyncClient, list[FakeDecode]]]:
+    """Two workers, slow enough to be lost in the middle of an answer."""
+    fakes = [
+        FakeDecode(f"decode-{i}", model="m", max_model_len=512, step_s=0.01, cached_tokens=i + 1)
+        for i in range(2)
+    ]
+    async with workers(served, *fakes) as http:
+        yield http, fakes
+
+
+def body_of(path: str, **more: Any) -> dict[str, Any]:
+    prompt: dict[str, Any] = {"prompt": "hello"}
+    if path == CHAT:
+        prompt = {"messages": [{"role": "user", "content": "hello"}]}
+    return {"model": "m", "max_tokens": TOKENS, "temperature": 0, **prompt, **more}
+
+
+async def lose_the_first(fakes: list[FakeDecode], how: str = "die") -> FakeDecode:
+    """Once an answer is under way, its worker goes; returns that worker."""
+    await until(lambda: any(fake.active for fake in fakes))
+    await asyncio.sleep(0.08)
+    (first,) = [fake for fake in fakes if fake.added]
+    await asyncio.to_thread(getattr(first, how))
+    return first
+
+
+async def stream(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """All events of a streamed answer, which must be complete."""
+    events = []
+    async with http.stream("POST", path, json={**body, "stream": True}) as response:
+        async for line in response.aiter_lines():
+            if line.startswith("data: "):
+                events.append(line.removeprefix("data: "))
+    assert events.pop() == "[DONE]"
+    return [json.loads(event) for event in events]
+
+
+def text_of(event: dict[str, Any]) -> str:
+    choice = event["choices"][0]
+    return choice.get("text") or choice.get("delta", {}).get("content") or ""
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize("how", ["die", "leave"])
+async def test_a_stream_goes_on_and_its_client_cannot_tell(
+    served: Served, path: str, how: str
+) -> None:
+    async with pair(served) as (http, fakes):
+        body = body_of(path, stream_options={"include_usage": True})
+        call = asyncio.create_task(stream(http, path, body))
+        first = await lose_the_first(fakes, how)
+        events = await call
+        prompt = first.added[0].prompt_token_ids or []
+        assert "".join(text_of(e) for e in events[:-1]) == expected(prompt, TOKENS)
+        reasons = [e["choices"][0]["finish_reason"] for e in events[:-1]]
+        assert [r for r in reasons if r] == ["length"]
+        usage = events[-1]["usage"]
+        assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len(prompt), TOKENS)
+        assert usage["prompt_tokens_details"]["cached_tokens"] == first.cached_tokens
+        told = (await http.get(f"/pullfill/requests/{events[0]['id']}")).json()
+        assert told["continued_from"] == [first.instance_id]
+        assert 0 < told["continued_tokens"] < TOKENS
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+async def test_an_answer_that_is_not_streamed_goes_on(served: Served, path: str) -> None:
+    async with pair(served) as (http, fakes):
+        call = asyncio.create_task(http.post(path, json=body_of(path)))
+        first = await lose_the_first(fakes)
+        answer = (await call).json()
+        prompt = first.added[0].prompt_token_ids or []
+        choice = answer["choices"][0]
+        text = choice["message"]["content"] if path == CHAT else choice["text"]
+        assert text == expected(prompt, TOKENS)
+        assert (choice["finish_reason"], answer["usage"]["completion_tokens"]) == ("length", TOKENS)
+
+
+async def test_a_stop_string_across_the_break_is_found(served: Served) -> None:
+    """Its first letters come from one worker and its last from the other."""
+    async with pair(served) as (http, fakes):
+        for fake in fakes:
+            fake.stop_after = 20  # tokens of an answer; then the worker waits
+        prompt = (await http.post("/tokenize", json={"model": "m", "prompt": "hello"})).json()
+        text = expected(prompt["tokens"], TOKENS)
+        call = asyncio.create_task(
+            stream(http, COMPLETIONS, body_of(COMPLETIONS, stop=[text[17:24]]))
+        )
+        await until(lambda: any(a.sent == 20 for f in fakes for a in f.active))
+        (first,) = [fake for fake in fakes if fake.added]
+        first.leave()
+        events = await call
+        assert "".join(text_of(e) for e in events) == text[:17]
+        assert events[-1]["choices"][0]["finish_reason"] == "stop"
+        (other,) = [fake for fake in fakes if fake is not first]
+        await until(lambda: other.aborted == [other.added[0].request_id])
+
+
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "object"}}}
+
+
+@pytest.mark.parametrize(
+    ("more", "word", "streamed"),
+    [
+        ({"seed": 1, "temperature": 1.0}, "sampled with a seed", True),
+        ({"seed": 1, "temperature": 1.0}, "sampled with a seed", False),
+        ({"n": 2, "temperature": 1.0}, "n > 1", True),
+        ({"n": 2, "temperature": 1.0}, "n > 1", False),
+        ({"response_format": SCHEMA}, "structured output", True),
+        ({"frequency_penalty": 0.5}, "frequency penalty", True),
+    ],
+)
+async def test_what_cannot_be_exact_says_so(
+    served: Served, more: dict[str, Any], word: str, streamed: bool
+) -> None:
+    async with pair(served) as (http, fakes):
+        body = body_of(CHAT, **more)
+        request = stream(http, CHAT, body) if streamed else http.post(CHAT, json=body)
+        call: asyncio.Task[Any] = asyncio.create_task(request)
+        await until(lambda: any(fake.active for fake in fakes))
+        await asyncio.sleep(0.08)
+        first = next(fake for fake in fakes if fake.added)
+        await asyncio.to_thread(first.die)
+        answer = await call
+        error = (answer[-1] if streamed else answer.json())["error"]
+        assert error["code"] == 503
+        assert f"{first.instance_id} was lost" in error["message"]
+        assert "cannot continue it exactly" in error["message"]
+        assert word in error["message"]
+        assert streamed or answer.status_code == 503
+        # What else there was of it has ended too.
+        await until(lambda: not any(fake.active for fake in fakes if fake is not first))

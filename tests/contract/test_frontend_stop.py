@@ -1,0 +1,33 @@
+"""The frontend process leaves. In a file of its own, after the others that share the process."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+
+from pullfill import wire
+from pullfill.registry import keys
+from pullfill.registry.client import EtcdClient
+from tests.support.fake_decode import FakeDecode
+from tests.support.frontend_http import NAMESPACE, Served, expected, until
+
+
+async def test_drain_finishes_open_streams_and_exits_0(served: Served) -> None:
+    """Its exit status is checked by the fixture."""
+    fake = FakeDecode("decode-1", model="m", max_model_len=512, step_s=0.01)
+    etcd = await EtcdClient.connect(served.etcd.url)
+    await etcd.put(keys.worker(NAMESPACE, "decode", "decode-1"), wire.encode(fake.start().record))
+    async with served.client() as client:
+        stream = await client.completions.create(
+            model="m", prompt="abc", max_tokens=100, stream=True
+        )
+        text = ""
+        async for chunk in stream:
+            if not text:
+                served.process.send_signal(signal.SIGTERM)
+            text += chunk.choices[0].text
+        assert text == expected(fake.added[0].prompt_token_ids or [], 100)
+    await until(lambda: served.process.poll() is not None)
+    assert await etcd.get(keys.worker(NAMESPACE, "frontend", "frontend-t")) is None
+    await etcd.close()
+    await asyncio.to_thread(fake.die)

@@ -1,0 +1,141 @@
+"""The handoff when a grant ends before its task began, and when a decode worker is out of reach."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from pullfill import frames, u32
+from pullfill.prefill_worker import links
+from pullfill.prefill_worker.mover import Mover
+from pullfill.wire import PrefillJob, WorkerRecord, encode
+from tests.support.control_rig import Raw
+from tests.support.fakes import FakeClock
+from tests.support.handoff_rig import COMPATIBLE, Cluster, PrefillHalf, prompt, settled, until
+from tests.support.kv_engine import BLOCK
+
+# ------------------------------------------------------------------ before the task is there
+
+
+class SlowMover:
+    """The first connection to decode memory takes until `go`."""
+
+    def __init__(self, prefill: PrefillHalf) -> None:
+        self.asked, self.go = asyncio.Event(), asyncio.Event()
+        (link,) = prefill.links._links.values()
+        self._real = link._open_mover
+        link._open_mover = self._open
+
+    async def _open(self, record: WorkerRecord) -> Mover:
+        self.asked.set()
+        await self.go.wait()
+        return await self._real(record)
+
+
+@pytest.mark.parametrize("end", ["abort", "link"])
+async def test_a_grant_that_ends_before_its_task_began_is_not_computed(
+    tmp_path: Path, end: str
+) -> None:
+    async with Cluster(tmp_path) as cluster:
+        decode, prefill = await cluster.decode(), await cluster.prefill()
+        mover = SlowMover(prefill)
+        served = decode.send(prompt(30))
+        await asyncio.wait_for(mover.asked.wait(), 10)
+        if end == "abort":
+            decode.abort(served)
+        else:
+            for peer in list(decode.control._peers.values()):
+                peer.channel.close()
+        await settled(served)
+        assert decode.ledger.open_jobs == 0, "proved quiet at once: nothing was ever written"
+        # One more exchange over the same connection: the revoke was read before it.
+        await until(lambda: decode.control.prefill_workers == 1)
+        other = decode.send(prompt(9, seed=2))
+        await until(lambda: prefill.runner.in_flight == 2)
+        await asyncio.sleep(0.02)
+        mover.go.set()
+        await settled(other)
+        assert decode.right(other)
+        await cluster.check_clean()
+        assert prefill.engine.computed_tokens == 8
+        assert (prefill.runner.completed, prefill.runner.failed) == (1, 1)
+
+
+# ------------------------------------------------------------------ out of reach
+
+
+def closed_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+        return port
+
+
+async def cut_off(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> PrefillHalf:
+    """A prefill worker that knows a decode worker which it cannot reach."""
+    monkeypatch.setattr(links, "_APPEAR_S", 0.01)
+    record = cluster.directory.members["decode-1"]
+    nowhere = f"tcp://127.0.0.1:{closed_port()}"
+    cluster.directory.put(msgspec.structs.replace(record, control=nowhere))
+    prefill = PrefillHalf(cluster, "prefill-1", chunk=8)
+    cluster.prefills.append(prefill)
+    prefill.puller.start()
+    return prefill
+
+
+async def test_row_18_a_job_that_no_worker_can_claim_is_no_dead_letter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Served locally when nobody claimed it in time, which removes it from the queue."""
+    async with Cluster(tmp_path, clock=FakeClock()) as cluster:
+        decode = await cluster.decode()
+        address = frames.split_address(decode.control.address)
+        busy = Raw(*await asyncio.open_connection(*address))  # it takes nothing, but it is there
+        await busy.hello(COMPATIBLE.hash())
+        await cut_off(cluster, monkeypatch)
+        served = decode.send(prompt(30))
+        for _ in range(19):  # router.claim_timeout_s is 10
+            decode.pass_time(0.5)
+            await asyncio.sleep(0.02)
+            assert served.loaded is None
+            assert cluster.queue.status().depth_jobs == 1
+        assert not cluster.queue.dead
+        decode.pass_time(1.0)
+        await settled(served)
+        assert served.loaded is False
+        await cluster.check_clean()
+        assert not cluster.queue.dead
+        busy.writer.close()
+
+
+async def test_a_job_past_its_time_that_nobody_removes_is_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its decode worker cannot delete it either (cut off from the queue as well)."""
+    clock = FakeClock()
+    async with Cluster(tmp_path, clock=clock) as cluster:
+        await cluster.decode()
+        await cut_off(cluster, monkeypatch)
+        job = PrefillJob(
+            job_id="j",
+            incarnation="decode-1-i0",
+            decode_instance="decode-1",
+            control="tcp://127.0.0.1:1",
+            request_id="r",
+            compat=COMPATIBLE.hash(),
+            token_ids=u32.pack([1, 2, 3]),
+            hit_tokens=0,
+            block_ids=u32.pack([1]),
+            block_size=BLOCK,
+            timeout_s=20.0,
+        )
+        await cluster.queue.producer().publish("j", encode(job), 3)
+        for _ in range(50):
+            clock.advance(0.5)
+            await asyncio.sleep(0.02)
+        await until(lambda: cluster.queue.status().depth_jobs == 0)
+        assert not cluster.queue.dead

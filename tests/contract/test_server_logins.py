@@ -1,0 +1,238 @@
+"""Logins and TLS of NATS and etcd, against real servers that want them."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import logging
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+
+from pullfill.deploy import servers
+from pullfill.errors import ConfigError
+from pullfill.queue.contract import QueueConfig
+from pullfill.queue.jetstream import JetStreamConsumer, JetStreamProducer
+from pullfill.registry.client import EtcdClient
+from pullfill.registry.watch import Put, watch_prefix
+from pullfill.security import Security, load
+from tests.support.certificates import Certificates, make_certificates
+from tests.support.etcd import EtcdServer
+from tests.support.nats import NatsServer, until
+
+PASSWORD = "correct horse battery staple"
+QUEUE = QueueConfig("test", "0123456789abcdef", publish_timeout_s=1.0)
+HANG_S = 20.0
+
+
+def write(directory: Path, toml: str, **secrets: str) -> Security:
+    """The loaded security file of one test; `secrets` become files beside it."""
+    for name, text in secrets.items():
+        path = directory / name
+        path.touch(0o600)
+        path.write_text(text + "\n")
+    (directory / "security.toml").write_text(toml)
+    return load(directory / "security.toml")
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    return make_certificates(tmp_path_factory.mktemp("tls"))
+
+
+# ------------------------------------------------------------------ NATS
+
+
+def nats_tls(certificates: Certificates) -> str:
+    return (
+        f'tls {{ cert_file: "{certificates.cert}", key_file: "{certificates.key}", '
+        f'ca_file: "{certificates.ca}", verify: true }}\n'
+    )
+
+
+LOGIN = f'authorization {{ user: pullfill, password: "{PASSWORD}" }}\n'
+
+
+@pytest.fixture
+async def locked_nats(tmp_path: Path, certificates: Certificates) -> AsyncIterator[NatsServer]:
+    """Wants a password and a client certificate."""
+    server = NatsServer(tmp_path / "nats", extra=LOGIN + nats_tls(certificates))
+    await server.start()
+    yield server
+    server.stop()
+
+
+def nats_toml(tls: Certificates, ca: Path | None = None, user: str = "pullfill") -> str:
+    return (
+        f'[nats]\nuser = "{user}"\npassword_file = "password"\n'
+        f'ca = "{ca or tls.ca}"\ncert = "{tls.cert}"\nkey = "{tls.key}"\n'
+    )
+
+
+async def test_a_job_goes_through_a_server_with_a_password_and_tls(
+    tmp_path: Path, locked_nats: NatsServer, certificates: Certificates
+) -> None:
+    security = write(tmp_path, nats_toml(certificates), password=PASSWORD)
+    options = security.nats.options()
+    producer = await JetStreamProducer.connect(
+        locked_nats.url, QUEUE, wait_s=HANG_S, connect_options=options
+    )
+    consumer = await JetStreamConsumer.connect(
+        locked_nats.url, QUEUE, wait_s=HANG_S, connect_options=options
+    )
+    try:
+        await producer.publish("job", b"body", 7)
+        (delivery,) = await consumer.pull(1 << 20, 1, HANG_S)
+        assert delivery.body == b"body"
+        await delivery.ack()
+        # Our own redial logs in again.
+        await locked_nats.restart()
+        await until(lambda: producer.available)
+        await producer.publish("again", b"body 2", 7)
+    finally:
+        await asyncio.gather(producer.close(), consumer.close())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "advice"),
+    [("password", "refuses the login"), ("ca", "no TLS with NATS"), ("none", "no TLS with NATS")],
+)
+async def test_what_waiting_cannot_mend_ends_at_once_and_says_which_key_to_check(
+    tmp_path: Path, locked_nats: NatsServer, certificates: Certificates, wrong: str, advice: str
+) -> None:
+    ca = certificates.other_ca if wrong == "ca" else None
+    text = "" if wrong == "none" else nats_toml(certificates, ca)
+    password = "not the one" if wrong == "password" else PASSWORD
+    security = write(tmp_path, text, password=password)
+    async with asyncio.timeout(HANG_S):  # not the 100 s that it would wait for a dead server
+        with pytest.raises(ConfigError, match=advice) as caught:
+            await JetStreamProducer.connect(
+                locked_nats.url, QUEUE, wait_s=100.0, connect_options=security.nats.options()
+            )
+    assert "[nats]" in str(caught.value)
+    assert password not in str(caught.value)
+
+
+def _encode_nkey(kind: int, key: bytes) -> str:
+    """Public nkeys have one byte of kind, seeds two; both end in a CRC-16/XMODEM."""
+    body = bytes([kind]) + key
+    crc = 0
+    for byte in body:
+        crc ^= byte << 8
+        for _ in range(8):
+            crc = (crc << 1 ^ 0x1021 if crc & 0x8000 else crc << 1) & 0xFFFF
+    return base64.b32encode(body + crc.to_bytes(2, "little")).decode().rstrip("=")
+
+
+async def test_a_creds_file_signs_the_servers_nonce(tmp_path: Path) -> None:
+    """The server knows the public key only (an nkey user): so the signature is what lets us in."""
+    key = Ed25519PrivateKey.generate()
+    public = _encode_nkey(20 << 3, key.public_key().public_bytes(Encoding.Raw, PublicFormat.Raw))
+    seed = base64.b32encode(
+        bytes([(18 << 3) | (20 << 3) >> 5, ((20 << 3) & 31) << 3])
+        + key.private_bytes_raw()
+        + b"\0\0"
+    ).decode()
+    creds = (
+        "-----BEGIN NATS USER JWT-----\nnot.a.jwt\n------END NATS USER JWT------\n\n"
+        f"-----BEGIN USER NKEY SEED-----\n{seed}\n------END USER NKEY SEED------"
+    )
+    security = write(tmp_path, '[nats]\ncredentials = "user.creds"\n', **{"user.creds": creds})
+    options = security.nats.options()
+    assert bytes(options.pop("user_jwt_cb")()) == b"not.a.jwt"
+    server = NatsServer(
+        tmp_path / "nats", extra=f"authorization {{ users: [{{ nkey: {public} }}] }}"
+    )
+    await server.start()
+    sign = options.pop("signature_cb")
+    try:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(server.url.split(":")[-1]))
+        info = (await reader.readline()).decode()
+        nonce = info.split('"nonce":"')[1].split('"')[0]
+        signature = sign(nonce).decode()
+        connect = f'CONNECT {{"verbose":true,"nkey":"{public}","sig":"{signature}"}}\r\n'
+        writer.write(connect.encode())
+        assert await asyncio.wait_for(reader.readline(), HANG_S) == b"+OK\r\n"
+        writer.close()
+    finally:
+        server.stop()
+
+
+# ------------------------------------------------------------------ etcd
+
+
+@pytest.fixture(scope="module")
+def locked_etcd(
+    tmp_path_factory: pytest.TempPathFactory, certificates: Certificates
+) -> Iterator[EtcdServer]:
+    """Wants a client certificate and a login; its tokens live for a second."""
+    directory = tmp_path_factory.mktemp("etcd")
+    with EtcdServer(directory, certificates, **{"auth-token-ttl": "1"}) as server:
+        server.enable_auth(PASSWORD)
+        yield server
+
+
+def etcd_toml(tls: Certificates, ca: Path | None = None, login: bool = True) -> str:
+    text = '[etcd]\nuser = "root"\npassword_file = "password"\n' if login else "[etcd]\n"
+    return f'{text}ca = "{ca or tls.ca}"\ncert = "{tls.cert}"\nkey = "{tls.key}"\n'
+
+
+async def test_etcd_with_a_login_and_tls_and_tokens_that_expire(
+    tmp_path: Path,
+    locked_etcd: EtcdServer,
+    certificates: Certificates,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    security = write(tmp_path, etcd_toml(certificates), password=PASSWORD)
+    assert servers.etcd_ready(locked_etcd.url, 5.0, security.etcd.tls()) is None
+    client = await EtcdClient.connect(locked_etcd.url, wait_s=HANG_S, security=security.etcd)
+    seen: list[bytes] = []
+
+    async def follow() -> None:
+        async for event in watch_prefix(client, "w/", idle_s=0.5):
+            if isinstance(event, Put):
+                seen.append(event.value)
+
+    following = asyncio.create_task(follow())
+    try:
+        for number in range(3):
+            await client.put(f"w/{number}", b"%d" % number)
+            await asyncio.sleep(1.2 if number < 2 else 0)  # longer than a token lives
+        await until(lambda: len(seen) == 3, HANG_S)
+        assert seen == [b"0", b"1", b"2"]
+    finally:
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+        await client.close()
+    assert PASSWORD not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("wrong", "advice"),
+    [
+        ("password", "check user and password_file of \\[etcd\\]"),
+        ("login", "check user and password_file of \\[etcd\\]"),
+        ("ca", "check ca, cert and key of \\[etcd\\]"),
+    ],
+)
+async def test_a_refused_login_or_certificate_is_told_at_once(
+    tmp_path: Path, locked_etcd: EtcdServer, certificates: Certificates, wrong: str, advice: str
+) -> None:
+    ca = certificates.other_ca if wrong == "ca" else None
+    text = etcd_toml(certificates, ca, login=wrong != "login")
+    security = write(tmp_path, text, password="no" if wrong == "password" else PASSWORD)
+    async with asyncio.timeout(HANG_S):
+        with pytest.raises(ConfigError, match=advice):
+            await EtcdClient.connect(locked_etcd.url, wait_s=100.0, security=security.etcd)
+
+
+async def test_certificates_for_an_unencrypted_address_are_a_mistake(
+    tmp_path: Path, certificates: Certificates
+) -> None:
+    security = write(tmp_path, etcd_toml(certificates), password=PASSWORD)
+    with pytest.raises(ConfigError, match="use https://"):
+        await EtcdClient.connect("http://127.0.0.1:1", wait_s=0, security=security.etcd)

@@ -1,0 +1,190 @@
+"""Bytes on the frontend wire: vLLM's own codec (imported here), and the decode worker's shim.
+
+The engine thread must survive whatever comes, and nothing may be unpickled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+from hypothesis import strategies as st
+
+from pullfill import wire
+from pullfill.decode_worker import shim as shims
+from pullfill.decode_worker.shim import FrontendShim
+from pullfill.decode_worker.story import Stories
+from pullfill.engine import check, rpc
+from pullfill.engine.requests import prefill_request
+from pullfill.errors import BadMessage
+from tests.support.fuzz import EXAMPLES, explore, little_memory, mutated
+
+KINDS = [value for value in vars(rpc).values() if isinstance(value, bytes)]
+HELLO = wire.encode(
+    rpc.FrontendHello(frontend_instance="f", vllm_version=check.PINNED_VLLM, model="m")
+)
+
+
+class _Bomb:
+    """Unpickling it is noticed."""
+
+    exploded = False
+
+    def __reduce__(self) -> Any:
+        return (_explode, ())
+
+
+def _explode() -> None:
+    _Bomb.exploded = True
+
+
+BOMBS = [
+    msgspec.msgpack.encode([0, "m", [msgspec.msgpack.Ext(code, pickle.dumps(_Bomb()))]])
+    for code in (1, 2, 42)
+]
+SHAPES = [
+    msgspec.msgpack.encode([0, "m", [["float32", shape, data]]])
+    for shape in ([2**40], [-1], [2**31, 2**31], [0] * 500, ["x"])
+    for data in (0, 5, b"", b"x" * 8)
+]
+
+
+@pytest.fixture(scope="module")
+def codecs() -> tuple[rpc.WorkerCodec, rpc.FrontendCodec]:
+    return rpc.WorkerCodec(), rpc.FrontendCodec()
+
+
+@EXAMPLES
+def test_vllms_codec_gives_its_structs_or_bad_message(
+    codecs: tuple[rpc.WorkerCodec, rpc.FrontendCodec], examples: int
+) -> None:
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+
+    worker, frontend = codecs
+    request = prefill_request("r", [1, 2], cache_salt="s", priority=0, arrival_time=0.0)
+    answer = EngineCoreOutputs(outputs=[EngineCoreOutput(request_id="r", new_token_ids=[1])])
+    valid = [bytes(b"".join(map(bytes, frontend.encode(request))))]
+    valid += [bytes(b"".join(map(bytes, worker.encode(answer)))), *BOMBS, *SHAPES]
+    valid += [msgspec.msgpack.encode((1, "is_sleeping", []))]
+
+    def decode(frames: list[bytes]) -> None:
+        for parse in (worker.request, worker.utility, frontend.outputs):
+            with contextlib.suppress(BadMessage):
+                parse(frames)
+
+    with little_memory():
+        for frames in ([b] for b in valid):
+            decode(frames)
+    explore(examples, decode, frames=st.lists(mutated(valid), min_size=1, max_size=3))
+    assert not _Bomb.exploded
+
+
+def test_what_should_not_be_unpickled_was_not_and_would_have_been_noticed() -> None:
+    assert not _Bomb.exploded
+    pickle.loads(pickle.dumps(_Bomb()))
+    assert _Bomb.exploded
+    _Bomb.exploded = False
+
+
+def test_pickle_is_off_by_default_and_the_worker_says_so(
+    codecs: tuple[rpc.WorkerCodec, rpc.FrontendCodec],
+) -> None:
+    for bomb in BOMBS:
+        with pytest.raises(BadMessage):
+            codecs[0].utility([bomb])
+
+
+# ------------------------------------------------------------------ the shim
+
+
+class _Core:
+    """Takes every request; its utilities fail in every way."""
+
+    def preprocess_add_request(self, request: Any) -> tuple[Any, int]:
+        return request, 0
+
+    def add_request(self, request: Any, wave: int) -> None: ...
+
+    def abort_requests(self, request_ids: list[str]) -> None: ...
+
+    def reset_prefix_cache(self, *args: Any) -> bool:
+        return True
+
+    def is_sleeping(self) -> bool:
+        raise RuntimeError("no")
+
+
+class _Sent:
+    """Instead of the ROUTER."""
+
+    def send_multipart(self, parts: Any, *_: Any) -> None:
+        assert all(isinstance(part, bytes | memoryview) for part in parts)
+
+
+@pytest.fixture
+def shim(codecs: tuple[rpc.WorkerCodec, rpc.FrontendCodec]) -> FrontendShim:
+    host: Any = SimpleNamespace(core=_Core(), submit=lambda work: work(None))
+    welcome = rpc.DecodeWelcome(
+        decode_instance="decode-1", incarnation="i", vllm_version=check.PINNED_VLLM,
+        max_model_len=100, num_gpu_blocks=1, block_size=1, max_num_seqs=1,
+        max_num_batched_tokens=1, supported_tasks=[],
+    )  # fmt: skip
+    shim = FrontendShim(host, Stories("decode-1"), welcome=lambda: welcome, models=["m"])
+    shim._socket = _Sent()
+    return shim
+
+
+@EXAMPLES
+def test_any_multipart_message_leaves_the_engine_thread_alive(
+    shim: FrontendShim, examples: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = prefill_request("r", [1, 2], cache_salt=None, priority=0, arrival_time=0.0)
+    encoded = [bytes(f) for f in rpc.FrontendCodec().encode(request)]
+    calls = [msgspec.msgpack.encode((1, m, [])) for m in ("is_sleeping", "shutdown", "__class__")]
+    valid = [HELLO, rpc.encode_ids(["r"]), *encoded, *calls, *BOMBS]
+    failed: list[object] = []
+    monkeypatch.setattr(shims.logger, "exception", lambda *args: failed.append(args))
+
+    def arrive(messages: list[tuple[bytes, bytes, list[bytes]]]) -> None:
+        for identity, kind, payload in messages:
+            frames = [zmq.Frame(part) for part in payload]
+            with contextlib.suppress(BadMessage):
+                shim._dispatch(identity, kind, frames)
+
+    identity = st.sampled_from([b"a", b"b"])
+    kind = st.one_of(st.sampled_from(KINDS), st.binary(max_size=5))
+    message = st.tuples(identity, kind, st.lists(mutated(valid), max_size=3))
+    greeted = st.lists(message, max_size=6).map(lambda rest: [(b"a", rpc.HELO, [HELLO]), *rest])
+    explore(examples, arrive, messages=greeted)
+    arrive([(b"z", rpc.HELO, [HELLO]), (b"z", rpc.PING, [])])
+    assert b"z" in shim._frontends
+
+
+# ------------------------------------------------------------------ what a salt keeps apart
+
+
+def test_blocks_of_two_salts_never_have_one_hash() -> None:
+    """The prefill worker's own prefix cache: the salt of the user is in every block's hash, from
+    the first on, so what one tenant's prompt left there is no hit for another's."""
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.request import Request
+
+    init_none_hash(sha256)
+    hasher = get_request_block_hasher(4, sha256)
+
+    def hashes(salt: str | None) -> list[bytes]:
+        request = prefill_request(
+            "r", list(range(16)), cache_salt=salt, priority=0, arrival_time=0.0
+        )
+        return list(Request.from_engine_core_request(request, hasher).block_hashes)
+
+    assert len(hashes("a")) == 4
+    assert hashes("a") == hashes("a")
+    for one, other in (("a", "b"), ("a", None), ("b", None)):
+        assert set(hashes(one)).isdisjoint(hashes(other))

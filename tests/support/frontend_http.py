@@ -1,0 +1,136 @@
+"""The real frontend process (vLLM's app) over a real etcd and whatever fake decode workers a test
+brings. Importing vLLM takes most of its start, so one process serves all contract tests
+(`tests/contract/conftest.py`)."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+from tokenizers import Tokenizer
+
+from pullfill import wire
+from pullfill.registry import keys
+from pullfill.registry.client import EtcdClient
+from pullfill.registry.directory import Directory
+from tests.support.checkpoint import tiny_checkpoint
+from tests.support.etcd import EtcdServer
+from tests.support.fake_decode import FakeDecode
+from tests.support.fake_vllm import answer
+
+PATIENCE_S = 40.0
+NAMESPACE = "t"
+MAIN = """
+import sys
+from pullfill.config import ClusterRef, FrontendOptions
+from pullfill.frontend.main import run
+etcd, model, *flags = sys.argv[1:]
+options = FrontendOptions(model=model, port=0, instance_id="frontend-t", drain_timeout_s=20.0)
+sys.exit(run(ClusterRef("t", etcd, "nats://127.0.0.1:1"), options, flags))
+"""
+
+
+@dataclass
+class Served:
+    etcd: EtcdServer
+    process: subprocess.Popen[bytes]
+    url: str
+
+    def client(self, **options: Any) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(
+            base_url=f"{self.url}/v1", api_key="none", max_retries=0, **options
+        )
+
+
+@contextmanager
+def serve(directory: Path) -> Iterator[Served]:
+    """A frontend over an etcd of its own; ends with SIGTERM and must exit 0."""
+    (directory / "etcd").mkdir()
+    with EtcdServer(directory / "etcd") as etcd:
+        log = directory / "frontend.log"
+        flags = ["--served-model-name", "m", "--max-model-len", "1024"]
+        with log.open("wb") as out:
+            process = subprocess.Popen(
+                [sys.executable, "-c", MAIN, etcd.url, str(tiny_checkpoint()), *flags],
+                cwd=Path(__file__).parents[2],
+                stdout=out,
+                stderr=out,
+            )
+        try:
+            yield Served(etcd, process, asyncio.run(frontend_url(etcd, process, log)))
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(PATIENCE_S) == 0, log.read_text()[-3000:]
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+
+
+async def frontend_url(etcd: EtcdServer, process: subprocess.Popen[bytes], log: Path) -> str:
+    """Where it says in the registry that it listens; it registers once it is about to serve."""
+    client = await EtcdClient.connect(etcd.url)
+    directory = Directory(client, NAMESPACE, ["frontend"])
+    try:
+        await directory.start()
+        async with asyncio.timeout(PATIENCE_S):
+            while not (found := directory.workers("frontend")):
+                assert process.poll() is None, f"it ended, see {log}"
+                await asyncio.sleep(0.1)
+    finally:
+        await directory.close()
+        await client.close()
+    return found["frontend-t"].http
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():  # noqa: ASYNC110 - the condition has no event to wait for
+            await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def workers(served: Served, *fakes: FakeDecode) -> AsyncIterator[httpx.AsyncClient]:
+    """The frontend with exactly these workers ready; afterwards with none."""
+    etcd = await EtcdClient.connect(served.etcd.url)
+    async with httpx.AsyncClient(base_url=served.url, timeout=PATIENCE_S) as http:
+
+        async def decode_count(count: int) -> None:
+            async with asyncio.timeout(PATIENCE_S):
+                while (await http.get("/ready")).json()["decode"] != count:  # noqa: ASYNC110
+                    await asyncio.sleep(0.02)
+
+        def key(fake: FakeDecode) -> str:
+            return keys.worker(NAMESPACE, "decode", fake.instance_id)
+
+        try:
+            for fake in fakes:
+                await etcd.put(key(fake.start()), wire.encode(fake.record))
+            await decode_count(len(fakes))
+            yield http
+        finally:
+            for fake in fakes:
+                await etcd.delete(key(fake))
+                await asyncio.to_thread(fake.die)
+            await decode_count(0)
+            await etcd.close()
+
+
+def expected(prompt: list[int], count: int) -> str:
+    text: str = tokenizer().decode(answer(prompt, count))
+    assert len(text) == count
+    return text
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(str(tiny_checkpoint() / "tokenizer.json"))

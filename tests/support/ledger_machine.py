@@ -1,0 +1,205 @@
+"""The ledger under any order of events: opens, publishes, claims, writes, deaths, deadlines.
+
+`explore` drives the real ledger, fences and scheduler half (`HandoffModel`) with hypothesis; the
+model checks its invariants after every event, and at the end that everything comes back.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from pullfill.errors import Outcome
+from pullfill.wire import DigestMode
+from tests.support.handoff_model import CLAIM_S, TIMEOUT_S, Grant, HandoffModel, Job
+
+WRITERS = ("a", "b", "c")
+PICK = st.integers(min_value=0, max_value=1 << 16)
+MOSTLY = st.sampled_from([True, True, True, False])
+SELDOM = st.sampled_from([False, False, False, True])
+
+
+T = TypeVar("T")
+
+
+def _newest(things: list[T], pick: int) -> T:
+    return things[-1 - pick // 8 % len(things)]
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    """Three writers that obey nothing but the fence, against one decode worker. A writer that is
+    stopped is one whose batch does not end."""
+
+    seen: set[str]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = HandoffModel(slots=4)
+        self.incarnations = ["i0"]
+
+    @initialize(
+        kv_digest=st.sampled_from([DigestMode.OFF, DigestMode.FULL]), jobs=st.integers(0, 3)
+    )
+    def start(self, kv_digest: DigestMode, jobs: int) -> None:
+        self.model.ledger.kv_digest = kv_digest
+        for _ in range(jobs):
+            self.model.open(2)
+
+    # Mostly what can still move, newest first; now and then what is over, to be refused.
+
+    def job(self, pick: int) -> Job:
+        jobs = list(self.model.jobs.values())
+        still = [j for j in jobs if self.model.ledger.find(j.job.job_id)]
+        return _newest(still if still and pick % 8 else jobs, pick)
+
+    def grant(self, pick: int) -> Grant:
+        grants = self.model.grants
+        still = [g for g in grants if self.model.is_live(g)]
+        return _newest(still if still and pick % 8 else grants, pick)
+
+    any_job = precondition(lambda self: self.model.jobs)
+    any_grant = precondition(lambda self: self.model.grants)
+
+    @rule(count=st.integers(1, 4), hits=st.integers(0, 2), extra=st.integers(1, 4))
+    def open(self, count: int, hits: int, extra: int) -> None:
+        self.model.open(count, hits, extra)
+
+    @any_job
+    @rule(pick=PICK, outcome=st.sampled_from([None] * 7 + [Outcome.PUBLISH_FAILED]))
+    def publish(self, pick: int, outcome: Outcome | None) -> None:
+        job = self.job(pick)
+        if not job.publish_over:
+            self.model.publish(job, outcome)
+
+    @any_job
+    @rule(pick=PICK, writer=st.sampled_from(WRITERS), old=SELDOM)
+    def claim(self, pick: int, writer: str, old: bool) -> None:
+        stale = old and len(self.incarnations) > 1
+        incarnation = self.incarnations[0] if stale else None
+        claimed = self.model.claim(self.job(pick), writer, incarnation)
+        assert (claimed.grant is None) != (claimed.refused is None)
+        assert not (stale and claimed.grant)
+
+    @any_job
+    @rule(pick=PICK, writers=st.permutations(WRITERS))
+    def redeliver(self, pick: int, writers: list[str]) -> None:
+        """The queue hands one job to two workers."""
+        for writer in writers[:2]:
+            self.model.claim(self.job(pick), writer)
+
+    @any_grant
+    @rule(pick=PICK)
+    def begin_batch(self, pick: int) -> None:
+        grant = self.grant(pick)
+        if not grant.in_batch:
+            self.model.begin_batch(grant)
+
+    @any_grant
+    @rule(pick=PICK)
+    def end_batch(self, pick: int) -> None:
+        grant = self.grant(pick)
+        if grant.in_batch:
+            self.model.end_batch(grant)
+
+    @any_grant
+    @rule(pick=PICK, wrong_by=st.sampled_from([0, 0, 0, -1, 1]), forged=SELDOM)
+    def commit(self, pick: int, wrong_by: int, forged: bool) -> None:
+        grant = self.grant(pick)
+        if forged:
+            assert self.model.commit(grant, writer="mallory") == "stale"
+        else:
+            self.model.commit(grant, wrong_by=wrong_by)
+
+    @any_grant
+    @rule(pick=PICK)
+    def write_and_commit(self, pick: int) -> None:
+        """What a writer does that nothing happens to."""
+        grant = self.grant(pick)
+        if grant.in_batch or self.model.begin_batch(grant):
+            self.model.end_batch(grant)
+            self.model.commit(grant)
+
+    @precondition(lambda self: self.model.verifying)
+    @rule(pick=PICK, good=st.booleans())
+    def verdict(self, pick: int, good: bool) -> None:
+        verifying = self.model.verifying
+        self.model.verdict(verifying[-1 - pick % len(verifying)], good=good)
+
+    @any_grant
+    @rule(pick=PICK, retry=MOSTLY)
+    def hand_back(self, pick: int, retry: bool) -> None:
+        self.model.hand_back(self.grant(pick), retry=retry)
+
+    @any_grant
+    @rule(writer=st.sampled_from(WRITERS), others_alive=MOSTLY)
+    def lose(self, writer: str, others_alive: bool) -> None:
+        self.model.lose(writer, others_alive=others_alive)
+
+    @any_grant
+    @rule(writer=st.sampled_from(WRITERS), others_alive=MOSTLY)
+    def die(self, writer: str, others_alive: bool) -> None:
+        writing = [g.writer for g in self.model.grants if g.in_batch]
+        writer = writing[-1] if writing else writer
+        self.model.die(writer, others_alive=others_alive)
+
+    @any_job
+    @rule(pick=PICK, now=MOSTLY)
+    def abort(self, pick: int, now: bool) -> None:
+        job = self.job(pick)
+        if now and not job.aborted:
+            self.model.abort(job)
+
+    @rule(seconds=st.sampled_from([0.0, 0.01, 0.01, 1.0, 1.0, CLAIM_S, TIMEOUT_S / 2, TIMEOUT_S]))
+    def tick(self, seconds: float) -> None:
+        self.model.tick(seconds)
+
+    @rule()
+    def step(self) -> None:
+        self.model.step()
+
+    @any_job
+    @rule(now=SELDOM)
+    def new_incarnation(self, now: bool) -> None:
+        if not now:
+            return
+        self.incarnations.append(f"i{len(self.incarnations)}")
+        self.model.ledger.new_incarnation(self.incarnations[-1])
+        self.model.act()
+
+    @invariant()
+    def holds(self) -> None:
+        self.model.check()
+
+    def teardown(self) -> None:
+        self.model.drain()
+        type(self).seen |= self.model.seen
+
+
+def explore(examples: int, steps: int, *, find_only: bool = False, repeat: bool = True) -> set[str]:
+    """Run so many orders of so many events; what was seen in them. Raises what a check raises.
+    find_only: no smaller example is looked for. repeat: the same orders each time."""
+    LedgerMachine.seen = set()
+    run_state_machine_as_test(
+        LedgerMachine,
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=steps,
+            deadline=None,
+            database=None,
+            derandomize=repeat,
+            print_blob=False,
+            phases=[Phase.generate] if find_only else [Phase.generate, Phase.shrink],
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+    return LedgerMachine.seen

@@ -1,0 +1,194 @@
+"""Ledgers broken in one place each, for proof that the model's checks can fail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from pullfill.decode_worker.book import Book
+from pullfill.decode_worker.entry import Entry, JobState
+from pullfill.decode_worker.ledger import Ledger
+from pullfill.decode_worker.moves import CancelMessage, Hold, Release
+from pullfill.errors import Outcome
+from pullfill.transfer.loopback import LoopbackFences
+
+Patch = pytest.MonkeyPatch
+
+
+def skips_the_fence_proof(patch: Patch) -> None:
+    real = Book._ask_proof
+
+    def ask(self: Book, entry: Entry) -> None:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(LoopbackFences, "try_revoke", lambda *_: True)
+            real(self, entry)
+
+    patch.setattr(Book, "_ask_proof", ask)
+
+
+def commits_without_a_proof(patch: Patch) -> None:
+    real = Ledger.commit
+
+    def commit(self: Ledger, *args: Any) -> Any:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(LoopbackFences, "try_revoke", lambda *_: True)
+            return real(self, *args)
+
+    patch.setattr(Ledger, "commit", commit)
+
+
+def settles_twice(patch: Patch) -> None:
+    real = Book._settle
+
+    def settle(self: Book, entry: Entry, outcome: Outcome, *, loaded: bool) -> None:
+        for _ in range(2):
+            entry.settled = False
+            real(self, entry, outcome, loaded=loaded)
+
+    patch.setattr(Book, "_settle", settle)
+
+
+def after_give_up(then: Callable[[Book, Entry], None]) -> Callable[[Patch], None]:
+    real = Book._give_up
+
+    def give_up(self: Book, entry: Entry, outcome: Outcome) -> None:
+        real(self, entry, outcome)
+        then(self, entry)
+
+    return lambda patch: patch.setattr(Book, "_give_up", give_up)
+
+
+def release_now(self: Book, entry: Entry) -> None:
+    if entry.held:
+        entry.held = False
+        self._events.append(Release(entry.job_id))
+
+
+def forget_hold(self: Book, entry: Entry) -> None:
+    if entry.held:
+        entry.held = False
+        self._events.remove(Hold(entry.job_id, entry.blocks))
+
+
+def forget_message(self: Book, entry: Entry) -> None:
+    for action in [a for a in self._actions if isinstance(a, CancelMessage)]:
+        self._actions.remove(action)
+
+
+def forget_release(patch: Patch) -> None:
+    real = Book._ask_proof
+
+    def ask(self: Book, entry: Entry) -> None:
+        entry.held = False
+        real(self, entry)
+
+    patch.setattr(Book, "_ask_proof", ask)
+
+
+def accepts_a_stale_attempt(patch: Patch) -> None:
+    def current(self: Book, job_id: str, attempt: int, incarnation: str, writer: str) -> Any:
+        return self._jobs.get(job_id)
+
+    patch.setattr(Book, "_current", current)
+
+
+def accepts_an_old_incarnation(patch: Patch) -> None:
+    real = Ledger._claim
+
+    def claim(self: Ledger, job_id: str, incarnation: str, writer: str, ack: str) -> Any:
+        return real(self, job_id, self.incarnation, writer, ack)
+
+    patch.setattr(Ledger, "_claim", claim)
+
+
+def before_claim(change: Callable[[Entry], None]) -> Callable[[Patch], None]:
+    real = Ledger._claim
+
+    def claim(self: Ledger, job_id: str, incarnation: str, writer: str, ack: str) -> Any:
+        if (entry := self._jobs.get(job_id)) is not None:
+            change(entry)
+        return real(self, job_id, incarnation, writer, ack)
+
+    return lambda patch: patch.setattr(Ledger, "_claim", claim)
+
+
+def to_a_second_writer(entry: Entry) -> None:
+    if entry.state is JobState.GRANTED:
+        entry.state = JobState.QUEUED
+
+
+def out_of_quarantine(entry: Entry) -> None:
+    if entry.state is JobState.QUARANTINED and not entry.settled:
+        entry.state, entry.fence = JobState.QUEUED, None
+
+
+def while_it_is_checked(entry: Entry) -> None:
+    if entry.state is JobState.VERIFYING:
+        entry.state = JobState.QUEUED
+
+
+def any_block_count(patch: Patch) -> None:
+    real = Ledger.commit
+
+    def commit(self: Ledger, job_id: str, *args: Any) -> Any:
+        if (entry := self._jobs.get(job_id)) is not None:
+            args = (*args[:3], entry.targets, *args[4:])
+        return real(self, job_id, *args)
+
+    patch.setattr(Ledger, "commit", commit)
+
+
+def any_verdict_is_good(patch: Patch) -> None:
+    real = Ledger.verified
+    patch.setattr(
+        Ledger, "verified", lambda self, job, attempt, *, good: real(self, job, attempt, good=True)
+    )
+
+
+def never_expires(patch: Patch) -> None:
+    patch.setattr(Book, "_expire", lambda *_: None)
+
+
+def waits_without_a_worker(patch: Patch) -> None:
+    real = Ledger.writer_lost
+    patch.setattr(
+        Ledger,
+        "writer_lost",
+        lambda self, writer, *, others_alive: real(self, writer, others_alive=True),
+    )
+
+
+def leaks_fence_slots(patch: Patch) -> None:
+    """A fence slot leaks at each proof."""
+    real = LoopbackFences.try_revoke
+
+    def revoke(self: LoopbackFences, token: Any) -> bool:
+        quiet = real(self, token)
+        if quiet and self._free and self._free[-1] == token.slot:
+            self._free.pop()
+        return quiet
+
+    patch.setattr(LoopbackFences, "try_revoke", revoke)
+
+
+BROKEN: dict[str, Callable[[Patch], None]] = {
+    "skips the fence proof": skips_the_fence_proof,
+    "commits without a proof": commits_without_a_proof,
+    "settles twice": settles_twice,
+    "releases before the proof": after_give_up(release_now),
+    "forgets to hold": after_give_up(forget_hold),
+    "forgets to release": forget_release,
+    "forgets the message": after_give_up(forget_message),
+    "accepts a stale attempt": accepts_a_stale_attempt,
+    "accepts an old incarnation": accepts_an_old_incarnation,
+    "grants to a second writer": before_claim(to_a_second_writer),
+    "grants out of quarantine": before_claim(out_of_quarantine),
+    "grants what is being checked": before_claim(while_it_is_checked),
+    "takes any block count": any_block_count,
+    "takes any verdict for good": any_verdict_is_good,
+    "never expires": never_expires,
+    "waits without a worker": waits_without_a_worker,
+    "leaks fence slots": leaks_fence_slots,
+}

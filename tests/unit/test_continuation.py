@@ -1,0 +1,128 @@
+"""Which broken answers can be continued exactly, and by what request."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pullfill.engine import continuation as c
+from tests.support.fake_vllm import Request, request
+
+OUT = [7, 8, 9]
+
+
+@pytest.mark.parametrize(
+    ("params", "word"),
+    [
+        ({"seed": 3}, "seed"),
+        ({"presence_penalty": 0.5}, "presence penalty"),
+        ({"frequency_penalty": -0.5}, "frequency penalty"),
+        ({"repetition_detection": {"max_pattern_size": 3}}, "repetition detection"),
+        ({"structured_outputs": {"json": "{}"}}, "structured output"),
+        ({"thinking_token_budget": 0}, "thinking budget"),
+        ({"watermarking": True}, "watermark"),
+        ({"trace_decode_token_ids": [1]}, "replays"),
+        ({"extra_args": {"mine": 1}}, "logits processors"),
+        ({"n": 2}, "several choices"),
+        ({"bad_words_token_ids": [[1], [8, 9, 5]]}, "bad words"),
+        ({"bad_words_token_ids": [[9, 5]]}, "bad words"),
+        ({"max_tokens": 3}, "not why it ended"),
+    ],
+)
+def test_what_depends_on_lost_state_is_not_continued(params: dict[str, Any], word: str) -> None:
+    assert word in c.why_not(request(max_tokens=params.pop("max_tokens", 100), **params), OUT)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        {"temperature": 0.0, "seed": 3},
+        {"temperature": 1.0},
+        {"presence_penalty": 0.0, "extra_args": {}, "watermarking": False},
+        {"bad_words_token_ids": [[9], [8], [7, 8, 5]]},
+        {"min_tokens": 50, "prompt_logprobs": 2},
+    ],
+)
+def test_the_rest_is(params: dict[str, Any]) -> None:
+    assert c.why_not(request(max_tokens=100, **params), OUT) == ""
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"sampling_params": None}, "text generation"),
+        ({"resumable": True}, "text generation"),
+        ({"prompt_token_ids": None}, "tokens only"),
+        ({"prompt_embeds": "x"}, "tokens only"),
+        ({"mm_features": ["image"]}, "text only"),
+        ({"request_id": "1_cmpl-x-0-abcd", "external_req_id": "cmpl-x-0"}, "n > 1"),
+    ],
+)
+def test_some_kinds_of_request_are_not_continued(change: dict[str, Any], word: str) -> None:
+    assert word in c.why_not(msgspec.structs.replace(request(max_tokens=9), **change), OUT)
+
+
+def test_the_answer_so_far_becomes_prompt_and_the_rest_stays() -> None:
+    first = request("a", [1, 2], max_tokens=10, min_tokens=5, seed=None, temperature=0.7)
+    first.cache_salt, first.priority, first.trace_headers = "salt", 3, {"traceparent": "t"}
+    before = msgspec.msgpack.encode(first)
+    second = c.continuation(first, OUT)
+    assert msgspec.msgpack.encode(first) == before, "the first request stays as it is"
+    assert second.prompt_token_ids == [1, 2, 7, 8, 9]
+    assert (second.sampling_params.max_tokens, second.sampling_params.min_tokens) == (7, 2)
+    assert second.sampling_params.temperature == 0.7
+    same = ("arrival_time", "cache_salt", "priority", "trace_headers", "external_req_id")
+    assert all(getattr(first, name) == getattr(second, name) for name in same)
+    assert c.room_for(first) == c.room_for(second) == 12
+
+
+def test_min_tokens_end_at_nothing() -> None:
+    assert c.continuation(request(max_tokens=9, min_tokens=2), OUT).sampling_params.min_tokens == 0
+
+
+def test_prompt_logprobs_are_not_computed_twice_and_the_prefix_cache_serves_again() -> None:
+    first = request(max_tokens=9, prompt_logprobs=1, skip_reading_prefix_cache=True)
+    params = c.continuation(first, OUT).sampling_params
+    assert (params.prompt_logprobs, params.skip_reading_prefix_cache) == (None, None)
+    assert first.sampling_params.prompt_logprobs == 1
+
+
+def test_reading_no_prefix_cache_for_another_reason_stays() -> None:
+    first = request(max_tokens=9, skip_reading_prefix_cache=True)
+    assert c.continuation(first, OUT).sampling_params.skip_reading_prefix_cache is True
+
+
+TOKENS = st.lists(st.integers(0, 2), max_size=6)
+
+
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=4), TOKENS, TOKENS)
+def test_a_bad_word_is_banned_at_the_same_places_as_without_the_break(
+    word: list[int], out: list[int], rest: list[int]
+) -> None:
+    """vLLM bans a word's last token where the output so far ends with the others."""
+
+    def banned(past: list[int]) -> bool:
+        return len(word) <= len(past) + 1 and past[len(past) - len(word) + 1 :] == word[:-1]
+
+    first: Request = request(max_tokens=99, bad_words_token_ids=[word])
+    if not c.why_not(first, out):
+        for n in range(len(rest) + 1):
+            assert banned(out + rest[:n]) == banned(rest[:n])
+
+
+def test_what_the_engine_does_to_every_request_rules_all_out() -> None:
+    def args(**flags: Any) -> Any:
+        plain = {"logits_processors": None, "enable_return_routed_experts": False}
+        return SimpleNamespace(**plain | flags)
+
+    assert c.why_never(args(), c.FIELDS) == ""
+    assert "--logits-processors" in c.why_never(args(logits_processors=["mine"]), c.FIELDS)
+    routed = args(enable_return_routed_experts=True)
+    assert "--enable-return-routed-experts" in c.why_never(routed, c.FIELDS)
+    assert "brand_new" in c.why_never(args(), {"brand_new", *c.FIELDS})

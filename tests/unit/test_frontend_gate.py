@@ -1,0 +1,219 @@
+"""Admission: what passes, what is refused and how, and that every slot comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from pullfill.frontend import gate as gates
+from pullfill.frontend.gate import Gate
+
+
+class Client:
+    """One ASGI conversation. `say`: messages the server receives; it waits for more after them."""
+
+    def __init__(
+        self,
+        gate: Gate,
+        path: str = "/v1/completions",
+        method: str = "POST",
+        root_path: str = "",
+    ) -> None:
+        self._inbox: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self.sent: list[dict[str, Any]] = []
+        self.takes = asyncio.Event()
+        self.takes.set()
+        scope = {"type": "http", "method": method, "path": path, "root_path": root_path}
+        self.task = asyncio.ensure_future(gate(scope, self._inbox.get, self._send))
+
+    async def _send(self, message: Any) -> None:
+        await self.takes.wait()
+        self.sent.append(message)
+
+    def say(self, body: bytes = b"{}", more: bool = False) -> Client:
+        self._inbox.put_nowait({"type": "http.request", "body": body, "more_body": more})
+        return self
+
+    def leave(self) -> None:
+        self._inbox.put_nowait({"type": "http.disconnect"})
+
+    @property
+    def status(self) -> int:
+        status: int = self.sent[0]["status"]
+        return status
+
+    @property
+    def error(self) -> dict[str, Any]:
+        error: dict[str, Any] = json.loads(self.sent[1]["body"])["error"]
+        return error
+
+    @property
+    def headers(self) -> dict[bytes, bytes]:
+        return dict(self.sent[0]["headers"])
+
+
+class App:
+    """Reads the request, waits for `go`, answers; notices a client that leaves, as Starlette."""
+
+    def __init__(self) -> None:
+        self.go = asyncio.Event()
+        self.bodies: list[bytes] = []
+        self.fail = False
+        self.ready = True
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["method"] == "POST":
+            body, more = b"", True
+            while more:
+                message = await receive()
+                body += message["body"]
+                more = message["more_body"]
+            self.bodies.append(body)
+            done = asyncio.ensure_future(self.go.wait())
+            gone = asyncio.ensure_future(receive())
+            await asyncio.wait({done, gone}, return_when=asyncio.FIRST_COMPLETED)
+            done.cancel()
+            gone.cancel()
+            if self.fail:
+                raise RuntimeError("the app broke")
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def wait_ready(self, timeout_s: float) -> bool:
+        return self.ready
+
+
+async def settle() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def test_beyond_the_limit_is_429_until_one_has_ended() -> None:
+    app = App()
+    gate = Gate(app, app.wait_ready, 2)
+    inside = [Client(gate).say() for _ in range(2)]
+    await settle()
+    assert gate.in_flight == 2
+    refused = Client(gate).say()
+    await refused.task
+    assert refused.status == 429
+    assert refused.headers[b"retry-after"] == b"1"
+    assert refused.error["type"] == "RateLimitError"
+    assert "--max-inflight" in refused.error["message"]
+    look = Client(gate, "/metrics", "GET")
+    await look.task
+    assert look.status == 200, "what needs no engine always passes"
+    inside[0].leave()
+    await settle()
+    assert gate.in_flight == 1, "a client that goes away frees its slot"
+    app.go.set()
+    last = Client(gate).say()
+    await asyncio.gather(inside[1].task, last.task)
+    assert (last.status, gate.in_flight) == (200, 0)
+
+
+async def test_every_way_out_frees_the_slot() -> None:
+    app = App()
+    gate = Gate(app, app.wait_ready, 1)
+    app.fail = True
+    broken = Client(gate).say()
+    await settle()
+    broken.leave()
+    with pytest.raises(RuntimeError):
+        await broken.task
+    cancelled = Client(gate).say()
+    await settle()
+    cancelled.task.cancel()
+    await asyncio.gather(cancelled.task, return_exceptions=True)
+    app.ready = False
+    nobody = Client(gate).say()
+    await nobody.task
+    assert (nobody.status, nobody.headers[b"retry-after"]) == (503, b"1")
+    early = Client(gate).say(b"{", more=True)
+    early.leave()
+    await early.task
+    assert early.sent == []
+    assert gate.in_flight == 0
+
+
+async def test_a_client_that_takes_nothing_is_left() -> None:
+    app = App()
+    app.go.set()
+    gate = Gate(app, app.wait_ready, 2, send_s=0.1)
+    deaf = Client(gate)
+    deaf.takes.clear()
+    deaf.say()
+    await settle()
+    app.go.clear()
+    waiting = Client(gate).say()  # for its answer, which is nobody's fault
+    await settle()
+    assert gate.in_flight == 2
+    async with asyncio.timeout(10):
+        await deaf.task
+    assert deaf.sent == []
+    assert gate.in_flight == 1
+    app.go.set()
+    await waiting.task
+    assert (waiting.status, gate.in_flight) == (200, 0)
+
+
+async def test_a_body_in_pieces_arrives_whole_and_has_its_slot_from_the_first() -> None:
+    app = App()
+    app.go.set()
+    gate = Gate(app, app.wait_ready, 1)
+    slow = Client(gate).say(b'{"a":', more=True)
+    await settle()
+    assert gate.in_flight == 1
+    other = Client(gate)
+    await other.task
+    assert other.status == 429, "refused before it is read"
+    slow.say(b"1}")
+    await slow.task
+    assert (slow.status, app.bodies) == (200, [b'{"a":1}'])
+
+
+async def test_all_bodies_together_are_bounded_until_their_answers_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gates, "ALL_BYTES", 8)
+    app = App()
+    gate = Gate(app, app.wait_ready, 9)
+    served = Client(gate).say(b"1234")
+    read = Client(gate).say(b"1234", more=True)
+    await settle()
+    refused = Client(gate).say(b"5", more=True)
+    await refused.task
+    assert (refused.status, refused.headers[b"retry-after"]) == (429, b"1")
+    read.leave()
+    await read.task
+    app.go.set()
+    await served.task
+    last = Client(gate).say(b"12345678")
+    await last.task
+    assert (served.status, last.status, gate.in_flight) == (200, 200, 0)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/api/v1/completions"])
+async def test_a_root_path_is_no_way_around(path: str) -> None:
+    app = App()
+    gate = Gate(app, app.wait_ready, 0)
+    refused = Client(gate, path, root_path="/api")
+    await refused.task
+    assert refused.status == 429
+
+
+async def test_a_body_that_never_ends_is_408_and_one_too_large_413(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    app = App()
+    gate = Gate(app, app.wait_ready, 1, body_s=0.05)
+    slow = Client(gate).say(b"{", more=True)
+    await slow.task
+    assert slow.status == 408
+    monkeypatch.setattr(gates, "BODY_BYTES", 8)
+    large = Client(gate).say(b"{" * 9, more=True)
+    await large.task
+    assert (large.status, app.bodies) == (413, [])

@@ -1,0 +1,67 @@
+"""A connection to a decode worker that breaks at the worst moments."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import msgspec
+
+from pullfill.frontend.link import LinkState
+from tests.support.fake_decode import FakeDecode
+from tests.support.frontend_rig import rig, until
+
+
+class _Cutter:
+    """A TCP relay. Its first connection ends within the handshake, its second when `cut` is set."""
+
+    def __init__(self, port: int) -> None:
+        self.cut = asyncio.Event()
+        self.connections = 0
+        self._port = port
+
+    async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        first, second = self.connections == 1, self.connections == 2
+        with contextlib.closing(writer):
+            if first:
+                await reader.readexactly(10)
+                return
+            far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._port)
+            with contextlib.closing(far_writer):
+                ends = {
+                    asyncio.ensure_future(_pump(reader, far_writer)),
+                    asyncio.ensure_future(_pump(far_reader, writer)),
+                }
+                if second:
+                    ends.add(asyncio.ensure_future(self.cut.wait()))
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+                for end in ends:
+                    end.cancel()
+
+
+async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(OSError):
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+
+
+async def test_a_hello_lost_in_flight_is_sent_again() -> None:
+    """Also after a handshake that failed, which alone is for ZMQ to try again."""
+    worker = FakeDecode("decode-1")  # reads nothing before it is started
+    cutter = _Cutter(int(worker.record.data.rpartition(":")[2]))
+    server = await asyncio.start_server(cutter, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    record = msgspec.structs.replace(worker.record, data=f"tcp://127.0.0.1:{port}")
+    async with rig() as r:
+        r.directory.put(record)
+        await until(lambda: any("handshake" in line for line in r.pool.refusals()))
+        await until(lambda: not r.pool.refusals())
+        assert cutter.connections == 2
+        assert r.pool.state_of("decode-1") is LinkState.CONNECTING
+        cutter.cut.set()
+        await until(lambda: cutter.connections == 3)
+        worker.start()
+        await r.ready(1)
+    server.close()
+    worker.die()

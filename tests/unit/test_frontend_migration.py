@@ -1,0 +1,302 @@
+"""Answers that lose their decode worker go on at another: real ZMQ, fake workers, no vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+import pytest
+
+from pullfill.engine import rpc
+from pullfill.frontend import dispatch
+from tests.support.fake_decode import FakeDecode
+from tests.support.fake_vllm import ABORT, LENGTH, Output, Outputs, answer, request
+from tests.support.frontend_rig import Rig, rig, until
+
+PROMPT = [5, 6, 7]
+
+
+async def begun(r: Rig, name: str, tokens: int = 3) -> None:
+    await until(lambda: len(r.sink.tokens.get(name, [])) >= tokens)
+
+
+@pytest.mark.parametrize("how", ["die", "leave"])
+async def test_an_answer_goes_on_from_the_tokens_that_are_out(how: str) -> None:
+    one, two = FakeDecode("decode-1", step_s=0.005), FakeDecode("decode-2")
+    async with rig(one, two) as r:
+        await r.ready(2)
+        r.dispatcher.submit(request("cmpl-a-0-12345678", PROMPT, max_tokens=200, min_tokens=190))
+        await begun(r, "cmpl-a-0-12345678")
+        getattr(one, how)()
+        await until(lambda: bool(r.sink.finished))
+        assert r.sink.finished == {"cmpl-a-0-12345678": LENGTH}
+        assert r.sink.tokens["cmpl-a-0-12345678"] == answer(PROMPT, 200)
+        (second,) = two.added
+        out = len(second.prompt_token_ids or []) - len(PROMPT)
+        assert 3 <= out < 200
+        assert second.request_id == "cmpl-a-0-12345678~1"
+        assert second.sampling_params["max_tokens"] == 200 - out
+        assert second.sampling_params["min_tokens"] == 190 - out
+        record = r.explain.get("cmpl-a")
+        assert record is not None
+        assert (record.continued_from, record.continued_tokens) == (("decode-1",), out)
+        assert record.decode_instance == "decode-2"
+        assert record.timings_ms.first_token is not None
+        assert r.dispatcher.in_flight == 0
+
+
+async def test_only_the_lost_workers_answers_move() -> None:
+    one, two = FakeDecode("decode-1", step_s=0.005), FakeDecode("decode-2", step_s=0.005)
+    async with rig(one, two) as r:
+        await r.ready(2)
+        for i in range(6):
+            r.dispatcher.submit(request(f"r{i}", [i], max_tokens=60))
+        for i in range(6):
+            await begun(r, f"r{i}")
+        one.die()
+        await until(lambda: len(r.sink.finished) == 6)
+        assert all(r.sink.tokens[f"r{i}"] == answer([i], 60) for i in range(6))
+        assert sorted(q.request_id for q in two.added) == [
+            "r0~1", "r1", "r2~1", "r3", "r4~1", "r5"
+        ]  # fmt: skip
+
+
+async def test_an_answer_survives_the_loss_of_one_worker_after_another() -> None:
+    workers = [FakeDecode(f"decode-{i}", step_s=0.003) for i in range(4)]
+    async with rig(*workers) as r:
+        await r.ready(4)
+        r.dispatcher.submit(request("a", PROMPT, max_tokens=100))
+        for i, end in enumerate(("leave", "die", "die")):
+            await until(lambda i=i: bool(workers[i].added))  # type: ignore[misc]
+            await begun(r, "a", 5 * (i + 1))
+            getattr(workers[i], end)()
+        await until(lambda: "a" in r.sink.finished)
+        assert r.sink.tokens["a"] == answer(PROMPT, 100)
+
+
+async def test_a_request_handed_back_again_and_again_is_no_killer() -> None:
+    """Three planned leaves cost nothing; three deaths would end it."""
+    workers = [FakeDecode(f"decode-{i}", hold=True) for i in range(5)]
+    async with rig(*workers) as r:
+        await r.ready(5)
+        r.dispatcher.submit(request("a"))
+        for i in range(4):
+            await until(lambda i=i: bool(workers[i].added))  # type: ignore[misc]
+            workers[i].leave()
+        workers[4].hold = False
+        await until(lambda: "a" in r.sink.finished)
+        assert not r.sink.failures
+
+
+async def test_workers_that_hand_a_request_to_each_other_do_not_do_so_forever() -> None:
+    workers = [FakeDecode(f"decode-{i}", hand_back=True) for i in range(2)]
+    async with rig(*workers) as r:
+        await r.ready(2)
+        r.dispatcher.submit(request("a"))
+        await until(lambda: bool(r.sink.failures))
+        assert f"{dispatch.MAX_MOVES} attempts" in r.sink.failures["a"]
+
+
+async def test_a_request_does_not_return_to_the_worker_that_handed_it_back() -> None:
+    """That one lives and takes others; it only has no room for this one."""
+    alone = FakeDecode("decode-1", hand_back=True)
+    async with rig(alone) as r:
+        await r.ready(1)
+        r.dispatcher.submit(request("a"))
+        await until(lambda: bool(r.sink.failures))
+        assert "decode-1 handed it back" in r.sink.failures["a"]
+        assert len(alone.added) <= 1
+
+
+@pytest.mark.parametrize(
+    ("params", "word"),
+    [
+        ({"seed": 1}, "seed"),
+        ({"presence_penalty": 1.0}, "presence penalty"),
+        ({"structured_outputs": {"json": {}}}, "structured output"),
+    ],
+)
+async def test_what_cannot_be_exact_ends_with_the_reason(params: dict[str, Any], word: str) -> None:
+    one, two = FakeDecode("decode-1", step_s=0.01), FakeDecode("decode-2")
+    async with rig(one, two) as r:
+        await r.ready(2)
+        r.dispatcher.submit(request("a", PROMPT, max_tokens=500, **params))
+        await begun(r, "a")
+        one.die()
+        await until(lambda: bool(r.sink.failures))
+        said = r.sink.failures["a"]
+        assert "decode-1 was lost" in said
+        assert f"after {len(r.sink.tokens['a'])} tokens" in said
+        assert word in said
+        assert not two.added
+
+
+async def test_a_seeded_request_without_a_token_starts_again_elsewhere() -> None:
+    one, two = FakeDecode("decode-1", hold=True), FakeDecode("decode-2")
+    async with rig(one, two) as r:
+        await r.ready(2)
+        r.dispatcher.submit(request("a", seed=1))
+        await until(lambda: bool(one.added))
+        one.die()
+        await until(lambda: "a" in r.sink.finished)
+        assert r.sink.tokens["a"] == answer([1, 2, 3], 4)
+
+
+async def test_without_another_worker_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How soon is for tests/contract/test_frontend_lost_worker.py."""
+    monkeypatch.setattr(dispatch, "RESEND_WAIT_MAX_S", 0.1)
+    monkeypatch.setattr(dispatch, "RESEND_WAIT_S", 0.1)
+    only = FakeDecode("decode-1", step_s=0.01)
+    async with rig(only) as r:
+        await r.ready(1)
+        r.dispatcher.submit(request("a", max_tokens=500))
+        await begun(r, "a")
+        only.die()
+        await until(lambda: bool(r.sink.failures))
+        assert "decode-1 was lost" in r.sink.failures["a"]
+        assert "pullfill decode" in r.sink.failures["a"]
+
+
+async def test_a_worker_that_joins_in_time_takes_it() -> None:
+    only, late = FakeDecode("decode-1", step_s=0.01), FakeDecode("decode-2").start()
+    async with rig(only) as r:
+        await r.ready(1)
+        r.dispatcher.submit(request("a", PROMPT, max_tokens=300))
+        await begun(r, "a")
+        only.die()
+        await r.ready(0)
+        r.add(late)
+        await until(lambda: "a" in r.sink.finished)
+        assert r.sink.tokens["a"] == answer(PROMPT, 300)
+    late.die()
+
+
+async def test_a_worker_too_small_for_the_rest_is_not_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dispatch, "RESEND_WAIT_MAX_S", 0.1)
+    monkeypatch.setattr(dispatch, "RESEND_WAIT_S", 0.1)
+    one = FakeDecode("decode-1", step_s=0.01, max_model_len=512)
+    small = FakeDecode("decode-2", max_model_len=64)
+    async with rig(one, small) as r:
+        await r.ready(2)
+        r.dispatcher.submit(request("a", max_tokens=400))
+        await begun(r, "a")
+        one.die()
+        await until(lambda: bool(r.sink.failures))
+        assert "room for 403 tokens" in r.sink.failures["a"]
+        assert not small.added
+
+
+async def test_tokens_that_come_with_the_cut_are_not_lost() -> None:
+    """A worker that drains may cut a request in the very step that brought tokens."""
+    one, two = FakeDecode("decode-1", hold=True), FakeDecode("decode-2")
+    async with rig(one, two) as r:
+        await r.ready(2)
+        r.dispatcher.submit(request("a", PROMPT, max_tokens=9))
+        await until(lambda: bool(one.added))
+        one.drain()
+        await r.ready(1)
+        cut = Output("a", answer(PROMPT, 2), finish_reason=ABORT)
+        one.send_raw(rpc.OUT, msgspec.msgpack.encode(Outputs(outputs=[cut], timestamp=1.0)))
+        await until(lambda: "a" in r.sink.finished)
+        assert r.sink.tokens["a"] == answer(PROMPT, 9)
+
+
+async def test_what_the_first_worker_says_after_handing_back_is_dropped() -> None:
+    one, two = FakeDecode("decode-1", step_s=0.005), FakeDecode("decode-2", step_s=0.005)
+    async with rig(one, two) as r:
+        await r.ready(2)
+        r.dispatcher.submit(request("a", PROMPT, max_tokens=60))
+        await begun(r, "a")
+        one.leave()
+        stale = Output("a", [1, 2, 3], finish_reason=LENGTH)
+        one.send_raw(rpc.OUT, msgspec.msgpack.encode(Outputs(outputs=[stale], timestamp=1.0)))
+        await until(lambda: "a" in r.sink.finished)
+        assert r.sink.tokens["a"] == answer(PROMPT, 60)
+
+
+async def test_an_abort_between_two_workers_ends_it_everywhere() -> None:
+    one, two = FakeDecode("decode-1", step_s=0.01), FakeDecode("decode-2", step_s=0.01)
+    async with rig(one, two) as r:
+        await r.ready(2)
+        r.dispatcher.submit(request("a", max_tokens=500))
+        await begun(r, "a")
+        one.die()
+        await until(lambda: bool(two.added) or r.dispatcher.in_flight == 0)
+        r.dispatcher.abort(["a"])
+        await until(lambda: two.aborted == ["a~1"])
+        assert r.dispatcher.in_flight == 0
+
+
+async def test_hundreds_at_a_lost_worker_do_not_stop_the_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dispatch, "_TURN_S", 0.0)  # one request per turn of the loop
+    one, two = FakeDecode("decode-1", hold=True), FakeDecode("decode-2", hold=True)
+    async with rig(one, two) as r:
+        await r.ready(2)
+        for i in range(400):
+            r.dispatcher.submit(request(f"r{i}", PROMPT, max_tokens=100))
+        await until(lambda: len(one.added) == len(two.added) == 200)
+        (link,) = [c for c in r.pool.candidates() if c.instance_id == "decode-2"]
+        left: list[int] = []
+
+        async def watch() -> None:
+            while True:
+                left.append(400 - len(link.flights))
+                await asyncio.sleep(0)
+
+        watcher = asyncio.create_task(watch())
+        one.die()
+        await until(lambda: len(two.added) == 400)
+        watcher.cancel()
+        assert max(left) > 190, "they left all at once"
+        drops = [before - after for before, after in pairwise(left)]
+        assert max(drops) == 1, "others had their turn between any two of them"
+
+
+async def test_times_of_workers_on_other_hosts_are_told_by_one_clock() -> None:
+    """vLLM would take the gap between two clocks for the time between two tokens."""
+    one = FakeDecode("decode-1", step_s=0.005, ahead_s=5000.0)
+    two = FakeDecode("decode-2", step_s=0.005, ahead_s=-300.0)
+    async with rig(one, two) as r:
+        await r.ready(2)
+        r.dispatcher.submit(request("a", PROMPT, max_tokens=40))
+        await begun(r, "a")
+        one.leave()
+        await until(lambda: "a" in r.sink.finished)
+        assert len(two.added) == 1
+        gaps = [later - before for before, later in pairwise(r.sink.times)]
+        assert -1.0 < min(gaps)
+        assert max(gaps) < 1.0
+
+
+@pytest.mark.parametrize("seed", range(2))
+async def test_no_token_is_lost_or_repeated_whatever_goes_when(seed: int) -> None:
+    """Workers die, leave and join at random under twenty answers; never more than twice each."""
+    rng = random.Random(seed)
+    workers = [FakeDecode(f"decode-{i}", step_s=0.004) for i in range(3)]
+    started = list(workers)
+    wanted = {f"r{i}": ([i, rng.randrange(99)], rng.randint(40, 160)) for i in range(20)}
+    async with rig(*workers) as r:
+        await r.ready(3)
+        for name, (prompt, count) in wanted.items():
+            r.dispatcher.submit(request(name, prompt, max_tokens=count))
+        for i in range(3, 7):
+            await asyncio.sleep(rng.uniform(0.01, 0.08))
+            started.append(FakeDecode(f"decode-{i}", step_s=0.004).start())
+            r.add(started[-1])
+            victim = workers.pop(rng.randrange(len(workers)))
+            workers.append(started[-1])
+            (victim.die if i < 5 else victim.leave)()
+        await until(lambda: len(r.sink.finished) == len(wanted))
+        assert not r.sink.failures
+        for name, (prompt, count) in wanted.items():
+            assert r.sink.tokens[name] == answer(prompt, count)
+        assert any("~" in q.request_id for w in started for q in w.added)
+    for worker in started:
+        worker.die()

@@ -1,0 +1,171 @@
+"""Every request ends, once and in time, whatever goes wrong with another: the dispatcher alone."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from pullfill.engine import rpc
+from pullfill.frontend import dispatch, metrics
+from pullfill.frontend.dispatch import Dispatcher, Flight
+from pullfill.frontend.explain import ExplainStore
+from pullfill.frontend.router import RoundRobin
+from tests.support.fake_vllm import Output, Outputs, PlainCodec, request
+from tests.support.frontend_rig import Sink, until
+
+
+class Worker:
+    """What the dispatcher sees of a connection. refuse: wire ids whose sending fails."""
+
+    def __init__(self, instance_id: str) -> None:
+        self.instance_id = instance_id
+        self.flights: dict[str, Flight] = {}
+        self.welcome = None
+        self.usable = True
+        self.far = False
+        self.heard_at = asyncio.get_running_loop().time()
+        self.refuse: set[str] = set()
+
+    def send(self, kind: bytes, *frames: Any) -> None:
+        if self.refuse & set(self.flights):
+            self.refuse.clear()
+            raise OSError("no descriptors left")
+
+
+class Family(Sink):
+    """As vLLM: requests whose names share the first letter are choices of one answer, and end with
+    the first that fails. breaks: telling it fails."""
+
+    dispatcher: Dispatcher
+    open: set[str]
+    breaks = False
+
+    def failed(self, request_id: str, message: str) -> None:
+        super().failed(request_id, message)
+        if self.breaks:
+            raise RuntimeError("the reader is gone")
+        self.dispatcher.abort([n for n in self.open if n[0] == request_id[0] and n != request_id])
+
+
+class Desk:
+    """A dispatcher with requests at worker A."""
+
+    def __init__(self, *requests: Any) -> None:
+        self.workers: list[Worker] = [Worker("A")]
+        self.sink = Family()
+        self.dispatcher = Dispatcher(
+            PlainCodec(),
+            RoundRobin(),
+            ExplainStore(),
+            lambda: self.workers,  # type: ignore[arg-type,return-value]
+        )
+        self.sink.dispatcher = self.dispatcher
+        self.sink.open = {r.request_id for r in requests}
+        self.dispatcher.bind(self.sink)
+        for item in requests:
+            self.dispatcher.submit(item)
+
+    def lose(self, *left: Worker) -> None:
+        """The first worker goes, these are there then."""
+        gone, self.workers = self.workers[0], list(left)
+        self.dispatcher.on_lost(gone, "x")  # type: ignore[arg-type]
+
+    def say(self, name: str, *tokens: int) -> None:
+        outputs = Outputs(outputs=[Output(name, list(tokens))], timestamp=1.0)
+        frames = [zmq.Frame(msgspec.msgpack.encode(outputs))]
+        self.dispatcher.on_outputs(self.workers[0], frames)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+async def test_a_request_that_cannot_be_sent_harms_no_other_and_no_later_one(breaks: bool) -> None:
+    desk = Desk(request("a"), request("b"), request("c"))
+    desk.sink.breaks = breaks
+    second, third = Worker("B"), Worker("C")
+    second.refuse.add("a~1")
+    desk.lose(second)
+    await until(lambda: set(second.flights) == {"b~1", "c~1"})
+    assert list(desk.sink.failures) == ["a"]
+    assert "no descriptors left" in desk.sink.failures["a"]
+    assert desk.dispatcher.in_flight == 2
+    desk.lose(third)
+    await until(lambda: set(third.flights) == {"b~2", "c~2"})
+
+
+async def test_a_request_that_cannot_be_judged_harms_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def why_not(item: Any, tokens: Any) -> str | None:
+        assert item.request_id != "a"
+        return None
+
+    monkeypatch.setattr(dispatch.continuation, "why_not", why_not)
+    desk = Desk(request("a"), request("b"))
+    desk.say("a", 1)
+    desk.say("b", 1)
+    second = Worker("B")
+    desk.lose(second)
+    await until(lambda: set(second.flights) == {"b~1"})
+    assert list(desk.sink.failures) == ["a"]
+
+
+async def test_who_must_not_wait_long_does_not_wait_for_who_may(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dispatch, "NO_WORKER_WAIT_S", 600.0)
+    monkeypatch.setattr(dispatch, "RESEND_WAIT_S", 0.1)
+    monkeypatch.setattr(dispatch, "RESEND_WAIT_MAX_S", 0.1)
+    desk = Desk(request("a"))
+    (first,) = desk.workers
+    desk.workers = []
+    desk.dispatcher.submit(request("new"))
+    desk.workers = [first]
+    desk.lose()
+    await until(lambda: list(desk.sink.failures) == ["a"])
+
+
+async def test_one_loss_after_another_is_waited_for_once() -> None:
+    """But a token in between, or a worker that hands back, shows that it goes on."""
+    desk = Desk(request("a"), request("b"), request("c"))
+    a, b, c = desk.workers[0].flights.values()
+    second = Worker("B")
+    desk.lose(second)
+    await until(lambda: len(second.flights) == 3)
+    desk.say("b~1", 1)
+    for flight in (a, c):
+        flight.stalled_at -= 3.0
+    desk.dispatcher.on_message(second, rpc.BACK, [rpc.encode_ids(["c~1"])])  # type: ignore[arg-type]
+    now = second.heard_at = asyncio.get_running_loop().time()
+    desk.lose()
+    wait = dispatch.STALL_S - 3.0
+    assert a.deadline - now == pytest.approx(wait, abs=wait / 2)
+    for flight in (b, c):
+        assert flight.deadline - now > dispatch.RESEND_WAIT_MAX_S * 0.9
+
+
+async def test_choices_that_fail_together_are_counted_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And none of them is sent anywhere once the first has failed."""
+    failed = metrics.FAILED._value
+    before = failed.get()
+    monkeypatch.setattr(dispatch, "NO_WORKER_WAIT_S", 0.01)
+    monkeypatch.setattr(dispatch, "RESEND_WAIT_S", 600.0)
+    seeded = Desk(request("a1", seed=1), request("a2", seed=1))
+    seeded.say("a1", 1)
+    second = Worker("B")
+    seeded.lose(second)
+    await asyncio.sleep(0.05)
+    assert (list(seeded.sink.failures), second.flights) == (["a1"], {})
+    assert seeded.dispatcher.in_flight == 0
+    waiting = Desk()
+    waiting.workers = []
+    waiting.sink.open = {"a1", "a2"}
+    for name in ("a1", "a2"):
+        waiting.dispatcher.submit(request(name))
+    await until(lambda: list(waiting.sink.failures) == ["a1"])
+    assert waiting.dispatcher.in_flight == 0
+    assert failed.get() - before == 2

@@ -1,0 +1,233 @@
+"""Bytes that come through etcd, NATS, files and descriptors: the documented error or a value."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import strategies as st
+
+from pullfill import u32
+from pullfill.codec import encode
+from pullfill.config import CLUSTER_FILE, read_cluster_file
+from pullfill.deploy.state import LAUNCH_FILE, StateDir
+from pullfill.errors import BadMessage, ConfigError, PeerUnavailable, QueueUnavailable
+from pullfill.frames import split_address
+from pullfill.queue.connection import read_reply
+from pullfill.queue.deadletter import _Advisory, _count
+from pullfill.queue.delivery import JetStreamDelivery
+from pullfill.queue.names import MSG_ID, TOKENS, parse_ack, subject_tokens
+from pullfill.registry import keys, settings
+from pullfill.registry.admin import decode_worker_record
+from pullfill.registry.rpc import _read_failure, parse_url, redact
+from pullfill.security import load
+from pullfill.transfer.layout import layout_of
+from pullfill.transfer.shm.files import ShmEndpoint
+from pullfill.transfer.shm.peer import ShmTransport
+from pullfill.wire import RegionDescriptor, WorkerRecord
+from tests.support.fuzz import EXAMPLES, explore, mutated
+from tests.unit.test_fuzz_wire import example
+
+ACK = "$JS.ACK.S.prefill.1.2.3.1700000000000000000.0"
+TEXT = st.one_of(
+    st.text(max_size=60),
+    st.text("0123456789.$JSACKprefill-*>: /\\", max_size=80),
+    st.integers(-(2**70), 2**70).map(str),
+)
+
+
+# ------------------------------------------------------------------ etcd
+
+
+@EXAMPLES
+def test_registry_keys_and_values(examples: int) -> None:
+    record = example(WorkerRecord)
+    prefix = keys.workers_prefix("ns").encode()
+    good = [
+        encode(record),
+        b'{"policy":"always_local"}',
+        b'{"remote_timeout_s":1e999}',
+        b'{"policy":"\x80"}',
+    ]
+
+    def check(key: bytes, value: bytes) -> None:
+        for name in (key, prefix + key, prefix + b"decode/" + key):
+            keys.parse_worker("ns", name)
+            with contextlib.suppress(BadMessage):
+                decode_worker_record("ns", name, value)
+        with contextlib.suppress(ConfigError):
+            settings.parse(value)
+        settings._good_fields(value)
+        _read_failure(value)
+
+    explore(examples, check, key=st.binary(max_size=60), value=mutated(good))
+
+
+@EXAMPLES
+def test_urls(examples: int) -> None:
+    def check(text: str, password: str) -> None:
+        for url in (text, f"http://{text}", f"http://u:{password}@h:1"):
+            with contextlib.suppress(ConfigError):
+                parse_url(url)
+        assert "secret" not in redact(f"http://u:secret{password}@h:1,http://v:secret@h:2")
+
+    explore(examples, check, text=TEXT, password=st.text("abc:%/0", max_size=8))
+
+
+# ------------------------------------------------------------------ NATS
+
+
+@EXAMPLES
+def test_deliveries(examples: int) -> None:
+    def check(reply: str, subject: str, headers: dict[str, str] | None) -> None:
+        subject_tokens(subject)
+        with contextlib.suppress(BadMessage):
+            parse_ack(reply)
+        message: Any = SimpleNamespace(reply=ACK, subject=subject, headers=headers, data=b"")
+        delivery = JetStreamDelivery(SimpleNamespace(clock_offset_s=0.0), message)  # type: ignore[arg-type]
+        assert 0 <= delivery.tokens < 10**12
+        assert 0 < len(delivery.job_id) <= 128
+
+    header = st.dictionaries(st.sampled_from([MSG_ID, TOKENS, "x"]), TEXT)
+    explore(examples, check, reply=TEXT, subject=TEXT, headers=st.none() | header)
+
+
+@EXAMPLES
+def test_answers_advisories_and_dead_letters(examples: int) -> None:
+    good = [b'{"error":{"code":404,"err_code":10059}}', b'{"stream_seq":7,"deliveries":5}', b"[1]"]
+
+    def check(data: bytes, text: str) -> None:
+        with contextlib.suppress(QueueUnavailable):
+            read_reply(SimpleNamespace(data=data))  # type: ignore[arg-type]
+        with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
+            assert msgspec.json.decode(data, type=_Advisory).stream_seq >= 1
+        assert _count(text) >= 0
+
+    explore(examples, check, data=mutated(good), text=TEXT)
+
+
+# ------------------------------------------------------------------ descriptors
+
+
+_NUMBER = st.one_of(st.integers(0, 5), st.integers(0, 2**20), st.integers(0, 2**64 - 1))
+_GEOMETRY = (
+    "base_offset", "num_layers", "num_blocks", "num_kv_heads", "page_bytes", "layer_stride",
+    "block_stride", "head_stride", "nbytes",
+)  # fmt: skip
+
+
+@EXAMPLES
+def test_what_a_descriptor_allows_lies_inside_the_region(examples: int) -> None:
+    base = example(RegionDescriptor)
+
+    def check(numbers: list[int]) -> None:
+        described = msgspec.structs.replace(base, **dict(zip(_GEOMETRY, numbers, strict=True)))
+        try:
+            layout = layout_of(described)
+        except BadMessage:
+            return
+        last = (
+            layout.base_offset
+            + (layout.num_layers - 1) * layout.layer_stride
+            + (layout.num_blocks - 1) * layout.block_stride
+            + (layout.num_kv_heads - 1) * layout.head_stride
+            + layout.page_bytes
+        )
+        assert 0 <= layout.base_offset < last <= described.nbytes
+
+    size = len(_GEOMETRY)
+    explore(examples * 5, check, numbers=st.lists(_NUMBER, min_size=size, max_size=size))
+
+
+def _endpoint(kv: Path | str, fence: Path | str, **changes: object) -> str:
+    def inode(path: Path | str) -> tuple[int, int]:
+        try:
+            info = os.stat(path)
+        except (OSError, ValueError):
+            return (0, 0)
+        return info.st_dev, info.st_ino
+
+    fields: dict[str, Any] = {
+        "kv": str(kv), "kv_inode": inode(kv), "fence": str(fence), "fence_inode": inode(fence),
+        "nbytes": 4096, **changes,
+    }  # fmt: skip
+    return ShmEndpoint(**fields).encode()
+
+
+def test_an_endpoint_opens_no_other_file_than_a_region(tmp_path: Path) -> None:
+    """Whoever can write to the registry names paths: none of them may be written to or believed
+    unless it is a region file, in the directory of regions, of this user."""
+    from pullfill.host import host_id
+
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"v" * 8192)
+    link = tmp_path / "pullfill-decode-0.kv"
+    link.symlink_to(victim)
+    base = example(RegionDescriptor)
+    for path in (
+        victim,
+        link,
+        "/etc/passwd",
+        "/dev/zero",
+        "/proc/self/mem",
+        str(tmp_path),
+        "",
+        "x\0",
+    ):
+        described = msgspec.structs.replace(
+            base, host_id=host_id(), nbytes=4096, base_offset=0, num_layers=1, num_blocks=1,
+            num_kv_heads=1, page_bytes=64, layer_stride=64, block_stride=64, head_stride=64,
+            endpoints={"shm": _endpoint(path, path)},
+        )  # fmt: skip
+        with pytest.raises((PeerUnavailable, BadMessage)):
+            ShmTransport().connect(SimpleNamespace(), described)  # type: ignore[arg-type]
+        assert ShmTransport().can_reach(described) is not None, path
+    assert victim.read_bytes() == b"v" * 8192
+
+
+@EXAMPLES
+def test_endpoints_and_addresses(examples: int) -> None:
+    good = [_endpoint("/x", "/y").encode(), b'{"v":1}']
+
+    def check(data: bytes, text: str) -> None:
+        for parse in (
+            lambda: ShmEndpoint.decode(data.decode("utf-8", "replace")),
+            lambda: split_address(text),
+            lambda: u32.unpack(data),
+        ):
+            with contextlib.suppress(BadMessage):
+                parse()
+
+    explore(examples, check, data=mutated(good), text=TEXT)
+
+
+# ------------------------------------------------------------------ files
+
+
+@EXAMPLES
+def test_files_of_the_state_directory_and_the_security_file(examples: int, tmp_path: Path) -> None:
+    good = [
+        b'{"namespace":"n","nats_url":"q","etcd_url":"e","frontend_url":"","processes":[]}',
+        b'{"namespace":"\x80"',
+        b'[nats]\nuser = "u"\npassword_file = "p"\n',
+        b'[cluster]\nkey_file = "security.toml"\n',
+    ]
+
+    def check(data: bytes) -> None:
+        for name in (CLUSTER_FILE, LAUNCH_FILE, "security.toml"):
+            (tmp_path / name).write_bytes(data)
+        (tmp_path / "security.toml").chmod(0o600)
+        for read in (lambda: read_cluster_file(tmp_path), lambda: load(tmp_path / "security.toml")):
+            try:
+                read()
+            except ConfigError as exc:
+                said = str(exc)
+                assert "\n" not in said
+        StateDir(tmp_path).launch()
+
+    explore(examples, check, data=mutated(good))

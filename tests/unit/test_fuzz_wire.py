@@ -1,0 +1,202 @@
+"""Whatever bytes arrive: a message or BadMessage, never another error, never much memory."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import struct
+from typing import Any, Union, get_args
+
+import msgspec
+import pytest
+from hypothesis import strategies as st
+
+from pullfill import frames, u32, wire
+from pullfill.channel import Channel, accept
+from pullfill.codec import decode, encode
+from pullfill.engine import rpc
+from pullfill.errors import AuthFailed, BadMessage
+from pullfill.security import ClusterKey
+from tests.support import framing
+from tests.support.fuzz import EXAMPLES, explore, little_memory, mutated
+
+
+def _structs() -> list[type[msgspec.Struct]]:
+    found = {
+        kind
+        for module in (wire, rpc)
+        for kind in vars(module).values()
+        if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and kind is not wire.Message
+    }
+    return sorted(found, key=lambda kind: kind.__name__)
+
+
+STRUCTS = _structs()
+
+
+def _value(kind: Any) -> Any:
+    """Some valid value of a field's type."""
+    kind = getattr(kind, "__value__", kind)
+    text = str(kind)
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        return example(kind)
+    if "bytes" in text:
+        return b"n" * 32
+    if get_args(kind) and not hasattr(kind, "__metadata__"):
+        origin = getattr(kind, "__origin__", Union)
+        if origin is list:
+            return [_value(get_args(kind)[0])]
+        if origin is tuple:
+            return (_value(get_args(kind)[0]),)
+        if origin is dict:
+            return {"k": "v"}
+        return _value(get_args(kind)[0])
+    if hasattr(kind, "__metadata__"):
+        return {int: 1, float: 1.0, str: "id"}[kind.__origin__]
+    if isinstance(kind, type) and issubclass(kind, str) and kind is not str:
+        return next(iter(kind))  # type: ignore[call-overload]
+    return {int: 1, float: 1.0, str: "id", bool: True}[kind]
+
+
+def example(kind: type[msgspec.Struct]) -> msgspec.Struct:
+    """A valid message of `kind` with every field set."""
+    import typing
+
+    hints = typing.get_type_hints(kind, include_extras=True)
+    return kind(**{name: _value(hints[name]) for name in kind.__struct_fields__})
+
+
+def test_there_is_an_example_of_every_struct() -> None:
+    assert len(STRUCTS) > 25
+    for kind in STRUCTS:
+        message = example(kind)
+        assert decode(encode(message), kind) == message
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf], ids=str)
+def test_no_number_is_infinite_or_none(bad: float) -> None:
+    seen = 0
+    for kind in STRUCTS:
+        message = example(kind)
+        for name in kind.__struct_fields__:
+            if isinstance(getattr(message, name), float):
+                changed = msgspec.structs.replace(message, **{name: bad})
+                with pytest.raises(BadMessage):
+                    decode(encode(changed), kind)
+                seen += 1
+    assert seen > 10
+
+
+VALID = [encode(example(kind)) for kind in STRUCTS]
+
+
+@EXAMPLES
+def test_decoding(examples: int) -> None:
+    kinds: list[Any] = [
+        *STRUCTS,
+        wire.ToDecode,
+        wire.ToPrefill,
+        list[str],
+        list[wire.ExplainRecord],
+    ]
+
+    def check(data: bytes, kind: Any) -> None:
+        try:
+            message = decode(data, kind)
+        except BadMessage:
+            return
+        for name in getattr(message, "__struct_fields__", ()):
+            value = getattr(message, name)
+            assert not isinstance(value, float) or math.isfinite(value), name
+
+    explore(examples * 5, check, data=mutated(VALID), kind=st.sampled_from(kinds))
+
+
+@EXAMPLES
+def test_lists_of_ids(examples: int) -> None:
+    def check(data: bytes) -> None:
+        for parse in (rpc.decode_ids, rpc.decode_explain, u32.unpack):
+            try:
+                parse(data)
+            except BadMessage:
+                continue
+        rpc.text_of(data)
+
+    explore(examples, check, data=mutated([*VALID, rpc.encode_ids(["a", "b"])]))
+
+
+# ------------------------------------------------------------------ frames and handshakes
+
+
+def _reader(data: bytes) -> asyncio.StreamReader:
+    reader = asyncio.StreamReader()
+    reader.feed_data(data)
+    reader.feed_eof()
+    return reader
+
+
+class _Deaf(Channel):
+    """Reads what it is given, says nothing."""
+
+    __slots__ = ()
+
+    def __init__(self, data: bytes, seal: bool = False) -> None:
+        self._reader, self._in, self._out, self.peer = _reader(data), None, None, "fuzz"
+        if seal:
+            self.seal(incoming=b"k" * 32, outgoing=b"k" * 32)
+
+    def write(self, message: msgspec.Struct) -> None: ...
+
+
+def framed(body: bytes) -> bytes:
+    return struct.pack("<I", len(body)) + body
+
+
+STREAMS = st.one_of(
+    st.lists(mutated(VALID), max_size=4).map(lambda bodies: b"".join(map(framed, bodies))),
+    st.tuples(st.integers(0, 2**32 - 1), st.binary(max_size=100)).map(
+        lambda t: struct.pack("<I", t[0]) + t[1]
+    ),
+    st.binary(max_size=50),
+)
+
+
+@EXAMPLES
+def test_streams_of_frames(examples: int) -> None:
+    async def read_all(data: bytes) -> None:
+        reader = _reader(data)
+        with contextlib.suppress(EOFError, BadMessage):
+            while True:
+                await framing.read(reader, wire.ToDecode)  # type: ignore[arg-type]
+
+    explore(examples, lambda data: asyncio.run(read_all(data)), data=STREAMS)
+
+
+@EXAMPLES
+def test_nothing_but_the_key_passes_the_handshake(examples: int) -> None:
+    async def knock(data: bytes) -> None:
+        with pytest.raises((EOFError, BadMessage, AuthFailed)):
+            await accept(_Deaf(data), ClusterKey(b"k" * 32))
+
+    explore(examples, lambda data: asyncio.run(knock(data)), data=STREAMS)
+
+
+@EXAMPLES
+def test_nothing_unsealed_passes_for_sealed(examples: int) -> None:
+    async def speak(data: bytes) -> None:
+        channel = _Deaf(data, seal=True)
+        with pytest.raises((EOFError, BadMessage, AuthFailed)):
+            await channel.read(wire.ToDecode)  # type: ignore[arg-type]
+
+    explore(examples, lambda data: asyncio.run(speak(data)), data=STREAMS)
+
+
+def test_a_length_of_4_gib_takes_no_memory() -> None:
+    async def read() -> None:
+        for length in (2**32 - 1, frames.MAX_FRAME):
+            with pytest.raises((EOFError, BadMessage)):
+                await frames.read_body(_reader(struct.pack("<I", length) + b"x"))
+
+    with little_memory(1 << 20):
+        asyncio.run(read())

@@ -1,0 +1,139 @@
+"""Who may call which HTTP route. The peer's address is what ASGI says it is."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pullfill.frontend.guard import OPEN_PATHS, SERVING_PATHS, Guard
+
+KEY, OTHER, ADMIN = "client-key-0123456789", "client-key-number-two", "admin-key-0123456789"
+HERE, THERE = ("127.0.0.1", 1), ("192.0.2.7", 1)
+RESET = "/reset_prefix_cache"
+
+
+def call(
+    path: str,
+    method: str = "POST",
+    *,
+    client: Any = THERE,
+    key: str | None = None,
+    api: tuple[str, ...] = (),
+    admin: tuple[str, ...] = (),
+    headers: list[tuple[bytes, bytes]] | None = None,
+    kind: str = "http",
+    root: str = "",
+) -> int:
+    """The status; 200 means that it reached the app behind."""
+    sent: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        sent.append({"status": 200})
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    all_headers = list(headers or [])
+    if key is not None:
+        all_headers.append((b"authorization", f"Bearer {key}".encode()))
+    scope = {
+        "type": kind, "method": method, "path": path, "headers": all_headers, "client": client,
+    }  # fmt: skip
+    asyncio.run(Guard(app, api, admin, root)(scope, None, send))  # type: ignore[arg-type]
+    status = sent[0].get("status", sent[0].get("code"))
+    assert isinstance(status, int)
+    return status
+
+
+@pytest.mark.parametrize("path", sorted(OPEN_PATHS))
+def test_health_and_metrics_are_open_to_all(path: str) -> None:
+    assert call(path, "GET", api=(KEY,), admin=(ADMIN,)) == 200
+
+
+@pytest.mark.parametrize("path", [*sorted(SERVING_PATHS), "/v1/responses/r/cancel"])
+def test_serving_needs_an_api_key_where_there_is_one(path: str) -> None:
+    assert call(path) == 200
+    assert call(path, api=(KEY,)) == 401
+    assert call(path, api=(KEY,), key="wrong") == 401
+    assert call(path, api=(KEY,), client=HERE) == 401
+    for key in (KEY, OTHER, ADMIN):
+        assert call(path, api=(KEY, OTHER), admin=(ADMIN,), key=key) == 200
+
+
+@pytest.mark.parametrize(
+    "path",
+    [RESET, "/sleep", "/collective_rpc", "/v1/load_lora_adapter", "/update_weights", "/server_info",
+     "/inference/v1/abort_requests", "/what/a/later/release/adds", "/v1/completions/../sleep", ""],
+)  # fmt: skip
+def test_what_changes_state_or_is_unknown_is_for_administrators(path: str) -> None:
+    assert call(path) == 403
+    assert call(path, client=HERE) == 200
+    assert call(path, client=HERE, api=(KEY,)) == 401
+    assert call(path, client=HERE, api=(KEY,), key=KEY) == 200
+    assert call(path, api=(KEY,), key=KEY) == 403
+    assert call(path, admin=(ADMIN,), client=HERE) == 403
+    assert call(path, admin=(ADMIN,), api=(KEY,), key=KEY, client=HERE) == 403
+    assert call(path, admin=(ADMIN,), key=ADMIN) == 200
+
+
+@pytest.mark.parametrize(
+    "header",
+    [b"x-forwarded-for", b"x-forwarded-host", b"forwarded", b"x-real-ip", b"origin", b"via",
+     b"sec-fetch-site", b"x-envoy-external-address"],
+)  # fmt: skip
+def test_who_is_spoken_for_is_not_here(header: bytes) -> None:
+    """A proxy on this machine, or a page in a browser on it."""
+    assert call(RESET, client=HERE, headers=[(header, b"127.0.0.1")]) == 403
+    assert call(RESET, client=THERE, headers=[(header, b"127.0.0.1")]) == 403
+
+
+@pytest.mark.parametrize(
+    ("client", "status"),
+    [
+        (("127.8.9.1", 1), 200), (("::1", 1), 200), (("::ffff:127.0.0.1", 1), 200),
+        (("::ffff:192.0.2.7", 1), 403), (("0.0.0.0", 1), 403), (("localhost", 1), 403),
+        (("", 0), 403), (None, 403),
+    ],
+)  # fmt: skip
+def test_which_peers_are_on_this_machine(client: Any, status: int) -> None:
+    assert call(RESET, client=client) == status
+
+
+def test_a_root_path_changes_nothing_about_a_route() -> None:
+    for path in ("/v1/completions", "/api/v1/completions"):
+        assert call(path, root="/api") == 200
+    for path in (RESET, "/api" + RESET, "/api/api/v1/completions", "/apiv1/completions"):
+        assert call(path, root="/api") == 403
+    assert call("/api/live", "GET", api=(KEY,), root="/api") == 200
+    assert call("/api/live", "GET", api=(KEY,)) == 401
+
+
+def test_websockets_are_guarded_too() -> None:
+    assert call("/v1/realtime", kind="websocket", api=(KEY,)) == 1008
+    assert call("/v1/realtime", kind="websocket", admin=(ADMIN,), key=ADMIN) == 200
+
+
+def test_preflight_requests_pass() -> None:
+    assert call("/v1/completions", "OPTIONS", api=(KEY,)) == 200
+
+
+@given(
+    header=st.one_of(
+        st.binary(max_size=80),
+        st.sampled_from([b"Bearer", b"bearer ", b"Basic " + KEY.encode(), KEY.encode()]),
+    ),
+    path=st.text(max_size=40),
+)
+def test_no_header_that_is_not_the_key_is_the_key(header: bytes, path: str) -> None:
+    path = f"/{path}"
+    status = call(path, api=(KEY,), headers=[(b"authorization", header)])
+    assert status == (200 if path in OPEN_PATHS else 401)
+
+
+def test_two_keys_in_one_request_are_none() -> None:
+    both = [(b"authorization", f"Bearer {k}".encode()) for k in (KEY, "x")]
+    assert call("/v1/completions", api=(KEY,), headers=both) == 401

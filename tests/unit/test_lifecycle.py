@@ -1,0 +1,106 @@
+"""Leaving is bounded whatever hangs."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from pullfill import lifecycle
+
+STUBBORN = """
+import asyncio, time
+from pullfill import lifecycle
+
+async def main():
+    {before}
+    print("ready", flush=True)
+    {hang}
+
+asyncio.run(main())
+"""
+
+
+def start(before: str, hang: str) -> subprocess.Popen[bytes]:
+    code = STUBBORN.format(before=before, hang=hang)
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"ready\n"
+    return process
+
+
+def test_a_way_out_that_hangs_ends_with_the_code_that_was_meant() -> None:
+    """Also when it is the event loop itself that hangs."""
+    with start("lifecycle.exit_within(0.2, 3)", "time.sleep(60)") as process:
+        assert process.wait(20) == 3
+
+
+def test_a_second_signal_ends_a_process_that_listens_to_nothing() -> None:
+    before = "lifecycle.EXIT_S = 0.2; stop = lifecycle.Stop(); stop.install()"
+    with start(before, "await asyncio.sleep(60)") as process:
+        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 1
+
+
+async def test_only_a_second_signal_forces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal after a revoked lease (`pullfill drain`, then `pullfill down`) is the first one."""
+    ends: list[int] = []
+    monkeypatch.setattr(lifecycle, "exit_within", lambda seconds, code: ends.append(code))
+    stop = lifecycle.Stop()
+    for reason in ("lease revoked", "lease revoked", "SIGTERM", "lease revoked"):
+        stop.ask(reason)
+    assert stop.drain.is_set()
+    assert not stop.force.is_set()
+    assert stop.reason == "lease revoked"
+    stop.ask("SIGTERM")
+    assert stop.force.is_set()
+    assert ends == [1]
+
+
+FRONTEND = """
+import asyncio, socket, time
+from pullfill.config import ClusterRef, FrontendOptions
+from pullfill.frontend import main
+from pullfill import lifecycle
+
+{before}
+
+class Frontend(main._Frontend):
+    async def _serve(self):
+        print("ready", flush=True)
+        {hang}
+
+with socket.create_server(("127.0.0.1", 0)) as listener:
+    options = FrontendOptions(model="m", port=0)
+    frontend = Frontend(ClusterRef("t", "http://x", "nats://x"), options, (), listener)
+    main._run_loop(main._end(frontend))
+"""
+HANGING_LOOP = """
+        try:
+            await asyncio.sleep(600)
+        finally:
+            time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "hang", "code"),
+    [
+        ("", "await asyncio.to_thread(time.sleep, 600)", 0),
+        ("lifecycle.EXIT_S = 0.2", HANGING_LOOP, 1),
+    ],
+)
+def test_nothing_holds_a_frontend_that_is_forced(before: str, hang: str, code: int) -> None:
+    """Neither a thread nor its own event loop."""
+    script = FRONTEND.format(before=before, hang=hang)
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        process.send_signal(signal.SIGTERM)
+        try:
+            assert process.wait(15) == code
+        finally:
+            process.kill()

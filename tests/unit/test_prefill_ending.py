@@ -1,0 +1,45 @@
+"""How long the queue keeps a job whose decode worker cannot be reached from here."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pullfill.errors import PeerUnavailable
+from pullfill.prefill_worker.ending import Opening, Revoked, patience
+
+
+@given(st.floats(0.01, 3600), st.integers(2, 12), st.floats(0, 5))
+def test_deliveries_last_until_the_decode_worker_gives_up(
+    timeout_s: float, max_deliver: int, finding_out_s: float
+) -> None:
+    age, waits = 0.0, []
+    for delivery in range(1, max_deliver + 1):
+        age += finding_out_s
+        wait = patience(timeout_s - age, delivery, max_deliver)
+        if wait is None:
+            break
+        assert delivery < max_deliver, "the last delivery is never handed back: a dead letter"
+        waits.append(wait)
+        age += wait
+    assert wait is None
+    assert age >= timeout_s * (1 - 1e-9), "nobody waits for it any more"
+    if waits and timeout_s > 60 and max_deliver == 5:
+        assert waits[0] <= timeout_s / 60, "another worker may reach it: not long at first"
+
+
+def test_without_time_or_deliveries_left_it_is_settled() -> None:
+    assert patience(0.0, 1, 5) is None
+    assert patience(-3.0, 1, 5) is None
+    assert patience(10.0, 5, 5) is None
+
+
+def test_an_opening_ends_by_the_revoke_of_its_own_attempt_only() -> None:
+    opening = Opening("decode-1", revoked={1})
+    opening.check(2)
+    with pytest.raises(Revoked):
+        opening.check(1)
+    opening.lost = True
+    with pytest.raises(PeerUnavailable, match="decode-1"):
+        opening.check(2)

@@ -1,0 +1,92 @@
+"""What a prefill worker does when something goes wrong in the worst moment: no grant is kept."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pullfill.prefill_worker.link import DecodeLink
+from pullfill.prefill_worker.puller import Puller
+from pullfill.prefill_worker.runner import JobRunner
+from pullfill.queue.connection import NotSent
+from pullfill.wire import Claim, FenceToken, Grant, HandBack
+
+GRANT = Grant(
+    rid=1, job_id="j", attempt=1, incarnation="i", deadline_s=30, block_ids=b"", hit_tokens=0,
+    job_digest=b"", fence=FenceToken(slot=0, epoch=0),
+)  # fmt: skip
+
+
+async def test_an_unexpected_failure_hands_the_grant_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[Any] = []
+
+    async def mover() -> None:
+        raise ValueError("unexpected")
+
+    link: Any = SimpleNamespace(send=sent.append, mover=mover)
+    nothing: Any = SimpleNamespace()
+    runner = JobRunner(nothing, nothing, heartbeat_s=1, max_prompt_tokens=100, max_deliver=5)
+    monkeypatch.setattr(runner, "_check", lambda *_: None)
+    with pytest.raises(ValueError, match="unexpected"):
+        await runner._work(link, SimpleNamespace(job_id="j"), [1], GRANT, nothing, 0.0)
+    (back,) = sent
+    assert isinstance(back, HandBack)
+    assert (back.job_id, back.attempt, back.retry) == ("j", 1, True)
+
+
+async def test_an_answer_that_comes_with_the_timeout_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def run(_: DecodeLink) -> None:
+        await asyncio.sleep(100)
+
+    monkeypatch.setattr(DecodeLink, "_run", run)
+    unused: Any = None
+    record: Any = SimpleNamespace(instance_id="decode-1")
+    link = DecodeLink(record, unused, unused, unused, unused)
+    monkeypatch.setattr(link, "_channel", SimpleNamespace(write=lambda _: None))
+    loop = asyncio.get_running_loop()
+
+    def block() -> None:
+        """Until the timeout is over; the answer is read in the same turn of the loop."""
+        time.sleep(0.15)
+        loop.call_soon(link._dispatch, GRANT)
+
+    loop.call_later(0.01, block)
+    claim = Claim(rid=1, job_id="j", incarnation="i", delivery=1)
+    try:
+        assert await link._ask(1, claim, 0.1) is GRANT
+    finally:
+        await link.close()
+
+
+async def test_what_cannot_be_given_back_does_not_end_the_pulling() -> None:
+    pulls = asyncio.Queue[None]()
+
+    async def nak(_: float = 0.0) -> None:
+        raise NotSent("no connection to NATS")
+
+    async def pull(*_: float) -> list[Any]:
+        pulls.put_nowait(None)
+        if pulls.qsize() > 1:
+            await asyncio.sleep(100)
+        puller.pause(True)
+        asyncio.get_running_loop().call_later(0.01, puller.pause, False)
+        return [SimpleNamespace(nak=nak)]
+
+    async def drain() -> None: ...
+
+    consumer: Any = SimpleNamespace(pull=pull, drain=drain)
+    runner: Any = SimpleNamespace(in_flight_tokens=0, in_flight=0)
+    puller = Puller(consumer, runner, budget_tokens=10, max_jobs=2)
+    puller.start()
+    try:
+        async with asyncio.timeout(10):
+            while pulls.qsize() < 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.002)
+    finally:
+        await puller.stop()
