@@ -8,7 +8,7 @@ ARGS ?=
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install up down status test test-fast lint format chaos clean
+.PHONY: help install up down status test test-fast lint format chaos chaos-report soak clean
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -32,13 +32,20 @@ lint: install ## ruff and mypy --strict
 
 test: install lint ## All tests, quick ones first
 	$(BIN)/pytest -q tests/unit tests/contract $(PYTEST_ARGS)
-	$(BIN)/pytest -q $(wildcard tests/integration tests/chaos tests/gpu) $(PYTEST_ARGS)
+	$(BIN)/pytest -q -m "not long" $(wildcard tests/integration tests/chaos tests/gpu) $(PYTEST_ARGS)
 
 test-fast: install ## Unit and contract tests, under a minute
 	$(BIN)/pytest -q -n 2 tests/unit tests/contract $(PYTEST_ARGS)
 
 chaos: install ## Fault tests: real processes, real servers, real engines
 	$(BIN)/pytest tests/chaos $(PYTEST_ARGS)
+	FUZZ=1000 $(BIN)/pytest -q -n 2 tests/unit tests/integration -k fuzz
+
+chaos-report: install ## One process killed under load: failures, recovery, freed blocks (10 minutes)
+	$(BIN)/python -m benchmarks.chaos_report $(ARGS)
+
+soak: install ## Mixed faults under load: make soak [ARGS="--minutes 10 --seed 1"]
+	$(BIN)/python -m benchmarks.chaos_soak $(ARGS)
 
 # Each writes benchmarks/results/NAME.json and .md; ARGS=--help tells what it measures.
 bench-cluster: ## Start-up, memory, handoff stages and idle CPU of a demo cluster (minutes)
