@@ -10,7 +10,7 @@ from typing import Any
 from pullfill import __version__, log, metrics
 from pullfill.config import ClusterRef, WorkerOptions
 from pullfill.decode_worker import context as contexts
-from pullfill.decode_worker import leave
+from pullfill.decode_worker import leave, regions
 from pullfill.decode_worker.context import DecodeContext
 from pullfill.decode_worker.control import ControlServer
 from pullfill.decode_worker.ledger import Ledger
@@ -35,7 +35,6 @@ from pullfill.registry.client import EtcdClient
 from pullfill.registry.membership import Membership
 from pullfill.registry.settings import RouterSettings
 from pullfill.transfer.contract import OwnerFences
-from pullfill.transfer.layout import describe_region
 from pullfill.wire import (
     Compat,
     QueueStatus,
@@ -337,22 +336,8 @@ class DecodeWorker:
             max_model_len=config.model_config.max_model_len,
             version=__version__,
         )
-        if context.owner is None or context.memory is None:
-            return record, []
-        context.owner.renew(incarnation)
-        region = describe_region(
-            context.memory,
-            instance_id=self._instance_id,
-            incarnation=incarnation,
-            rank=0,
-            world_size=1,
-            host_id=host_id(),
-            epoch=0,
-            block_size=config.cache_config.block_size,
-            compat=self._compat,
-            endpoints={context.owner.transport: context.owner.endpoint},
-        )
-        return record, [region]
+        block_size = config.cache_config.block_size
+        return record, regions.describe(context, incarnation, self._compat, block_size)
 
     def _welcome(self, core: Any) -> rpc.DecodeWelcome:
         config = self._config

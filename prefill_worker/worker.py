@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import time
 from typing import Any
@@ -13,11 +12,11 @@ from pullfill.engine import args, compat
 from pullfill.engine.host import EngineHost
 from pullfill.engine.thread import EngineThread
 from pullfill.engine.watchdog import EngineGuard
-from pullfill.errors import IncompatibleError
 from pullfill.host import host_id
 from pullfill.ids import new_instance_id
 from pullfill.lifecycle import EXIT_S, Stop, exit_within, until
 from pullfill.prefill_worker import context as contexts
+from pullfill.prefill_worker import reach
 from pullfill.prefill_worker.context import PrefillContext
 from pullfill.prefill_worker.engine import PrefillEngine
 from pullfill.prefill_worker.link import DecodeLink
@@ -31,7 +30,6 @@ from pullfill.queue.jetstream import JetStreamConsumer
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.directory import Directory
 from pullfill.registry.membership import Membership
-from pullfill.transfer.choose import choose
 from pullfill.transfer.shm.peer import ShmTransport
 from pullfill.wire import Compat, Hello, RegionDescriptor, Revoke, WorkerRecord, WorkerState
 
@@ -245,16 +243,9 @@ class PrefillWorker:
         """Connect to a decode worker's KV memory by its descriptor from the registry."""
         assert self._directory is not None
         assert self._compat is not None
-        memory = self._context.memory
-        if memory is None:
-            raise IncompatibleError("no transport reaches this worker's KV memory", field="device")
-        descriptor = await self._directory.descriptor(record.instance_id, 0, expect=self._compat)
-        transport, why_not = choose(descriptor, self._transports)
-        for name, reason in why_not:
-            logger.info("%s: not over %s: %s", record.instance_id, name, reason)
-        session = await asyncio.to_thread(transport.connect, memory, descriptor)
-        logger.info("writing to %s over %s", record.instance_id, transport.name)
-        return Mover(session, record.instance_id, memory)
+        return await reach.open_mover(
+            record, self._context, self._directory, self._compat, self._transports
+        )
 
     def _on_revoke(self, link: DecodeLink, revoke: Revoke) -> None:
         assert self._runner is not None

@@ -53,6 +53,28 @@ class LocalMemory:
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """Which KV heads and layers of two regions hold the same thing: `heads` heads from
+    `local_head` here and `remote_head` there, and layers alike. Both are counted from each
+    region's own first one. `topology.py` makes them when tensor- or pipeline-parallel sizes
+    differ; without one, a session moves whole blocks of regions that are alike."""
+
+    local_head: int
+    remote_head: int
+    heads: int
+    local_layer: int
+    remote_layer: int
+    layers: int
+
+    def swapped(self) -> Part:
+        """The same, seen from the other side."""
+        return Part(
+            self.remote_head, self.local_head, self.heads,
+            self.remote_layer, self.local_layer, self.layers,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
 class MoveResult:
     """One finished read or write."""
 
@@ -91,14 +113,11 @@ class OwnerFences(Protocol):
 
 
 class Owner(Protocol):
-    """A registered region that peers can reach."""
+    """The registered KV memory of one worker that peers can reach: a region for each rank, and
+    one set of fences over all of them (a block id means the same block in every rank)."""
 
-    @property
-    def transport(self) -> str: ...
-
-    @property
-    def endpoint(self) -> str:
-        """What goes into `RegionDescriptor.endpoints[transport]`."""
+    def endpoints(self, rank: int = 0) -> dict[str, str]:
+        """What goes into `RegionDescriptor.endpoints` of this rank: transport name -> address."""
         ...
 
     @property
@@ -151,8 +170,11 @@ class PeerTransport(Protocol):
         """None if it can; else why not, for people."""
         ...
 
-    def connect(self, local: LocalMemory, descriptor: RegionDescriptor) -> PeerSession:
-        """Map or dial the region. Raises IncompatibleError (field named), PeerUnavailable (gone,
+    def connect(
+        self, local: LocalMemory, descriptor: RegionDescriptor, part: Part | None = None
+    ) -> PeerSession:
+        """Map or dial the region; the session moves `part` of each block (None: all of it, and
+        both sides must be alike). Raises IncompatibleError (field named), PeerUnavailable (gone,
         or of another incarnation: load its descriptor again), BadMessage (the descriptor
         contradicts itself), TransferFailed."""
         ...

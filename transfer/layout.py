@@ -7,7 +7,7 @@ computes addresses from it needs no checks of its own.
 from __future__ import annotations
 
 from pullfill.errors import BadMessage, IncompatibleError
-from pullfill.transfer.contract import KvLayout, LocalMemory
+from pullfill.transfer.contract import KvLayout, LocalMemory, Part
 from pullfill.wire import Compat, RegionDescriptor
 
 
@@ -40,7 +40,7 @@ def describe_region(
     compat: Compat,
     endpoints: dict[str, str],
 ) -> RegionDescriptor:
-    """The registry record of `memory`; `endpoints` is {owner.transport: owner.endpoint}."""
+    """The registry record of `memory`; `endpoints` is `owner.endpoints(rank)`."""
     layout = memory.layout
     return RegionDescriptor(
         instance_id=instance_id,
@@ -101,13 +101,29 @@ def check_bounds(layout: KvLayout, nbytes: int) -> None:
         raise BadMessage(f"layout ends at {layout.base_offset + span}, region has {nbytes} bytes")
 
 
-def check_pair(local: KvLayout, remote: KvLayout) -> None:
-    """Blocks of both sides hold the same bytes. Raises IncompatibleError naming the field."""
-    for field in ("page_bytes", "num_layers", "num_kv_heads"):
+def check_pair(local: KvLayout, remote: KvLayout, part: Part | None = None) -> None:
+    """Blocks of both sides, or `part` of them, hold the same bytes. Raises IncompatibleError
+    naming the field."""
+    alike = ("page_bytes",) if part else ("page_bytes", "num_layers", "num_kv_heads")
+    for field in alike:
         ours, theirs = getattr(local, field), getattr(remote, field)
         if ours != theirs:
             raise IncompatibleError(
                 f"KV memory differs in {field}: ours {ours}, theirs {theirs}; both workers need "
                 "the same model, dtype, block size and tensor-parallel size",
+                field=field,
+            )
+    if part is None:
+        return
+    for field, first, count, there in (
+        ("num_kv_heads", part.local_head, part.heads, local.num_kv_heads),
+        ("num_kv_heads", part.remote_head, part.heads, remote.num_kv_heads),
+        ("num_layers", part.local_layer, part.layers, local.num_layers),
+        ("num_layers", part.remote_layer, part.layers, remote.num_layers),
+    ):
+        if first < 0 or count < 1 or first + count > there:
+            raise IncompatibleError(
+                f"{field}: {first}..{first + count} of {there}: the two workers split the model "
+                "in ways that do not fit",
                 field=field,
             )

@@ -23,7 +23,7 @@ from pullfill.errors import (
     PeerUnavailable,
     TransferFailed,
 )
-from pullfill.transfer.contract import KvLayout, LocalMemory, MoveResult, PeerSession
+from pullfill.transfer.contract import KvLayout, LocalMemory, MoveResult, Part, PeerSession
 from pullfill.transfer.copying import corrupt
 from pullfill.transfer.layout import check_bounds, layout_of
 from pullfill.transfer.runs import checked_ids
@@ -173,16 +173,17 @@ class LoopbackFaults:
 class LoopbackOwner:
     """Owner over memory of this process; `memory` must outlive it."""
 
-    transport = "loopback"
-
     def __init__(self, memory: LocalMemory, incarnation: str, *, slots: int = 64) -> None:
         check_bounds(memory.layout, memory.nbytes)
         self.memory = memory
         self.incarnation = incarnation
-        self.endpoint = f"loopback:{secrets.token_hex(8)}"
+        self._name = f"loopback:{secrets.token_hex(8)}"
         self.fences = LoopbackFences(memory.layout.num_blocks, slots)
         self.faults = LoopbackFaults(self.fences)
-        _owners[self.endpoint] = self
+        _owners[self._name] = self
+
+    def endpoints(self, rank: int = 0) -> dict[str, str]:
+        return {"loopback": self._name}
 
     def renew(self, incarnation: str) -> None:
         with self.fences.changed:
@@ -190,7 +191,7 @@ class LoopbackOwner:
 
     def close(self) -> None:
         self.fences.close()
-        _owners.pop(self.endpoint, None)
+        _owners.pop(self._name, None)
 
 
 class _Gate:
@@ -227,9 +228,10 @@ class _Gate:
 
 class _Session(MappedSession):
     def __init__(
-        self, local: LocalMemory, layout: KvLayout, owner: LoopbackOwner, address: int
+        self, local: LocalMemory, layout: KvLayout, owner: LoopbackOwner, part: Part | None
     ) -> None:
-        super().__init__("loopback", local, layout, address, _Gate(owner))
+        address = owner.memory.address
+        super().__init__("loopback", local, layout, address, _Gate(owner), part=part)
         self._owner = owner
 
     def write_blocks(
@@ -261,7 +263,9 @@ class LoopbackTransport:
             return "its owner is not in this process"
         return None
 
-    def connect(self, local: LocalMemory, descriptor: RegionDescriptor) -> PeerSession:
+    def connect(
+        self, local: LocalMemory, descriptor: RegionDescriptor, part: Part | None = None
+    ) -> PeerSession:
         layout = layout_of(descriptor)
         owner = _owners.get(descriptor.endpoints.get(self.name, ""))
         if owner is None:
@@ -270,4 +274,4 @@ class LoopbackTransport:
             raise PeerUnavailable("the region belongs to another incarnation of its owner")
         if descriptor.nbytes != owner.memory.nbytes:
             raise BadMessage(f"descriptor of {descriptor.nbytes} bytes, region is another size")
-        return _Session(local, layout, owner, owner.memory.address)
+        return _Session(local, layout, owner, part)

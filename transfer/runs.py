@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pullfill.errors import BadMessage
-from pullfill.transfer.contract import KvLayout
+from pullfill.transfer.contract import KvLayout, Part
 
 Offsets = NDArray[np.int64]
 
@@ -95,32 +95,31 @@ def plan(
     source_blocks: Sequence[int],
     target_blocks: Sequence[int],
     *,
-    source_head: int = 0,
-    target_head: int = 0,
-    heads: int | None = None,
+    part: Part | None = None,
 ) -> CopyPlan:
-    """Plan copying block `source_blocks[i]` to `target_blocks[i]`, all layers.
+    """Plan copying block `source_blocks[i]` to `target_blocks[i]`, or `part` of it (`local` is the
+    source, `remote` the target; by default all layers and heads of layouts that have as many).
 
-    `heads` KV heads from `source_head` / `target_head` on (all by default); layer counts and
-    page_bytes of both layouts must be equal. Raises BadMessage (nothing planned) when lengths
-    differ, an id is out of range, or a target appears twice.
+    page_bytes of both layouts must be equal, and `part` lie inside both (`check_pair`). Raises
+    BadMessage (nothing planned) when lengths differ, an id is out of range, or a target appears
+    twice.
     """
     source = checked_ids(source_blocks, source_layout.num_blocks, "source")
     target = checked_ids(target_blocks, target_layout.num_blocks, "target")
     if len(source) != len(target):
         raise BadMessage(f"{len(source)} source blocks for {len(target)} target blocks")
-    count = source_layout.num_kv_heads - source_head if heads is None else heads
-    for layout, head in ((source_layout, source_head), (target_layout, target_head)):
-        if head < 0 or count < 1 or head + count > layout.num_kv_heads:
-            raise BadMessage(f"heads {head}..{head + count} of {layout.num_kv_heads}")
+    if part is None:
+        part = Part(0, 0, source_layout.num_kv_heads, 0, 0, source_layout.num_layers)
 
-    unit, steps = _fold(source_layout, target_layout, count)
+    unit, steps = _fold(source_layout, target_layout, part)
     mergeable = source_layout.block_stride == target_layout.block_stride == unit
     first_source, first_target, lengths = merge_pairs(source, target, mergeable=mergeable)
     return CopyPlan(
         blocks=len(source),
-        source=_address(source_layout, source_head) + first_source * source_layout.block_stride,
-        target=_address(target_layout, target_head) + first_target * target_layout.block_stride,
+        source=_address(source_layout, part.local_layer, part.local_head)
+        + first_source * source_layout.block_stride,
+        target=_address(target_layout, part.remote_layer, part.remote_head)
+        + first_target * target_layout.block_stride,
         nbytes=lengths * unit,
         source_steps=steps[0],
         target_steps=steps[1],
@@ -157,17 +156,17 @@ def checked_ids(ids: Sequence[int], num_blocks: int, what: str) -> Offsets:
     return array
 
 
-def _address(layout: KvLayout, head: int) -> int:
-    return layout.base_offset + head * layout.head_stride
+def _address(layout: KvLayout, layer: int, head: int) -> int:
+    return layout.base_offset + layer * layout.layer_stride + head * layout.head_stride
 
 
-def _fold(a: KvLayout, b: KvLayout, heads: int) -> tuple[int, tuple[Offsets, Offsets]]:
+def _fold(a: KvLayout, b: KvLayout, part: Part) -> tuple[int, tuple[Offsets, Offsets]]:
     """Contiguous bytes per block, and displacements of the (layer, head) pairs not folded in."""
     unit, steps = a.page_bytes, (np.zeros(1, np.int64), np.zeros(1, np.int64))
     dense = True
     for count, a_stride, b_stride in (
-        (heads, a.head_stride, b.head_stride),
-        (a.num_layers, a.layer_stride, b.layer_stride),
+        (part.heads, a.head_stride, b.head_stride),
+        (part.layers, a.layer_stride, b.layer_stride),
     ):
         if count == 1:
             continue

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from pullfill.errors import TransferFailed
-from pullfill.transfer.contract import KvLayout, LocalMemory, MoveResult
+from pullfill.transfer.contract import KvLayout, LocalMemory, MoveResult, Part
 from pullfill.transfer.copying import copy_batch
 from pullfill.transfer.layout import check_bounds, check_pair
 from pullfill.transfer.runs import Batch, CopyPlan, plan
@@ -62,13 +62,15 @@ class MappedSession:
         remote_address: int,
         gate: Gate,
         *,
+        part: Part | None = None,
         copier: Copier = copy_batch,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
         """`on_close` gives the mapping back, after the gate is closed. Raises IncompatibleError
-        when the layouts do not hold the same bytes per block (then the caller keeps both)."""
+        when the layouts, or their `part`, do not hold the same bytes (the caller keeps both)."""
         check_bounds(local.layout, local.nbytes)
-        check_pair(local.layout, remote)
+        check_pair(local.layout, remote, part)
+        self._part = part
         self._transport = transport
         self._local = local
         self._remote = remote
@@ -88,7 +90,7 @@ class MappedSession:
     ) -> MoveResult:
         """See PeerSession."""
         started = time.perf_counter()
-        todo = plan(self._local.layout, self._remote, source, target)
+        todo = plan(self._local.layout, self._remote, source, target, part=self._part)
         self._move("write", fence, todo, self._local.address, self._remote_address)
         return _result(todo, started)
 
@@ -97,7 +99,8 @@ class MappedSession:
     ) -> MoveResult:
         """See PeerSession."""
         started = time.perf_counter()
-        todo = plan(self._remote, self._local.layout, source, target)
+        swapped = self._part.swapped() if self._part else None
+        todo = plan(self._remote, self._local.layout, source, target, part=swapped)
         self._move("read", fence, todo, self._remote_address, self._local.address)
         return _result(todo, started)
 

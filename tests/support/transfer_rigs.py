@@ -140,7 +140,7 @@ class Rig:
             epoch=0,
             block_size=16,
             compat=COMPAT,
-            endpoints={owner.transport: owner.endpoint},
+            endpoints=owner.endpoints(),
         )
         return Region(owner, data, memory, descriptor)
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pullfill.errors import BadMessage
-from pullfill.transfer.contract import KvLayout
-from pullfill.transfer.layout import check_bounds, dense_layout
+from pullfill.errors import BadMessage, IncompatibleError
+from pullfill.transfer.contract import KvLayout, Part
+from pullfill.transfer.layout import check_bounds, check_pair, dense_layout
 from pullfill.transfer.runs import CopyPlan, merge_pairs, plan
 from tests.support.transfer_rigs import extent
 
@@ -129,7 +130,8 @@ def test_everything_dense_is_one_copy() -> None:
 
 def test_heads_of_a_range_stay_apart_where_blocks_are_wider() -> None:
     wide, narrow = dense_layout(2, 10, 8, 64), dense_layout(2, 10, 4, 64)
-    todo = plan(wide, narrow, [3, 4], [0, 1], source_head=4, heads=4)
+    part = Part(4, 0, 4, 0, 0, 2)
+    todo = plan(wide, narrow, [3, 4], [0, 1], part=part)
     assert todo.total == 2 * 2 * 4 * 64
     expected = {
         at(narrow, layer, t, h) + i: at(wide, layer, s, h + 4) + i
@@ -139,8 +141,25 @@ def test_heads_of_a_range_stay_apart_where_blocks_are_wider() -> None:
         for i in range(64)
     }
     assert planned_map(todo) == expected
-    with pytest.raises(BadMessage):
-        plan(wide, narrow, [3], [0], source_head=5, heads=4)
+    check_pair(wide, narrow, part)
+    with pytest.raises(IncompatibleError, match=r"5\.\.9 of 8"):
+        check_pair(wide, narrow, replace(part, local_head=5))
+
+
+def test_layers_of_a_range_go_where_the_other_side_counts_them() -> None:
+    half, whole = dense_layout(2, 6, 2, 64), dense_layout(4, 6, 2, 64)
+    part = Part(0, 0, 2, 0, 2, 2)
+    todo = plan(half, whole, [5], [1], part=part)
+    expected = {
+        at(whole, layer + 2, 1, h) + i: at(half, layer, 5, h) + i
+        for layer in range(2)
+        for h in range(2)
+        for i in range(64)
+    }
+    assert planned_map(todo) == expected
+    check_pair(half, whole, part)
+    with pytest.raises(IncompatibleError, match="num_layers"):
+        check_pair(half, whole, replace(part, remote_layer=3))
 
 
 @pytest.mark.parametrize(

@@ -235,7 +235,7 @@ def test_pool_that_did_not_fire_moves_the_storage(
     caches["layers.2"][5, 0] = 3.25
     owner, memory = pool.make_owner(caches, "i1")
     assert "moving" in caplog.text
-    endpoint = ShmEndpoint.decode(owner.endpoint)
+    endpoint = ShmEndpoint.decode(owner.endpoints()["shm"])
     fd = open_same(endpoint.kv, endpoint.kv_inode)
     seen = pages(np.frombuffer(os.pread(fd, NBYTES, 0), np.uint8), memory.layout)
     assert set(seen[2, 5, 0].view(np.float32)) == {3.25}

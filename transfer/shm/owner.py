@@ -18,8 +18,6 @@ from pullfill.transfer.shm.files import RegionFiles, ShmEndpoint, inode
 class ShmOwner:
     """Owner over a shared region. Thread-safe."""
 
-    transport = "shm"
-
     def __init__(
         self,
         files: RegionFiles,
@@ -42,7 +40,7 @@ class ShmOwner:
         if size < memory.nbytes:
             raise ConfigError(f"{path} has {size} bytes, the KV memory {memory.nbytes}")
         self._fences = ShmFences(files.fence_fd, incarnation, memory.layout.num_blocks, slots=slots)
-        self._endpoint = ShmEndpoint(
+        self._region = ShmEndpoint(
             kv=path,
             kv_inode=kv_inode,
             fence=str(files.fence_path),
@@ -50,9 +48,9 @@ class ShmOwner:
             nbytes=memory.nbytes,
         ).encode()
 
-    @property
-    def endpoint(self) -> str:
-        return self._endpoint
+    def endpoints(self, rank: int = 0) -> dict[str, str]:
+        """See Owner."""
+        return {"shm": self._region}
 
     @property
     def fences(self) -> ShmFences:

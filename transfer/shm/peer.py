@@ -12,7 +12,7 @@ import os
 
 from pullfill.errors import BadMessage, PeerUnavailable
 from pullfill.host import host_id
-from pullfill.transfer.contract import LocalMemory, PeerSession
+from pullfill.transfer.contract import LocalMemory, Part, PeerSession
 from pullfill.transfer.layout import layout_of
 from pullfill.transfer.session import MappedSession
 from pullfill.transfer.shm.fence import ShmGate
@@ -42,7 +42,9 @@ class ShmTransport:
             return f"its memory cannot be opened: {exc}"
         return None
 
-    def connect(self, local: LocalMemory, descriptor: RegionDescriptor) -> PeerSession:
+    def connect(
+        self, local: LocalMemory, descriptor: RegionDescriptor, part: Part | None = None
+    ) -> PeerSession:
         """See PeerTransport. An old descriptor never reaches a new process's memory: inode, size
         and incarnation must all be the ones it names. Raises PeerUnavailable when the region is
         gone, BadMessage when the descriptor contradicts itself, IncompatibleError."""
@@ -68,7 +70,7 @@ class ShmTransport:
             ) from exc
         try:
             return MappedSession(
-                self.name, local, layout, mapping.address, gate, on_close=mapping.close
+                self.name, local, layout, mapping.address, gate, part=part, on_close=mapping.close
             )
         except BaseException:
             mapping.close()
