@@ -1,0 +1,1 @@
+"""Transports in which a thread of the owner moves the bytes: one protocol, pluggable payload planes."""
