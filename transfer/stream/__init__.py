@@ -1,1 +1,1 @@
-"""Transports in which a thread of the owner moves the bytes: one protocol, pluggable payload planes."""
+"""Transports in which a thread of the owner moves the bytes: one protocol, several planes."""
