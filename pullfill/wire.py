@@ -62,11 +62,13 @@ __all__ = [
     "HandBack",
     "Hello",
     "Id",
+    "KvMode",
     "Leaving",
     "Message",
     "PrefillJob",
     "QueueStatus",
     "Quiet",
+    "Ready",
     "RefuseReason",
     "Refused",
     "RegionDescriptor",
@@ -139,6 +141,17 @@ class DigestMode(enum.StrEnum):
     FULL = "full"
 
 
+class KvMode(enum.StrEnum):
+    """How KV comes into the decode worker's blocks. Its choice, said in each grant."""
+
+    PUSH_ASYNC = "push_async"
+    """The prefill worker writes each chunk while it computes the next one."""
+    PUSH = "push"
+    """It writes each chunk before it computes the next one."""
+    PULL = "pull"
+    """It keeps the blocks until the decode worker has read them."""
+
+
 class FenceToken(Message, frozen=True, kw_only=True):
     """The right to touch a grant's blocks: valid while slot `slot` holds `epoch`."""
 
@@ -170,13 +183,15 @@ class AuthProof(Message, tag="auth_proof", frozen=True, kw_only=True):
 
 
 class Hello(Message, tag="hello", frozen=True, kw_only=True):
-    """First message of a prefill worker on a control connection."""
+    """First message of a prefill worker on a control connection. `regions`: its own KV memory, one
+    for each rank, for decode workers that pull; none if nobody can read it."""
 
     v: Version = WIRE_VERSION
     prefill_instance: Id
     host_id: Id
     compat: Id
     transports: list[str]
+    regions: list[RegionDescriptor] = []
 
 
 class Welcome(Message, tag="welcome", frozen=True, kw_only=True):
@@ -207,7 +222,7 @@ class Claim(Message, tag="claim", frozen=True, kw_only=True):
 class Grant(Message, tag="grant", frozen=True, kw_only=True):
     """The right to write `block_ids[hit_tokens // block_size:]` and to read the ones before,
     for at most `deadline_s` from receipt, while `fence` is valid. `kv_digest`: which digest of the
-    written blocks the commit must carry."""
+    written blocks the commit must carry. `mode`: whether to write at all, or to say `Ready`."""
 
     rid: Count
     job_id: Id
@@ -219,6 +234,7 @@ class Grant(Message, tag="grant", frozen=True, kw_only=True):
     job_digest: bytes
     fence: FenceToken
     kv_digest: DigestMode = DigestMode.OFF
+    mode: KvMode = KvMode.PUSH_ASYNC
 
 
 class Refused(Message, tag="refused", frozen=True, kw_only=True):
@@ -231,13 +247,15 @@ class Refused(Message, tag="refused", frozen=True, kw_only=True):
 
 
 class StageTimings(Message, frozen=True, kw_only=True):
-    """What the prefill worker measured for one attempt, milliseconds."""
+    """What the prefill worker measured for one attempt, milliseconds. tail_ms: from the end of the
+    last chunk's computation to the commit; the part of the writing that nothing overlaps."""
 
     queue_ms: Finite = 0.0
     claim_ms: Finite = 0.0
     prefix_read_ms: Finite = 0.0
     prefill_ms: Finite = 0.0
     kv_write_ms: Finite = 0.0
+    tail_ms: Finite = 0.0
 
 
 class Commit(Message, tag="commit", frozen=True, kw_only=True):
@@ -251,6 +269,23 @@ class Commit(Message, tag="commit", frozen=True, kw_only=True):
     parts: Count
     blocks: Count
     kv_bytes: Count
+    prefix_read_bytes: Count = 0
+    timings: StageTimings
+    digest: bytes | None = None
+
+
+class Ready(Message, tag="ready", frozen=True, kw_only=True):
+    """Pull: all of the attempt is computed. `block_ids` are the prefill worker's own blocks, one
+    for each block that would have been written, in their order; `fence` is the right to read them,
+    in its own region. Answered by `CommitReply` once they are read, or not needed."""
+
+    rid: Count
+    job_id: Id
+    attempt: Count
+    incarnation: Id
+    parts: Count
+    block_ids: bytes
+    fence: FenceToken
     prefix_read_bytes: Count = 0
     timings: StageTimings
     digest: bytes | None = None
@@ -304,5 +339,5 @@ class Alive(Message, tag="alive", frozen=True, kw_only=True):
     pulls: bool = True
 
 
-ToDecode = Hello | Claim | Commit | HandBack | Quiet | Leaving | Alive
+ToDecode = Hello | Claim | Commit | Ready | HandBack | Quiet | Leaving | Alive
 ToPrefill = Welcome | Goodbye | Grant | Refused | CommitReply | Revoke
