@@ -20,6 +20,8 @@ class RegionDescriptor(Message, frozen=True, kw_only=True):
     `base_offset + l*layer_stride + b*block_stride + h*head_stride`, `page_bytes` long.
     endpoints: transport name -> address understood by that transport.
     epoch: changes whenever the pages behind the region change.
+    first_head, first_layer: where the region's heads and layers are in the whole model, when it is
+    split over `world_size` ranks.
     """
 
     v: Version = WIRE_VERSION
@@ -34,6 +36,8 @@ class RegionDescriptor(Message, frozen=True, kw_only=True):
     num_layers: Count
     num_blocks: Count
     num_kv_heads: Count
+    first_head: Count = 0
+    first_layer: Count = 0
     block_size: Count
     page_bytes: Count
     layer_stride: Count

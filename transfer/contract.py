@@ -45,11 +45,14 @@ class KvLayout:
 
 @dataclass(frozen=True, slots=True)
 class LocalMemory:
-    """This process's KV memory: `address` is where `layout.base_offset` counts from."""
+    """One rank's KV memory as this process sees it: `address` is where `layout.base_offset` counts
+    from. `first_head`, `first_layer`: where its heads and layers are in the whole model."""
 
     address: int
     nbytes: int
     layout: KvLayout
+    first_head: int = 0
+    first_layer: int = 0
 
 
 @dataclass(frozen=True, slots=True)

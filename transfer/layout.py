@@ -54,6 +54,8 @@ def describe_region(
         num_layers=layout.num_layers,
         num_blocks=layout.num_blocks,
         num_kv_heads=layout.num_kv_heads,
+        first_head=memory.first_head,
+        first_layer=memory.first_layer,
         block_size=block_size,
         page_bytes=layout.page_bytes,
         layer_stride=layout.layer_stride,

@@ -1,0 +1,183 @@
+"""A group of sessions over real memories: TP-1 memory to TP-2 memory and back, byte for byte."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from pullfill.errors import Fenced, TransferFailed
+from pullfill.transfer.contract import KvLayout, LocalMemory, MoveResult
+from pullfill.transfer.group import GroupSession, Member
+from pullfill.transfer.layout import dense_layout
+from pullfill.transfer.session import MappedSession
+from pullfill.transfer.topology import Rect, plan
+from pullfill.wire import FenceToken
+from tests.support.transfer_rigs import memory_over
+
+PAGE, LAYERS, BLOCKS = 64, 3, 8
+TOKEN = FenceToken(slot=0, epoch=1)
+
+
+class _OpenGate:
+    def __init__(self) -> None:
+        self.entered = 0
+        self.closed = 0
+        self.fenced = False
+
+    def enter(self, token: FenceToken) -> None:
+        if self.fenced:
+            raise Fenced("revoked")
+        self.entered += 1
+
+    def leave(self, token: FenceToken) -> None: ...
+
+    def before_batch(self, verb: str) -> None: ...
+
+    def inside_batch(self, verb: str) -> None: ...
+
+    def copied(self, verb: str, address: int) -> None: ...
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+class _Worker:
+    """The KV memories of the ranks of one worker."""
+
+    def __init__(self, rects: Sequence[Rect], seed: int) -> None:
+        self.rects = list(rects)
+        self.data: list[np.ndarray] = []
+        self.memories: list[LocalMemory] = []
+        random = np.random.default_rng(seed)
+        model = random.integers(0, 255, (LAYERS, BLOCKS, 4, PAGE), np.uint8)
+        for rect in rects:
+            layout = dense_layout(rect.layers, BLOCKS, rect.heads, PAGE)
+            # Ranks that share a head hold the same, as after a real prefill.
+            data = model[rect.first_layer : rect.end_layer, :, rect.first_head : rect.end_head]
+            self.data.append(np.ascontiguousarray(data).reshape(-1))
+            self.memories.append(memory_over(self.data[-1], layout))
+
+    def page(self, rank: int, layer: int, block: int, head: int) -> bytes:
+        at: KvLayout = self.memories[rank].layout
+        first = layer * at.layer_stride + block * at.block_stride + head * at.head_stride
+        return self.data[rank][first : first + PAGE].tobytes()
+
+    def block(self, block: int) -> dict[tuple[int, int], set[bytes]]:
+        """(layer, head) of the model → what the ranks that have it hold there."""
+        found: dict[tuple[int, int], set[bytes]] = {}
+        for rank, rect in enumerate(self.rects):
+            for layer in range(rect.layers):
+                for head in range(rect.heads):
+                    where = (rect.first_layer + layer, rect.first_head + head)
+                    found.setdefault(where, set()).add(self.page(rank, layer, block, head))
+        return found
+
+
+def group(ours: _Worker, theirs: _Worker) -> tuple[GroupSession, list[_OpenGate]]:
+    gates: list[_OpenGate] = []
+    members: list[Member] = []
+
+    def session(here: int, there: int, part: object) -> MappedSession:
+        gate = _OpenGate()
+        gates.append(gate)
+        remote = theirs.memories[there]
+        return MappedSession(
+            "test", ours.memories[here], remote.layout, remote.address, gate, part=part  # type: ignore[arg-type]
+        )  # fmt: skip
+
+    for route in plan(ours.rects, theirs.rects):
+        members.append(Member(session(route.source, route.target, route.part), True, False))
+    for route in plan(theirs.rects, ours.rects):
+        swapped = route.part.swapped()
+        members.append(Member(session(route.target, route.source, swapped), False, True))
+    return GroupSession(members), gates
+
+
+WHOLE = [Rect(0, 4, 0, LAYERS)]
+HALVES = [Rect(0, 2, 0, LAYERS), Rect(2, 2, 0, LAYERS)]
+REPLICAS = [Rect(h, 1, 0, LAYERS) for h in (0, 0, 1, 1, 2, 2, 3, 3)]
+STAGES = [Rect(0, 4, 0, 1), Rect(0, 4, 1, LAYERS - 1)]
+
+
+@pytest.mark.parametrize("ours", [WHOLE, HALVES, REPLICAS, STAGES])
+@pytest.mark.parametrize("theirs", [WHOLE, HALVES, REPLICAS, STAGES])
+def test_blocks_arrive_whole_in_both_directions(ours: list[Rect], theirs: list[Rect]) -> None:
+    prefill, decode = _Worker(ours, 1), _Worker(theirs, 2)
+    session, _ = group(prefill, decode)
+    session.read_blocks(TOKEN, [7, 6], [0, 1])
+    before = decode.block(2)
+    result = session.write_blocks(TOKEN, [0, 1], [5, 3])
+    assert decode.block(5) == prefill.block(0)
+    assert decode.block(3) == prefill.block(1)
+    assert all(len(copies) == 1 for copies in decode.block(5).values()), "replicas differ"
+    assert decode.block(2) == before, "another block was touched"
+    assert result.blocks == 2
+    written = sum(r.heads * r.layers for r in theirs)
+    assert result.nbytes == 2 * written * PAGE
+
+
+class _Scripted:
+    """A PeerSession that does what it is told."""
+
+    def __init__(self, failure: Exception | None = None, transport: str = "shm") -> None:
+        self.failure, self.transport = failure, transport
+        self.moves: list[str] = []
+        self.closed = False
+
+    def write_blocks(self, fence: FenceToken, s: Sequence[int], t: Sequence[int]) -> MoveResult:
+        self.moves.append("write")
+        if self.failure is not None:
+            raise self.failure
+        return MoveResult(len(s), 10, 0.5, 2)
+
+    def read_blocks(self, fence: FenceToken, s: Sequence[int], t: Sequence[int]) -> MoveResult:
+        self.moves.append("read")
+        return MoveResult(len(s), 7, 0.5, 1)
+
+    def close(self) -> None:
+        self.closed = True
+        if self.failure is not None:
+            raise self.failure
+
+
+def test_sums_and_roles() -> None:
+    both, writer, reader = _Scripted(), _Scripted(), _Scripted(transport="tcp")
+    whole = GroupSession(
+        [Member(both, True, True), Member(writer, True, False), Member(reader, False, True)]
+    )
+    wrote = whole.write_blocks(TOKEN, [1, 2, 3], [4, 5, 6])
+    assert (wrote.blocks, wrote.nbytes, wrote.runs) == (3, 20, 4)
+    read = whole.read_blocks(TOKEN, [1], [4])
+    assert (read.blocks, read.nbytes, read.runs) == (1, 14, 2)
+    assert (both.moves, writer.moves, reader.moves) == (["write", "read"], ["write"], ["read"])
+    assert whole.transport == "shm+tcp"
+    assert GroupSession([Member(both, True, True), Member(writer, True, True)]).transport == "shm"
+
+
+@pytest.mark.parametrize("failure", [Fenced("gone"), TransferFailed("broken")])
+def test_a_failure_of_one_part_fails_the_whole(failure: Exception) -> None:
+    first, broken, last = _Scripted(), _Scripted(failure), _Scripted()
+    whole = GroupSession([Member(s, True, True) for s in (first, broken, last)])
+    with pytest.raises(type(failure)):
+        whole.write_blocks(TOKEN, [1], [2])
+    assert last.moves == [], "nothing more is written under a fence that is gone"
+
+
+def test_close_reaches_everyone() -> None:
+    members = [_Scripted(), _Scripted(TransferFailed("x")), _Scripted()]
+    whole = GroupSession([Member(s, True, True) for s in members])
+    with pytest.raises(TransferFailed):
+        whole.close()
+    assert all(s.closed for s in members)
+
+
+def test_a_dead_fence_stops_a_group_between_members() -> None:
+    prefill, decode = _Worker(WHOLE, 1), _Worker(HALVES, 2)
+    session, gates = group(prefill, decode)
+    gates[1].fenced = True
+    with pytest.raises(Fenced):
+        session.write_blocks(TOKEN, [0], [5])
+    session.close()
+    assert all(gate.closed == 1 for gate in gates)

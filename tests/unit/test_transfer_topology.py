@@ -1,0 +1,202 @@
+"""The plan for tensor- and pipeline-parallel splits, against an oracle that moves every page."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise, product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pullfill.errors import BadMessage, IncompatibleError
+from pullfill.transfer.contract import LocalMemory
+from pullfill.transfer.layout import dense_layout, describe_region
+from pullfill.transfer.topology import (
+    Rect,
+    Route,
+    head_range,
+    plan,
+    rects_described,
+    rects_of,
+)
+from pullfill.wire import Compat, RegionDescriptor
+
+Cells = dict[tuple[int, int, int], tuple[int, int]]
+"""(rank, layer of the region, head of the region) → (layer, head) of the model."""
+
+LAYERS = 4
+SIZES = (1, 2, 3, 4, 6, 8, 16)
+HEADS = (1, 2, 3, 4, 8, 12, 16)
+
+
+def fits(heads: int, tp: int) -> bool:
+    return heads % tp == 0 or tp % heads == 0
+
+
+COMBINATIONS = [(p, d, k) for p, d, k in product(SIZES, SIZES, HEADS) if fits(k, p) and fits(k, d)]
+
+
+def worker(heads: int, tp: int, stages: tuple[int, ...] = (LAYERS,)) -> list[Rect]:
+    """Ranks in vLLM's order: all of one pipeline stage, then the next."""
+    rects = []
+    for stage, layers in enumerate(stages):
+        for rank in range(tp):
+            first, count = head_range(heads, tp, rank)
+            rects.append(Rect(first, count, sum(stages[:stage]), layers))
+    return rects
+
+
+def contents(rects: list[Rect]) -> Cells:
+    return {
+        (rank, layer, head): (rect.first_layer + layer, rect.first_head + head)
+        for rank, rect in enumerate(rects)
+        for layer in range(rect.layers)
+        for head in range(rect.heads)
+    }
+
+
+def carry_out(routes: list[Route], source: Cells) -> tuple[Cells, Counter[tuple[int, int, int]]]:
+    """What the targets hold after all routes, and how often each place was written."""
+    found: Cells = {}
+    times: Counter[tuple[int, int, int]] = Counter()
+    for route in routes:
+        part = route.part
+        for layer, head in product(range(part.layers), range(part.heads)):
+            there = (route.target, part.remote_layer + layer, part.remote_head + head)
+            times[there] += 1
+            found[there] = source[route.source, part.local_layer + layer, part.local_head + head]
+    return found, times
+
+
+def check(sources: list[Rect], targets: list[Rect]) -> list[Route]:
+    routes = plan(sources, targets)
+    found, times = carry_out(routes, contents(sources))
+    assert found == contents(targets)
+    assert set(times.values()) == {1}
+    return routes
+
+
+def test_there_are_as_many_combinations_as_promised() -> None:
+    assert len(COMBINATIONS) >= 141
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_every_rank_gets_its_heads_in_both_directions(heads: int) -> None:
+    for p, d in ((p, d) for p, d, k in COMBINATIONS if k == heads):
+        prefill, decode = worker(heads, p), worker(heads, d)
+        check(prefill, decode)
+        check(decode, prefill)
+
+
+@pytest.mark.parametrize("d", SIZES)
+@pytest.mark.parametrize("p", SIZES)
+def test_a_latent_cache_goes_to_every_rank_whole(p: int, d: int) -> None:
+    routes = check(worker(1, p), worker(1, d))
+    assert [r.target for r in routes] == list(range(d))
+    # Holders of the same are used in turn: nobody does two shares while another does none.
+    shares = Counter(r.source for r in routes)
+    assert max(shares.values()) - min(shares[s] for s in range(min(p, d))) <= 1
+    assert len(shares) == min(p, d)
+
+
+def test_replicas_share_the_work() -> None:
+    routes = check(worker(2, 8), worker(2, 4))
+    assert len({r.source for r in routes}) == 4
+    assert len(check(worker(8, 4), worker(8, 2))) == 4
+
+
+STAGES = [(4,), (1, 3), (2, 2), (3, 1), (1, 1, 2), (1, 1, 1, 1)]
+
+
+@pytest.mark.parametrize(("p", "d", "k"), [(1, 1, 2), (2, 1, 2), (1, 4, 2), (4, 2, 8), (2, 4, 1)])
+def test_uneven_pipeline_stages(p: int, d: int, k: int) -> None:
+    for ours, theirs in product(STAGES, STAGES):
+        check(worker(k, p, ours), worker(k, d, theirs))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(COMBINATIONS),
+    st.lists(st.integers(1, 5), min_size=1, max_size=4),
+    st.data(),
+)
+def test_any_split(combination: tuple[int, int, int], ours: list[int], data: st.DataObject) -> None:
+    p, d, k = combination
+    total = sum(ours)
+    cuts = sorted(data.draw(st.sets(st.integers(1, max(1, total - 1)), max_size=total - 1)))
+    edges = [0, *(c for c in cuts if c < total), total]
+    theirs = tuple(b - a for a, b in pairwise(edges))
+    check(worker(k, p, tuple(ours)), worker(k, d, theirs))
+
+
+def test_equal_workers_need_one_route_for_each_rank() -> None:
+    for tp, k in ((1, 2), (2, 2), (4, 8)):
+        assert len(check(worker(k, tp), worker(k, tp))) == tp
+
+
+def test_what_nobody_holds_is_named() -> None:
+    with pytest.raises(IncompatibleError, match=r"KV head 2 of layers 0\.\.3"):
+        plan(worker(2, 1), worker(4, 1))
+    with pytest.raises(IncompatibleError, match=r"layers 4\.\.5"):
+        plan(worker(2, 1), worker(2, 1, (6,)))
+
+
+@pytest.mark.parametrize(("heads", "tp"), [(3, 2), (8, 3), (2, 3), (6, 4)])
+def test_heads_that_do_not_divide_are_refused(heads: int, tp: int) -> None:
+    with pytest.raises(IncompatibleError, match=f"{heads} KV heads .* {tp} tensor-parallel"):
+        head_range(heads, tp, 0)
+
+
+COMPAT = Compat(
+    model="m",
+    model_fingerprint="f",
+    vllm="0",
+    dtype="float32",
+    kv_cache_dtype="auto",
+    block_size=16,
+    layout="LBHNC",
+    num_layers=LAYERS,
+    num_kv_heads=2,
+    page_bytes=64,
+    isa="i",
+)
+
+
+def descriptors(size: int, incarnation: str = "i1") -> list[RegionDescriptor]:
+    found = []
+    for rank in range(size):
+        first, heads = head_range(2, size, rank)
+        layout = dense_layout(LAYERS, 3, heads, 64)
+        memory = LocalMemory(0, LAYERS * 3 * heads * 64, layout, first_head=first)
+        assert rects_of([memory]) == [Rect(first, heads, 0, LAYERS)]
+        found.append(
+            describe_region(
+                memory,
+                instance_id="decode-a",
+                incarnation=incarnation,
+                rank=rank,
+                world_size=size,
+                host_id="h",
+                epoch=0,
+                block_size=16,
+                compat=COMPAT,
+                endpoints={},
+            )
+        )
+    return found
+
+
+def test_descriptors_of_one_worker_are_its_rectangles() -> None:
+    assert rects_described(descriptors(2)) == worker(2, 2)
+    assert rects_described(descriptors(1)) == worker(2, 1)
+
+
+def test_descriptors_that_do_not_belong_together_are_refused() -> None:
+    for wrong in (
+        descriptors(2)[:1],
+        descriptors(2)[::-1],
+        [descriptors(2)[0], descriptors(2, "i2")[1]],
+    ):
+        with pytest.raises(BadMessage, match="descriptor"):
+            rects_described(wrong)
