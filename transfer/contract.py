@@ -46,13 +46,15 @@ class KvLayout:
 @dataclass(frozen=True, slots=True)
 class LocalMemory:
     """One rank's KV memory as this process sees it: `address` is where `layout.base_offset` counts
-    from. `first_head`, `first_layer`: where its heads and layers are in the whole model."""
+    from. `first_head`, `first_layer`: where its heads and layers are in the whole model. `device`:
+    this process's number of the CUDA device that holds it; None: the CPU can touch it."""
 
     address: int
     nbytes: int
     layout: KvLayout
     first_head: int = 0
     first_layer: int = 0
+    device: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
