@@ -85,9 +85,6 @@ class DecodeConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Called after each step's forward pass, also after a step that ran no model."""
-        side = self._context.extra.get("scheduler_side")
-        if side is not None:
-            side.step_done()
         if not self.has_connector_metadata():
             return KVConnectorTransferResults()
         meta = self._get_connector_metadata()

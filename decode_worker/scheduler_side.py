@@ -10,6 +10,7 @@ vLLM: each request that was sent to wait for remote KV is reported exactly once.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,6 +37,7 @@ class SchedulerSide:
         self._waiting: set[str] = set()
         self._held: dict[str, list[Any]] = {}
         self._unpublished: list[OpenedJob] = []
+        self._scheduled: deque[list[OpenedJob]] = deque()
 
     def bind_pool(self, pool: Any) -> None:
         """vLLM's block pool; used to hold quarantined blocks by reference count."""
@@ -130,18 +132,28 @@ class SchedulerSide:
         else:
             self._context.publish(job)
 
-    def step_done(self) -> None:
-        """The step scheduled last has run: what it computed may be read by others now."""
-        jobs, self._unpublished = self._unpublished, []
+    def step_done(self, running: int = 0) -> None:
+        """All steps scheduled so far but the last `running` ones have run: what they computed may
+        be read by others now."""
+        while len(self._scheduled) > running:
+            self._publish(self._scheduled.popleft())
+        if not running:
+            jobs, self._unpublished = self._unpublished, []
+            self._publish(jobs)
+
+    def _publish(self, jobs: Sequence[OpenedJob]) -> None:
         for job in jobs:
             self._context.publish(job)
 
     def collect(self) -> tuple[list[str], list[str]]:
-        """Act on the ledger's events; (loaded, failed) request ids to report in this step.
+        """Once for each step, at the end of its scheduling: act on the ledger's events; returns
+        (loaded, failed) request ids to report in this step.
 
         Holds come before the report that makes vLLM free the same blocks, so a quarantined block
         never reaches the free list.
         """
+        self._scheduled.append(self._unpublished)
+        self._unpublished = []
         loaded: list[str] = []
         failed: list[str] = []
         for event in self._ledger.take_events():

@@ -188,7 +188,12 @@ class DecodeWorker:
             kv_role="kv_consumer",
             engine_id=self._instance_id,
         )
-        return EngineHost(self._config, on_outputs=self._on_outputs, before_step=self._before_step)
+        return EngineHost(
+            self._config,
+            on_outputs=self._on_outputs,
+            before_step=self._before_step,
+            after_step=lambda running: self._context.extra["scheduler_side"].step_done(running),
+        )
 
     def _on_built(self, host: EngineHost, core: Any) -> None:
         geometry = self._context.geometry

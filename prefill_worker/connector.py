@@ -6,7 +6,7 @@ A thin shell around scheduler_side.py; the copies run on the movers' threads (mo
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -19,7 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from pullfill.engine import kv
 from pullfill.prefill_worker import context as contexts
 from pullfill.prefill_worker import memory
-from pullfill.prefill_worker.scheduler_side import SchedulerSide, StepPlan
+from pullfill.prefill_worker.scheduler_side import Reports, SchedulerSide
 
 if TYPE_CHECKING:
     import torch
@@ -29,9 +29,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class PrefillMetadata(KVConnectorMetadata):  # type: ignore[misc]
-    """Carries the plan of one step from the scheduler half to the worker half."""
+    """What the worker half must report in this step, because vLLM takes it only from there. Sent
+    to every rank: small and plain."""
 
-    plan: StepPlan = field(default_factory=StepPlan)
+    reports: Reports
 
 
 class PrefillConnector(KVConnectorBase_V1):  # type: ignore[misc]
@@ -69,11 +70,6 @@ class PrefillConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         memory.register(self._context, kv_caches, self._kv_cache_config.num_blocks)
 
-    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        assert isinstance(kv_connector_metadata, PrefillMetadata)
-        if kv_connector_metadata.plan.preempted:
-            self._side.preempted(kv_connector_metadata.plan.preempted)
-
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Prefix reads were started when their blocks were allocated."""
 
@@ -83,24 +79,21 @@ class PrefillConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Whole chunks are written after the step, see wait_for_save."""
+        """Whole chunks are written after the step, by the main process."""
 
     def wait_for_save(self) -> None:
-        if self.has_connector_metadata():
-            meta = self._get_connector_metadata()
-            assert isinstance(meta, PrefillMetadata)
-            self._side.start_writes(meta.plan)
+        """See save_kv_layer."""
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         if not self.has_connector_metadata():
             return KVConnectorTransferResults()
         meta = self._get_connector_metadata()
         assert isinstance(meta, PrefillMetadata)
-        plan = meta.plan
+        reports = meta.reports
         return KVConnectorTransferResults(
-            finished_sending=set(plan.sent),
-            finished_recving=plan.read_ok | plan.read_failed,
-            failed_recving=set(plan.read_failed),
+            finished_sending=set(reports.sent),
+            finished_recving=reports.read_ok | reports.read_failed,
+            failed_recving=set(reports.read_failed),
         )
 
     # ------------------------------------------------------------------ scheduler half
@@ -118,7 +111,7 @@ class PrefillConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._side.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> PrefillMetadata:
-        return PrefillMetadata(self._side.plan(scheduler_output))
+        return PrefillMetadata(self._side.plan(scheduler_output).reports)
 
     def request_finished(
         self, request: Any, block_ids: list[int]

@@ -1,11 +1,13 @@
 """The prefill worker's half of the connector that runs inside the scheduler.
 
 Engine thread only. For each task it asks for the prefix blocks the decode worker has and this
-engine lacks, and after each step it says which blocks are now complete and go out. Blocks that
-were a prefix hit on this side only are written too: the decode worker does not have them.
+engine lacks. When a step is scheduled, `plan` says which blocks will be complete after it; when the
+step has run (on every rank), `step_done` hands them to the movers. Blocks that were a prefix hit on
+this side only are written too: the decode worker does not have them.
 
 A block leaves this engine's hands only when nothing copies from it any more: a finished request
-keeps its blocks until its last write is over, and a preempted one is flushed first.
+keeps its blocks until its last write is over, planned ones included, and a preempted one is flushed
+before the step that may overwrite its blocks is sent to the ranks.
 """
 
 from __future__ import annotations
@@ -35,14 +37,20 @@ class Write:
 
 
 @dataclass(slots=True)
-class StepPlan:
-    """What the worker half does around one step."""
+class Reports:
+    """Request ids that vLLM must be told of."""
 
-    writes: list[Write] = field(default_factory=list)
-    preempted: list[PrefillTask] = field(default_factory=list)
     read_ok: set[str] = field(default_factory=set)
     read_failed: set[str] = field(default_factory=set)
     sent: set[str] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """What one step brings."""
+
+    writes: list[Write] = field(default_factory=list)
+    reports: Reports = field(default_factory=Reports)
 
 
 class SchedulerSide:
@@ -54,6 +62,7 @@ class SchedulerSide:
         self._manager: Any = None
         self._reads_done: deque[tuple[PrefillTask, BaseException | None]] = deque()
         self._sends_done: deque[str] = deque()
+        self._scheduled: deque[StepPlan] = deque()
 
     def bind_manager(self, manager: Any) -> None:
         """vLLM's KVCacheManager, asked for block tables."""
@@ -86,23 +95,25 @@ class SchedulerSide:
         task.mover.read(task, task.remote_blocks[start:end], block_ids[start:end], self._read_done)
 
     def plan(self, scheduler_output: Any) -> StepPlan:
-        """What is complete after the step described by vLLM's SchedulerOutput."""
+        """Once for each step, at the end of its scheduling: what is complete after the step
+        described by vLLM's SchedulerOutput. Waits for copies from preempted requests' blocks."""
         plan = StepPlan()
+        reports = plan.reports
         while self._reads_done:
             reader, failure = self._reads_done.popleft()
             if failure is not None and not reader.cancelled:
                 # The prefix can be computed here as well; the job goes on.
                 logger.warning("prefix read for job %s failed: %s", reader.job_id, failure)
-            (plan.read_failed if failure is not None else plan.read_ok).add(reader.request_id)
+            (reports.read_failed if failure is not None else reports.read_ok).add(reader.request_id)
         while self._sends_done:
-            plan.sent.add(self._sends_done.popleft())
+            reports.sent.add(self._sends_done.popleft())
         for request_id in scheduler_output.preempted_req_ids or ():
             if (task := self._context.tasks.get(request_id)) is not None:
-                task.scheduled_blocks = task.first_target
-                plan.preempted.append(task)
+                self._preempted(task)
         for request_id, count in scheduler_output.num_scheduled_tokens.items():
             if (task := self._context.tasks.get(request_id)) is not None and not task.cancelled:
                 self._plan_write(plan, task, count)
+        self._scheduled.append(plan)
         return plan
 
     def _plan_write(self, plan: StepPlan, task: PrefillTask, scheduled_tokens: int) -> None:
@@ -116,27 +127,42 @@ class SchedulerSide:
         local = list(self._manager.get_block_ids(task.request_id)[0])
         task.scheduled_blocks = upto
         task.parts += 1
+        with task.lock:
+            task.outstanding += 1  # vLLM may be done with the request before the write begins
         plan.writes.append(
             Write(task, local[start:upto], task.remote_blocks[start:upto], last=whole)
         )
 
-    def preempted(self, tasks: Sequence[PrefillTask]) -> None:
-        """Their blocks are about to be overwritten: wait for copies that still read them."""
-        for task in tasks:
-            if not task.mover.flush():
-                task.cancel()
-                task.end(HandoffError("a copy did not end in time for a preemption"))
-            with task.lock:
-                task.written_blocks = 0
+    def _preempted(self, task: PrefillTask) -> None:
+        """Its blocks are about to be overwritten: wait for copies that still read them, and drop
+        the writes of steps that have not run yet."""
+        task.scheduled_blocks = task.first_target
+        for plan in self._scheduled:
+            for write in [w for w in plan.writes if w.task is task]:
+                plan.writes.remove(write)
+                self._let_go(task)
+        if not task.mover.flush():
+            task.cancel()
+            task.end(HandoffError("a copy did not end in time for a preemption"))
+        with task.lock:
+            task.written_blocks = 0
 
-    def start_writes(self, plan: StepPlan) -> None:
-        """The step has run; hand its finished blocks to the movers."""
+    def step_done(self, running: int = 0) -> None:
+        """All steps planned so far but the last `running` ones have run: hand their finished
+        blocks to the movers."""
         now = time.monotonic()
-        for write in plan.writes:
-            write.task.last_compute = now
-            write.task.mover.write(
-                write.task, write.local, write.remote, write.last, self._write_done
-            )
+        while len(self._scheduled) > running:
+            for write in self._scheduled.popleft().writes:
+                task = write.task
+                task.last_compute = now
+                task.mover.write(task, write.local, write.remote, write.last, self._write_done)
+                self._let_go(task)  # the mover counts the write itself now
+
+    def _let_go(self, task: PrefillTask) -> None:
+        """One planned write less."""
+        with task.lock:
+            task.outstanding -= 1
+        self._write_done(task, None)
 
     def finished(self, request_id: str) -> bool:
         """vLLM is done with the request. True: keep its blocks until `sent` names it."""

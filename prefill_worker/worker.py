@@ -174,7 +174,12 @@ class PrefillWorker:
             kv_role="kv_both",
             engine_id=self._instance_id,
         )
-        return EngineHost(self._config, on_outputs=self._on_outputs, before_step=self._before_step)
+        return EngineHost(
+            self._config,
+            on_outputs=self._on_outputs,
+            before_step=self._before_step,
+            after_step=lambda running: self._context.side.step_done(running),
+        )
 
     def _on_built(self, host: EngineHost, core: Any) -> None:
         geometry = self._context.geometry

@@ -42,6 +42,8 @@ class EngineHost:
     on_outputs: called on the engine thread after each step with {client index: outputs}.
     before_step: called on the engine thread before each step or sleep; returns True when the
     engine must step even if nothing is scheduled (connector work is pending).
+    after_step: called on the engine thread after each step with how many scheduled steps still run
+    (0 but with pipeline parallelism): all scheduled before those have run, on every rank.
     """
 
     def __init__(
@@ -50,10 +52,12 @@ class EngineHost:
         *,
         on_outputs: Callable[[dict[int, EngineCoreOutputs]], None],
         before_step: Callable[[], bool] = lambda: False,
+        after_step: Callable[[int], None] = lambda running: None,
     ) -> None:
         self._config = config
         self._on_outputs = on_outputs
         self._before_step = before_step
+        self._after_step = after_step
         self._todo: deque[Callable[[EngineCore], None]] = deque()
         self._wakefd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stopping = False
@@ -141,6 +145,7 @@ class EngineHost:
             self._doing = "a step"
             failpoints.hit("engine.step")
             outputs, executed = core.step_fn()
+            self._after_step(len(core.batch_queue or ()))
             if outputs:
                 self._on_outputs(outputs)
             core.post_step(executed)

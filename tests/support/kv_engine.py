@@ -180,8 +180,6 @@ class KvEngine:
         }
         self._preempt_tables([running[rid] for rid in preempted])
         plan = self.side.plan(step(scheduled, preempted))
-        if plan.preempted:
-            self.side.preempted(plan.preempted)
         for rid in preempted:
             self._evict(running[rid])
         for rid, count in scheduled.items():
@@ -189,16 +187,16 @@ class KvEngine:
             at = run.request.num_computed_tokens
             compute(self.pages, run.table, run.task.token_ids, at, at + count)
             self.computed_tokens += count
-        self.side.start_writes(plan)
-        for rid in plan.read_ok | plan.read_failed:
-            self._received(self._runs[rid], ok=rid in plan.read_ok)
-        for rid in plan.sent:
+        for rid in plan.reports.read_ok | plan.reports.read_failed:
+            self._received(self._runs[rid], ok=rid in plan.reports.read_ok)
+        for rid in plan.reports.sent:
             self._free(self._runs[rid])
         for rid, count in scheduled.items():
             run = running[rid]
             run.request.num_computed_tokens += count
             if run.request.num_computed_tokens == len(run.task.token_ids):
                 self._finish(run)
+        self.side.step_done()
         ready = any(run.state == "running" for run in self._runs.values())
         return bool(self._todo or self.side.has_work or ready or preempted)
 

@@ -66,9 +66,7 @@ class Engine:
     def run(self, tokens: int, preempted: Sequence[str] = ()) -> StepPlan:
         """One engine step that computes `tokens` of the request (0: only others)."""
         plan = self.side.plan(step({"j.1": tokens} if tokens else {}, preempted))
-        if plan.preempted:
-            self.side.preempted(plan.preempted)
-        self.side.start_writes(plan)
+        self.side.step_done()
         self.request.num_computed_tokens += tokens
         return plan
 
@@ -136,7 +134,7 @@ def test_the_missing_part_of_the_hit_is_read(local_hit: int) -> None:
     assert engine.wakes == 1
     assert engine.side.has_work
     plan = engine.run(0)
-    assert (plan.read_ok, plan.read_failed) == ({"j.1"}, set())
+    assert (plan.reports.read_ok, plan.reports.read_failed) == ({"j.1"}, set())
     assert not engine.side.has_work
     engine.request.num_computed_tokens = 2 * BLOCK
     engine.run(2 * BLOCK)
@@ -149,7 +147,7 @@ def test_a_failed_read_is_reported_and_the_prefix_computed_here() -> None:
     engine = Engine(4 * BLOCK, hit=2 * BLOCK)
     engine.admit()
     engine.mover.finish(TransferFailed("no"))
-    assert engine.run(0).read_failed == {"j.1"}
+    assert engine.run(0).reports.read_failed == {"j.1"}
     assert engine.ends == [], "the job goes on"
     assert engine.side.matched(engine.request, 0) == (0, False)
     engine.run(4 * BLOCK)
@@ -202,8 +200,8 @@ def test_finished_with_writes_under_way_keeps_the_blocks_until_the_last() -> Non
     engine.mover.finish()
     assert engine.side.has_work
     assert engine.ends == [None]
-    assert engine.run(0).sent == {"j.1"}
-    assert engine.run(0).sent == set()
+    assert engine.run(0).reports.sent == {"j.1"}
+    assert engine.run(0).reports.sent == set()
 
 
 def test_finished_when_all_is_written_frees_at_once() -> None:
@@ -212,7 +210,7 @@ def test_finished_when_all_is_written_frees_at_once() -> None:
     engine.run(4 * BLOCK)
     engine.mover.flush()
     assert engine.side.finished("j.1") is False
-    assert engine.run(0).sent == set()
+    assert engine.run(0).reports.sent == set()
 
 
 def test_the_last_copy_ending_as_the_request_does() -> None:
@@ -224,7 +222,7 @@ def test_the_last_copy_ending_as_the_request_does() -> None:
     copy.task.outstanding -= 1
     assert engine.side.finished("j.1") is False
     copy.done(copy.task, None)
-    assert engine.run(0).sent == set(), "freed already"
+    assert engine.run(0).reports.sent == set(), "freed already"
 
 
 def test_abort_while_reading() -> None:
@@ -237,7 +235,7 @@ def test_abort_while_reading() -> None:
     engine.context.tasks.pop("j.1")
     engine.mover.finish(Fenced("revoked"))
     plan = engine.run(0)
-    assert (plan.read_failed, plan.sent) == ({"j.1"}, set())
+    assert (plan.reports.read_failed, plan.reports.sent) == ({"j.1"}, set())
     assert engine.run(0) == StepPlan()
 
 
@@ -248,9 +246,9 @@ def test_abort_while_writing() -> None:
     engine.task.cancel()
     assert engine.side.finished("j.1") is True
     engine.context.tasks.pop("j.1")
-    assert engine.run(0).sent == set()
+    assert engine.run(0).reports.sent == set()
     engine.mover.finish(Fenced("revoked"))
-    assert engine.run(0).sent == {"j.1"}
+    assert engine.run(0).reports.sent == {"j.1"}
     assert len(engine.ends) == 1
 
 
@@ -262,7 +260,7 @@ def test_the_last_copy_ending_while_the_engine_ends_the_request() -> None:
     engine.run(2 * BLOCK)
     engine.task.on_done = lambda _: engine.mover.finish()
     assert engine.side.finished("j.1") is True
-    assert engine.run(0).sent == {"j.1"}
+    assert engine.run(0).reports.sent == {"j.1"}
 
 
 def test_a_cancelled_task_sends_nothing_more() -> None:
@@ -292,3 +290,64 @@ def test_requests_of_others_are_left_alone() -> None:
     engine.side.allocated(stranger, [1], 0)
     assert engine.side.plan(step({"x": 3}, ["x"])) == StepPlan()
     assert engine.side.finished("x") is False
+
+
+# ------------------------------------------------------------------ steps that still run
+
+
+def test_writes_wait_for_the_step_that_computes_them() -> None:
+    """With pipeline parallelism several steps are under way: only what has run goes out."""
+    engine = Engine(4 * BLOCK)
+    engine.admit()
+    engine.side.plan(step({"j.1": 2 * BLOCK}))
+    engine.request.num_computed_tokens = 2 * BLOCK
+    engine.side.plan(step({"j.1": 2 * BLOCK}))
+    engine.side.step_done(2)
+    assert not engine.mover.queue
+    engine.side.step_done(1)
+    assert [copy.local for copy in engine.mover.queue] == [[LOCAL, LOCAL + 1]]
+    engine.side.step_done()
+    engine.mover.flush()
+    assert engine.written == [0, 1, 2, 3]
+    assert engine.ends == [None]
+
+
+def test_a_request_that_ends_before_its_last_write_begins_keeps_its_blocks() -> None:
+    """vLLM finishes a request while it processes the step's output, before `step_done`."""
+    engine = Engine(2 * BLOCK)
+    engine.admit()
+    engine.side.plan(step({"j.1": 2 * BLOCK}))
+    assert engine.side.finished("j.1") is True
+    engine.side.step_done()
+    assert not engine.side.has_work, "the write has only begun"
+    engine.mover.finish()
+    assert engine.ends == [None]
+    assert engine.run(0).reports.sent == {"j.1"}
+
+
+def test_an_aborted_request_with_a_planned_write_is_freed_once_it_failed() -> None:
+    engine = Engine(2 * BLOCK)
+    engine.admit()
+    engine.side.plan(step({"j.1": BLOCK}))
+    engine.task.cancel()
+    assert engine.side.finished("j.1") is True
+    engine.side.step_done()
+    engine.mover.finish(Fenced("revoked"))
+    assert engine.run(0).reports.sent == {"j.1"}
+    assert engine.run(0).reports.sent == set()
+
+
+def test_a_preempted_request_loses_writes_of_steps_that_still_run() -> None:
+    """The step after them overwrites its blocks before they could be copied."""
+    engine = Engine(4 * BLOCK)
+    engine.admit()
+    engine.side.plan(step({"j.1": 2 * BLOCK}))
+    engine.request.num_computed_tokens = 0
+    engine.side.plan(step({}, ["j.1"]))
+    engine.side.step_done()
+    assert not engine.mover.queue
+    assert engine.task.outstanding == 0
+    engine.run(4 * BLOCK)
+    engine.mover.flush()
+    assert engine.written == [0, 1, 2, 3]
+    assert engine.ends == [None]

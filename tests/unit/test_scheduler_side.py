@@ -104,6 +104,21 @@ def test_a_hit_is_published_only_after_the_step_that_may_compute_it() -> None:
     assert len(rig.published) == 2
 
 
+def test_a_hit_waits_for_every_step_before_its_own() -> None:
+    """With pipeline parallelism the step that computes the hit may still run when later ones are
+    scheduled."""
+    rig = Rig()
+    for name in ("first", "second"):
+        rig.send(3 * BLOCK, hit=BLOCK, name=name)
+        rig.side.collect()
+    rig.side.step_done(2)
+    assert rig.published == []
+    rig.side.step_done(1)
+    assert [job.request_id for job in rig.published] == ["first"]
+    rig.side.step_done()
+    assert [job.request_id for job in rig.published] == ["first", "second"]
+
+
 def test_asking_twice_opens_once_and_the_last_answer_counts() -> None:
     rig = Rig()
     request = FakeRequest("r", list(range(20)))
