@@ -1,7 +1,8 @@
 """The fence file: one epoch per grant slot, guarded by an OFD lock on the slot's own bytes.
 
     byte 0            owner lock (files.py)
-    0 .. 4095         header: magic, version, slots, incarnation word, incarnation text
+    0 .. 1023         header: magic, version, slots, incarnation word, incarnation text
+    1024 .. 4095      who copies by GPU (cuda_ipc/writers.py)
     4096 + 64 * i     slot i: u64 epoch, u64 dying (the epoch the owner is revoking), padding
 
 A writer holds its slot *shared* for one bounded batch and believes only the epoch it reads while
@@ -21,7 +22,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 
 from pullfill import failpoints
@@ -66,6 +67,9 @@ class ShmFences:
         self._free = deque(range(slots))
         self._mutex = threading.Lock()
         self._closed = False
+        self.quiet: Callable[[int], bool] | None = None
+        """For writers whose bytes move on after they lost their lock (cuda_ipc/writers.py): asked
+        with the slot locked; False: not proved yet. Set it before the first `open`."""
         for slot in range(slots):
             self._words[_slot_at(slot) // _WORD] = secrets.randbits(61)
         self.renew(incarnation)
@@ -115,8 +119,12 @@ class ShmFences:
             self._words[word + 1] = token.epoch
             if not lock.try_exclusive(self._fd, start, _SLOT_BYTES):
                 return False
-            self._words[word] = token.epoch + 1
-            lock.unlock(self._fd, start, _SLOT_BYTES)
+            try:
+                if self.quiet is not None and not self.quiet(token.slot):
+                    return False
+                self._words[word] = token.epoch + 1
+            finally:
+                lock.unlock(self._fd, start, _SLOT_BYTES)
             self._free.append(token.slot)
             return True
 
