@@ -29,13 +29,13 @@ T = TypeVar("T")
 
 FIRST_FRAME = 64 << 10
 """Bytes of a frame from somebody who has not said who it is."""
-_SEAL = 16
 
 
-class _Seal:
+class Seal:
     """One direction's key and count of frames."""
 
     __slots__ = ("_key", "_number")
+    BYTES = 16
 
     def __init__(self, key: bytes) -> None:
         self._key = key
@@ -43,7 +43,7 @@ class _Seal:
 
     def of_next(self, body: bytes) -> bytes:
         hashed = hashlib.blake2b(
-            self._number.to_bytes(8, "little"), key=self._key, digest_size=_SEAL
+            self._number.to_bytes(8, "little"), key=self._key, digest_size=self.BYTES
         )
         self._number += 1
         hashed.update(body)
@@ -59,8 +59,8 @@ class Channel:
         frames.tune(writer)
         self._reader = reader
         self._writer = writer
-        self._in: _Seal | None = None
-        self._out: _Seal | None = None
+        self._in: Seal | None = None
+        self._out: Seal | None = None
         name = writer.get_extra_info("peername")
         self.peer = f"{name[0]}:{name[1]}" if isinstance(name, tuple) else str(name)
 
@@ -69,7 +69,7 @@ class Channel:
         BadMessage on anything else that is strange. The connection is of no use after either."""
         body = await frames.read_body(self._reader, limit)
         if self._in is not None:
-            seal, body = body[:_SEAL], body[_SEAL:]
+            seal, body = body[: Seal.BYTES], body[Seal.BYTES :]
             if not hmac.compare_digest(seal, self._in.of_next(body)):
                 raise AuthFailed(f"a frame from {self.peer} has a wrong seal: forged or replayed")
         return decode(body, kind)
@@ -83,7 +83,7 @@ class Channel:
 
     def seal(self, *, incoming: bytes, outgoing: bytes) -> None:
         """From the next frame on, in both directions."""
-        self._in, self._out = _Seal(incoming), _Seal(outgoing)
+        self._in, self._out = Seal(incoming), Seal(outgoing)
 
     def close(self) -> None:
         """Say what is queued, then end."""
@@ -97,11 +97,18 @@ class Channel:
 # --------------------------------------------------------------------------- who are you
 
 
-class _Handshake:
-    """What both ends compute from the key and the two nonces."""
+class Handshake:
+    """What both ends compute from the key and the two nonces. purpose: what the connection is for;
+    proofs of one are worth nothing for another."""
 
-    def __init__(self, key: ClusterKey, prefill_nonce: bytes, decode_nonce: bytes) -> None:
-        self._key = key.derive("control channel")
+    def __init__(
+        self,
+        key: ClusterKey,
+        prefill_nonce: bytes,
+        decode_nonce: bytes,
+        purpose: str = "control channel",
+    ) -> None:
+        self._key = key.derive(purpose)
         self._nonces = prefill_nonce + decode_nonce
 
     def _of(self, label: bytes) -> bytes:
@@ -131,7 +138,7 @@ async def accept(channel: Channel, key: ClusterKey | None) -> Hello:
             f"({key.fingerprint})"
         )
     nonce = secrets.token_bytes(32)
-    shake = _Handshake(key, first.nonce, nonce)
+    shake = Handshake(key, first.nonce, nonce)
     channel.write(AuthChallenge(nonce=nonce, proof=shake.proof("decode")))
     try:
         reply = await channel.read(AuthProof, FIRST_FRAME)
@@ -165,7 +172,7 @@ async def introduce(channel: Channel, key: ClusterKey | None, hello: Hello) -> N
         raise PeerUnavailable(f"refused: {first.reason}")
     if not isinstance(first, AuthChallenge):
         raise BadMessage("no challenge")
-    shake = _Handshake(key, nonce, first.nonce)
+    shake = Handshake(key, nonce, first.nonce)
     if not hmac.compare_digest(first.proof, shake.proof("decode")):
         raise AuthFailed(
             f"the decode worker has another cluster key than ours ({key.fingerprint}): check "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,17 @@ from pullfill.transfer.layout import dense_layout
 from pullfill.transfer.runs import Batch
 from pullfill.transfer.session import MappedSession
 from pullfill.wire import FenceToken
-from tests.support.transfer_rigs import DENSE, LAYOUTS, PAGE, RIGS, Local, Region, Rig, scattered
+from tests.support.transfer_rigs import (
+    DENSE,
+    LAYOUTS,
+    MAPPED,
+    PAGE,
+    RIGS,
+    Local,
+    Region,
+    Rig,
+    scattered,
+)
 
 
 @pytest.fixture(params=sorted(RIGS))
@@ -171,6 +182,7 @@ def start_held(session: PeerSession, held: Held, verb: str, token: FenceToken) -
     return thread
 
 
+@pytest.mark.parametrize("rig", MAPPED, indirect=True)
 @pytest.mark.parametrize("verb", ["write_blocks", "read_blocks"])
 def test_no_revoke_while_a_batch_is_under_way(rig: Rig, verb: str) -> None:
     region, mine = rig.region(DENSE), rig.local(DENSE)
@@ -194,6 +206,7 @@ def test_no_revoke_while_a_batch_is_under_way(rig: Rig, verb: str) -> None:
     other.close()
 
 
+@pytest.mark.parametrize("rig", MAPPED, indirect=True)
 def test_close_waits_for_the_batch_under_way(rig: Rig) -> None:
     region, mine = rig.region(DENSE), rig.local(DENSE)
     session = rig.connect(mine, region)
@@ -293,7 +306,8 @@ def test_restarted_owner_is_out_of_reach_of_an_old_descriptor(rig: Rig) -> None:
     region.owner.close()
     reborn = rig.region(DENSE)  # same name, same incarnation text, new memory
     before = reborn.data.copy()
-    assert rig.transport.can_reach(region.descriptor) is not None
+    if rig.name in MAPPED:  # a port that does not answer shows when it is dialled
+        assert rig.transport.can_reach(region.descriptor) is not None
     with pytest.raises(PeerUnavailable):
         rig.connect(mine, region)
     with pytest.raises(Fenced):
@@ -332,18 +346,26 @@ def test_descriptor_that_leaves_its_region_is_refused(rig: Rig, lie: dict[str, i
         rig.connect(mine, region, **lie)
 
 
-def usage() -> tuple[int, int]:
+def usage() -> tuple[int, int, int]:
+    """Descriptors, mappings of regions, threads."""
     gc.collect()
     maps = Path("/proc/self/maps").read_text().count("pullfill-")
-    return len(os.listdir("/proc/self/fd")), maps
+    return len(os.listdir("/proc/self/fd")), maps, threading.active_count()
 
 
-def test_two_hundred_connects_leave_nothing(rig: Rig) -> None:
+def settles_at(expected: tuple[int, int, int]) -> bool:
+    """The other end of a connection ends a moment after ours."""
+    give_up = time.monotonic() + 20
+    while usage() != expected and time.monotonic() < give_up:
+        time.sleep(0.005)
+    return usage() == expected
+
+
+def test_a_thousand_connects_leave_nothing(rig: Rig) -> None:
     region, mine = rig.region(DENSE), rig.local(DENSE)
     token = region.owner.fences.open([0])
-    rig.connect(mine, region).close()
     before = usage()
-    for _ in range(200):
+    for _ in range(1000):
         session = rig.connect(mine, region)
         session.write_blocks(token, [0], [0])
         session.close()
@@ -351,7 +373,7 @@ def test_two_hundred_connects_leave_nothing(rig: Rig) -> None:
     for changes in ({"incarnation": "no"}, {"num_layers": 1}):
         with pytest.raises((PeerUnavailable, IncompatibleError)):
             rig.connect(mine, region, **changes)
-    assert usage() == before
+    assert settles_at(before), (before, usage())
 
 
 def test_two_writers_of_one_grant_and_a_revoke_storm(rig: Rig) -> None:

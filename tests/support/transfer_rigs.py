@@ -14,9 +14,13 @@ from pullfill.host import host_id
 from pullfill.transfer.contract import KvLayout, LocalMemory, Owner, PeerSession, PeerTransport
 from pullfill.transfer.layout import check_bounds, dense_layout, describe_region
 from pullfill.transfer.loopback import LoopbackOwner, LoopbackTransport
+from pullfill.transfer.owners import CombinedOwner
 from pullfill.transfer.shm.files import RegionFiles
-from pullfill.transfer.shm.owner import ShmOwner
+from pullfill.transfer.shm.owner import FenceOwner, ShmOwner
 from pullfill.transfer.shm.peer import ShmTransport
+from pullfill.transfer.stream.contract import PlaneKind
+from pullfill.transfer.stream.peer import StreamTransport
+from pullfill.transfer.tcp.plane import TcpKind
 from pullfill.wire import Compat, RegionDescriptor
 
 Bytes = NDArray[np.uint8]
@@ -174,4 +178,33 @@ def shm_rig(directory: Path) -> Rig:
     return Rig("shm", ShmTransport(), make)
 
 
-RIGS: dict[str, Callable[[Path], Rig]] = {"shm": shm_rig, "loopback": loopback_rig}
+def stream_rig(directory: Path, kind: PlaneKind, stall_s: float = 20.0) -> Rig:
+    """Over a plane that works between plain memories of one process."""
+
+    def make(
+        layout: KvLayout, instance_id: str, incarnation: str, slots: int
+    ) -> tuple[Owner, Bytes]:
+        data = np.zeros(extent(layout), np.uint8)
+        memory = memory_over(data, layout)
+        files = RegionFiles(instance_id, 0, directory)
+        base = FenceOwner(files, layout.num_blocks, incarnation, slots=slots)
+        owner = CombinedOwner(
+            base, [memory], instance_id=instance_id, kinds={kind.name: kind}, stall_s=stall_s
+        )
+        owner.listen("127.0.0.1")
+        return owner, data
+
+    return Rig(kind.name, StreamTransport(kind, stall_s=stall_s), make)
+
+
+def tcp_rig(directory: Path) -> Rig:
+    return stream_rig(directory, TcpKind())
+
+
+RIGS: dict[str, Callable[[Path], Rig]] = {
+    "shm": shm_rig,
+    "loopback": loopback_rig,
+    "tcp": tcp_rig,
+}
+MAPPED = ("shm", "loopback")
+"""Those whose peer copies by itself: it holds the fence, so it can be held up holding it."""

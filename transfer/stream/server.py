@@ -1,0 +1,207 @@
+"""The owner's side of the stream transports: a port, and a thread for each connected peer.
+
+Life: made over the memories of all ranks and a way into the fence file → `start` listens → a thread
+per connection serves one peer until it leaves → `close` ends all. Owns the listening socket and the
+threads; borrows the memories and the planes' kinds.
+
+Receiver-fenced: the thread that moves the bytes is ours, and holds the fence meanwhile through a
+gate (an open file description) of its own. So the proof of a revoke is the fence file's. When a
+revoke finds one of our threads waiting inside the gate for a peer that says nothing, `interrupt`
+ends that receive; the next `try_revoke` proves. A stopped or dead peer keeps nothing in quarantine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from pullfill.errors import AuthFailed, BadMessage, ConfigError, PullfillError, TransferFailed
+from pullfill.metrics import AUTH_REFUSED, STALE_REFUSED
+from pullfill.security import ClusterKey
+from pullfill.transfer.contract import LocalMemory
+from pullfill.transfer.session import Gate
+from pullfill.transfer.stream import hello
+from pullfill.transfer.stream.contract import PlaneKind
+from pullfill.transfer.stream.link import STALL_S, SocketLink
+from pullfill.transfer.stream.serving import Connection, Ground
+from pullfill.wire import FenceToken
+
+log = logging.getLogger(__name__)
+
+MAX_CONNECTIONS = 512
+MAX_STRANGERS = 64
+"""Connections in all, and those that have not yet said hello."""
+PATIENCE_S = 0.02
+"""A batch of a peer that is alive ends within this; after it, a revoke interrupts. Decides when a
+connection is given up, never that anything is proved."""
+
+
+class StreamServer:
+    """Serves every rank's memory on one port. Thread-safe."""
+
+    def __init__(
+        self,
+        instance_id: str,
+        memories: Sequence[LocalMemory],
+        kinds: Mapping[str, PlaneKind],
+        open_gate: Callable[[str], Gate],
+        granted: Callable[[FenceToken], frozenset[int] | None],
+        *,
+        key: ClusterKey | None = None,
+        stall_s: float = STALL_S,
+    ) -> None:
+        """open_gate: a gate of its own for each connection, by incarnation; raises PeerUnavailable
+        for another than the current one. granted: the blocks behind a live token."""
+        self._ground = Ground(instance_id, memories, kinds, open_gate, granted)
+        self._key = key
+        self._stall_s = stall_s
+        self._mutex = threading.Lock()
+        self._connections: set[Connection] = set()
+        self._strangers: set[SocketLink] = set()
+        self._threads: set[threading.Thread] = set()
+        self._closed = False
+        self._listening: socket.socket | None = None
+        self._said = 0.0
+        self.address = ""
+
+    def start(self, host: str, port: int = 0) -> None:
+        """Listen. Raises ConfigError when the address cannot be had."""
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            self._listening = socket.create_server((host, port), family=family, backlog=128)
+        except (OSError, OverflowError) as exc:
+            raise ConfigError(f"cannot listen for KV on {host}:{port}: {exc}") from exc
+        self.address = f"tcp://{host}:{self._listening.getsockname()[1]}"
+        thread = threading.Thread(target=self._accept, name="kv-accept", daemon=True)
+        self._threads.add(thread)
+        thread.start()
+
+    @property
+    def connections(self) -> int:
+        """Peers that said hello."""
+        return len(self._connections)
+
+    def interrupt(self, token: FenceToken) -> None:
+        """A revoke of `token` was not proved: end our receives under it that do not come to an
+        end. Never blocks."""
+        now = time.monotonic()
+        with self._mutex:
+            inside = [c for c in self._connections if c.inside == token]
+        for connection in inside:
+            connection.hurry(token, now, PATIENCE_S)
+
+    def close(self) -> None:
+        """Tell every peer, end every thread. Idempotent. The gates refuse already or are about to;
+        what is under way is interrupted."""
+        with self._mutex:
+            if self._closed:
+                return
+            self._closed = True
+            connections, strangers = list(self._connections), list(self._strangers)
+            threads = list(self._threads)
+        if self._listening is not None:
+            with contextlib.suppress(OSError):
+                self._listening.shutdown(socket.SHUT_RDWR)
+        for connection in connections:
+            connection.end()
+        for link in strangers:
+            link.interrupt()
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join(5.0)
+
+    # ------------------------------------------------------------------ threads
+
+    def _accept(self) -> None:
+        listening = self._listening
+        assert listening is not None
+        with listening:
+            while not self._closed:
+                try:
+                    sock, address = listening.accept()
+                except OSError as exc:
+                    if self._closed:
+                        return
+                    self._complain(f"cannot accept KV connections: {exc}")
+                    time.sleep(0.05)  # no descriptor left: others may be given back
+                    continue
+                self._begin(sock, str(address[0]))
+
+    def _begin(self, sock: socket.socket, host: str) -> None:
+        link: SocketLink | None = None
+        try:
+            link = SocketLink(sock, hello.HELLO_S)
+            with self._mutex:
+                full = (
+                    len(self._connections) + len(self._strangers) >= MAX_CONNECTIONS
+                    or len(self._strangers) >= MAX_STRANGERS
+                )
+                if self._closed or full:
+                    raise TransferFailed("too many connections")
+                thread = threading.Thread(
+                    target=self._serve, args=(link, host), name=f"kv-{host}", daemon=True
+                )
+                self._strangers.add(link)
+                self._threads.add(thread)
+                thread.start()
+        except (TransferFailed, OSError, RuntimeError) as exc:
+            self._complain(f"refused a KV connection from {host}: {exc}")
+            if link is not None:
+                self._strangers.discard(link)
+                link.close()
+            else:
+                sock.close()
+
+    def _serve(self, link: SocketLink, host: str) -> None:
+        connection: Connection | None = None
+        try:
+            connection = self._admit(link)
+            connection.run()
+        except AuthFailed as exc:
+            AUTH_REFUSED.labels("kv").inc()
+            self._complain(f"refused a KV connection from {host}: {exc}")
+        except BadMessage as exc:
+            STALE_REFUSED.labels("message").inc()
+            self._complain(f"closed a KV connection from {host}: {exc}")
+        except PullfillError as exc:
+            log.debug("KV connection from %s: %s", host, exc)
+        except Exception:
+            log.exception("a KV connection from %s failed", host)
+        finally:
+            if connection is not None:
+                connection.close()
+            link.close()
+            with self._mutex:
+                self._strangers.discard(link)
+                if connection is not None:
+                    self._connections.discard(connection)
+                self._threads.discard(threading.current_thread())
+
+    def _admit(self, link: SocketLink) -> Connection:
+        """Through the opening, with the reason told to whoever is refused."""
+        try:
+            said = hello.accept(link, self._key)
+            connection = Connection(self._ground, link, said)
+        except (PullfillError, OSError) as exc:
+            if not isinstance(exc, TransferFailed):
+                hello.refuse(link, exc)
+            raise
+        with self._mutex:
+            self._strangers.discard(link)
+            self._connections.add(connection)
+            leaving = self._closed
+        if leaving:
+            connection.end()
+        link.set_stall(self._stall_s)
+        return connection
+
+    def _complain(self, text: str) -> None:
+        """At most one line a second: strangers can come as often as they like."""
+        now = time.monotonic()
+        if now - self._said >= 1.0:
+            self._said = now
+            log.warning("%s", text)

@@ -1,0 +1,15 @@
+"""The prefill worker's side of tcp."""
+
+from __future__ import annotations
+
+from pullfill.security import ClusterKey
+from pullfill.transfer.stream.link import STALL_S
+from pullfill.transfer.stream.peer import StreamTransport
+from pullfill.transfer.tcp.plane import TcpKind
+
+
+class TcpTransport(StreamTransport):
+    """PeerTransport to regions of any host whose KV port answers."""
+
+    def __init__(self, key: ClusterKey | None = None, *, stall_s: float = STALL_S) -> None:
+        super().__init__(TcpKind(), key, stall_s=stall_s)
