@@ -1,6 +1,6 @@
 """The ledger's entries and the moves between their states; ledger.py is the door to it.
 
-Every method here is called with the lock held. Pure state: no I/O, no vLLM.
+Every method here but `_wake` is called with the lock held. Pure state: no I/O, no vLLM.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from pullfill.decode_worker.moves import (
     Release,
     SendRevoke,
     Settle,
+    Verify,
 )
 from pullfill.errors import Outcome
 from pullfill.transfer.contract import OwnerFences
-from pullfill.wire import DigestMode
+from pullfill.wire import DigestMode, KvMode
 
 _REMEMBERED = 16_384
 
@@ -31,7 +32,8 @@ _REMEMBERED = 16_384
 class Book:
     """What `Ledger` keeps, and how one entry goes from state to state.
 
-    kv_digest: what of a commit's bytes must be verified before the request is told.
+    kv_digest: what of a commit's bytes must be verified before the request is told. kv_mode: what
+    the grants say about how they come.
     on_event / on_action: called (under no lock) after something was queued for the engine thread /
     the asyncio thread; they must only wake that thread.
     """
@@ -43,6 +45,7 @@ class Book:
         incarnation: str,
         max_attempts: int = 3,
         kv_digest: DigestMode = DigestMode.OFF,
+        kv_mode: KvMode = KvMode.PUSH_ASYNC,
         clock: Clock = SYSTEM_CLOCK,
         on_event: Callable[[], None] = lambda: None,
         on_action: Callable[[], None] = lambda: None,
@@ -52,6 +55,7 @@ class Book:
         self._clock = clock
         self._max_attempts = max_attempts
         self.kv_digest = kv_digest
+        self.kv_mode = kv_mode
         self.incarnation = incarnation
         self._lock = threading.Lock()
         self._jobs: dict[str, Entry] = {}
@@ -64,6 +68,13 @@ class Book:
         self._on_action = on_action
         self._on_outcome = on_outcome
 
+    def _wake(self) -> None:
+        """After the lock is let go of."""
+        if self._events:
+            self._on_event()
+        if self._actions:
+            self._on_action()
+
     def _current(self, job_id: str, attempt: int, incarnation: str, writer: str) -> Entry | None:
         entry = self._jobs.get(job_id)
         if entry is None or incarnation != self.incarnation:
@@ -74,6 +85,32 @@ class Book:
         entry = self._jobs.get(self._by_request.get(request_id, ""))
         return None if entry is None or entry.settled else entry
 
+    def _take_over(self, entry: Entry, blocks: int) -> str | None:
+        """The writer of a grant says that its part is done. None: that is so, and it is proved
+        quiet. Else why not; the request is served locally."""
+        if blocks != entry.targets:
+            self._give_up(entry, Outcome.REJECTED)
+            return "wrong_block_count"
+        assert entry.fence is not None
+        if not self._fences.try_revoke(entry.fence):
+            # A writer that says so must be quiet; this one is not: use nothing of it.
+            self._give_up(entry, Outcome.REJECTED)
+            return "writer_not_quiet"
+        entry.fence = None
+        return None
+
+    def _arrived(self, entry: Entry, digest: bytes | None) -> Verify | None:
+        """All bytes are in its blocks: settle the request, or verify them first."""
+        if self.kv_digest is DigestMode.OFF:
+            self._settle(entry, Outcome.COMMITTED, loaded=True)
+            self._end(entry, JobState.COMMITTED)
+            return None
+        entry.state = JobState.VERIFYING
+        targets = entry.blocks[entry.first_target :]
+        return Verify(
+            entry.job_id, entry.attempt, targets, self.kv_digest, entry.digest, digest or b""
+        )
+
     def _expire(self, entry: Entry) -> None:
         """Its time is up; the outcome says in which stage."""
         queued = entry.state is JobState.QUEUED
@@ -81,7 +118,7 @@ class Book:
 
     def _give_up(self, entry: Entry, outcome: Outcome) -> None:
         """Settle the request without the remote result and close the job."""
-        if entry.state is JobState.GRANTED:
+        if entry.state is JobState.GRANTED or entry.reading:
             self._revoke(entry, outcome, requeue=False)
         if not entry.settled:
             if entry.state is JobState.QUARANTINED:
@@ -91,12 +128,12 @@ class Book:
         if entry.receipt is not None:
             self._actions.append(CancelMessage(entry.receipt))
             entry.receipt = None
-        if entry.state in (JobState.QUEUED, JobState.VERIFYING):
+        if entry.state in (JobState.QUEUED, JobState.READING, JobState.VERIFYING):
             self._end(entry, JobState.CLOSED)  # nobody can write to its blocks
 
     def _revoke(self, entry: Entry, reason: str, *, requeue: bool) -> None:
-        """GRANTED → QUEUED with proof, else QUARANTINED. Out of attempts → given up."""
-        assert entry.fence is not None
+        """GRANTED → QUEUED with proof, else QUARANTINED. Out of attempts → given up. What is being
+        read is QUARANTINED until that is over."""
         entry.state = JobState.QUARANTINED
         entry.quarantined_at = self._clock.monotonic()
         self._actions.append(SendRevoke(entry.writer, entry.job_id, entry.attempt, str(reason)))
@@ -105,8 +142,9 @@ class Book:
             self._give_up(entry, Outcome.PREFILL_FAILED)
 
     def _ask_proof(self, entry: Entry) -> None:
-        assert entry.fence is not None
-        if not self._fences.try_revoke(entry.fence):
+        if entry.reading:
+            return
+        if entry.fence is not None and not self._fences.try_revoke(entry.fence):
             return
         entry.fence, entry.writer = None, ""
         entry.state, entry.queued_at = JobState.QUEUED, self._clock.monotonic()

@@ -11,10 +11,15 @@ from pullfill.wire import FenceToken
 class JobState(enum.StrEnum):
     QUEUED = "queued"
     GRANTED = "granted"
+    READING = "reading"
     VERIFYING = "verifying"
     QUARANTINED = "quarantined"
     COMMITTED = "committed"
     CLOSED = "closed"
+
+
+UNDER_WAY = frozenset({JobState.GRANTED, JobState.READING, JobState.VERIFYING})
+"""Some prefill worker has computed for it, or does."""
 
 
 @dataclass(slots=True)
@@ -23,7 +28,9 @@ class Entry:
     touch `blocks[first_target:]` only.
 
     deadline: of the whole, by the ledger's clock. claim_timeout_s, queued_at: nobody may let it
-    wait longer for a claim, counted anew each time it is queued."""
+    wait longer for a claim, counted anew each time it is queued.
+    reading: our own reader copies into its blocks, or is about to: they are nobody else's until it
+    says that it is over, whatever became of the job."""
 
     job_id: str
     request_id: str
@@ -42,6 +49,7 @@ class Entry:
     fence: FenceToken | None = None
     settled: bool = False
     held: bool = False
+    reading: bool = False
     receipt: object | None = None
     quarantined_at: float = 0.0
 

@@ -17,6 +17,13 @@ request is settled while its writer may still write, the engine is told to hold 
 While a job is VERIFYING its writer is proved quiet already: it can end like one nobody claimed,
 and a verdict that comes later finds nothing.
 
+In pull mode the writer does not write. It says that its blocks are ready, and we read them:
+
+    GRANTED(n) ──ready(n)──▶ READING(n) ──read──▶ as after a commit; not readable: CLOSED
+
+Whoever gives a job up that is READING holds its blocks as for any writer; the proof that this one
+is quiet is its own word (`read_over`), for it is a thread of this process.
+
 Pure state: no I/O, no vLLM. Time comes from a Clock, fences from an OwnerFences. Methods may be
 called from the engine thread and from the asyncio thread; each takes the one lock for
 microseconds. What must be done elsewhere is queued: `take_events` for the engine thread,
@@ -27,8 +34,8 @@ from __future__ import annotations
 
 import math
 
-from pullfill.decode_worker.book import Book
-from pullfill.decode_worker.entry import Entry, JobState
+from pullfill.decode_worker.arrivals import Arrivals
+from pullfill.decode_worker.entry import UNDER_WAY, Entry, JobState
 from pullfill.decode_worker.moves import (
     Action,
     CancelMessage,
@@ -36,10 +43,9 @@ from pullfill.decode_worker.moves import (
     EngineEvent,
     GrantView,
     NakDelivery,
-    Verify,
 )
 from pullfill.errors import Outcome, OverloadedError
-from pullfill.wire import DigestMode, RefuseReason
+from pullfill.wire import RefuseReason
 
 __all__ = ["Entry", "JobState", "Ledger"]
 
@@ -49,7 +55,7 @@ _PROOF_LATEST_S = 0.05
 _LATE_S = 1.0
 
 
-class Ledger(Book):
+class Ledger(Arrivals):
     """All remote prefills of one decode worker; see `Book` for its arguments."""
 
     # ------------------------------------------------------------------ engine thread
@@ -158,7 +164,7 @@ class Ledger(Book):
             self._revoke(entry, "claimed_by_another", requeue=True)
         if entry.settled:
             return Claimed(refused=RefuseReason.CLOSED)
-        if entry.state in (JobState.QUARANTINED, JobState.VERIFYING):
+        if entry.state in (JobState.QUARANTINED, JobState.READING, JobState.VERIFYING):
             return Claimed(refused=RefuseReason.HELD, retry_after_s=HELD_RETRY_S)
         now = self._clock.monotonic()
         if now >= entry.due:
@@ -181,64 +187,9 @@ class Ledger(Book):
                 fence,
                 now - entry.opened_at,
                 self.kv_digest,
+                self.kv_mode,
             )
         )
-
-    def commit(
-        self,
-        job_id: str,
-        attempt: int,
-        incarnation: str,
-        writer: str,
-        blocks: int,
-        digest: bytes | None = None,
-    ) -> Verify | str | None:
-        """Accept the bytes of the current attempt. None: accepted, the request is settled as
-        loaded. Verify: check them first and call `verified`. Else why not (stale attempt, wrong
-        count): nothing changes for a stale one."""
-        try:
-            with self._lock:
-                entry = self._current(job_id, attempt, incarnation, writer)
-                if entry is None or entry.state is not JobState.GRANTED:
-                    return "stale"
-                if blocks != entry.targets:
-                    self._give_up(entry, Outcome.REJECTED)
-                    return "wrong_block_count"
-                assert entry.fence is not None
-                if not self._fences.try_revoke(entry.fence):
-                    # A writer that commits must be quiet; this one is not: use nothing of it.
-                    self._give_up(entry, Outcome.REJECTED)
-                    return "writer_not_quiet"
-                entry.fence = None
-                if self.kv_digest is not DigestMode.OFF:
-                    entry.state = JobState.VERIFYING
-                    targets = entry.blocks[entry.first_target :]
-                    return Verify(
-                        job_id, attempt, targets, self.kv_digest, entry.digest, digest or b""
-                    )
-                self._settle(entry, Outcome.COMMITTED, loaded=True)
-                self._end(entry, JobState.COMMITTED)
-                return None
-        finally:
-            self._wake()
-
-    def verified(self, job_id: str, attempt: int, *, good: bool) -> str | None:
-        """The bytes of a commit were compared with its digest. None: the request is settled as
-        loaded. Else why not: they differ, or the job ended meanwhile and nothing changes."""
-        try:
-            with self._lock:
-                entry = self._jobs.get(job_id)
-                if entry is None or entry.state is not JobState.VERIFYING:
-                    return "stale"
-                assert entry.attempt == attempt, "nobody can claim a job that is verified"
-                if not good:
-                    self._give_up(entry, Outcome.DIGEST_MISMATCH)
-                    return Outcome.DIGEST_MISMATCH.value
-                self._settle(entry, Outcome.COMMITTED, loaded=True)
-                self._end(entry, JobState.COMMITTED)
-                return None
-        finally:
-            self._wake()
 
     def hand_back(
         self, job_id: str, attempt: int, incarnation: str, writer: str, cause: str, retry: bool
@@ -260,8 +211,8 @@ class Ledger(Book):
         writes into them are proved over."""
         with self._lock:
             for entry in list(self._jobs.values()):
-                if entry.state is JobState.VERIFYING:
-                    continue  # all of it is here
+                if entry.state in (JobState.READING, JobState.VERIFYING):
+                    continue  # nothing more is wanted of it; a read that fails says so
                 if not others_alive:
                     if not entry.settled:
                         self._give_up(entry, Outcome.PREFILL_LOST)
@@ -309,9 +260,8 @@ class Ledger(Book):
         """Serve every open job locally; `but_granted`: those under way may end."""
         with self._lock:
             for entry in list(self._jobs.values()):
-                granted = entry.state in (JobState.GRANTED, JobState.VERIFYING)
-                under_way = but_granted and granted
-                if not entry.settled and not under_way:
+                under_way = entry.state in UNDER_WAY
+                if not entry.settled and not (but_granted and under_way):
                     self._give_up(entry, outcome)
         self._wake()
 
@@ -355,9 +305,3 @@ class Ledger(Book):
     @property
     def open_jobs(self) -> int:
         return len(self._jobs)
-
-    def _wake(self) -> None:
-        if self._events:
-            self._on_event()
-        if self._actions:
-            self._on_action()

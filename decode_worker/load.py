@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from pullfill.decode_worker.control import ControlServer
-from pullfill.decode_worker.ledger import JobState, Ledger
+from pullfill.decode_worker.entry import UNDER_WAY, JobState
+from pullfill.decode_worker.ledger import Ledger
 from pullfill.decode_worker.shim import FrontendShim
 
-_REMOTE = (JobState.QUEUED, JobState.GRANTED, JobState.VERIFYING)
+_REMOTE = (JobState.QUEUED, *UNDER_WAY)
 
 
 def load_of(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pullfill.errors import Outcome
-from pullfill.wire import DigestMode, FenceToken, RefuseReason
+from pullfill.wire import DigestMode, FenceToken, KvMode, RefuseReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +74,7 @@ class GrantView:
     fence: FenceToken
     queued_s: float
     kv_digest: DigestMode
+    mode: KvMode = KvMode.PUSH_ASYNC
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,3 +97,13 @@ class Verify:
     kv_digest: DigestMode
     job_digest: bytes
     digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Answer to a `Ready`: the reader may copy into `blocks` now, and must say when it is over
+    (`Ledger.read_over`), however it ends."""
+
+    job_id: str
+    attempt: int
+    blocks: tuple[int, ...]

@@ -6,11 +6,19 @@ each move what must always hold. Driven by the state machine and the directed te
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass, field
 
 from pullfill.decode_worker.context import DecodeContext, OpenedJob
 from pullfill.decode_worker.ledger import JobState, Ledger
-from pullfill.decode_worker.moves import CancelMessage, Claimed, NakDelivery, SendRevoke, Verify
+from pullfill.decode_worker.moves import (
+    CancelMessage,
+    Claimed,
+    NakDelivery,
+    Read,
+    SendRevoke,
+    Verify,
+)
 from pullfill.decode_worker.router import Situation
 from pullfill.decode_worker.scheduler_side import SchedulerSide
 from pullfill.decode_worker.story import Stories
@@ -81,6 +89,8 @@ class HandoffModel:
         self.naks: list[str] = []
         self.revokes: list[SendRevoke] = []
         self.verifying: list[Verify] = []
+        self.reads: list[Read] = []
+        """Under way: our reader writes into these blocks, whatever the ledger believes."""
         self.seen: set[str] = set()
         """What happened here at least once: says whether an exploration reached it."""
         self._opened: list[OpenedJob] = []
@@ -225,19 +235,51 @@ class HandoffModel:
         )  # fmt: skip
         self.seen.add(f"commit {why if isinstance(why, str) else 'accepted'}")
         if why is None or isinstance(why, Verify):
-            assert self._newest(grant), "a stale attempt is accepted"
-            assert not job.committed, "committed twice"
-            assert wrong_by == 0
-            assert not grant.in_batch
+            self._check_accepted(grant, wrong_by)
+        return self._arrived(job, why)
+
+    def _check_accepted(self, grant: Grant, wrong_by: int) -> None:
+        assert self._newest(grant), "a stale attempt is accepted"
+        assert not self.jobs[grant.job_id].committed, "committed twice"
+        assert wrong_by == 0
+        assert not grant.in_batch
+
+    def _arrived(self, job: Job, why: Verify | str | None) -> str | None:
+        """What the ledger says to bytes that are all there."""
+        if why is None or isinstance(why, Verify):
             assert isinstance(why, Verify) == (self.ledger.kv_digest is not DigestMode.OFF)
         if isinstance(why, Verify):
-            assert set(why.blocks) == grant.targets
+            assert list(why.blocks) == list(job.job.blocks[job.hits :])
             self.verifying.append(why)
             why = "verify"
         elif why is None:
             job.committed = True
         self.act()
         return why
+
+    def ready(self, grant: Grant, *, wrong_by: int = 0, writer: str | None = None) -> str | None:
+        """Pull: the writer says that we may read. None: our reader has begun."""
+        job = self.jobs[grant.job_id]
+        answer = self.ledger.ready(
+            grant.job_id, grant.attempt, grant.incarnation, writer or grant.writer,
+            job.targets + wrong_by,
+        )  # fmt: skip
+        self.seen.add(f"ready {answer if isinstance(answer, str) else 'accepted'}")
+        if isinstance(answer, Read):
+            self._check_accepted(grant, wrong_by)
+            assert set(answer.blocks) == grant.targets
+            self.reads.append(answer)
+        self.act()
+        return answer if isinstance(answer, str) else None
+
+    def end_read(self, read: Read, *, good: bool) -> str | None:
+        """Our reader is done, however late."""
+        self.reads.remove(read)
+        why = self.ledger.read_over(read.job_id, read.attempt, good=good)
+        self.seen.add(f"read {why if isinstance(why, str) else 'accepted'}")
+        if why is None or isinstance(why, Verify):
+            assert good, "bytes that could not be read are used"
+        return self._arrived(self.jobs[read.job_id], why)
 
     def verdict(self, verify: Verify, *, good: bool) -> str | None:
         """The check of a commit ends, however late, and maybe a second time."""
@@ -265,7 +307,8 @@ class HandoffModel:
         self.ledger.writer_lost(writer, others_alive=others_alive)
         if not others_alive:
             waiting = [e for j in self.jobs if (e := self.ledger.find(j)) and not e.settled]
-            assert all(e.state is JobState.VERIFYING for e in waiting), "waits for nobody"
+            there = (JobState.READING, JobState.VERIFYING)
+            assert all(e.state in there for e in waiting), "waits for nobody"
         self.act()
 
     def die(self, writer: str, *, others_alive: bool) -> None:
@@ -301,7 +344,10 @@ class HandoffModel:
         assert not union & self.pool.free, "a block that may still be written is free"
         for grant in self.grants:
             if grant.in_batch:
-                self._check_batch(grant)
+                self._check_lands(grant.job_id, grant.targets)
+        for read in self.reads:
+            assert not set(read.blocks) & union, "a writer holds what we read into"
+            self._check_lands(read.job_id, set(read.blocks))
         if self.ledger.quarantined_blocks:
             self.seen.add("quarantined")
         for verify in self.verifying:
@@ -312,12 +358,12 @@ class HandoffModel:
             if job.reports and job.reports[0]:
                 assert job.committed, "loaded without a commit"
 
-    def _check_batch(self, grant: Grant) -> None:
+    def _check_lands(self, owner: str, targets: Set[int]) -> None:
         """Bytes land in these blocks right now, whatever the ledger believes."""
-        assert not grant.targets & self.pool.free, "a writer writes to free blocks"
+        assert not targets & self.pool.free, "bytes land in free blocks"
         for job_id, job in self.jobs.items():
-            if job_id != grant.job_id and not job.freed:
-                assert not grant.targets & set(job.blocks), "a writer writes to another's blocks"
+            if job_id != owner and not job.freed:
+                assert not targets & set(job.blocks), "bytes land in another's blocks"
 
     def drain(self) -> None:
         """Writers fall quiet, time passes, requests end: everything must come back."""
@@ -328,6 +374,8 @@ class HandoffModel:
             if grant.in_batch:
                 self.end_batch(grant)
         self.tick(TIMEOUT_S + 1)
+        for read in list(self.reads):
+            assert self.end_read(read, good=True) == "stale"
         self.step()
         for job in self.jobs.values():
             assert len(job.reports) == 1, f"{job.request.request_id} was told {job.reports}"

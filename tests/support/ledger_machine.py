@@ -121,11 +121,14 @@ class LedgerMachine(RuleBasedStateMachine):
             self.model.commit(grant, wrong_by=wrong_by)
 
     @any_grant
-    @rule(pick=PICK)
-    def write_and_commit(self, pick: int) -> None:
+    @rule(pick=PICK, pull=SELDOM, good=MOSTLY)
+    def bring(self, pick: int, pull: bool, good: bool) -> None:
         """What a writer does that nothing happens to."""
         grant = self.grant(pick)
-        if grant.in_batch or self.model.begin_batch(grant):
+        if pull:
+            if self.model.ready(grant) is None:
+                self.model.end_read(self.model.reads[-1], good=good)
+        elif grant.in_batch or self.model.begin_batch(grant):
             self.model.end_batch(grant)
             self.model.commit(grant)
 
@@ -134,6 +137,32 @@ class LedgerMachine(RuleBasedStateMachine):
     def verdict(self, pick: int, good: bool) -> None:
         verifying = self.model.verifying
         self.model.verdict(verifying[-1 - pick % len(verifying)], good=good)
+
+    @any_grant
+    @rule(pick=PICK, wrong_by=st.sampled_from([0, 0, 0, -1, 1]), forged=SELDOM)
+    def ready(self, pick: int, wrong_by: int, forged: bool) -> None:
+        """A ledger takes it whatever its mode: the two ways mix as they like."""
+        grant = self.grant(pick)
+        if forged:
+            assert self.model.ready(grant, writer="mallory") == "stale"
+        else:
+            self.model.ready(grant, wrong_by=wrong_by)
+
+    @precondition(lambda self: self.model.reads)
+    @rule(pick=PICK, good=st.booleans(), over=MOSTLY)
+    def end_read(self, pick: int, good: bool, over: bool) -> None:
+        reads = self.model.reads
+        if over:
+            self.model.end_read(reads[-1 - pick % len(reads)], good=good)
+
+    @precondition(lambda self: self.model.reads)
+    @rule(pick=PICK, now=st.booleans())
+    def abort_what_is_read(self, pick: int, now: bool) -> None:
+        reads = self.model.reads
+        job = self.model.jobs[reads[-1 - pick % len(reads)].job_id]
+        if now and not job.aborted:
+            self.model.abort(job)
+            self.model.step()
 
     @any_grant
     @rule(pick=PICK, retry=MOSTLY)

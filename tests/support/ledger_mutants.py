@@ -129,6 +129,52 @@ def while_it_is_checked(entry: Entry) -> None:
         entry.state = JobState.QUEUED
 
 
+def while_it_is_read(entry: Entry) -> None:
+    if entry.state is JobState.READING:
+        entry.state, entry.reading = JobState.QUEUED, False
+
+
+def takes_a_reader_for_quiet(patch: Patch) -> None:
+    """What is read ends like what nobody writes to."""
+    real = Book._give_up
+
+    def give_up(self: Book, entry: Entry, outcome: Outcome) -> None:
+        reading, entry.reading = entry.reading, False
+        real(self, entry, outcome)
+        entry.reading = reading
+
+    patch.setattr(Book, "_give_up", give_up)
+    patch.setattr(Ledger, "read_over", _forgiving(Ledger.read_over))
+
+
+def _forgiving(real: Callable[..., Any]) -> Callable[..., Any]:
+    def read_over(self: Ledger, job_id: str, attempt: int, **rest: Any) -> Any:
+        return real(self, job_id, attempt, **rest) if job_id in self._jobs else "stale"
+
+    return read_over
+
+
+def uses_what_was_not_read(patch: Patch) -> None:
+    real = Ledger.read_over
+    patch.setattr(
+        Ledger,
+        "read_over",
+        lambda self, job, attempt, *, good, digest=None: real(self, job, attempt, good=True),
+    )
+
+
+def reads_beside_the_writer(patch: Patch) -> None:
+    """The grant's fence stays open while we read."""
+    real = Ledger.ready
+
+    def ready(self: Ledger, job_id: str, *args: Any) -> Any:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(LoopbackFences, "try_revoke", lambda *_: True)
+            return real(self, job_id, *args)
+
+    patch.setattr(Ledger, "ready", ready)
+
+
 def any_block_count(patch: Patch) -> None:
     real = Ledger.commit
 
@@ -186,6 +232,10 @@ BROKEN: dict[str, Callable[[Patch], None]] = {
     "grants to a second writer": before_claim(to_a_second_writer),
     "grants out of quarantine": before_claim(out_of_quarantine),
     "grants what is being checked": before_claim(while_it_is_checked),
+    "grants what is being read": before_claim(while_it_is_read),
+    "takes a reader for quiet": takes_a_reader_for_quiet,
+    "uses what was not read": uses_what_was_not_read,
+    "reads beside the writer": reads_beside_the_writer,
     "takes any block count": any_block_count,
     "takes any verdict for good": any_verdict_is_good,
     "never expires": never_expires,

@@ -8,6 +8,7 @@ COMMON = {
     "claim granted", "claim held", "claim committed", "claim closed", "claim stale_incarnation",
     "attempt 2", "attempt 3", "write fenced", "quarantined",
     "commit accepted", "commit stale",
+    "ready accepted", "ready stale", "read stale",
     "ended committed", "ended cancelled", "ended timeout", "ended claim_timeout",
     "ended publish_failed", "ended prefill_lost", "ended prefill_failed",
 }  # fmt: skip

@@ -15,6 +15,8 @@ SOON = (
     "forgets the message",
     "accepts a stale attempt",
     "grants to a second writer",
+    "reads beside the writer",
+    "grants what is being read",
     "never expires",
     "waits without a worker",
     "leaks fence slots",
