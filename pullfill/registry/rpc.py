@@ -6,16 +6,15 @@ puts a session of our own in it; `close` ends it. Belongs to the loop it was mad
 What of etcd3-py is not used, and why. Its constructor asks the server for its version with a
 blocking request and dies with AttributeError when nobody answers: `_Api` is given the version,
 asked for beforehand without blocking. Its session holds 30 connections, so that 31 watches block
-a put, and checks no server certificate: replaced. Its models cost 29 ms for 50 keys and lose the
-difference between empty and absent: requests and answers are raw JSON, decoded by msgspec. Its
-streams drop events: `stream` yields the gateway's lines as they come.
+a put, and checks no server certificate: replaced (connector.py). Its models cost 29 ms for 50 keys
+and lose the difference between empty and absent: requests and answers are raw JSON, decoded by
+msgspec. Its streams drop events: `stream` yields the gateway's lines as they come.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any, NamedTuple, TypeVar
@@ -28,6 +27,7 @@ from etcd3.baseclient import sem
 
 from pullfill.clock import SYSTEM_CLOCK, Clock
 from pullfill.errors import ConfigError, RegistryUnavailable
+from pullfill.registry.connector import EtcdConnector
 from pullfill.security import OPEN, EtcdSecurity
 
 T = TypeVar("T")
@@ -105,17 +105,6 @@ def redact(url: str) -> str:
     return ",".join(part.rpartition("@")[2] if "@" in part else part for part in url.split(","))
 
 
-def _socket(address: Any) -> socket.socket:
-    """A socket whose kernel notices a vanished server in about 20 s, also when we only listen."""
-    family, kind, proto, _, _ = address
-    sock = socket.socket(family, kind, proto)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 2)):
-        if hasattr(socket, name):
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-    return sock
-
-
 class EtcdRpc:
     """Raw calls with deadlines and one error vocabulary.
 
@@ -162,11 +151,7 @@ class EtcdRpc:
         give_up = time.monotonic() + wait_s
         pause = 0.1
         while True:
-            session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(
-                    limit=0, socket_factory=_socket, ssl=True if tls is None else tls
-                )
-            )
+            session = aiohttp.ClientSession(connector=EtcdConnector(tls))
             try:
                 rpc = cls(await _construct(session, endpoints[0]), endpoints, credentials, clock)
                 if credentials:

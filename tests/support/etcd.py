@@ -132,7 +132,12 @@ class EtcdServer:
         self._end(signal.SIGTERM)
 
     def pause(self) -> None:
+        """SIGSTOP: connected, but silent."""
         self._signal(signal.SIGSTOP)
+        # The signal takes effect a little later; tests count on silence from here on.
+        stat = Path(f"/proc/{self.pid}/stat")
+        while stat.read_text().rpartition(")")[2].split()[0] != "T":
+            time.sleep(0.001)
 
     def resume(self) -> None:
         self._signal(signal.SIGCONT)
