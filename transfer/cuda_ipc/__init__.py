@@ -1,0 +1,1 @@
+"""Same host, GPU memory: peers map the owner's KV memory by its CUDA IPC handle and copy."""

@@ -1,0 +1,198 @@
+"""The prefill worker's side of cuda_ipc: maps a decode worker's GPU memory, copies under its fence.
+
+A session owns one opening of the handle, one stream, and one open file description of the fence
+file. The stream is synchronised before the fence is left, so the fence covers every byte in flight.
+When that fails (a GPU error), nobody knows what is in flight: then the fence is never left, and the
+end of this process is the only proof (writers.py). Such an error ends the engine too.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+
+from pullfill import failpoints
+from pullfill.errors import BadMessage, IncompatibleError, PeerUnavailable, TransferFailed
+from pullfill.host import host_id
+from pullfill.transfer.contract import LocalMemory, Part, PeerSession
+from pullfill.transfer.cuda_ipc.endpoint import IpcEndpoint
+from pullfill.transfer.cuda_ipc.writers import WriterRecord, pid_namespace, why_no_proof
+from pullfill.transfer.gpu.contract import GpuDriver
+from pullfill.transfer.gpu.copies import BATCH_BYTES, BATCH_RUNS, GpuCopier, Kernel, kernel_for
+from pullfill.transfer.gpu.cuda import load
+from pullfill.transfer.layout import layout_of
+from pullfill.transfer.session import MappedSession
+from pullfill.transfer.shm.fence import ShmGate
+from pullfill.transfer.shm.files import open_same
+from pullfill.wire import FenceToken, RegionDescriptor
+
+_LIMITS = BATCH_BYTES, BATCH_RUNS, BATCH_BYTES
+"""Runs stay whole: each costs the GPU's copy engines the same, however long."""
+
+MakeKernel = Callable[[int, int], Kernel | None]
+
+
+class IpcGate(ShmGate):
+    """The fence of a writer whose copies outlive its locks. See writers.py."""
+
+    def __init__(self, fd: int, incarnation: str, settled: Callable[[], bool]) -> None:
+        """Owns `fd`. `settled`: whether no copy can be in flight. Raises PeerUnavailable."""
+        super().__init__(fd, incarnation)
+        self._settled = settled
+        try:
+            self._record = WriterRecord(fd)
+        except BaseException:
+            super().close()
+            raise
+
+    def enter(self, token: FenceToken) -> None:
+        super().enter(token)
+        self._record.begin(token.slot)
+
+    def leave(self, token: FenceToken) -> None:
+        if self._settled():
+            self._record.end()
+            super().leave(token)
+
+    def before_batch(self, verb: str) -> None:
+        failpoints.hit(f"cuda_ipc.{verb}.before_batch")
+
+    def inside_batch(self, verb: str) -> None:
+        failpoints.hit(f"cuda_ipc.{verb}.batch")
+
+    def copied(self, verb: str, address: int) -> None:
+        """Holding the fence; the bytes are on a GPU, out of reach of a failpoint."""
+
+    def close(self) -> None:
+        if self._settled():  # else the descriptor, and so the lock, stays until the process ends
+            self._record.close()
+            super().close()
+
+
+class CudaIpcTransport:
+    """PeerTransport for GPU memory of this host and this user."""
+
+    name = "cuda_ipc"
+
+    def __init__(
+        self,
+        device: int | None,
+        driver: Callable[[], GpuDriver] = load,
+        kernel: MakeKernel = kernel_for,
+    ) -> None:
+        """`device`: which holds our KV memory (`LocalMemory.device`)."""
+        self._device = device
+        self._driver = driver
+        self._kernel = kernel
+
+    def can_reach(self, descriptor: RegionDescriptor) -> str | None:
+        """See PeerTransport. Maps the memory only if its device is not visible here."""
+        if self._device is None:
+            return "this worker's KV memory is not on a GPU"
+        if descriptor.host_id != host_id():
+            return "it is on another host, or does not share /dev/shm with us"
+        try:
+            endpoint = IpcEndpoint.decode(descriptor.endpoints.get(self.name, ""))
+            if (reason := _why_not_here(endpoint)) is not None:
+                return reason
+            os.close(open_same(endpoint.fence, endpoint.fence_inode))
+            return self._why_no_path(self._driver(), self._device, endpoint)
+        except (BadMessage, TransferFailed) as exc:
+            return str(exc)
+        except OSError as exc:
+            return f"its fence cannot be opened: {exc}"
+
+    def _why_no_path(self, driver: GpuDriver, device: int, endpoint: IpcEndpoint) -> str | None:
+        visible = {driver.uuid(number): number for number in range(driver.count())}
+        other = visible.get(endpoint.memory.device)
+        if other is not None:
+            reach = driver.can_map(device, other)
+            return None if reach else f"GPU {device} cannot reach memory of GPU {other} directly"
+        # Hidden by CUDA_VISIBLE_DEVICES, but its handle may open all the same.
+        driver.close(device, driver.open(device, endpoint.memory.handle))
+        return None
+
+    def connect(
+        self, local: LocalMemory, descriptor: RegionDescriptor, part: Part | None = None
+    ) -> PeerSession:
+        """See PeerTransport."""
+        layout = layout_of(descriptor)
+        endpoint = IpcEndpoint.decode(descriptor.endpoints.get(self.name, ""))
+        if local.device is None:
+            raise IncompatibleError("this worker's KV memory is not on a GPU", field="device")
+        if descriptor.host_id != host_id():
+            raise PeerUnavailable(f"{descriptor.instance_id} is on another host")
+        if (reason := _why_not_here(endpoint)) is not None:
+            raise PeerUnavailable(f"{descriptor.instance_id}: {reason}")
+        if endpoint.memory.nbytes != descriptor.nbytes:
+            raise BadMessage(
+                f"descriptor of {descriptor.nbytes} bytes, endpoint of {endpoint.memory.nbytes}"
+            )
+        driver, device = self._driver(), local.device
+        with ExitStack() as undo:
+            copier = GpuCopier(driver, device)
+            undo.callback(copier.close)
+            copier.use_kernel(self._kernel(device, copier.stream))
+            gate = _open_gate(endpoint, descriptor, copier)
+            undo.callback(gate.close)
+            base = _map(driver, device, endpoint, descriptor)
+
+            def give_back() -> None:
+                if copier.settled:
+                    copier.close()
+                    driver.close(device, base)
+
+            undo.callback(driver.close, device, base)
+            _check_size(driver, device, base, endpoint)
+            session = MappedSession(
+                self.name,
+                local,
+                layout,
+                base + endpoint.memory.offset,
+                gate,
+                part=part,
+                copier=copier,
+                limits=_LIMITS,
+                on_close=give_back,
+            )
+            undo.pop_all()
+            return session
+
+
+def _open_gate(endpoint: IpcEndpoint, descriptor: RegionDescriptor, copier: GpuCopier) -> IpcGate:
+    try:
+        fd = open_same(endpoint.fence, endpoint.fence_inode)
+    except OSError as exc:
+        raise PeerUnavailable(
+            f"the fence of {descriptor.instance_id} cannot be opened: {exc}"
+        ) from exc
+    return IpcGate(fd, descriptor.incarnation, lambda: copier.settled)
+
+
+def _map(
+    driver: GpuDriver, device: int, endpoint: IpcEndpoint, descriptor: RegionDescriptor
+) -> int:
+    try:
+        return driver.open(device, endpoint.memory.handle)
+    except TransferFailed as exc:
+        raise PeerUnavailable(
+            f"the GPU memory of {descriptor.instance_id} cannot be mapped: {exc}"
+        ) from exc
+
+
+def _check_size(driver: GpuDriver, device: int, base: int, endpoint: IpcEndpoint) -> None:
+    size = driver.allocation(device, base).nbytes
+    if endpoint.memory.offset + endpoint.memory.nbytes > size:
+        raise BadMessage(f"the endpoint reaches beyond its allocation of {size} bytes")
+
+
+def _why_not_here(endpoint: IpcEndpoint) -> str | None:
+    if not endpoint.memory.pid_space or endpoint.memory.pid_space != pid_namespace():
+        return (
+            "it does not share our process ids, so the end of a process could not be proved; run "
+            "both containers in one PID namespace (docker: --pid)"
+        )
+    if endpoint.memory.pid == os.getpid():
+        return "a process cannot map its own GPU memory again"
+    return why_no_proof()

@@ -1,0 +1,168 @@
+"""Who copies by GPU right now: records beside the fence's header, for the proof after a death.
+
+A CPU's copy ends with its process's threads, and the kernel gives their file locks back later than
+that. A GPU copies on by itself: when a writer is killed, its locks go when its files are closed,
+and its copies end when the driver tears its context down, which may be later. So a free lock alone
+proves nothing about a writer that died.
+
+    1024 + 16 * i     record i: u64 process (pid and when it started), u64 slot + 1 while it copies
+
+A gate takes a record (holding a lock on it for its life) and names its slot in it for as long as
+copies may be in flight. The owner, once it has the slot's lock, looks for records that still name
+the slot: their writers lost the lock without finishing, so they are dying or dead. It takes the end
+of the *process* as the proof. That is enough, as the driver's published source has it: the kernel
+reports a process as ended (pidfd) after its last file was released, and the release of the driver's
+control file frees the process's channels before it returns. `why_no_proof` knows the one setting
+that changes this. A child forked without exec would keep the files open; workers make none.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import select
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pullfill.errors import PeerUnavailable
+from pullfill.transfer.shm import lock
+
+_AT = 1024
+_RECORD_BYTES = 16
+RECORDS = (4096 - _AT) // _RECORD_BYTES
+"""GPU sessions that one decode worker can have at a time."""
+_PID_BITS = 22  # the kernel's limit of pid_max
+_DRIVER_SETTINGS = Path("/proc/driver/nvidia/params")
+
+
+def pid_namespace() -> str:
+    """Names the space in which this process's pids count; empty if unknown."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+def why_no_proof(settings: Path = _DRIVER_SETTINGS) -> str | None:
+    """Why the end of a process would not prove the end of its copies here, for people."""
+    try:
+        text = settings.read_text()
+    except OSError:
+        return None
+    if "clientlistdeferredfree" in text.lower():
+        return (
+            "the NVIDIA driver is set to free what dead processes held at some later time "
+            "(RmClientListDeferredFree): remove that from the module's NVreg_RegistryDwords"
+        )
+    return None
+
+
+def process_word(pid: int) -> int:
+    """A process that never comes again: its pid and the kernel's time of its start. Raises
+    OSError when there is none."""
+    return _started(pid) << _PID_BITS | pid
+
+
+def has_ended(word: int) -> bool:
+    """Whether that process is gone for certain: all its threads ended, all its files released. It
+    may not have been waited for yet."""
+    pid = word & (1 << _PID_BITS) - 1
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False
+    try:
+        if _started(pid) != word >> _PID_BITS:
+            return True  # somebody else has the number now
+        return bool(select.select([fd], [], [], 0)[0]) if fd < 1024 else _poll(fd)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+
+
+def _poll(fd: int) -> bool:
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def _started(pid: int) -> int:
+    """Clock ticks after boot. Raises ProcessLookupError, OSError."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except FileNotFoundError as exc:
+        raise ProcessLookupError(f"no process {pid}") from exc
+    return int(stat[stat.rindex(b")") + 2 :].split()[19])
+
+
+class WriterTable:
+    """The owner's view; its `quiet` goes into `ShmFences.quiet`. Borrows `fd` only to map it."""
+
+    def __init__(self, fd: int) -> None:
+        self._map = mmap.mmap(fd, 4096)
+        words = np.frombuffer(self._map, np.uint64, RECORDS * 2, _AT).reshape(RECORDS, 2)
+        self._words: NDArray[np.uint64] | None = words
+
+    def quiet(self, slot: int) -> bool:
+        """With the slot locked exclusively: whether no GPU copies under it any more. A record whose
+        process has ended is free again."""
+        assert self._words is not None
+        done = True
+        for index in np.flatnonzero(self._words[:, 1] == slot + 1).tolist():
+            if has_ended(int(self._words[index, 0])):
+                self._words[index, 1] = 0
+            else:
+                done = False
+        return done
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._words is not None:
+            self._words = None
+            self._map.close()
+
+
+class WriterRecord:
+    """A writer's record, one per gate. Borrows the gate's `fd`, whose lock keeps the record."""
+
+    def __init__(self, fd: int) -> None:
+        """Raises PeerUnavailable when all records are taken."""
+        self._fd = fd
+        self._map = mmap.mmap(fd, 4096)
+        self._words = memoryview(self._map).cast("Q")
+        for index in range(RECORDS):
+            start = _AT + index * _RECORD_BYTES
+            if not lock.try_exclusive(fd, start, _RECORD_BYTES):
+                continue
+            if not self._words[start // 8 + 1]:
+                self._start = start
+                self._words[start // 8] = process_word(os.getpid())
+                return
+            # The owner has not yet proved the end of who had it.
+            lock.unlock(fd, start, _RECORD_BYTES)
+        self._unmap()
+        raise PeerUnavailable(f"{RECORDS} GPU sessions write to this decode worker already")
+
+    def begin(self, slot: int) -> None:
+        """Holding the slot, before anything is queued."""
+        self._words[self._start // 8 + 1] = slot + 1
+
+    def end(self) -> None:
+        """Still holding it, after everything queued is done."""
+        self._words[self._start // 8 + 1] = 0
+
+    def close(self) -> None:
+        """Free the record. Only after `end`."""
+        lock.unlock(self._fd, self._start, _RECORD_BYTES)
+        self._unmap()
+
+    def _unmap(self) -> None:
+        self._words.release()
+        self._map.close()

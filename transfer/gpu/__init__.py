@@ -1,0 +1,1 @@
+"""GPU memory: the CUDA driver as far as it is needed, copies of many runs, KV cache regions."""

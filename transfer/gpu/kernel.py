@@ -1,0 +1,96 @@
+"""One Triton kernel that copies many small runs: a table of (source, target, words) addresses.
+
+Gathering into a dense buffer, scattering out of one, and copying straight into a peer's mapped
+blocks are the same thing to it: addresses in a table. So a layout change (heads or layers at other
+distances) needs no kernel of its own, only other addresses.
+
+A program copies one piece of one run. Words are 16, 8 or 1 byte wide: the widest that divides all
+addresses and lengths; KV pages are multiples of 16. Under `TRITON_INTERPRET=1` (set before import)
+it runs on plain CPU memory, which is how it is tested without a device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from numpy.typing import NDArray
+
+from pullfill.transfer.gpu.contract import Addresses
+
+LANES = 1024
+"""Words of 8 bytes that a program moves per step: 64 bytes per thread of 4 warps."""
+STEPS = 4
+_WIDTH = 3
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _copy_runs(table, WIDE: tl.constexpr, LANES: tl.constexpr, STEPS: tl.constexpr) -> None:  # type: ignore[no-untyped-def]
+    run = tl.program_id(0).to(tl.int64)
+    piece = tl.program_id(1).to(tl.int64)
+    source = tl.load(table + run * 3)
+    target = tl.load(table + run * 3 + 1)
+    words = tl.load(table + run * 3 + 2)
+    if WIDE:
+        # What the table holds is not known when this is compiled: promise the alignment that
+        # `launch` has checked, so that loads and stores become 16 bytes wide.
+        source = tl.multiple_of(source, 16)
+        target = tl.multiple_of(target, 16)
+        words = tl.multiple_of(words, 2)
+        s = source.to(tl.pointer_type(tl.int64))
+        d = target.to(tl.pointer_type(tl.int64))
+    else:
+        s = source.to(tl.pointer_type(tl.int8))
+        d = target.to(tl.pointer_type(tl.int8))
+    first = piece * (LANES * STEPS)
+    for step in range(STEPS):
+        at = first + step * LANES + tl.arange(0, LANES)
+        mask = at < words
+        tl.store(d + at, tl.load(s + at, mask=mask), mask=mask)
+
+
+class RunKernel:
+    """Launches the kernel on one device and stream, with a table of its own of at most `most` runs.
+    One thread at a time; the stream must be synchronised before the next launch."""
+
+    def __init__(self, device: torch.device, stream: int, most: int) -> None:
+        """`stream`: the CUstream, 0 on the CPU (the interpreter). Allocates 24 bytes per run."""
+        on_gpu = device.type == "cuda"
+        self._host = torch.empty((most, _WIDTH), dtype=torch.int64, pin_memory=on_gpu)
+        self._table = torch.empty_like(self._host, device=device) if on_gpu else self._host
+        self._rows: NDArray[np.int64] = self._host.numpy()
+        self._device = device
+        self._stream: Any = torch.cuda.ExternalStream(stream, device) if on_gpu else None
+
+    def launch(self, target: Addresses, source: Addresses, nbytes: Addresses) -> None:
+        """Queue the copies. Device addresses that this device can reach."""
+        count = len(nbytes)
+        if not count:
+            return
+        wide = not int(np.bitwise_or.reduce(target | source | nbytes)) & 15
+        rows = self._rows[:count]
+        rows[:, 0] = source
+        rows[:, 1] = target
+        rows[:, 2] = nbytes >> np.uint64(3) if wide else nbytes
+        pieces = -(-int(rows[:, 2].max()) // (LANES * STEPS))
+        if self._stream is None:
+            self._run(count, pieces, wide)
+            return
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            self._table[:count].copy_(self._host[:count], non_blocking=True)
+            self._run(count, pieces, wide)
+
+    def warm(self) -> None:
+        """Compile both forms now: it takes seconds, too long for somebody who holds a fence."""
+        buffer = torch.zeros(64, dtype=torch.uint8, device=self._device)
+        base = np.array([buffer.data_ptr()], np.uint64)
+        for nbytes in (16, 1):
+            self.launch(base + np.uint64(32), base, np.array([nbytes], np.uint64))
+            if self._stream is not None:
+                self._stream.synchronize()
+
+    def _run(self, count: int, pieces: int, wide: bool) -> None:
+        _copy_runs[(count, pieces)](self._table, WIDE=wide, LANES=LANES, STEPS=STEPS)

@@ -1,0 +1,105 @@
+"""A rank's KV cache on a GPU: where it is, and whether other processes can map it.
+
+A rank's process describes its tensors (`describe`) and exports them (`export`). The worker's main
+process, which does all the copying, uses the memory as it is when the rank lives in it, else maps
+what the rank exported (`GpuMapping`). `make_gpu_owner` offers it all to peers.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from pullfill.errors import ConfigError, PeerUnavailable, TransferFailed
+from pullfill.transfer.contract import LocalMemory
+from pullfill.transfer.cuda_ipc.endpoint import Exported
+from pullfill.transfer.cuda_ipc.owner import CudaIpcOwner
+from pullfill.transfer.cuda_ipc.writers import pid_namespace
+from pullfill.transfer.gpu.contract import GpuDriver
+from pullfill.transfer.gpu.cuda import load
+from pullfill.transfer.shm.fence import SLOTS
+from pullfill.transfer.shm.files import RegionFiles
+
+if TYPE_CHECKING:
+    import torch
+
+
+def describe(kv_caches: Mapping[str, torch.Tensor], num_blocks: int | None = None) -> LocalMemory:
+    """Where vLLM's KV cache is, on its CUDA device. Raises IncompatibleError, see pool.describe."""
+    from pullfill.transfer.shm import pool
+
+    return pool.describe(kv_caches, num_blocks, "cuda")
+
+
+def export(memory: LocalMemory, driver: GpuDriver | None = None) -> Exported:
+    """What lets other processes of this host map `memory`, which is this process's own.
+
+    Raises ConfigError saying what to change when the memory cannot be exported: then only
+    transports that copy on this side reach it. Raises TransferFailed when CUDA fails.
+    """
+    driver = driver or load()
+    if memory.device is None:
+        raise ConfigError("memory of the CPU has no CUDA handle")
+    whole = driver.allocation(memory.device, memory.address)
+    if not whole.exportable:
+        raise ConfigError(
+            "the KV cache is made of mapped physical pages (VMM), which CUDA IPC cannot share: "
+            "remove expandable_segments from PYTORCH_CUDA_ALLOC_CONF and do not use "
+            "--enable-sleep-mode"
+        )
+    offset = memory.address - whole.base
+    if offset + memory.nbytes > whole.nbytes:
+        raise ConfigError("the KV cache is not one allocation of CUDA")
+    return Exported(
+        handle=driver.export(memory.device, whole.base),
+        offset=offset,
+        nbytes=memory.nbytes,
+        device=driver.uuid(memory.device),
+        pid=os.getpid(),
+        pid_space=pid_namespace(),
+    )
+
+
+class GpuMapping:
+    """Another process's exported memory, mapped here for as long as this lives. For the main
+    process of a worker and its own ranks; peers map through cuda_ipc/peer.py."""
+
+    def __init__(
+        self, exported: Exported, theirs: LocalMemory, driver: GpuDriver | None = None
+    ) -> None:
+        """`theirs`: as its process sees it. Raises PeerUnavailable when the device is not visible
+        to this process or the memory cannot be mapped."""
+        self._driver = driver or load()
+        devices = {self._driver.uuid(n): n for n in range(self._driver.count())}
+        device = devices.get(exported.device)
+        if device is None:
+            raise PeerUnavailable("a rank's GPU is not visible to the worker's main process")
+        try:
+            self._base: int | None = self._driver.open(device, exported.handle)
+        except TransferFailed as exc:
+            raise PeerUnavailable(f"a rank's GPU memory cannot be mapped: {exc}") from exc
+        self._device = device
+        self.memory = replace(theirs, address=self._base + exported.offset, device=device)
+
+    def close(self) -> None:
+        """Nothing may copy there any more. Idempotent."""
+        if self._base is not None:
+            self._driver.close(self._device, self._base)
+            self._base = None
+
+
+def make_gpu_owner(
+    files: RegionFiles,
+    memories: Sequence[LocalMemory],
+    exported: Sequence[Exported | None],
+    incarnation: str,
+    slots: int = SLOTS,
+) -> CudaIpcOwner:
+    """The owner of all ranks' GPU memory, in rank order. `files`: its fence; owned from here on.
+    None: that rank has no handle (`export` said why). Give it to `CombinedOwner` as its base."""
+    owner = CudaIpcOwner(files, memories[0], exported[0], incarnation, slots=slots)
+    for memory, handle in zip(memories[1:], exported[1:], strict=True):
+        owner.add_rank(memory, handle)
+    return owner
