@@ -1,10 +1,11 @@
 """Moving bytes between two addresses of this process with the GIL released.
 
-Two ways. `memmove` per run is fastest while nobody else wants the GIL. Beside a busy Python thread
-each run's return costs up to a whole switch interval (5 ms): short runs became 18 times slower. So
-short runs are watched, and when the thread sleeps for milliseconds between them, batches go through
-one vectored kernel copy (`process_vm_writev` to ourselves; ~25 % slower per byte, but the GIL is
-given up once per batch) for a second before the plain way is tried again.
+Three ways. A run that repeats in rows (a block over all layers) is one strided numpy copy, a run
+alone one `memmove`: both at the speed of the memory while nobody else wants the GIL. Beside a busy
+Python thread each call's return costs up to a whole switch interval (5 ms): short calls became 18
+times slower. So short ones are watched, and when the thread sleeps for milliseconds between them,
+batches go through one vectored kernel copy (`process_vm_writev` to ourselves; half as fast, but the
+GIL is given up once per batch) for a second before the plain way is tried again.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ import ctypes
 import os
 import resource
 import time
+from collections import deque
+from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,12 +25,15 @@ from numpy.typing import NDArray
 from pullfill.errors import TransferFailed
 from pullfill.transfer.runs import Batch
 
-_LONG_RUN = 256 << 10
+_LONG_CALL = 256 << 10
+"""Bytes per call from which on giving up the GIL costs little."""
 _WATCH_EVERY = 8
+_SLOW_S, _SLOW_BYTES_PER_S = 1e-3, 1 << 30
+"""So many calls took longer than that: look why."""
 _SLEEPS = 2
 _LOST_S = 2e-3
 """A contended GIL: this many voluntary context switches (preemption by other processes is
-involuntary) and this much wall time not spent computing, in `_WATCH_EVERY` runs."""
+involuntary) and this much wall time not spent computing, in one batch."""
 _VECTORED_FOR_S = 1.0
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -34,23 +41,27 @@ _memmove = _libc.memmove
 _memmove.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 _memmove.restype = ctypes.c_void_p
 
+_ANYWHERE = ctypes.c_uint8 * (1 << 46)
+"""Lets numpy lay an array at any distance from an address. The plan has checked the ranges."""
+
 _vectored_until = 0.0
 """Wall time (perf_counter) up to which the GIL counts as wanted by others. A hint: races on it
 cost speed only."""
 
 
 def copy_batch(source: int, target: int, batch: Batch) -> None:
-    """Copy every run; offsets count from the addresses `source` and `target`. The caller has
-    checked the ranges. Raises TransferFailed when the kernel copied less than all."""
-    few_and_long = len(batch) < _WATCH_EVERY or batch.total >= _LONG_RUN * len(batch)
-    done = 0
-    if few_and_long or not vectored_works():
-        _copy_runs(source, target, batch, 0, len(batch))
+    """Copy every run and row; offsets count from the addresses `source` and `target`. The caller
+    has checked the ranges. Raises TransferFailed when the kernel copied less than all."""
+    copy = _copy_tiles if batch.rows.counts else _copy_runs
+    count = len(batch)
+    if count < _WATCH_EVERY or batch.total >= _LONG_CALL * count or not vectored_works():
+        copy(source, target, batch, slice(None))
         return
+    done = 0
     if time.perf_counter() >= _vectored_until:
-        done = _copy_watched(source, target, batch)
-    if done < len(batch):
-        _copy_vectored(source, target, batch, done)
+        done = _copy_watched(source, target, batch, copy)
+    if done < count:
+        _copy_vectored(source, target, batch.flat(done))
 
 
 def corrupt(address: int) -> None:
@@ -59,28 +70,56 @@ def corrupt(address: int) -> None:
     ctypes.c_ubyte.from_address(address + 3).value ^= 0xFF
 
 
-def _copy_runs(source: int, target: int, batch: Batch, first: int, last: int) -> None:
+_Copy = Callable[[int, int, Batch, slice], None]
+
+
+def _copy_runs(source: int, target: int, batch: Batch, part: slice) -> None:
+    # `map` into nothing: the loop runs in C.
+    deque(
+        map(
+            _memmove,
+            (batch.target[part] + target).tolist(),
+            (batch.source[part] + source).tolist(),
+            batch.nbytes[part].tolist(),
+        ),
+        maxlen=0,
+    )
+
+
+def _copy_tiles(source: int, target: int, batch: Batch, part: slice) -> None:
+    counts = batch.rows.counts
+    from_strides, to_strides = (*batch.rows.source, 1), (*batch.rows.target, 1)
+    from_memory: Any = _ANYWHERE.from_address(source)
+    to_memory: Any = _ANYWHERE.from_address(target)
+    array, copy, byte = np.ndarray, np.copyto, np.uint8
     for src, dst, nbytes in zip(
-        batch.source[first:last].tolist(),
-        batch.target[first:last].tolist(),
-        batch.nbytes[first:last].tolist(),
+        batch.source[part].tolist(),
+        batch.target[part].tolist(),
+        batch.nbytes[part].tolist(),
         strict=True,
     ):
-        _memmove(target + dst, source + src, nbytes)
+        shape = (*counts, nbytes)
+        copy(
+            array(shape, byte, to_memory, dst, to_strides),
+            array(shape, byte, from_memory, src, from_strides),
+        )
 
 
-def _copy_watched(source: int, target: int, batch: Batch) -> int:
-    """Copy run by run until the GIL proves to be contended. Returns how many runs are done."""
+def _copy_watched(source: int, target: int, batch: Batch, copy: _Copy) -> int:
+    """Copy a few runs at a time until the GIL proves to be contended. Returns how many are done."""
     global _vectored_until
-    slept, lost = _idle()
+    slept_before, lost_before = _idle()
+    slow = _SLOW_S + batch.total * _WATCH_EVERY / (len(batch) * _SLOW_BYTES_PER_S)
+    now = time.perf_counter()
     for first in range(0, len(batch), _WATCH_EVERY):
-        last = min(first + _WATCH_EVERY, len(batch))
-        _copy_runs(source, target, batch, first, last)
-        slept_before, lost_before = slept, lost
-        slept, lost = _idle()
-        if slept - slept_before >= _SLEEPS and lost - lost_before >= _LOST_S:
-            _vectored_until = time.perf_counter() + _VECTORED_FOR_S
-            return last
+        last = first + _WATCH_EVERY
+        copy(source, target, batch, slice(first, last))
+        before, now = now, time.perf_counter()
+        if now - before > slow:
+            slept, lost = _idle()
+            if slept - slept_before >= _SLEEPS and lost - lost_before >= _LOST_S:
+                _vectored_until = now + _VECTORED_FOR_S
+                return last
     return len(batch)
 
 
@@ -90,14 +129,13 @@ def _idle() -> tuple[int, float]:
     return usage.ru_nvcsw, time.perf_counter() - usage.ru_utime - usage.ru_stime
 
 
-def _copy_vectored(source: int, target: int, batch: Batch, first: int) -> None:
-    nbytes = batch.nbytes[first:]
+def _copy_vectored(source: int, target: int, flat: Batch) -> None:
     moved = _vectored(
-        _iovec(source, batch.source[first:], nbytes), _iovec(target, batch.target[first:], nbytes)
+        _iovec(source, flat.source, flat.nbytes), _iovec(target, flat.target, flat.nbytes)
     )
-    if moved != int(nbytes.sum()):
+    if moved != flat.total:
         raise TransferFailed(
-            f"moved {moved} of {int(nbytes.sum())} bytes: {os.strerror(ctypes.get_errno())}"
+            f"moved {moved} of {flat.total} bytes: {os.strerror(ctypes.get_errno())}"
         )
 
 

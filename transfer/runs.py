@@ -1,15 +1,22 @@
 """Which bytes go where: pure, vectorised, no I/O.
 
-`plan` turns (source block, target block) pairs into a `CopyPlan`; `CopyPlan.batches` yields
-bounded `Batch`es of (source offset, target offset, bytes). Addresses come from strides, never from
-shapes. Runs are merged where source *and* target are contiguous: heads within a block, layers
-within a block, then neighbouring blocks, as far as both layouts are dense.
+`plan` turns (source block, target block) pairs into a `CopyPlan`. Addresses come from strides,
+never from shapes. Runs are merged where source *and* target are contiguous: heads within a block,
+layers within a block, then neighbouring blocks, as far as both layouts are dense. What does not
+merge, layers above all, lies at constant distances on both sides: the plan keeps it as `Rows`.
+
+Two ways to walk a plan in bounded `Batch`es. `tiles` keeps a run and its rows together, so that
+one call can copy them (a block over all layers): for copying. `batches` spells every copy out,
+layer by layer: for streams and lists of addresses.
+
+The numpy calls here are counted: each costs 5 us once copying has emptied the CPU's caches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,52 +26,119 @@ from pullfill.transfer.contract import KvLayout, Part
 
 Offsets = NDArray[np.int64]
 
-BATCH_BYTES = 4 << 20
-"""A fence is held per batch: at 4-10 GB/s this is 0.4-1 ms."""
+BATCH_BYTES = 8 << 20
+"""A fence is held per batch: at 4-10 GB/s this is 0.8-2 ms."""
 BATCH_RUNS = 1024
 """Also the kernel's limit of one vectored copy (IOV_MAX)."""
 RUN_BYTES = 1 << 20
 """Longer runs are cut: single copies above ~1 MiB bypass the cache and run slower."""
+LIMITS = BATCH_BYTES, BATCH_RUNS, RUN_BYTES
 _EXPAND = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
+class Rows:
+    """Copies that repeat a run at constant distances: dimensions outermost first, each so many
+    times, so many bytes apart in the source and in the target. No dimension: the run alone."""
+
+    counts: tuple[int, ...] = ()
+    source: tuple[int, ...] = ()
+    target: tuple[int, ...] = ()
+
+    @property
+    def count(self) -> int:
+        """How many copies of each run."""
+        return prod(self.counts)
+
+    def steps(self) -> tuple[Offsets, Offsets]:
+        """Displacements of every copy in the source and in the target."""
+        source = target = np.zeros(1, np.int64)
+        for count, s, t in zip(self.counts, self.source, self.target, strict=True):
+            index = np.arange(count, dtype=np.int64)
+            source = (source[:, None] + index * s).ravel()
+            target = (target[:, None] + index * t).ravel()
+        return source, target
+
+    def split(self, limit: int) -> Iterator[tuple[int, int, Rows]]:
+        """Pieces of at most `limit` (≥ 1) copies, each with its displacements, in order."""
+        if self.count <= limit:
+            yield 0, 0, self
+            return
+        inner = Rows(self.counts[1:], self.source[1:], self.target[1:])
+        at_once = limit // inner.count
+        for first in range(0, self.counts[0], at_once or 1):
+            s, t = first * self.source[0], first * self.target[0]
+            if at_once:
+                counts = (min(at_once, self.counts[0] - first), *inner.counts)
+                yield s, t, Rows(counts, self.source, self.target)
+            else:
+                yield from ((s + ds, t + dt, rows) for ds, dt, rows in inner.split(limit))
+
+
+SINGLE = Rows()
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
-    """Copies done under one holding of the fence. Three arrays of equal length, in bytes."""
+    """Copies done under one holding of the fence: runs as three arrays of equal length, in bytes,
+    each run once for every row; `total` bytes."""
 
     source: Offsets
     target: Offsets
     nbytes: Offsets
+    total: int
+    rows: Rows = SINGLE
 
     def __len__(self) -> int:
         return len(self.nbytes)
 
-    @property
-    def total(self) -> int:
-        return int(self.nbytes.sum())
+    def flat(self, first: int = 0) -> Batch:
+        """The same copies from run `first` on, without rows."""
+        source, target, nbytes = self.source[first:], self.target[first:], self.nbytes[first:]
+        if self.rows.counts:
+            s_steps, t_steps = self.rows.steps()
+            source = (source[:, None] + s_steps).ravel()
+            target = (target[:, None] + t_steps).ravel()
+            nbytes = np.repeat(nbytes, len(s_steps))
+        return Batch(source, target, nbytes, int(nbytes.sum()) if first else self.total)
 
 
 @dataclass(frozen=True, slots=True)
 class CopyPlan:
-    """Runs at layer 0, head 0 (`source/target/nbytes`) times the displacements of every layer and
-    head that did not fold into them (`source_steps/target_steps`)."""
+    """Runs at the first layer and head (`source/target/nbytes`), and the rows of every layer and
+    head that did not fold into them."""
 
     blocks: int
     source: Offsets
     target: Offsets
     nbytes: Offsets
-    source_steps: Offsets
-    target_steps: Offsets
+    rows: Rows
 
     @property
     def runs(self) -> int:
         """Copies before long ones are cut for batching."""
-        return len(self.nbytes) * len(self.source_steps)
+        return len(self.nbytes) * self.rows.count
 
     @property
     def total(self) -> int:
         """Bytes moved."""
-        return int(self.nbytes.sum()) * len(self.source_steps)
+        return int(self.nbytes.sum()) * self.rows.count
+
+    def tiles(
+        self,
+        max_bytes: int = BATCH_BYTES,
+        max_runs: int = BATCH_RUNS,
+        max_run_bytes: int = RUN_BYTES,
+    ) -> Iterator[Batch]:
+        """Bounded batches with rows, run by run. A batch holds ≤ max_runs copies of ≤
+        max_run_bytes each and ≤ max_bytes in all (max_run_bytes ≤ max_bytes)."""
+        source, target, nbytes, longest = _cut(self.source, self.target, self.nbytes, max_run_bytes)
+        if not longest:
+            return
+        for s, t, rows in self.rows.split(min(max_runs, max_bytes // longest)):
+            count = rows.count
+            for cut, total in _split(nbytes, longest, max_bytes // count, max_runs // count):
+                yield Batch(source[cut] + s, target[cut] + t, nbytes[cut], total * count, rows)
 
     def batches(
         self,
@@ -72,21 +146,55 @@ class CopyPlan:
         max_runs: int = BATCH_RUNS,
         max_run_bytes: int = RUN_BYTES,
     ) -> Iterator[Batch]:
-        """Bounded batches in order. A batch holds ≤ max_runs copies of ≤ max_run_bytes each and
-        ≤ max_bytes in all (max_run_bytes ≤ max_bytes)."""
-        source, target, nbytes = _cut(self.source, self.target, self.nbytes, max_run_bytes)
-        if not len(nbytes):
+        """Bounded batches without rows, layer by layer and head by head. Limits as for `tiles`."""
+        source, target, nbytes, longest = _cut(self.source, self.target, self.nbytes, max_run_bytes)
+        if not longest:
             return
+        source_steps, target_steps = self.rows.steps()
         group = max(1, _EXPAND // len(nbytes))
-        for first in range(0, len(self.source_steps), group):
-            s_steps = self.source_steps[first : first + group]
-            t_steps = self.target_steps[first : first + group]
-            flat = Batch(
-                (s_steps[:, None] + source).ravel(),
-                (t_steps[:, None] + target).ravel(),
-                np.tile(nbytes, len(s_steps)),
+        for first in range(0, len(source_steps), group):
+            s_steps = source_steps[first : first + group]
+            t_steps = target_steps[first : first + group]
+            flat_source = (s_steps[:, None] + source).ravel()
+            flat_target = (t_steps[:, None] + target).ravel()
+            flat = np.tile(nbytes, len(s_steps))
+            for cut, total in _split(flat, longest, max_bytes, max_runs):
+                yield Batch(flat_source[cut], flat_target[cut], flat[cut], total)
+
+
+class Planner:
+    """Plans copies between one pair of layouts. What does not depend on the blocks is worked out
+    once. Stateless after that: any number of threads."""
+
+    def __init__(self, source: KvLayout, target: KvLayout, part: Part | None = None) -> None:
+        """`part` of each block (`local` is the source, `remote` the target); by default all layers
+        and heads of layouts that have as many. page_bytes of both must be equal, and `part` lie
+        inside both (`check_pair`)."""
+        if part is None:
+            part = Part(0, 0, source.num_kv_heads, 0, 0, source.num_layers)
+        self._source, self._target = source, target
+        self._unit, self._rows = _fold(source, target, part)
+        self._mergeable = source.block_stride == target.block_stride == self._unit
+        self._source_at = _address(source, part.local_layer, part.local_head)
+        self._target_at = _address(target, part.remote_layer, part.remote_head)
+
+    def plan(self, source_blocks: Sequence[int], target_blocks: Sequence[int]) -> CopyPlan:
+        """Copy block `source_blocks[i]` to `target_blocks[i]`. Raises BadMessage (nothing planned)
+        when lengths differ, an id is out of range, or a target appears twice."""
+        if len(source_blocks) != len(target_blocks):
+            raise BadMessage(
+                f"{len(source_blocks)} source blocks for {len(target_blocks)} target blocks"
             )
-            yield from _split(flat, max_bytes, max_runs)
+        source = checked_ids(source_blocks, self._source.num_blocks, "source")
+        target = checked_ids(target_blocks, self._target.num_blocks, "target")
+        first_source, first_target, lengths = merge_pairs(source, target, mergeable=self._mergeable)
+        return CopyPlan(
+            blocks=len(source),
+            source=first_source * self._source.block_stride + self._source_at,
+            target=first_target * self._target.block_stride + self._target_at,
+            nbytes=lengths * self._unit,
+            rows=self._rows,
+        )
 
 
 def plan(
@@ -97,33 +205,8 @@ def plan(
     *,
     part: Part | None = None,
 ) -> CopyPlan:
-    """Plan copying block `source_blocks[i]` to `target_blocks[i]`, or `part` of it (`local` is the
-    source, `remote` the target; by default all layers and heads of layouts that have as many).
-
-    page_bytes of both layouts must be equal, and `part` lie inside both (`check_pair`). Raises
-    BadMessage (nothing planned) when lengths differ, an id is out of range, or a target appears
-    twice.
-    """
-    source = checked_ids(source_blocks, source_layout.num_blocks, "source")
-    target = checked_ids(target_blocks, target_layout.num_blocks, "target")
-    if len(source) != len(target):
-        raise BadMessage(f"{len(source)} source blocks for {len(target)} target blocks")
-    if part is None:
-        part = Part(0, 0, source_layout.num_kv_heads, 0, 0, source_layout.num_layers)
-
-    unit, steps = _fold(source_layout, target_layout, part)
-    mergeable = source_layout.block_stride == target_layout.block_stride == unit
-    first_source, first_target, lengths = merge_pairs(source, target, mergeable=mergeable)
-    return CopyPlan(
-        blocks=len(source),
-        source=_address(source_layout, part.local_layer, part.local_head)
-        + first_source * source_layout.block_stride,
-        target=_address(target_layout, part.remote_layer, part.remote_head)
-        + first_target * target_layout.block_stride,
-        nbytes=lengths * unit,
-        source_steps=steps[0],
-        target_steps=steps[1],
-    )
+    """One plan of a `Planner` that nobody needs again."""
+    return Planner(source_layout, target_layout, part).plan(source_blocks, target_blocks)
 
 
 def merge_pairs(
@@ -131,15 +214,22 @@ def merge_pairs(
 ) -> tuple[Offsets, Offsets, Offsets]:
     """Maximal runs (first source, first target, length) of pairs that step by one on both sides.
     Raises BadMessage when a target appears twice."""
-    order = np.argsort(target, kind="stable")
-    source, target = source[order], target[order]
-    step = np.diff(target)
-    if len(step) and int(step.min()) == 0:
-        raise BadMessage("a target block appears twice")
-    if not mergeable or not len(source):
-        return source, target, np.ones(len(source), np.int64)
-    starts = np.flatnonzero(np.concatenate(([True], (step != 1) | (np.diff(source) != 1))))
-    return source[starts], target[starts], np.diff(np.append(starts, len(source)))
+    step = target[1:] - target[:-1]
+    if len(step) and int(step.min()) <= 0:
+        order = np.argsort(target, kind="stable")
+        source, target = source[order], target[order]
+        step = target[1:] - target[:-1]
+        if int(step.min()) == 0:
+            raise BadMessage("a target block appears twice")
+    if mergeable and len(step):
+        breaks = np.flatnonzero((step != 1) | (source[1:] - source[:-1] != 1))
+        if len(breaks) < len(step):
+            starts = np.zeros(len(breaks) + 2, np.int64)
+            np.add(breaks, 1, out=starts[1:-1])
+            starts[-1] = len(source)
+            lengths = starts[1:] - starts[:-1]
+            return source[starts[:-1]], target[starts[:-1]], lengths
+    return source, target, np.ones(len(source), np.int64)
 
 
 def checked_ids(ids: Sequence[int], num_blocks: int, what: str) -> Offsets:
@@ -148,11 +238,11 @@ def checked_ids(ids: Sequence[int], num_blocks: int, what: str) -> Offsets:
         array = np.asarray(ids, dtype=np.int64).reshape(-1)
     except (OverflowError, TypeError, ValueError) as exc:
         raise BadMessage(f"{what} block ids are not block ids: {exc}") from exc
-    if len(array):
-        low, high = int(array.min()), int(array.max())
-        if low < 0 or high >= num_blocks:
-            bad = low if low < 0 else high
-            raise BadMessage(f"{what} block {bad} is outside 0..{num_blocks - 1}")
+    # A negative id is a very large unsigned one.
+    if len(array) and int(array.view(np.uint64).max()) >= num_blocks:
+        bad = int(array.min())
+        bad = bad if bad < 0 else int(array.max())
+        raise BadMessage(f"{what} block {bad} is outside 0..{num_blocks - 1}")
     return array
 
 
@@ -160,10 +250,9 @@ def _address(layout: KvLayout, layer: int, head: int) -> int:
     return layout.base_offset + layer * layout.layer_stride + head * layout.head_stride
 
 
-def _fold(a: KvLayout, b: KvLayout, part: Part) -> tuple[int, tuple[Offsets, Offsets]]:
-    """Contiguous bytes per block, and displacements of the (layer, head) pairs not folded in."""
-    unit, steps = a.page_bytes, (np.zeros(1, np.int64), np.zeros(1, np.int64))
-    dense = True
+def _fold(a: KvLayout, b: KvLayout, part: Part) -> tuple[int, Rows]:
+    """Contiguous bytes per block, and the rows of (layer, head) pairs not folded in."""
+    unit, rows, dense = a.page_bytes, Rows(), True
     for count, a_stride, b_stride in (
         (part.heads, a.head_stride, b.head_stride),
         (part.layers, a.layer_stride, b.layer_stride),
@@ -174,35 +263,44 @@ def _fold(a: KvLayout, b: KvLayout, part: Part) -> tuple[int, tuple[Offsets, Off
         if dense:
             unit *= count
         else:
-            index = np.arange(count, dtype=np.int64)[:, None]
-            steps = (
-                (index * a_stride + steps[0]).ravel(),
-                (index * b_stride + steps[1]).ravel(),
-            )
-    return unit, steps
+            rows = Rows((count, *rows.counts), (a_stride, *rows.source), (b_stride, *rows.target))
+    return unit, rows
 
 
 def _cut(
     source: Offsets, target: Offsets, nbytes: Offsets, limit: int
-) -> tuple[Offsets, Offsets, Offsets]:
-    """Split runs longer than `limit` bytes."""
+) -> tuple[Offsets, Offsets, Offsets, int]:
+    """Split runs longer than `limit` bytes. The last number is the longest run, 0 without any."""
+    longest = int(nbytes.max()) if len(nbytes) else 0
+    if longest <= limit:
+        return source, target, nbytes, longest
     pieces = -(-nbytes // limit)
-    if not len(pieces) or int(pieces.max()) == 1:
-        return source, target, nbytes
     owner = np.repeat(np.arange(len(pieces)), pieces)
     shift = (np.arange(len(owner)) - (np.cumsum(pieces) - pieces)[owner]) * limit
     return (
         source[owner] + shift,
         target[owner] + shift,
         np.minimum(nbytes[owner] - shift, limit),
+        limit,
     )
 
 
-def _split(flat: Batch, max_bytes: int, max_runs: int) -> Iterator[Batch]:
-    ends = np.cumsum(flat.nbytes)
+def _split(
+    nbytes: Offsets, longest: int, max_bytes: int, max_runs: int
+) -> Iterator[tuple[slice, int]]:
+    """Cut a list of runs into batches: which runs, and their bytes."""
+    count = len(nbytes)
+    if longest * count == int(nbytes.sum()):  # all alike, as they mostly are
+        step = min(max_runs, max_bytes // longest)
+        for first in range(0, count, step):
+            last = min(first + step, count)
+            yield slice(first, last), (last - first) * longest
+        return
+    ends = np.cumsum(nbytes)
     first, done = 0, 0
-    while first < len(ends):
+    while first < count:
         last = int(np.searchsorted(ends, done + max_bytes, side="right"))
-        last = max(first + 1, min(last, first + max_runs))
-        yield Batch(flat.source[first:last], flat.target[first:last], flat.nbytes[first:last])
-        first, done = last, int(ends[last - 1])
+        last = min(last, first + max_runs)
+        before, done = done, int(ends[last - 1])
+        yield slice(first, last), done - before
+        first = last

@@ -19,7 +19,7 @@ from pullfill.errors import TransferFailed
 from pullfill.transfer.contract import KvLayout, LocalMemory, MoveResult, Part
 from pullfill.transfer.copying import copy_batch
 from pullfill.transfer.layout import check_bounds, check_pair
-from pullfill.transfer.runs import Batch, CopyPlan, plan
+from pullfill.transfer.runs import LIMITS, Batch, CopyPlan, Planner
 from pullfill.wire import FenceToken
 
 Copier = Callable[[int, int, Batch], None]
@@ -64,19 +64,21 @@ class MappedSession:
         *,
         part: Part | None = None,
         copier: Copier = copy_batch,
+        limits: tuple[int, int, int] = LIMITS,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_close` gives the mapping back, after the gate is closed. Raises IncompatibleError
+        """`limits` of a batch: bytes, copies, bytes of one copy (see `CopyPlan.tiles`).
+        `on_close` gives the mapping back, after the gate is closed. Raises IncompatibleError
         when the layouts, or their `part`, do not hold the same bytes (the caller keeps both)."""
         check_bounds(local.layout, local.nbytes)
         check_pair(local.layout, remote, part)
-        self._part = part
+        self._writes = Planner(local.layout, remote, part)
+        self._reads = Planner(remote, local.layout, part.swapped() if part else None)
         self._transport = transport
         self._local = local
-        self._remote = remote
         self._remote_address = remote_address
         self._gate = gate
-        self._copy = copier
+        self._copy, self._limits = copier, limits
         self._on_close = on_close
         self._busy = threading.Lock()
         self._closed = False
@@ -90,7 +92,7 @@ class MappedSession:
     ) -> MoveResult:
         """See PeerSession."""
         started = time.perf_counter()
-        todo = plan(self._local.layout, self._remote, source, target, part=self._part)
+        todo = self._writes.plan(source, target)
         self._move("write", fence, todo, self._local.address, self._remote_address)
         return _result(todo, started)
 
@@ -99,8 +101,7 @@ class MappedSession:
     ) -> MoveResult:
         """See PeerSession."""
         started = time.perf_counter()
-        swapped = self._part.swapped() if self._part else None
-        todo = plan(self._remote, self._local.layout, source, target, part=swapped)
+        todo = self._reads.plan(source, target)
         self._move("read", fence, todo, self._remote_address, self._local.address)
         return _result(todo, started)
 
@@ -117,7 +118,7 @@ class MappedSession:
         with self._busy:
             if self._closed:
                 raise TransferFailed("the session is closed")
-            for batch in todo.batches():
+            for batch in todo.tiles(*self._limits):
                 gate.before_batch(verb)
                 gate.enter(fence)
                 try:

@@ -22,7 +22,7 @@ from pullfill.transfer.contract import KvLayout
 from pullfill.transfer.digest import BlockDigester
 from pullfill.transfer.layout import dense_layout
 from pullfill.transfer.loopback import LoopbackOwner
-from pullfill.transfer.runs import Batch
+from pullfill.transfer.runs import Batch, Rows
 from pullfill.transfer.shm.peer import ShmTransport
 from pullfill.wire import DigestMode
 from tests.support.transfer_rigs import (
@@ -46,18 +46,26 @@ LAYOUT = dense_layout(2, 8, 2, 64)
 
 def _batch(count: int, size: int) -> Batch:
     order = np.random.default_rng(1).permutation(count).astype(np.int64)
-    return Batch(np.arange(count, dtype=np.int64) * size, order * size, np.full(count, size))
+    at = np.arange(count, dtype=np.int64) * size
+    return Batch(at, order * size, np.full(count, size), count * size)
+
+
+@pytest.fixture(params=["plain", "watched", "switching", "vectored"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every way `copy_batch` can take, forced. `switching`: contention shows after a few calls."""
+    assert copying.vectored_works(), "this machine should be able to copy by iovec"
+    monkeypatch.setattr(copying, "vectored_works", lambda: request.param != "plain")
+    until = math.inf if request.param == "vectored" else 0.0
+    monkeypatch.setattr(copying, "_vectored_until", until)
+    monkeypatch.setattr(copying, "_SLOW_S", -1.0 if request.param == "switching" else 1e9)
+    monkeypatch.setattr(copying, "_SLOW_BYTES_PER_S", 1 << 60)
+    idle = itertools.count(step=2 if request.param == "switching" else 0)
+    monkeypatch.setattr(copying, "_idle", lambda: (count := next(idle), float(count)))
+    return request.param
 
 
 @pytest.mark.parametrize(("count", "size"), [(64, 48), (3, 300_000), (1, 5), (1000, 4096)])
-@pytest.mark.parametrize("way", ["plain", "watched", "switching", "vectored"])
-def test_copy_batch(count: int, size: int, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert copying.vectored_works(), "this machine should be able to copy by iovec"
-    monkeypatch.setattr(copying, "vectored_works", lambda: way != "plain")
-    until = math.inf if way == "vectored" else 0.0
-    monkeypatch.setattr(copying, "_vectored_until", until)
-    idle = itertools.count(step=2 if way == "switching" else 0)
-    monkeypatch.setattr(copying, "_idle", lambda: (count := next(idle), float(count)))
+def test_copy_batch(count: int, size: int, way: str) -> None:
     source, target = random_bytes(count * size, 1), np.zeros(count * size, np.uint8)
     batch = _batch(count, size)
     copying.copy_batch(source.ctypes.data, target.ctypes.data, batch)
@@ -65,7 +73,23 @@ def test_copy_batch(count: int, size: int, way: str, monkeypatch: pytest.MonkeyP
     expected[batch.target // size] = source.reshape(count, size)
     np.testing.assert_array_equal(target, expected.ravel())
     switched = way == "switching" and count > 8
-    assert switched == (copying._vectored_until != until)
+    assert switched == (copying._vectored_until not in (0.0, math.inf))
+
+
+@pytest.mark.parametrize("counts", [(3,), (2, 3), (1, 1)])
+def test_copy_batch_with_rows(counts: tuple[int, ...], way: str) -> None:
+    """Runs of several lengths, apart by other strides on either side."""
+    lengths = np.array([48, 16, 7] * 8, np.int64)
+    rows = Rows(counts, (9000, 2500)[-len(counts) :], (7000, 2000)[-len(counts) :])
+    at = np.arange(len(lengths), dtype=np.int64)
+    batch = Batch(at * 60, at[::-1] * 50, lengths, int(lengths.sum()) * rows.count, rows)
+    source, target = random_bytes(30_000, 1), np.zeros(30_000, np.uint8)
+    copying.copy_batch(source.ctypes.data, target.ctypes.data, batch)
+    expected = np.zeros_like(target)
+    flat = batch.flat()
+    for s, t, n in zip(flat.source, flat.target, flat.nbytes, strict=True):
+        expected[t : t + n] = source[s : s + n]
+    np.testing.assert_array_equal(target, expected)
 
 
 def test_a_contended_gil_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from pullfill.errors import BadMessage, IncompatibleError
 from pullfill.transfer.contract import KvLayout, Part
 from pullfill.transfer.layout import check_bounds, check_pair, dense_layout
-from pullfill.transfer.runs import CopyPlan, merge_pairs, plan
+from pullfill.transfer.runs import SINGLE, Batch, Rows, merge_pairs, plan
 from tests.support.transfer_rigs import extent
 
 
@@ -72,9 +73,9 @@ def byte_map(
     return moved
 
 
-def planned_map(todo: CopyPlan, **limits: int) -> dict[int, int]:
+def planned_map(batches: Iterable[Batch]) -> dict[int, int]:
     moved = {}
-    for batch in todo.batches(**limits):
+    for batch in batches:
         for s, t, n in zip(batch.source, batch.target, batch.nbytes, strict=True):
             for i in range(int(n)):
                 assert int(t) + i not in moved, "a byte is written twice"
@@ -92,15 +93,43 @@ def test_plan_moves_exactly_the_oracles_bytes(
     check_bounds(target, extent(target))
     todo = plan(source, target, sources, targets)
     expected = byte_map(source, target, sources, targets)
-    assert planned_map(todo) == expected
     assert todo.total == len(expected)
-    run = max(1, max_bytes // 2)
-    limits = {"max_bytes": max_bytes, "max_runs": max_runs, "max_run_bytes": run}
-    assert planned_map(todo, **limits) == expected
-    for batch in todo.batches(**limits):
-        assert 1 <= len(batch) <= max_runs
-        assert batch.total <= max_bytes
-        assert int(batch.nbytes.max()) <= run
+    limits = (max_bytes, max_runs, max(1, max_bytes // 2))
+    for walk in (todo.batches, todo.tiles):
+        assert planned_map(batch.flat() for batch in walk()) == expected
+        made = [batch.flat() for batch in walk(*limits)]
+        assert planned_map(made) == expected
+        for batch in made:
+            assert 1 <= len(batch) <= max_runs
+            assert batch.total == batch.nbytes.sum() <= max_bytes
+            assert int(batch.nbytes.max()) <= limits[2]
+    for batch in todo.tiles(*limits):
+        left = batch.flat(first=1)
+        assert left.total == left.nbytes.sum() == batch.total - batch.nbytes[0] * batch.rows.count
+
+
+def test_a_block_stays_together_over_its_layers() -> None:
+    layout = dense_layout(4, 100, 2, 1024)
+    (batch,) = plan(layout, layout, [7, 3], [9, 5]).tiles()
+    assert (len(batch), batch.rows.counts, batch.total) == (2, (4,), 2 * 4 * 2048)
+    assert batch.target.tolist() == [5 * 2048, 9 * 2048]
+    halves = list(plan(layout, layout, [7, 3], [9, 5]).tiles(max_bytes=8192))
+    assert [(len(b), b.rows.counts) for b in halves] == [(1, (4,)), (1, (4,))]
+    layers = list(plan(layout, layout, [7, 3], [9, 5]).tiles(max_bytes=4096, max_run_bytes=4096))
+    assert [(len(b), b.rows.counts) for b in layers] == [(1, (2,))] * 4
+    assert plan(layout, layout, [7, 3], [9, 5]).runs == 8
+
+
+def test_rows_are_split_within_the_outermost_dimension_that_is_too_long() -> None:
+    rows = Rows((2, 5), (1000, 10), (2000, 20))
+    pieces = list(rows.split(2))
+    assert [(s, t, r.counts) for s, t, r in pieces] == [
+        (0, 0, (2,)), (20, 40, (2,)), (40, 80, (1,)),
+        (1000, 2000, (2,)), (1020, 2040, (2,)), (1040, 2080, (1,)),
+    ]  # fmt: skip
+    assert [r.counts for _, _, r in rows.split(5)] == [(1, 5), (1, 5)]
+    assert list(rows.split(10)) == [(0, 0, rows)]
+    assert list(SINGLE.split(1)) == [(0, 0, SINGLE)]
 
 
 @settings(max_examples=150, deadline=None)
@@ -140,7 +169,7 @@ def test_heads_of_a_range_stay_apart_where_blocks_are_wider() -> None:
         for h in range(4)
         for i in range(64)
     }
-    assert planned_map(todo) == expected
+    assert planned_map(todo.batches()) == expected
     check_pair(wide, narrow, part)
     with pytest.raises(IncompatibleError, match=r"5\.\.9 of 8"):
         check_pair(wide, narrow, replace(part, local_head=5))
@@ -156,7 +185,7 @@ def test_layers_of_a_range_go_where_the_other_side_counts_them() -> None:
         for h in range(2)
         for i in range(64)
     }
-    assert planned_map(todo) == expected
+    assert planned_map(todo.batches()) == expected
     check_pair(half, whole, part)
     with pytest.raises(IncompatibleError, match="num_layers"):
         check_pair(half, whole, replace(part, remote_layer=3))
