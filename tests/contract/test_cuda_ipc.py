@@ -1,0 +1,303 @@
+"""cuda_ipc beyond the conformance suite: other processes, their deaths, and what is refused."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from pullfill.errors import BadMessage, ConfigError, IncompatibleError, PeerUnavailable
+from pullfill.transfer.cuda_ipc import peer
+from pullfill.transfer.cuda_ipc.endpoint import IpcEndpoint
+from pullfill.transfer.cuda_ipc.peer import CudaIpcTransport
+from pullfill.transfer.gpu.region import GpuMapping, export, make_gpu_owner
+from pullfill.transfer.layout import dense_layout
+from pullfill.transfer.shm.files import RegionFiles
+from pullfill.wire import FenceToken, RegionDescriptor, encode
+from tests.support.fake_gpu import FakeDriver
+from tests.support.transfer_rigs import DENSE, Region, Rig, extent, ipc_rig, memory_over
+
+BLOCKS = range(DENSE.num_blocks)
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Rig:
+    return ipc_rig(tmp_path)
+
+
+@pytest.fixture
+def region(rig: Rig) -> Iterator[Region]:
+    made = rig.region(DENSE)
+    yield made
+    made.owner.close()
+
+
+def driver_of(rig: Rig) -> FakeDriver:
+    assert isinstance(rig.transport, CudaIpcTransport)
+    driver = rig.transport._driver()
+    assert isinstance(driver, FakeDriver)
+    return driver
+
+
+def described(region: Region, **changes: object) -> RegionDescriptor:
+    """Its descriptor with other fields in the endpoint: `memory_X` or `X`."""
+    endpoint = IpcEndpoint.decode(region.descriptor.endpoints["cuda_ipc"])
+    inner = {n.removeprefix("memory_"): v for n, v in changes.items() if n.startswith("memory_")}
+    outer = {n: v for n, v in changes.items() if not n.startswith("memory_")}
+    memory = msgspec.structs.replace(endpoint.memory, **inner)
+    endpoint = msgspec.structs.replace(endpoint, memory=memory, **outer)
+    return msgspec.structs.replace(region.descriptor, endpoints={"cuda_ipc": endpoint.encode()})
+
+
+class Writer:
+    """tests.support.ipc_writer, killed at the end."""
+
+    def __init__(self, region: Region, directory: Path, fill: int) -> None:
+        path = directory / "descriptor"
+        path.write_bytes(encode(region.descriptor))
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.support.ipc_writer", str(path), str(fill)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        path_gone = self.answer()
+        path.unlink()
+        assert path_gone == "ready"
+
+    def answer(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def ask(self, verb: str, token: FenceToken | None = None) -> str:
+        assert self.process.stdin is not None
+        words = [verb] if token is None else [verb, str(token.slot), str(token.epoch)]
+        self.process.stdin.write(" ".join(words) + "\n")
+        self.process.stdin.flush()
+        return self.answer()
+
+    def end(self) -> None:
+        """SIGKILL, and wait until the kernel says that it has ended (it stays a zombie)."""
+        self.process.kill()
+        os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+def test_a_writer_of_another_process(region: Region, tmp_path: Path) -> None:
+    fences = region.owner.fences
+    with Writer(region, tmp_path, 7) as writer:
+        token = fences.open(BLOCKS)
+        assert writer.ask("write", token) == "done"
+        assert (region.pages == 7).all()
+        assert fences.try_revoke(token)
+        assert writer.ask("write", token) == "fenced"
+        assert writer.ask("close") == "closed"
+
+
+@pytest.mark.timeout(60)
+def test_a_free_lock_proves_nothing_before_the_writers_process_has_ended(
+    region: Region, tmp_path: Path
+) -> None:
+    """A killed process loses its locks when its files are closed; its device may copy on until the
+    driver has ended its context. The time between is made long here."""
+    fences = region.owner.fences
+    with Writer(region, tmp_path, 7) as writer:
+        token, other = fences.open(BLOCKS), fences.open([])
+        assert writer.ask("start", token) == "queued"
+        assert not fences.try_revoke(token), "the lock is held"
+        assert writer.ask("unlock") == "unlocked"
+        for _ in range(3):
+            assert not fences.try_revoke(token), "the lock is free, but the copies are in flight"
+        assert fences.in_use == 2
+        assert fences.try_revoke(other), "no other grant is held up"
+        writer.process.send_signal(signal.SIGSTOP)
+        assert not fences.try_revoke(token)
+        writer.end()
+        assert fences.try_revoke(token)
+        assert fences.in_use == 0
+    reborn = fences.open(BLOCKS)
+    assert fences.try_revoke(reborn), "the dead writer's record is free again"
+
+
+def test_a_stopped_writer_holds_its_blocks_and_a_killed_one_frees_them(
+    region: Region, tmp_path: Path
+) -> None:
+    fences = region.owner.fences
+    with Writer(region, tmp_path, 7) as writer:
+        token = fences.open(BLOCKS)
+        assert writer.ask("start", token) == "queued"
+        writer.process.send_signal(signal.SIGSTOP)
+        assert not fences.try_revoke(token)
+        writer.end()
+        assert fences.try_revoke(token)
+    assert not (region.pages == 7).all()
+
+
+def test_after_a_gpu_error_only_the_end_of_the_process_is_proof(
+    region: Region, tmp_path: Path
+) -> None:
+    fences = region.owner.fences
+    with Writer(region, tmp_path, 7) as writer:
+        token, next_one = fences.open(BLOCKS), fences.open(BLOCKS)
+        assert writer.ask("break", token).startswith("failed cuStreamSynchronize")
+        assert writer.ask("write", next_one).startswith("failed an earlier copy failed")
+        assert not fences.try_revoke(token)
+        assert writer.ask("close") == "closed"
+        assert not fences.try_revoke(token), "closing the session lets go of nothing"
+        writer.end()
+        assert fences.try_revoke(token)
+        assert fences.try_revoke(next_one)
+
+
+def test_every_opening_and_stream_is_given_back(rig: Rig, region: Region) -> None:
+    driver, mine = driver_of(rig), rig.local(DENSE)
+    sessions = [rig.connect(mine, region) for _ in range(3)]
+    assert (sum(driver.openings.values()), driver.streams) == (3, 3)
+    for changes in ({"num_layers": 1}, {"incarnation": "no"}):
+        with pytest.raises((PeerUnavailable, IncompatibleError)):
+            rig.connect(mine, region, **changes)
+    with pytest.raises(BadMessage, match="beyond its allocation"):
+        rig.transport.connect(mine.memory, described(region, memory_offset=4097))
+    assert (sum(driver.openings.values()), driver.streams) == (3, 3)
+    for session in sessions:
+        session.close()
+    assert (sum(driver.openings.values()), driver.streams) == (0, 0)
+
+
+def test_nothing_is_copied_outside_the_fence(rig: Rig, region: Region) -> None:
+    """Many batches: each is over (synchronised) when its fence is left."""
+    driver, mine = driver_of(rig), rig.local(DENSE)
+    session = rig.connect(mine, region)
+    session._limits = 4096, 8, 4096  # type: ignore[attr-defined]
+    gate, left = session._gate, []  # type: ignore[attr-defined]
+    leave = gate.leave
+
+    def watched(token: FenceToken) -> None:
+        left.append(len(driver.copies))
+        leave(token)
+
+    gate.leave = watched
+    token = region.owner.fences.open(BLOCKS)
+    session.write_blocks(token, [1, 5, 9, 30], [2, 4, 8, 16])
+    assert left == list(range(1, len(left) + 1))
+    assert len(left) > 1
+    session.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"memory_pid_space": "pid:[1]"}, "PID namespace"),
+        ({"memory_pid_space": ""}, "PID namespace"),
+        ({"memory_pid": os.getpid()}, "its own GPU memory"),
+        ({"fence": "/dev/shm/pullfill-gone.fence"}, "fence"),
+        ({"memory_device": "gpu-b"}, "cannot reach memory of GPU 1"),
+        ({"memory_device": "hidden", "memory_handle": b"1 1".ljust(64)}, "CUDA_ERROR"),
+        ({"v": 2}, "version 2"),
+    ],
+)
+def test_out_of_reach_and_why(
+    rig: Rig, region: Region, changes: dict[str, object], reason: str
+) -> None:
+    driver_of(rig).apart = frozenset({(0, 1)})
+    assert reason in (rig.transport.can_reach(described(region, **changes)) or "reachable")
+
+
+def test_within_reach(rig: Rig, region: Region) -> None:
+    assert rig.transport.can_reach(region.descriptor) is None
+    # A device that CUDA_VISIBLE_DEVICES hides from us: its handle may open all the same.
+    assert rig.transport.can_reach(described(region, memory_device="hidden")) is None
+    assert sum(driver_of(rig).openings.values()) == 0
+
+
+def test_out_of_reach_of_other_hosts_and_of_cpu_memory(
+    rig: Rig, region: Region, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = msgspec.structs.replace(region.descriptor, host_id="other")
+    assert "another host" in (rig.transport.can_reach(elsewhere) or "")
+    with pytest.raises(PeerUnavailable, match="another host"):
+        rig.transport.connect(rig.local(DENSE).memory, elsewhere)
+    on_cpu = CudaIpcTransport(None, lambda: driver_of(rig))
+    assert "not on a GPU" in (on_cpu.can_reach(region.descriptor) or "")
+    with pytest.raises(IncompatibleError):
+        on_cpu.connect(replace(rig.local(DENSE).memory, device=None), region.descriptor)
+    monkeypatch.setattr(peer, "why_no_proof", lambda: "the driver frees later")
+    with pytest.raises(PeerUnavailable, match="frees later"):
+        rig.connect(rig.local(DENSE), region)
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"v":1}', "\x00", '{"v":1,"memory":{}}'])
+def test_garbage_for_an_endpoint(rig: Rig, region: Region, text: str) -> None:
+    descriptor = msgspec.structs.replace(region.descriptor, endpoints={"cuda_ipc": text})
+    assert rig.transport.can_reach(descriptor) is not None
+    with pytest.raises(BadMessage):
+        rig.transport.connect(rig.local(DENSE).memory, descriptor)
+
+
+def test_mapped_physical_pages_are_refused_with_what_to_do() -> None:
+    driver = FakeDriver()
+    pages = driver.allocate(extent(DENSE), exportable=False)
+    memory = replace(memory_over(pages.data, DENSE), device=0)
+    with pytest.raises(ConfigError, match="expandable_segments") as refused:
+        export(memory, driver)
+    assert "--enable-sleep-mode" in str(refused.value)
+    with pytest.raises(ConfigError, match="CPU"):
+        export(replace(memory, device=None), driver)
+    beyond = replace(memory, nbytes=memory.nbytes + 1)
+    pages.exportable = True
+    with pytest.raises(ConfigError, match="one allocation"):
+        export(beyond, driver)
+
+
+def test_one_owner_for_all_ranks(tmp_path: Path) -> None:
+    """Ranks of other processes; one of them has memory without a handle."""
+    driver, layout = FakeDriver(), dense_layout(1, 4, 1, 64)
+    blocks = [driver.allocate(extent(layout), device) for device in (0, 1)]
+    memories = [replace(memory_over(b.data, layout), device=b.device) for b in blocks]
+    handles = [export(memory, driver) for memory in memories]
+    files = RegionFiles("decode-1", tmp_path)
+    owner = make_gpu_owner(files, [*memories, memories[1]], [*handles, None], "i1", slots=4)
+    devices = [
+        IpcEndpoint.decode(owner.endpoints(rank)["cuda_ipc"]).memory.device for rank in (0, 1)
+    ]
+    assert devices == ["gpu-a", "gpu-b"]
+    assert owner.endpoints(2) == {}
+    owner.close()
+    owner.close()
+    assert os.listdir(tmp_path) == []
+
+
+def test_the_main_process_maps_what_a_rank_exported() -> None:
+    driver, layout = FakeDriver(), dense_layout(1, 4, 1, 64)
+    block = driver.allocate(8192 + extent(layout), device=1)
+    theirs = replace(memory_over(block.data[8192:], layout), device=0, first_head=3)
+    handle = export(replace(theirs, device=1), driver)
+    mapping = GpuMapping(handle, theirs, driver)
+    assert mapping.memory.device == 1, "as this process numbers it"
+    assert mapping.memory.first_head == 3
+    assert mapping.memory.address != theirs.address
+    offset = mapping.memory.address
+    block.data[8192] = 77
+    assert np.ctypeslib.as_array((np.ctypeslib.ctypes.c_uint8 * 1).from_address(offset))[0] == 77
+    mapping.close()
+    mapping.close()
+    assert sum(driver.openings.values()) == 0
+    with pytest.raises(PeerUnavailable, match="not visible"):
+        GpuMapping(msgspec.structs.replace(handle, device="gpu-z"), theirs, driver)
+    block.free()
+    with pytest.raises(PeerUnavailable, match="cannot be mapped"):
+        GpuMapping(handle, theirs, driver)

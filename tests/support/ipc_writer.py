@@ -1,0 +1,97 @@
+"""A GPU writer process of its own: `python -m tests.support.ipc_writer DESCRIPTOR_FILE FILL`.
+
+Connects over cuda_ipc, on GPUs of plain memory, with memory whose every byte is FILL. Commands on
+stdin, an answer each:
+
+    write SLOT EPOCH   writes all blocks; `done`, `fenced` or `failed TEXT`
+    start SLOT EPOCH   the same on a thread, which stops with copies queued; `queued`
+    unlock             closes the fence file, as the kernel does with a dying process; `unlocked`
+    break SLOT EPOCH   as write, but the GPU fails; `failed TEXT`
+    close              closes the session; `closed`
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from pullfill.errors import Fenced, PullfillError
+from pullfill.transfer.contract import PeerSession
+from pullfill.transfer.cuda_ipc.peer import CudaIpcTransport, IpcGate
+from pullfill.transfer.layout import layout_of
+from pullfill.transfer.session import MappedSession
+from pullfill.wire import FenceToken, RegionDescriptor, decode
+from tests.support.fake_gpu import FakeDriver, FakeStream
+from tests.support.transfer_rigs import memory_over
+
+
+class StoppingStream(FakeStream):
+    """Its device never finishes once `stop` is set."""
+
+    stop = False
+    queued = threading.Event()
+
+    def synchronize(self) -> None:
+        if self.stop:
+            self.queued.set()
+            threading.Event().wait()
+        super().synchronize()
+
+
+class Driver(FakeDriver):
+    def stream(self, device: int) -> FakeStream:
+        return StoppingStream(self, device)
+
+
+def write(session: PeerSession, token: FenceToken, blocks: range) -> str:
+    try:
+        session.write_blocks(token, blocks, blocks)
+    except Fenced:
+        return "fenced"
+    except PullfillError as exc:
+        return f"failed {exc}"
+    return "done"
+
+
+def obey(line: str, driver: Driver, session: PeerSession, blocks: range) -> str:
+    verb, *rest = line.split()
+    token = FenceToken(slot=int(rest[0]), epoch=int(rest[1])) if rest else None
+    if verb == "start":
+        StoppingStream.stop = True
+        threading.Thread(target=write, args=(session, token, blocks), daemon=True).start()
+        assert StoppingStream.queued.wait(20)
+        return "queued"
+    if verb == "unlock":
+        assert isinstance(session, MappedSession)
+        assert isinstance(session._gate, IpcGate)
+        os.close(session._gate._fd)
+        return "unlocked"
+    if verb == "close":
+        session.close()
+        return "closed"
+    driver.fail_sync = verb == "break"
+    assert token is not None
+    return write(session, token, blocks)
+
+
+def main() -> None:
+    descriptor = decode(Path(sys.argv[1]).read_bytes(), RegionDescriptor)
+    layout = layout_of(descriptor)
+    data = np.full(descriptor.nbytes, int(sys.argv[2]), np.uint8)
+    driver = Driver()
+    transport = CudaIpcTransport(0, lambda: driver, lambda *_: None)
+    reason = transport.can_reach(descriptor)
+    assert reason is None, reason
+    session = transport.connect(replace(memory_over(data, layout), device=0), descriptor)
+    print("ready", flush=True)
+    for line in sys.stdin:
+        print(obey(line, driver, session, range(layout.num_blocks)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

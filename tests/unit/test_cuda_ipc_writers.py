@@ -1,0 +1,177 @@
+"""Who still copies by GPU: records in the fence file, and what ends of processes prove."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pullfill.errors import PeerUnavailable
+from pullfill.transfer.cuda_ipc import writers
+from pullfill.transfer.cuda_ipc.writers import (
+    RECORDS,
+    WriterRecord,
+    WriterTable,
+    has_ended,
+    pid_namespace,
+    process_word,
+    why_no_proof,
+)
+from pullfill.transfer.shm import lock
+
+
+@pytest.fixture
+def fence(tmp_path: Path) -> Path:
+    path = tmp_path / "x.fence"
+    path.write_bytes(bytes(8192))
+    return path
+
+
+@pytest.fixture
+def fds(fence: Path) -> Iterator[list[int]]:
+    """Three open file descriptions of the fence file."""
+    opened = [os.open(fence, os.O_RDWR) for _ in range(3)]
+    yield opened
+    for fd in opened:
+        os.close(fd)
+
+
+@pytest.fixture
+def child() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_a_process_has_ended_when_the_kernel_says_so_and_before_it_is_waited_for(
+    child: subprocess.Popen[bytes],
+) -> None:
+    word = process_word(child.pid)
+    assert not has_ended(word)
+    child.send_signal(signal.SIGSTOP)
+    assert not has_ended(word), "a stopped process is not a dead one"
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert has_ended(word), "a zombie has let go of everything"
+    child.wait()
+    assert has_ended(word)
+    with pytest.raises(ProcessLookupError):
+        process_word(child.pid)
+
+
+def test_another_process_with_the_same_number_is_not_it(
+    child: subprocess.Popen[bytes],
+) -> None:
+    word = process_word(child.pid)
+    assert has_ended(word + (1 << 22)), "started at another time"
+    assert not has_ended(word)
+
+
+def test_not_being_able_to_look_is_no_proof(
+    child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(pid: int) -> int:
+        raise OSError(24, "Too many open files")
+
+    word = process_word(child.pid)
+    child.kill()
+    child.wait()
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+    assert not has_ended(word)
+
+
+def test_many_descriptors_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """select() cannot look at descriptors above 1023."""
+    real = os.pidfd_open
+
+    def high(pid: int) -> int:
+        fd = real(pid)
+        os.dup2(fd, 1500, inheritable=False)
+        os.close(fd)
+        return 1500
+
+    monkeypatch.setattr(os, "pidfd_open", high)
+    assert not has_ended(process_word(os.getpid()))
+
+
+def test_a_record_names_its_slot_while_copies_may_be_in_flight(fds: list[int]) -> None:
+    table, record, other = WriterTable(fds[0]), WriterRecord(fds[1]), WriterRecord(fds[2])
+    assert table.quiet(3)
+    record.begin(3)
+    other.begin(4)
+    assert not table.quiet(3)
+    assert not table.quiet(4)
+    assert table.quiet(5)
+    record.end()
+    assert table.quiet(3)
+    assert not table.quiet(4)
+    other.end()
+    record.close()
+    other.close()
+    table.close()
+    table.close()
+
+
+def test_a_dead_writers_record_is_taken_back_once_its_end_is_proved(
+    fence: Path, fds: list[int]
+) -> None:
+    code = (
+        "import os, sys; from pullfill.transfer.cuda_ipc.writers import WriterRecord; "
+        "r = WriterRecord(os.open(sys.argv[1], os.O_RDWR)); r.begin(7); print(r._start, flush=True)"
+        "; input()"
+    )
+    writer = subprocess.Popen(
+        [sys.executable, "-c", code, str(fence)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert writer.stdout is not None
+    start = int(writer.stdout.readline())
+    table = WriterTable(fds[0])
+    assert not table.quiet(7)
+    writer.kill()
+    os.waitid(os.P_PID, writer.pid, os.WEXITED | os.WNOWAIT)
+    # Nobody takes the record before its owner has seen the end of who had it.
+    mine = WriterRecord(fds[1])
+    assert mine._start != start
+    assert table.quiet(7)
+    again = WriterRecord(fds[2])
+    assert again._start == start
+    writer.communicate()
+    again.close()
+    mine.close()
+    table.close()
+
+
+def test_no_record_is_left_for_more_sessions_than_there_are(
+    fds: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writers, "RECORDS", 1)
+    record = WriterRecord(fds[0])
+    with pytest.raises(PeerUnavailable, match="already"):
+        WriterRecord(fds[1])
+    record.close()
+    WriterRecord(fds[1]).close()
+
+
+def test_records_lie_between_the_header_and_the_slots(fds: list[int]) -> None:
+    assert 1024 + RECORDS * 16 == 4096
+    assert lock.try_exclusive(fds[0], 0, 1), "the owner's own lock"
+    WriterRecord(fds[1]).close()
+
+
+def test_a_driver_that_frees_later_gives_no_proof(tmp_path: Path) -> None:
+    settings = tmp_path / "params"
+    assert why_no_proof(settings) is None
+    settings.write_text('EnableMSI: 1\nRegistryDwords: ""\n')
+    assert why_no_proof(settings) is None
+    settings.write_text('RegistryDwords: "RMClientListDeferredFree=1"\n')
+    assert "NVreg_RegistryDwords" in (why_no_proof(settings) or "")
+
+
+def test_the_pid_namespace_has_a_name() -> None:
+    assert pid_namespace().startswith("pid:[")
