@@ -24,6 +24,7 @@ from pullfill.deploy.options import (
     SecurityOption,
     StallOption,
     StateDirOption,
+    TransportsOption,
 )
 from pullfill.wire import DigestMode
 
@@ -61,6 +62,7 @@ def decode(
     connect_timeout: ConnectOption = 30.0,
     engine_stall_timeout: StallOption = 60.0,
     kv_digest: KvDigestOption = DigestMode.OFF,
+    transports: TransportsOption = None,
     control_port: Annotated[
         int,
         typer.Option(
@@ -73,6 +75,18 @@ def decode(
             "--advertise-control",
             metavar="tcp://H:P",
             help="Publish this address for claims instead of the bound one",
+        ),
+    ] = None,
+    kv_port: Annotated[
+        int,
+        typer.Option("--kv-port", min=0, max=65535, help="Where KV comes in over tcp; 0: any"),
+    ] = 0,
+    advertise_kv: Annotated[
+        str | None,
+        typer.Option(
+            "--advertise-kv",
+            metavar="tcp://H:P",
+            help="Publish this address for KV instead of the bound one",
         ),
     ] = None,
 ) -> None:
@@ -97,6 +111,9 @@ def decode(
         kv_digest=kv_digest,
         control_port=control_port,
         advertise_control=advertise_control,
+        transports=transports,
+        kv_port=kv_port,
+        advertise_kv=advertise_kv,
     )
 
 
@@ -116,6 +133,7 @@ def prefill(
     drain_timeout: DrainOption = 60.0,
     connect_timeout: ConnectOption = 30.0,
     engine_stall_timeout: StallOption = 60.0,
+    transports: TransportsOption = None,
 ) -> None:
     """Run one prefill worker that joins a cluster. Other flags go to vLLM."""
     _run(
@@ -135,6 +153,7 @@ def prefill(
         drain_timeout_s=drain_timeout,
         connect_timeout_s=connect_timeout,
         engine_stall_s=engine_stall_timeout,
+        transports=transports,
     )
 
 

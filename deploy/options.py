@@ -90,6 +90,14 @@ KvDigestOption = Annotated[
         help="Compare the KV that prefill workers write with digests they send",
     ),
 ]
+TransportsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--transports",
+        metavar="NAME,...",
+        help="Which may move KV: cuda_ipc, shm, nccl, nixl, tcp  [default: all that work here]",
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON")]
 
 PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True}

@@ -14,7 +14,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from pullfill.config import ClusterRef, FrontendOptions, WorkerOptions
+from pullfill.config import (
+    ClusterRef,
+    FrontendOptions,
+    WorkerOptions,
+    check_address,
+    parse_transports,
+)
 from pullfill.deploy import defaults, device, plan
 from pullfill.deploy.state import Launch, StateDir
 from pullfill.errors import ConfigError
@@ -42,6 +48,9 @@ class RoleCommand:
     kv_digest: DigestMode = DigestMode.OFF
     control_port: int = 0
     advertise_control: str | None = None
+    transports: str | None = None
+    kv_port: int = 0
+    advertise_kv: str | None = None
     max_inflight: int = 1024
     vllm_args: list[str] = field(default_factory=list)
 
@@ -64,6 +73,9 @@ def run_worker(role: str, command: RoleCommand) -> int:
         kv_digest=command.kv_digest,
         control_port=command.control_port,
         advertise_control=command.advertise_control,
+        transports=parse_transports(command.transports),
+        kv_port=command.kv_port,
+        advertise_kv=check_address("--advertise-kv", command.advertise_kv),
     )
     return _entry(role)(ref, options, defaults.worker_flags(arguments))
 

@@ -16,6 +16,8 @@ from pullfill.wire import DigestMode
 DEFAULT_STATE_DIR = ".pullfill"
 STATE_DIR_ENV = "PULLFILL_STATE_DIR"
 CLUSTER_FILE = "cluster.json"
+TRANSPORTS = ("cuda_ipc", "shm", "nccl", "nixl", "tcp")
+"""Names of the ways to move KV, best first."""
 
 
 class ProcessEntry(msgspec.Struct, kw_only=True):
@@ -99,6 +101,28 @@ def read_cluster_file(directory: Path) -> ClusterFile:
         ) from exc
 
 
+def parse_transports(text: str | None) -> frozenset[str] | None:
+    """`--transports`: names separated by commas; None: whatever works. Raises ConfigError."""
+    if text is None:
+        return None
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    wrong = [name for name in names if name not in TRANSPORTS]
+    if wrong or not names:
+        what = f"no transport is called {wrong[0]!r}" if wrong else "--transports names none"
+        raise ConfigError(f"{what}: use one or more of {', '.join(TRANSPORTS)}")
+    return frozenset(names)
+
+
+def check_address(flag: str, address: str | None) -> str | None:
+    """An address to publish, as `tcp://HOST:PORT`. Raises ConfigError."""
+    if address is None:
+        return None
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536 or "#" in host:
+        raise ConfigError(f"{flag} {address!r}: give tcp://HOST:PORT")
+    return f"tcp://{host}:{port}"
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerOptions:
     """Options of a decode or prefill worker besides vLLM's own flags.
@@ -108,6 +132,8 @@ class WorkerOptions:
     engine_stall_s: an engine without a step for so long while requests wait is stuck.
     Decode workers: kv_digest: what of the written KV is checked; control_port: 0 for any;
     advertise_control: published for claims instead of the bound address (a forwarded port).
+    transports: names of those that may move KV (None: all that work here). Decode workers: kv_port
+    and advertise_kv, likewise, for the transports that go through a port.
     """
 
     model: str
@@ -121,6 +147,9 @@ class WorkerOptions:
     kv_digest: DigestMode = DigestMode.OFF
     control_port: int = 0
     advertise_control: str | None = None
+    transports: frozenset[str] | None = None
+    kv_port: int = 0
+    advertise_kv: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from pullfill.errors import TransferFailed
 from pullfill.transfer.contract import LocalMemory
 
 
@@ -42,6 +43,16 @@ class Runs:
 
     iovec: NDArray[np.uint64]
     total: int
+
+
+class Interjected(TransferFailed):
+    """Raised by a peer's `send` that waited for a word of the owner's plane and heard `frame`
+    instead: the owner's answer, because it refused the batch and discarded it. The only error after
+    which the plane goes on."""
+
+    def __init__(self, frame: bytes) -> None:
+        super().__init__("the owner refused the batch")
+        self.frame = frame
 
 
 class Link(Protocol):
@@ -78,7 +89,7 @@ class Plane(Protocol):
         ...
 
     def send(self, runs: Runs) -> None:
-        """Returns when the bytes of `runs` may change again. Raises TransferFailed."""
+        """Returns when the bytes of `runs` may change again. Raises TransferFailed, Interjected."""
         ...
 
     def receive(self, runs: Runs) -> None:

@@ -29,7 +29,7 @@ from pullfill.transfer.layout import check_bounds, check_pair, layout_of
 from pullfill.transfer.runs import Offsets, checked_ids
 from pullfill.transfer.stream import hello
 from pullfill.transfer.stream.batches import ByteStream, Side
-from pullfill.transfer.stream.contract import Plane, PlaneKind
+from pullfill.transfer.stream.contract import Interjected, Plane, PlaneKind
 from pullfill.transfer.stream.link import STALL_S, SocketLink
 from pullfill.transfer.stream.wire import (
     ANSWER,
@@ -253,19 +253,24 @@ class StreamSession:
 
     def _send(self, link: SocketLink, plane: Plane, stream: ByteStream) -> Answer:
         for batch in stream.batches(self._kind.batch_bytes):
-            failpoints.hit(f"{self.transport}.write.before_batch")
+            failpoints.hit("stream.write.before_batch")
             if link.input_waits():  # refused: nothing more is wanted
                 answer = decode(link.receive(), Answer)
                 link.mark(STOP)
                 return answer
             link.mark(BATCH)
-            failpoints.hit(f"{self.transport}.write.batch")
-            plane.send(batch)
+            failpoints.hit("stream.write.batch")
+            try:
+                plane.send(batch)
+            except Interjected as said:
+                answer = decode(said.frame, Answer)
+                link.mark(STOP)
+                return answer
         return decode(link.receive(), Answer)
 
     def _receive(self, link: SocketLink, plane: Plane, stream: ByteStream) -> Answer:
         for batch in stream.batches(self._kind.batch_bytes):
-            failpoints.hit(f"{self.transport}.read.before_batch")
+            failpoints.hit("stream.read.before_batch")
             mark = link.take_mark()
             if mark == ANSWER:
                 answer = decode(link.receive(), Answer)
@@ -274,7 +279,7 @@ class StreamSession:
                 return answer
             if mark != BATCH:
                 raise BadMessage(f"{mark!r} where a batch must begin")
-            failpoints.hit(f"{self.transport}.read.batch")
+            failpoints.hit("stream.read.batch")
             plane.receive(batch)
         if link.take_mark() != ANSWER:
             raise BadMessage("no answer after the last batch")

@@ -125,7 +125,7 @@ class TcpKind:
         return None
 
     def detail(self, memory: LocalMemory) -> str | None:
-        return ""
+        return "" if memory.device is None else None
 
     def can_reach(self, detail: str) -> str | None:
         return None
