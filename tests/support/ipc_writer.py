@@ -5,14 +5,13 @@ stdin, an answer each:
 
     write SLOT EPOCH   writes all blocks; `done`, `fenced` or `failed TEXT`
     start SLOT EPOCH   the same on a thread, which stops with copies queued; `queued`
-    unlock             closes the fence file, as the kernel does with a dying process; `unlocked`
+    unlock             gives back its file locks, as the kernel does for the dying; `unlocked`
     break SLOT EPOCH   as write, but the GPU fails; `failed TEXT`
     close              closes the session; `closed`
 """
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 from dataclasses import replace
@@ -25,6 +24,7 @@ from pullfill.transfer.contract import PeerSession
 from pullfill.transfer.cuda_ipc.peer import CudaIpcTransport, IpcGate
 from pullfill.transfer.layout import layout_of
 from pullfill.transfer.session import MappedSession
+from pullfill.transfer.shm import lock
 from pullfill.wire import FenceToken, RegionDescriptor, decode
 from tests.support.fake_gpu import FakeDriver, FakeStream
 from tests.support.transfer_rigs import memory_over
@@ -69,7 +69,7 @@ def obey(line: str, driver: Driver, session: PeerSession, blocks: range) -> str:
     if verb == "unlock":
         assert isinstance(session, MappedSession)
         assert isinstance(session._gate, IpcGate)
-        os.close(session._gate._fd)
+        lock.unlock(session._gate._fd, 0, 0)  # to the end of the file
         return "unlocked"
     if verb == "close":
         session.close()
