@@ -1,14 +1,16 @@
 """The connector that stock vLLM loads in a decode worker (`kv_connector_module_path`).
 
-A thin shell: vLLM's calls on one side, scheduler_side.py and memory.py on the other. Both halves
-live in this process (one engine per process); the metadata of each step carries the reports from
-the scheduler half to the worker half, because vLLM accepts them only from there.
+A thin shell: vLLM's calls on one side, scheduler_side.py and memory.py on the other. The scheduler
+half lives in the worker's main process, the worker half in the process of each rank (with one rank:
+the same), where it only says where the KV cache is. The metadata of each step carries the reports
+from the scheduler half to the worker half, because vLLM accepts them only from there.
 """
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -23,6 +25,9 @@ from pullfill.decode_worker import context as contexts
 from pullfill.decode_worker import memory
 from pullfill.decode_worker.scheduler_side import SchedulerSide
 from pullfill.engine import kv
+from pullfill.engine.handshake import RankTold
+from pullfill.transfer.shm.pool import SharedKvPool, tell
+from pullfill.transfer.shm.ranks import RankRegion
 
 if TYPE_CHECKING:
     import torch
@@ -46,11 +51,19 @@ class DecodeConnector(KVConnectorBase_V1):  # type: ignore[misc]
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         kv.require_one_group(kv_cache_config)
-        self._context = contexts.current()
+        self._heads = kv.total_heads(vllm_config)
         self._side: SchedulerSide | None = None
+        self._pool: SharedKvPool | None = None
+        self._told: RankRegion | None = None
         if role is KVConnectorRole.SCHEDULER:
-            self._side = SchedulerSide(self._context, vllm_config.cache_config.block_size)
-            self._context.extra["scheduler_side"] = self._side
+            context = contexts.current()
+            self._side = SchedulerSide(context, vllm_config.cache_config.block_size)
+            context.extra["scheduler_side"] = self._side
+        elif current_platform.is_cpu():
+            place = vllm_config.kv_transfer_config.kv_connector_extra_config
+            self._pool = SharedKvPool(
+                place["instance_id"], kv.rank_of(vllm_config), Path(place["directory"])
+            )
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str:
@@ -64,10 +77,13 @@ class DecodeConnector(KVConnectorBase_V1):  # type: ignore[misc]
     # ------------------------------------------------------------------ worker half
 
     def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
-        return memory.pool_context(self._context) if current_platform.is_cpu() else None
+        return self._pool
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        memory.register(self._context, kv_caches, self._kv_cache_config.num_blocks)
+        self._told = tell(self._pool, kv_caches, self._kv_cache_config.num_blocks)
+
+    def get_handshake_metadata(self) -> RankTold | None:
+        return RankTold(self._told)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Nothing is loaded from here: prefill workers write into the cache themselves."""
@@ -94,6 +110,12 @@ class DecodeConnector(KVConnectorBase_V1):  # type: ignore[misc]
         )
 
     # ------------------------------------------------------------------ scheduler half
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], RankTold]
+    ) -> None:
+        told = {rank: told.region for rank, told in metadata.items()}
+        memory.attach(contexts.current(), told, self._heads)
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         assert self._side is not None

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from pullfill.decode_worker.story import Stories
     from pullfill.engine.kv import Geometry
     from pullfill.transfer.contract import LocalMemory, Owner, OwnerFences
+    from pullfill.transfer.shm.files import RegionFiles
+    from pullfill.transfer.shm.ranks import MappedRank
     from pullfill.wire import RouterConfig
 
 
@@ -43,6 +45,8 @@ class DecodeContext:
 
     situation: fills in what the process knows (workers, queue) around (prompt, hit, ineligible).
     publish: hand an opened job to the asyncio thread; must not block.
+    files: of the KV memory, made before the engine. ranks: the memory of each rank as this process
+    maps it; empty where no transport reaches it.
     """
 
     instance_id: str
@@ -54,10 +58,15 @@ class DecodeContext:
     make_ledger: Callable[[OwnerFences], Ledger]
     ledger: Ledger | None = None
     geometry: Geometry | None = None
-    memory: LocalMemory | None = None
+    files: RegionFiles | None = None
+    ranks: list[MappedRank] = field(default_factory=list)
     owner: Owner | None = None
-    pool: Any = None
     extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def memories(self) -> list[LocalMemory]:
+        """Of all ranks, in order."""
+        return [rank.memory for rank in self.ranks]
 
 
 _context: DecodeContext | None = None

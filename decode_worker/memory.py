@@ -1,51 +1,62 @@
 """The decode worker's KV cache as memory that prefill workers can write.
 
-Worker half of the connector: where vLLM allocates its cache, we back it with a shared region; when
-vLLM registers the tensors, we learn the strides, open the fences and make the ledger.
+Life: `prepare` takes the names (main process, before the engine is built) → each rank's process
+backs its cache with a file and tells where it is (connector.py) → `attach` maps every rank in the
+main process, opens the fences and makes the ledger, before the engine takes a request.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any
 
 from pullfill import log
 from pullfill.decode_worker.context import DecodeContext
-from pullfill.engine import kv
+from pullfill.engine.kv import Geometry
 from pullfill.errors import OverloadedError
-from pullfill.transfer.shm.pool import SharedKvPool
+from pullfill.transfer.shm import ranks
+from pullfill.transfer.shm.files import RegionFiles
+from pullfill.transfer.shm.owner import ShmOwner
 from pullfill.wire import FenceToken
 
 logger = log.get("decode_worker.memory")
 
 
-def pool_context(context: DecodeContext) -> AbstractContextManager[Any]:
-    """vLLM allocates its KV cache inside this; the allocation lands in shared memory."""
-    context.pool = SharedKvPool(context.instance_id, rank=0)
-    result: AbstractContextManager[Any] = context.pool
-    return result
+def prepare(context: DecodeContext) -> dict[str, str]:
+    """Take the file names; returns what the ranks must know of them. Raises ConfigError."""
+    context.files = RegionFiles(context.instance_id)
+    return {"instance_id": context.instance_id, "directory": str(context.files.directory)}
 
 
-def register(context: DecodeContext, kv_caches: Mapping[str, Any], num_blocks: int) -> None:
-    """Learn the layout, open the region to peers, start the ledger. Memory that no transport
-    reaches (a GPU's, so far) stays private: the worker serves, and prefills everything itself."""
-    context.geometry = kv.geometry(kv_caches)
-    if context.geometry.device != "cpu":
+def attach(
+    context: DecodeContext, told: Mapping[tuple[int, int], ranks.RankRegion], kv_heads: int
+) -> None:
+    """Every rank has told its memory: map it, open it to peers, start the ledger. Memory that no
+    transport reaches (a GPU's, so far) stays private: the worker serves, and prefills everything
+    itself."""
+    first = next(iter(told.values()))
+    context.geometry = Geometry(ranks.total_layers(told), first.page_bytes, first.device)
+    context.ranks = ranks.attach(told, kv_heads)
+    if not context.ranks or context.files is None:
         logger.warning(
             "no transport reaches KV memory on %s yet: every prompt is prefilled by this worker",
-            context.geometry.device,
+            first.device,
         )
         context.ledger = context.make_ledger(_NoFences())
         return
-    if context.pool is None:
-        context.pool = SharedKvPool(context.instance_id, rank=0)
-    context.owner, context.memory = context.pool.make_owner(
-        kv_caches, context.incarnation, num_blocks
-    )
-    context.ledger = context.make_ledger(context.owner.fences)
-    layout = context.memory.layout
-    logger.info("KV cache shared: %d blocks of %d bytes", layout.num_blocks, layout.block_bytes)
+    owner = None
+    for rank in context.ranks:
+        if owner is None:
+            owner = ShmOwner(context.files, rank.memory, context.incarnation, kv_path=rank.path)
+        else:
+            owner.add_rank(rank.memory, rank.path)
+    assert owner is not None
+    context.owner = owner
+    context.ledger = context.make_ledger(owner.fences)
+    layouts = [rank.memory.layout for rank in context.ranks]
+    logger.info(
+        "KV cache shared: %d blocks of %d bytes on %d ranks",
+        layouts[0].num_blocks, sum(layout.block_bytes for layout in layouts), len(layouts),
+    )  # fmt: skip
 
 
 class _NoFences:

@@ -13,20 +13,21 @@ def describe(
 ) -> list[RegionDescriptor]:
     """Under `incarnation`; empty when no transport reaches the memory. Sessions and descriptors of
     the incarnation before are refused from now on."""
-    if context.owner is None or context.memory is None:
+    if context.owner is None:
         return []
     context.owner.renew(incarnation)
     return [
         describe_region(
-            context.memory,
+            memory,
             instance_id=context.instance_id,
             incarnation=incarnation,
-            rank=0,
-            world_size=1,
+            rank=rank,
+            world_size=len(context.ranks),
             host_id=host_id(),
             epoch=0,
             block_size=block_size,
             compat=compat,
-            endpoints=context.owner.endpoints(0),
+            endpoints=context.owner.endpoints(rank),
         )
+        for rank, memory in enumerate(context.memories)
     ]

@@ -16,6 +16,7 @@ from typing import Any
 
 from pullfill import failpoints, log
 from pullfill.decode_worker.context import DecodeContext, OpenedJob
+from pullfill.decode_worker.ledger import Ledger
 from pullfill.decode_worker.moves import Hold, Release, Settle
 from pullfill.decode_worker.router import Decision, Situation, decide
 from pullfill.ids import new_job_id
@@ -28,9 +29,7 @@ class SchedulerSide:
     """Decisions, allocations and reports of one engine."""
 
     def __init__(self, context: DecodeContext, block_size: int) -> None:
-        assert context.ledger is not None, "the KV cache must be registered first"
         self._context = context
-        self._ledger = context.ledger
         self._block_size = block_size
         self._pool: Any = None
         self._decisions: dict[str, tuple[Situation, Decision]] = {}
@@ -42,6 +41,12 @@ class SchedulerSide:
     def bind_pool(self, pool: Any) -> None:
         """vLLM's block pool; used to hold quarantined blocks by reference count."""
         self._pool = pool
+
+    @property
+    def _ledger(self) -> Ledger:
+        ledger = self._context.ledger
+        assert ledger is not None, "the KV cache must be registered first"
+        return ledger
 
     @property
     def has_work(self) -> bool:

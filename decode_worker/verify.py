@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from pullfill import log, metrics
@@ -19,7 +20,7 @@ from pullfill.decode_worker.ledger import Ledger
 from pullfill.decode_worker.moves import Verify
 from pullfill.errors import Outcome
 from pullfill.transfer.contract import LocalMemory
-from pullfill.transfer.digest import DIGEST_BYTES, BlockDigester, sampled
+from pullfill.transfer.digest import DIGEST_BYTES, BlockDigester, copies_of, sampled
 from pullfill.wire import DigestMode
 
 logger = log.get("decode_worker.verify")
@@ -31,9 +32,10 @@ SUSPECT = 3
 class Verifier:
     """Digests on a thread, verdicts on the asyncio thread."""
 
-    def __init__(self, ledger: Ledger, memory: LocalMemory) -> None:
+    def __init__(self, ledger: Ledger, memories: Sequence[LocalMemory]) -> None:
+        """memories: of all ranks. Where several hold the same heads, each copy is checked."""
         self._ledger = ledger
-        self._digester = BlockDigester(memory)
+        self._digesters = [BlockDigester(memories, copy=i) for i in range(copies_of(memories))]
         self._thread = ThreadPoolExecutor(1, "kv-digest")
         self._mismatches: Counter[str] = Counter()
 
@@ -67,12 +69,12 @@ class Verifier:
         checked = sampled(verify.kv_digest, len(blocks), verify.job_digest, verify.attempt)
         if len(sent) != len(checked) * size:
             return f"its digest has {len(sent)} bytes instead of {len(checked) * size}"
-        made = self._digester.digest([blocks[index] for index in checked])
+        made = [d.digest([blocks[index] for index in checked]) for d in self._digesters]
         metrics.KV_DIGEST_SECONDS.observe(time.perf_counter() - started)
         wrong = [
             index
             for at, index in zip(range(0, len(sent), size), checked, strict=True)
-            if made[at : at + size] != sent[at : at + size]
+            if any(one[at : at + size] != sent[at : at + size] for one in made)
         ]
         if not wrong:
             return ""
@@ -97,8 +99,8 @@ class Verifier:
             )  # fmt: skip
 
 
-def verifier_for(ledger: Ledger, memory: LocalMemory | None) -> Verifier | None:
+def verifier_for(ledger: Ledger, memories: Sequence[LocalMemory]) -> Verifier | None:
     """None where the ledger never asks: digests are off, or no peer can write here."""
-    if memory is None or ledger.kv_digest is DigestMode.OFF:
+    if not memories or ledger.kv_digest is DigestMode.OFF:
         return None
-    return Verifier(ledger, memory)
+    return Verifier(ledger, memories)

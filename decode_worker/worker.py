@@ -10,7 +10,7 @@ from typing import Any
 from pullfill import __version__, log, metrics
 from pullfill.config import ClusterRef, WorkerOptions
 from pullfill.decode_worker import context as contexts
-from pullfill.decode_worker import leave, regions
+from pullfill.decode_worker import leave, memory, regions
 from pullfill.decode_worker.context import DecodeContext
 from pullfill.decode_worker.control import ControlServer
 from pullfill.decode_worker.ledger import Ledger
@@ -187,6 +187,7 @@ class DecodeWorker:
             module="pullfill.decode_worker.connector",
             kv_role="kv_consumer",
             engine_id=self._instance_id,
+            extra=memory.prepare(self._context),
         )
         return EngineHost(
             self._config,
@@ -300,7 +301,7 @@ class DecodeWorker:
             cancel=producer.cancel,  # type: ignore[arg-type]
             hand_back=producer.hand_back,
             key=self._key,
-            verifier=verifier_for(self._context.ledger, self._context.memory),
+            verifier=verifier_for(self._context.ledger, self._context.memories),
         )
         await control.start(self._options.host, self._options.control_port)
         self._publisher = Publisher(

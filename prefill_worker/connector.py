@@ -1,12 +1,15 @@
 """The connector that stock vLLM loads in a prefill worker (`kv_connector_module_path`).
 
-A thin shell around scheduler_side.py; the copies run on the movers' threads (mover.py).
+A thin shell around scheduler_side.py; the copies run on the movers' threads (mover.py), in the
+worker's main process, where the scheduler half lives. The worker half lives in the process of each
+rank (with one rank: the same) and only says where the KV cache is.
 """
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -15,11 +18,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorTransferResults,
 )
+from vllm.platforms import current_platform
 
 from pullfill.engine import kv
+from pullfill.engine.handshake import RankTold
 from pullfill.prefill_worker import context as contexts
 from pullfill.prefill_worker import memory
 from pullfill.prefill_worker.scheduler_side import Reports, SchedulerSide
+from pullfill.transfer.shm.pool import SharedKvPool, tell
+from pullfill.transfer.shm.ranks import RankRegion
 
 if TYPE_CHECKING:
     import torch
@@ -43,15 +50,24 @@ class PrefillConnector(KVConnectorBase_V1):  # type: ignore[misc]
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         kv.require_one_group(kv_cache_config)
-        self._context = contexts.current()
+        self._heads = kv.total_heads(vllm_config)
+        self._maybe_side: SchedulerSide | None = None
+        self._pool: SharedKvPool | None = None
+        self._told: RankRegion | None = None
         if role is KVConnectorRole.SCHEDULER:
-            self._context.side = SchedulerSide(self._context, vllm_config.cache_config.block_size)
+            context = contexts.current()
+            self._maybe_side = SchedulerSide(context, vllm_config.cache_config.block_size)
+            context.side = self._maybe_side
+        elif current_platform.is_cpu():
+            place = vllm_config.kv_transfer_config.kv_connector_extra_config
+            self._pool = SharedKvPool(
+                place["instance_id"], kv.rank_of(vllm_config), Path(place["directory"])
+            )
 
     @property
     def _side(self) -> SchedulerSide:
-        side = self._context.side
-        assert isinstance(side, SchedulerSide)
-        return side
+        assert self._maybe_side is not None, "the scheduler's half only"
+        return self._maybe_side
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str:
@@ -65,10 +81,13 @@ class PrefillConnector(KVConnectorBase_V1):  # type: ignore[misc]
     # ------------------------------------------------------------------ worker half
 
     def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
-        return None
+        return self._pool
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        memory.register(self._context, kv_caches, self._kv_cache_config.num_blocks)
+        self._told = tell(self._pool, kv_caches, self._kv_cache_config.num_blocks)
+
+    def get_handshake_metadata(self) -> RankTold | None:
+        return RankTold(self._told)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Prefix reads were started when their blocks were allocated."""
@@ -98,6 +117,12 @@ class PrefillConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     # ------------------------------------------------------------------ scheduler half
 
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], RankTold]
+    ) -> None:
+        told = {rank: told.region for rank, told in metadata.items()}
+        memory.attach(contexts.current(), told, self._heads)
+
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
         self._side.bind_manager(kv_cache_manager)
@@ -119,8 +144,7 @@ class PrefillConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return self._side.finished(request.request_id), None
 
     def has_pending_push_work(self) -> bool:
-        side = self._context.side
-        return side is not None and side.has_work
+        return self._maybe_side is not None and self._maybe_side.has_work
 
     def shutdown(self) -> None:
         """The process owns what the connector uses; it is closed by main."""

@@ -12,20 +12,28 @@ from pullfill.prefill_worker.task import PrefillTask
 if TYPE_CHECKING:
     from pullfill.engine.kv import Geometry
     from pullfill.transfer.contract import LocalMemory
+    from pullfill.transfer.shm.files import RegionFiles
+    from pullfill.transfer.shm.ranks import MappedRank
 
 
 @dataclass(slots=True)
 class PrefillContext:
     """tasks: request id → task, written by the asyncio thread before the request is submitted.
-    wake: make the engine loop look around."""
+    wake: make the engine loop look around. files: of the KV memory, made before the engine.
+    ranks: the memory of each rank as this process maps it."""
 
     instance_id: str
     wake: Callable[[], None]
     tasks: dict[str, PrefillTask] = field(default_factory=dict)
     geometry: Geometry | None = None
-    memory: LocalMemory | None = None
-    pool: Any = None
+    files: RegionFiles | None = None
+    ranks: list[MappedRank] = field(default_factory=list)
     side: Any = None
+
+    @property
+    def memories(self) -> list[LocalMemory]:
+        """Of all ranks, in order; empty where no transport reaches them."""
+        return [rank.memory for rank in self.ranks]
 
 
 _context: PrefillContext | None = None

@@ -1,25 +1,42 @@
-"""The prefill worker's own KV cache: read from and written into by its movers only."""
+"""The prefill worker's own KV cache: read from and written into by its movers only.
+
+Life as in the decode worker: `prepare` takes the names before the engine is built, each rank's
+process backs its cache with a file and tells where it is, `attach` maps every rank in the main
+process. `close` removes the files.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from pullfill import log
-from pullfill.engine import kv
+from pullfill.engine.kv import Geometry
 from pullfill.prefill_worker.context import PrefillContext
-from pullfill.transfer.shm.pool import describe
+from pullfill.transfer.shm import ranks
+from pullfill.transfer.shm.files import RegionFiles
 
 logger = log.get("prefill_worker.memory")
 
 
-def register(context: PrefillContext, kv_caches: Mapping[str, Any], num_blocks: int) -> None:
-    """Learn where vLLM's tensors are. Raises IncompatibleError when the layout is not usable.
-    Memory that no transport reaches (a GPU's, so far) makes a worker that gets no jobs."""
-    context.geometry = kv.geometry(kv_caches)
-    if context.geometry.device != "cpu":
-        logger.warning(
-            "no transport reaches KV memory on %s yet: no job will come", context.geometry.device
-        )
-        return
-    context.memory = describe(kv_caches, num_blocks)
+def prepare(context: PrefillContext) -> dict[str, str]:
+    """Take the file names; returns what the ranks must know of them. Raises ConfigError."""
+    context.files = RegionFiles(context.instance_id)
+    return {"instance_id": context.instance_id, "directory": str(context.files.directory)}
+
+
+def attach(
+    context: PrefillContext, told: Mapping[tuple[int, int], ranks.RankRegion], kv_heads: int
+) -> None:
+    """Every rank has told its memory: map it. Raises IncompatibleError. Memory that no transport
+    reaches (a GPU's, so far) makes a worker that gets no jobs."""
+    first = next(iter(told.values()))
+    context.geometry = Geometry(ranks.total_layers(told), first.page_bytes, first.device)
+    context.ranks = ranks.attach(told, kv_heads)
+    if not context.ranks:
+        logger.warning("no transport reaches KV memory on %s yet: no job will come", first.device)
+
+
+def close(context: PrefillContext) -> None:
+    """Remove the files. The mappings go with the process: a mover may still be in a copy."""
+    if context.files is not None:
+        context.files.close()

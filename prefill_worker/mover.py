@@ -35,12 +35,12 @@ class _Operation:
 
 class Mover:
     """Owns one session and its thread. `close` ends both; operations still queued fail, and so do
-    those submitted later, at once and on the caller's thread. `memory`: what the session copies
-    from, for digests."""
+    those submitted later, at once and on the caller's thread. `memories`: what the session copies
+    from, of all ranks, for digests."""
 
-    def __init__(self, session: PeerSession, name: str, memory: LocalMemory) -> None:
+    def __init__(self, session: PeerSession, name: str, memories: Sequence[LocalMemory]) -> None:
         self._session = session
-        self._digester = BlockDigester(memory)
+        self._digester = BlockDigester(memories)
         self._queue: queue.SimpleQueue[_Operation | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._closed = False

@@ -16,7 +16,7 @@ from pullfill.host import host_id
 from pullfill.ids import new_instance_id
 from pullfill.lifecycle import EXIT_S, Stop, exit_within, until
 from pullfill.prefill_worker import context as contexts
-from pullfill.prefill_worker import reach
+from pullfill.prefill_worker import memory, reach
 from pullfill.prefill_worker.context import PrefillContext
 from pullfill.prefill_worker.engine import PrefillEngine
 from pullfill.prefill_worker.link import DecodeLink
@@ -120,6 +120,7 @@ class PrefillWorker:
             await self._links.close()
             await probe.stop()
             await engine.stop()
+            memory.close(self._context)
             await consumer.close()
             await directory.close()
             await etcd.close()
@@ -173,6 +174,7 @@ class PrefillWorker:
             module="pullfill.prefill_worker.connector",
             kv_role="kv_both",
             engine_id=self._instance_id,
+            extra=memory.prepare(self._context),
         )
         return EngineHost(
             self._config,

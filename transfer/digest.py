@@ -1,6 +1,7 @@
 """Digests of KV blocks, equal on both ends for equal bytes whatever the strides are.
 
-Each block has a digest of its own, over all layers and heads: so the chunks a prompt was computed
+Each block has a digest of its own, over all layers and heads of the model in that order, whatever
+ranks hold them: so the chunks a prompt was computed
 in, a block written twice and the order of writes do not matter, and a mismatch names its block.
 They guard against bytes that changed on the way, not against a writer that lies: it may write
 whatever it likes and send that digest.
@@ -23,6 +24,8 @@ from pullfill.transfer.contract import LocalMemory
 from pullfill.transfer.copying import copy_batch
 from pullfill.transfer.layout import dense_layout
 from pullfill.transfer.runs import plan
+from pullfill.transfer.topology import Rect, rects_of
+from pullfill.transfer.topology import plan as topology
 from pullfill.wire import DigestMode
 
 DIGEST_BYTES = 8
@@ -32,17 +35,32 @@ SAMPLED = 16
 _STAGE_BYTES = 1 << 20
 
 
-class BlockDigester:
-    """Digests of blocks of one memory. Keeps a buffer of 1 MiB (one block, if that is more) from
-    the first call on; one thread at a time."""
+def copies_of(memories: Sequence[LocalMemory]) -> int:
+    """How many ranks hold the same heads at most: by replication, or as many stages of it."""
+    rects = rects_of(memories)
+    return max(
+        sum(r.first_head <= s.first_head < r.end_head and r.first_layer == s.first_layer
+            for r in rects)
+        for s in rects
+    )  # fmt: skip
 
-    def __init__(self, memory: LocalMemory) -> None:
-        self._memory = memory
-        block = memory.layout.block_bytes
+
+class BlockDigester:
+    """Digests of blocks of one worker's memory. Keeps a buffer of 1 MiB (one block, if that is
+    more) from the first call on; one thread at a time."""
+
+    def __init__(self, memory: LocalMemory | Sequence[LocalMemory], *, copy: int = 0) -> None:
+        """memory: of all ranks. Where several hold the same, the `copy`-th of them is read."""
+        self._memories = [memory] if isinstance(memory, LocalMemory) else list(memory)
+        rects = rects_of(self._memories)
+        whole = Rect(0, max(r.end_head for r in rects), 0, max(r.end_layer for r in rects))
+        # Target t of a plan takes the t-th of several holders.
+        self._routes = [r for r in topology([*rects], [whole] * (copy + 1)) if r.target == copy]
+        page = self._memories[0].layout.page_bytes
+        block = self._block = whole.layers * whole.heads * page
         self._at_once = max(1, _STAGE_BYTES // block)
-        # As `memory`, but with each block's pages side by side.
-        dense = dense_layout(memory.layout.num_layers, 1, memory.layout.num_kv_heads,
-                             memory.layout.page_bytes)  # fmt: skip
+        # All heads of all layers, each block's pages side by side.
+        dense = dense_layout(whole.layers, 1, whole.heads, page)
         self._stage_layout = replace(dense, num_blocks=self._at_once, block_stride=block)
         self._stage: memoryview | None = None
         self._address = 0
@@ -50,15 +68,19 @@ class BlockDigester:
     def digest(self, block_ids: Sequence[int]) -> bytes:
         """DIGEST_BYTES per block, in the order of `block_ids`. Reads live memory: hold whatever
         keeps the blocks still. Raises BadMessage on ids out of range."""
-        memory, block = self._memory, self._memory.layout.block_bytes
+        block = self._block
         if self._stage is None:
             buffer = np.empty(self._at_once * block, np.uint8)
             self._stage, self._address = buffer.data, buffer.ctypes.data
         digests = []
         for first in range(0, len(block_ids), self._at_once):
             some = block_ids[first : first + self._at_once]
-            for batch in plan(memory.layout, self._stage_layout, some, range(len(some))).batches():
-                copy_batch(memory.address, self._address, batch)
+            for route in self._routes:
+                memory = self._memories[route.source]
+                todo = plan(memory.layout, self._stage_layout, some, range(len(some)),
+                            part=route.part)  # fmt: skip
+                for batch in todo.batches():
+                    copy_batch(memory.address, self._address, batch)
             digests += [
                 blake3(self._stage[at : at + block]).digest(DIGEST_BYTES)
                 for at in range(0, len(some) * block, block)

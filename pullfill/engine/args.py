@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pullfill.engine.names import check_worker
@@ -26,10 +26,12 @@ def build_config(
     module: str,
     kv_role: str,
     engine_id: str,
+    extra: Mapping[str, str] | None = None,
 ) -> tuple[VllmConfig, str]:
     """Parse `vllm_args` and return (config, served model name).
 
-    connector, module: class and module of our KV connector; kv_role: vLLM's word for it.
+    connector, module: class and module of our KV connector; kv_role: vLLM's word for it; extra:
+    what the connector's half in each rank's process must know.
     Raises ConfigError naming what is wrong with the flags or the model path.
     """
     check_worker()
@@ -56,6 +58,7 @@ def build_config(
         kv_role=kv_role,
         engine_id=engine_id,
         kv_load_failure_policy="recompute",
+        kv_connector_extra_config=dict(extra or {}),
     )
     if args.async_scheduling is None and _is_cpu():
         # Nothing to overlap with on a CPU, and one step less between commit and first token.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,20 +10,31 @@ from pullfill.errors import IncompatibleError
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """num_layers: distinct caches. page_bytes: one layer, block and KV head, K and V.
-    device: torch's device type of the memory, e.g. `cpu`, `cuda`."""
+    """num_layers: distinct caches of the whole model. page_bytes: one layer, block and KV head, K
+    and V. device: torch's device type of the memory, e.g. `cpu`, `cuda`."""
 
     num_layers: int
     page_bytes: int
     device: str
 
 
-def geometry(kv_caches: Mapping[str, Any]) -> Geometry:
-    """From the [block, head, token, K‖V] tensors that vLLM passes to `register_kv_caches`."""
-    tensors = list({id(t): t for t in kv_caches.values()}.values())
-    first = tensors[0]
-    rows, width = first.shape[-2:]
-    return Geometry(len(tensors), rows * width * first.element_size(), first.device.type)
+def total_heads(vllm_config: Any) -> int:
+    """KV heads of the whole model as caches hold them: latent attention has one, on every rank.
+    Raises IncompatibleError for context parallelism, which splits a block's tokens over ranks."""
+    parallel = vllm_config.parallel_config
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        raise IncompatibleError(
+            "context parallelism splits each block over ranks by tokens; pullfill moves whole "
+            "blocks: use tensor or pipeline parallelism",
+            field="context_parallel_size",
+        )
+    model = vllm_config.model_config
+    return 1 if model.use_mla else int(model.get_total_num_kv_heads())
+
+
+def rank_of(vllm_config: Any) -> int:
+    """This process's rank in its engine, as vLLM numbers them: one pipeline stage after another."""
+    return int(vllm_config.parallel_config.rank)
 
 
 def require_one_group(kv_cache_config: Any) -> None:

@@ -22,7 +22,7 @@ from pullfill.wire import FenceToken, encode
 from tests.support.transfer_rigs import Region, shm_rig
 
 REPO = Path(__file__).parents[2]
-LAYOUT = dense_layout(4, 64, 1, 64 << 10)  # 16 MiB: four batches
+LAYOUT = dense_layout(4, 64, 1, 128 << 10)  # 32 MiB: four batches
 FOREIGN, OURS = 0xEE, 0x11
 PATIENCE_S = 20.0
 
@@ -194,7 +194,8 @@ def test_files_of_a_killed_owner_are_swept(tmp_path: Path) -> None:
     code = (
         "import sys, time; from pathlib import Path\n"
         "from pullfill.transfer.shm.files import RegionFiles\n"
-        "files = RegionFiles('decode-dead', 0, Path(sys.argv[1])); files.create_kv(4096)\n"
+        "files = RegionFiles('decode-dead', Path(sys.argv[1]))\n"
+        "files.create_kv(4096); files.create_kv(4096, 1)\n"
         "print('up', flush=True); time.sleep(60)"
     )
     owner = subprocess.Popen(
@@ -203,7 +204,7 @@ def test_files_of_a_killed_owner_are_swept(tmp_path: Path) -> None:
     try:
         assert owner.stdout is not None
         assert owner.stdout.readline() == "up\n"
-        names = {"pullfill-decode-dead-0.fence", "pullfill-decode-dead-0.kv"}
+        names = {f"pullfill-decode-dead{end}" for end in (".fence", "-0.kv", "-1.kv")}
         assert sweep(tmp_path) == []
         assert set(os.listdir(tmp_path)) == names
     finally:

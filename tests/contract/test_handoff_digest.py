@@ -148,9 +148,9 @@ class SlowCheck:
 
     def __init__(self, decode: DecodeHalf) -> None:
         verifier: Any = decode.control._verifier
-        self._real = verifier._digester.digest
+        self._real = verifier._digesters[0].digest
         self.entered, self.go = threading.Event(), threading.Event()
-        verifier._digester.digest = self._digest
+        verifier._digesters[0].digest = self._digest
 
     def _digest(self, ids: Any) -> bytes:
         self.entered.set()

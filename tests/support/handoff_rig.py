@@ -119,7 +119,7 @@ class DecodeHalf:
             stories=self.stories,
             cancel=producer.cancel,  # type: ignore[arg-type]
             hand_back=producer.hand_back,
-            verifier=verifier_for(self.ledger, self.region.memory),
+            verifier=verifier_for(self.ledger, [self.region.memory]),
         )
         config = RouterConfig(policy=RouterPolicy.ALWAYS_REMOTE, remote_timeout_s=timeout_s)
         self.side = SchedulerSide(
@@ -258,7 +258,7 @@ class PrefillHalf:
         region = self._cluster.decodes[record.instance_id].region
         connect = self._cluster.rig.connect
         session = await asyncio.to_thread(connect, self.local, region)
-        return Mover(session, record.instance_id, self.local.memory)
+        return Mover(session, record.instance_id, [self.local.memory])
 
     async def stop(self) -> None:
         await self.puller.stop()

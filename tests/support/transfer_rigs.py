@@ -170,7 +170,7 @@ def shm_rig(directory: Path) -> Rig:
     def make(
         layout: KvLayout, instance_id: str, incarnation: str, slots: int
     ) -> tuple[Owner, Bytes]:
-        files = RegionFiles(instance_id, 0, directory)
+        files = RegionFiles(instance_id, directory)
         path = files.create_kv(extent(layout))
         data = np.asarray(np.memmap(path, np.uint8, "r+"))
         return ShmOwner(files, memory_over(data, layout), incarnation, slots=slots), data
@@ -186,7 +186,7 @@ def stream_rig(directory: Path, kind: PlaneKind, stall_s: float = 20.0) -> Rig:
     ) -> tuple[Owner, Bytes]:
         data = np.zeros(extent(layout), np.uint8)
         memory = memory_over(data, layout)
-        files = RegionFiles(instance_id, 0, directory)
+        files = RegionFiles(instance_id, directory)
         base = FenceOwner(files, layout.num_blocks, incarnation, slots=slots)
         owner = CombinedOwner(
             base, [memory], instance_id=instance_id, kinds={kind.name: kind}, stall_s=stall_s

@@ -1,30 +1,44 @@
-"""KV memory that no transport reaches: the worker serves on its own and says why."""
+"""The workers' KV memory: every rank mapped and published, or out of reach and said so."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from pullfill.decode_worker import memory as decode_memory
+from pullfill.decode_worker import regions
 from pullfill.decode_worker.context import DecodeContext
 from pullfill.decode_worker.ledger import Ledger
 from pullfill.decode_worker.router import Situation, decide
 from pullfill.decode_worker.story import Stories
-from pullfill.engine.kv import geometry, require_one_group
+from pullfill.engine.kv import Geometry, rank_of, require_one_group, total_heads
 from pullfill.errors import IncompatibleError, OverloadedError
 from pullfill.prefill_worker import memory as prefill_memory
 from pullfill.prefill_worker.context import PrefillContext
+from pullfill.transfer.contract import LocalMemory
+from pullfill.transfer.layout import dense_layout
+from pullfill.transfer.shm.files import ShmEndpoint, create_kv
+from pullfill.transfer.shm.ranks import RankRegion, region_of
 from pullfill.wire import RouterConfig
+from tests.support.transfer_rigs import COMPAT
 
-BLOCKS, HEADS, TOKENS, WIDTH, LAYERS = 6, 2, 32, 64, 3
+BLOCKS, HEADS, LAYERS, PAGE = 6, 2, 3, 4096
+OUT_OF_REACH = {(0, 0): RankRegion(pid=1, device="cuda", num_layers=LAYERS, page_bytes=PAGE)}
 
 
-def caches(device: str) -> dict[str, torch.Tensor]:
-    """One storage, LBHNC, as vLLM makes it; `meta` stands for memory that is not the CPU's."""
-    whole = torch.zeros(LAYERS, BLOCKS, HEADS, TOKENS, WIDTH, dtype=torch.bfloat16, device=device)
-    return {f"layer{i}": whole[i] for i in range(LAYERS)}
+def told(directory: Path, ranks: int) -> dict[tuple[int, int], RankRegion]:
+    """What the processes of `ranks` tensor-parallel ranks tell."""
+    found = {}
+    for rank in range(ranks):
+        layout = dense_layout(LAYERS, BLOCKS, HEADS // ranks, PAGE)
+        nbytes = LAYERS * layout.layer_stride
+        path = create_kv(directory, "decode-x", rank, nbytes)
+        region = region_of(LocalMemory(0, nbytes, layout), str(path))
+        found[0, rank] = replace(region, pid=1)
+    return found
 
 
 def decode_context() -> DecodeContext:
@@ -39,18 +53,12 @@ def decode_context() -> DecodeContext:
     )
 
 
-def test_geometry_counts_layers_and_page_bytes() -> None:
-    tensors = caches("cpu")
-    tensors["shared"] = tensors["layer0"]  # a layer that reuses another's cache
-    found = geometry(tensors)
-    assert (found.num_layers, found.page_bytes, found.device) == (LAYERS, TOKENS * WIDTH * 2, "cpu")
-
-
 def test_decode_worker_with_memory_out_of_reach_prefills_everything_itself() -> None:
     context = decode_context()
-    decode_memory.register(context, caches("meta"), BLOCKS)
+    decode_memory.attach(context, OUT_OF_REACH, HEADS)
     assert context.owner is None
-    assert context.memory is None
+    assert context.memories == []
+    assert context.geometry == Geometry(LAYERS, PAGE, "cuda")
     assert context.ledger is not None
     now = Situation(5000, 0, "no_transport", prefill_workers=3, queue_available=True)
     assert (decide(now, RouterConfig()).remote, decide(now, RouterConfig()).reason) == (
@@ -68,13 +76,62 @@ def test_no_fence_grants_nothing() -> None:
 
 def test_prefill_worker_with_memory_out_of_reach_knows_its_shape_only() -> None:
     context = PrefillContext("prefill-x", wake=lambda: None)
-    prefill_memory.register(context, caches("meta"), BLOCKS)
-    assert context.memory is None
-    assert context.geometry is not None
-    assert context.geometry.device == "meta"
-    prefill_memory.register(context, caches("cpu"), BLOCKS)
-    assert context.memory is not None
-    assert context.memory.layout.num_blocks == BLOCKS
+    prefill_memory.attach(context, OUT_OF_REACH, HEADS)
+    assert context.memories == []
+    assert context.geometry == Geometry(LAYERS, PAGE, "cuda")
+    prefill_memory.close(context)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_every_rank_is_published_and_nothing_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    monkeypatch.setenv("PULLFILL_SHM_DIR", str(tmp_path))
+    context = decode_context()
+    assert decode_memory.prepare(context) == {"instance_id": "decode-x", "directory": str(tmp_path)}
+    decode_memory.attach(context, told(tmp_path, ranks), HEADS)
+    assert context.geometry == Geometry(LAYERS, PAGE, "cpu")
+    found = regions.describe(context, "i1", COMPAT, 16)
+    assert [(d.rank, d.world_size, d.first_head) for d in found] == [
+        (rank, ranks, rank) for rank in range(ranks)
+    ]
+    endpoints = [ShmEndpoint.decode(d.endpoints["shm"]) for d in found]
+    assert len({e.kv for e in endpoints}) == ranks
+    assert {e.fence for e in endpoints} == {str(tmp_path / "pullfill-decode-x.fence")}
+    assert context.owner is not None
+    context.owner.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_prefill_worker_maps_its_ranks_and_removes_their_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PULLFILL_SHM_DIR", str(tmp_path))
+    context = PrefillContext("decode-x", wake=lambda: None)
+    prefill_memory.prepare(context)
+    prefill_memory.attach(context, told(tmp_path, 2), HEADS)
+    assert [m.first_head for m in context.memories] == [0, 1]
+    prefill_memory.close(context)
+    assert list(tmp_path.iterdir()) == []
+
+
+def config(**changes: int | bool) -> SimpleNamespace:
+    parallel = {"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1, "rank": 3}
+    model = SimpleNamespace(use_mla=changes.pop("mla", False), get_total_num_kv_heads=lambda: 8)
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(**parallel | changes), model_config=model
+    )
+
+
+def test_heads_of_a_model_as_its_caches_hold_them() -> None:
+    assert (total_heads(config()), total_heads(config(mla=True))) == (8, 1)
+    assert rank_of(config()) == 3
+
+
+@pytest.mark.parametrize("way", ["decode", "prefill"])
+def test_context_parallelism_is_refused(way: str) -> None:
+    with pytest.raises(IncompatibleError, match="context parallelism"):
+        total_heads(config(**{f"{way}_context_parallel_size": 2}))
 
 
 @pytest.mark.parametrize("groups", [0, 2])

@@ -149,7 +149,7 @@ class Bench:
         self.memory = memory_over(self.data, layout)
         self.model = HandoffModel()
         self.job, _, self.asked = committed(self.model)
-        self.verifier = Verifier(self.model.ledger, self.memory)
+        self.verifier = Verifier(self.model.ledger, [self.memory])
 
     def verify(self, mode: DigestMode = DigestMode.FULL, **changes: Any) -> Verify:
         asked = self.asked
@@ -232,14 +232,14 @@ def test_a_worker_that_is_wrong_again_and_again_is_named(
 def test_close_waits_for_the_check_under_way(bench: Bench) -> None:
     """Nothing may read the KV memory when it goes."""
     entered, go = threading.Event(), threading.Event()
-    real = bench.verifier._digester.digest
+    real = bench.verifier._digesters[0].digest
 
     def slow(ids: Any) -> bytes:
         entered.set()
         assert go.wait(10)
         return real(ids)
 
-    bench.verifier._digester.digest = slow  # type: ignore[method-assign]
+    bench.verifier._digesters[0].digest = slow  # type: ignore[method-assign]
     check = threading.Thread(target=lambda: bench.settle(bench.verify()))
     check.start()
     assert entered.wait(10)
@@ -257,4 +257,4 @@ def test_nothing_is_made_where_nothing_is_asked(bench: Bench) -> None:
     ledger = bench.model.ledger
     assert verifier_for(ledger, None) is None
     ledger.kv_digest = DigestMode.OFF
-    assert verifier_for(ledger, bench.memory) is None
+    assert verifier_for(ledger, [bench.memory]) is None

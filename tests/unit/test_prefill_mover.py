@@ -82,7 +82,7 @@ def session() -> Session:
 
 @pytest.fixture
 def mover(session: Session) -> Iterator[Mover]:
-    mover = Mover(session, "decode-1", MEMORY)
+    mover = Mover(session, "decode-1", [MEMORY])
     yield mover
     session.gate.set()
     mover.close()

@@ -1,13 +1,16 @@
-"""The two files of a shared region, their life and their names.
+"""The files of a worker's shared KV memory, their life and their names.
 
-`pullfill-<instance>-<rank>.fence` is made first, and its owner holds an exclusive lock on its
-first byte until it dies; then `pullfill-<instance>-<rank>.kv`, the KV bytes. They go in the
-opposite order. So: a .fence whose byte 0 can be locked, or a .kv without a .fence, is an orphan,
-and `sweep` unlinks it. Peers that still map an orphan keep harmless pages. Both are mode 0600.
+`pullfill-<instance>.fence` is made first, by the worker's main process, which holds an exclusive
+lock on its first byte until it dies; then `pullfill-<instance>-<rank>.kv`, the KV bytes, by the
+process of each rank. They go in the opposite order. So: a .fence whose byte 0 can be locked, with
+every .kv of its instance, and a .kv whose instance has no .fence, are orphans, and `sweep` unlinks
+them. Whoever still maps an orphan keeps harmless pages. All are mode 0600.
 """
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 import re
 import stat
@@ -16,13 +19,14 @@ from pathlib import Path
 
 import msgspec
 
-from pullfill.errors import BadMessage, ConfigError
+from pullfill.errors import BadMessage, ConfigError, PeerUnavailable
 from pullfill.transfer.shm import lock
 
 DIR_ENV = "PULLFILL_SHM_DIR"
 DEFAULT_DIR = "/dev/shm"
 PREFIX = "pullfill-"
 _REGION = re.compile(r"/(?:[^/\0]+/)*pullfill-[a-z0-9_-]+\.(?:kv|fence)\Z")
+_KV = re.compile(r"(?P<instance>pullfill-.+)-[0-9]+\.kv")
 _UNNAMED = re.compile(r"/proc/[0-9]+/fd/[0-9]+\Z")
 _OPEN = os.O_NONBLOCK | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 
@@ -89,17 +93,41 @@ def open_same(path: str, expected: tuple[int, int] | None = None) -> int:
     return fd
 
 
-class RegionFiles:
-    """Creates and owns the two files. Lives as long as the region; `close` unlinks both."""
+def kv_path(directory: Path, instance_id: str, rank: int) -> Path:
+    """The KV file of one rank."""
+    return directory / f"{PREFIX}{instance_id}-{rank}.kv"
 
-    def __init__(self, instance_id: str, rank: int, directory: Path | None = None) -> None:
+
+def create_kv(directory: Path, instance_id: str, rank: int, nbytes: int) -> Path:
+    """Make a rank's KV file, `nbytes` of zeros without pages behind them yet; the instance's
+    RegionFiles remove it. Raises ConfigError when the file system could not hold it: running out
+    later would kill us with SIGBUS."""
+    free = _unclaimed(directory)
+    if nbytes > free:
+        raise ConfigError(
+            f"{directory} has {free >> 20} MiB left but the KV cache needs "
+            f"{nbytes >> 20} MiB: make it larger (docker: --shm-size), make the cache "
+            f"smaller (kv_cache_memory_bytes), or set {DIR_ENV}"
+        )
+    path = kv_path(directory, instance_id, rank)
+    fd = os.open(path, _OPEN | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        os.ftruncate(fd, nbytes)
+    finally:
+        os.close(fd)
+    return path
+
+
+class RegionFiles:
+    """Makes and owns the fence file, and removes the KV files that the ranks made. Lives as long as
+    the worker's memory, in its main process."""
+
+    def __init__(self, instance_id: str, directory: Path | None = None) -> None:
         """Sweeps orphans, then creates and locks the fence file (empty). Raises ConfigError when
         the directory cannot be used or the name is taken by a live process."""
+        self.instance_id = instance_id
         self.directory = directory or shm_dir()
-        stem = self.directory / f"{PREFIX}{instance_id}-{rank}"
-        self.fence_path = stem.with_name(stem.name + ".fence")
-        self.kv_path = stem.with_name(stem.name + ".kv")
-        self._kv_made = False
+        self.fence_path = self.directory / f"{PREFIX}{instance_id}.fence"
         try:
             sweep(self.directory)
             self.fence_fd = self._create_locked()
@@ -113,6 +141,15 @@ class RegionFiles:
                 "writable directory on a tmpfs"
             ) from exc
 
+    @property
+    def kv_path(self) -> Path:
+        """Rank 0's."""
+        return kv_path(self.directory, self.instance_id, 0)
+
+    def create_kv(self, nbytes: int, rank: int = 0) -> Path:
+        """See the function of that name."""
+        return create_kv(self.directory, self.instance_id, rank, nbytes)
+
     def _create_locked(self) -> int:
         # A sweeper may lock and unlink the file between our create and our lock: then it has no
         # link any more, and we make another.
@@ -125,35 +162,36 @@ class RegionFiles:
                     os.unlink(self.fence_path)
             os.close(fd)
 
-    def create_kv(self, nbytes: int) -> Path:
-        """Make the KV file, `nbytes` of zeros without pages behind them yet. Raises ConfigError
-        when the file system could not hold it: running out later would kill us with SIGBUS."""
-        free = _unclaimed(self.directory)
-        if nbytes > free:
-            raise ConfigError(
-                f"{self.directory} has {free >> 20} MiB left but the KV cache needs "
-                f"{nbytes >> 20} MiB: make it larger (docker: --shm-size), make the cache "
-                f"smaller (kv_cache_memory_bytes), or set {DIR_ENV}"
-            )
-        fd = os.open(self.kv_path, _OPEN | os.O_CREAT | os.O_EXCL, 0o600)
-        self._kv_made = True
-        try:
-            os.ftruncate(fd, nbytes)
-        finally:
-            os.close(fd)
-        return self.kv_path
-
     def close(self) -> None:
-        """Unlink both and let go of the owner lock. Idempotent."""
+        """Unlink all of them and let go of the owner lock. Idempotent."""
         if self.fence_fd < 0:
             return
-        with suppress(FileNotFoundError):
-            if self._kv_made:
-                os.unlink(self.kv_path)
-        with suppress(FileNotFoundError):
-            os.unlink(self.fence_path)
+        _unlink(self.directory, *_kv_names(self.directory, self.fence_path.stem))
+        _unlink(self.directory, self.fence_path.name)
         os.close(self.fence_fd)
         self.fence_fd = -1
+
+
+class Mapping:
+    """A KV file that another process made, mapped whole for reading and writing. `close` ends it;
+    nothing may copy there any more."""
+
+    def __init__(self, path: str, expected: tuple[int, int], nbytes: int) -> None:
+        """Raises what `open_same` does, PeerUnavailable when the file is too short."""
+        fd = open_same(path, expected)
+        try:
+            if os.fstat(fd).st_size < nbytes:
+                raise PeerUnavailable(f"{path} is shorter than its {nbytes} bytes")
+            self._map = mmap.mmap(fd, nbytes)
+        finally:
+            os.close(fd)
+        self._anchor: ctypes.c_char | None = ctypes.c_char.from_buffer(self._map)
+        self.address = ctypes.addressof(self._anchor)
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._anchor = None
+        self._map.close()
 
 
 def sweep(directory: Path) -> list[str]:
@@ -165,15 +203,24 @@ def sweep(directory: Path) -> list[str]:
             fd = open_same(str(directory / name))
             try:
                 if lock.try_exclusive(fd, 0, 1):
-                    removed += _unlink(directory, name.removesuffix(".fence") + ".kv", name)
+                    kv_names = _kv_names(directory, name.removesuffix(".fence"))
+                    removed += _unlink(directory, *kv_names, name)
             finally:
                 os.close(fd)
-    for name in (n for n in names if n.endswith(".kv")):
-        path = directory / name
+    for name in (n for n in names if n not in removed):
+        if (kv := _KV.fullmatch(name)) is None:
+            continue
         with suppress(OSError):
-            if not path.with_suffix(".fence").exists() and path.stat().st_uid == os.geteuid():
+            fenced = (directory / f"{kv['instance']}.fence").exists()
+            if not fenced and (directory / name).stat().st_uid == os.geteuid():
                 removed += _unlink(directory, name)
     return removed
+
+
+def _kv_names(directory: Path, stem: str) -> list[str]:
+    """KV files of all ranks of the instance `stem` (with prefix)."""
+    kvs = (_KV.fullmatch(name) for name in sorted(os.listdir(directory)))
+    return [kv[0] for kv in kvs if kv is not None and kv["instance"] == stem]
 
 
 def _unlink(directory: Path, *names: str) -> list[str]:

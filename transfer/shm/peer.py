@@ -6,8 +6,6 @@ gives both back. Nothing here survives a fork: connect after forking.
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import os
 
 from pullfill.errors import BadMessage, PeerUnavailable
@@ -16,7 +14,7 @@ from pullfill.transfer.contract import LocalMemory, Part, PeerSession
 from pullfill.transfer.layout import layout_of
 from pullfill.transfer.session import MappedSession
 from pullfill.transfer.shm.fence import ShmGate
-from pullfill.transfer.shm.files import ShmEndpoint, open_same
+from pullfill.transfer.shm.files import Mapping, ShmEndpoint, open_same
 from pullfill.wire import RegionDescriptor
 
 
@@ -60,7 +58,7 @@ class ShmTransport:
             fence_fd = open_same(endpoint.fence, endpoint.fence_inode)
             gate = ShmGate(fence_fd, descriptor.incarnation)
             try:
-                mapping = _Mapping(endpoint)
+                mapping = Mapping(endpoint.kv, endpoint.kv_inode, endpoint.nbytes)
             except BaseException:
                 gate.close()
                 raise
@@ -76,22 +74,3 @@ class ShmTransport:
             mapping.close()
             gate.close()
             raise
-
-
-class _Mapping:
-    """The KV file, mapped whole for reading and writing."""
-
-    def __init__(self, endpoint: ShmEndpoint) -> None:
-        fd = open_same(endpoint.kv, endpoint.kv_inode)
-        try:
-            if os.fstat(fd).st_size < endpoint.nbytes:
-                raise PeerUnavailable(f"{endpoint.kv} is shorter than its descriptor says")
-            self._map = mmap.mmap(fd, endpoint.nbytes)
-        finally:
-            os.close(fd)
-        self._anchor: ctypes.c_char | None = ctypes.c_char.from_buffer(self._map)
-        self.address = ctypes.addressof(self._anchor)
-
-    def close(self) -> None:
-        self._anchor = None
-        self._map.close()

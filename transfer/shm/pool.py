@@ -2,10 +2,11 @@
 
 `SharedKvPool` is a context manager for a connector's `get_mem_pool_context()`: the one big int8
 allocation made inside it becomes a mapping of a file that peers can map too (no copy, pages come
-as they are touched, zero like the original). If vLLM allocated in some other way,
-`make_owner` moves the storage into shared memory instead, which keeps all views valid.
+as they are touched, zero like the original). If vLLM allocated in some other way, `share` moves the
+storage into shared memory instead, which keeps all views valid.
 
-The pool owns the files until `make_owner` hands them to the `ShmOwner`; `close` covers the rest.
+Runs in the process of each rank; the worker's main process owns the files (`RegionFiles`), maps
+them (`ranks.py`) and removes them.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from torch.overrides import TorchFunctionMode
 from pullfill.errors import IncompatibleError
 from pullfill.transfer.contract import KvLayout, LocalMemory
 from pullfill.transfer.layout import check_bounds
-from pullfill.transfer.shm.files import RegionFiles
-from pullfill.transfer.shm.owner import ShmOwner
+from pullfill.transfer.shm.files import create_kv, kv_path
+from pullfill.transfer.shm.ranks import RankRegion, region_of
 
 log = logging.getLogger(__name__)
 
@@ -32,12 +33,10 @@ log = logging.getLogger(__name__)
 class SharedKvPool:
     """Backs one allocation with `pullfill-<instance_id>-<rank>.kv`. Not thread-safe."""
 
-    def __init__(self, instance_id: str, rank: int, directory: Path | None = None) -> None:
-        """Sweeps orphans and takes the names. Raises ConfigError."""
-        self._files = RegionFiles(instance_id, rank, directory)
+    def __init__(self, instance_id: str, rank: int, directory: Path) -> None:
+        self._instance_id, self._rank, self._directory = instance_id, rank, directory
         self._mode = _Intercept(self._allocate)
         self._address: int | None = None
-        self._handed_over = False
 
     @property
     def fired(self) -> bool:
@@ -51,42 +50,50 @@ class SharedKvPool:
     def __exit__(self, *exc: object) -> None:
         self._mode.__exit__(*exc)
 
-    def make_owner(
-        self,
-        kv_caches: Mapping[str, torch.Tensor],
-        incarnation: str,
-        num_blocks: int | None = None,
-    ) -> tuple[ShmOwner, LocalMemory]:
-        """The owner of the region behind vLLM's tensors, and the memory it shares. From here on
-        `ShmOwner.close` removes the files. Raises IncompatibleError, ConfigError."""
+    def share(
+        self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int | None = None
+    ) -> RankRegion:
+        """The region behind vLLM's tensors, for the main process. The caller keeps the tensors
+        alive. Raises IncompatibleError."""
         memory = describe(kv_caches, num_blocks)
-        path: str | None = None
-        if memory.address != self._address:
-            log.warning(
-                "vLLM did not allocate its KV cache inside the memory pool context; moving %d MiB "
-                "into shared memory", memory.nbytes >> 20,
-            )  # fmt: skip
-            storage = next(iter(kv_caches.values())).untyped_storage()
-            fd, _ = storage._share_fd_cpu_()  # the storage keeps owning this descriptor
-            path = f"/proc/{os.getpid()}/fd/{fd}"
-            memory = describe(kv_caches, num_blocks)
-        owner = ShmOwner(self._files, memory, incarnation, kv_path=path)
-        self._handed_over = True
-        return owner, memory
-
-    def close(self) -> None:
-        """Remove what was not handed over. The tensors keep their pages. Idempotent."""
-        if not self._handed_over:
-            self._files.close()
+        if memory.address == self._address:
+            path = str(kv_path(self._directory, self._instance_id, self._rank))
+            return region_of(memory, path)
+        log.warning(
+            "vLLM did not allocate its KV cache inside the memory pool context; moving %d MiB "
+            "into shared memory", memory.nbytes >> 20,
+        )  # fmt: skip
+        storage = next(iter(kv_caches.values())).untyped_storage()
+        fd, _ = storage._share_fd_cpu_()  # the storage keeps owning this descriptor
+        return region_of(describe(kv_caches, num_blocks), f"/proc/{os.getpid()}/fd/{fd}")
 
     def _allocate(self, nbytes: int) -> torch.Tensor | None:
         if self._address is not None:
             return None
-        path = self._files.create_kv(nbytes)
+        path = create_kv(self._directory, self._instance_id, self._rank, nbytes)
         tensor = torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.int8)
         self._address = tensor.data_ptr()
         log.info("KV cache of %d MiB is shared as %s", nbytes >> 20, path)
         return tensor
+
+
+def tell(
+    pool: SharedKvPool | None, kv_caches: Mapping[str, torch.Tensor], num_blocks: int
+) -> RankRegion:
+    """What a rank tells the main process of the caches vLLM registered. Memory that is not the
+    CPU's is described by its shape alone. Raises IncompatibleError."""
+    tensors = list({id(t): t for t in kv_caches.values()}.values())
+    if pool is not None and tensors and tensors[0].device.type == "cpu":
+        return pool.share(kv_caches, num_blocks)
+    if not tensors:
+        raise IncompatibleError("the engine has no KV cache", field="num_layers")
+    rows, width = tensors[0].shape[-2:]
+    return RankRegion(
+        pid=os.getpid(),
+        device=tensors[0].device.type,
+        num_layers=len(tensors),
+        page_bytes=rows * width * tensors[0].element_size(),
+    )
 
 
 class _Intercept(TorchFunctionMode):  # type: ignore[misc]
@@ -112,20 +119,22 @@ class _Intercept(TorchFunctionMode):  # type: ignore[misc]
         return func(*args, **kwargs)
 
 
-def describe(kv_caches: Mapping[str, torch.Tensor], num_blocks: int | None = None) -> LocalMemory:
+def describe(
+    kv_caches: Mapping[str, torch.Tensor], num_blocks: int | None = None, device: str = "cpu"
+) -> LocalMemory:
     """Where vLLM's KV cache is, from the tensors passed to `register_kv_caches`.
 
     Each is a strided [B, H, N, C] view, K and V packed in C (N and C dense: one page per block
     and head), all in one storage, layers in dict order at equal distances; a layer that reuses
     another's cache is the same object and counts once. `num_blocks`: what the scheduler counts
-    in, checked if given. Raises IncompatibleError naming what is off. The caller keeps the
-    tensors alive.
+    in, checked if given. `device`: the type of device it must be on. Raises IncompatibleError
+    naming what is off. The caller keeps the tensors alive.
     """
     tensors = list({id(t): t for t in kv_caches.values()}.values())
     if not tensors:
         raise IncompatibleError("the engine has no KV cache", field="num_layers")
     first = tensors[0]
-    _check_tensors(kv_caches, first)
+    _check_tensors(kv_caches, first, device)
     size = first.element_size()
     blocks, heads, rows, width = first.shape
     strides = [stride * size for stride in first.stride()]
@@ -155,14 +164,19 @@ def describe(kv_caches: Mapping[str, torch.Tensor], num_blocks: int | None = Non
         head_stride=strides[1] if heads > 1 else page,
     )
     check_bounds(layout, storage.nbytes())
-    return LocalMemory(address=storage.data_ptr(), nbytes=storage.nbytes(), layout=layout)
+    return LocalMemory(
+        address=storage.data_ptr(),
+        nbytes=storage.nbytes(),
+        layout=layout,
+        device=None if device == "cpu" else first.device.index or 0,
+    )
 
 
-def _check_tensors(kv_caches: Mapping[str, torch.Tensor], first: torch.Tensor) -> None:
-    """All [B, H, N, C] with dense pages, alike, in one storage on the CPU."""
+def _check_tensors(kv_caches: Mapping[str, torch.Tensor], first: torch.Tensor, device: str) -> None:
+    """All [B, H, N, C] with dense pages, alike, in one storage on such a device."""
     base = first.untyped_storage().data_ptr()
     for name, tensor in kv_caches.items():
-        if tensor.device.type != "cpu":
+        if tensor.device.type != device:
             raise IncompatibleError(f"{name}: KV cache on {tensor.device}", field="device")
         if tensor.dim() != 4:
             raise IncompatibleError(

@@ -1,0 +1,250 @@
+"""KV memory of ranks: vLLM's allocation in a file, its layout, and the main process's view."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from pullfill.errors import IncompatibleError, PeerUnavailable
+from pullfill.transfer.contract import KvLayout, LocalMemory
+from pullfill.transfer.layout import dense_layout
+from pullfill.transfer.shm import ranks
+from pullfill.transfer.shm.files import RegionFiles, create_kv
+from pullfill.transfer.shm.pool import SharedKvPool, describe, tell
+from tests.support.transfer_rigs import pages
+
+BLOCKS, HEADS, ROWS, WIDTH, LAYERS = 6, 2, 4, 8, 3
+REPO = Path(__file__).resolve().parents[2]
+
+# --------------------------------------------------------------------------- the pool
+
+
+def views(buffer: torch.Tensor, layers: int = LAYERS) -> dict[str, torch.Tensor]:
+    """float32 [B, H, N, C] views of one flat int8 buffer, as vLLM makes them for LBHNC."""
+    page = ROWS * WIDTH
+    size = (layers, BLOCKS, HEADS, ROWS, WIDTH)
+    stride = (BLOCKS * HEADS * page, HEADS * page, page, WIDTH, 1)
+    whole = torch.as_strided(buffer.view(torch.float32), size, stride)
+    return {f"layers.{i}": whole[i] for i in range(layers)}
+
+
+NBYTES = LAYERS * BLOCKS * HEADS * ROWS * WIDTH * 4
+
+
+def test_pool_backs_the_big_allocation_with_the_file(tmp_path: Path) -> None:
+    pool = SharedKvPool("decode-a", 1, tmp_path)
+    with pool:
+        other = torch.zeros(8, dtype=torch.int64, device="cpu")
+        small = torch.zeros((2, 2), dtype=torch.int8)
+        assert not pool.fired
+        buffer = torch.zeros(NBYTES, dtype=torch.int8, device=torch.device("cpu"))
+        assert pool.fired
+        second = torch.zeros(NBYTES, dtype=torch.int8, device="cpu")
+    assert (other.sum(), small.sum(), int(buffer.sum())) == (0, 0, 0)
+    assert buffer.shape == (NBYTES,)
+    assert second.data_ptr() != buffer.data_ptr()
+    caches = views(buffer)
+    caches["layers.0-again"] = caches["layers.0"]  # a layer that reuses another's cache
+    told = tell(pool, caches, BLOCKS)
+    assert told.memory is not None
+    assert told.memory.layout == dense_layout(LAYERS, BLOCKS, HEADS, ROWS * WIDTH * 4)
+    assert (told.memory.address, told.memory.nbytes) == (buffer.data_ptr(), NBYTES)
+    assert (told.device, told.num_layers, told.page_bytes) == ("cpu", LAYERS, ROWS * WIDTH * 4)
+    caches["layers.1"][3, 1] = 7.5
+    assert os.listdir(tmp_path) == ["pullfill-decode-a-1.kv"]
+    in_file = np.fromfile(tmp_path / "pullfill-decode-a-1.kv", np.float32)
+    found = pages(in_file.view(np.uint8), told.memory.layout)
+    assert set(found[1, 3, 1].view(np.float32)) == {7.5}
+    assert int((in_file != 0).sum()) == ROWS * WIDTH
+    os.unlink(told.path)
+    caches["layers.1"][3, 1] += 1  # the engine's mapping lives on
+    assert float(caches["layers.1"][3, 1, 0, 0]) == 8.5
+
+
+def test_pool_that_did_not_fire_moves_the_storage(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool = SharedKvPool("decode-a", 0, tmp_path)
+    buffer = torch.zeros(NBYTES, dtype=torch.int8)
+    caches = views(buffer)
+    caches["layers.2"][5, 0] = 3.25
+    told = pool.share(caches)
+    assert "moving" in caplog.text
+    # As another process would: by the path and the inode.
+    (rank,) = ranks.attach({(0, 0): replace(told, pid=1)}, HEADS)
+    seen = pages(view_of(rank.memory), rank.memory.layout)
+    assert set(seen[2, 5, 0].view(np.float32)) == {3.25}
+    caches["layers.0"][1, 1] = 2.0  # old views write into the shared pages
+    assert set(seen[0, 1, 1].view(np.float32)) == {2.0}
+    del seen
+    rank.close()
+    assert os.listdir(tmp_path) == []
+
+
+def test_memory_of_another_device_is_told_by_its_shape(tmp_path: Path) -> None:
+    caches = {name: tensor.to("meta") for name, tensor in views(torch.zeros(NBYTES).char()).items()}
+    for pool in (None, SharedKvPool("decode-a", 0, tmp_path)):
+        told = tell(pool, caches, BLOCKS)
+        assert (told.memory, told.device) == (None, "meta")
+        assert (told.num_layers, told.page_bytes) == (LAYERS, ROWS * WIDTH * 4)
+        assert ranks.attach({(0, 0): told}, HEADS) == []
+    with pytest.raises(IncompatibleError):
+        tell(None, {}, BLOCKS)
+
+
+# --------------------------------------------------------------------------- ranks
+
+
+def view_of(memory: LocalMemory) -> np.ndarray:
+    return np.ctypeslib.as_array((ctypes.c_ubyte * memory.nbytes).from_address(memory.address))
+
+
+def region(
+    directory: Path, rank: int, heads: int = 1, layers: int = 2, **changes: object
+) -> ranks.RankRegion:
+    """As the process of a rank tells it: its address means nothing here."""
+    layout = dense_layout(layers, int(changes.get("blocks", BLOCKS)), heads, 64)  # type: ignore[call-overload]
+    nbytes = layout.num_layers * layout.layer_stride
+    path = create_kv(directory, "decode-a", rank, nbytes)
+    path.write_bytes(bytes([rank + 1]) * nbytes)
+    told = ranks.region_of(LocalMemory(0xDEAD0000, nbytes, layout), str(path))
+    return replace(told, pid=1)
+
+
+def test_ranks_of_tensor_and_pipeline_parallel_engines_find_their_place(tmp_path: Path) -> None:
+    files = RegionFiles("decode-a", tmp_path)
+    layers = {0: 2, 1: 3}
+    told = {
+        (pp, tp): region(tmp_path, pp * 2 + tp, layers=layers[pp]) for tp in (1, 0) for pp in (1, 0)
+    }
+    assert ranks.total_layers(told) == 5
+    mapped = ranks.attach(told, kv_heads=2)
+    places = [(r.memory.first_head, r.memory.first_layer) for r in mapped]
+    assert places == [(0, 0), (1, 0), (0, 2), (1, 2)]
+    for number, rank in enumerate(mapped):
+        assert set(view_of(rank.memory)) == {number + 1}
+        view_of(rank.memory)[:] = 99
+        assert set(Path(rank.path).read_bytes()) == {99}, "shared, not a copy"
+        rank.close()
+        rank.close()
+    files.close()
+    assert os.listdir(tmp_path) == []
+
+
+def test_more_ranks_than_heads_hold_copies(tmp_path: Path) -> None:
+    told = {(0, tp): region(tmp_path, tp) for tp in range(4)}
+    mapped = ranks.attach(told, kv_heads=2)
+    assert [r.memory.first_head for r in mapped] == [0, 0, 1, 1]
+    for rank in mapped:
+        rank.close()
+
+
+def test_one_rank_in_this_process_is_not_mapped_twice(tmp_path: Path) -> None:
+    told = replace(region(tmp_path, 0), pid=os.getpid())
+    (rank,) = ranks.attach({(0, 0): told}, kv_heads=1)
+    assert rank.mapping is None
+    assert rank.memory == told.memory
+    rank.close()
+
+
+def test_ranks_that_do_not_fit_are_refused_and_nothing_stays_mapped(tmp_path: Path) -> None:
+    def maps() -> int:
+        return Path("/proc/self/maps").read_text().count(str(tmp_path))
+
+    told = {(0, 0): region(tmp_path, 0), (0, 1): region(tmp_path, 1, heads=2)}
+    with pytest.raises(IncompatibleError, match="2 KV heads where 1"):
+        ranks.attach(told, kv_heads=2)
+    told[0, 1] = region(tmp_path, 2, blocks=BLOCKS + 1)
+    with pytest.raises(IncompatibleError, match="KV blocks"):
+        ranks.attach(told, kv_heads=2)
+    with pytest.raises(FileNotFoundError):
+        ranks.attach({(0, 0): replace(region(tmp_path, 3), inode=(1, 1))}, kv_heads=1)
+    short = region(tmp_path, 4)
+    os.truncate(short.path, 10)
+    with pytest.raises(PeerUnavailable, match="shorter"):
+        ranks.attach({(0, 0): short}, kv_heads=1)
+    assert maps() == 0
+
+
+def test_what_a_rank_tells_survives_the_way_to_the_main_process(tmp_path: Path) -> None:
+    """vLLM pickles it between its own processes."""
+    told = region(tmp_path, 0)
+    code = (
+        "import pickle, sys; from pullfill.transfer.shm import ranks\n"
+        "told = pickle.loads(sys.stdin.buffer.read())\n"
+        "(rank,) = ranks.attach({(0, 0): told}, 1)\n"
+        "import ctypes; sys.stdout.write(str(ctypes.string_at(rank.memory.address, 1)[0]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPO, input=pickle.dumps(told), capture_output=True,
+        check=False,
+    )  # fmt: skip
+    assert done.stdout == b"1", done.stderr
+
+
+# --------------------------------------------------------------------------- layouts
+
+
+def test_describe_reads_strides_and_offset() -> None:
+    page = ROWS * WIDTH
+    buffer = torch.zeros(4096, dtype=torch.float32)
+    padded = torch.as_strided(
+        buffer, (2, BLOCKS, HEADS, ROWS, WIDTH), (1000, 100, 40, WIDTH, 1), 10
+    )
+    memory = describe({"a": padded[0], "b": padded[1]}, BLOCKS)
+    assert memory.layout == KvLayout(
+        base_offset=40,
+        num_layers=2,
+        num_blocks=BLOCKS,
+        num_kv_heads=HEADS,
+        page_bytes=page * 4,
+        layer_stride=4000,
+        block_stride=400,
+        head_stride=160,
+    )
+    assert (memory.address, memory.nbytes) == (buffer.data_ptr(), 4096 * 4)
+
+
+def _broken(make: Callable[[dict[str, torch.Tensor]], object]) -> dict[str, torch.Tensor]:
+    caches = views(torch.zeros(NBYTES, dtype=torch.int8))
+    make(caches)
+    return caches
+
+
+@pytest.mark.parametrize(
+    ("make", "field"),
+    [
+        (lambda c: c.clear(), "num_layers"),
+        (lambda c: c.update(x=torch.zeros(4)), "layout"),
+        (lambda c: c.update({"layers.0": c["layers.0"].transpose(2, 3)}), "layout"),
+        (lambda c: c.update({"layers.1": c["layers.1"].transpose(1, 2)}), "layout"),
+        (lambda c: c.update({"layers.1": c["layers.1"][:3]}), "layout"),
+        (lambda c: c.update({"layers.1": c["layers.1"].view(torch.int32)}), "layout"),
+        (lambda c: c.update({"layers.1": c["layers.1"].clone()}), "layer_stride"),
+        (lambda c: c.update({"layers.1": c["layers.0"][:]}), "layer_stride"),
+        (lambda c: [c.popitem(), c.popitem(), c.update(z=c["layers.0"][:])], "layer_stride"),
+        (lambda c: c.update({"layers.0": c["layers.0"].to("meta")}), "device"),
+    ],
+)
+def test_describe_names_what_is_off(
+    make: Callable[[dict[str, torch.Tensor]], object], field: str
+) -> None:
+    with pytest.raises(IncompatibleError) as caught:
+        describe(_broken(make))
+    assert caught.value.field == field
+
+
+def test_describe_refuses_split_blocks() -> None:
+    with pytest.raises(IncompatibleError, match="--block-size") as caught:
+        describe(_broken(lambda c: None), BLOCKS // 2)
+    assert caught.value.field == "block_size"

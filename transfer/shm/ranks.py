@@ -1,0 +1,124 @@
+"""The KV memory of every rank of a worker, as its main process sees it.
+
+With tensor or pipeline parallelism each rank is a process of its own (vLLM's), which only computes;
+all copying is done by the main process. So each rank says where its memory is (`RankRegion`, over
+vLLM's own handshake between its processes), and the main process maps it (`attach`).
+
+Life: `attach` once the engine has registered its KV caches; `MappedRank.close` after the last copy.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from pullfill.errors import IncompatibleError
+from pullfill.transfer.contract import KvLayout, LocalMemory
+from pullfill.transfer.shm import files
+from pullfill.transfer.topology import head_range
+
+
+@dataclass(frozen=True, slots=True)
+class RankRegion:
+    """One rank's KV memory as its process tells it. Plain: it is sent between processes.
+
+    device: torch's device type, e.g. `cpu`. memory: in the address space of process `pid`; None
+    where no transport reaches it. path, inode: the file behind it, if there is one.
+    """
+
+    pid: int
+    device: str
+    num_layers: int
+    page_bytes: int
+    memory: LocalMemory | None = None
+    path: str = ""
+    inode: tuple[int, int] = (0, 0)
+
+
+def region_of(memory: LocalMemory, path: str) -> RankRegion:
+    """This process's `memory`, whose file is at `path`. Raises OSError."""
+    info, layout = os.stat(path), memory.layout
+    return RankRegion(
+        pid=os.getpid(),
+        device="cpu",
+        num_layers=layout.num_layers,
+        page_bytes=layout.page_bytes,
+        memory=memory,
+        path=path,
+        inode=(info.st_dev, info.st_ino),
+    )
+
+
+@dataclass(slots=True)
+class MappedRank:
+    """One rank's memory in this process: `memory.address` counts here, and `memory` knows which
+    heads and layers of the model it holds."""
+
+    memory: LocalMemory
+    path: str
+    mapping: files.Mapping | None
+
+    def close(self) -> None:
+        """Idempotent. A mapping of our own; the engine's stays."""
+        if self.mapping is not None:
+            self.mapping.close()
+
+
+def attach(regions: Mapping[tuple[int, int], RankRegion], kv_heads: int) -> list[MappedRank]:
+    """Map every rank; in the order of (pipeline rank, tensor-parallel rank), which are the keys.
+    Empty when some rank's memory is out of reach.
+
+    kv_heads: of the whole model. Raises IncompatibleError when the ranks do not share the model
+    as vLLM splits it, OSError or PeerUnavailable when a file cannot be mapped.
+    """
+    tp_size = 1 + max(tp for _, tp in regions)
+    ranks: list[MappedRank] = []
+    first_layer = 0
+    try:
+        for (pp, tp), region in sorted(regions.items()):
+            if region.memory is None:
+                break
+            if pp and tp == 0:
+                first_layer += ranks[-1].memory.layout.num_layers
+            first_head, heads = head_range(kv_heads, tp_size, tp)
+            place = replace(region.memory, first_head=first_head, first_layer=first_layer)
+            _check(place.layout, heads, ranks)
+            ranks.append(_attach(region, place))
+    except BaseException:
+        _close(ranks)
+        raise
+    if len(ranks) < len(regions):
+        _close(ranks)
+        return []
+    return ranks
+
+
+def total_layers(regions: Mapping[tuple[int, int], RankRegion]) -> int:
+    """Of the whole model: those of each pipeline stage."""
+    return sum(region.num_layers for (_, tp), region in regions.items() if tp == 0)
+
+
+def _attach(region: RankRegion, memory: LocalMemory) -> MappedRank:
+    if region.pid == os.getpid():
+        return MappedRank(memory, region.path, None)  # mapped here already, by the engine
+    mapping = files.Mapping(region.path, region.inode, memory.nbytes)
+    return MappedRank(replace(memory, address=mapping.address), region.path, mapping)
+
+
+def _close(ranks: list[MappedRank]) -> None:
+    for rank in ranks:
+        rank.close()
+
+
+def _check(layout: KvLayout, heads: int, before: list[MappedRank]) -> None:
+    if layout.num_kv_heads != heads:
+        raise IncompatibleError(
+            f"a rank has {layout.num_kv_heads} KV heads where {heads} were expected",
+            field="num_kv_heads",
+        )
+    if before and layout.num_blocks != before[0].memory.layout.num_blocks:
+        raise IncompatibleError(
+            f"ranks have {layout.num_blocks} and {before[0].memory.layout.num_blocks} KV blocks",
+            field="num_blocks",
+        )
