@@ -1,0 +1,208 @@
+"""The CUDA driver's calls, against a library with the same names over plain memory: that each is
+called with what it takes, that contexts are current, and that errors are named."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pullfill.errors import TransferFailed
+from pullfill.transfer.gpu import cuda
+from pullfill.transfer.gpu.cuda import CudaDriver, _CopyAttributes, _Handle
+
+MEMORY = np.zeros(1 << 16, np.uint8)
+BASE = MEMORY.ctypes.data
+
+
+class Library:
+    """libcuda as ctypes shows it. Takes ctypes values only, as a C function would."""
+
+    def __init__(self) -> None:
+        self.current: int | None = None
+        self.calls: list[str] = []
+        self.codes: dict[str, int] = {}
+        self.exportable = 1
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        if not name.startswith("cu") or not hasattr(type(self), f"_{name}"):
+            raise AttributeError(name)
+
+        def call(*arguments: Any) -> int:
+            self.calls.append(name)
+            if code := self.codes.get(name, 0):
+                return code
+            getattr(self, f"_{name}")(*arguments)
+            return 0
+
+        return call
+
+    def _cuInit(self, flags: int) -> None:
+        assert flags == 0
+
+    def _cuGetErrorName(self, code: int, name: Any) -> None:
+        name._obj.value = f"CUDA_ERROR_{code}".encode()
+
+    def _cuDeviceGetCount(self, count: Any) -> None:
+        count._obj.value = 2
+
+    def _cuDeviceGet(self, device: Any, ordinal: int) -> None:
+        device._obj.value = 100 + ordinal
+
+    def _cuDeviceGetUuid_v2(self, uuid: Any, device: ctypes.c_int) -> None:
+        ctypes.memmove(uuid, bytes([device.value] * 16), 16)
+
+    def _cuDeviceCanAccessPeer(self, yes: Any, device: ctypes.c_int, peer: ctypes.c_int) -> None:
+        yes._obj.value = device.value < peer.value
+
+    def _cuDevicePrimaryCtxRetain(self, context: Any, device: ctypes.c_int) -> None:
+        context._obj.value = device.value + 1000
+
+    def _cuCtxSetCurrent(self, context: ctypes.c_void_p) -> None:
+        self.current = context.value
+
+    def _cuPointerGetAttribute(self, data: Any, attribute: int, pointer: ctypes.c_uint64) -> None:
+        assert self.current == 1100
+        inside = BASE <= pointer.value < BASE + len(MEMORY)
+        data._obj.value = {2: 2 if inside else 1, 9: 0, 10: self.exportable}[attribute]
+
+    def _cuMemGetAddressRange_v2(self, base: Any, size: Any, pointer: ctypes.c_uint64) -> None:
+        base._obj.value, size._obj.value = BASE, len(MEMORY)
+
+    def _cuIpcGetMemHandle(self, handle: Any, pointer: ctypes.c_uint64) -> None:
+        text = f"handle of {pointer.value}".encode().ljust(64)
+        ctypes.memmove(handle, text, 64)
+
+    def _cuIpcOpenMemHandle_v2(self, base: Any, handle: _Handle, flags: ctypes.c_uint) -> None:
+        assert flags.value == 1
+        base._obj.value = int(bytes(handle).split()[2])
+
+    def _cuIpcCloseMemHandle(self, pointer: ctypes.c_uint64) -> None:
+        assert pointer.value == BASE
+
+    def _cuStreamCreate(self, stream: Any, flags: int) -> None:
+        assert flags == 1
+        assert self.current is not None
+        stream._obj.value = 77
+
+    def _cuStreamSynchronize(self, stream: ctypes.c_void_p) -> None:
+        assert stream.value == 77
+
+    def _cuStreamDestroy_v2(self, stream: ctypes.c_void_p) -> None:
+        assert stream.value == 77
+
+    def _cuMemcpyAsync(self, target: Any, source: Any, nbytes: Any, stream: Any) -> None:
+        assert (type(nbytes), stream.value) == (ctypes.c_size_t, 77)
+        ctypes.memmove(target.value, source.value, nbytes.value)
+
+    def _cuMemcpyBatchAsync(
+        self, targets: Any, sources: Any, sizes: Any, count: Any, attributes: Any, firsts: Any,
+        attribute_count: Any, failed: Any, stream: Any,
+    ) -> None:  # fmt: skip
+        assert attributes._obj.source_access_order == 1
+        assert (firsts._obj.value, attribute_count.value, stream.value) == (0, 1, 77)
+        columns = [
+            (ctypes.c_uint64 * count.value).from_address(array.value)
+            for array in (targets, sources, sizes)
+        ]
+        for target, source, nbytes in zip(*columns, strict=True):
+            ctypes.memmove(target, source, nbytes)
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Library:
+    made = Library()
+    monkeypatch.setattr(cuda.ctypes, "PyDLL", lambda name: made)
+    monkeypatch.setattr(cuda.ctypes, "CDLL", lambda name: made)
+    MEMORY[:] = np.arange(len(MEMORY)) % 251
+    return made
+
+
+def triples(*rows: tuple[int, int, int]) -> list[np.ndarray]:
+    table = np.array(rows, np.uint64)
+    return [table[:, 0] + np.uint64(BASE), table[:, 1] + np.uint64(BASE), table[:, 2]]
+
+
+def test_devices(library: Library) -> None:
+    driver = CudaDriver()
+    assert driver.count() == 2
+    assert driver.uuid(1) == "65" * 16
+    assert (driver.can_map(0, 1), driver.can_map(1, 0), driver.can_map(1, 1)) == (
+        True, False, True,
+    )  # fmt: skip
+    assert library.current is None, "looking makes no context"
+
+
+def test_export_and_open(library: Library) -> None:
+    driver = CudaDriver()
+    found = driver.allocation(0, BASE + 1000)
+    assert (found.base, found.nbytes, found.exportable) == (BASE, len(MEMORY), True)
+    handle = driver.export(0, found.base)
+    assert len(handle) == 64
+    assert driver.open(1, handle) == BASE
+    assert library.current == 1101
+    driver.close(1, BASE)
+    library.exportable = 0
+    assert not driver.allocation(0, BASE).exportable
+    with pytest.raises(TransferFailed, match="not memory of device 0"):
+        driver.allocation(0, BASE - 1)
+    assert library.calls.count("cuDevicePrimaryCtxRetain") == 2, "one context for each device"
+
+
+def test_copies_in_one_call(library: Library) -> None:
+    stream = CudaDriver().stream(0)
+    assert stream.batches
+    assert (stream.device, stream.handle) == (0, 77)
+    before = MEMORY.copy()
+    stream.copy_batch(*triples((0, 5000, 100), (200, 6000, 50)))
+    stream.synchronize()
+    assert (MEMORY[:100] == before[5000:5100]).all()
+    assert (MEMORY[200:250] == before[6000:6050]).all()
+    assert library.calls.count("cuMemcpyBatchAsync") == 1
+    stream.close()
+    stream.close()
+    assert library.calls.count("cuStreamDestroy_v2") == 1
+
+
+def test_copies_one_by_one_where_the_driver_has_no_batches(library: Library) -> None:
+    library.codes["cuMemcpyBatchAsync"] = 801  # CUDA_ERROR_NOT_SUPPORTED
+    stream = CudaDriver().stream(0)
+    before = MEMORY.copy()
+    for _ in range(2):
+        stream.copy_batch(*triples((0, 5000, 100), (200, 6000, 50)))
+    assert (MEMORY[200:250] == before[6000:6050]).all()
+    assert library.calls.count("cuMemcpyBatchAsync") == 1, "asked once"
+    assert library.calls.count("cuMemcpyAsync") == 4
+    assert not stream.batches
+
+
+@pytest.mark.parametrize("name", ["cuMemcpyBatchAsync", "cuStreamSynchronize", "cuStreamCreate"])
+def test_errors_carry_cudas_name(library: Library, name: str) -> None:
+    library.codes[name] = 700
+
+    def copy() -> None:
+        stream = CudaDriver().stream(0)
+        stream.copy_batch(*triples((0, 5000, 100)))
+        stream.synchronize()
+
+    with pytest.raises(TransferFailed, match=f"{name}: CUDA_ERROR_700"):
+        copy()
+
+
+def test_structures_are_as_large_as_cudas() -> None:
+    assert ctypes.sizeof(_Handle) == 64
+    assert ctypes.sizeof(_CopyAttributes) == 24
+
+
+def test_no_driver_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(cuda.ctypes, "PyDLL", missing)
+    cuda.load.cache_clear()
+    cuda.why_no_cuda.cache_clear()
+    assert "no CUDA driver" in (cuda.why_no_cuda() or "")
+    cuda.why_no_cuda.cache_clear()

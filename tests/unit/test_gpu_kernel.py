@@ -1,0 +1,108 @@
+"""The Triton kernel under Triton's interpreter, against plain copies. The interpreter is chosen
+when triton is imported, so it runs in a process of its own: this file, as a program."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_interpreted() -> None:
+    pytest.importorskip("triton")
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).resolve())],
+        cwd=ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["check_limits", "check_runs", "check_layouts"]
+
+
+def copied(kernel, runs, alignment):  # type: ignore[no-untyped-def]
+    """Launch; compare with numpy, the bytes around every run included."""
+    rng = np.random.default_rng(1)
+    source = rng.integers(0, 256, 1 << 18, np.uint8)
+    target = rng.integers(0, 256, 1 << 18, np.uint8)
+    s0, t0 = (-source.ctypes.data % alignment, -target.ctypes.data % alignment)
+    expected = target.copy()
+    for s, t, n in runs:
+        expected[t0 + t : t0 + t + n] = source[s0 + s : s0 + s + n]
+    table = np.array(runs, np.uint64)
+    base_s, base_t = np.uint64(source.ctypes.data + s0), np.uint64(target.ctypes.data + t0)
+    kernel.launch(table[:, 1] + base_t, table[:, 0] + base_s, table[:, 2])
+    np.testing.assert_array_equal(target, expected)
+
+
+def check_runs(kernel, module) -> None:  # type: ignore[no-untyped-def]
+    """Lengths around every boundary: a word, a step, a piece of a program."""
+    step, piece = module.LANES * 8, module.LANES * module.STEPS * 8
+    lengths = (16, step - 16, step, step + 16, piece - 16, piece + 16)
+    ends = np.cumsum([n + 48 for n in lengths])
+    wide = [
+        (i * 512, int(end) - n, n) for i, (n, end) in enumerate(zip(lengths, ends, strict=True))
+    ]
+    copied(kernel, wide, 16)
+    copied(kernel, [(1, 3, 1), (100, 1000, 17), (5, 5001, piece // 8 + 3)], 16)
+    copied(kernel, [(8, 24, 512)], 16)  # 8 divides all, 16 does not
+
+
+def check_layouts(kernel, module) -> None:  # type: ignore[no-untyped-def]
+    """Blocks of every layout into a dense buffer and back out into every other: gather, scatter
+    and layout change are one kernel."""
+    from pullfill.transfer.layout import dense_layout
+    from pullfill.transfer.runs import plan
+    from tests.support.transfer_rigs import LAYOUTS, PAGE, extent, pages, random_bytes
+
+    ids, staging = [7, 21], dense_layout(3, 2, 2, PAGE)
+    for source, target in product(("dense", "padded-heads"), ("padded-blocks", "head-outermost")):
+        mine, theirs = LAYOUTS[source], LAYOUTS[target]
+        data, stage = random_bytes(extent(mine), 1), np.zeros(extent(staging), np.uint8)
+        out = random_bytes(extent(theirs), 2)
+        before = pages(out, theirs).copy()
+        for one, two, a, b, x, y in (
+            (mine, staging, data, stage, ids, range(2)),
+            (staging, theirs, stage, out, range(2), [30, 11]),
+        ):
+            for batch in plan(one, two, x, y).batches():
+                flat = batch.flat()
+                kernel.launch(
+                    flat.target.astype(np.uint64) + np.uint64(b.ctypes.data),
+                    flat.source.astype(np.uint64) + np.uint64(a.ctypes.data),
+                    flat.nbytes.astype(np.uint64),
+                )
+        before[:, [30, 11]] = pages(data, mine)[:, ids]
+        np.testing.assert_array_equal(pages(out, theirs), before)
+
+
+def check_limits(kernel, module) -> None:  # type: ignore[no-untyped-def]
+    """Nothing at all, as many runs as the table holds, and warming up."""
+    kernel.warm()
+    none = np.empty(0, np.uint64)
+    kernel.launch(none, none, none)
+    copied(kernel, [(i * 64, i * 64, 32) for i in range(32)], 16)
+
+
+def main() -> None:
+    import torch
+
+    from pullfill.transfer.gpu import kernel as module
+
+    kernel = module.RunKernel(torch.device("cpu"), 0, 32)
+    for check in (check_limits, check_runs, check_layouts):
+        check(kernel, module)
+        print(check.__name__)
+
+
+if __name__ == "__main__":
+    main()
