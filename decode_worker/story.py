@@ -66,6 +66,7 @@ class Stories:
             ("prefix_read", stages.prefix_read_ms),
             ("prefill", stages.prefill_ms),
             ("kv_write", stages.kv_write_ms),
+            ("tail", stages.tail_ms),
         ):
             metrics.HANDOFF_STAGE.labels(name).observe(value / 1e3)
         with self._lock:
@@ -119,5 +120,6 @@ class Stories:
                 prefix_read=stages.prefix_read_ms if stages else None,
                 prefill=stages.prefill_ms if stages else None,
                 kv_write=stages.kv_write_ms if stages else None,
+                tail=stages.tail_ms if stages else None,
             ),
         )

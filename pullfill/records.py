@@ -121,6 +121,7 @@ class Timings(Message, frozen=True, kw_only=True):
     prefix_read: Finite | None = None
     prefill: Finite | None = None
     kv_write: Finite | None = None
+    tail: Finite | None = None
     commit: Finite | None = None
     first_token: Finite | None = None
 

@@ -49,7 +49,7 @@ async def test_choices_and_batches_are_requests_of_their_own(served: Served) -> 
         record = (await http.get(f"/pullfill/requests/{done.id}")).json()
         assert record["request_id"] == done.id
         assert set(record["timings_ms"]) == {
-            "route", "queue", "claim", "prefix_read", "prefill", "kv_write", "commit",
+            "route", "queue", "claim", "prefix_read", "prefill", "kv_write", "tail", "commit",
             "first_token",
         }  # fmt: skip
         assert set(record) == {

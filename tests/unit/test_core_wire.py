@@ -143,7 +143,8 @@ def test_explain_and_queue_have_the_promised_shape() -> None:
         "continued_from", "continued_tokens",
     }  # fmt: skip
     assert set(shape["timings_ms"]) == {
-        "route", "queue", "claim", "prefix_read", "prefill", "kv_write", "commit", "first_token",
+        "route", "queue", "claim", "prefix_read", "prefill", "kv_write", "tail", "commit",
+        "first_token",
     }  # fmt: skip
     assert set(msgspec.to_builtins(wire.QueueStatus())) == {
         "depth_jobs", "depth_tokens", "in_flight", "oldest_age_s",
