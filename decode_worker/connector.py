@@ -26,6 +26,7 @@ from pullfill.decode_worker import memory
 from pullfill.decode_worker.scheduler_side import SchedulerSide
 from pullfill.engine import kv
 from pullfill.engine.handshake import RankTold
+from pullfill.engine.ranks import bind_to_parent
 from pullfill.transfer.shm.pool import SharedKvPool, tell
 from pullfill.transfer.shm.ranks import RankRegion
 
@@ -59,7 +60,9 @@ class DecodeConnector(KVConnectorBase_V1):  # type: ignore[misc]
             context = contexts.current()
             self._side = SchedulerSide(context, vllm_config.cache_config.block_size)
             context.extra["scheduler_side"] = self._side
-        elif current_platform.is_cpu():
+            return
+        bind_to_parent()
+        if current_platform.is_cpu():
             place = vllm_config.kv_transfer_config.kv_connector_extra_config
             self._pool = SharedKvPool(
                 place["instance_id"], kv.rank_of(vllm_config), Path(place["directory"])

@@ -22,6 +22,7 @@ from vllm.platforms import current_platform
 
 from pullfill.engine import kv
 from pullfill.engine.handshake import RankTold
+from pullfill.engine.ranks import bind_to_parent
 from pullfill.prefill_worker import context as contexts
 from pullfill.prefill_worker import memory
 from pullfill.prefill_worker.scheduler_side import Reports, SchedulerSide
@@ -58,7 +59,9 @@ class PrefillConnector(KVConnectorBase_V1):  # type: ignore[misc]
             context = contexts.current()
             self._maybe_side = SchedulerSide(context, vllm_config.cache_config.block_size)
             context.side = self._maybe_side
-        elif current_platform.is_cpu():
+            return
+        bind_to_parent()
+        if current_platform.is_cpu():
             place = vllm_config.kv_transfer_config.kv_connector_extra_config
             self._pool = SharedKvPool(
                 place["instance_id"], kv.rank_of(vllm_config), Path(place["directory"])

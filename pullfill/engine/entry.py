@@ -27,7 +27,8 @@ def run_worker(
     """
     log.setup(role)
     eager = "--enforce-eager" in vllm_args
-    process.prepare(cpu=options.cpu, model=options.model, eager=eager)
+    ranks = process.ranks_of(vllm_args)
+    process.prepare(cpu=options.cpu, model=options.model, eager=eager, ranks=ranks)
     asyncio.run(_serve(role, serve))
     raise AssertionError("unreachable")
 

@@ -44,7 +44,9 @@ _WORKER = {
         "KVConnectorBase_V1.bind_kv_cache_manager",
         "KVConnectorBase_V1.bind_gpu_block_pool",
         "KVConnectorBase_V1.has_pending_push_work",
-        "KVConnectorBase_V1.handle_preemptions",
+        "KVConnectorBase_V1.get_handshake_metadata",
+        "KVConnectorBase_V1.set_xfer_handshake_metadata_pp_aware",
+        "KVConnectorHandshakeMetadata",
         "KVConnectorBase_V1.get_required_kvcache_layout",
     ),
 }

@@ -5,12 +5,28 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from collections.abc import Sequence
+from itertools import zip_longest
+
+_RANKS = ("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp")
 
 
-def prepare(*, cpu: int | None, model: str, eager: bool = False) -> None:
+def ranks_of(vllm_args: Sequence[str]) -> int:
+    """How many processes compute, by vLLM's own flags (which vLLM checks later)."""
+    ranks = 1
+    for flag, value in zip_longest(vllm_args, vllm_args[1:], fillvalue=""):
+        name, _, joined = flag.partition("=")
+        if name.replace("_", "-") in _RANKS and (number := joined or value).isdecimal():
+            ranks *= max(1, int(number))
+    return ranks
+
+
+def prepare(*, cpu: int | None, model: str, eager: bool = False, ranks: int = 1) -> None:
     """Set environment and affinity. Must run before the first import of torch or vllm.
 
-    cpu: pin this process to that core and use one compute thread.
+    cpu: pin this process to that core and use one compute thread; not with several ranks, which
+    would inherit it and get into each other's way.
+    ranks: processes that compute; they share the cores.
     eager: the user asked for --enforce-eager, so compile nothing anywhere: vLLM's sampler would
     otherwise compile a helper at the first request that wants log probabilities, which took 39 s
     on two cores. Existing environment settings win.
@@ -26,14 +42,14 @@ def prepare(*, cpu: int | None, model: str, eager: bool = False) -> None:
     if os.path.isdir(model):
         put("HF_HUB_OFFLINE", "1")
         put("TRANSFORMERS_OFFLINE", "1")
-    if cpu is not None:
+    if cpu is not None and ranks == 1:
         os.sched_setaffinity(0, {cpu % (os.cpu_count() or 1)})
     if shutil.which("nvidia-smi") is None:
         # oneDNN keeps a compiled kernel of 0.3 MiB for each weight shape and number of tokens in a
         # step, 1024 of them by default: a worker grew by hundreds of MiB within an hour.
         put("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
         put("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        put("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
+        put("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
     # The engine thread is CPU-bound Python; the asyncio thread needs the GIL for microseconds.
     # With the default 5 ms, every hop of a claim or commit would wait that long.
     sys.setswitchinterval(0.0005)

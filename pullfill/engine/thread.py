@@ -9,6 +9,7 @@ from typing import Any
 
 from pullfill import log
 from pullfill.engine.host import EngineHost
+from pullfill.engine.ranks import RankWatch, sentinels_of
 from pullfill.engine.watchdog import Pulse
 from pullfill.errors import ConfigError, EngineStuck, PullfillError
 
@@ -34,6 +35,7 @@ class EngineThread:
         self.failure: BaseException | None = None
         self.host: EngineHost | None = None
         self.hangs = False
+        self._ranks: RankWatch | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -43,6 +45,8 @@ class EngineThread:
         """Leave the loop and wait for the thread. A step under way is waited for."""
         if self.hangs:
             return
+        if self._ranks is not None:
+            self._ranks.stop()
         if self.host is not None:
             self.host.stop()
         await asyncio.to_thread(self._thread.join, timeout_s)
@@ -53,7 +57,8 @@ class EngineThread:
         return self.host.pulse()
 
     def give_up(self, why: str) -> None:
-        """The thread is stuck for good: to everybody else it is dead (asyncio thread)."""
+        """The thread is stuck for good, or a process it needs is gone: to everybody else it is
+        dead (asyncio thread)."""
         self.hangs, self.failure = True, EngineStuck(why)
         self.dead.set()
 
@@ -72,6 +77,7 @@ class EngineThread:
 
     def _built(self, host: EngineHost, core: Any) -> None:
         self._on_built(host, core)
+        self._ranks = RankWatch(sentinels_of(core), lambda why: self._call(self.give_up, why))
         self._call(self._succeed, host)
 
     def _call(self, function: Callable[..., object], *args: object) -> None:

@@ -1,0 +1,201 @@
+"""Processes of ranks: they end with the main process and never without it noticing."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from pullfill.engine import process, ranks
+from pullfill.engine.thread import EngineThread
+from pullfill.errors import EngineStuck
+
+REPO = Path(__file__).resolve().parents[2]
+PATIENCE_S = 20.0
+MAIN = """
+import multiprocessing, signal, sys, time
+from pullfill.engine.ranks import bind_to_parent
+
+def rank(pipe):
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
+    bind_to_parent()
+    pipe.send(1)
+    time.sleep(600)
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context("spawn")
+    there, here = context.Pipe()
+    child = context.Process(target=rank, args=(here,), daemon=True)
+    child.start()
+    there.recv()
+    print(child.pid, flush=True)
+    time.sleep(600)
+"""
+
+
+def gone(pid: int) -> bool:
+    """Dead, if perhaps not yet buried."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+@pytest.fixture
+def main_process(tmp_path: Path) -> subprocess.Popen[str]:
+    script = tmp_path / "main.py"
+    script.write_text(MAIN)
+    env = os.environ | {"PYTHONPATH": str(REPO)}
+    return subprocess.Popen(
+        [sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=env
+    )
+
+
+def test_a_rank_ignores_signals_of_the_group_and_dies_with_the_main_process(
+    main_process: subprocess.Popen[str],
+) -> None:
+    with main_process:
+        assert main_process.stdout is not None
+        pid = int(main_process.stdout.readline())
+        for number in (signal.SIGTERM, signal.SIGINT):
+            os.kill(pid, number)
+        # Still there once it has certainly been delivered: the kernel lists nothing as pending.
+        pending = [line for line in _status(pid) if line.startswith(("SigPnd", "ShdPnd"))]
+        assert all(int(line.split()[1], 16) == 0 for line in pending)
+        assert not gone(pid)
+        main_process.kill()
+        main_process.wait()
+        end = time.monotonic() + PATIENCE_S
+        while not gone(pid):
+            assert time.monotonic() < end, "it outlived the main process"
+            time.sleep(0.005)
+
+
+def _status(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/status").read_text().splitlines()
+
+
+def test_the_main_process_binds_itself_to_nobody() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    ranks.bind_to_parent()
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def core_with(*processes: subprocess.Popen[bytes]) -> SimpleNamespace:
+    """An engine core whose executor has ranks; a pidfd stands for multiprocessing's sentinel."""
+    workers = [
+        SimpleNamespace(rank=rank, proc=SimpleNamespace(sentinel=os.pidfd_open(child.pid)))
+        for rank, child in enumerate(processes)
+    ]
+    return SimpleNamespace(model_executor=SimpleNamespace(workers=workers))
+
+
+@pytest.fixture
+def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen(["sleep", "600"]) as child:
+        yield child
+        child.kill()
+
+
+def test_a_dead_rank_is_told_once_and_others_are_not() -> None:
+    sleepers = [subprocess.Popen(["sleep", "600"]) for _ in range(2)]
+    told: list[str] = []
+    heard = multiprocessing.Event()
+    sentinels = ranks.sentinels_of(core_with(*sleepers))
+    watch = ranks.RankWatch(sentinels, lambda why: (told.append(why), heard.set())[0])
+    sleepers[1].kill()
+    assert heard.wait(PATIENCE_S)
+    assert told == ["the process of rank 1 ended"]
+    sleepers[0].kill()
+    watch.stop()
+    watch.stop()
+    assert len(told) == 1
+    for sleeper, sentinel in zip(sleepers, sentinels, strict=True):
+        sleeper.wait()
+        os.close(sentinel)
+
+
+def test_ranks_that_are_ended_on_purpose_are_no_news(sleeper: subprocess.Popen[bytes]) -> None:
+    told: list[str] = []
+    sentinels = ranks.sentinels_of(core_with(sleeper))
+    watch = ranks.RankWatch(sentinels, told.append)
+    watch.stop()
+    sleeper.kill()
+    sleeper.wait()
+    assert told == []
+    for sentinel in sentinels:
+        os.close(sentinel)
+
+
+def test_one_rank_in_the_main_process_needs_no_thread() -> None:
+    assert ranks.sentinels_of(SimpleNamespace(model_executor=object())) == {}
+    watch = ranks.RankWatch({}, pytest.fail)
+    assert watch._thread is None
+    watch.stop()
+
+
+async def test_an_engine_whose_rank_dies_is_dead_at_once(
+    sleeper: subprocess.Popen[bytes],
+) -> None:
+    core = core_with(sleeper)
+    stopping = asyncio.Event()
+
+    class Host:
+        """Hangs in its step, as vLLM does when a rank is gone."""
+
+        def run(self, on_built: object) -> None:
+            on_built(core)  # type: ignore[operator]
+            asyncio.run_coroutine_threadsafe(stopping.wait(), loop).result()
+
+    loop = asyncio.get_running_loop()
+    engine = EngineThread(Host, lambda host, core: None)  # type: ignore[arg-type]
+    engine.start()
+    await engine.ready
+    sleeper.kill()
+    await asyncio.wait_for(engine.dead.wait(), PATIENCE_S)
+    assert isinstance(engine.failure, EngineStuck)
+    assert "rank 0" in str(engine.failure)
+    assert engine.hangs, "nobody may wait for its thread"
+    stopping.set()
+    await asyncio.to_thread(engine._thread.join, PATIENCE_S)
+    assert engine._ranks is not None
+    engine._ranks.stop()
+    sleeper.wait()
+    os.close(core.model_executor.workers[0].proc.sentinel)
+
+
+@pytest.mark.parametrize(
+    ("flags", "count"),
+    [
+        ([], 1),
+        (["--tensor-parallel-size", "2"], 2),
+        (["-tp", "2", "--enforce-eager", "-pp=3"], 6),
+        (["--tensor_parallel_size=4", "--max-model-len", "8"], 4),
+        (["--tensor-parallel-size"], 1),
+        (["--tensor-parallel-size", "x"], 1),
+        (["--max-num-seqs", "-tp", "0"], 1),
+    ],
+)
+def test_ranks_are_counted_from_the_flags(flags: list[str], count: int) -> None:
+    assert process.ranks_of(flags) == count
+
+
+def test_ranks_share_the_cores_and_are_not_pinned_to_one() -> None:
+    code = (
+        "import os; from pullfill.engine import process\n"
+        "cores = len(os.sched_getaffinity(0))\n"
+        "process.prepare(cpu=0, model='x', ranks=2)\n"
+        "assert len(os.sched_getaffinity(0)) == cores\n"
+        "assert os.environ['OMP_NUM_THREADS'] == str(max(1, cores // 2))"
+    )
+    env = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
+    subprocess.run([sys.executable, "-c", code], cwd=REPO, env=env, check=True)
