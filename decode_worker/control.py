@@ -11,28 +11,32 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 
 from pullfill import failpoints, log, metrics, u32
 from pullfill.channel import Channel, accept
+from pullfill.decode_worker.commits import Commits
 from pullfill.decode_worker.ledger import Ledger
-from pullfill.decode_worker.moves import CancelMessage, NakDelivery, SendRevoke, Verify
+from pullfill.decode_worker.moves import CancelMessage, GrantView, NakDelivery, SendRevoke
+from pullfill.decode_worker.peers import Peer
+from pullfill.decode_worker.reader import PeerReader, Reach
 from pullfill.decode_worker.story import Stories
 from pullfill.decode_worker.verify import Verifier
-from pullfill.errors import AuthFailed, BadMessage, Outcome
+from pullfill.errors import AuthFailed, BadMessage, Outcome, PullfillError
 from pullfill.security import ClusterKey
 from pullfill.wire import (
     SILENT_S,
     Alive,
     Claim,
     Commit,
-    CommitReply,
     Compat,
     Goodbye,
     Grant,
     HandBack,
+    Hello,
+    KvMode,
     Leaving,
     Quiet,
+    Ready,
     Refused,
     RefuseReason,
     Revoke,
@@ -45,23 +49,12 @@ logger = log.get("decode_worker.control")
 _COMPLAIN_EVERY_S = 60.0
 
 
-@dataclass(slots=True, eq=False)
-class _Peer:
-    """One connected prefill worker. `name` is unique per connection and is the ledger's writer."""
-
-    name: str
-    instance_id: str
-    channel: Channel
-    heard: float
-    leaving: bool = False
-    pulls: bool = True
-
-
 class ControlServer:
     """Serves claims and commits, and carries out what the ledger asks of the network.
 
     cancel, hand_back: the queue's. verifier: needed if the ledger asks for digests;
-    closed by `stop`. key: a prefill worker that does not hold it is refused.
+    closed by `stop`. key: a prefill worker that does not hold it is refused. reach: how to read a
+    prefill worker's memory; where grants say pull, who cannot be read writes instead.
     """
 
     def __init__(
@@ -76,17 +69,21 @@ class ControlServer:
         verifier: Verifier | None = None,
         silent_s: float = SILENT_S,
         key: ClusterKey | None = None,
+        reach: Reach | None = None,
     ) -> None:
         self._instance_id = instance_id
         self._compat = compat
         self._ledger = ledger
         self._stories = stories
+        self._commits = Commits(ledger, stories, verifier, self._spawn, self._act)
         self._cancel = cancel
         self._hand_back = hand_back
         self._verifier = verifier
         self._silent_s = silent_s
         self._key = key
-        self._peers: dict[str, _Peer] = {}
+        self._reach = reach
+        self._readers: set[PeerReader] = set()
+        self._peers: dict[str, Peer] = {}
         self._serial = itertools.count(1)
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[object]] = set()
@@ -119,6 +116,8 @@ class ControlServer:
         for errand in list(self._tasks):
             errand.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        for reader in list(self._readers):
+            await asyncio.to_thread(reader.close)
         if self._verifier is not None:
             await asyncio.to_thread(self._verifier.close)
 
@@ -207,7 +206,7 @@ class ControlServer:
         assert me is not None
         self._serving.add(me)
         me.add_done_callback(self._serving.discard)
-        peer: _Peer | None = None
+        peer: Peer | None = None
         channel = Channel(reader, writer)
         try:
             peer = await self._greet(channel)
@@ -237,7 +236,7 @@ class ControlServer:
         if (more := self._seldom.due(f"{what} {host} {type(why).__name__}")) is not None:
             logger.warning("%s a control connection from %s: %s%s", what, peer, why, more)
 
-    async def _greet(self, channel: Channel) -> _Peer | None:
+    async def _greet(self, channel: Channel) -> Peer | None:
         try:
             async with asyncio.timeout(5.0):
                 hello = await accept(channel, self._key)
@@ -247,11 +246,12 @@ class ControlServer:
         if hello.compat != self._compat.hash():
             channel.write(Goodbye(reason=f"compatibility hash differs: {hello.compat} is not ours"))
             return None
-        peer = _Peer(
+        peer = Peer(
             f"{hello.prefill_instance}#{next(self._serial)}",
             hello.prefill_instance,
             channel,
             asyncio.get_running_loop().time(),
+            self._reader_of(hello),
         )
         self._peers[peer.name] = peer
         self._count()
@@ -261,7 +261,20 @@ class ControlServer:
         logger.info("prefill worker %s connected", peer.instance_id)
         return peer
 
-    def _lost(self, peer: _Peer) -> None:
+    def _reader_of(self, hello: Hello) -> PeerReader | None:
+        if self._reach is None or self._ledger.kv_mode is not KvMode.PULL:
+            return None
+        try:
+            reader = PeerReader(hello.prefill_instance, self._reach(hello.regions))
+        except PullfillError as exc:
+            logger.warning("%s writes, we cannot read it: %s", hello.prefill_instance, exc)
+            return None
+        self._readers.add(reader)
+        return reader
+
+    def _lost(self, peer: Peer) -> None:
+        if (reader := peer.reader) is not None:
+            reader.leave(lambda: self._readers.discard(reader))
         self._peers.pop(peer.name, None)
         self._count()
         logger.info("prefill worker %s disconnected", peer.instance_id)
@@ -277,7 +290,7 @@ class ControlServer:
         if self.prefill_workers == 0 and self._ledger.open_jobs:
             self._ledger.give_up_all(Outcome.PREFILL_LOST, but_granted=True)
 
-    def _dispatch(self, peer: _Peer, message: object) -> None:
+    def _dispatch(self, peer: Peer, message: object) -> None:
         match message:
             case Alive():
                 if message.pulls != peer.pulls:
@@ -289,7 +302,9 @@ class ControlServer:
             case Claim():
                 self._on_claim(peer, message)
             case Commit():
-                self._on_commit(peer, message)
+                self._commits.commit(peer, message)
+            case Ready():
+                self._commits.ready(peer, message)
             case HandBack():
                 self._ledger.hand_back(
                     message.job_id,
@@ -309,7 +324,7 @@ class ControlServer:
                 raise BadMessage("hello was already said")
         self._wake.set()
 
-    def _on_claim(self, peer: _Peer, claim: Claim) -> None:
+    def _on_claim(self, peer: Peer, claim: Claim) -> None:
         failpoints.hit("decode.before_grant")
         claimed = self._ledger.claim(claim.job_id, claim.incarnation, peer.name, claim.ack_subject)
         if claimed.grant is None:
@@ -331,51 +346,20 @@ class ControlServer:
         entry = self._ledger.find(claim.job_id)
         if entry is not None:
             self._stories.claimed(entry.request_id, grant.attempt, peer.instance_id, grant.queued_s)
-        peer.channel.write(
-            Grant(
-                rid=claim.rid,
-                job_id=claim.job_id,
-                attempt=grant.attempt,
-                incarnation=self._ledger.incarnation,
-                deadline_s=grant.deadline_s,
-                block_ids=u32.pack(grant.blocks),
-                hit_tokens=grant.hit_tokens,
-                job_digest=grant.digest,
-                fence=grant.fence,
-                kv_digest=grant.kv_digest,
-            ),
-        )
+        peer.channel.write(self._grant(peer, claim, grant))
 
-    def _on_commit(self, peer: _Peer, commit: Commit) -> None:
-        failpoints.hit("decode.before_commit")
-        entry = self._ledger.find(commit.job_id)
-        if entry is not None and (entry.attempt, entry.writer) == (commit.attempt, peer.name):
-            # Before the commit: the engine thread may settle the request the moment it is done.
-            self._stories.committed(entry.request_id, commit.timings, commit.kv_bytes)
-        answer = self._ledger.commit(
-            commit.job_id,
-            commit.attempt,
-            commit.incarnation,
-            peer.name,
-            commit.blocks,
-            commit.digest,
-        )
-        if isinstance(answer, Verify):
-            self._spawn(self._verify(peer, commit, answer))
-        else:
-            self._answer_commit(peer, commit, answer)
-
-    async def _verify(self, peer: _Peer, commit: Commit, verify: Verify) -> None:
-        assert self._verifier is not None
-        why = await self._verifier.settle(verify, peer.instance_id)
-        self._answer_commit(peer, commit, why)
-        self._act()
-
-    def _answer_commit(self, peer: _Peer, commit: Commit, why: str | None) -> None:
-        if why is not None:
-            if why != Outcome.DIGEST_MISMATCH.value:
-                metrics.STALE_REFUSED.labels("commit").inc()
-            logger.warning("refused a commit of job %s by %s: %s", commit.job_id, peer.name, why)
-        peer.channel.write(
-            CommitReply(rid=commit.rid, job_id=commit.job_id, ok=why is None, reason=why or ""),
+    def _grant(self, peer: Peer, claim: Claim, grant: GrantView) -> Grant:
+        unreadable = grant.mode is KvMode.PULL and peer.reader is None
+        return Grant(
+            rid=claim.rid,
+            job_id=claim.job_id,
+            attempt=grant.attempt,
+            incarnation=self._ledger.incarnation,
+            deadline_s=grant.deadline_s,
+            block_ids=u32.pack(grant.blocks),
+            hit_tokens=grant.hit_tokens,
+            job_digest=grant.digest,
+            fence=grant.fence,
+            kv_digest=grant.kv_digest,
+            mode=KvMode.PUSH_ASYNC if unreadable else grant.mode,
         )

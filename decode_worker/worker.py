@@ -16,6 +16,7 @@ from pullfill.decode_worker.control import ControlServer
 from pullfill.decode_worker.ledger import Ledger
 from pullfill.decode_worker.load import load_of
 from pullfill.decode_worker.publisher import Publisher
+from pullfill.decode_worker.reader import reach_for
 from pullfill.decode_worker.router import Situation
 from pullfill.decode_worker.shim import FrontendShim
 from pullfill.decode_worker.story import Stories
@@ -222,6 +223,7 @@ class DecodeWorker:
             fences,
             incarnation=self._context.incarnation,
             kv_digest=self._options.kv_digest,
+            kv_mode=self._options.kv_mode,
             on_event=self._wake_engine,
             on_action=self._wake_control,
         )
@@ -302,6 +304,7 @@ class DecodeWorker:
             hand_back=producer.hand_back,
             key=self._key,
             verifier=verifier_for(self._context.ledger, self._context.memories),
+            reach=reach_for(self._context.memories, self._options, self._key),
         )
         await control.start(self._options.host, self._options.control_port)
         self._publisher = Publisher(

@@ -20,6 +20,7 @@ from pullfill.deploy.options import (
     InflightOption,
     JsonOption,
     KvDigestOption,
+    KvModeOption,
     NamespaceOption,
     NatsOption,
     PinOption,
@@ -29,7 +30,7 @@ from pullfill.deploy.options import (
     find_cluster,
 )
 from pullfill.errors import ConfigError, IncompatibleError, PullfillError
-from pullfill.wire import DigestMode
+from pullfill.wire import DigestMode, KvMode
 
 DEBUG_ENV = "PULLFILL_DEBUG"
 
@@ -94,6 +95,7 @@ def up(
         float, typer.Option("--ready-timeout", metavar="S", min=1, help="Longest start, seconds")
     ] = 600.0,
     kv_digest: KvDigestOption = DigestMode.OFF,
+    kv_mode: KvModeOption = KvMode.PUSH_ASYNC,
 ) -> None:
     """Start a cluster on this machine: NATS, etcd, workers and frontends.
 
@@ -120,6 +122,7 @@ def up(
         max_inflight=max_inflight,
         ready_timeout_s=ready_timeout,
         kv_digest=kv_digest,
+        kv_mode=kv_mode,
         vllm_args=list(context.args),
     )
     raise typer.Exit(run_up.up(options, state_dir, detach=detach))

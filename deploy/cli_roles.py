@@ -15,7 +15,9 @@ from pullfill.deploy.options import (
     HostOption,
     InflightOption,
     InstanceOption,
+    KvCreditsOption,
     KvDigestOption,
+    KvModeOption,
     LeaseOption,
     ModelOption,
     NamespaceOption,
@@ -26,7 +28,7 @@ from pullfill.deploy.options import (
     StateDirOption,
     TransportsOption,
 )
-from pullfill.wire import DigestMode
+from pullfill.wire import DigestMode, KvMode
 
 
 def register(app: typer.Typer) -> None:
@@ -62,6 +64,7 @@ def decode(
     connect_timeout: ConnectOption = 30.0,
     engine_stall_timeout: StallOption = 60.0,
     kv_digest: KvDigestOption = DigestMode.OFF,
+    kv_mode: KvModeOption = KvMode.PUSH_ASYNC,
     transports: TransportsOption = None,
     control_port: Annotated[
         int,
@@ -109,6 +112,7 @@ def decode(
         connect_timeout_s=connect_timeout,
         engine_stall_s=engine_stall_timeout,
         kv_digest=kv_digest,
+        kv_mode=kv_mode,
         control_port=control_port,
         advertise_control=advertise_control,
         transports=transports,
@@ -134,6 +138,7 @@ def prefill(
     connect_timeout: ConnectOption = 30.0,
     engine_stall_timeout: StallOption = 60.0,
     transports: TransportsOption = None,
+    kv_credits: KvCreditsOption = None,
 ) -> None:
     """Run one prefill worker that joins a cluster. Other flags go to vLLM."""
     _run(
@@ -154,6 +159,7 @@ def prefill(
         connect_timeout_s=connect_timeout,
         engine_stall_s=engine_stall_timeout,
         transports=transports,
+        kv_credits=kv_credits,
     )
 
 

@@ -9,7 +9,7 @@ import typer
 from pullfill.config import STATE_DIR_ENV, ClusterRef
 from pullfill.errors import ConfigError
 from pullfill.security import SECURITY_ENV
-from pullfill.wire import DigestMode
+from pullfill.wire import DigestMode, KvMode
 
 StateDirOption = Annotated[
     str | None,
@@ -88,6 +88,24 @@ KvDigestOption = Annotated[
         "--kv-digest",
         metavar="off|sample|full",
         help="Compare the KV that prefill workers write with digests they send",
+    ),
+]
+KvModeOption = Annotated[
+    KvMode,
+    typer.Option(
+        "--kv-mode",
+        metavar="push_async|push|pull",
+        help="Prefill workers write KV while they compute, write and then compute, or are read",
+    ),
+]
+KvCreditsOption = Annotated[
+    int | None,
+    typer.Option(
+        "--kv-credits",
+        metavar="MIB",
+        min=1,
+        help="KV computed for one decode worker and not yet there, from which on no job is pulled"
+        "  [default: 256, or two steps' worth if that is more]",
     ),
 ]
 TransportsOption = Annotated[

@@ -22,7 +22,7 @@ from pullfill.deploy.procs import CLUSTER_ENV, spawn
 from pullfill.errors import ConfigError
 from pullfill.ids import is_name, new_instance_id
 from pullfill.security import OPEN, Security
-from pullfill.wire import DigestMode
+from pullfill.wire import DigestMode, KvMode
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+\Z")
 
@@ -47,6 +47,7 @@ class UpOptions:
     max_inflight: int = 1024
     ready_timeout_s: float = 600.0
     kv_digest: DigestMode = DigestMode.OFF
+    kv_mode: KvMode = KvMode.PUSH_ASYNC
     vllm_args: list[str] = field(default_factory=list)
 
     @property
@@ -231,6 +232,8 @@ def worker_specs(options: UpOptions, cluster: ClusterRef, cluster_id: str) -> li
         extra += ["--engine-stall-timeout", str(options.engine_stall_s)]
         if role == "decode" and options.kv_digest is not DigestMode.OFF:
             extra += ["--kv-digest", options.kv_digest.value]
+        if role == "decode" and options.kv_mode is not KvMode.PUSH_ASYNC:
+            extra += ["--kv-mode", options.kv_mode.value]
         if place.cores:
             extra += ["--cpu", defaults.format_cores(place.cores)]
         specs.append(

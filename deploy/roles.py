@@ -26,7 +26,7 @@ from pullfill.deploy.state import Launch, StateDir
 from pullfill.errors import ConfigError
 from pullfill.ids import is_name
 from pullfill.security import Security
-from pullfill.wire import DigestMode
+from pullfill.wire import DigestMode, KvMode
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,6 +46,8 @@ class RoleCommand:
     connect_timeout_s: float = 30.0
     engine_stall_s: float = 60.0
     kv_digest: DigestMode = DigestMode.OFF
+    kv_mode: KvMode = KvMode.PUSH_ASYNC
+    kv_credits: int | None = None
     control_port: int = 0
     advertise_control: str | None = None
     transports: str | None = None
@@ -71,6 +73,8 @@ def run_worker(role: str, command: RoleCommand) -> int:
         connect_timeout_s=command.connect_timeout_s,
         engine_stall_s=command.engine_stall_s,
         kv_digest=command.kv_digest,
+        kv_mode=command.kv_mode,
+        kv_credits=None if command.kv_credits is None else command.kv_credits << 20,
         control_port=command.control_port,
         advertise_control=command.advertise_control,
         transports=parse_transports(command.transports),

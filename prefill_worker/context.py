@@ -11,7 +11,7 @@ from pullfill.prefill_worker.task import PrefillTask
 
 if TYPE_CHECKING:
     from pullfill.engine.kv import Geometry
-    from pullfill.transfer.contract import LocalMemory
+    from pullfill.transfer.contract import LocalMemory, Owner
     from pullfill.transfer.shm.files import RegionFiles
     from pullfill.transfer.shm.ranks import MappedRank
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class PrefillContext:
     """tasks: request id → task, written by the asyncio thread before the request is submitted.
     wake: make the engine loop look around. files: of the KV memory, made before the engine.
-    ranks: the memory of each rank as this process maps it."""
+    ranks: the memory of each rank as this process maps it. owner: lets decode workers read them."""
 
     instance_id: str
     wake: Callable[[], None]
@@ -28,6 +28,7 @@ class PrefillContext:
     geometry: Geometry | None = None
     files: RegionFiles | None = None
     ranks: list[MappedRank] = field(default_factory=list)
+    owner: Owner | None = None
     side: Any = None
 
     @property

@@ -36,6 +36,7 @@ from pullfill.wire import (
     Hello,
     Leaving,
     Quiet,
+    Ready,
     Refused,
     Revoke,
     ToPrefill,
@@ -139,6 +140,24 @@ class DecodeLink:
         assert isinstance(reply, CommitReply)
         return reply
 
+    async def ready(self, make: Callable[[int], Ready], within_s: float) -> CommitReply:
+        """Say that all is computed (made with the request id given); the answer comes when the
+        decode worker has read it, or does not need it, `within_s` at the latest."""
+        rid = next(self._rids)
+        reply = await self._ask(rid, make(rid), _REPLY_S + within_s)
+        assert isinstance(reply, CommitReply)
+        return reply
+
+    def drop(self, why: str) -> None:
+        """End the connection and the mover, as if the decode worker had; both are made anew. What
+        was granted over it is over."""
+        logger.warning("ending the link to %s: %s", self.record.instance_id, why)
+        mover, self._mover = self._mover, None
+        if mover is not None:
+            mover.close()
+        if self._channel is not None:
+            self._channel.abort()
+
     def leave(self) -> None:
         """Tell the decode worker, now and after each reconnect, that we pull no more jobs."""
         self._leaving = True
@@ -165,7 +184,9 @@ class DecodeLink:
                 self._mover = mover
             return self._mover
 
-    async def _ask(self, rid: int, message: Claim | Commit, within_s: float = _REPLY_S) -> Any:
+    async def _ask(
+        self, rid: int, message: Claim | Commit | Ready, within_s: float = _REPLY_S
+    ) -> Any:
         channel = self._channel
         if channel is None:
             raise PeerUnavailable(f"decode worker {self.record.instance_id} is not connected")

@@ -1,4 +1,5 @@
-"""The prefill worker's own KV cache: read from and written into by its movers only.
+"""The prefill worker's own KV cache: read from and written into by its movers, and
+read by decode workers that pull (region.py).
 
 Life as in the decode worker: `prepare` takes the names before the engine is built, each rank's
 process backs its cache with a file and tells where it is, `attach` maps every rank in the main
@@ -28,15 +29,21 @@ def attach(
     context: PrefillContext, told: Mapping[tuple[int, int], ranks.RankRegion], kv_heads: int
 ) -> None:
     """Every rank has told its memory: map it. Raises IncompatibleError. Memory that no transport
-    reaches (a GPU's, so far) makes a worker that gets no jobs."""
+    reaches makes a worker that gets no jobs."""
     first = next(iter(told.values()))
     context.geometry = Geometry(ranks.total_layers(told), first.page_bytes, first.device)
     context.ranks = ranks.attach(told, kv_heads)
     if not context.ranks:
-        logger.warning("no transport reaches KV memory on %s yet: no job will come", first.device)
+        why = first.why_not and f" ({first.why_not})"
+        logger.warning(
+            "no transport reaches KV memory on %s: no job will come%s", first.device, why
+        )
 
 
 def close(context: PrefillContext) -> None:
-    """Remove the files. The mappings go with the process: a mover may still be in a copy."""
+    """Remove the files; nobody reads any more. The mappings go with the process: a mover may still
+    be in a copy."""
+    if context.owner is not None:
+        context.owner.close()
     if context.files is not None:
         context.files.close()

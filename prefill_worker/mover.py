@@ -1,8 +1,10 @@
 """Copies KV blocks between this worker and one decode worker, on a thread of its own.
 
 FIFO: a prefix read, then the writes of each chunk as it was computed. While a chunk is written the
-engine computes the next one (the copy runs outside the GIL). One mover per decode worker, so a
-stuck peer delays only its own jobs. Every submitted operation ends with exactly one callback.
+engine computes the next one (the copy runs outside the GIL); with `push` it waits. With `pull`
+nothing is written: the blocks are kept, for the decode worker to read, until `let_go`. One mover
+per decode worker, so a stuck peer delays only its own jobs. Every submitted operation ends with
+exactly one callback; that of the last kept one comes with `let_go`.
 """
 
 from __future__ import annotations
@@ -11,35 +13,49 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pullfill import failpoints, log, metrics
 from pullfill.errors import Fenced, HandoffError
+from pullfill.prefill_worker.credits import Account
 from pullfill.prefill_worker.task import PrefillTask
 from pullfill.transfer.contract import LocalMemory, PeerSession
 from pullfill.transfer.digest import DIGEST_BYTES, BlockDigester
-from pullfill.wire import FenceToken
+from pullfill.wire import FenceToken, KvMode
 
 logger = log.get("prefill_worker.mover")
+
+_PUSH_S = 30.0
+"""How long an engine step may wait for its write. A dead or silent peer ends it sooner."""
+
+Done = Callable[[PrefillTask, BaseException | None], None]
 
 
 @dataclass(frozen=True, slots=True)
 class _Operation:
     task: PrefillTask
-    read: bool
+    verb: str
     local: Sequence[int]
     remote: Sequence[int]
     last: bool
-    done: Callable[[PrefillTask, BaseException | None], None]
+    done: Done
 
 
 class Mover:
     """Owns one session and its thread. `close` ends both; operations still queued fail, and so do
     those submitted later, at once and on the caller's thread. `memories`: what the session copies
-    from, of all ranks, for digests."""
+    from, of all ranks, for digests and credits."""
 
-    def __init__(self, session: PeerSession, name: str, memories: Sequence[LocalMemory]) -> None:
+    def __init__(
+        self,
+        session: PeerSession,
+        name: str,
+        memories: Sequence[LocalMemory],
+        account: Account | None = None,
+    ) -> None:
         self._session = session
+        self._account = account
+        self._block_bytes = sum(memory.layout.block_bytes for memory in memories)
         self._digester = BlockDigester(memories)
         self._queue: queue.SimpleQueue[_Operation | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -52,14 +68,10 @@ class Mover:
         return self._session.transport
 
     def read(
-        self,
-        task: PrefillTask,
-        remote: Sequence[int],
-        local: Sequence[int],
-        done: Callable[[PrefillTask, BaseException | None], None],
+        self, task: PrefillTask, remote: Sequence[int], local: Sequence[int], done: Done
     ) -> None:
         """Fetch prefix blocks; `done` runs on the mover's thread."""
-        self._submit(_Operation(task, True, local, remote, False, done))
+        self._submit(_Operation(task, "read", local, remote, False, done))
 
     def write(
         self,
@@ -67,10 +79,38 @@ class Mover:
         local: Sequence[int],
         remote: Sequence[int],
         last: bool,
-        done: Callable[[PrefillTask, BaseException | None], None],
+        done: Done,
     ) -> None:
-        """Write finished blocks; after the `last` one the task has ended well."""
-        self._submit(_Operation(task, False, local, remote, last, done))
+        """Bring finished blocks to the decode worker in the task's mode; after the `last` ones the
+        task has ended well. With `push` this returns when they are there."""
+        operation = _Operation(task, "write", local, remote, last, done)
+        match task.mode:
+            case KvMode.PULL:
+                self._keep(operation)
+            case KvMode.PUSH:
+                over = threading.Event()
+
+                def tell(task: PrefillTask, failure: BaseException | None) -> None:
+                    done(task, failure)
+                    over.set()
+
+                self._submit(replace(operation, done=tell))
+                if not over.wait(_PUSH_S):
+                    logger.warning("a write took more than %.0f s; the engine goes on", _PUSH_S)
+            case _:
+                self._submit(operation)
+
+    def let_go(self, task: PrefillTask) -> None:
+        """Pull: nobody reads the task's blocks any more, and it is cancelled, so that no more are
+        kept. From any thread; later calls do nothing."""
+        with task.lock:
+            done, task.on_let_go = task.on_let_go, None
+            nbytes, task.kept_bytes = task.kept_bytes, 0
+            if done is not None:
+                task.outstanding -= 1
+        if done is not None:
+            self._charge("keep", -nbytes)
+            done(task, None)
 
     def flush(self, timeout_s: float = 30.0) -> bool:
         """Block until everything submitted so far is over (preemption: the source blocks are
@@ -78,21 +118,51 @@ class Mover:
         over = threading.Event()
         marker = PrefillTask("", "", 0, [], 1, 0, [], _NO_FENCE, None, 0, self, lambda _: None)
         marker.cancelled = True
-        if not self._put(_Operation(marker, False, (), (), False, lambda _t, _e: over.set())):
+        if not self._put(_Operation(marker, "write", (), (), False, lambda _t, _e: over.set())):
             self._thread.join(timeout_s)
             return not self._thread.is_alive()
         return over.wait(timeout_s)
 
     def close(self) -> None:
-        """Stop after the running operation. Safe to call twice."""
+        """Stop after the running operation. Safe to call twice. What it has charged is written off
+        now: the peer is gone, or treated so."""
         with self._lock:
             if not self._closed:
                 self._closed = True
                 self._queue.put(None)
+        if self._account is not None:
+            self._account.close()
+
+    def _keep(self, operation: _Operation) -> None:
+        """The first kept blocks of a task hold all its blocks, until `let_go`."""
+        task = operation.task
+        with task.lock:
+            kept = not task.cancelled
+            if kept:
+                fresh = [block for block in operation.remote if block not in task.kept]
+                task.kept.update(zip(operation.remote, operation.local, strict=True))
+                nbytes = len(fresh) * self._block_bytes
+                task.kept_bytes += nbytes
+                if task.on_let_go is None:
+                    task.on_let_go = operation.done
+                    task.outstanding += 1
+        if kept:
+            self._charge("keep", nbytes)
+        self._submit(replace(operation, verb="keep"))
+
+    def _charge(self, verb: str, nbytes: int) -> None:
+        """Count what is under way; negative: it is over."""
+        metrics.KV_IN_FLIGHT.labels(verb).inc(nbytes)
+        if self._account is not None and verb != "read":
+            (self._account.charge if nbytes >= 0 else self._account.give_back)(abs(nbytes))
+
+    def _size(self, operation: _Operation) -> int:
+        return 0 if operation.verb == "keep" else len(operation.remote) * self._block_bytes
 
     def _submit(self, operation: _Operation) -> None:
         with operation.task.lock:
             operation.task.outstanding += 1
+        self._charge(operation.verb, self._size(operation))
         if not self._put(operation):
             self._finish(operation, HandoffError(_ENDED))
 
@@ -117,12 +187,14 @@ class Mover:
         try:
             if task.cancelled or self._closed:
                 failure = HandoffError("cancelled" if task.cancelled else _ENDED)
-            elif operation.read:
+            elif operation.verb == "read":
                 self._read(operation)
-            else:
+            elif operation.verb == "write":
                 self._write(operation)
+            elif task.checked:
+                self._take_digests(operation)
         except Fenced as exc:
-            metrics.STALE_REFUSED.labels("read" if operation.read else "write").inc()
+            metrics.STALE_REFUSED.labels(operation.verb).inc()
             failure = exc
         except Exception as exc:
             failure = exc
@@ -135,6 +207,7 @@ class Mover:
         task.read_bytes += result.nbytes
         task.read_s += result.seconds
         metrics.KV_READ_BYTES.labels(self.transport).inc(result.nbytes)
+        metrics.KV_READ_SECONDS.labels(self.transport).observe(result.seconds)
 
     def _write(self, operation: _Operation) -> None:
         task = operation.task
@@ -162,12 +235,13 @@ class Mover:
         metrics.KV_DIGEST_SECONDS.observe(time.perf_counter() - started)
 
     def _finish(self, operation: _Operation, failure: BaseException | None) -> None:
-        task = operation.task
+        task, reads = operation.task, operation.verb == "read"
+        self._charge(operation.verb, -self._size(operation))
         with task.lock:
             task.outstanding -= 1
         try:
             operation.done(task, failure)
-            if failure is not None and not operation.read:
+            if failure is not None and not reads:
                 task.cancel()
                 task.end(failure)
             elif operation.last:

@@ -1,15 +1,23 @@
 """Pulls jobs while there is budget, in tokens: enough that the engine always has the next prompt
-while the last one's blocks are being written, and no more, so that other workers get the rest."""
+while the last one's blocks are being written, and no more, so that other workers get the rest.
+
+While a decode worker has no KV credit left (credits.py) nothing is pulled: the next job may be its
+own. That lasts `patience_s` at most. By then it has taken some of what waits for it, and pulling
+goes on, or it has taken nothing, and its link is ended. So one slow decode worker delays the others
+by that long at a time, and a dead one by that long once."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 
 from pullfill import log
 from pullfill.errors import PullfillError
+from pullfill.prefill_worker.credits import Credits
 from pullfill.prefill_worker.runner import JobRunner
 from pullfill.queue.contract import JobConsumer
+from pullfill.wire import SILENT_S
 
 logger = log.get("prefill_worker.puller")
 
@@ -17,13 +25,25 @@ _WAIT_S = 2.0
 
 
 class Puller:
-    """Owns the pull loop. `budget_tokens`: prompt tokens under way at which it stops pulling."""
+    """Owns the pull loop. `budget_tokens`: prompt tokens under way at which it stops pulling.
+    drop: ends the link to a decode worker, by name and reason."""
 
     def __init__(
-        self, consumer: JobConsumer, runner: JobRunner, *, budget_tokens: int, max_jobs: int
+        self,
+        consumer: JobConsumer,
+        runner: JobRunner,
+        *,
+        budget_tokens: int,
+        max_jobs: int,
+        credits: Credits,
+        drop: Callable[[str, str], None],
+        patience_s: float = SILENT_S,
     ) -> None:
         self._consumer = consumer
         self._runner = runner
+        self._credits = credits
+        self._drop = drop
+        self._patience_s = patience_s
         self._budget = budget_tokens
         self._max_jobs = max_jobs
         self._room = asyncio.Event()
@@ -34,7 +54,7 @@ class Puller:
         self._task = asyncio.create_task(self._run())
 
     def changed(self) -> None:
-        """A job ended: there may be room again."""
+        """A job ended, or credits came back: there may be room again."""
         self._room.set()
 
     def pause(self, paused: bool) -> None:
@@ -52,9 +72,23 @@ class Puller:
         with contextlib.suppress(PullfillError):
             await self._consumer.drain()
 
+    async def _wait_for_credits(self) -> None:
+        """Until every decode worker has some, `patience_s` at most."""
+        if not (gone := self._credits.gone):
+            return
+        logger.info("pulling nothing: no KV credits left for %s", ", ".join(gone))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._patience_s):
+                while self._credits.gone:
+                    self._room.clear()
+                    await self._room.wait()
+        for peer in self._credits.stuck(0.9 * self._patience_s):
+            self._drop(peer, "its KV credits are gone, and it took nothing")
+
     async def _run(self) -> None:
         pause = 0.1
         while True:
+            await self._wait_for_credits()
             free_tokens = self._budget - self._runner.in_flight_tokens
             free_jobs = self._max_jobs - self._runner.in_flight
             if self._paused or free_tokens <= 0 or free_jobs <= 0:

@@ -24,30 +24,13 @@ from pullfill.errors import (
     PeerUnavailable,
     PullfillError,
 )
-from pullfill.ids import job_digest
-from pullfill.prefill_worker.ending import (
-    HandBackOnce,
-    Opening,
-    Revoked,
-    TooLong,
-    patience,
-    resolver,
-)
+from pullfill.prefill_worker import attempt
+from pullfill.prefill_worker.ending import HandBackOnce, Opening, Revoked, TooLong, patience
 from pullfill.prefill_worker.link import DecodeLink
-from pullfill.prefill_worker.mover import Mover
+from pullfill.prefill_worker.readers import Readers
 from pullfill.prefill_worker.task import PrefillTask
 from pullfill.queue.contract import Delivery
-from pullfill.transfer.digest import sampled
-from pullfill.wire import (
-    Commit,
-    Grant,
-    PrefillJob,
-    Quiet,
-    RefuseReason,
-    Revoke,
-    StageTimings,
-    decode,
-)
+from pullfill.wire import Grant, KvMode, PrefillJob, Quiet, RefuseReason, Revoke, decode
 
 if TYPE_CHECKING:
     from pullfill.prefill_worker.engine import PrefillEngine
@@ -57,7 +40,8 @@ logger = log.get("prefill_worker.runner")
 
 
 class JobRunner:
-    """Runs deliveries as asyncio tasks. `idle` is set while none is under way."""
+    """Runs deliveries as asyncio tasks. `idle` is set while none is under way. readers: who may
+    read our own memory, where decode workers pull."""
 
     def __init__(
         self,
@@ -67,6 +51,7 @@ class JobRunner:
         heartbeat_s: float,
         max_prompt_tokens: int,
         max_deliver: int,
+        readers: Readers | None = None,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
         self._links = links
@@ -74,6 +59,7 @@ class JobRunner:
         self._heartbeat_s = heartbeat_s
         self._max_prompt_tokens = max_prompt_tokens
         self._max_deliver = max_deliver
+        self._readers = readers or Readers(None)
         self._on_change = on_change
         self._running: dict[str, PrefillTask] = {}
         self._opening: dict[str, Opening] = {}
@@ -129,6 +115,7 @@ class JobRunner:
         metrics.STALE_REFUSED.labels("revoked").inc()
         task.cancel()
         task.end(Revoked(f"revoked: {revoke.reason}"))
+        self._readers.stop(task)
 
         async def quiet() -> None:
             await asyncio.to_thread(task.mover.flush)
@@ -244,9 +231,12 @@ class JobRunner:
         give_back = HandBackOnce(link, grant)
         task: PrefillTask | None = None
         try:
-            self._check(job, delivery, tokens, grant)
+            attempt.check(
+                job, delivery.body, tokens, grant, block_size=self._engine.block_size,
+                compat_hash=self._engine.compat_hash, max_prompt_tokens=self._max_prompt_tokens,
+            )  # fmt: skip
             done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            task = self._task(job, tokens, grant, await link.mover(), done)
+            task = attempt.make_task(job, tokens, grant, await link.mover(), done)
             self._opening.pop(job.job_id).check(grant.attempt)
             self._running[job.job_id] = task
             self._engine.submit(task, link.record.instance_id)
@@ -279,33 +269,8 @@ class JobRunner:
                 task.cancel()
                 self._running.pop(job.job_id, None)
                 self._engine.end(task)
-
-    def _task(
-        self,
-        job: PrefillJob,
-        tokens: list[int],
-        grant: Grant,
-        mover: Mover,
-        done: asyncio.Future[None],
-    ) -> PrefillTask:
-        blocks = u32.unpack(grant.block_ids)
-        targets = blocks[grant.hit_tokens // job.block_size :]
-        checked = sampled(grant.kv_digest, len(targets), grant.job_digest, grant.attempt)
-        return PrefillTask(
-            request_id=f"{job.job_id}.{grant.attempt}",
-            job_id=job.job_id,
-            attempt=grant.attempt,
-            token_ids=tokens,
-            block_size=job.block_size,
-            hit_tokens=grant.hit_tokens,
-            remote_blocks=blocks,
-            fence=grant.fence,
-            cache_salt=job.cache_salt,
-            priority=job.priority,
-            mover=mover,
-            on_done=resolver(done),
-            checked=frozenset(targets[index] for index in checked),
-        )
+                if task.mode is KvMode.PULL:
+                    self._keep(asyncio.create_task(self._readers.let_go(task)))
 
     async def _commit(
         self,
@@ -316,29 +281,18 @@ class JobRunner:
         claim_ms: float,
     ) -> None:
         failpoints.hit("prefill.before_commit")
-        timings = StageTimings(
-            queue_ms=delivery.age_s * 1e3,
-            claim_ms=claim_ms,
-            prefix_read_ms=task.read_s * 1e3,
-            prefill_ms=max(0.0, task.last_compute - (task.first_step or task.started)) * 1e3,
-            kv_write_ms=task.write_s * 1e3,
-        )
-        reply = await link.commit(
-            lambda rid: Commit(
-                rid=rid,
-                job_id=task.job_id,
-                attempt=task.attempt,
-                incarnation=grant.incarnation,
-                parts=task.parts,
-                blocks=task.written_blocks,
-                kv_bytes=task.written_bytes,
-                prefix_read_bytes=task.read_bytes,
-                timings=timings,
-                digest=task.digest,
-            ),
-            # With digests it may have gigabytes to read, but no longer than it has for the job.
-            check_s=grant.deadline_s if task.digest is not None else 0.0,
-        )
+        measured = attempt.timings(task, delivery, claim_ms)
+        if task.mode is KvMode.PULL:
+            fence = self._readers.open(task)
+            reply = await link.ready(
+                lambda rid: attempt.ready(rid, task, grant, fence, measured), grant.deadline_s
+            )
+        else:
+            reply = await link.commit(
+                lambda rid: attempt.commit(rid, task, grant, measured),
+                # With digests it may have gigabytes to read, but no longer than it has for the job.
+                check_s=grant.deadline_s if task.digest is not None else 0.0,
+            )
         failpoints.hit("prefill.before_ack")
         if reply.ok:
             self.completed += 1
@@ -346,21 +300,6 @@ class JobRunner:
             self.failed += 1
             logger.warning("commit of job %s refused: %s", task.job_id, reply.reason)
         await self._settle(delivery, "ack")
-
-    def _check(self, job: PrefillJob, delivery: Delivery, tokens: list[int], grant: Grant) -> None:
-        """Whether the pulled job is the one the decode worker granted, and fits here."""
-        if job_digest(delivery.body) != grant.job_digest:
-            raise BadMessage("the job differs from what the decode worker published")
-        blocks = len(u32.unpack(grant.block_ids))
-        if blocks != -(-len(tokens) // job.block_size) or grant.hit_tokens % job.block_size:
-            raise BadMessage("the grant's blocks do not match the job's tokens")
-        if job.block_size != self._engine.block_size or job.compat != self._engine.compat_hash:
-            raise BadMessage("block size or compatibility hash is not this worker's")
-        if len(tokens) > self._max_prompt_tokens:
-            raise TooLong(
-                f"prompt of {len(tokens)} tokens is longer than this prefill worker takes "
-                f"({self._max_prompt_tokens})"
-            )
 
     # ------------------------------------------------------------------ the message
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from pullfill.wire import FenceToken
+from pullfill.wire import FenceToken, KvMode
 
 
 @dataclass(slots=True, eq=False)
@@ -22,7 +22,9 @@ class PrefillTask:
     first_target: index of the first block to be written (everything before is the decode worker's
     own prefix hit). checked: decode-side blocks whose digest goes with the commit; digests: those
     made so far (a block written again after a preemption gets a new one). on_done: called once,
-    from any thread, with None when all blocks are written, else with the failure.
+    from any thread, with None when all blocks are written (or kept, in pull mode), else with the
+    failure. kept: in pull mode, our block for each target block, and their bytes; they stay ours to
+    read until `Mover.let_go`, which calls on_let_go.
     """
 
     request_id: str
@@ -38,6 +40,7 @@ class PrefillTask:
     mover: Any
     on_done: Callable[[BaseException | None], None]
     checked: frozenset[int] = frozenset()
+    mode: KvMode = KvMode.PUSH_ASYNC
     lock: threading.Lock = field(default_factory=threading.Lock)
     # engine thread
     request: Any = None
@@ -55,6 +58,9 @@ class PrefillTask:
     write_s: float = 0.0
     read_s: float = 0.0
     digests: dict[int, bytes] = field(default_factory=dict)
+    kept: dict[int, int] = field(default_factory=dict)
+    kept_bytes: int = 0
+    on_let_go: Callable[[PrefillTask, BaseException | None], None] | None = None
     # timing, monotonic seconds
     started: float = field(default_factory=time.monotonic)
     first_step: float = 0.0
@@ -78,6 +84,11 @@ class PrefillTask:
             return None
         targets = self.remote_blocks[self.first_target :]
         return b"".join(self.digests[block] for block in targets if block in self.checked)
+
+    @property
+    def kept_blocks(self) -> list[int]:
+        """Ours, one for each target block, in the order of the prompt, once all are kept."""
+        return [self.kept[block] for block in self.remote_blocks[self.first_target :]]
 
     def end(self, failure: BaseException | None) -> None:
         """Report the end once; later calls do nothing."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from typing import Any
@@ -16,13 +17,15 @@ from pullfill.host import host_id
 from pullfill.ids import new_instance_id
 from pullfill.lifecycle import EXIT_S, Stop, exit_within, until
 from pullfill.prefill_worker import context as contexts
-from pullfill.prefill_worker import memory, reach
+from pullfill.prefill_worker import memory, reach, region
 from pullfill.prefill_worker.context import PrefillContext
+from pullfill.prefill_worker.credits import Credits
 from pullfill.prefill_worker.engine import PrefillEngine
 from pullfill.prefill_worker.link import DecodeLink
 from pullfill.prefill_worker.links import Links
 from pullfill.prefill_worker.mover import Mover
 from pullfill.prefill_worker.puller import Puller
+from pullfill.prefill_worker.readers import Readers
 from pullfill.prefill_worker.runner import JobRunner
 from pullfill.probe import ProbeServer
 from pullfill.queue.contract import QueueConfig
@@ -36,6 +39,7 @@ from pullfill.wire import Compat, Hello, RegionDescriptor, Revoke, WorkerRecord,
 logger = log.get("prefill_worker")
 
 _MAX_JOBS = 32
+_CREDITS = 256 << 20
 
 
 class PrefillWorker:
@@ -54,6 +58,7 @@ class PrefillWorker:
         self._compat: Compat | None = None
         self._directory: Directory | None = None
         self._runner: JobRunner | None = None
+        self._credits: Credits | None = None
         self._links: Links | None = None
         self._engine: PrefillEngine | None = None
         self._host: EngineHost | None = None
@@ -96,7 +101,10 @@ class PrefillWorker:
         puller = self._assemble(host, consumer, queue_config)
         assert self._links is not None
         assert self._runner is not None
-        probe = ProbeServer(self._options.host, self._ready, self._status)
+        assert self._credits is not None
+        probe = ProbeServer(
+            self._options.host, self._ready, self._status, self._credits.refresh_metrics
+        )
         await probe.start()
         self._probe = probe
         membership = Membership(
@@ -226,6 +234,14 @@ class PrefillWorker:
                 host_id=host_id(),
                 compat=self._compat.hash(),
                 transports=[t.name for t in self._transports],
+                regions=region.open_region(
+                    self._context,
+                    self._compat,
+                    config.cache_config.block_size,
+                    host=self._options.host,
+                    transports=self._options.transports,
+                    key=self._key,
+                ),
             ),
             self._compat,
             self._open_mover,
@@ -239,19 +255,41 @@ class PrefillWorker:
             heartbeat_s=queue_config.ack_wait_s / 3,
             max_prompt_tokens=config.model_config.max_model_len - 1,
             max_deliver=queue_config.max_deliver,
+            readers=Readers(self._context.owner.fences if self._context.owner else None),
             on_change=lambda: puller.changed(),
         )
         # Two steps' worth: while one prompt is written, the next is computed.
         budget = 2 * config.scheduler_config.max_num_batched_tokens
-        puller = Puller(consumer, self._runner, budget_tokens=budget, max_jobs=_MAX_JOBS)
+        loop = asyncio.get_running_loop()
+        self._credits = Credits(
+            self._options.kv_credits or max(_CREDITS, self._kv_bytes(budget)),
+            on_room=lambda: loop.call_soon_threadsafe(puller.changed),
+        )
+        puller = Puller(
+            consumer,
+            self._runner,
+            budget_tokens=budget,
+            max_jobs=_MAX_JOBS,
+            credits=self._credits,
+            drop=self._links.drop,
+        )
         return puller
+
+    def _kv_bytes(self, tokens: int) -> int:
+        blocks: int = -(-tokens // self._config.cache_config.block_size)
+        return blocks * sum(memory.layout.block_bytes for memory in self._context.memories)
 
     async def _open_mover(self, record: WorkerRecord) -> Mover:
         """Connect to a decode worker's KV memory by its descriptor from the registry."""
         assert self._directory is not None
         assert self._compat is not None
         return await reach.open_mover(
-            record, self._context, self._directory, self._compat, self._transports
+            record,
+            self._context,
+            self._directory,
+            self._compat,
+            self._transports,
+            self._credits,
         )
 
     def _on_revoke(self, link: DecodeLink, revoke: Revoke) -> None:
@@ -298,6 +336,7 @@ class PrefillWorker:
                 "completed": runner.completed if runner else 0,
                 "failed": runner.failed if runner else 0,
                 "decode_workers": self._links.connected if self._links else [],
+                "kv_credits": self._credits.describe() if self._credits else {},
             },
         }
 

@@ -11,7 +11,7 @@ import msgspec
 from pullfill.errors import ConfigError
 from pullfill.ids import is_name
 from pullfill.security import OPEN, Security, load
-from pullfill.wire import DigestMode
+from pullfill.wire import DigestMode, KvMode
 
 DEFAULT_STATE_DIR = ".pullfill"
 STATE_DIR_ENV = "PULLFILL_STATE_DIR"
@@ -132,6 +132,8 @@ class WorkerOptions:
     engine_stall_s: an engine without a step for so long while requests wait is stuck.
     Decode workers: kv_digest: what of the written KV is checked; control_port: 0 for any;
     advertise_control: published for claims instead of the bound address (a forwarded port).
+    kv_mode: how KV comes into a decode worker's blocks. Prefill workers: kv_credits: bytes that may
+    be computed for one decode worker and not be there yet (None: 256 MiB, or two steps' worth).
     transports: names of those that may move KV (None: all that work here). Decode workers: kv_port
     and advertise_kv, likewise, for the transports that go through a port.
     """
@@ -145,6 +147,8 @@ class WorkerOptions:
     connect_timeout_s: float = 30.0
     engine_stall_s: float = 60.0
     kv_digest: DigestMode = DigestMode.OFF
+    kv_mode: KvMode = KvMode.PUSH_ASYNC
+    kv_credits: int | None = None
     control_port: int = 0
     advertise_control: str | None = None
     transports: frozenset[str] | None = None

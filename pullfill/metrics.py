@@ -29,7 +29,25 @@ KV_WRITE_SECONDS = Histogram(
     ["transport"],
     buckets=_STAGE_BUCKETS,
 )
-KV_READ_BYTES = Counter("pullfill_kv_read_bytes", "Prefix KV bytes read one-sided", ["transport"])
+KV_READ_BYTES = Counter(
+    "pullfill_kv_read_bytes", "KV bytes read one-sided: prefixes, and prompts in pull mode",
+    ["transport"],
+)  # fmt: skip
+KV_READ_SECONDS = Histogram(
+    "pullfill_kv_read_seconds",
+    "Time of one read of blocks out of another worker's memory",
+    ["transport"],
+    buckets=_STAGE_BUCKETS,
+)
+KV_CREDITS = Gauge(
+    "pullfill_kv_credits_bytes",
+    "KV computed for a decode worker and not yet in its memory: limit for each, used by the one "
+    "that has most, and by all together",
+    ["what"],
+)
+KV_IN_FLIGHT = Gauge(
+    "pullfill_kv_in_flight_bytes", "KV bytes handed over to be read, written or kept", ["verb"]
+)
 KV_DIGEST = Counter(
     "pullfill_kv_digest", "Commits whose blocks were checked against their digest", ["result"]
 )

@@ -25,13 +25,24 @@ from pullfill.decode_worker.router import Situation
 from pullfill.decode_worker.scheduler_side import SchedulerSide
 from pullfill.decode_worker.story import Stories
 from pullfill.decode_worker.verify import verifier_for
+from pullfill.prefill_worker.credits import Credits
 from pullfill.prefill_worker.links import Links
 from pullfill.prefill_worker.mover import Mover
 from pullfill.prefill_worker.puller import Puller
+from pullfill.prefill_worker.readers import Readers
 from pullfill.prefill_worker.runner import JobRunner
 from pullfill.queue.contract import JobProducer, QueueConfig
 from pullfill.queue.memory import MemoryQueue
-from pullfill.wire import DigestMode, Hello, RouterConfig, RouterPolicy, WorkerRecord, WorkerState
+from pullfill.wire import (
+    SILENT_S,
+    DigestMode,
+    Hello,
+    KvMode,
+    RouterConfig,
+    RouterPolicy,
+    WorkerRecord,
+    WorkerState,
+)
 from tests.support.fakes import FakePool, FakeRequest
 from tests.support.kv_engine import BLOCK, LAYOUT, NUM_BLOCKS, KvEngine, compute, holds
 from tests.support.transfer_rigs import COMPAT, RIGS, Region, Rig
@@ -95,6 +106,7 @@ class DecodeHalf:
         host: str,
         clock: Clock = SYSTEM_CLOCK,
         kv_digest: DigestMode = DigestMode.OFF,
+        kv_mode: KvMode = KvMode.PUSH_ASYNC,
     ) -> None:
         self.name, self._host, self._producer, self._clock = name, host, producer, clock
         self.region: Region = rig.region(LAYOUT, instance_id=name, incarnation=f"{name}-i0")
@@ -108,6 +120,7 @@ class DecodeHalf:
             self.region.owner.fences,
             incarnation=f"{name}-i0",
             kv_digest=kv_digest,
+            kv_mode=kv_mode,
             clock=clock,
             on_event=lambda: loop.call_soon_threadsafe(self.step),
             on_action=lambda: loop.call_soon_threadsafe(self.control.wake),
@@ -120,6 +133,7 @@ class DecodeHalf:
             cancel=producer.cancel,  # type: ignore[arg-type]
             hand_back=producer.hand_back,
             verifier=verifier_for(self.ledger, [self.region.memory]),
+            reach=lambda regions: lambda: rig.transport.connect(self.region.memory, *regions),
         )
         config = RouterConfig(policy=RouterPolicy.ALWAYS_REMOTE, remote_timeout_s=timeout_s)
         self.side = SchedulerSide(
@@ -232,11 +246,23 @@ class PrefillHalf:
 
     def __init__(self, cluster: Cluster, name: str, *, chunk: int) -> None:
         self.name, self._cluster = name, cluster
-        self.local = cluster.rig.local(LAYOUT)
+        self.local = cluster.rig.region(LAYOUT, instance_id=name, incarnation=f"{name}-i0")
+        self.readers = Readers(self.local.owner.fences)
+        loop = asyncio.get_running_loop()
+        self.credits = Credits(
+            cluster.credit_blocks * LAYOUT.block_bytes,
+            on_room=lambda: loop.call_soon_threadsafe(self.puller.changed),
+        )
         self.engine = KvEngine(self.local.pages, chunk=chunk, compat_hash=COMPATIBLE.hash())
         self.links = Links(
             cluster.directory,  # type: ignore[arg-type]
-            Hello(prefill_instance=name, host_id="h", compat=COMPATIBLE.hash(), transports=["any"]),
+            Hello(
+                prefill_instance=name,
+                host_id="h",
+                compat=COMPATIBLE.hash(),
+                transports=["any"],
+                regions=[self.local.descriptor],
+            ),
             COMPATIBLE,
             self._open_mover,
             lambda link, revoke: self.runner.revoked(link, revoke),
@@ -248,23 +274,34 @@ class PrefillHalf:
             heartbeat_s=cluster.heartbeat_s,
             max_prompt_tokens=300,
             max_deliver=cluster.queue.config.max_deliver,
+            readers=self.readers,
             on_change=lambda: self.puller.changed(),
         )
         self.consumer = cluster.queue.consumer()
-        self.puller = Puller(self.consumer, self.runner, budget_tokens=400, max_jobs=16)
+        self.puller = Puller(
+            self.consumer,
+            self.runner,
+            budget_tokens=400,
+            max_jobs=16,
+            credits=self.credits,
+            drop=self.links.drop,
+            patience_s=cluster.patience_s,
+        )
         self.links.start()
 
     async def _open_mover(self, record: WorkerRecord) -> Mover:
         region = self._cluster.decodes[record.instance_id].region
         connect = self._cluster.rig.connect
         session = await asyncio.to_thread(connect, self.local, region)
-        return Mover(session, record.instance_id, [self.local.memory])
+        account = self.credits.open(record.instance_id)
+        return Mover(session, record.instance_id, [self.local.memory], account)
 
     async def stop(self) -> None:
         await self.puller.stop()
         await self.runner.abandon()
         await self.links.close()
         await asyncio.to_thread(self.engine.stop)
+        self.local.owner.close()
 
 
 @dataclass(eq=False)
@@ -281,6 +318,9 @@ class Cluster:
     heartbeat_s: float = 10.0
     timeout_s: float = 20.0
     kv_digest: DigestMode = DigestMode.OFF
+    kv_mode: KvMode = KvMode.PUSH_ASYNC
+    credit_blocks: int = 1000
+    patience_s: float = SILENT_S
     wrap: Callable[[Any], Any] = lambda producer: producer
     decodes: dict[str, DecodeHalf] = field(default_factory=dict)
     prefills: list[PrefillHalf] = field(default_factory=list)
@@ -302,8 +342,9 @@ class Cluster:
         await asyncio.sleep(0.01)  # closed transports let go of their sockets
 
     def _faults(self, verb: str) -> None:
-        for decode in self.decodes.values():
-            getattr(decode.region.owner.faults, verb)()  # type: ignore[attr-defined]
+        regions = [d.region for d in self.decodes.values()] + [p.local for p in self.prefills]
+        for region in regions:
+            getattr(region.owner.faults, verb)()  # type: ignore[attr-defined]
 
     async def decode(self, name: str = "decode-1") -> DecodeHalf:
         producer = self.wrap(self.queue.producer())
@@ -315,6 +356,7 @@ class Cluster:
             host="127.0.0.1",
             clock=self.clock,
             kv_digest=self.kv_digest,
+            kv_mode=self.kv_mode,
         )
         self.decodes[name] = decode
         self.directory.put(await decode.start())
@@ -340,6 +382,8 @@ class Cluster:
             await until(lambda p=prefill: p.engine.idle)  # type: ignore[misc]
             assert prefill.runner.in_flight == prefill.runner.in_flight_tokens == 0
             assert prefill.engine.failure is None
+            assert prefill.local.owner.fences.in_use == prefill.readers.kept_blocks == 0
+            assert not any(prefill.credits.used.values())
         await until(lambda: self.queue.status().depth_jobs == 0)
 
 
@@ -352,11 +396,21 @@ async def settled(*requests: Served) -> None:
 
 
 async def stuck_in_a_write(decode: DecodeHalf) -> None:
-    owner: Any = decode.region.owner
+    await _held(decode.region)
+
+
+async def stuck_in_a_read(prefill: PrefillHalf) -> None:
+    """Pull: the decode worker reads from its region."""
+    await _held(prefill.local)
+
+
+async def _held(region: Region) -> None:
+    owner: Any = region.owner
     assert await asyncio.to_thread(owner.faults.wait_held)
 
 
-def hold(decode: DecodeHalf, after: int = 0) -> Any:
-    owner: Any = decode.region.owner
+def hold(half: DecodeHalf | PrefillHalf, after: int = 0) -> Any:
+    """Stop whoever copies to or from its region, after so many batches."""
+    owner: Any = (half.region if isinstance(half, DecodeHalf) else half.local).owner
     owner.faults.hold(after)
     return owner.faults

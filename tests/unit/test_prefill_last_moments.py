@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from pullfill.prefill_worker import attempt
+from pullfill.prefill_worker.credits import Credits
 from pullfill.prefill_worker.link import DecodeLink
 from pullfill.prefill_worker.puller import Puller
 from pullfill.prefill_worker.runner import JobRunner
@@ -28,9 +30,9 @@ async def test_an_unexpected_failure_hands_the_grant_back(monkeypatch: pytest.Mo
         raise ValueError("unexpected")
 
     link: Any = SimpleNamespace(send=sent.append, mover=mover)
-    nothing: Any = SimpleNamespace()
+    nothing: Any = SimpleNamespace(block_size=4, compat_hash="h", body=b"")
     runner = JobRunner(nothing, nothing, heartbeat_s=1, max_prompt_tokens=100, max_deliver=5)
-    monkeypatch.setattr(runner, "_check", lambda *_: None)
+    monkeypatch.setattr(attempt, "check", lambda *_, **__: None)
     with pytest.raises(ValueError, match="unexpected"):
         await runner._work(link, SimpleNamespace(job_id="j"), [1], GRANT, nothing, 0.0)
     (back,) = sent
@@ -82,7 +84,9 @@ async def test_what_cannot_be_given_back_does_not_end_the_pulling() -> None:
 
     consumer: Any = SimpleNamespace(pull=pull, drain=drain)
     runner: Any = SimpleNamespace(in_flight_tokens=0, in_flight=0)
-    puller = Puller(consumer, runner, budget_tokens=10, max_jobs=2)
+    puller = Puller(
+        consumer, runner, budget_tokens=10, max_jobs=2, credits=Credits(1), drop=lambda *_: None
+    )
     puller.start()
     try:
         async with asyncio.timeout(10):

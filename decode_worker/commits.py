@@ -1,0 +1,132 @@
+"""How a prefill worker ends an attempt well, from its message to our answer.
+
+    Commit → ledger ─────────────────────────────────▶ CommitReply
+    Ready  → ledger → read its blocks (reader.py) ─┐  ▲
+                                                   └──┤ with digests: verify.py first
+
+asyncio thread only. Owns nothing: the control server starts the work and stops it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+
+import msgspec
+
+from pullfill import failpoints, log, metrics, u32
+from pullfill.decode_worker.entry import JobState
+from pullfill.decode_worker.ledger import Ledger
+from pullfill.decode_worker.moves import Read, Verify
+from pullfill.decode_worker.peers import Peer
+from pullfill.decode_worker.story import Stories
+from pullfill.decode_worker.verify import Verifier
+from pullfill.errors import BadMessage, Fenced, Outcome, PullfillError
+from pullfill.wire import Commit, CommitReply, Ready
+
+logger = log.get("decode_worker.control")
+
+_OURS = frozenset({Outcome.DIGEST_MISMATCH.value, "read_failed"})
+"""Refusals of commits that were not stale; counted where they happen."""
+
+
+class Commits:
+    """Takes `Commit` and `Ready` messages.
+
+    spawn: run something beside the connection. act: carry out what the ledger asks for.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        stories: Stories,
+        verifier: Verifier | None,
+        spawn: Callable[[Awaitable[object]], None],
+        act: Callable[[], None],
+    ) -> None:
+        self._ledger = ledger
+        self._stories = stories
+        self._verifier = verifier
+        self._spawn = spawn
+        self._act = act
+
+    def commit(self, peer: Peer, commit: Commit) -> None:
+        """It says that all is written."""
+        failpoints.hit("decode.before_commit")
+        entry = self._ledger.find(commit.job_id)
+        if entry is not None and (entry.attempt, entry.writer) == (commit.attempt, peer.name):
+            # Before the commit: the engine thread may settle the request the moment it is done.
+            self._stories.committed(entry.request_id, commit.timings, commit.kv_bytes)
+        answer = self._ledger.commit(
+            commit.job_id,
+            commit.attempt,
+            commit.incarnation,
+            peer.name,
+            commit.blocks,
+            commit.digest,
+        )
+        if isinstance(answer, Verify):
+            self._spawn(self._verify(peer, commit, answer))
+        else:
+            self._answer(peer, commit, answer)
+
+    def ready(self, peer: Peer, ready: Ready) -> None:
+        """It says that all is computed and may be read. Raises BadMessage if nobody asked it to."""
+        if peer.reader is None:
+            raise BadMessage("ready, where no grant said pull")
+        blocks = len(u32.unpack(ready.block_ids))
+        answer = self._ledger.ready(
+            ready.job_id, ready.attempt, ready.incarnation, peer.name, blocks
+        )
+        if isinstance(answer, Read):
+            self._spawn(self._read(peer, ready, answer))
+        else:
+            self._answer(peer, ready, answer)
+
+    async def _read(self, peer: Peer, ready: Ready, read: Read) -> None:
+        assert peer.reader is not None
+        entry = self._ledger.find(read.job_id)
+        assert entry is not None, "a job that is read stays open"
+        began, good = time.monotonic(), False
+        try:
+            moved = await peer.reader.fetch(
+                ready, read.blocks, lambda: entry.state is JobState.READING
+            )
+        except Fenced:
+            metrics.STALE_REFUSED.labels("read").inc()
+        except PullfillError as exc:
+            level = logger.warning if entry.state is JobState.READING else logger.debug
+            level("cannot read job %s from %s: %s", ready.job_id, peer.instance_id, exc)
+        except Exception:
+            logger.exception("cannot read job %s from %s", ready.job_id, peer.instance_id)
+        else:
+            good = True
+            took_ms = (time.monotonic() - began) * 1e3
+            timings = msgspec.structs.replace(
+                ready.timings,
+                kv_write_ms=moved.seconds * 1e3,
+                tail_ms=ready.timings.tail_ms + took_ms,
+            )
+            failpoints.hit("decode.before_commit")
+            self._stories.committed(entry.request_id, timings, moved.nbytes)
+        answer = self._ledger.read_over(read.job_id, read.attempt, good=good, digest=ready.digest)
+        if isinstance(answer, Verify):
+            await self._verify(peer, ready, answer)
+        else:
+            self._answer(peer, ready, answer)
+        self._act()
+
+    async def _verify(self, peer: Peer, asked: Commit | Ready, verify: Verify) -> None:
+        assert self._verifier is not None
+        why = await self._verifier.settle(verify, peer.instance_id)
+        self._answer(peer, asked, why)
+        self._act()
+
+    def _answer(self, peer: Peer, asked: Commit | Ready, why: str | None) -> None:
+        if why is not None:
+            if why not in _OURS:
+                metrics.STALE_REFUSED.labels("commit").inc()
+            logger.warning("refused a commit of job %s by %s: %s", asked.job_id, peer.name, why)
+        peer.channel.write(
+            CommitReply(rid=asked.rid, job_id=asked.job_id, ok=why is None, reason=why or ""),
+        )

@@ -1,0 +1,118 @@
+"""Reads finished blocks out of a prefill worker's KV memory into ours (`--kv-mode pull`).
+
+One thread for each connected prefill worker, so that a slow one delays only its own jobs. The
+session is made at the first read. A read always ends: it is answered, refused by the prefill
+worker's fence, or broken, and a transport that waits for bytes gives up by itself.
+
+Lifecycle: made by the control server when a worker connects that can be read; `leave` when its
+connection ends (what was ready is still read: shared memory outlives its owner); `close` when we
+leave ourselves. Our KV memory must live until `close` returned.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from pullfill import failpoints, log, metrics, u32
+from pullfill.config import WorkerOptions
+from pullfill.errors import HandoffError, IncompatibleError
+from pullfill.security import ClusterKey
+from pullfill.transfer import catalogue
+from pullfill.transfer.choose import choose
+from pullfill.transfer.connect import connect
+from pullfill.transfer.contract import LocalMemory, MoveResult, PeerSession
+from pullfill.wire import FenceToken, KvMode, Ready, RegionDescriptor
+
+logger = log.get("decode_worker.reader")
+
+Open = Callable[[], PeerSession]
+"""Connects to one prefill worker's memory; blocks. Raises PullfillError."""
+
+Reach = Callable[[Sequence[RegionDescriptor]], Open]
+"""How to read the regions a prefill worker has. Raises PullfillError when nothing reaches them."""
+
+
+class PeerReader:
+    """One prefill worker's memory and the thread that reads it."""
+
+    def __init__(self, instance_id: str, open_session: Open) -> None:
+        self._instance_id = instance_id
+        self._open = open_session
+        self._session: PeerSession | None = None
+        self._thread = ThreadPoolExecutor(1, f"kv-reader-{instance_id}")
+
+    async def fetch(
+        self, ready: Ready, blocks: Sequence[int], wanted: Callable[[], bool]
+    ) -> MoveResult:
+        """Copy the blocks of `ready` into our `blocks`, unless by its turn it is not `wanted` any
+        more. Raises HandoffError, BadMessage and whatever `open_session` raises; when it returns or
+        raises the thread does not touch the blocks any more. Cancelled it still does."""
+        loop = asyncio.get_running_loop()
+        source = u32.unpack(ready.block_ids)
+        return await loop.run_in_executor(
+            self._thread, self._fetch, ready.fence, source, list(blocks), wanted
+        )
+
+    def leave(self, over: Callable[[], None]) -> None:
+        """What was asked so far ends by itself, then the session is closed and `over` is called, on
+        the thread. Does not block."""
+        self._thread.submit(self._let_go).add_done_callback(lambda _: over())
+        self._thread.shutdown(wait=False)
+
+    def close(self) -> None:
+        """Drop what has not begun, wait for what has. Nothing is read afterwards. Idempotent, also
+        after `leave`."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._let_go()
+
+    def _fetch(
+        self,
+        fence: FenceToken,
+        source: Sequence[int],
+        target: Sequence[int],
+        wanted: Callable[[], bool],
+    ) -> MoveResult:
+        """On the thread."""
+        if not wanted():
+            raise HandoffError("its job ended before it was read")
+        failpoints.hit("decode.before_read")
+        started = time.perf_counter()
+        if self._session is None:
+            self._session = self._open()
+            logger.info("reading from %s over %s", self._instance_id, self._session.transport)
+        result = self._session.read_blocks(fence, source, target)
+        transport = self._session.transport
+        metrics.KV_READ_BYTES.labels(transport).inc(result.nbytes)
+        metrics.KV_READ_SECONDS.labels(transport).observe(time.perf_counter() - started)
+        return result
+
+    def _let_go(self) -> None:
+        session, self._session = self._session, None
+        if session is None:
+            return
+        try:
+            session.close()
+        except Exception:
+            logger.exception("closing a session failed")
+
+
+def reach_for(
+    memories: Sequence[LocalMemory], options: WorkerOptions, key: ClusterKey | None
+) -> Reach | None:
+    """Into our memory, of all ranks, over the transports of `options`. None where nothing is ever
+    read: grants do not say pull, or nobody reaches our memory. Raises ConfigError."""
+    if options.kv_mode is not KvMode.PULL or not memories:
+        return None
+    transports = catalogue.peers(options.transports, memories[0], key)
+
+    def reach(regions: Sequence[RegionDescriptor]) -> Open:
+        if not regions:
+            raise IncompatibleError("it lets nobody read its KV memory", field="endpoints")
+        for region in regions:
+            choose(region, transports)
+        return lambda: connect(memories, regions, transports)
+
+    return reach

@@ -1,0 +1,73 @@
+"""This worker's own KV memory as decode workers may read it (`--kv-mode pull`).
+
+Opened once the engine has told its memory, whatever the modes of the decode workers are: they say
+theirs only with a grant. What we publish is a region that only a fence of ours lets anybody read;
+`Readers` opens one for each task that is kept. It goes to the decode workers with `Hello`, so it is
+known as long as the connection lasts, under an incarnation that is this process's own.
+
+Life: `open_region` → `PrefillContext.owner`, closed by the worker when no session can be open.
+"""
+
+from __future__ import annotations
+
+from pullfill import log
+from pullfill.host import host_id
+from pullfill.ids import new_incarnation
+from pullfill.prefill_worker.context import PrefillContext
+from pullfill.security import ClusterKey
+from pullfill.transfer import catalogue
+from pullfill.transfer.layout import describe_region
+from pullfill.transfer.owners import CombinedOwner
+from pullfill.transfer.shm.owner import ShmOwner
+from pullfill.wire import Compat, RegionDescriptor
+
+logger = log.get("prefill_worker.region")
+
+_PLANES = frozenset({"tcp"})
+"""Through a port, beside what is mapped."""
+
+
+def open_region(
+    context: PrefillContext,
+    compat: Compat,
+    block_size: int,
+    *,
+    host: str,
+    transports: frozenset[str] | None,
+    key: ClusterKey | None,
+) -> list[RegionDescriptor]:
+    """Describe each rank's memory; none if nobody can read it. Binds a port of `host` if `tcp` is
+    among the transports. Raises ConfigError."""
+    if not context.ranks or context.files is None:
+        return []
+    incarnation = new_incarnation()
+    first, *others = context.ranks
+    base = ShmOwner(context.files, first.memory, incarnation, kv_path=first.path)
+    for rank in others:
+        base.add_rank(rank.memory, rank.path)
+    chosen = _PLANES if transports is None else _PLANES & transports
+    owner = CombinedOwner(
+        base,
+        context.memories,
+        instance_id=context.instance_id,
+        kinds=catalogue.planes(chosen, first.memory),
+        key=key,
+        offered=transports,
+    )
+    context.owner = owner
+    owner.listen(host)
+    return [
+        describe_region(
+            memory,
+            instance_id=context.instance_id,
+            incarnation=incarnation,
+            rank=rank,
+            world_size=len(context.ranks),
+            host_id=host_id(),
+            epoch=0,
+            block_size=block_size,
+            compat=compat,
+            endpoints=owner.endpoints(rank),
+        )
+        for rank, memory in enumerate(context.memories)
+    ]

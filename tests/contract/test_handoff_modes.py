@@ -1,0 +1,267 @@
+"""The modes of the handoff: push, and pull with everything that may happen around a read."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pullfill import metrics
+from pullfill.wire import DigestMode, KvMode
+from tests.support.fakes import FakeClock
+from tests.support.handoff_rig import (
+    Cluster,
+    DecodeHalf,
+    PrefillHalf,
+    hold,
+    prompt,
+    settled,
+    stuck_in_a_read,
+    stuck_in_a_write,
+    until,
+)
+from tests.support.kv_engine import BLOCK
+
+PULL = KvMode.PULL
+TRANSPORTS = ["loopback", "shm"]
+
+
+def counter(metric: Any, *labels: str) -> float:
+    return float(metric.labels(*labels)._value.get())
+
+
+async def reading(decode: DecodeHalf, prefill: PrefillHalf, after: int = 0) -> tuple[Any, Any]:
+    """A request that is stopped in the decode worker's read; and what lets it go on."""
+    faults = hold(prefill, after)
+    served = decode.send(prompt(30))
+    await stuck_in_a_read(prefill)
+    return served, faults
+
+
+# ------------------------------------------------------------------ right bytes
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("mode", list(KvMode))
+async def test_every_mode_brings_the_right_bytes(
+    tmp_path: Path, transport: str, mode: KvMode
+) -> None:
+    async with Cluster(tmp_path, transport, kv_mode=mode) as cluster:
+        decode, prefill = await cluster.decode(), await cluster.prefill(chunk=7)
+        read, written = (
+            counter(m, transport) for m in (metrics.KV_READ_BYTES, metrics.KV_WRITE_BYTES)
+        )
+        served = [decode.send(prompt(n, seed=n)) for n in (2, 4, 5, 9, 16, 17, 31, 33, 61)]
+        await settled(*served)
+        assert all(decode.right(s) for s in served)
+        await cluster.check_clean()
+        assert prefill.runner.completed == len(served)
+        moved = {
+            "read": counter(metrics.KV_READ_BYTES, transport) - read,
+            "written": counter(metrics.KV_WRITE_BYTES, transport) - written,
+        }
+        assert (moved["read"] > 0) == (mode is PULL)
+        assert (moved["written"] > 0) == (mode is not PULL)
+
+
+@pytest.mark.parametrize("decode_hit", [0, 2])
+@pytest.mark.parametrize("prefill_hit", [0, 3])
+async def test_pull_with_hits_on_either_side(
+    tmp_path: Path, decode_hit: int, prefill_hit: int
+) -> None:
+    """Blocks that were a hit on the prefill side are read like those it computed."""
+    tokens = prompt(6 * BLOCK + 2)
+    async with Cluster(tmp_path, "shm", kv_mode=PULL) as cluster:
+        decode, prefill = await cluster.decode(), await cluster.prefill(chunk=5)
+        hit = decode.cache(tokens[: decode_hit * BLOCK])
+        if prefill_hit:
+            prefill.engine.cache(tokens[: prefill_hit * BLOCK])
+        served = decode.send(tokens, hit)
+        await settled(served)
+        assert decode.right(served)
+        await cluster.check_clean()
+
+
+async def test_pull_after_a_preemption_reads_what_was_computed_again(tmp_path: Path) -> None:
+    async with Cluster(tmp_path, kv_mode=PULL) as cluster:
+        decode, prefill = await cluster.decode(), await cluster.prefill(chunk=5)
+        prefill.engine.preempt_next = True
+        served = decode.send(prompt(30))
+        await settled(served)
+        assert decode.right(served)
+        assert prefill.engine.computed_tokens > 29
+        await cluster.check_clean()
+
+
+@pytest.mark.parametrize("corrupt", [False, True])
+async def test_pull_with_digests(tmp_path: Path, corrupt: bool) -> None:
+    """The digests are of the prefill worker's blocks; what arrives otherwise is not used."""
+    async with Cluster(tmp_path, kv_mode=PULL, kv_digest=DigestMode.FULL) as cluster:
+        decode, prefill = await cluster.decode(), await cluster.prefill(chunk=5)
+        served, faults = await reading(decode, prefill)
+        if corrupt:
+            block = next(iter(next(iter(prefill.engine._runs.values())).table))
+            prefill.local.pages[0, block] ^= 1
+        faults.resume()
+        await settled(served)
+        assert served.loaded is not corrupt
+        assert corrupt or decode.right(served)
+        await cluster.check_clean()
+
+
+async def test_who_cannot_be_read_writes(tmp_path: Path) -> None:
+    """It says no regions: its grants say push, and nothing is lost."""
+    async with Cluster(tmp_path, kv_mode=PULL) as cluster:
+        decode, prefill = await cluster.decode(), await cluster.prefill(pull=False)
+        (peer,) = decode.control._peers.values()
+        decode.control._readers.discard(peer.reader)  # type: ignore[arg-type]
+        peer.reader = None
+        written = counter(metrics.KV_WRITE_BYTES, "loopback")
+        prefill.puller.start()
+        served = decode.send(prompt(30))
+        await settled(served)
+        assert decode.right(served)
+        assert counter(metrics.KV_WRITE_BYTES, "loopback") > written
+        await cluster.check_clean()
+
+
+# ------------------------------------------------------------------ when something ends it
+
+
+async def test_pull_abort_in_a_read(tmp_path: Path) -> None:
+    """Our reader still copies into the blocks: they are held until it has ended."""
+    async with Cluster(tmp_path, kv_mode=PULL) as cluster:
+        decode, prefill = await cluster.decode(), await cluster.prefill(chunk=5)
+        served, faults = await reading(decode, prefill)
+        decode.abort(served)
+        await settled(served)
+        assert not set(served.table) & decode.pool.free, "held"
+        assert decode.ledger.quarantined_blocks == len(served.table)
+        kept = {b for run in prefill.engine._runs.values() for b in run.table}
+        assert kept, "the prefill worker's blocks may still be read"
+        faults.resume()
+        await until(lambda: set(served.table) <= decode.pool.free)
+        await cluster.check_clean()
+        again = decode.send(prompt(30))
+        await settled(again)
+        assert decode.right(again)
+        await cluster.check_clean()
+
+
+async def test_pull_past_its_deadline_is_served_here(tmp_path: Path) -> None:
+    async with Cluster(tmp_path, clock=FakeClock(), kv_mode=PULL) as cluster:
+        decode, prefill = await cluster.decode(), await cluster.prefill(chunk=5)
+        served, faults = await reading(decode, prefill)
+        await prefill.puller.stop()
+        decode.pass_time(25.0)
+        await settled(served)
+        assert served.loaded is False
+        assert not set(served.table) & decode.pool.free
+        others = [decode.cache(prompt(n, seed=n)) for n in (40, 80)]
+        before = [decode.pages[:, t].copy() for t in others]
+        faults.resume()
+        await until(lambda: decode.ledger.open_jobs == 0)
+        assert all((decode.pages[:, t] == b).all() for t, b in zip(others, before, strict=True))
+        await cluster.check_clean()
+
+
+async def test_pull_from_a_worker_that_dies_is_read_to_the_end(tmp_path: Path) -> None:
+    """All it had to do is done, and its memory outlives it: nothing is computed again."""
+    async with Cluster(tmp_path, "loopback", kv_mode=PULL) as cluster:
+        decode, prefill = await cluster.decode(), await cluster.prefill(chunk=5)
+        served, faults = await reading(decode, prefill)
+        await prefill.puller.stop()
+        for link in prefill.links._links.values():
+            link.retired = True
+            assert link._channel is not None
+            link._channel.abort()
+        prefill.readers._revoked = lambda task: False  # type: ignore[method-assign]
+        await until(lambda: not decode.control.instances)
+        assert served.loaded is None
+        faults.resume()
+        await settled(served)
+        assert decode.right(served)
+        del prefill.readers._revoked
+        second = await cluster.prefill()  # gets its message, and is refused the claim
+        await cluster.check_clean()
+        assert second.engine.computed_tokens == 0
+
+
+async def test_pull_that_fails_is_computed_here(tmp_path: Path) -> None:
+    async with Cluster(tmp_path, "loopback", kv_mode=PULL) as cluster:
+        decode, prefill = await cluster.decode(), await cluster.prefill(chunk=5)
+        served, faults = await reading(decode, prefill)
+        await asyncio.to_thread(faults.kill)
+        await settled(served)
+        assert served.loaded is False
+        assert decode.stories.fallback_of(served.request.request_id) == "prefill_failed"
+        await cluster.check_clean()
+
+
+async def test_pull_by_a_decode_worker_that_is_gone(tmp_path: Path) -> None:
+    """Blocks stay until its read is proved over, and no longer; others are served meanwhile."""
+    async with Cluster(tmp_path, kv_mode=PULL) as cluster:
+        decode, prefill = await cluster.decode(), await cluster.prefill(chunk=5)
+        _, faults = await reading(decode, prefill)
+        kept = {b for run in prefill.engine._runs.values() for b in run.table}
+        for peer in list(decode.control._peers.values()):
+            peer.channel.abort()
+        await until(lambda: prefill.runner.in_flight_tokens == 0)
+        assert not prefill.runner.idle.is_set(), "a read may still go on"
+        assert not kept & prefill.engine.pool.free
+        faults.resume()
+        await asyncio.wait_for(prefill.runner.idle.wait(), 10)
+        await until(lambda: kept <= prefill.engine.pool.free)
+        await cluster.check_clean()
+
+
+async def test_a_ready_of_nobody_we_read_from_ends_the_connection(tmp_path: Path) -> None:
+    """A worker of a cluster that pushes says `Ready`: it is not believed."""
+    async with Cluster(tmp_path) as cluster:
+        decode, prefill = await cluster.decode(), await cluster.prefill(chunk=5)
+        original = prefill.runner._commit
+
+        async def commit(link: Any, task: Any, grant: Any, *rest: Any) -> None:
+            task.mode = PULL
+            task.kept = {b: 0 for b in task.remote_blocks}
+            await original(link, task, grant, *rest)
+
+        prefill.runner._commit = commit  # type: ignore[method-assign]
+        served = decode.send(prompt(30))
+        await settled(served)
+        assert served.loaded is False
+        prefill.runner._commit = original  # type: ignore[method-assign]
+        await cluster.check_clean()
+
+
+# ------------------------------------------------------------------ push
+
+
+async def test_push_computes_nothing_while_it_writes(tmp_path: Path) -> None:
+    async with Cluster(tmp_path, kv_mode=KvMode.PUSH) as cluster:
+        decode, prefill = await cluster.decode(), await cluster.prefill(chunk=5)
+        faults = hold(decode)
+        served = decode.send(prompt(30))
+        await stuck_in_a_write(decode)
+        assert prefill.engine.computed_tokens == 5
+        await asyncio.sleep(0.05)
+        assert prefill.engine.computed_tokens == 5
+        faults.resume()
+        await settled(served)
+        assert decode.right(served)
+        await cluster.check_clean()
+
+
+async def test_push_async_computes_while_it_writes(tmp_path: Path) -> None:
+    async with Cluster(tmp_path) as cluster:
+        decode, prefill = await cluster.decode(), await cluster.prefill(chunk=5)
+        faults = hold(decode)
+        served = decode.send(prompt(30))
+        await stuck_in_a_write(decode)
+        await until(lambda: prefill.engine.computed_tokens == 29)
+        faults.resume()
+        await settled(served)
+        assert decode.right(served)
+        await cluster.check_clean()
