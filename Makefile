@@ -8,13 +8,16 @@ ARGS ?=
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install up down status test test-fast lint format chaos chaos-report soak clean
+.PHONY: help install install-nixl up down status test test-fast lint format chaos chaos-report soak clean
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: ## Make .venv and install everything into it (quick when nothing changed)
 	@$(PYTHON) -m pullfill.deploy.install
+
+install-nixl: install ## Add NIXL (UCX) to .venv: the nixl transport, 240 MB
+	$(BIN)/python -m pip install --no-deps "nixl>=1.5" "nixl-cu12>=1.5"
 
 up: install ## Start a cluster here: make up [MODEL=PATH] [ARGS="--decode 2 ..."]
 	@exec $(BIN)/pullfill up --model $(MODEL) $(ARGS)

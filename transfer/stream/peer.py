@@ -252,6 +252,7 @@ class StreamSession:
             raise BadMessage(f"the owner refuses: {answer.reason}")
 
     def _send(self, link: SocketLink, plane: Plane, stream: ByteStream) -> Answer:
+        left = stream.total
         for batch in stream.batches(self._kind.batch_bytes):
             failpoints.hit("stream.write.before_batch")
             if link.input_waits():  # refused: nothing more is wanted
@@ -264,8 +265,10 @@ class StreamSession:
                 plane.send(batch)
             except Interjected as said:
                 answer = decode(said.frame, Answer)
-                link.mark(STOP)
+                if left > batch.total:  # the owner waits for another batch
+                    link.mark(STOP)
                 return answer
+            left -= batch.total
         return decode(link.receive(), Answer)
 
     def _receive(self, link: SocketLink, plane: Plane, stream: ByteStream) -> Answer:

@@ -1,0 +1,1 @@
+"""Optional: KV through NIXL (UCX: RDMA between hosts; else shared memory or TCP)."""

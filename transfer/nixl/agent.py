@@ -1,0 +1,208 @@
+"""One NIXL agent over one memory, kept from everything that would disturb a worker.
+
+NIXL's habits and what is done about them: a progress thread spins a core (none is made; whoever
+waits for a transfer polls, with pauses); a new agent may pin the thread that makes it to other
+cores (put back); its import sets up logging of its own (undone, the levels stay NIXL_LOG_LEVEL's).
+
+The proof that nothing lands any more. A transfer that is done is done. One that is given up may
+still be in a queue of UCX or of the network card, and releasing its handle does not promise to take
+it out. So the whole agent is dropped: its worker, its endpoints, its registration of the memory.
+Without those, neither UCX nor a card can write there.
+
+An agent is used by one thread at a time. Everything of NIXL's is reached through here.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.metadata
+import importlib.util
+import logging
+import os
+import secrets
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from pullfill.errors import TransferFailed
+from pullfill.transfer.contract import LocalMemory
+from pullfill.transfer.iovecs import Iovec
+
+log = logging.getLogger(__name__)
+
+_making = threading.Lock()
+"""One agent at a time: what is put back afterwards belongs to the process or the thread."""
+_FAST_S, _SHORT_S, _LONG_S = 0.1, 50e-6, 500e-6
+
+
+@cache
+def why_not() -> str | None:
+    """Why NIXL cannot be used in this process. Imports it (and torch with it) the first time."""
+    if importlib.util.find_spec("nixl") is None:
+        return "the nixl package is not installed (make install-nixl)"
+    try:
+        _import()
+    except Exception as exc:
+        return f"nixl cannot be imported: {exc}"
+    return None
+
+
+def version() -> str:
+    """Of the installed package."""
+    return importlib.metadata.version("nixl")
+
+
+@cache
+def _import() -> Any:
+    before = logging.raiseExceptions
+    try:
+        import nixl._api as api
+    finally:
+        logging.raiseExceptions = before
+    theirs = logging.getLogger("nixl")
+    theirs.handlers.clear()  # it printed on stdout
+    theirs.propagate = True
+    if not os.environ.get("NIXL_LOG_LEVEL"):
+        theirs.setLevel(logging.WARNING)
+    return api
+
+
+class Pauses:
+    """How long to wait between two looks: short at first. Any wait that polls."""
+
+    def __init__(self) -> None:
+        self._fast_until = time.monotonic() + _FAST_S
+
+    def pause(self) -> None:
+        time.sleep(_SHORT_S if time.monotonic() < self._fast_until else _LONG_S)
+
+
+class Agent:
+    """Owns the agent and its registration; `drop` gives both back."""
+
+    def __init__(self, memory: LocalMemory) -> None:
+        """Raises TransferFailed."""
+        self._kind = "DRAM" if memory.device is None else "VRAM"
+        self._device = memory.device or 0
+        self._remote: str | None = None
+        with _failures("cannot make a NIXL agent"), _making, _same_affinity():
+            api = _import()
+            config = api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
+            self._agent: Any = api.nixl_agent(f"pullfill-{secrets.token_hex(8)}", config)
+            if "UCX" not in self._agent.backends:
+                raise TransferFailed("this NIXL has no UCX backend")
+            region = (memory.address, memory.nbytes, self._device, "")
+            self._registered: Any = self._agent.register_memory([region], self._kind)
+            self.metadata: bytes = self._agent.get_agent_metadata()
+
+    def connect(self, metadata: bytes) -> None:
+        """Make the agent known whose memory is moved from or to. Once. Raises TransferFailed."""
+        with _failures("the peer's NIXL metadata cannot be used"):
+            name = self._agent.add_remote_agent(metadata)
+            self._remote = name.decode() if isinstance(name, bytes) else str(name)
+
+    def move(
+        self,
+        verb: str,
+        ours: Iovec,
+        theirs: Iovec,
+        their_device: int,
+        check: Callable[[], None],
+    ) -> None:
+        """READ theirs into ours or WRITE ours into theirs, runs of pairwise equal length. Returns
+        when all bytes are there. `check` is called while waiting and raises to give up. After any
+        error the agent must be dropped before its memory is believed to be quiet."""
+        with _failures("the transfer failed"):
+            here = self._agent.get_xfer_descs(_rows(ours, self._device), self._kind)
+            kind = "DRAM" if their_device < 0 else "VRAM"
+            there = self._agent.get_xfer_descs(_rows(theirs, max(their_device, 0)), kind)
+            handle = self._agent.initialize_xfer(verb, here, there, self._remote)
+            try:
+                self._wait(handle, check)
+            finally:
+                del handle  # releases it, also while an error holds on to this frame
+
+    def _wait(self, handle: Any, check: Callable[[], None]) -> None:
+        try:
+            state = self._agent.transfer(handle)
+            pauses = Pauses()
+            while state == "PROC":
+                check()
+                pauses.pause()
+                state = self._agent.check_xfer_state(handle)
+        finally:
+            del handle
+        if state != "DONE":
+            raise TransferFailed("NIXL reports an error")
+
+    def progress(self) -> None:
+        """Let the other side's transfers advance. Raises TransferFailed."""
+        with _failures("NIXL makes no progress"):
+            self._agent.get_new_notifs()
+
+    def drop(self) -> None:
+        """Disconnect, deregister, destroy. When it returns, nothing moves under this agent any
+        more. Idempotent."""
+        agent, self._agent = self._agent, None
+        registered, self._registered = self._registered, None
+        if agent is None:
+            return
+        core = weakref.ref(agent.agent)
+        with _making:
+            _undo(agent, self._remote, registered)
+            del agent, registered
+        if core() is not None:
+            log.error("a NIXL agent is still in use: its memory cannot be given back yet")
+        while core() is not None:
+            gc.collect()
+            time.sleep(_LONG_S)
+
+
+def _undo(agent: Any, remote: str | None, registered: Any) -> None:
+    """What destroying the agent would do too, in order. Errors are those of broken connections."""
+    try:
+        if remote is not None:
+            agent.remove_remote_agent(remote)
+    except Exception as exc:
+        log.debug("disconnecting a NIXL agent: %s", exc)
+    try:
+        agent.deregister_memory(registered)
+    except Exception as exc:
+        log.debug("deregistering memory with NIXL: %s", exc)
+
+
+def _rows(iovec: Iovec, device: int) -> Iovec:
+    """NIXL's descriptors: address, bytes, device."""
+    rows = np.empty((len(iovec), 3), np.uint64)
+    rows[:, :2] = iovec
+    rows[:, 2] = device
+    return rows
+
+
+@contextmanager
+def _failures(what: str) -> Iterator[None]:
+    """NIXL raises many classes of its own. Their frames must not keep an agent alive."""
+    try:
+        yield
+    except TransferFailed:
+        raise
+    except Exception as exc:
+        traceback.clear_frames(exc.__traceback__)
+        raise TransferFailed(f"{what}: {exc}") from None
+
+
+@contextmanager
+def _same_affinity() -> Iterator[None]:
+    before = os.sched_getaffinity(0)
+    try:
+        yield
+    finally:
+        if os.sched_getaffinity(0) != before:
+            os.sched_setaffinity(0, before)
