@@ -8,12 +8,17 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
 from pullfill.host import host_id
+from pullfill.security import ClusterKey
 from pullfill.transfer.contract import KvLayout, LocalMemory, Owner, PeerSession, PeerTransport
+from pullfill.transfer.cuda_ipc.peer import CudaIpcTransport
+from pullfill.transfer.gpu.region import export, make_gpu_owner
 from pullfill.transfer.layout import check_bounds, dense_layout, describe_region
 from pullfill.transfer.loopback import LoopbackOwner, LoopbackTransport
+from pullfill.transfer.nixl.plane import NixlKind
 from pullfill.transfer.owners import CombinedOwner
 from pullfill.transfer.shm.files import RegionFiles
 from pullfill.transfer.shm.owner import FenceOwner, ShmOwner
@@ -22,6 +27,7 @@ from pullfill.transfer.stream.contract import PlaneKind
 from pullfill.transfer.stream.peer import StreamTransport
 from pullfill.transfer.tcp.plane import TcpKind
 from pullfill.wire import Compat, RegionDescriptor
+from tests.support.fake_gpu import FakeDriver
 
 Bytes = NDArray[np.uint8]
 
@@ -178,8 +184,15 @@ def shm_rig(directory: Path) -> Rig:
     return Rig("shm", ShmTransport(), make)
 
 
-def stream_rig(directory: Path, kind: PlaneKind, stall_s: float = 20.0) -> Rig:
-    """Over a plane that works between plain memories of one process."""
+def stream_rig(
+    directory: Path,
+    kind: PlaneKind,
+    *,
+    stall_s: float = 20.0,
+    key: ClusterKey | None = None,
+    ranks: int = 1,
+) -> Rig:
+    """Over a plane that works between plain memories of one process. The region is rank 0's."""
 
     def make(
         layout: KvLayout, instance_id: str, incarnation: str, slots: int
@@ -188,23 +201,64 @@ def stream_rig(directory: Path, kind: PlaneKind, stall_s: float = 20.0) -> Rig:
         memory = memory_over(data, layout)
         files = RegionFiles(instance_id, directory)
         base = FenceOwner(files, layout.num_blocks, incarnation, slots=slots)
+        others = [memory_over(data.copy(), layout) for _ in range(ranks - 1)]
         owner = CombinedOwner(
-            base, [memory], instance_id=instance_id, kinds={kind.name: kind}, stall_s=stall_s
+            base,
+            [memory, *others],
+            instance_id=instance_id,
+            kinds={kind.name: kind},
+            key=key,
+            stall_s=stall_s,
         )
         owner.listen("127.0.0.1")
         return owner, data
 
-    return Rig(kind.name, StreamTransport(kind, stall_s=stall_s), make)
+    return Rig(kind.name, StreamTransport(kind, key, stall_s=stall_s), make)
 
 
 def tcp_rig(directory: Path) -> Rig:
     return stream_rig(directory, TcpKind())
 
 
+def nixl_rig(directory: Path) -> Rig:
+    kind = NixlKind()
+    if (reason := kind.why_not()) is not None:
+        pytest.skip(reason)
+    return stream_rig(directory, kind)
+
+
+def ipc_rig(directory: Path) -> Rig:
+    """Over GPUs made of plain memory."""
+    driver = FakeDriver()
+
+    def make(
+        layout: KvLayout, instance_id: str, incarnation: str, slots: int
+    ) -> tuple[Owner, Bytes]:
+        block = driver.allocate(4096 + extent(layout))
+        data = block.data[4096:]  # as in a caching allocator, not at the start
+        memory = replace(memory_over(data, layout), device=0)
+        # Only the pid of another process lets ours map the memory once more.
+        exported = msgspec.structs.replace(export(memory, driver), pid=1)
+        files = RegionFiles(instance_id, directory)
+        return make_gpu_owner(files, [memory], [exported], incarnation, slots), data
+
+    return _GpuRig("cuda_ipc", CudaIpcTransport(0, lambda: driver, lambda *_: None), make)
+
+
+class _GpuRig(Rig):
+    def local(self, layout: KvLayout, seed: int = 2) -> Local:
+        plain = super().local(layout, seed)
+        return Local(plain.data, replace(plain.memory, device=0))
+
+
 RIGS: dict[str, Callable[[Path], Rig]] = {
     "shm": shm_rig,
     "loopback": loopback_rig,
     "tcp": tcp_rig,
+    "cuda_ipc": ipc_rig,
+    "nixl": nixl_rig,
 }
-MAPPED = ("shm", "loopback")
+CONNECTS = {"nixl": 50}
+"""How often to connect where a connection costs (a NIXL agent on each side: 0.15 s)."""
+MAPPED = ("shm", "loopback", "cuda_ipc")
 """Those whose peer copies by itself: it holds the fence, so it can be held up holding it."""
