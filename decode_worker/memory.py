@@ -15,7 +15,6 @@ from pullfill.engine.kv import Geometry
 from pullfill.errors import OverloadedError
 from pullfill.transfer.shm import ranks
 from pullfill.transfer.shm.files import RegionFiles
-from pullfill.transfer.shm.owner import ShmOwner
 from pullfill.wire import FenceToken
 
 logger = log.get("decode_worker.memory")
@@ -31,26 +30,18 @@ def attach(
     context: DecodeContext, told: Mapping[tuple[int, int], ranks.RankRegion], kv_heads: int
 ) -> None:
     """Every rank has told its memory: map it, open it to peers, start the ledger. Memory that no
-    transport reaches (a GPU's, so far) stays private: the worker serves, and prefills everything
-    itself."""
+    transport reaches stays private: the worker serves, and prefills everything itself."""
     first = next(iter(told.values()))
     context.geometry = Geometry(ranks.total_layers(told), first.page_bytes, first.device)
     context.ranks = ranks.attach(told, kv_heads)
     if not context.ranks or context.files is None:
         logger.warning(
-            "no transport reaches KV memory on %s yet: every prompt is prefilled by this worker",
-            first.device,
-        )
+            "no transport reaches KV memory on %s: every prompt is prefilled by this worker%s",
+            first.device, first.why_not and f" ({first.why_not})",
+        )  # fmt: skip
         context.ledger = context.make_ledger(_NoFences())
         return
-    owner = None
-    for rank in context.ranks:
-        if owner is None:
-            owner = ShmOwner(context.files, rank.memory, context.incarnation, kv_path=rank.path)
-        else:
-            owner.add_rank(rank.memory, rank.path)
-    assert owner is not None
-    context.owner = owner
+    owner = context.owner = ranks.base_owner(context.files, context.ranks, context.incarnation)
     context.ledger = context.make_ledger(owner.fences)
     layouts = [rank.memory.layout for rank in context.ranks]
     logger.info(

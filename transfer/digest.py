@@ -24,6 +24,7 @@ from pullfill.transfer.contract import LocalMemory
 from pullfill.transfer.copying import copy_batch
 from pullfill.transfer.layout import dense_layout
 from pullfill.transfer.runs import plan
+from pullfill.transfer.session import Copier
 from pullfill.transfer.topology import Rect, rects_of
 from pullfill.transfer.topology import plan as topology
 from pullfill.wire import DigestMode
@@ -64,6 +65,7 @@ class BlockDigester:
         self._stage_layout = replace(dense, num_blocks=self._at_once, block_stride=block)
         self._stage: memoryview | None = None
         self._address = 0
+        self._copiers = [_copier(memory) for memory in self._memories]
 
     def digest(self, block_ids: Sequence[int]) -> bytes:
         """DIGEST_BYTES per block, in the order of `block_ids`. Reads live memory: hold whatever
@@ -76,16 +78,26 @@ class BlockDigester:
         for first in range(0, len(block_ids), self._at_once):
             some = block_ids[first : first + self._at_once]
             for route in self._routes:
-                memory = self._memories[route.source]
+                memory, copy = self._memories[route.source], self._copiers[route.source]
                 todo = plan(memory.layout, self._stage_layout, some, range(len(some)),
                             part=route.part)  # fmt: skip
                 for batch in todo.batches():
-                    copy_batch(memory.address, self._address, batch)
+                    copy(memory.address, self._address, batch)
             digests += [
                 blake3(self._stage[at : at + block]).digest(DIGEST_BYTES)
                 for at in range(0, len(some) * block, block)
             ]
         return b"".join(digests)
+
+
+def _copier(memory: LocalMemory) -> Copier:
+    """Out of that memory into ours."""
+    if memory.device is None:
+        return copy_batch
+    from pullfill.transfer.gpu.copies import GpuCopier
+    from pullfill.transfer.gpu.cuda import load
+
+    return GpuCopier(load(), memory.device)
 
 
 def sampled(mode: DigestMode, count: int, job_digest: bytes, attempt: int) -> list[int]:

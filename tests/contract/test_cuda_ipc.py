@@ -18,12 +18,24 @@ from pullfill.errors import BadMessage, ConfigError, IncompatibleError, PeerUnav
 from pullfill.transfer.cuda_ipc import peer
 from pullfill.transfer.cuda_ipc.endpoint import IpcEndpoint
 from pullfill.transfer.cuda_ipc.peer import CudaIpcTransport
+from pullfill.transfer.digest import BlockDigester
+from pullfill.transfer.gpu import cuda
+from pullfill.transfer.gpu import region as gpu_region
 from pullfill.transfer.gpu.region import GpuMapping, export, make_gpu_owner
 from pullfill.transfer.layout import dense_layout
+from pullfill.transfer.shm import ranks
 from pullfill.transfer.shm.files import RegionFiles
 from pullfill.wire import FenceToken, RegionDescriptor, encode
 from tests.support.fake_gpu import FakeDriver
-from tests.support.transfer_rigs import DENSE, Region, Rig, extent, ipc_rig, memory_over
+from tests.support.transfer_rigs import (
+    DENSE,
+    Region,
+    Rig,
+    extent,
+    ipc_rig,
+    memory_over,
+    random_bytes,
+)
 
 BLOCKS = range(DENSE.num_blocks)
 
@@ -301,3 +313,49 @@ def test_the_main_process_maps_what_a_rank_exported() -> None:
     block.free()
     with pytest.raises(PeerUnavailable, match="cannot be mapped"):
         GpuMapping(handle, theirs, driver)
+
+
+def test_ranks_tell_their_gpu_memory_and_the_main_process_offers_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver, layout = FakeDriver(), dense_layout(2, 4, 1, 64)
+    monkeypatch.setattr(gpu_region, "load", lambda: driver)
+    blocks = [driver.allocate(extent(layout), device) for device in (0, 1)]
+    memories = [replace(memory_over(b.data, layout), device=b.device) for b in blocks]
+    told = {(0, tp): gpu_region.tell_gpu(memory) for tp, memory in enumerate(memories)}
+    # Rank 0 lives in the main process, rank 1 in one of its own.
+    told[0, 1] = replace(told[0, 1], pid=1)
+    mapped = ranks.attach(told, kv_heads=2)
+    assert mapped[0].memory.address == memories[0].address
+    assert mapped[1].memory.address != memories[1].address
+    assert [rank.memory.first_head for rank in mapped] == [0, 1]
+    owner = ranks.base_owner(RegionFiles("decode-1", tmp_path), mapped, "i1")
+    for rank, block in enumerate(blocks):
+        endpoint = IpcEndpoint.decode(owner.endpoints(rank)["cuda_ipc"])
+        assert endpoint.memory.handle == driver.export(rank, block.base)
+    owner.close()
+    for rank in mapped:
+        rank.close()
+        rank.close()
+    assert sum(driver.openings.values()) == 0
+
+
+def test_a_rank_whose_memory_has_no_handle(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    driver, layout = FakeDriver(), dense_layout(2, 4, 1, 64)
+    pages = driver.allocate(extent(layout), exportable=False)
+    told = gpu_region.tell_gpu(replace(memory_over(pages.data, layout), device=0), driver)
+    assert "expandable_segments" in told.why_not
+    assert "expandable_segments" in caplog.text
+    assert len(ranks.attach({(0, 0): told}, 1)) == 1, "still there for copies made by this process"
+    assert ranks.attach({(0, 0): replace(told, pid=1)}, 1) == []
+
+
+def test_digests_of_gpu_memory_are_those_of_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = FakeDriver()
+    monkeypatch.setattr(cuda, "load", lambda: driver)
+    memory = memory_over(random_bytes(extent(DENSE), 3), DENSE)
+    on_gpu = BlockDigester(replace(memory, device=0)).digest([3, 1, 30])
+    assert on_gpu == BlockDigester(memory).digest([3, 1, 30])
+    assert driver.copies, "went through the driver"

@@ -1,17 +1,18 @@
 """A rank's KV cache on a GPU: where it is, and whether other processes can map it.
 
-A rank's process describes its tensors (`describe`) and exports them (`export`). The worker's main
-process, which does all the copying, uses the memory as it is when the rank lives in it, else maps
-what the rank exported (`GpuMapping`). `make_gpu_owner` offers it all to peers.
+A rank's process exports its memory and tells the worker's main process (`tell_gpu`). That one does
+all the copying: it uses the memory as it is when the rank lives in it, else it maps what the rank
+exported (`GpuMapping`), which takes a CUDA context on each rank's device. `make_gpu_owner` offers
+it all to peers.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+from pullfill import log
 from pullfill.errors import ConfigError, PeerUnavailable, TransferFailed
 from pullfill.transfer.contract import LocalMemory
 from pullfill.transfer.cuda_ipc.endpoint import Exported
@@ -21,16 +22,29 @@ from pullfill.transfer.gpu.contract import GpuDriver
 from pullfill.transfer.gpu.cuda import load
 from pullfill.transfer.shm.fence import SLOTS
 from pullfill.transfer.shm.files import RegionFiles
+from pullfill.transfer.shm.ranks import RankRegion
 
-if TYPE_CHECKING:
-    import torch
+logger = log.get("transfer.gpu")
 
 
-def describe(kv_caches: Mapping[str, torch.Tensor], num_blocks: int | None = None) -> LocalMemory:
-    """Where vLLM's KV cache is, on its CUDA device. Raises IncompatibleError, see pool.describe."""
-    from pullfill.transfer.shm import pool
-
-    return pool.describe(kv_caches, num_blocks, "cuda")
+def tell_gpu(memory: LocalMemory, driver: GpuDriver | None = None) -> RankRegion:
+    """What the process of a rank tells of its GPU memory (`pool.describe`). Without a handle, the
+    memory is still in reach of transports whose copies are made where it lives."""
+    exported, why_not = None, ""
+    try:
+        exported = export(memory, driver)
+    except (ConfigError, TransferFailed) as exc:
+        why_not = str(exc)
+        logger.warning("other processes cannot map this KV cache: %s", why_not)
+    return RankRegion(
+        pid=os.getpid(),
+        device="cuda",
+        num_layers=memory.layout.num_layers,
+        page_bytes=memory.layout.page_bytes,
+        memory=memory,
+        exported=exported,
+        why_not=why_not,
+    )
 
 
 def export(memory: LocalMemory, driver: GpuDriver | None = None) -> Exported:

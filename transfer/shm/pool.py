@@ -80,13 +80,17 @@ class SharedKvPool:
 def tell(
     pool: SharedKvPool | None, kv_caches: Mapping[str, torch.Tensor], num_blocks: int
 ) -> RankRegion:
-    """What a rank tells the main process of the caches vLLM registered. Memory that is not the
-    CPU's is described by its shape alone. Raises IncompatibleError."""
+    """What a rank tells the main process of the caches vLLM registered. Memory that is neither the
+    CPU's nor a CUDA device's is described by its shape alone. Raises IncompatibleError."""
     tensors = list({id(t): t for t in kv_caches.values()}.values())
     if pool is not None and tensors and tensors[0].device.type == "cpu":
         return pool.share(kv_caches, num_blocks)
     if not tensors:
         raise IncompatibleError("the engine has no KV cache", field="num_layers")
+    if tensors[0].device.type == "cuda":
+        from pullfill.transfer.gpu.region import tell_gpu
+
+        return tell_gpu(describe(kv_caches, num_blocks, "cuda"))
     rows, width = tensors[0].shape[-2:]
     return RankRegion(
         pid=os.getpid(),

@@ -10,12 +10,15 @@ Life: `attach` once the engine has registered its KV caches; `MappedRank.close` 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from pullfill.errors import IncompatibleError
 from pullfill.transfer.contract import KvLayout, LocalMemory
+from pullfill.transfer.cuda_ipc.endpoint import Exported
 from pullfill.transfer.shm import files
+from pullfill.transfer.shm.owner import FenceOwner, ShmOwner
 from pullfill.transfer.topology import head_range
 
 
@@ -24,7 +27,8 @@ class RankRegion:
     """One rank's KV memory as its process tells it. Plain: it is sent between processes.
 
     device: torch's device type, e.g. `cpu`. memory: in the address space of process `pid`; None
-    where no transport reaches it. path, inode: the file behind it, if there is one.
+    where no transport reaches it. path, inode: the file behind it, if there is one. exported: how
+    others map GPU memory. why_not: what is missing, for people.
     """
 
     pid: int
@@ -34,6 +38,15 @@ class RankRegion:
     memory: LocalMemory | None = None
     path: str = ""
     inode: tuple[int, int] = (0, 0)
+    exported: Exported | None = None
+    why_not: str = ""
+
+    @property
+    def within_reach(self) -> bool:
+        """Whether this process can copy from and to it."""
+        if self.memory is None or self.memory.device is None:
+            return self.memory is not None
+        return self.exported is not None or self.pid == os.getpid()
 
 
 def region_of(memory: LocalMemory, path: str) -> RankRegion:
@@ -50,6 +63,10 @@ def region_of(memory: LocalMemory, path: str) -> RankRegion:
     )
 
 
+class _Mapping(Protocol):
+    def close(self) -> None: ...
+
+
 @dataclass(slots=True)
 class MappedRank:
     """One rank's memory in this process: `memory.address` counts here, and `memory` knows which
@@ -57,7 +74,8 @@ class MappedRank:
 
     memory: LocalMemory
     path: str
-    mapping: files.Mapping | None
+    mapping: _Mapping | None
+    exported: Exported | None = None
 
     def close(self) -> None:
         """Idempotent. A mapping of our own; the engine's stays."""
@@ -77,7 +95,7 @@ def attach(regions: Mapping[tuple[int, int], RankRegion], kv_heads: int) -> list
     first_layer = 0
     try:
         for (pp, tp), region in sorted(regions.items()):
-            if region.memory is None:
+            if region.memory is None or not region.within_reach:
                 break
             if pp and tp == 0:
                 first_layer += ranks[-1].memory.layout.num_layers
@@ -99,9 +117,32 @@ def total_layers(regions: Mapping[tuple[int, int], RankRegion]) -> int:
     return sum(region.num_layers for (_, tp), region in regions.items() if tp == 0)
 
 
+def base_owner(
+    regions: files.RegionFiles, ranks: Sequence[MappedRank], incarnation: str
+) -> FenceOwner:
+    """The fence over all ranks' memory, and what peers of this host can map of it. Owns `regions`.
+    Raises ConfigError."""
+    first = ranks[0]
+    if first.memory.device is not None:
+        from pullfill.transfer.gpu.region import make_gpu_owner
+
+        memories = [rank.memory for rank in ranks]
+        return make_gpu_owner(regions, memories, [rank.exported for rank in ranks], incarnation)
+    owner = ShmOwner(regions, first.memory, incarnation, kv_path=first.path)
+    for rank in ranks[1:]:
+        owner.add_rank(rank.memory, rank.path)
+    return owner
+
+
 def _attach(region: RankRegion, memory: LocalMemory) -> MappedRank:
-    if region.pid == os.getpid():
-        return MappedRank(memory, region.path, None)  # mapped here already, by the engine
+    if region.pid == os.getpid():  # mapped here already, by the engine
+        return MappedRank(memory, region.path, None, region.exported)
+    if memory.device is not None:
+        from pullfill.transfer.gpu.region import GpuMapping
+
+        assert region.exported is not None
+        there = GpuMapping(region.exported, memory)
+        return MappedRank(there.memory, "", there, region.exported)
     mapping = files.Mapping(region.path, region.inode, memory.nbytes)
     return MappedRank(replace(memory, address=mapping.address), region.path, mapping)
 
