@@ -1,255 +1,99 @@
-"""shm block writes against plain memory copies: `python -m benchmarks.bench_transfer`.
+"""KV block transfers against their physical limits: `make bench-transfer`.
 
-Each row moves the same bytes between the same two mappings in three ways, interleaved, and
-compares medians: our fenced write; a plain loop of `memmove` over the same runs (no plan, no
-fence, no batches); one `memmove` of all bytes at once. `--busy` repeats it beside a thread that
-runs Python and small matrix products, as an engine does: there, giving up the GIL per run costs.
-Digests of the same blocks are held against the write: `full` all, `sample` as a grant draws them.
-Writes benchmarks/results/transfer.json and .md with `--save`.
+  copies   shm writes against plain loops of memmove and one memcpy; the fence; plans; digests
+  busy     the shm writes again beside a thread that runs Python, as an engine does
+  tcp      tcp writes into another process against a raw sendmsg/recv_into pair
+  nixl     shm writes into another process against NIXL/UCX on the same lists (if installed)
+  overlap  a real decode and prefill worker: from the last chunk computed to the commit
+
+Medians of interleaved repeats; a ratio compares two medians of the same run. `--save` writes
+benchmarks/results/transfer.json, .md and .svg. Exit status 1 when a target is missed.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
-import random
-import statistics
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
-import numpy as np
-
+from benchmarks import bench_transfer_copies as copies
+from benchmarks import bench_transfer_overlap as overlap
+from benchmarks import bench_transfer_remote as remote
+from benchmarks.bench_transfer_plot import bars
+from benchmarks.live import end_in_order
 from benchmarks.machine import Quiet
-from benchmarks.report import RESULTS, Row, finish, row, versus
-from pullfill.transfer.digest import BlockDigester, sampled
-from pullfill.transfer.layout import dense_layout
-from pullfill.transfer.runs import plan
-from pullfill.transfer.session import MappedSession
-from pullfill.transfer.shm.fence import ShmGate
-from pullfill.wire import DigestMode, FenceToken
-from tests.support.transfer_rigs import Local, Region, Rig, shm_rig
+from benchmarks.report import RESULTS, Row, finish
+from tests.support.transfer_rigs import Rig, shm_rig
 
-MOVED = 32 << 20
-LAYERS = 4
+PARTS = ("copies", "busy", "tcp", "nixl", "overlap")
+CLOCKS = {"wall": time.perf_counter, "cpu": time.thread_time}
 
 
-@dataclass
-class Case:
-    """One run size: a region four times what is moved, so that scattered means scattered."""
-
-    name: str
-    page: int
-    source: list[int]
-    target: list[int]
-    blocks: int
-
-
-def cases() -> Iterator[Case]:
-    rng = np.random.default_rng(1)
-    for page in (16 << 10, 64 << 10, 256 << 10, 1 << 20):
-        count = MOVED // page // LAYERS
-        blocks = 2 * count
-        scattered = [rng.permutation(blocks)[:count].tolist() for _ in range(2)]
-        yield Case(f"{page >> 10} KiB scattered", page, *scattered, blocks)
-        if page in (16 << 10, 1 << 20):
-            run = list(range(count))
-            yield Case(f"{page >> 10} KiB contiguous", page, run, [b + 1 for b in run], blocks)
+def measure(options: argparse.Namespace, quiet: Quiet) -> list[Row]:
+    rows: list[Row] = []
+    sizes = copies.Sizes(moved=options.mib << 20)
+    if "copies" in options.parts or "busy" in options.parts:
+        with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="bench-") as directory:
+            with quiet.window([]):
+                rows += copy_rows(options, sizes, shm_rig(Path(directory)))
+    if "tcp" in options.parts or "nixl" in options.parts:
+        with remote.other_process() as other:
+            with quiet.window([]):
+                if "tcp" in options.parts:
+                    rows += remote.tcp_rows(other, sizes, options.rounds)
+                if "nixl" in options.parts:
+                    rows += remote.nixl_rows(other, sizes, max(3, options.rounds // 3))
+    if "overlap" in options.parts:
+        rows += overlap.rows(options.prompts, quiet)
+    return rows
 
 
-def interleaved(ways: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Median seconds of each way."""
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for way in ways.values():
-        way()
-    order, rng = list(ways.items()), random.Random(1)
-    for _ in range(rounds):
-        rng.shuffle(order)  # who comes after whom matters: the second finds the bytes in the cache
-        for name, way in order:
-            started = time.perf_counter()
-            way()
-            times[name].append(time.perf_counter() - started)
-    return {name: statistics.median(values) for name, values in times.items()}
-
-
-@contextmanager
-def session_of(
-    rig: Rig, region: Region, local: Local
-) -> Iterator[tuple[MappedSession, FenceToken]]:
-    session = rig.connect(local, region)
-    assert isinstance(session, MappedSession)
-    token = region.owner.fences.open(range(region.memory.layout.num_blocks))
-    try:
-        yield session, token
-    finally:
-        session.close()
-        assert region.owner.fences.try_revoke(token)
-
-
-def bench_writes(rig: Rig, rounds: int, suffix: str = "") -> list[Row]:
-    """GB/s of each case, with the ratios to both plain ways."""
-    rows = []
-    for case in cases():
-        layout = dense_layout(LAYERS, case.blocks, 1, case.page)
-        region = rig.region(layout, instance_id="bench")
-        local = rig.local(layout)
-        pairs = [
-            (s * layout.block_stride + shift, t * layout.block_stride + shift)
-            for shift in range(0, LAYERS * layout.layer_stride, layout.layer_stride)
-            for s, t in zip(case.source, case.target, strict=True)
-        ]
-        src, dst, page = local.memory.address, region.memory.address, case.page
-
-        def loop(pairs=pairs, src=src, dst=dst, page=page) -> None:
-            for s, t in pairs:
-                ctypes.memmove(dst + t, src + s, page)
-
-        def once(src=src, dst=dst) -> None:
-            ctypes.memmove(dst, src, MOVED)
-
-        with session_of(rig, region, local) as (session, token):
-            write = partial(session.write_blocks, token, case.source, case.target)
-            took = interleaved({"shm": write, "loop": loop, "once": once}, rounds)
-            write()
-        np.testing.assert_array_equal(
-            region.pages[0, case.target[0]], local.pages[0, case.source[0]]
-        )
-        region.owner.close()
-        speed = {name: MOVED / seconds / 1e9 for name, seconds in took.items()}
-        for peer, label in (("loop", "memmove per run"), ("once", "one memcpy")):
-            rows.append(
-                versus(f"shm write, {case.name}{suffix}", speed["shm"], "GB/s", label, speed[peer])
+def copy_rows(options: argparse.Namespace, sizes: copies.Sizes, rig: Rig) -> list[Row]:
+    rows: list[Row] = []
+    rounds, few, clock = options.rounds, max(3, options.rounds // 3), CLOCKS[options.clock]
+    if "copies" in options.parts:
+        rows += copies.write_rows(rig, sizes, rounds, clock)
+        rows += copies.fence_rows(rig, rounds, clock)
+        rows += copies.plan_rows(rounds, clock)
+        rows += copies.digest_rows(rig, sizes, few, clock)
+    if "busy" in options.parts:
+        with copies.busy_thread():  # on the wall clock: what it costs is waiting
+            rows += copies.write_rows(
+                rig, sizes, few, CLOCKS["wall"], ", busy thread", targets=False
             )
     return rows
-
-
-def bench_digests(rig: Rig, rounds: int, suffix: str = "") -> list[Row]:
-    """What `--kv-digest` costs each end, against the write of the same blocks."""
-    rows = []
-    for case in (c for c in cases() if c.name.endswith("scattered")):
-        layout = dense_layout(LAYERS, case.blocks, 1, case.page)
-        region, local = rig.region(layout, instance_id="bench"), rig.local(layout)
-        digester = BlockDigester(local.memory)
-        drawn = sampled(DigestMode.SAMPLE, len(case.source), b"bench", 1)
-        sample = [case.source[index] for index in drawn]
-        with session_of(rig, region, local) as (session, token):
-            ways: dict[str, Callable[[], object]] = {
-                "write": partial(session.write_blocks, token, case.source, case.target),
-                "full": partial(digester.digest, case.source),
-                "sample": partial(digester.digest, sample),
-            }
-            took = interleaved(ways, rounds)
-        region.owner.close()
-        for mode, nbytes in (("full", MOVED), ("sample", MOVED * len(sample) // len(case.source))):
-            name = f"digest {mode}, {case.name}{suffix}"
-            rows.append(row(f"{name}: speed", nbytes / took[mode] / 1e9, "GB/s"))
-            rows.append(
-                versus(
-                    f"{name}: time", took[mode] * 1e3, "ms", "shm write of all", took["write"] * 1e3
-                )
-            )
-    return rows
-
-
-def bench_fence(rig: Rig, rounds: int) -> list[Row]:
-    """Taking, checking and letting go of a fence, in percent of a 1 MiB copy."""
-    layout = dense_layout(1, 64, 1, 1 << 20)
-    region, local = rig.region(layout, instance_id="bench"), rig.local(layout)
-    with session_of(rig, region, local) as (session, token):
-        gate = session._gate
-        assert isinstance(gate, ShmGate)
-        src, dst = local.memory.address, region.memory.address
-
-        def fences() -> None:
-            for _ in range(1000):
-                gate.enter(token)
-                gate.leave(token)
-
-        def copies() -> None:
-            for i in range(64):
-                ctypes.memmove(dst + (i << 20), src + (i << 20), 1 << 20)
-
-        took = interleaved({"fence": fences, "copy": copies}, rounds)
-    region.owner.close()
-    fence, copy = took["fence"] / 1000, took["copy"] / 64
-    share = 100 * fence / copy
-    return [
-        row("fence per batch", fence * 1e6, "us"),
-        row("fence, share of a 1 MiB write", share, "%", at_most=3),
-    ]
-
-
-def bench_plan(rounds: int) -> list[Row]:
-    """Plan and merge 10,000 blocks of a 32-layer model, batches not expanded and expanded."""
-    layout = dense_layout(32, 40_000, 8, 8192)
-    rng = np.random.default_rng(2)
-    scattered = rng.permutation(40_000)[:10_000], rng.permutation(40_000)[:10_000]
-    run = np.arange(10_000), np.arange(10_000) + 7
-    mixed = (np.arange(10_000) + np.arange(10_000) // 16, np.arange(10_000))
-    rows = []
-    for name, (source, target) in {
-        "scattered": scattered,
-        "runs of 16": mixed,
-        "one run": run,
-    }.items():
-        s, t = source.tolist(), target.tolist()
-        took = interleaved({"plan": lambda s=s, t=t: plan(layout, layout, s, t)}, rounds)["plan"]
-        rows.append(row(f"plan 10,000 blocks, {name}", took * 1e3, "ms", at_most=5))
-    return rows
-
-
-@contextmanager
-def busy_thread() -> Iterator[None]:
-    """Something like an engine thread: Python in between native calls."""
-    stop = threading.Event()
-    matrix = np.random.default_rng(3).random((64, 64))
-
-    def work() -> None:
-        while not stop.is_set():
-            for _ in range(200):
-                _ * 3
-            for _ in range(3):
-                matrix @ matrix
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
-
-
-def measure(options: argparse.Namespace) -> list[Row]:
-    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="bench-") as directory:
-        rig = shm_rig(Path(directory))
-        rows = bench_writes(rig, options.rounds) + bench_digests(rig, options.rounds)
-        if options.busy:
-            few = max(3, options.rounds // 3)
-            with busy_thread():
-                rows += bench_writes(rig, few, ", busy thread")
-                rows += bench_digests(rig, few, ", busy thread")
-        rows += bench_fence(rig, options.rounds)
-    return rows + bench_plan(options.rounds)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--busy", action="store_true", help="also beside a busy Python thread")
-    parser.add_argument("--save", action="store_true", help=f"write {RESULTS}/transfer.json")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)} (all)")
+    parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--mib", type=int, default=64, help="bytes of one write")
+    parser.add_argument("--prompts", type=int, default=12, help="of the overlap part")
+    parser.add_argument(
+        "--clock",
+        choices=CLOCKS,
+        default="wall",
+        help="of the copies part: cpu counts only the copying thread, where others use the machine",
+    )
+    parser.add_argument("--save", action="store_true", help=f"write {RESULTS}/transfer.*")
     options = parser.parse_args()
+    if unknown := set(options.parts) - set(PARTS):
+        parser.error(f"no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    options.parts = options.parts or PARTS
+    end_in_order()
     quiet = Quiet()
-    with quiet.window([]):
-        rows = measure(options)
+    rows = measure(options, quiet)
     print(quiet)
-    title = "Fenced block writes over shared memory"
+    title = "KV block transfers"
+    if options.clock == "cpu":
+        title += " (shm, fence and plan rows: CPU time of the copying thread)"
+    if options.save:
+        (RESULTS / "transfer.svg").write_text(bars(rows, title))
     return finish("transfer", rows, quiet=quiet.quiet, save=options.save, title=title)
 
 

@@ -20,10 +20,11 @@ RESULTS = Path(__file__).parent / "results"
 
 class Row(msgspec.Struct, kw_only=True):
     """One measured number. `ratio`: value divided by peer_value. `target`: `<= 5` or the like,
-    about the ratio if there is a peer, else about the value; "" if the row only informs."""
+    about the ratio if there is a peer, else about the value; "" if the row only informs. No
+    `value`: it could not be measured here, `unit` says why."""
 
     metric: str
-    value: float
+    value: float | None
     unit: str
     peer: str = ""
     peer_value: float | None = None
@@ -41,24 +42,30 @@ class Results(msgspec.Struct):
     rows: list[Row]
 
 
-def row(metric: str, value: float, unit: str, at_most: float | None = None) -> Row:
-    """A row that is held against an upper limit, or only informs."""
-    if at_most is None:
-        return Row(metric=metric, value=_short(value), unit=unit)
-    return Row(
-        metric=metric,
-        value=_short(value),
-        unit=unit,
-        target=f"<= {at_most:g}",
-        ok=value <= at_most,
-    )
+def row(
+    metric: str,
+    value: float,
+    unit: str,
+    at_most: float | None = None,
+    at_least: float | None = None,
+) -> Row:
+    """A row that is held against a limit, or only informs."""
+    target, ok = _held(value, at_most, at_least)
+    return Row(metric=metric, value=_short(value), unit=unit, target=target, ok=ok)
 
 
 def versus(
-    metric: str, value: float, unit: str, peer: str, peer_value: float, at_most: float | None = None
+    metric: str,
+    value: float,
+    unit: str,
+    peer: str,
+    peer_value: float,
+    at_most: float | None = None,
+    at_least: float | None = None,
 ) -> Row:
-    """A row that compares with `peer`, measured in the same run."""
+    """A row that compares with `peer`, measured in the same run; the limit is the ratio's."""
     ratio = value / peer_value
+    target, ok = _held(ratio, at_most, at_least)
     return Row(
         metric=metric,
         value=_short(value),
@@ -66,9 +73,22 @@ def versus(
         peer=peer,
         peer_value=_short(peer_value),
         ratio=_short(ratio),
-        target="" if at_most is None else f"ratio <= {at_most:g}",
-        ok=at_most is None or ratio <= at_most,
+        target=target and f"ratio {target}",
+        ok=ok,
     )
+
+
+def missing(metric: str, peer: str, why: str) -> Row:
+    """A row that could not be measured here: says so, and fails nothing."""
+    return Row(metric=metric, value=None, unit=f"not measured: {why}", peer=peer)
+
+
+def _held(value: float, at_most: float | None, at_least: float | None) -> tuple[str, bool]:
+    if at_most is not None:
+        return f"<= {at_most:g}", value <= at_most
+    if at_least is not None:
+        return f">= {at_least:g}", value >= at_least
+    return "", True
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -92,11 +112,12 @@ def table(rows: Sequence[Row]) -> str:
         "|---" * 8 + "|",
     ]
     for r in rows:
-        peer_value = "" if r.peer_value is None else f"{r.peer_value:g}"
-        ratio = "" if r.ratio is None else f"{r.ratio:g}"
+        value, peer_value, ratio = (
+            "" if number is None else f"{number:g}" for number in (r.value, r.peer_value, r.ratio)
+        )
         verdict = "" if not r.target else "yes" if r.ok else "NO"
         lines.append(
-            f"| {r.metric} | {r.value:g} | {r.unit} | {r.peer} | {peer_value} | {ratio} "
+            f"| {r.metric} | {value} | {r.unit} | {r.peer} | {peer_value} | {ratio} "
             f"| {r.target} | {verdict} |"
         )
     return "\n".join(lines)

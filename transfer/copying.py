@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from pullfill.errors import TransferFailed
 from pullfill.transfer.runs import Batch
 
-_LONG_CALL = 256 << 10
+_LONG_CALL = 1 << 20
 """Bytes per call from which on giving up the GIL costs little."""
 _WATCH_EVERY = 8
 _SLOW_S, _SLOW_BYTES_PER_S = 1e-3, 1 << 30
