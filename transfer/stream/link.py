@@ -19,6 +19,7 @@ import select
 import socket
 import struct
 import threading
+import time
 
 from pullfill.channel import Seal
 from pullfill.errors import AuthFailed, BadMessage, TransferFailed
@@ -141,6 +142,17 @@ class SocketLink:
         """Any thread, any time: calls under way end soon. Received bytes may still be read."""
         with self._mutex, contextlib.suppress(OSError):
             self._sock.shutdown(how)
+
+    def linger(self, seconds: float = 1.0) -> None:
+        """Say no more, and throw away what the peer still says: closed at once with bytes unread,
+        the kernel would reset the connection, and our last words with it. Never raises."""
+        give_up = time.monotonic() + seconds
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_WR)
+            self.set_stall(seconds)
+            scratch = bytearray(64 << 10)
+            while time.monotonic() < give_up and self._sock.recv_into(scratch):
+                pass
 
     def close(self) -> None:
         """Idempotent. No call is under way."""

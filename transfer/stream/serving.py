@@ -125,7 +125,10 @@ class Connection:
         try:
             blocks = self._blocks(operation)
         except BadMessage as exc:
+            if operation.verb is Verb.READ:
+                self._link.mark(ANSWER)
             self._answer(Status.REFUSED, str(exc))
+            self._link.linger()
             raise
         stream = ByteStream(self._memory, self._side, blocks)
         if not stream.total:

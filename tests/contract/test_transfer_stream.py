@@ -1,0 +1,347 @@
+"""The transports in which the owner's thread receives: what a revoke does to a receive that waits,
+who is let in, and what a peer that misbehaves can do (nothing)."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pullfill import frames
+from pullfill.errors import (
+    AuthFailed,
+    BadMessage,
+    Fenced,
+    IncompatibleError,
+    PeerUnavailable,
+    TransferFailed,
+)
+from pullfill.security import ClusterKey
+from pullfill.transfer.contract import Part
+from pullfill.transfer.layout import dense_layout
+from pullfill.transfer.stream import hello, server
+from pullfill.transfer.stream.contract import Runs
+from pullfill.transfer.stream.peer import StreamSession, StreamTransport
+from pullfill.transfer.tcp.plane import TcpKind
+from pullfill.wire import FenceToken
+from tests.support.transfer_rigs import DENSE, Local, Region, Rig, stream_rig
+
+LONG = dense_layout(2, 64, 2, 16 << 10)  # 4 MiB
+Make = Callable[..., Rig]
+
+
+class SmallBatches(TcpKind):
+    batch_bytes = 256 << 10
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    """Rigs whose owners are closed; at the end no thread of theirs is left."""
+    before = set(threading.enumerate())
+    regions: list[Region] = []
+
+    def build(**options: Any) -> Rig:
+        rig = stream_rig(tmp_path, SmallBatches(), **options)
+        real = rig.region
+
+        def remember(*args: Any, **kwargs: Any) -> Region:
+            regions.append(real(*args, **kwargs))
+            return regions[-1]
+
+        rig.region = remember  # type: ignore[method-assign]
+        return rig
+
+    yield build
+    for region in regions:
+        region.owner.close()
+    wait_for(lambda: not [t for t in set(threading.enumerate()) - before if t.is_alive()])
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    give_up = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < give_up, "it never came"
+        time.sleep(0.001)
+
+
+def revoke(region: Region, token: FenceToken) -> None:
+    wait_for(lambda: region.owner.fences.try_revoke(token))
+
+
+class Held:
+    """Runs a move on a thread; the session's plane stops before its `nth` batch until `go_on`."""
+
+    def __init__(self, session: Any, verb: str, token: FenceToken, nth: int = 2) -> None:
+        self.stopped, self.go_on = threading.Event(), threading.Event()
+        self.error: BaseException | None = None
+        plane, calls = session._plane, [0]
+        name = "send" if verb == "write_blocks" else "receive"
+        real = getattr(plane, name)
+
+        def stop(runs: Runs) -> None:
+            calls[0] += 1
+            if calls[0] == nth:
+                self.stopped.set()
+                assert self.go_on.wait(20)
+            real(runs)
+
+        setattr(plane, name, stop)
+        blocks = range(64)
+        self._thread = threading.Thread(
+            target=self._run, args=(lambda: getattr(session, verb)(token, blocks, blocks),)
+        )
+        self._thread.start()
+        assert self.stopped.wait(20)
+
+    def _run(self, move: Callable[[], object]) -> None:
+        try:
+            move()
+        except BaseException as exc:
+            self.error = exc
+
+    def finish(self) -> BaseException | None:
+        self.go_on.set()
+        self._thread.join(20)
+        assert not self._thread.is_alive()
+        return self.error
+
+
+def start(make: Make, **options: Any) -> tuple[Rig, Region, Local, Any, FenceToken]:
+    rig = make(**options)
+    region, mine = rig.region(LONG), rig.local(LONG)
+    session = rig.connect(mine, region)
+    return rig, region, mine, session, region.owner.fences.open(range(64))
+
+
+def test_a_revoke_does_not_wait_for_a_writer_that_says_nothing(make: Make) -> None:
+    """Unlike shm: the receive is ours, so it is interrupted, and the proof comes by itself."""
+    _, region, mine, session, token = start(make)
+    held = Held(session, "write_blocks", token)
+    wait_for(lambda: (region.pages[0, :8] == mine.pages[0, :8]).all())  # the first batch
+    revoke(region, token)
+    region.data[:] = 7
+    reused = region.owner.fences.open(range(64))
+    assert isinstance(held.finish(), Fenced)
+    assert (region.data == 7).all()
+    session.write_blocks(reused, range(64), range(64))
+    np.testing.assert_array_equal(region.pages, mine.pages)
+    session.close()
+
+
+def test_a_revoke_does_not_wait_for_a_reader_that_takes_nothing(make: Make) -> None:
+    rig = make()
+    layout = dense_layout(2, 64, 2, 64 << 10)  # 16 MiB: more than the kernel keeps for the reader
+    region, mine = rig.region(layout), rig.local(layout)
+    session = rig.connect(mine, region)
+    token = region.owner.fences.open(range(64))
+    held = Held(session, "read_blocks", token)
+    revoke(region, token)
+    assert isinstance(held.finish(), Fenced)
+    token = region.owner.fences.open(range(64))
+    session.read_blocks(token, range(64), range(64))
+    np.testing.assert_array_equal(region.pages, mine.pages)
+    session.close()
+
+
+def test_a_writer_between_batches_is_refused_early_and_the_connection_stays(make: Make) -> None:
+    _, region, mine, session, token = start(make)
+    link = session._link
+    real, calls = link.input_waits, [0]
+
+    def revoke_after_two() -> bool:
+        calls[0] += 1
+        if calls[0] == 4:  # once at the start of the operation
+            wait_for(lambda: (region.pages[0, :16] == mine.pages[0, :16]).all())
+            revoke(region, token)
+        if calls[0] == 5:
+            wait_for(real)  # the refusal of the third batch
+        return bool(real())
+
+    link.input_waits = revoke_after_two
+    with pytest.raises(Fenced):
+        session.write_blocks(token, range(64), range(64))
+    assert calls[0] == 5, "it went on sending after the refusal"
+    del link.input_waits
+    fresh = region.owner.fences.open(range(64))
+    session.write_blocks(fresh, [1], [2])
+    assert session._link is link, "a refusal is no reason to connect again"
+    session.close()
+
+
+def test_a_batch_that_is_under_way_is_let_to_its_end(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "PATIENCE_S", 60.0)
+    _, region, _, session, token = start(make)
+    link = session._link
+    held = Held(session, "write_blocks", token)
+    (connection,) = region.owner._server._connections  # type: ignore[attr-defined]
+    wait_for(lambda: connection.inside == token)
+    assert not region.owner.fences.try_revoke(token)
+    assert not region.owner.fences.try_revoke(token)
+    assert isinstance(held.finish(), Fenced)
+    assert session._link is link, "the connection of a peer that is alive was cut"
+    assert region.owner.fences.try_revoke(token)
+    session.close()
+
+
+@pytest.mark.parametrize("verb", ["write_blocks", "read_blocks"])
+def test_a_block_outside_the_grant_is_refused(make: Make, verb: str) -> None:
+    _, region, mine, session, _ = start(make)
+    token = region.owner.fences.open([1, 2])
+    theirs, ours = region.data.copy(), mine.data.copy()
+    with pytest.raises(BadMessage, match="outside the grant"):
+        getattr(session, verb)(token, [1, 3], [1, 3])
+    np.testing.assert_array_equal(region.data, theirs)
+    np.testing.assert_array_equal(mine.data, ours)
+    getattr(session, verb)(token, [1, 2], [1, 2])
+    session.close()
+
+
+def test_a_part_of_the_heads_and_layers(make: Make) -> None:
+    rig = make()
+    region, mine = rig.region(dense_layout(4, 8, 4, 512)), rig.local(dense_layout(2, 8, 2, 512))
+    part = Part(local_head=1, remote_head=2, heads=1, local_layer=0, remote_layer=1, layers=2)
+    session = rig.transport.connect(mine.memory, region.descriptor, part)
+    before = region.pages.copy()
+    token = region.owner.fences.open(range(8))
+    session.write_blocks(token, [3, 1], [5, 6])
+    before[1:3, [5, 6], 2] = mine.pages[:, [3, 1], 1]
+    np.testing.assert_array_equal(region.pages, before)
+    session.read_blocks(token, [5, 6], [0, 7])
+    np.testing.assert_array_equal(mine.pages[:, [0, 7], 1], mine.pages[:, [3, 1], 1])
+    session.close()
+    outside = Part(local_head=0, remote_head=3, heads=2, local_layer=0, remote_layer=0, layers=1)
+    with pytest.raises(IncompatibleError):
+        rig.transport.connect(mine.memory, region.descriptor, outside)
+
+
+def test_one_port_serves_every_rank(make: Make) -> None:
+    rig = make(ranks=2)
+    region, mine = rig.region(DENSE), rig.local(DENSE)
+    token = region.owner.fences.open(range(40))
+    session = rig.connect(mine, region, rank=1)
+    before = region.data.copy()
+    session.write_blocks(token, [1], [2])
+    session.read_blocks(token, [2], [3])
+    np.testing.assert_array_equal(region.data, before)
+    np.testing.assert_array_equal(mine.pages[:, 3], mine.pages[:, 1])
+    session.close()
+    with pytest.raises(IncompatibleError, match="no rank 2"):
+        rig.connect(mine, region, rank=2)
+
+
+# --------------------------------------------------------------------------- who is let in
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"), [(b"a", b"b"), (None, b"b"), (b"a", None)], ids=["other", "none", "extra"]
+)
+def test_another_cluster_key_is_refused(
+    make: Make, theirs: bytes | None, ours: bytes | None
+) -> None:
+    rig = make(key=theirs and ClusterKey(theirs))
+    region, mine = rig.region(DENSE), rig.local(DENSE)
+    transport = StreamTransport(SmallBatches(), ours and ClusterKey(ours))
+    with pytest.raises((AuthFailed, PeerUnavailable), match="key"):
+        transport.connect(mine.memory, region.descriptor)
+
+
+def test_with_the_cluster_key_blocks_move_and_frames_are_sealed(make: Make) -> None:
+    rig = make(key=ClusterKey(b"secret"))
+    region, mine = rig.region(LONG), rig.local(LONG)
+    token = region.owner.fences.open(range(64))
+    transport = StreamTransport(SmallBatches(), ClusterKey(b"secret"))
+    session = transport.connect(mine.memory, region.descriptor)
+    session.write_blocks(token, range(64), range(64))
+    session.read_blocks(token, range(64), range(64))
+    np.testing.assert_array_equal(region.pages, mine.pages)
+    assert isinstance(session, StreamSession)
+    link = session._link
+    assert link is not None
+    assert link._out is not None
+    link._out.of_next(b"")  # from here on our numbers are not the ones expected
+    before = region.data.copy()
+    mine.data[:] = 1
+    with pytest.raises(TransferFailed):
+        session.write_blocks(token, [0], [0])
+    np.testing.assert_array_equal(region.data, before)
+    session.write_blocks(token, [0], [0])  # a new connection
+    session.close()
+
+
+def dial(region: Region) -> socket.socket:
+    host, port = frames.split_address(region.descriptor.endpoints["tcp"])
+    return socket.create_connection((host, port), 20)
+
+
+def test_who_says_nothing_is_soon_gone(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hello, "HELLO_S", 0.05)
+    region = make().region(DENSE)
+    with dial(region) as silent:
+        while silent.recv(4096):  # the reason
+            pass
+
+
+def test_connections_are_bounded(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "MAX_CONNECTIONS", 2)
+    rig = make()
+    region, mine = rig.region(DENSE), rig.local(DENSE)
+    sessions = [rig.connect(mine, region) for _ in range(2)]
+    with pytest.raises(PeerUnavailable):
+        rig.connect(mine, region)
+    sessions.pop().close()
+    wait_for(lambda: region.owner.connections == 1)  # type: ignore[attr-defined]
+    sessions.append(rig.connect(mine, region))
+    for session in sessions:
+        session.close()
+
+
+# --------------------------------------------------------------------------- broken connections
+
+
+def test_a_connection_that_broke_while_idle_is_made_anew(make: Make) -> None:
+    _, _, _, session, token = start(make)
+    session._link.interrupt()
+    session.write_blocks(token, [1], [1])
+    session.close()
+
+
+def test_a_writer_that_goes_away_in_a_batch_frees_the_fence(make: Make) -> None:
+    _, region, _, session, token = start(make)
+    held = Held(session, "write_blocks", token)
+    (connection,) = region.owner._server._connections  # type: ignore[attr-defined]
+    wait_for(lambda: connection.inside == token)
+    session._link._sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    session._link._sock.close()  # RST, as when its process is killed
+    revoke(region, token)
+    assert isinstance(held.finish(), Fenced | TransferFailed | OSError)
+    session.close()
+
+
+def test_a_peer_that_stalls_in_an_operation_is_given_up(make: Make) -> None:
+    """Also without a revoke: nothing waits for ever."""
+    _, region, _, session, token = start(make, stall_s=0.05)
+    held = Held(session, "write_blocks", token)
+    wait_for(lambda: region.owner.connections == 0)  # type: ignore[attr-defined]
+    assert isinstance(held.finish(), TransferFailed), "the grant itself is still good"
+    session.write_blocks(token, [1], [1])
+    session.close()
+
+
+def test_closing_the_owner_ends_a_receive_under_way(make: Make) -> None:
+    _, region, _, session, token = start(make)
+    held = Held(session, "write_blocks", token)
+    region.owner.close()
+    region.data[:] = 3
+    error = held.finish()
+    assert isinstance(error, Fenced | TransferFailed)
+    assert (region.data == 3).all()
+    session.close()
