@@ -8,6 +8,7 @@ from pullfill.decode_worker.control import ControlServer
 from pullfill.decode_worker.entry import UNDER_WAY, JobState
 from pullfill.decode_worker.ledger import Ledger
 from pullfill.decode_worker.shim import FrontendShim
+from pullfill.engine import kv
 
 _REMOTE = (JobState.QUEUED, *UNDER_WAY)
 
@@ -29,13 +30,7 @@ def load_of(
         "remote_prefills": sum(counts.get(state, 0) for state in _REMOTE),
         "quarantined_blocks": ledger.quarantined_blocks if ledger else 0,
         "open_jobs": ledger.open_jobs if ledger else 0,
-        "kv_free_blocks": _free_blocks(core),
+        "kv_free_blocks": kv.free_blocks(core),
         "kv_blocks": kv_blocks,
         "prefill_workers": control.instances if control else [],
     }
-
-
-def _free_blocks(core: Any) -> int:
-    if core is None:
-        return 0
-    return int(core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())

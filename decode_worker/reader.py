@@ -22,7 +22,7 @@ from pullfill.errors import HandoffError, IncompatibleError
 from pullfill.security import ClusterKey
 from pullfill.transfer import catalogue
 from pullfill.transfer.choose import choose
-from pullfill.transfer.connect import connect
+from pullfill.transfer.connect import connect, pulled_over
 from pullfill.transfer.contract import LocalMemory, MoveResult, PeerSession
 from pullfill.wire import FenceToken, KvMode, Ready, RegionDescriptor
 
@@ -106,7 +106,8 @@ def reach_for(
     read: grants do not say pull, or nobody reaches our memory. Raises ConfigError."""
     if options.kv_mode is not KvMode.PULL or not memories:
         return None
-    transports = catalogue.peers(options.transports, memories[0], key)
+    names = pulled_over(memories[0], options.transports)
+    transports = catalogue.peers(names, memories[0], key)
 
     def reach(regions: Sequence[RegionDescriptor]) -> Open:
         if not regions:

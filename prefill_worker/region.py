@@ -16,15 +16,13 @@ from pullfill.ids import new_incarnation
 from pullfill.prefill_worker.context import PrefillContext
 from pullfill.security import ClusterKey
 from pullfill.transfer import catalogue
+from pullfill.transfer.connect import pulled_over
 from pullfill.transfer.layout import describe_region
 from pullfill.transfer.owners import CombinedOwner
 from pullfill.transfer.shm.owner import ShmOwner
 from pullfill.wire import Compat, RegionDescriptor
 
 logger = log.get("prefill_worker.region")
-
-_PLANES = frozenset({"tcp"})
-"""Through a port, beside what is mapped."""
 
 
 def open_region(
@@ -45,14 +43,14 @@ def open_region(
     base = ShmOwner(context.files, first.memory, incarnation, kv_path=first.path)
     for rank in others:
         base.add_rank(rank.memory, rank.path)
-    chosen = _PLANES if transports is None else _PLANES & transports
+    names = pulled_over(first.memory, transports)
     owner = CombinedOwner(
         base,
         context.memories,
         instance_id=context.instance_id,
-        kinds=catalogue.planes(chosen, first.memory),
+        kinds=catalogue.planes(names, first.memory),
         key=key,
-        offered=transports,
+        offered=names,
     )
     context.owner = owner
     owner.listen(host)

@@ -9,7 +9,7 @@ from typing import Any
 
 from pullfill import __version__, log
 from pullfill.config import ClusterRef, WorkerOptions
-from pullfill.engine import args, compat
+from pullfill.engine import args, compat, kv
 from pullfill.engine.host import EngineHost
 from pullfill.engine.thread import EngineThread
 from pullfill.engine.watchdog import EngineGuard
@@ -336,6 +336,8 @@ class PrefillWorker:
                 "completed": runner.completed if runner else 0,
                 "failed": runner.failed if runner else 0,
                 "decode_workers": self._links.connected if self._links else [],
+                "kv_free_blocks": kv.free_blocks(self._host.core if self._host else None),
+                "kv_blocks": self._config.cache_config.num_gpu_blocks if self._config else 0,
                 "kv_credits": self._credits.describe() if self._credits else {},
             },
         }

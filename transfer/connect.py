@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from pullfill.transfer import topology
 from pullfill.transfer.choose import choose
@@ -17,6 +17,13 @@ from pullfill.transfer.group import GroupSession, Member
 from pullfill.wire import RegionDescriptor
 
 logger = logging.getLogger(__name__)
+
+
+def pulled_over(memory: LocalMemory, chosen: Collection[str] | None) -> frozenset[str]:
+    """Transports that decode workers read prefill workers over (`--kv-mode pull`), of those chosen:
+    the ones that keep nothing open for a peer that never reads."""
+    names = {"shm", "tcp"} if memory.device is None else {"cuda_ipc"}
+    return frozenset(names if chosen is None else names & set(chosen))
 
 
 def connect(

@@ -47,3 +47,10 @@ def require_one_group(kv_cache_config: Any) -> None:
             "vLLM",
             field="kv_cache_groups",
         )
+
+
+def free_blocks(core: Any) -> int:
+    """Blocks that no request holds; cached ones count. 0 while there is no engine."""
+    if core is None:
+        return 0
+    return int(core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
