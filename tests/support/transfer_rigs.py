@@ -18,6 +18,7 @@ from pullfill.transfer.cuda_ipc.peer import CudaIpcTransport
 from pullfill.transfer.gpu.region import export, make_gpu_owner
 from pullfill.transfer.layout import check_bounds, dense_layout, describe_region
 from pullfill.transfer.loopback import LoopbackOwner, LoopbackTransport
+from pullfill.transfer.nccl.plane import NcclKind
 from pullfill.transfer.nixl.plane import NixlKind
 from pullfill.transfer.owners import CombinedOwner
 from pullfill.transfer.shm.files import RegionFiles
@@ -28,6 +29,7 @@ from pullfill.transfer.stream.peer import StreamTransport
 from pullfill.transfer.tcp.plane import TcpKind
 from pullfill.wire import Compat, RegionDescriptor
 from tests.support.fake_gpu import FakeDriver
+from tests.support.fake_nccl import FakeGpus, World
 
 Bytes = NDArray[np.uint8]
 
@@ -227,6 +229,12 @@ def nixl_rig(directory: Path) -> Rig:
     return stream_rig(directory, kind)
 
 
+def nccl_rig(directory: Path) -> Rig:
+    """Over NCCL made of threads; small messages, so that some are contiguous and some are not."""
+    gpus = FakeGpus(World(), shared=True)
+    return stream_rig(directory, NcclKind(gpus, message_bytes=8 << 10, batch_bytes=1 << 20))
+
+
 def ipc_rig(directory: Path) -> Rig:
     """Over GPUs made of plain memory."""
     driver = FakeDriver()
@@ -257,8 +265,9 @@ RIGS: dict[str, Callable[[Path], Rig]] = {
     "tcp": tcp_rig,
     "cuda_ipc": ipc_rig,
     "nixl": nixl_rig,
+    "nccl": nccl_rig,
 }
-CONNECTS = {"nixl": 50}
-"""How often to connect where a connection costs (a NIXL agent on each side: 0.15 s)."""
+CONNECTS = {"nixl": 50, "nccl": 200}
+"""How often to connect where a connection costs: agents (0.15 s), a thread and a communicator."""
 MAPPED = ("shm", "loopback", "cuda_ipc")
 """Those whose peer copies by itself: it holds the fence, so it can be held up holding it."""

@@ -1,0 +1,305 @@
+"""The payload through NCCL: each batch is one group of sends here and receives there.
+
+A batch is cut into messages of `MESSAGE_BYTES` at the same places on both sides. A message that is
+contiguous in a side's memory goes straight from or into the KV blocks; the others through a staging
+ring of that side, gathered or scattered there by one kernel. Neither side needs to know how the
+other does it.
+
+A communicator takes time and memory (some 50 MB), so it is made with the first batch, kept while
+batches come, and given up when idle or after any fault. The peer decides (`wire.py`): it lets go
+first, the owner after twice the time, and a peer that comes in between is told by an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import select
+import threading
+import time
+from collections.abc import Callable
+
+from pullfill.codec import decode, encode
+from pullfill.errors import BadMessage, ConfigError, TransferFailed
+from pullfill.transfer.contract import LocalMemory
+from pullfill.transfer.idle import Reaper
+from pullfill.transfer.nccl.communicator import Communicator, LeftBehind, Message
+from pullfill.transfer.nccl.contract import Gpu, Gpus
+from pullfill.transfer.nccl.staging import Laid, Staging
+from pullfill.transfer.nccl.wire import NcclStart, NcclUse
+from pullfill.transfer.stream.contract import Interjected, Link, Plane, Runs
+from pullfill.transfer.stream.link import SocketLink
+
+log = logging.getLogger(__name__)
+
+IDLE_S = 60.0
+MESSAGE_BYTES = 4 << 20
+BATCH_BYTES = 32 << 20
+OWNER, PEER = 0, 1
+
+
+class _NcclPlane:
+    """What both sides share. `_held` is taken for each call; everything below it by the holder."""
+
+    rank: int
+    patience = 1
+
+    def __init__(self, gpu: Gpu, kind: NcclKind) -> None:
+        self._gpu = gpu
+        self._kind = kind
+        self._held = threading.Lock()
+        self._stop = threading.Event()
+        self._comm: Communicator | None = None
+        self._generation = 0
+        self._staging = Staging(gpu)
+        self._step = kind.message_bytes
+        self._used = 0.0
+        self._link: Link | None = None
+
+    @property
+    def setup(self) -> bytes:
+        """Which GPU this side is on."""
+        return self._gpu.uuid.encode()
+
+    def start(self, link: Link, theirs: bytes) -> None:
+        """See Plane. The communicator waits for the first batch."""
+        if theirs == self.setup and not self._kind.shared:
+            raise TransferFailed(f"both workers are on the same GPU ({SHARING})")
+        self._link = link
+
+    def send(self, runs: Runs) -> None:
+        """See Plane."""
+        with self._call() as comm:
+            laid = Laid(runs, self._step, self._staging)
+            if len(laid.blocks):
+                self._staging.copy(laid.ring, laid.blocks)
+            comm.run([Message(True, *place) for place in laid.places], self._watch())
+
+    def receive(self, runs: Runs) -> None:
+        """See Plane. However it ends, no kernel writes into `runs` any more: communicator.py."""
+        with self._call() as comm:
+            laid = Laid(runs, self._step, self._staging)
+            comm.run([Message(False, *place) for place in laid.places], self._watch())
+            if len(laid.blocks):
+                self._staging.copy(laid.blocks, laid.ring)
+
+    def interrupt(self) -> None:
+        self._stop.set()
+        if isinstance(self._link, SocketLink):
+            self._link.interrupt()
+
+    def close(self) -> None:
+        self._kind.reaper.forget(self)
+        with self._held:
+            self._drop()
+
+    def release_if_idle(self, now: float) -> None:
+        """See Idle."""
+        if not self._held.acquire(blocking=False):
+            return
+        try:
+            idle = now - self._used > self._kind.idle_s * self.patience
+            if self._comm is not None and idle:
+                log.debug("releasing an idle NCCL communicator")
+                self._drop()
+        finally:
+            self._held.release()
+
+    @contextlib.contextmanager
+    def _call(self):  # type: ignore[no-untyped-def]
+        with self._held:
+            try:
+                yield self._agree()
+                self._used = time.monotonic()
+            except Interjected:
+                raise
+            except (TransferFailed, BadMessage):
+                self._drop()
+                raise
+            except Exception as exc:  # of CUDA, by way of cupy
+                self._drop()
+                raise TransferFailed(f"the GPU failed: {exc}") from exc
+
+    def _agree(self) -> Communicator:
+        """The communicator of this call, the same on both sides."""
+        raise NotImplementedError
+
+    def _make(self, unique_id: bytes) -> Communicator:
+        self._comm = Communicator(self._gpu, unique_id, self.rank, self._kind.left_behind)
+        self._comm.wait_ready(self._watch())
+        self._used = time.monotonic()
+        self._kind.reaper.watch(self)
+        return self._comm
+
+    def _drop(self) -> None:
+        comm, self._comm = self._comm, None
+        if comm is not None:
+            comm.close()
+        self._staging.close()
+
+    def _watch(self) -> Callable[[], None]:
+        """Raises TransferFailed when it is called after an interrupt, the peer's end, or too
+        late."""
+        assert self._link is not None
+        stall_s, poll = self._link.stall_s, select.poll()
+        poll.register(self._link.fd, select.POLLRDHUP)
+        until = time.monotonic() + stall_s
+
+        def watch() -> None:
+            if self._stop.is_set():
+                raise TransferFailed("interrupted")
+            if poll.poll(0):
+                raise TransferFailed("the peer is gone")
+            if time.monotonic() > until:
+                raise TransferFailed(f"the peer makes no progress for {stall_s:g} s")
+
+        return watch
+
+
+class OwnerPlane(_NcclPlane):
+    """The decode side: makes the id, posts what the peer announces."""
+
+    rank = OWNER
+    patience = 2
+
+    def discard(self, nbytes: int) -> None:
+        """See Plane. Into the staging ring; a communicator is not made for it."""
+        with self._held:
+            said = self._hear()
+            if said.fresh:  # the peer waits for our id and hears the refusal instead
+                self._drop()
+                return
+            try:
+                comm, at = self._same(said), self._staging.of(nbytes)
+                step = self._step
+                comm.run(
+                    [
+                        Message(False, at + first, min(step, nbytes - first))
+                        for first in range(0, nbytes, step)
+                    ],
+                    self._watch(),
+                )
+            except BaseException:
+                self._drop()
+                raise
+
+    def _agree(self) -> Communicator:
+        said = self._hear()
+        if not said.fresh:
+            return self._same(said)
+        self._drop()
+        self._generation = said.generation
+        assert self._link is not None
+        self._gpu.activate()
+        unique_id = bytes(self._gpu.nccl.get_unique_id())
+        self._link.send(encode(NcclStart(unique_id=unique_id)))
+        return self._make(unique_id)
+
+    def _hear(self) -> NcclUse:
+        assert self._link is not None
+        said = decode(self._link.receive(), NcclUse)
+        self._step = said.message_bytes
+        return said
+
+    def _same(self, said: NcclUse) -> Communicator:
+        if self._comm is None or said.generation != self._generation or not self._comm.usable:
+            raise TransferFailed("the communicator was given up here; it is made anew")
+        return self._comm
+
+
+class PeerPlane(_NcclPlane):
+    """The prefill side: says which communicator, and when there must be a new one."""
+
+    rank = PEER
+
+    def discard(self, nbytes: int) -> None:
+        raise TransferFailed("the owner discards, the peer does not")
+
+    def _agree(self) -> Communicator:
+        assert self._link is not None
+        if self._comm is not None and self._comm.usable:
+            self._say(fresh=False)
+            return self._comm
+        self._drop()
+        self._generation += 1
+        self._say(fresh=True)
+        answer = self._link.receive()
+        try:
+            unique_id = decode(answer, NcclStart).unique_id
+        except BadMessage:
+            raise Interjected(answer) from None
+        return self._make(unique_id)
+
+    def _say(self, *, fresh: bool) -> None:
+        assert self._link is not None
+        use = NcclUse(generation=self._generation, fresh=fresh, message_bytes=self._step)
+        self._link.send(encode(use))
+
+
+SHARING = "NCCL 2.30 allows it with NCCL_MULTI_RANK_GPU_ENABLE=1 on both, older ones never"
+
+
+class NcclKind:
+    """The PlaneKind over the GPUs of this process."""
+
+    name = "nccl"
+
+    def __init__(
+        self,
+        gpus: Gpus,
+        *,
+        batch_bytes: int = BATCH_BYTES,
+        message_bytes: int = MESSAGE_BYTES,
+        idle_s: float = IDLE_S,
+    ) -> None:
+        """batch_bytes, message_bytes: what a peer asks for. idle_s: of the peer; the owner waits
+        twice as long."""
+        self._gpus = gpus
+        self.batch_bytes = batch_bytes
+        self.message_bytes = message_bytes
+        self.idle_s = idle_s
+        self.reaper = Reaper(idle_s / 2)
+        self.left_behind = LeftBehind()
+
+    @property
+    def shared(self) -> bool:
+        """Whether two ranks may be on one GPU."""
+        return self._gpus.shared()
+
+    def why_not(self) -> str | None:
+        """See PlaneKind."""
+        return self._gpus.why_not()
+
+    def detail(self, memory: LocalMemory) -> str | None:
+        """See PlaneKind: NCCL's version, the GPU, whether it may be shared."""
+        gpu = self._gpus.of(memory)
+        if gpu is None:
+            return None
+        return f"{self._gpus.version()}/{gpu.uuid}/{int(self.shared)}"
+
+    def can_reach(self, detail: str) -> str | None:
+        """See PlaneKind. NCCL promises nothing between two versions."""
+        version, _, rest = detail.partition("/")
+        uuid, _, shared = rest.partition("/")
+        if not version.isdecimal() or len(version) > 9:
+            return "its nccl endpoint says no version"
+        ours = self._gpus.version()
+        if int(version) // 100 != ours // 100:
+            return f"it has NCCL {_dotted(int(version))}, we have {_dotted(ours)}"
+        if self._gpus.uuids() == [uuid] and not (self.shared and shared == "1"):
+            return f"it is on the same GPU as we are ({SHARING})"
+        return None
+
+    def make(self, memory: LocalMemory, *, owner: bool) -> Plane:
+        """See PlaneKind."""
+        gpu = self._gpus.of(memory)
+        if gpu is None:
+            raise ConfigError("nccl moves GPU memory only")
+        return (OwnerPlane if owner else PeerPlane)(gpu, self)
+
+    def close(self) -> None:
+        """Threads left behind in a constructor end by themselves, if ever."""
+
+
+def _dotted(version: int) -> str:
+    return f"{version // 10000}.{version // 100 % 100}.{version % 100}"

@@ -1,0 +1,29 @@
+"""What the two sides of a nccl plane say on the link (docs/wire.md). The peer speaks first, once
+per batch and before its payload; the owner answers only when a communicator is to be made.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from pullfill.codec import WIRE_VERSION, Count, Message, Version
+
+
+class NcclUse(Message, tag="nccl_use", frozen=True, kw_only=True):
+    """This batch goes through the peer's communicator number `generation`. fresh: it is to be made
+    now; whatever came before is over. The batch is sent in messages of `message_bytes`, the last
+    one of what is left."""
+
+    v: Version = WIRE_VERSION
+    generation: Count
+    fresh: bool = False
+    message_bytes: Annotated[int, Meta(ge=4 << 10, le=64 << 20)]
+
+
+class NcclStart(Message, tag="nccl_start", frozen=True, kw_only=True):
+    """The id under which both sides now make the communicator; the owner is rank 0."""
+
+    v: Version = WIRE_VERSION
+    unique_id: Annotated[bytes, Meta(min_length=1, max_length=256)]
