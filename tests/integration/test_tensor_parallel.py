@@ -1,0 +1,145 @@
+"""Workers that split the model differently: prefill TP=1 to decode TP=2, and the other way round.
+
+Real ranks: vLLM's own processes on CPU, each with its part of the KV heads. The answers must be
+those of one plain engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from pullfill.transfer.shm.files import PREFIX, shm_dir
+from tests.support.cluster import BLOCK, Cluster, Worker, until
+from tests.support.oracle import Oracle
+from tests.support.prompts import Answer, ask, ask_all, random_prompt, truth
+
+pytestmark = pytest.mark.engine
+
+STEPS = 6
+TOLERANCE = 1e-4
+"""Ranks add up their shares in another order than one engine does."""
+LENGTHS = (2, 31, 33, 64, 65, 129, 500, 513, 1100)
+
+
+@pytest.fixture(scope="module")
+def frontend(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    cluster = Cluster(tmp_path_factory.mktemp("parallel"), model_path, kv_mib=32)
+    try:
+        cluster.start_servers()
+        cluster.launch("frontend", env={"VLLM_SERVER_DEV_MODE": "1"})
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+@dataclass(frozen=True)
+class Pair:
+    """What serves now."""
+
+    cluster: Cluster
+    decode: Worker
+    prefill: Worker
+    split: Worker
+    """The one of two ranks."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[("1", "2"), ("2", "1")],
+    ids=["prefill1-decode2", "prefill2-decode1"],
+)
+def workers(frontend: Cluster, request: pytest.FixtureRequest) -> Iterator[Pair]:
+    prefill_tp, decode_tp = request.param
+    # Every block is compared on arrival, in every rank that has it.
+    decode = frontend.launch("decode", f"--tensor-parallel-size={decode_tp}", "--kv-digest=full")
+    prefill = frontend.launch("prefill", f"--tensor-parallel-size={prefill_tp}")
+    frontend.wait_ready(*frontend.workers)
+    yield Pair(frontend, decode, prefill, decode if decode_tp == "2" else prefill)
+    for worker in (decode, prefill):
+        worker.kill()
+        frontend.workers.remove(worker)
+
+
+@pytest.fixture
+def cluster(workers: Pair) -> Iterator[Cluster]:
+    workers.cluster.set_router(policy="always_remote")
+    yield workers.cluster
+    workers.cluster.assert_clean()
+
+
+def check(answers: list[Answer], prompts: list[list[int]], oracle: Oracle) -> None:
+    expected = truth(oracle, prompts, STEPS)
+    for prompt, answer, (tokens, logprobs) in zip(prompts, answers, expected, strict=True):
+        assert answer.tokens == tokens, f"prompt of {len(prompt)} tokens"
+        assert answer.logprobs == pytest.approx(logprobs, abs=TOLERANCE), len(prompt)
+
+
+def ranks_of(worker: Worker) -> list[int]:
+    """Processes of its ranks."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
+            command = (stat.parent / "cmdline").read_bytes()
+            if int(parent) == worker.pid and state != "Z" and b"resource_tracker" not in command:
+                found.append(int(stat.parent.name))
+    return found
+
+
+def kv_files(worker: Worker) -> list[str]:
+    return sorted(path.name for path in shm_dir().glob(f"{PREFIX}{worker.instance_id}-*.kv"))
+
+
+def test_tokens_are_those_of_one_engine(cluster: Cluster, oracle: Oracle) -> None:
+    prompts = [random_prompt(n, seed=31) for n in LENGTHS]
+    answers = ask_all(cluster, prompts, STEPS, at_once=4)
+    check(answers, prompts, oracle)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        told = cluster.explain(answer.request_id)
+        assert (told["path"], told["fallback"], told["attempts"]) == ("remote", None, 1)
+        assert told["kv_bytes"] > 0
+        assert told["remote_tokens"] == len(prompt) - 1
+    # The prefix is now on both sides; what follows reads it or hits it, and writes the rest.
+    cluster.set_router(policy="always_local")
+    heads = [random_prompt(n, seed=32) for n in (72, 600)]
+    check(ask_all(cluster, heads, STEPS), heads, oracle)
+    cluster.set_router(policy="always_remote")
+    read = cluster.counter("pullfill_kv_read_bytes_total")
+    turns = [head + random_prompt(300, seed=33) for head in heads]
+    answers = [ask(cluster, turn, STEPS) for turn in turns]
+    check(answers, turns, oracle)
+    for head, answer in zip(heads, answers, strict=True):
+        told = cluster.explain(answer.request_id)
+        assert told["path"] == "remote"
+        assert told["prefix_hit_tokens"] == len(head) // BLOCK * BLOCK
+    assert cluster.counter("pullfill_kv_read_bytes_total") > read
+
+
+def test_a_worker_has_the_memory_of_all_its_ranks(workers: Pair) -> None:
+    for worker in (workers.decode, workers.prefill):
+        size = 2 if worker is workers.split else 1
+        assert len(kv_files(worker)) == size
+        assert len(ranks_of(worker)) == (size if size > 1 else 0)
+
+
+# Last: they end the worker.
+
+
+def test_a_dead_rank_ends_its_worker_and_a_dead_worker_its_ranks(workers: Pair) -> None:
+    split, processes = workers.split, ranks_of(workers.split)
+    if split is workers.prefill:
+        os.kill(processes[1], signal.SIGKILL)
+        assert split.process.wait(30) == 1, split.tail()
+        assert kv_files(split) == []
+        answer = ask(workers.cluster, random_prompt(200, seed=34), STEPS)
+        assert workers.cluster.explain(answer.request_id)["path"] == "local"
+    else:
+        split.kill()
+    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in processes), 20, "no rank left")
