@@ -14,8 +14,10 @@ Kinds and moments follow from --seed. One decode worker, one prefill worker and 
 through all of it: a decode worker is always left, so no request may fail. The private memory
 (resident, without the shared KV) of those four is sampled every second; its slope over the last
 half is within noise when it is at most two standard errors from zero (least squares over 20 means),
-or below --slope-floor. Before the clock starts, each frontend gets as many short requests as it
-keeps records of: what is remembered up to a bound must not look like a leak.
+or below --slope-floor. What grows up to a bound must not look like a leak. So before the clock
+starts, each frontend gets as many short requests as it keeps records of; and for --warm-up seconds
+there is load without faults, by twice the clients and without pauses, because malloc keeps as much
+as the most unlucky mixture of batches so far needed.
 
 Writes results/chaos-soak.json and .md, and the table in docs/failure-modes.md, with --save.
 Exit status 1 when anything failed, was wrong, or is left behind.
@@ -165,6 +167,14 @@ class Faults:
         self._cluster.etcd.resume()
 
 
+def warm_up(load: Load, seconds: float) -> None:
+    """Raises BenchError when a request fails, as nothing is wrong yet."""
+    with load:
+        time.sleep(seconds)
+    if failed := load.failed():
+        raise BenchError(f"before any fault: {failed[0].error}")
+
+
 def fill_histories(urls: Sequence[str]) -> None:
     """One-token requests, 100 in a body, until every frontend has forgotten some."""
     prompts = [[10 + i % 200, 20 + i // 10] for i in range(100)]
@@ -247,7 +257,9 @@ def soak(options: argparse.Namespace, base: Path) -> list[Row]:
             work, cluster.urls, clients=options.clients, each=None,
             pause_s=options.pause, cut_share=CUT_SHARE, seed=options.seed,
         )  # fmt: skip
+        warm = Load(work, cluster.urls, clients=2 * options.clients, each=None, seed=options.seed)
         fill_histories(cluster.urls())
+        warm_up(warm, options.warm_up)
         began = time.monotonic()
         with load, Sampler(lasting) as sampler:
             faults.run(began + 60 * options.minutes, options.every, kinds)
@@ -330,6 +342,7 @@ def command_line() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--warm-up", type=float, default=90.0, metavar="S", help="before them")
     parser.add_argument("--every", type=float, default=12.0, metavar="S", help="between faults")
     parser.add_argument("--clients", type=int, default=6)
     parser.add_argument("--pause", type=float, default=0.3, metavar="S", help="mean, of a client")
