@@ -1,0 +1,198 @@
+"""cuda_ipc with real GPU memory and real processes; everything else of it is tested on GPUs of
+plain memory (tests/contract/test_cuda_ipc.py)."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from pullfill.errors import BadMessage, Fenced, IncompatibleError, PeerUnavailable
+from pullfill.transfer.contract import Part, PeerSession
+from pullfill.transfer.cuda_ipc.peer import CudaIpcTransport
+from pullfill.transfer.digest import BlockDigester
+from pullfill.transfer.layout import dense_layout
+from tests.gpu.conftest import BLOCKS, LAYERS, LAYOUT, PAGE, SHAPE
+from tests.support.gpu_programs import GpuMemory, Program
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def mine() -> GpuMemory:
+    made = GpuMemory(LAYOUT)
+    made.randomize(1)
+    return made
+
+
+@pytest.fixture
+def session(owner: Program, mine: GpuMemory) -> Iterator[PeerSession]:
+    transport, descriptor = CudaIpcTransport(0), owner.descriptor()
+    assert transport.can_reach(descriptor) is None
+    made = transport.connect(mine.memory, descriptor)
+    yield made
+    made.close()
+
+
+def theirs(owner: Program, blocks: Sequence[int]) -> bytes:
+    return bytes.fromhex(owner.ask("digest", ",".join(map(str, blocks))))
+
+
+def test_writes_land_in_the_named_blocks_and_nowhere_else(
+    owner: Program, mine: GpuMemory, session: PeerSession
+) -> None:
+    assert owner.ask("fill", 7) == "filled"
+    token = owner.open()
+    order = random.Random(1).sample(range(BLOCKS), BLOCKS)
+    source, target, rest = order[:17], order[17:34], order[:17] + order[34:]
+    untouched = theirs(owner, rest)
+    result = session.write_blocks(token, source, target)
+    assert (result.blocks, result.nbytes) == (17, 17 * LAYOUT.block_bytes)
+    assert theirs(owner, target) == BlockDigester(mine.memory).digest(source)
+    assert theirs(owner, rest) == untouched
+    # One run of neighbours: the copy engines instead of the kernel.
+    session.write_blocks(token, range(BLOCKS), range(BLOCKS))
+    assert theirs(owner, range(BLOCKS)) == BlockDigester(mine.memory).digest(range(BLOCKS))
+    assert owner.revoke(token)
+
+
+def test_reads_bring_what_the_owner_has(
+    owner: Program, mine: GpuMemory, session: PeerSession
+) -> None:
+    assert owner.ask("fill", 9) == "filled"
+    token, kept = owner.open(), BlockDigester(mine.memory).digest([0, 1])
+    session.read_blocks(token, [3, 30, 4], [10, 11, 20])
+    digests = BlockDigester(mine.memory).digest([10, 11, 20])
+    assert digests == theirs(owner, [3, 30, 4])
+    assert BlockDigester(mine.memory).digest([0, 1]) == kept
+    assert owner.revoke(token)
+
+
+def test_a_part_of_the_heads(owner: Program, mine: GpuMemory) -> None:
+    assert owner.ask("fill", 0) == "filled"
+    token, one_head = owner.open(), GpuMemory(dense_layout(LAYERS, BLOCKS, 1, PAGE))
+    one_head.buffer.fill_(5)
+    part = Part(local_head=0, remote_head=1, heads=1, local_layer=0, remote_layer=0, layers=LAYERS)
+    session = CudaIpcTransport(0).connect(one_head.memory, owner.descriptor(), part)
+    session.write_blocks(token, range(BLOCKS), range(BLOCKS))
+    session.close()
+    assert int(owner.ask("others", 0)) == LAYERS * BLOCKS * PAGE
+
+
+def test_a_revoked_fence_refuses(owner: Program, session: PeerSession) -> None:
+    assert owner.ask("fill", 7) == "filled"
+    token = owner.open()
+    assert owner.revoke(token)
+    with pytest.raises(Fenced):
+        session.write_blocks(token, [0], [0])
+    with pytest.raises(Fenced):
+        session.read_blocks(token, [0], [0])
+    assert owner.ask("others", 7) == "0"
+
+
+def test_other_layouts_and_incarnations_are_refused(owner: Program, mine: GpuMemory) -> None:
+    transport, descriptor = CudaIpcTransport(0), owner.descriptor()
+    for changes, error in (
+        ({"incarnation": "i0"}, PeerUnavailable),
+        ({"num_layers": 2}, IncompatibleError),
+        ({"nbytes": 1 << 40}, BadMessage),
+    ):
+        with pytest.raises(error):
+            transport.connect(mine.memory, msgspec.structs.replace(descriptor, **changes))
+
+
+def test_two_hundred_connects_leave_nothing(owner: Program, mine: GpuMemory) -> None:
+    transport, descriptor, token = CudaIpcTransport(0), owner.descriptor(), owner.open()
+
+    def once() -> None:
+        session = transport.connect(mine.memory, descriptor)
+        session.write_blocks(token, [0], [0])
+        session.close()
+
+    once()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(200):
+        once()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_killed_writer_leaves_not_one_byte_after_the_proof(
+    owner: Program, tmp_path: Path
+) -> None:
+    """The writer never stops copying 256 batches of everything; it is killed at a random moment,
+    and the owner's memory stands still from the proof on."""
+    path = tmp_path / "descriptor"
+    path.write_text(owner.greeting)
+    for round_ in range(10):
+        token = owner.open()
+        with Program("writer", path, 7) as writer:
+            assert writer.greeting == "ready"
+            writer.tell("loop", token.slot, token.epoch)
+            time.sleep(random.Random(round_).random() * 0.05)
+            writer.process.kill()
+            deadline = time.monotonic() + 20
+            while not owner.revoke(token):
+                assert time.monotonic() < deadline, "a dead writer was never proved dead"
+            assert owner.ask("fill", 9) == "filled"
+            for _ in range(20):
+                assert owner.ask("others", 9) == "0"
+    path.unlink()
+
+
+def test_a_stopped_writer_keeps_its_blocks(owner: Program, tmp_path: Path) -> None:
+    path = tmp_path / "descriptor"
+    path.write_text(owner.greeting)
+    token = owner.open()
+    with Program("writer", path, 7) as writer:
+        writer.tell("loop", token.slot, token.epoch)
+        # Stop it until it is caught inside its fence; it is there most of the time.
+        for _ in range(200):
+            time.sleep(0.002)
+            writer.process.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, writer.process.pid, os.WSTOPPED | os.WNOWAIT)
+            if not owner.revoke(token):
+                break
+            token = owner.open()
+            writer.process.send_signal(signal.SIGCONT)
+            assert writer.answer() == "fenced"
+            writer.tell("loop", token.slot, token.epoch)
+        assert not owner.revoke(token)
+        writer.process.send_signal(signal.SIGCONT)
+        assert writer.answer() == "fenced"
+        assert owner.revoke(token)
+    path.unlink()
+
+
+def test_expandable_segments_are_refused_with_what_to_do(tmp_path: Path) -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        env = {**os.environ, name: "expandable_segments:True"}
+        with Program("owner", tmp_path, *SHAPE, env=env) as program:
+            assert program.greeting.startswith("refused")
+            assert "expandable_segments" in program.greeting
+
+
+def test_memory_of_sleep_mode_is_refused() -> None:
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    from pullfill.transfer.gpu.region import tell_gpu
+
+    with CuMemAllocator.get_instance().use_memory_pool(tag="kv_cache"):
+        pages = GpuMemory(LAYOUT)
+    told = tell_gpu(pages.memory)
+    assert told.exported is None
+    assert "--enable-sleep-mode" in told.why_not
+
+
+def test_an_owner_that_is_gone(owner: Program, mine: GpuMemory) -> None:
+    transport, descriptor = CudaIpcTransport(0), owner.descriptor()
+    owner.process.kill()
+    owner.process.wait()
+    # The fence file is still there (nobody swept it), but the memory's handle opens no more.
+    with pytest.raises(PeerUnavailable):
+        transport.connect(mine.memory, descriptor)

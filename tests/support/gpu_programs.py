@@ -1,0 +1,173 @@
+"""Processes with real GPU memory, for tests/gpu and bench_gpu. CUDA lets no process map its own
+memory again, so an owner and its peers never share one.
+
+    python -m tests.support.gpu_programs owner DIRECTORY LAYERS BLOCKS HEADS PAGE_BYTES
+
+prints its region's descriptor as a line of JSON, or `refused TEXT`, then answers a line each:
+
+    open                every block; SLOT EPOCH
+    revoke SLOT EPOCH   True or False
+    fill N              every byte of every block becomes N; `filled`
+    others N            how many bytes are not N
+    digest B,B,...      of these blocks, hexadecimal
+
+    python -m tests.support.gpu_programs writer DESCRIPTOR_FILE FILL
+
+prints `ready`, then obeys `write SLOT EPOCH` and `loop SLOT EPOCH` (until fenced): writes all
+blocks from memory whose every byte is FILL; `done`, `fenced` or `failed TEXT`.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from pullfill.errors import Fenced, PullfillError
+from pullfill.host import host_id
+from pullfill.transfer.contract import KvLayout, LocalMemory
+from pullfill.transfer.cuda_ipc.owner import CudaIpcOwner
+from pullfill.transfer.cuda_ipc.peer import CudaIpcTransport
+from pullfill.transfer.digest import BlockDigester
+from pullfill.transfer.gpu.region import make_gpu_owner, tell_gpu
+from pullfill.transfer.layout import dense_layout, describe_region, layout_of
+from pullfill.transfer.shm.files import RegionFiles
+from pullfill.transfer.shm.pool import describe
+from pullfill.wire import FenceToken, RegionDescriptor
+from tests.support.transfer_rigs import COMPAT
+
+
+class GpuMemory:
+    """A KV cache as vLLM allocates it: one int8 buffer, [B, H, N, C] views of it."""
+
+    def __init__(self, layout: KvLayout, device: int = 0) -> None:
+        """`layout`: dense, pages a multiple of 16 bytes."""
+        count, heads, page = layout.num_blocks, layout.num_kv_heads, layout.page_bytes
+        nbytes = layout.num_layers * layout.layer_stride
+        self.buffer = torch.zeros(nbytes, dtype=torch.int8, device=f"cuda:{device}")
+        whole = self.buffer.view(layout.num_layers, count, heads, 16, page // 16)
+        self.caches = {f"layers.{i}": whole[i] for i in range(layout.num_layers)}
+        self.memory: LocalMemory = describe(self.caches, count, "cuda")
+
+    def randomize(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.buffer.random_(-128, 128)
+        torch.cuda.synchronize(self.buffer.device)
+
+
+class Program:
+    """One of the programs, from outside. Killed at the end."""
+
+    def __init__(self, *arguments: object, env: dict[str, str] | None = None) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.support.gpu_programs", *map(str, arguments)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=env,
+        )
+        self.greeting = self.answer()
+
+    def answer(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def tell(self, *words: object) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(" ".join(map(str, words)) + "\n")
+        self.process.stdin.flush()
+
+    def ask(self, *words: object) -> str:
+        self.tell(*words)
+        return self.answer()
+
+    def descriptor(self) -> RegionDescriptor:
+        """An owner's. Raises msgspec.DecodeError with what it said instead."""
+        return msgspec.json.decode(self.greeting, type=RegionDescriptor)
+
+    def open(self) -> FenceToken:
+        slot, epoch = self.ask("open").split()
+        return FenceToken(slot=int(slot), epoch=int(epoch))
+
+    def revoke(self, token: FenceToken) -> bool:
+        return self.ask("revoke", token.slot, token.epoch) == "True"
+
+    def __enter__(self) -> Program:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+def owner(directory: str, *shape: str) -> None:
+    layout = dense_layout(*map(int, shape))
+    kv = GpuMemory(layout)
+    told = tell_gpu(kv.memory)
+    if told.exported is None:
+        print(f"refused {told.why_not}", flush=True)
+        return
+    files = RegionFiles("gpu-owner", Path(directory))
+    made = make_gpu_owner(files, [kv.memory], [told.exported], "i1")
+    descriptor = describe_region(
+        kv.memory,
+        instance_id="gpu-owner",
+        incarnation="i1",
+        rank=0,
+        world_size=1,
+        host_id=host_id(),
+        epoch=0,
+        block_size=16,
+        compat=COMPAT,
+        endpoints=made.endpoints(),
+    )
+    print(msgspec.json.encode(descriptor).decode(), flush=True)
+    for line in sys.stdin:
+        print(_obey(line.split(), kv, made), flush=True)
+    made.close()
+
+
+def _obey(words: list[str], kv: GpuMemory, made: CudaIpcOwner) -> Any:
+    verb, *rest = words
+    if verb == "open":
+        token = made.fences.open(range(kv.memory.layout.num_blocks))
+        return f"{token.slot} {token.epoch}"
+    if verb == "revoke":
+        return made.fences.try_revoke(FenceToken(slot=int(rest[0]), epoch=int(rest[1])))
+    if verb == "digest":
+        return BlockDigester(kv.memory).digest([int(b) for b in rest[0].split(",")]).hex()
+    if verb == "fill":
+        kv.buffer.fill_(int(rest[0]))
+        torch.cuda.synchronize()
+        return "filled"
+    return int((kv.buffer != int(rest[0])).sum())
+
+
+def writer(path: str, fill: str) -> None:
+    descriptor = msgspec.json.decode(Path(path).read_bytes(), type=RegionDescriptor)
+    kv = GpuMemory(layout_of(descriptor))
+    kv.buffer.fill_(int(fill))
+    torch.cuda.synchronize()
+    session = CudaIpcTransport(kv.memory.device).connect(kv.memory, descriptor)
+    blocks = range(kv.memory.layout.num_blocks)
+    print("ready", flush=True)
+    for line in sys.stdin:
+        verb, slot, epoch = line.split()
+        token = FenceToken(slot=int(slot), epoch=int(epoch))
+        try:
+            session.write_blocks(token, blocks, blocks)
+            while verb == "loop":
+                session.write_blocks(token, blocks, blocks)
+            print("done", flush=True)
+        except Fenced:
+            print("fenced", flush=True)
+        except PullfillError as exc:
+            print(f"failed {exc}", flush=True)
+
+
+if __name__ == "__main__":
+    {"owner": owner, "writer": writer}[sys.argv[1]](*sys.argv[2:])
