@@ -6,7 +6,7 @@ One engine per process, so one context per process.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from pullfill.engine.kv import Geometry
     from pullfill.transfer.contract import LocalMemory, Owner, OwnerFences
     from pullfill.transfer.shm.files import RegionFiles
+    from pullfill.transfer.shm.owner import FenceOwner
     from pullfill.transfer.shm.ranks import MappedRank
     from pullfill.wire import RouterConfig
 
@@ -46,7 +47,7 @@ class DecodeContext:
     situation: fills in what the process knows (workers, queue) around (prompt, hit, ineligible).
     publish: hand an opened job to the asyncio thread; must not block.
     files: of the KV memory, made before the engine. ranks: the memory of each rank as this process
-    maps it; empty where no transport reaches it.
+    maps it; empty where no transport reaches it. offer: opens the fence and the memories to peers.
     """
 
     instance_id: str
@@ -56,6 +57,7 @@ class DecodeContext:
     publish: Callable[[OpenedJob], None]
     stories: Stories
     make_ledger: Callable[[OwnerFences], Ledger]
+    offer: Callable[[FenceOwner, Sequence[LocalMemory]], Owner] = lambda base, _: base
     ledger: Ledger | None = None
     geometry: Geometry | None = None
     files: RegionFiles | None = None

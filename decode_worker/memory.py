@@ -41,7 +41,8 @@ def attach(
         )  # fmt: skip
         context.ledger = context.make_ledger(_NoFences())
         return
-    owner = context.owner = ranks.base_owner(context.files, context.ranks, context.incarnation)
+    base = ranks.base_owner(context.files, context.ranks, context.incarnation)
+    owner = context.owner = context.offer(base, context.memories)
     context.ledger = context.make_ledger(owner.fences)
     layouts = [rank.memory.layout for rank in context.ranks]
     logger.info(

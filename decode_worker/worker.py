@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from functools import partial
 from typing import Any
 
 from pullfill import __version__, log, metrics
@@ -15,6 +16,7 @@ from pullfill.decode_worker.context import DecodeContext
 from pullfill.decode_worker.control import ControlServer
 from pullfill.decode_worker.ledger import Ledger
 from pullfill.decode_worker.load import load_of
+from pullfill.decode_worker.offers import offer
 from pullfill.decode_worker.publisher import Publisher
 from pullfill.decode_worker.reader import reach_for
 from pullfill.decode_worker.router import Situation
@@ -81,6 +83,9 @@ class DecodeWorker:
             publish=self._publish,
             stories=self._stories,
             make_ledger=self._make_ledger,
+            offer=partial(
+                offer, instance_id=self._instance_id, options=self._options, key=self._key
+            ),
         )
 
     async def serve(self) -> int:

@@ -33,7 +33,8 @@ from pullfill.queue.jetstream import JetStreamConsumer
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.directory import Directory
 from pullfill.registry.membership import Membership
-from pullfill.transfer.shm.peer import ShmTransport
+from pullfill.transfer import catalogue
+from pullfill.transfer.contract import PeerTransport
 from pullfill.wire import Compat, Hello, RegionDescriptor, Revoke, WorkerRecord, WorkerState
 
 logger = log.get("prefill_worker")
@@ -63,7 +64,7 @@ class PrefillWorker:
         self._engine: PrefillEngine | None = None
         self._host: EngineHost | None = None
         self._probe: ProbeServer | None = None
-        self._transports = [ShmTransport()]
+        self._transports: list[PeerTransport] = []
         self._key = cluster.security.cluster.load()
         self._context = PrefillContext(self._instance_id, wake=self._wake_engine)
 
@@ -220,7 +221,9 @@ class PrefillWorker:
     ) -> Puller:
         assert self._compat is not None
         assert self._directory is not None
-        config = self._config
+        config, memories = self._config, self._context.memories
+        if memories:
+            self._transports = catalogue.peers(self._options.transports, memories[0], self._key)
         self._engine = PrefillEngine(
             host,
             self._context,

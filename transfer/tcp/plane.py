@@ -120,8 +120,8 @@ class TcpKind:
 
     name = "tcp"
     batch_bytes = 16 << 20
-    """What both sides do between batches costs a tenth of the speed at 4 MiB. A revoke does not wait
-    for a long one: it interrupts."""
+    """What both sides do between batches costs a tenth of the speed at 4 MiB. A revoke does not
+    wait for a long one: it interrupts."""
 
     def why_not(self) -> str | None:
         return None

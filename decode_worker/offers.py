@@ -1,0 +1,49 @@
+"""Which ways into its KV memory a decode worker offers: what can be mapped, and a port."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pullfill import log
+from pullfill.config import WorkerOptions
+from pullfill.errors import ConfigError
+from pullfill.security import ClusterKey
+from pullfill.transfer import catalogue
+from pullfill.transfer.contract import LocalMemory, Owner
+from pullfill.transfer.owners import CombinedOwner
+from pullfill.transfer.shm.owner import FenceOwner
+
+logger = log.get("decode_worker.offers")
+
+
+def offer(
+    base: FenceOwner,
+    memories: Sequence[LocalMemory],
+    *,
+    instance_id: str,
+    options: WorkerOptions,
+    key: ClusterKey | None,
+) -> Owner:
+    """Everything of `options.transports` that works here, over all ranks. Owns `base`; listens on
+    `options.host`. Raises ConfigError when nothing is left to offer, or the port is taken."""
+    owner = CombinedOwner(
+        base,
+        memories,
+        instance_id=instance_id,
+        kinds=catalogue.planes(options.transports, memories[0]),
+        key=key,
+        offered=options.transports,
+    )
+    try:
+        owner.listen(options.host, options.kv_port, options.advertise_kv)
+        names = sorted(owner.endpoints(0))
+        if not names:
+            raise ConfigError(
+                f"--transports {','.join(sorted(options.transports or ()))}: none of them reaches "
+                "this worker's KV memory (pullfill doctor says why)"
+            )
+    except BaseException:
+        owner.close()
+        raise
+    logger.info("KV can be written over %s", ", ".join(names))
+    return owner
