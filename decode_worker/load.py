@@ -28,6 +28,7 @@ def load_of(
         "waiting": waiting,
         "requests": shim.active_requests if shim else 0,
         "remote_prefills": sum(counts.get(state, 0) for state in _REMOTE),
+        "kv_reads": counts.get(JobState.READING, 0),
         "quarantined_blocks": ledger.quarantined_blocks if ledger else 0,
         "open_jobs": ledger.open_jobs if ledger else 0,
         "kv_free_blocks": kv.free_blocks(core),

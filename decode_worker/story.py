@@ -67,6 +67,7 @@ class Stories:
             ("prefill", stages.prefill_ms),
             ("kv_write", stages.kv_write_ms),
             ("tail", stages.tail_ms),
+            ("tail", stages.tail_ms),
         ):
             metrics.HANDOFF_STAGE.labels(name).observe(value / 1e3)
         with self._lock:

@@ -19,7 +19,7 @@ from pullfill.transfer import catalogue
 from pullfill.transfer.connect import pulled_over
 from pullfill.transfer.layout import describe_region
 from pullfill.transfer.owners import CombinedOwner
-from pullfill.transfer.shm.owner import ShmOwner
+from pullfill.transfer.shm import ranks
 from pullfill.wire import Compat, RegionDescriptor
 
 logger = log.get("prefill_worker.region")
@@ -39,16 +39,13 @@ def open_region(
     if not context.ranks or context.files is None:
         return []
     incarnation = new_incarnation()
-    first, *others = context.ranks
-    base = ShmOwner(context.files, first.memory, incarnation, kv_path=first.path)
-    for rank in others:
-        base.add_rank(rank.memory, rank.path)
-    names = pulled_over(first.memory, transports)
+    memories = context.memories
+    names = pulled_over(memories[0], transports)
     owner = CombinedOwner(
-        base,
-        context.memories,
+        ranks.base_owner(context.files, context.ranks, incarnation),
+        memories,
         instance_id=context.instance_id,
-        kinds=catalogue.planes(names, first.memory),
+        kinds=catalogue.planes(names, memories[0]),
         key=key,
         offered=names,
     )
@@ -67,5 +64,5 @@ def open_region(
             compat=compat,
             endpoints=owner.endpoints(rank),
         )
-        for rank, memory in enumerate(context.memories)
+        for rank, memory in enumerate(memories)
     ]

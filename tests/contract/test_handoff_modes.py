@@ -32,6 +32,14 @@ def counter(metric: Any, *labels: str) -> float:
     return float(metric.labels(*labels)._value.get())
 
 
+def stage_count(stage: str) -> int:
+    """How often a stage of `pullfill_handoff_stage_seconds` was measured."""
+    samples = next(iter(metrics.HANDOFF_STAGE.collect())).samples
+    return sum(
+        int(s.value) for s in samples if s.name.endswith("_count") and s.labels["stage"] == stage
+    )
+
+
 async def reading(decode: DecodeHalf, prefill: PrefillHalf, after: int = 0) -> tuple[Any, Any]:
     """A request that is stopped in the decode worker's read; and what lets it go on."""
     faults = hold(prefill, after)
@@ -53,6 +61,7 @@ async def test_every_mode_brings_the_right_bytes(
         read, written = (
             counter(m, transport) for m in (metrics.KV_READ_BYTES, metrics.KV_WRITE_BYTES)
         )
+        tails = stage_count("tail")
         served = [decode.send(prompt(n, seed=n)) for n in (2, 4, 5, 9, 16, 17, 31, 33, 61)]
         await settled(*served)
         assert all(decode.right(s) for s in served)
@@ -62,6 +71,7 @@ async def test_every_mode_brings_the_right_bytes(
             "read": counter(metrics.KV_READ_BYTES, transport) - read,
             "written": counter(metrics.KV_WRITE_BYTES, transport) - written,
         }
+        assert stage_count("tail") - tails == len(served)
         assert (moved["read"] > 0) == (mode is PULL)
         assert (moved["written"] > 0) == (mode is not PULL)
 
@@ -264,4 +274,53 @@ async def test_push_async_computes_while_it_writes(tmp_path: Path) -> None:
         faults.resume()
         await settled(served)
         assert decode.right(served)
+        await cluster.check_clean()
+
+
+# ------------------------------------------------------------------ credits
+
+
+@pytest.mark.parametrize("mode", [KvMode.PUSH_ASYNC, PULL])
+async def test_a_slow_decode_worker_stops_the_others_for_a_bounded_time(
+    tmp_path: Path, mode: KvMode
+) -> None:
+    """Nothing moves at the first one: its link is ended, then the second one is served. When the
+    first goes on it is connected anew, and nothing is left over."""
+    async with Cluster(tmp_path, kv_mode=mode, credit_blocks=4, patience_s=0.1) as cluster:
+        slow, other = await cluster.decode("decode-1"), await cluster.decode("decode-2")
+        prefill = await cluster.prefill(chunk=8)
+        faults = hold(slow) if mode is KvMode.PUSH_ASYNC else hold(prefill)
+        stuck = slow.send(prompt(30))
+        await (stuck_in_a_write(slow) if mode is KvMode.PUSH_ASYNC else stuck_in_a_read(prefill))
+        await until(lambda: "decode-1" in prefill.credits.gone)
+        if mode is PULL:  # the fault holds every read of this prefill worker, but those that come
+            faults._pass_first = 1000
+        served = other.send(prompt(40, seed=2))
+        await settled(served, stuck)
+        assert other.right(served)
+        assert not stuck.loaded
+        faults.resume()
+        await until(lambda: prefill.links.connected == ["decode-1", "decode-2"])
+        again = slow.send(prompt(30))
+        await settled(again)
+        assert slow.right(again)
+        await cluster.check_clean()
+
+
+async def test_nothing_is_pulled_beyond_the_credits(tmp_path: Path) -> None:
+    """Of three prompts the second waits in the queue while the first cannot be written."""
+    async with Cluster(tmp_path, credit_blocks=4, patience_s=100) as cluster:
+        decode, prefill = await cluster.decode(), await cluster.prefill(chunk=8)
+        faults = hold(decode)
+        first = decode.send(prompt(30))
+        await stuck_in_a_write(decode)
+        await until(lambda: prefill.credits.gone)
+        # One pull may be under way already.
+        await until(lambda: not prefill.puller._room.is_set())
+        rest = [decode.send(prompt(30, seed=n)) for n in (2, 3, 4)]
+        await asyncio.sleep(0.05)
+        assert prefill.runner.in_flight < 4
+        faults.resume()
+        await settled(first, *rest)
+        assert all(decode.right(s) for s in (first, *rest))
         await cluster.check_clean()

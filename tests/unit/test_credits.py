@@ -1,0 +1,185 @@
+"""Credits: what is charged comes back, once, and the puller waits for no more than it says."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pullfill import metrics
+from pullfill.prefill_worker.credits import Credits
+from pullfill.prefill_worker.puller import Puller
+from tests.support.fakes import FakeClock
+
+
+def test_charged_and_given_back() -> None:
+    rooms: list[int] = []
+    credits = Credits(100, on_room=lambda: rooms.append(1))
+    one, two = credits.open("decode-1"), credits.open("decode-2")
+    one.charge(60)
+    two.charge(99)
+    assert credits.gone == []
+    one.charge(40)
+    two.charge(1)
+    assert credits.gone == ["decode-1", "decode-2"]
+    assert credits.describe() == {
+        "limit_bytes": 100,
+        "used_bytes": {"decode-1": 100, "decode-2": 100},
+        "gone": ["decode-1", "decode-2"],
+    }
+    one.give_back(1)
+    assert rooms == [], "the other has none"
+    two.give_back(100)
+    assert rooms == [1]
+    assert credits.used == {"decode-1": 99, "decode-2": 0}
+
+
+def test_a_closed_account_is_written_off() -> None:
+    rooms: list[int] = []
+    credits = Credits(100, on_room=lambda: rooms.append(1))
+    old = credits.open("decode-1")
+    old.charge(500)
+    new = credits.open("decode-1")
+    new.charge(7)
+    assert credits.used == {"decode-1": 507}
+    old.close()
+    old.close()
+    old.give_back(500)
+    old.charge(500)
+    assert credits.used == {"decode-1": 7}
+    assert (credits.gone, rooms) == ([], [1])
+
+
+def test_stuck_is_who_gives_nothing_back() -> None:
+    clock = FakeClock()
+    credits = Credits(10, clock=clock)
+    slow, dead = credits.open("slow"), credits.open("dead")
+    for account in (slow, dead):
+        account.charge(30)
+    clock.advance(4)
+    slow.give_back(5)
+    dead.charge(5)
+    clock.advance(1)
+    assert credits.stuck(5) == ["dead"]
+    assert credits.stuck(6) == []
+    late = credits.open("late")
+    late.charge(10)
+    assert "late" not in credits.stuck(1)
+
+
+def test_metrics() -> None:
+    credits = Credits(1000)
+    for name, nbytes in (("a", 10), ("b", 30)):
+        credits.open(name).charge(nbytes)
+    credits.refresh_metrics()
+    found = {w: metrics.KV_CREDITS.labels(w)._value.get() for w in ("limit", "most", "all")}
+    assert found == {"limit": 1000, "most": 30, "all": 40}
+
+
+def test_from_many_threads_nothing_is_lost() -> None:
+    credits = Credits(50)
+    account = credits.open("decode-1")
+
+    def work() -> None:
+        for _ in range(500):
+            account.charge(3)
+            account.give_back(3)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert credits.used == {"decode-1": 0}
+    assert credits.gone == []
+
+
+# ------------------------------------------------------------------ the puller
+
+
+class Rig:
+    """A puller over a consumer that counts."""
+
+    def __init__(self, patience_s: float) -> None:
+        self.pulls = 0
+        self.dropped: list[str] = []
+        loop = asyncio.get_running_loop()
+        self.credits = Credits(100, on_room=lambda: loop.call_soon_threadsafe(self.puller.changed))
+        self.account = self.credits.open("decode-1")
+        consumer: Any = SimpleNamespace(pull=self._pull, drain=self._drain)
+        runner: Any = SimpleNamespace(in_flight_tokens=0, in_flight=0)
+        self.puller = Puller(
+            consumer, runner, budget_tokens=10, max_jobs=2, credits=self.credits,
+            drop=self._drop, patience_s=patience_s,
+        )  # fmt: skip
+
+    async def _pull(self, *_: float) -> list[Any]:
+        self.pulls += 1
+        await asyncio.sleep(0.001)
+        return []
+
+    async def _drain(self) -> None: ...
+
+    def _drop(self, peer: str, why: str) -> None:
+        self.dropped.append(peer)
+        assert "credits" in why
+        self.account.close()  # as its mover does
+
+
+async def until(what: Any) -> None:
+    async with asyncio.timeout(10):
+        while not what():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
+async def test_nothing_is_pulled_without_credit() -> None:
+    rig = Rig(patience_s=10)
+    rig.account.charge(100)
+    rig.puller.start()
+    try:
+        await asyncio.sleep(0.03)
+        assert rig.pulls == 0
+        await asyncio.to_thread(rig.account.give_back, 1)
+        await until(lambda: rig.pulls)
+        assert rig.dropped == []
+    finally:
+        await rig.puller.stop()
+
+
+async def test_a_peer_that_takes_nothing_is_dropped_and_pulling_goes_on() -> None:
+    rig = Rig(patience_s=0.05)
+    rig.account.charge(1000)
+    rig.puller.start()
+    try:
+        await until(lambda: rig.pulls > 3)
+        assert rig.dropped == ["decode-1"]
+    finally:
+        await rig.puller.stop()
+
+
+async def test_a_peer_that_takes_little_is_kept_and_stops_nobody_for_long() -> None:
+    rig = Rig(patience_s=0.05)
+    rig.account.charge(1000)
+    rig.puller.start()
+    try:
+        while rig.pulls < 2:
+            rig.account.give_back(1)
+            await asyncio.sleep(0.005)
+        assert rig.dropped == []
+        assert rig.credits.gone == ["decode-1"]
+    finally:
+        await rig.puller.stop()
+
+
+@pytest.mark.parametrize("waits", [True, False])
+async def test_stopping_does_not_wait_for_credits(waits: bool) -> None:
+    rig = Rig(patience_s=100)
+    if waits:
+        rig.account.charge(100)
+    rig.puller.start()
+    await asyncio.sleep(0.005)
+    async with asyncio.timeout(5):
+        await rig.puller.stop()

@@ -1,0 +1,83 @@
+"""What a prefill worker publishes of its own memory, and how a decode worker reaches it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pullfill.config import WorkerOptions
+from pullfill.decode_worker.reader import reach_for
+from pullfill.errors import Fenced, IncompatibleError
+from pullfill.prefill_worker import memory
+from pullfill.prefill_worker.context import PrefillContext
+from pullfill.prefill_worker.region import open_region
+from pullfill.transfer.shm.files import RegionFiles
+from pullfill.transfer.shm.ranks import MappedRank
+from pullfill.wire import KvMode, RegionDescriptor
+from tests.support.transfer_rigs import COMPAT, DENSE, extent, memory_over, pages, random_bytes
+
+PULL = WorkerOptions(model="m", kv_mode=KvMode.PULL)
+
+
+class Prefill:
+    """Its memory and what it says of it."""
+
+    def __init__(self, directory: Path, transports: frozenset[str] | None) -> None:
+        self.context = PrefillContext("prefill-1", wake=lambda: None)
+        files = self.context.files = RegionFiles("prefill-1", directory=directory)
+        path = files.create_kv(extent(DENSE))
+        self.data = np.asarray(np.memmap(path, np.uint8, "r+"))
+        self.data[:] = random_bytes(self.data.nbytes, seed=5)
+        self.context.ranks = [MappedRank(memory_over(self.data, DENSE), str(path), None)]
+        self.regions = open_region(
+            self.context, COMPAT, 16, host="127.0.0.1", transports=transports, key=None
+        )
+
+
+@pytest.mark.parametrize("name", ["shm", "tcp"])
+def test_a_decode_worker_reads_what_the_fence_lets_it(name: str, tmp_path: Path) -> None:
+    prefill = Prefill(tmp_path, frozenset({name}))
+    assert set(prefill.regions[0].endpoints) == {name}
+    ours = random_bytes(extent(DENSE), seed=6)
+    reach = reach_for([memory_over(ours, DENSE)], PULL, None)
+    assert reach is not None
+    owner = prefill.context.owner
+    assert owner is not None
+    session = reach(prefill.regions)()
+    try:
+        assert session.transport == name
+        fence = owner.fences.open([3, 9])
+        assert session.read_blocks(fence, [9, 3], [0, 1]).blocks == 2
+        there, here = pages(prefill.data, DENSE), pages(ours, DENSE)
+        assert (here[:, [0, 1]] == there[:, [9, 3]]).all()
+        assert owner.fences.try_revoke(fence)
+        with pytest.raises(Fenced):
+            session.read_blocks(fence, [9, 3], [0, 1])
+    finally:
+        session.close()
+        memory.close(prefill.context)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_who_does_not_pull_reaches_nobody() -> None:
+    data = random_bytes(extent(DENSE), seed=7)
+    ours = [memory_over(data, DENSE)]
+    assert reach_for(ours, WorkerOptions(model="m"), None) is None
+    assert reach_for([], PULL, None) is None
+
+
+def test_a_worker_that_cannot_be_read_is_told_apart_before_it_computes(tmp_path: Path) -> None:
+    data = random_bytes(extent(DENSE), seed=7)
+    reach = reach_for([memory_over(data, DENSE)], PULL, None)
+    assert reach is not None
+    with pytest.raises(IncompatibleError):
+        reach([])
+    prefill = Prefill(tmp_path, frozenset({"shm"}))
+    memory.close(prefill.context)
+    with pytest.raises(IncompatibleError, match="shm"):
+        reach(prefill.regions)
+    elsewhere: list[RegionDescriptor] = []
+    nobody = PrefillContext("prefill-2", wake=lambda: None)
+    assert elsewhere == open_region(nobody, COMPAT, 16, host="127.0.0.1", transports=None, key=None)
