@@ -55,6 +55,8 @@ bench-cluster: ## Start-up, memory, handoff stages and idle CPU of a demo cluste
 bench-frontend: ## CPU per streamed token against vLLM's API server (minutes)
 bench-transfer: ## KV block writes against plain copies
 bench-transfer: override ARGS += --save
+bench-gpu: ## KV blocks between GPU memories against device copies (needs a GPU)
+bench-gpu: override ARGS += --save
 
 bench-%: install
 	$(BIN)/python -m benchmarks.bench_$(subst -,_,$*) $(ARGS)

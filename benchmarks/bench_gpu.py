@@ -1,0 +1,251 @@
+"""KV blocks between GPU memories, against plain device copies: `make bench-gpu`.
+
+Each row moves the same bytes in several ways, interleaved, and compares medians of wall time, every
+way synchronised with the device:
+
+  copies   a fenced cuda_ipc write into another process's memory, against one device-to-device copy
+           of all bytes and against one queued copy per run
+  cross    the run length at which the copy engines overtake the kernel (what SMALL_RUN should be)
+  gather   scattered runs into one dense buffer by the kernel, against one copy of as many bytes
+  nccl     bytes sent to ourselves within one group (needs cupy)
+
+Both memories are on the first GPU, or with `--peer` ours on the second. `--save` writes
+benchmarks/results/gpu.json and .md. Says so and exits with 1 where there is no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.machine import Quiet
+from benchmarks.report import RESULTS, Row, finish, missing, row, versus
+from pullfill.transfer.gpu.copies import BATCH_RUNS, GpuCopier, kernel_for
+from pullfill.transfer.gpu.cuda import load, why_no_cuda
+from pullfill.transfer.layout import dense_layout
+from pullfill.transfer.runs import Batch
+
+KIB = 1 << 10
+PAGES = (4 * KIB, 16 * KIB, 32 * KIB, 64 * KIB, 256 * KIB, 1024 * KIB)
+LAYERS = 4
+PARTS = ("copies", "cross", "gather", "nccl")
+ENGINES_TARGET, KERNEL_TARGET = 0.8, 0.7
+
+Ways = dict[str, Callable[[], object]]
+
+
+def interleaved(ways: Ways, rounds: int) -> dict[str, float]:
+    """Median seconds of each way. The first round warms up."""
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(rounds + 1):
+        for name, way in ways.items():
+            started = time.perf_counter()
+            way()
+            if number:
+                times[name].append(time.perf_counter() - started)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def speed(nbytes: int, seconds: float) -> float:
+    """GB/s."""
+    return nbytes / seconds / 1e9
+
+
+class Device:
+    """Ours: copiers with and without the kernel, and plain copies on the same stream."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.engines = GpuCopier(load(), number)
+        self.kernel = GpuCopier(load(), number, small_run=1 << 62)
+        self.has_kernel = False
+        if (made := kernel_for(number, self.kernel.stream)) is not None:
+            self.kernel.use_kernel(made)
+            self.has_kernel = True
+        self.stream = load().stream(number)
+
+    def plain(self, source: int, target: int, batch: Batch) -> None:
+        """One queued copy per run, by hand: no plan, no fence."""
+        columns = (batch.target + target, batch.source + source, batch.nbytes)
+        arrays = [column.astype(np.uint64) for column in columns]
+        for index in range(len(batch)):
+            self.stream.copy_batch(*(array[index : index + 1] for array in arrays))
+        self.stream.synchronize()
+
+    def once(self, source: int, target: int, nbytes: int) -> None:
+        """All bytes in one copy."""
+        one = np.zeros(1, np.uint64)
+        self.stream.copy_batch(
+            one + np.uint64(target), one + np.uint64(source), one + np.uint64(nbytes)
+        )
+        self.stream.synchronize()
+
+
+def scattered(moved: int, page: int, seed: int, room: int) -> Batch:
+    """Runs of `page` bytes from and to places of their own, `moved` bytes in all, in `room`."""
+    rng = np.random.default_rng(seed)
+    count = min(BATCH_RUNS, moved // page)
+    source, target = (rng.permutation(room // page)[:count] * page for _ in range(2))
+    return Batch(source, target, np.full(count, page, np.int64), count * page)
+
+
+def copy_rows(device: Device, moved: int, rounds: int, directory: Path) -> Iterator[Row]:
+    from pullfill.transfer.cuda_ipc.peer import CudaIpcTransport
+    from tests.support.gpu_programs import GpuMemory, Program
+
+    for page in PAGES:
+        count = moved // page // LAYERS
+        blocks = 2 * count
+        layout = dense_layout(LAYERS, blocks, 1, page)
+        rng = np.random.default_rng(1)
+        source, target = (rng.permutation(blocks)[:count].tolist() for _ in range(2))
+        mine = GpuMemory(layout, device.number)
+        with Program("owner", directory, LAYERS, blocks, 1, page) as owner:
+            session = CudaIpcTransport(device.number).connect(mine.memory, owner.descriptor())
+            token = owner.open()
+            there = session._remote_address  # type: ignore[attr-defined]
+            here = mine.memory.address
+            runs = scattered(moved, page, 1, LAYERS * layout.layer_stride)
+            ways: Ways = {
+                "write": lambda: session.write_blocks(token, source, target),  # noqa: B023
+                "loop": lambda: device.plain(here, there, runs),  # noqa: B023
+                "once": lambda: device.once(here, there, moved),  # noqa: B023
+            }
+            took = interleaved(ways, rounds)
+            session.close()
+        name = f"cuda_ipc write, {page // KIB} KiB runs scattered"
+        write = speed(moved, took["write"])
+        least = ENGINES_TARGET if page >= 64 * KIB else None
+        once = speed(moved, took["once"])
+        yield versus(name, write, "GB/s", "one device copy", once, at_least=least)
+        # The loop moves as many runs as a batch holds.
+        loop = speed(runs.total, took["loop"])
+        yield versus(name, write, "GB/s", "a copy per run", loop)
+
+
+def cross_rows(device: Device, moved: int, rounds: int, there: int, here: int) -> Iterator[Row]:
+    """Engines against kernel by run length, and where they cross."""
+    if not device.has_kernel:
+        yield missing("kernel against copy engines", "copy engines", "Triton does not work here")
+        return
+    crossing, faster = 0, True
+    for page in (512, KIB, 2 * KIB, *PAGES):
+        runs = scattered(moved, page, 2, 2 * moved)
+        took = interleaved(
+            {
+                "engines": lambda: device.engines(here, there, runs),  # noqa: B023
+                "kernel": lambda: device.kernel(here, there, runs),  # noqa: B023
+            },
+            rounds,
+        )
+        faster = faster and took["kernel"] < took["engines"]
+        crossing = page if faster else crossing
+        kernel, engines = (speed(runs.total, took[way]) for way in ("kernel", "engines"))
+        name = f"kernel, {page} byte runs scattered"
+        yield versus(name, kernel, "GB/s", "copy engines", engines)
+    yield row("longest runs that the kernel moves faster", crossing, "bytes")
+
+
+def gather_rows(device: Device, moved: int, rounds: int, there: int, here: int) -> Iterator[Row]:
+    if not device.has_kernel:
+        yield missing("Triton gather", "one device copy", "Triton does not work here")
+        return
+    for page in PAGES[:4]:
+        runs = scattered(moved, page, 3, 2 * moved)
+        dense = np.arange(len(runs), dtype=np.int64) * page
+        gather = Batch(runs.source, dense, runs.nbytes, runs.total)
+        took = interleaved(
+            {
+                "gather": lambda: device.kernel(here, there, gather),  # noqa: B023
+                "once": lambda: device.once(here, there, gather.total),  # noqa: B023
+            },
+            rounds,
+        )
+        yield versus(
+            f"Triton gather, {page // KIB} KiB runs",
+            speed(gather.total, took["gather"]),
+            "GB/s",
+            "one device copy",
+            speed(gather.total, took["once"]),
+            at_least=KERNEL_TARGET,
+        )
+
+
+def nccl_rows(device: Device, moved: int, rounds: int, there: int, here: int) -> Iterator[Row]:
+    try:
+        import cupy
+        from cupy.cuda import nccl
+    except ImportError as exc:
+        yield missing("NCCL to ourselves", "one device copy", str(exc))
+        return
+    with cupy.cuda.Device(device.number):
+        stream = cupy.cuda.Stream(non_blocking=True)
+        world: Any = nccl.NcclCommunicator(1, nccl.get_unique_id(), 0)
+
+        def send() -> None:
+            nccl.groupStart()
+            world.send(here, moved, nccl.NCCL_UINT8, 0, stream.ptr)
+            world.recv(there, moved, nccl.NCCL_UINT8, 0, stream.ptr)
+            nccl.groupEnd()
+            stream.synchronize()
+
+        took = interleaved({"send": send, "once": lambda: device.once(here, there, moved)}, rounds)
+        world.destroy()
+    yield versus(
+        f"NCCL {nccl.get_version()} to ourselves",
+        speed(moved, took["send"]),
+        "GB/s",
+        "one device copy",
+        speed(moved, took["once"]),
+    )
+
+
+def measure(options: argparse.Namespace) -> list[Row]:
+    import torch
+
+    device, moved, rounds = Device(options.peer), options.mib << 20, options.rounds
+    rows: list[Row] = []
+    if "copies" in options.parts:
+        with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="bench-") as directory:
+            rows += copy_rows(device, moved, rounds, Path(directory))
+    # Within this process: two buffers of the first GPU, ours on the second with --peer.
+    there = torch.zeros(2 * moved, dtype=torch.uint8, device="cuda:0")
+    here = torch.zeros(2 * moved, dtype=torch.uint8, device=f"cuda:{options.peer}")
+    torch.cuda.synchronize()
+    for name, part in (("cross", cross_rows), ("gather", gather_rows), ("nccl", nccl_rows)):
+        if name in options.parts:
+            rows += part(device, moved, rounds, there.data_ptr(), here.data_ptr())
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--mib", type=int, default=64, help="bytes moved per measurement")
+    parser.add_argument("--peer", action="store_const", const=1, default=0, help="use two GPUs")
+    parser.add_argument("--save", action="store_true", help=f"write {RESULTS}/gpu.json")
+    options = parser.parse_args()
+    if (why := why_no_cuda()) is not None:
+        print(f"no GPU to measure: {why}", file=sys.stderr)
+        return 1
+    quiet = Quiet()
+    with quiet.window([]):
+        rows = measure(options)
+    print(quiet)
+    title = "KV blocks between GPU memories"
+    return finish("gpu", rows, quiet=quiet.quiet, save=options.save, title=title)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
