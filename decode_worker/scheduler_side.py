@@ -129,10 +129,11 @@ class SchedulerSide:
             claim_timeout_s=job.claim_timeout_s,
         )
         failpoints.hit("decode.before_publish")
-        if hit_tokens:
+        if hit_tokens or self._scheduled:
             # vLLM puts a block into its prefix cache when it schedules the block's tokens, so the
             # hit may be computed in the very step that is being scheduled: until that step has
-            # run, a prefill worker would read garbage there.
+            # run, a prefill worker would read garbage there. And a step that still runs may write
+            # one more token of a request that has ended since, into a block that is ours now.
             self._unpublished.append(job)
         else:
             self._context.publish(job)

@@ -119,6 +119,20 @@ def test_a_hit_waits_for_every_step_before_its_own() -> None:
     assert [job.request_id for job in rig.published] == ["first", "second"]
 
 
+def test_blocks_freed_while_a_step_runs_are_offered_only_after_it() -> None:
+    """With asynchronous scheduling the step under way may write one more token of the request that
+    had these blocks until now."""
+    rig = Rig()
+    rig.side.collect()
+    rig.send(3 * BLOCK, name="cold")
+    assert rig.published == []
+    rig.side.collect()
+    rig.side.step_done(1)
+    assert rig.published == []
+    rig.side.step_done()
+    assert [job.request_id for job in rig.published] == ["cold"]
+
+
 def test_asking_twice_opens_once_and_the_last_answer_counts() -> None:
     rig = Rig()
     request = FakeRequest("r", list(range(20)))
