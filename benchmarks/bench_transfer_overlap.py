@@ -2,9 +2,9 @@
 
 A cluster of its own, as `pullfill up` starts it, with a model that is nearly all KV cache: 16
 layers of 32 KV heads, 512 KiB per token, so that writing a chunk takes long against waking a
-thread. Prompts of several chunks are prefilled remotely one at a time; what `pullfill explain`
-tells about each is compared: the tail (last chunk computed to commit) and the mean time to write
-one chunk.
+thread. Prompts of several chunks and of one are prefilled remotely, in turn, one at a time. From
+`pullfill explain`: the tail of the long ones (last chunk computed to commit) against the KV write
+of the short ones, which is one chunk's, with nothing computing beside it.
 """
 
 from __future__ import annotations
@@ -52,44 +52,53 @@ def rows(prompts: int, quiet: Quiet) -> list[Row]:
             )
             wait_for(live.linked, 60.0, "a prefill worker pulls")
             with quiet.window(live.pids()):
-                records = _ask(live, prompts)
-    return overlap_rows(records)
+                long, short = _ask(live, prompts)
+    return overlap_rows(long, short)
 
 
-def overlap_rows(records: list[dict[str, Any]]) -> list[Row]:
-    """Raises BenchError when no prompt was prefilled remotely."""
-    remote = [r["timings_ms"] for r in records if r["path"] == "remote"]
-    if not remote:
-        raise BenchError(f"no prompt was prefilled remotely: {records[-1:]}")
-    tail = median([t["tail"] for t in remote])
-    one = median([t["kv_write"] / CHUNKS for t in remote])
-    nbytes = median([r["kv_bytes"] for r in records if r["path"] == "remote"]) / CHUNKS
-    where = f"prompt of {CHUNKS} chunks"
+def overlap_rows(long: list[dict[str, Any]], short: list[dict[str, Any]]) -> list[Row]:
+    """From explain records. Raises BenchError when a prompt was not prefilled remotely."""
+    for record in (*long, *short):
+        if record["path"] != "remote":
+            raise BenchError(f"a prompt was not prefilled remotely: {record}")
+
+    def middle(records: list[dict[str, Any]], stage: str) -> float:
+        return median([record["timings_ms"][stage] for record in records])
+
+    nbytes, where = median([record["kv_bytes"] for record in short]), f"prompt of {CHUNKS} chunks"
+    one = middle(short, "kv_write")
     return [
-        row(f"{where}: prefilled remotely", len(remote), f"of {len(records)}"),
-        row(f"{where}: computing", median([t["prefill"] for t in remote]), "ms"),
-        row(f"{where}: one chunk's KV", nbytes / (1 << 20), "MiB"),
-        versus(f"{where}: last computed to commit", tail, "ms", "write of one chunk", one,
-               at_most=1.3),
+        row("one chunk's KV", nbytes / (1 << 20), "MiB"),
+        row("write of one chunk", nbytes / one / 1e6, "GB/s"),
+        row(f"{where}: computing", middle(long, "prefill"), "ms"),
+        row(f"{where}: writing, overlapped", middle(long, "kv_write"), "ms"),
+        versus(f"{where}: last computed to commit", middle(long, "tail"), "ms",
+               "write of one chunk", one, at_most=1.3),
     ]  # fmt: skip
 
 
-def _ask(live: Live, prompts: int) -> list[dict[str, Any]]:
-    rng, records = random.Random(5), []
+def _ask(live: Live, prompts: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Records of the long prompts and of the short ones."""
+    rng = random.Random(5)
+    records: dict[int, list[dict[str, Any]]] = {CHUNKS: [], 1: []}
     with httpx.Client(base_url=live.url, timeout=120.0) as http:
-        for number in range(-2, prompts):  # the first two warm up
-            prompt = [rng.randrange(32, RECIPE.vocab) for _ in range(CHUNK * CHUNKS)]
-            body = {"model": "overlap", "prompt": prompt, "max_tokens": 1}
-            answer = http.post("/v1/completions", json=body).raise_for_status().json()
-            record = wait_for(
-                lambda answer=answer: (
-                    http.get(f"/pullfill/requests/{answer['id']}").raise_for_status().json()
-                ),
-                5.0,
-                "a record of the request",
-                0.02,
-            )
-            if number >= 0:
-                records.append(record)
-            time.sleep(0.05)
-    return records
+        for number in range(-1, prompts):  # the first ones warm up
+            for chunks, kept in records.items():
+                prompt = [rng.randrange(32, RECIPE.vocab) for _ in range(CHUNK * chunks)]
+                record = _explained(http, prompt)
+                if number >= 0:
+                    kept.append(record)
+                time.sleep(0.05)
+    return records[CHUNKS], records[1]
+
+
+def _explained(http: httpx.Client, prompt: list[int]) -> dict[str, Any]:
+    body = {"model": "overlap", "prompt": prompt, "max_tokens": 1}
+    answer = http.post("/v1/completions", json=body).raise_for_status().json()
+    found: dict[str, Any] = wait_for(
+        lambda: http.get(f"/pullfill/requests/{answer['id']}").raise_for_status().json(),
+        5.0,
+        "a record of the request",
+        0.02,
+    )
+    return found
