@@ -3,7 +3,8 @@
 Each decode worker has an account (its mover's). A write is charged when the mover gets it, or, in
 pull mode, blocks when they are kept, and given back when that ended, however. Once an account
 holds the limit the puller takes no more jobs: it cannot choose for whom they are. What was pulled
-before is computed all the same, so an account may go beyond the limit by the prefill budget.
+before, or comes with a pull under way, is computed all the same, so an account may go beyond the
+limit by the prefill budget.
 
 Thread-safe: movers charge and give back, the puller (asyncio) waits.
 """
