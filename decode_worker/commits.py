@@ -56,7 +56,13 @@ class Commits:
         entry = self._ledger.find(commit.job_id)
         if entry is not None and (entry.attempt, entry.writer) == (commit.attempt, peer.name):
             # Before the commit: the engine thread may settle the request the moment it is done.
-            self._stories.committed(entry.request_id, commit.timings, commit.kv_bytes)
+            self._stories.committed(
+                entry.request_id,
+                commit.timings,
+                commit.kv_bytes,
+                commit.transport,
+                commit.why_not_better,
+            )
         answer = self._ledger.commit(
             commit.job_id,
             commit.attempt,
@@ -108,7 +114,8 @@ class Commits:
                 tail_ms=ready.timings.tail_ms + took_ms,
             )
             failpoints.hit("decode.before_commit")
-            self._stories.committed(entry.request_id, timings, moved.nbytes)
+            transport = peer.reader.transport
+            self._stories.committed(entry.request_id, timings, moved.nbytes, transport)
         answer = self._ledger.read_over(read.job_id, read.attempt, good=good, digest=ready.digest)
         if isinstance(answer, Verify):
             await self._verify(peer, ready, answer)

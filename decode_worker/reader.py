@@ -44,6 +44,12 @@ class PeerReader:
         self._session: PeerSession | None = None
         self._thread = ThreadPoolExecutor(1, f"kv-reader-{instance_id}")
 
+    @property
+    def transport(self) -> str:
+        """What it is read over; "" before the first read."""
+        session = self._session
+        return session.transport if session is not None else ""
+
     async def fetch(
         self, ready: Ready, blocks: Sequence[int], wanted: Callable[[], bool]
     ) -> MoveResult:

@@ -26,6 +26,8 @@ class _Story:
     loaded: bool = False
     prefill_instance: str | None = None
     kv_bytes: int = 0
+    transport: str | None = None
+    why_not_better: tuple[str, ...] = ()
     queue_ms: float | None = None
     commit_ms: float | None = None
     committed_at: float | None = None
@@ -59,20 +61,28 @@ class Stories:
                 story.attempts, story.prefill_instance = attempt, instance
                 story.queue_ms = queued_s * 1e3
 
-    def committed(self, request_id: str, stages: StageTimings, kv_bytes: int) -> None:
-        """The KV is in our blocks; what the prefill worker measured comes with it."""
+    def committed(
+        self,
+        request_id: str,
+        stages: StageTimings,
+        kv_bytes: int,
+        transport: str = "",
+        why_not_better: tuple[str, ...] = (),
+    ) -> None:
+        """The KV is in our blocks; what the prefill worker measured comes with it, and over what it
+        came."""
         for name, value in (
             ("claim", stages.claim_ms),
             ("prefix_read", stages.prefix_read_ms),
             ("prefill", stages.prefill_ms),
             ("kv_write", stages.kv_write_ms),
             ("tail", stages.tail_ms),
-            ("tail", stages.tail_ms),
         ):
             metrics.HANDOFF_STAGE.labels(name).observe(value / 1e3)
         with self._lock:
             if (story := self._open.get(request_id)) is not None:
                 story.stages, story.kv_bytes = stages, kv_bytes
+                story.transport, story.why_not_better = transport or None, why_not_better
                 story.committed_at = self._clock.monotonic()
 
     def settled(self, request_id: str, loaded: bool, outcome: Outcome) -> None:
@@ -114,6 +124,8 @@ class Stories:
             attempts=story.attempts,
             fallback=story.fallback,
             kv_bytes=story.kv_bytes if story.loaded else 0,
+            transport=story.transport if story.loaded else None,
+            why_not_better=story.why_not_better if story.loaded else (),
             timings_ms=Timings(
                 queue=story.queue_ms,
                 commit=story.commit_ms,

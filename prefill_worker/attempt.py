@@ -86,6 +86,8 @@ def commit(rid: int, task: PrefillTask, grant: Grant, measured: StageTimings) ->
         prefix_read_bytes=task.read_bytes,
         timings=measured,
         digest=task.digest,
+        transport=task.mover.transport,
+        why_not_better=tuple(task.mover.why_not_better),
     )
 
 

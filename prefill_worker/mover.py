@@ -44,7 +44,8 @@ class _Operation:
 class Mover:
     """Owns one session and its thread. `close` ends both; operations still queued fail, and so do
     those submitted later, at once and on the caller's thread. `memories`: what the session copies
-    from, of all ranks, for digests and credits."""
+    from, of all ranks, for digests and credits. `why_not_better`: why no transport better than
+    the session's, for people."""
 
     def __init__(
         self,
@@ -52,8 +53,10 @@ class Mover:
         name: str,
         memories: Sequence[LocalMemory],
         account: Account | None = None,
+        why_not_better: Sequence[str] = (),
     ) -> None:
         self._session = session
+        self.why_not_better = tuple(why_not_better)
         self._account = account
         self._block_bytes = sum(memory.layout.block_bytes for memory in memories)
         self._digester = BlockDigester(memories)

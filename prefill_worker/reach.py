@@ -7,7 +7,8 @@ in this process. The mover sees one session over all of them (`transfer/connect.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from pullfill import log
 from pullfill.errors import BadMessage, IncompatibleError
@@ -15,6 +16,7 @@ from pullfill.prefill_worker.context import PrefillContext
 from pullfill.prefill_worker.credits import Credits
 from pullfill.prefill_worker.mover import Mover
 from pullfill.registry.directory import Directory
+from pullfill.transfer.choose import why_not_better
 from pullfill.transfer.connect import connect
 from pullfill.transfer.contract import PeerTransport
 from pullfill.wire import Compat, WorkerRecord
@@ -23,6 +25,7 @@ logger = log.get("prefill_worker.reach")
 
 MAX_RANKS = 1024
 """More than any engine has; a descriptor that says more is nonsense, not a reason to ask etcd."""
+NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 async def open_mover(
@@ -32,10 +35,11 @@ async def open_mover(
     compat: Compat,
     transports: Sequence[PeerTransport],
     credits: Credits | None = None,
+    absent: Mapping[str, str] = NOTHING,
 ) -> Mover:
     """Connect to a decode worker's KV memory by its descriptors from the registry, each rank over
-    the best of `transports`. Raises IncompatibleError, PeerUnavailable, BadMessage,
-    TransferFailed."""
+    the best of `transports`. absent: why others are not among them, for people. Raises
+    IncompatibleError, PeerUnavailable, BadMessage, TransferFailed."""
     memories = context.memories
     if not memories:
         raise IncompatibleError("no transport reaches this worker's KV memory", field="device")
@@ -47,5 +51,7 @@ async def open_mover(
         await directory.descriptor(name, rank, expect=compat) for rank in range(1, first.world_size)
     ]
     session = await asyncio.to_thread(connect, memories, [first, *others], transports)
+    better = await asyncio.to_thread(why_not_better, first, transports, absent)
     logger.info("writing to %s over %s", name, session.transport)
-    return Mover(session, name, memories, credits.open(name) if credits is not None else None)
+    account = credits.open(name) if credits is not None else None
+    return Mover(session, name, memories, account, better)

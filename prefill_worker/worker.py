@@ -65,6 +65,7 @@ class PrefillWorker:
         self._host: EngineHost | None = None
         self._probe: ProbeServer | None = None
         self._transports: list[PeerTransport] = []
+        self._absent: dict[str, str] = {}
         self._key = cluster.security.cluster.load()
         self._context = PrefillContext(self._instance_id, wake=self._wake_engine)
 
@@ -223,7 +224,9 @@ class PrefillWorker:
         assert self._directory is not None
         config, memories = self._config, self._context.memories
         if memories:
-            self._transports = catalogue.peers(self._options.transports, memories[0], self._key)
+            names = self._options.transports
+            self._transports = catalogue.peers(names, memories[0], self._key)
+            self._absent = catalogue.absent(names, memories[0])
         self._engine = PrefillEngine(
             host,
             self._context,
@@ -293,6 +296,7 @@ class PrefillWorker:
             self._compat,
             self._transports,
             self._credits,
+            self._absent,
         )
 
     def _on_revoke(self, link: DecodeLink, revoke: Revoke) -> None:

@@ -132,6 +132,7 @@ class ExplainRecord(Message, frozen=True, kw_only=True):
     continued_from: decode workers that had it before and left, oldest first (the frontend's own
     knowledge). continued_tokens: how much of the answer was out when the last of them left; these
     are part of `prompt_tokens` here, since `decode_instance` got them as prompt.
+    transport: what the KV came over; why_not_better: "name: reason" for each better one.
     """
 
     request_id: str
@@ -145,6 +146,8 @@ class ExplainRecord(Message, frozen=True, kw_only=True):
     attempts: int = 0
     fallback: str | None = None
     kv_bytes: int = 0
+    transport: str | None = None
+    why_not_better: tuple[str, ...] = ()
     timings_ms: Timings = Timings()
     continued_from: tuple[str, ...] = ()
     continued_tokens: int = 0

@@ -260,7 +260,8 @@ class StageTimings(Message, frozen=True, kw_only=True):
 
 class Commit(Message, tag="commit", frozen=True, kw_only=True):
     """All writes of attempt are in decode memory. `parts`: (rank × chunk) writes done;
-    `blocks`: blocks written; `digest`: of the written bytes, if digests are on."""
+    `blocks`: blocks written; `digest`: of the written bytes, if digests are on. `transport`: over
+    which it was written; `why_not_better`: "name: reason" for each better one, for people."""
 
     rid: Count
     job_id: Id
@@ -272,6 +273,8 @@ class Commit(Message, tag="commit", frozen=True, kw_only=True):
     prefix_read_bytes: Count = 0
     timings: StageTimings
     digest: bytes | None = None
+    transport: Text = ""
+    why_not_better: tuple[Text, ...] = ()
 
 
 class Ready(Message, tag="ready", frozen=True, kw_only=True):

@@ -66,6 +66,16 @@ def peers(
     return transports + [StreamTransport(k, key) for k in planes(chosen, memory).values()]
 
 
+def absent(chosen: Collection[str] | None, memory: LocalMemory) -> dict[str, str]:
+    """Why `peers` does not have the others, for people, by name."""
+    reasons = {name: why for name, why in survey(memory.device).items() if why is not None}
+    if chosen is not None:
+        reasons |= dict.fromkeys(
+            set(TRANSPORTS) - set(chosen), "not among this worker's --transports"
+        )
+    return reasons
+
+
 def survey(device: int | None) -> Mapping[str, str | None]:
     """For people: each transport, best first, and why it does not work here (None: it does).
     Imports what is installed."""

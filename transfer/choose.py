@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from pullfill.errors import IncompatibleError
 from pullfill.transfer.contract import PeerTransport
@@ -38,6 +38,20 @@ def choose(
         f"no transport reaches {descriptor.instance_id} rank {descriptor.rank}: {reasons}",
         field="endpoints",
     )
+
+
+def why_not_better(
+    descriptor: RegionDescriptor, transports: Sequence[PeerTransport], absent: Mapping[str, str]
+) -> list[str]:
+    """For people: "name: reason" for each transport better than the one `choose` takes. absent:
+    why those that are not among `transports` are not. Empty when none reaches the region."""
+    try:
+        chosen, why_not = choose(descriptor, transports)
+    except IncompatibleError:
+        return []
+    reasons = dict(absent) | dict(why_not)
+    better = BEST_FIRST[: _rank(chosen.name)]
+    return [f"{name}: {reasons[name]}" for name in better if name in reasons]
 
 
 def _rank(name: str) -> int:

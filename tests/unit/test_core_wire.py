@@ -140,7 +140,7 @@ def test_explain_and_queue_have_the_promised_shape() -> None:
     assert set(shape) == {
         "request_id", "path", "reason", "prompt_tokens", "prefix_hit_tokens", "remote_tokens",
         "decode_instance", "prefill_instance", "attempts", "fallback", "kv_bytes", "timings_ms",
-        "continued_from", "continued_tokens",
+        "transport", "why_not_better", "continued_from", "continued_tokens",
     }  # fmt: skip
     assert set(shape["timings_ms"]) == {
         "route", "queue", "claim", "prefix_read", "prefill", "kv_write", "tail", "commit",

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from pullfill.errors import BadMessage, Fenced, IncompatibleError, PeerUnavailable, TransferFailed
-from pullfill.metrics import STALE_REFUSED
 from pullfill.transfer.contract import LocalMemory, Part
 from pullfill.transfer.layout import check_pair
 from pullfill.transfer.runs import Offsets, checked_ids
@@ -175,7 +174,6 @@ class Connection:
                 self._plane.receive(batch)
                 self._gate.copied("write", int(batch.iovec[0, 0]))
         except Fenced as exc:
-            STALE_REFUSED.labels("write").inc()
             self._answer(Status.FENCED, str(exc))
             self._plane.discard(batch.total)
             return False
@@ -188,7 +186,6 @@ class Connection:
                     self._link.mark(BATCH)
                     self._plane.send(batch)
             except Fenced as exc:
-                STALE_REFUSED.labels("read").inc()
                 self._link.mark(ANSWER)
                 self._answer(Status.FENCED, str(exc))
                 return
