@@ -28,7 +28,7 @@ logger = log.get("prefill_worker.scheduler")
 
 @dataclass(slots=True)
 class Write:
-    """Blocks of one task that are complete after this step."""
+    """Blocks of one task that are complete after this step, or may be read into."""
 
     task: PrefillTask
     local: list[int]
@@ -47,9 +47,10 @@ class Reports:
 
 @dataclass(slots=True)
 class StepPlan:
-    """What one step brings."""
+    """What one step brings: writes of what it computes, and prefix reads that wait for it."""
 
     writes: list[Write] = field(default_factory=list)
+    reads: list[Write] = field(default_factory=list)
     reports: Reports = field(default_factory=Reports)
 
 
@@ -92,7 +93,14 @@ class SchedulerSide:
         task.read_asked = True
         end = task.hit_tokens // self._block_size
         start = end - external_tokens // self._block_size
-        task.mover.read(task, task.remote_blocks[start:end], block_ids[start:end], self._read_done)
+        read = Write(task, list(block_ids[start:end]), task.remote_blocks[start:end], last=False)
+        if not self._scheduled:
+            task.mover.read(task, read.remote, read.local, self._read_done)
+            return
+        # A step that still runs may write into these blocks, for a request that has ended since.
+        with task.lock:
+            task.outstanding += 1
+        self._scheduled[-1].reads.append(read)
 
     def plan(self, scheduler_output: Any) -> StepPlan:
         """Once for each step, at the end of its scheduling: what is complete after the step
@@ -149,17 +157,21 @@ class SchedulerSide:
 
     def step_done(self, running: int = 0) -> None:
         """All steps planned so far but the last `running` ones have run: hand their finished
-        blocks to the movers."""
+        blocks to the movers, and start the reads that waited for them."""
         now = time.monotonic()
         while len(self._scheduled) > running:
-            for write in self._scheduled.popleft().writes:
+            plan = self._scheduled.popleft()
+            for read in plan.reads:
+                read.task.mover.read(read.task, read.remote, read.local, self._read_done)
+                self._let_go(read.task)
+            for write in plan.writes:
                 task = write.task
                 task.last_compute = now
                 task.mover.write(task, write.local, write.remote, write.last, self._write_done)
                 self._let_go(task)  # the mover counts the write itself now
 
     def _let_go(self, task: PrefillTask) -> None:
-        """One planned write less."""
+        """One planned copy less."""
         with task.lock:
             task.outstanding -= 1
         self._write_done(task, None)

@@ -312,6 +312,38 @@ def test_writes_wait_for_the_step_that_computes_them() -> None:
     assert engine.ends == [None]
 
 
+def test_a_prefix_is_read_only_after_the_steps_that_may_still_write_into_its_blocks() -> None:
+    """They were another request's, which ended while the step ran."""
+    engine = Engine(4 * BLOCK, hit=2 * BLOCK)
+    engine.side.plan(step({"other": 1}))
+    engine.side.plan(step({"other": 1}))
+    assert engine.admit() == 2 * BLOCK
+    engine.side.plan(step({"other": 1}))
+    engine.side.step_done(2)
+    assert not engine.mover.queue
+    assert engine.task.outstanding == 1
+    engine.side.step_done(1)
+    (copy,) = engine.mover.queue
+    assert copy.read
+    assert (copy.local, copy.remote) == ([LOCAL, LOCAL + 1], [REMOTE, REMOTE + 1])
+    assert engine.task.outstanding == 1
+    engine.mover.finish()
+    assert engine.run(0).reports.read_ok == {"j.1"}
+
+
+def test_a_request_aborted_before_its_read_began_is_reported_once() -> None:
+    engine = Engine(4 * BLOCK, hit=2 * BLOCK)
+    engine.side.plan(step({"other": 1}))
+    engine.admit()
+    engine.task.cancel()
+    assert engine.side.finished("j.1") is False, "freed when the read is reported"
+    engine.side.step_done()
+    engine.mover.finish(Fenced("cancelled"))
+    reports = engine.run(0).reports
+    assert (reports.read_failed, reports.sent) == ({"j.1"}, set())
+    assert engine.run(0).reports.sent == set()
+
+
 def test_a_request_that_ends_before_its_last_write_begins_keeps_its_blocks() -> None:
     """vLLM finishes a request while it processes the step's output, before `step_done`."""
     engine = Engine(2 * BLOCK)
