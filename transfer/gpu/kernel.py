@@ -4,9 +4,9 @@ Gathering into a dense buffer, scattering out of one, and copying straight into 
 blocks are the same thing to it: addresses in a table. So a layout change (heads or layers at other
 distances) needs no kernel of its own, only other addresses.
 
-A program copies one piece of one run. Words are 16, 8 or 1 byte wide: the widest that divides all
-addresses and lengths; KV pages are multiples of 16. Under `TRITON_INTERPRET=1` (set before import)
-it runs on plain CPU memory, which is how it is tested without a device.
+A program copies one piece of one run. Loads and stores are 16 bytes wide when 16 divides all
+addresses and lengths, as it does for KV pages, else a byte. Under `TRITON_INTERPRET=1` (set before
+import) it runs on plain CPU memory, which is how it is tested without a device.
 """
 
 from __future__ import annotations
@@ -37,11 +37,9 @@ def _copy_runs(table, WIDE: tl.constexpr, LANES: tl.constexpr, STEPS: tl.constex
     if WIDE:
         # What the table holds is not known when this is compiled: promise the alignment that
         # `launch` has checked, so that loads and stores become 16 bytes wide.
-        source = tl.multiple_of(source, 16)
-        target = tl.multiple_of(target, 16)
+        s = tl.multiple_of(source.to(tl.pointer_type(tl.int64)), 16)
+        d = tl.multiple_of(target.to(tl.pointer_type(tl.int64)), 16)
         words = tl.multiple_of(words, 2)
-        s = source.to(tl.pointer_type(tl.int64))
-        d = target.to(tl.pointer_type(tl.int64))
     else:
         s = source.to(tl.pointer_type(tl.int8))
         d = target.to(tl.pointer_type(tl.int8))

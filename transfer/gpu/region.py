@@ -59,9 +59,9 @@ def export(memory: LocalMemory, driver: GpuDriver | None = None) -> Exported:
     whole = driver.allocation(memory.device, memory.address)
     if not whole.exportable:
         raise ConfigError(
-            "the KV cache is made of mapped physical pages (VMM), which CUDA IPC cannot share: "
-            "remove expandable_segments from PYTORCH_CUDA_ALLOC_CONF and do not use "
-            "--enable-sleep-mode"
+            "CUDA IPC cannot share the KV cache: it is made of mapped physical pages (VMM) or comes "
+            "from a memory pool. Remove expandable_segments and cudaMallocAsync from "
+            "PYTORCH_CUDA_ALLOC_CONF and do not use --enable-sleep-mode"
         )
     offset = memory.address - whole.base
     if offset + memory.nbytes > whole.nbytes:
