@@ -293,6 +293,7 @@ class ControlServer:
     def _dispatch(self, peer: Peer, message: object) -> None:
         match message:
             case Alive():
+                peer.channel.write(message)
                 if message.pulls != peer.pulls:
                     peer.pulls = message.pulls
                     self._count()

@@ -16,7 +16,6 @@ from collections.abc import Callable
 from typing import Any
 
 from pullfill import metrics
-from pullfill.clock import SYSTEM_CLOCK, Clock
 
 
 class Account:
@@ -26,7 +25,6 @@ class Account:
         self._credits = credits
         self.peer = peer
         self.used = 0
-        self.moved = 0.0
 
     def charge(self, nbytes: int) -> None:
         self._credits._move(self, nbytes)
@@ -48,11 +46,9 @@ class Credits:
         limit_bytes: int,
         *,
         on_room: Callable[[], object] = lambda: None,
-        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self.limit = limit_bytes
         self._on_room = on_room
-        self._clock = clock
         self._lock = threading.Lock()
         self._accounts: list[Account] = []
         self._full: set[Account] = set()
@@ -69,12 +65,6 @@ class Credits:
         """Decode workers without credit, by name."""
         with self._lock:
             return sorted({account.peer for account in self._full})
-
-    def stuck(self, for_s: float) -> list[str]:
-        """Those of them that have had none for so long, and gave nothing back."""
-        with self._lock:
-            before = self._clock.monotonic() - for_s
-            return sorted({account.peer for account in self._full if account.moved <= before})
 
     @property
     def used(self) -> dict[str, int]:
@@ -102,8 +92,6 @@ class Credits:
             if account not in self._accounts:
                 return
             account.used += nbytes
-            if nbytes < 0 or account not in self._full:
-                account.moved = self._clock.monotonic()
             room = self._judge(account)
         if room:
             self._on_room()

@@ -2,7 +2,8 @@
 
 Made when the decode worker appears in the directory, kept until it leaves; reconnects while it is
 there. A broken connection ends every task granted over it: the decode worker revokes them on its
-side at the same moment.
+side at the same moment. So does one over which nothing is heard any more: a decode worker that is
+stopped takes no KV, and what waits for it must not keep others waiting.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from pullfill.prefill_worker.mover import Mover
 from pullfill.security import ClusterKey
 from pullfill.wire import (
     ALIVE_INTERVAL_S,
+    SILENT_S,
     Alive,
     Claim,
     Commit,
@@ -66,6 +68,7 @@ class DecodeLink:
         on_revoke: Callable[[DecodeLink, Revoke], None],
         on_lost: Callable[[DecodeLink], None],
         key: ClusterKey | None = None,
+        silent_s: float = SILENT_S,
     ) -> None:
         self.record = record
         self._hello = hello
@@ -73,6 +76,8 @@ class DecodeLink:
         self._on_revoke = on_revoke
         self._on_lost = on_lost
         self._key = key
+        self._silent_s = silent_s
+        self._heard = 0.0
         self._said = ""
         self._rids = itertools.count(1)
         self._replies: dict[int, asyncio.Future[Any]] = {}
@@ -147,16 +152,6 @@ class DecodeLink:
         reply = await self._ask(rid, make(rid), _REPLY_S + within_s)
         assert isinstance(reply, CommitReply)
         return reply
-
-    def drop(self, why: str) -> None:
-        """End the connection and the mover, as if the decode worker had; both are made anew. What
-        was granted over it is over."""
-        logger.warning("ending the link to %s: %s", self.record.instance_id, why)
-        mover, self._mover = self._mover, None
-        if mover is not None:
-            mover.close()
-        if self._channel is not None:
-            self._channel.abort()
 
     def leave(self) -> None:
         """Tell the decode worker, now and after each reconnect, that we pull no more jobs."""
@@ -279,11 +274,31 @@ class DecodeLink:
                 self._on_lost(self)
 
     async def _say_alive(self, channel: Channel) -> None:
+        loop = asyncio.get_running_loop()
+        self._heard = loop.time()
         while True:
             channel.write(Alive(pulls=self._pulls))
+            before = loop.time()
             await asyncio.sleep(ALIVE_INTERVAL_S)
+            if loop.time() - before > 2 * ALIVE_INTERVAL_S:
+                self._heard = loop.time()  # we did not run either: what it said waits to be read
+            elif loop.time() - self._heard > self._silent_s:
+                self._drop(f"it said nothing for {self._silent_s:.0f} s")
+                return
+
+    def _drop(self, why: str) -> None:
+        """End the connection and the mover, with its credits; both are made anew."""
+        logger.warning("ending the link to %s: %s", self.record.instance_id, why)
+        mover, self._mover = self._mover, None
+        if mover is not None:
+            mover.close()
+        if self._channel is not None:
+            self._channel.abort()
 
     def _dispatch(self, message: Any) -> None:
+        self._heard = asyncio.get_running_loop().time()
+        if isinstance(message, Alive):
+            return
         if isinstance(message, Revoke):
             self._on_revoke(self, message)
             return

@@ -62,11 +62,6 @@ class Links:
         for link in self._links.values():
             link.pause(paused)
 
-    def drop(self, instance_id: str, why: str) -> None:
-        """End the connection to a decode worker that takes nothing any more; it is tried again."""
-        if (link := self._links.get(instance_id)) is not None:
-            link.drop(why)
-
     async def close(self) -> None:
         for link in list(self._links.values()):
             await link.close()

@@ -2,15 +2,14 @@
 while the last one's blocks are being written, and no more, so that other workers get the rest.
 
 While a decode worker has no KV credit left (credits.py) nothing is pulled: the next job may be its
-own. That lasts `patience_s` at most. By then it has taken some of what waits for it, and pulling
-goes on, or it has taken nothing, and its link is ended. So one slow decode worker delays the others
-by that long at a time, and a dead one by that long once."""
+own. That lasts `patience_s` at most, then there is one more pull, whose jobs may be for others. One
+that says nothing for as long loses its link (link.py), and its credits are written off. So a slow
+decode worker delays the others by that long at a time, a stopped one by that long once."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
 
 from pullfill import log
 from pullfill.errors import PullfillError
@@ -25,8 +24,7 @@ _WAIT_S = 2.0
 
 
 class Puller:
-    """Owns the pull loop. `budget_tokens`: prompt tokens under way at which it stops pulling.
-    drop: ends the link to a decode worker, by name and reason."""
+    """Owns the pull loop. `budget_tokens`: prompt tokens under way at which it stops pulling."""
 
     def __init__(
         self,
@@ -36,13 +34,11 @@ class Puller:
         budget_tokens: int,
         max_jobs: int,
         credits: Credits,
-        drop: Callable[[str, str], None],
         patience_s: float = SILENT_S,
     ) -> None:
         self._consumer = consumer
         self._runner = runner
         self._credits = credits
-        self._drop = drop
         self._patience_s = patience_s
         self._budget = budget_tokens
         self._max_jobs = max_jobs
@@ -82,8 +78,6 @@ class Puller:
                 while self._credits.gone:
                     self._room.clear()
                     await self._room.wait()
-        for peer in self._credits.stuck(0.9 * self._patience_s):
-            self._drop(peer, "its KV credits are gone, and it took nothing")
 
     async def _run(self) -> None:
         pause = 0.1

@@ -277,7 +277,6 @@ class PrefillWorker:
             budget_tokens=budget,
             max_jobs=_MAX_JOBS,
             credits=self._credits,
-            drop=self._links.drop,
         )
         return puller
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -45,6 +47,37 @@ async def test_a_worker_that_says_alive_stays(monkeypatch: pytest.MonkeyPatch) -
         await asyncio.sleep(1.2)
         assert decode.server.prefill_workers == 1
         assert prefill.lost == 0
+    finally:
+        await prefill.link.close()
+        await decode.server.stop()
+
+
+async def test_a_silent_decode_worker_is_let_go_and_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A stopped decode worker keeps its connection too: what waits for it would wait for ever."""
+    monkeypatch.setattr("pullfill.prefill_worker.link.ALIVE_INTERVAL_S", 0.05)
+    decode = Decode()
+    real = decode.server._dispatch
+    monkeypatch.setattr(decode.server, "_dispatch", lambda peer, message: None)
+    await decode.server.start("127.0.0.1")
+    prefill = Prefill(decode, silent_s=0.25)
+    closed: list[int] = []
+    mover: Any = SimpleNamespace(close=lambda: closed.append(1))
+    prefill.link._mover = mover
+    try:
+        await prefill.link.wait_up(5.0)
+        await until(lambda: prefill.lost == 1)
+        assert closed == [1], "its credits are written off"
+        monkeypatch.setattr(decode.server, "_dispatch", real)
+        await prefill.link.wait_up(5.0)
+        for _ in range(10):  # the connection it had then may end once more
+            lost = prefill.lost
+            await asyncio.sleep(0.4)
+            if prefill.lost == lost:
+                break
+        assert prefill.lost == lost, "it answers again"
+        assert prefill.link.connected
     finally:
         await prefill.link.close()
         await decode.server.stop()

@@ -286,8 +286,8 @@ async def test_push_async_computes_while_it_writes(tmp_path: Path) -> None:
 async def test_a_slow_decode_worker_stops_the_others_for_a_bounded_time(
     tmp_path: Path, mode: KvMode
 ) -> None:
-    """Nothing moves at the first one: its link is ended, and the second one is served. When the
-    first goes on it is connected anew, and nothing is left over."""
+    """Nothing moves at the first one, which lives and says so: the second one is served all the
+    same, and nobody's work is thrown away."""
     async with Cluster(tmp_path, kv_mode=mode, credit_blocks=4, patience_s=0.1) as cluster:
         slow, other = await cluster.decode("decode-1"), await cluster.decode("decode-2")
         prefill = await cluster.prefill(chunk=8)
@@ -295,16 +295,14 @@ async def test_a_slow_decode_worker_stops_the_others_for_a_bounded_time(
         stuck = slow.send(prompt(30))
         await (stuck_in_a_write(slow) if mode is KvMode.PUSH_ASYNC else stuck_in_a_read(prefill))
         await until(lambda: "decode-1" in prefill.credits.gone)
-        await until(lambda: not prefill.credits.gone)  # for it was given up
         if mode is PULL:  # the fault holds every read of this prefill worker, but those that come
             faults._pass_first = 1000
         served = other.send(prompt(40, seed=2))
         await settled(served)
         assert other.right(served)
         faults.resume()
-        await settled(stuck)  # what was being read is not given up for a lost link
-        assert slow.right(stuck) if mode is PULL else not stuck.loaded
-        await until(lambda: prefill.links.connected == ["decode-1", "decode-2"])
+        await settled(stuck)
+        assert slow.right(stuck)
         again = slow.send(prompt(30))
         await settled(again)
         assert slow.right(again)

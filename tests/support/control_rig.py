@@ -99,6 +99,7 @@ class Prefill:
         compat: str | None = None,
         key: ClusterKey | None = None,
         address: str | None = None,
+        silent_s: float = SILENT_S,
     ) -> None:
         self.revokes: list[Revoke] = []
         self.lost = 0
@@ -114,6 +115,7 @@ class Prefill:
             lambda _, revoke: self.revokes.append(revoke),
             self._lost,
             key,
+            silent_s,
         )
 
     async def _no_mover(self, record: WorkerRecord) -> Any:

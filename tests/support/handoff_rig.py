@@ -284,7 +284,6 @@ class PrefillHalf:
             budget_tokens=400,
             max_jobs=16,
             credits=self.credits,
-            drop=self.links.drop,
             patience_s=cluster.patience_s,
         )
         self.links.start()

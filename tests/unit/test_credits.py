@@ -12,7 +12,6 @@ import pytest
 from pullfill import metrics
 from pullfill.prefill_worker.credits import Credits
 from pullfill.prefill_worker.puller import Puller
-from tests.support.fakes import FakeClock
 
 
 def test_charged_and_given_back() -> None:
@@ -53,23 +52,6 @@ def test_a_closed_account_is_written_off() -> None:
     assert (credits.gone, rooms) == ([], [1])
 
 
-def test_stuck_is_who_gives_nothing_back() -> None:
-    clock = FakeClock()
-    credits = Credits(10, clock=clock)
-    slow, dead = credits.open("slow"), credits.open("dead")
-    for account in (slow, dead):
-        account.charge(30)
-    clock.advance(4)
-    slow.give_back(5)
-    dead.charge(5)
-    clock.advance(1)
-    assert credits.stuck(5) == ["dead"]
-    assert credits.stuck(6) == []
-    late = credits.open("late")
-    late.charge(10)
-    assert "late" not in credits.stuck(1)
-
-
 def test_metrics() -> None:
     credits = Credits(1000)
     for name, nbytes in (("a", 10), ("b", 30)):
@@ -105,7 +87,6 @@ class Rig:
 
     def __init__(self, patience_s: float) -> None:
         self.pulls = 0
-        self.dropped: list[str] = []
         loop = asyncio.get_running_loop()
         self.credits = Credits(100, on_room=lambda: loop.call_soon_threadsafe(self.puller.changed))
         self.account = self.credits.open("decode-1")
@@ -113,7 +94,7 @@ class Rig:
         runner: Any = SimpleNamespace(in_flight_tokens=0, in_flight=0)
         self.puller = Puller(
             consumer, runner, budget_tokens=10, max_jobs=2, credits=self.credits,
-            drop=self._drop, patience_s=patience_s,
+            patience_s=patience_s,
         )  # fmt: skip
 
     async def _pull(self, *_: float) -> list[Any]:
@@ -122,11 +103,6 @@ class Rig:
         return []
 
     async def _drain(self) -> None: ...
-
-    def _drop(self, peer: str, why: str) -> None:
-        self.dropped.append(peer)
-        assert "credits" in why
-        self.account.close()  # as its mover does
 
 
 async def until(what: Any) -> None:
@@ -144,31 +120,19 @@ async def test_nothing_is_pulled_without_credit() -> None:
         assert rig.pulls == 0
         await asyncio.to_thread(rig.account.give_back, 1)
         await until(lambda: rig.pulls)
-        assert rig.dropped == []
     finally:
         await rig.puller.stop()
 
 
-async def test_a_peer_that_takes_nothing_is_dropped_and_pulling_goes_on() -> None:
-    rig = Rig(patience_s=0.05)
+@pytest.mark.parametrize("takes", [0, 1])
+async def test_a_peer_that_takes_little_stops_nobody_for_long(takes: int) -> None:
+    rig = Rig(patience_s=0.02)
     rig.account.charge(1000)
     rig.puller.start()
     try:
-        await until(lambda: rig.pulls > 3)
-        assert rig.dropped == ["decode-1"]
-    finally:
-        await rig.puller.stop()
-
-
-async def test_a_peer_that_takes_little_is_kept_and_stops_nobody_for_long() -> None:
-    rig = Rig(patience_s=0.05)
-    rig.account.charge(1000)
-    rig.puller.start()
-    try:
-        while rig.pulls < 2:
-            rig.account.give_back(1)
+        while rig.pulls < 3:
+            rig.account.give_back(takes)
             await asyncio.sleep(0.005)
-        assert rig.dropped == []
         assert rig.credits.gone == ["decode-1"]
     finally:
         await rig.puller.stop()
