@@ -59,8 +59,8 @@ def export(memory: LocalMemory, driver: GpuDriver | None = None) -> Exported:
     whole = driver.allocation(memory.device, memory.address)
     if not whole.exportable:
         raise ConfigError(
-            "CUDA IPC cannot share the KV cache: it is made of mapped physical pages (VMM), or comes"
-            " from a memory pool. Remove expandable_segments and cudaMallocAsync from "
+            "CUDA IPC cannot share the KV cache: it is made of mapped physical pages (VMM) or is "
+            "from a memory pool. Remove expandable_segments and cudaMallocAsync from "
             "PYTORCH_CUDA_ALLOC_CONF and do not use --enable-sleep-mode"
         )
     offset = memory.address - whole.base
