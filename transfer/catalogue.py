@@ -20,7 +20,7 @@ from pullfill.transfer.stream.contract import PlaneKind
 from pullfill.transfer.stream.peer import StreamTransport
 
 _PLANES = {
-    "nccl": ("pullfill.transfer.nccl.plane", "NcclKind"),
+    "nccl": ("pullfill.transfer.nccl.cuda", "make_kind"),
     "nixl": ("pullfill.transfer.nixl.plane", "NixlKind"),
     "tcp": ("pullfill.transfer.tcp.plane", "TcpKind"),
 }
@@ -104,7 +104,11 @@ def _plane(name: str) -> tuple[PlaneKind | None, str | None]:
 def _why_not_mapped(name: str, device: int | None) -> str | None:
     if name == "shm":
         return None if device is None else "this worker's KV memory is on a GPU"
-    return None if device is not None else "this worker's KV memory is not on a GPU"
+    if device is None:
+        return "this worker's KV memory is not on a GPU"
+    from pullfill.transfer.cuda_ipc.writers import why_no_proof
+
+    return why_no_proof()
 
 
 def _mapped(name: str, device: int | None) -> PeerTransport:

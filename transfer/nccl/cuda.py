@@ -21,6 +21,7 @@ from pullfill.transfer.gpu.copies import BATCH_RUNS, SMALL_RUN, Kernel, kernel_f
 from pullfill.transfer.gpu.cuda import load, why_no_cuda
 from pullfill.transfer.nccl.communicator import settle
 from pullfill.transfer.nccl.contract import Addresses, Copier, Gpu, Nccl, Stream
+from pullfill.transfer.nccl.plane import NcclKind
 
 CHANNELS = 8
 _SHARING_FROM = 23000
@@ -77,6 +78,11 @@ class CudaGpus:
             if memory.device not in self._gpus:
                 self._gpus[memory.device] = CudaGpu(memory.device)
             return self._gpus[memory.device]
+
+
+def make_kind() -> NcclKind:
+    """The transport on this process's GPUs; its `why_not` says what is missing."""
+    return NcclKind(CudaGpus())
 
 
 class CudaGpu:
