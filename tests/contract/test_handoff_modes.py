@@ -25,7 +25,7 @@ from tests.support.handoff_rig import (
 from tests.support.kv_engine import BLOCK
 
 PULL = KvMode.PULL
-TRANSPORTS = ["loopback", "shm"]
+TRANSPORTS = ["loopback", "shm", "tcp"]
 
 
 def counter(metric: Any, *labels: str) -> float:
