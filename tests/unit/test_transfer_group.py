@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import pytest
 
 from pullfill.errors import Fenced, TransferFailed
-from pullfill.transfer.contract import KvLayout, LocalMemory, MoveResult
+from pullfill.transfer.contract import MoveResult
 from pullfill.transfer.group import GroupSession, Member
-from pullfill.transfer.layout import dense_layout
 from pullfill.transfer.session import MappedSession
 from pullfill.transfer.topology import Rect, plan
 from pullfill.wire import FenceToken
-from tests.support.transfer_rigs import memory_over
+from tests.support.ranked import HALVES, PAGE, REPLICAS, STAGES, WHOLE, RankedWorker
 
-PAGE, LAYERS, BLOCKS = 64, 3, 8
 TOKEN = FenceToken(slot=0, epoch=1)
 
 
@@ -43,39 +40,7 @@ class _OpenGate:
         self.closed += 1
 
 
-class _Worker:
-    """The KV memories of the ranks of one worker."""
-
-    def __init__(self, rects: Sequence[Rect], seed: int) -> None:
-        self.rects = list(rects)
-        self.data: list[np.ndarray] = []
-        self.memories: list[LocalMemory] = []
-        random = np.random.default_rng(seed)
-        model = random.integers(0, 255, (LAYERS, BLOCKS, 4, PAGE), np.uint8)
-        for rect in rects:
-            layout = dense_layout(rect.layers, BLOCKS, rect.heads, PAGE)
-            # Ranks that share a head hold the same, as after a real prefill.
-            data = model[rect.first_layer : rect.end_layer, :, rect.first_head : rect.end_head]
-            self.data.append(np.ascontiguousarray(data).reshape(-1))
-            self.memories.append(memory_over(self.data[-1], layout))
-
-    def page(self, rank: int, layer: int, block: int, head: int) -> bytes:
-        at: KvLayout = self.memories[rank].layout
-        first = layer * at.layer_stride + block * at.block_stride + head * at.head_stride
-        return self.data[rank][first : first + PAGE].tobytes()
-
-    def block(self, block: int) -> dict[tuple[int, int], set[bytes]]:
-        """(layer, head) of the model → what the ranks that have it hold there."""
-        found: dict[tuple[int, int], set[bytes]] = {}
-        for rank, rect in enumerate(self.rects):
-            for layer in range(rect.layers):
-                for head in range(rect.heads):
-                    where = (rect.first_layer + layer, rect.first_head + head)
-                    found.setdefault(where, set()).add(self.page(rank, layer, block, head))
-        return found
-
-
-def group(ours: _Worker, theirs: _Worker) -> tuple[GroupSession, list[_OpenGate]]:
+def group(ours: RankedWorker, theirs: RankedWorker) -> tuple[GroupSession, list[_OpenGate]]:
     gates: list[_OpenGate] = []
     members: list[Member] = []
 
@@ -95,16 +60,10 @@ def group(ours: _Worker, theirs: _Worker) -> tuple[GroupSession, list[_OpenGate]
     return GroupSession(members), gates
 
 
-WHOLE = [Rect(0, 4, 0, LAYERS)]
-HALVES = [Rect(0, 2, 0, LAYERS), Rect(2, 2, 0, LAYERS)]
-REPLICAS = [Rect(h, 1, 0, LAYERS) for h in (0, 0, 1, 1, 2, 2, 3, 3)]
-STAGES = [Rect(0, 4, 0, 1), Rect(0, 4, 1, LAYERS - 1)]
-
-
 @pytest.mark.parametrize("ours", [WHOLE, HALVES, REPLICAS, STAGES])
 @pytest.mark.parametrize("theirs", [WHOLE, HALVES, REPLICAS, STAGES])
 def test_blocks_arrive_whole_in_both_directions(ours: list[Rect], theirs: list[Rect]) -> None:
-    prefill, decode = _Worker(ours, 1), _Worker(theirs, 2)
+    prefill, decode = RankedWorker(ours, 1), RankedWorker(theirs, 2)
     session, _ = group(prefill, decode)
     session.read_blocks(TOKEN, [7, 6], [0, 1])
     before = decode.block(2)
@@ -174,7 +133,7 @@ def test_close_reaches_everyone() -> None:
 
 
 def test_a_dead_fence_stops_a_group_between_members() -> None:
-    prefill, decode = _Worker(WHOLE, 1), _Worker(HALVES, 2)
+    prefill, decode = RankedWorker(WHOLE, 1), RankedWorker(HALVES, 2)
     session, gates = group(prefill, decode)
     gates[1].fenced = True
     with pytest.raises(Fenced):

@@ -1,0 +1,172 @@
+"""Workers of any ranks connected over real shared memory: parts, roles, and what fails half-way."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pullfill.errors import BadMessage, Fenced, IncompatibleError, PeerUnavailable
+from pullfill.host import host_id
+from pullfill.transfer.connect import connect
+from pullfill.transfer.contract import LocalMemory, Part, PeerSession
+from pullfill.transfer.digest import DIGEST_BYTES, BlockDigester, copies_of
+from pullfill.transfer.group import GroupSession
+from pullfill.transfer.layout import describe_region
+from pullfill.transfer.session import MappedSession
+from pullfill.transfer.shm.files import RegionFiles
+from pullfill.transfer.shm.owner import ShmOwner
+from pullfill.transfer.shm.peer import ShmTransport
+from pullfill.transfer.topology import Rect
+from pullfill.wire import RegionDescriptor
+from tests.support.ranked import BLOCKS, HALVES, PAGE, REPLICAS, STAGES, WHOLE, RankedWorker
+from tests.support.transfer_rigs import COMPAT
+
+SPLITS = {"whole": WHOLE, "halves": HALVES, "replicas": REPLICAS, "stages": STAGES}
+
+
+@dataclass
+class Owned:
+    """A decode worker: the memory of its ranks in files, behind one fence."""
+
+    worker: RankedWorker
+    owner: ShmOwner
+    descriptors: list[RegionDescriptor]
+
+
+def own(directory: Path, rects: list[Rect]) -> Owned:
+    worker = RankedWorker(rects, seed=2)
+    files = RegionFiles("decode-1", directory)
+    owner: ShmOwner | None = None
+    for rank, memory in enumerate(worker.memories):
+        path = str(files.create_kv(memory.nbytes, rank))
+        shared = np.asarray(np.memmap(path, np.uint8, "r+"))
+        shared[:] = worker.data[rank]
+        worker.data[rank] = shared
+        worker.memories[rank] = memory = replace(memory, address=shared.ctypes.data)
+        if owner is None:
+            owner = ShmOwner(files, memory, "i1", kv_path=path)
+        else:
+            owner.add_rank(memory, path)
+    assert owner is not None
+    descriptors = [
+        describe_region(
+            memory,
+            instance_id="decode-1",
+            incarnation="i1",
+            rank=rank,
+            world_size=len(rects),
+            host_id=host_id(),
+            epoch=0,
+            block_size=16,
+            compat=COMPAT,
+            endpoints=owner.endpoints(rank),
+        )
+        for rank, memory in enumerate(worker.memories)
+    ]
+    return Owned(worker, owner, descriptors)
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_mapped(tmp_path: Path) -> Iterator[None]:
+    """A session that is not closed still maps the fence."""
+
+    def sessions() -> int:
+        fence = str(tmp_path / "pullfill-decode-1.fence")
+        return Path("/proc/self/maps").read_text().count(fence)
+
+    assert sessions() == 0
+    yield
+    assert sessions() == 0
+
+
+@pytest.mark.parametrize(("here", "there"), list(product(SPLITS, SPLITS)))
+def test_blocks_reach_every_rank_and_come_back(tmp_path: Path, here: str, there: str) -> None:
+    prefill, decode = RankedWorker(SPLITS[here], seed=1), own(tmp_path, SPLITS[there])
+    session = connect(prefill.memories, decode.descriptors, [ShmTransport()])
+    token = decode.owner.fences.open([5, 3])
+    before = decode.worker.block(2)
+    assert session.write_blocks(token, [0, 1], [5, 3]).blocks == 2
+    assert decode.worker.block(5) == prefill.block(0)
+    assert decode.worker.block(3) == prefill.block(1)
+    assert decode.worker.block(2) == before
+    session.read_blocks(token, [2], [7])
+    assert prefill.block(7) == before
+    assert all(len(copies) == 1 for copies in prefill.block(7).values())
+    assert decode.owner.fences.try_revoke(token)
+    with pytest.raises(Fenced):
+        session.write_blocks(token, [0], [5])
+    session.close()
+    decode.owner.close()
+
+
+def test_workers_that_are_alike_need_no_group(tmp_path: Path) -> None:
+    prefill, decode = RankedWorker(WHOLE, seed=1), own(tmp_path, WHOLE)
+    session = connect(prefill.memories, decode.descriptors, [ShmTransport()])
+    assert isinstance(session, MappedSession)
+    session.close()
+    decode.owner.close()
+
+
+def test_one_session_serves_both_verbs_where_it_can(tmp_path: Path) -> None:
+    prefill, decode = RankedWorker(WHOLE, seed=1), own(tmp_path, HALVES)
+    session = connect(prefill.memories, decode.descriptors, [ShmTransport()])
+    assert isinstance(session, GroupSession)
+    assert [(m.writes, m.reads) for m in session._members] == [(True, True)] * 2
+    session.close()
+    decode.owner.close()
+
+
+class BreaksAtRank1(ShmTransport):
+    """The file is there when asked for and gone when it is mapped."""
+
+    def connect(
+        self, local: LocalMemory, descriptor: RegionDescriptor, part: Part | None = None
+    ) -> PeerSession:
+        if descriptor.rank == 1:
+            raise PeerUnavailable("gone")
+        return super().connect(local, descriptor, part)
+
+
+def test_a_rank_out_of_reach_leaves_nothing_connected(tmp_path: Path) -> None:
+    prefill, decode = RankedWorker(WHOLE, seed=1), own(tmp_path, HALVES)
+    with pytest.raises(PeerUnavailable):
+        connect(prefill.memories, decode.descriptors, [BreaksAtRank1()])
+    os.unlink(tmp_path / "pullfill-decode-1-1.kv")
+    with pytest.raises(IncompatibleError, match="rank 1"):
+        connect(prefill.memories, decode.descriptors, [ShmTransport()])
+    with pytest.raises(BadMessage, match="rank 0 of 2"):
+        connect(prefill.memories, decode.descriptors[:1], [ShmTransport()])
+    decode.owner.close()
+
+
+# ------------------------------------------------------------------ digests
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_digests_do_not_depend_on_the_split(split: str) -> None:
+    whole, other = RankedWorker(WHOLE, seed=3), RankedWorker(SPLITS[split], seed=3)
+    expected = BlockDigester(whole.memories[0]).digest([4, 1, 6])
+    for copy in range(copies_of(other.memories)):
+        assert BlockDigester(other.memories, copy=copy).digest([4, 1, 6]) == expected
+
+
+def test_every_replica_has_a_digest_of_its_own() -> None:
+    worker = RankedWorker(REPLICAS, seed=3)
+    assert copies_of(worker.memories) == 2
+    assert [copies_of(RankedWorker(s, 3).memories) for s in (WHOLE, HALVES, STAGES)] == [1, 1, 1]
+    right = BlockDigester(worker.memories).digest(range(BLOCKS))
+    at = worker.memories[3].layout.block_stride * 5
+    worker.data[3][at + PAGE - 1] ^= 1  # head 1, the second copy of it, block 5
+    assert BlockDigester(worker.memories, copy=0).digest(range(BLOCKS)) == right
+    seen = BlockDigester(worker.memories, copy=1).digest(range(BLOCKS))
+    differ = [
+        b for b in range(BLOCKS)
+        if seen[b * DIGEST_BYTES :][:DIGEST_BYTES] != right[b * DIGEST_BYTES :][:DIGEST_BYTES]
+    ]  # fmt: skip
+    assert differ == [5]
