@@ -1,0 +1,135 @@
+"""GPU workers with other numbers of ranks than each other, from what their ranks tell to the bytes:
+every part real but the GPUs, which are plain memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import msgspec
+import numpy as np
+import pytest
+
+from pullfill.decode_worker.offers import offer
+from pullfill.errors import ConfigError, Fenced
+from pullfill.host import host_id
+from pullfill.transfer import catalogue
+from pullfill.transfer.connect import connect
+from pullfill.transfer.contract import KvLayout, LocalMemory, Owner
+from pullfill.transfer.cuda_ipc import peer
+from pullfill.transfer.cuda_ipc.endpoint import IpcEndpoint
+from pullfill.transfer.cuda_ipc.peer import CudaIpcTransport
+from pullfill.transfer.gpu import region as gpu_region
+from pullfill.transfer.layout import dense_layout, describe_region
+from pullfill.transfer.shm import ranks
+from pullfill.transfer.shm.files import RegionFiles
+from pullfill.wire import RegionDescriptor
+from tests.support.fake_gpu import FakeDriver
+from tests.support.transfer_rigs import COMPAT, extent, memory_over, pages, random_bytes
+
+BLOCKS, LAYERS, HEADS, PAGE = 12, 3, 4, 64
+OPTIONS = SimpleNamespace(transports=None, host="127.0.0.1", kv_port=0, advertise_kv=None)
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+    made = FakeDriver()
+    monkeypatch.setattr(gpu_region, "load", lambda: made)
+    return made
+
+
+class GpuRanks:
+    """The GPU memory of a worker with so many ranks; all but rank 0 live in other processes."""
+
+    def __init__(self, driver: FakeDriver, count: int, seed: int) -> None:
+        self.layout: KvLayout = dense_layout(LAYERS, BLOCKS, HEADS // count, PAGE)
+        self.data = []
+        told = {}
+        for rank in range(count):
+            block = driver.allocate(extent(self.layout), rank % driver.count())
+            block.data[:] = random_bytes(len(block.data), seed + rank)
+            self.data.append(block.data)
+            memory = replace(memory_over(block.data, self.layout), device=block.device)
+            region = gpu_region.tell_gpu(memory)
+            told[0, rank] = replace(region, pid=1) if rank else region
+        self.mapped = ranks.attach(told, HEADS)
+
+    @property
+    def memories(self) -> list[LocalMemory]:
+        return [rank.memory for rank in self.mapped]
+
+    @property
+    def pages(self) -> np.ndarray:
+        """[layer, block, head of the whole model, byte]."""
+        return np.concatenate([pages(data, self.layout) for data in self.data], axis=2)
+
+    def close(self) -> None:
+        for rank in self.mapped:
+            rank.close()
+
+
+def described(owner: Owner, memories: list[LocalMemory]) -> list[RegionDescriptor]:
+    """As another process gets them: no process may map its own GPU memory."""
+    found = []
+    for rank, memory in enumerate(memories):
+        endpoint = IpcEndpoint.decode(owner.endpoints(rank)["cuda_ipc"])
+        theirs = msgspec.structs.replace(endpoint.memory, pid=1)
+        found.append(
+            describe_region(
+                memory,
+                instance_id="decode-1",
+                incarnation="i1",
+                rank=rank,
+                world_size=len(memories),
+                host_id=host_id(),
+                epoch=0,
+                block_size=16,
+                compat=COMPAT,
+                endpoints={"cuda_ipc": msgspec.structs.replace(endpoint, memory=theirs).encode()},
+            )
+        )
+    return found
+
+
+@pytest.mark.parametrize(("mine", "theirs"), [(1, 1), (2, 1), (1, 2), (4, 2)])
+def test_every_head_gets_where_it_belongs(
+    tmp_path: Path, driver: FakeDriver, mine: int, theirs: int
+) -> None:
+    decode, prefill = GpuRanks(driver, theirs, 1), GpuRanks(driver, mine, 50)
+    base = ranks.base_owner(RegionFiles("decode-1", tmp_path), decode.mapped, "i1")
+    owner = offer(base, decode.memories, instance_id="decode-1", options=OPTIONS, key=None)  # type: ignore[arg-type]
+    transport = CudaIpcTransport(0, lambda: driver, lambda *_: None)
+    openings = sum(driver.openings.values())
+    session = connect(prefill.memories, described(owner, decode.memories), [transport])
+    source, target = [7, 0, 3], [2, 11, 5]
+    expected, token = decode.pages, owner.fences.open(target)
+    session.write_blocks(token, source, target)
+    expected[:, target] = prefill.pages[:, source]
+    np.testing.assert_array_equal(decode.pages, expected)
+    session.read_blocks(token, [5], [9])
+    np.testing.assert_array_equal(prefill.pages[:, 9], decode.pages[:, 5])
+    assert owner.fences.try_revoke(token)
+    with pytest.raises(Fenced):
+        session.write_blocks(token, [1], [2])
+    np.testing.assert_array_equal(decode.pages, expected)
+    session.close()
+    owner.close()
+    assert sum(driver.openings.values()) == openings
+    decode.close()
+    prefill.close()
+    assert sum(driver.openings.values()) == driver.streams == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_gpu_worker_reaches_others_over_cuda_ipc(
+    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer, "load", lambda: driver)
+    prefill = GpuRanks(driver, 1, 1)
+    names = [t.name for t in catalogue.peers(None, prefill.memories[0], None)]
+    assert names[0] == "cuda_ipc"
+    assert not {"shm", "tcp"} & set(names), "they would touch GPU memory with the CPU"
+    with pytest.raises(ConfigError, match="on a GPU"):
+        catalogue.peers(["shm"], prefill.memories[0], None)
+    prefill.close()
