@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 
 from pullfill.errors import BadMessage, Fenced, IncompatibleError, PeerUnavailable
 from pullfill.transfer.contract import Part, PeerSession
@@ -187,6 +188,21 @@ def test_memory_of_sleep_mode_is_refused() -> None:
     told = tell_gpu(pages.memory)
     assert told.exported is None
     assert "--enable-sleep-mode" in told.why_not
+
+
+def test_an_owner_that_dies_takes_nobody_with_it(
+    owner: Program, mine: GpuMemory, session: PeerSession
+) -> None:
+    """Its memory is mapped here: writing there is for nothing, but our own work must go on."""
+    token = owner.open()
+    session.write_blocks(token, range(BLOCKS), range(BLOCKS))
+    before = BlockDigester(mine.memory).digest(range(BLOCKS))
+    owner.process.kill()
+    owner.process.wait()
+    for _ in range(20):
+        session.write_blocks(token, range(BLOCKS), range(BLOCKS))
+    assert BlockDigester(mine.memory).digest(range(BLOCKS)) == before
+    assert int((mine.buffer + 1 - mine.buffer).sum(dtype=torch.int64)) == mine.buffer.numel()
 
 
 def test_an_owner_that_is_gone(owner: Program, mine: GpuMemory) -> None:
