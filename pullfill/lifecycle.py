@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import NoReturn
 
 from pullfill import log
@@ -79,9 +79,22 @@ def exit_within(seconds: float, code: int) -> None:
         timer.start()
 
 
+_last: list[Callable[[], None]] = []
+
+
+def at_leave(work: Callable[[], None]) -> Callable[[], None]:
+    """Have `leave` call `work`, which must not block. For what would outlive the process, like
+    files in shared memory, when it fails before it can close anything. Returns what undoes it."""
+    _last.append(work)
+    return lambda: _last.remove(work) if work in _last else None
+
+
 def leave(code: int) -> NoReturn:
     """End this process now, what it printed included: no thread, exit hook or event loop that
     closes can hold it."""
+    for work in list(_last):
+        with contextlib.suppress(Exception):
+            work()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -37,6 +37,7 @@ _WORKER = {
     "vllm.v1.request": ("Request", "RequestStatus.WAITING_FOR_REMOTE_KVS"),
     "vllm.v1.metrics.stats": ("PrefillStats:num_local_cached_tokens",),
     "vllm.v1.executor": ("Executor.get_class",),
+    "vllm.v1.executor.multiproc_executor": ("WorkerProcHandle:proc", "WorkerProcHandle:rank"),
     "vllm.distributed.kv_transfer.kv_connector.v1.base": (
         "KVConnectorTransferResults:failed_recving",
         "KVConnectorBase_V1.get_mem_pool_context",

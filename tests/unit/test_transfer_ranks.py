@@ -149,6 +149,12 @@ def test_more_ranks_than_heads_hold_copies(tmp_path: Path) -> None:
         rank.close()
 
 
+def test_one_rank_alone_has_all_there_is(tmp_path: Path) -> None:
+    (rank,) = ranks.attach({(0, 0): region(tmp_path, 0, heads=3)}, kv_heads=8)
+    assert (rank.memory.first_head, rank.memory.layout.num_kv_heads) == (0, 3)
+    rank.close()
+
+
 def test_one_rank_in_this_process_is_not_mapped_twice(tmp_path: Path) -> None:
     told = replace(region(tmp_path, 0), pid=os.getpid())
     (rank,) = ranks.attach({(0, 0): told}, kv_heads=1)
@@ -174,6 +180,21 @@ def test_ranks_that_do_not_fit_are_refused_and_nothing_stays_mapped(tmp_path: Pa
     with pytest.raises(PeerUnavailable, match="shorter"):
         ranks.attach({(0, 0): short}, kv_heads=1)
     assert maps() == 0
+
+
+def test_a_process_that_fails_at_its_start_leaves_no_files(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path\n"
+        "from pullfill.lifecycle import at_leave, leave\n"
+        "from pullfill.transfer.shm.files import RegionFiles\n"
+        "at_leave(lambda: 1 / 0)\n"
+        "files = RegionFiles('decode-a', Path(sys.argv[1])); files.create_kv(4096, 1)\n"
+        "RegionFiles('decode-b', Path(sys.argv[1])).close()\n"
+        "leave(2)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=REPO, check=False)
+    assert done.returncode == 2
+    assert os.listdir(tmp_path) == []
 
 
 def test_what_a_rank_tells_survives_the_way_to_the_main_process(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 import msgspec
 
 from pullfill.errors import BadMessage, ConfigError, PeerUnavailable
+from pullfill.lifecycle import at_leave
 from pullfill.transfer.shm import lock
 
 DIR_ENV = "PULLFILL_SHM_DIR"
@@ -120,7 +121,7 @@ def create_kv(directory: Path, instance_id: str, rank: int, nbytes: int) -> Path
 
 class RegionFiles:
     """Makes and owns the fence file, and removes the KV files that the ranks made. Lives as long as
-    the worker's memory, in its main process."""
+    the worker's memory, in its main process; a process that fails at its start removes them too."""
 
     def __init__(self, instance_id: str, directory: Path | None = None) -> None:
         """Sweeps orphans, then creates and locks the fence file (empty). Raises ConfigError when
@@ -140,6 +141,7 @@ class RegionFiles:
                 f"cannot use {self.directory} for shared KV memory ({exc}); set {DIR_ENV} to a "
                 "writable directory on a tmpfs"
             ) from exc
+        self._forget = at_leave(self.close)
 
     @property
     def kv_path(self) -> Path:
@@ -170,6 +172,7 @@ class RegionFiles:
         _unlink(self.directory, self.fence_path.name)
         os.close(self.fence_fd)
         self.fence_fd = -1
+        self._forget()
 
 
 class Mapping:

@@ -99,7 +99,9 @@ def attach(regions: Mapping[tuple[int, int], RankRegion], kv_heads: int) -> list
                 break
             if pp and tp == 0:
                 first_layer += ranks[-1].memory.layout.num_layers
-            first_head, heads = head_range(kv_heads, tp_size, tp)
+            # One rank has what it has, whatever a model counts as its KV heads.
+            alone = (0, region.memory.layout.num_kv_heads)
+            first_head, heads = head_range(kv_heads, tp_size, tp) if tp_size > 1 else alone
             place = replace(region.memory, first_head=first_head, first_layer=first_layer)
             _check(place.layout, heads, ranks)
             ranks.append(_attach(region, place))
