@@ -348,6 +348,7 @@ class DecodeWorker:
             data=self._shim.address,
             control=self._options.advertise_control or self._control.address,
             max_model_len=config.model_config.max_model_len,
+            world_size=max(1, len(context.ranks)),
             version=__version__,
         )
         block_size = config.cache_config.block_size

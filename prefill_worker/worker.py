@@ -323,6 +323,7 @@ class PrefillWorker:
             started_at=self._started_at,
             http=self._probe.url,
             max_model_len=self._config.model_config.max_model_len,
+            world_size=max(1, len(self._context.ranks)),
             version=__version__,
         )
         return record, []
