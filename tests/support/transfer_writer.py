@@ -1,29 +1,42 @@
 """A writer process of its own: `python -m tests.support.transfer_writer DESCRIPTOR_FILE FILL`.
 
-Connects over shm with memory whose every byte is FILL. Per line `write SLOT EPOCH` or
-`loop SLOT EPOCH` on stdin: writes all blocks (once, or until fenced), then prints `done`, `fenced`
-or `failed TEXT`.
+Connects over the first transport offered, with memory whose every byte is FILL. Per line
+`write SLOT EPOCH` or `loop SLOT EPOCH` on stdin: writes all blocks (once, or until fenced), then
+prints `done`, `fenced` or `failed TEXT`.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
 from pullfill.errors import Fenced, PullfillError
+from pullfill.transfer.contract import PeerTransport
 from pullfill.transfer.layout import layout_of
+from pullfill.transfer.nixl.plane import NixlKind
 from pullfill.transfer.shm.peer import ShmTransport
+from pullfill.transfer.stream.peer import StreamTransport
+from pullfill.transfer.tcp.peer import TcpTransport
 from pullfill.wire import FenceToken, RegionDescriptor, decode
 from tests.support.transfer_rigs import memory_over
+
+TRANSPORTS: dict[str, Callable[[], PeerTransport]] = {
+    "shm": ShmTransport,
+    "tcp": TcpTransport,
+    "nixl": lambda: StreamTransport(NixlKind()),
+}
 
 
 def main() -> None:
     descriptor = decode(Path(sys.argv[1]).read_bytes(), RegionDescriptor)
     data = np.full(descriptor.nbytes, int(sys.argv[2]), np.uint8)
     layout = layout_of(descriptor)
-    session = ShmTransport().connect(memory_over(data, layout), descriptor)
+    session = TRANSPORTS[next(iter(descriptor.endpoints))]().connect(
+        memory_over(data, layout), descriptor
+    )
     blocks = range(layout.num_blocks)
     print("ready", flush=True)
     for line in sys.stdin:

@@ -15,6 +15,7 @@ An agent is used by one thread at a time. Everything of NIXL's is reached throug
 from __future__ import annotations
 
 import gc
+import importlib
 import importlib.metadata
 import importlib.util
 import logging
@@ -44,8 +45,8 @@ _FAST_S, _SHORT_S, _LONG_S = 0.1, 50e-6, 500e-6
 
 @cache
 def why_not() -> str | None:
-    """Why NIXL cannot be used in this process. Imports it (and torch with it) the first time."""
-    if importlib.util.find_spec("nixl") is None:
+    """Why NIXL cannot be used in this process. Imports it the first time."""
+    if _package() is None:
         return "the nixl package is not installed (make install-nixl)"
     try:
         _import()
@@ -59,11 +60,20 @@ def version() -> str:
     return importlib.metadata.version("nixl")
 
 
+def _package() -> str | None:
+    """Where NIXL's classes are. `nixl` itself only chooses between builds, and imports torch to do
+    so, which takes seconds; where there is one build there is nothing to choose."""
+    if importlib.util.find_spec("nixl") is None:
+        return None
+    builds = [name for name in ("nixl_cu12", "nixl_cu13") if importlib.util.find_spec(name)]
+    return builds[0] if len(builds) == 1 else "nixl"
+
+
 @cache
 def _import() -> Any:
     before = logging.raiseExceptions
     try:
-        import nixl._api as api
+        api = importlib.import_module(f"{_package()}._api")
     finally:
         logging.raiseExceptions = before
     theirs = logging.getLogger("nixl")

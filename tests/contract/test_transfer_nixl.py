@@ -1,0 +1,295 @@
+"""What the nixl plane promises beyond the conformance suite: a worker is not disturbed by it,
+agents come and go, a writer that is stopped or killed holds nothing. Needs `make install-nixl`."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from importlib import util
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pullfill.errors import BadMessage, Fenced, TransferFailed
+from pullfill.failpoints import ENV
+from pullfill.transfer.layout import dense_layout
+from pullfill.transfer.nixl import agent as nixl
+from pullfill.transfer.nixl.agent import Agent
+from pullfill.transfer.nixl.plane import NixlKind, _checked
+from pullfill.transfer.nixl.wire import NixlRuns
+from pullfill.wire import FenceToken, encode
+from tests.support.transfer_rigs import DENSE, Local, Region, Rig, stream_rig
+from tests.support.waiting import eventually
+
+REPO = Path(__file__).parents[2]
+FOREIGN, OURS = 0xEE, 0x11
+LONG_S = 1000.0
+
+needs_nixl = pytest.mark.skipif(
+    util.find_spec("nixl") is None, reason="nixl is not installed (make install-nixl)"
+)
+
+Make = Callable[..., tuple[Rig, Region, Local]]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    before = set(threading.enumerate())
+    regions: list[Region] = []
+
+    def build(*, idle_s: float = LONG_S, stall_s: float = 20.0) -> tuple[Rig, Region, Local]:
+        rig = stream_rig(tmp_path, NixlKind(idle_s=idle_s), stall_s=stall_s)
+        regions.append(rig.region(DENSE))
+        return rig, regions[-1], rig.local(DENSE)
+
+    yield build
+    for region in regions:
+        region.owner.close()
+    eventually(lambda: set(threading.enumerate()) <= before, "a thread is left")
+
+
+def agents(region: Region, session: object) -> list[Agent]:
+    """Those alive at this moment, of the owner's connections and of our session."""
+    planes = [c._plane for c in region.owner._server._connections]  # type: ignore[attr-defined]
+    planes.append(session._plane)  # type: ignore[attr-defined]
+    return [p._agent for p in planes if p is not None and p._agent is not None]
+
+
+@needs_nixl
+def test_agents_are_made_at_the_first_batch_and_dropped_when_idle(make: Make) -> None:
+    rig, region, mine = make(idle_s=0.05)
+    session, token = rig.connect(mine, region), region.owner.fences.open(range(40))
+    assert agents(region, session) == []
+    for first in (0, 20):
+        blocks = range(first, first + 20)
+        session.write_blocks(token, blocks, blocks)
+        eventually(lambda: not agents(region, session), "an idle agent is kept")
+    np.testing.assert_array_equal(region.pages, mine.pages)
+    session.close()
+
+
+@needs_nixl
+@pytest.mark.parametrize("who", ["owner", "peer"])
+def test_each_side_may_drop_its_agent_alone(make: Make, who: str) -> None:
+    rig, region, mine = make()
+    session, token = rig.connect(mine, region), region.owner.fences.open(range(40))
+    session.write_blocks(token, range(20), range(20))
+    assert len(agents(region, session)) == 2
+    (connection,) = region.owner._server._connections  # type: ignore[attr-defined]
+    plane = connection._plane if who == "owner" else session._plane  # type: ignore[attr-defined]
+    plane.release_if_idle(float("inf"))
+    assert len(agents(region, session)) == 1
+    session.write_blocks(token, range(20, 40), range(20, 40))
+    np.testing.assert_array_equal(region.pages, mine.pages)
+    session.read_blocks(token, [5], [6])
+    np.testing.assert_array_equal(mine.pages[:, 6], region.pages[:, 5])
+    session.close()
+
+
+@needs_nixl
+def test_a_refused_batch_keeps_the_connection(make: Make) -> None:
+    rig, region, mine = make()
+    session, fences = rig.connect(mine, region), region.owner.fences
+    token, dead = fences.open(range(40)), fences.open([])
+    assert fences.try_revoke(dead)
+    session.write_blocks(token, [0], [0])
+    before = agents(region, session)
+    with pytest.raises(Fenced):
+        session.write_blocks(dead, range(40), range(40))
+    session.write_blocks(token, range(40), range(40))
+    assert agents(region, session) == before
+    session.close()
+
+
+@needs_nixl
+def test_a_worker_keeps_its_cores_and_its_idle_time() -> None:
+    """In a process of its own: pins itself, moves a batch, then looks at all of its threads."""
+    program = """
+import os, sys, threading, time
+from pathlib import Path
+sys.path.insert(0, "")
+core = min(os.sched_getaffinity(0))
+os.sched_setaffinity(0, {core})
+other = threading.Event()
+threading.Thread(target=other.wait).start()
+from tests.contract.test_transfer_nixl import NixlKind, stream_rig, DENSE
+rig = stream_rig(Path(sys.argv[1]), NixlKind())
+region, mine = rig.region(DENSE), rig.local(DENSE)
+session, token = rig.connect(mine, region), region.owner.fences.open(range(40))
+session.write_blocks(token, range(40), range(40))
+tasks = os.listdir("/proc/self/task")
+assert {tuple(os.sched_getaffinity(int(t))) for t in tasks} == {(core,)}, "moved to other cores"
+spent, started = time.process_time(), time.monotonic()
+time.sleep(0.3)
+busy = (time.process_time() - spent) / (time.monotonic() - started)
+assert busy < 0.3, f"{busy:.0%} of a core while idle"
+session.close()
+region.owner.close()
+other.set()
+print("fine")
+"""
+    with_path = os.pathsep.join(filter(None, [str(REPO), os.environ.get("PYTHONPATH")]))
+    result = subprocess.run(
+        [sys.executable, "-c", program, os.environ.get("TMPDIR", "/tmp")],
+        cwd=REPO,
+        env={**os.environ, "PYTHONPATH": with_path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.stdout.strip().endswith("fine"), result.stdout + result.stderr
+
+
+# ---------------------------------------------------------------------- writers that stop or die
+
+
+class Writer:
+    """tests.support.transfer_writer over nixl. `close` ends it whatever state it is in."""
+
+    def __init__(self, region: Region, directory: Path, failpoints: str) -> None:
+        path = directory / "descriptor.bin"
+        path.write_bytes(encode(region.descriptor))
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.support.transfer_writer", str(path), str(FOREIGN)],
+            cwd=REPO,
+            env={**os.environ, ENV: failpoints, "OPENBLAS_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self.line() == "ready"
+
+    def send(self, verb: str, token: FenceToken) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{verb} {token.slot} {token.epoch}\n")
+        self.process.stdin.flush()
+
+    def line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def stopped(self) -> bool:
+        stat = Path(f"/proc/{self.process.pid}/stat").read_text()
+        return stat.rpartition(")")[2].split()[0] == "T"
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait(20)
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+@pytest.fixture
+def big(tmp_path: Path) -> Iterator[Region]:
+    (tmp_path / "shm").mkdir()
+    region = stream_rig(tmp_path / "shm", NixlKind()).region(dense_layout(4, 64, 1, 128 << 10))
+    region.data[:] = 0
+    yield region
+    region.owner.close()
+
+
+@pytest.fixture
+def start(big: Region, tmp_path: Path) -> Iterator[Callable[..., Writer]]:
+    writers: list[Writer] = []
+
+    def begin(failpoints: str = "") -> Writer:
+        writers.append(Writer(big, tmp_path, failpoints))
+        return writers[-1]
+
+    yield begin
+    for writer in writers:
+        writer.close()
+
+
+def foreign(region: Region) -> int:
+    return int((region.data == FOREIGN).sum())
+
+
+@needs_nixl
+def test_a_writer_stopped_in_a_batch_is_refused_and_holds_nothing(
+    big: Region, start: Callable[..., Writer]
+) -> None:
+    fences = big.owner.fences
+    token = fences.open(range(64))
+    writer = start("stream.write.batch=stop@2")
+    writer.send("write", token)
+    eventually(writer.stopped, "it does not stop")
+    eventually(lambda: fences.try_revoke(token), "its blocks stay in quarantine")
+    assert 0 < foreign(big) < big.data.nbytes, "stopped too early or too late to prove anything"
+    big.data[:] = OURS
+    writer.process.send_signal(signal.SIGCONT)
+    assert writer.line() == "fenced"
+    assert foreign(big) == 0
+
+
+@needs_nixl
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL], ids=["stopped", "killed"])
+def test_a_writer_stopped_or_killed_anywhere_leaves_not_one_byte_after_the_proof(
+    big: Region, start: Callable[..., Writer], number: signal.Signals
+) -> None:
+    fences = big.owner.fences
+    chance = random.Random(5)
+    for _ in range(2):
+        token = fences.open(range(64))
+        writer = start()
+        writer.send("loop", token)
+        eventually(lambda: foreign(big) > 0, "nothing arrives")
+        time.sleep(chance.random() * 0.02)
+        writer.process.send_signal(number)
+        eventually(lambda t=token: fences.try_revoke(t), "never proved")  # type: ignore[misc]
+        big.data[:] = OURS
+        if number is signal.SIGSTOP:
+            writer.process.send_signal(signal.SIGCONT)
+            assert writer.line() == "fenced"
+        assert foreign(big) == 0
+        writer.close()
+        big.data[:] = 0
+
+
+# ---------------------------------------------------------------------- without NIXL, and bad input
+
+
+def test_without_the_package_the_reason_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    nixl.why_not.cache_clear()
+    monkeypatch.setattr(nixl.importlib.util, "find_spec", lambda name: None)
+    try:
+        assert NixlKind().why_not() == "the nixl package is not installed (make install-nixl)"
+    finally:
+        nixl.why_not.cache_clear()
+
+
+def test_another_version_is_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nixl, "version", lambda: "1.5.1")
+    kind = NixlKind()
+    assert kind.can_reach("1.5.1") is None
+    assert kind.can_reach("1.4.0") == "it has NIXL 1.4.0, we have 1.5.1"
+    assert "no version" in str(kind.can_reach(""))
+
+
+@pytest.mark.parametrize(
+    "iovec",
+    [b"", b"x" * 15, np.array([[1, 99]], "<u8").tobytes(), np.array([[1, 0], [1, 100]], "<u8"),
+     np.array([[1, 2**63], [1, 2**63 + 100]], "<u8")],
+)  # fmt: skip
+def test_run_lists_that_do_not_fit_the_batch_are_refused(iovec: bytes | np.ndarray) -> None:
+    said = NixlRuns(generation=1, iovec=bytes(iovec))
+    with pytest.raises(BadMessage):
+        _checked(said, 100)
+
+
+@needs_nixl
+def test_bad_metadata_is_a_failure_like_any_other(make: Make) -> None:
+    _, region, _ = make()
+    agent = Agent(region.memory)
+    with pytest.raises(TransferFailed):
+        agent.connect(b"not NIXL's")
+    agent.drop()
+    agent.drop()
