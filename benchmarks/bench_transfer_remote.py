@@ -85,11 +85,20 @@ class RawReceiver:
         self.target = np.zeros(1, np.uint8)
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
-        threading.Thread(target=self._run, daemon=True).start()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._listener.close()
 
     def _run(self) -> None:
         while True:
-            connection, _ = self._listener.accept()
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
             with connection:
                 self._receive(connection)
 
@@ -164,12 +173,14 @@ def other_process() -> Iterator[Other]:
             yield Other(process)
         finally:
             assert process.stdin is not None
+            assert process.stdout is not None
             process.stdin.close()
             try:
                 process.wait(20)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+            process.stdout.close()
 
 
 def connect(
@@ -189,7 +200,7 @@ class RawSender:
         self._head = moved.to_bytes(8)
         data = memoryview(local.data)
         if case.contiguous:
-            self._views = [data[at : at + _PIECE] for at in range(0, moved, _PIECE)]
+            self._views = [data[at : min(at + _PIECE, moved)] for at in range(0, moved, _PIECE)]
         else:
             self._views = [data[s : s + case.page] for s, _ in pairs_of(case)]
 
