@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 MODEL ?= demo
 ARGS ?=
 PYTEST_ARGS ?=
+# Without bytecode on disk, every process of a run would compile all it imports again.
+export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .PHONY: help install install-nixl up down status test test-fast lint format chaos chaos-report soak clean

@@ -28,9 +28,13 @@ _ORDER = ("unit", "contract", "integration", "chaos", "gpu")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Quick tests first, whatever the order of the folders on the command line."""
+    """Quick tests first, whatever the order of the folders on the command line. Of several
+    processes, the one that gets the first tests starts the frontend process for them: ten seconds,
+    in which the others have enough to do."""
 
     def rank(item: pytest.Item) -> int:
+        if "PYTEST_XDIST_WORKER" in os.environ and "served" in getattr(item, "fixturenames", ()):
+            return -1
         return next((i for i, name in enumerate(_ORDER) if name in item.path.parts), len(_ORDER))
 
     items.sort(key=rank)
