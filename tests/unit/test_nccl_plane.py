@@ -1,0 +1,196 @@
+"""The nccl planes alone, over a link that is a pair of sockets: order, and words out of turn."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pullfill.codec import Message, decode, encode
+from pullfill.errors import BadMessage, TransferFailed
+from pullfill.transfer.nccl.communicator import Communicator, LeftBehind
+from pullfill.transfer.nccl.plane import NcclKind
+from pullfill.transfer.nccl.wire import NcclStart, NcclUse
+from pullfill.transfer.stream.contract import Interjected, Plane, Runs
+from tests.support.fake_nccl import FakeGpus, World
+from tests.support.transfer_rigs import DENSE, memory_over, random_bytes
+from tests.support.waiting import eventually
+
+STEP = 8 << 10
+TOTAL = 20 << 10
+
+
+class PairLink:
+    """A Link that nobody interrupts: whatever ends must end by the plane's own doing."""
+
+    def __init__(self, sock: socket.socket, stall_s: float = 20.0) -> None:
+        self._sock, self.stall_s = sock, stall_s
+
+    @property
+    def fd(self) -> int:
+        return self._sock.fileno()
+
+    def send(self, body: bytes) -> None:
+        self._sock.send(body)
+
+    def receive(self, limit: int = 1 << 20) -> bytes:
+        return self._sock.recv(limit)
+
+
+class Sides:
+    """Owner and peer, each with a batch of bytes in three runs, cut differently."""
+
+    def __init__(self) -> None:
+        self.world = World()
+        self.socks = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.links = [PairLink(sock) for sock in self.socks]
+        self.datas = [random_bytes(TOTAL, seed) for seed in (1, 2)]
+        self.runs = [
+            runs(data, cuts)
+            for data, cuts in zip(self.datas, [(5000, 5001), (8 << 10, 16 << 10)], strict=True)
+        ]
+        memory = memory_over(random_bytes(1 << 20, 3), DENSE)
+        self.planes: list[Plane] = []
+        for rank in (0, 1):
+            gpus = FakeGpus(self.world, f"GPU-{rank}")
+            kind = NcclKind(gpus, message_bytes=STEP, idle_s=1000.0)
+            self.planes.append(kind.make(memory, owner=rank == 0))
+        for plane, other, link in zip(self.planes, self.planes[::-1], self.links, strict=True):
+            plane.start(link, other.setup)
+
+    def say(self, rank: int, word: Message) -> None:
+        """As if that side said it."""
+        self.links[rank].send(encode(word))
+
+    def both(self, owner: str, peer: str) -> None:
+        """Call both sides, on a thread each."""
+        errors: list[BaseException] = []
+
+        def call(rank: int, name: str) -> None:
+            try:
+                argument: Any = TOTAL if name == "discard" else self.runs[rank]
+                getattr(self.planes[rank], name)(argument)
+            except BaseException as exc:
+                errors.append(exc)
+
+        threads = [threading.Thread(target=call, args=pair) for pair in ((0, owner), (1, peer))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+            assert not thread.is_alive()
+        if errors:
+            raise errors[0]
+
+
+def runs(data: np.ndarray, cuts: tuple[int, ...]) -> Runs:
+    ends = [*cuts, TOTAL]
+    starts = [0, *cuts]
+    iovec = np.array(
+        [(data.ctypes.data + s, e - s) for s, e in zip(starts, ends, strict=True)], np.uint64
+    )
+    return Runs(iovec, TOTAL)
+
+
+@pytest.fixture
+def sides() -> Iterator[Sides]:
+    made = Sides()
+    yield made
+    for plane in made.planes:
+        plane.close()
+        plane.close()
+    for sock in made.socks:
+        sock.close()
+    eventually(lambda: not made.world.alive, "a communicator is left")
+    assert made.world.violations == []
+    assert made.world.memory == {}
+
+
+def test_both_directions_and_a_discard_in_between(sides: Sides) -> None:
+    theirs = sides.datas[1].copy()
+    sides.both("receive", "send")
+    np.testing.assert_array_equal(sides.datas[0], theirs)
+    sides.datas[0][:] = random_bytes(TOTAL, 9)
+    ours = sides.datas[0].copy()
+    sides.both("discard", "send")
+    np.testing.assert_array_equal(sides.datas[0], ours)
+    sides.both("send", "receive")
+    np.testing.assert_array_equal(sides.datas[1], ours)
+    assert sides.world.constructed == 2
+    assert sides.world.sizes == [STEP, STEP, TOTAL - 2 * STEP] * 3
+
+
+def test_an_interrupt_alone_ends_a_receive(sides: Sides) -> None:
+    """No socket is shut: the plane must notice by itself."""
+    sides.both("receive", "send")
+    before = sides.datas[0].copy()
+    sides.say(1, NcclUse(generation=1, message_bytes=STEP))
+    timer = threading.Timer(0.05, sides.planes[0].interrupt)
+    timer.start()
+    with pytest.raises(TransferFailed, match="interrupted"):
+        sides.planes[0].receive(sides.runs[0])
+    timer.join()
+    np.testing.assert_array_equal(sides.datas[0], before)
+
+
+def test_a_communicator_that_the_owner_does_not_have_is_named_as_such(sides: Sides) -> None:
+    sides.say(1, NcclUse(generation=1, message_bytes=STEP))
+    with pytest.raises(TransferFailed, match="given up here"):
+        sides.planes[0].receive(sides.runs[0])
+    sides.both("receive", "send")
+    sides.say(1, NcclUse(generation=7, message_bytes=STEP))
+    with pytest.raises(TransferFailed, match="given up here"):
+        sides.planes[0].receive(sides.runs[0])
+
+
+def test_words_out_of_turn_are_refused(sides: Sides) -> None:
+    sides.say(1, NcclStart(unique_id=b"x"))
+    with pytest.raises(BadMessage):
+        sides.planes[0].receive(sides.runs[0])
+    sides.say(1, NcclStart(unique_id=b"x"))
+    with pytest.raises(BadMessage):
+        sides.planes[0].discard(TOTAL)
+    with pytest.raises(BadMessage):
+        decode(encode(NcclUse(generation=1, message_bytes=1)), NcclUse)
+
+
+def test_an_answer_in_place_of_the_id_is_handed_on(sides: Sides) -> None:
+    said = NcclUse(generation=3, message_bytes=STEP)
+    sides.say(0, said)
+    with pytest.raises(Interjected) as caught:
+        sides.planes[1].send(sides.runs[1])
+    assert decode(caught.value.frame, NcclUse) == said
+    assert decode(sides.links[0].receive(), NcclUse).fresh
+    sides.both("receive", "send")
+
+
+def test_a_peer_does_not_discard(sides: Sides) -> None:
+    with pytest.raises(TransferFailed):
+        sides.planes[1].discard(1)
+
+
+def test_cuda_that_fails_while_copying_is_a_failed_transfer(
+    sides: Sides, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("cudaErrorMemoryAllocation: out of memory")
+
+    monkeypatch.setattr("tests.support.fake_nccl.FakeGpu.allocate", fail)
+    sides.say(1, NcclUse(generation=1, fresh=True, message_bytes=STEP))
+    other: list[Communicator] = []
+
+    def join() -> None:
+        unique_id = decode(sides.links[1].receive(), NcclStart).unique_id
+        gpu = FakeGpus(sides.world, "GPU-1").gpu
+        other.append(Communicator(gpu, unique_id, 1, LeftBehind()))
+
+    joining = threading.Thread(target=join)
+    joining.start()
+    with pytest.raises(TransferFailed, match="out of memory"):
+        sides.planes[0].receive(sides.runs[0])
+    joining.join(20)
+    other[0].close()
