@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pullfill.codec import Message, decode, encode
 from pullfill.errors import BadMessage, TransferFailed
@@ -156,6 +158,19 @@ def test_words_out_of_turn_are_refused(sides: Sides) -> None:
         sides.planes[0].discard(TOTAL)
     with pytest.raises(BadMessage):
         decode(encode(NcclUse(generation=1, message_bytes=1)), NcclUse)
+
+
+@settings(max_examples=60, derandomize=True, deadline=None)
+@given(frame=st.binary(min_size=1, max_size=60), cut=st.integers(0, 40))
+def test_whatever_a_peer_says_nothing_but_its_connection_ends(frame: bytes, cut: int) -> None:
+    sides = Sides()
+    valid = encode(NcclUse(generation=1, message_bytes=STEP))
+    for said in (frame, valid[:cut] + frame + valid[cut + len(frame) :]):
+        sides.links[1].send(said)
+        with pytest.raises((BadMessage, TransferFailed)):
+            sides.planes[0].receive(sides.runs[0])
+    for sock in sides.socks:
+        sock.close()
 
 
 def test_an_answer_in_place_of_the_id_is_handed_on(sides: Sides) -> None:
