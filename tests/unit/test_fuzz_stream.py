@@ -1,0 +1,130 @@
+"""Whatever arrives at a decode worker's KV port, its thread ends or goes on, the worker lives, and
+no byte outside a live grant changes."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+import time
+from pathlib import Path
+
+from hypothesis import strategies as st
+
+from pullfill import frames
+from pullfill.security import ClusterKey
+from pullfill.transfer.stream.wire import BATCH, STOP, Operation, StreamHello, Verb
+from pullfill.transfer.tcp.plane import TcpKind
+from pullfill.wire import AuthHello, AuthProof, FenceToken, encode
+from tests.support.fuzz import EXAMPLES, explore, mutated
+from tests.support.transfer_rigs import DENSE, Region, stream_rig, tcp_rig
+
+GRANTED = [1, 2, 3]
+
+
+def framed(body: bytes) -> bytes:
+    return struct.pack("<I", len(body)) + body
+
+
+def valid_hello(region: Region) -> bytes:
+    memory = region.memory
+    return encode(
+        StreamHello(
+            instance_id="decode-1", incarnation="i1", rank=0, plane="tcp", nbytes=memory.nbytes,
+            page_bytes=memory.layout.page_bytes, head=0, heads=2, layer=0, layers=3,
+            batch_bytes=64 << 10,
+        )
+    )  # fmt: skip
+
+
+def operation(token: FenceToken, verb: Verb, *blocks: int) -> bytes:
+    ids = struct.pack(f"<{len(blocks)}I", *blocks)
+    return encode(Operation(verb=verb, fence=token, blocks=ids))
+
+
+def pour(region: Region, data: bytes) -> None:
+    """Connect, say it all, leave."""
+    host, port = frames.split_address(region.descriptor.endpoints["tcp"])
+    with socket.create_connection((host, port), 20) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        try:
+            sock.sendall(data)
+            sock.settimeout(0.002)
+            sock.recv(65536)
+        except OSError:
+            pass
+
+
+def check_alive(region: Region, before: bytes, threads: int) -> None:
+    """All connections are over, and no block that was not granted has changed."""
+    give_up = time.monotonic() + 20
+    while threading.active_count() > threads:
+        assert time.monotonic() < give_up, "a connection's thread did not end"
+        time.sleep(0.001)
+    now = region.pages.copy()
+    now[:, GRANTED] = 0
+    assert now.tobytes() == before
+
+
+@EXAMPLES
+def test_any_bytes_at_the_kv_port(examples: int, tmp_path: Path) -> None:
+    rig = tcp_rig(tmp_path)
+    region, mine = rig.region(DENSE), rig.local(DENSE)
+    token = region.owner.fences.open(GRANTED)
+    region.pages[:, GRANTED] = 0
+    before, threads = region.pages.tobytes(), threading.active_count()
+    hello = valid_hello(region)
+    write = operation(token, Verb.WRITE, *GRANTED)
+    valid = [
+        hello,
+        write,
+        operation(token, Verb.READ, *GRANTED),
+        operation(token, Verb.WRITE, 3, 2, 1),
+        operation(token, Verb.WRITE, 0, 39),
+        operation(token, Verb.WRITE, 1, 2**32 - 1),
+        operation(FenceToken(slot=2**40, epoch=1), Verb.WRITE, 1),
+        encode(AuthHello(nonce=bytes(32))),
+    ]
+    raw = st.one_of(st.sampled_from([BATCH, STOP]), st.binary(max_size=40), st.just(bytes(9216)))
+    part = st.one_of(mutated(valid).map(framed), st.sampled_from(valid).map(framed), raw)
+    rest = st.lists(part, max_size=5).map(b"".join)
+    said = st.one_of(
+        rest,
+        rest.map(lambda tail: framed(hello) + tail),
+        rest.map(lambda tail: framed(hello) + framed(write) + BATCH + tail),
+    )
+    try:
+        explore(examples, lambda data: pour(region, data), data=said)
+        check_alive(region, before, threads)
+        session = rig.connect(mine, region)
+        session.write_blocks(token, GRANTED, GRANTED)
+        session.close()
+        assert (region.pages[:, GRANTED] == mine.pages[:, GRANTED]).all()
+    finally:
+        region.owner.close()
+
+
+@EXAMPLES
+def test_any_bytes_from_somebody_without_the_key(examples: int, tmp_path: Path) -> None:
+    """Nothing but a proof opens the door: not even a hello and operations that are all right."""
+    rig = stream_rig(tmp_path, TcpKind(), key=ClusterKey(b"secret"))
+    region = rig.region(DENSE)
+    token = region.owner.fences.open(range(40))
+    before, threads = region.data.tobytes(), threading.active_count()
+    valid = [
+        encode(AuthHello(nonce=bytes(32))),
+        encode(AuthProof(proof=bytes(32))),
+        valid_hello(region),
+        operation(token, Verb.WRITE, *GRANTED),
+    ]
+    part = st.one_of(st.sampled_from(valid).map(framed), mutated(valid).map(framed))
+    try:
+        said = st.lists(part, max_size=5).map(lambda parts: b"".join(parts) + BATCH + bytes(9216))
+        explore(examples, lambda data: pour(region, data), data=said)
+        give_up = time.monotonic() + 20
+        while threading.active_count() > threads and time.monotonic() < give_up:
+            time.sleep(0.001)
+        assert threading.active_count() <= threads
+        assert region.data.tobytes() == before
+    finally:
+        region.owner.close()
