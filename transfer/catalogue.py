@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Collection, Mapping
+from pathlib import Path
 
 from pullfill.config import TRANSPORTS
 from pullfill.errors import ConfigError, PullfillError
@@ -63,12 +64,18 @@ def peers(
         for name, why in mapped.items()
         if why is None and (chosen is None or name in chosen)
     ]
-    return transports + [StreamTransport(k, key) for k in planes(chosen, memory).values()]
+    kinds = planes(chosen, memory)
+    if chosen is None and (nixl := kinds.get("nixl")) is not None and _without_rdma():
+        nixl.close()
+        del kinds["nixl"]
+    return transports + [StreamTransport(kind, key) for kind in kinds.values()]
 
 
 def absent(chosen: Collection[str] | None, memory: LocalMemory) -> dict[str, str]:
     """Why `peers` does not have the others, for people, by name."""
     reasons = {name: why for name, why in survey(memory.device).items() if why is not None}
+    if chosen is None and (why := _without_rdma()):
+        reasons.setdefault("nixl", why)
     if chosen is not None:
         reasons |= dict.fromkeys(
             set(TRANSPORTS) - set(chosen), "not among this worker's --transports"
@@ -99,6 +106,13 @@ def _plane(name: str) -> tuple[PlaneKind | None, str | None]:
         return kind, kind.why_not()
     except (ImportError, AttributeError, PullfillError) as exc:
         return None, f"not installed ({exc})"
+
+
+def _without_rdma() -> str | None:
+    """Why a peer does not take NIXL of its own accord: over TCP, UCX does what our tcp does."""
+    if any(Path("/sys/class/infiniband").glob("*")):
+        return None
+    return "no RDMA device here, where tcp is faster; --transports nixl uses it all the same"
 
 
 def _why_not_mapped(name: str, device: int | None) -> str | None:

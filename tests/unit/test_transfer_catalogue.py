@@ -14,6 +14,7 @@ from pullfill.transfer import catalogue
 from pullfill.transfer.contract import LocalMemory
 from pullfill.transfer.cuda_ipc import writers
 from pullfill.transfer.layout import dense_layout
+from pullfill.transfer.tcp.plane import TcpKind
 
 ON_CPU = LocalMemory(0, 64, dense_layout(1, 1, 1, 64))
 
@@ -27,6 +28,24 @@ def test_a_worker_on_a_cpu_gets_what_works_without_a_device() -> None:
     names = [transport.name for transport in catalogue.peers(None, ON_CPU, None)]
     assert names[0] == "shm"
     assert "cuda_ipc" not in names
+
+
+class _Nixl(TcpKind):
+    name = "nixl"
+
+
+@pytest.mark.parametrize("why", [None, "no RDMA device"])
+def test_nixl_is_a_peers_choice_only_with_rdma_or_by_name(
+    monkeypatch: pytest.MonkeyPatch, why: str | None
+) -> None:
+    monkeypatch.setitem(catalogue._PLANES, "nixl", (__name__, "_Nixl"))
+    monkeypatch.setattr(catalogue, "_without_rdma", lambda: why)
+    names = [transport.name for transport in catalogue.peers(None, ON_CPU, None)]
+    assert ("nixl" in names) == (why is None)
+    assert catalogue.absent(None, ON_CPU).get("nixl") == why
+    asked = catalogue.peers(["nixl"], ON_CPU, None)
+    assert [transport.name for transport in asked] == ["nixl"]
+    assert "nixl" in catalogue.planes(None, ON_CPU), "offered to peers that ask for it"
 
 
 @pytest.mark.parametrize("name", ["nccl", "cuda_ipc"])
