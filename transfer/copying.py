@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pullfill.errors import TransferFailed
-from pullfill.transfer.runs import Batch
+from pullfill.transfer.runs import Batch, Flat
 
 _LONG_CALL = 1 << 20
 """Bytes per call from which on giving up the GIL costs little."""
@@ -78,27 +78,24 @@ def _copy_runs(source: int, target: int, batch: Batch, part: slice) -> None:
     deque(
         map(
             _memmove,
-            (batch.target[part] + target).tolist(),
-            (batch.source[part] + source).tolist(),
-            batch.nbytes[part].tolist(),
+            map(target.__add__, batch.target[part]),
+            map(source.__add__, batch.source[part]),
+            batch.nbytes[part],
         ),
         maxlen=0,
     )
 
 
 def _copy_tiles(source: int, target: int, batch: Batch, part: slice) -> None:
-    counts = batch.rows.counts
-    from_strides, to_strides = (*batch.rows.source, 1), (*batch.rows.target, 1)
+    rows, byte = batch.rows, np.uint8
+    from_strides, to_strides = (*rows.source, 1), (*rows.target, 1)
     from_memory: Any = _ANYWHERE.from_address(source)
     to_memory: Any = _ANYWHERE.from_address(target)
-    array, copy, byte = np.ndarray, np.copyto, np.uint8
+    array, copy = np.ndarray, np.copyto
     for src, dst, nbytes in zip(
-        batch.source[part].tolist(),
-        batch.target[part].tolist(),
-        batch.nbytes[part].tolist(),
-        strict=True,
+        batch.source[part], batch.target[part], batch.nbytes[part], strict=True
     ):
-        shape = (*counts, nbytes)
+        shape = (*rows.counts, nbytes)
         copy(
             array(shape, byte, to_memory, dst, to_strides),
             array(shape, byte, from_memory, src, from_strides),
@@ -129,7 +126,7 @@ def _idle() -> tuple[int, float]:
     return usage.ru_nvcsw, time.perf_counter() - usage.ru_utime - usage.ru_stime
 
 
-def _copy_vectored(source: int, target: int, flat: Batch) -> None:
+def _copy_vectored(source: int, target: int, flat: Flat) -> None:
     moved = _vectored(
         _iovec(source, flat.source, flat.nbytes), _iovec(target, flat.target, flat.nbytes)
     )

@@ -5,9 +5,8 @@ never from shapes. Runs are merged where source *and* target are contiguous: hea
 layers within a block, then neighbouring blocks, as far as both layouts are dense. What does not
 merge, layers above all, lies at constant distances on both sides: the plan keeps it as `Rows`.
 
-Two ways to walk a plan in bounded `Batch`es. `tiles` keeps a run and its rows together, so that
-one call can copy them (a block over all layers): for copying. `batches` spells every copy out,
-layer by layer: for streams and lists of addresses.
+`CopyPlan.batches` walks it in bounded `Batch`es, which keep a run and its rows together, so that
+one call can copy them (a block over all layers).
 
 The numpy calls here are counted: each costs 5 us once copying has emptied the CPU's caches.
 """
@@ -33,7 +32,6 @@ BATCH_RUNS = 1024
 RUN_BYTES = 1 << 20
 """Longer runs are cut: single copies above ~1 MiB bypass the cache and run slower."""
 LIMITS = BATCH_BYTES, BATCH_RUNS, RUN_BYTES
-_EXPAND = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,29 +76,45 @@ class Rows:
 SINGLE = Rows()
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Copies done under one holding of the fence: runs as three arrays of equal length, in bytes,
-    each run once for every row; `total` bytes."""
+@dataclass(slots=True)
+class Flat:
+    """Runs spelled out: three arrays of equal length, in bytes; `total` bytes."""
 
     source: Offsets
     target: Offsets
     nbytes: Offsets
+    total: int
+
+    def __len__(self) -> int:
+        return len(self.nbytes)
+
+
+@dataclass(slots=True)
+class Batch:
+    """Copies done under one holding of the fence: runs as three lists of equal length, in bytes,
+    each run once for every row; `total` bytes. Lists, because most are walked, not computed with.
+    """
+
+    source: list[int]
+    target: list[int]
+    nbytes: list[int]
     total: int
     rows: Rows = SINGLE
 
     def __len__(self) -> int:
         return len(self.nbytes)
 
-    def flat(self, first: int = 0) -> Batch:
+    def flat(self, first: int = 0) -> Flat:
         """The same copies from run `first` on, without rows."""
-        source, target, nbytes = self.source[first:], self.target[first:], self.nbytes[first:]
+        source = np.array(self.source[first:], np.int64)
+        target = np.array(self.target[first:], np.int64)
+        nbytes = np.array(self.nbytes[first:], np.int64)
         if self.rows.counts:
             s_steps, t_steps = self.rows.steps()
             source = (source[:, None] + s_steps).ravel()
             target = (target[:, None] + t_steps).ravel()
             nbytes = np.repeat(nbytes, len(s_steps))
-        return Batch(source, target, nbytes, int(nbytes.sum()) if first else self.total)
+        return Flat(source, target, nbytes, int(nbytes.sum()) if first else self.total)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,42 +138,25 @@ class CopyPlan:
         """Bytes moved."""
         return int(self.nbytes.sum()) * self.rows.count
 
-    def tiles(
-        self,
-        max_bytes: int = BATCH_BYTES,
-        max_runs: int = BATCH_RUNS,
-        max_run_bytes: int = RUN_BYTES,
-    ) -> Iterator[Batch]:
-        """Bounded batches with rows, run by run. A batch holds ≤ max_runs copies of ≤
-        max_run_bytes each and ≤ max_bytes in all (max_run_bytes ≤ max_bytes)."""
-        source, target, nbytes, longest = _cut(self.source, self.target, self.nbytes, max_run_bytes)
-        if not longest:
-            return
-        for s, t, rows in self.rows.split(min(max_runs, max_bytes // longest)):
-            count = rows.count
-            for cut, total in _split(nbytes, longest, max_bytes // count, max_runs // count):
-                yield Batch(source[cut] + s, target[cut] + t, nbytes[cut], total * count, rows)
-
     def batches(
         self,
         max_bytes: int = BATCH_BYTES,
         max_runs: int = BATCH_RUNS,
         max_run_bytes: int = RUN_BYTES,
     ) -> Iterator[Batch]:
-        """Bounded batches without rows, layer by layer and head by head. Limits as for `tiles`."""
-        source, target, nbytes, longest = _cut(self.source, self.target, self.nbytes, max_run_bytes)
+        """Bounded batches in order. A batch holds ≤ max_runs copies of ≤ max_run_bytes each and ≤
+        max_bytes in all (max_run_bytes ≤ max_bytes), rows counted."""
+        source, target, lengths, longest = _cut(
+            self.source, self.target, self.nbytes, max_run_bytes
+        )
         if not longest:
             return
-        source_steps, target_steps = self.rows.steps()
-        group = max(1, _EXPAND // len(nbytes))
-        for first in range(0, len(source_steps), group):
-            s_steps = source_steps[first : first + group]
-            t_steps = target_steps[first : first + group]
-            flat_source = (s_steps[:, None] + source).ravel()
-            flat_target = (t_steps[:, None] + target).ravel()
-            flat = np.tile(nbytes, len(s_steps))
-            for cut, total in _split(flat, longest, max_bytes, max_runs):
-                yield Batch(flat_source[cut], flat_target[cut], flat[cut], total)
+        nbytes = lengths.tolist()
+        for s_step, t_step, rows in self.rows.split(min(max_runs, max_bytes // longest)):
+            count = rows.count
+            sources, targets = (source + s_step).tolist(), (target + t_step).tolist()
+            for cut, total in _split(lengths, longest, max_bytes // count, max_runs // count):
+                yield Batch(sources[cut], targets[cut], nbytes[cut], total * count, rows)
 
 
 class Planner:

@@ -67,7 +67,7 @@ class MappedSession:
         limits: tuple[int, int, int] = LIMITS,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
-        """`limits` of a batch: bytes, copies, bytes of one copy (see `CopyPlan.tiles`).
+        """`limits` of a batch: bytes, copies, bytes of one copy (see `CopyPlan.batches`).
         `on_close` gives the mapping back, after the gate is closed. Raises IncompatibleError
         when the layouts, or their `part`, do not hold the same bytes (the caller keeps both)."""
         check_bounds(local.layout, local.nbytes)
@@ -118,13 +118,13 @@ class MappedSession:
         with self._busy:
             if self._closed:
                 raise TransferFailed("the session is closed")
-            for batch in todo.tiles(*self._limits):
+            for batch in todo.batches(*self._limits):
                 gate.before_batch(verb)
                 gate.enter(fence)
                 try:
                     gate.inside_batch(verb)
                     self._copy(src, dst, batch)
-                    gate.copied(verb, dst + int(batch.target[0]))
+                    gate.copied(verb, dst + batch.target[0])
                 finally:
                     gate.leave(fence)
 

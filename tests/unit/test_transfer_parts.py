@@ -45,9 +45,8 @@ LAYOUT = dense_layout(2, 8, 2, 64)
 
 
 def _batch(count: int, size: int) -> Batch:
-    order = np.random.default_rng(1).permutation(count).astype(np.int64)
-    at = np.arange(count, dtype=np.int64) * size
-    return Batch(at, order * size, np.full(count, size), count * size)
+    order = np.random.default_rng(1).permutation(count) * size
+    return Batch(list(range(0, count * size, size)), order.tolist(), [size] * count, count * size)
 
 
 @pytest.fixture(params=["plain", "watched", "switching", "vectored"])
@@ -70,7 +69,7 @@ def test_copy_batch(count: int, size: int, way: str) -> None:
     batch = _batch(count, size)
     copying.copy_batch(source.ctypes.data, target.ctypes.data, batch)
     expected = np.empty_like(source).reshape(count, size)
-    expected[batch.target // size] = source.reshape(count, size)
+    expected[np.array(batch.target) // size] = source.reshape(count, size)
     np.testing.assert_array_equal(target, expected.ravel())
     switched = way == "switching" and count > 8
     assert switched == (copying._vectored_until not in (0.0, math.inf))
@@ -79,10 +78,10 @@ def test_copy_batch(count: int, size: int, way: str) -> None:
 @pytest.mark.parametrize("counts", [(3,), (2, 3), (1, 1)])
 def test_copy_batch_with_rows(counts: tuple[int, ...], way: str) -> None:
     """Runs of several lengths, apart by other strides on either side."""
-    lengths = np.array([48, 16, 7] * 8, np.int64)
+    lengths = [48, 16, 7] * 8
     rows = Rows(counts, (9000, 2500)[-len(counts) :], (7000, 2000)[-len(counts) :])
-    at = np.arange(len(lengths), dtype=np.int64)
-    batch = Batch(at * 60, at[::-1] * 50, lengths, int(lengths.sum()) * rows.count, rows)
+    sources, targets = range(0, 24 * 60, 60), range(23 * 50, -1, -50)
+    batch = Batch([*sources], [*targets], lengths, sum(lengths) * rows.count, rows)
     source, target = random_bytes(30_000, 1), np.zeros(30_000, np.uint8)
     copying.copy_batch(source.ctypes.data, target.ctypes.data, batch)
     expected = np.zeros_like(target)

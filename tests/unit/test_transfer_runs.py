@@ -75,7 +75,7 @@ def byte_map(
 
 def planned_map(batches: Iterable[Batch]) -> dict[int, int]:
     moved = {}
-    for batch in batches:
+    for batch in (b.flat() for b in batches):
         for s, t, n in zip(batch.source, batch.target, batch.nbytes, strict=True):
             for i in range(int(n)):
                 assert int(t) + i not in moved, "a byte is written twice"
@@ -95,27 +95,25 @@ def test_plan_moves_exactly_the_oracles_bytes(
     expected = byte_map(source, target, sources, targets)
     assert todo.total == len(expected)
     limits = (max_bytes, max_runs, max(1, max_bytes // 2))
-    for walk in (todo.batches, todo.tiles):
-        assert planned_map(batch.flat() for batch in walk()) == expected
-        made = [batch.flat() for batch in walk(*limits)]
-        assert planned_map(made) == expected
-        for batch in made:
-            assert 1 <= len(batch) <= max_runs
-            assert batch.total == batch.nbytes.sum() <= max_bytes
-            assert int(batch.nbytes.max()) <= limits[2]
-    for batch in todo.tiles(*limits):
+    assert planned_map(todo.batches()) == expected
+    assert planned_map(todo.batches(*limits)) == expected
+    for batch in todo.batches(*limits):
+        flat = batch.flat()
+        assert 1 <= len(flat) <= max_runs
+        assert flat.total == flat.nbytes.sum() == batch.total <= max_bytes
+        assert int(flat.nbytes.max()) <= limits[2]
         left = batch.flat(first=1)
         assert left.total == left.nbytes.sum() == batch.total - batch.nbytes[0] * batch.rows.count
 
 
 def test_a_block_stays_together_over_its_layers() -> None:
     layout = dense_layout(4, 100, 2, 1024)
-    (batch,) = plan(layout, layout, [7, 3], [9, 5]).tiles()
+    (batch,) = plan(layout, layout, [7, 3], [9, 5]).batches()
     assert (len(batch), batch.rows.counts, batch.total) == (2, (4,), 2 * 4 * 2048)
-    assert batch.target.tolist() == [5 * 2048, 9 * 2048]
-    halves = list(plan(layout, layout, [7, 3], [9, 5]).tiles(max_bytes=8192))
+    assert batch.target == [5 * 2048, 9 * 2048]
+    halves = list(plan(layout, layout, [7, 3], [9, 5]).batches(max_bytes=8192))
     assert [(len(b), b.rows.counts) for b in halves] == [(1, (4,)), (1, (4,))]
-    layers = list(plan(layout, layout, [7, 3], [9, 5]).tiles(max_bytes=4096, max_run_bytes=4096))
+    layers = list(plan(layout, layout, [7, 3], [9, 5]).batches(max_bytes=4096, max_run_bytes=4096))
     assert [(len(b), b.rows.counts) for b in layers] == [(1, (2,))] * 4
     assert plan(layout, layout, [7, 3], [9, 5]).runs == 8
 

@@ -18,7 +18,7 @@ from functools import lru_cache
 from typing import Any
 
 _F_OFD_SETLK = 37
-_libc = ctypes.PyDLL(None, use_errno=True)
+_fcntl = ctypes.PyDLL(None, use_errno=True).fcntl
 
 
 class _Flock(ctypes.Structure):
@@ -34,17 +34,21 @@ class _Flock(ctypes.Structure):
 def try_exclusive(fd: int, start: int, length: int) -> bool:
     """Take the range alone. False: someone else holds part of it. Raises OSError on anything
     else (bad descriptor, no lock memory)."""
-    return _set(fd, fcntl.F_WRLCK, start, length)
+    lock = _flock(fcntl.F_WRLCK, start, length)
+    return _fcntl(fd, _F_OFD_SETLK, lock) == 0 or _again(fd, lock)
 
 
 def try_shared(fd: int, start: int, length: int) -> bool:
     """Take the range together with other sharers. False: held exclusively."""
-    return _set(fd, fcntl.F_RDLCK, start, length)
+    lock = _flock(fcntl.F_RDLCK, start, length)
+    return _fcntl(fd, _F_OFD_SETLK, lock) == 0 or _again(fd, lock)
 
 
 def unlock(fd: int, start: int, length: int) -> None:
     """Let go of the range. Raises OSError."""
-    _set(fd, fcntl.F_UNLCK, start, length)
+    lock = _flock(fcntl.F_UNLCK, start, length)
+    if _fcntl(fd, _F_OFD_SETLK, lock):
+        _again(fd, lock)
 
 
 @lru_cache(maxsize=4096)
@@ -54,11 +58,11 @@ def _flock(kind: int, start: int, length: int) -> Any:
     return ctypes.byref(_Flock(kind, os.SEEK_SET, start, length, 0))
 
 
-def _set(fd: int, kind: int, start: int, length: int) -> bool:
-    while _libc.fcntl(fd, _F_OFD_SETLK, _flock(kind, start, length)) != 0:
-        code = ctypes.get_errno()
-        if code in (errno.EAGAIN, errno.EACCES):
-            return False
-        if code != errno.EINTR:
-            raise OSError(code, os.strerror(code))
-    return True
+def _again(fd: int, lock: Any) -> bool:
+    """After the call failed: why, and once more if it was a signal."""
+    while (code := ctypes.get_errno()) == errno.EINTR:
+        if _fcntl(fd, _F_OFD_SETLK, lock) == 0:
+            return True
+    if code in (errno.EAGAIN, errno.EACCES):
+        return False
+    raise OSError(code, os.strerror(code))
