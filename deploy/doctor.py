@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from pullfill.config import ClusterRef, ProcessEntry
-from pullfill.deploy import machine, servers
+from pullfill.deploy import machine, routes, servers
 from pullfill.deploy.machine import FAIL, OK, WARN, Finding
 from pullfill.deploy.membership import Members, http_get
 from pullfill.deploy.options import find_cluster
@@ -40,6 +40,7 @@ def run(where: tuple[str | None, ...]) -> int:
         machine.server_binaries,
         machine.compute,
         machine.shared_memory,
+        routes.transports,
     ]
     try:
         ref = find_cluster(*where)
@@ -116,6 +117,7 @@ def cluster(ref: ClusterRef) -> Iterator[Finding]:
         yield Finding(FAIL, f"the registry cannot be read: {exc}", "see etcd above")
         return
     yield from fit(workers)
+    yield from routes.pairs(workers)
     yield from keys(ref, workers)
     if not any(w.record.role == "frontend" for w in workers) and not frontend_urls(ref):
         yield Finding(WARN, "no frontend", "start one: pullfill frontend")

@@ -215,7 +215,9 @@ def story(record: ExplainRecord) -> Group:
             Text(f"  prefill worker: {record.prefill_instance} ({record.attempts} attempt{plural})")
         )
     if record.kv_bytes:
-        lines.append(Text(f"  KV written into decode memory: {_size(record.kv_bytes)}"))
+        over = f" over {record.transport}" if record.transport else ""
+        lines.append(Text(f"  KV written into decode memory: {_size(record.kv_bytes)}{over}"))
+        lines += [Text(f"    not over {reason}", style="dim") for reason in record.why_not_better]
     lines.append(_bars(record))
     return Group(*lines)
 

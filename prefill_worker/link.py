@@ -168,6 +168,17 @@ class DecodeLink:
         if self._channel is not None:
             self._channel.write(message)
 
+    @property
+    def route(self) -> dict[str, object] | None:
+        """Over what we write to this worker, and why over nothing better; None before the first
+        write."""
+        if self._mover is None:
+            return None
+        return {
+            "transport": self._mover.transport,
+            "why_not_better": list(self._mover.why_not_better),
+        }
+
     async def mover(self) -> Mover:
         """The copier into this worker's memory, connected at first use."""
         async with self._mover_lock:

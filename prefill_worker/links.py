@@ -76,6 +76,12 @@ class Links:
     def connected(self) -> list[str]:
         return sorted(i for i, link in self._links.items() if link.connected)
 
+    @property
+    def routes(self) -> dict[str, dict[str, object]]:
+        """Over what we write, by decode worker, as far as we did."""
+        routes = {instance_id: link.route for instance_id, link in self._links.items()}
+        return {name: route for name, route in routes.items() if route is not None}
+
     async def find(self, instance_id: str) -> DecodeLink:
         """The connected link to a decode worker; waits briefly for one that is just appearing.
         Raises PeerUnavailable."""

@@ -337,6 +337,7 @@ class PrefillWorker:
         runner = self._runner
         return {
             "state": self._state,
+            "routes": self._links.routes if self._links else {},
             "load": {
                 "jobs": runner.in_flight if runner else 0,
                 "tokens": runner.in_flight_tokens if runner else 0,

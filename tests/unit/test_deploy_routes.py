@@ -1,0 +1,120 @@
+"""What people read about transports: doctor's lines, a request's story; the flags that choose."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from pullfill import wire
+from pullfill.config import TRANSPORTS, check_address, parse_transports
+from pullfill.deploy import report, routes
+from pullfill.deploy.machine import FAIL, OK, WARN
+from pullfill.errors import ConfigError, UnavailableError
+from pullfill.registry.admin import LiveWorker
+from pullfill.transfer.choose import BEST_FIRST
+from tests.support.workers import record
+
+
+def live(instance_id: str) -> LiveWorker:
+    return LiveWorker(record(instance_id, http="http://x"), 1, 1)
+
+
+def test_this_machines_transports_are_found_by_looking() -> None:
+    (finding,) = routes.transports()
+    assert finding.level == OK
+    assert "shm" in finding.what
+    assert "tcp" in finding.what
+
+
+@pytest.mark.parametrize(
+    ("code", "level"),
+    [('print(\'{"shm": "no"}\')', FAIL), ("print('x')", WARN), ("raise SystemExit(3)", WARN)],
+)
+def test_a_survey_that_finds_nothing_or_fails(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any, code: str, level: str
+) -> None:
+    fake = tmp_path / "python"
+    fake.write_text(f"#!{routes.sys.executable}\n{code}\n")
+    fake.chmod(0o755)
+    monkeypatch.setattr(routes.sys, "executable", str(fake))
+    (finding,) = routes.transports()
+    assert finding.level == level
+    assert finding.advice
+
+
+def test_each_pair_of_workers_has_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = {
+        "routes": {"decode-a": {"transport": "tcp", "why_not_better": ["shm: on another host"]}},
+        "load": {},
+    }
+    monkeypatch.setattr(routes, "http_json", lambda *_: (200, told))
+    workers = [live(name) for name in ("decode-a", "decode-b", "prefill-a", "frontend-a")]
+    used, unused = routes.pairs(workers)
+    assert used.what == "prefill-a writes to decode-a over tcp"
+    assert used.advice == "not shm: on another host"
+    assert "decode-b yet" in unused.what
+
+
+@pytest.mark.parametrize("answer", [(200, None), (500, {}), (200, {"routes": 3}), None])
+def test_a_worker_that_answers_nonsense_is_no_failure(
+    monkeypatch: pytest.MonkeyPatch, answer: tuple[int, Any] | None
+) -> None:
+    def ask(*_: object) -> tuple[int, Any]:
+        if answer is None:
+            raise UnavailableError("gone")
+        return answer
+
+    monkeypatch.setattr(routes, "http_json", ask)
+    found = list(routes.pairs([live("decode-a"), live("prefill-a")]))
+    assert [f.level for f in found] == ([OK] if answer else [])
+
+
+def test_many_pairs_are_cut_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routes, "http_json", lambda *_: (200, {}))
+    workers = [live(f"{role}-{n}") for role in ("decode", "prefill") for n in range(9)]
+    found = list(routes.pairs(workers))
+    assert len(found) == 33
+    assert "more" in found[-1].what
+
+
+def test_the_story_of_a_request_names_its_transport() -> None:
+    told = wire.ExplainRecord(
+        request_id="r", path="remote", reason="long_prompt", prompt_tokens=9, prefix_hit_tokens=0,
+        remote_tokens=8, decode_instance="d", prefill_instance="p", attempts=1, kv_bytes=2048,
+        transport="tcp", why_not_better=("shm: it is on another host",),
+    )  # fmt: skip
+    stream = io.StringIO()
+    Console(file=stream, width=200).print(report.story(told))
+    text = stream.getvalue()
+    assert "2.0 KiB over tcp" in text
+    assert "not over shm: it is on another host" in text
+
+
+# --------------------------------------------------------------------------- flags
+
+
+def test_names_of_transports_are_known_everywhere() -> None:
+    assert tuple(name for name in BEST_FIRST if name != "loopback") == TRANSPORTS
+
+
+def test_transports_flag() -> None:
+    assert parse_transports(None) is None
+    assert parse_transports("tcp, shm") == {"tcp", "shm"}
+    for wrong in ("", " , ", "udp", "shm,udp"):
+        with pytest.raises(ConfigError, match="cuda_ipc, shm, nccl, nixl, tcp"):
+            parse_transports(wrong)
+
+
+@pytest.mark.parametrize("given", ["tcp://h:1", "h:1"])
+def test_an_address_to_publish(given: str) -> None:
+    assert check_address("--advertise-kv", given) == "tcp://h:1"
+    assert check_address("--advertise-kv", None) is None
+
+
+@pytest.mark.parametrize("wrong", ["", "h", "tcp://h", "h:x", ":1", "h:0", "h:65536", "a#b:1"])
+def test_an_address_that_is_none_is_refused(wrong: str) -> None:
+    with pytest.raises(ConfigError, match="--advertise-kv"):
+        check_address("--advertise-kv", wrong)
