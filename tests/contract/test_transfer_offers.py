@@ -1,0 +1,78 @@
+"""What a decode worker offers at once, and what a prefill worker takes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from pullfill.errors import ConfigError
+from pullfill.transfer.choose import choose, why_not_better
+from pullfill.transfer.owners import CombinedOwner
+from pullfill.transfer.shm.owner import ShmOwner
+from pullfill.transfer.shm.peer import ShmTransport
+from pullfill.transfer.stream.contract import PlaneKind
+from pullfill.transfer.stream.peer import StreamTransport
+from pullfill.transfer.stream.server import StreamServer
+from pullfill.transfer.tcp.plane import TcpKind
+from pullfill.wire import RegionDescriptor
+from tests.support.transfer_rigs import DENSE, shm_rig
+
+
+@pytest.fixture
+def both(tmp_path: Path) -> Iterator[Callable[..., RegionDescriptor]]:
+    """Owners that offer shm and tcp, of which `offered` may leave some out."""
+    owners: list[CombinedOwner] = []
+
+    def build(offered: frozenset[str] | None = None) -> RegionDescriptor:
+        region = shm_rig(tmp_path).region(DENSE)
+        assert isinstance(region.owner, ShmOwner)
+        kinds: dict[str, PlaneKind] = {"tcp": TcpKind()}
+        owner = CombinedOwner(
+            region.owner, [region.memory], instance_id="decode-1", kinds=kinds, offered=offered
+        )
+        owners.append(owner)
+        owner.listen("127.0.0.1")
+        return replace(region.descriptor, endpoints=owner.endpoints())
+
+    yield build
+    for owner in owners:
+        owner.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_peer_of_another_host_gets_tcp_by_itself(both: Callable[..., RegionDescriptor]) -> None:
+    transports = [StreamTransport(TcpKind()), ShmTransport()]
+    descriptor = both()
+    assert choose(descriptor, transports)[0].name == "shm"
+    elsewhere = replace(descriptor, host_id="elsewhere")
+    chosen, why_not = choose(elsewhere, transports)
+    assert chosen.name == "tcp"
+    assert "another host" in dict(why_not)["shm"]
+    assert why_not_better(elsewhere, transports, {"nccl": "no GPU"}) == [
+        f"shm: {dict(why_not)['shm']}",
+        "nccl: no GPU",
+    ]
+
+
+@pytest.mark.parametrize("name", ["shm", "tcp"])
+def test_only_what_was_chosen_is_offered(both: Callable[..., RegionDescriptor], name: str) -> None:
+    assert set(both(frozenset({name})).endpoints) == {name}
+
+
+def test_an_address_to_publish_takes_the_place_of_the_bound_one(tmp_path: Path) -> None:
+    region = shm_rig(tmp_path).region(DENSE)
+    assert isinstance(region.owner, ShmOwner)
+    owner = CombinedOwner(
+        region.owner, [region.memory], instance_id="decode-1", kinds={"tcp": TcpKind()}
+    )
+    assert "tcp" not in owner.endpoints(), "nothing listens yet"
+    owner.listen("127.0.0.1", advertise="tcp://10.0.0.1:99")
+    assert owner.endpoints()["tcp"] == "tcp://10.0.0.1:99"
+    other = StreamServer("x", [region.memory], {}, lambda _: None, lambda _: None)  # type: ignore[arg-type,return-value]
+    with pytest.raises(ConfigError, match="cannot listen"):
+        other.start("127.0.0.1", int(owner._server.address.rpartition(":")[2]))
+    owner.close()
+    owner.close()
