@@ -1,5 +1,5 @@
-"""Fault rows 2 and 5 of the writer, over tcp: the decode worker receives, so nobody's blocks wait for
-a prefill worker that is stopped."""
+"""Fault rows 2 and 5 of the writer, over tcp: the decode worker receives, so no block waits for a
+prefill worker that is stopped."""
 
 from __future__ import annotations
 
