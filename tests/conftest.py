@@ -20,6 +20,9 @@ for _name in ("PULLFILL_STATE_DIR", "PULLFILL_FAILPOINTS", "PULLFILL_DEBUG", "PU
     os.environ.pop(_name, None)
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Idle compute threads of several processes would take turns at spinning on the same cores.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A run that is told to end still ends what it started.
 signal.signal(signal.SIGTERM, signal.default_int_handler)
