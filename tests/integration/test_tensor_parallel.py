@@ -28,15 +28,22 @@ TOLERANCE = 1e-4
 LENGTHS = (2, 31, 33, 64, 65, 129, 500, 513, 1100)
 
 
+def vllm_segments() -> set[Path]:
+    return set(Path("/dev/shm").glob("vllm_dist_*"))
+
+
 @pytest.fixture(scope="module")
 def frontend(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     cluster = Cluster(tmp_path_factory.mktemp("parallel"), model_path, kv_mib=32)
+    before = vllm_segments()
     try:
         cluster.start_servers()
         cluster.launch("frontend", env={"VLLM_SERVER_DEV_MODE": "1"})
         yield cluster
     finally:
         cluster.stop()
+        for left in vllm_segments() - before:  # vLLM's own, of ranks that were killed
+            left.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)
