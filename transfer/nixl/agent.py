@@ -101,8 +101,10 @@ class Agent:
         """Raises TransferFailed."""
         self._kind = "DRAM" if memory.device is None else "VRAM"
         self._device = memory.device or 0
+        self._enter: Callable[[], None] = _entering(memory.device)
         self._remote: str | None = None
         with _failures("cannot make a NIXL agent"), _making, _same_affinity():
+            self._enter()
             api = _import()
             config = api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
             self._agent: Any = api.nixl_agent(f"pullfill-{secrets.token_hex(8)}", config)
@@ -130,6 +132,7 @@ class Agent:
         when all bytes are there. `check` is called while waiting and raises to give up. After any
         error the agent must be dropped before its memory is believed to be quiet."""
         with _failures("the transfer failed"):
+            self._enter()
             here = self._agent.get_xfer_descs(_rows(ours, self._device), self._kind)
             kind = "DRAM" if their_device < 0 else "VRAM"
             there = self._agent.get_xfer_descs(_rows(theirs, max(their_device, 0)), kind)
@@ -155,6 +158,7 @@ class Agent:
     def progress(self) -> None:
         """Let the other side's transfers advance. Raises TransferFailed."""
         with _failures("NIXL makes no progress"):
+            self._enter()
             self._agent.get_new_notifs()
 
     def drop(self) -> None:
@@ -173,6 +177,16 @@ class Agent:
         while core() is not None:
             gc.collect()
             time.sleep(_LONG_S)
+
+
+def _entering(device: int | None) -> Callable[[], None]:
+    """Makes the device's context the calling thread's: UCX copies GPU memory in whatever is."""
+    if device is None:
+        return lambda: None
+    from pullfill.transfer.gpu.cuda import load
+
+    driver = load()
+    return lambda: driver.enter(device)
 
 
 def _undo(agent: Any, remote: str | None, registered: Any) -> None:
