@@ -36,7 +36,7 @@ class StalePeer(PeerUnavailable):
 def accept(link: SocketLink, key: ClusterKey | None) -> StreamHello:
     """The owner's end: the peer's hello, once it has proved that it holds `key`. Raises AuthFailed
     (its text may be told to the peer), BadMessage, TransferFailed."""
-    first: Any = decode(link.receive(FIRST_FRAME), AuthHello | StreamHello)  # type: ignore[arg-type]
+    first: Any = decode(link.receive(2 * FIRST_FRAME), AuthHello | StreamHello)  # type: ignore[arg-type]
     if key is None:
         if isinstance(first, StreamHello):
             return first
