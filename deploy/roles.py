@@ -122,7 +122,9 @@ def _warn_if_exposed(role: str, host: str, security: Security) -> None:
     if role == "frontend" and security.frontend.api_key_file is None:
         what, key = "send it requests", "[frontend] api_key_file (or --api-key)"
     elif role == "decode" and security.cluster.key_file is None:
-        what, key = "claim jobs, commit KV and run requests", "[cluster] key_file"
+        what, key = "claim jobs, read and write KV and run requests", "[cluster] key_file"
+    elif role == "prefill" and security.cluster.key_file is None:
+        what, key = "connect to its KV port", "[cluster] key_file"
     else:
         return
     print(

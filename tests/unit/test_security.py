@@ -191,6 +191,8 @@ def test_a_login_for_a_server_that_up_starts_itself_is_a_mistake(tmp_path: Path,
         ("frontend", "0.0.0.0", False, True),
         ("decode", "0.0.0.0", True, False),
         ("frontend", "::", True, False),
+        ("prefill", "10.0.0.1", False, True),
+        ("prefill", "10.0.0.1", True, False),
     ],
 )
 def test_beyond_loopback_without_keys_there_is_a_warning(
