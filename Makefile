@@ -55,7 +55,7 @@ soak: install ## Mixed faults under load: make soak [ARGS="--minutes 10 --seed 1
 # Each writes benchmarks/results/NAME.json and .md; ARGS=--help tells what it measures.
 bench-cluster: ## Start-up, memory, handoff stages and idle CPU of a demo cluster (minutes)
 bench-frontend: ## CPU per streamed token against vLLM's API server (minutes)
-bench-transfer: ## KV block writes against plain copies
+bench-transfer: ## KV transfers against plain copies, sockets, NIXL; a real prefill (minutes)
 bench-transfer: override ARGS += --save
 bench-gpu: ## KV blocks between GPU memories against device copies (needs a GPU)
 bench-gpu: override ARGS += --save
