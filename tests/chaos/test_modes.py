@@ -108,7 +108,7 @@ def test_row_2_prefill_dies_while_it_is_read(pulling: Cluster, oracle: Oracle) -
     (decode,), (victim,) = pulling.of("decode"), pulling.of("prefill")
     prompt = random_prompt(1500, seed=9300)
     with checked(pulling, oracle, stale={"claim": (0, 1)}) as check:
-        decode.arm("shm.read.batch=sleep:2@2")
+        decode.arm("shm.read.batch=sleep:2@1")
         asking = Asking(pulling, prompt)
         until(lambda: reads(pulling), 20, "the decode worker reads them")
         assert kept(pulling) > 0
@@ -133,7 +133,7 @@ def test_row_8_decode_dies_while_it_reads(pulling: Cluster, oracle: Oracle) -> N
     """The kernel lets go of its lock: the prefill worker has its blocks back at once, and serves
     the next decode worker."""
     (victim,) = pulling.of("decode")
-    victim.arm("shm.read.batch=kill@2")
+    victim.arm("shm.read.batch=kill@1")
     asking = Asking(pulling, random_prompt(1500, seed=9400))
     assert victim.process.wait(20) == -signal.SIGKILL
     asking.join()
@@ -148,7 +148,7 @@ def test_a_stopped_reader_keeps_what_it_reads(pulling: Cluster, oracle: Oracle) 
     """In the middle of a batch it holds the fence of the prefill worker's blocks: they are not used
     for anything else, however long it takes."""
     (decode,), (prefill,) = pulling.of("decode"), pulling.of("prefill")
-    decode.arm("shm.read.batch=stop@2")
+    decode.arm("shm.read.batch=stop@1")
     prompt = random_prompt(1500, seed=9500)
     asking = Asking(pulling, prompt)
     until(lambda: decode.stopped, 20, "stopped in a read")
@@ -165,3 +165,15 @@ def test_a_stopped_reader_keeps_what_it_reads(pulling: Cluster, oracle: Oracle) 
     until(lambda: pulling.load_of(prefill)["decode_workers"], 20, "connected again")
     with checked(pulling, oracle) as check:
         check.ask(prompt)
+
+
+def test_pull_over_tcp(pulling: Cluster, oracle: Oracle) -> None:
+    """From a prefill worker whose memory is reached through its port only."""
+    (before,) = pulling.of("prefill")
+    pulling.wait_ready(pulling.launch("prefill", "--transports", "tcp"))
+    before.stop()
+    until(lambda: len(pulling.of("prefill")) == 1, 10, "it left")
+    check_tokens(pulling, oracle, seed=9600)
+    assert pulling.counter(READ, role="decode", transport="tcp") > 0
+    assert pulling.counter(READ, role="prefill", transport="tcp") > 0
+    assert pulling.counter(WRITTEN) == 0

@@ -18,6 +18,7 @@ from pullfill.deploy import cli, roles, run_up
 from pullfill.deploy.plan import UpOptions
 from pullfill.deploy.state import Launch, StateDir
 from pullfill.errors import ConfigError, UnavailableError
+from pullfill.wire import KvMode
 
 COMMANDS = ("up", "down", "decode", "prefill", "frontend", "status", "drain", "explain", "doctor")
 runner = CliRunner()
@@ -182,6 +183,19 @@ class TestRoles:
         assert isinstance(options, WorkerOptions)
         assert (options.model, options.cpu) == (str(tmp_path / "m"), 0)
         assert arguments == ["--dtype=float32", "--seed", "1"]
+
+    @pytest.mark.parametrize("role", ["decode", "prefill"])
+    def test_modes_and_credits(
+        self, role: str, ran: list[Any], state_dir: Path, tmp_path: Path
+    ) -> None:
+        self._cluster(state_dir, tmp_path / "m")
+        flags = ["--kv-mode", "pull"] if role == "decode" else ["--kv-credits", "3"]
+        for given in (flags, []):
+            assert runner.invoke(cli.app, [role, *given]).exit_code == 7
+        (_, _, asked, _), (_, _, usual, _) = ran
+        assert (usual.kv_mode, usual.kv_credits) == (KvMode.PUSH_ASYNC, None)
+        told = (asked.kv_mode, asked.kv_credits)
+        assert told == ((KvMode.PULL, None) if role == "decode" else (KvMode.PUSH_ASYNC, 3 << 20))
 
     def test_a_frontend_keeps_its_flags(
         self, ran: list[Any], state_dir: Path, tmp_path: Path

@@ -11,7 +11,7 @@ from pullfill.config import ClusterRef
 from pullfill.deploy import defaults, device, plan, servers
 from pullfill.deploy.procs import CLUSTER_ENV
 from pullfill.errors import ConfigError
-from pullfill.wire import DigestMode
+from pullfill.wire import DigestMode, KvMode
 
 REF = ClusterRef("blue", "http://127.0.0.1:2", "nats://127.0.0.1:1", Path("/state"))
 
@@ -190,6 +190,15 @@ class TestSpecs:
         assert asked == {"decode-0", "decode-1"}
         argv = argvs["decode-0"]
         assert argv[argv.index("--kv-digest") + 1] == "sample"
+
+    def test_the_mode_is_the_decode_workers(self) -> None:
+        for mode in KvMode:
+            options = plan.UpOptions(decode=2, kv_mode=mode)
+            argvs = {s.name: s.argv for s in plan.worker_specs(options, REF, "id")}
+            told = {name for name, argv in argvs.items() if "--kv-mode" in argv}
+            assert told == (set() if mode is KvMode.PUSH_ASYNC else {"decode-0", "decode-1"})
+            for name in told:
+                assert argvs[name][argvs[name].index("--kv-mode") + 1] == mode.value
 
     def test_bounds_go_to_those_who_keep_them(self) -> None:
         options = plan.UpOptions(engine_stall_s=7.5, max_inflight=9)
