@@ -328,7 +328,7 @@ def test_a_writer_that_goes_away_in_a_batch_frees_the_fence(make: Make) -> None:
 
 def test_a_peer_that_stalls_in_an_operation_is_given_up(make: Make) -> None:
     """Also without a revoke: nothing waits for ever."""
-    _, region, _, session, token = start(make, stall_s=0.05)
+    _, region, _, session, token = start(make, stall_s=0.25)
     held = Held(session, "write_blocks", token)
     wait_for(lambda: region.owner.connections == 0)  # type: ignore[attr-defined]
     assert isinstance(held.finish(), TransferFailed), "the grant itself is still good"
