@@ -1,4 +1,4 @@
-"""Workers of any ranks connected over real shared memory: parts, roles, and what fails half-way."""
+"""Workers of any ranks connected over shared memory and tcp: parts, roles, and failures."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ import pytest
 from pullfill.errors import BadMessage, Fenced, IncompatibleError, PeerUnavailable
 from pullfill.host import host_id
 from pullfill.transfer.connect import connect
-from pullfill.transfer.contract import LocalMemory, Part, PeerSession
+from pullfill.transfer.contract import LocalMemory, Part, PeerSession, PeerTransport
 from pullfill.transfer.digest import DIGEST_BYTES, BlockDigester, copies_of
 from pullfill.transfer.group import GroupSession
 from pullfill.transfer.layout import describe_region
+from pullfill.transfer.owners import CombinedOwner
 from pullfill.transfer.session import MappedSession
 from pullfill.transfer.shm.files import RegionFiles
 from pullfill.transfer.shm.owner import ShmOwner
 from pullfill.transfer.shm.peer import ShmTransport
+from pullfill.transfer.stream.peer import StreamTransport
+from pullfill.transfer.tcp.plane import TcpKind
 from pullfill.transfer.topology import Rect
 from pullfill.wire import RegionDescriptor
 from tests.support.ranked import BLOCKS, HALVES, PAGE, REPLICAS, STAGES, WHOLE, RankedWorker
@@ -32,28 +35,30 @@ SPLITS = {"whole": WHOLE, "halves": HALVES, "replicas": REPLICAS, "stages": STAG
 
 @dataclass
 class Owned:
-    """A decode worker: the memory of its ranks in files, behind one fence."""
+    """A decode worker: the memory of its ranks in files, behind one fence, mapped or by a port."""
 
     worker: RankedWorker
-    owner: ShmOwner
+    owner: CombinedOwner
     descriptors: list[RegionDescriptor]
 
 
 def own(directory: Path, rects: list[Rect]) -> Owned:
     worker = RankedWorker(rects, seed=2)
     files = RegionFiles("decode-1", directory)
-    owner: ShmOwner | None = None
+    base: ShmOwner | None = None
     for rank, memory in enumerate(worker.memories):
         path = str(files.create_kv(memory.nbytes, rank))
         shared = np.asarray(np.memmap(path, np.uint8, "r+"))
         shared[:] = worker.data[rank]
         worker.data[rank] = shared
         worker.memories[rank] = memory = replace(memory, address=shared.ctypes.data)
-        if owner is None:
-            owner = ShmOwner(files, memory, "i1", kv_path=path)
+        if base is None:
+            base = ShmOwner(files, memory, "i1", kv_path=path)
         else:
-            owner.add_rank(memory, path)
-    assert owner is not None
+            base.add_rank(memory, path)
+    assert base is not None
+    owner = CombinedOwner(base, worker.memories, instance_id="decode-1", kinds={"tcp": TcpKind()})
+    owner.listen("127.0.0.1")
     descriptors = [
         describe_region(
             memory,
@@ -85,11 +90,17 @@ def nothing_stays_mapped(tmp_path: Path) -> Iterator[None]:
     assert sessions() == 0
 
 
+@pytest.mark.parametrize(
+    "transport", [ShmTransport(), StreamTransport(TcpKind())], ids=["shm", "tcp"]
+)
 @pytest.mark.parametrize(("here", "there"), list(product(SPLITS, SPLITS)))
-def test_blocks_reach_every_rank_and_come_back(tmp_path: Path, here: str, there: str) -> None:
+def test_blocks_reach_every_rank_and_come_back(
+    tmp_path: Path, here: str, there: str, transport: PeerTransport
+) -> None:
     prefill, decode = RankedWorker(SPLITS[here], seed=1), own(tmp_path, SPLITS[there])
-    session = connect(prefill.memories, decode.descriptors, [ShmTransport()])
-    token = decode.owner.fences.open([5, 3])
+    session = connect(prefill.memories, decode.descriptors, [transport])
+    assert session.transport == transport.name
+    token = decode.owner.fences.open([5, 3, 2])
     before = decode.worker.block(2)
     assert session.write_blocks(token, [0, 1], [5, 3]).blocks == 2
     assert decode.worker.block(5) == prefill.block(0)
