@@ -69,7 +69,7 @@ class Sides:
         self.links[rank].send(encode(word))
 
     def both(self, owner: str, peer: str) -> None:
-        """Call both sides, on a thread each."""
+        """Call both sides, on a thread each. Raises what was raised first."""
         errors: list[BaseException] = []
 
         def call(rank: int, name: str) -> None:
@@ -78,6 +78,7 @@ class Sides:
                 getattr(self.planes[rank], name)(argument)
             except BaseException as exc:
                 errors.append(exc)
+                self.socks[rank].shutdown(socket.SHUT_RDWR)  # as whoever owns the plane does
 
         threads = [threading.Thread(target=call, args=pair) for pair in ((0, owner), (1, peer))]
         for thread in threads:
