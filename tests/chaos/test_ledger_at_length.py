@@ -7,7 +7,7 @@ import pytest
 from tests.support.ledger_machine import explore
 from tests.support.ledger_mutants import BROKEN
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
 
 REACHED = {
     "claim granted", "claim held", "claim committed", "claim closed", "claim stale_incarnation",
