@@ -33,11 +33,11 @@ def open_region(
     host: str,
     transports: frozenset[str] | None,
     key: ClusterKey | None,
-) -> list[RegionDescriptor]:
+) -> tuple[RegionDescriptor, ...]:
     """Describe each rank's memory; none if nobody can read it. Binds a port of `host` if `tcp` is
     among the transports. Raises ConfigError."""
     if not context.ranks or context.files is None:
-        return []
+        return ()
     incarnation = new_incarnation()
     memories = context.memories
     names = pulled_over(memories[0], transports)
@@ -51,7 +51,7 @@ def open_region(
     )
     context.owner = owner
     owner.listen(host)
-    return [
+    return tuple(
         describe_region(
             memory,
             instance_id=context.instance_id,
@@ -65,4 +65,4 @@ def open_region(
             endpoints=owner.endpoints(rank),
         )
         for rank, memory in enumerate(memories)
-    ]
+    )

@@ -191,7 +191,7 @@ class Hello(Message, tag="hello", frozen=True, kw_only=True):
     host_id: Id
     compat: Id
     transports: list[str]
-    regions: list[RegionDescriptor] = []
+    regions: tuple[RegionDescriptor, ...] = ()
 
 
 class Welcome(Message, tag="welcome", frozen=True, kw_only=True):

@@ -236,7 +236,7 @@ class PrefillHalf:
                 host_id="h",
                 compat=COMPATIBLE.hash(),
                 transports=["any"],
-                regions=[self.local.descriptor],
+                regions=(self.local.descriptor,),
             ),
             COMPATIBLE,
             self._open_mover,
