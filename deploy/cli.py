@@ -27,6 +27,7 @@ from pullfill.deploy.options import (
     SecurityOption,
     StallOption,
     StateDirOption,
+    TransportsOption,
     find_cluster,
 )
 from pullfill.errors import ConfigError, IncompatibleError, PullfillError
@@ -96,6 +97,7 @@ def up(
     ] = 600.0,
     kv_digest: KvDigestOption = DigestMode.OFF,
     kv_mode: KvModeOption = KvMode.PUSH_ASYNC,
+    transports: TransportsOption = None,
 ) -> None:
     """Start a cluster on this machine: NATS, etcd, workers and frontends.
 
@@ -123,6 +125,7 @@ def up(
         ready_timeout_s=ready_timeout,
         kv_digest=kv_digest,
         kv_mode=kv_mode,
+        transports=transports,
         vllm_args=list(context.args),
     )
     raise typer.Exit(run_up.up(options, state_dir, detach=detach))

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pullfill
-from pullfill.config import ClusterRef
+from pullfill.config import ClusterRef, parse_transports
 from pullfill.deploy import defaults, device, servers
 from pullfill.deploy.procs import CLUSTER_ENV, spawn
 from pullfill.errors import ConfigError
@@ -48,6 +48,7 @@ class UpOptions:
     ready_timeout_s: float = 600.0
     kv_digest: DigestMode = DigestMode.OFF
     kv_mode: KvMode = KvMode.PUSH_ASYNC
+    transports: str | None = None
     vllm_args: list[str] = field(default_factory=list)
 
     @property
@@ -91,6 +92,7 @@ def check(options: UpOptions) -> None:
         raise ConfigError(
             f"namespace {options.namespace!r} is not usable: lower-case letters, digits, '-', '_'"
         )
+    parse_transports(options.transports)
     check_flags(options.vllm_args)
     check_model(options.model)
     if options.port == 0:
@@ -234,6 +236,8 @@ def worker_specs(options: UpOptions, cluster: ClusterRef, cluster_id: str) -> li
             extra += ["--kv-digest", options.kv_digest.value]
         if role == "decode" and options.kv_mode is not KvMode.PUSH_ASYNC:
             extra += ["--kv-mode", options.kv_mode.value]
+        if options.transports is not None:
+            extra += ["--transports", options.transports]
         if place.cores:
             extra += ["--cpu", defaults.format_cores(place.cores)]
         specs.append(

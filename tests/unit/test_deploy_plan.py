@@ -200,6 +200,15 @@ class TestSpecs:
             for name in told:
                 assert argvs[name][argvs[name].index("--kv-mode") + 1] == mode.value
 
+    def test_transports_are_for_both_ends(self) -> None:
+        options = plan.UpOptions(transports="tcp")
+        argvs = {s.name: s.argv for s in plan.worker_specs(options, REF, "id")}
+        told = {name for name, argv in argvs.items() if "--transports" in argv}
+        assert told == {"decode-0", "prefill-0"}
+        assert all(argvs[name][argvs[name].index("--transports") + 1] == "tcp" for name in told)
+        with pytest.raises(ConfigError, match="udp"):
+            plan.check(plan.UpOptions(transports="udp"))
+
     def test_bounds_go_to_those_who_keep_them(self) -> None:
         options = plan.UpOptions(engine_stall_s=7.5, max_inflight=9)
         for spec in plan.worker_specs(options, REF, "id"):
