@@ -30,7 +30,7 @@ def offer(
         base,
         memories,
         instance_id=instance_id,
-        kinds=catalogue.planes(options.transports, memories[0]),
+        kinds=catalogue.planes(options.transports, memories[0], options.host),
         key=key,
         offered=options.transports,
     )

@@ -113,7 +113,7 @@ TransportsOption = Annotated[
     typer.Option(
         "--transports",
         metavar="NAME,...",
-        help="Which may move KV: cuda_ipc, shm, nccl, nixl, tcp  [default: all that work here]",
+        help="Which may move KV: cuda_ipc, shm, nccl, nixl, tcp  [default: all that work here but nixl]",
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON")]

@@ -225,7 +225,7 @@ class PrefillWorker:
         config, memories = self._config, self._context.memories
         if memories:
             names = self._options.transports
-            self._transports = catalogue.peers(names, memories[0], self._key)
+            self._transports = catalogue.peers(names, memories[0], self._key, self._options.host)
             self._absent = catalogue.absent(names, memories[0])
         self._engine = PrefillEngine(
             host,

@@ -3,6 +3,8 @@
 What needs a package or a device is imported only when it is asked for. `device` is everywhere the
 CUDA device that holds this worker's KV memory, None for CPU memory.
 
+nixl is never taken of its own accord: UCX listens outside our login (nixl/devices.py).
+
 `python -m pullfill.transfer.catalogue` prints the survey of this machine as JSON.
 """
 
@@ -10,13 +12,13 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Collection, Mapping
-from pathlib import Path
+from collections.abc import Collection, Iterable, Mapping
 
 from pullfill.config import TRANSPORTS
 from pullfill.errors import ConfigError, PullfillError
 from pullfill.security import ClusterKey
 from pullfill.transfer.contract import LocalMemory, PeerTransport
+from pullfill.transfer.nixl.devices import confine
 from pullfill.transfer.stream.contract import PlaneKind
 from pullfill.transfer.stream.peer import StreamTransport
 
@@ -25,16 +27,24 @@ _PLANES = {
     "nixl": ("pullfill.transfer.nixl.plane", "NixlKind"),
     "tcp": ("pullfill.transfer.tcp.plane", "TcpKind"),
 }
+BY_NAME = frozenset({"nixl"})
+"""Used and offered only where `--transports` names them."""
+_ONLY_BY_NAME = "only with --transports nixl: its UCX listens outside pullfill's login"
 _NO_MEMORY = "it does not move memory of this kind"
 
 
-def planes(chosen: Collection[str] | None, memory: LocalMemory) -> dict[str, PlaneKind]:
+def planes(
+    chosen: Collection[str] | None, memory: LocalMemory, host: str = "127.0.0.1"
+) -> dict[str, PlaneKind]:
     """The planes of the stream protocol that work here, for memory like this, by name. The caller
-    closes them. Raises ConfigError when one was asked for by name and does not work."""
+    closes them. host: the address this worker binds; what a plane opens by itself stays there
+    where it can. Raises ConfigError when one was asked for by name and does not work."""
     found: dict[str, PlaneKind] = {}
     for name in _PLANES:
-        if chosen is not None and name not in chosen:
+        if name not in (set(_PLANES) - BY_NAME if chosen is None else chosen):
             continue
+        if name == "nixl":
+            confine(host)
         kind, why = _plane(name)
         if kind is not None and why is None and kind.detail(memory) is None:
             why = _NO_MEMORY
@@ -51,7 +61,10 @@ def planes(chosen: Collection[str] | None, memory: LocalMemory) -> dict[str, Pla
 
 
 def peers(
-    chosen: Collection[str] | None, memory: LocalMemory, key: ClusterKey | None
+    chosen: Collection[str] | None,
+    memory: LocalMemory,
+    key: ClusterKey | None,
+    host: str = "127.0.0.1",
 ) -> list[PeerTransport]:
     """How a worker with memory like this reaches others, best first. Raises ConfigError as
     `planes`."""
@@ -64,30 +77,25 @@ def peers(
         for name, why in mapped.items()
         if why is None and (chosen is None or name in chosen)
     ]
-    kinds = planes(chosen, memory)
-    if chosen is None and (nixl := kinds.get("nixl")) is not None and _without_rdma():
-        nixl.close()
-        del kinds["nixl"]
+    kinds = planes(chosen, memory, host)
     return transports + [StreamTransport(kind, key) for kind in kinds.values()]
 
 
 def absent(chosen: Collection[str] | None, memory: LocalMemory) -> dict[str, str]:
     """Why `peers` does not have the others, for people, by name."""
-    reasons = {name: why for name, why in survey(memory.device).items() if why is not None}
-    if chosen is None and (why := _without_rdma()):
-        reasons.setdefault("nixl", why)
-    if chosen is not None:
-        reasons |= dict.fromkeys(
-            set(TRANSPORTS) - set(chosen), "not among this worker's --transports"
-        )
-    return reasons
+    if chosen is not None:  # those are there, or `peers` raised
+        why = "not among this worker's --transports"
+        return dict.fromkeys(sorted(set(TRANSPORTS) - set(chosen)), why)
+    found = survey(memory.device, [name for name in TRANSPORTS if name not in BY_NAME])
+    reasons = {name: why for name, why in found.items() if why is not None}
+    return reasons | dict.fromkeys(BY_NAME, _ONLY_BY_NAME)
 
 
-def survey(device: int | None) -> Mapping[str, str | None]:
+def survey(device: int | None, names: Iterable[str] = TRANSPORTS) -> Mapping[str, str | None]:
     """For people: each transport, best first, and why it does not work here (None: it does).
     Imports what is installed."""
     answers: dict[str, str | None] = {}
-    for name in TRANSPORTS:
+    for name in names:
         if name not in _PLANES:
             answers[name] = _why_not_mapped(name, device)
             continue
@@ -106,13 +114,6 @@ def _plane(name: str) -> tuple[PlaneKind | None, str | None]:
         return kind, kind.why_not()
     except (ImportError, AttributeError, PullfillError) as exc:
         return None, f"not installed ({exc})"
-
-
-def _without_rdma() -> str | None:
-    """Why a peer does not take NIXL of its own accord: over TCP, UCX does what our tcp does."""
-    if any(Path("/sys/class/infiniband").glob("*")):
-        return None
-    return "no RDMA device here, where tcp is faster; --transports nixl uses it all the same"
 
 
 def _why_not_mapped(name: str, device: int | None) -> str | None:

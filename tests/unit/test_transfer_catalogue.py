@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 import subprocess
 import sys
+from ipaddress import ip_address
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +18,7 @@ from pullfill.transfer import catalogue
 from pullfill.transfer.contract import LocalMemory
 from pullfill.transfer.cuda_ipc import writers
 from pullfill.transfer.layout import dense_layout
+from pullfill.transfer.nixl import devices
 from pullfill.transfer.tcp.plane import TcpKind
 
 ON_CPU = LocalMemory(0, 64, dense_layout(1, 1, 1, 64))
@@ -34,18 +39,54 @@ class _Nixl(TcpKind):
     name = "nixl"
 
 
-@pytest.mark.parametrize("why", [None, "no RDMA device"])
-def test_nixl_is_a_peers_choice_only_with_rdma_or_by_name(
-    monkeypatch: pytest.MonkeyPatch, why: str | None
-) -> None:
+def test_nixl_is_used_and_offered_only_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(catalogue._PLANES, "nixl", (__name__, "_Nixl"))
-    monkeypatch.setattr(catalogue, "_without_rdma", lambda: why)
-    names = [transport.name for transport in catalogue.peers(None, ON_CPU, None)]
-    assert ("nixl" in names) == (why is None)
-    assert catalogue.absent(None, ON_CPU).get("nixl") == why
+    monkeypatch.setenv(devices.ENV, "eth9")
+    assert "nixl" not in [transport.name for transport in catalogue.peers(None, ON_CPU, None)]
+    assert "nixl" not in catalogue.planes(None, ON_CPU)
+    assert "--transports nixl" in catalogue.absent(None, ON_CPU)["nixl"]
     asked = catalogue.peers(["nixl"], ON_CPU, None)
     assert [transport.name for transport in asked] == ["nixl"]
-    assert "nixl" in catalogue.planes(None, ON_CPU), "offered to peers that ask for it"
+    assert list(catalogue.planes(["nixl"], ON_CPU)) == ["nixl"]
+    assert os.environ[devices.ENV] == "eth9", "who runs it has the last word"
+
+
+def test_nixl_listens_where_the_worker_does(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(catalogue._PLANES, "nixl", (__name__, "_Nixl"))
+    monkeypatch.setenv(devices.ENV, "")
+    catalogue.planes(["nixl"], ON_CPU, "127.0.0.1")
+    assert os.environ[devices.ENV] == "lo"
+    monkeypatch.setenv(devices.ENV, "")
+    catalogue.planes(["nixl"], ON_CPU, "0.0.0.0")
+    assert not os.environ[devices.ENV]
+    assert "every network device" in caplog.text
+    monkeypatch.setattr(devices, "_addresses", lambda name: {"lo": {ip_address("10.9.9.9")}}[name])
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo")])
+    (tmp_path / "mlx5_0" / "ports" / "1").mkdir(parents=True)
+    assert devices.devices_for("10.9.9.9", tmp_path) == "lo,mlx5_0:1"
+    assert devices.devices_for("10.9.9.8", tmp_path) is None
+    assert devices.devices_for("a-name", tmp_path) is None
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_addresses_of_a_device_are_the_kernels(address: str) -> None:
+    try:
+        socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else 2).close()
+    except OSError:
+        pytest.skip(f"no {address} here")
+    assert ip_address(address) in devices._addresses("lo")
+
+
+def test_what_was_not_chosen_is_not_even_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(catalogue, "_plane", lambda name: (asked.append(name), (None, "no"))[1])
+    absent = catalogue.absent(["shm"], ON_CPU)
+    assert set(absent) == set(TRANSPORTS) - {"shm"}
+    assert asked == []
+    catalogue.absent(None, ON_CPU)
+    assert asked == ["nccl", "tcp"]
 
 
 @pytest.mark.parametrize("name", ["nccl", "cuda_ipc"])
