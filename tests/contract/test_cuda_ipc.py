@@ -170,6 +170,8 @@ def test_after_a_gpu_error_only_the_end_of_the_process_is_proof(
         assert not fences.try_revoke(token)
         assert writer.ask("close") == "closed"
         assert not fences.try_revoke(token), "closing the session lets go of nothing"
+        assert writer.ask("unlock") == "unlocked"  # as when the process begins to die
+        assert not fences.try_revoke(token), "its record still names the slot"
         writer.end()
         assert fences.try_revoke(token)
         assert fences.try_revoke(next_one)

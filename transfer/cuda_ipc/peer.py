@@ -47,6 +47,10 @@ class IpcGate(ShmGate):
             raise
 
     def enter(self, token: FenceToken) -> None:
+        """Raises TransferFailed, too, when an earlier copy may still be in flight: the record
+        names one slot, and must go on naming that one."""
+        if not self._settled():
+            raise TransferFailed("an earlier copy failed on the GPU; restart this worker")
         super().enter(token)
         self._record.begin(token.slot)
 
