@@ -42,6 +42,7 @@ class PeerReader:
         self._instance_id = instance_id
         self._open = open_session
         self._session: PeerSession | None = None
+        self._closing = False
         self._thread = ThreadPoolExecutor(1, f"kv-reader-{instance_id}")
 
     @property
@@ -69,8 +70,11 @@ class PeerReader:
         self._thread.shutdown(wait=False)
 
     def close(self) -> None:
-        """Drop what has not begun, wait for what has. Nothing is read afterwards. Idempotent, also
-        after `leave`."""
+        """Drop what has not begun, wait for what has, which ends soon if it waits for the prefill
+        worker. Nothing is read afterwards. Idempotent, also after `leave`."""
+        self._closing = True
+        if (session := self._session) is not None:
+            session.interrupt()
         self._thread.shutdown(wait=True, cancel_futures=True)
         self._let_go()
 
@@ -89,6 +93,8 @@ class PeerReader:
         if self._session is None:
             self._session = self._open()
             logger.info("reading from %s over %s", self._instance_id, self._session.transport)
+        if self._closing:
+            raise HandoffError("this worker is leaving")
         result = self._session.read_blocks(fence, source, target)
         transport = self._session.transport
         metrics.KV_READ_BYTES.labels(transport).inc(result.nbytes)

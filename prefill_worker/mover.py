@@ -127,12 +127,13 @@ class Mover:
         return over.wait(timeout_s)
 
     def close(self) -> None:
-        """Stop after the running operation. Safe to call twice. What it has charged is written off
-        now: the peer is gone, or treated so."""
+        """Stop after the running operation, which ends soon if it waits for the peer. Safe to call
+        twice. What it has charged is written off now: the peer is gone, or treated so."""
         with self._lock:
             if not self._closed:
                 self._closed = True
                 self._queue.put(None)
+        self._session.interrupt()
         if self._account is not None:
             self._account.close()
 

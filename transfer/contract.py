@@ -9,7 +9,7 @@ byte can be written (and no read be believed) under that fence any more, whateve
 Time is never the proof.
 
 Threads: `PeerSession.read_blocks/write_blocks` block the caller and may run on any one thread at a
-time per session; the owner side is thread-safe.
+time per session, `interrupt` from any; the owner side is thread-safe.
 """
 
 from __future__ import annotations
@@ -161,6 +161,12 @@ class PeerSession(Protocol):
     ) -> MoveResult:
         """Copy remote blocks `source[i]` into local blocks `target[i]`, same rules; after Fenced
         the local target blocks hold garbage and must not be used."""
+        ...
+
+    def interrupt(self) -> None:
+        """For good, from any thread, never blocks: a move that waits for the owner ends soon with
+        TransferFailed, and so does every later one. Does nothing where no move waits for it (mapped
+        memory). `close` is still needed."""
         ...
 
     def close(self) -> None: ...

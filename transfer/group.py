@@ -54,6 +54,11 @@ class GroupSession:
         readers = [m.session for m in self._members if m.reads]
         return _move(readers, len(source), lambda s: s.read_blocks(fence, source, target))
 
+    def interrupt(self) -> None:
+        """See PeerSession."""
+        for member in self._members:
+            member.session.interrupt()
+
     def close(self) -> None:
         """Close every member, also when one of them fails to. Idempotent as they are."""
         failure: Exception | None = None

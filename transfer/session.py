@@ -105,6 +105,9 @@ class MappedSession:
         self._move("read", fence, todo, self._remote_address, self._local.address)
         return _result(todo, started)
 
+    def interrupt(self) -> None:
+        """Nothing to do: a copy needs nobody else."""
+
     def close(self) -> None:
         """Waits for a batch under way, then lets go of the region. Idempotent."""
         with self._busy:

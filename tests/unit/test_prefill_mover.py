@@ -35,6 +35,7 @@ class Session:
         self.entered = threading.Event()
         self.fenced = False
         self.closed = 0
+        self.interrupted = 0
 
     def _move(self, verb: str, source: Sequence[int], target: Sequence[int]) -> MoveResult:
         self.entered.set()
@@ -54,6 +55,9 @@ class Session:
         self, fence: FenceToken, source: Sequence[int], target: Sequence[int]
     ) -> MoveResult:
         return self._move("read", source, target)
+
+    def interrupt(self) -> None:
+        self.interrupted += 1
 
     def close(self) -> None:
         self.closed += 1
@@ -89,6 +93,7 @@ def mover(session: Session) -> Iterator[Mover]:
     mover._thread.join(10)
     assert not mover._thread.is_alive()
     assert session.closed == 1
+    assert session.interrupted >= 1
 
 
 def test_in_order_and_counted(mover: Mover, session: Session) -> None:

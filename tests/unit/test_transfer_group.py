@@ -83,7 +83,10 @@ class _Scripted:
     def __init__(self, failure: Exception | None = None, transport: str = "shm") -> None:
         self.failure, self.transport = failure, transport
         self.moves: list[str] = []
-        self.closed = False
+        self.closed = self.interrupted = False
+
+    def interrupt(self) -> None:
+        self.interrupted = True
 
     def write_blocks(self, fence: FenceToken, s: Sequence[int], t: Sequence[int]) -> MoveResult:
         self.moves.append("write")
@@ -130,6 +133,12 @@ def test_close_reaches_everyone() -> None:
     with pytest.raises(TransferFailed):
         whole.close()
     assert all(s.closed for s in members)
+
+
+def test_interrupt_reaches_everyone() -> None:
+    members = [_Scripted(), _Scripted()]
+    GroupSession([Member(members[0], True, False), Member(members[1], False, True)]).interrupt()
+    assert all(s.interrupted for s in members)
 
 
 def test_a_dead_fence_stops_a_group_between_members() -> None:

@@ -44,6 +44,7 @@ from pullfill.transfer.stream.wire import (
 from pullfill.wire import FenceToken, RegionDescriptor, decode, encode
 
 CONNECT_S = 5.0
+_INTERRUPTED = "the session was interrupted"
 
 
 def endpoint_of(address: str, detail: str) -> str:
@@ -86,7 +87,8 @@ class StreamTransport:
 
 
 class StreamSession:
-    """A PeerSession. Thread-safe; one operation at a time."""
+    """A PeerSession. Thread-safe; one operation at a time. Who interrupts looks at `_opening` before
+    `_link`; who opens sets them in the opposite order. So no connection is missed."""
 
     def __init__(
         self,
@@ -108,6 +110,8 @@ class StreamSession:
         self._stall_s = stall_s
         self._busy = threading.Lock()
         self._closed = False
+        self._interrupted = False
+        self._opening: SocketLink | None = None
         self._link: SocketLink | None = None
         self._plane: Plane | None = None
 
@@ -124,7 +128,10 @@ class StreamSession:
         except BaseException:
             link.close()
             raise
+        self._opening = link
         try:
+            if self._interrupted:
+                raise TransferFailed(_INTERRUPTED)
             welcome = hello.introduce(link, self._key, self._hello(plane.setup))
             link.set_stall(self._stall_s)
             plane.start(link, welcome.setup)
@@ -136,7 +143,10 @@ class StreamSession:
             plane.close()
             link.close()
             raise
-        self._link, self._plane = link, plane
+        else:
+            self._link, self._plane = link, plane
+        finally:
+            self._opening = None
 
     def write_blocks(
         self, fence: FenceToken, source: Sequence[int], target: Sequence[int]
@@ -155,6 +165,16 @@ class StreamSession:
         ours = checked_ids(target, self._local.layout.num_blocks, "target")
         _check_pairs(ours, theirs, ours)
         return self._move(Verb.READ, fence, ours, theirs, self._receive)
+
+    def interrupt(self) -> None:
+        """See PeerSession."""
+        self._interrupted = True
+        opening, link, plane = self._opening, self._link, self._plane
+        if plane is not None:
+            plane.interrupt()
+        for connection in (opening, link):
+            if connection is not None:
+                connection.interrupt()
 
     def close(self) -> None:
         """Waits for an operation under way. Idempotent."""
@@ -179,6 +199,8 @@ class StreamSession:
         with self._busy:
             if self._closed:
                 raise TransferFailed("the session is closed")
+            if self._interrupted:
+                raise TransferFailed(_INTERRUPTED)
             if stream.total:
                 self._converse(operation, stream, run)
         return MoveResult(
@@ -200,7 +222,7 @@ class StreamSession:
             answer = run(link, plane, stream)
         except (TransferFailed, BadMessage, AuthFailed) as exc:
             self._drop()
-            if isinstance(exc, TransferFailed):
+            if isinstance(exc, TransferFailed) and not self._interrupted:
                 self._ask_why(operation.fence, exc)
             raise TransferFailed(f"{self.transport}: {exc}") from exc
         except BaseException:

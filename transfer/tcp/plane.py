@@ -74,8 +74,9 @@ class TcpPlane:
             nbytes -= got
 
     def interrupt(self) -> None:
-        if isinstance(self._link, SocketLink):
-            self._link.interrupt()
+        link = self._link  # `close` may come meanwhile
+        if isinstance(link, SocketLink):
+            link.interrupt()
 
     def close(self) -> None:
         self._link = None

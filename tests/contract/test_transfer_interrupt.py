@@ -1,0 +1,181 @@
+"""A peer that gives its owner up: what waits for a stopped decode worker ends at once, and with it
+whoever waits for that (an engine step that pushes, a preemption, a worker that leaves)."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from pullfill.decode_worker.reader import PeerReader
+from pullfill.errors import HandoffError, TransferFailed
+from pullfill.prefill_worker.mover import Mover
+from pullfill.prefill_worker.task import PrefillTask
+from pullfill.transfer import owners
+from pullfill.transfer.layout import dense_layout
+from pullfill.transfer.nccl.plane import NcclKind
+from pullfill.transfer.stream import hello
+from pullfill.transfer.stream.peer import StreamSession
+from pullfill.transfer.tcp.plane import TcpKind
+from pullfill.wire import KvMode
+from tests.support.fake_nccl import FakeGpus, World
+from tests.support.transfer_rigs import DENSE, Local, Region, Rig, shm_rig, stream_rig
+
+LONG = dense_layout(2, 64, 2, 96 << 10)  # 24 MiB: more than the kernel keeps
+BLOCKS = range(64)
+FOREVER_S = 1000.0
+
+
+class Stuck:
+    """Owners' threads stop inside their first batch, as those of a stopped process do."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.reached, self.go_on = threading.Event(), threading.Event()
+
+        def inside(gate: object, verb: str) -> None:
+            self.reached.set()
+            self.go_on.wait(60)
+
+        monkeypatch.setattr(owners._ReceiverGate, "inside_batch", inside)
+
+
+@pytest.fixture
+def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stuck]:
+    made = Stuck(monkeypatch)
+    yield made
+    made.go_on.set()
+
+
+@pytest.fixture(params=["tcp", "nccl"])
+def rig(request: pytest.FixtureRequest, tmp_path: Path) -> Rig:
+    if request.param == "tcp":
+        return stream_rig(tmp_path, TcpKind(), stall_s=FOREVER_S)
+    return stream_rig(tmp_path, NcclKind(FakeGpus(World(), shared=True)), stall_s=FOREVER_S)
+
+
+@pytest.fixture
+def pair(rig: Rig, stuck: Stuck) -> Iterator[tuple[Region, Local]]:
+    region = rig.region(LONG)
+    yield region, rig.local(LONG)
+    stuck.go_on.set()
+    region.owner.close()
+
+
+def failure_of(move: Callable[[], object], reached: threading.Event, end: Callable[[], None]):  # type: ignore[no-untyped-def]
+    """What `move` raises on another thread when `end` comes after it got stuck."""
+    with ThreadPoolExecutor(1) as thread:
+        moving = thread.submit(move)
+        assert reached.wait(20)
+        end()
+        return moving.exception(20)
+
+
+@pytest.mark.parametrize("verb", ["write_blocks", "read_blocks"])
+def test_a_move_that_waits_for_its_owner(
+    rig: Rig, pair: tuple[Region, Local], stuck: Stuck, verb: str
+) -> None:
+    region, mine = pair
+    session, token = rig.connect(mine, region), region.owner.fences.open(BLOCKS)
+    move = getattr(session, verb)
+    failure = failure_of(lambda: move(token, BLOCKS, BLOCKS), stuck.reached, session.interrupt)
+    assert isinstance(failure, TransferFailed)
+    assert session._link is None, "the owner is not asked for its reasons"  # type: ignore[attr-defined]
+    stuck.go_on.set()
+    session.interrupt()
+    with pytest.raises(TransferFailed, match="interrupted"):
+        move(token, [1], [1])
+    session.close()
+    session.interrupt()
+
+
+def test_a_connection_being_made(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To an owner that accepts (its kernel does) and says nothing."""
+    monkeypatch.setattr(hello, "HELLO_S", FOREVER_S)
+    region, mine = rig.region(DENSE), rig.local(DENSE)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        contextlib.closing(rig.connect(mine, region)) as session,
+    ):
+        assert isinstance(session, StreamSession)
+        address = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
+        session._descriptor = msgspec.structs.replace(
+            session._descriptor, endpoints={session.transport: address}
+        )
+        session._drop()
+        reached, dial = threading.Event(), session._dial
+
+        def dialled() -> socket.socket:
+            sock = dial()
+            reached.set()
+            return sock
+
+        monkeypatch.setattr(session, "_dial", dialled)
+        token = region.owner.fences.open([1])
+        failure = failure_of(
+            lambda: session.write_blocks(token, [1], [1]), reached, session.interrupt
+        )
+        assert isinstance(failure, TransferFailed)
+    region.owner.close()
+
+
+def test_mapped_memory_needs_no_owner(tmp_path: Path) -> None:
+    rig = shm_rig(tmp_path)
+    region, mine = rig.region(DENSE), rig.local(DENSE)
+    session, token = rig.connect(mine, region), region.owner.fences.open([1])
+    session.interrupt()
+    session.write_blocks(token, [1], [1])
+    assert (region.pages[:, 1] == mine.pages[:, 1]).all()
+    session.close()
+    region.owner.close()
+
+
+def test_a_mover_that_is_closed_lets_its_engine_go_on(
+    rig: Rig, pair: tuple[Region, Local], stuck: Stuck
+) -> None:
+    region, mine = pair
+    mover = Mover(rig.connect(mine, region), "decode-1", [mine.memory])
+    ends: list[BaseException | None] = []
+    token = region.owner.fences.open(BLOCKS)
+    task = PrefillTask(
+        "r", "j", 1, list(range(1024)), 16, 0, list(BLOCKS), token, None, 0, mover, ends.append,
+        mode=KvMode.PUSH,
+    )  # fmt: skip
+    step = threading.Thread(
+        target=mover.write, args=(task, list(BLOCKS), list(BLOCKS), True, lambda *_: None)
+    )
+    step.start()
+    assert stuck.reached.wait(20)
+    mover.close()
+    step.join(20)
+    assert not step.is_alive(), "the step waits for as long as a push may take"
+    assert isinstance(ends[0], TransferFailed)
+    assert mover.flush(20)
+
+
+def test_a_reader_that_is_closed_waits_for_nobody(
+    rig: Rig, pair: tuple[Region, Local], stuck: Stuck
+) -> None:
+    region, mine = pair
+    reader = PeerReader("prefill-1", lambda: rig.connect(mine, region))
+    token = region.owner.fences.open(BLOCKS)
+    failure = failure_of(
+        lambda: reader._fetch(token, BLOCKS, BLOCKS, lambda: True), stuck.reached, reader.close
+    )
+    assert isinstance(failure, TransferFailed)
+
+
+def test_a_reader_that_is_closed_begins_nothing(tmp_path: Path) -> None:
+    rig = shm_rig(tmp_path)
+    region, mine = rig.region(DENSE), rig.local(DENSE)
+    reader = PeerReader("prefill-1", lambda: rig.connect(mine, region))
+    reader.close()
+    with pytest.raises(HandoffError, match="leaving"):
+        reader._fetch(region.owner.fences.open([1]), [1], [1], lambda: True)
+    reader.close()
+    region.owner.close()
