@@ -12,17 +12,17 @@ _GOOD, _BAD, _PLAIN = "#2a7f62", "#b3423a", "#7a8794"
 
 
 def bars(rows: Sequence[Row], title: str) -> str:
-    """One bar per row that has a ratio, in order; a black mark where its target is. Bars beyond
-    twice the usual are cut, their number says how long they are."""
+    """One bar per row that has a ratio, in order; a black mark where its target is. Longer bars
+    than the chart is wide are cut, their number says how long they are."""
     shown = [r for r in rows if r.ratio is not None]
-    most = 2.0
+    most = 3.5
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" '
         f'height="{_TOP + _LINE * len(shown) + 30}" font-family="sans-serif" font-size="12">',
         '<rect width="100%" height="100%" fill="white"/>',
         f'<text x="10" y="20" font-size="15">{escape(title)}: value / peer</text>',
     ]
-    for mark in (0.0, 0.5, 1.0, 1.5, 2.0):
+    for mark in (0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0):
         x = _at(mark, most)
         lines.append(
             f'<line x1="{x:g}" y1="{_TOP - 8}" x2="{x:g}" y2="{_TOP + _LINE * len(shown)}" '
