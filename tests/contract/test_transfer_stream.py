@@ -290,6 +290,34 @@ def test_who_says_nothing_is_soon_gone(make: Make, monkeypatch: pytest.MonkeyPat
             pass
 
 
+def is_gone(dripping: socket.socket) -> bool:
+    time.sleep(0.01)
+    try:
+        dripping.sendall(b"x")
+    except OSError:
+        return True
+    return False
+
+
+def test_who_drips_is_gone_as_soon(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However steadily the opening comes, it is one time for all of it."""
+    monkeypatch.setattr(hello, "HELLO_S", 0.05)
+    with dial(make().region(DENSE)) as dripping:
+        dripping.sendall(struct.pack("<I", 200))
+        wait_for(lambda: is_gone(dripping))
+
+
+def test_after_the_opening_its_limit_is_lifted(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hello, "HELLO_S", 0.05)
+    _, region, mine, session, token = start(make)
+    link = session._link
+    time.sleep(0.1)
+    session.write_blocks(token, range(64), range(64))
+    assert session._link is link
+    np.testing.assert_array_equal(region.pages, mine.pages)
+    session.close()
+
+
 def test_connections_are_bounded(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "MAX_CONNECTIONS", 2)
     rig = make()

@@ -17,7 +17,7 @@ from pullfill.errors import AuthFailed, BadMessage, TransferFailed
 from pullfill.transfer.contract import LocalMemory
 from pullfill.transfer.layout import dense_layout
 from pullfill.transfer.stream.contract import Runs
-from pullfill.transfer.stream.link import SocketLink
+from pullfill.transfer.stream.link import DEAD_AFTER_S, SocketLink
 from pullfill.transfer.tcp.plane import TcpKind, TcpPlane, _after
 from tests.support.transfer_rigs import random_bytes
 
@@ -35,6 +35,12 @@ def links() -> Iterator[Pair]:
     for link in made:
         link.close()
         link.close()
+
+
+def test_the_kernel_gives_up_a_host_that_is_gone(links: Pair) -> None:
+    """Also while bytes wait for their acknowledgement, when keep-alives rest."""
+    timeout = links[0]._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+    assert timeout == DEAD_AFTER_S * 1000
 
 
 def planes(links: Pair) -> tuple[TcpPlane, TcpPlane]:

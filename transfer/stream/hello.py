@@ -25,7 +25,8 @@ from pullfill.transfer.stream.wire import StreamGoodbye, StreamHello, StreamWelc
 from pullfill.wire import AuthChallenge, AuthHello, AuthProof, decode, encode
 
 HELLO_S = 5.0
-"""A frame of the opening may take so long: whoever connects and says nothing is soon gone."""
+"""A frame of the opening may take so long, and all of it twice that: whoever connects and says
+nothing, or next to nothing, is soon gone."""
 _PURPOSE = "kv port"
 
 
@@ -36,6 +37,7 @@ class StalePeer(PeerUnavailable):
 def accept(link: SocketLink, key: ClusterKey | None) -> StreamHello:
     """The owner's end: the peer's hello, once it has proved that it holds `key`. Raises AuthFailed
     (its text may be told to the peer), BadMessage, TransferFailed."""
+    link.limit(2 * HELLO_S)
     first: Any = decode(link.receive(2 * FIRST_FRAME), AuthHello | StreamHello)  # type: ignore[arg-type]
     if key is None:
         if isinstance(first, StreamHello):
@@ -62,6 +64,7 @@ def accept(link: SocketLink, key: ClusterKey | None) -> StreamHello:
 def introduce(link: SocketLink, key: ClusterKey | None, hello: StreamHello) -> StreamWelcome:
     """The peer's end. Raises AuthFailed, PeerUnavailable (StalePeer), IncompatibleError,
     BadMessage, TransferFailed. Never falls back to a plain connection."""
+    link.limit(2 * HELLO_S)
     if key is not None:
         _prove(link, key)
     link.send(encode(hello))

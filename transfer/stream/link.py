@@ -51,12 +51,22 @@ class SocketLink:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, DEAD_AFTER_S // 3)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, DEAD_AFTER_S // 3)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2)
+        # Keep-alives rest while sent bytes wait for their acknowledgement.
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, DEAD_AFTER_S * 1000)
         self.stall_s = 0.0
         self.set_stall(stall_s)
 
     def set_stall(self, stall_s: float) -> None:
-        """From now on a call may go without progress for so long."""
+        """From now on a call may go without progress for so long. Lifts `limit`."""
         self.stall_s = stall_s
+        self._until: float | None = None
+        self._set_timeout(stall_s)
+
+    def limit(self, seconds: float) -> None:
+        """All that is received from now on must be there in time, however steadily it drips."""
+        self._until = time.monotonic() + seconds
+
+    def _set_timeout(self, stall_s: float) -> None:
         spec = _TIMEVAL.pack(int(stall_s), int(stall_s % 1 * 1e6))
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, spec)
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, spec)
@@ -96,6 +106,11 @@ class SocketLink:
         view, got = memoryview(data), 0
         with _as_failures():
             while got < nbytes:
+                if self._until is not None:
+                    left = self._until - time.monotonic()
+                    if left <= 0:
+                        raise TransferFailed("the opening takes too long")
+                    self._set_timeout(max(0.001, min(left, self.stall_s)))  # 0: no limit
                 more = self._sock.recv_into(view[got:], 0, socket.MSG_WAITALL)
                 if not more:
                     raise TransferFailed("the connection is closed")

@@ -87,8 +87,8 @@ class StreamTransport:
 
 
 class StreamSession:
-    """A PeerSession. Thread-safe; one operation at a time. Who interrupts looks at `_opening` before
-    `_link`; who opens sets them in the opposite order. So no connection is missed."""
+    """A PeerSession. Thread-safe; one operation at a time. Who interrupts looks at `_opening`
+    before `_link`; who opens sets them in the opposite order. So no connection is missed."""
 
     def __init__(
         self,
