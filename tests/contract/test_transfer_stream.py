@@ -332,6 +332,45 @@ def test_connections_are_bounded(make: Make, monkeypatch: pytest.MonkeyPatch) ->
         session.close()
 
 
+def test_no_thread_left_for_a_connection(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused, others are served afterwards, and closing works."""
+    rig = make()
+    region, mine = rig.region(DENSE), rig.local(DENSE)
+    start_thread = threading.Thread.start
+
+    def start_none(thread: threading.Thread) -> None:
+        if thread.name.startswith("kv-127"):
+            raise RuntimeError("can't start new thread")
+        start_thread(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start_none)
+        with pytest.raises(PeerUnavailable):
+            rig.connect(mine, region)
+    rig.connect(mine, region).close()
+    region.owner.close()
+    assert list(Path(region.owner._base._files.directory).iterdir()) == []  # type: ignore[attr-defined]
+
+
+def test_a_revoke_interrupts_only_while_it_is_that_tokens_receive(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connection's thread cannot go on to another operation in between."""
+    _, region, _, session, token = start(make)
+    (connection,) = region.owner._server._connections  # type: ignore[attr-defined]
+    free: list[bool] = []
+
+    def interrupt() -> None:
+        free.append(connection._mutex.acquire(blocking=False))
+
+    monkeypatch.setattr(connection._plane, "interrupt", interrupt)
+    connection.inside = token
+    connection.hurry(token, 0.0, 0.0)
+    assert free == [False]
+    connection.inside = None
+    session.close()
+
+
 # --------------------------------------------------------------------------- broken connections
 
 

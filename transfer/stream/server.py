@@ -64,6 +64,7 @@ class StreamServer:
         self._strangers: set[SocketLink] = set()
         self._threads: set[threading.Thread] = set()
         self._closed = False
+        self._accepting: threading.Thread | None = None
         self._listening: socket.socket | None = None
         self._said = 0.0
         self.address = ""
@@ -76,9 +77,8 @@ class StreamServer:
         except (OSError, OverflowError) as exc:
             raise ConfigError(f"cannot listen for KV on {host}:{port}: {exc}") from exc
         self.address = f"tcp://{host}:{self._listening.getsockname()[1]}"
-        thread = threading.Thread(target=self._accept, name="kv-accept", daemon=True)
-        self._threads.add(thread)
-        thread.start()
+        self._accepting = threading.Thread(target=self._accept, name="kv-accept", daemon=True)
+        self._accepting.start()
 
     @property
     def connections(self) -> int:
@@ -101,11 +101,14 @@ class StreamServer:
             if self._closed:
                 return
             self._closed = True
-            connections, strangers = list(self._connections), list(self._strangers)
-            threads = list(self._threads)
         if self._listening is not None:
             with contextlib.suppress(OSError):
                 self._listening.shutdown(socket.SHUT_RDWR)
+        if self._accepting is not None:
+            self._accepting.join(5.0)  # then every thread that there is has been started
+        with self._mutex:
+            connections, strangers = list(self._connections), list(self._strangers)
+            threads = list(self._threads)
         for connection in connections:
             connection.end()
         for link in strangers:
@@ -132,9 +135,16 @@ class StreamServer:
                 self._begin(sock, str(address[0]))
 
     def _begin(self, sock: socket.socket, host: str) -> None:
-        link: SocketLink | None = None
         try:
             link = SocketLink(sock, hello.HELLO_S)
+        except OSError as exc:
+            self._complain(f"refused a KV connection from {host}: {exc}")
+            sock.close()
+            return
+        thread = threading.Thread(
+            target=self._serve, args=(link, host), name=f"kv-{host}", daemon=True
+        )
+        try:
             with self._mutex:
                 full = (
                     len(self._connections) + len(self._strangers) >= MAX_CONNECTIONS
@@ -142,19 +152,15 @@ class StreamServer:
                 )
                 if self._closed or full:
                     raise TransferFailed("too many connections")
-                thread = threading.Thread(
-                    target=self._serve, args=(link, host), name=f"kv-{host}", daemon=True
-                )
                 self._strangers.add(link)
                 self._threads.add(thread)
-                thread.start()
-        except (TransferFailed, OSError, RuntimeError) as exc:
+            thread.start()  # waits until it runs, so not under the mutex
+        except (TransferFailed, RuntimeError) as exc:
             self._complain(f"refused a KV connection from {host}: {exc}")
-            if link is not None:
+            with self._mutex:
                 self._strangers.discard(link)
-                link.close()
-            else:
-                sock.close()
+                self._threads.discard(thread)
+            link.close()
 
     def _serve(self, link: SocketLink, host: str) -> None:
         connection: Connection | None = None

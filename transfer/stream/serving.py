@@ -102,10 +102,10 @@ class Connection:
                 return
             if self._hurried is None or self._hurried[0] != token:
                 self._hurried = (token, now)
-            overdue = now - self._hurried[1] >= patience_s
-        if overdue:
-            self._plane.interrupt()
-            self._link.interrupt()
+            if now - self._hurried[1] >= patience_s:
+                # Under the mutex: it is still this token's receive, and not the next one's.
+                self._plane.interrupt()
+                self._link.interrupt()
 
     def end(self) -> None:
         """Leave (any thread): nothing more is heard, and the peer is told if it can be."""
