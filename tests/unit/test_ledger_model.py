@@ -16,4 +16,10 @@ COMMON = {
 
 
 def test_any_order_of_events() -> None:
-    assert explore(examples=200, steps=60) >= COMMON
+    """What hypothesis draws depends on the modules loaded: go on until all of it was there."""
+    seen = explore(examples=100, steps=60)
+    for _ in range(9):
+        if seen >= COMMON:
+            break
+        seen |= explore(examples=100, steps=60, repeat=False)
+    assert seen >= COMMON
