@@ -171,7 +171,7 @@ class Ledger(Arrivals):
             self._expire(entry)
             return Claimed(refused=RefuseReason.CLOSED)
         try:
-            fence = self._fences.open(entry.blocks)
+            fence = self._fences.open(entry.blocks, entry.first_target)
         except OverloadedError:
             return Claimed(refused=RefuseReason.HELD, retry_after_s=1.0)
         entry.attempt += 1

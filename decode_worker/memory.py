@@ -56,7 +56,7 @@ class _NoFences:
 
     in_use = 0
 
-    def open(self, block_ids: Sequence[int]) -> FenceToken:
+    def open(self, block_ids: Sequence[int], first_target: int = 0) -> FenceToken:
         raise OverloadedError("no transport reaches this worker's KV memory")
 
     def try_revoke(self, token: FenceToken) -> bool:

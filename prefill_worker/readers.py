@@ -40,7 +40,8 @@ class Readers:
         """The right to read what the task has computed. Raises HandoffError, OverloadedError."""
         if self._fences is None:
             raise HandoffError("told to keep its blocks, but nobody can read this worker's memory")
-        fence = self._open[task] = self._fences.open(task.kept_blocks)
+        blocks = task.kept_blocks
+        fence = self._open[task] = self._fences.open(blocks, len(blocks))  # to be read only
         return fence
 
     def stop(self, task: PrefillTask) -> None:

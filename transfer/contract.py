@@ -92,9 +92,11 @@ class MoveResult:
 class OwnerFences(Protocol):
     """The decode worker's side: fences over its own region."""
 
-    def open(self, block_ids: Sequence[int]) -> FenceToken:
-        """A fence valid from now on. Raises OverloadedError when all slots are in use,
-        ConfigError when a block is not in the region."""
+    def open(self, block_ids: Sequence[int], first_target: int = 0) -> FenceToken:
+        """A fence valid from now on: all of `block_ids` may be read, `block_ids[first_target:]`
+        written. A transport whose owner moves the bytes refuses anything else. Mapped memory (shm,
+        cuda_ipc) cannot: there the peer is trusted to keep to its grant. Raises OverloadedError
+        when all slots are in use, ConfigError when a block is not in the region."""
         ...
 
     def try_revoke(self, token: FenceToken) -> bool:

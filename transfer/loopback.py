@@ -39,6 +39,7 @@ class _Slot:
     dying: bool = False
     holders: int = 0
     granted: frozenset[int] = frozenset()
+    targets: frozenset[int] = frozenset()
 
 
 class LoopbackFences:
@@ -55,7 +56,7 @@ class LoopbackFences:
     def in_use(self) -> int:
         return len(self.slots) - len(self._free)
 
-    def open(self, block_ids: Sequence[int]) -> FenceToken:
+    def open(self, block_ids: Sequence[int], first_target: int = 0) -> FenceToken:
         if len(block_ids) and not 0 <= min(block_ids) <= max(block_ids) < self._num_blocks:
             raise ConfigError(f"a granted block is outside 0..{self._num_blocks - 1}")
         with self.changed:
@@ -65,6 +66,7 @@ class LoopbackFences:
                 raise OverloadedError(f"all {len(self.slots)} fence slots are in use")
             number = self._free.popleft()
             self.slots[number].granted = frozenset(block_ids)
+            self.slots[number].targets = frozenset(block_ids[first_target:])
             return FenceToken(slot=number, epoch=self.slots[number].epoch)
 
     def try_revoke(self, token: FenceToken) -> bool:
@@ -80,14 +82,15 @@ class LoopbackFences:
             if slot.dying:
                 return False
             slot.epoch += 1
-            slot.granted = frozenset()
+            slot.granted = slot.targets = frozenset()
             self._free.append(token.slot)
             return True
 
-    def granted(self, token: FenceToken) -> frozenset[int]:
-        """Blocks behind a valid token. Raises Fenced."""
+    def granted(self, token: FenceToken, *, writes: bool = False) -> frozenset[int]:
+        """Blocks that may be read, or written, under a valid token. Raises Fenced."""
         with self.changed:
-            return self.valid(token).granted
+            slot = self.valid(token)
+            return slot.targets if writes else slot.granted
 
     def valid(self, token: FenceToken) -> _Slot:
         """The token's slot; call with `changed` held. Raises Fenced."""
@@ -237,18 +240,18 @@ class _Session(MappedSession):
     def write_blocks(
         self, fence: FenceToken, source: Sequence[int], target: Sequence[int]
     ) -> MoveResult:
-        self._check(fence, target)
+        self._check(fence, target, writes=True)
         return super().write_blocks(fence, source, target)
 
     def read_blocks(
         self, fence: FenceToken, source: Sequence[int], target: Sequence[int]
     ) -> MoveResult:
-        self._check(fence, source)
+        self._check(fence, source, writes=False)
         return super().read_blocks(fence, source, target)
 
-    def _check(self, fence: FenceToken, blocks: Sequence[int]) -> None:
+    def _check(self, fence: FenceToken, blocks: Sequence[int], *, writes: bool) -> None:
         ids = checked_ids(blocks, self._owner.memory.layout.num_blocks, "named")
-        outside = set(ids.tolist()) - self._owner.fences.granted(fence)
+        outside = set(ids.tolist()) - self._owner.fences.granted(fence, writes=writes)
         if outside:
             raise BadMessage(f"blocks {sorted(outside)[:8]} are outside the grant")
 

@@ -56,7 +56,7 @@ class CombinedOwner:
             self._memories,
             self._kinds,
             self._open_gate,
-            lambda token: self._fences.granted(token),
+            lambda token, writes: self._fences.granted(token, writes=writes),
             key=key,
             stall_s=stall_s,
         )
@@ -107,22 +107,30 @@ class CombinedOwner:
         return _ReceiverGate(self._base.open_fence(), incarnation)
 
 
+_NOTHING: tuple[int, frozenset[int], frozenset[int]] = (-1, frozenset(), frozenset())
+
+
 class _Fences:
     """OwnerFences of the file; remembers what was granted, and wakes receivers that wait."""
 
     def __init__(self, fences: OwnerFences, server: StreamServer) -> None:
         self._fences = fences
         self._server = server
-        self._granted: dict[int, tuple[int, frozenset[int]]] = {}
+        self._granted: dict[int, tuple[int, frozenset[int], frozenset[int]]] = {}
 
     @property
     def in_use(self) -> int:
         return self._fences.in_use
 
-    def open(self, block_ids: Sequence[int]) -> FenceToken:
+    def open(self, block_ids: Sequence[int], first_target: int = 0) -> FenceToken:
         """See OwnerFences."""
-        token = self._fences.open(block_ids)
-        self._granted[token.slot] = (token.epoch, frozenset(map(int, block_ids)))
+        token = self._fences.open(block_ids, first_target)
+        blocks = [int(block) for block in block_ids]
+        self._granted[token.slot] = (
+            token.epoch,
+            frozenset(blocks),
+            frozenset(blocks[first_target:]),
+        )
         return token
 
     def try_revoke(self, token: FenceToken) -> bool:
@@ -130,15 +138,17 @@ class _Fences:
         if not self._fences.try_revoke(token):
             self._server.interrupt(token)
             return False
-        if self.granted(token) is not None:
+        if self.granted(token, writes=False) is not None:
             self._granted.pop(token.slot, None)
         return True
 
-    def granted(self, token: FenceToken) -> frozenset[int] | None:
-        """The blocks behind a token that is not yet proved dead. The file is what decides; this
-        only tells a peer early that it names the wrong blocks."""
-        epoch, blocks = self._granted.get(token.slot, (-1, frozenset()))
-        return blocks if epoch == token.epoch else None
+    def granted(self, token: FenceToken, *, writes: bool) -> frozenset[int] | None:
+        """The blocks that may be read, or written, under a token that is not yet proved dead; None
+        for any other token, which the file refuses."""
+        epoch, readable, writable = self._granted.get(token.slot, _NOTHING)
+        if epoch != token.epoch:
+            return None
+        return writable if writes else readable
 
     def close(self) -> None:
         self._fences.close()

@@ -67,6 +67,7 @@ async def test_claim_grant_commit(decode: Decode, connect: Any) -> None:
     assert (grant.attempt, grant.hit_tokens, grant.job_digest) == (1, 16, b"digest")
     assert 0 < grant.deadline_s <= 30
     assert decode.fences.granted(grant.fence) == set(BLOCKS)
+    assert decode.fences.granted(grant.fence, writes=True) == set(BLOCKS[1:])
     assert (await prefill.commit(grant)).ok
     (settle,) = decode.settled()
     assert settle.loaded

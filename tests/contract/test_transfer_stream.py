@@ -205,6 +205,20 @@ def test_a_block_outside_the_grant_is_refused(make: Make, verb: str) -> None:
     session.close()
 
 
+def test_a_prefix_hit_is_read_and_never_written(make: Make) -> None:
+    """Its blocks belong to other requests, too."""
+    _, region, mine, session, _ = start(make)
+    token, before = region.owner.fences.open([5, 1, 2], 1), region.data.copy()
+    with pytest.raises(BadMessage, match="outside the grant"):
+        session.write_blocks(token, [1, 5], [1, 5])
+    np.testing.assert_array_equal(region.data, before)
+    session.read_blocks(token, [5, 1, 2], [7, 8, 9])
+    session.write_blocks(token, [1, 2], [1, 2])
+    for ours, theirs in ((7, 5), (1, 1), (2, 2)):
+        np.testing.assert_array_equal(mine.pages[:, ours], region.pages[:, theirs])
+    session.close()
+
+
 def test_a_part_of_the_heads_and_layers(make: Make) -> None:
     rig = make()
     region, mine = rig.region(dense_layout(4, 8, 4, 512)), rig.local(dense_layout(2, 8, 2, 512))

@@ -38,6 +38,7 @@ async def test_blocks_come_back_when_nobody_reads() -> None:
     readers, task = Readers(fences), kept_task(mover)
     token = readers.open(task)
     assert fences.granted(token) == {11, 3}
+    assert fences.granted(token, writes=True) == set()
     assert readers.kept_blocks == 2
     fences.valid(token).holders += 1
     waits = asyncio.create_task(readers.let_go(task))

@@ -287,3 +287,11 @@ def test_loopback_checks_the_grant(rigged: Rigged) -> None:
     assert rigged.owner.fences.try_revoke(token)
     with pytest.raises(Fenced):
         rigged.session.write_blocks(token, [0], [2])
+
+
+def test_loopback_keeps_a_prefix_hit_from_being_written(rigged: Rigged) -> None:
+    token = rigged.owner.fences.open([1, 2], 1)
+    with pytest.raises(BadMessage, match=r"\[1\] are outside"):
+        rigged.session.write_blocks(token, [0, 1], [1, 2])
+    rigged.session.read_blocks(token, [1, 2], [0, 1])
+    rigged.session.write_blocks(token, [1], [2])

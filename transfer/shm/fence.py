@@ -92,9 +92,10 @@ class ShmFences:
         """Slots open or being revoked."""
         return self._slots - len(self._free)
 
-    def open(self, block_ids: Sequence[int]) -> FenceToken:
-        """See OwnerFences. Raises OverloadedError when all slots are in use, ConfigError on block
-        ids outside the region."""
+    def open(self, block_ids: Sequence[int], first_target: int = 0) -> FenceToken:
+        """See OwnerFences. The file knows nothing of blocks: who maps the memory can write to all
+        of it. Raises OverloadedError when all slots are in use, ConfigError on block ids outside
+        the region."""
         if len(block_ids) and not 0 <= min(block_ids) <= max(block_ids) < self._num_blocks:
             raise ConfigError(f"a granted block is outside 0..{self._num_blocks - 1}")
         with self._mutex:

@@ -49,13 +49,14 @@ class StreamServer:
         memories: Sequence[LocalMemory],
         kinds: Mapping[str, PlaneKind],
         open_gate: Callable[[str], Gate],
-        granted: Callable[[FenceToken], frozenset[int] | None],
+        granted: Callable[[FenceToken, bool], frozenset[int] | None],
         *,
         key: ClusterKey | None = None,
         stall_s: float = STALL_S,
     ) -> None:
         """open_gate: a gate of its own for each connection, by incarnation; raises PeerUnavailable
-        for another than the current one. granted: the blocks behind a live token."""
+        for another than the current one. granted: the blocks behind a live token that may be
+        written (True) or read."""
         self._ground = Ground(instance_id, memories, kinds, open_gate, granted)
         self._key = key
         self._stall_s = stall_s

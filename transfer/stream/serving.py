@@ -47,7 +47,7 @@ class Ground:
     memories: Sequence[LocalMemory]
     kinds: Mapping[str, PlaneKind]
     open_gate: Callable[[str], Gate]
-    granted: Callable[[FenceToken], frozenset[int] | None]
+    granted: Callable[[FenceToken, bool], frozenset[int] | None]
 
 
 class Connection:
@@ -138,8 +138,8 @@ class Connection:
             self._send(operation.fence, stream)
 
     def _blocks(self, operation: Operation) -> Offsets:
-        """The operation's ids: of this region, of this grant (as far as the token lives), in order.
-        Raises BadMessage."""
+        """The operation's ids: of this region, of this grant (as far as the token lives; a write
+        may not touch the prefix hit, which others share), in order. Raises BadMessage."""
         if len(operation.blocks) % 4:
             raise BadMessage("block ids are not u32")
         ids: Any = np.frombuffer(operation.blocks, "<u4")
@@ -147,7 +147,7 @@ class Connection:
         lowest_step = 1 if operation.verb is Verb.WRITE else 0
         if len(blocks) > 1 and int(np.diff(blocks).min()) < lowest_step:
             raise BadMessage("block ids are not ascending")
-        granted = self._ground.granted(operation.fence)
+        granted = self._ground.granted(operation.fence, operation.verb is Verb.WRITE)
         if granted is not None and not granted.issuperset(blocks.tolist()):
             raise BadMessage("a block is outside the grant")
         return blocks
