@@ -357,7 +357,8 @@ def test_a_rank_whose_memory_has_no_handle(
 def test_digests_of_gpu_memory_are_those_of_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = FakeDriver()
     monkeypatch.setattr(cuda, "load", lambda: driver)
-    memory = memory_over(random_bytes(extent(DENSE), 3), DENSE)
+    data = random_bytes(extent(DENSE), 3)
+    memory = memory_over(data, DENSE)
     on_gpu = BlockDigester(replace(memory, device=0)).digest([3, 1, 30])
     assert on_gpu == BlockDigester(memory).digest([3, 1, 30])
     assert driver.copies, "went through the driver"
