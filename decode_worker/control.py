@@ -350,7 +350,8 @@ class ControlServer:
         peer.channel.write(self._grant(peer, claim, grant))
 
     def _grant(self, peer: Peer, claim: Claim, grant: GrantView) -> Grant:
-        unreadable = grant.mode is KvMode.PULL and peer.reader is None
+        reader = peer.reader
+        readable = reader is not None and not reader.unreachable
         return Grant(
             rid=claim.rid,
             job_id=claim.job_id,
@@ -362,5 +363,5 @@ class ControlServer:
             job_digest=grant.digest,
             fence=grant.fence,
             kv_digest=grant.kv_digest,
-            mode=KvMode.PUSH_ASYNC if unreadable else grant.mode,
+            mode=grant.mode if readable or grant.mode is not KvMode.PULL else KvMode.PUSH_ASYNC,
         )

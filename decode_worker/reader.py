@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from pullfill import failpoints, log, metrics, u32
 from pullfill.config import WorkerOptions
-from pullfill.errors import HandoffError, IncompatibleError
+from pullfill.errors import HandoffError, IncompatibleError, PullfillError, TransferFailed
 from pullfill.security import ClusterKey
 from pullfill.transfer import catalogue
 from pullfill.transfer.choose import choose
@@ -43,6 +43,8 @@ class PeerReader:
         self._open = open_session
         self._session: PeerSession | None = None
         self._closing = False
+        self.unreachable = False
+        """Its memory could not be reached when it was last tried: let it write instead."""
         self._thread = ThreadPoolExecutor(1, f"kv-reader-{instance_id}")
 
     @property
@@ -90,16 +92,32 @@ class PeerReader:
             raise HandoffError("its job ended before it was read")
         failpoints.hit("decode.before_read")
         started = time.perf_counter()
-        if self._session is None:
-            self._session = self._open()
-            logger.info("reading from %s over %s", self._instance_id, self._session.transport)
+        session = self._session or self._connect()
         if self._closing:
             raise HandoffError("this worker is leaving")
-        result = self._session.read_blocks(fence, source, target)
-        transport = self._session.transport
+        try:
+            result = session.read_blocks(fence, source, target)
+        except TransferFailed:
+            self._let_go()  # whether it can be reached at all shows when it is made anew
+            raise
+        transport = session.transport
         metrics.KV_READ_BYTES.labels(transport).inc(result.nbytes)
         metrics.KV_READ_SECONDS.labels(transport).observe(time.perf_counter() - started)
         return result
+
+    def _connect(self) -> PeerSession:
+        try:
+            session = self._session = self._open()
+        except PullfillError as exc:
+            if not self.unreachable:
+                self.unreachable = True
+                logger.warning(
+                    "%s writes from now on, we cannot read it: %s", self._instance_id, exc
+                )
+            raise
+        self.unreachable = False
+        logger.info("reading from %s over %s", self._instance_id, session.transport)
+        return session
 
     def _let_go(self) -> None:
         session, self._session = self._session, None

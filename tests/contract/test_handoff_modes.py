@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from pullfill import metrics
+from pullfill.errors import PeerUnavailable
 from pullfill.wire import DigestMode, KvMode
 from tests.support.fakes import FakeClock
 from tests.support.handoff_rig import (
@@ -209,6 +210,45 @@ async def test_pull_that_fails_is_computed_here(tmp_path: Path) -> None:
         await settled(served)
         assert served.loaded is False
         assert decode.stories.fallback_of(served.request.request_id) == "prefill_failed"
+        await cluster.check_clean()
+
+
+async def test_pull_from_a_worker_whose_port_is_out_of_reach(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A firewall, say: the first job shows it, the others are written and computed once."""
+    async with Cluster(tmp_path, "tcp", kv_mode=PULL) as cluster:
+        decode = await cluster.decode()
+
+        def nobody() -> Any:
+            raise PeerUnavailable("the KV port does not answer")
+
+        decode.control._reach = lambda _: nobody
+        prefill = await cluster.prefill(chunk=5)
+        first = decode.send(prompt(30))
+        await settled(first)
+        assert first.loaded is False
+        again = [decode.send(prompt(30, seed=n)) for n in (2, 3)]
+        await settled(*again)
+        assert all(decode.right(s) for s in again)
+        assert all(s.loaded for s in again)
+        assert caplog.text.count("writes from now on") == 1
+        assert prefill.runner.completed == 2
+        await cluster.check_clean()
+
+
+async def test_pull_makes_a_broken_session_anew(tmp_path: Path) -> None:
+    async with Cluster(tmp_path, "loopback", kv_mode=PULL) as cluster:
+        decode, prefill = await cluster.decode(), await cluster.prefill(chunk=5)
+        _, faults = await reading(decode, prefill)
+        (peer,) = decode.control._peers.values()
+        assert peer.reader is not None
+        broken = peer.reader._session
+        await asyncio.to_thread(faults.kill)
+        served = decode.send(prompt(30, seed=2))
+        await settled(served)
+        assert served.loaded
+        assert peer.reader._session not in (None, broken)
         await cluster.check_clean()
 
 
