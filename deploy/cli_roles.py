@@ -8,6 +8,7 @@ import typer
 
 from pullfill.deploy.options import (
     PASS_THROUGH,
+    AdvertiseKvOption,
     ConnectOption,
     CpuOption,
     DrainOption,
@@ -18,6 +19,7 @@ from pullfill.deploy.options import (
     KvCreditsOption,
     KvDigestOption,
     KvModeOption,
+    KvPortOption,
     LeaseOption,
     ModelOption,
     NamespaceOption,
@@ -80,18 +82,8 @@ def decode(
             help="Publish this address for claims instead of the bound one",
         ),
     ] = None,
-    kv_port: Annotated[
-        int,
-        typer.Option("--kv-port", min=0, max=65535, help="Where KV comes in over tcp; 0: any"),
-    ] = 0,
-    advertise_kv: Annotated[
-        str | None,
-        typer.Option(
-            "--advertise-kv",
-            metavar="tcp://H:P",
-            help="Publish this address for KV instead of the bound one",
-        ),
-    ] = None,
+    kv_port: KvPortOption = 0,
+    advertise_kv: AdvertiseKvOption = None,
 ) -> None:
     """Run one decode worker that joins a cluster. Other flags go to vLLM."""
     _run(
@@ -139,6 +131,8 @@ def prefill(
     engine_stall_timeout: StallOption = 60.0,
     transports: TransportsOption = None,
     kv_credits: KvCreditsOption = None,
+    kv_port: KvPortOption = 0,
+    advertise_kv: AdvertiseKvOption = None,
 ) -> None:
     """Run one prefill worker that joins a cluster. Other flags go to vLLM."""
     _run(
@@ -160,6 +154,8 @@ def prefill(
         engine_stall_s=engine_stall_timeout,
         transports=transports,
         kv_credits=kv_credits,
+        kv_port=kv_port,
+        advertise_kv=advertise_kv,
     )
 
 

@@ -113,7 +113,22 @@ TransportsOption = Annotated[
     typer.Option(
         "--transports",
         metavar="NAME,...",
-        help="Which may move KV: cuda_ipc, shm, nccl, nixl, tcp  [default: all that work here but nixl]",
+        help="Which may move KV: cuda_ipc, shm, nccl, nixl, tcp"
+        "  [default: all that work here but nixl]",
+    ),
+]
+KvPortOption = Annotated[
+    int,
+    typer.Option(
+        "--kv-port", min=0, max=65535, help="Where KV is written to us, or read, over tcp; 0: any"
+    ),
+]
+AdvertiseKvOption = Annotated[
+    str | None,
+    typer.Option(
+        "--advertise-kv",
+        metavar="tcp://H:P",
+        help="Publish this address for KV instead of the bound one",
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON")]

@@ -31,11 +31,13 @@ def open_region(
     block_size: int,
     *,
     host: str,
+    port: int = 0,
+    advertise: str | None = None,
     transports: frozenset[str] | None,
     key: ClusterKey | None,
 ) -> tuple[RegionDescriptor, ...]:
-    """Describe each rank's memory; none if nobody can read it. Binds a port of `host` if `tcp` is
-    among the transports. Raises ConfigError."""
+    """Describe each rank's memory; none if nobody can read it. Binds `port` of `host` (0: any) if
+    `tcp` is among the transports; advertise: told instead of it. Raises ConfigError."""
     if not context.ranks or context.files is None:
         return ()
     incarnation = new_incarnation()
@@ -50,7 +52,7 @@ def open_region(
         offered=names,
     )
     context.owner = owner
-    owner.listen(host)
+    owner.listen(host, port, advertise)
     return tuple(
         describe_region(
             memory,

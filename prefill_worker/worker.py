@@ -245,6 +245,8 @@ class PrefillWorker:
                     self._compat,
                     config.cache_config.block_size,
                     host=self._options.host,
+                    port=self._options.kv_port,
+                    advertise=self._options.advertise_kv,
                     transports=self._options.transports,
                     key=self._key,
                 ),

@@ -134,8 +134,9 @@ class WorkerOptions:
     advertise_control: published for claims instead of the bound address (a forwarded port).
     kv_mode: how KV comes into a decode worker's blocks. Prefill workers: kv_credits: bytes that may
     be computed for one decode worker and not be there yet (None: 256 MiB, or two steps' worth).
-    transports: names of those that may move KV (None: all that work here). Decode workers: kv_port
-    and advertise_kv, likewise, for the transports that go through a port.
+    transports: names of those that may move KV (None: all that work here but nixl). kv_port,
+    advertise_kv: as above, for the KV that goes through a port: into decode workers, and out of
+    prefill workers that are read (`kv_mode` pull).
     """
 
     model: str

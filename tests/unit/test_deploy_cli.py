@@ -197,6 +197,15 @@ class TestRoles:
         told = (asked.kv_mode, asked.kv_credits)
         assert told == ((KvMode.PULL, None) if role == "decode" else (KvMode.PUSH_ASYNC, 3 << 20))
 
+    @pytest.mark.parametrize("role", ["decode", "prefill"])
+    def test_where_kv_goes_through(
+        self, role: str, ran: list[Any], state_dir: Path, tmp_path: Path
+    ) -> None:
+        self._cluster(state_dir, tmp_path / "m")
+        flags = ["--kv-port", "7000", "--advertise-kv", "h:7"]
+        assert runner.invoke(cli.app, [role, *flags]).exit_code == 7
+        assert (ran[0][2].kv_port, ran[0][2].advertise_kv) == (7000, "tcp://h:7")
+
     def test_a_frontend_keeps_its_flags(
         self, ran: list[Any], state_dir: Path, tmp_path: Path
     ) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +26,7 @@ PULL = WorkerOptions(model="m", kv_mode=KvMode.PULL)
 class Prefill:
     """Its memory and what it says of it."""
 
-    def __init__(self, directory: Path, transports: frozenset[str] | None) -> None:
+    def __init__(self, directory: Path, transports: frozenset[str] | None, **where: Any) -> None:
         self.context = PrefillContext("prefill-1", wake=lambda: None)
         files = self.context.files = RegionFiles("prefill-1", directory=directory)
         path = files.create_kv(extent(DENSE))
@@ -32,7 +34,7 @@ class Prefill:
         self.data[:] = random_bytes(self.data.nbytes, seed=5)
         self.context.ranks = [MappedRank(memory_over(self.data, DENSE), str(path), None)]
         self.regions = open_region(
-            self.context, COMPAT, 16, host="127.0.0.1", transports=transports, key=None
+            self.context, COMPAT, 16, host="127.0.0.1", transports=transports, key=None, **where
         )
 
 
@@ -59,6 +61,19 @@ def test_a_decode_worker_reads_what_the_fence_lets_it(name: str, tmp_path: Path)
         session.close()
         memory.close(prefill.context)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_port_that_was_asked_for_and_one_that_is_told(tmp_path: Path) -> None:
+    """Behind a firewall or a forwarded port."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    prefill = Prefill(tmp_path, frozenset({"tcp"}), port=port)
+    told = [prefill.regions[0].endpoints["tcp"]]
+    memory.close(prefill.context)
+    prefill = Prefill(tmp_path, frozenset({"tcp"}), port=port, advertise="tcp://outside:7")
+    told.append(prefill.regions[0].endpoints["tcp"])
+    memory.close(prefill.context)
+    assert told == [f"tcp://127.0.0.1:{port}", "tcp://outside:7"]
 
 
 def test_who_does_not_pull_reaches_nobody() -> None:
