@@ -57,7 +57,7 @@ class DecodeContext:
     publish: Callable[[OpenedJob], None]
     stories: Stories
     make_ledger: Callable[[OwnerFences], Ledger]
-    offer: Callable[[FenceOwner, Sequence[LocalMemory]], Owner] = lambda base, _: base
+    offer: Callable[[FenceOwner, Sequence[LocalMemory]], Owner | None] = lambda base, _: base
     ledger: Ledger | None = None
     geometry: Geometry | None = None
     files: RegionFiles | None = None

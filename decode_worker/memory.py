@@ -34,16 +34,17 @@ def attach(
     first = next(iter(told.values()))
     context.geometry = Geometry(ranks.total_layers(told), first.page_bytes, first.device)
     context.ranks = ranks.attach(told, kv_heads)
-    if not context.ranks or context.files is None:
+    if context.ranks and context.files is not None:
+        base = ranks.base_owner(context.files, context.ranks, context.incarnation)
+        context.owner = context.offer(base, context.memories)
+    if context.owner is None:
         logger.warning(
             "no transport reaches KV memory on %s: every prompt is prefilled by this worker%s",
             first.device, first.why_not and f" ({first.why_not})",
         )  # fmt: skip
         context.ledger = context.make_ledger(_NoFences())
         return
-    base = ranks.base_owner(context.files, context.ranks, context.incarnation)
-    owner = context.owner = context.offer(base, context.memories)
-    context.ledger = context.make_ledger(owner.fences)
+    context.ledger = context.make_ledger(context.owner.fences)
     layouts = [rank.memory.layout for rank in context.ranks]
     logger.info(
         "KV cache shared: %d blocks of %d bytes on %d ranks",

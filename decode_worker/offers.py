@@ -23,9 +23,10 @@ def offer(
     instance_id: str,
     options: WorkerOptions,
     key: ClusterKey | None,
-) -> Owner:
+) -> Owner | None:
     """Everything of `options.transports` that works here, over all ranks. Owns `base`; listens on
-    `options.host`. Raises ConfigError when nothing is left to offer, or the port is taken."""
+    `options.host`. None: no transport reaches this memory, and nobody asked for a particular one.
+    Raises ConfigError when none of those asked for does, or the port is taken."""
     owner = CombinedOwner(
         base,
         memories,
@@ -37,13 +38,16 @@ def offer(
     try:
         owner.listen(options.host, options.kv_port, options.advertise_kv)
         names = sorted(owner.endpoints(0))
-        if not names:
+        if not names and options.transports is not None:
             raise ConfigError(
-                f"--transports {','.join(sorted(options.transports or ()))}: none of them reaches "
-                "this worker's KV memory (pullfill doctor says why)"
+                f"--transports {','.join(sorted(options.transports))}: none of them reaches this "
+                "worker's KV memory (pullfill doctor says why)"
             )
     except BaseException:
         owner.close()
         raise
+    if not names:
+        owner.close()
+        return None
     logger.info("KV can be written over %s", ", ".join(names))
     return owner

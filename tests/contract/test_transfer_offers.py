@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
+from pullfill.config import WorkerOptions
+from pullfill.decode_worker.offers import offer
 from pullfill.errors import ConfigError
 from pullfill.transfer.choose import choose, why_not_better
+from pullfill.transfer.contract import LocalMemory
 from pullfill.transfer.owners import CombinedOwner
-from pullfill.transfer.shm.owner import ShmOwner
+from pullfill.transfer.shm.files import RegionFiles
+from pullfill.transfer.shm.owner import FenceOwner, ShmOwner
 from pullfill.transfer.shm.peer import ShmTransport
 from pullfill.transfer.stream.contract import PlaneKind
 from pullfill.transfer.stream.peer import StreamTransport
 from pullfill.transfer.stream.server import StreamServer
 from pullfill.transfer.tcp.plane import TcpKind
 from pullfill.wire import RegionDescriptor
-from tests.support.transfer_rigs import DENSE, shm_rig
+from tests.support.transfer_rigs import DENSE, extent, shm_rig
 
 
 @pytest.fixture
@@ -76,3 +81,20 @@ def test_an_address_to_publish_takes_the_place_of_the_bound_one(tmp_path: Path) 
         other.start("127.0.0.1", int(owner._server.address.rpartition(":")[2]))
     owner.close()
     owner.close()
+
+
+@pytest.mark.parametrize("asked", [None, frozenset({"cuda_ipc"})])
+def test_memory_that_nothing_reaches_is_served_alone_unless_a_transport_was_asked_for(
+    tmp_path: Path, asked: frozenset[str] | None
+) -> None:
+    # GPU memory of a kind that has no IPC handle, on a machine without NCCL.
+    memory = LocalMemory(address=1 << 40, nbytes=extent(DENSE), layout=DENSE, device=0)
+    base = FenceOwner(RegionFiles("decode-1", tmp_path), DENSE.num_blocks, "i1")
+    options = WorkerOptions(model="m", transports=asked)
+    make = partial(offer, base, [memory], instance_id="decode-1", options=options, key=None)
+    if asked is None:
+        assert make() is None
+    else:
+        with pytest.raises(ConfigError, match="none of them reaches"):
+            make()
+    assert list(tmp_path.iterdir()) == []
