@@ -6,6 +6,7 @@ import os
 import struct
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -91,6 +92,84 @@ def test_a_file_swept_while_it_is_made_is_made_again(
     assert len(calls) == 2
     assert os.fstat(made.fence_fd).st_nlink == 1
     made.close()
+
+
+class Sweeper:
+    """Another process that sweeps: it has opened and locked the fence file and goes no further."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._fd = open_same(str(path))
+        assert lock.try_exclusive(self._fd, 0, 1)
+
+    def go_on(self) -> None:
+        os.unlink(self._path)
+        os.close(self._fd)
+
+
+def test_what_a_sweeper_has_locked_is_the_sweepers_to_unlink(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unlinked by us as well, its unlink would hit the file that we make next."""
+    path, sweepers = tmp_path / "pullfill-decode-a.fence", []
+    real, pauses = lock.try_exclusive, []
+
+    def try_exclusive(fd: int, start: int, length: int) -> bool:
+        if not sweepers:
+            sweepers.append(Sweeper(path))
+        return real(fd, start, length)
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 3:
+            sweepers[0].go_on()
+
+    monkeypatch.setattr(files_module, "lock", SimpleNamespace(try_exclusive=try_exclusive))
+    monkeypatch.setattr(files_module.time, "sleep", pause)
+    made = RegionFiles("decode-a", tmp_path)
+    assert len(pauses) == 3
+    assert os.fstat(made.fence_fd).st_nlink == 1
+    assert os.stat(path).st_ino == os.fstat(made.fence_fd).st_ino
+    made.close()
+
+
+def test_a_sweeper_that_hangs_is_not_waited_for_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, sweepers = tmp_path / "pullfill-decode-a.fence", []
+
+    def try_exclusive(fd: int, start: int, length: int) -> bool:
+        sweepers.append(Sweeper(path))
+        return False
+
+    monkeypatch.setattr(files_module, "lock", SimpleNamespace(try_exclusive=try_exclusive))
+    monkeypatch.setattr(files_module, "_SWEPT_S", 0.01)
+    with pytest.raises(ConfigError):
+        RegionFiles("decode-a", tmp_path)
+    sweepers[0].go_on()
+
+
+def test_a_late_sweeper_does_not_take_the_next_file_of_that_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It opened the orphan, another sweeper removed it, and a worker made its own since then."""
+    path = tmp_path / "pullfill-decode-a.fence"
+    path.write_bytes(b"x")
+    made: list[RegionFiles] = []
+
+    def opened_late(name: str) -> int:
+        fd = open_same(name)
+        if not made:
+            os.unlink(path)
+            with monkeypatch.context() as patch:
+                patch.setattr(files_module, "sweep", lambda _: [])
+                made.append(RegionFiles("decode-a", tmp_path))
+        return fd
+
+    monkeypatch.setattr(files_module, "open_same", opened_late)
+    assert sweep(tmp_path) == []
+    assert path.exists()
+    made[0].close()
 
 
 def test_too_small_a_directory_is_refused_before_sigbus(

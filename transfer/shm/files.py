@@ -14,6 +14,7 @@ import mmap
 import os
 import re
 import stat
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -29,6 +30,8 @@ PREFIX = "pullfill-"
 _REGION = re.compile(r"/(?:[^/\0]+/)*pullfill-[a-z0-9_-]+\.(?:kv|fence)\Z")
 _KV = re.compile(r"(?P<instance>pullfill-.+)-[0-9]+\.kv")
 _UNNAMED = re.compile(r"/proc/[0-9]+/fd/[0-9]+\Z")
+_SWEPT_S = 5.0
+"""A sweeper unlinks what it has locked at once, unless it is stopped."""
 _OPEN = os.O_NONBLOCK | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
@@ -153,16 +156,22 @@ class RegionFiles:
         return create_kv(self.directory, self.instance_id, rank, nbytes)
 
     def _create_locked(self) -> int:
-        # A sweeper may lock and unlink the file between our create and our lock: then it has no
-        # link any more, and we make another.
-        while True:
-            fd = os.open(self.fence_path, _OPEN | os.O_CREAT | os.O_EXCL, 0o600)
-            if lock.try_exclusive(fd, 0, 1) and os.fstat(fd).st_nlink:
-                return fd
-            with suppress(FileNotFoundError):
-                if os.stat(self.fence_path).st_ino == os.fstat(fd).st_ino:
-                    os.unlink(self.fence_path)
+        # A sweeper may lock the file between our create and our lock, and unlink it then. Only who
+        # holds the lock may unlink, or the sweeper's unlink would hit the next file of this name:
+        # so we wait until it is gone, and make another.
+        fd = os.open(self.fence_path, _OPEN | os.O_CREAT | os.O_EXCL, 0o600)
+        give_up = time.monotonic() + _SWEPT_S
+        while not (lock.try_exclusive(fd, 0, 1) and os.fstat(fd).st_nlink):
             os.close(fd)
+            while True:
+                try:
+                    fd = os.open(self.fence_path, _OPEN | os.O_CREAT | os.O_EXCL, 0o600)
+                    break
+                except FileExistsError:
+                    if time.monotonic() > give_up:
+                        raise
+                    time.sleep(0.001)
+        return fd
 
     def close(self) -> None:
         """Unlink all of them and let go of the owner lock. Idempotent."""
@@ -205,7 +214,8 @@ def sweep(directory: Path) -> list[str]:
         with suppress(OSError):
             fd = open_same(str(directory / name))
             try:
-                if lock.try_exclusive(fd, 0, 1):
+                # No link: another sweeper was here, and the name may be a live worker's by now.
+                if lock.try_exclusive(fd, 0, 1) and os.fstat(fd).st_nlink:
                     kv_names = _kv_names(directory, name.removesuffix(".fence"))
                     removed += _unlink(directory, *kv_names, name)
             finally:
