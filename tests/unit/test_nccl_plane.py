@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pullfill.codec import Message, decode, encode
-from pullfill.errors import BadMessage, TransferFailed
+from pullfill.errors import AuthFailed, BadMessage, TransferFailed
 from pullfill.transfer.nccl.communicator import Communicator, LeftBehind
 from pullfill.transfer.nccl.plane import NcclKind
 from pullfill.transfer.nccl.wire import NcclStart, NcclUse
@@ -138,6 +138,19 @@ def test_an_interrupt_alone_ends_a_receive(sides: Sides) -> None:
         sides.planes[0].receive(sides.runs[0])
     timer.join()
     np.testing.assert_array_equal(sides.datas[0], before)
+
+
+def test_a_forged_frame_is_told_as_such(sides: Sides, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not as a GPU that failed: whoever was not let in is counted."""
+    sides.both("receive", "send")
+
+    def forged(limit: int = 0) -> bytes:
+        raise AuthFailed("a frame has a wrong seal")
+
+    monkeypatch.setattr(sides.links[0], "receive", forged)
+    with pytest.raises(AuthFailed):
+        sides.planes[0].receive(sides.runs[0])
+    assert sides.planes[0]._comm is None  # type: ignore[attr-defined]
 
 
 def test_a_communicator_that_the_owner_does_not_have_is_named_as_such(sides: Sides) -> None:

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 
 from pullfill.codec import decode, encode
-from pullfill.errors import BadMessage, ConfigError, TransferFailed
+from pullfill.errors import BadMessage, ConfigError, PullfillError, TransferFailed
 from pullfill.transfer.contract import LocalMemory
 from pullfill.transfer.idle import Reaper
 from pullfill.transfer.nccl.communicator import Communicator, LeftBehind, Message
@@ -113,7 +113,7 @@ class _NcclPlane:
                 self._used = time.monotonic()
             except Interjected:
                 raise
-            except (TransferFailed, BadMessage):
+            except PullfillError:  # also a wrong seal
                 self._drop()
                 raise
             except Exception as exc:  # of CUDA, by way of cupy
