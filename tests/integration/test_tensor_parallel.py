@@ -1,4 +1,5 @@
-"""Workers that split the model differently: prefill TP=1 to decode TP=2, and the other way round.
+"""Workers that split the model differently: prefill TP=1 to decode TP=2, the other way round, and
+pipeline stages to tensor-parallel ranks.
 
 Real ranks: vLLM's own processes on CPU, each with its part of the KV heads. The answers must be
 those of one plain engine.
@@ -53,22 +54,33 @@ class Pair:
     cluster: Cluster
     decode: Worker
     prefill: Worker
-    split: Worker
-    """The one of two ranks."""
+    split: list[Worker]
+    """Those of two ranks."""
+
+
+TENSOR = ("--tensor-parallel-size=2",)
+# vLLM's later pipeline stages need its warm-up, which it leaves out on a CPU when it runs eagerly
+# with a given size of the KV cache. Warming up what is not compiled takes no time.
+PIPELINE = ("--pipeline-parallel-size=2", "--no-enforce-eager")
+NO_COMPILER = {"TORCHDYNAMO_DISABLE": "1", "VLLM_USE_AOT_COMPILE": "0"}
 
 
 @pytest.fixture(
     scope="module",
-    params=[("1", "2"), ("2", "1")],
-    ids=["prefill1-decode2", "prefill2-decode1"],
+    params=[
+        pytest.param(((), TENSOR), id="prefill1-decode2"),
+        pytest.param((TENSOR, ()), id="prefill2-decode1"),
+        pytest.param((PIPELINE, TENSOR), id="stages2-decode2"),
+    ],
 )
 def workers(frontend: Cluster, request: pytest.FixtureRequest) -> Iterator[Pair]:
-    prefill_tp, decode_tp = request.param
+    for_prefill, for_decode = request.param
     # Every block is compared on arrival, in every rank that has it.
-    decode = frontend.launch("decode", f"--tensor-parallel-size={decode_tp}", "--kv-digest=full")
-    prefill = frontend.launch("prefill", f"--tensor-parallel-size={prefill_tp}")
+    decode = frontend.launch("decode", *for_decode, "--kv-digest=full")
+    prefill = frontend.launch("prefill", *for_prefill, env=NO_COMPILER)
     frontend.wait_ready(*frontend.workers)
-    yield Pair(frontend, decode, prefill, decode if decode_tp == "2" else prefill)
+    split = [w for w, flags in ((decode, for_decode), (prefill, for_prefill)) if flags]
+    yield Pair(frontend, decode, prefill, split)
     for worker in (decode, prefill):
         worker.kill()
         frontend.workers.remove(worker)
@@ -131,7 +143,7 @@ def test_tokens_are_those_of_one_engine(cluster: Cluster, oracle: Oracle) -> Non
 
 def test_a_worker_has_the_memory_of_all_its_ranks(workers: Pair) -> None:
     for worker in (workers.decode, workers.prefill):
-        size = 2 if worker is workers.split else 1
+        size = 2 if worker in workers.split else 1
         assert len(kv_files(worker)) == size
         assert len(ranks_of(worker)) == (size if size > 1 else 0)
 
@@ -140,13 +152,12 @@ def test_a_worker_has_the_memory_of_all_its_ranks(workers: Pair) -> None:
 
 
 def test_a_dead_rank_ends_its_worker_and_a_dead_worker_its_ranks(workers: Pair) -> None:
-    split, processes = workers.split, ranks_of(workers.split)
-    if split is workers.prefill:
-        os.kill(processes[1], signal.SIGKILL)
-        assert split.process.wait(30) == 1, split.tail()
-        assert kv_files(split) == []
+    processes = [pid for worker in workers.split for pid in ranks_of(worker)]
+    if workers.prefill in workers.split:
+        os.kill(ranks_of(workers.prefill)[1], signal.SIGKILL)
+        assert workers.prefill.process.wait(30) == 1, workers.prefill.tail()
+        assert kv_files(workers.prefill) == []
         answer = ask(workers.cluster, random_prompt(200, seed=34), STEPS)
         assert workers.cluster.explain(answer.request_id)["path"] == "local"
-    else:
-        split.kill()
+    workers.decode.kill()
     until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in processes), 20, "no rank left")
