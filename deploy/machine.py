@@ -125,7 +125,7 @@ def shared_memory() -> Iterator[Finding]:
         yield Finding(
             WARN,
             f"/dev/shm has {free >> 20} MiB free",
-            "decode workers keep their KV cache there: enlarge it (containers: --shm-size=4g)",
+            "workers keep their KV caches there: enlarge it (containers: --shm-size=4g)",
         )
     else:
         yield Finding(OK, f"/dev/shm has {free >> 20} MiB free")
