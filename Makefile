@@ -44,6 +44,7 @@ test-fast: install ## Unit and contract tests, under a minute
 
 chaos: install ## Fault tests: real processes, real servers, real engines
 	$(BIN)/pytest tests/chaos $(PYTEST_ARGS)
+	$(BIN)/pytest -m long tests/integration $(PYTEST_ARGS)
 	FUZZ=1000 $(BIN)/pytest -q -n 2 tests/unit tests/integration -k fuzz
 
 chaos-report: install ## One process killed under load: failures, recovery, freed blocks (10 minutes)

@@ -62,6 +62,7 @@ def of_role(cluster: Cluster, name: str, role: str) -> float:
     return cluster.counter(name, role=role)
 
 
+@pytest.mark.long
 def test_push_answers_as_the_oracle_does(model_path: Path, tmp_path: Path, oracle: Oracle) -> None:
     with cluster_in("push", tmp_path, model_path) as cluster:
         check_tokens(cluster, oracle, seed=9100)
@@ -167,6 +168,7 @@ def test_a_stopped_reader_keeps_what_it_reads(pulling: Cluster, oracle: Oracle) 
         check.ask(prompt)
 
 
+@pytest.mark.long
 def test_pull_over_tcp(pulling: Cluster, oracle: Oracle) -> None:
     """From a prefill worker whose memory is reached through its port only."""
     (before,) = pulling.of("prefill")

@@ -70,7 +70,7 @@ NO_COMPILER = {"TORCHDYNAMO_DISABLE": "1", "VLLM_USE_AOT_COMPILE": "0"}
     params=[
         pytest.param(((), TENSOR), id="prefill1-decode2"),
         pytest.param((TENSOR, ()), id="prefill2-decode1"),
-        pytest.param((PIPELINE, TENSOR), id="stages2-decode2"),
+        pytest.param((PIPELINE, TENSOR), id="stages2-decode2", marks=pytest.mark.long),
     ],
 )
 def workers(frontend: Cluster, request: pytest.FixtureRequest) -> Iterator[Pair]:
