@@ -1,5 +1,6 @@
 """How requests leave a decode worker before they end: it hands them back to their frontends, which
-continue them elsewhere. When the worker itself leaves, and when there is no room for them.
+continue them elsewhere. When the worker itself leaves, and when there is no room for them. And how
+its KV memory is left.
 
 Asyncio thread, but for `make_way`; the engine's own part runs on the engine thread.
 """
@@ -15,6 +16,7 @@ from pullfill.decode_worker.ledger import Ledger
 from pullfill.decode_worker.shim import FrontendShim
 from pullfill.engine.host import EngineHost
 from pullfill.engine.thread import EngineThread
+from pullfill.transfer.contract import Owner
 
 logger = log.get("decode_worker.leave")
 
@@ -50,6 +52,16 @@ async def hand_back(host: EngineHost, shim: FrontendShim) -> None:
         async with asyncio.timeout(_HAND_BACK_S):
             await done.wait()
             await asyncio.sleep(_FLUSH_S)
+
+
+async def end_memory(engine: EngineThread, owner: Owner | None) -> None:
+    """End what still touches the KV memory, then the engine. The control server is stopped: nobody
+    reads or checks. The engine asks the fences for proofs as long as it runs, so it halts before
+    they close; its memory outlives the threads that receive into it."""
+    await engine.halt()
+    if owner is not None:
+        await asyncio.to_thread(owner.close)
+    await engine.stop()
 
 
 def make_way(shim: FrontendShim, ledger: Ledger) -> None:

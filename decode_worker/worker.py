@@ -134,9 +134,7 @@ class DecodeWorker:
             assert self._producer is not None
             await self._control.stop()
             await probe.stop()
-            await engine.stop()
-            if self._context.owner is not None:
-                self._context.owner.close()
+            await leave.end_memory(engine, self._context.owner)
             await self._producer.close()
             await settings.close()
             await etcd.close()

@@ -3,20 +3,27 @@ read by decode workers that pull (region.py).
 
 Life as in the decode worker: `prepare` takes the names before the engine is built, each rank's
 process backs its cache with a file and tells where it is, `attach` maps every rank in the main
-process. `close` removes the files.
+process. `end` waits for who still copies, removes the files, and ends the engine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+import time
+from collections.abc import Iterable, Mapping
 
 from pullfill import log
 from pullfill.engine.kv import Geometry
+from pullfill.engine.thread import EngineThread
 from pullfill.prefill_worker.context import PrefillContext
+from pullfill.prefill_worker.mover import Mover
 from pullfill.transfer.shm import ranks
 from pullfill.transfer.shm.files import RegionFiles
 
 logger = log.get("prefill_worker.memory")
+
+_COPIES_S = 3.0
+"""For the movers' last copies, all together."""
 
 
 def prepare(context: PrefillContext) -> dict[str, str]:
@@ -40,9 +47,23 @@ def attach(
         )
 
 
+async def end(engine: EngineThread, context: PrefillContext, movers: Iterable[Mover]) -> None:
+    """End what still touches the KV memory, then the engine. movers: all there are, closed."""
+    await engine.halt()
+    if not await asyncio.to_thread(_wait_for, list(movers)):
+        logger.warning("leaving in the middle of a copy")
+    await asyncio.to_thread(close, context)
+    await engine.stop()
+
+
+def _wait_for(movers: list[Mover]) -> bool:
+    until = time.monotonic() + _COPIES_S
+    return all([mover.join(max(0.0, until - time.monotonic())) for mover in movers])
+
+
 def close(context: PrefillContext) -> None:
-    """Remove the files; nobody reads any more. The mappings go with the process: a mover may still
-    be in a copy."""
+    """Nobody can read any more; remove the files. The mappings go with the process: a mover may
+    still be in a copy."""
     if context.owner is not None:
         context.owner.close()
     if context.files is not None:

@@ -137,6 +137,11 @@ class Mover:
         if self._account is not None:
             self._account.close()
 
+    def join(self, timeout_s: float) -> bool:
+        """After `close`: wait until nothing is copied any more. False: not in time."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
     def _keep(self, operation: _Operation) -> None:
         """The first kept blocks of a task hold all its blocks, until `let_go`."""
         task = operation.task

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+import weakref
 from typing import Any
 
 from pullfill import __version__, log
@@ -66,6 +67,7 @@ class PrefillWorker:
         self._probe: ProbeServer | None = None
         self._transports: list[PeerTransport] = []
         self._absent: dict[str, str] = {}
+        self._movers: weakref.WeakSet[Mover] = weakref.WeakSet()
         self._key = cluster.security.cluster.load()
         self._context = PrefillContext(self._instance_id, wake=self._wake_engine)
 
@@ -129,8 +131,7 @@ class PrefillWorker:
             await self._runner.abandon()
             await self._links.close()
             await probe.stop()
-            await engine.stop()
-            memory.close(self._context)
+            await memory.end(engine, self._context, self._movers)
             await consumer.close()
             await directory.close()
             await etcd.close()
@@ -290,7 +291,7 @@ class PrefillWorker:
         """Connect to a decode worker's KV memory by its descriptor from the registry."""
         assert self._directory is not None
         assert self._compat is not None
-        return await reach.open_mover(
+        mover = await reach.open_mover(
             record,
             self._context,
             self._directory,
@@ -299,6 +300,8 @@ class PrefillWorker:
             self._credits,
             self._absent,
         )
+        self._movers.add(mover)
+        return mover
 
     def _on_revoke(self, link: DecodeLink, revoke: Revoke) -> None:
         assert self._runner is not None

@@ -1,8 +1,9 @@
 """One vLLM engine core, stepped by one thread of this process.
 
 Lifecycle: `EngineHost(...)` only remembers; `run()` (the engine thread) builds the engine, then
-loops until `stop()`; everything that touches the engine runs on that thread. Other threads hand
-work over with `submit`, or wake the loop with `wake`.
+loops until `stop()` or until a step raises; everything that touches the engine runs on that thread.
+Other threads hand work over with `submit`, or wake the loop with `wake`. The engine keeps its
+memory until `shutdown()`: others may still copy from it and to it when the loop has ended.
 
 The loop: run what was submitted, poll the registered descriptors, step the engine if a step can
 do something, else block in poll. vLLM's own loop spins while a request waits for remote KV; this
@@ -114,7 +115,8 @@ class EngineHost:
         return self.core
 
     def run(self, on_built: Callable[[EngineCore], None] = lambda _core: None) -> None:
-        """Build, then loop until `stop`. Sets `ready`, or `failure` and `ready`."""
+        """Build, then loop until `stop`. Sets `ready`, or `failure` and `ready`. What was built is
+        there when this returns or raises."""
         try:
             core = self.build()
             on_built(core)
@@ -128,9 +130,12 @@ class EngineHost:
         except BaseException as exc:
             self.failure = exc
             raise
-        finally:
+
+    def shutdown(self) -> None:
+        """After `run`: let vLLM drop what it has, its KV cache included, and end its processes."""
+        if self.core is not None:
             with contextlib.suppress(Exception):
-                core.shutdown()
+                self.core.shutdown()
 
     def _loop(self, core: EngineCore) -> None:
         assert self._poller is not None

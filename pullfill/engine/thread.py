@@ -1,8 +1,15 @@
-"""The engine thread as the asyncio side sees it: becomes ready, may die, is stopped."""
+"""The engine thread as the asyncio side sees it: becomes ready, may die, is stopped.
+
+    start ──▶ ready ──▶ dead: no more steps ──▶ stop: its memory may go ──▶ thread over
+
+An engine that died keeps its memory until `stop` is called, for it is the asyncio side that knows
+who still copies from and to it, and must know at once that there is something to end.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -20,8 +27,9 @@ class EngineThread:
     """Runs `make` (which imports vLLM and returns a host) and the host's loop on one thread.
 
     on_built: called on the engine thread once the engine exists, before `ready` resolves.
-    `dead` is set when the thread has ended, wanted or not, or was given up; `failure` says why if
-    it was not wanted. `hangs`: given up, so nobody may wait for it or touch what it uses.
+    `dead` is set when the engine takes no more steps, wanted or not, and calls nobody any more, or
+    when it was given up; `failure` says why if it was not wanted. `hangs`: given up, so nobody may
+    wait for it or touch what it uses.
     """
 
     def __init__(
@@ -36,19 +44,31 @@ class EngineThread:
         self.host: EngineHost | None = None
         self.hangs = False
         self._ranks: RankWatch | None = None
+        self._unused = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
-    async def stop(self, timeout_s: float = 10.0) -> None:
-        """Leave the loop and wait for the thread. A step under way is waited for."""
+    async def halt(self, timeout_s: float = 5.0) -> None:
+        """Leave the loop. When this returns the engine calls nobody any more, unless a step under
+        way takes longer than that, or it hangs. All its memory stays."""
+        if self.host is not None:
+            self.host.stop()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self.dead.wait()
+
+    async def stop(self, timeout_s: float = 4.0) -> None:
+        """Nobody copies from or to the engine's memory any more: let it go, and wait for the
+        thread."""
         if self.hangs:
             return
         if self._ranks is not None:
             self._ranks.stop()
         if self.host is not None:
             self.host.stop()
+        self._unused.set()
         await asyncio.to_thread(self._thread.join, timeout_s)
 
     def pulse(self) -> Pulse:
@@ -61,6 +81,7 @@ class EngineThread:
         dead (asyncio thread)."""
         self.hangs, self.failure = True, EngineStuck(why)
         self.dead.set()
+        self._unused.set()
 
     def _run(self) -> None:
         try:
@@ -74,6 +95,10 @@ class EngineThread:
             self._end(exc)
         finally:
             self._call(self.dead.set)
+        if self.host is not None:
+            self._unused.wait()
+            if not self.hangs:
+                self.host.shutdown()
 
     def _built(self, host: EngineHost, core: Any) -> None:
         self._on_built(host, core)

@@ -28,8 +28,9 @@ logger = log.get("transfer.gpu")
 
 
 def tell_gpu(memory: LocalMemory, driver: GpuDriver | None = None) -> RankRegion:
-    """What the process of a rank tells of its GPU memory (`pool.describe`). Without a handle, the
-    memory is still in reach of transports whose copies are made where it lives."""
+    """What the process of a rank tells of its GPU memory (`pool.describe`), which `pool.tell` keeps
+    allocated: to free what others map is undefined. Without a handle, the memory is still in reach
+    of transports whose copies are made where it lives."""
     exported, why_not = None, ""
     try:
         exported = export(memory, driver)

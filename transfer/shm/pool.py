@@ -6,7 +6,8 @@ as they are touched, zero like the original). If vLLM allocated in some other wa
 storage into shared memory instead, which keeps all views valid.
 
 Runs in the process of each rank; the worker's main process owns the files (`RegionFiles`), maps
-them (`ranks.py`) and removes them.
+them (`ranks.py`) and removes them. What was told once stays allocated until the process ends,
+whatever vLLM does with its tensors: threads of ours copy by address.
 """
 
 from __future__ import annotations
@@ -28,6 +29,10 @@ from pullfill.transfer.shm.files import create_kv, kv_path
 from pullfill.transfer.shm.ranks import RankRegion, region_of
 
 log = logging.getLogger(__name__)
+
+_told: list[torch.UntypedStorage] = []
+"""Never emptied. vLLM drops every KV tensor when its engine ends, also when a step failed; freed
+memory would be used again at once, under copies that go on and find what they never looked for."""
 
 
 class SharedKvPool:
@@ -53,8 +58,8 @@ class SharedKvPool:
     def share(
         self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int | None = None
     ) -> RankRegion:
-        """The region behind vLLM's tensors, for the main process. The caller keeps the tensors
-        alive. Raises IncompatibleError."""
+        """The region behind vLLM's tensors, for the main process. `tell` keeps it allocated. Raises
+        IncompatibleError."""
         memory = describe(kv_caches, num_blocks)
         if memory.address == self._address:
             path = str(kv_path(self._directory, self._instance_id, self._rank))
@@ -81,8 +86,10 @@ def tell(
     pool: SharedKvPool | None, kv_caches: Mapping[str, torch.Tensor], num_blocks: int
 ) -> RankRegion:
     """What a rank tells the main process of the caches vLLM registered. Memory that is neither the
-    CPU's nor a CUDA device's is described by its shape alone. Raises IncompatibleError."""
+    CPU's nor a CUDA device's is described by its shape alone. What is told stays allocated for the
+    life of this process. Raises IncompatibleError."""
     tensors = list({id(t): t for t in kv_caches.values()}.values())
+    _told.extend(tensor.untyped_storage() for tensor in tensors[:1])
     if pool is not None and tensors and tensors[0].device.type == "cpu":
         return pool.share(kv_caches, num_blocks)
     if not tensors:
@@ -132,7 +139,7 @@ def describe(
     and head), all in one storage, layers in dict order at equal distances; a layer that reuses
     another's cache is the same object and counts once. `num_blocks`: what the scheduler counts
     in, checked if given. `device`: the type of device it must be on. Raises IncompatibleError
-    naming what is off. The caller keeps the tensors alive.
+    naming what is off. Keeps nothing alive: `tell` does.
     """
     tensors = list({id(t): t for t in kv_caches.values()}.values())
     if not tensors:

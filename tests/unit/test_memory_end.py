@@ -1,0 +1,229 @@
+"""The KV memory outlives whoever copies from it and to it, by address, on threads of ours.
+
+vLLM frees its KV cache when its engine ends, also after a step that failed; what another allocation
+puts there would be written, digested and committed as KV (tests/integration/test_memory_end.py has
+vLLM's own shutdown).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import gc
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from pullfill.decode_worker import leave
+from pullfill.engine.host import EngineHost
+from pullfill.engine.thread import EngineThread
+from pullfill.prefill_worker import memory
+from pullfill.prefill_worker.context import PrefillContext
+from pullfill.prefill_worker.mover import Mover
+from pullfill.prefill_worker.task import PrefillTask
+from pullfill.transfer.contract import LocalMemory, MoveResult
+from pullfill.transfer.layout import dense_layout
+from pullfill.transfer.shm.pool import SharedKvPool, tell
+from pullfill.wire import FenceToken
+
+LAYERS, BLOCKS, HEADS, ROWS, WIDTH = 2, 4, 2, 4, 8
+NBYTES = LAYERS * BLOCKS * HEADS * ROWS * WIDTH
+PATIENCE_S = 20.0
+
+
+# --------------------------------------------------------------------------- vLLM's tensors
+
+
+@pytest.mark.parametrize("fires", [True, False])
+def test_memory_once_told_outlives_vllm_s_tensors(tmp_path: Path, fires: bool) -> None:
+    pool = SharedKvPool("decode-a", 0, tmp_path)
+    if fires:
+        with pool:
+            buffer = torch.zeros(NBYTES, dtype=torch.int8, device="cpu")
+    else:
+        buffer = torch.zeros(NBYTES, dtype=torch.int8)
+    views = buffer.view(LAYERS, BLOCKS, HEADS, ROWS, WIDTH)
+    caches = {f"layers.{i}": views[i] for i in range(LAYERS)}
+    told = tell(pool, caches, BLOCKS).memory
+    assert told is not None
+    views.fill_(7)
+    caches.clear()
+    del buffer, views
+    gc.collect()
+    assert any(start <= told.address < end for start, end in mapped()), "the memory is gone"
+    again = torch.full((NBYTES,), 65, dtype=torch.int8)
+    assert ctypes.string_at(told.address, NBYTES) == bytes([7]) * NBYTES, "used for something else"
+    del again
+
+
+def mapped() -> list[tuple[int, int]]:
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    pairs = [line.split(" ", 1)[0].split("-") for line in lines]
+    return [(int(start, 16), int(end, 16)) for start, end in pairs]
+
+
+# --------------------------------------------------------------------------- the engine's thread
+
+
+class Host(EngineHost):
+    """The real thing around a core that runs `step` and frees its memory in `shutdown`."""
+
+    def __init__(self, step: Callable[[], None] = lambda: None) -> None:
+        super().__init__(None, on_outputs=lambda outputs: None)  # type: ignore[arg-type]
+        self.freed = threading.Event()
+        self._step = step
+
+    def build(self) -> SimpleNamespace:  # type: ignore[override]
+        self.core = SimpleNamespace(shutdown=self.freed.set, model_executor=None)  # type: ignore[assignment]
+        return self.core  # type: ignore[return-value]
+
+    def _loop(self, core: object) -> None:
+        while not self._stopping:
+            self._step()
+
+
+@asynccontextmanager
+async def running(host: Host) -> AsyncIterator[EngineThread]:
+    engine = EngineThread(lambda: host, lambda host, core: None)
+    engine.start()
+    await engine.ready
+    yield engine
+    await engine.stop()
+    assert not engine._thread.is_alive()
+
+
+async def test_an_engine_that_died_is_known_as_such_and_keeps_its_memory() -> None:
+    die = threading.Event()
+
+    def step() -> None:
+        die.wait()
+        raise RuntimeError("a step failed")
+
+    host = Host(step)
+    async with running(host) as engine:
+        die.set()
+        await asyncio.wait_for(engine.dead.wait(), PATIENCE_S)
+        assert str(engine.failure) == "a step failed"
+        await engine.halt()
+        assert not host.freed.wait(0.05), "its memory is gone and somebody may still use it"
+    assert host.freed.is_set()
+
+
+async def test_a_halted_engine_calls_nobody_and_keeps_its_memory() -> None:
+    steps: list[int] = []
+    host = Host(lambda: steps.append(1))
+    async with running(host) as engine:
+        await engine.halt()
+        count = len(steps)
+        assert engine.dead.is_set()
+        assert engine.failure is None
+        assert not host.freed.wait(0.05)
+        assert len(steps) == count
+    assert host.freed.is_set()
+
+
+async def test_an_engine_that_was_given_up_frees_nothing() -> None:
+    go_on = threading.Event()
+    host = Host(go_on.wait)  # type: ignore[arg-type]
+    engine = EngineThread(lambda: host, lambda host, core: None)
+    engine.start()
+    await engine.ready
+    engine.give_up("it hangs")
+    await engine.stop()
+    host.stop()
+    go_on.set()
+    await asyncio.to_thread(engine._thread.join, PATIENCE_S)
+    assert not engine._thread.is_alive()
+    assert not host.freed.is_set()
+
+
+# --------------------------------------------------------------------------- the workers
+
+
+class Owner:
+    """Closes, unless the engine still runs and may ask it, or has freed what it receives into."""
+
+    def __init__(self, engine: EngineThread, host: Host) -> None:
+        self._engine, self._host = engine, host
+        self.closed = False
+
+    def close(self) -> None:
+        assert self._engine.dead.is_set(), "the engine may still ask the fences"
+        assert not self._host.freed.is_set(), "the memory is gone, and the port was open"
+        self.closed = True
+
+
+async def test_a_decode_worker_closes_its_port_between_the_last_step_and_the_memory() -> None:
+    host = Host()
+    async with running(host) as engine:
+        owner = Owner(engine, host)
+        await leave.end_memory(engine, owner)  # type: ignore[arg-type]
+        assert owner.closed
+        assert host.freed.is_set()
+
+
+class Session:
+    """One copy that lasts as long as the test wants."""
+
+    transport = "slow"
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self.inside, self.go_on = threading.Event(), threading.Event()
+        self.freed_under_it: bool | None = None
+
+    def write_blocks(self, *_: object) -> MoveResult:
+        self.inside.set()
+        assert self.go_on.wait(PATIENCE_S)
+        self.freed_under_it = self._host.freed.is_set()
+        return MoveResult(1, 0, 0.0, 1)
+
+    def interrupt(self) -> None:
+        """A copy out of mapped memory waits for nobody, and is not to be interrupted."""
+
+    def close(self) -> None: ...
+
+
+async def test_a_prefill_worker_waits_for_its_last_copy_before_the_memory_goes() -> None:
+    host = Host()
+    async with running(host) as engine:
+        session, owner = Session(host), Owner(engine, host)
+        mover = Mover(session, "decode-1", [LocalMemory(0, 0, dense_layout(1, 1, 1, 1))])  # type: ignore[arg-type]
+        task = PrefillTask(
+            "r", "j", 1, [1], 1, 0, [0], FenceToken(slot=0, epoch=0), None, 0, mover, lambda _: None
+        )
+        mover.write(task, [0], [0], True, lambda *_: None)
+        await asyncio.to_thread(session.inside.wait, PATIENCE_S)
+        mover.close()
+        context = PrefillContext("prefill-1", wake=lambda: None, owner=owner)  # type: ignore[arg-type]
+        ending = asyncio.create_task(memory.end(engine, context, [mover]))
+        await asyncio.wait_for(engine.dead.wait(), PATIENCE_S)
+        assert not (await asyncio.wait([ending], timeout=0.05))[0]
+        assert not host.freed.is_set()
+        session.go_on.set()
+        await asyncio.wait_for(ending, PATIENCE_S)
+        assert session.freed_under_it is False
+        assert mover.join(0.0)
+        assert owner.closed
+        assert host.freed.is_set()
+
+
+async def test_a_copy_without_end_does_not_hold_a_worker_that_leaves(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(memory, "_COPIES_S", 0.02)
+    host = Host()
+    async with running(host) as engine:
+        stuck = SimpleNamespace(join=lambda timeout_s: timeout_s > 1.0)
+        await memory.end(
+            engine,
+            PrefillContext("prefill-1", wake=lambda: None),
+            [stuck],  # type: ignore[list-item]
+        )
+        assert "in the middle of a copy" in caplog.text
+        assert host.freed.is_set()
