@@ -95,7 +95,7 @@ class Commits:
         assert entry is not None, "a job that is read stays open"
         began, good = time.monotonic(), False
         try:
-            moved = await peer.reader.fetch(
+            moved, transport = await peer.reader.fetch(
                 ready, read.blocks, lambda: entry.state is JobState.READING
             )
         except Fenced:
@@ -114,7 +114,6 @@ class Commits:
                 tail_ms=ready.timings.tail_ms + took_ms,
             )
             failpoints.hit("decode.before_commit")
-            transport = peer.reader.transport
             self._stories.committed(entry.request_id, timings, moved.nbytes, transport)
         answer = self._ledger.read_over(read.job_id, read.attempt, good=good, digest=ready.digest)
         if isinstance(answer, Verify):

@@ -350,8 +350,9 @@ class ControlServer:
         peer.channel.write(self._grant(peer, claim, grant))
 
     def _grant(self, peer: Peer, claim: Claim, grant: GrantView) -> Grant:
-        reader = peer.reader
-        readable = reader is not None and not reader.unreachable
+        mode = grant.mode
+        if mode is KvMode.PULL and (peer.reader is None or not peer.reader.within_reach()):
+            mode = KvMode.PUSH_ASYNC
         return Grant(
             rid=claim.rid,
             job_id=claim.job_id,
@@ -363,5 +364,5 @@ class ControlServer:
             job_digest=grant.digest,
             fence=grant.fence,
             kv_digest=grant.kv_digest,
-            mode=grant.mode if readable or grant.mode is not KvMode.PULL else KvMode.PUSH_ASYNC,
+            mode=mode,
         )

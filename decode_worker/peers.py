@@ -13,7 +13,7 @@ class Peer:
     """One connected prefill worker. `name` is unique per connection and is the ledger's writer.
 
     reader: reads its KV memory, where grants say pull and it can be reached; made when the worker
-    connects, ended when it is lost. While it is `unreachable`, grants do not say pull."""
+    connects, ended when it is lost. While it is not `within_reach`, grants do not say pull."""
 
     name: str
     instance_id: str

@@ -2,7 +2,9 @@
 
 One thread for each connected prefill worker, so that a slow one delays only its own jobs. The
 session is made at the first read. A read always ends: it is answered, refused by the prefill
-worker's fence, or broken, and a transport that waits for bytes gives up by itself.
+worker's fence, or broken, and a transport that waits for bytes gives up by itself. A worker whose
+memory cannot be reached writes; as long as jobs go to it, it is looked for again now and then, and
+read again once it is found, at no job's cost.
 
 Lifecycle: made by the control server when a worker connects that can be read; `leave` when its
 connection ends (what was ready is still read: shared memory outlives its owner); `close` when we
@@ -17,6 +19,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from pullfill import failpoints, log, metrics, u32
+from pullfill.clock import SYSTEM_CLOCK, Clock
 from pullfill.config import WorkerOptions
 from pullfill.errors import HandoffError, IncompatibleError, PullfillError, TransferFailed
 from pullfill.security import ClusterKey
@@ -28,6 +31,9 @@ from pullfill.wire import FenceToken, KvMode, Ready, RegionDescriptor
 
 logger = log.get("decode_worker.reader")
 
+AGAIN_S = 60.0
+"""After so long a worker that could not be reached is looked for again: a route may be back."""
+
 Open = Callable[[], PeerSession]
 """Connects to one prefill worker's memory; blocks. Raises PullfillError."""
 
@@ -38,27 +44,31 @@ Reach = Callable[[Sequence[RegionDescriptor]], Open]
 class PeerReader:
     """One prefill worker's memory and the thread that reads it."""
 
-    def __init__(self, instance_id: str, open_session: Open) -> None:
+    def __init__(self, instance_id: str, open_session: Open, clock: Clock = SYSTEM_CLOCK) -> None:
         self._instance_id = instance_id
         self._open = open_session
+        self._clock = clock
         self._session: PeerSession | None = None
         self._closing = False
-        self.unreachable = False
-        """Its memory could not be reached when it was last tried: let it write instead."""
+        self._unreachable = False
+        self._tried_at = 0.0
         self._thread = ThreadPoolExecutor(1, f"kv-reader-{instance_id}")
 
-    @property
-    def transport(self) -> str:
-        """What it is read over; "" before the first read."""
-        session = self._session
-        return session.transport if session is not None else ""
+    def within_reach(self) -> bool:
+        """Whether the next grant may say pull (asyncio thread). False: its memory could not be
+        reached when it was last tried; now and then this has it tried again. Does not block."""
+        if self._unreachable and self._clock.monotonic() - self._tried_at >= AGAIN_S:
+            self._tried_at = self._clock.monotonic()
+            self._thread.submit(self._look_again)
+        return not self._unreachable
 
     async def fetch(
         self, ready: Ready, blocks: Sequence[int], wanted: Callable[[], bool]
-    ) -> MoveResult:
+    ) -> tuple[MoveResult, str]:
         """Copy the blocks of `ready` into our `blocks`, unless by its turn it is not `wanted` any
-        more. Raises HandoffError, BadMessage and whatever `open_session` raises; when it returns or
-        raises the thread does not touch the blocks any more. Cancelled it still does."""
+        more. Returns what moved, and over which transport. Raises HandoffError, BadMessage and
+        whatever `open_session` raises; when it returns or raises the thread does not touch the
+        blocks any more. Cancelled it still does."""
         loop = asyncio.get_running_loop()
         source = u32.unpack(ready.block_ids)
         return await loop.run_in_executor(
@@ -86,7 +96,7 @@ class PeerReader:
         source: Sequence[int],
         target: Sequence[int],
         wanted: Callable[[], bool],
-    ) -> MoveResult:
+    ) -> tuple[MoveResult, str]:
         """On the thread."""
         if not wanted():
             raise HandoffError("its job ended before it was read")
@@ -103,21 +113,33 @@ class PeerReader:
         transport = session.transport
         metrics.KV_READ_BYTES.labels(transport).inc(result.nbytes)
         metrics.KV_READ_SECONDS.labels(transport).observe(time.perf_counter() - started)
-        return result
+        return result, transport
 
     def _connect(self) -> PeerSession:
         try:
             session = self._session = self._open()
         except PullfillError as exc:
-            if not self.unreachable:
-                self.unreachable = True
+            self._tried_at = self._clock.monotonic()
+            if not self._unreachable:
+                self._unreachable = True
                 logger.warning(
                     "%s writes from now on, we cannot read it: %s", self._instance_id, exc
                 )
             raise
-        self.unreachable = False
+        self._unreachable = False
         logger.info("reading from %s over %s", self._instance_id, session.transport)
         return session
+
+    def _look_again(self) -> None:
+        """On the thread."""
+        if self._closing or self._session is not None:
+            return
+        try:
+            self._connect()
+        except PullfillError as exc:
+            logger.debug("%s still cannot be read: %s", self._instance_id, exc)
+        except Exception:
+            logger.exception("looking for %s failed", self._instance_id)
 
     def _let_go(self) -> None:
         session, self._session = self._session, None

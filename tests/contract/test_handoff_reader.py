@@ -1,0 +1,137 @@
+"""Pull: who cannot be read writes, and is read again once it can be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pullfill.decode_worker import reader as readers
+from pullfill.decode_worker.reader import PeerReader
+from pullfill.errors import PeerUnavailable
+from pullfill.transfer.contract import PeerSession
+from pullfill.wire import KvMode
+from tests.support.fakes import FakeClock
+from tests.support.handoff_rig import Cluster, DecodeHalf, prompt, settled, until
+
+
+class Route:
+    """Between a decode worker and one prefill worker's KV port: it can be cut."""
+
+    def __init__(self, decode: DecodeHalf) -> None:
+        self._reach: Any = decode.control._reach
+        self.cut = True
+        self.tries = 0
+        decode.control._reach = self._way
+
+    def _way(self, regions: Any) -> Any:
+        there = self._reach(regions)
+
+        def open_session() -> PeerSession:
+            self.tries += 1
+            if self.cut:
+                raise PeerUnavailable("the KV port does not answer")
+            session: PeerSession = there()
+            return session
+
+        return open_session
+
+
+def reader_of(decode: DecodeHalf) -> PeerReader:
+    (peer,) = decode.control._peers.values()
+    assert peer.reader is not None
+    return peer.reader
+
+
+async def transport_of(decode: DecodeHalf, seed: int) -> str | None:
+    served = decode.send(prompt(30, seed=seed))
+    await settled(served)
+    assert served.loaded, "a job was spent on looking"
+    assert decode.right(served)
+    story = decode.stories.finish(served.request.request_id)
+    assert story is not None
+    return story.transport
+
+
+async def test_a_worker_that_can_be_reached_again_is_read_again(tmp_path: Path) -> None:
+    """A firewall was mended, say. No job after the first is spent on finding that out."""
+    async with Cluster(tmp_path, "tcp", kv_mode=KvMode.PULL) as cluster:
+        decode = await cluster.decode()
+        route = Route(decode)
+        await cluster.prefill(chunk=5)
+        reader = reader_of(decode)
+        clock = reader._clock = FakeClock()
+        modes: list[KvMode] = []
+        grant = decode.control._grant
+
+        def granting(*args: Any) -> Any:
+            granted = grant(*args)
+            modes.append(granted.mode)
+            return granted
+
+        decode.control._grant = granting  # type: ignore[method-assign]
+        first = decode.send(prompt(30))
+        await settled(first)
+        assert first.loaded is False
+        await transport_of(decode, 2)
+        clock.advance(readers.AGAIN_S - 1)
+        await transport_of(decode, 3)
+        assert route.tries == 1
+        clock.advance(1)
+        for seed in (4, 5):
+            await transport_of(decode, seed)
+        await until(lambda: route.tries == 2)
+        route.cut = False
+        await transport_of(decode, 6)
+        assert route.tries == 2, "it looks at each job"
+        clock.advance(readers.AGAIN_S)
+        await transport_of(decode, 7)
+        await until(lambda: reader._session is not None and not reader._unreachable)
+        assert await transport_of(decode, 8) == "tcp"
+        assert route.tries == 3
+        push, pull = KvMode.PUSH_ASYNC, KvMode.PULL
+        assert modes == [pull, push, push, push, push, push, push, pull]
+        await cluster.check_clean()
+
+
+async def test_looking_again_never_ends_the_thread(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken() -> PeerSession:
+        raise PeerUnavailable("no") if not caplog.records else RuntimeError("a bug")
+
+    clock = FakeClock()
+    reader = PeerReader("prefill-1", broken, clock)
+    with pytest.raises(PeerUnavailable):
+        reader._connect()
+    clock.advance(readers.AGAIN_S)
+    assert not reader.within_reach()
+    await until(lambda: "a bug" in caplog.text)
+    assert reader._thread.submit(lambda: 1).result(10) == 1
+    clock.advance(readers.AGAIN_S)
+    reader._closing = True  # nothing is begun any more
+    said = len(caplog.records)
+    assert not reader.within_reach()
+    reader.close()
+    assert len(caplog.records) == said
+
+
+async def test_over_what_it_came_is_told_though_the_session_is_gone_by_then(
+    tmp_path: Path,
+) -> None:
+    """The next job's read may have failed before the loop hears of this one's end."""
+    async with Cluster(tmp_path, kv_mode=KvMode.PULL) as cluster:
+        decode = await cluster.decode()
+        await cluster.prefill(chunk=5)
+        reader = reader_of(decode)
+        real = reader._fetch
+
+        def fetch(*args: Any) -> Any:
+            moved = real(*args)
+            reader._let_go()
+            return moved
+
+        reader._fetch = fetch  # type: ignore[method-assign]
+        assert await transport_of(decode, 1) == "loopback"
+        await cluster.check_clean()
