@@ -13,7 +13,7 @@ from pullfill.prefill_worker.mover import Mover
 from pullfill.prefill_worker.task import PrefillTask
 from pullfill.queue.contract import Delivery
 from pullfill.transfer.digest import sampled
-from pullfill.wire import Commit, FenceToken, Grant, PrefillJob, Ready, StageTimings
+from pullfill.wire import MAX_TEXT, Commit, FenceToken, Grant, PrefillJob, Ready, StageTimings
 
 
 def check(
@@ -86,7 +86,7 @@ def commit(rid: int, task: PrefillTask, grant: Grant, measured: StageTimings) ->
         prefix_read_bytes=task.read_bytes,
         timings=measured,
         digest=task.digest,
-        transport=task.mover.transport,
+        transport=task.mover.transport[:MAX_TEXT],
         why_not_better=tuple(task.mover.why_not_better),
     )
 

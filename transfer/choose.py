@@ -11,6 +11,9 @@ from pullfill.errors import IncompatibleError
 from pullfill.transfer.contract import PeerTransport
 from pullfill.wire import RegionDescriptor
 
+LONGEST_REASON = 300
+"""Characters. Reasons travel in every commit, whose texts are bounded: a longer one, such as what a
+library says when it fails to load, must not make the commit unreadable."""
 BEST_FIRST = ("loopback", "cuda_ipc", "shm", "nccl", "nixl", "tcp")
 
 
@@ -43,15 +46,15 @@ def choose(
 def why_not_better(
     descriptor: RegionDescriptor, transports: Sequence[PeerTransport], absent: Mapping[str, str]
 ) -> list[str]:
-    """For people: "name: reason" for each transport better than the one `choose` takes. absent:
-    why those that are not among `transports` are not. Empty when none reaches the region."""
+    """For people: "name: reason", shortened, for each transport better than the one `choose` takes.
+    absent: why those that are not among `transports` are not. Empty if none reaches the region."""
     try:
         chosen, why_not = choose(descriptor, transports)
     except IncompatibleError:
         return []
     reasons = dict(absent) | dict(why_not)
     better = BEST_FIRST[: _rank(chosen.name)]
-    return [f"{name}: {reasons[name]}" for name in better if name in reasons]
+    return [f"{name}: {reasons[name]}"[:LONGEST_REASON] for name in better if name in reasons]
 
 
 def _rank(name: str) -> int:

@@ -22,7 +22,7 @@ from pullfill.transfer.stream.contract import PlaneKind
 from pullfill.transfer.stream.peer import StreamTransport
 from pullfill.transfer.stream.server import StreamServer
 from pullfill.transfer.tcp.plane import TcpKind
-from pullfill.wire import RegionDescriptor
+from pullfill.wire import Commit, RegionDescriptor, StageTimings, decode, encode
 from tests.support.transfer_rigs import DENSE, extent, shm_rig
 
 
@@ -60,6 +60,19 @@ def test_a_peer_of_another_host_gets_tcp_by_itself(both: Callable[..., RegionDes
         f"shm: {dict(why_not)['shm']}",
         "nccl: no GPU",
     ]
+
+
+def test_a_reason_of_any_length_fits_a_commit(both: Callable[..., RegionDescriptor]) -> None:
+    """What a library says when it cannot be loaded may be pages long; the commit must be read."""
+    transports = [StreamTransport(TcpKind())]
+    absent = {"nccl": "not installed: " + "x" * 10_000, "shm": "y" * 10_000}
+    reasons = why_not_better(both(), transports, absent)
+    assert [reason.partition(":")[0] for reason in reasons] == ["shm", "nccl"]
+    commit = Commit(
+        rid=1, job_id="j", attempt=1, incarnation="i", parts=1, blocks=1, kv_bytes=1,
+        timings=StageTimings(), why_not_better=tuple(reasons),
+    )  # fmt: skip
+    assert decode(encode(commit), Commit) == commit
 
 
 @pytest.mark.parametrize("name", ["shm", "tcp"])
