@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from pullfill.errors import HandoffError, PeerUnavailable, PullfillError
 from pullfill.prefill_worker.link import DecodeLink
 from pullfill.wire import Grant, HandBack
+
+T = TypeVar("T")
 
 _NAK_SOONEST_S = 0.5
 
@@ -29,6 +32,15 @@ class Opening:
     decode_instance: str
     revoked: set[int] = field(default_factory=set)
     lost: bool = False
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def revoke(self, attempt: int) -> None:
+        self.revoked.add(attempt)
+        self.changed.set()
+
+    def lose(self) -> None:
+        self.lost = True
+        self.changed.set()
 
     def check(self, attempt: int) -> None:
         """Raises Revoked or PeerUnavailable if the attempt ended before it began."""
@@ -36,6 +48,25 @@ class Opening:
             raise Revoked("revoked before it began")
         if self.lost:
             raise PeerUnavailable(f"lost decode worker {self.decode_instance}")
+
+    async def unless_over(self, attempt: int, work: Coroutine[Any, Any, T]) -> T:
+        """What `work` brings, cancelled and as `check` if the attempt ends before it is there."""
+        task = asyncio.create_task(work)
+        task.add_done_callback(self._worked)
+        try:
+            while not task.done():
+                self.check(attempt)
+                self.changed.clear()
+                await self.changed.wait()
+            self.check(attempt)
+            return task.result()
+        finally:
+            task.cancel()
+
+    def _worked(self, task: asyncio.Task[Any]) -> None:
+        if not task.cancelled():
+            task.exception()  # seen, also when nobody asks for the result any more
+        self.changed.set()
 
 
 def patience(left_s: float, delivery: int, max_deliver: int) -> float | None:

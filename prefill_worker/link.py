@@ -24,6 +24,7 @@ from pullfill.errors import (
     PullfillError,
 )
 from pullfill.prefill_worker.mover import Mover
+from pullfill.prefill_worker.shared_mover import SharedMover
 from pullfill.security import ClusterKey
 from pullfill.wire import (
     ALIVE_INTERVAL_S,
@@ -72,7 +73,6 @@ class DecodeLink:
     ) -> None:
         self.record = record
         self._hello = hello
-        self._open_mover = open_mover
         self._on_revoke = on_revoke
         self._on_lost = on_lost
         self._key = key
@@ -82,8 +82,7 @@ class DecodeLink:
         self._rids = itertools.count(1)
         self._replies: dict[int, asyncio.Future[Any]] = {}
         self._channel: Channel | None = None
-        self._mover: Mover | None = None
-        self._mover_lock = asyncio.Lock()
+        self._shared = SharedMover(lambda: open_mover(record), record.instance_id)
         self._up = asyncio.Event()
         self._welcomed = False
         self._leaving = False
@@ -172,23 +171,14 @@ class DecodeLink:
     def route(self) -> dict[str, object] | None:
         """Over what we write to this worker, and why over nothing better; None before the first
         write."""
-        if self._mover is None:
+        mover = self._shared.current
+        if mover is None:
             return None
-        return {
-            "transport": self._mover.transport,
-            "why_not_better": list(self._mover.why_not_better),
-        }
+        return {"transport": mover.transport, "why_not_better": list(mover.why_not_better)}
 
     async def mover(self) -> Mover:
-        """The copier into this worker's memory, connected at first use."""
-        async with self._mover_lock:
-            if self._mover is None:
-                mover = await self._open_mover(self.record)
-                if self._task.done():  # nobody would ever close it
-                    mover.close()
-                    raise PeerUnavailable(f"decode worker {self.record.instance_id} is gone")
-                self._mover = mover
-            return self._mover
+        """The copier into this worker's memory, connected at first use. Raises OutOfReach."""
+        return await self._shared.get()
 
     async def _ask(
         self, rid: int, message: Claim | Commit | Ready, within_s: float = _REPLY_S
@@ -241,8 +231,7 @@ class DecodeLink:
                 await asyncio.sleep(delay)
                 delay = min(delay * 2, 2.0)
         finally:
-            if self._mover is not None:
-                self._mover.close()
+            self._shared.close()
 
     async def _session(self) -> None:
         host, port = frames.split_address(self.record.control)
@@ -250,17 +239,10 @@ class DecodeLink:
             reader, writer = await asyncio.open_connection(host, port)
         channel = Channel(reader, writer)
         try:
-            async with asyncio.timeout(10.0):
-                await introduce(channel, self._key, self._hello)
-                first: Any = await channel.read(ToPrefill)  # type: ignore[arg-type]
-            if isinstance(first, Goodbye):
-                raise PeerUnavailable(f"refused: {first.reason}")
-            if not isinstance(first, Welcome):
-                raise BadMessage("no welcome")
-            if first.decode_instance != self.record.instance_id:
-                raise PeerUnavailable(f"its address is now used by {first.decode_instance}")
+            first = await self._greet(channel)
             self._channel, self._said = channel, ""
             self._welcomed = True
+            self._shared.forgive()
             if self._leaving:
                 self.send(Leaving())
             self._up.set()
@@ -284,6 +266,23 @@ class DecodeLink:
             if was_up:
                 self._on_lost(self)
 
+    async def _greet(self, channel: Channel) -> Welcome:
+        async with asyncio.timeout(10.0):
+            try:
+                await introduce(channel, self._key, self._hello)
+                first: Any = await channel.read(ToPrefill)  # type: ignore[arg-type]
+            except EOFError:
+                raise PeerUnavailable(
+                    "it ended the connection without a welcome; its log says why"
+                ) from None
+        if isinstance(first, Goodbye):
+            raise PeerUnavailable(f"refused: {first.reason}")
+        if not isinstance(first, Welcome):
+            raise BadMessage("no welcome")
+        if first.decode_instance != self.record.instance_id:
+            raise PeerUnavailable(f"its address is now used by {first.decode_instance}")
+        return first
+
     async def _say_alive(self, channel: Channel) -> None:
         loop = asyncio.get_running_loop()
         self._heard = loop.time()
@@ -300,9 +299,7 @@ class DecodeLink:
     def _drop(self, why: str) -> None:
         """End the connection and the mover, with its credits; both are made anew."""
         logger.warning("ending the link to %s: %s", self.record.instance_id, why)
-        mover, self._mover = self._mover, None
-        if mover is not None:
-            mover.close()
+        self._shared.drop()
         if self._channel is not None:
             self._channel.abort()
 

@@ -21,7 +21,7 @@ from pullfill.prefill_worker.credits import Account
 from pullfill.prefill_worker.task import PrefillTask
 from pullfill.transfer.contract import LocalMemory, PeerSession
 from pullfill.transfer.digest import DIGEST_BYTES, BlockDigester
-from pullfill.wire import FenceToken, KvMode
+from pullfill.wire import KvMode
 
 logger = log.get("prefill_worker.mover")
 
@@ -115,16 +115,11 @@ class Mover:
             self._charge("keep", -nbytes)
             done(task, None)
 
-    def flush(self, timeout_s: float = 30.0) -> bool:
-        """Block until everything submitted so far is over (preemption: the source blocks are
-        about to be reused). False: it was not in time, a copy may still be running."""
-        over = threading.Event()
-        marker = PrefillTask("", "", 0, [], 1, 0, [], _NO_FENCE, None, 0, self, lambda _: None)
-        marker.cancelled = True
-        if not self._put(_Operation(marker, "write", (), (), False, lambda _t, _e: over.set())):
-            self._thread.join(timeout_s)
-            return not self._thread.is_alive()
-        return over.wait(timeout_s)
+    def flush(self, task: PrefillTask, timeout_s: float = 30.0) -> bool:
+        """Block until everything submitted so far for the task is over (preemption: its source
+        blocks are about to be reused). Copies for others do not count. False: it was not in time,
+        a copy may still be running."""
+        return task.wait_quiet(timeout_s)
 
     def close(self) -> None:
         """Stop after the running operation, which ends soon if it waits for the peer. Safe to call
@@ -171,6 +166,7 @@ class Mover:
     def _submit(self, operation: _Operation) -> None:
         with operation.task.lock:
             operation.task.outstanding += 1
+        operation.task.submit()
         self._charge(operation.verb, self._size(operation))
         if not self._put(operation):
             self._finish(operation, HandoffError(_ENDED))
@@ -249,16 +245,18 @@ class Mover:
         with task.lock:
             task.outstanding -= 1
         try:
-            operation.done(task, failure)
-            if failure is not None and not reads:
-                task.cancel()
-                task.end(failure)
-            elif operation.last:
-                task.last_compute = task.last_compute or time.monotonic()
-                task.end(None)
+            try:
+                operation.done(task, failure)
+                if failure is not None and not reads:
+                    task.cancel()
+                    task.end(failure)
+                elif operation.last:
+                    task.last_compute = task.last_compute or time.monotonic()
+                    task.end(None)
+            finally:
+                task.submitted_over()
         except Exception:
             logger.exception("a transfer callback failed")
 
 
 _ENDED = "the connection to the decode worker ended"
-_NO_FENCE = FenceToken(slot=0, epoch=0)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from pullfill import log
-from pullfill.errors import BadMessage, IncompatibleError
+from pullfill.errors import BadMessage, IncompatibleError, PeerUnavailable
 from pullfill.prefill_worker.context import PrefillContext
 from pullfill.prefill_worker.credits import Credits
 from pullfill.prefill_worker.mover import Mover
@@ -39,7 +39,24 @@ async def open_mover(
 ) -> Mover:
     """Connect to a decode worker's KV memory by its descriptors from the registry, each rank over
     the best of `transports`. absent: why others are not among them, for people. Raises
-    IncompatibleError, PeerUnavailable, BadMessage, TransferFailed."""
+    IncompatibleError, PeerUnavailable, TransferFailed. Whatever is strange about the descriptors,
+    or said at their addresses, speaks about the decode worker and never about a job: it is
+    PeerUnavailable too."""
+    try:
+        return await _open(record, context, directory, compat, transports, credits, absent)
+    except BadMessage as exc:
+        raise PeerUnavailable(f"cannot connect to the KV memory: {exc}") from exc
+
+
+async def _open(
+    record: WorkerRecord,
+    context: PrefillContext,
+    directory: Directory,
+    compat: Compat,
+    transports: Sequence[PeerTransport],
+    credits: Credits | None,
+    absent: Mapping[str, str],
+) -> Mover:
     memories = context.memories
     if not memories:
         raise IncompatibleError("no transport reaches this worker's KV memory", field="device")

@@ -28,6 +28,7 @@ from pullfill.prefill_worker import attempt
 from pullfill.prefill_worker.ending import HandBackOnce, Opening, Revoked, TooLong, patience
 from pullfill.prefill_worker.link import DecodeLink
 from pullfill.prefill_worker.readers import Readers
+from pullfill.prefill_worker.shared_mover import OutOfReach
 from pullfill.prefill_worker.task import PrefillTask
 from pullfill.queue.contract import Delivery
 from pullfill.wire import Grant, KvMode, PrefillJob, Quiet, RefuseReason, Revoke, decode
@@ -37,6 +38,13 @@ if TYPE_CHECKING:
     from pullfill.prefill_worker.links import Links
 
 logger = log.get("prefill_worker.runner")
+
+STALE = "stale"
+"""What a decode worker says of a commit whose attempt is not the current one any more."""
+_TRIES_OUT_OF_REACH = 2
+"""Deliveries for which another worker may do better; then the decode worker computes it itself."""
+_QUIET_S = 30.0
+"""How long a drain waits for a revoked copy that does not end."""
 
 
 class JobRunner:
@@ -107,7 +115,7 @@ class JobRunner:
         """The decode worker takes the grant back: stop, then say so when no copy runs."""
         if (opening := self._opening.get(revoke.job_id)) is not None:
             metrics.STALE_REFUSED.labels("revoked").inc()
-            opening.revoked.add(revoke.attempt)
+            opening.revoke(revoke.attempt)
             return
         task = self._running.get(revoke.job_id)
         if task is None or task.attempt != revoke.attempt:
@@ -117,19 +125,26 @@ class JobRunner:
         task.end(Revoked(f"revoked: {revoke.reason}"))
         self._readers.stop(task)
 
-        async def quiet() -> None:
-            await asyncio.to_thread(task.mover.flush)
-            link.send(
-                Quiet(job_id=task.job_id, attempt=task.attempt, incarnation=revoke.incarnation)
-            )
+        quiet = Quiet(job_id=task.job_id, attempt=task.attempt, incarnation=revoke.incarnation)
+        loop = asyncio.get_running_loop()
+        over: asyncio.Future[None] = loop.create_future()
+        task.when_quiet(lambda: loop.call_soon_threadsafe(over.set_result, None))
 
-        self._keep(asyncio.create_task(quiet()))
+        async def tell() -> None:
+            # No thread waits with us: there may be as many revokes as jobs.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_QUIET_S):
+                    await asyncio.shield(over)
+                    link.send(quiet)
+
+        self._keep(asyncio.create_task(tell()))
 
     def link_lost(self, link: DecodeLink) -> None:
         """Every task granted over this connection is over."""
         instance = link.record.instance_id
         for opening in self._opening.values():
-            opening.lost = opening.lost or opening.decode_instance == instance
+            if opening.decode_instance == instance:
+                opening.lose()
         for task in list(self._running.values()):
             if self._engine.decode_instance_of(task) == instance:
                 task.cancel()
@@ -179,7 +194,7 @@ class JobRunner:
             grant = await self._claim(link, job, delivery, opening)
             claim_ms = (time.monotonic() - started) * 1e3
             metrics.CLAIM.labels("granted").inc()
-            await self._work(link, job, tokens, grant, delivery, claim_ms)
+            await self._work(link, job, tokens, grant, delivery, claim_ms, opening)
         except ClaimRefused as exc:
             metrics.CLAIM.labels(exc.reason).inc()
             await self._settle(delivery, "ack")
@@ -226,28 +241,16 @@ class JobRunner:
         grant: Grant,
         delivery: Delivery,
         claim_ms: float,
+        opening: Opening,
     ) -> None:
         failpoints.hit("prefill.after_claim")
         give_back = HandBackOnce(link, grant)
-        task: PrefillTask | None = None
+        if not await self._fits(job, tokens, grant, delivery, give_back):
+            return
         try:
-            attempt.check(
-                job, delivery.body, tokens, grant, block_size=self._engine.block_size,
-                compat_hash=self._engine.compat_hash, max_prompt_tokens=self._max_prompt_tokens,
-            )  # fmt: skip
-            done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            task = attempt.make_task(job, tokens, grant, await link.mover(), done)
-            self._opening.pop(job.job_id).check(grant.attempt)
-            self._running[job.job_id] = task
-            self._engine.submit(task, link.record.instance_id)
-            async with asyncio.timeout(grant.deadline_s):
-                await done
-            await self._commit(link, task, grant, delivery, claim_ms)
+            await self._compute(link, job, tokens, grant, delivery, claim_ms, opening)
         except asyncio.CancelledError:
             give_back("stopping", retry=True)
-            raise
-        except BadMessage as exc:
-            give_back(str(exc), retry=False)
             raise
         except (Revoked, Fenced) as exc:
             # The message is not ours to settle any more: either another worker holds a newer
@@ -255,15 +258,71 @@ class JobRunner:
             self.failed += 1
             give_back(str(exc), retry=True)
             logger.info("job %s attempt %d: %s", job.job_id, grant.attempt, exc)
+        except OutOfReach as exc:
+            self.failed += 1
+            again = delivery.number < _TRIES_OUT_OF_REACH
+            give_back(str(exc), retry=again)
+            if again:
+                raise
+            logger.warning("job %s attempt %d: %s", job.job_id, grant.attempt, exc)
+            await self._settle(delivery, "ack")
         except (PullfillError, TimeoutError) as exc:
             self.failed += 1
-            retry = not isinstance(exc, TooLong)
             logger.warning("job %s attempt %d: %s", job.job_id, grant.attempt, exc or "timeout")
-            give_back(str(exc) or "timeout", retry=retry)
-            await self._settle(delivery, "nak" if retry else "ack", delay_s=0.05)
+            give_back(str(exc) or "timeout", retry=True)
+            await self._settle(delivery, "nak", delay_s=0.05)
         except Exception:
             give_back("failed", retry=True)
             raise
+
+    async def _fits(
+        self,
+        job: PrefillJob,
+        tokens: list[int],
+        grant: Grant,
+        delivery: Delivery,
+        give_back: HandBackOnce,
+    ) -> bool:
+        """Whether to go on. Raises BadMessage if the job is poison: nothing that happens later says
+        so, for what is strange then was said by a peer."""
+        try:
+            attempt.check(
+                job, delivery.body, tokens, grant, block_size=self._engine.block_size,
+                compat_hash=self._engine.compat_hash, max_prompt_tokens=self._max_prompt_tokens,
+            )  # fmt: skip
+        except TooLong as exc:
+            self.failed += 1
+            logger.warning("job %s attempt %d: %s", job.job_id, grant.attempt, exc)
+            give_back(str(exc), retry=False)
+            await self._settle(delivery, "ack")
+            return False
+        except Exception as exc:
+            give_back(str(exc), retry=False)
+            raise
+        return True
+
+    async def _compute(
+        self,
+        link: DecodeLink,
+        job: PrefillJob,
+        tokens: list[int],
+        grant: Grant,
+        delivery: Delivery,
+        claim_ms: float,
+        opening: Opening,
+    ) -> None:
+        """From the grant to the commit, or whatever ends the attempt before."""
+        task: PrefillTask | None = None
+        try:
+            async with asyncio.timeout(grant.deadline_s):
+                mover = await opening.unless_over(grant.attempt, link.mover())
+                self._opening.pop(job.job_id)
+                done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+                task = attempt.make_task(job, tokens, grant, mover, done)
+                self._running[job.job_id] = task
+                self._engine.submit(task, link.record.instance_id)
+                await done
+            await self._commit(link, task, grant, delivery, claim_ms)
         finally:
             if task is not None:
                 task.cancel()
@@ -299,7 +358,8 @@ class JobRunner:
         else:
             self.failed += 1
             logger.warning("commit of job %s refused: %s", task.job_id, reply.reason)
-        await self._settle(delivery, "ack")
+        if reply.reason != STALE:  # else as after a revoke: the message may be another worker's now
+            await self._settle(delivery, "ack")
 
     # ------------------------------------------------------------------ the message
 

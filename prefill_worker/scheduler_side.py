@@ -149,7 +149,7 @@ class SchedulerSide:
             for write in [w for w in plan.writes if w.task is task]:
                 plan.writes.remove(write)
                 self._let_go(task)
-        if not task.mover.flush():
+        if not task.mover.flush(task):
             task.cancel()
             task.end(HandoffError("a copy did not end in time for a preemption"))
         with task.lock:

@@ -42,6 +42,10 @@ class PrefillTask:
     checked: frozenset[int] = frozenset()
     mode: KvMode = KvMode.PUSH_ASYNC
     lock: threading.Lock = field(default_factory=threading.Lock)
+    # mover, under lock; not to be confused with outstanding, which counts planned and kept ones too
+    submitted: int = 0
+    on_quiet: list[Callable[[], object]] = field(default_factory=list)
+    quiet: threading.Condition = field(init=False)
     # engine thread
     request: Any = None
     scheduled_blocks: int = 0
@@ -68,6 +72,7 @@ class PrefillTask:
 
     def __post_init__(self) -> None:
         self.scheduled_blocks = self.first_target
+        self.quiet = threading.Condition(self.lock)
 
     @property
     def first_target(self) -> int:
@@ -89,6 +94,36 @@ class PrefillTask:
     def kept_blocks(self) -> list[int]:
         """Ours, one for each target block, in the order of the prompt, once all are kept."""
         return [self.kept[block] for block in self.remote_blocks[self.first_target :]]
+
+    def submit(self) -> None:
+        """The mover has one more operation of this task."""
+        with self.lock:
+            self.submitted += 1
+
+    def submitted_over(self) -> None:
+        """One of them is over, its callback included. Runs what waits for the last one."""
+        with self.lock:
+            self.submitted -= 1
+            calls: list[Callable[[], object]] = []
+            if self.submitted == 0:
+                calls, self.on_quiet = self.on_quiet, calls
+                self.quiet.notify_all()
+        for call in calls:
+            call()
+
+    def wait_quiet(self, timeout_s: float) -> bool:
+        """Block until no submitted operation touches the task's blocks; at once if there is none,
+        whatever the mover does for others. False: not in time."""
+        with self.quiet:
+            return self.quiet.wait_for(lambda: self.submitted == 0, timeout_s)
+
+    def when_quiet(self, call: Callable[[], object]) -> None:
+        """Have `call` run once that is so: now, or later on the mover's thread. Must not raise."""
+        with self.lock:
+            if self.submitted:
+                self.on_quiet.append(call)
+                return
+        call()
 
     def end(self, failure: BaseException | None) -> None:
         """Report the end once; later calls do nothing."""

@@ -64,7 +64,7 @@ async def test_a_silent_decode_worker_is_let_go_and_tried_again(
     prefill = Prefill(decode, silent_s=0.25)
     closed: list[int] = []
     mover: Any = SimpleNamespace(close=lambda: closed.append(1))
-    prefill.link._mover = mover
+    prefill.link._shared._mover = mover
     try:
         await prefill.link.wait_up(5.0)
         await until(lambda: prefill.lost == 1)

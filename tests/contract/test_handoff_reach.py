@@ -12,7 +12,7 @@ import pytest
 from pullfill import frames, u32
 from pullfill.prefill_worker import links
 from pullfill.prefill_worker.mover import Mover
-from pullfill.wire import PrefillJob, WorkerRecord, encode
+from pullfill.wire import PrefillJob, encode
 from tests.support.control_rig import Raw
 from tests.support.fakes import FakeClock
 from tests.support.handoff_rig import COMPATIBLE, Cluster, PrefillHalf, prompt, settled, until
@@ -27,13 +27,13 @@ class SlowMover:
     def __init__(self, prefill: PrefillHalf) -> None:
         self.asked, self.go = asyncio.Event(), asyncio.Event()
         (link,) = prefill.links._links.values()
-        self._real = link._open_mover
-        link._open_mover = self._open
+        self._real = link._shared._open
+        link._shared._open = self._open  # type: ignore[method-assign]
 
-    async def _open(self, record: WorkerRecord) -> Mover:
+    async def _open(self) -> Mover:
         self.asked.set()
         await self.go.wait()
-        return await self._real(record)
+        return await self._real()
 
 
 @pytest.mark.parametrize("end", ["abort", "link"])
@@ -55,8 +55,8 @@ async def test_a_grant_that_ends_before_its_task_began_is_not_computed(
         # One more exchange over the same connection: the revoke was read before it.
         await until(lambda: decode.control.prefill_workers == 1)
         other = decode.send(prompt(9, seed=2))
-        await until(lambda: prefill.runner.in_flight == 2)
-        await asyncio.sleep(0.02)
+        await until(lambda: prefill.runner.failed == 1)
+        await until(lambda: prefill.runner.in_flight == 1)
         mover.go.set()
         await settled(other)
         assert decode.right(other)

@@ -155,7 +155,9 @@ def test_a_mover_that_is_closed_lets_its_engine_go_on(
     step.join(20)
     assert not step.is_alive(), "the step waits for as long as a push may take"
     assert isinstance(ends[0], TransferFailed)
-    assert mover.flush(20)
+    assert mover.flush(task, 20)
+    mover._thread.join(20)
+    assert not mover._thread.is_alive()
 
 
 def test_a_reader_that_is_closed_waits_for_nobody(

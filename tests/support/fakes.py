@@ -136,9 +136,10 @@ class FakeMover:
         copy.task.outstanding += 1
         self.queue.append(copy)
 
-    def flush(self) -> bool:
+    def flush(self, task: Any = None) -> bool:
+        """None: everything."""
         self.flushes += 1
-        while self.queue:
+        while any(task is None or copy.task is task for copy in self.queue):
             self.finish()
         return True
 

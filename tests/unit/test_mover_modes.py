@@ -103,7 +103,7 @@ def test_pull_keeps_the_blocks_until_they_are_let_go(
 def test_pull_after_a_preemption_keeps_the_new_blocks(mover: Mover, credits: Credits) -> None:
     calls = in_mode(mover, KvMode.PULL)
     mover.write(calls.task, [3, 1], [5, 6], False, calls.done)
-    assert mover.flush()
+    assert mover.flush(calls.task)
     mover.write(calls.task, [4, 0, 2], [5, 6, 7], True, calls.done)
     wait_for(lambda: calls.ends)
     assert calls.task.kept_blocks == [4, 0, 2]

@@ -11,6 +11,7 @@ import pytest
 
 from pullfill.prefill_worker import attempt
 from pullfill.prefill_worker.credits import Credits
+from pullfill.prefill_worker.ending import Opening
 from pullfill.prefill_worker.link import DecodeLink
 from pullfill.prefill_worker.puller import Puller
 from pullfill.prefill_worker.runner import JobRunner
@@ -34,7 +35,9 @@ async def test_an_unexpected_failure_hands_the_grant_back(monkeypatch: pytest.Mo
     runner = JobRunner(nothing, nothing, heartbeat_s=1, max_prompt_tokens=100, max_deliver=5)
     monkeypatch.setattr(attempt, "check", lambda *_, **__: None)
     with pytest.raises(ValueError, match="unexpected"):
-        await runner._work(link, SimpleNamespace(job_id="j"), [1], GRANT, nothing, 0.0)
+        await runner._work(
+            link, SimpleNamespace(job_id="j"), [1], GRANT, nothing, 0.0, Opening("d")
+        )
     (back,) = sent
     assert isinstance(back, HandBack)
     assert (back.job_id, back.attempt, back.retry) == ("j", 1, True)

@@ -148,7 +148,7 @@ def test_a_failed_read_does_not_end_the_task(mover: Mover, session: Session) -> 
     session.fenced = True
     mover.read(calls.task, [5], [0], calls.done)
     wait_for(lambda: calls.callbacks)
-    assert mover.flush()
+    assert mover.flush(calls.task)
     assert calls.ends == []
 
 
@@ -170,10 +170,56 @@ def test_flush_waits_for_the_running_copy(mover: Mover, session: Session) -> Non
     session.gate.clear()
     mover.write(calls.task, [1], [6], False, calls.done)
     assert session.entered.wait(10)
-    assert mover.flush(timeout_s=0.02) is False
+    assert mover.flush(calls.task, timeout_s=0.02) is False
     session.gate.set()
-    assert mover.flush() is True
+    assert mover.flush(calls.task) is True
     assert calls.callbacks == [None]
+
+
+def test_flush_waits_for_no_other_task(mover: Mover, session: Session) -> None:
+    """A preempted task whose peer is slow for others: the engine thread waits here."""
+    other, calls = Calls(mover), Calls(mover)
+    mover.write(calls.task, [1], [6], False, calls.done)
+    wait_for(lambda: calls.callbacks)
+    session.gate.clear()
+    session.entered.clear()
+    mover.write(other.task, [1], [6], False, other.done)
+    assert session.entered.wait(10)
+    calls.task.outstanding += 1  # planned, as the scheduler half counts it
+    assert mover.flush(calls.task) is True
+    assert (other.callbacks, session.gate.is_set()) == ([], False)
+    mover.write(calls.task, [2], [7], False, calls.done)
+    assert mover.flush(calls.task, timeout_s=0.02) is False, "its own copy waits in the queue"
+    session.gate.set()
+    assert mover.flush(calls.task) is True
+    assert calls.callbacks == [None, None]
+
+
+def test_quiet_is_told_once_after_the_last_copy_of_the_task(mover: Mover, session: Session) -> None:
+    calls, told = Calls(mover), []
+    calls.task.when_quiet(lambda: told.append("idle"))
+    assert told == ["idle"], "nothing was submitted"
+    session.gate.clear()
+    mover.write(calls.task, [1], [6], False, calls.done)
+    mover.write(calls.task, [2], [7], True, calls.done)
+    assert session.entered.wait(10)
+    calls.task.when_quiet(lambda: told.append(len(calls.callbacks)))
+    assert told == ["idle"]
+    session.gate.set()
+    wait_for(lambda: len(told) == 2)
+    assert told == ["idle", 2]
+    assert mover.flush(calls.task)
+    assert len(told) == 2
+
+
+def test_a_callback_that_fails_leaves_nobody_waiting(mover: Mover) -> None:
+    calls = Calls(mover)
+
+    def broken(task: PrefillTask, failure: BaseException | None) -> None:
+        raise ValueError("a callback")
+
+    mover.write(calls.task, [1], [6], False, broken)
+    assert mover.flush(calls.task, timeout_s=10)
 
 
 def test_close_lets_the_running_copy_end_and_fails_the_rest(mover: Mover, session: Session) -> None:
@@ -184,9 +230,9 @@ def test_close_lets_the_running_copy_end_and_fails_the_rest(mover: Mover, sessio
     assert session.entered.wait(10)
     mover.close()
     mover.close()
-    assert mover.flush(timeout_s=0.02) is False
+    assert mover.flush(calls.task, timeout_s=0.02) is False
     session.gate.set()
-    assert mover.flush() is True
+    assert mover.flush(calls.task) is True
     assert session.done == [("write", [1], [6])]
     assert calls.callbacks[0] is None
     assert isinstance(calls.callbacks[1], HandoffError)
@@ -197,8 +243,8 @@ def test_work_submitted_after_the_end_is_answered_too(mover: Mover, session: Ses
     """The decode worker leaves while a step computes; the step's writes come after. Unanswered,
     they would keep the request's blocks for ever."""
     mover.close()
-    assert mover.flush()
     calls = Calls(mover)
+    assert mover.flush(calls.task)
     mover.write(calls.task, [1], [6], True, calls.done)
     assert len(calls.callbacks) == 1
     assert isinstance(calls.ends[0], HandoffError)

@@ -178,7 +178,7 @@ def test_preemption_that_cannot_be_flushed_ends_the_task() -> None:
     engine = Engine(4 * BLOCK)
     engine.admit()
     engine.run(2 * BLOCK)
-    engine.mover.flush = lambda: False  # type: ignore[method-assign]
+    engine.mover.flush = lambda _: False  # type: ignore[method-assign]
     engine.request.num_computed_tokens = 0
     engine.run(0, preempted=["j.1"])
     assert engine.task.cancelled

@@ -1,0 +1,122 @@
+"""Reaching a decode worker's KV memory: whatever is wrong there is the worker's, and no job's."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from pullfill.errors import PeerUnavailable
+from pullfill.prefill_worker import reach
+from pullfill.prefill_worker.context import PrefillContext
+from pullfill.transfer.owners import CombinedOwner
+from pullfill.transfer.shm.owner import ShmOwner
+from pullfill.transfer.stream.peer import StreamTransport
+from pullfill.transfer.tcp.plane import TcpKind
+from pullfill.wire import RegionDescriptor, WorkerRecord, WorkerState
+from tests.support.handoff_rig import COMPATIBLE
+from tests.support.transfer_rigs import DENSE, shm_rig
+
+RECORD = WorkerRecord(
+    instance_id="decode-1", incarnation="i0", role="decode", state=WorkerState.READY, model="m",
+    host="127.0.0.1", host_id="h", pid=1, started_at=0.0,
+)  # fmt: skip
+
+
+class Registry:
+    """A `Directory` as far as descriptors go."""
+
+    def __init__(self, *descriptors: RegionDescriptor) -> None:
+        self._descriptors = descriptors
+
+    async def descriptor(self, name: str, rank: int, *, expect: object) -> RegionDescriptor:
+        return self._descriptors[rank]
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[tuple[PrefillContext, RegionDescriptor]]:
+    """A prefill worker's memory, and a decode worker's that is served over tcp."""
+    rig = shm_rig(tmp_path)
+    region = rig.region(DENSE)
+    assert isinstance(region.owner, ShmOwner)
+    owner = CombinedOwner(
+        region.owner, [region.memory], instance_id=region.descriptor.instance_id,
+        kinds={"tcp": TcpKind()}, offered=frozenset({"tcp"}),
+    )  # fmt: skip
+    owner.listen("127.0.0.1")
+    rank: Any = rig.local(DENSE)
+    context = PrefillContext("prefill-1", wake=lambda: None, ranks=[rank])
+    yield context, replace(region.descriptor, endpoints=owner.endpoints())
+    owner.close()
+
+
+@pytest.fixture
+def stranger() -> Iterator[str]:
+    """Something else listens at the address: an HTTP server."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def answer() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = listener.accept()
+                with connection, contextlib.suppress(OSError):
+                    connection.recv(65536)
+                    connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n" * 4)
+                    connection.recv(1)
+
+    thread = threading.Thread(target=answer, daemon=True)
+    thread.start()
+    yield f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+    listener.shutdown(socket.SHUT_RDWR)
+    listener.close()
+    thread.join(10)
+
+
+async def opened(context: PrefillContext, *descriptors: RegionDescriptor) -> Any:
+    directory: Any = Registry(*descriptors)
+    transports = [StreamTransport(TcpKind())]
+    return await reach.open_mover(RECORD, context, directory, COMPATIBLE, transports)
+
+
+async def test_what_is_right_is_reached(served: tuple[PrefillContext, RegionDescriptor]) -> None:
+    mover = await opened(*served)
+    assert mover.transport == "tcp"
+    mover.close()
+    mover._thread.join(10)
+
+
+async def test_somebody_else_at_its_address(
+    served: tuple[PrefillContext, RegionDescriptor], stranger: str
+) -> None:
+    context, descriptor = served
+    with pytest.raises(PeerUnavailable):
+        await opened(context, replace(descriptor, endpoints={"tcp": stranger}))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"nbytes": 64}, {"incarnation": "before"}, {"world_size": reach.MAX_RANKS + 1}],
+    ids=["nbytes", "incarnation", "world_size"],
+)
+async def test_a_descriptor_that_contradicts_itself_or_its_worker(
+    served: tuple[PrefillContext, RegionDescriptor], wrong: dict[str, Any]
+) -> None:
+    context, descriptor = served
+    with pytest.raises(PeerUnavailable):
+        await opened(context, replace(descriptor, **wrong))
+
+
+async def test_ranks_that_do_not_belong_together(
+    served: tuple[PrefillContext, RegionDescriptor],
+) -> None:
+    context, descriptor = served
+    first = replace(descriptor, world_size=2)
+    other = replace(first, rank=1, incarnation="before")
+    with pytest.raises(PeerUnavailable):
+        await opened(context, first, other)

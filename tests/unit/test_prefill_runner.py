@@ -1,0 +1,255 @@
+"""How a pulled job is settled, and who is told, when its decode worker is what goes wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pullfill import u32
+from pullfill.errors import BadMessage
+from pullfill.ids import job_digest
+from pullfill.prefill_worker.runner import JobRunner
+from pullfill.prefill_worker.shared_mover import OutOfReach
+from pullfill.wire import (
+    CommitReply,
+    FenceToken,
+    Grant,
+    HandBack,
+    PrefillJob,
+    Quiet,
+    Revoke,
+    encode,
+)
+
+JOB = PrefillJob(
+    job_id="j", incarnation="i", decode_instance="d", control="tcp://x:1", request_id="r",
+    compat="c", token_ids=u32.pack([1, 2, 3, 4]), hit_tokens=0, block_ids=u32.pack([0]),
+    block_size=4, timeout_s=60.0,
+)  # fmt: skip
+BODY = encode(JOB)
+Reach = Callable[[], Coroutine[Any, Any, Any]]
+
+
+class Delivered:
+    """A `Delivery`; `verbs`: how it was settled."""
+
+    job_id, body, tokens, ack_subject, age_s = "j", BODY, 4, "", 0.0
+
+    def __init__(self, number: int = 1) -> None:
+        self.number = number
+        self.verbs: list[str] = []
+        self.delay_s = 0.0
+
+    async def ack(self) -> None:
+        self.verbs.append("ack")
+
+    async def nak(self, delay_s: float = 0.0) -> None:
+        self.verbs.append("nak")
+        self.delay_s = delay_s
+
+    async def term(self, reason: str) -> None:
+        self.verbs.append("term")
+
+    async def in_progress(self) -> None: ...
+
+
+class Worker:
+    """A JobRunner between a link and an engine that do what the test says."""
+
+    def __init__(
+        self, mover: Callable[[], Coroutine[Any, Any, Any]], deadline_s: float = 60
+    ) -> None:
+        self.sent: list[Any] = []
+        self.tasks: list[Any] = []
+        self.reason = ""
+        self.asked = asyncio.Event()
+        self._mover = mover
+        self.grant = Grant(
+            rid=1, job_id="j", attempt=1, incarnation="i", deadline_s=deadline_s,
+            block_ids=u32.pack([0]), hit_tokens=0, job_digest=job_digest(BODY),
+            fence=FenceToken(slot=0, epoch=1),
+        )  # fmt: skip
+        self.link: Any = SimpleNamespace(
+            record=SimpleNamespace(instance_id="d"), claim=self._claim, mover=self._reach,
+            commit=self._commit, send=self.sent.append,
+        )  # fmt: skip
+        links: Any = SimpleNamespace(find=self._find, knows=lambda _: True)
+        engine: Any = SimpleNamespace(
+            block_size=4, compat_hash="c", submit=lambda task, _: self.tasks.append(task),
+            end=lambda _: None, decode_instance_of=lambda _: "d",
+        )  # fmt: skip
+        self.runner = JobRunner(links, engine, heartbeat_s=60, max_prompt_tokens=100, max_deliver=5)
+
+    async def _find(self, _: str) -> Any:
+        return self.link
+
+    async def _claim(self, *_: Any) -> Grant:
+        return self.grant
+
+    async def _reach(self) -> Any:
+        self.asked.set()
+        return await self._mover()
+
+    async def _commit(self, make: Any, check_s: float = 0.0) -> CommitReply:
+        return CommitReply(rid=1, job_id="j", ok=not self.reason, reason=self.reason)
+
+    def revoke(self, attempt: int = 1) -> None:
+        revoke = Revoke(job_id="j", attempt=attempt, incarnation="i", reason="cancelled")
+        self.runner.revoked(self.link, revoke)
+
+    async def over(self) -> None:
+        await asyncio.wait_for(self.runner.idle.wait(), 10)
+
+    async def computing(self) -> Any:
+        async with asyncio.timeout(10):
+            while not self.tasks:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+        return self.tasks[0]
+
+
+async def some_mover() -> Any:
+    return SimpleNamespace(transport="fake", why_not_better=(), let_go=lambda _: None)
+
+
+def out_of_reach() -> Reach:
+    async def raises() -> Any:
+        raise OutOfReach("its KV port does not answer")
+
+    return raises
+
+
+def never() -> Reach:
+    async def waits() -> Any:
+        await asyncio.Event().wait()
+
+    return waits
+
+
+def back(worker: Worker) -> HandBack:
+    (said,) = worker.sent
+    assert isinstance(said, HandBack)
+    return said
+
+
+# ------------------------------------------------------------------ a peer's fault is no poison
+
+
+async def test_memory_out_of_reach_is_left_to_another_worker_for_a_while() -> None:
+    worker, delivery = Worker(out_of_reach()), Delivered()
+    worker.runner.start(delivery)  # type: ignore[arg-type]
+    await worker.over()
+    assert delivery.verbs == ["nak"]
+    assert delivery.delay_s > 0.1, "or it would be back here at once, until it is a dead letter"
+    assert back(worker).retry
+
+
+async def test_memory_still_out_of_reach_is_computed_by_the_decode_worker() -> None:
+    worker, delivery = Worker(out_of_reach()), Delivered(number=2)
+    worker.runner.start(delivery)  # type: ignore[arg-type]
+    await worker.over()
+    assert delivery.verbs == ["ack"]
+    assert not back(worker).retry
+
+
+async def test_nonsense_from_the_kv_port_in_the_middle_is_no_poison() -> None:
+    """As a session raises it when the owner refuses a write or breaks off."""
+    worker, delivery = Worker(some_mover), Delivered()
+    worker.runner.start(delivery)  # type: ignore[arg-type]
+    (await worker.computing()).end(BadMessage("the owner refuses: a block is outside the grant"))
+    await worker.over()
+    assert delivery.verbs == ["nak"]
+    assert back(worker).retry
+
+
+async def test_a_job_that_is_not_what_was_granted_is_poison() -> None:
+    worker, delivery = Worker(some_mover), Delivered()
+    worker.grant = Grant(
+        rid=1, job_id="j", attempt=1, incarnation="i", deadline_s=60, block_ids=u32.pack([0]),
+        hit_tokens=0, job_digest=b"another", fence=FenceToken(slot=0, epoch=1),
+    )  # fmt: skip
+    worker.runner.start(delivery)  # type: ignore[arg-type]
+    await worker.over()
+    assert delivery.verbs == ["term"]
+    assert not back(worker).retry
+
+
+# ------------------------------------------------------------------ waiting for the mover
+
+
+@pytest.mark.parametrize("end", ["revoke", "lost", "deadline"])
+async def test_what_ends_the_attempt_ends_the_wait_for_its_mover(end: str) -> None:
+    worker = Worker(never(), deadline_s=0.05 if end == "deadline" else 60)
+    delivery = Delivered()
+    worker.runner.start(delivery)  # type: ignore[arg-type]
+    await asyncio.wait_for(worker.asked.wait(), 10)
+    if end == "revoke":
+        worker.runner.revoked(
+            worker.link, Revoke(job_id="j", attempt=1, incarnation="i", reason="x")
+        )
+    elif end == "lost":
+        worker.runner.link_lost(worker.link)
+    await worker.over()
+    assert delivery.verbs == ([] if end == "revoke" else ["nak"])
+    assert back(worker).retry
+    assert not worker.tasks
+
+
+async def test_the_revoke_of_an_older_attempt_does_not_end_the_wait() -> None:
+    worker, delivery = Worker(never()), Delivered()
+    worker.runner.start(delivery)  # type: ignore[arg-type]
+    await asyncio.wait_for(worker.asked.wait(), 10)
+    worker.revoke(attempt=0)
+    await asyncio.sleep(0.02)
+    assert worker.runner.in_flight == 1
+    await worker.runner.abandon()
+    assert delivery.verbs == ["nak"]
+
+
+# ------------------------------------------------------------------ revoked
+
+
+async def test_quiet_is_said_when_the_copy_is_over_and_no_thread_waits_for_it() -> None:
+    worker, delivery = Worker(some_mover), Delivered()
+    worker.runner.start(delivery)  # type: ignore[arg-type]
+    task = await worker.computing()
+    task.submit()
+    threads = threading.active_count()
+    worker.revoke()
+    await asyncio.sleep(0.02)
+    assert [type(said) for said in worker.sent] == [HandBack]
+    assert threading.active_count() == threads
+    assert worker.runner.in_flight == 1, "a drain waits for it"
+    await asyncio.to_thread(task.submitted_over)
+    await worker.over()
+    assert [type(said) for said in worker.sent] == [HandBack, Quiet]
+
+
+async def test_quiet_is_said_at_once_when_nothing_is_copied() -> None:
+    worker, delivery = Worker(some_mover), Delivered()
+    worker.runner.start(delivery)  # type: ignore[arg-type]
+    await worker.computing()
+    worker.revoke()
+    await worker.over()
+    assert {type(said) for said in worker.sent} == {HandBack, Quiet}
+
+
+# ------------------------------------------------------------------ a commit that is refused
+
+
+@pytest.mark.parametrize(
+    ("reason", "verbs"), [("stale", []), ("wrong_block_count", ["ack"]), ("", ["ack"])]
+)
+async def test_a_stale_commit_settles_nothing(reason: str, verbs: list[str]) -> None:
+    """Another worker may have claimed the job: an ack would take the message away under it."""
+    worker, delivery = Worker(some_mover), Delivered()
+    worker.reason = reason
+    worker.runner.start(delivery)  # type: ignore[arg-type]
+    (await worker.computing()).end(None)
+    await worker.over()
+    assert delivery.verbs == verbs
+    assert worker.runner.completed == (not reason)
