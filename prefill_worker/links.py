@@ -133,8 +133,13 @@ class Links:
             if self._leaving:
                 self._links[new.instance_id].leave()
             self._links[new.instance_id].pause(self._paused)
-        elif new is not None and new.compat is not None and new.compat.model == self._compat.model:
-            field, our_value, their_value = self._compat.differs_from(new.compat)[0]
+        elif (
+            new is not None
+            and new.compat is not None
+            and new.compat.model == self._compat.model
+            and (differences := self._compat.differs_from(new.compat))
+        ):
+            field, our_value, their_value = differences[0]
             logger.warning(
                 "not connecting to %s: its %s is %r, ours is %r",
                 new.instance_id, field, their_value, our_value,

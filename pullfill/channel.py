@@ -21,7 +21,7 @@ from typing import TypeVar
 import msgspec
 
 from pullfill import frames
-from pullfill.errors import AuthFailed, BadMessage, PeerUnavailable
+from pullfill.errors import AuthFailed, BadMessage, ConfigError, PeerUnavailable
 from pullfill.security import ClusterKey
 from pullfill.wire import AuthChallenge, AuthHello, AuthProof, Goodbye, Hello, decode, encode
 
@@ -29,6 +29,8 @@ T = TypeVar("T")
 
 FIRST_FRAME = 64 << 10
 """Bytes of a frame from somebody who has not said who it is."""
+HELLO_FRAME = 2 << 20
+"""Bytes of a frame with a `Hello`: it describes the memory of each rank, in some 800 bytes."""
 
 
 class Seal:
@@ -127,7 +129,8 @@ async def accept(channel: Channel, key: ClusterKey | None) -> Hello:
 
     Raises AuthFailed (its text may be told to the peer), EOFError, BadMessage. Bound it in time.
     """
-    first = await channel.read(AuthHello | Hello, FIRST_FRAME)  # type: ignore[arg-type]
+    limit = HELLO_FRAME if key is None else FIRST_FRAME
+    first = await channel.read(AuthHello | Hello, limit)  # type: ignore[arg-type]
     if key is None:
         if isinstance(first, Hello):
             return first
@@ -153,15 +156,21 @@ async def accept(channel: Channel, key: ClusterKey | None) -> Hello:
             "[cluster] key_file"
         )
     channel.seal(incoming=shake.key_of("prefill"), outgoing=shake.key_of("decode"))
-    return await channel.read(Hello, FIRST_FRAME)
+    return await channel.read(Hello, HELLO_FRAME)
 
 
 async def introduce(channel: Channel, key: ClusterKey | None, hello: Hello) -> None:
     """The prefill worker's end: prove that we hold `key`, see the same proof, say hello.
 
-    Raises AuthFailed, PeerUnavailable (refused, with the peer's reason), EOFError, BadMessage.
-    Never falls back to a plain connection.
+    Raises AuthFailed, PeerUnavailable (refused, with the peer's reason), ConfigError (the hello is
+    longer than any decode worker takes), EOFError, BadMessage. Never falls back to a plain
+    connection.
     """
+    if (size := len(encode(hello)) + Seal.BYTES) > HELLO_FRAME:
+        raise ConfigError(
+            f"our greeting has {size} bytes, for {len(hello.regions)} ranks; at most {HELLO_FRAME} "
+            "are taken"
+        )
     if key is None:
         channel.write(hello)
         return

@@ -1,0 +1,122 @@
+"""Prefill workers and decode workers that come and go, and how they greet each other."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from pullfill.channel import FIRST_FRAME, HELLO_FRAME
+from pullfill.prefill_worker.link import DecodeLink
+from pullfill.prefill_worker.links import Links
+from pullfill.security import ClusterKey
+from pullfill.transfer.shm.files import ShmEndpoint
+from pullfill.wire import Hello, encode
+from tests.support.control_rig import Decode, until
+from tests.support.handoff_directory import FakeDirectory
+from tests.support.transfer_rigs import COMPAT, DENSE, shm_rig
+
+
+def greeting(tmp_path: Path, ranks: int) -> Hello:
+    """What a prefill worker of so many ranks says, with paths and names as long as real ones."""
+    region = shm_rig(tmp_path).region(DENSE)
+    region.owner.close()
+    kv = f"/dev/shm/pullfill-{'x' * 32}"
+    shm = ShmEndpoint(
+        kv=f"{kv}.kv", kv_inode=(25, 1 << 40), fence=f"{kv}.fence", fence_inode=(25, 1 << 40),
+        nbytes=1 << 40,
+    )  # fmt: skip
+    endpoints = {"shm": shm.encode(), "tcp": "tcp://192.168.100.100:45678"}
+    of_rank = replace(region.descriptor, world_size=ranks, endpoints=endpoints)
+    return Hello(
+        prefill_instance="prefill-1",
+        host_id="h",
+        compat=COMPAT.hash(),
+        transports=["shm", "tcp"],
+        regions=tuple(replace(of_rank, rank=rank) for rank in range(ranks)),
+    )
+
+
+async def no_mover(_: Any) -> Any:
+    raise AssertionError("nothing is moved")
+
+
+def link_to(decode: Decode, hello: Hello, key: ClusterKey | None) -> DecodeLink:
+    return DecodeLink(decode.record(), hello, no_mover, lambda *_: None, lambda *_: None, key)
+
+
+@pytest.mark.parametrize("key", [None, ClusterKey(b"k" * 32)], ids=["plain", "sealed"])
+async def test_the_memory_of_many_ranks_fits_a_greeting(
+    tmp_path: Path, key: ClusterKey | None
+) -> None:
+    hello = greeting(tmp_path, 512)
+    assert len(encode(hello)) > 2 * FIRST_FRAME
+    decode = Decode(key=key)
+    await decode.server.start("127.0.0.1")
+    link = link_to(decode, hello, key)
+    try:
+        await link.wait_up(10)
+    finally:
+        await link.close()
+        await decode.server.stop()
+
+
+async def test_a_greeting_that_nobody_takes_is_told_to_people(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    hello = replace(greeting(tmp_path, 1), transports=["x" * HELLO_FRAME])
+    decode = Decode()
+    await decode.server.start("127.0.0.1")
+    link = link_to(decode, hello, None)
+    try:
+        await until(lambda: "our greeting has" in caplog.text)
+        assert caplog.records[-1].levelno == logging.WARNING
+        assert not link.connected
+    finally:
+        await link.close()
+        await decode.server.stop()
+
+
+async def test_a_greeting_without_an_answer_is_told_to_people(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        writer.close()
+
+    server = await asyncio.start_server(hang_up, "127.0.0.1", 0)
+    address = f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    record = Decode().record(address)
+    link = DecodeLink(record, greeting(tmp_path, 1), no_mover, lambda *_: None, lambda *_: None)
+    try:
+        await until(lambda: "without a welcome" in caplog.text)
+        assert caplog.records[-1].levelno == logging.WARNING
+    finally:
+        await link.close()
+        server.close()
+        await server.wait_closed()
+
+
+async def test_a_record_without_an_address_waits_for_one(tmp_path: Path) -> None:
+    """It fits but cannot be connected: nothing differs, and nothing may fail here. What it says
+    next counts."""
+    decode = Decode()
+    await decode.server.start("127.0.0.1")
+    directory: Any = FakeDirectory()
+    links = Links(
+        directory, greeting(tmp_path, 1), COMPAT, no_mover, lambda *_: None, lambda *_: None
+    )
+    links.start()
+    try:
+        whole = replace(decode.record(), compat=COMPAT)
+        directory.put(replace(whole, control=""))
+        assert not links.knows("decode-1")
+        directory.put(whole)
+        await until(lambda: links.connected == ["decode-1"])
+    finally:
+        await links.close()
+        await decode.server.stop()
