@@ -11,7 +11,8 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
 
 REACHED = {
     "claim granted", "claim held", "claim committed", "claim closed", "claim stale_incarnation",
-    "attempt 2", "attempt 3", "write fenced", "quarantined", "died in a batch",
+    "attempt 2", "attempt 3", "write fenced", "read fenced", "quarantined", "died in a batch",
+    "prefix read",
     "2 batches at once", "3 batches at once",
     "commit accepted", "commit stale", "commit wrong_block_count", "commit writer_not_quiet",
     "ready accepted", "ready stale", "ready wrong_block_count", "ready writer_not_quiet",

@@ -6,8 +6,8 @@ each move what must always hold. Driven by the state machine and the directed te
 
 from __future__ import annotations
 
+import math
 from collections.abc import Set
-from dataclasses import dataclass, field
 
 from pullfill.decode_worker.context import DecodeContext, OpenedJob
 from pullfill.decode_worker.ledger import JobState, Ledger
@@ -24,48 +24,22 @@ from pullfill.decode_worker.scheduler_side import SchedulerSide
 from pullfill.decode_worker.story import Stories
 from pullfill.errors import Fenced, Outcome
 from pullfill.transfer.loopback import LoopbackFences
-from pullfill.wire import DigestMode, FenceToken, RouterConfig, RouterPolicy
+from pullfill.wire import DigestMode, RouterConfig, RouterPolicy
 from tests.support.fakes import FakeClock, FakePool, FakeRequest
+from tests.support.handoff_jobs import (
+    BLOCK,
+    CLAIM_S,
+    NUM_BLOCKS,
+    PREFIX,
+    TIMEOUT_S,
+    Grant,
+    Job,
+)
 
-BLOCK = 4
-NUM_BLOCKS = 40
-TIMEOUT_S = 30.0
-CLAIM_S = 10.0
-PREFIX = (0, 1)
-"""Blocks that some other request keeps in the prefix cache; hits point here."""
+PROOF_S = 0.1
+"""A writer's last batch is over in milliseconds: a proof is asked for at least as often as this."""
 
-
-@dataclass(slots=True)
-class Grant:
-    job_id: str
-    writer: str
-    attempt: int
-    incarnation: str
-    token: FenceToken
-    targets: frozenset[int]
-    in_batch: bool = False
-
-
-@dataclass(slots=True)
-class Job:
-    job: OpenedJob
-    request: FakeRequest
-    blocks: list[int]
-    stored: bool = False
-    cancelled_in_queue: bool = False
-    publish_over: bool = False
-    aborted: bool = False
-    committed: bool = False
-    reports: list[bool] = field(default_factory=list)
-    freed: bool = False
-
-    @property
-    def hits(self) -> int:
-        return self.job.hit_tokens // BLOCK
-
-    @property
-    def targets(self) -> int:
-        return len(self.job.blocks) - self.hits
+__all__ = ["BLOCK", "CLAIM_S", "NUM_BLOCKS", "PREFIX", "TIMEOUT_S", "Grant", "HandoffModel", "Job"]
 
 
 class HandoffModel:
@@ -115,13 +89,17 @@ class HandoffModel:
 
     # ------------------------------------------------------------------ vLLM and its connector
 
-    def open(self, targets: int, hits: int = 0, extra: int = 1) -> Job | None:
-        """A request of `targets` remote blocks; the last holds `extra` tokens. None: pool full."""
-        own = self.pool.allocate(targets)
+    def open(
+        self, targets: int, hits: int = 0, extra: int = 1, *, shared: bool = True
+    ) -> Job | None:
+        """A request of `targets` remote blocks; the last holds `extra` tokens. shared: another
+        request has the hits as well, so they outlive this one. None: pool full."""
+        prefix = PREFIX[: hits if shared else 0]
+        own = self.pool.allocate(targets + hits - len(prefix))
         if own is None:
             return None
-        self.pool.touch([self.pool.blocks[b] for b in PREFIX[:hits]])
-        blocks = [*PREFIX[:hits], *own]
+        self.pool.touch([self.pool.blocks[b] for b in prefix])
+        blocks = [*prefix, *own]
         tokens = (len(blocks) - 1) * BLOCK + extra + 1
         self._serial += 1
         request = FakeRequest(f"r{self._serial}", list(range(tokens)))
@@ -132,7 +110,7 @@ class HandoffModel:
         self.side.step_done()
         opened = self._opened.pop()
         assert not self._opened
-        job = Job(opened, request, blocks)
+        job = Job(opened, request, blocks, self.clock.monotonic() + TIMEOUT_S)
         self.jobs[opened.job_id] = job
         self.check()
         return job
@@ -197,23 +175,25 @@ class HandoffModel:
             self.grants.append(
                 Grant(
                     job.job.job_id, writer, grant.attempt, incarnation, grant.fence,
-                    frozenset(grant.blocks[job.hits :]),
+                    frozenset(grant.blocks[: job.hits]), frozenset(grant.blocks[job.hits :]),
                 )
             )  # fmt: skip
         self.act()
         return claimed
 
-    def begin_batch(self, grant: Grant) -> bool:
-        """Start writing, as a session does. False: fenced."""
+    def begin_batch(self, grant: Grant, *, reads: bool = False) -> bool:
+        """Start writing, as a session does, or reading the hits. False: fenced."""
         with self.fences.changed:
             try:
                 slot = self.fences.valid(grant.token)
             except Fenced:
-                self.seen.add("write fenced")
+                self.seen.add("read fenced" if reads else "write fenced")
                 return False
             slot.holders += 1
-        grant.in_batch = True
-        assert self._newest(grant), "an old attempt still writes"
+        grant.in_batch, grant.reads = True, reads
+        assert self._newest(grant), "an old attempt still moves bytes"
+        if reads:
+            self.seen.add("prefix read")
         self.seen.add(f"{sum(g.in_batch for g in self.grants)} batches at once")
         self.check()
         return True
@@ -322,8 +302,22 @@ class HandoffModel:
     def tick(self, seconds: float = 0.0) -> float | None:
         self.clock.advance(seconds)
         soonest = self.ledger.tick()
+        self._check_timer(math.inf if soonest is None else soonest)
         self.act()
         return soonest
+
+    def _check_timer(self, soonest: float) -> None:
+        """The next look comes in time for everything that is open."""
+        now = self.clock.monotonic()
+        for job_id, job in self.jobs.items():
+            entry = self.ledger.find(job_id)
+            if entry is None:
+                continue
+            if not entry.settled:
+                assert now < min(entry.due, job.deadline), "waits although its time is up"
+                assert soonest <= min(entry.due, job.deadline) - now, "nobody looks in time"
+            if entry.state is JobState.QUARANTINED:
+                assert soonest <= PROOF_S, "nobody asks for the proof"
 
     # ------------------------------------------------------------------ what always holds
 
@@ -343,7 +337,10 @@ class HandoffModel:
             union |= targets
         assert not union & self.pool.free, "a block that may still be written is free"
         for grant in self.grants:
-            if grant.in_batch:
+            # Who reads a prefix under a fence that was not proved dead believes what he read.
+            if self.is_live(grant) or (grant.in_batch and grant.reads):
+                assert not grant.hits & self.pool.free, "a block that may still be read is free"
+            if grant.in_batch and not grant.reads:
                 self._check_lands(grant.job_id, grant.targets)
         for read in self.reads:
             assert not set(read.blocks) & union, "a writer holds what we read into"

@@ -70,9 +70,9 @@ class LedgerMachine(RuleBasedStateMachine):
     any_job = precondition(lambda self: self.model.jobs)
     any_grant = precondition(lambda self: self.model.grants)
 
-    @rule(count=st.integers(1, 4), hits=st.integers(0, 2), extra=st.integers(1, 4))
-    def open(self, count: int, hits: int, extra: int) -> None:
-        self.model.open(count, hits, extra)
+    @rule(count=st.integers(1, 4), hits=st.integers(0, 2), extra=st.integers(1, 4), shared=MOSTLY)
+    def open(self, count: int, hits: int, extra: int, shared: bool) -> None:
+        self.model.open(count, hits, extra, shared=shared)
 
     @any_job
     @rule(pick=PICK, outcome=st.sampled_from([None] * 7 + [Outcome.PUBLISH_FAILED]))
@@ -98,11 +98,11 @@ class LedgerMachine(RuleBasedStateMachine):
             self.model.claim(self.job(pick), writer)
 
     @any_grant
-    @rule(pick=PICK)
-    def begin_batch(self, pick: int) -> None:
+    @rule(pick=PICK, reads=SELDOM)
+    def begin_batch(self, pick: int, reads: bool) -> None:
         grant = self.grant(pick)
         if not grant.in_batch:
-            self.model.begin_batch(grant)
+            self.model.begin_batch(grant, reads=reads and bool(grant.hits))
 
     @any_grant
     @rule(pick=PICK)

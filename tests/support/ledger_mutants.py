@@ -72,6 +72,13 @@ def forget_hold(self: Book, entry: Entry) -> None:
         self._events.remove(Hold(entry.job_id, entry.blocks))
 
 
+def hold_targets_only(self: Book, entry: Entry) -> None:
+    """What a writer may still read is not held."""
+    if entry.held:
+        held = self._events.index(Hold(entry.job_id, entry.blocks))
+        self._events[held] = Hold(entry.job_id, entry.blocks[entry.first_target :])
+
+
 def forget_message(self: Book, entry: Entry) -> None:
     for action in [a for a in self._actions if isinstance(a, CancelMessage)]:
         self._actions.remove(action)
@@ -193,6 +200,39 @@ def any_verdict_is_good(patch: Patch) -> None:
     )
 
 
+def never_looks_again(patch: Patch) -> None:
+    """The timer believes that nothing is open."""
+    real = Ledger.tick
+
+    def tick(self: Ledger) -> None:
+        real(self)
+
+    patch.setattr(Ledger, "tick", tick)
+
+
+def asks_for_the_proof_once(patch: Patch) -> None:
+    """The timer waits for a deadline, not for the proof."""
+    real = Ledger.tick
+
+    def tick(self: Ledger) -> float | None:
+        real(self)
+        now = self._clock.monotonic()
+        return min((entry.due - now for entry in self._jobs.values()), default=None)
+
+    patch.setattr(Ledger, "tick", tick)
+
+
+def waits_for_a_reader(patch: Patch) -> None:
+    """What is read does not expire."""
+    real = Book._expire
+
+    def expire(self: Book, entry: Entry) -> None:
+        if entry.state is not JobState.READING:
+            real(self, entry)
+
+    patch.setattr(Book, "_expire", expire)
+
+
 def never_expires(patch: Patch) -> None:
     patch.setattr(Book, "_expire", lambda *_: None)
 
@@ -225,6 +265,7 @@ BROKEN: dict[str, Callable[[Patch], None]] = {
     "settles twice": settles_twice,
     "releases before the proof": after_give_up(release_now),
     "forgets to hold": after_give_up(forget_hold),
+    "holds what is written alone": after_give_up(hold_targets_only),
     "forgets to release": forget_release,
     "forgets the message": after_give_up(forget_message),
     "accepts a stale attempt": accepts_a_stale_attempt,
@@ -239,6 +280,9 @@ BROKEN: dict[str, Callable[[Patch], None]] = {
     "takes any block count": any_block_count,
     "takes any verdict for good": any_verdict_is_good,
     "never expires": never_expires,
+    "never looks again": never_looks_again,
+    "asks for the proof once": asks_for_the_proof_once,
+    "waits for a reader": waits_for_a_reader,
     "waits without a worker": waits_without_a_worker,
     "leaks fence slots": leaks_fence_slots,
 }

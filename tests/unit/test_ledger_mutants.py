@@ -18,6 +18,7 @@ SOON = (
     "reads beside the writer",
     "grants what is being read",
     "never expires",
+    "never looks again",
     "waits without a worker",
     "leaks fence slots",
 )
