@@ -10,7 +10,8 @@ import msgspec
 import pytest
 
 from pullfill import frames, u32
-from pullfill.prefill_worker import links
+from pullfill.errors import BadMessage
+from pullfill.prefill_worker import ending, links
 from pullfill.prefill_worker.mover import Mover
 from pullfill.wire import PrefillJob, encode
 from tests.support.control_rig import Raw
@@ -110,6 +111,32 @@ async def test_row_18_a_job_that_no_worker_can_claim_is_no_dead_letter(
         await cluster.check_clean()
         assert not cluster.queue.dead
         busy.writer.close()
+
+
+async def test_memory_that_cannot_be_reached_costs_a_moment_and_no_dead_letter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Something else answers at its KV port. Its jobs are computed there; those of others go on."""
+    monkeypatch.setattr(ending, "_NAK_SOONEST_S", 0.01)
+    attempts: list[str] = []
+
+    async def nonsense() -> Mover:
+        attempts.append("decode-1")
+        raise BadMessage("a frame of 1347703880 bytes")
+
+    async with Cluster(tmp_path, timeout_s=2.0) as cluster:
+        cut, fine = await cluster.decode("decode-1"), await cluster.decode("decode-2")
+        prefill = await cluster.prefill()
+        prefill.links._links["decode-1"]._shared._open = nonsense  # type: ignore[method-assign]
+        lost = [cut.send(prompt(20 + i)) for i in range(6)]
+        served = fine.send(prompt(30))
+        await settled(*lost, served)
+        assert fine.right(served)
+        assert not any(request.loaded for request in lost)
+        assert attempts == ["decode-1"]
+        await cluster.check_clean()
+        assert not cluster.queue.dead
+        assert prefill.runner.completed == 1
 
 
 async def test_a_job_past_its_time_that_nobody_removes_is_dropped(

@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
 from pullfill.channel import FIRST_FRAME, HELLO_FRAME
+from pullfill.errors import PeerUnavailable
 from pullfill.prefill_worker.link import DecodeLink
 from pullfill.prefill_worker.links import Links
+from pullfill.prefill_worker.shared_mover import OutOfReach
 from pullfill.security import ClusterKey
 from pullfill.transfer.shm.files import ShmEndpoint
 from pullfill.wire import Hello, encode
@@ -99,6 +102,37 @@ async def test_a_greeting_without_an_answer_is_told_to_people(
         await link.close()
         server.close()
         await server.wait_closed()
+
+
+async def test_a_new_welcome_forgives_and_the_end_closes_what_there_is(tmp_path: Path) -> None:
+    closed: list[int] = []
+    failing = True
+
+    async def opened(_: Any) -> Any:
+        if failing:
+            raise PeerUnavailable("its KV port does not answer")
+        return SimpleNamespace(close=lambda: closed.append(1))
+
+    decode = Decode()
+    await decode.server.start("127.0.0.1")
+    lost: list[object] = []
+    link = DecodeLink(decode.record(), greeting(tmp_path, 1), opened, lambda *_: None, lost.append)
+    try:
+        await link.wait_up(10)
+        with pytest.raises(OutOfReach, match="does not answer"):
+            await link.mover()
+        failing = False
+        with pytest.raises(OutOfReach, match="does not answer"):
+            await link.mover()
+        for peer in list(decode.server._peers.values()):
+            peer.channel.close()
+        await until(lambda: lost)
+        await link.wait_up(10)
+        await link.mover()
+    finally:
+        await link.close()
+        await decode.server.stop()
+    assert closed == [1]
 
 
 async def test_a_record_without_an_address_waits_for_one(tmp_path: Path) -> None:
