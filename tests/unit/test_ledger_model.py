@@ -6,7 +6,7 @@ from tests.support.ledger_machine import explore
 
 COMMON = {
     "claim granted", "claim held", "claim committed", "claim closed", "claim stale_incarnation",
-    "attempt 2", "attempt 3", "write fenced", "prefix read", "quarantined",
+    "attempt 2", "attempt 3", "write fenced", "quarantined",
     "commit accepted", "commit stale",
     "ready accepted", "ready stale", "read stale",
     "ended committed", "ended cancelled", "ended timeout", "ended claim_timeout",
