@@ -130,6 +130,7 @@ def reads(cluster: Cluster) -> int:
     return count
 
 
+@pytest.mark.long
 def test_row_8_decode_dies_while_it_reads(pulling: Cluster, oracle: Oracle) -> None:
     """The kernel lets go of its lock: the prefill worker has its blocks back at once, and serves
     the next decode worker."""

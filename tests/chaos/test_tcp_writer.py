@@ -44,6 +44,7 @@ def test_a_stopped_writer_keeps_no_blocks(cluster: Cluster, writer: Worker, orac
         check.ask(prompt)
 
 
+@pytest.mark.long
 def test_a_killed_writer_keeps_no_blocks(cluster: Cluster, writer: Worker, oracle: Oracle) -> None:
     with checked(cluster, oracle, fallbacks={"prefill_lost": 1}) as check:
         writer.arm("stream.write.batch=kill@1")

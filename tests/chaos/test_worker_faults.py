@@ -67,6 +67,7 @@ def test_row_8_decode_dies_with_jobs_outstanding(paired: Cluster, oracle: Oracle
             until(lambda: len(load.done) > done + 4, 60, "load goes on")
 
 
+@pytest.mark.long
 def test_row_10_decode_restarts_under_the_same_address(paired: Cluster, oracle: Oracle) -> None:
     """A writer stopped in the memory of a decode worker that is killed and started again, with the
     same name and address: what it goes on to write and to say reaches nothing of the new one."""
@@ -164,6 +165,7 @@ def test_row_21_sigterm_finishes_running_streams(paired: Cluster, oracle: Oracle
         assert leaving.process.wait(20) == 0
 
 
+@pytest.mark.long
 def test_row_21_second_sigterm_forces(paired: Cluster, oracle: Oracle) -> None:
     victim = another_decode(paired)
     with checked(paired, oracle):
@@ -188,6 +190,7 @@ def test_row_22_rolling_restart_under_load(paired: Cluster, oracle: Oracle) -> N
     assert len(load.decode_instances()) == 2
 
 
+@pytest.mark.long
 def test_row_26_frontend_dies_with_streams_open(paired: Cluster, oracle: Oracle) -> None:
     """The decode worker aborts the requests of a frontend that is gone; blocks come back."""
     survivor = paired.frontend_url
