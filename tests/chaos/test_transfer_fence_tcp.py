@@ -139,6 +139,22 @@ while True:
 
 
 @pytest.mark.parametrize("make", [shm_rig, tcp_rig])
+def test_a_thousand_connects_leave_nothing(make: Callable[[Path], Rig], tmp_path: Path) -> None:
+    rig = make(tmp_path)
+    region, mine = rig.region(DENSE), rig.local(DENSE)
+    token = region.owner.fences.open([0])
+    before = usage()
+    for _ in range(1000):
+        session = rig.connect(mine, region)
+        session.write_blocks(token, [0], [0])
+        session.close()
+    wait_until(lambda: usage() == before)
+    assert region.owner.fences.try_revoke(token)
+    region.owner.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("make", [shm_rig, tcp_rig])
 def test_a_thousand_dead_connections_leave_nothing(
     make: Callable[[Path], Rig], tmp_path: Path
 ) -> None:

@@ -267,7 +267,7 @@ RIGS: dict[str, Callable[[Path], Rig]] = {
     "nixl": nixl_rig,
     "nccl": nccl_rig,
 }
-CONNECTS = {"nixl": 50, "nccl": 200}
-"""How often to connect where a connection costs: agents (0.15 s), a thread and a communicator."""
+CONNECTS = {"nixl": 50}
+"""How often to connect where a connection costs: agents, 0.15 s."""
 MAPPED = ("shm", "loopback", "cuda_ipc")
 """Those whose peer copies by itself: it holds the fence, so it can be held up holding it."""
