@@ -8,7 +8,6 @@ import random
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,6 +25,7 @@ from tests.chaos.test_transfer_fence import (
     foreign,
     wait_until,
 )
+from tests.support.leaks import usage
 from tests.support.transfer_rigs import DENSE, Region, Rig, shm_rig, tcp_rig
 
 Start = Callable[..., Writer]
@@ -124,6 +124,7 @@ from pullfill.transfer.layout import layout_of
 from pullfill.transfer.shm.peer import ShmTransport
 from pullfill.transfer.tcp.peer import TcpTransport
 from pullfill.wire import FenceToken, RegionDescriptor, decode
+from tests.support.leaks import usage
 from tests.support.transfer_rigs import memory_over
 descriptor = decode(Path(sys.argv[1]).read_bytes(), RegionDescriptor)
 data = np.zeros(descriptor.nbytes, np.uint8)
@@ -182,9 +183,3 @@ def test_a_thousand_dead_connections_leave_nothing(
     wait_until(lambda: usage() == before)
     assert fences.in_use == 0
     region.owner.close()
-
-
-def usage() -> tuple[int, int, int]:
-    """Descriptors, mappings of regions, threads."""
-    maps = Path("/proc/self/maps").read_text().count("pullfill-")
-    return len(list(Path("/proc/self/fd").iterdir())), maps, threading.active_count()

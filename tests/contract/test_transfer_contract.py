@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +28,7 @@ from pullfill.transfer.layout import dense_layout
 from pullfill.transfer.runs import Batch
 from pullfill.transfer.session import MappedSession
 from pullfill.wire import FenceToken
+from tests.support.leaks import usage
 from tests.support.transfer_rigs import (
     CONNECTS,
     DENSE,
@@ -40,8 +39,10 @@ from tests.support.transfer_rigs import (
     Local,
     Region,
     Rig,
+    check_moved,
     scattered,
 )
+from tests.support.waiting import eventually
 
 
 @pytest.fixture(params=sorted(RIGS))
@@ -59,13 +60,6 @@ def rig(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Rig]:
     for region in regions:
         region.owner.close()
     assert os.listdir(tmp_path) == []
-
-
-def check_moved(before: np.ndarray, after: np.ndarray, new: np.ndarray, target: list[int]) -> None:
-    """`target` blocks hold `new`; nothing else changed."""
-    expected = before.copy()
-    expected[:, target] = new
-    np.testing.assert_array_equal(after, expected)
 
 
 @pytest.mark.parametrize("remote", sorted(LAYOUTS))
@@ -349,21 +343,6 @@ def test_descriptor_that_leaves_its_region_is_refused(rig: Rig, lie: dict[str, i
         rig.connect(mine, region, **lie)
 
 
-def usage() -> tuple[int, int, int]:
-    """Descriptors, mappings of regions, threads."""
-    gc.collect()
-    maps = Path("/proc/self/maps").read_text().count("pullfill-")
-    return len(os.listdir("/proc/self/fd")), maps, threading.active_count()
-
-
-def settles_at(expected: tuple[int, int, int]) -> bool:
-    """The other end of a connection ends a moment after ours."""
-    give_up = time.monotonic() + 20
-    while usage() != expected and time.monotonic() < give_up:
-        time.sleep(0.005)
-    return usage() == expected
-
-
 def test_many_connects_leave_nothing(rig: Rig) -> None:
     region, mine = rig.region(DENSE), rig.local(DENSE)
     token = region.owner.fences.open([0])
@@ -376,7 +355,7 @@ def test_many_connects_leave_nothing(rig: Rig) -> None:
     for changes in ({"incarnation": "no"}, {"num_layers": 1}):
         with pytest.raises((PeerUnavailable, IncompatibleError)):
             rig.connect(mine, region, **changes)
-    assert settles_at(before), (before, usage())
+    eventually(lambda: usage() == before, "connections left something behind")
 
 
 def test_two_writers_of_one_grant_and_a_revoke_storm(rig: Rig) -> None:

@@ -85,6 +85,13 @@ def pages(data: Bytes, layout: KvLayout) -> Bytes:
     )
 
 
+def check_moved(before: np.ndarray, after: np.ndarray, new: np.ndarray, target: list[int]) -> None:
+    """`target` blocks hold `new`; nothing else changed."""
+    expected = before.copy()
+    expected[:, target] = new
+    np.testing.assert_array_equal(after, expected)
+
+
 def memory_over(data: Bytes, layout: KvLayout) -> LocalMemory:
     """LocalMemory of `data`, which the caller keeps alive."""
     check_bounds(layout, data.nbytes)

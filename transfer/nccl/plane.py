@@ -121,8 +121,8 @@ class _NcclPlane:
                 raise TransferFailed(f"the GPU failed: {exc}") from exc
 
     def _agree(self) -> Communicator:
-        """The communicator of this call, the same on both sides."""
-        raise NotImplementedError
+        """The communicator of this call, the same on both sides. The two planes below say how."""
+        raise NotImplementedError  # this class is only ever a base
 
     def _make(self, unique_id: bytes) -> Communicator:
         self._comm = Communicator(self._gpu, unique_id, self.rank, self._kind.left_behind)

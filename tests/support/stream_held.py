@@ -1,0 +1,61 @@
+"""Moves over a stream transport that are held up at a batch, and what waits for them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from pullfill.transfer.stream.contract import Runs
+from pullfill.wire import FenceToken
+from tests.support.transfer_rigs import Region
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    give_up = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < give_up, "it never came"
+        time.sleep(0.001)
+
+
+def revoke(region: Region, token: FenceToken) -> None:
+    wait_for(lambda: region.owner.fences.try_revoke(token))
+
+
+class Held:
+    """Runs a move on a thread; the session's plane stops before its `nth` batch until `go_on`."""
+
+    def __init__(self, session: Any, verb: str, token: FenceToken, nth: int = 2) -> None:
+        self.stopped, self.go_on = threading.Event(), threading.Event()
+        self.error: BaseException | None = None
+        plane, calls = session._plane, [0]
+        name = "send" if verb == "write_blocks" else "receive"
+        real = getattr(plane, name)
+
+        def stop(runs: Runs) -> None:
+            calls[0] += 1
+            if calls[0] == nth:
+                self.stopped.set()
+                assert self.go_on.wait(20)
+            real(runs)
+
+        setattr(plane, name, stop)
+        blocks = range(64)
+        self._thread = threading.Thread(
+            target=self._run, args=(lambda: getattr(session, verb)(token, blocks, blocks),)
+        )
+        self._thread.start()
+        assert self.stopped.wait(20)
+
+    def _run(self, move: Callable[[], object]) -> None:
+        try:
+            move()
+        except BaseException as exc:
+            self.error = exc
+
+    def finish(self) -> BaseException | None:
+        self.go_on.set()
+        self._thread.join(20)
+        assert not self._thread.is_alive()
+        return self.error
