@@ -67,6 +67,9 @@ class Running:
     pids: dict[int, str]
     ready_s: float
     logs: Path
+    set_policy: Callable[[str], None] | None = None
+    """Where the router can be told `always_local`, `always_remote` or `conditional` while the
+    system runs: returns once the workers follow."""
 
 
 Launcher = Callable[[Path], AbstractContextManager[Running]]
@@ -84,3 +87,18 @@ class System:
     launch: Launcher
     aggregated: bool = False
     ours: bool = False
+
+
+class Name(enum.StrEnum):
+    """Systems that the verdicts look for. 1P1D where nothing else is said."""
+
+    AGGREGATED = "aggregated"
+    AGGREGATED_256 = "aggregated-256"
+    ROUND_ROBIN = "round-robin"
+    NIXL = "nixl"
+    PULLFILL = "pullfill"
+    PULLFILL_LOCAL = "pullfill-local"
+    PULLFILL_REMOTE = "pullfill-remote"
+    PULLFILL_2P1D = "pullfill-2p1d"
+    HAND_SPLIT = "hand-split"
+    ONE_CORE = "one-core"
