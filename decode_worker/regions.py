@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from pullfill.decode_worker.context import DecodeContext
-from pullfill.host import host_id
-from pullfill.transfer.layout import describe_region
+from pullfill.transfer.layout import describe_ranks
 from pullfill.wire import Compat, RegionDescriptor
 
 
@@ -16,18 +15,11 @@ def describe(
     if context.owner is None:
         return []
     context.owner.renew(incarnation)
-    return [
-        describe_region(
-            memory,
-            instance_id=context.instance_id,
-            incarnation=incarnation,
-            rank=rank,
-            world_size=len(context.ranks),
-            host_id=host_id(),
-            epoch=0,
-            block_size=block_size,
-            compat=compat,
-            endpoints=context.owner.endpoints(rank),
-        )
-        for rank, memory in enumerate(context.memories)
-    ]
+    return describe_ranks(
+        context.owner,
+        context.memories,
+        instance_id=context.instance_id,
+        incarnation=incarnation,
+        block_size=block_size,
+        compat=compat,
+    )

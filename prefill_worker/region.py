@@ -11,13 +11,12 @@ Life: `open_region` → `PrefillContext.owner`, closed by the worker when no ses
 from __future__ import annotations
 
 from pullfill import log
-from pullfill.host import host_id
 from pullfill.ids import new_incarnation
 from pullfill.prefill_worker.context import PrefillContext
 from pullfill.security import ClusterKey
 from pullfill.transfer import catalogue
 from pullfill.transfer.connect import pulled_over
-from pullfill.transfer.layout import describe_region
+from pullfill.transfer.layout import describe_ranks
 from pullfill.transfer.owners import CombinedOwner
 from pullfill.transfer.shm import ranks
 from pullfill.wire import Compat, RegionDescriptor
@@ -53,18 +52,12 @@ def open_region(
     )
     context.owner = owner
     owner.listen(host, port, advertise)
-    return tuple(
-        describe_region(
-            memory,
-            instance_id=context.instance_id,
-            incarnation=incarnation,
-            rank=rank,
-            world_size=len(context.ranks),
-            host_id=host_id(),
-            epoch=0,
-            block_size=block_size,
-            compat=compat,
-            endpoints=owner.endpoints(rank),
-        )
-        for rank, memory in enumerate(memories)
+    described = describe_ranks(
+        owner,
+        memories,
+        instance_id=context.instance_id,
+        incarnation=incarnation,
+        block_size=block_size,
+        compat=compat,
     )
+    return tuple(described)

@@ -1,13 +1,16 @@
 """Layouts as plain arithmetic: from descriptors, into descriptors, checked before any use.
 
-Pure functions. A layout that came over the network is checked here once, so that the code which
-computes addresses from it needs no checks of its own.
+Pure functions, but for the name of this host. A layout that came over the network is checked here
+once, so that the code which computes addresses from it needs no checks of its own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from pullfill.errors import BadMessage, IncompatibleError
-from pullfill.transfer.contract import KvLayout, LocalMemory, Part
+from pullfill.host import host_id as this_host
+from pullfill.transfer.contract import KvLayout, LocalMemory, Owner, Part
 from pullfill.wire import Compat, RegionDescriptor
 
 
@@ -64,6 +67,33 @@ def describe_region(
         compat=compat,
         endpoints=endpoints,
     )
+
+
+def describe_ranks(
+    owner: Owner,
+    memories: Sequence[LocalMemory],
+    *,
+    instance_id: str,
+    incarnation: str,
+    block_size: int,
+    compat: Compat,
+) -> list[RegionDescriptor]:
+    """The record of each rank of a worker on this host, `memories` in the order of ranks."""
+    return [
+        describe_region(
+            memory,
+            instance_id=instance_id,
+            incarnation=incarnation,
+            rank=rank,
+            world_size=len(memories),
+            host_id=this_host(),
+            epoch=0,
+            block_size=block_size,
+            compat=compat,
+            endpoints=owner.endpoints(rank),
+        )
+        for rank, memory in enumerate(memories)
+    ]
 
 
 def dense_layout(
