@@ -22,14 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import httpx
-import psutil
 
 from benchmarks import machine
-from benchmarks.live import BenchError, child, demo_flags, end_in_order, running, wait_for
+from benchmarks.live import BenchError, demo_flags, end_in_order, running
 from benchmarks.report import Row, finish, median, row, versus
-from pullfill.deploy import plan
-from pullfill.deploy.servers import free_port
+from benchmarks.serving.systems_vllm import Cores, api_server
+from pullfill.deploy import defaults, plan
 
 PEER = "vLLM API server"
 TARGET = 1.1
@@ -58,41 +56,10 @@ def our_server(base: Path) -> Iterator[Server]:
 @contextmanager
 def vllm_server(base: Path, core: set[int]) -> Iterator[Server]:
     """vLLM's API server with its engine core in another process, which is put on `core`."""
-    port = free_port()
-    entry = "vllm.entrypoints.launchers.api_server.entry"
-    command = [sys.executable, "-P", "-m", entry, "--model", str(plan.demo_directory())]
-    command += ["--host", "127.0.0.1", "--port", str(port), *demo_flags(), *SAME_FLAGS]
-    env = {
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        "VLLM_NO_USAGE_STATS": "1",
-    }
-    url, log = f"http://127.0.0.1:{port}", base / "vllm.log"
-    with child(command, log, env) as process:
-
-        def up() -> bool:
-            if process.poll() is not None:
-                raise BenchError(f"vLLM's server ended:\n{log.read_text()[-3000:]}")
-            return httpx.get(f"{url}/health", timeout=5.0).status_code == 200
-
-        wait_for(up, 240.0, "vLLM's API server answers", 0.5)
-        engine = _engine_of(process.pid)
-        for thread in psutil.Process(engine).threads():
-            os.sched_setaffinity(thread.id, core)
-        yield Server(PEER, url, process.pid, engine)
-
-
-def _engine_of(pid: int) -> int:
-    """The child with the model in it: by far the largest. Raises BenchError if there is none."""
-    children = psutil.Process(pid).children(recursive=True)
-    sized: list[tuple[int, int]] = sorted((machine.memory(c.pid).rss, c.pid) for c in children)
-    if not sized or sized[-1][0] < 200 << 20:
-        raise BenchError("vLLM's API server has no engine process beside it")
-    return sized[-1][1]
+    cores = Cores(engine=tuple(sorted(core)), api=tuple(defaults.usable_cores()))
+    flags = [*demo_flags(), *SAME_FLAGS]
+    with api_server("vllm", plan.demo_directory(), base, flags, cores) as server:
+        yield Server(PEER, server.url, server.pid, server.engine())
 
 
 def request_of(kind: str, stream: int, tokens: int) -> tuple[str, dict[str, Any]]:

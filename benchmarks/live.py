@@ -123,7 +123,10 @@ def demo_flags() -> list[str]:
 def child(
     command: Sequence[str], log: Path, env: dict[str, str] | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A process of our own with its output in `log`; ended (SIGTERM, then SIGKILL) at exit."""
+    """A process of our own with its output in `log`; ended (SIGTERM, then SIGKILL) at exit.
+
+    What it started and left behind is killed with it.
+    """
     with log.open("wb") as out:
         process = subprocess.Popen(
             list(command),
@@ -131,6 +134,7 @@ def child(
             stdout=out,
             stderr=subprocess.STDOUT,
             env={**os.environ, **(env or {})},
+            process_group=0,
         )
     try:
         yield process
@@ -141,3 +145,5 @@ def child(
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)

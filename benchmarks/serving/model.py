@@ -1,0 +1,56 @@
+"""The checkpoint that every system of the serving benchmark serves.
+
+Made on this machine from a seed and kept beside the demo model: a Llama of 24 million parameters
+with random weights, large enough that prefill and decode cost real time and small enough for two
+cores. Only its speed is measured, so it is not trained; its answers still hang on the prompt.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pullfill.deploy import plan
+from pullfill.engine.demo import ensure_demo_model
+from pullfill.engine.demo_recipe import MARKUP_TOKENS, SPECIAL_TOKENS, Recipe
+
+NAME = "bench"
+"""What requests call it."""
+
+DTYPE = "bfloat16"
+"""Of weights and KV in the engines; the file holds float32, cast when it is loaded."""
+
+RECIPE = Recipe(
+    hidden=512,
+    layers=8,
+    heads=8,
+    kv_heads=4,
+    head_dim=64,
+    intermediate=1408,
+    vocab=384,
+    max_positions=8192,
+    init_range=0.05,
+    seed=24,
+)
+
+
+def model_directory() -> Path:
+    """Where the checkpoint is; made on the first call (seconds). Raises OSError, ConfigError."""
+    return ensure_demo_model(plan.demo_directory().parent / f"bench-{RECIPE.digest()}", RECIPE)
+
+
+def parameters(recipe: Recipe = RECIPE) -> int:
+    """How many weights the model has."""
+    wide, narrow = recipe.heads * recipe.head_dim, recipe.kv_heads * recipe.head_dim
+    attention = 2 * recipe.hidden * (wide + narrow)
+    layer = attention + 3 * recipe.hidden * recipe.intermediate + 2 * recipe.hidden
+    return recipe.layers * layer + 2 * recipe.vocab * recipe.hidden + recipe.hidden
+
+
+def kv_bytes_per_token(recipe: Recipe = RECIPE) -> int:
+    """Bytes of keys and values that one token leaves in the cache, all layers, in `DTYPE`."""
+    return recipe.layers * 2 * recipe.kv_heads * recipe.head_dim * 2
+
+
+def plain_tokens(recipe: Recipe = RECIPE) -> range:
+    """Token ids that are text: none of them ends an answer or opens a turn."""
+    return range(len(SPECIAL_TOKENS), recipe.vocab - len(MARKUP_TOKENS))

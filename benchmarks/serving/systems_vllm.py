@@ -1,0 +1,134 @@
+"""Plain vLLM API servers on given cores, as the benchmarks start them.
+
+Owner: the `with` block of `api_server`. Its exit ends the server and the processes it started.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import psutil
+
+from benchmarks import machine
+from benchmarks.live import BenchError, child, wait_for
+from pullfill.deploy.servers import free_port
+
+ENTRY = "vllm.entrypoints.launchers.api_server.entry"
+START_LIMIT_S = 240.0
+
+
+@dataclass(frozen=True, slots=True)
+class Cores:
+    """Where a server runs. engine: its engine core and the worker with the model, one thread of
+    compute for each core; api: the HTTP process."""
+
+    engine: tuple[int, ...]
+    api: tuple[int, ...]
+
+    @property
+    def all(self) -> set[int]:
+        return {*self.engine, *self.api}
+
+
+@dataclass(frozen=True, slots=True)
+class ApiServer:
+    """A server that answers. pid: of its HTTP process; the engine's processes descend from it."""
+
+    name: str
+    url: str
+    pid: int
+
+    def engine(self) -> int:
+        """The process with the model in it: by far the largest. Raises BenchError without one."""
+        children = psutil.Process(self.pid).children(recursive=True)
+        sized = sorted((machine.memory(c.pid).rss, c.pid) for c in children)
+        if not sized or sized[-1][0] < 200 << 20:
+            raise BenchError(f"{self.name} has no engine process beside it")
+        return int(sized[-1][1])
+
+
+def environment(engine: Sequence[int]) -> dict[str, str]:
+    """What a vLLM server needs to use these cores and nothing from a network."""
+    return {
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": str(len(engine)),
+        "TOKENIZERS_PARALLELISM": "false",
+        # One thread of compute bound to each: by itself vLLM would keep one of two cores free.
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, engine)),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+
+
+@contextmanager
+def api_server(
+    name: str,
+    model: Path,
+    logs: Path,
+    flags: Sequence[str],
+    cores: Cores,
+    env: Mapping[str, str] | None = None,
+) -> Iterator[ApiServer]:
+    """A server of the model that says it is healthy, on a free port, its processes pinned.
+
+    Its output goes to `logs/NAME.log`. Raises BenchError when it does not start.
+    """
+    port = free_port()
+    command = [sys.executable, "-P", "-m", ENTRY, "--model", str(model), "--host", "127.0.0.1"]
+    command += ["--port", str(port), *flags]
+    url, log = f"http://127.0.0.1:{port}", logs / f"{name}.log"
+    with child(command, log, {**environment(cores.engine), **(env or {})}) as process:
+        # From the first moment: vLLM counts the cores it may use.
+        psutil.Process(process.pid).cpu_affinity(sorted(cores.all))
+
+        def up() -> bool:
+            if process.poll() is not None:
+                raise BenchError(f"{name} ended:\n{log.read_text()[-3000:]}")
+            return httpx.get(f"{url}/health", timeout=5.0).status_code == 200
+
+        wait_for(up, START_LIMIT_S, f"{name} answers (see {log})", 0.2)
+        server = ApiServer(name, url, process.pid)
+        pin_server(server, cores)
+        yield server
+
+
+def pin_server(server: ApiServer, cores: Cores) -> None:
+    """Put all threads of the server on their cores, but those that are bound within already."""
+    pin([server.pid], cores.api)
+    engine = machine.tree([server.pid])
+    engine.remove(server.pid)
+    pin(engine, cores.engine)
+
+
+def pin(pids: Iterable[int], cores: Iterable[int]) -> None:
+    """Every thread of the processes that may run elsewhere is put on these cores."""
+    wanted = set(cores)
+    for pid in pids:
+        for thread in threads(pid):
+            with suppress(ProcessLookupError):
+                if not os.sched_getaffinity(thread) <= wanted:
+                    os.sched_setaffinity(thread, wanted)
+
+
+def threads(pid: int) -> list[int]:
+    """Thread ids of a process; none when it is gone."""
+    with suppress(OSError):
+        return [int(task.name) for task in Path(f"/proc/{pid}/task").iterdir()]
+    return []
+
+
+def places(pids: Iterable[int]) -> dict[int, set[int]]:
+    """pid → the cores that any of its threads may use, of the processes and their children."""
+    found: dict[int, set[int]] = {}
+    for pid in machine.tree(pids):
+        for thread in threads(pid):
+            with suppress(ProcessLookupError):
+                found.setdefault(pid, set()).update(os.sched_getaffinity(thread))
+    return found
