@@ -7,14 +7,15 @@ figures must know about how it was set up.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 
 from benchmarks.live import BenchError
 from benchmarks.serving import model
-from benchmarks.serving.contract import Kind, Launcher, Running, System
+from benchmarks.serving.contract import Kind, Launcher, Name, Running, System
+from benchmarks.serving.systems_pairs import hand_split, nixl, round_robin
 from benchmarks.serving.systems_pullfill import cluster
 from benchmarks.serving.systems_vllm import Cores, api_server
 from pullfill.deploy.defaults import usable_cores
@@ -32,6 +33,9 @@ FLAGS = (
 )
 """Of every engine of every system. Block size: what vLLM takes on a CPU."""
 
+Pair = Callable[[str, tuple[int, int], Sequence[str], Path], AbstractContextManager[Running]]
+"""Starts a system of two engines: (name, a core for each, flags, folder)."""
+
 
 def two_cores() -> tuple[int, int]:
     """The cores of every system: the first two that we may use. Raises BenchError."""
@@ -42,11 +46,12 @@ def two_cores() -> tuple[int, int]:
 
 
 @contextmanager
-def _aggregated(name: str, extra: tuple[str, ...], base: Path) -> Iterator[Running]:
-    both = two_cores()
+def _single(name: str, count: int, extra: tuple[str, ...], base: Path) -> Iterator[Running]:
+    """One server on so many cores."""
+    cores = two_cores()[:count]
     begin = time.monotonic()
     directory = model.model_directory()
-    with api_server("vllm", directory, base, [*FLAGS, *extra], Cores(both, both)) as server:
+    with api_server("vllm", directory, base, [*FLAGS, *extra], Cores(cores, cores)) as server:
         yield Running(
             name=name,
             urls=dict.fromkeys(Kind, server.url),
@@ -57,39 +62,79 @@ def _aggregated(name: str, extra: tuple[str, ...], base: Path) -> Iterator[Runni
         )
 
 
-def _pullfill(name: str, policy: str, decode: int, prefill: int) -> Launcher:
-    def launch(base: Path) -> AbstractContextManager[Running]:
-        return cluster(name, policy, decode, prefill, FLAGS, base)
+def _on_two_cores(start: Pair, name: str) -> Launcher:
+    return lambda base: start(name, two_cores(), FLAGS, base)
 
-    return launch
+
+def _pullfill(name: str, policy: str, decode: int, prefill: int) -> Launcher:
+    return lambda base: cluster(name, policy, decode, prefill, FLAGS, base)
+
+
+_UP = "`pullfill up` as it places everything by itself,"
 
 
 def _systems() -> Iterator[System]:
     yield System(
-        "agg",
+        Name.AGGREGATED,
         "one vLLM API server on both cores, two compute threads, vLLM's default chunk (2048)",
-        partial(_aggregated, "agg", ()),
+        partial(_single, Name.AGGREGATED, 2, ()),
         aggregated=True,
     )
     yield System(
-        "agg-chunk256",
-        "as agg, with --max-num-batched-tokens 256",
-        partial(_aggregated, "agg-chunk256", ("--max-num-batched-tokens=256",)),
+        Name.AGGREGATED_256,
+        "the same with --max-num-batched-tokens 256",
+        partial(_single, Name.AGGREGATED_256, 2, ("--max-num-batched-tokens=256",)),
         aggregated=True,
     )
-    for policy in ("conditional", "always_remote", "always_local"):
-        name = "pullfill-1p1d" + ("" if policy == "conditional" else f"-{policy}")
-        yield System(
-            name,
-            f"`pullfill up` with one decode and one prefill worker, policy {policy}",
-            _pullfill(name, policy, 1, 1),
-            ours=True,
-        )
     yield System(
-        "pullfill-2p1d",
-        "`pullfill up` with one decode and two prefill workers, policy conditional",
-        _pullfill("pullfill-2p1d", "conditional", 1, 2),
+        Name.ROUND_ROBIN,
+        "two vLLM API servers, each with all its processes on one core and one compute thread; a "
+        "minimal asyncio proxy, on either core, sends requests to them in turn",
+        _on_two_cores(round_robin, Name.ROUND_ROBIN),
+        aggregated=True,
+    )
+    yield System(
+        Name.NIXL,
+        "vLLM's NixlConnector (UCX over shared memory), a decode engine on one core, a prefill "
+        "engine on the other; both API servers and a minimal proxy, which does as vLLM's example "
+        "does, beside the prefill engine. NIXL moves its engines' threads to the last core: they "
+        "were put back",
+        _on_two_cores(nixl, Name.NIXL),
+    )
+    yield System(
+        Name.PULLFILL,
+        f"{_UP} one decode and one prefill worker, policy conditional",
+        _pullfill(Name.PULLFILL, "conditional", 1, 1),
         ours=True,
+    )
+    yield System(
+        Name.PULLFILL_LOCAL,
+        "the same, policy always_local",
+        _pullfill(Name.PULLFILL_LOCAL, "always_local", 1, 1),
+        ours=True,
+    )
+    yield System(
+        Name.PULLFILL_REMOTE,
+        "the same, policy always_remote",
+        _pullfill(Name.PULLFILL_REMOTE, "always_remote", 1, 1),
+        ours=True,
+    )
+    yield System(
+        Name.PULLFILL_2P1D,
+        f"{_UP} one decode and two prefill workers, policy conditional",
+        _pullfill(Name.PULLFILL_2P1D, "conditional", 1, 2),
+        ours=True,
+    )
+    yield System(
+        Name.HAND_SPLIT,
+        "orientation: two plain vLLM API servers, one core each; short streams are sent to one, "
+        "long prompts to the other, nothing is handed over",
+        _on_two_cores(hand_split, Name.HAND_SPLIT),
+    )
+    yield System(
+        Name.ONE_CORE,
+        "orientation: one plain vLLM API server with all its processes on one core",
+        partial(_single, Name.ONE_CORE, 1, ()),
     )
 
 

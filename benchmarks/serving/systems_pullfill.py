@@ -7,11 +7,20 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from benchmarks.live import CLI, BenchError, running, wait_for
+import httpx
+
+from benchmarks.live import CLI, BenchError, Live, running, wait_for
 from benchmarks.serving import model
 from benchmarks.serving.contract import Kind, Running
 
 LINK_LIMIT_S = 60.0
+FOLLOW_LIMIT_S = 30.0
+SHORT_REASON = {
+    "conditional": "short_prompt",
+    "always_local": "policy_always_local",
+    "always_remote": "policy_always_remote",
+}
+"""What the decode worker says of a prompt of a few tokens, by policy."""
 
 
 @contextmanager
@@ -27,7 +36,7 @@ def cluster(
             LINK_LIMIT_S,
             f"{name}: every prefill worker is connected to every decode worker",
         )
-        set_router(state, "policy", policy)
+        set_policy(live, policy)
         yield Running(
             name=name,
             urls=dict.fromkeys(Kind, live.url),
@@ -35,17 +44,33 @@ def cluster(
             pids=live.pids(),
             ready_s=live.ready_s,
             logs=state / "logs",
+            set_policy=lambda wanted: set_policy(live, wanted),
         )
 
 
-def set_router(state: Path, key: str, value: str) -> None:
-    """`pullfill config set router.KEY VALUE`. Raises BenchError with what it printed."""
+def set_policy(live: Live, policy: str) -> None:
+    """`pullfill config set router.policy`; returns once requests are treated so.
+
+    Raises BenchError with what it printed, or when the worker does not follow.
+    """
     done = subprocess.run(
-        [*CLI, "config", "set", f"router.{key}", value, "--state-dir", str(state)],
+        [*CLI, "config", "set", "router.policy", policy, "--state-dir", str(live.state_dir)],
         capture_output=True,
         text=True,
         check=False,
         timeout=60.0,
     )
     if done.returncode:
-        raise BenchError(f"router.{key} = {value}: {done.stdout[-500:]}{done.stderr[-500:]}")
+        raise BenchError(f"router.policy = {policy}: {done.stdout[-500:]}{done.stderr[-500:]}")
+    wait_for(
+        lambda: _reason_of_a_short_one(live) == SHORT_REASON[policy],
+        FOLLOW_LIMIT_S,
+        f"the decode worker follows router.policy = {policy}",
+    )
+
+
+def _reason_of_a_short_one(live: Live) -> str:
+    body = {"model": model.NAME, "prompt": [model.plain_tokens()[0]] * 4, "max_tokens": 1}
+    answer = httpx.post(f"{live.url}/v1/completions", json=body, timeout=60.0)
+    request_id = answer.raise_for_status().json()["id"]
+    return str(live.get(f"/pullfill/requests/{request_id}")["reason"])
