@@ -10,10 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from pullfill.errors import BadMessage, ConfigError, PeerUnavailable
+from pullfill.errors import BadMessage, ConfigError, Fenced, PeerUnavailable
 from pullfill.transfer.layout import dense_layout
+from pullfill.transfer.shm import fence, lock
 from pullfill.transfer.shm import files as files_module
-from pullfill.transfer.shm import lock
 from pullfill.transfer.shm.files import RegionFiles, ShmEndpoint, open_same, sweep
 from tests.support.transfer_rigs import Rig, shm_rig
 
@@ -40,6 +40,60 @@ def test_locks_exclude_by_description_and_range(two_fds: tuple[int, int]) -> Non
     assert not lock.try_exclusive(a, 0, 8)
     with pytest.raises(OSError, match="Bad file descriptor"):
         lock.try_shared(-1, 0, 1)
+
+
+def test_a_range_made_ready_is_the_same_lock(two_fds: tuple[int, int]) -> None:
+    a, b = two_fds
+    take, give = lock.shared(a, 0, 8)
+    assert take() == 0
+    assert not lock.try_exclusive(b, 0, 8)
+    assert lock.try_shared(b, 0, 8)
+    assert lock.try_exclusive(b, 8, 8)
+    assert give() == 0
+    assert lock.try_exclusive(b, 0, 8)
+    assert take() != 0
+    assert not lock.try_shared(a, 0, 8), "who asks why hears that somebody holds it"
+    lock.unlock(b, 0, 8)
+    for failed in lock.shared(-1, 0, 8):
+        assert failed() != 0
+
+
+def test_a_gate_forgets_slots_but_not_how_to_hold_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More slots side by side than it keeps ready; each is held until it is left, no longer."""
+    monkeypatch.setattr(fence, "_SLOTS_KEPT", 2)
+    region = shm_rig(tmp_path).region(dense_layout(1, 4, 1, 64))
+    fences = region.owner.fences
+    gate = fence.ShmGate(os.open(tmp_path / "pullfill-decode-1.fence", os.O_RDWR), "i1")
+    tokens = [fences.open([1]) for _ in range(5)]
+    for token in tokens:
+        gate.enter(token)
+    assert not any(fences.try_revoke(token) for token in tokens)
+    for token in tokens:
+        gate.leave(token)
+        assert fences.try_revoke(token)
+        with pytest.raises(Fenced):
+            gate.enter(token)
+    gate.close()
+    region.owner.close()
+
+
+def test_a_lock_that_cannot_be_taken_or_let_go_is_no_fence(tmp_path: Path) -> None:
+    region = shm_rig(tmp_path).region(dense_layout(1, 4, 1, 64))
+    gate = fence.ShmGate(os.open(tmp_path / "pullfill-decode-1.fence", os.O_RDWR), "i1")
+    token = region.owner.fences.open([1])
+    gate.enter(token)
+    spare = os.dup(gate._fd)
+    os.close(gate._fd)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        gate.leave(token)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        gate.enter(token)
+    os.dup2(spare, gate._fd)
+    os.close(spare)
+    gate.close()
+    region.owner.close()
 
 
 def test_a_live_name_is_not_taken_twice(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
+from typing import TypeAlias
 
 from pullfill import failpoints
 from pullfill.errors import ConfigError, Fenced, OverloadedError, PeerUnavailable, TransferFailed
@@ -39,6 +40,10 @@ _SLOT_BYTES = 64
 _WORD = 8
 _INCARNATION_AT = 2  # index of the word in units of u64
 _LOCK_PATIENCE_S = 1.0
+_SLOTS_KEPT = 64
+
+_Slot: TypeAlias = tuple[int, Callable[[], int], Callable[[], int]]
+"""Index of the epoch's word; lock and unlock, see `lock.shared`."""
 
 
 def incarnation_word(incarnation: str) -> int:
@@ -166,33 +171,45 @@ class ShmGate:
             os.close(fd)
             raise
         self._words = memoryview(self._map).cast("Q")
+        self._slots_used: dict[int, _Slot] = {}
 
     def enter(self, token: FenceToken) -> None:
-        if token.slot >= self._slots:
-            raise Fenced(f"the owner has no fence slot {token.slot}")
-        start = _slot_at(token.slot)
-        word = start // _WORD
-        if self._words[word + 1] == token.epoch:
+        word, take, _ = self._slots_used.get(token.slot) or self._prepare(token)
+        words, epoch = self._words, token.epoch
+        if words[word + 1] == epoch:
             raise Fenced("the grant is being revoked")
-        if not lock.try_shared(self._fd, start, _SLOT_BYTES):
-            self._wait_shared(start, word, token)
-        if self._words[word] != token.epoch or self._words[_INCARNATION_AT] != self._word:
+        if take():
+            self._wait_shared(word, token)
+        if words[word] != epoch or words[_INCARNATION_AT] != self._word:
             self.leave(token)
             raise Fenced("the grant was revoked")
 
-    def _wait_shared(self, start: int, word: int, token: FenceToken) -> None:
+    def _prepare(self, token: FenceToken) -> _Slot:
+        """Kept, because a write is many batches of one slot; not for ever, because a session sees
+        many slots. Raises Fenced when there is no such slot."""
+        if token.slot >= self._slots:
+            raise Fenced(f"the owner has no fence slot {token.slot}")
+        if len(self._slots_used) >= _SLOTS_KEPT:
+            self._slots_used.clear()
+        start = _slot_at(token.slot)
+        slot = start // _WORD, *lock.shared(self._fd, start, _SLOT_BYTES)
+        self._slots_used[token.slot] = slot
+        return slot
+
+    def _wait_shared(self, word: int, token: FenceToken) -> None:
         """The owner holds the slot: for microseconds, unless it is stopped right there."""
         give_up = time.monotonic() + _LOCK_PATIENCE_S
-        while time.monotonic() < give_up:
+        while not lock.try_shared(self._fd, word * _WORD, _SLOT_BYTES):
+            if time.monotonic() >= give_up:
+                raise TransferFailed("the owner holds the fence and does not let go")
+            time.sleep(50e-6)
             if self._words[word + 1] == token.epoch:
                 raise Fenced("the grant is being revoked")
-            time.sleep(50e-6)
-            if lock.try_shared(self._fd, start, _SLOT_BYTES):
-                return
-        raise TransferFailed("the owner holds the fence and does not let go")
 
     def leave(self, token: FenceToken) -> None:
-        lock.unlock(self._fd, _slot_at(token.slot), _SLOT_BYTES)
+        _, _, give = self._slots_used.get(token.slot) or self._prepare(token)
+        if give():
+            lock.unlock(self._fd, _slot_at(token.slot), _SLOT_BYTES)
 
     def before_batch(self, verb: str) -> None:
         failpoints.hit(f"shm.{verb}.before_batch")

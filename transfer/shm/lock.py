@@ -14,11 +14,14 @@ import ctypes
 import errno
 import fcntl
 import os
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, partial
 from typing import Any
 
 _F_OFD_SETLK = 37
 _fcntl = ctypes.PyDLL(None, use_errno=True).fcntl
+_fcntl_mute = ctypes.PyDLL(None).fcntl
+"""Without a trace of errno, which costs a tenth."""
 
 
 class _Flock(ctypes.Structure):
@@ -49,6 +52,15 @@ def unlock(fd: int, start: int, length: int) -> None:
     lock = _flock(fcntl.F_UNLCK, start, length)
     if _fcntl(fd, _F_OFD_SETLK, lock):
         _again(fd, lock)
+
+
+def shared(fd: int, start: int, length: int) -> tuple[Callable[[], int], Callable[[], int]]:
+    """`try_shared` and `unlock` of one range made ready, for who does it again and again: two calls
+    without a frame of Python. They return 0 when it is done; when not, nothing has changed, and
+    the functions of that name say why."""
+    take = partial(_fcntl_mute, fd, _F_OFD_SETLK, _flock(fcntl.F_RDLCK, start, length))
+    give = partial(_fcntl_mute, fd, _F_OFD_SETLK, _flock(fcntl.F_UNLCK, start, length))
+    return take, give
 
 
 @lru_cache(maxsize=4096)
