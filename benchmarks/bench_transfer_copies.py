@@ -111,6 +111,23 @@ def pairs_of(case: Case) -> list[tuple[int, int]]:
     ]
 
 
+def plain_ways(
+    case: Case, source: int, target: int, moved: int
+) -> tuple[Callable[[], None], Callable[[], None]]:
+    """A loop of `memmove` over the case's runs, between memories at these addresses; one `memmove`
+    of as many bytes."""
+    pairs, page = pairs_of(case), case.page
+
+    def loop() -> None:
+        for s, t in pairs:
+            ctypes.memmove(target + t, source + s, page)
+
+    def once() -> None:
+        ctypes.memmove(target, source, moved)
+
+    return loop, once
+
+
 def write_rows(
     rig: Rig, sizes: Sizes, rounds: int, clock: Clock, suffix: str = "", targets: bool = True
 ) -> list[Row]:
@@ -119,20 +136,7 @@ def write_rows(
     for case in cases(sizes):
         layout = dense_layout(LAYERS, case.blocks, 1, case.page)
         region, local = rig.region(layout, instance_id="bench"), rig.local(layout)
-        src, dst, page, runs = (
-            local.memory.address,
-            region.memory.address,
-            case.page,
-            pairs_of(case),
-        )
-
-        def loop(pairs=runs, src=src, dst=dst, page=page) -> None:
-            for s, t in pairs:
-                ctypes.memmove(dst + t, src + s, page)
-
-        def once(src=src, dst=dst) -> None:
-            ctypes.memmove(dst, src, sizes.moved)
-
+        loop, once = plain_ways(case, local.memory.address, region.memory.address, sizes.moved)
         with session_of(rig, region, local) as (session, token):
             write = partial(session.write_blocks, token, case.source, case.target)
             took = interleaved({"shm": write, "loop": loop, "once": once}, rounds, clock)

@@ -25,10 +25,19 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.bench_transfer_copies import LAYERS, Case, Sizes, cases, interleaved, pairs_of
+from benchmarks.bench_transfer_copies import (
+    LAYERS,
+    Case,
+    Sizes,
+    cases,
+    interleaved,
+    pairs_of,
+    plain_ways,
+)
 from benchmarks.report import Row, missing, versus
 from pullfill.transfer.contract import PeerSession, PeerTransport
 from pullfill.transfer.layout import dense_layout
+from pullfill.transfer.session import MappedSession
 from pullfill.transfer.shm.peer import ShmTransport
 from pullfill.transfer.tcp.peer import TcpTransport
 from pullfill.wire import FenceToken, RegionDescriptor, decode, encode
@@ -238,7 +247,8 @@ def tcp_rows(other: Other, sizes: Sizes, rounds: int) -> list[Row]:
 
 
 def nixl_rows(other: Other, sizes: Sizes, rounds: int) -> list[Row]:
-    """shm writes against NIXL's over UCX, same lists, into another process."""
+    """shm writes against NIXL's over UCX, same lists, into another process; and what the plain ways
+    reach against it: beyond them lies nothing that this machine's memory could do."""
     api = nixl_api()
     rows = []
     for case in cases(sizes):
@@ -249,14 +259,25 @@ def nixl_rows(other: Other, sizes: Sizes, rounds: int) -> list[Row]:
         where = other.region(case, nixl=True)
         local = _local(case)
         session, token = connect(ShmTransport(), where["shm"], local)
+        assert isinstance(session, MappedSession)
+        loop, once = plain_ways(case, local.memory.address, session._remote_address, sizes.moved)
         ways: dict[str, Callable[[], object]] = {
             "shm": partial(session.write_blocks, token, case.source, case.target),
             "nixl": NixlWriter(where["nixl"], local, case),
+            "loop": loop,
+            "once": once,
         }
         took = interleaved(ways, rounds)
         session.close()
         speed = {way: sizes.moved / seconds / 1e9 for way, seconds in took.items()}
-        rows.append(versus(name, speed["shm"], "GB/s", "NIXL/UCX", speed["nixl"], at_least=3))
+        for label, way, floor in (
+            (name, "shm", 3.0),
+            (f"memmove per run, {case.name}", "loop", None),
+            (f"one memcpy, {case.name}", "once", None),
+        ):
+            rows.append(
+                versus(label, speed[way], "GB/s", "NIXL/UCX", speed["nixl"], at_least=floor)
+            )
     return rows
 
 

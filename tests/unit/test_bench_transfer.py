@@ -125,6 +125,39 @@ def test_tcp_and_shm_reach_another_process(monkeypatch: pytest.MonkeyPatch) -> N
     assert all(r.value is None and "not installed" in r.unit for r in rows[4:])
 
 
+def test_beside_nixl_stands_what_the_memory_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "nixl_api", lambda: True)
+    monkeypatch.setattr(remote, "NixlWriter", lambda *_: lambda: None)
+    with remote.other_process() as other:
+        region = other.region
+        monkeypatch.setattr(other, "region", lambda c, nixl: region(c, nixl=False) | {"nixl": {}})
+        rows = remote.nixl_rows(other, SIZES, 1)
+    for at, case in enumerate(copies.cases(SIZES)):
+        three = rows[3 * at : 3 * at + 3]
+        assert [r.metric for r in three] == [
+            f"{what}, {case.name}" for what in ("shm write", "memmove per run", "one memcpy")
+        ]
+        assert [r.target for r in three] == ["ratio >= 3", "", ""]
+        assert len({r.peer_value for r in three}) == 1
+        assert all(r.peer == "NIXL/UCX" and r.value for r in three)
+
+
+def test_plain_ways_move_the_runs_and_all_at_once() -> None:
+    case = next(copies.cases(SIZES))
+    local = remote._local(case)
+    target = np.zeros_like(local.data)
+    loop, once = copies.plain_ways(case, local.memory.address, target.ctypes.data, SIZES.moved)
+    loop()
+    expected = np.zeros_like(target)
+    for s, t in copies.pairs_of(case):
+        expected[t : t + case.page] = local.data[s : s + case.page]
+    np.testing.assert_array_equal(target, expected)
+    target[:] = 0
+    once()
+    np.testing.assert_array_equal(target[: SIZES.moved], local.data[: SIZES.moved])
+    assert not target[SIZES.moved :].any()
+
+
 class TestOverlap:
     @staticmethod
     def record(chunks: int, tail: float, write: float, path: str = "remote") -> dict[str, Any]:
