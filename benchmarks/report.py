@@ -123,22 +123,25 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def finish(name: str, rows: list[Row], *, quiet: bool, save: bool, title: str) -> int:
+def finish(
+    name: str, rows: list[Row], *, quiet: bool, save: bool, title: str, more: str = ""
+) -> int:
     """Print the table, write both files if `save`. Returns 0 if every row is ok, else 1."""
     shown, below = table(rows), _below(quiet)
     print(f"\n{shown}\n\n{below}")
     if save:
-        write(name, rows, quiet=quiet, title=title)
+        write(name, rows, quiet=quiet, title=title, more=more)
     return 0 if all(r.ok for r in rows) else 1
 
 
-def write(name: str, rows: list[Row], *, quiet: bool, title: str) -> None:
-    """Both files."""
+def write(name: str, rows: list[Row], *, quiet: bool, title: str, more: str = "") -> None:
+    """Both files. more: markdown that follows the table."""
     RESULTS.mkdir(exist_ok=True)
     results = Results(_commit(), _machine(), quiet, rows)
     encoded = msgspec.json.format(msgspec.json.encode(results), indent=2)
     (RESULTS / f"{name}.json").write_bytes(encoded + b"\n")
     text = f"# {title}\n\n{table(rows)}\n\nCommit {_below(quiet)}.\n"
+    text += more and f"\n{more.rstrip()}\n"
     (RESULTS / f"{name}.md").write_text(text)
 
 

@@ -59,7 +59,7 @@ class Answer:
 class Running:
     """A system that is ready. urls: the base URL for each kind of request (all the same but for
     systems that are split by hand). pids: every process of it and what it is called; whatever they
-    start belongs to them. main: the pid whose idle CPU and memory say most about each engine."""
+    start belongs to them."""
 
     name: str
     urls: Mapping[Kind, str]
@@ -92,13 +92,13 @@ class System:
 class Name(enum.StrEnum):
     """Systems that the verdicts look for. 1P1D where nothing else is said."""
 
-    AGGREGATED = "aggregated"
-    AGGREGATED_256 = "aggregated-256"
-    ROUND_ROBIN = "round-robin"
-    NIXL = "nixl"
-    PULLFILL = "pullfill"
-    PULLFILL_LOCAL = "pullfill-local"
-    PULLFILL_REMOTE = "pullfill-remote"
+    AGGREGATED = "agg"
+    AGGREGATED_256 = "agg-chunk256"
+    ROUND_ROBIN = "agg-rr"
+    NIXL = "nixl-1p1d"
+    PULLFILL = "pullfill-1p1d"
+    PULLFILL_LOCAL = "pullfill-1p1d-always_local"
+    PULLFILL_REMOTE = "pullfill-1p1d-always_remote"
     PULLFILL_2P1D = "pullfill-2p1d"
-    HAND_SPLIT = "hand-split"
+    HAND_SPLIT = "split"
     ONE_CORE = "one-core"

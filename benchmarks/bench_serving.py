@@ -1,0 +1,118 @@
+"""Serving, against what a user would pick instead: `make bench` (an hour), `make bench-quick`.
+
+Starts each system fresh on the same model and the same cores, warms it up, and measures
+  interference  ITL of four short streams with and without a 3000-token prompt every 2 s
+  solo          TTFT of one long prompt on an idle system, prefilled locally and remotely
+  bursts        four long prompts at once, beside two streams
+  chat          conversations that grow: what of the prefix is still in the cache
+  rates         random arrivals at rising rates: requests per second that keep an SLO
+Repeats go over all systems in turn, in an order that changes. Writes results/serving.json, .md and
+pictures. Exit status 1 when a target is missed, a system failed, or the machine was not quiet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+from benchmarks import report
+from benchmarks.live import end_in_order
+from benchmarks.serving import model, parts, plots, tables
+from benchmarks.serving.campaign import Campaign, Measured
+from benchmarks.serving.contract import System
+from benchmarks.serving.stats import Slo
+from benchmarks.serving.systems import SYSTEMS
+from benchmarks.serving.verdict import NOISE, Verdict
+
+TITLE = "Serving: pullfill against what a user would pick instead"
+LOAD = 0.5
+"""Load average at the beginning above which the machine is in use."""
+
+
+def chosen(names: str, known: list[str], what: str) -> list[str]:
+    """The comma-separated names, all if empty. Raises SystemExit for unknown ones."""
+    wanted = [name for name in names.split(",") if name] or known
+    if wrong := [name for name in wanted if name not in known]:
+        sys.exit(f"no {what} is called {', '.join(wrong)}; there are {', '.join(known)}")
+    return wanted
+
+
+def plan(options: argparse.Namespace) -> tuple[list[System], dict[str, tuple[str, ...]]]:
+    """Systems that have anything to do, and the parts of each."""
+    table = parts.QUICK_PARTS if options.quick else parts.FULL_PARTS
+    wanted = chosen(options.workloads, list(parts.RUN), "workload")
+    if options.workloads:  # asked for by name: as in a full run
+        table = {**table, **{p: parts.FULL_PARTS[p] for p in wanted if p not in table}}
+    table = {part: names for part, names in table.items() if part in wanted}
+    used = [name for name in SYSTEMS if any(name in names for names in table.values())]
+    systems = chosen(options.systems, list(SYSTEMS), "system") if options.systems else used
+    return [SYSTEMS[name] for name in systems], table
+
+
+def is_quiet(measured: Measured, load_before: float, cores: int) -> bool:
+    """Nobody else in any window, an idle machine at the beginning, repeats that agree."""
+    if load_before > LOAD * cores:
+        print(f"the load average was {load_before:.1f} before anything was started")
+        return False
+    loud = [w for w in measured.windows if not w.quiet]
+    for w in loud:
+        print(f"not quiet: {w.system}, {w.part} {w.label}: others used {100 * w.others:.0f} % of "
+              f"one core, {100 * w.steal:.1f} % stolen")  # fmt: skip
+    spread = [r for r in Verdict(measured).noise() if not r.ok]
+    for r in spread:
+        print(f"not quiet: {r.metric}: {r.value:g} {r.unit}, above {NOISE:g}")
+    return not loud and not spread
+
+
+def finish(measured: Measured, options: argparse.Namespace, quiet: bool) -> int:
+    """Print and save everything. Returns the exit status."""
+    slo = Slo(options.slo_ttft / 1e3, options.slo_itl / 1e3)
+    pictures = plots.draw(measured, slo)
+    text = tables.markdown(measured, pictures, slo)
+    rows = [*Verdict(measured).rows(), *tables.rows(measured, slo)]
+    if options.save:
+        report.RESULTS.mkdir(exist_ok=True)
+        for name, picture in pictures.items():
+            (report.RESULTS / name).write_text(picture)
+    print(f"\n{text}")
+    missed = report.finish(
+        options.name, rows, quiet=quiet, save=options.save, title=TITLE, more=text
+    )
+    return missed or (0 if quiet or options.even_if_busy else 1)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="one repeat, in 12 minutes")
+    parser.add_argument("--systems", default="", metavar="A,B", help=", ".join(SYSTEMS))
+    parser.add_argument("--workloads", default="", metavar="A,B", help=", ".join(parts.RUN))
+    parser.add_argument("--repeats", type=int, help="starts per system (3, quick: 1)")
+    parser.add_argument("--slo-ttft", type=float, default=1000.0, metavar="MS")
+    parser.add_argument("--slo-itl", type=float, default=50.0, metavar="MS")
+    parser.add_argument("--even-if-busy", action="store_true", help="not quiet is no failure")
+    parser.add_argument("--logs", type=Path, help="keep the systems' logs here")
+    parser.add_argument("--name", default="serving", help="of the files in results/")
+    parser.add_argument("--save", action="store_true", help="write the files")
+    options = parser.parse_args()
+    end_in_order()
+    load_before, cores = os.getloadavg()[0], os.cpu_count() or 1
+    systems, table = plan(options)
+    scale = parts.QUICK if options.quick else parts.FULL
+    repeats = options.repeats or (1 if options.quick else 3)
+    with tempfile.TemporaryDirectory(prefix="pullfill-bench-") as directory:
+        base = options.logs or Path(directory)
+        model.model_directory()
+        campaign = Campaign(
+            systems, scale, table, repeats, model.plain_tokens(), model.kv_bytes_per_token(), base
+        )
+        measured = campaign.run()
+    return finish(measured, options, is_quiet(measured, load_before, cores))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,196 @@
+"""All systems, one after the other, several times: what was measured and what went wrong.
+
+Each system is started fresh for every repeat; who begins changes from repeat to repeat. A system
+that fails is a `Trouble` and the others go on.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks import machine
+from benchmarks.live import BenchError
+from benchmarks.report import median
+from benchmarks.serving import bandwidth, parts, stats
+from benchmarks.serving.contract import System
+from benchmarks.serving.meter import Use
+from benchmarks.serving.parts import Scale, Session
+from benchmarks.serving.window import Window
+
+START_S = 40.0
+"""How long a start takes, until one was seen."""
+WARM_S = 12.0
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """What went wrong; `where`: "start" or the part."""
+
+    system: str
+    repeat: int
+    where: str
+    what: str
+
+
+@dataclass(slots=True)
+class Measured:
+    """kv_bytes: of one token. copy_rate: bytes per second at which this machine copies so many
+    bytes from one shared memory to another."""
+
+    systems: list[System]
+    kv_bytes: int
+    windows: list[Window] = field(default_factory=list)
+    idle: dict[str, list[Use]] = field(default_factory=dict)
+    ready_s: dict[str, list[float]] = field(default_factory=dict)
+    troubles: list[Trouble] = field(default_factory=list)
+    copy_rate: dict[int, float] = field(default_factory=dict)
+    others: list[float] = field(default_factory=list)
+    """Cores that others used right before each start."""
+
+    def of(self, system: str, part: str, label: str = "") -> list[Window]:
+        wanted = (system, part, label)
+        return [w for w in self.windows if (w.system, w.part, w.label) == wanted]
+
+    def labels(self, system: str, part: str) -> list[str]:
+        found = [w.label for w in self.windows if (w.system, w.part) == (system, part)]
+        return list(dict.fromkeys(found))
+
+    def over(
+        self, system: str, part: str, label: str, what: Callable[[Window], float]
+    ) -> float | None:
+        """The median over the windows; None if there are none."""
+        values = [what(w) for w in self.of(system, part, label)]
+        return median(values) if values else None
+
+    def idle_cores(self, system: str) -> float | None:
+        """Cores that all its processes kept busy while nothing was asked."""
+        return median([use.cores for use in self.idle[system]]) if system in self.idle else None
+
+
+@dataclass(slots=True)
+class Campaign:
+    """scale, parts (part → systems) and repeats: what to do."""
+
+    systems: Sequence[System]
+    scale: Scale
+    parts: Mapping[str, Sequence[str]]
+    repeats: int
+    vocabulary: range
+    kv_bytes: int
+    base: Path
+    _began: float = field(default_factory=time.monotonic)
+    _start_s: list[float] = field(default_factory=list)
+    _left: list[tuple[str, tuple[str, ...]]] = field(default_factory=list)
+
+    def run(self) -> Measured:
+        measured = Measured(list(self.systems), self.kv_bytes)
+        turns = [
+            (repeat, system)
+            for repeat in range(self.repeats)
+            for system in rotated(self.systems, repeat)
+        ]
+        self._left = [(system.name, self.parts_of(system)) for _, system in turns]
+        self._say(f"{len(turns)} starts, about {clock(self._left_s())} in all")
+        for number, (repeat, system) in enumerate(turns):
+            self._left = self._left[1:] if number else self._left
+            self._one(measured, system, repeat, number + 1, len(turns))
+        lengths = self.scale.lengths if "solo" in self.parts else ()
+        for length in lengths:
+            nbytes = length * self.kv_bytes
+            measured.copy_rate[nbytes] = bandwidth.copy_rate(nbytes)
+        return measured
+
+    def parts_of(self, system: System) -> tuple[str, ...]:
+        """In the order in which they run. A system nobody knows is measured under interference."""
+        known = {name for names in self.parts.values() for name in names}
+        wanted = [p for p in parts.RUN if system.name in self.parts.get(p, ())]
+        if system.name not in known and "interference" in self.parts:
+            wanted = ["interference"]
+        return tuple(wanted)
+
+    def _one(
+        self, measured: Measured, system: System, repeat: int, number: int, count: int
+    ) -> None:
+        before, wanted = f"[{number}/{count}] {system.name}", self.parts_of(system)
+        if not wanted:
+            return
+        quiet = machine.Quiet()
+        quiet.look(1.0)
+        measured.others += quiet.others
+        folder = self.base / f"{repeat}-{system.name}"
+        folder.mkdir(parents=True)
+        self._say(f"{before}: starts; about {clock(self._left_s())} left")
+        began, where = time.monotonic(), "start"
+        try:
+            with system.launch(folder) as running:
+                self._start_s.append(time.monotonic() - began)
+                measured.ready_s.setdefault(system.name, []).append(running.ready_s)
+                session = Session(
+                    system,
+                    running,
+                    self.scale,
+                    self.vocabulary,
+                    repeat,
+                    lambda line: self._say(f"{before}: {line}"),
+                    measured.windows,
+                )
+                where = "warm-up"
+                parts.warm_up(session)
+                parts.idle(session)
+                if session.idle:
+                    measured.idle.setdefault(system.name, []).append(session.idle)
+                for where in wanted:
+                    self._part(measured, session, where)
+        except (BenchError, OSError, subprocess.SubprocessError) as exc:
+            measured.troubles.append(Trouble(system.name, repeat, where, str(exc)))
+            self._say(f"{before}: {where} FAILED: {str(exc)[-1500:]}")
+
+    def _part(self, measured: Measured, session: Session, part: str) -> None:
+        """A part that fails leaves the next ones their chance."""
+        try:
+            parts.RUN[part](session)
+        except BenchError as exc:
+            system = session.system.name
+            measured.troubles.append(Trouble(system, session.repeat, part, str(exc)))
+            session.say(f"{part} FAILED: {exc}")
+
+    def _left_s(self) -> float:
+        start = median(self._start_s) if self._start_s else START_S
+        return sum(
+            start + WARM_S + self.scale.idle_s + sum(self._part_s(name, p) for p in wanted)
+            for name, wanted in self._left
+            if wanted
+        )
+
+    def _part_s(self, system: str, part: str) -> float:
+        return parts.seconds_of(part, system, self.scale)
+
+    def _say(self, line: str) -> None:
+        print(f"{clock(time.monotonic() - self._began)} {line}", flush=True)
+
+
+def rotated(systems: Sequence[System], repeat: int) -> list[System]:
+    """Another one begins in every repeat, and every other repeat runs backwards."""
+    at = repeat % len(systems) if systems else 0
+    turned = [*systems[at:], *systems[:at]]
+    return turned[::-1] if repeat % 2 else turned
+
+
+def clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes:2d}:{rest:02d}"
+
+
+def failures(windows: Iterable[Window]) -> dict[tuple[str, str], tuple[int, int, str]]:
+    """(system, part) → failed requests, all, and what the first one said; only where any failed."""
+    found: dict[tuple[str, str], tuple[int, int, str]] = {}
+    for window in windows:
+        bad = stats.failed(window.answers)
+        count, total, first = found.get((window.system, window.part), (0, 0, ""))
+        what = first or (bad[0].error if bad else "")
+        found[window.system, window.part] = count + len(bad), total + len(window.answers), what
+    return {key: value for key, value in found.items() if value[0]}

@@ -1,0 +1,289 @@
+"""What is held against what: the targets of the serving benchmark, as rows.
+
+Every value is the median over the windows of its kind of a number of each window. A row that rests
+on a window in which others used the machine says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from benchmarks.report import Row, median, missing, row, versus
+from benchmarks.serving import stats
+from benchmarks.serving.campaign import Measured, failures
+from benchmarks.serving.contract import Answer, Kind, Name
+from benchmarks.serving.parts import ALONE, CONTROL, LOCAL, LONGS, REMOTE
+from benchmarks.serving.window import Window
+
+BUSY = " [machine not quiet]"
+HANDOFF_MS = 15.0
+NOISE = 0.3
+"""Repeats of one control window whose ITL p50 differ by more, relative to their median, were not
+measured on a quiet machine."""
+
+
+def itl_p99(window: Window) -> float:
+    return 1e3 * stats.spread(window.gaps()).p99
+
+
+def itl_p50(window: Window) -> float:
+    return 1e3 * stats.spread(window.gaps()).p50
+
+
+def itl_max(window: Window) -> float:
+    return 1e3 * stats.spread(window.gaps()).max
+
+
+def tokens(window: Window) -> float:
+    return stats.tokens_per_s(window.answers, window.length_s)
+
+
+def long_ttft(window: Window) -> float:
+    return 1e3 * stats.spread(stats.ttfts(window.answers, Kind.LONG)).p50
+
+
+def cost(window: Window) -> float:
+    return window.cpu_ms_per_request
+
+
+class Verdict:
+    """Makes rows of what was measured; `rows` is the whole of it."""
+
+    def __init__(self, measured: Measured) -> None:
+        self._m = measured
+        self._aggregated = [s.name for s in measured.systems if s.aggregated]
+
+    def rows(self) -> list[Row]:
+        """Targets first; then what failed or was too noisy."""
+        return [
+            *self._interference(),
+            *self._handoff(),
+            *self._beside_nixl(),
+            *self._chat(),
+            *self._bursts(),
+            *self._troubles(),
+            *self.noise(),
+        ]
+
+    # ---------------------------------------------------------------- (a)
+
+    def _interference(self) -> list[Row]:
+        if not self._m.of(Name.PULLFILL, "interference", LONGS):
+            return []
+        ours, at = Name.PULLFILL, ("interference", LONGS)
+        with_longs, control = (ours, *at), (ours, "interference", CONTROL)
+        name = "(a) ITL p99 with longs"
+        rows = [self._against(name, "ms", itl_p99, with_longs, control, "own control", at_most=1.5)]
+        rows += [
+            lower(self._against(name, "ms", itl_p99, with_longs, (peer, *at), peer))
+            for peer in self._aggregated
+        ]
+        best = max(
+            (peer for peer in self._aggregated if self._m.of(peer, *at)),
+            key=lambda peer: self._m.over(peer, *at, tokens) or 0.0,
+            default="aggregated systems",
+        )
+        rows.append(
+            self._against(
+                "(a) tokens/s with longs",
+                "1/s",
+                tokens,
+                with_longs,
+                (best, *at),
+                f"{best}, the best aggregated",
+                at_least=1.0,
+            )
+        )
+        alone = (Name.ONE_CORE, "interference", ALONE)
+        name, peer = "(a) long TTFT p50 beside streams", "one core, longs alone"
+        rows.append(self._against(name, "ms", long_ttft, with_longs, alone, peer, at_most=1.2))
+        rows.append(self._remote_share())
+        split, one = (Name.HAND_SPLIT, *at), (Name.ONE_CORE, "interference", CONTROL)
+        for theirs, peer in ((split, "split by hand"), (one, "one core, no longs at all")):
+            rows += [
+                self._against("(a) ITL p99 with longs", "ms", itl_p99, with_longs, theirs, peer),
+                self._against("(a) tokens/s with longs", "1/s", tokens, with_longs, theirs, peer),
+            ]
+        return rows
+
+    def _remote_share(self) -> Row:
+        """How many of the long prompts were really prefilled elsewhere: informs."""
+        asked = [
+            window.explained.get(answer.request_id, {}).get("path")
+            for window in self._m.of(Name.PULLFILL, "interference", LONGS)
+            for answer in stats.good(window.answers, Kind.LONG)
+        ]
+        return row("(a) long prompts prefilled remotely", asked.count("remote"), f"of {len(asked)}")
+
+    # ---------------------------------------------------------------- (b)
+
+    def _handoff(self) -> list[Row]:
+        """Remote against local, at each length: the difference may be 15 ms and a copy of the KV
+        at the speed of one memmove between two shared memories, measured in the same run."""
+        remote, local = self._paths()
+        rows = []
+        for length in sorted({len(a.ask.prompt) for _, a in (*remote, *local)}):
+            far, near = (
+                [1e3 * stats.ttft(a) for _, a in side if len(a.ask.prompt) == length]
+                for side in (remote, local)
+            )
+            name = f"(b) TTFT {length} tokens, remote - local"
+            if not far or not near:
+                rows.append(missing(name, "", "one of the two was not measured"))
+                continue
+            nbytes = length * self._m.kv_bytes
+            allowed = HANDOFF_MS + 1e3 * nbytes / self._m.copy_rate[nbytes]
+            r = row(name, median(far) - median(near), "ms", allowed)
+            rows += [
+                self._marked(r, [w for w, _ in (*remote, *local)]),
+                versus(
+                    f"(b) TTFT {length} tokens, remote", median(far), "ms", "local", median(near)
+                ),
+            ]
+        wrong = [a for w, a in remote if w.explained.get(a.request_id, {}).get("path") != "remote"]
+        if remote:
+            rows.append(row("(b) asked remotely, served locally", len(wrong), "", 0))
+        for nbytes, rate in sorted(self._m.copy_rate.items()) if remote else ():
+            rows.append(row(f"(b) memmove of {nbytes >> 10} KiB, shared", rate / 1e9, "GB/s"))
+        return rows
+
+    def _paths(self) -> tuple[list[tuple[Window, Answer]], list[tuple[Window, Answer]]]:
+        """(remote, local): one cluster told each in turn; else two clusters with a fixed policy."""
+
+        def of(system: str, label: str) -> list[tuple[Window, Answer]]:
+            windows = self._m.of(system, "solo", label)
+            return [(w, a) for w in windows for a in stats.good(w.answers)]
+
+        told = of(Name.PULLFILL, REMOTE), of(Name.PULLFILL, LOCAL)
+        return told if any(told) else (of(Name.PULLFILL_REMOTE, ""), of(Name.PULLFILL_LOCAL, ""))
+
+    # ---------------------------------------------------------------- NIXL
+
+    def _beside_nixl(self) -> list[Row]:
+        at = ("interference", LONGS)
+        ours, theirs = (Name.PULLFILL, *at), (Name.NIXL, *at)
+        if not self._m.of(*ours) or Name.NIXL not in {s.name for s in self._m.systems}:
+            return []
+        rows = [
+            lower(self._against(f"{name} beside NIXL", unit, what, ours, theirs, "NIXL 1P1D"))
+            for name, unit, what in (
+                ("long TTFT p50", "ms", long_ttft),
+                ("ITL p99", "ms", itl_p99),
+                ("CPU per request", "ms", cost),
+            )
+        ]
+        mine, other = self._m.idle_cores(Name.PULLFILL), self._m.idle_cores(Name.NIXL)
+        name, unit = "idle CPU, all processes", "% of one core"
+        if mine is None or not other:
+            return [*rows, missing(name, "NIXL 1P1D", "not both were idle")]
+        return [*rows, versus(name, 100 * mine, unit, "NIXL 1P1D", 100 * other, at_most=1 / 20)]
+
+    # ---------------------------------------------------------------- (c), (d)
+
+    def _chat(self) -> list[Row]:
+        """By the decode worker's own account of its hit, not by the usage, for ours."""
+        windows = self._m.of(Name.PULLFILL, "chat")
+        shares = [share for w in windows for share in chat_shares(w)]
+        if not windows:
+            return []
+        if not shares:
+            return [missing("(d) prefix of later turns in the decode worker's cache", "", "failed")]
+        name = "(d) prefix of later turns in the decode worker's cache"
+        rows = [
+            row(f"{name}, lowest turn", 100 * min(shares), "%", at_least=95.0),
+            row(f"{name}, median", 100 * median(shares), "%", at_least=95.0),
+        ]
+        return [self._marked(r, windows) for r in rows]
+
+    def _bursts(self) -> list[Row]:
+        """2P1D beside everybody else: informs."""
+        ours = (Name.PULLFILL_2P1D, "bursts", "")
+        peers = [
+            s.name
+            for s in self._m.systems
+            if s.name != Name.PULLFILL_2P1D and self._m.of(s.name, "bursts")
+        ]
+        if not self._m.of(*ours):
+            return []
+        name = "(c) long TTFT p50 in bursts, 2P1D"
+        return [self._against(name, "ms", long_ttft, ours, (p, "bursts", ""), p) for p in peers]
+
+    # ---------------------------------------------------------------- what went wrong
+
+    def _troubles(self) -> list[Row]:
+        rows = []
+        for t in self._m.troubles:
+            last = t.what.strip().splitlines()[-1][:160] if t.what.strip() else ""
+            what = f"{t.system}: {t.where} failed (repeat {t.repeat + 1})"
+            rows.append(Row(metric=what, value=None, unit=f"not measured: {last}", ok=False))
+        for (system, part), (bad, total, first) in failures(self._m.windows).items():
+            what = f"{system}: failed requests, {part}"
+            rows.append(row(what, bad, f"of {total}; first: {first[:120]}", 0))
+        dry = sorted({w.system for w in self._m.windows if w.result.dry})
+        rows += [
+            Row(metric=f"{name}: the load ran dry", value=None, unit="", ok=False) for name in dry
+        ]
+        return rows
+
+    def noise(self) -> list[Row]:
+        """Control windows of one system are repeats of the same thing."""
+        rows = []
+        for system in self._m.systems:
+            windows = self._m.of(system.name, "interference", CONTROL)
+            values = [itl_p50(w) for w in windows if w.gaps()]
+            if len(values) > 1:
+                name = f"{system.name}: spread of ITL p50 over its {len(values)} control windows"
+                rows.append(row(name, stats.relative_spread(values), "of the median", NOISE))
+        return rows
+
+    # ---------------------------------------------------------------- helpers
+
+    def _against(
+        self,
+        metric: str,
+        unit: str,
+        what: Callable[[Window], float],
+        ours: tuple[str, str, str],
+        theirs: tuple[str, str, str],
+        peer: str,
+        *,
+        at_most: float | None = None,
+        at_least: float | None = None,
+    ) -> Row:
+        value, other = self._m.over(*ours, what), self._m.over(*theirs, what)
+        if value is None or not other or value != value or other != other:
+            return missing(metric, peer, f"{peer} gave no numbers")
+        r = versus(metric, value, unit, peer, other, at_most, at_least)
+        return self._marked(r, [*self._m.of(*ours), *self._m.of(*theirs)])
+
+    def _marked(self, r: Row, windows: Iterable[Window]) -> Row:
+        if all(w.quiet for w in windows):
+            return r
+        return msgspec.structs.replace(r, metric=r.metric + BUSY)
+
+
+def lower(r: Row) -> Row:
+    """Hold a comparison to be strictly below its peer."""
+    if r.value is None or r.peer_value is None or r.ratio is None:
+        return r
+    return msgspec.structs.replace(r, target="ratio < 1", ok=r.ratio < 1)
+
+
+def chat_shares(window: Window) -> list[float]:
+    """Of every turn after the first: prefix tokens that were in the decode worker's cache."""
+    lanes: dict[str, list[Answer]] = {}
+    for answer in window.answers:
+        lanes.setdefault(answer.ask.lane, []).append(answer)
+    shares: list[float] = []
+    for turns in lanes.values():
+        whole = stats.good(turns)
+        shares += stats.cached_share(whole, [_hit(window, a) for a in whole])
+    return shares
+
+
+def _hit(window: Window, answer: Answer) -> int:
+    explained = window.explained.get(answer.request_id)
+    hit = explained["prefix_hit_tokens"] if explained else answer.cached
+    return int(hit or 0)

@@ -1,0 +1,127 @@
+"""What is asked, made from a seed before anything runs: the same for every system, never twice.
+
+Every prompt is random token ids, so no two share a first block and nothing hits a prefix cache
+unless it is meant to (`chat`). Seeds name the workload, the repeat and the window: two windows of
+one start never ask the same.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from benchmarks.serving.contract import Ask, Kind
+
+SHORT_IN, SHORT_OUT, LANES = 32, 64, 4
+LONG_IN, LONG_OUT, LONG_EVERY_S = 3000, 4, 2.0
+LENGTHS = (256, 512, 1024, 2048, 4096)
+FASTEST = 200.0
+"""Tokens per second that no single stream exceeds: how many asks a closed loop gets."""
+FIRST_LONG_S = 1.0
+STAGGER_S = 0.25
+BURST_IN, BURST_SIZE, BURST_EVERY_S = 2000, 4, 6.0
+SWEEP_IN, SWEEP_SHARE = 2048, 0.25
+CHAT_FIRST = 3000
+"""A cache holds whole blocks, of 128 tokens here: of shorter conversations that alone loses 5 %."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """One window. seconds: nothing is sent later; None: it ends when everything was answered."""
+
+    asks: tuple[Ask, ...]
+    seconds: float | None = None
+
+
+class Prompts:
+    """Random prompts of a model's vocabulary; the same seed gives the same ones in order."""
+
+    def __init__(self, vocabulary: range, *seed: object) -> None:
+        self.random = random.Random("/".join(map(str, seed)))
+        self._vocabulary = vocabulary
+
+    def __call__(self, tokens: int) -> tuple[int, ...]:
+        return tuple(self.random.choices(self._vocabulary, k=tokens))
+
+
+def interference(prompts: Prompts, seconds: float, *, longs: bool, lanes: int = LANES) -> Workload:
+    """`lanes` streams, each asking again when it has its answer, and a long prompt every 2 s that
+    waits for nobody. Without `longs` it is the control; without lanes, the longs alone."""
+    asks = list(_streams(prompts, lanes, seconds))
+    if longs:
+        # The last one has time to be answered while the streams still run.
+        count = max(1, int((seconds - FIRST_LONG_S) / LONG_EVERY_S))
+        for number in range(count):
+            at_s = FIRST_LONG_S + LONG_EVERY_S * number
+            asks.append(Ask(Kind.LONG, prompts(LONG_IN), LONG_OUT, f"long-{number}", at_s))
+    return Workload(tuple(asks), seconds)
+
+
+def _streams(prompts: Prompts, lanes: int, seconds: float) -> Iterator[Ask]:
+    """Their starts are spread, so that their prefills do not come in step."""
+    each = int(seconds * FASTEST / SHORT_OUT) + 2
+    for lane in range(lanes):
+        for number in range(each):
+            at_s = STAGGER_S * lane if number == 0 else None
+            yield Ask(Kind.SHORT, prompts(SHORT_IN), SHORT_OUT, f"short-{lane}", at_s)
+
+
+def solo(prompts: Prompts, lengths: Sequence[int], rounds: int) -> Workload:
+    """One long prompt at a time on a system that does nothing else; all lengths in each round, in
+    an order that changes."""
+    asks = []
+    for _ in range(rounds):
+        for length in prompts.random.sample(lengths, len(lengths)):
+            asks.append(Ask(Kind.LONG, prompts(length), LONG_OUT, "solo"))
+    return Workload(tuple(asks))
+
+
+def bursts(prompts: Prompts, count: int, *, lanes: int = 2) -> Workload:
+    """`count` times four long prompts at once, beside two streams."""
+    seconds = BURST_EVERY_S * count + FIRST_LONG_S
+    asks = list(_streams(prompts, lanes, seconds))
+    for burst in range(count):
+        at_s = FIRST_LONG_S + BURST_EVERY_S * burst
+        for number in range(BURST_SIZE):
+            lane = f"burst-{burst}-{number}"
+            asks.append(Ask(Kind.LONG, prompts(BURST_IN), LONG_OUT, lane, at_s))
+    return Workload(tuple(asks), seconds)
+
+
+def chat(
+    prompts: Prompts, conversations: int, turns: int, *, first: int = CHAT_FIRST, more: int = 128
+) -> Workload:
+    """Conversations side by side: each turn brings `more` tokens after all that was said."""
+    asks = []
+    for lane in range(conversations):
+        for turn in range(turns):
+            tokens = prompts(more if turn else first)
+            asks.append(Ask(Kind.TURN, tokens, SHORT_OUT, f"chat-{lane}", grows=True))
+    return Workload(tuple(asks))
+
+
+def sweep(prompts: Prompts, rate: float, seconds: float) -> Workload:
+    """Requests at random moments (Poisson), `rate` a second, whether the last ones are answered or
+    not; a quarter of them long."""
+    asks: list[Ask] = []
+    at_s = prompts.random.expovariate(rate)
+    while at_s < seconds:
+        lane = f"open-{len(asks)}"
+        if prompts.random.random() < SWEEP_SHARE:
+            asks.append(Ask(Kind.LONG, prompts(SWEEP_IN), LONG_OUT, lane, at_s))
+        else:
+            asks.append(Ask(Kind.SHORT, prompts(SHORT_IN), SHORT_OUT, lane, at_s))
+        at_s += prompts.random.expovariate(rate)
+    return Workload(tuple(asks), seconds)
+
+
+def warm_up(prompts: Prompts, lengths: Sequence[int]) -> Workload:
+    """Every shape that later windows have: streams together, and each length beside them."""
+    asks = [
+        Ask(Kind.SHORT, prompts(SHORT_IN), SHORT_OUT, f"short-{lane}")
+        for lane in range(LANES)
+        for _ in range(2)
+    ]
+    asks += [Ask(Kind.LONG, prompts(length), LONG_OUT, "long") for length in lengths]
+    return Workload(tuple(asks))

@@ -1,0 +1,183 @@
+"""The load generator of the serving benchmark: against a server that streams, stalls and breaks."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from benchmarks.serving.answers import heard
+from benchmarks.serving.contract import Answer, Ask, Kind
+from benchmarks.serving.load import Plan, Result, send
+from benchmarks.serving.workloads import Workload
+from tests.support.sse_server import (
+    END,
+    HEAD,
+    SseServer,
+    Step,
+    chunk,
+    event,
+    token_event,
+    usage_event,
+    whole,
+)
+
+BODY = {"return_token_ids": True, "prompt": [1, 2], "max_tokens": 3}
+
+
+def plan(server: SseServer, *asks: Ask, seconds: float | None = None, limit_s: float = 5.0) -> Plan:
+    return Plan(dict.fromkeys(Kind, server.url), "m", Workload(asks, seconds), limit_s)
+
+
+def ask(kind: Kind = Kind.SHORT, lane: str = "a", **more: Any) -> Ask:
+    return Ask(kind, more.pop("prompt", (1, 2)), more.pop("max_tokens", 3), lane, **more)
+
+
+async def asked(server: SseServer, *asks: Ask, **options: Any) -> Result:
+    async with server.running():
+        return await send(plan(server, *asks, **options))
+
+
+class TestAnswers:
+    async def test_tokens_times_and_what_was_cached(self) -> None:
+        def script(body: dict[str, Any]) -> list[Step]:
+            first, *rest = [chunk(token_event(body, n)) for n in (7, 8, 9)]
+            return [HEAD, first, 0.05, *rest, chunk(usage_event(body, 16)), chunk(event("[DONE]"))
+                    + END]  # fmt: skip
+
+        result = await asked(SseServer(script), ask())
+        (answer,) = result.answers
+        assert (answer.tokens, answer.cached, answer.error) == ([7, 8, 9], 16, "")
+        assert answer.request_id == "cmpl-1"
+        assert 0 <= answer.sent_s <= answer.token_s[0]
+        assert answer.token_s[1] - answer.token_s[0] >= 0.05
+        assert result.took_s >= answer.token_s[-1]
+        assert result.cpu_s > 0
+
+    async def test_what_is_sent(self) -> None:
+        server = SseServer()
+        await asked(server, ask(), ask(Kind.LONG, "b"))
+        short, long = sorted(server.bodies, key=lambda body: "return_token_ids" not in body)
+        assert short["prompt"] == [1, 2]
+        assert (short["ignore_eos"], short["stream"], short["temperature"]) == (True, True, 0.0)
+        assert short["stream_options"] == {"include_usage": True}
+        assert "return_token_ids" not in long
+
+    async def test_without_ids_the_usage_knows_how_many_there_were(self) -> None:
+        def script(body: dict[str, Any]) -> list[Step]:
+            events = token_event(body, 1), token_event(body, 2, 3, 4), usage_event(body)
+            return [HEAD, *map(chunk, events), chunk(event("[DONE]")), END]
+
+        (answer,) = (await asked(SseServer(script), ask(Kind.LONG, max_tokens=4))).answers
+        assert (len(answer.token_s), answer.error) == (4, "")
+        assert answer.token_s[1] == answer.token_s[3]
+
+    @pytest.mark.parametrize("size", [1, 2, 3, 7, 50])
+    def test_reads_may_be_cut_anywhere(self, size: int) -> None:
+        raw = b"".join(step for step in whole(BODY) if isinstance(step, bytes))
+        reads = [(float(n), raw[n : n + size]) for n in range(0, len(raw), size)]
+        came = heard(reads, 3)
+        assert (came.tokens, came.error) == ([0, 1, 2], "")
+        assert came.token_s == sorted(came.token_s)
+        # The time of the read that completed the event, not of the one that began it.
+        ends = raw.index(b"\n\n") + 2
+        assert came.token_s[0] == (ends - 1) // size * size
+
+
+class TestFailures:
+    BREAKS: tuple[tuple[list[bytes], str], ...] = (
+        ([HEAD, chunk(token_event(BODY, 1)), b""], "broke off after 1 tokens"),
+        ([HEAD, chunk(token_event(BODY, 1)), END], "broke off after 1 tokens"),
+        ([HEAD, chunk(token_event(BODY, 1)), chunk(event("[DONE]")), END], "1 tokens instead of 3"),
+        ([HEAD, chunk(event({"error": {"message": "engine died"}})), END], "engine died"),
+        ([HEAD, chunk(event("{oops")), END], "not JSON"),
+        ([HEAD, b"zz\r\n", END], "broke off"),
+        ([b""], "connection was closed"),
+        ([b"HTTP/1.1 503 Busy\r\ncontent-length: 4\r\n\r\nfull"], "503 Busy: full"),
+    )
+
+    @pytest.mark.parametrize(("steps", "why"), BREAKS)
+    async def test_each_is_an_answer_that_says_why(self, steps: list[bytes], why: str) -> None:
+        (answer,) = (await asked(SseServer(lambda _: steps), ask())).answers
+        assert why in answer.error
+
+    async def test_one_lane_goes_on_after_a_failure(self) -> None:
+        def script(body: dict[str, Any]) -> list[Step]:
+            return [b""] if body["prompt"] == [0] else whole(body)
+
+        result = await asked(SseServer(script), ask(prompt=(0,)), ask())
+        assert [bool(a.error) for a in result.answers] == [True, False]
+
+    async def test_a_server_that_never_ends_is_cut(self) -> None:
+        server = SseServer(lambda body: [HEAD, chunk(token_event(body, 1)), 0.3])
+        (answer,) = (await asked(server, ask(), limit_s=0.1)).answers
+        assert answer.error == "not over within 0.1 s"
+        assert answer.tokens == [1]
+
+    async def test_nobody_there(self) -> None:
+        server = SseServer()
+        async with server.running():
+            pass
+        (answer,) = (await send(plan(server, ask()))).answers
+        assert "cannot connect" in answer.error
+
+
+class TestLanes:
+    async def test_asks_of_a_lane_follow_each_other_and_lanes_do_not_wait(self) -> None:
+        def script(body: dict[str, Any]) -> list[Step]:
+            return [0.05, *whole(body)]
+
+        lanes = [ask(lane=lane) for lane in ("a", "a", "b")]
+        first, second, other = (await asked(SseServer(script), *lanes)).answers
+        assert second.sent_s >= first.token_s[-1]
+        assert other.sent_s < first.token_s[0]
+
+    async def test_closed_loops_stop_with_the_window_and_running_answers_are_kept(self) -> None:
+        def script(body: dict[str, Any]) -> list[Step]:
+            return [0.04, *whole(body)]
+
+        asks = [ask() for _ in range(9)]
+        result = await asked(SseServer(script), *asks, seconds=0.1)
+        assert 2 <= len(result.answers) <= 3
+        assert all(not a.error for a in result.answers)
+        assert not result.dry
+
+    async def test_a_loop_that_ran_out_of_asks_says_so(self) -> None:
+        assert (await asked(SseServer(), ask(), seconds=5.0)).dry
+
+    async def test_due_and_late(self) -> None:
+        def script(body: dict[str, Any]) -> list[Step]:
+            return [0.15, *whole(body)]
+
+        asks = ask(at_s=0.02), ask(at_s=0.05), ask(lane="b", at_s=0.05)
+        one, two, free = (await asked(SseServer(script), *asks, seconds=0.1)).answers
+        assert (one.due_s, two.due_s) == (0.02, 0.05)
+        assert one.sent_s >= 0.02
+        assert two.sent_s >= one.token_s[-1]  # the lane was not free: due long before it was sent
+        assert free.sent_s < one.token_s[0]
+
+    async def test_how_late_it_was_itself(self) -> None:
+        def script(body: dict[str, Any]) -> list[Step]:
+            time.sleep(0.1)  # the server of this test runs on the load's own loop
+            return [0.05, *whole(body)]
+
+        result = await asked(SseServer(script), ask(), ask(lane="b", at_s=0.05))
+        assert max(result.lag_s) >= 0.05
+        assert len(result.late_s) == 1
+
+
+class TestChat:
+    async def test_each_turn_brings_all_that_was_said(self) -> None:
+        server = SseServer()
+        turns = [ask(Kind.TURN, prompt=(n,), grows=True, max_tokens=2) for n in (10, 20, 30)]
+        answers = (await asked(server, *turns)).answers
+        assert [body["prompt"] for body in server.bodies] == [
+            [10], [10, 0, 1, 20], [10, 0, 1, 20, 0, 1, 30]
+        ]  # fmt: skip
+        assert [a.tokens for a in answers] == [[0, 1]] * 3
+
+    async def test_a_broken_conversation_is_not_continued(self) -> None:
+        turns = [ask(Kind.TURN, prompt=(n,), grows=True) for n in (10, 20)]
+        answers: list[Answer] = (await asked(SseServer(lambda _: [b""]), *turns)).answers
+        assert "not asked" in answers[1].error

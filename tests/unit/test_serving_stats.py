@@ -1,0 +1,177 @@
+"""What is asked in the serving benchmark, and the numbers made of answers, by hand."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks.serving import bandwidth, stats, workloads
+from benchmarks.serving.contract import Answer, Ask, Kind
+from benchmarks.serving.meter import Machine, Meter
+from benchmarks.serving.stats import Slo
+from benchmarks.serving.workloads import Prompts, Workload
+
+VOCABULARY = range(5, 300)
+SPIN = "import time\nwhile time.process_time() < 0.1: pass\nprint(flush=True)\ninput()"
+
+
+def prompts(*seed: object) -> Prompts:
+    return Prompts(VOCABULARY, *seed)
+
+
+def answer(*token_s: float, due: float = 0.0, kind: Kind = Kind.SHORT, error: str = "") -> Answer:
+    asked = Ask(kind, (1, 2, 3), len(token_s), "lane")
+    return Answer(asked, due, due, list(token_s), list(range(len(token_s))), error=error)
+
+
+ALL = {
+    "interference": lambda p: workloads.interference(p, 10.0, longs=True),
+    "control": lambda p: workloads.interference(p, 10.0, longs=False),
+    "solo": lambda p: workloads.solo(p, (256, 512), 3),
+    "bursts": lambda p: workloads.bursts(p, 2),
+    "chat": lambda p: workloads.chat(p, 2, 3),
+    "sweep": lambda p: workloads.sweep(p, 3.0, 20.0),
+    "warm-up": lambda p: workloads.warm_up(p, (256, 512)),
+}
+
+
+class TestWorkloads:
+    @pytest.mark.parametrize("name", ALL)
+    def test_a_seed_fixes_everything_and_no_two_prompts_begin_alike(self, name: str) -> None:
+        made: Workload = ALL[name](prompts(name, 1))
+        assert made == ALL[name](prompts(name, 1))
+        other: Workload = ALL[name](prompts(name, 2))
+        beginnings = [a.prompt[:16] for w in (made, other) for a in w.asks]
+        assert len(set(beginnings)) == len(beginnings)
+        assert all(token in VOCABULARY for a in made.asks for token in a.prompt)
+
+    def test_interference_is_four_streams_and_a_long_prompt_every_two_seconds(self) -> None:
+        made = ALL["interference"](prompts(0))
+        longs = [a for a in made.asks if a.kind is Kind.LONG]
+        assert [a.at_s for a in longs] == [1.0, 3.0, 5.0, 7.0]
+        assert {len(a.prompt) for a in longs} == {3000}
+        assert len({a.lane for a in longs}) == len(longs)  # none waits for another
+        shorts = [a for a in made.asks if a.kind is Kind.SHORT]
+        assert {(len(a.prompt), a.max_tokens) for a in shorts} == {(32, 64)}
+        for lane in range(4):
+            times = [a.at_s for a in shorts if a.lane == f"short-{lane}"]
+            assert times[0] == 0.25 * lane
+            assert set(times[1:]) == {None}
+            assert len(times) * 64 / 10.0 >= workloads.FASTEST  # it never runs dry
+
+    def test_the_control_is_the_same_streams(self) -> None:
+        assert {a.kind for a in ALL["control"](prompts(0)).asks} == {Kind.SHORT}
+        alone = workloads.interference(prompts(0), 10.0, longs=True, lanes=0)
+        assert {a.kind for a in alone.asks} == {Kind.LONG}
+
+    def test_solo_asks_all_lengths_in_each_round(self) -> None:
+        made = ALL["solo"](prompts(0))
+        lengths = [len(a.prompt) for a in made.asks]
+        assert [sorted(lengths[n : n + 2]) for n in (0, 2, 4)] == [[256, 512]] * 3
+        assert len({a.lane for a in made.asks}) == 1
+        assert made.seconds is None
+
+    def test_a_burst_comes_at_once(self) -> None:
+        longs = [a for a in ALL["bursts"](prompts(0)).asks if a.kind is Kind.LONG]
+        assert [a.at_s for a in longs] == [1.0] * 4 + [7.0] * 4
+        assert len({a.lane for a in longs}) == 8
+
+    def test_turns_grow(self) -> None:
+        made = ALL["chat"](prompts(0))
+        assert all(a.grows and a.kind is Kind.TURN for a in made.asks)
+        assert [len(a.prompt) for a in made.asks if a.lane == "chat-1"] == [3000, 128, 128]
+
+    def test_arrivals_are_random_at_the_rate(self) -> None:
+        made = workloads.sweep(prompts(0), 5.0, 200.0)
+        times = [a.at_s for a in made.asks if a.at_s is not None]
+        assert times == sorted(times)
+        assert 0 < times[0] <= times[-1] < 200.0
+        assert len(times) == pytest.approx(1000, rel=0.15)
+        waits = [b - a for a, b in itertools.pairwise(times)]
+        share = sum(w > 0.2 for w in waits) / len(waits)
+        assert share == pytest.approx(math.exp(-1), abs=0.06)
+        longs = sum(a.kind is Kind.LONG for a in made.asks) / len(made.asks)
+        assert longs == pytest.approx(0.25, abs=0.06)
+
+
+class TestGaps:
+    def test_every_wait_counts_once(self) -> None:
+        one, two = answer(1.0, 1.5, 1.75), answer(1.0, 3.0)
+        assert sorted(stats.gaps([one, two])) == [0.25, 0.5, 2.0]
+
+    def test_tokens_that_came_together_are_one_arrival(self) -> None:
+        lumpy = answer(1.0, 2.0, 2.0, 2.0, 2.5)
+        assert stats.gaps([lumpy]) == [1.0, 0.5]
+        assert stats.together([lumpy]) == 5 / 3
+
+    def test_a_stall_at_the_end_of_the_window_is_kept_and_what_began_later_is_not(self) -> None:
+        assert stats.timed_gaps([answer(9.0, 9.9, 12.0, 12.1)], 10.0) == [
+            (9.9, pytest.approx(0.9)),
+            (12.0, pytest.approx(2.1)),
+        ]
+
+    def test_failed_streams_made_somebody_wait_too(self) -> None:
+        assert stats.gaps([answer(1.0, 4.0, error="broke off")]) == [3.0]
+
+    def test_percentiles(self) -> None:
+        found = stats.spread([float(n) for n in range(101)])
+        assert (found.count, found.p50, found.p99, found.max) == (101, 50.0, 99.0, 100.0)
+        assert math.isnan(stats.spread([]).p99)
+
+
+class TestRates:
+    def test_ttft_is_from_when_it_was_due(self) -> None:
+        late = Answer(Ask(Kind.LONG, (1,), 1, "l"), sent_s=5.0, due_s=3.0, token_s=[6.0])
+        assert stats.ttft(late) == 3.0
+        assert stats.ttfts([late, answer(1.0)], Kind.LONG) == [3.0]
+        assert stats.ttfts([answer(1.0, error="no")]) == []
+
+    def test_tokens_count_where_they_came(self) -> None:
+        assert stats.tokens_per_s([answer(1.0, 9.9, 10.0), answer(2.0, kind=Kind.LONG)], 10) == 0.3
+
+    def test_goodput(self) -> None:
+        slo = Slo(ttft_s=1.0, itl_s=0.15)
+        good = answer(3.9, 4.0, 4.1, due=3.0)
+        slow = answer(4.1, 4.2, due=3.0)
+        stalled = answer(0.5, 0.6, 1.2)
+        broken = answer(0.5, error="x")
+        assert stats.goodput([good, slow, stalled, broken], 2.0, slo) == (0.5, 0.25)
+        assert slo.holds(answer(0.5))  # one token has no gaps
+
+    def test_prefixes_in_the_cache(self) -> None:
+        turns = [answer(1.0, 1.1) for _ in range(3)]  # 3 tokens asked, 2 answered
+        assert stats.cached_share(turns, [0, 4, 10]) == [0.8, 1.0]
+
+    def test_repeats_of_the_same_thing(self) -> None:
+        assert stats.relative_spread([10.0, 11.0, 12.0]) == pytest.approx(2 / 11)
+        assert stats.relative_spread([10.0]) == 0.0
+
+
+class TestMeter:
+    def test_each_process_belongs_to_its_nearest_root(self) -> None:
+        command = [sys.executable, "-c", SPIN]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+            meter = Meter({os.getpid(): "me", child.pid: "child"})
+            assert child.stdout is not None
+            child.stdout.readline()
+            use = meter.read()
+            assert 0.05 <= use.cpu_s["child"] <= use.total_s
+            below = Meter({os.getpid(): "me"})._look()
+            assert below[child.pid][0] == "me"
+            child.communicate(b"\n")
+        assert meter.read().cpu_s["child"] == 0.0
+        assert use.cores == pytest.approx(use.total_s / use.took_s)
+
+    def test_steal(self) -> None:
+        assert Machine(3.0, 200.0).steal_since(Machine(1.0, 100.0)) == 0.02
+        assert 0.0 <= Machine.now().steal_since(Machine(0.0, 0.0)) <= 1.0
+
+
+def test_copies_between_shared_memories_take_time() -> None:
+    rate = bandwidth.copy_rate(1 << 20, repeats=3)
+    assert 1e7 < rate < 1e12
