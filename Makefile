@@ -10,7 +10,7 @@ PYTEST_ARGS ?=
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-nixl up down status test test-fast lint format chaos chaos-report soak clean
+.PHONY: help install install-nixl up down status test test-fast lint format chaos chaos-report soak bench bench-quick clean
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -52,6 +52,12 @@ chaos-report: install ## One process killed under load: failures, recovery, free
 
 soak: install ## Mixed faults under load: make soak [ARGS="--minutes 10 --seed 1"]
 	$(BIN)/python -m benchmarks.chaos_soak $(ARGS)
+
+bench: install ## Serving beside aggregated vLLM, NIXL and others: all of it (an hour)
+	$(BIN)/python -m benchmarks.bench_serving --save $(ARGS)
+
+bench-quick: install ## The same in short: interference, handoff, chat (12 minutes)
+	$(BIN)/python -m benchmarks.bench_serving --quick --name serving-quick --save $(ARGS)
 
 # Each writes benchmarks/results/NAME.json and .md; ARGS=--help tells what it measures.
 bench-cluster: ## Start-up, memory, handoff stages and idle CPU of a demo cluster (minutes)

@@ -84,21 +84,25 @@ def finish(measured: Measured, options: argparse.Namespace, quiet: bool) -> int:
     return missed or (0 if quiet or options.even_if_busy else 1)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="one repeat, in 12 minutes")
-    parser.add_argument("--systems", default="", metavar="A,B", help=", ".join(SYSTEMS))
-    parser.add_argument("--workloads", default="", metavar="A,B", help=", ".join(parts.RUN))
-    parser.add_argument("--repeats", type=int, help="starts per system (3, quick: 1)")
-    parser.add_argument("--slo-ttft", type=float, default=1000.0, metavar="MS")
-    parser.add_argument("--slo-itl", type=float, default=50.0, metavar="MS")
-    parser.add_argument("--even-if-busy", action="store_true", help="not quiet is no failure")
-    parser.add_argument("--logs", type=Path, help="keep the systems' logs here")
-    parser.add_argument("--name", default="serving", help="of the files in results/")
-    parser.add_argument("--save", action="store_true", help="write the files")
-    options = parser.parse_args()
+    made.add_argument("--quick", action="store_true", help="one repeat, in 12 minutes")
+    made.add_argument("--systems", default="", metavar="A,B", help=", ".join(SYSTEMS))
+    made.add_argument("--workloads", default="", metavar="A,B", help=", ".join(parts.RUN))
+    made.add_argument("--repeats", type=int, help="starts per system (3, quick: 1)")
+    made.add_argument("--slo-ttft", type=float, default=1000.0, metavar="MS")
+    made.add_argument("--slo-itl", type=float, default=50.0, metavar="MS")
+    made.add_argument("--even-if-busy", action="store_true", help="not quiet is no failure")
+    made.add_argument("--logs", type=Path, help="keep the systems' logs here")
+    made.add_argument("--name", default="serving", help="of the files in results/")
+    made.add_argument("--save", action="store_true", help="write the files")
+    return made
+
+
+def main() -> int:
+    options = parser().parse_args()
     end_in_order()
     load_before, cores = os.getloadavg()[0], os.cpu_count() or 1
     systems, table = plan(options)

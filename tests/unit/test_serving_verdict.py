@@ -1,0 +1,299 @@
+"""Targets of the serving benchmark, both ways, on figures made up here; tables and pictures."""
+
+from __future__ import annotations
+
+import itertools
+import xml.etree.ElementTree as ET
+from collections.abc import Sequence
+from contextlib import nullcontext
+from unittest.mock import Mock
+
+import pytest
+
+from benchmarks import report
+from benchmarks.serving import plots, tables
+from benchmarks.serving.campaign import Measured, Trouble
+from benchmarks.serving.contract import Answer, Ask, Kind, Name, System
+from benchmarks.serving.load import Result
+from benchmarks.serving.meter import Use
+from benchmarks.serving.parts import ALONE, CONTROL, LOCAL, LONGS, REMOTE
+from benchmarks.serving.stats import Slo
+from benchmarks.serving.verdict import BUSY, Verdict, chat_shares
+from benchmarks.serving.window import Window
+
+KV_BYTES = 1000
+RATE = 1e6
+SLO = Slo(1.0, 0.05)
+IDS = itertools.count()
+
+
+def system(name: str) -> System:
+    aggregated = name in (Name.AGGREGATED, Name.AGGREGATED_256, Name.ROUND_ROBIN)
+    return System(
+        name,
+        f"note of {name}",
+        lambda _: nullcontext(Mock()),
+        aggregated,
+        name.startswith("pullfill"),
+    )
+
+
+def stream(itl_ms: float, tokens: int = 101) -> Answer:
+    times = [0.01 + 1e-3 * itl_ms * n for n in range(tokens)]
+    return Answer(Ask(Kind.SHORT, (1,) * 32, tokens, "s"), 0, 0, times, list(range(tokens)))
+
+
+def long(ttft_ms: float, length: int = 3000) -> Answer:
+    asked = Ask(Kind.LONG, (1,) * length, 1, "l")
+    return Answer(asked, 1.0, 1.0, [1.0 + 1e-3 * ttft_ms], request_id=f"id-{next(IDS)}")
+
+
+def window(
+    name: str,
+    part: str,
+    label: str,
+    answers: Sequence[Answer],
+    *,
+    path: str = "remote",
+    cpu_s: float = 1.0,
+    others: float = 0.0,
+) -> Window:
+    result = Result(list(answers), 10.0, 0.1, [0.001] * 10, [0.001])
+    seconds = None if part in ("solo", "chat") else 10.0
+    found = Window(name, part, label, 0, seconds, result, Use(10.0, {"all": cpu_s}), others)
+    found.explained = {a.request_id: {"path": path} for a in answers if a.request_id}
+    return found
+
+
+def interference(
+    name: str, control: float = 10.0, longs: float = 12.0, streams: int = 4, ttft: float = 100.0,
+    cpu_s: float = 1.0,
+) -> list[Window]:  # fmt: skip
+    """ITL in ms; tokens per second follow from `streams`."""
+    at = [stream(longs)] * streams
+    return [
+        window(name, "interference", CONTROL, [stream(control)] * 4),
+        window(name, "interference", LONGS, [*at, long(ttft)], cpu_s=cpu_s),
+    ]
+
+
+def measured(*windows: Window, idle: dict[str, float] | None = None) -> Measured:
+    names = list(dict.fromkeys(w.system for w in windows))
+    made = Measured([system(n) for n in names], KV_BYTES, list(windows))
+    made.copy_rate = {length * KV_BYTES: RATE for length in (1000, 3000)}
+    made.idle = {name: [Use(1.0, {"all": cores})] for name, cores in (idle or {}).items()}
+    return made
+
+
+def row(made: Measured, metric: str, peer: str = "") -> report.Row:
+    (found,) = [r for r in Verdict(made).rows() if metric in r.metric and peer in r.peer]
+    return found
+
+
+class TestInterference:
+    @pytest.mark.parametrize(("longs", "ok"), [(14.9, True), (15.1, False)])
+    def test_own_control(self, longs: float, ok: bool) -> None:
+        made = measured(*interference(Name.PULLFILL, 10.0, longs))
+        found = row(made, "(a) ITL p99", "own control")
+        assert (found.ok, found.target) == (ok, "ratio <= 1.5")
+        assert found.value == pytest.approx(longs)
+
+    @pytest.mark.parametrize(("theirs", "ok"), [(13.0, True), (12.0, False), (11.0, False)])
+    def test_every_aggregated_system_must_be_slower(self, theirs: float, ok: bool) -> None:
+        ours = interference(Name.PULLFILL)
+        far = interference(Name.AGGREGATED, longs=500.0)
+        near = interference(Name.ROUND_ROBIN, longs=theirs)
+        made = measured(*ours, *far, *near)
+        assert row(made, "(a) ITL p99", Name.AGGREGATED).ok
+        assert row(made, "(a) ITL p99", Name.ROUND_ROBIN).ok is ok
+
+    @pytest.mark.parametrize(("streams", "ok"), [(4, True), (5, False)])
+    def test_tokens_against_the_best(self, streams: int, ok: bool) -> None:
+        best = interference(Name.AGGREGATED_256, streams=streams)
+        made = measured(
+            *interference(Name.PULLFILL), *best, *interference(Name.AGGREGATED, streams=1)
+        )
+        found = row(made, "(a) tokens/s", "the best aggregated")
+        assert found.peer.startswith(Name.AGGREGATED_256)
+        assert found.ok is ok
+
+    @pytest.mark.parametrize(("ttft", "ok"), [(119.0, True), (121.0, False)])
+    def test_long_prompts_against_one_core_alone(self, ttft: float, ok: bool) -> None:
+        alone = window(Name.ONE_CORE, "interference", ALONE, [long(100.0)])
+        made = measured(*interference(Name.PULLFILL, ttft=ttft), alone)
+        assert row(made, "(a) long TTFT p50").ok is ok
+
+    def test_medians_over_windows(self) -> None:
+        some = [interference(Name.PULLFILL, longs=longs)[1] for longs in (11.0, 12.0, 90.0)]
+        control = interference(Name.PULLFILL)[0]
+        assert row(measured(control, *some), "(a) ITL p99", "own control").value == 12.0
+
+    def test_a_peer_that_is_not_there_fails_nothing(self) -> None:
+        found = row(measured(*interference(Name.PULLFILL)), "(a) long TTFT p50")
+        assert (found.value, found.ok) == (None, True)
+
+    def test_a_row_of_a_busy_machine_says_so(self) -> None:
+        one, two = interference(Name.PULLFILL)
+        two.others = 0.5
+        assert row(measured(one, two), "(a) ITL p99", "own control").metric.endswith(BUSY)
+
+    def test_how_many_were_prefilled_remotely(self) -> None:
+        found = row(measured(*interference(Name.PULLFILL)), "prefilled remotely")
+        assert (found.value, found.unit) == (1, "of 1")
+
+
+class TestHandoff:
+    def made(self, remote: float, *, path: str = "remote") -> Measured:
+        return measured(
+            window(Name.PULLFILL, "solo", REMOTE, [long(remote, 1000)], path=path),
+            window(Name.PULLFILL, "solo", LOCAL, [long(100.0, 1000)], path="local"),
+        )
+
+    @pytest.mark.parametrize(("remote", "ok"), [(1114.0, True), (1116.0, False)])
+    def test_15_ms_and_a_copy_are_allowed(self, remote: float, ok: bool) -> None:
+        found = row(self.made(remote), "1000 tokens, remote - local")  # a copy: 1 MB at 1 MB/s
+        assert (found.ok, found.target) == (ok, "<= 1015")
+        assert found.value == pytest.approx(remote - 100.0)
+
+    def test_a_remote_prefill_that_was_none_is_a_miss(self) -> None:
+        assert row(self.made(200.0), "served locally").ok
+        assert not row(self.made(200.0, path="local"), "served locally").ok
+
+    def test_two_clusters_do_as_well(self) -> None:
+        made = measured(
+            window(Name.PULLFILL_REMOTE, "solo", "", [long(120.0, 3000)]),
+            window(Name.PULLFILL_LOCAL, "solo", "", [long(100.0, 3000)]),
+        )
+        assert row(made, "3000 tokens, remote - local").value == pytest.approx(20.0)
+
+    def test_one_side_only(self) -> None:
+        made = measured(window(Name.PULLFILL, "solo", REMOTE, [long(120.0, 1000)]))
+        assert row(made, "remote - local").value is None
+
+
+class TestNixl:
+    @pytest.mark.parametrize("better", [True, False])
+    def test_everything_must_be_lower(self, better: bool) -> None:
+        ours = interference(Name.PULLFILL, longs=12.0, ttft=100.0, cpu_s=1.0)
+        factor = 2.0 if better else 0.5
+        theirs = interference(Name.NIXL, longs=12.0 * factor, ttft=100.0 * factor, cpu_s=factor)
+        made = measured(*ours, *theirs, idle={Name.PULLFILL: 0.05, Name.NIXL: 0.5 * factor})
+        rows = [r for r in Verdict(made).rows() if "NIXL" in r.peer and r.target]
+        assert len(rows) == 4
+        assert {r.ok for r in rows} == {better}
+
+
+def turn(tokens: int, hit: int, lane: str = "c") -> Answer:
+    asked = Ask(Kind.TURN, (1,) * tokens, 2, lane, grows=True)
+    return Answer(asked, 0, 0, [1.0, 2.0], [1, 2], cached=0, request_id=f"{lane}-{tokens}-{hit}")
+
+
+class TestChat:
+    def made(self, hit: int) -> Window:
+        found = window(Name.PULLFILL, "chat", "", [turn(98, 0), turn(98, hit)])
+        found.explained = {
+            a.request_id: {"path": "local", "prefix_hit_tokens": int(a.request_id.split("-")[2])}
+            for a in found.answers
+        }
+        return found
+
+    @pytest.mark.parametrize(("hit", "ok"), [(95, True), (94, False)])
+    def test_the_decode_workers_own_account_counts(self, hit: int, ok: bool) -> None:
+        assert chat_shares(self.made(hit)) == [hit / 100]
+        assert row(measured(self.made(hit)), "lowest turn").ok is ok
+
+    def test_conversations_are_told_apart(self) -> None:
+        found = window(Name.NIXL, "chat", "", [turn(98, 0, "a"), turn(48, 0, "b")])
+        found.explained = {}
+        assert chat_shares(found) == []
+
+
+class TestTrouble:
+    def test_a_system_that_did_not_start_is_a_row_that_fails(self) -> None:
+        made = measured(*interference(Name.PULLFILL))
+        made.troubles = [Trouble(Name.NIXL, 0, "start", "first\nno NIXL here\n")]
+        found = row(made, "nixl: start failed")
+        assert (found.ok, found.unit) == (False, "not measured: no NIXL here")
+
+    def test_failed_requests_are_a_row_that_fails(self) -> None:
+        bad = stream(1.0)
+        bad.error = "broke off"
+        made = measured(window("x", "rates", "1", [bad, stream(1.0)]))
+        found = row(made, "x: failed requests, rates")
+        assert (found.value, found.ok) == (1, False)
+        assert "of 2; first: broke off" in found.unit
+
+    @pytest.mark.parametrize(("other", "ok"), [(12.0, True), (15.0, False)])
+    def test_control_windows_must_agree(self, other: float, ok: bool) -> None:
+        made = measured(*interference("x", 10.0), *interference("x", other))
+        assert row(made, "x: spread").ok is ok
+
+
+def everything() -> Measured:
+    return measured(
+        *interference(Name.PULLFILL), *interference(Name.AGGREGATED, longs=200.0),
+        window(Name.PULLFILL, "solo", REMOTE, [long(120.0, 1000)]),
+        window(Name.PULLFILL, "solo", LOCAL, [long(100.0, 1000)]),
+        window(Name.PULLFILL_2P1D, "bursts", "", [stream(10.0), long(300.0)]),
+        window(Name.AGGREGATED, "bursts", "", [stream(10.0), long(600.0)]),
+        window(Name.PULLFILL, "rates", "1", [stream(10.0), long(2000.0)]),
+        window(Name.PULLFILL, "rates", "2", [stream(90.0), long(2000.0)]),
+        idle={Name.PULLFILL: 0.04},
+    )  # fmt: skip
+
+
+class TestTables:
+    def test_rows_of_every_system(self) -> None:
+        rows = {r.metric: r for r in tables.rows(everything(), SLO)}
+        assert rows["pullfill: idle CPU"].value == 4.0
+        assert rows["aggregated: ITL p99, longs"].value == pytest.approx(200.0)
+        assert rows["pullfill: goodput at 1 requests/s"].value == 0.1
+        assert rows["pullfill: goodput at 1 requests/s"].unit == "1/s (50 % good)"
+        assert rows["pullfill: goodput at 2 requests/s"].value == 0.0
+        assert all(r.ok and not r.target for r in rows.values())
+
+    def test_markdown(self) -> None:
+        text = tables.markdown(everything(), ["a.svg"], SLO)
+        assert "| pullfill | all 10.0 | 4 |" in text
+        assert "| pullfill always_remote | 120 |" in text
+        assert "| pullfill-2p1d | 300 | 300 | 10 |" in text
+        assert "- **aggregated**: note of aggregated" in text
+        assert "![a.svg](a.svg)" in text
+        widths = [
+            {line.count(" | ") for line in block.splitlines()}
+            for block in text.split("\n\n")
+            if block.startswith("|")
+        ]
+        assert all(len(w) == 1 for w in widths)
+
+    def test_nothing_measured(self) -> None:
+        assert "Not measured" in tables.markdown(measured(), [], SLO)
+        assert Verdict(measured()).rows() == []
+
+
+class TestPictures:
+    def test_all_are_drawn(self) -> None:
+        pictures = plots.draw(everything(), SLO)
+        assert set(pictures) == {
+            "serving-itl-cdf.svg", "serving-itl-cdf-control.svg", "serving-itl-time.svg",
+            "serving-goodput.svg",
+        }  # fmt: skip
+        for picture in pictures.values():
+            root = ET.fromstring(picture)
+            assert {"polyline", "circle"} & {child.tag.rpartition("}")[2] for child in root}
+        assert plots.draw(measured(), SLO) == {}
+
+    def test_a_cdf_keeps_its_tail(self) -> None:
+        values = [float(n) for n in range(10_000)]
+        points = plots.cdf(values, 50)
+        assert len(points) < 100
+        assert points[0] == (0.0, 1e-4)
+        assert points[-3:] == [(9997.0, 0.9998), (9998.0, 0.9999), (9999.0, 1.0)]
+        assert plots.cdf([]) == []
+
+    def test_axes(self) -> None:
+        log, plain = plots.Axis("x", 1.0, 1000.0, log=True), plots.Axis("y", 0.0, 6.0)
+        assert (log.share(1.0), log.share(1000.0), log.share(5000.0)) == (0.0, 1.0, 1.0)
+        assert log.share(10.0) == pytest.approx(1 / 3)
+        assert log.ticks() == [1.0, 10.0, 100.0, 1000.0]
+        assert plain.ticks() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
