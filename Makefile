@@ -10,7 +10,7 @@ PYTEST_ARGS ?=
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-nixl up down status test test-fast lint format chaos chaos-report soak bench bench-quick clean
+.PHONY: help install install-nixl install-bench up down status test test-fast lint format chaos chaos-report soak bench bench-quick clean
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -20,6 +20,9 @@ install: ## Make .venv and install everything into it (quick when nothing change
 
 install-nixl: install ## Add NIXL (UCX) to .venv: the nixl transport, 240 MB
 	$(BIN)/python -m pip install --no-deps "nixl>=1.5" "nixl-cu12>=1.5"
+
+install-bench: install ## Add guidellm, for the rate sweep of bench-serving, beside .venv: 350 MB
+	$(BIN)/python -m benchmarks.serving.public_load install
 
 up: install ## Start a cluster here: make up [MODEL=PATH] [ARGS="--decode 2 ..."]
 	@exec $(BIN)/pullfill up --model $(MODEL) $(ARGS)

@@ -1,0 +1,134 @@
+"""What the serving benchmark's systems are made of, without starting one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.live import BenchError
+from benchmarks.serving import model, public_load, systems_pairs, systems_vllm
+from benchmarks.serving.contract import Name
+from benchmarks.serving.systems import FLAGS, SYSTEMS
+from benchmarks.serving.workloads import LONG_OUT, SHORT_IN, SHORT_OUT, SWEEP_IN
+from pullfill.deploy.defaults import usable_cores
+from pullfill.engine.demo_recipe import MARKUP_TOKENS, SPECIAL_TOKENS
+from pullfill.engine.demo_tokenizer import build_tokenizer
+
+
+class TestModel:
+    def test_it_has_24_million_parameters_and_8_kib_of_kv_per_token(self) -> None:
+        assert round(model.parameters() / 1e6) == 24
+        assert model.kv_bytes_per_token() == 8192
+
+    def test_prompts_have_no_special_tokens(self) -> None:
+        tokenizer = build_tokenizer(model.RECIPE.vocab)
+        texts = {tokenizer.id_to_token(token) for token in model.plain_tokens()}
+        assert not texts & {*SPECIAL_TOKENS, *MARKUP_TOKENS}
+        assert len(texts) == model.RECIPE.vocab - len(SPECIAL_TOKENS) - len(MARKUP_TOKENS)
+
+
+class TestSystems:
+    def test_every_system_that_the_verdicts_know_can_be_started(self) -> None:
+        assert set(SYSTEMS) == set(Name)
+        assert all(name == system.name and system.note for name, system in SYSTEMS.items())
+
+    def test_who_must_be_beaten(self) -> None:
+        aggregated = {name for name, system in SYSTEMS.items() if system.aggregated}
+        assert aggregated == {Name.AGGREGATED, Name.AGGREGATED_256, Name.ROUND_ROBIN}
+        ours = {name for name, system in SYSTEMS.items() if system.ours}
+        assert ours == {name for name in Name if name.startswith("pullfill")}
+
+    def test_longest_prompts_and_answers_fit(self) -> None:
+        (longest,) = [flag for flag in FLAGS if flag.startswith("--max-model-len=")]
+        assert int(longest.split("=")[1]) <= model.RECIPE.max_positions
+
+    def test_nixl_that_is_not_there_is_skipped(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        monkeypatch.setattr(systems_pairs, "nixl_problem", lambda: "not installed")
+        with pytest.raises(systems_pairs.Skipped, match="not installed"):
+            with systems_pairs.nixl("nixl", (0, 1), FLAGS, tmp_path):
+                pass
+
+
+def test_threads_are_put_on_their_cores_but_those_bound_within_stay() -> None:
+    cores = usable_cores()
+    if len(cores) < 2:
+        pytest.skip("needs two cores")
+    code = (
+        "import os, sys, threading\n"
+        "threading.Thread(target=lambda: (os.sched_setaffinity(0, {int(sys.argv[1])}),"
+        " print(flush=True), input())).start()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(cores[1])], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        pid = process.pid
+        try:
+            systems_vllm.pin([pid], cores[:2])
+            bound = sorted(sorted(os.sched_getaffinity(t)) for t in systems_vllm.threads(pid))
+            assert bound == sorted([cores[:2], [cores[1]]])
+            systems_vllm.pin([pid], cores[:1])
+            assert systems_vllm.places([pid]) == {pid: {cores[0]}}
+        finally:
+            process.kill()
+
+
+class TestPublicLoad:
+    def test_rows_are_the_same_for_the_same_seed_and_as_long_as_they_say(self) -> None:
+        tokenizer = build_tokenizer(model.RECIPE.vocab)
+        rows = public_load.prompts(tokenizer, 40, 3)
+        assert rows == public_load.prompts(tokenizer, 40, 3)
+        assert rows[0]["prompt"] != public_load.prompts(tokenizer, 1, 4)[0]["prompt"]
+        for row in rows:
+            assert abs(len(tokenizer.encode(row["prompt"]).ids) - row["prompt_tokens_count"]) <= 2
+        kinds = {(row["prompt_tokens_count"], row["output_tokens_count"]) for row in rows}
+        assert kinds == {(SHORT_IN, SHORT_OUT), (SWEEP_IN, LONG_OUT)}
+
+    def test_a_report_is_read(self) -> None:
+        rate = public_load.parse(REPORT)
+        assert (rate.rate, rate.finished, rate.failed) == (2.0, 8, 3)
+        assert (rate.ttft_p50_s, rate.ttft_p99_s) == (0.05, 0.09)
+        assert (rate.itl_p50_s, rate.itl_p99_s) == (0.005, 0.009)
+        assert (rate.tokens_per_s, rate.good_per_s, rate.good_share) == (40.0, 1.5, 0.75)
+
+    @pytest.mark.parametrize("report", [{}, {"benchmarks": []}, {"benchmarks": [{}]}])
+    def test_another_report_is_refused(self, report: dict[str, Any]) -> None:
+        with pytest.raises(BenchError, match=public_load.VERSION):
+            public_load.parse(report)
+
+    def test_without_guidellm_it_says_how_to_get_it(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        with pytest.raises(systems_pairs.Skipped, match="make install-bench"):
+            public_load.program()
+
+
+def percentiles(p50: float, p99: float) -> dict[str, Any]:
+    return {"successful": {"percentiles": {"p50": p50, "p99": p99}}}
+
+
+REPORT = {
+    "benchmarks": [
+        {
+            "config": {"strategy": {"rate": 2.0}},
+            "duration": 4.0,
+            "metrics": {
+                "request_totals": {"successful": 8, "errored": 1, "incomplete": 2},
+                "time_to_first_token_ms": percentiles(50.0, 90.0),
+                "inter_token_latency_ms": percentiles(5.0, 9.0),
+                "output_token_count": {"successful": {"total_sum": 160.0}},
+                "slo_attainment": 0.75,
+                "slo_determined_requests": 8,
+            },
+        }
+    ]
+}
