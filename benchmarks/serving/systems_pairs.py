@@ -21,7 +21,7 @@ import psutil
 from benchmarks.live import BenchError, child, wait_for
 from benchmarks.serving import model
 from benchmarks.serving.contract import Kind, Running
-from benchmarks.serving.systems_vllm import ApiServer, Cores, api_server, pin_server
+from benchmarks.serving.systems_vllm import ApiServer, Cores, pin_server, starting
 from pullfill.deploy.servers import free_port
 
 PROXY_LIMIT_S = 30.0
@@ -43,15 +43,16 @@ class Part:
 
 @contextmanager
 def servers(parts: Sequence[Part], flags: Sequence[str], base: Path) -> Iterator[list[ApiServer]]:
-    """All of them ready; each starts while the ones before it run. Raises BenchError."""
+    """All of them ready; they start at the same time. Raises BenchError."""
     directory = model.model_directory()
     with ExitStack() as stack:
-        yield [
+        started = [
             stack.enter_context(
-                api_server(part.name, directory, base, [*flags, *part.flags], part.cores, part.env)
+                starting(part.name, directory, base, [*flags, *part.flags], part.cores, part.env)
             )
             for part in parts
         ]
+        yield [server.ready() for server in started]
 
 
 @contextmanager

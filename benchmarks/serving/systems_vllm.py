@@ -1,11 +1,13 @@
 """Plain vLLM API servers on given cores, as the benchmarks start them.
 
-Owner: the `with` block of `api_server`. Its exit ends the server and the processes it started.
+Owner: the `with` block of `starting` or `api_server`. Its exit ends the server and the processes it
+started.
 """
 
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -67,36 +69,56 @@ def environment(engine: Sequence[int]) -> dict[str, str]:
     }
 
 
+@dataclass(frozen=True, slots=True)
+class Starting:
+    """A server that was just started, on its cores."""
+
+    name: str
+    url: str
+    log: Path
+    cores: Cores
+    process: subprocess.Popen[bytes]
+
+    def ready(self) -> ApiServer:
+        """Wait until it is healthy, then pin its processes. Raises BenchError."""
+        wait_for(self._up, START_LIMIT_S, f"{self.name} answers (see {self.log})", 0.2)
+        server = ApiServer(self.name, self.url, self.process.pid)
+        pin_server(server, self.cores)
+        return server
+
+    def _up(self) -> bool:
+        if self.process.poll() is not None:
+            raise BenchError(f"{self.name} ended:\n{self.log.read_text()[-3000:]}")
+        return httpx.get(f"{self.url}/health", timeout=5.0).status_code == 200
+
+
 @contextmanager
-def api_server(
+def starting(
     name: str,
     model: Path,
     logs: Path,
     flags: Sequence[str],
     cores: Cores,
     env: Mapping[str, str] | None = None,
-) -> Iterator[ApiServer]:
-    """A server of the model that says it is healthy, on a free port, its processes pinned.
-
-    Its output goes to `logs/NAME.log`. Raises BenchError when it does not start.
-    """
+) -> Iterator[Starting]:
+    """A server of the model on a free port, which is not up yet. Its output is in `NAME.log`."""
     port = free_port()
     command = [sys.executable, "-P", "-m", ENTRY, "--model", str(model), "--host", "127.0.0.1"]
     command += ["--port", str(port), *flags]
-    url, log = f"http://127.0.0.1:{port}", logs / f"{name}.log"
+    log = logs / f"{name}.log"
     with child(command, log, {**environment(cores.engine), **(env or {})}) as process:
         # From the first moment: vLLM counts the cores it may use.
         psutil.Process(process.pid).cpu_affinity(sorted(cores.all))
+        yield Starting(name, f"http://127.0.0.1:{port}", log, cores, process)
 
-        def up() -> bool:
-            if process.poll() is not None:
-                raise BenchError(f"{name} ended:\n{log.read_text()[-3000:]}")
-            return httpx.get(f"{url}/health", timeout=5.0).status_code == 200
 
-        wait_for(up, START_LIMIT_S, f"{name} answers (see {log})", 0.2)
-        server = ApiServer(name, url, process.pid)
-        pin_server(server, cores)
-        yield server
+@contextmanager
+def api_server(
+    name: str, model: Path, logs: Path, flags: Sequence[str], cores: Cores
+) -> Iterator[ApiServer]:
+    """A server that says it is healthy, its processes pinned. Raises BenchError."""
+    with starting(name, model, logs, flags, cores) as started:
+        yield started.ready()
 
 
 def pin_server(server: ApiServer, cores: Cores) -> None:
