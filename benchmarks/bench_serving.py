@@ -70,7 +70,7 @@ def is_quiet(measured: Measured, load_before: float, cores: int) -> bool:
 def finish(measured: Measured, options: argparse.Namespace, quiet: bool) -> int:
     """Print and save everything. Returns the exit status."""
     slo = Slo(options.slo_ttft / 1e3, options.slo_itl / 1e3)
-    pictures = plots.draw(measured, slo)
+    pictures = plots.draw(measured, slo, options.name)
     text = tables.markdown(measured, pictures, slo)
     rows = [*Verdict(measured).rows(), *tables.rows(measured, slo)]
     if options.save:

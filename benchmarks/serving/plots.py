@@ -122,22 +122,22 @@ def cdf(values: Sequence[float], points: int = 200) -> list[Point]:
     return [(ordered[n], (n + 1) / len(ordered)) for n in sorted(places)]
 
 
-def draw(measured: Measured, slo: Slo) -> dict[str, str]:
+def draw(measured: Measured, slo: Slo, prefix: str = "serving") -> dict[str, str]:
     """File name → picture, of everything that was measured."""
     names = [s.name for s in measured.systems]
     pictures = {}
-    for label, file in ((LONGS, "serving-itl-cdf.svg"), (CONTROL, "serving-itl-cdf-control.svg")):
+    for label, file in ((LONGS, "itl-cdf"), (CONTROL, "itl-cdf-control")):
         if pooled := {n: _gaps_ms(measured, n, label) for n in names if measured.of(
             n, "interference", label
         )}:  # fmt: skip
             what = "with long prompts" if label == LONGS else "without long prompts"
             pictures[file] = _cdf_picture(pooled, what)
     if over := _over_time(measured, names):
-        pictures["serving-itl-time.svg"] = over
+        pictures["itl-time"] = over
     goodput = {n: [(r, g) for r, g, _ in rate_points(measured, n, slo)] for n in names}
     if goodput := {n: points for n, points in goodput.items() if points}:
-        pictures["serving-goodput.svg"] = _goodput_picture(goodput, slo)
-    return pictures
+        pictures["goodput"] = _goodput_picture(goodput, slo)
+    return {f"{prefix}-{name}.svg": picture for name, picture in pictures.items()}
 
 
 def _gaps_ms(measured: Measured, system: str, label: str) -> list[float]:
