@@ -19,6 +19,7 @@ from benchmarks.serving import bandwidth, parts, stats
 from benchmarks.serving.contract import System
 from benchmarks.serving.meter import Use
 from benchmarks.serving.parts import Scale, Session
+from benchmarks.serving.systems_pairs import Skipped
 from benchmarks.serving.window import Window
 
 START_S = 40.0
@@ -28,12 +29,13 @@ WARM_S = 12.0
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """What went wrong; `where`: "start" or the part."""
+    """What went wrong; `where`: "start" or the part. skipped: what it needs is not installed."""
 
     system: str
     repeat: int
     where: str
     what: str
+    skipped: bool = False
 
 
 @dataclass(slots=True)
@@ -145,6 +147,9 @@ class Campaign:
                     measured.idle.setdefault(system.name, []).append(session.idle)
                 for where in wanted:
                     self._part(measured, session, where)
+        except Skipped as exc:
+            measured.troubles.append(Trouble(system.name, repeat, where, str(exc), skipped=True))
+            self._say(f"{before}: left out: {exc}")
         except (BenchError, OSError, subprocess.SubprocessError) as exc:
             measured.troubles.append(Trouble(system.name, repeat, where, str(exc)))
             self._say(f"{before}: {where} FAILED: {str(exc)[-1500:]}")

@@ -81,6 +81,13 @@ class Session:
     windows: list[Window] = field(default_factory=list)
     idle: Use | None = None
 
+    @property
+    def tell(self) -> Callable[[str], None] | None:
+        """Changes the router's policy; None where it cannot be, or where it is what the system is
+        measured for."""
+        fixed = self.system.name in (Name.PULLFILL_LOCAL, Name.PULLFILL_REMOTE)
+        return None if fixed else self.running.set_policy
+
     def prompts(self, part: str, label: str) -> Prompts:
         """The same for every system, others in every window and repeat."""
         before = sum(w.part == part for w in self.windows)
@@ -110,14 +117,14 @@ Part = Callable[[Session], None]
 def warm_up(session: Session, kept_lengths: Sequence[int] = ()) -> None:
     """Every shape that will be measured, by every path that can be taken."""
     lengths = sorted({*session.scale.lengths, workloads.LONG_IN, *kept_lengths})
-    policies = [REMOTE, LOCAL] if session.running.set_policy else [""]
-    for policy in policies:
-        if session.running.set_policy:
-            session.running.set_policy(policy)
+    tell = session.tell
+    for policy in [REMOTE, LOCAL] if tell else [""]:
+        if tell:
+            tell(policy)
         prompts = session.prompts("warm-up", policy)
         session.measure("warm-up", policy, workloads.warm_up(prompts, lengths), keep=False)
-    if session.running.set_policy:
-        session.running.set_policy("conditional")
+    if tell:
+        tell("conditional")
 
 
 def idle(session: Session) -> None:
@@ -146,7 +153,7 @@ def interference(session: Session) -> None:
 def solo(session: Session) -> None:
     """TTFT of one long prompt. Where the router can be told, local and remote in turn, round by
     round, on the same workers."""
-    scale, tell = session.scale, session.running.set_policy
+    scale, tell = session.scale, session.tell
     if tell is None:
         prompts = session.prompts("solo", "")
         _solo(session, "", workloads.solo(prompts, scale.lengths, scale.rounds))

@@ -213,8 +213,11 @@ class Verdict:
     # ---------------------------------------------------------------- what went wrong
 
     def _troubles(self) -> list[Row]:
-        rows = []
+        skipped = {t.system: t.what for t in self._m.troubles if t.skipped}
+        rows = [missing(f"{name}: everything", "", what) for name, what in skipped.items()]
         for t in self._m.troubles:
+            if t.skipped:
+                continue
             last = t.what.strip().splitlines()[-1][:160] if t.what.strip() else ""
             what = f"{t.system}: {t.where} failed (repeat {t.repeat + 1})"
             rows.append(Row(metric=what, value=None, unit=f"not measured: {last}", ok=False))

@@ -111,6 +111,13 @@ class TestParts:
         assert seen.policies == ["always_remote", "always_local", "conditional"]
         assert made.windows == []
 
+    def test_a_policy_that_is_measured_is_left_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        made, seen = session(monkeypatch, name=Name.PULLFILL_LOCAL, told=True)
+        parts.warm_up(made)
+        parts.solo(made)
+        assert seen.policies == []
+        assert seen.windows == [("warm-up", ""), ("solo", "")]
+
     @pytest.mark.parametrize("part", parts.RUN)
     def test_every_part_knows_how_long_it_takes(self, part: str) -> None:
         for scale in (parts.FULL, parts.QUICK):

@@ -215,6 +215,12 @@ class TestTrouble:
         found = row(made, "nixl: start failed")
         assert (found.ok, found.unit) == (False, "not measured: no NIXL here")
 
+    def test_what_is_not_installed_is_no_failure(self) -> None:
+        made = measured(*interference(Name.PULLFILL))
+        made.troubles = [Trouble(Name.NIXL, n, "start", "no nixl", skipped=True) for n in (0, 1)]
+        found = row(made, "nixl: everything")
+        assert (found.value, found.ok, found.unit) == (None, True, "not measured: no nixl")
+
     def test_failed_requests_are_a_row_that_fails(self) -> None:
         bad = stream(1.0)
         bad.error = "broke off"
