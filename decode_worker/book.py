@@ -11,6 +11,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 
 from pullfill.clock import SYSTEM_CLOCK, Clock
+from pullfill.decode_worker.dues import Dues
 from pullfill.decode_worker.entry import Entry, JobState
 from pullfill.decode_worker.moves import (
     Action,
@@ -59,6 +60,10 @@ class Book:
         self.incarnation = incarnation
         self._lock = threading.Lock()
         self._jobs: dict[str, Entry] = {}
+        # What is asked or looked at often, kept so that it costs the same however many jobs wait.
+        self._dues = Dues()
+        self._quarantined: dict[str, Entry] = {}
+        self._target_blocks = 0
         self._by_request: dict[str, str] = {}
         self._ended: OrderedDict[str, JobState] = OrderedDict()
         self._events: deque[EngineEvent] = deque()
@@ -135,6 +140,7 @@ class Book:
         """GRANTED → QUEUED with proof, else QUARANTINED. Out of attempts → given up. What is being
         read is QUARANTINED until that is over."""
         entry.state = JobState.QUARANTINED
+        self._quarantined[entry.job_id] = entry
         entry.quarantined_at = self._clock.monotonic()
         self._actions.append(SendRevoke(entry.writer, entry.job_id, entry.attempt, str(reason)))
         self._ask_proof(entry)
@@ -148,11 +154,14 @@ class Book:
             return
         entry.fence, entry.writer = None, ""
         entry.state, entry.queued_at = JobState.QUEUED, self._clock.monotonic()
+        self._quarantined.pop(entry.job_id, None)
         if entry.held:
             entry.held = False
             self._events.append(Release(entry.job_id))
         if entry.settled:
             self._end(entry, JobState.CLOSED)
+        else:
+            self._dues.add(entry)
 
     def _settle(self, entry: Entry, outcome: Outcome, *, loaded: bool) -> None:
         assert not entry.settled, "a request is settled once"
@@ -162,7 +171,9 @@ class Book:
 
     def _end(self, entry: Entry, state: JobState) -> None:
         entry.state = state
-        self._jobs.pop(entry.job_id, None)
+        if self._jobs.pop(entry.job_id, None) is not None:
+            self._target_blocks -= entry.targets
+        self._quarantined.pop(entry.job_id, None)
         if self._by_request.get(entry.request_id) == entry.job_id:
             del self._by_request[entry.request_id]
         self._ended[entry.job_id] = state

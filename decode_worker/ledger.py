@@ -89,6 +89,8 @@ class Ledger(Arrivals):
         with self._lock:
             self._jobs[job_id] = entry
             self._by_request[request_id] = job_id
+            self._target_blocks += entry.targets
+            self._dues.add(entry)
             self._next_tick = min(self._next_tick, entry.due)
         self._on_action()
 
@@ -231,21 +233,19 @@ class Ledger(Arrivals):
         """Give up what is past its deadline and ask again for proofs. Returns seconds until the
         next call is useful, None when nothing is open."""
         now = self._clock.monotonic()
-        soonest: float | None = None
         with self._lock:
-            for entry in list(self._jobs.values()):
-                if not entry.settled and now >= entry.due:
-                    self._expire(entry)
+            for entry in self._dues.past(now):
+                self._expire(entry)
+            for entry in list(self._quarantined.values()):
                 if entry.state is JobState.QUARANTINED:
                     self._ask_proof(entry)
-                if entry.job_id not in self._jobs:
-                    continue
-                due = entry.due - now
-                if entry.state is JobState.QUARANTINED:
-                    # A running batch ends within milliseconds, a stopped writer maybe never.
-                    waited = (now - entry.quarantined_at) / 8
-                    due = min(max(waited, _PROOF_SOONEST_S), _PROOF_LATEST_S)
-                soonest = due if soonest is None else min(soonest, due)
+            due = self._dues.soonest()
+            soonest = None if due is None else due - now
+            for entry in self._quarantined.values():
+                # A running batch ends within milliseconds, a stopped writer maybe never.
+                waited = (now - entry.quarantined_at) / 8
+                again = min(max(waited, _PROOF_SOONEST_S), _PROOF_LATEST_S)
+                soonest = again if soonest is None else min(soonest, again)
             self._next_tick = math.inf if soonest is None else now + soonest
         self._wake()
         return soonest
@@ -289,15 +289,15 @@ class Ledger(Arrivals):
     @property
     def quarantined_blocks(self) -> int:
         """Blocks whose writer was told to stop and is not proved quiet."""
-        waits = JobState.QUARANTINED
+        if not self._quarantined:
+            return 0
         with self._lock:
-            return sum(len(e.blocks) for e in self._jobs.values() if e.state is waits)
+            return sum(len(entry.blocks) for entry in self._quarantined.values())
 
     @property
     def target_blocks(self) -> int:
         """Blocks that open jobs bind: they are written, or held, for some prefill worker."""
-        with self._lock:
-            return sum(e.targets for e in self._jobs.values())
+        return self._target_blocks
 
     def find(self, job_id: str) -> Entry | None:
         return self._jobs.get(job_id)

@@ -1,0 +1,102 @@
+"""The ledger's timer and counters: right, and no dearer because thousands of jobs wait."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pullfill.decode_worker.entry import Entry
+from pullfill.decode_worker.ledger import Ledger
+from pullfill.errors import Outcome
+from pullfill.transfer.loopback import LoopbackFences
+from tests.support.fakes import FakeClock
+
+MANY = 2_000
+
+
+class Looks:
+    """Counts how often any entry's due time is looked at."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        real = Entry.due.fget  # type: ignore[attr-defined]
+
+        def due(entry: Entry) -> float:
+            self.count += 1
+            return float(real(entry))
+
+        patch.setattr(Entry, "due", property(due))
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+@pytest.fixture
+def ledger(clock: FakeClock) -> Ledger:
+    return Ledger(LoopbackFences(64, 8), incarnation="i", clock=clock)
+
+
+def fill(ledger: Ledger, count: int, start: int = 0, **timing: Any) -> None:
+    for number in range(start, start + count):
+        timing = {"timeout_s": 60.0, "claim_timeout_s": 30.0, **timing}
+        ledger.open(f"j{number}", f"r{number}", (1, 2, 3), first_target=1, hit_tokens=4, **timing)
+
+
+def test_a_tick_looks_at_few_of_many_waiting_jobs(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(ledger, MANY)
+    looks = Looks(monkeypatch)
+    assert ledger.tick() == pytest.approx(30.0)
+    fill(ledger, 1, start=MANY)
+    assert ledger.tick() == pytest.approx(30.0)
+    assert looks.count < 30
+
+
+def test_bound_blocks_are_counted_and_come_back(ledger: Ledger) -> None:
+    fill(ledger, 5)
+    assert ledger.target_blocks == 10
+    ledger.cancel("r0")
+    ledger.cancel("r0")
+    assert ledger.target_blocks == 8
+    ledger.give_up_all(Outcome.TIMEOUT)
+    assert (ledger.target_blocks, ledger.open_jobs, ledger.tick()) == (0, 0, None)
+
+
+def test_each_job_expires_at_its_own_time(ledger: Ledger, clock: FakeClock) -> None:
+    fill(ledger, 1, claim_timeout_s=9.0)
+    fill(ledger, 1, start=1, claim_timeout_s=3.0)
+    fill(ledger, 1, start=2, claim_timeout_s=6.0)
+    ends = []
+    while (pause := ledger.tick()) is not None:
+        clock.advance(pause)
+        ledger.tick()
+        ends += [(round(clock.monotonic()), e.request_id) for e in ledger.take_events()]  # type: ignore[union-attr]
+    begin = ends[0][0] - 3
+    assert [(at - begin, request) for at, request in ends] == [(3, "r1"), (6, "r2"), (9, "r0")]
+
+
+def test_a_claim_moves_the_due_time_and_a_return_to_the_queue_moves_it_back(
+    ledger: Ledger, clock: FakeClock
+) -> None:
+    fill(ledger, 1)
+    clock.advance(20.0)
+    grant = ledger.claim("j0", "i", "w1").grant
+    assert grant is not None
+    assert ledger.tick() == pytest.approx(40.0), "the whole, not the wait for a claim"
+    clock.advance(5.0)
+    ledger.hand_back("j0", grant.attempt, "i", "w1", "busy", retry=True)
+    assert ledger.tick() == pytest.approx(30.0), "its wait for a claim begins anew"
+    clock.advance(30.5)
+    ledger.tick()
+    assert ledger.open_jobs == 0
+
+
+def test_the_heap_forgets_what_ended_long_before_it_was_due(ledger: Ledger) -> None:
+    for number in range(MANY):
+        fill(ledger, 1, start=number)
+        ledger.cancel(f"r{number}")
+    assert len(ledger._dues._heap) < MANY
