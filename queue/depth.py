@@ -69,15 +69,18 @@ class DepthCache:
 
     def published(self, seq: int, tokens: int) -> None:
         """Our job `seq` is stored."""
-        if seq > self._snapshot.last_seq:
-            self._ours[seq] = round_up_tokens(tokens)
-            self._recount()
+        if seq > self._snapshot.last_seq and seq not in self._ours:
+            self._ours[seq] = rounded = round_up_tokens(tokens)
+            self._shift(1, rounded)
 
     def cancelled(self, seq: int, tokens: int) -> None:
         """Our job `seq` was there and is gone."""
-        if self._ours.pop(seq, None) is None:
-            self._gone[seq] = (self._clock.monotonic(), round_up_tokens(tokens))
-        self._recount()
+        ours = self._ours.pop(seq, None)
+        if ours is not None:
+            self._shift(-1, -ours)
+        elif seq not in self._gone:
+            self._gone[seq] = (self._clock.monotonic(), rounded := round_up_tokens(tokens))
+            self._shift(-1, -rounded)
 
     def store(self, snapshot: Snapshot, asked_at: float) -> None:
         """Take a snapshot that was asked for at `asked_at` (this cache's clock)."""
@@ -87,7 +90,10 @@ class DepthCache:
             self._ours.clear()
             self._gone.clear()
         self._snapshot, self._taken = snapshot, asked_at
-        self._recount()
+        self._delta = (
+            len(self._ours) - len(self._gone),
+            sum(self._ours.values()) - sum(tokens for _, tokens in self._gone.values()),
+        )
 
     def status(self) -> QueueStatus:
         """Never negative, never blocks."""
@@ -101,8 +107,5 @@ class DepthCache:
             oldest_age_s=max(0.0, age) if depth and snapshot.jobs else 0.0,
         )
 
-    def _recount(self) -> None:
-        self._delta = (
-            len(self._ours) - len(self._gone),
-            sum(self._ours.values()) - sum(tokens for _, tokens in self._gone.values()),
-        )
+    def _shift(self, jobs: int, tokens: int) -> None:
+        self._delta = (self._delta[0] + jobs, self._delta[1] + tokens)
