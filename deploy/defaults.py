@@ -121,6 +121,17 @@ def place(
     return [Placement(cores=groups[index % len(groups)]) for index in range(workers)]
 
 
+def other_cores(decode: Sequence[Placement], cores: Sequence[int]) -> tuple[int, ...]:
+    """Cores for frontends and servers: those that no decode worker is pinned to. Empty (anywhere)
+    when nobody is pinned or each core has one.
+
+    A core that decodes works without a pause, and whoever else wants it makes every stream wait; a
+    prefill loses a few percent of its core.
+    """
+    taken = {core for place in decode for core in place.cores}
+    return tuple(core for core in cores if core not in taken) if taken else ()
+
+
 def worker_env(
     base: Mapping[str, str], placement: Placement, *, local_model: bool
 ) -> dict[str, str]:

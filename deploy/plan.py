@@ -212,6 +212,22 @@ def role_command(role: str, cluster: ClusterRef, model: str, extra: Sequence[str
     return argv + list(extra)
 
 
+def placements(options: UpOptions) -> list[defaults.Placement]:
+    """Of the decode workers, then of the prefill workers."""
+    return defaults.place(
+        options.decode + options.prefill,
+        cores=defaults.usable_cores(),
+        gpus=device.gpu_count(),
+        pin=options.pin,
+        one_core=options.model == defaults.DEMO,
+    )
+
+
+def other_cores(options: UpOptions) -> tuple[int, ...]:
+    """Where everything but the workers runs once all are ready; empty: anywhere."""
+    return defaults.other_cores(placements(options)[: options.decode], defaults.usable_cores())
+
+
 def worker_specs(options: UpOptions, cluster: ClusterRef, cluster_id: str) -> list[ProcessSpec]:
     """Decode workers, prefill workers and frontends, in that order."""
     model, local = resolve_model(options.model)
@@ -219,13 +235,7 @@ def worker_specs(options: UpOptions, cluster: ClusterRef, cluster_id: str) -> li
     base = {**os.environ, CLUSTER_ENV: cluster_id}
     names = [("decode", i) for i in range(options.decode)]
     names += [("prefill", i) for i in range(options.prefill)]
-    places = defaults.place(
-        len(names),
-        cores=defaults.usable_cores(),
-        gpus=device.gpu_count(),
-        pin=options.pin,
-        one_core=options.model == defaults.DEMO,
-    )
+    places = placements(options)
     drain = ["--drain-timeout", str(options.drain_timeout_s)]
     specs: list[ProcessSpec] = []
     for (role, index), place in zip(names, places, strict=True):

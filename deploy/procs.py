@@ -10,7 +10,7 @@ import asyncio
 import os
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,6 +96,19 @@ def spawn(
             cwd=cwd,
             start_new_session=True,
         )
+
+
+def confine(pid: int, cores: Collection[int]) -> None:
+    """Let every thread of the process, and each it starts from now on, run on these cores only. A
+    process that is gone, or not ours, stays as it is."""
+    done: set[str] = set()
+    with suppress(OSError):
+        # A thread that was made during a pass may have missed it.
+        while fresh := set(os.listdir(f"/proc/{pid}/task")) - done:
+            for tid in fresh:
+                with suppress(ProcessLookupError):
+                    os.sched_setaffinity(int(tid), cores)
+            done |= fresh
 
 
 def tagged(cluster_id: str) -> list[ProcessId]:

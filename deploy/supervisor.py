@@ -18,7 +18,15 @@ from contextlib import suppress
 
 from pullfill.config import ClusterFile, ClusterRef, ProcessEntry
 from pullfill.deploy import membership, plan, servers
-from pullfill.deploy.procs import CLUSTER_ENV, exit_words, spawn, start_time, tail, wait_exit
+from pullfill.deploy.procs import (
+    CLUSTER_ENV,
+    confine,
+    exit_words,
+    spawn,
+    start_time,
+    tail,
+    wait_exit,
+)
 from pullfill.deploy.state import Launch, StateDir, new_cluster_id
 from pullfill.deploy.teardown import take_down
 from pullfill.deploy.view import ProcessView
@@ -139,6 +147,14 @@ class Supervisor:
             self._launch(spec)
         if specs:
             await self._wait_ready(ref, specs)
+            self._make_room()
+
+    def _make_room(self) -> None:
+        """Off the decode workers' cores, now that nobody is in the others' way by starting."""
+        if cores := plan.other_cores(self._options):
+            for entry in self._cluster.processes:
+                if entry.role not in ("decode", "prefill"):
+                    confine(entry.pid, cores)
 
     async def _make_demo_model(self) -> None:
         log = self._state.log_of("demo-model")

@@ -78,6 +78,20 @@ class TestPlacement:
         places = defaults.place(2, cores=cores, gpus=0, pin=pin, one_core=True)
         assert places == [defaults.Placement()] * 2
 
+    def test_frontends_and_servers_keep_off_the_cores_that_decode(self) -> None:
+        def others(decode: int, prefill: int, cores: list[int], one_core: bool) -> tuple[int, ...]:
+            places = defaults.place(
+                decode + prefill, cores=cores, gpus=0, pin=True, one_core=one_core
+            )
+            return defaults.other_cores(places[:decode], cores)
+
+        assert others(1, 1, [0, 1], True) == (1,)
+        assert others(1, 2, [0, 1, 2, 3], True) == (1, 2, 3)
+        assert others(1, 1, [0, 1, 2, 3], False) == (2, 3)
+        assert others(0, 2, [0, 1], True) == ()
+        assert others(2, 1, [0, 1], True) == ()
+        assert others(1, 1, [5], True) == ()
+
     def test_gpus_go_round(self) -> None:
         places = defaults.place(3, cores=[0, 1], gpus=2, pin=True, one_core=True)
         assert [p.gpu for p in places] == [0, 1, 0]
