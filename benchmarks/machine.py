@@ -65,12 +65,14 @@ def memory(pid: int) -> Memory:
 
 @dataclass(slots=True)
 class ThreadUse:
-    """What one thread did in a window. wakes: how often it went to sleep and came back."""
+    """What one thread did in a window. wakes: how often it went to sleep and came back; waited_s:
+    how long it could have run and had no core."""
 
     process: str
     thread: str
     cpu_s: float
     wakes: int
+    waited_s: float = 0.0
 
 
 def thread_use(names: dict[int, str], seconds: float) -> list[ThreadUse]:
@@ -79,22 +81,24 @@ def thread_use(names: dict[int, str], seconds: float) -> list[ThreadUse]:
     time.sleep(seconds)
     uses = []
     for pid, name in names.items():
-        for key, (comm, cpu, wakes) in _threads(pid).items():
-            _, old_cpu, old_wakes = before.get(key, (comm, 0.0, 0))
-            uses.append(ThreadUse(name, f"{comm}/{key[1]}", cpu - old_cpu, wakes - old_wakes))
+        for key, (comm, cpu, wakes, waited) in _threads(pid).items():
+            _, old_cpu, old_wakes, old_waited = before.get(key, (comm, 0.0, 0, 0.0))
+            use = ThreadUse(name, f"{comm}/{key[1]}", cpu - old_cpu, wakes - old_wakes)
+            use.waited_s = waited - old_waited
+            uses.append(use)
     return sorted(uses, key=lambda use: -use.cpu_s)
 
 
-def _threads(pid: int) -> dict[tuple[int, int], tuple[str, float, int]]:
+def _threads(pid: int) -> dict[tuple[int, int], tuple[str, float, int, float]]:
     found = {}
     with suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():
             with suppress(OSError):
                 status = (task / "status").read_text()
                 wakes = status.partition("\nvoluntary_ctxt_switches:")[2].split()[0]
-                cpu = int((task / "schedstat").read_text().split()[0]) / 1e9
+                cpu, waited = (int(ns) / 1e9 for ns in (task / "schedstat").read_text().split()[:2])
                 comm = (task / "comm").read_text().strip()
-                found[pid, int(task.name)] = comm, cpu, int(wakes)
+                found[pid, int(task.name)] = comm, cpu, int(wakes), waited
     return found
 
 

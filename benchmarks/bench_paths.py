@@ -1,0 +1,304 @@
+"""Where the time goes on the token path and the remote-prefill path: `make bench-paths`.
+
+One decode and one prefill worker with a 24M-parameter model, each on a core of its own, started as
+a user does. Four short streams run without a pause; in the *interfered* windows a long prompt comes
+every two seconds as well, in the *control* windows none. Printed:
+  tokens   ITL of the short streams in both, tokens/s, TTFT of the long prompts
+  threads  CPU of every thread in an interfered window, and how long it waited for a core
+  hops     the stages of the long requests (`pullfill explain`)
+  lengths  TTFT of one prompt on an idle cluster, remote less local, by its length
+Writes results/paths.json and .md. Exit status 1 when a target is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from benchmarks import machine
+from benchmarks.live import CLI, Live, end_in_order, running, wait_for
+from benchmarks.report import Row, finish, median, percentile, row, versus
+from benchmarks.serving import model
+from benchmarks.serving.model import DTYPE, NAME
+
+FLAGS = (
+    f"--served-model-name={NAME}",
+    f"--dtype={DTYPE}",
+    "--max-model-len=8192",
+    f"--kv-cache-memory-bytes={512 << 20}",
+)
+STREAMS, STREAM_IN, STREAM_OUT = 4, 32, 64
+LONG, LONG_OUT, LONG_EVERY_S = 3000, 4, 2.0
+LENGTHS = (256, 512, 1024, 2048, 4096)
+STAGES = ("route", "queue", "claim", "prefix_read", "prefill", "kv_write", "tail", "commit")
+
+
+@dataclass(slots=True)
+class Heard:
+    """What came of one request. at: when each chunk came, from the sending, seconds."""
+
+    request_id: str = ""
+    sent: float = 0.0
+    at: list[float] = field(default_factory=list)
+
+    @property
+    def ttft(self) -> float:
+        return self.at[0] - self.sent
+
+
+@dataclass(slots=True)
+class Window:
+    """One window of load. short: streams that began in it; long: prompts that were sent in it."""
+
+    seconds: float
+    short: list[Heard] = field(default_factory=list)
+    long: list[Heard] = field(default_factory=list)
+    threads: list[machine.ThreadUse] = field(default_factory=list)
+
+    @property
+    def gaps_ms(self) -> list[float]:
+        return [1e3 * (b - a) for heard in self.short for a, b in pairwise(heard.at)]
+
+    @property
+    def tokens_per_s(self) -> float:
+        began = min(heard.sent for heard in self.short)
+        last = began + self.seconds
+        return sum(at <= last for h in self.short + self.long for at in h.at) / self.seconds
+
+
+class Client:
+    """One connection to the frontend: asks, and hears every chunk at the time it came."""
+
+    def __init__(self, live: Live, seed: int) -> None:
+        url = httpx.URL(live.url)
+        self._http = http.client.HTTPConnection(url.host, url.port or 80, timeout=120.0)
+        self._random = random.Random(seed)
+
+    def ask(self, tokens: int, answer: int) -> Heard:
+        """A fresh random prompt. Blocks until the answer is over."""
+        prompt = self._random.choices(model.plain_tokens(), k=tokens)
+        body = {"model": NAME, "prompt": prompt, "max_tokens": answer}
+        body |= {"stream": True, "ignore_eos": True, "temperature": 0.0}
+        heard = Heard()
+        encoded = json.dumps(body)
+        heard.sent = time.monotonic()
+        self._http.request("POST", "/v1/completions", encoded, {"content-type": "application/json"})
+        answered = self._http.getresponse()
+        while line := answered.readline():
+            if line.startswith(b"data: {"):
+                heard.at.append(time.monotonic())
+                if not heard.request_id:
+                    heard.request_id = json.loads(line[6:])["id"]
+        return heard
+
+    def close(self) -> None:
+        self._http.close()
+
+
+def run_window(live: Live, seconds: float, *, long: bool, seed: int, watch: bool = False) -> Window:
+    """Four streams for so long, with long prompts or without; ends when all answers are over.
+    watch: also what each thread does meanwhile."""
+    window = Window(seconds)
+    clients = [Client(live, seed * 100 + lane) for lane in range(STREAMS + 1)]
+    begin = time.monotonic()
+
+    def stream(client: Client) -> None:
+        while time.monotonic() < begin + seconds:
+            window.short.append(client.ask(STREAM_IN, STREAM_OUT))
+
+    def prompts(client: Client) -> None:
+        due = begin + LONG_EVERY_S / 2
+        while due < begin + seconds:
+            time.sleep(max(0.0, due - time.monotonic()))
+            window.long.append(client.ask(LONG, LONG_OUT))
+            due += LONG_EVERY_S
+
+    work = [threading.Thread(target=stream, args=[c]) for c in clients[:STREAMS]]
+    if long:
+        work.append(threading.Thread(target=prompts, args=[clients[STREAMS]]))
+    for thread in work:
+        thread.start()
+    if watch:
+        names = {**live.pids(), os.getpid(): "load"}
+        window.threads = machine.thread_use(names, seconds)
+    for thread in work:
+        thread.join()
+    for client in clients:
+        client.close()
+    return window
+
+
+def explained(live: Live, heard: Heard) -> dict[str, Any]:
+    found: dict[str, Any] = wait_for(
+        lambda: live.get(f"/pullfill/requests/{heard.request_id}"), 5.0, "a record of the request"
+    )
+    return found
+
+
+def set_policy(live: Live, policy: str) -> None:
+    """The router's, in every decode worker; watched, so it holds a moment later."""
+    command = [*CLI, "config", "set", "router.policy", policy, "--state-dir", str(live.state_dir)]
+    subprocess.run(command, check=True, capture_output=True)
+    time.sleep(0.5)
+
+
+def measure_lengths(live: Live, repeats: int) -> dict[tuple[str, int], list[float]]:
+    """TTFT in ms by path and length, one request at a time."""
+    client = Client(live, 77)
+    took: dict[tuple[str, int], list[float]] = {}
+    for _ in range(repeats):
+        for path in ("local", "remote"):
+            set_policy(live, f"always_{path}")
+            client.ask(LENGTHS[0], 2)
+            for length in LENGTHS:
+                heard = client.ask(length, 2)
+                took.setdefault((path, length), []).append(1e3 * heard.ttft)
+    client.close()
+    set_policy(live, "conditional")
+    return took
+
+
+def token_rows(control: Sequence[Window], busy: Sequence[Window], alone_ms: float) -> list[Row]:
+    """ITL, throughput and TTFT of the long prompts, held against the targets."""
+    calm = [gap for window in control for gap in window.gaps_ms]
+    stirred = [gap for window in busy for gap in window.gaps_ms]
+    rows = []
+    for name, share in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99), ("max", 1.0)):
+        limit = 1.5 if name == "p99" else None
+        pair = percentile(stirred, share), percentile(calm, share)
+        rows.append(versus(f"ITL {name} with long prompts", pair[0], "ms", "none", pair[1], limit))
+    rows.append(
+        versus(
+            "tokens/s with long prompts",
+            median([w.tokens_per_s for w in busy]),
+            "tokens/s",
+            "none",
+            median([w.tokens_per_s for w in control]),
+        )
+    )
+    ttft = [1e3 * heard.ttft for window in busy for heard in window.long]
+    rows.append(versus("long TTFT p50", median(ttft), "ms", "alone, local", alone_ms, at_most=1.2))
+    rows.append(row("long TTFT max", max(ttft), "ms"))
+    return rows
+
+
+def hop_rows(live: Live, heard: Sequence[Heard]) -> list[Row]:
+    """Median of each stage of the long requests."""
+    records = [explained(live, h) for h in heard]
+    remote = [r for r in records if r["path"] == "remote"]
+    rows = [row("long prompts prefilled remotely", len(remote), f"of {len(records)}")]
+    for stage in STAGES:
+        took = [r["timings_ms"].get(stage) for r in remote]
+        known = [t for t in took if t is not None]
+        if known:
+            rows.append(row(f"stage {stage}, p50", median(known), "ms"))
+            rows.append(row(f"stage {stage}, max", max(known), "ms"))
+    return rows
+
+
+def length_rows(took: dict[tuple[str, int], list[float]], gb_per_s: float) -> list[Row]:
+    """Remote less local TTFT; the target allows 15 ms and the copying of the KV bytes."""
+    token_bytes = model.kv_bytes_per_token()
+    rows = []
+    for length in LENGTHS:
+        local, remote = (median(took[path, length]) for path in ("local", "remote"))
+        limit = 15.0 + length * token_bytes / (gb_per_s * 1e6)
+        rows.append(row(f"TTFT of {length}, local", local, "ms"))
+        rows.append(row(f"TTFT of {length}, remote less local", remote - local, "ms", limit))
+    return rows
+
+
+def print_threads(uses: Sequence[machine.ThreadUse], seconds: float) -> None:
+    print(f"\nthreads in a window of {seconds:g} s with long prompts:")
+    for use in uses[:24]:
+        cpu, waited = (100 * value / seconds for value in (use.cpu_s, use.waited_s))
+        print(
+            f"  {use.process:<12} {use.thread:<24} {cpu:6.2f} % of a core, "
+            f"waited for one {waited:5.2f} %, {use.wakes / seconds:7.1f} wakes/s"
+        )
+
+
+@contextmanager
+def cluster(base: Path, flags: Sequence[str]) -> Iterator[Live]:
+    """One decode and one prefill worker, warm. This process moves to the prefill worker's core:
+    what hears the tokens is no part of what is measured."""
+    directory = str(model.model_directory())
+    with running(base / "cluster", "--model", directory, *FLAGS, *flags) as live:
+        wait_for(live.linked, 60.0, "the prefill worker pulls")
+        os.sched_setaffinity(0, os.sched_getaffinity(live.pid("prefill")))
+        for seed in (1, 2):
+            run_window(live, 4.0, long=True, seed=seed)
+        yield live
+
+
+def run(options: argparse.Namespace, base: Path) -> tuple[list[Row], machine.Quiet]:
+    quiet = machine.Quiet()
+    control: list[Window] = []
+    busy: list[Window] = []
+    with cluster(base, options.flags) as live:
+        print(f"ready after {live.ready_s:.1f} s")
+        with quiet.window(live.pids()):
+            for number in range(options.rounds):
+                for long, windows in ((False, control), (True, busy)):
+                    watch = long and number == 0
+                    windows.append(
+                        run_window(live, options.seconds, long=long, seed=10 + number, watch=watch)
+                    )
+            hops = hop_rows(live, [heard for window in busy for heard in window.long])
+            took = measure_lengths(live, options.repeats)
+            set_policy(live, "always_local")
+            alone = Client(live, 99)
+            local = median([1e3 * alone.ask(LONG, LONG_OUT).ttft for _ in range(options.repeats)])
+            alone.close()
+    print_threads(busy[0].threads, options.seconds)
+    rows = token_rows(control, busy, local) + hops + length_rows(took, options.shm_gb_per_s)
+    return rows, quiet
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="windows of each kind")
+    parser.add_argument("--seconds", type=float, default=12.0, help="length of a window")
+    parser.add_argument("--repeats", type=int, default=5, help="prompts of each length and path")
+    parser.add_argument(
+        "--shm-gb-per-s",
+        type=float,
+        default=4.0,
+        help="what `make bench-transfer` measured for shm writes",
+    )
+    parser.add_argument("--no-save", action="store_true", help="print only")
+    parser.add_argument("flags", nargs="*", metavar="-- FLAGS", help="more flags for `pullfill up`")
+    options = parser.parse_args()
+    end_in_order()
+    with tempfile.TemporaryDirectory(prefix="pullfill-bench-") as directory:
+        rows, quiet = run(options, Path(directory))
+    print(quiet)
+    return finish(
+        "paths",
+        rows,
+        quiet=quiet.quiet,
+        save=not options.no_save,
+        title="Token path and remote-prefill path, one decode and one prefill worker",
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
