@@ -121,7 +121,10 @@ def demo_flags() -> list[str]:
 
 @contextmanager
 def child(
-    command: Sequence[str], log: Path, env: dict[str, str] | None = None
+    command: Sequence[str],
+    log: Path,
+    env: dict[str, str] | None = None,
+    patience_s: float = 30.0,
 ) -> Iterator[subprocess.Popen[bytes]]:
     """A process of our own with its output in `log`; ended (SIGTERM, then SIGKILL) at exit.
 
@@ -141,7 +144,7 @@ def child(
     finally:
         process.terminate()
         try:
-            process.wait(30.0)
+            process.wait(patience_s)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

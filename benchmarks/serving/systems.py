@@ -7,7 +7,7 @@ figures must know about how it was set up.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from benchmarks.serving import model
 from benchmarks.serving.contract import Kind, Launcher, Name, Running, System
 from benchmarks.serving.systems_pairs import hand_split, nixl, round_robin
 from benchmarks.serving.systems_pullfill import cluster
-from benchmarks.serving.systems_vllm import Cores, api_server
+from benchmarks.serving.systems_vllm import QUIET, Cores, api_server
 from pullfill.deploy.defaults import usable_cores
 
 FLAGS = (
@@ -33,6 +33,8 @@ FLAGS = (
 )
 """Of every engine of every system. Block size: what vLLM takes on a CPU."""
 
+STOCK = "aggregated-stock"
+
 Pair = Callable[[str, tuple[int, int], Sequence[str], Path], AbstractContextManager[Running]]
 """Starts a system of two engines: (name, a core for each, flags, folder)."""
 
@@ -46,12 +48,18 @@ def two_cores() -> tuple[int, int]:
 
 
 @contextmanager
-def _single(name: str, count: int, extra: tuple[str, ...], base: Path) -> Iterator[Running]:
+def _single(
+    name: str,
+    count: int,
+    extra: tuple[str, ...],
+    base: Path,
+    env: Mapping[str, str] | None = None,
+) -> Iterator[Running]:
     """One server on so many cores."""
     cores = two_cores()[:count]
     begin = time.monotonic()
-    directory = model.model_directory()
-    with api_server("vllm", directory, base, [*FLAGS, *extra], Cores(cores, cores)) as server:
+    directory, flags = model.model_directory(), [*FLAGS, *extra]
+    with api_server("vllm", directory, base, flags, Cores(cores, cores), env) as server:
         yield Running(
             name=name,
             urls=dict.fromkeys(Kind, server.url),
@@ -70,13 +78,16 @@ def _pullfill(name: str, policy: str, decode: int, prefill: int) -> Launcher:
     return lambda base: cluster(name, policy, decode, prefill, FLAGS, base)
 
 
+_TWO_THREADS = "two threads of compute (OMP_NUM_THREADS=2, not bound)"
+_ONE_PROCESS = "engine core and worker in one process (VLLM_ENABLE_V1_MULTIPROCESSING=0)"
 _UP = "`pullfill up` as it places everything by itself,"
 
 
 def _systems() -> Iterator[System]:
     yield System(
         Name.AGGREGATED,
-        "one vLLM API server on both cores, two compute threads, vLLM's default chunk (2048)",
+        f"one vLLM API server on both cores, {_TWO_THREADS}, {_ONE_PROCESS}; vLLM's own chunk "
+        "(2048 tokens)",
         partial(_single, Name.AGGREGATED, 2, ()),
         aggregated=True,
     )
@@ -87,18 +98,25 @@ def _systems() -> Iterator[System]:
         aggregated=True,
     )
     yield System(
+        STOCK,
+        "one vLLM API server on both cores as vLLM sets itself up there: worker and engine core in "
+        "two processes that wait for each other busily, one thread of compute, a core kept free",
+        partial(_single, STOCK, 2, (), env=QUIET),
+        aggregated=True,
+    )
+    yield System(
         Name.ROUND_ROBIN,
-        "two vLLM API servers, each with all its processes on one core and one compute thread; a "
-        "minimal asyncio proxy, on either core, sends requests to them in turn",
+        f"two vLLM API servers, all of each on a core of its own, one thread of compute each, "
+        f"{_ONE_PROCESS}; a minimal asyncio proxy, on either core, sends requests to them in turn",
         _on_two_cores(round_robin, Name.ROUND_ROBIN),
         aggregated=True,
     )
     yield System(
         Name.NIXL,
-        "vLLM's NixlConnector (UCX over shared memory), a decode engine on one core, a prefill "
-        "engine on the other; both API servers and a minimal proxy, which does as vLLM's example "
-        "does, beside the prefill engine. NIXL moves its engines' threads to the last core: they "
-        "were put back",
+        "vLLM's NixlConnector over UCX shared memory: a decode engine on one core, a prefill "
+        f"engine on the other, one thread of compute each, {_ONE_PROCESS}; both API servers and a "
+        "minimal proxy, which does what vLLM's example of one does, beside the prefill engine. "
+        "NIXL moves its engine's threads to the last core: they were put back",
         _on_two_cores(nixl, Name.NIXL),
     )
     yield System(
@@ -127,13 +145,14 @@ def _systems() -> Iterator[System]:
     )
     yield System(
         Name.HAND_SPLIT,
-        "orientation: two plain vLLM API servers, one core each; short streams are sent to one, "
-        "long prompts to the other, nothing is handed over",
+        "orientation: two plain vLLM API servers, set up as in round-robin; short streams are sent "
+        "to one, long prompts to the other, nothing is handed over",
         _on_two_cores(hand_split, Name.HAND_SPLIT),
     )
     yield System(
         Name.ONE_CORE,
-        "orientation: one plain vLLM API server with all its processes on one core",
+        "orientation: one plain vLLM API server, all of it on one core, one thread of compute, "
+        f"{_ONE_PROCESS}",
         partial(_single, Name.ONE_CORE, 1, ()),
     )
 

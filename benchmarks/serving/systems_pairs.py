@@ -21,7 +21,13 @@ import psutil
 from benchmarks.live import BenchError, child, wait_for
 from benchmarks.serving import model
 from benchmarks.serving.contract import Kind, Running
-from benchmarks.serving.systems_vllm import ApiServer, Cores, pin_server, starting
+from benchmarks.serving.systems_vllm import (
+    ApiServer,
+    Cores,
+    environment,
+    pin_server,
+    starting,
+)
 from pullfill.deploy.servers import free_port
 
 PROXY_LIMIT_S = 30.0
@@ -173,6 +179,7 @@ def nixl(
 def _nixl_part(name: str, role: str, cores: Cores) -> Part:
     config = {"kv_connector": "NixlConnector", "kv_role": role, "kv_buffer_device": "cpu"}
     env = {
+        **environment(cores.engine),
         "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
         "UCX_TLS": os.environ.get("UCX_TLS", "shm,tcp,self"),

@@ -13,7 +13,7 @@ import pytest
 from benchmarks.live import BenchError
 from benchmarks.serving import model, public_load, systems_pairs, systems_vllm
 from benchmarks.serving.contract import Name
-from benchmarks.serving.systems import FLAGS, SYSTEMS
+from benchmarks.serving.systems import FLAGS, STOCK, SYSTEMS
 from benchmarks.serving.workloads import LONG_OUT, SHORT_IN, SHORT_OUT, SWEEP_IN
 from pullfill.deploy.defaults import usable_cores
 from pullfill.engine.demo_recipe import MARKUP_TOKENS, SPECIAL_TOKENS
@@ -34,12 +34,12 @@ class TestModel:
 
 class TestSystems:
     def test_every_system_that_the_verdicts_know_can_be_started(self) -> None:
-        assert set(SYSTEMS) == set(Name)
+        assert set(SYSTEMS) == {*Name, STOCK}
         assert all(name == system.name and system.note for name, system in SYSTEMS.items())
 
     def test_who_must_be_beaten(self) -> None:
         aggregated = {name for name, system in SYSTEMS.items() if system.aggregated}
-        assert aggregated == {Name.AGGREGATED, Name.AGGREGATED_256, Name.ROUND_ROBIN}
+        assert aggregated == {STOCK, Name.AGGREGATED, Name.AGGREGATED_256, Name.ROUND_ROBIN}
         ours = {name for name, system in SYSTEMS.items() if system.ours}
         assert ours == {name for name in Name if name.startswith("pullfill")}
 
