@@ -33,7 +33,8 @@ FLAGS = (
 )
 """Of every engine of every system. Block size: what vLLM takes on a CPU."""
 
-STOCK = "aggregated-stock"
+STOCK, NIXL_DIRECT = "aggregated-stock", "nixl-direct"
+DIRECT_BELOW = 512
 
 Pair = Callable[[str, tuple[int, int], Sequence[str], Path], AbstractContextManager[Running]]
 """Starts a system of two engines: (name, a core for each, flags, folder)."""
@@ -118,6 +119,12 @@ def _systems() -> Iterator[System]:
         "minimal proxy, which does what vLLM's example of one does, beside the prefill engine. "
         "NIXL moves its engine's threads to the last core: they were put back",
         _on_two_cores(nixl, Name.NIXL),
+    )
+    yield System(
+        NIXL_DIRECT,
+        f"the same, but the proxy sends prompts below {DIRECT_BELOW} tokens to the decode engine "
+        "alone, as pullfill's router does by itself",
+        _on_two_cores(partial(nixl, direct_below=DIRECT_BELOW), NIXL_DIRECT),
     )
     yield System(
         Name.PULLFILL,

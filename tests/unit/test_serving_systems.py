@@ -13,11 +13,12 @@ import pytest
 from benchmarks.live import BenchError
 from benchmarks.serving import model, public_load, systems_pairs, systems_vllm
 from benchmarks.serving.contract import Name
-from benchmarks.serving.systems import FLAGS, STOCK, SYSTEMS
+from benchmarks.serving.systems import DIRECT_BELOW, FLAGS, NIXL_DIRECT, STOCK, SYSTEMS
 from benchmarks.serving.workloads import LONG_OUT, SHORT_IN, SHORT_OUT, SWEEP_IN
 from pullfill.deploy.defaults import usable_cores
 from pullfill.engine.demo_recipe import MARKUP_TOKENS, SPECIAL_TOKENS
 from pullfill.engine.demo_tokenizer import build_tokenizer
+from pullfill.records import RouterConfig
 
 
 class TestModel:
@@ -34,7 +35,7 @@ class TestModel:
 
 class TestSystems:
     def test_every_system_that_the_verdicts_know_can_be_started(self) -> None:
-        assert set(SYSTEMS) == {*Name, STOCK}
+        assert set(SYSTEMS) == {*Name, STOCK, NIXL_DIRECT}
         assert all(name == system.name and system.note for name, system in SYSTEMS.items())
 
     def test_who_must_be_beaten(self) -> None:
@@ -42,6 +43,9 @@ class TestSystems:
         assert aggregated == {STOCK, Name.AGGREGATED, Name.AGGREGATED_256, Name.ROUND_ROBIN}
         ours = {name for name, system in SYSTEMS.items() if system.ours}
         assert ours == {name for name in Name if name.startswith("pullfill")}
+
+    def test_a_proxy_that_is_asked_to_keeps_short_prompts_local_as_our_router_does(self) -> None:
+        assert DIRECT_BELOW == RouterConfig().max_local_prefill_length
 
     def test_longest_prompts_and_answers_fit(self) -> None:
         (longest,) = [flag for flag in FLAGS if flag.startswith("--max-model-len=")]
