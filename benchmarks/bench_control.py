@@ -1,0 +1,77 @@
+"""What the control plane costs as work grows: `make bench-control`.
+
+Real NATS, etcd, frontends and workers; only the model is a mock (pullfill/engine/mock/), so that
+many workers fit on one machine. Measures
+  scale    1 … 64 decode and as many prefill workers: CPU per request, stages, idling
+  depth    a decision with ten and with ten thousand jobs waiting, in turns
+  tokens   CPU per request and per streamed token through the real frontend and both workers
+CPU "beside engines" is that of all processes, NATS and etcd and our half of a frontend included,
+without vLLM's scheduler and the mock. Writes results/control.json and .md. Exit status 1 when a
+target is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+from benchmarks import machine
+from benchmarks.control import depth, scale, tokens
+from benchmarks.control.plant import plant
+from benchmarks.live import end_in_order
+from benchmarks.report import Row, finish
+
+PARTS = ("scale", "depth", "tokens")
+QUICK, FULL = "1,4,16", "1,2,4,8,16,32,64"
+
+
+def run(options: argparse.Namespace, base: Path) -> tuple[list[Row], machine.Quiet]:
+    quiet = machine.Quiet()
+    quiet.look(1.0)
+    rows: list[Row] = []
+    with plant(base) as servers:
+        if "depth" in options.parts:
+            rows += depth.run(servers, options.rounds, quiet, options.depth)
+        if "tokens" in options.parts:
+            rows += tokens.run(servers, options.requests, options.rounds, quiet)
+        if "scale" in options.parts:
+            sizes = sorted(int(size) for size in options.sizes.split(","))
+            rows += scale.run(servers, sizes, options, quiet)
+    return rows, quiet
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help=f"sizes {QUICK}, fewer repeats")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--sizes", help=f"workers of each role (default {FULL})")
+    parser.add_argument("--rounds", type=int, help="repeats of depth and tokens")
+    parser.add_argument("--depth", type=int, default=depth.MANY, help="jobs that wait")
+    parser.add_argument("--requests", type=int, default=120, help="per round of tokens")
+    parser.add_argument("--conversations", type=int, default=400, help="in the closed loop")
+    parser.add_argument("--at-once", type=int, default=32, help="of them together")
+    parser.add_argument("--idle", type=float, default=4.0, metavar="S", help="idle window")
+    parser.add_argument("--paced", type=float, default=8.0, metavar="S", help="paced window")
+    parser.add_argument("--no-save", action="store_true", help="print only")
+    options = parser.parse_args()
+    options.sizes = options.sizes or (QUICK if options.quick else FULL)
+    options.rounds = options.rounds or (3 if options.quick else 7)
+    end_in_order()
+    with tempfile.TemporaryDirectory(prefix="pullfill-bench-") as directory:
+        rows, quiet = run(options, Path(directory))
+    print(quiet)
+    return finish(
+        "control",
+        rows,
+        quiet=quiet.quiet,
+        save=not options.no_save,
+        title="The control plane as work grows, with mock engines",
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,254 @@
+"""A cluster of mock workers on this machine: real NATS and etcd, forked workers, one driver each.
+
+Owner: the `with` block of `plant`. Everything it started is ended at its exit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks import machine
+from benchmarks.live import BenchError, child, wait_for
+from pullfill.deploy import plan
+from pullfill.deploy import servers as binaries
+
+FLAGS = [
+    "--served-model-name=demo",
+    "--dtype=float32",
+    "--max-model-len=4096",
+    "--max-num-batched-tokens=2048",
+    "--max-num-seqs=256",
+    "--block-size=16",
+    "--enforce-eager",
+    "--distributed-executor-backend=pullfill.engine.mock.executor.MockExecutor",
+]
+KV_BYTES = 8 << 20
+"""4096 blocks of the mock's 2 KiB."""
+ROUTER = {
+    "policy": "always_remote",
+    "max_prefill_queue_size": 1_000_000,
+    "max_remote_kv_fraction": 1.0,
+}
+START_S = 120.0
+
+
+def mock_flags(kv_bytes: int = KV_BYTES, **settings: float) -> list[str]:
+    """vLLM flags of one worker."""
+    return [
+        f"--kv-cache-memory-bytes={kv_bytes}",
+        f"--additional-config={json.dumps({'mock': settings})}",
+    ]
+
+
+@dataclass(slots=True)
+class Use:
+    """CPU seconds in a window. ours: beside what `probes` counts as the engine's."""
+
+    total: float = 0.0
+    engine: float = 0.0
+    threads: dict[str, float] = field(default_factory=dict)
+    decisions: list[float] = field(default_factory=list)
+    steps: int = 0
+
+    @property
+    def ours(self) -> float:
+        return self.total - self.engine
+
+
+class Driver:
+    """The client of a driver process."""
+
+    def __init__(self, path: Path) -> None:
+        self._socket = socket.socket(socket.AF_UNIX)
+        wait_for(lambda: self._connects(path), START_S, "a driver starts", 0.05)
+        self._file = self._socket.makefile("rwb")
+
+    def _connects(self, path: Path) -> bool:
+        with suppress(OSError):
+            self._socket.connect(str(path))
+            return True
+        return False
+
+    def do(self, what: str, **args: Any) -> dict[str, Any]:
+        """Raises BenchError with what went wrong there."""
+        self._file.write(json.dumps({"do": what, **args}).encode() + b"\n")
+        self._file.flush()
+        answer: dict[str, Any] = json.loads(self._file.readline() or b'{"error":"it is gone"}')
+        if "error" in answer:
+            raise BenchError(f"driver: {what}: {answer['error']}")
+        return answer
+
+
+class Plant:
+    """Servers, and the zygote that workers are forked from."""
+
+    def __init__(self, base: Path, nats: str, etcd: str, pids: dict[str, int]) -> None:
+        self.base, self.nats, self.etcd = base, nats, etcd
+        self._servers = pids
+        self._stats = base / "stats"
+        self._stats.mkdir()
+        self._zygote: subprocess.Popen[str]
+        self._serial = 0
+        self.model = str(plan.demo_directory())
+
+    @contextmanager
+    def forking(self) -> Iterator[None]:
+        command = [sys.executable, "-P", "-m", "benchmarks.control.zygote"]
+        with (self.base / "zygote.log").open("wb") as errors:
+            self._zygote = subprocess.Popen(
+                [*command, self.model, *FLAGS], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                stderr=errors, text=True,
+                env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+            )  # fmt: skip
+        try:
+            if not self._answer().get("ready"):
+                raise BenchError("the zygote did not start")
+            yield
+        finally:
+            assert self._zygote.stdin is not None
+            self._zygote.stdin.close()
+            with suppress(subprocess.TimeoutExpired):
+                self._zygote.wait(40.0)
+            if self._zygote.poll() is None:
+                self._zygote.kill()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._zygote.stdout is not None
+        line = self._zygote.stdout.readline()
+        if not line:
+            raise BenchError(f"the zygote died:\n{(self.base / 'zygote.log').read_text()[-2000:]}")
+        return dict(json.loads(line))
+
+    def _order(self, **order: Any) -> dict[str, Any]:
+        assert self._zygote.stdin is not None
+        self._zygote.stdin.write(json.dumps(order) + "\n")
+        self._zygote.stdin.flush()
+        return self._answer()
+
+    def fork(self, role: str, namespace: str, **more: Any) -> int:
+        self._serial += 1
+        log = self.base / f"{namespace}-{role}-{self._serial}.log"
+        answer = self._order(
+            fork=role, namespace=namespace, log=str(log), stats=str(self._stats),
+            nats=self.nats, etcd=self.etcd, **more,
+        )  # fmt: skip
+        return int(answer["pid"])
+
+    def end(self, pids: list[int]) -> None:
+        self._order(end=pids)
+
+    @property
+    def servers(self) -> list[int]:
+        """NATS and etcd."""
+        return list(self._servers.values())
+
+    def server_cpu(self) -> dict[str, float]:
+        return {name: machine.cpu_seconds(pid) for name, pid in self._servers.items()}
+
+    def ask(self, pids: list[int]) -> dict[int, dict[str, Any]]:
+        """What the probes of each worker say now."""
+        for pid in pids:
+            (self._stats / f"{pid}.json").unlink(missing_ok=True)
+            os.kill(pid, signal.SIGUSR1)
+        found: dict[int, dict[str, Any]] = {}
+        deadline = time.monotonic() + 30.0
+        while len(found) < len(pids):
+            for pid in pids:
+                path = self._stats / f"{pid}.json"
+                if pid not in found and path.exists():
+                    found[pid] = json.loads(path.read_text())
+            if time.monotonic() > deadline:
+                raise BenchError("a worker does not tell its CPU")
+            time.sleep(0.01)
+        return found
+
+
+class Fleet:
+    """n decode and m prefill workers of one namespace, and a driver for them."""
+
+    def __init__(
+        self, plant: Plant, namespace: str, decode: int, prefill: int, *,
+        decode_flags: list[str], prefill_flags: list[str], router: dict[str, Any],
+    ) -> None:  # fmt: skip
+        self._plant = plant
+        begin = time.monotonic()
+        self.decode = [plant.fork("decode", namespace, flags=decode_flags) for _ in range(decode)]
+        self.prefill = [
+            plant.fork("prefill", namespace, flags=prefill_flags) for _ in range(prefill)
+        ]
+        path = plant.base / f"{namespace}.sock"
+        router = {**ROUTER, **router}
+        self.front = plant.fork("driver", namespace, socket=str(path), router=router)
+        self.driver = Driver(path)
+        self.driver.do("wait", decode=decode, within=START_S)
+        self.ready_s = time.monotonic() - begin
+
+    def close(self) -> None:
+        self._plant.end([self.front, *self.decode, *self.prefill])
+
+    @contextmanager
+    def window(self) -> Iterator[dict[str, Use]]:
+        """CPU by role while open; filled in at its end."""
+        used: dict[str, Use] = {}
+        before, servers_before = self._look(), self._plant.server_cpu()
+        yield used
+        after, servers_after = self._look(), self._plant.server_cpu()
+        for role, pids in (("decode", self.decode), ("prefill", self.prefill)):
+            use = used[role] = Use()
+            for pid in pids:
+                old, new = before[pid], after[pid]
+                use.total += (new["cpu_ns"] - old["cpu_ns"]) / 1e9
+                use.engine += (new["engine_ns"] - old["engine_ns"]) / 1e9
+                use.steps += new["steps"] - old["steps"]
+                use.decisions += [ns / 1e9 for ns in new["decisions_ns"]]
+                for name, ns in new["threads"].items():
+                    cpu = (ns - old["threads"].get(name, 0)) / 1e9
+                    use.threads[name] = use.threads.get(name, 0.0) + cpu
+        used["front"] = Use(
+            total=after[self.front]["cpu_ns"] / 1e9 - before[self.front]["cpu_ns"] / 1e9
+        )
+        for name, cpu in servers_after.items():
+            used[name] = Use(total=cpu - servers_before[name])
+
+    def _look(self) -> dict[int, dict[str, Any]]:
+        found = self._plant.ask([*self.decode, *self.prefill])
+        found[self.front] = {"cpu_ns": machine.cpu_seconds(self.front) * 1e9}
+        return found
+
+
+def private_bytes(pid: int) -> int:
+    """What this process has for itself: not the pages it still shares with the zygote."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Private_"))
+
+
+@contextmanager
+def plant(base: Path) -> Iterator[Plant]:
+    """Start NATS, etcd and the zygote under `base`."""
+    if not plan.demo_directory().exists():
+        raise BenchError("no demo checkpoint: run `make up` once")
+    nats_port, etcd_port, peer = (binaries.free_port() for _ in range(3))
+    nats, etcd = f"nats://127.0.0.1:{nats_port}", f"http://127.0.0.1:{etcd_port}"
+    with ExitStack() as stack:
+        first = stack.enter_context(
+            child(binaries.nats_command(base / "nats", nats_port), base / "nats.log")
+        )
+        second = stack.enter_context(
+            child(binaries.etcd_command(base / "etcd", etcd_port, peer), base / "etcd.log")
+        )
+        wait_for(lambda: binaries.nats_ready(nats) is None, 30.0, "NATS answers")
+        wait_for(lambda: binaries.etcd_ready(etcd) is None, 30.0, "etcd answers")
+        plant = Plant(base, nats, etcd, {"nats": first.pid, "etcd": second.pid})
+        stack.enter_context(plant.forking())
+        yield plant

@@ -1,0 +1,133 @@
+"""n decode and n prefill workers: CPU per request, how long stages take, what idle workers cost.
+
+Each size is a fleet of its own, one after the other on the same servers. In each: a warm-up, an
+idle window, requests at a low fixed rate (stages), and a closed loop (CPU).
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import dataclass
+
+from benchmarks import machine
+from benchmarks.control.plant import Fleet, Plant, Use, mock_flags, private_bytes
+from benchmarks.report import Row, percentile, row
+
+STAGES = ("route", "queue", "claim", "prefix_read", "kv_write", "commit", "first_token")
+ROLES = ("decode", "prefill", "front", "nats", "etcd")
+PACED_PER_S = 15.0
+"""Conversations; each has two requests."""
+TARGET_MS = 2.0
+
+
+@dataclass(slots=True)
+class Size:
+    """What was measured at one size. idle: share of a core by role. loop_s, requests: of the closed
+    loop; use: its CPU."""
+
+    workers: int
+    ready_s: float
+    idle: dict[str, float]
+    stages: dict[str, list[float]]
+    paced: dict[str, Use]
+    paced_requests: int
+    use: dict[str, Use]
+    requests: int
+    loop_s: float
+    remote: int
+    rss_mb: float
+
+    def ours_ms(self) -> float:
+        """CPU per request of the closed loop, beside the engines."""
+        return sum(use.ours for use in self.use.values()) / self.requests * 1e3
+
+    def paced_ms(self) -> float:
+        return sum(use.ours for use in self.paced.values()) / self.paced_requests * 1e3
+
+
+def measure(plant: Plant, workers: int, options: argparse.Namespace, quiet: machine.Quiet) -> Size:
+    """One size. Raises BenchError."""
+    fleet = Fleet(
+        plant, f"scale{workers}", workers, workers,
+        decode_flags=mock_flags(), prefill_flags=mock_flags(), router={},
+    )  # fmt: skip
+    try:
+        fleet.driver.do("load", conversations=40 + 6 * workers, at_once=16, seed=1)
+        time.sleep(3.0)
+        everybody = [fleet.front, *fleet.decode, *fleet.prefill, *plant.servers]
+        rss = sum(private_bytes(pid) for pid in everybody) / 1e6
+        with quiet.window(everybody), fleet.window() as idle:
+            time.sleep(options.idle)
+        count = round(PACED_PER_S * options.paced)
+        with quiet.window(everybody), fleet.window() as paced:
+            slow = fleet.driver.do(
+                "load", conversations=count, at_once=10_000, rate=PACED_PER_S, seed=2
+            )
+        with quiet.window(everybody), fleet.window() as use:
+            fast = fleet.driver.do(
+                "load", conversations=options.conversations, at_once=options.at_once, seed=3
+            )
+    finally:
+        fleet.close()
+    return Size(
+        workers, fleet.ready_s, {role: u.total / options.idle for role, u in idle.items()},
+        slow["stages"], paced, slow["requests"], use, fast["requests"], fast["seconds"],
+        slow["remote"] + fast["remote"], rss,
+    )  # fmt: skip
+
+
+def rows_of(size: Size) -> list[Row]:
+    """Everything about one size."""
+    at = f"{size.workers}+{size.workers} workers"
+    wanted = size.requests + size.paced_requests
+    remote = row(f"{at}: requests prefilled remotely", size.remote, f"of {wanted}")
+    remote.target, remote.ok = "all", size.remote == wanted
+    rows = [
+        remote,
+        row(f"{at}: CPU per request beside engines", size.ours_ms(), "ms", TARGET_MS),
+        row(f"{at}: the same at {2 * PACED_PER_S:g} requests/s", size.paced_ms(), "ms"),
+        row(f"{at}: requests/s on this machine", size.requests / size.loop_s, "1/s"),
+    ]
+    for role in ROLES:
+        ours = size.use[role].ours / size.requests * 1e3
+        rows.append(row(f"{at}: of it {role}", ours, "ms"))
+    engines = sum(size.use[role].engine for role in ("decode", "prefill"))
+    rows.append(row(f"{at}: engines (not counted)", engines / size.requests * 1e3, "ms"))
+    for role in ROLES:
+        rows.append(row(f"{at}: idle CPU, {role}", 100 * size.idle[role], "% of one core"))
+    for stage in STAGES:
+        if values := size.stages.get(stage):
+            rows.append(row(f"{at}: {stage} p50", percentile(values, 0.5), "ms"))
+            rows.append(row(f"{at}: {stage} p99", percentile(values, 0.99), "ms"))
+    rows.append(row(f"{at}: ready after", size.ready_s, "s"))
+    rows.append(row(f"{at}: memory beside shared imports", size.rss_mb, "MB"))
+    return rows
+
+
+def print_threads(size: Size) -> None:
+    """Where the CPU of the closed loop goes, by thread."""
+    for role in ("decode", "prefill"):
+        use = size.use[role]
+        parts = ", ".join(
+            f"{name} {cpu / size.requests * 1e3:.3f}"
+            for name, cpu in sorted(use.threads.items(), key=lambda item: -item[1])
+            if cpu / size.requests > 5e-6
+        )
+        engine = use.engine / size.requests * 1e3
+        print(f"  {role}: ms per request by thread: {parts}; engine {engine:.3f}")
+
+
+def run(
+    plant: Plant, sizes: list[int], options: argparse.Namespace, quiet: machine.Quiet
+) -> list[Row]:
+    """All sizes, smallest first."""
+    rows: list[Row] = []
+    for workers in sizes:
+        size = measure(plant, workers, options, quiet)
+        found = rows_of(size)
+        rows += found
+        for one in found:
+            print(f"  {one.metric:<60} {one.value:>10} {one.unit}", flush=True)
+        print_threads(size)
+    return rows

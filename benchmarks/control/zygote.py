@@ -1,0 +1,139 @@
+"""The process that all mock workers are forked from: imports vLLM once, for any number of them.
+
+Reads one JSON command per line on stdin and answers each with a line on stdout:
+    {"fork": "decode"|"prefill"|"driver", "namespace": …, "log": FILE, …} → {"pid": …}
+Ends its children (SIGTERM, then SIGKILL) at the end of stdin, and itself.
+
+A forked worker is a whole worker process: its own loop, threads, sockets, memory and signals. What
+it shares are the pages of the imports, 0.6 GB that 128 processes could not have each.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any, NoReturn
+
+_PR_SET_PDEATHSIG = 1
+END_S = 20.0
+
+
+def preload(model: str, flags: list[str]) -> None:
+    """Import all that a worker or a driver will, and warm vLLM's configuration up."""
+    from pullfill.engine import process
+
+    process.prepare(cpu=None, model=model, eager=True)
+    import vllm.v1.core.sched.scheduler  # noqa: F401
+
+    import benchmarks.control.driver  # noqa: F401
+    import pullfill.decode_worker.connector
+    import pullfill.decode_worker.main
+    import pullfill.engine.mock.executor
+    import pullfill.prefill_worker.connector
+    import pullfill.prefill_worker.main  # noqa: F401
+    from pullfill.engine import args
+
+    args.build_config(
+        model, flags, connector="DecodeConnector", module="pullfill.decode_worker.connector",
+        kv_role="kv_consumer", engine_id="zygote", extra={},
+    )  # fmt: skip
+    gc.collect()
+    gc.freeze()
+
+
+def _child(order: dict[str, Any], model: str, flags: list[str]) -> NoReturn:
+    try:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        out = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(out, 1)
+        os.dup2(out, 2)
+        _serve(order, model, flags + list(order.get("flags", ())))
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        os._exit(1)
+
+
+def _serve(order: dict[str, Any], model: str, flags: list[str]) -> None:
+    from benchmarks.control import driver, probes
+    from pullfill.config import ClusterRef, WorkerOptions
+
+    cluster = ClusterRef.resolve(
+        etcd=order["etcd"], nats=order["nats"], namespace=order["namespace"]
+    )
+    stats = Path(order["stats"])
+    if order["fork"] == "driver":
+        driver.run(cluster, model, Path(order["socket"]), order.get("router", {}))
+        return
+    options = WorkerOptions(model=model, engine_stall_s=600.0, drain_timeout_s=3.0)
+    if order["fork"] == "decode":
+        from pullfill.decode_worker import main, scheduler_side
+
+        probes.install(scheduler_side.SchedulerSide, stats)
+        main.run(cluster, options, flags)
+    else:
+        from pullfill.prefill_worker import main as prefill_main
+        from pullfill.prefill_worker import scheduler_side as prefill_side
+
+        probes.install(prefill_side.SchedulerSide, stats)
+        prefill_main.run(cluster, options, flags)
+
+
+def _end(children: list[int]) -> None:
+    for pid in children:
+        _signal(pid, signal.SIGTERM)
+    deadline = time.monotonic() + END_S
+    left = list(children)
+    while left and time.monotonic() < deadline:
+        left = [pid for pid in left if os.waitpid(pid, os.WNOHANG) == (0, 0)]
+        time.sleep(0.05)
+    for pid in left:
+        _signal(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def _signal(pid: int, number: int) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        pass
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # libraries print
+    model, flags = sys.argv[1], sys.argv[2:]
+    preload(model, flags)
+
+    def answer(**told: Any) -> None:
+        print(json.dumps(told), file=answers, flush=True)
+
+    answer(ready=True)
+    children: list[int] = []
+    for line in sys.stdin:
+        order = json.loads(line)
+        if "end" in order:
+            _end(order["end"])
+            children = [pid for pid in children if pid not in order["end"]]
+            answer(ended=len(order["end"]))
+            continue
+        pid = os.fork()
+        if pid == 0:
+            _child(order, model, flags)
+        children.append(pid)
+        answer(pid=pid)
+    _end(children)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""vLLM's executor without a model. Name it with a flag of vLLM's own:
+
+    pullfill decode … --distributed-executor-backend pullfill.engine.mock.executor.MockExecutor
+                      --additional-config '{"mock": {"prefill_tokens_per_s": 20000}}'
+
+Only what computes is replaced. The engine core, its scheduler, prefix cache and block pool are
+vLLM's, the connectors are ours, and the KV cache is real memory that movers copy; its bytes mean
+nothing. Each step takes as long as the settings say, and every request that has computed all its
+tokens gets one more. So decisions, block ids, hits and frees are those of a real worker.
+
+Costs no GPU, no weights and, by default, 1 KiB of KV per block of 16 tokens. All methods are called
+on the engine thread; a step sleeps there, as a model would compute there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+from vllm.v1.executor.abstract import Executor
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
+from pullfill.engine.mock.model import MockModel, settings_of
+
+_LAYOUT = "LBHNC"
+_KV_BYTES = 16 << 20
+
+
+class MockExecutor(Executor):  # type: ignore[misc]
+    """One rank, in the engine's own process."""
+
+    def _init_executor(self) -> None:
+        self._settings = settings_of(self.vllm_config.additional_config)
+        self._model = MockModel(self._settings)
+        self._connector: Any = None
+        self._output: ModelRunnerOutput | None = None
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+        non_block: bool = False,
+    ) -> Any:
+        """There is no worker: what would only change a model does nothing."""
+        if not non_block:
+            return [None]
+        return _done([None])
+
+    # ------------------------------------------------------------------ once
+
+    def get_kv_cache_specs(self) -> list[dict[str, FullAttentionSpec]]:
+        """The shape of a cache, small unless the settings say otherwise."""
+        size = self._settings
+        spec = FullAttentionSpec(
+            block_size=self.cache_config.block_size,
+            num_kv_heads=size.kv_heads,
+            head_size=size.head_size,
+            dtype=torch.bfloat16,
+        )
+        return [{f"mock.{layer}": spec for layer in range(size.layers)}]
+
+    def get_supported_kv_cache_layouts(self) -> list[list[str]]:
+        return [[_LAYOUT]]
+
+    def determine_available_memory(self) -> list[int]:
+        return [self.cache_config.kv_cache_memory_bytes or _KV_BYTES]
+
+    def initialize_from_config(self, kv_cache_configs: list[Any]) -> None:
+        """Make the worker half of the connector and the memory it shares."""
+        config = kv_cache_configs[0]
+        if self.vllm_config.kv_transfer_config is None:
+            return
+        self._connector = KVConnectorFactory.create_connector(
+            config=self.vllm_config, role=KVConnectorRole.WORKER, kv_cache_config=config
+        )
+        with self._connector.get_mem_pool_context():
+            self._connector.register_kv_caches(self._allocate(config))
+
+    def _allocate(self, config: Any) -> dict[str, torch.Tensor]:
+        """[block, head, token, K and V] for each layer, all in one buffer, layer after layer."""
+        spec = config.kv_cache_groups[0].kv_cache_spec
+        names = config.kv_cache_groups[0].layer_names
+        tokens, width = spec.block_size, 2 * spec.head_size
+        shape = (len(names), config.num_blocks, spec.num_kv_heads, tokens, width)
+        buffer = torch.zeros(torch.Size(shape).numel() * spec.dtype.itemsize, dtype=torch.int8)
+        return dict(zip(names, buffer.view(spec.dtype).view(shape), strict=True))
+
+    def compile_or_warm_up_model(self) -> None:
+        """Nothing to compile."""
+
+    def get_kv_connector_handshake_metadata(self) -> list[dict[tuple[int, int], Any]]:
+        told = self._connector.get_handshake_metadata() if self._connector is not None else None
+        return [{(0, 0): told}] if told is not None else []
+
+    @property
+    def supported_tasks(self) -> tuple[str, ...]:  # type: ignore[override]
+        return ("generate",)
+
+    # ------------------------------------------------------------------ each step
+
+    def execute_model(self, scheduler_output: Any, non_block: bool = False) -> Any:
+        output = self._model.step(scheduler_output)
+        result = ModelRunnerOutput(
+            req_ids=list(output),
+            req_id_to_index={request: index for index, request in enumerate(output)},
+            sampled_token_ids=list(output.values()),
+            kv_connector_output=self._transfers(scheduler_output),
+        )
+        took = self._model.seconds(scheduler_output)
+        if took:
+            time.sleep(took)
+        return _done(result) if non_block else result
+
+    def _transfers(self, scheduler_output: Any) -> KVConnectorOutput | None:
+        """What vLLM's model runner asks the connector after each forward pass."""
+        connector = self._connector
+        if connector is None:
+            return None
+        connector.bind_connector_metadata(scheduler_output.kv_connector_metadata)
+        results = connector.get_transfer_results(scheduler_output.finished_req_ids)
+        connector.clear_connector_metadata()
+        return KVConnectorOutput(
+            finished_sending=results.finished_sending,
+            finished_recving=results.finished_recving,
+            failed_recving=results.failed_recving,
+        )
+
+    def check_health(self) -> None:
+        """Always well."""
+
+    def shutdown(self) -> None:
+        """The connector belongs to the process."""
+
+
+def _done(result: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(result)
+    return future

@@ -1,0 +1,77 @@
+"""What the mock backend says instead of a model: tokens, and how long a step takes. No vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from pullfill.errors import ConfigError
+
+KEY = "mock"
+
+
+@dataclass(frozen=True, slots=True)
+class MockSettings:
+    """prefill_tokens_per_s: how fast prompts are computed; 0: at once. step_s: what a step costs
+    besides, also when it only decodes. token: what is always sampled. layers, kv_heads, head_size:
+    the shape of the KV cache."""
+
+    prefill_tokens_per_s: float = 0.0
+    step_s: float = 0.0
+    token: int = 75
+    layers: int = 2
+    kv_heads: int = 1
+    head_size: int = 8
+
+
+def settings_of(additional_config: Any) -> MockSettings:
+    """From vLLM's `--additional-config`, key `mock`. Raises ConfigError."""
+    given = additional_config.get(KEY) if isinstance(additional_config, Mapping) else None
+    if given is None:
+        return MockSettings()
+    kinds = {field.name: type(field.default) for field in fields(MockSettings)}
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"additional config {KEY!r} must be a table of settings")
+    for name, value in given.items():
+        if name not in kinds:
+            raise ConfigError(f"the mock backend has no setting {name!r}: use {', '.join(kinds)}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+            raise ConfigError(f"mock setting {name} must be a number of at least 0, not {value!r}")
+    return MockSettings(**{name: kinds[name](value) for name, value in given.items()})
+
+
+class MockModel:
+    """Counts tokens. Knows each scheduled request until vLLM says that it is finished."""
+
+    def __init__(self, settings: MockSettings) -> None:
+        self._settings = settings
+        self._prompts: dict[str, int] = {}
+
+    def step(self, scheduled: Any) -> dict[str, list[int]]:
+        """The tokens sampled for each request of vLLM's SchedulerOutput: one where all tokens known
+        so far are computed, none where a prompt goes on in a later step."""
+        for request in scheduled.finished_req_ids:
+            self._prompts.pop(request, None)
+        counts, one = scheduled.num_scheduled_tokens, [self._settings.token]
+        sampled: dict[str, list[int]] = {}
+        for new in scheduled.scheduled_new_reqs:
+            tokens = len(new.prefill_token_ids or new.prompt_token_ids)
+            self._prompts[new.req_id] = len(new.prompt_token_ids)
+            whole = new.num_computed_tokens + counts[new.req_id] >= tokens
+            sampled[new.req_id] = list(one) if whole else []
+        old = scheduled.scheduled_cached_reqs
+        for request, computed, outputs in zip(
+            old.req_ids, old.num_computed_tokens, old.num_output_tokens, strict=True
+        ):
+            whole = computed + counts[request] >= self._prompts[request] + outputs
+            sampled[request] = list(one) if whole else []
+        return sampled
+
+    def seconds(self, scheduled: Any) -> float:
+        """How long this step takes."""
+        settings, tokens = self._settings, scheduled.total_num_scheduled_tokens
+        if not tokens:
+            return 0.0
+        speed = settings.prefill_tokens_per_s
+        return settings.step_s + (tokens / speed if speed else 0.0)

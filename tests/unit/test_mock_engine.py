@@ -1,0 +1,103 @@
+"""The mock backend's arithmetic: who gets a token in a step, and how long a step takes."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pullfill.engine.mock.model import MockModel, MockSettings, settings_of
+from pullfill.errors import ConfigError
+
+
+def new(request: str, prompt: int, computed: int = 0, resumed: int = 0) -> Any:
+    return SimpleNamespace(
+        req_id=request,
+        prompt_token_ids=list(range(prompt)),
+        prefill_token_ids=list(range(prompt + resumed)) if resumed else None,
+        num_computed_tokens=computed,
+    )
+
+
+def step(
+    counts: dict[str, int],
+    *fresh: Any,
+    old: dict[str, tuple[int, int]] | None = None,
+    finished: tuple[str, ...] = (),
+) -> Any:
+    """vLLM's SchedulerOutput. old: request → (computed, output tokens)."""
+    old = old or {}
+    return SimpleNamespace(
+        num_scheduled_tokens=counts,
+        total_num_scheduled_tokens=sum(counts.values()),
+        scheduled_new_reqs=list(fresh),
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=list(old),
+            num_computed_tokens=[computed for computed, _ in old.values()],
+            num_output_tokens=[outputs for _, outputs in old.values()],
+        ),
+        finished_req_ids=set(finished),
+    )
+
+
+def test_a_prompt_gets_its_first_token_with_its_last_chunk() -> None:
+    model = MockModel(MockSettings(token=7))
+    assert model.step(step({"a": 60}, new("a", 100))) == {"a": []}
+    assert model.step(step({"a": 40}, old={"a": (60, 0)})) == {"a": [7]}
+    assert model.step(step({"a": 1}, old={"a": (100, 1)})) == {"a": [7]}
+
+
+def test_a_prompt_that_was_brought_needs_its_last_token_only() -> None:
+    model = MockModel(MockSettings())
+    assert len(model.step(step({"a": 1}, new("a", 100, computed=99)))["a"]) == 1
+
+
+def test_a_resumed_request_computes_its_own_tokens_first() -> None:
+    model = MockModel(MockSettings())
+    assert model.step(step({"a": 10}, new("a", 10, resumed=3))) == {"a": []}
+
+
+def test_requests_of_one_step_are_told_apart_and_forgotten() -> None:
+    model = MockModel(MockSettings(token=1))
+    tokens = model.step(step({"a": 10, "b": 5}, new("a", 10), new("b", 6)))
+    assert tokens == {"a": [1], "b": []}
+    model.step(step({"b": 1}, old={"b": (5, 0)}, finished=("a",)))
+    assert set(model._prompts) == {"b"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "tokens", "seconds"),
+    [
+        (MockSettings(), 100, 0.0),
+        (MockSettings(step_s=0.01), 0, 0.0),
+        (MockSettings(step_s=0.01), 5, 0.01),
+        (MockSettings(step_s=0.01, prefill_tokens_per_s=1000), 500, 0.51),
+    ],
+)
+def test_a_step_takes_as_long_as_the_settings_say(
+    settings: MockSettings, tokens: int, seconds: float
+) -> None:
+    scheduled = SimpleNamespace(total_num_scheduled_tokens=tokens)
+    assert MockModel(settings).seconds(scheduled) == pytest.approx(seconds)
+
+
+def test_settings_come_from_vllms_own_flag() -> None:
+    assert settings_of({}) == settings_of(None) == MockSettings()
+    found = settings_of({"mock": {"layers": 4, "step_s": 1}})
+    assert (found.layers, found.step_s, found.kv_heads) == (4, 1.0, MockSettings().kv_heads)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"speed": 1}, "no setting 'speed'"),
+        ({"step_s": -1}, "at least 0"),
+        ({"step_s": "fast"}, "must be a number"),
+        ({"layers": True}, "must be a number"),
+        ("fast", "a table"),
+    ],
+)
+def test_a_wrong_setting_is_named(given: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        settings_of({"mock": given})
