@@ -1,11 +1,12 @@
 """Moving bytes between two addresses of this process with the GIL released.
 
 Three ways. A run that repeats in rows (a block over all layers) is one strided numpy copy, a run
-alone one `memmove`: both at the speed of the memory while nobody else wants the GIL. Beside a busy
-Python thread each call's return costs up to a whole switch interval (5 ms): short calls became 18
-times slower. So short ones are watched, and when the thread sleeps for milliseconds between them,
-batches go through one vectored kernel copy (`process_vm_writev` to ourselves; half as fast, but the
-GIL is given up once per batch) for a second before the plain way is tried again.
+alone one `memmove`, both walked in C: Python in between would cost a good part of a short copy.
+That is the speed of the memory while nobody else wants the GIL. Beside a busy Python thread each
+call's return costs up to a whole switch interval (5 ms): short calls became 18 times slower. So
+short ones are watched, and when the thread sleeps for milliseconds between them, batches go through
+one vectored kernel copy (`process_vm_writev` to ourselves; half as fast, but the GIL is given up
+once per batch) for a second before the plain way is tried again.
 """
 
 from __future__ import annotations
@@ -43,6 +44,9 @@ _memmove.restype = ctypes.c_void_p
 
 _ANYWHERE = ctypes.c_uint8 * (1 << 46)
 """Lets numpy lay an array at any distance from an address. The plan has checked the ranges."""
+
+_LARGEST = 1 << 62
+"""Elements of an array in which numpy can count."""
 
 _vectored_until = 0.0
 """Wall time (perf_counter) up to which the GIL counts as wanted by others. A hint: races on it
@@ -87,19 +91,40 @@ def _copy_runs(source: int, target: int, batch: Batch, part: slice) -> None:
 
 
 def _copy_tiles(source: int, target: int, batch: Batch, part: slice) -> None:
-    rows, byte = batch.rows, np.uint8
-    from_strides, to_strides = (*rows.source, 1), (*rows.target, 1)
-    from_memory: Any = _ANYWHERE.from_address(source)
-    to_memory: Any = _ANYWHERE.from_address(target)
-    array, copy = np.ndarray, np.copyto
-    for src, dst, nbytes in zip(
-        batch.source[part], batch.target[part], batch.nbytes[part], strict=True
-    ):
-        shape = (*rows.counts, nbytes)
-        copy(
-            array(shape, byte, to_memory, dst, to_strides),
-            array(shape, byte, from_memory, src, from_strides),
+    """Runs of one length are items of one array on each side: where all are alike, as they mostly
+    are, there is no Python between the copy of one block and the next."""
+    sources, targets, lengths = batch.source[part], batch.target[part], batch.nbytes[part]
+    rows, kinds = batch.rows, set(lengths)
+    highest = max(*sources, *targets)
+    if highest * rows.count * max(kinds) >= _LARGEST:
+        for src, dst, nbytes in zip(sources, targets, lengths, strict=True):
+            from_tiles = _tiles(source + src, rows.counts, rows.source, nbytes, 0)
+            _tiles(target + dst, rows.counts, rows.target, nbytes, 0)[0] = from_tiles[0]
+        return
+    tiles = {
+        nbytes: (
+            _tiles(source, rows.counts, rows.source, nbytes, highest),
+            _tiles(target, rows.counts, rows.target, nbytes, highest),
         )
+        for nbytes in kinds
+    }
+    if len(kinds) > 1:
+        for src, dst, nbytes in zip(sources, targets, lengths, strict=True):
+            from_tiles, to_tiles = tiles[nbytes]
+            to_tiles[dst] = from_tiles[src]
+        return
+    from_tiles, to_tiles = tiles[lengths[0]]
+    deque(map(to_tiles.__setitem__, targets, map(from_tiles.__getitem__, sources)), maxlen=0)
+
+
+def _tiles(
+    address: int, counts: tuple[int, ...], strides: tuple[int, ...], nbytes: int, highest: int
+) -> NDArray[np.uint8]:
+    """The array whose item `i` is the tile of bytes that begins `i` after `address`. `highest`: the
+    last item that is asked for."""
+    memory: Any = _ANYWHERE.from_address(address)
+    shape = (highest + 1, *counts, nbytes)
+    return np.ndarray(shape, np.uint8, memory, 0, (1, *strides, 1))
 
 
 def _copy_watched(source: int, target: int, batch: Batch, copy: _Copy) -> int:

@@ -75,10 +75,19 @@ def test_copy_batch(count: int, size: int, way: str) -> None:
     assert switched == (copying._vectored_until not in (0.0, math.inf))
 
 
+@pytest.mark.parametrize("largest", [copying._LARGEST, 0])
+@pytest.mark.parametrize("lengths", [[48, 16, 7] * 8, [41] * 24], ids=["unlike", "alike"])
 @pytest.mark.parametrize("counts", [(3,), (2, 3), (1, 1)])
-def test_copy_batch_with_rows(counts: tuple[int, ...], way: str) -> None:
-    """Runs of several lengths, apart by other strides on either side."""
-    lengths = [48, 16, 7] * 8
+def test_copy_batch_with_rows(
+    counts: tuple[int, ...],
+    lengths: list[int],
+    largest: int,
+    way: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Runs of several lengths or one, apart by other strides on either side; too far from each
+    other for one array (`largest`)."""
+    monkeypatch.setattr(copying, "_LARGEST", largest)
     rows = Rows(counts, (9000, 2500)[-len(counts) :], (7000, 2000)[-len(counts) :])
     sources, targets = range(0, 24 * 60, 60), range(23 * 50, -1, -50)
     batch = Batch([*sources], [*targets], lengths, sum(lengths) * rows.count, rows)
