@@ -13,7 +13,6 @@ pictures. Exit status 1 when a target is missed, a system failed, or the machine
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import tempfile
 from pathlib import Path
@@ -28,8 +27,6 @@ from benchmarks.serving.systems import SYSTEMS
 from benchmarks.serving.verdict import NOISE, Verdict
 
 TITLE = "Serving: pullfill against what a user would pick instead"
-LOAD = 0.5
-"""Load average at the beginning above which the machine is in use."""
 
 
 def chosen(names: str, known: list[str], what: str) -> list[str]:
@@ -52,11 +49,12 @@ def plan(options: argparse.Namespace) -> tuple[list[System], dict[str, tuple[str
     return [SYSTEMS[name] for name in systems], table
 
 
-def is_quiet(measured: Measured, load_before: float, cores: int) -> bool:
-    """Nobody else in any window, an idle machine at the beginning, repeats that agree."""
-    if load_before > LOAD * cores:
-        print(f"the load average was {load_before:.1f} before anything was started")
-        return False
+def is_quiet(measured: Measured) -> bool:
+    """Nobody else in any window, an idle machine before each start, repeats that agree."""
+    busy = [calm for calm in measured.before if not calm.quiet]
+    for calm in busy:
+        print(f"not quiet before a start: others used {100 * calm.others:.0f} % of one core, "
+              f"{calm.load:.2f} threads wanted to run")  # fmt: skip
     loud = [w for w in measured.windows if not w.quiet]
     for w in loud:
         print(f"not quiet: {w.system}, {w.part} {w.label}: others used {100 * w.others:.0f} % of "
@@ -64,7 +62,7 @@ def is_quiet(measured: Measured, load_before: float, cores: int) -> bool:
     spread = [r for r in Verdict(measured).noise() if not r.ok]
     for r in spread:
         print(f"not quiet: {r.metric}: {r.value:g} {r.unit}, above {NOISE:g}")
-    return not loud and not spread
+    return not (busy or loud or spread)
 
 
 def finish(measured: Measured, options: argparse.Namespace, quiet: bool) -> int:
@@ -104,7 +102,6 @@ def parser() -> argparse.ArgumentParser:
 def main() -> int:
     options = parser().parse_args()
     end_in_order()
-    load_before, cores = os.getloadavg()[0], os.cpu_count() or 1
     systems, table = plan(options)
     scale = parts.QUICK if options.quick else parts.FULL
     repeats = options.repeats or (1 if options.quick else 3)
@@ -115,7 +112,7 @@ def main() -> int:
             systems, scale, table, repeats, model.plain_tokens(), model.kv_bytes_per_token(), base
         )
         measured = campaign.run()
-    return finish(measured, options, is_quiet(measured, load_before, cores))
+    return finish(measured, options, is_quiet(measured))
 
 
 if __name__ == "__main__":

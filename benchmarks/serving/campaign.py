@@ -12,12 +12,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks import machine
 from benchmarks.live import BenchError
 from benchmarks.report import median
 from benchmarks.serving import bandwidth, parts, stats
 from benchmarks.serving.contract import System
-from benchmarks.serving.meter import Use
+from benchmarks.serving.meter import Calm, Use
 from benchmarks.serving.parts import Scale, Session
 from benchmarks.serving.systems_pairs import Skipped
 from benchmarks.serving.window import Window
@@ -50,8 +49,8 @@ class Measured:
     ready_s: dict[str, list[float]] = field(default_factory=dict)
     troubles: list[Trouble] = field(default_factory=list)
     copy_rate: dict[int, float] = field(default_factory=dict)
-    others: list[float] = field(default_factory=list)
-    """Cores that others used right before each start."""
+    before: list[Calm] = field(default_factory=list)
+    """The machine right before each start."""
 
     def of(self, system: str, part: str, label: str = "") -> list[Window]:
         wanted = (system, part, label)
@@ -120,9 +119,7 @@ class Campaign:
         before, wanted = f"[{number}/{count}] {system.name}", self.parts_of(system)
         if not wanted:
             return
-        quiet = machine.Quiet()
-        quiet.look(1.0)
-        measured.others += quiet.others
+        measured.before.append(Calm.wait())
         folder = self.base / f"{repeat}-{system.name}"
         folder.mkdir(parents=True)
         self._say(f"{before}: starts; about {clock(self._left_s())} left")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from benchmarks.live import BenchError
 from benchmarks.serving import stats, workloads
-from benchmarks.serving.contract import Name, Running, System
+from benchmarks.serving.contract import Kind, Name, Running, System
 from benchmarks.serving.meter import Meter, Use
 from benchmarks.serving.window import Window, explain, measure
 from benchmarks.serving.workloads import Prompts, Workload
@@ -43,7 +43,7 @@ class Scale:
 FULL = Scale(
     control_s=10.0,
     longs_s=20.0,
-    pairs=2,
+    pairs=1,
     lengths=workloads.LENGTHS,
     rounds=4,
     bursts=3,
@@ -101,6 +101,8 @@ class Session:
         if bad:
             self.say(f"  {len(bad)} of {len(window.answers)} failed, first: {bad[0].error[:200]}")
         if keep:
+            self.say(f"  {summary(window)}")
+        if keep:
             self.windows.append(window)
         if len(bad) == len(window.answers):
             raise BenchError(f"{part}, {label}: every request failed: {bad[0].error[:300]}")
@@ -109,6 +111,19 @@ class Session:
     def explain(self, window: Window) -> None:
         if self.system.ours:
             explain(window, next(iter(self.running.urls.values())))
+
+
+def summary(window: Window) -> str:
+    """A window in one line, for those who watch."""
+    gaps, longs = stats.spread(window.gaps()), stats.ttfts(window.answers, Kind.LONG)
+    parts = [f"{len(window.answers)} answers"]
+    if gaps.count:
+        parts.append(f"ITL p50 {1e3 * gaps.p50:.1f} p99 {1e3 * gaps.p99:.1f} ms")
+    if longs:
+        parts.append(f"long TTFT p50 {1e3 * stats.spread(longs).p50:.0f} ms")
+    if not window.quiet:
+        parts.append(f"NOT QUIET: others {100 * window.others:.0f} %, steal {window.steal:.3f}")
+    return ", ".join(parts)
 
 
 Part = Callable[[Session], None]

@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks import bench_serving, machine
+from benchmarks import bench_serving
 from benchmarks.live import BenchError
 from benchmarks.serving import campaign, parts, window
 from benchmarks.serving.campaign import Campaign, Measured
 from benchmarks.serving.contract import Kind, Name, Running, System
+from benchmarks.serving.meter import Calm
 from benchmarks.serving.parts import Scale, Session
 from benchmarks.serving.workloads import Workload
 from tests.support.sse_server import SseServer, Step, whole
@@ -151,7 +152,7 @@ class TestCampaign:
 
     @pytest.fixture(autouse=True)
     def hurry(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(machine.Quiet, "look", lambda self, _: self.others.append(0.0))
+        monkeypatch.setattr(campaign.Calm, "wait", lambda: Calm(0.0, 0.0))
         monkeypatch.setattr(parts, "SETTLE_S", 0.0)
         monkeypatch.setattr(parts.workloads, "STAGGER_S", 0.01)
         monkeypatch.setattr(parts.workloads, "FASTEST", 20_000.0)
@@ -226,8 +227,11 @@ class TestCommand:
         result = window.Result([], 1.0, 0.1)
         use = window.Use(1.0)
         still = window.Window("x", "chat", "", 0, None, result, use)
-        assert bench_serving.is_quiet(Measured([], 1, [still]), 0.1, 2)
-        assert not bench_serving.is_quiet(Measured([], 1, [still]), 1.5, 2)
+        made = Measured([], 1, [still])
+        assert bench_serving.is_quiet(made)
+        made.before = [Calm(0.05, 0.1), Calm(0.05, 0.3)]
+        assert not bench_serving.is_quiet(made)
+        assert "0.30 threads wanted to run" in capsys.readouterr().out
         stolen = window.Window("x", "chat", "", 0, None, result, use, steal=0.02)
-        assert not bench_serving.is_quiet(Measured([], 1, [still, stolen]), 0.1, 2)
+        assert not bench_serving.is_quiet(Measured([], 1, [still, stolen]))
         assert "2.0 % stolen" in capsys.readouterr().out

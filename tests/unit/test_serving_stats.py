@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.serving import bandwidth, stats, workloads
 from benchmarks.serving.contract import Answer, Ask, Kind
-from benchmarks.serving.meter import Machine, Meter
+from benchmarks.serving.meter import Calm, Machine, Meter
 from benchmarks.serving.stats import Slo
 from benchmarks.serving.workloads import Prompts, Workload
 
@@ -166,6 +166,13 @@ class TestMeter:
             child.communicate(b"\n")
         assert meter.read().cpu_s["child"] == 0.0
         assert use.cores == pytest.approx(use.total_s / use.took_s)
+
+    def test_a_machine_in_use_is_not_calm(self) -> None:
+        assert Calm(0.1, 0.2).quiet
+        assert not Calm(0.2, 0.1).quiet
+        assert not Calm(0.1, 0.3).quiet
+        found = Calm.look(1)
+        assert found.load >= 0
 
     def test_steal(self) -> None:
         assert Machine(3.0, 200.0).steal_since(Machine(1.0, 100.0)) == 0.02
