@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -14,7 +14,7 @@ from aiohttp import ClientConnectionError, ClientPayloadError, ClientSession
 from benchmarks.serving import proxies
 
 LIMIT_S = 20.0
-Reply = Callable[[proxies.Request, asyncio.StreamWriter], Awaitable[None]]
+Reply = Callable[[proxies.Request, asyncio.StreamWriter], Coroutine[Any, Any, None]]
 
 
 class Server:
