@@ -1,10 +1,12 @@
-"""CPU of our frontend per streamed token, against vLLM's own API server: `make bench-frontend`.
+"""What our frontend costs, against vLLM's own API server: `make bench-frontend`.
 
 Both run at the same time over an engine of their own: same model, same flags, same core for the
 engine, one thread of compute. The same client sends the same load to one and to the other in turn
-(the order changes from round to round); what counts is the CPU time of the HTTP process alone,
-never of the engine. Medians over the rounds. Writes results/frontend.json and .md.
-Exit status 1 when a target is missed.
+(the order changes from round to round):
+  streams   many at once; the CPU time per token of the HTTP process alone, never of the engine
+  requests  one at a time; what the client waits, and the CPU for each (bench_frontend_requests)
+Medians over the rounds. Writes results/frontend.json and .md. Exit status 1 when a target is
+missed.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from typing import Any
 
 import aiohttp
 
+from benchmarks import bench_frontend_requests as requests
 from benchmarks import machine
 from benchmarks.live import BenchError, demo_flags, end_in_order, running
 from benchmarks.report import Row, finish, median, row, versus
@@ -30,7 +33,7 @@ from benchmarks.serving.systems_vllm import Cores, api_server
 from pullfill.deploy import defaults, plan
 
 PEER = "vLLM API server"
-TARGET = 1.1
+TARGET = 1.0
 # Our frontend's default; the same work for both.
 SAME_FLAGS = ("--enable-prompt-tokens-details",)
 TEXT = "The quick brown fox jumps over the lazy dog, and number {} follows it home. "
@@ -38,19 +41,22 @@ TEXT = "The quick brown fox jumps over the lazy dog, and number {} follows it ho
 
 @dataclass(slots=True)
 class Server:
-    """One HTTP process. `pid` is its own; `engine` that of its engine."""
+    """One HTTP process. `pid` is its own; `engine` that of its engine; `pids`: of all processes
+    that serve, or of those that started them."""
 
     name: str
     url: str
     pid: int
     engine: int
+    pids: list[int]
 
 
 @contextmanager
 def our_server(base: Path) -> Iterator[Server]:
     """A frontend over one decode worker."""
     with running(base / "cluster", "--prefill", "0", *SAME_FLAGS) as live:
-        yield Server("pullfill", live.url, live.pid("frontend"), live.pid("decode"))
+        pids = list(live.pids())
+        yield Server("pullfill", live.url, live.pid("frontend"), live.pid("decode"), pids)
 
 
 @contextmanager
@@ -59,7 +65,7 @@ def vllm_server(base: Path, core: set[int]) -> Iterator[Server]:
     cores = Cores(engine=tuple(sorted(core)), api=tuple(defaults.usable_cores()))
     flags = [*demo_flags(), *SAME_FLAGS]
     with api_server("vllm", plan.demo_directory(), base, flags, cores) as server:
-        yield Server(PEER, server.url, server.pid, server.engine())
+        yield Server(PEER, server.url, server.pid, server.engine(), [server.pid])
 
 
 def request_of(kind: str, stream: int, tokens: int) -> tuple[str, dict[str, Any]]:
@@ -118,7 +124,7 @@ def measure(
     """Microseconds of CPU per token of each server's HTTP process, one value per round."""
     cost: dict[str, list[float]] = {server.name: [] for server in servers}
     rng = random.Random(3)
-    pids = [pid for server in servers for pid in (server.pid, server.engine)]
+    pids = [pid for server in servers for pid in server.pids]
     for number in range(-1, options.rounds):  # the first one warms up
         order = rng.sample(servers, len(servers))
         for server in order:
@@ -139,6 +145,17 @@ def rows_of(kind: str, cost: dict[str, list[float]]) -> Row:
     return versus(f"CPU per streamed token, {kind}", ours, "us", PEER, theirs, TARGET)
 
 
+def one_by_one(servers: list[Server], groups: int, quiet: machine.Quiet) -> list[Row]:
+    """The rows of `bench_frontend_requests`."""
+    pids = [pid for server in servers for pid in server.pids]
+    taken = asyncio.run(requests.measure(servers, groups, TEXT.format, lambda: quiet.window(pids)))
+    return [
+        found
+        for kind, by_server in taken.items()
+        for found in requests.rows_of(kind, by_server, "pullfill", PEER)
+    ]
+
+
 def run(options: argparse.Namespace, base: Path) -> tuple[list[Row], machine.Quiet]:
     quiet = machine.Quiet()
     quiet.look()
@@ -150,6 +167,7 @@ def run(options: argparse.Namespace, base: Path) -> tuple[list[Row], machine.Qui
             rows_of(kind, measure([ours, theirs], kind, options, quiet))
             for kind in ("completions", "chat")
         ]
+        rows += one_by_one([ours, theirs], options.groups, quiet)
         memory = [machine.memory(server.pid).rss / 1e9 for server in (ours, theirs)]
         rows.append(versus("memory of the HTTP process, RSS", memory[0], "GB", PEER, memory[1]))
         rows.append(row("streams at once", options.streams, ""))
@@ -164,6 +182,12 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=9, help="loads per server and endpoint")
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument(
+        "--groups",
+        type=int,
+        default=6,
+        help=f"groups of {requests.GROUP} requests per server and kind",
+    )
     parser.add_argument("--no-save", action="store_true", help="print only")
     options = parser.parse_args()
     end_in_order()

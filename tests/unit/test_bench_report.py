@@ -165,9 +165,10 @@ class TestFrontendBench:
         assert "prompt" in bench_frontend.request_of("completions", 3, 50)[1]
 
     def test_medians_decide(self) -> None:
-        cost = {"pullfill": [10.0, 11.0, 99.0], bench_frontend.PEER: [10.0, 10.0, 10.0]}
-        row = bench_frontend.rows_of("chat", cost)
-        assert (row.value, row.ratio, row.ok) == (11.0, 1.1, True)
+        for theirs, ok in ((11.0, True), (10.9, False)):
+            cost = {"pullfill": [10.0, 11.0, 99.0], bench_frontend.PEER: [theirs, theirs, 1.0]}
+            row = bench_frontend.rows_of("chat", cost)
+            assert (row.value, row.peer_value, row.ok) == (11.0, theirs, ok)
 
     async def test_the_load_counts_what_a_server_streams(self) -> None:
         async def answer(request: object) -> object:
