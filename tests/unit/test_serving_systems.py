@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import bench_rates
 from benchmarks.live import BenchError
 from benchmarks.serving import model, public_load, systems_pairs, systems_vllm
 from benchmarks.serving.contract import Name
@@ -114,6 +115,32 @@ class TestPublicLoad:
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
         with pytest.raises(systems_pairs.Skipped, match="make install-bench"):
             public_load.program()
+
+
+def came(rate: float, good: float, share: float, failed: int = 0) -> public_load.Rate:
+    return public_load.Rate(rate, 9, failed, 0.1, 0.2, 0.01, 0.02, 100.0, good, share)
+
+
+class TestRates:
+    def test_ours_is_held_against_the_best_aggregated_of_the_run(self) -> None:
+        rows = bench_rates.rows_of(
+            {
+                Name.PULLFILL: [came(1, 1.0, 1.0), came(4, 3.0, 0.75)],
+                Name.AGGREGATED: [came(1, 0.5, 0.5), came(4, 1.0, 0.25)],
+                Name.ROUND_ROBIN: [came(1, 1.0, 1.0), came(4, 1.5, 0.4)],
+                Name.NIXL: [came(1, 9.0, 1.0)],
+            },
+            {},
+        )
+        (best,) = [row for row in rows if row.peer]
+        assert (best.value, best.peer, best.peer_value) == (3.0, Name.ROUND_ROBIN, 1.5)
+
+    def test_a_rate_is_sustained_when_nothing_failed_and_enough_was_good(self) -> None:
+        rates = [came(1, 1.0, 0.95), came(2, 1.9, 0.95, failed=1), came(3, 2.0, 0.6)]
+        row = bench_rates.rows_of({Name.AGGREGATED: rates}, {"nixl": "not there"})
+        kept = {r.metric: r.value for r in row}
+        assert kept["aggregated: highest rate with 90 % good"] == 1.0
+        assert kept["nixl: goodput"] is None
 
 
 def percentiles(p50: float, p99: float) -> dict[str, Any]:
