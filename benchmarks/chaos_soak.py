@@ -16,8 +16,11 @@ through all of it: a decode worker is always left, so no request may fail. The p
 half is within noise when it is at most two standard errors from zero (least squares over 20 means),
 or below --slope-floor. What grows up to a bound must not look like a leak. So before the clock
 starts, each frontend gets as many short requests as it keeps records of; and for --warm-up seconds
-there is load without faults, by twice the clients and without pauses, because malloc keeps as much
-as the most unlucky mixture of batches so far needed.
+there is load without faults, by twice the clients and without pauses: half of the time every prompt
+is prefilled by the decode workers, half of it by the prefill workers. For vLLM's CPU build makes
+and drops a oneDNN kernel for each number of tokens in a step, which leaves holes in the heap until
+it is full of them. A decode worker that prefills only while others are away would get there within
+the measured time, a busy one does in the first minute.
 
 Writes results/chaos-soak.json and .md, and the table in docs/failure-modes.md, with --save.
 Exit status 1 when anything failed, was wrong, or is left behind.
@@ -167,10 +170,13 @@ class Faults:
         self._cluster.etcd.resume()
 
 
-def warm_up(load: Load, seconds: float) -> None:
+def warm_up(cluster: ChaosCluster, load: Load, seconds: float) -> None:
     """Raises BenchError when a request fails, as nothing is wrong yet."""
     with load:
-        time.sleep(seconds)
+        for policy in ("always_local", "always_remote"):
+            cluster.set_router(policy=policy)
+            time.sleep(seconds / 2)
+    cluster.set_router(policy="conditional")
     if failed := load.failed():
         raise BenchError(f"before any fault: {failed[0].error}")
 
@@ -259,7 +265,7 @@ def soak(options: argparse.Namespace, base: Path) -> list[Row]:
         )  # fmt: skip
         warm = Load(work, cluster.urls, clients=2 * options.clients, each=None, seed=options.seed)
         fill_histories(cluster.urls())
-        warm_up(warm, options.warm_up)
+        warm_up(cluster, warm, options.warm_up)
         began = time.monotonic()
         with load, Sampler(lasting) as sampler:
             faults.run(began + 60 * options.minutes, options.every, kinds)
@@ -342,7 +348,7 @@ def command_line() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--warm-up", type=float, default=90.0, metavar="S", help="before them")
+    parser.add_argument("--warm-up", type=float, default=120.0, metavar="S", help="before them")
     parser.add_argument("--every", type=float, default=12.0, metavar="S", help="between faults")
     parser.add_argument("--clients", type=int, default=6)
     parser.add_argument("--pause", type=float, default=0.3, metavar="S", help="mean, of a client")
