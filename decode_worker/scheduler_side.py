@@ -35,6 +35,7 @@ class SchedulerSide:
         self._decisions: dict[str, tuple[Situation, Decision]] = {}
         self._waiting: set[str] = set()
         self._held: dict[str, list[Any]] = {}
+        self._failed: list[str] = []
         self._unpublished: list[OpenedJob] = []
         self._scheduled: deque[list[OpenedJob]] = deque()
 
@@ -50,8 +51,8 @@ class SchedulerSide:
 
     @property
     def has_work(self) -> bool:
-        """Whether the ledger has something to tell the scheduler: the engine must step."""
-        return self._ledger.has_events
+        """Whether there is something to tell the scheduler: the engine must step."""
+        return bool(self._failed) or self._ledger.has_events
 
     def matched(self, request: Any, hit_tokens: int) -> tuple[int, bool]:
         """vLLM's get_num_new_matched_tokens: (tokens a prefill worker will bring, True if so).
@@ -152,16 +153,23 @@ class SchedulerSide:
             self._context.publish(job)
 
     def collect(self) -> tuple[list[str], list[str]]:
-        """Once for each step, at the end of its scheduling: act on the ledger's events; returns
-        (loaded, failed) request ids to report in this step.
+        """Once for each step, at the end of its scheduling: returns (loaded, failed) request ids to
+        report in this step."""
+        self._scheduled.append(self._unpublished)
+        self._unpublished = []
+        loaded = self.take_in()
+        failed, self._failed = self._failed, []
+        return loaded, failed
+
+    def take_in(self) -> list[str]:
+        """Act on the ledger's events, before a step is scheduled or while it is. Returns the
+        requests whose KV is there: told before, vLLM runs them in that step and not in the one
+        after. Those that failed wait for `collect`.
 
         Holds come before the report that makes vLLM free the same blocks, so a quarantined block
         never reaches the free list.
         """
-        self._scheduled.append(self._unpublished)
-        self._unpublished = []
         loaded: list[str] = []
-        failed: list[str] = []
         for event in self._ledger.take_events():
             match event:
                 case Hold(job_id, blocks):
@@ -177,8 +185,8 @@ class SchedulerSide:
                         continue
                     self._waiting.discard(request_id)
                     self._context.stories.settled(request_id, was_loaded, outcome)
-                    (loaded if was_loaded else failed).append(request_id)
-        return loaded, failed
+                    (loaded if was_loaded else self._failed).append(request_id)
+        return loaded
 
     def finished(self, request_id: str) -> None:
         """vLLM's request_finished: the request is over, however. An open job is cancelled; if the

@@ -242,7 +242,10 @@ class DecodeWorker:
         if self._context.ledger.overdue:  # the asyncio thread hangs: nobody may wait for it
             self._context.ledger.tick()
         leave.make_way(self._shim, self._context.ledger)
-        return self._context.ledger.has_events
+        side = self._context.extra["scheduler_side"]
+        if self._context.ledger.has_events and (loaded := side.take_in()):
+            self._shim.host.received(loaded)
+        return bool(side.has_work)
 
     def _publish(self, job: contexts.OpenedJob) -> None:
         assert self._publisher is not None

@@ -18,12 +18,13 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 import zmq
 
 from pullfill import failpoints, log
+from pullfill.engine import process
 from pullfill.engine.watchdog import Pulse
 
 if TYPE_CHECKING:
@@ -111,7 +112,10 @@ class EngineHost:
 
         self._poller = zmq.Poller()
         self._poller.register(self._wakefd, zmq.POLLIN)
-        self.core = EngineCore(self._config, Executor.get_class(self._config), log_stats=True)
+        config = self._config
+        alone = config.parallel_config.world_size == 1 and config.device_config.device_type == "cpu"
+        with process.lazy_timers() if alone else contextlib.nullcontext():
+            self.core = EngineCore(self._config, Executor.get_class(self._config), log_stats=True)
         return self.core
 
     def run(self, on_built: Callable[[EngineCore], None] = lambda _core: None) -> None:
@@ -159,6 +163,18 @@ class EngineHost:
                 self._blocked_at = None
             elif timeout == _BLOCKED_POLL_MS and self._blocked_at is None:
                 self._blocked_at = time.monotonic()
+
+    def received(self, request_ids: Collection[str]) -> None:
+        """The remote KV of these waiting requests is there (engine thread, between steps): the next
+        step runs them. By vLLM's own way, a connector's report of a step, it would be the one after
+        that."""
+        from vllm.v1.outputs import KVConnectorOutput
+
+        assert self.core is not None
+        scheduler: Any = self.core.scheduler
+        scheduler._update_from_kv_xfer_finished(
+            KVConnectorOutput(finished_recving=set(request_ids))
+        )
 
     def waiting_for_blocks(self, longer_than_s: float) -> set[str]:
         """Requests in vLLM's queue, if for so long no step ran any (engine thread): there are not

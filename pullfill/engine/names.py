@@ -23,7 +23,12 @@ _WORKER = {
         "UtilityOutput:failure_message",
         "FinishReason.ERROR",
     ),
-    "vllm.v1.core.sched.scheduler": ("Scheduler.has_requests", "Scheduler.get_request_counts"),
+    "vllm.v1.core.sched.scheduler": (
+        "Scheduler.has_requests",
+        "Scheduler.get_request_counts",
+        "Scheduler._update_from_kv_xfer_finished",
+    ),
+    "vllm.v1.outputs": ("KVConnectorOutput:finished_recving",),
     "vllm.v1.core.sched.output": (
         "SchedulerOutput:preempted_req_ids",
         "SchedulerOutput:num_scheduled_tokens",

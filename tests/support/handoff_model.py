@@ -117,7 +117,9 @@ class HandoffModel:
 
     def step(self) -> None:
         """vLLM schedules: the connector's reports arrive and free what waited for them."""
-        loaded, failed = self.side.collect()
+        loaded = self.side.take_in()
+        later, failed = self.side.collect()
+        loaded += later
         for request_id in [*loaded, *failed]:
             (job,) = [j for j in self.jobs.values() if j.request.request_id == request_id]
             job.reports.append(request_id in loaded)

@@ -181,7 +181,9 @@ class DecodeHalf:
         self.control.wake()
 
     def step(self) -> None:
-        loaded, failed = self.side.collect()
+        loaded = self.side.take_in()
+        later, failed = self.side.collect()
+        loaded += later
         for request_id in [*loaded, *failed]:
             served = self.requests[request_id]
             assert served.loaded is None, "told twice"

@@ -5,8 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
+from pathlib import Path
 
 import pytest
+
+from pullfill.engine.process import lazy_timers
 
 # Eight threads allocate at the same time; malloc_info lists the arenas that there are.
 CODE = """
@@ -43,3 +47,25 @@ def test_threads_share_two_arenas_unless_told_otherwise() -> None:
     assert arenas("bound") == 2
     assert arenas("unbound") > 3
     assert arenas("bound", MALLOC_ARENA_MAX="3") == 3
+
+
+def slack_ns() -> int:
+    """Of the calling thread."""
+    return int(Path(f"/proc/{threading.get_native_id()}/timerslack_ns").read_text())
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a Linux thread attribute")
+def test_only_threads_made_meanwhile_are_late() -> None:
+    found: list[int] = []
+
+    def start() -> None:
+        thread = threading.Thread(target=lambda: found.append(slack_ns()))
+        thread.start()
+        thread.join()
+
+    usual = slack_ns()
+    with lazy_timers():
+        start()
+    start()
+    assert found == [1_000_000_000, usual]
+    assert slack_ns() == usual

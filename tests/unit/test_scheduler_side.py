@@ -261,6 +261,22 @@ def test_finished_after_it_was_settled_but_before_the_step() -> None:
     assert rig.side.collect() == (["r"], [])
 
 
+def test_what_came_before_a_step_is_told_before_it_and_what_failed_with_it() -> None:
+    rig = Rig()
+    for name in ("good", "bad"):
+        rig.send(20, name=name)
+        job = rig.published[-1]
+        rig.ledger.claim(job.job_id, "i", "a")
+    rig.ledger.commit(rig.published[0].job_id, 1, "i", "a", 5)
+    rig.ledger.hand_back(rig.published[1].job_id, 1, "i", "a", "no", retry=False)
+    assert rig.side.take_in() == ["good"]
+    assert rig.side.has_work, "the other one waits for a step"
+    assert rig.side.take_in() == []
+    assert rig.side.collect() == ([], ["bad"])
+    assert not rig.side.has_work
+    assert rig.side.collect() == ([], [])
+
+
 def test_finished_before_it_was_allocated_leaves_nothing() -> None:
     rig = Rig()
     rig.side.matched(FakeRequest("r", list(range(20))), 0)
