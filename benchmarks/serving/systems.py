@@ -152,8 +152,9 @@ def _systems() -> Iterator[System]:
     )
     yield System(
         Name.HAND_SPLIT,
-        "orientation: two plain vLLM API servers, set up as in round-robin; short streams are sent "
-        "to one, long prompts to the other, nothing is handed over",
+        "orientation: two plain vLLM API servers, set up as in round-robin, but the first one's "
+        "HTTP process may use both cores; short streams are sent to that one, long prompts to the "
+        "other, nothing is handed over",
         _on_two_cores(hand_split, Name.HAND_SPLIT),
     )
     yield System(
