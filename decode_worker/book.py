@@ -36,7 +36,9 @@ class Book:
     kv_digest: what of a commit's bytes must be verified before the request is told. kv_mode: what
     the grants say about how they come.
     on_event / on_action: called (under no lock) after something was queued for the engine thread /
-    the asyncio thread; they must only wake that thread.
+    the asyncio thread; they must only wake that thread. tell_opens: wake the asyncio thread for
+    every job that is opened, not only for one that is due before it wants to look: set while there
+    is nobody to claim it.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Book:
         self.kv_digest = kv_digest
         self.kv_mode = kv_mode
         self.incarnation = incarnation
+        self.tell_opens = True
         self._lock = threading.Lock()
         self._jobs: dict[str, Entry] = {}
         # What is asked or looked at often, kept so that it costs the same however many jobs wait.

@@ -284,6 +284,8 @@ class ControlServer:
 
     def _count(self) -> None:
         self.prefill_workers = sum(p.pulls and not p.leaving for p in self._peers.values())
+        # Before `_nobody_pulls` looks: what is opened after that look is told.
+        self._ledger.tell_opens = self.prefill_workers == 0
 
     def _nobody_pulls(self) -> None:
         """With no worker left that pulls, what nobody has claimed is served locally at once."""
@@ -300,12 +302,16 @@ class ControlServer:
                     self._nobody_pulls()
                     self._wake.set()
                 return
+            # These three make nothing due earlier: the ledger's timer need not look.
             case Claim():
                 self._on_claim(peer, message)
+                return
             case Commit():
                 self._commits.commit(peer, message)
+                return
             case Ready():
                 self._commits.ready(peer, message)
+                return
             case HandBack():
                 self._ledger.hand_back(
                     message.job_id,

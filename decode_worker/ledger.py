@@ -73,7 +73,7 @@ class Ledger(Arrivals):
     ) -> None:
         """Register a job before it is published. timeout_s bounds the whole, claim_timeout_s each
         wait for a claim (None: as the whole). Its request waits until it is settled, so the
-        asyncio thread is woken to time the deadline: it may be asleep with nothing to wait for."""
+        asyncio thread is woken to time the deadline if it sleeps for longer, or for ever."""
         now = self._clock.monotonic()
         entry = Entry(
             job_id,
@@ -91,8 +91,11 @@ class Ledger(Arrivals):
             self._by_request[request_id] = job_id
             self._target_blocks += entry.targets
             self._dues.add(entry)
-            self._next_tick = min(self._next_tick, entry.due)
-        self._on_action()
+            earlier = entry.due < self._next_tick
+            if earlier:
+                self._next_tick = entry.due
+        if earlier or self.tell_opens:
+            self._on_action()
 
     def cancel(self, request_id: str) -> None:
         """The request is over in vLLM. Its job, if any is open, is closed; the request is settled
@@ -275,6 +278,8 @@ class Ledger(Arrivals):
 
     def take_actions(self) -> list[Action]:
         """What the asyncio thread must send. Empties the queue."""
+        if not self._actions:
+            return []
         with self._lock:
             actions = list(self._actions)
             self._actions.clear()

@@ -7,6 +7,7 @@ and publishes it. Every failure ends in the ledger, which then serves the reques
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 
 from pullfill import failpoints, log, u32
 from pullfill.decode_worker.context import OpenedJob
@@ -41,15 +42,22 @@ class Publisher:
         self._compat_hash = compat_hash
         self._block_size = block_size
         self._tasks: set[asyncio.Task[None]] = set()
+        self._submitted: deque[OpenedJob] = deque()
+        self._woken = False
 
     def submit(self, job: OpenedJob) -> None:
-        """From any thread; returns at once."""
-        self._loop.call_soon_threadsafe(self._start, job)
+        """From any thread; returns at once. Those of one engine step wake the loop once."""
+        self._submitted.append(job)
+        if not self._woken:
+            self._woken = True
+            self._loop.call_soon_threadsafe(self._start)
 
-    def _start(self, job: OpenedJob) -> None:
-        task = self._loop.create_task(self._publish(job))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    def _start(self) -> None:
+        self._woken = False  # first: what comes from now on wakes the loop again
+        while self._submitted:
+            task = self._loop.create_task(self._publish(self._submitted.popleft()))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
 
     def _encode(self, job: OpenedJob) -> bytes:
         return encode(

@@ -110,6 +110,8 @@ class DecodeLink:
 
     async def wait_up(self, timeout_s: float) -> None:
         """Raises PeerUnavailable when the decode worker does not welcome us in time."""
+        if self._up.is_set():
+            return
         try:
             async with asyncio.timeout(timeout_s):
                 await self._up.wait()

@@ -233,8 +233,8 @@ async def test_pull_from_a_worker_whose_port_is_out_of_reach(
         assert all(decode.right(s) for s in again)
         assert all(s.loaded for s in again)
         assert caplog.text.count("writes from now on") == 1
-        assert prefill.runner.completed == 2
         await cluster.check_clean()
+        assert prefill.runner.completed == 2
 
 
 async def test_pull_makes_a_broken_session_anew(tmp_path: Path) -> None:

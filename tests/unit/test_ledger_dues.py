@@ -100,3 +100,21 @@ def test_the_heap_forgets_what_ended_long_before_it_was_due(ledger: Ledger) -> N
         fill(ledger, 1, start=number)
         ledger.cancel(f"r{number}")
     assert len(ledger._dues._heap) < MANY
+
+
+def test_an_open_wakes_the_timer_only_where_it_must(clock: FakeClock) -> None:
+    woken: list[str] = []
+    ledger = Ledger(
+        LoopbackFences(64, 8), incarnation="i", clock=clock, on_action=lambda: woken.append("")
+    )
+    ledger.tell_opens = False  # somebody is there to claim
+    fill(ledger, 1)
+    assert len(woken) == 1, "it slept without end"
+    ledger.tick()
+    fill(ledger, 5, start=1)
+    assert len(woken) == 1, "due after what it waits for"
+    fill(ledger, 1, start=6, claim_timeout_s=5.0)
+    assert len(woken) == 2, "due before"
+    ledger.tell_opens = True
+    fill(ledger, 1, start=7)
+    assert len(woken) == 3, "nobody may be there to claim it"

@@ -1,0 +1,68 @@
+"""Jobs on their way from the engine thread to the queue: each is published, the loop woken once."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+from pullfill.decode_worker.context import OpenedJob
+from pullfill.decode_worker.ledger import Ledger
+from pullfill.decode_worker.publisher import Publisher
+from pullfill.queue.contract import Receipt
+from pullfill.transfer.loopback import LoopbackFences
+
+
+class Queue:
+    """Stores what is published."""
+
+    def __init__(self) -> None:
+        self.stored: list[str] = []
+
+    async def publish(self, job_id: str, body: bytes, tokens: int) -> Receipt:
+        self.stored.append(job_id)
+        return Receipt(job_id, len(self.stored), False, "s", tokens)
+
+
+def opened(job_id: str) -> OpenedJob:
+    return OpenedJob(
+        job_id=job_id, request_id=f"r-{job_id}", token_ids=[1, 2, 3], hit_tokens=0, blocks=(1,),
+        cache_salt=None, priority=0, timeout_s=5.0, claim_timeout_s=5.0,
+    )  # fmt: skip
+
+
+async def test_jobs_of_one_step_wake_the_loop_once_and_are_all_published() -> None:
+    loop, queue = asyncio.get_running_loop(), Queue()
+    ledger = Ledger(LoopbackFences(8, 8), incarnation="i")
+    woken: list[Any] = []
+
+    class Loop:
+        def call_soon_threadsafe(self, call: Any) -> None:
+            woken.append(call)
+            loop.call_soon_threadsafe(call)
+
+        create_task = staticmethod(loop.create_task)
+
+    publisher = Publisher(
+        Loop(), queue, ledger,  # type: ignore[arg-type]
+        instance_id="d", control="tcp://127.0.0.1:1", compat_hash="c", block_size=4,
+    )  # fmt: skip
+
+    def step(jobs: list[OpenedJob]) -> None:
+        for job in jobs:
+            ledger.open(
+                job.job_id, job.request_id, job.blocks,
+                first_target=0, hit_tokens=0, timeout_s=5.0,
+            )  # fmt: skip
+            publisher.submit(job)
+
+    for number in range(2):
+        jobs = [opened(f"j{number}.{index}") for index in range(3)]
+        thread = threading.Thread(target=step, args=(jobs,))
+        thread.start()
+        thread.join()  # the loop did not run meanwhile
+        async with asyncio.timeout(5.0):
+            while len(queue.stored) < 3 * (number + 1):  # noqa: ASYNC110 - nothing to wait on
+                await asyncio.sleep(0)
+    assert len(woken) == 2
+    assert queue.stored == [f"j{number}.{index}" for number in range(2) for index in range(3)]
