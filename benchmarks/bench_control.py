@@ -32,6 +32,7 @@ def run(options: argparse.Namespace, base: Path) -> tuple[list[Row], machine.Qui
     quiet.look(1.0)
     rows: list[Row] = []
     with plant(base) as servers:
+        servers.profile = options.profile
         if "depth" in options.parts:
             rows += depth.run(servers, options.rounds, quiet, options.depth)
         if "tokens" in options.parts:
@@ -56,6 +57,7 @@ def main() -> int:
     parser.add_argument("--at-once", type=int, default=32, help="of them together")
     parser.add_argument("--idle", type=float, default=4.0, metavar="S", help="idle window")
     parser.add_argument("--paced", type=float, default=8.0, metavar="S", help="paced window")
+    parser.add_argument("--profile", action="store_true", help="print where the loops' time goes")
     parser.add_argument("--no-save", action="store_true", help="print only")
     options = parser.parse_args()
     options.sizes = options.sizes or (QUICK if options.quick else FULL)

@@ -100,6 +100,7 @@ class Plant:
         self._stats.mkdir()
         self._zygote: subprocess.Popen[str]
         self._serial = 0
+        self.profile = False
         self.model = str(plan.demo_directory())
 
     @contextmanager
@@ -141,7 +142,7 @@ class Plant:
         log = self.base / f"{namespace}-{role}-{self._serial}.log"
         answer = self._order(
             fork=role, namespace=namespace, log=str(log), stats=str(self._stats),
-            nats=self.nats, etcd=self.etcd, **more,
+            nats=self.nats, etcd=self.etcd, profile=self.profile, **more,
         )  # fmt: skip
         return int(answer["pid"])
 
@@ -155,6 +156,14 @@ class Plant:
 
     def server_cpu(self) -> dict[str, float]:
         return {name: machine.cpu_seconds(pid) for name, pid in self._servers.items()}
+
+    def profiles(self, pids: list[int]) -> list[Path]:
+        """Profiles of the loops of these workers until now (`profile` was set before)."""
+        paths = [self._stats / f"{pid}.prof" for pid in pids]
+        for pid in pids:
+            os.kill(pid, signal.SIGUSR2)
+        wait_for(lambda: all(path.exists() for path in paths), 30.0, "profiles are written")
+        return paths
 
     def ask(self, pids: list[int]) -> dict[int, dict[str, Any]]:
         """What the probes of each worker say now."""

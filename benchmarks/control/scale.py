@@ -7,6 +7,7 @@ idle window, requests at a low fixed rate (stages), and a closed loop (CPU).
 from __future__ import annotations
 
 import argparse
+import pstats
 import time
 from dataclasses import dataclass
 
@@ -68,6 +69,8 @@ def measure(plant: Plant, workers: int, options: argparse.Namespace, quiet: mach
             fast = fleet.driver.do(
                 "load", conversations=options.conversations, at_once=options.at_once, seed=3
             )
+        if plant.profile:
+            print_profiles(plant, fleet)
     finally:
         fleet.close()
     return Size(
@@ -103,6 +106,13 @@ def rows_of(size: Size) -> list[Row]:
     rows.append(row(f"{at}: ready after", size.ready_s, "s"))
     rows.append(row(f"{at}: memory beside shared imports", size.rss_mb, "MB"))
     return rows
+
+
+def print_profiles(plant: Plant, fleet: Fleet, lines: int = 40) -> None:
+    """What the loops of one worker of each role were busy with."""
+    for pids in (fleet.decode[:1], fleet.prefill[:1]):
+        for path in plant.profiles(pids):
+            pstats.Stats(str(path)).sort_stats("tottime").print_stats(lines)
 
 
 def print_threads(size: Size) -> None:
