@@ -44,7 +44,11 @@ def plan(options: argparse.Namespace) -> tuple[list[System], dict[str, tuple[str
     if options.workloads:  # asked for by name: as in a full run
         table = {**table, **{p: parts.FULL_PARTS[p] for p in wanted if p not in table}}
     table = {part: names for part, names in table.items() if part in wanted}
-    used = [name for name in SYSTEMS if any(name in names for names in table.values())]
+    listed = {name for names in table.values() for name in names}
+    known = {name for names in parts.FULL_PARTS.values() for name in names}
+    # A system that no part names is measured under interference, if there is time.
+    more = "interference" in table and not options.quick
+    used = [name for name in SYSTEMS if name in listed or (more and name not in known)]
     systems = chosen(options.systems, list(SYSTEMS), "system") if options.systems else used
     return [SYSTEMS[name] for name in systems], table
 

@@ -106,10 +106,10 @@ class Campaign:
         return measured
 
     def parts_of(self, system: System) -> tuple[str, ...]:
-        """In the order in which they run. A system nobody knows is measured under interference."""
-        known = {name for names in self.parts.values() for name in names}
+        """In the order in which they run. A system that no part names is measured under
+        interference."""
         wanted = [p for p in parts.RUN if system.name in self.parts.get(p, ())]
-        if system.name not in known and "interference" in self.parts:
+        if not wanted and "interference" in self.parts:
             wanted = ["interference"]
         return tuple(wanted)
 

@@ -162,23 +162,28 @@ class Verdict:
     # ---------------------------------------------------------------- NIXL
 
     def _beside_nixl(self) -> list[Row]:
-        at = ("interference", LONGS)
-        ours, theirs = (Name.PULLFILL, *at), (Name.NIXL, *at)
-        if not self._m.of(*ours) or Name.NIXL not in {s.name for s in self._m.systems}:
+        """Every form of it that was measured."""
+        if not self._m.of(Name.PULLFILL, "interference", LONGS):
             return []
+        rivals = [s.name for s in self._m.systems if s.name.startswith(Name.NIXL)]
+        return [r for name in rivals for r in self._beside(name)]
+
+    def _beside(self, rival: str) -> list[Row]:
+        at = ("interference", LONGS)
+        ours, theirs = (Name.PULLFILL, *at), (rival, *at)
         rows = [
-            lower(self._against(f"{name} beside NIXL", unit, what, ours, theirs, "NIXL 1P1D"))
+            lower(self._against(f"{name} beside NIXL", unit, what, ours, theirs, rival))
             for name, unit, what in (
                 ("long TTFT p50", "ms", long_ttft),
                 ("ITL p99", "ms", itl_p99),
                 ("CPU per request", "ms", cost),
             )
         ]
-        mine, other = self._m.idle_cores(Name.PULLFILL), self._m.idle_cores(Name.NIXL)
+        mine, other = self._m.idle_cores(Name.PULLFILL), self._m.idle_cores(rival)
         name, unit = "idle CPU, all processes", "% of one core"
         if mine is None or not other:
-            return [*rows, missing(name, "NIXL 1P1D", "not both were idle")]
-        return [*rows, versus(name, 100 * mine, unit, "NIXL 1P1D", 100 * other, at_most=1 / 20)]
+            return [*rows, missing(name, rival, "not both were idle")]
+        return [*rows, versus(name, 100 * mine, unit, rival, 100 * other, at_most=1 / 20)]
 
     # ---------------------------------------------------------------- (c), (d)
 
