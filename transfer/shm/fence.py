@@ -42,7 +42,7 @@ _INCARNATION_AT = 2  # index of the word in units of u64
 _LOCK_PATIENCE_S = 1.0
 _SLOTS_KEPT = 64
 
-_Slot: TypeAlias = tuple[int, Callable[[], int], Callable[[], int]]
+_Slot: TypeAlias = tuple[int, lock.Call, lock.Call]
 """Index of the epoch's word; lock and unlock, see `lock.shared`."""
 
 
@@ -178,7 +178,7 @@ class ShmGate:
         words, epoch = self._words, token.epoch
         if words[word + 1] == epoch:
             raise Fenced("the grant is being revoked")
-        if take():
+        if lock.call(*take):
             self._wait_shared(word, token)
         if words[word] != epoch or words[_INCARNATION_AT] != self._word:
             self.leave(token)
@@ -208,7 +208,7 @@ class ShmGate:
 
     def leave(self, token: FenceToken) -> None:
         _, _, give = self._slots_used.get(token.slot) or self._prepare(token)
-        if give():
+        if lock.call(*give):
             lock.unlock(self._fd, _slot_at(token.slot), _SLOT_BYTES)
 
     def before_batch(self, verb: str) -> None:

@@ -14,14 +14,16 @@ import ctypes
 import errno
 import fcntl
 import os
-from collections.abc import Callable
-from functools import lru_cache, partial
-from typing import Any
+from functools import lru_cache
+from typing import Any, TypeAlias
 
 _F_OFD_SETLK = 37
 _fcntl = ctypes.PyDLL(None, use_errno=True).fcntl
-_fcntl_mute = ctypes.PyDLL(None).fcntl
-"""Without a trace of errno, which costs a tenth."""
+
+Call: TypeAlias = tuple[int, int, Any]
+call = ctypes.PyDLL(None).fcntl
+"""`call(*ready)`, see `shared`. Returns 0 when it is done; when not, nothing has changed, and
+`try_shared` and `unlock` say why: keeping errno costs a tenth."""
 
 
 class _Flock(ctypes.Structure):
@@ -54,13 +56,10 @@ def unlock(fd: int, start: int, length: int) -> None:
         _again(fd, lock)
 
 
-def shared(fd: int, start: int, length: int) -> tuple[Callable[[], int], Callable[[], int]]:
-    """`try_shared` and `unlock` of one range made ready, for who does it again and again: two calls
-    without a frame of Python. They return 0 when it is done; when not, nothing has changed, and
-    the functions of that name say why."""
-    take = partial(_fcntl_mute, fd, _F_OFD_SETLK, _flock(fcntl.F_RDLCK, start, length))
-    give = partial(_fcntl_mute, fd, _F_OFD_SETLK, _flock(fcntl.F_UNLCK, start, length))
-    return take, give
+def shared(fd: int, start: int, length: int) -> tuple[Call, Call]:
+    """`try_shared` and `unlock` of one range, ready for `call`: for who does it again and again."""
+    take, give = _flock(fcntl.F_RDLCK, start, length), _flock(fcntl.F_UNLCK, start, length)
+    return (fd, _F_OFD_SETLK, take), (fd, _F_OFD_SETLK, give)
 
 
 @lru_cache(maxsize=4096)
