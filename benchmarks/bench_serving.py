@@ -75,14 +75,13 @@ def finish(measured: Measured, options: argparse.Namespace, quiet: bool) -> int:
     pictures = plots.draw(measured, slo, options.name)
     text = tables.markdown(measured, pictures, slo)
     rows = [*Verdict(measured).rows(), *tables.rows(measured, slo)]
-    if options.save:
+    save = options.save and not measured.cut
+    if save:
         report.RESULTS.mkdir(exist_ok=True)
         for name, picture in pictures.items():
             (report.RESULTS / name).write_text(picture)
     print(f"\n{text}")
-    missed = report.finish(
-        options.name, rows, quiet=quiet, save=options.save, title=TITLE, more=text
-    )
+    missed = report.finish(options.name, rows, quiet=quiet, save=save, title=TITLE, more=text)
     return missed or (0 if quiet or options.even_if_busy else 1)
 
 

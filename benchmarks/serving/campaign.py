@@ -51,6 +51,8 @@ class Measured:
     copy_rate: dict[int, float] = field(default_factory=dict)
     before: list[Calm] = field(default_factory=list)
     """The machine right before each start."""
+    cut: bool = False
+    """Somebody ended the run before it was over."""
 
     def of(self, system: str, part: str, label: str = "") -> list[Window]:
         wanted = (system, part, label)
@@ -96,9 +98,13 @@ class Campaign:
         ]
         self._left = [(system.name, self.parts_of(system)) for _, system in turns]
         self._say(f"{len(turns)} starts, about {clock(self._left_s())} in all")
-        for number, (repeat, system) in enumerate(turns):
-            self._left = self._left[1:] if number else self._left
-            self._one(measured, system, repeat, number + 1, len(turns))
+        try:
+            for number, (repeat, system) in enumerate(turns):
+                self._left = self._left[1:] if number else self._left
+                self._one(measured, system, repeat, number + 1, len(turns))
+        except (KeyboardInterrupt, SystemExit):
+            self._say("ended early")
+            measured.cut = True
         lengths = self.scale.lengths if "solo" in self.parts else ()
         for length in lengths:
             nbytes = length * self.kv_bytes

@@ -229,6 +229,8 @@ class Verdict:
         for (system, part), (bad, total, first) in failures(self._m.windows).items():
             what = f"{system}: failed requests, {part}"
             rows.append(row(what, bad, f"of {total}; first: {first[:120]}", 0))
+        if self._m.cut:
+            rows.append(Row(metric="the run was ended early", value=None, unit="", ok=False))
         dry = sorted({w.system for w in self._m.windows if w.result.dry})
         rows += [
             Row(metric=f"{name}: the load ran dry", value=None, unit="", ok=False) for name in dry

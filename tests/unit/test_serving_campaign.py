@@ -195,6 +195,15 @@ class TestCampaign:
         assert measured.ready_s == {"it": [2.5]}
         assert "[2/2] it: interference, longs" in capsys.readouterr().out
 
+    def test_who_ends_it_gets_what_there_is(self, tmp_path: Path) -> None:
+        def ends(base: Path) -> AbstractContextManager[Running]:
+            raise SystemExit(143)
+
+        systems = [System(n, "", ends) for n in "ab"]
+        measured = self.run(tmp_path, *systems, interference=("a", "b"))
+        assert measured.cut
+        assert len(measured.before) == 1
+
     def test_parts_go_to_the_systems_they_name(self, tmp_path: Path) -> None:
         table = {"interference": ("a",), "chat": ("a", "b")}
         made = Campaign([], SCALE, table, 1, range(9), 10, tmp_path)

@@ -18,6 +18,7 @@ from benchmarks.serving.load import Result
 from benchmarks.serving.meter import Use
 from benchmarks.serving.parts import ALONE, CONTROL, LOCAL, LONGS, REMOTE
 from benchmarks.serving.stats import Slo
+from benchmarks.serving.systems import NIXL_DIRECT
 from benchmarks.serving.verdict import BUSY, Verdict, chat_shares
 from benchmarks.serving.window import Window
 
@@ -173,12 +174,13 @@ class TestHandoff:
 
 class TestNixl:
     @pytest.mark.parametrize("better", [True, False])
-    def test_everything_must_be_lower(self, better: bool) -> None:
+    @pytest.mark.parametrize("rival", [Name.NIXL, NIXL_DIRECT])
+    def test_everything_must_be_lower(self, rival: str, better: bool) -> None:
         ours = interference(Name.PULLFILL, longs=12.0, ttft=100.0, cpu_s=1.0)
         factor = 2.0 if better else 0.5
-        theirs = interference(Name.NIXL, longs=12.0 * factor, ttft=100.0 * factor, cpu_s=factor)
-        made = measured(*ours, *theirs, idle={Name.PULLFILL: 0.05, Name.NIXL: 0.5 * factor})
-        rows = [r for r in Verdict(made).rows() if r.peer == Name.NIXL and r.target]
+        theirs = interference(rival, longs=12.0 * factor, ttft=100.0 * factor, cpu_s=factor)
+        made = measured(*ours, *theirs, idle={Name.PULLFILL: 0.05, rival: 0.5 * factor})
+        rows = [r for r in Verdict(made).rows() if r.peer == rival and r.target]
         assert len(rows) == 4
         assert {r.ok for r in rows} == {better}
 
@@ -228,6 +230,11 @@ class TestTrouble:
         found = row(made, "x: failed requests, rates")
         assert (found.value, found.ok) == (1, False)
         assert "of 2; first: broke off" in found.unit
+
+    def test_half_a_run_is_none(self) -> None:
+        made = measured(*interference(Name.PULLFILL))
+        made.cut = True
+        assert not row(made, "ended early").ok
 
     @pytest.mark.parametrize(("other", "ok"), [(12.0, True), (15.0, False)])
     def test_control_windows_must_agree(self, other: float, ok: bool) -> None:
