@@ -28,6 +28,10 @@ CPU_FLAGS = {
     "other": ("--enforce-eager", f"--kv-cache-memory-bytes={1 << 30}"),
 }
 
+PREFILL_CHUNK = 1024
+"""Tokens in one step of a prefill worker on CPU, unless the user says. Larger steps compute no
+faster there; but prompts that wait together share one, and the first ends with the last."""
+
 GPU_MEMORY_SHARE = 0.88
 """Of one GPU, divided by the workers placed on it."""
 
@@ -94,6 +98,16 @@ def engine_flags(model: str, *, gpus: int, workers: int) -> list[str]:
     if model == DEMO:
         return [*flags, f"--kv-cache-memory-bytes={1 << 30}"]
     return [*flags, f"--gpu-memory-utilization={share:.3f}"]
+
+
+def role_flags(role: str, arguments: Sequence[str], *, gpus: int) -> list[str]:
+    """What a worker of this role adds in front of the flags it was given."""
+    if role != "prefill" or gpus:
+        return []
+    decided = {"max-num-batched-tokens", "max-num-seqs", "enable-chunked-prefill"}
+    if any(_flag_name(group[0]) in decided for group in group_flags(arguments)):
+        return []
+    return [f"--max-num-batched-tokens={PREFILL_CHUNK}"]
 
 
 @dataclass(frozen=True, slots=True)

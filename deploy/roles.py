@@ -81,7 +81,8 @@ def run_worker(role: str, command: RoleCommand) -> int:
         kv_port=command.kv_port,
         advertise_kv=check_address("--advertise-kv", command.advertise_kv),
     )
-    return _entry(role)(ref, options, defaults.worker_flags(arguments))
+    extra = defaults.role_flags(role, arguments, gpus=device.gpu_count())
+    return _entry(role)(ref, options, extra + defaults.worker_flags(arguments))
 
 
 def run_frontend(command: RoleCommand) -> int:

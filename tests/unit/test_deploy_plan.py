@@ -59,6 +59,22 @@ class TestFlags:
         (flag,) = defaults.engine_flags("/m", gpus=2, workers=2)
         assert flag == "--gpu-memory-utilization=0.880"
 
+    @pytest.mark.parametrize(
+        ("role", "given", "gpus", "added"),
+        [
+            ("prefill", ["--dtype", "bfloat16"], 0, ["--max-num-batched-tokens=1024"]),
+            ("prefill", ["--max_num_batched_tokens=64"], 0, []),
+            ("prefill", ["--max-num-seqs", "2000"], 0, []),
+            ("prefill", ["--no-enable-chunked-prefill"], 0, []),
+            ("prefill", [], 1, []),
+            ("decode", [], 0, []),
+        ],
+    )
+    def test_prefill_workers_take_small_steps_unless_told(
+        self, role: str, given: list[str], gpus: int, added: list[str]
+    ) -> None:
+        assert defaults.role_flags(role, given, gpus=gpus) == added
+
 
 class TestPlacement:
     def test_two_cores_one_each(self) -> None:
