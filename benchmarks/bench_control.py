@@ -21,7 +21,7 @@ from benchmarks import machine
 from benchmarks.control import depth, scale, tokens
 from benchmarks.control.plant import plant
 from benchmarks.live import end_in_order
-from benchmarks.report import Row, finish
+from benchmarks.report import Row, finish, read_rows
 
 PARTS = ("scale", "depth", "tokens")
 QUICK, FULL = "1,4,16", "1,2,4,8,16,32,64"
@@ -57,6 +57,9 @@ def main() -> int:
     parser.add_argument("--at-once", type=int, default=32, help="of them together")
     parser.add_argument("--idle", type=float, default=4.0, metavar="S", help="idle window")
     parser.add_argument("--paced", type=float, default=8.0, metavar="S", help="paced window")
+    parser.add_argument(
+        "--keep", action="store_true", help="keep rows of the last results not measured now"
+    )
     parser.add_argument("--profile", action="store_true", help="print where the loops' time goes")
     parser.add_argument("--no-save", action="store_true", help="print only")
     options = parser.parse_args()
@@ -66,6 +69,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="pullfill-bench-") as directory:
         rows, quiet = run(options, Path(directory))
     print(quiet)
+    if options.keep:
+        new = {one.metric for one in rows}
+        rows = [one for one in read_rows("control") if one.metric not in new] + rows
     return finish(
         "control",
         rows,

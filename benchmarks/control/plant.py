@@ -260,4 +260,13 @@ def plant(base: Path) -> Iterator[Plant]:
         wait_for(lambda: binaries.etcd_ready(etcd) is None, 30.0, "etcd answers")
         plant = Plant(base, nats, etcd, {"nats": first.pid, "etcd": second.pid})
         stack.enter_context(plant.forking())
-        yield plant
+        try:
+            yield plant
+        except BenchError as exc:
+            raise BenchError(f"{exc}\n{_ends(base)}") from exc
+
+
+def _ends(base: Path, files: int = 12, chars: int = 700) -> str:
+    """The ends of the processes' logs: those told last first."""
+    logs = sorted(base.glob("*.log"), key=lambda path: -path.stat().st_mtime)[:files]
+    return "\n".join(f"== {path.name}\n{path.read_text()[-chars:]}" for path in logs)
