@@ -2,12 +2,12 @@
 
 Real NATS, etcd, frontends and workers; only the model is a mock (pullfill/engine/mock/), so that
 many workers fit on one machine. Measures
-  scale    1 … 64 decode and as many prefill workers: CPU per request, stages, idling
   depth    a decision with ten and with ten thousand jobs waiting, in turns
   tokens   CPU per request and per streamed token through the real frontend and both workers
+  scale    1 … 64 decode and as many prefill workers: CPU per request, stages, idling
 CPU "beside engines" is that of all processes, NATS and etcd and our half of a frontend included,
-without vLLM's scheduler and the mock. Writes results/control.json and .md. Exit status 1 when a
-target is missed.
+without vLLM's scheduler and the mock. Writes results/control.json and .md after each part and each
+size. Exit status 1 when a target is missed.
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks import machine
 from benchmarks.control import depth, scale, tokens
 from benchmarks.control.plant import plant
 from benchmarks.live import end_in_order
-from benchmarks.report import Row, finish, read_rows
+from benchmarks.report import Row, finish, read_rows, write
 
-PARTS = ("scale", "depth", "tokens")
+NAME, TITLE = "control", "The control plane as work grows, with mock engines"
+PARTS = ("depth", "tokens", "scale")
 QUICK, FULL = "1,4,16", "1,2,4,8,16,32,64"
 
 
-def run(options: argparse.Namespace, base: Path) -> tuple[list[Row], machine.Quiet]:
-    quiet = machine.Quiet()
+def measure(options: argparse.Namespace, base: Path, quiet: machine.Quiet) -> Iterator[list[Row]]:
+    """The rows of one part, or one size, after the other."""
     quiet.look(1.0)
-    rows: list[Row] = []
     with plant(base) as servers:
         servers.profile = options.profile
         if "depth" in options.parts:
-            rows += depth.run(servers, options.rounds, quiet, options.depth)
+            yield depth.run(servers, options.rounds, quiet, options.depth)
         if "tokens" in options.parts:
-            rows += tokens.run(servers, options.requests, options.rounds, quiet)
+            yield tokens.run(servers, options.requests, options.rounds, quiet)
         if "scale" in options.parts:
-            sizes = sorted(int(size) for size in options.sizes.split(","))
-            rows += scale.run(servers, sizes, options, quiet)
-    return rows, quiet
+            for size in sorted(int(size) for size in options.sizes.split(",")):
+                yield scale.run(servers, size, options, quiet)
 
 
 def main() -> int:
@@ -66,19 +66,17 @@ def main() -> int:
     options.sizes = options.sizes or (QUICK if options.quick else FULL)
     options.rounds = options.rounds or (3 if options.quick else 7)
     end_in_order()
+    quiet, rows = machine.Quiet(), list[Row]()
+    kept = read_rows(NAME) if options.keep else []
     with tempfile.TemporaryDirectory(prefix="pullfill-bench-") as directory:
-        rows, quiet = run(options, Path(directory))
+        for found in measure(options, Path(directory), quiet):
+            rows += found
+            new = {row.metric for row in rows}
+            everything = [row for row in kept if row.metric not in new] + rows
+            if not options.no_save:
+                write(NAME, everything, quiet=quiet.quiet, title=TITLE)
     print(quiet)
-    if options.keep:
-        new = {one.metric for one in rows}
-        rows = [one for one in read_rows("control") if one.metric not in new] + rows
-    return finish(
-        "control",
-        rows,
-        quiet=quiet.quiet,
-        save=not options.no_save,
-        title="The control plane as work grows, with mock engines",
-    )
+    return finish(NAME, rows, quiet=quiet.quiet, save=False, title=TITLE)
 
 
 if __name__ == "__main__":

@@ -128,16 +128,11 @@ def print_threads(size: Size) -> None:
         print(f"  {role}: ms per request by thread: {parts}; engine {engine:.3f}")
 
 
-def run(
-    plant: Plant, sizes: list[int], options: argparse.Namespace, quiet: machine.Quiet
-) -> list[Row]:
-    """All sizes, smallest first."""
-    rows: list[Row] = []
-    for workers in sizes:
-        size = measure(plant, workers, options, quiet)
-        found = rows_of(size)
-        rows += found
-        for one in found:
-            print(f"  {one.metric:<60} {one.value:>10} {one.unit}", flush=True)
-        print_threads(size)
+def run(plant: Plant, workers: int, options: argparse.Namespace, quiet: machine.Quiet) -> list[Row]:
+    """One size, with its rows printed. Raises BenchError."""
+    size = measure(plant, workers, options, quiet)
+    rows = rows_of(size)
+    for one in rows:
+        print(f"  {one.metric:<60} {one.value:>10} {one.unit}", flush=True)
+    print_threads(size)
     return rows
