@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import math
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -51,6 +52,9 @@ logger = log.get("prefill_worker.link")
 
 _REPLY_S = 10.0
 _RECONNECT_S = 0.05
+_UNUSED_S = 60.0
+"""A link over which nothing was asked for so long says half as often that we live: there is one for
+each pair of workers, and most pairs have nothing to do with each other."""
 
 
 class DecodeLink:
@@ -78,6 +82,7 @@ class DecodeLink:
         self._key = key
         self._silent_s = silent_s
         self._heard = 0.0
+        self._asked_at = -math.inf
         self._said = ""
         self._rids = itertools.count(1)
         self._replies: dict[int, asyncio.Future[Any]] = {}
@@ -188,7 +193,9 @@ class DecodeLink:
         channel = self._channel
         if channel is None:
             raise PeerUnavailable(f"decode worker {self.record.instance_id} is not connected")
-        future = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        self._asked_at = loop.time()
+        future = loop.create_future()
         self._replies[rid] = future
         try:
             channel.write(message)
@@ -291,8 +298,10 @@ class DecodeLink:
         while True:
             channel.write(Alive(pulls=self._pulls))
             before = loop.time()
-            await asyncio.sleep(ALIVE_INTERVAL_S)
-            if loop.time() - before > 2 * ALIVE_INTERVAL_S:
+            used = before - self._asked_at < _UNUSED_S
+            pause = ALIVE_INTERVAL_S if used else 2 * ALIVE_INTERVAL_S
+            await asyncio.sleep(pause)
+            if loop.time() - before > pause + ALIVE_INTERVAL_S:
                 self._heard = loop.time()  # we did not run either: what it said waits to be read
             elif loop.time() - self._heard > self._silent_s:
                 self._drop(f"it said nothing for {self._silent_s:.0f} s")

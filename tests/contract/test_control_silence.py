@@ -10,7 +10,7 @@ import pytest
 
 from pullfill import frames
 from pullfill.errors import Outcome
-from pullfill.wire import Claim, Grant, HandBack
+from pullfill.wire import Alive, Claim, Grant, HandBack
 from tests.support import framing
 from tests.support.control_rig import Decode, Prefill, Raw, until
 
@@ -46,6 +46,37 @@ async def test_a_worker_that_says_alive_stays(monkeypatch: pytest.MonkeyPatch) -
         await prefill.link.wait_up(5.0)
         await asyncio.sleep(1.2)
         assert decode.server.prefill_workers == 1
+        assert prefill.lost == 0
+    finally:
+        await prefill.link.close()
+        await decode.server.stop()
+
+
+async def test_a_link_that_nobody_uses_says_less_often_that_it_lives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("pullfill.prefill_worker.link.ALIVE_INTERVAL_S", 0.02)
+    decode = Decode()
+    real, heard = decode.server._dispatch, [0]
+
+    def count(peer: Any, message: object) -> None:
+        heard[0] += isinstance(message, Alive)
+        real(peer, message)
+
+    monkeypatch.setattr(decode.server, "_dispatch", count)
+    await decode.server.start("127.0.0.1")
+    prefill = Prefill(decode)
+    try:
+        await prefill.link.wait_up(5.0)
+        told = []
+        for asked_at in (-1e9, 1e9):
+            prefill.link._asked_at = asked_at
+            await asyncio.sleep(0.05)
+            heard[0] = 0
+            await asyncio.sleep(0.4)
+            told.append(heard[0])
+        unused, used = told
+        assert 0 < 1.4 * unused < used
         assert prefill.lost == 0
     finally:
         await prefill.link.close()
