@@ -113,7 +113,7 @@ def hand_split(
     begin = time.monotonic()
     short, long = cores
     parts = [
-        # Measured: 13 % more tokens than with its HTTP process on its engine's core.
+        # More tokens than with its HTTP process beside its engine, or beside the other one.
         Part("vllm-short", Cores((short,), cores)),
         Part("vllm-long", Cores((long,), (long,))),
     ]

@@ -69,9 +69,9 @@ def environment(engine: Sequence[int]) -> dict[str, str]:
     """What a vLLM server needs to use these cores well, and nothing from a network.
 
     By itself vLLM runs the worker in a process beside the engine core, and each waits for the other
-    in a busy loop: on two cores one aggregated server then streams 40 % fewer tokens, with an ITL
-    p99 ten times as long. In one process they do not, but vLLM no longer binds the threads of
-    compute, so there is one for each core. It would keep one of two cores free, too.
+    in a busy loop, which costs much on two cores (measured as `aggregated-stock`). In one process
+    they do not, but vLLM no longer sets the threads of compute up: one for each core. By itself it
+    would keep one of two cores free, too.
     """
     return {
         **QUIET,
