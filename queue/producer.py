@@ -31,6 +31,9 @@ from pullfill.wire import QueueStatus
 logger = log.get("queue")
 
 BUSY_REFRESH_S = 0.2
+"""At most so often; by this time after a use of the queue, and while it does not answer."""
+STEADY_REFRESH_S = 1.0
+"""While jobs wait, or some were published lately."""
 IDLE_REFRESH_S = 2.0
 BUSY_FOR_S = 2.0
 MAX_DEBTS = 100_000
@@ -48,7 +51,7 @@ class JetStreamProducer:
         self._stream_id = ""
         self._answering = False
         self._debts: dict[str, Receipt | None] = {}
-        self._used_at = SYSTEM_CLOCK.monotonic()
+        self._used_at = self._asked_at = SYSTEM_CLOCK.monotonic()
         self._kick = asyncio.Event()
         self._watcher: asyncio.Task[None] | None = None
 
@@ -182,10 +185,8 @@ class JetStreamProducer:
         self._kick.set()
 
     def _touch(self) -> None:
-        now = SYSTEM_CLOCK.monotonic()
-        if now - self._used_at > BUSY_FOR_S:
-            self._kick.set()
-        self._used_at = now
+        self._used_at = SYSTEM_CLOCK.monotonic()
+        self._kick.set()
 
     async def _watch(self) -> None:
         while True:
@@ -193,7 +194,7 @@ class JetStreamProducer:
             if not self._link.up:
                 await self._link.wait_up(IDLE_REFRESH_S)
                 continue
-            asked_at = SYSTEM_CLOCK.monotonic()
+            asked_at = self._asked_at = SYSTEM_CLOCK.monotonic()
             try:
                 snapshot = await self._ask()
             except ApiError as exc:
@@ -213,20 +214,21 @@ class JetStreamProducer:
             await self._pay()
 
     async def _pause(self) -> None:
-        idle = (
-            self._answering
-            and not self._debts
-            and self.depth().depth_jobs == 0
-            and SYSTEM_CLOCK.monotonic() - self._used_at > BUSY_FOR_S
-        )
-        if not idle:
+        """Until the count is worth a refresh. One costs as much as a job, and there may be many of
+        us: who uses the queue asks soon after it, the others seldom."""
+        if self._debts or not self._answering:
             await asyncio.sleep(BUSY_REFRESH_S)
             self._kick.clear()
             return
-        self._kick.clear()
+        now = SYSTEM_CLOCK.monotonic()
+        idle = self.depth().depth_jobs == 0 and now - self._used_at > BUSY_FOR_S
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(IDLE_REFRESH_S):
+            async with asyncio.timeout(IDLE_REFRESH_S if idle else STEADY_REFRESH_S):
                 await self._kick.wait()
+        soon = self._asked_at + BUSY_REFRESH_S - SYSTEM_CLOCK.monotonic()
+        if soon > 0:
+            await asyncio.sleep(soon)
+        self._kick.clear()
 
     async def _ask(self) -> Snapshot:
         names, timeout_s = self._names, self._config.publish_timeout_s

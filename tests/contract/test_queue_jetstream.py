@@ -16,8 +16,10 @@ import pytest
 from pullfill.errors import ConfigError, QueueFull, QueueUnavailable
 from pullfill.queue import admin
 from pullfill.queue.contract import Delivery, QueueConfig, Receipt
+from pullfill.queue.depth import Snapshot
 from pullfill.queue.jetstream import JetStreamConsumer, JetStreamProducer
 from pullfill.queue.names import Names
+from pullfill.queue.producer import BUSY_REFRESH_S
 from tests.support.nats import NatsServer, until
 
 HANG_S = 15.0
@@ -86,6 +88,28 @@ async def test_jobs_survive_a_killed_server(server: NatsServer, pair: Pair) -> N
     for job in jobs:
         await job.ack()
     await until(lambda: producer.available and producer.depth().depth_jobs == 0)
+
+
+async def test_a_producer_that_is_hardly_used_seldom_asks(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once after each use is enough to know: with many producers the questions are most of what
+    the server does."""
+    producer, _ = pair
+    real, asked = producer._ask, []
+
+    async def ask() -> Snapshot:
+        asked.append(time.monotonic())
+        return await real()
+
+    monkeypatch.setattr(producer, "_ask", ask)
+    await asyncio.sleep(1.1)  # the count of its start is over
+    asked.clear()
+    await producer.publish("job", b"", 10)
+    await until(lambda: producer.depth().depth_jobs == 1 and len(asked) > 0)
+    begin = asked[0]
+    await until(lambda: len(asked) > 2)
+    assert asked[2] - begin > 5 * BUSY_REFRESH_S, "one soon, then slowly"
 
 
 async def test_a_server_that_came_back_empty_is_set_up_again(
