@@ -1,0 +1,119 @@
+"""The control benchmark's own arithmetic: whose CPU it is, what a token costs, what a row says."""
+
+from __future__ import annotations
+
+import json
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from benchmarks.control import probes, scale, tokens
+from benchmarks.control.driver import Sticky
+from benchmarks.control.plant import Use, mock_flags
+from pullfill.engine.mock.model import settings_of
+
+
+class Clock:
+    """A thread's CPU clock that moves only when told."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.now = 0
+        patch.setattr(probes, "_clock", lambda: self.now)
+
+    def work(self, ns: int) -> None:
+        self.now += ns
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+def test_our_part_of_an_engine_step_is_not_the_engines(clock: Clock) -> None:
+    counters = probes.Counters()
+    request = SimpleNamespace(request_id="r")
+
+    class Side:
+        def matched(self, request: Any, hit: int) -> None:
+            clock.work(30)
+
+        def allocated(self, request: Any, blocks: Any, external: int) -> None:
+            clock.work(5)
+
+    matched = counters.side("matched", Side.matched)
+    allocated = counters.side("allocated", Side.allocated)
+
+    def step() -> None:
+        clock.work(100)
+        matched(Side(), request, 0)
+        matched(Side(), request, 0)  # asked again
+        clock.work(10)
+        allocated(Side(), request, (), 7)
+
+    counters.engine(step, counts=True)()
+    assert (counters.engine_ns, counters.side_ns, counters.steps) == (110, 65, 1)
+    assert counters.decisions_ns == [35], "the last time it was asked, and the opening"
+
+
+def test_a_local_prefill_is_no_decision_to_time(clock: Clock) -> None:
+    counters = probes.Counters()
+    request = SimpleNamespace(request_id="r")
+    counters.side("matched", lambda *_: clock.work(30))(None, request, 0)
+    counters.side("allocated", lambda *_: clock.work(5))(None, request, (), 0)
+    assert counters.decisions_ns == []
+
+
+def test_threads_are_told_by_name() -> None:
+    time.sleep(0.001)
+    used = probes._threads()
+    assert used["loop"] > 0, "the main thread"
+
+
+def test_a_token_is_the_slope_and_a_request_what_is_left() -> None:
+    found = {
+        count: [{"frontend": 2.0 + 0.03 * count, "workers": 3.0 + 0.05 * count, "engines": 1.0}]
+        for count in (tokens.SHORT, tokens.LONG)
+    }
+    rows = {row.metric: row for row in tokens._rows(found)}
+    request = rows["CPU per request, frontend and both workers"]
+    token = rows["CPU per streamed token, frontend and both workers"]
+    assert request.value == pytest.approx(5.0, rel=1e-3)
+    assert token.value == pytest.approx(80.0, rel=1e-3)
+    assert (request.peer_value, token.peer_value) == (2.5, 16.0)
+    assert rows["CPU per streamed token, engines"].value == pytest.approx(0.0, abs=1e-6)
+
+
+def size(remote: int = 20, cpu: float = 0.01) -> scale.Size:
+    use = {role: Use(total=cpu, engine=0.004 if role == "decode" else 0.0) for role in scale.ROLES}
+    return scale.Size(
+        workers=2, ready_s=1.0, idle=dict.fromkeys(scale.ROLES, 0.01),
+        stages={"queue": [1.0, 2.0, 3.0]}, paced=use, paced_requests=10, use=use, requests=10,
+        loop_s=0.5, remote=remote, rss_mb=100.0,
+    )  # fmt: skip
+
+
+def test_engines_do_not_count_and_all_must_be_remote() -> None:
+    rows = {row.metric.removeprefix("2+2 workers: "): row for row in scale.rows_of(size())}
+    assert rows["CPU per request beside engines"].value == pytest.approx(4.6)
+    assert not rows["CPU per request beside engines"].ok
+    assert rows["queue p50"].value == 2.0
+    assert rows["requests prefilled remotely"].ok
+    rows = {row.metric.removeprefix("2+2 workers: "): row for row in scale.rows_of(size(19, 0.003))}
+    assert not rows["requests prefilled remotely"].ok
+    assert rows["CPU per request beside engines"].ok
+
+
+def test_a_conversation_stays_at_its_worker() -> None:
+    workers = [SimpleNamespace(instance_id=name) for name in ("b", "a", "c")]
+    first = Sticky().choose([7, 1, 2], workers)
+    assert Sticky().choose([7, 9], workers[::-1]) is first
+    assert {Sticky().choose([n], workers).instance_id for n in range(3)} == {"a", "b", "c"}
+
+
+def test_mock_flags_are_what_the_backend_reads() -> None:
+    kv, config = mock_flags(1 << 20, step_s=0.01)
+    assert kv == "--kv-cache-memory-bytes=1048576"
+
+    assert settings_of(json.loads(config.partition("=")[2])).step_s == 0.01
