@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks import report
@@ -25,6 +26,7 @@ from benchmarks.serving.contract import System
 from benchmarks.serving.stats import Slo
 from benchmarks.serving.systems import SYSTEMS
 from benchmarks.serving.verdict import NOISE, Verdict
+from benchmarks.serving.workloads import LONG_EVERY_S, LONG_IN, Longs
 
 TITLE = "Serving: pullfill against what a user would pick instead"
 
@@ -69,7 +71,7 @@ def is_quiet(measured: Measured) -> bool:
     return not (busy or loud or spread)
 
 
-def finish(measured: Measured, options: argparse.Namespace, quiet: bool) -> int:
+def finish(measured: Measured, options: argparse.Namespace, longs: Longs, quiet: bool) -> int:
     """Print and save everything. Returns the exit status."""
     slo = Slo(options.slo_ttft / 1e3, options.slo_itl / 1e3)
     pictures = plots.draw(measured, slo, options.name)
@@ -81,7 +83,9 @@ def finish(measured: Measured, options: argparse.Namespace, quiet: bool) -> int:
         for name, picture in pictures.items():
             (report.RESULTS / name).write_text(picture)
     print(f"\n{text}")
-    missed = report.finish(options.name, rows, quiet=quiet, save=save, title=TITLE, more=text)
+    missed = report.finish(
+        options.name, rows, quiet=quiet, save=save, title=f"{TITLE} (longs: {longs})", more=text
+    )
     return missed or (0 if quiet or options.even_if_busy else 1)
 
 
@@ -93,6 +97,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--systems", default="", metavar="A,B", help=", ".join(SYSTEMS))
     made.add_argument("--workloads", default="", metavar="A,B", help=", ".join(parts.RUN))
     made.add_argument("--repeats", type=int, help="starts per system (3, quick: 1)")
+    made.add_argument("--long-tokens", type=int, default=LONG_IN, help="of an interfering prompt")
+    made.add_argument("--long-every", type=float, default=LONG_EVERY_S, metavar="S")
     made.add_argument("--slo-ttft", type=float, default=1000.0, metavar="MS")
     made.add_argument("--slo-itl", type=float, default=50.0, metavar="MS")
     made.add_argument("--even-if-busy", action="store_true", help="not quiet is no failure")
@@ -106,7 +112,8 @@ def main() -> int:
     options = parser().parse_args()
     end_in_order()
     systems, table = plan(options)
-    scale = parts.QUICK if options.quick else parts.FULL
+    longs = Longs(options.long_tokens, options.long_every)
+    scale = replace(parts.QUICK if options.quick else parts.FULL, longs=longs)
     repeats = options.repeats or (1 if options.quick else 3)
     with tempfile.TemporaryDirectory(prefix="pullfill-bench-") as directory:
         base = options.logs or Path(directory)
@@ -115,7 +122,7 @@ def main() -> int:
             systems, scale, table, repeats, model.plain_tokens(), model.kv_bytes_per_token(), base
         )
         measured = campaign.run()
-    return finish(measured, options, is_quiet(measured))
+    return finish(measured, options, longs, is_quiet(measured))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ A part is a function of a `Session`; it leaves windows in it. `Scale` says how l
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from benchmarks.live import BenchError
@@ -15,7 +15,7 @@ from benchmarks.serving import stats, workloads
 from benchmarks.serving.contract import Kind, Name, Running, System
 from benchmarks.serving.meter import Meter, Use
 from benchmarks.serving.window import Window, explain, measure
-from benchmarks.serving.workloads import Prompts, Workload
+from benchmarks.serving.workloads import Longs, Prompts, Workload
 
 CONTROL, LONGS, ALONE = "control", "longs", "alone"
 LOCAL, REMOTE = "always_local", "always_remote"
@@ -38,6 +38,7 @@ class Scale:
     rates: tuple[float, ...]
     rate_s: float
     idle_s: float
+    longs: Longs = field(default_factory=Longs)
 
 
 FULL = Scale(
@@ -129,9 +130,9 @@ def summary(window: Window) -> str:
 Part = Callable[[Session], None]
 
 
-def warm_up(session: Session, kept_lengths: Sequence[int] = ()) -> None:
+def warm_up(session: Session) -> None:
     """Every shape that will be measured, by every path that can be taken."""
-    lengths = sorted({*session.scale.lengths, workloads.LONG_IN, *kept_lengths})
+    lengths = sorted({*session.scale.lengths, session.scale.longs.tokens})
     tell = session.tell
     for policy in [REMOTE, LOCAL] if tell else [""]:
         if tell:
@@ -159,7 +160,9 @@ def interference(session: Session) -> None:
         seconds = session.scale.control_s if label == CONTROL else session.scale.longs_s
         prompts = session.prompts("interference", label)
         lanes = 0 if label == ALONE else workloads.LANES
-        workload = workloads.interference(prompts, seconds, longs=label != CONTROL, lanes=lanes)
+        workload = workloads.interference(
+            prompts, seconds, None if label == CONTROL else session.scale.longs, lanes
+        )
         window = session.measure("interference", label, workload)
         if label == LONGS:
             session.explain(window)

@@ -167,7 +167,7 @@ def _over_time(measured: Measured, names: Sequence[str]) -> str:
     if not lines:
         return ""
     x, y = Axis("s", 0.0, last), Axis("ITL, ms", 1.0, most, log=True)
-    title = "Inter-token latency over time, one long prompt every 2 s"
+    title = "Inter-token latency over time, with long prompts"
     return curves(lines, title, x, y, dots=True)
 
 

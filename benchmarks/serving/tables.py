@@ -121,6 +121,7 @@ def markdown(measured: Measured, plots: Iterable[str], slo: Slo = SLO) -> str:
     parts += ["", "## Interference, side by side", interference(measured)]
     parts += ["", "## CPU by process while longs came, % of one core", processes(measured)]
     parts += ["", "## One long prompt alone: TTFT p50, ms", solo(measured)]
+    parts += ["", "## Stages of remote prefills, median ms by prompt length", stages(measured)]
     parts += ["", "## Bursts of long prompts", bursts(measured)]
     parts += ["", f"## Goodput: TTFT <= {1e3 * slo.ttft_s:g} ms, ITL p99 of the request <= "
               f"{1e3 * slo.itl_s:g} ms", rates(measured, slo)]  # fmt: skip
@@ -169,6 +170,25 @@ def solo(measured: Measured) -> str:
         for name, by in found.items()
     ]
     return grid(["system", *(f"{c} tokens" for c in columns)], lines)
+
+
+def stages(measured: Measured) -> str:
+    """What the frontend says about the prompts of `solo` that were prefilled remotely."""
+    found: dict[int, dict[str, list[float]]] = {}
+    for window in measured.windows:
+        for answer in stats.good(window.answers) if window.part == "solo" else ():
+            told = window.explained.get(answer.request_id, {})
+            if told.get("path") == "remote":
+                line = found.setdefault(len(answer.ask.prompt), {})
+                for stage, took in told["timings_ms"].items():
+                    if took is not None:
+                        line.setdefault(stage, []).append(took)
+    names = list(dict.fromkeys(stage for line in found.values() for stage in line))
+    lines = [
+        [str(length), *(_cell(median(line[n]) if n in line else None) for n in names)]
+        for length, line in sorted(found.items())
+    ]
+    return grid(["tokens", *names], lines)
 
 
 def bursts(measured: Measured) -> str:

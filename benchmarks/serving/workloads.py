@@ -45,16 +45,29 @@ class Prompts:
         return tuple(self.random.choices(self._vocabulary, k=tokens))
 
 
-def interference(prompts: Prompts, seconds: float, *, longs: bool, lanes: int = LANES) -> Workload:
-    """`lanes` streams, each asking again when it has its answer, and a long prompt every 2 s that
-    waits for nobody. Without `longs` it is the control; without lanes, the longs alone."""
+@dataclass(frozen=True, slots=True)
+class Longs:
+    """The prompts that interfere: so many tokens, one every so many seconds."""
+
+    tokens: int = LONG_IN
+    every_s: float = LONG_EVERY_S
+
+    def __str__(self) -> str:
+        return f"{self.tokens} tokens every {self.every_s:g} s"
+
+
+def interference(
+    prompts: Prompts, seconds: float, longs: Longs | None, lanes: int = LANES
+) -> Workload:
+    """`lanes` streams, each asking again when it has its answer, and long prompts that wait for
+    nobody. Without `longs` it is the control; without lanes, the longs alone."""
     asks = list(_streams(prompts, lanes, seconds))
     if longs:
         # The last one has time to be answered while the streams still run.
-        count = max(1, int((seconds - FIRST_LONG_S) / LONG_EVERY_S))
+        count = max(1, int((seconds - FIRST_LONG_S) / longs.every_s))
         for number in range(count):
-            at_s = FIRST_LONG_S + LONG_EVERY_S * number
-            asks.append(Ask(Kind.LONG, prompts(LONG_IN), LONG_OUT, f"long-{number}", at_s))
+            at_s = FIRST_LONG_S + longs.every_s * number
+            asks.append(Ask(Kind.LONG, prompts(longs.tokens), LONG_OUT, f"long-{number}", at_s))
     return Workload(tuple(asks), seconds)
 
 

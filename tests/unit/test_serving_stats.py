@@ -14,7 +14,7 @@ from benchmarks.serving import bandwidth, stats, workloads
 from benchmarks.serving.contract import Answer, Ask, Kind
 from benchmarks.serving.meter import Calm, Machine, Meter
 from benchmarks.serving.stats import Slo
-from benchmarks.serving.workloads import Prompts, Workload
+from benchmarks.serving.workloads import Longs, Prompts, Workload
 
 VOCABULARY = range(5, 300)
 SPIN = "import time\nwhile time.process_time() < 0.1: pass\nprint(flush=True)\ninput()"
@@ -30,8 +30,8 @@ def answer(*token_s: float, due: float = 0.0, kind: Kind = Kind.SHORT, error: st
 
 
 ALL = {
-    "interference": lambda p: workloads.interference(p, 10.0, longs=True),
-    "control": lambda p: workloads.interference(p, 10.0, longs=False),
+    "interference": lambda p: workloads.interference(p, 10.0, Longs()),
+    "control": lambda p: workloads.interference(p, 10.0, None),
     "solo": lambda p: workloads.solo(p, (256, 512), 3),
     "bursts": lambda p: workloads.bursts(p, 2),
     "chat": lambda p: workloads.chat(p, 2, 3),
@@ -66,8 +66,9 @@ class TestWorkloads:
 
     def test_the_control_is_the_same_streams(self) -> None:
         assert {a.kind for a in ALL["control"](prompts(0)).asks} == {Kind.SHORT}
-        alone = workloads.interference(prompts(0), 10.0, longs=True, lanes=0)
+        alone = workloads.interference(prompts(0), 10.0, Longs(500, 4.0), lanes=0)
         assert {a.kind for a in alone.asks} == {Kind.LONG}
+        assert [(a.at_s, len(a.prompt)) for a in alone.asks] == [(1.0, 500), (5.0, 500)]
 
     def test_solo_asks_all_lengths_in_each_round(self) -> None:
         made = ALL["solo"](prompts(0))

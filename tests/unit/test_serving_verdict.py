@@ -62,7 +62,8 @@ def window(
     result = Result(list(answers), 10.0, 0.1, [0.001] * 10, [0.001])
     seconds = None if part in ("solo", "chat") else 10.0
     found = Window(name, part, label, 0, seconds, result, Use(10.0, {"all": cpu_s}), others)
-    found.explained = {a.request_id: {"path": path} for a in answers if a.request_id}
+    told = {"path": path, "timings_ms": {"queue": 2.0, "prefill": 80.0, "commit": None}}
+    found.explained = {a.request_id: told for a in answers if a.request_id}
     return found
 
 
@@ -269,6 +270,7 @@ class TestTables:
         text = tables.markdown(everything(), ["a.svg"], SLO)
         assert "| pullfill | all 10.0 | 4 |" in text
         assert "| pullfill always_remote | 120 |" in text
+        assert "| tokens | queue | prefill |\n| --- | --- | --- |\n| 1000 | 2 | 80 |\n" in text
         assert "| pullfill-2p1d | 300 | 300 | 10 |" in text
         assert "- **aggregated**: note of aggregated" in text
         assert "![a.svg](a.svg)" in text
