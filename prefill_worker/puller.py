@@ -92,7 +92,9 @@ class Puller:
                         await self._room.wait()
                 continue
             try:
-                deliveries = await self._consumer.pull(free_tokens, free_jobs, _WAIT_S)
+                # One: to ask for more would keep it waiting for the answer that there are none. The
+                # next pull finds the next one as soon.
+                deliveries = await self._consumer.pull(free_tokens, 1, _WAIT_S)
                 pause = 0.1
             except Exception as exc:
                 level = logger.debug if isinstance(exc, PullfillError) else logger.exception

@@ -1,0 +1,61 @@
+"""The pull loop: a job starts when it comes, and the next is asked for at once."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+from pullfill.prefill_worker.credits import Credits
+from pullfill.prefill_worker.puller import Puller
+from pullfill.queue.contract import QueueConfig
+from pullfill.queue.memory import MemoryQueue
+
+
+class Runner:
+    """Counts what is under way."""
+
+    def __init__(self) -> None:
+        self.started: list[str] = []
+        self.in_flight_tokens = 0
+
+    @property
+    def in_flight(self) -> int:
+        return len(self.started)
+
+    def start(self, delivery: Any) -> None:
+        self.started.append(delivery.job_id)
+        self.in_flight_tokens += delivery.tokens
+
+
+class Consumer:
+    """A consumer that notes how much it was asked for."""
+
+    def __init__(self, real: Any, runner: Runner) -> None:
+        self._real, self._runner = real, runner
+        self.asked: list[tuple[int, int]] = []
+
+    async def pull(self, budget_tokens: int, max_jobs: int, wait_s: float) -> Any:
+        self.asked.append((max_jobs, len(self._runner.started)))
+        return await self._real.pull(budget_tokens, max_jobs, wait_s)
+
+    async def drain(self) -> None:
+        await self._real.drain()
+
+
+async def test_each_job_starts_before_the_next_is_asked_for() -> None:
+    queue, runner = MemoryQueue(QueueConfig("test", "c")), Runner()
+    producer = queue.producer()
+    for number in range(4):
+        await producer.publish(f"j{number}", b"", 10)
+    consumer: Any = Consumer(queue.consumer(), runner)
+    fake: Any = SimpleNamespace(runner=runner)
+    puller = Puller(consumer, fake.runner, budget_tokens=30, max_jobs=32, credits=Credits(1 << 20))
+    puller.start()
+    async with asyncio.timeout(5.0):
+        while len(runner.started) < 3:  # noqa: ASYNC110 - nothing to wait on
+            await asyncio.sleep(0)
+    await asyncio.sleep(0.05)
+    await puller.stop()
+    assert consumer.asked == [(1, 0), (1, 1), (1, 2)], "then the budget is used up"
+    assert runner.started == ["j0", "j1", "j2"]
