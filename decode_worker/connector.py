@@ -21,6 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.platforms import current_platform
 
+from pullfill import pages
 from pullfill.decode_worker import context as contexts
 from pullfill.decode_worker import memory
 from pullfill.decode_worker.scheduler_side import SchedulerSide
@@ -84,6 +85,8 @@ class DecodeConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._told = tell(self._pool, kv_caches, self._kv_cache_config.num_blocks)
+        if self._pool is not None:
+            pages.make_caches_present(kv_caches)
 
     def get_handshake_metadata(self) -> RankTold | None:
         return RankTold(self._told)

@@ -1,0 +1,75 @@
+"""Pages of a shared file come when they are asked for, and keep what is in them."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from pullfill import pages
+
+PAGE = mmap.PAGESIZE
+MIB = 1 << 20
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="madvise of Linux")
+
+
+class Shared:
+    """A sparse file mapped whole."""
+
+    def __init__(self, path: Path, nbytes: int) -> None:
+        self._path = path
+        with path.open("wb") as file:
+            file.truncate(nbytes)
+        with path.open("r+b") as file:
+            self.map = mmap.mmap(file.fileno(), nbytes)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
+
+    @property
+    def there(self) -> int:
+        """Bytes that have pages."""
+        return os.stat(self._path).st_blocks * 512
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    if not Path("/dev/shm").is_dir():
+        pytest.skip("no tmpfs")
+    return Path("/dev/shm")
+
+
+def test_all_of_it_and_nothing_is_changed(directory: Path) -> None:
+    path = directory / f"pages-{os.getpid()}"
+    try:
+        shared = Shared(path, 9 * MIB)
+        shared.map[5 * MIB : 5 * MIB + 3] = b"abc"
+        assert shared.there == PAGE
+        assert pages.make_present(shared.address, 9 * MIB, parts=3) == 9 * MIB
+        assert shared.there == 9 * MIB
+        assert shared.map[5 * MIB : 5 * MIB + 4] == b"abc\0"
+    finally:
+        path.unlink()
+
+
+def test_without_time_the_first_blocks_of_every_layer_come_first(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    populated: list[tuple[int, int]] = []
+
+    def populate(address: int, nbytes: int) -> bool:
+        populated.append((address, nbytes))
+        return len(populated) < 3
+
+    monkeypatch.setattr(pages, "_populate", populate)
+    assert pages.make_present(100, 20 * MIB, parts=2) == 8 * MIB
+    step = 4 * MIB
+    assert populated == [
+        (100, step), (100 + 10 * MIB, step), (100 + step, step)
+    ]  # fmt: skip
+    populated.clear()
+    assert pages.make_present(100, 20 * MIB, within_s=-1.0) == 0
+    assert not populated
