@@ -92,6 +92,13 @@ def gaps(answers: Iterable[Answer], seconds: float = float("inf")) -> list[float
     return [length for _, length in timed_gaps(answers, seconds)]
 
 
+def stalled(waits: Sequence[float], limit_s: float) -> float:
+    """Share of the waiting that was in gaps longer than the limit. A percentile of gaps forgets
+    long ones where many short ones came meanwhile elsewhere; this does not. nan without gaps."""
+    whole = sum(waits)
+    return sum(w for w in waits if w > limit_s) / whole if whole else float("nan")
+
+
 def tokens_per_s(answers: Iterable[Answer], seconds: float) -> float:
     """Output tokens of all kinds that came in the window."""
     return sum(t < seconds for a in answers for t in a.token_s) / seconds

@@ -11,7 +11,17 @@ from benchmarks.serving.campaign import Measured
 from benchmarks.serving.contract import Kind, System
 from benchmarks.serving.parts import ALONE, CONTROL, LONGS
 from benchmarks.serving.stats import Slo
-from benchmarks.serving.verdict import BUSY, cost, itl_max, itl_p50, itl_p99, long_ttft, tokens
+from benchmarks.serving.verdict import (
+    BUSY,
+    STALL_S,
+    cost,
+    itl_max,
+    itl_p50,
+    itl_p99,
+    long_ttft,
+    stalled,
+    tokens,
+)
 from benchmarks.serving.window import Window
 
 SLO = Slo(ttft_s=1.0, itl_s=0.05)
@@ -55,6 +65,7 @@ COLUMNS = (
     Column("ITL p50, longs", "ms", itl_p50, (LONGS,)),
     Column("ITL p99, longs", "ms", itl_p99, (LONGS,)),
     Column("ITL max, longs", "ms", itl_max, (LONGS,)),
+    Column(f"time in gaps > {1e3 * STALL_S:g} ms, longs", "%", stalled, (LONGS,)),
     Column("tokens/s, control", "1/s", tokens, (CONTROL,)),
     Column("tokens/s, longs", "1/s", tokens, (LONGS,)),
     Column("short TTFT p50, longs", "ms", _short_ttft(0.5), (LONGS,)),

@@ -19,6 +19,7 @@ from benchmarks.serving.window import Window
 
 BUSY = " [machine not quiet]"
 HANDOFF_MS = 15.0
+STALL_S = 0.05
 NOISE = 0.3
 """Repeats of one control window whose ITL p50 differ by more, relative to their median, were not
 measured on a quiet machine."""
@@ -34,6 +35,11 @@ def itl_p50(window: Window) -> float:
 
 def itl_max(window: Window) -> float:
     return 1e3 * stats.spread(window.gaps()).max
+
+
+def stalled(window: Window) -> float:
+    """% of the streams' time; a p99 forgets stalls that are rarer than one gap in a hundred."""
+    return 100 * stats.stalled(window.gaps(), STALL_S)
 
 
 def tokens(window: Window) -> float:
@@ -80,6 +86,11 @@ class Verdict:
             lower(self._against(name, "ms", itl_p99, with_longs, (peer, *at), peer))
             for peer in self._aggregated
         ]
+        name = f"(a) time in gaps > {1e3 * STALL_S:g} ms with longs"
+        rows += [
+            lower(self._against(name, "%", stalled, with_longs, (peer, *at), peer))
+            for peer in self._aggregated
+        ]
         best = max(
             (peer for peer in self._aggregated if self._m.of(peer, *at)),
             key=lambda peer: self._m.over(peer, *at, tokens) or 0.0,
@@ -105,6 +116,7 @@ class Verdict:
             rows += [
                 self._against("(a) ITL p99 with longs", "ms", itl_p99, with_longs, theirs, peer),
                 self._against("(a) tokens/s with longs", "1/s", tokens, with_longs, theirs, peer),
+                self._against("(a) long TTFT p50", "ms", long_ttft, with_longs, theirs, peer),
             ]
         return rows
 
@@ -263,9 +275,12 @@ class Verdict:
         at_least: float | None = None,
     ) -> Row:
         value, other = self._m.over(*ours, what), self._m.over(*theirs, what)
-        if value is None or not other or value != value or other != other:
+        if value is None or other is None or value != value or other != other:
             return missing(metric, peer, f"{peer} gave no numbers")
-        r = versus(metric, value, unit, peer, other, at_most, at_least)
+        if other:
+            r = versus(metric, value, unit, peer, other, at_most, at_least)
+        else:  # no ratio to zero
+            r = msgspec.structs.replace(row(metric, value, unit), peer=peer, peer_value=0.0)
         return self._marked(r, [*self._m.of(*ours), *self._m.of(*theirs)])
 
     def _marked(self, r: Row, windows: Iterable[Window]) -> Row:
@@ -275,10 +290,11 @@ class Verdict:
 
 
 def lower(r: Row) -> Row:
-    """Hold a comparison to be strictly below its peer."""
-    if r.value is None or r.peer_value is None or r.ratio is None:
+    """Hold a comparison to be strictly below its peer; nothing at all is as good as nothing."""
+    if r.value is None or r.peer_value is None:
         return r
-    return msgspec.structs.replace(r, target="ratio < 1", ok=r.ratio < 1)
+    ok = r.value < r.peer_value or r.value == r.peer_value == 0
+    return msgspec.structs.replace(r, target="ratio < 1", ok=ok)
 
 
 def chat_shares(window: Window) -> list[float]:

@@ -13,12 +13,14 @@ import pytest
 
 from benchmarks import bench_serving
 from benchmarks.live import BenchError
-from benchmarks.serving import campaign, parts, window
+from benchmarks.serving import campaign, parts, workloads
 from benchmarks.serving.campaign import Campaign, Measured
 from benchmarks.serving.contract import Kind, Name, Running, System
-from benchmarks.serving.meter import Calm
+from benchmarks.serving.load import Result
+from benchmarks.serving.meter import Calm, Use
 from benchmarks.serving.parts import Scale, Session
 from benchmarks.serving.systems import SYSTEMS
+from benchmarks.serving.window import Window
 from benchmarks.serving.workloads import Workload
 from tests.support.sse_server import SseServer, Step, whole
 
@@ -36,8 +38,8 @@ class Told:
     def measure(self, running: Running, part: str, label: str, repeat: int, w: Workload) -> Any:
         self.windows.append((part, label))
         self.first.append(w.asks[0].prompt[:16])
-        result = window.Result([], 1.0, 0.1)
-        return window.Window(running.name, part, label, repeat, w.seconds, result, window.Use(1.0))
+        result = Result([], 1.0, 0.1)
+        return Window(running.name, part, label, repeat, w.seconds, result, Use(1.0))
 
 
 def session(
@@ -48,7 +50,7 @@ def session(
     monkeypatch.setattr(parts, "measure", seen.measure)
     monkeypatch.setattr(parts, "explain", lambda *_: None)
     # Nothing was asked of anybody, so nothing failed either.
-    monkeypatch.setattr(parts.stats, "failed", lambda answers: [])
+    monkeypatch.setattr("benchmarks.serving.stats.failed", lambda answers: [])
     scale = Scale(0.2, 1.1, pairs, (64, 128), 2, 1, 1, 2, (5.0, 6.0), 0.5, 0.0)
     running = Running(name, dict.fromkeys(Kind, "http://x"), "m", {}, 1.0, Path())
     running.set_policy = seen.policies.append if told else None
@@ -59,7 +61,7 @@ def session(
 
 
 def _not_judged(self: Session, part: str, label: str, w: Workload, *, keep: bool = True) -> Any:
-    found = parts.measure(self.running, part, label, self.repeat, w)
+    found: Window = vars(parts)["measure"](self.running, part, label, self.repeat, w)
     if keep:
         self.windows.append(found)
     return found
@@ -153,11 +155,11 @@ class TestCampaign:
 
     @pytest.fixture(autouse=True)
     def hurry(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(campaign.Calm, "wait", lambda: Calm(0.0, 0.0))
+        monkeypatch.setattr(Calm, "wait", lambda: Calm(0.0, 0.0))
         monkeypatch.setattr(parts, "SETTLE_S", 0.0)
-        monkeypatch.setattr(parts.workloads, "STAGGER_S", 0.01)
-        monkeypatch.setattr(parts.workloads, "FASTEST", 20_000.0)
-        monkeypatch.setattr(parts.workloads, "SHORT_OUT", 3)
+        monkeypatch.setattr(workloads, "STAGGER_S", 0.01)
+        monkeypatch.setattr(workloads, "FASTEST", 20_000.0)
+        monkeypatch.setattr(workloads, "SHORT_OUT", 3)
 
     def run(self, tmp_path: Path, *systems: System, **table: tuple[str, ...]) -> Measured:
         return Campaign(systems, SCALE, table, 1, range(5, 99), 10, tmp_path).run()
@@ -234,14 +236,14 @@ class TestCommand:
             bench_serving.plan(self.options(*flags))
 
     def test_what_is_not_quiet(self, capsys: pytest.CaptureFixture[str]) -> None:
-        result = window.Result([], 1.0, 0.1)
-        use = window.Use(1.0)
-        still = window.Window("x", "chat", "", 0, None, result, use)
+        result = Result([], 1.0, 0.1)
+        use = Use(1.0)
+        still = Window("x", "chat", "", 0, None, result, use)
         made = Measured([], 1, [still])
         assert bench_serving.is_quiet(made)
         made.before = [Calm(0.05, 0.1), Calm(0.05, 0.3)]
         assert not bench_serving.is_quiet(made)
         assert "0.30 threads wanted to run" in capsys.readouterr().out
-        stolen = window.Window("x", "chat", "", 0, None, result, use, steal=0.02)
+        stolen = Window("x", "chat", "", 0, None, result, use, steal=0.02)
         assert not bench_serving.is_quiet(Measured([], 1, [still, stolen]))
         assert "2.0 % stolen" in capsys.readouterr().out

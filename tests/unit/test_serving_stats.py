@@ -111,10 +111,12 @@ class TestGaps:
         assert stats.together([lumpy]) == 5 / 3
 
     def test_a_stall_at_the_end_of_the_window_is_kept_and_what_began_later_is_not(self) -> None:
-        assert stats.timed_gaps([answer(9.0, 9.9, 12.0, 12.1)], 10.0) == [
-            (9.9, pytest.approx(0.9)),
-            (12.0, pytest.approx(2.1)),
-        ]
+        assert stats.timed_gaps([answer(9.0, 9.5, 12.0, 12.5)], 10.0) == [(9.5, 0.5), (12.0, 2.5)]
+
+    def test_time_in_long_gaps_counts_by_length(self) -> None:
+        assert stats.stalled([0.25, 0.25, 0.5], 0.3) == 0.5
+        assert stats.stalled([0.25], 0.3) == 0.0
+        assert math.isnan(stats.stalled([], 0.3))
 
     def test_failed_streams_made_somebody_wait_too(self) -> None:
         assert stats.gaps([answer(1.0, 4.0, error="broke off")]) == [3.0]

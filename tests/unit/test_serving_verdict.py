@@ -109,6 +109,20 @@ class TestInterference:
         assert row(made, "(a) ITL p99", Name.AGGREGATED).ok
         assert row(made, "(a) ITL p99", Name.ROUND_ROBIN).ok is ok
 
+    @pytest.mark.parametrize(
+        ("mine", "theirs", "ok"), [(0, 1, True), (0, 0, True), (1, 0, False), (2, 1, False)]
+    )
+    def test_rare_stalls_count_by_their_length(self, mine: int, theirs: int, ok: bool) -> None:
+        def stalling(name: str, count: int) -> list[Window]:
+            made = interference(name)
+            made[1].answers.extend([stream(500.0, 2)] * count)
+            return made
+
+        made = measured(*stalling(Name.PULLFILL, mine), *stalling(Name.ROUND_ROBIN, theirs))
+        found = row(made, "(a) time in gaps > 50 ms", Name.ROUND_ROBIN)
+        assert (found.ok, found.target) == (ok, "ratio < 1")
+        assert row(made, "(a) ITL p99", Name.ROUND_ROBIN).value == pytest.approx(12.0)
+
     @pytest.mark.parametrize(("streams", "ok"), [(4, True), (5, False)])
     def test_tokens_against_the_best(self, streams: int, ok: bool) -> None:
         best = interference(Name.AGGREGATED_256, streams=streams)
@@ -123,7 +137,7 @@ class TestInterference:
     def test_long_prompts_against_one_core_alone(self, ttft: float, ok: bool) -> None:
         alone = window(Name.ONE_CORE, "interference", ALONE, [long(100.0)])
         made = measured(*interference(Name.PULLFILL, ttft=ttft), alone)
-        assert row(made, "(a) long TTFT p50").ok is ok
+        assert row(made, "(a) long TTFT p50", "longs alone").ok is ok
 
     def test_medians_over_windows(self) -> None:
         some = [interference(Name.PULLFILL, longs=longs)[1] for longs in (11.0, 12.0, 90.0)]
@@ -131,7 +145,7 @@ class TestInterference:
         assert row(measured(control, *some), "(a) ITL p99", "own control").value == 12.0
 
     def test_a_peer_that_is_not_there_fails_nothing(self) -> None:
-        found = row(measured(*interference(Name.PULLFILL)), "(a) long TTFT p50")
+        found = row(measured(*interference(Name.PULLFILL)), "(a) long TTFT p50", "alone")
         assert (found.value, found.ok) == (None, True)
 
     def test_a_row_of_a_busy_machine_says_so(self) -> None:
