@@ -7,6 +7,7 @@ every two seconds as well, in the *control* windows none. Printed:
   threads  CPU of every thread in an interfered window, and how long it waited for a core
   hops     the stages of the long requests (`pullfill explain`)
   lengths  TTFT of one prompt on an idle cluster, remote less local, by its length
+  bursts   TTFT of long prompts that come at once
 Writes results/paths.json and .md. Exit status 1 when a target is missed.
 """
 
@@ -23,6 +24,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -33,7 +35,7 @@ import httpx
 
 from benchmarks import machine
 from benchmarks.live import CLI, Live, end_in_order, running, wait_for
-from benchmarks.report import Row, finish, median, percentile, row, versus
+from benchmarks.report import Row, finish, median, percentile, read_rows, row, versus
 from benchmarks.serving import model
 from benchmarks.serving.model import DTYPE, NAME
 
@@ -45,6 +47,7 @@ FLAGS = (
 )
 STREAMS, STREAM_IN, STREAM_OUT = 4, 32, 64
 LONG, LONG_OUT, LONG_EVERY_S = 3000, 4, 2.0
+BURST = 3
 LENGTHS = (256, 512, 1024, 2048, 4096)
 STAGES = ("route", "queue", "claim", "prefix_read", "prefill", "kv_write", "tail", "commit")
 
@@ -174,6 +177,27 @@ def measure_lengths(live: Live, repeats: int) -> dict[tuple[str, int], list[floa
     return took
 
 
+def measure_bursts(live: Live, repeats: int) -> list[list[float]]:
+    """TTFT in s of `BURST` long prompts sent at once, in the order of their ends."""
+    clients = [Client(live, 500 + lane) for lane in range(BURST)]
+    bursts = []
+    for _ in range(repeats):
+        with ThreadPoolExecutor(BURST) as pool:
+            heard = list(pool.map(lambda client: client.ask(LONG, 2), clients))
+        bursts.append(sorted(h.ttft for h in heard))
+    for client in clients:
+        client.close()
+    return bursts
+
+
+def burst_rows(bursts: Sequence[Sequence[float]]) -> list[Row]:
+    name = f"{BURST} long prompts at once, TTFT"
+    return [
+        row(f"{name} of the first", median([burst[0] for burst in bursts]), "s"),
+        row(f"{name}, mean", median([sum(burst) / BURST for burst in bursts]), "s"),
+    ]
+
+
 def token_rows(control: Sequence[Window], busy: Sequence[Window], alone_ms: float) -> list[Row]:
     """ITL, throughput and TTFT of the long prompts, held against the targets."""
     calm = [gap for window in control for gap in window.gaps_ms]
@@ -210,6 +234,12 @@ def hop_rows(live: Live, heard: Sequence[Heard]) -> list[Row]:
             rows.append(row(f"stage {stage}, p50", median(known), "ms"))
             rows.append(row(f"stage {stage}, max", max(known), "ms"))
     return rows
+
+
+def shm_gb_per_s() -> float:
+    """What `make bench-transfer` measured for the runs of this model, 128 KiB."""
+    metric = "shm write, 64 KiB scattered"
+    return next(r.value for r in read_rows("transfer") if r.metric == metric and r.value)
 
 
 def length_rows(took: dict[tuple[str, int], list[float]], gb_per_s: float) -> list[Row]:
@@ -261,14 +291,15 @@ def run(options: argparse.Namespace, base: Path) -> tuple[list[Row], machine.Qui
                         run_window(live, options.seconds, long=long, seed=10 + number, watch=watch)
                     )
             hops = hop_rows(live, [heard for window in busy for heard in window.long])
+            bursts = measure_bursts(live, 2)
             took = measure_lengths(live, options.repeats)
             set_policy(live, "always_local")
             alone = Client(live, 99)
             local = median([1e3 * alone.ask(LONG, LONG_OUT).ttft for _ in range(options.repeats)])
             alone.close()
     print_threads(busy[0].threads, options.seconds)
-    rows = token_rows(control, busy, local) + hops + length_rows(took, options.shm_gb_per_s)
-    return rows, quiet
+    rows = token_rows(control, busy, local) + hops + burst_rows(bursts)
+    return rows + length_rows(took, shm_gb_per_s()), quiet
 
 
 def main() -> int:
@@ -278,12 +309,6 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3, help="windows of each kind")
     parser.add_argument("--seconds", type=float, default=12.0, help="length of a window")
     parser.add_argument("--repeats", type=int, default=5, help="prompts of each length and path")
-    parser.add_argument(
-        "--shm-gb-per-s",
-        type=float,
-        default=4.0,
-        help="what `make bench-transfer` measured for shm writes",
-    )
     parser.add_argument("--no-save", action="store_true", help="print only")
     parser.add_argument("flags", nargs="*", metavar="-- FLAGS", help="more flags for `pullfill up`")
     options = parser.parse_args()

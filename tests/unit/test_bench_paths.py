@@ -1,0 +1,55 @@
+"""The arithmetic of bench_paths, on windows made by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks import bench_paths
+from benchmarks.bench_paths import Heard, Window
+
+
+def window(gap_s: float, ttft_s: float | None = None) -> Window:
+    """One stream with a token every `gap_s` for two seconds, and a long prompt if there is one."""
+    at = [10.0 + gap_s * number for number in range(1, 1 + round(2.0 / gap_s))]
+    long = [] if ttft_s is None else [Heard("l", 10.5, [10.5 + ttft_s])]
+    return Window(1.0, [Heard("s", 10.0, at)], long)
+
+
+def test_tokens_count_inside_the_window_only() -> None:
+    assert window(0.1).tokens_per_s == pytest.approx(10.0)
+    assert window(0.1, 0.3).tokens_per_s == pytest.approx(11.0), "those of long prompts too"
+    assert window(0.1, 0.8).tokens_per_s == pytest.approx(10.0), "it came after the end"
+    assert window(0.1).gaps_ms == pytest.approx([100.0] * 19)
+
+
+@pytest.mark.parametrize(
+    ("gap_s", "ttft_s", "missed"),
+    [
+        (0.1, 1.1, set()),
+        (0.2, 1.1, {"ITL p99 with long prompts"}),
+        (0.1, 1.3, {"long TTFT p50"}),
+    ],
+)
+def test_targets(gap_s: float, ttft_s: float, missed: set[str]) -> None:
+    rows = bench_paths.token_rows([window(0.1)], [window(gap_s, ttft_s)], alone_ms=1000.0)
+    assert {r.metric for r in rows if not r.ok} == missed
+
+
+def test_remote_may_cost_a_little_and_the_copying() -> None:
+    took = {
+        (path, length): [100.0, 100.0 + (17.0 if path == "remote" else 0.0)] * 2 + [100.0]
+        for path in ("local", "remote")
+        for length in bench_paths.LENGTHS
+    }
+    assert all(r.ok for r in bench_paths.length_rows(took, 1.0)), "the median counts"
+    took = {key: [v + 17.0 * (key[0] == "remote") for v in values] for key, values in took.items()}
+    rows = [r for r in bench_paths.length_rows(took, 1.0) if "less" in r.metric]
+    # 256 tokens are 2 MB: 2 ms at 1 GB/s.
+    assert [r.ok for r in rows] == [True] * len(rows)
+    rows = [r for r in bench_paths.length_rows(took, 8.0) if "less" in r.metric]
+    assert [r.ok for r in rows][:3] == [False] * 3
+
+
+def test_bursts_tell_the_first_and_the_mean() -> None:
+    first, mean = bench_paths.burst_rows([[1.0, 2.0, 3.0], [1.2, 2.0, 4.0]])
+    assert (first.value, mean.value) == (1.1, 2.2)
