@@ -35,7 +35,7 @@ class Server(Protocol):
     name: str
     url: str
     pid: int
-    pids: Sequence[int]
+    pids: list[int]
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, generate_latest
@@ -23,11 +24,13 @@ NO_PREFILL = (
 
 @dataclass(slots=True)
 class Admin:
-    """Read-only views. `draining` is set by the process when it takes no new requests."""
+    """Read-only views. settle: called before the metrics are read. `draining` is set by the
+    process when it takes no new requests."""
 
     pool: WorkerPool
     view: ClusterView
     explain: ExplainStore
+    settle: Callable[[], None]
     draining: bool = False
 
     def attach(self, app: Starlette) -> None:
@@ -79,5 +82,6 @@ class Admin:
         return JSONResponse({"error": error}, status_code=404)
 
     async def metrics(self, _: Request) -> Response:
+        self.settle()
         text = await self.view.metrics(generate_latest(REGISTRY).decode())
         return Response(text, media_type=CONTENT_TYPE_LATEST)

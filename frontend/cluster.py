@@ -61,12 +61,14 @@ class ClusterView:
         """`own` (this process, Prometheus text) and every worker's metrics as one text."""
         records = [record for record in self.records() if record.http]
         texts = await asyncio.gather(*(self._fetch(record.http + "/metrics") for record in records))
-        parts: list[tuple[Mapping[str, str], str]] = [({}, own)]
+        merged = MergedMetrics()
+        merged.add({}, own)
         for record, body in zip(records, texts, strict=True):
             if body is not None:
+                await asyncio.sleep(0)  # streams go on between the pages of two workers
                 labels = {"instance_id": record.instance_id, "role": record.role}
-                parts.append((labels, body.decode("utf-8", "replace")))
-        return merge_metrics(parts)
+                merged.add(labels, body.decode("utf-8", "replace"))
+        return merged.text()
 
     async def _report(self, record: WorkerRecord) -> dict[str, Any] | None:
         body = await self._fetch(record.http + "/status") if record.http else None
@@ -122,24 +124,35 @@ def _row(record: WorkerRecord, report: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def merge_metrics(parts: Iterable[tuple[Mapping[str, str], str]]) -> str:
-    """One Prometheus text from several: each family once, `labels` of a part added to its samples.
-
-    parts: (labels, text in the 0.0.4 format). Lines that are neither are dropped, so one broken
-    worker cannot spoil the page.
-    """
-    families: dict[str, _Family] = {}
+    """`MergedMetrics` of (labels, text) parts at once."""
+    merged = MergedMetrics()
     for labels, text in parts:
+        merged.add(labels, text)
+    return merged.text()
+
+
+class MergedMetrics:
+    """One Prometheus text from several: each family once."""
+
+    def __init__(self) -> None:
+        self._families: dict[str, _Family] = {}
+
+    def add(self, labels: Mapping[str, str], text: str) -> None:
+        """A text in the 0.0.4 format; `labels` are added to its samples. Lines that are neither
+        header nor sample are dropped, so one broken worker cannot spoil the page."""
         extra = ",".join(f'{name}="{_escape(value)}"' for name, value in labels.items())
         current: _Family | None = None
         for line in text.splitlines():
             if line.startswith("# "):
-                current = _header(families, line) or current
+                current = _header(self._families, line) or current
             elif _SAMPLE.match(line):
                 name = re.split(r"[ {]", line, maxsplit=1)[0]
                 if current is None or not current.has(name):
-                    current = families.setdefault(name, _Family(name))
+                    current = self._families.setdefault(name, _Family(name))
                 current.samples.append(_labelled(line, name, extra) if extra else line)
-    return "".join(family.text() for family in families.values() if family.samples)
+
+    def text(self) -> str:
+        return "".join(family.text() for family in self._families.values() if family.samples)
 
 
 class _Family:

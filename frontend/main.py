@@ -220,7 +220,7 @@ class _Frontend:
             dispatcher.bind(front.client)
             await pool.start(dispatcher)
             stack.push_async_callback(pool.stop)
-            admin = Admin(pool, view, explain)
+            admin = Admin(pool, view, explain, front.settle)
             admin.attach(front.app)
             gate = Gate(front.app, pool.wait_ready, options.max_inflight)
             app = Guard(gate, *keys, root_path=prepared.args.root_path or "")

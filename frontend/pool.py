@@ -10,6 +10,7 @@ streams, and takes new requests only while no listed worker is ready.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -28,6 +29,9 @@ _log = log.get("frontend.pool")
 
 DECODE = "decode"
 REOPEN_S = 0.5
+IDLE_TICKS = 2
+"""A worker that has no request of ours is asked every so many ticks: many are idle, and each answer
+wakes this process."""
 HUNG_S = 60.0
 """A worker whose engine answers no PING for so long is lost even if its I/O thread still lives."""
 
@@ -212,7 +216,7 @@ class WorkerPool:
 
     async def _tick(self) -> None:
         loop = asyncio.get_running_loop()
-        while True:
+        for number in itertools.count():
             await asyncio.sleep(rpc.PING_INTERVAL_S)
             now = loop.time()
             for link in list(self._links.values()):
@@ -220,6 +224,6 @@ class WorkerPool:
                     continue
                 if now - link.heard_at > HUNG_S:
                     link.lose(f"it answered nothing for {HUNG_S:g} s")
-                else:
+                elif link.flights or number % IDLE_TICKS == 0:
                     link.send(rpc.PING)
             metrics.IN_FLIGHT.set(self.dispatcher.in_flight)

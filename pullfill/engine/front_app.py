@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from starlette.routing import Match
 
 from pullfill import log
 from pullfill.engine import check
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from argparse import Namespace
 
     from fastapi import FastAPI
+    from starlette.applications import Starlette
 
     from pullfill.engine.front_client import DecodeClient
 
@@ -34,7 +37,15 @@ _REQUIRED_NAMES = {
     "vllm.entrypoints.launchers.api_server.app_state": ("init_app_state",),
     "vllm.entrypoints.launchers.cli_args": ("make_arg_parser", "validate_parsed_serve_args"),
     "vllm.v1.engine.async_llm": ("AsyncLLM.from_vllm_config", "AsyncLLM._run_output_handler"),
+    "vllm.v1.metrics.loggers": (
+        "PrometheusStatLogger.record",
+        "load_stat_logger_plugin_factories",
+    ),
+    "vllm.v1.metrics.stats": ("SchedulerStats", "PrefixCacheStats"),
+    "vllm.envs": ("enable_envs_cache",),
 }
+HOT_PATHS = ("/v1/completions", "/v1/chat/completions")
+"""Routes that are looked up first."""
 
 
 class _Refused(Exception):
@@ -134,23 +145,27 @@ def _first_line(exc: BaseException) -> str:
 
 @dataclass(slots=True)
 class FrontApp:
-    """The assembled server. `app` has vLLM's routes; `client` is where outputs go in."""
+    """The assembled server. `app` has vLLM's routes; `client` is where outputs go in. Call
+    `settle` before the metrics are read."""
 
     app: FastAPI
     engine: Any
     client: DecodeClient
+    settle: Callable[[], None]
     _watch: asyncio.Task[None]
 
     @staticmethod
     async def build(prepared: Prepared, port: DecodePort) -> FrontApp:
         """Make AsyncLLM and the app on the running loop. `port` must not deliver outputs before
         this returns."""
+        from vllm import envs
         from vllm.entrypoints.launchers.api_server.app_state import init_app_state
         from vllm.entrypoints.launchers.app import build_app
         from vllm.v1.engine.async_llm import AsyncLLM
         from vllm.v1.executor import Executor
 
         from pullfill.engine.front_client import DecodeClient
+        from pullfill.engine.front_stats import LateStats, stat_loggers
 
         client = DecodeClient(prepared.config, port)
         args = prepared.args
@@ -160,19 +175,43 @@ class FrontApp:
                 executor_class=Executor,
                 log_stats=not args.disable_log_stats,
                 log_requests=args.enable_log_requests,
+                stat_loggers=None if args.disable_log_stats else stat_loggers(),
             )
         client.processor, client.renderer = engine.output_processor, engine.renderer
         tasks = await engine.get_supported_tasks()
         app = build_app(args, tasks, engine.model_config)
         await init_app_state(engine, app.state, args, tasks)
         app.state.server = _NoServer()
+        look_up_first(app, HOT_PATHS)
+        # As in an engine: vLLM asks for environment variables at each token.
+        envs.enable_envs_cache()
         watch = asyncio.create_task(_keep_output_handler(engine), name="frontend-output-watch")
-        return FrontApp(app, engine, client, watch)
+        manager = engine.logger_manager
+        kept = [x for x in (manager.stat_loggers if manager else ()) if isinstance(x, LateStats)]
+
+        def settle() -> None:
+            for logger in kept:
+                logger.settle()
+
+        return FrontApp(app, engine, client, settle, watch)
 
     async def close(self) -> None:
         """Stop AsyncLLM. Requests still open end with an error."""
         self._watch.cancel()
         self.engine.shutdown()
+
+
+def look_up_first(app: Starlette, paths: Sequence[str]) -> None:
+    """Move routes to the front, which are tried one after the other, twice for each request. Only
+    those that none before them answers for."""
+    routes = app.router.routes
+    found = []
+    for path in paths:
+        scope = {"type": "http", "method": "POST", "path": path}
+        route = next((r for r in routes if r.matches(scope)[0] is not Match.NONE), None)
+        if route is not None and getattr(route, "path", None) == path:
+            found.append(route)
+    routes[:] = [*found, *(route for route in routes if route not in found)]
 
 
 class _NoServer:

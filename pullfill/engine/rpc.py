@@ -8,7 +8,7 @@ ZMQ DEALER (frontend) → ROUTER (decode worker, bound at `WorkerRecord.data`). 
     ADD   EngineCoreRequest frames                 OUT   EngineCoreOutputs frames
     ABRT  list[request id]                         EXPL  list[ExplainRecord]
     UTIL  (call_id, method, args) frames           BACK  list[request id]: given up, send elsewhere
-    PING  every PING_INTERVAL_S                    PONG
+    PING  every PING_INTERVAL_S, idle every 2nd    PONG
     BYE                                            DRAIN takes no new requests
                                                    GONE  we had dropped you: start anew
 

@@ -8,6 +8,7 @@ import os
 import time
 from typing import Any
 
+import httpx
 import msgspec
 import openai
 import pytest
@@ -220,6 +221,27 @@ async def test_status_and_metrics_show_the_workers(served: Served) -> None:
             assert owners == {None, "decode-1"}
     finally:
         await probe.stop()
+
+
+async def test_the_metrics_are_complete_when_they_are_read(served: Served) -> None:
+    async def counted(http: httpx.AsyncClient) -> dict[str, float]:
+        text = (await http.get("/metrics")).text
+        return {
+            sample.name: sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if "instance_id" not in sample.labels
+        }
+
+    async with workers(served, FakeDecode("decode-1", model="m", max_model_len=512)) as http:
+        before = await counted(http)
+        body = {"model": "m", "prompt": "abc", "max_tokens": 5, "stream": True}
+        assert (await http.post("/v1/completions", json=body)).status_code == 200
+        after = await counted(http)
+    more = {name: after[name] - before.get(name, 0.0) for name in after}
+    assert more["vllm:generation_tokens_total"] == 5
+    assert more["vllm:inter_token_latency_seconds_count"] == 4
+    assert more["vllm:time_to_first_token_seconds_count"] == 1
 
 
 async def test_garbage_from_a_worker_does_not_end_the_frontend(served: Served) -> None:

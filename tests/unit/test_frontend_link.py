@@ -6,9 +6,12 @@ import asyncio
 import contextlib
 
 import msgspec
+import pytest
 
+from pullfill.engine import rpc
 from pullfill.frontend.link import LinkState
 from tests.support.fake_decode import FakeDecode
+from tests.support.fake_vllm import request
 from tests.support.frontend_rig import rig, until
 
 
@@ -65,3 +68,17 @@ async def test_a_hello_lost_in_flight_is_sent_again() -> None:
         await r.ready(1)
     server.close()
     worker.die()
+
+
+async def test_a_worker_without_requests_is_asked_less_often(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rpc, "PING_INTERVAL_S", 0.02)
+    busy, idle = FakeDecode("decode-1", hold=True), FakeDecode("decode-2")
+    async with rig(busy, idle) as r:
+        await r.ready(2)
+        r.dispatcher.submit(request("r-1"))
+        await until(lambda: bool(busy.added))
+        begin = busy.pings, idle.pings
+        await until(lambda: busy.pings >= begin[0] + 12)
+        assert 3 <= idle.pings - begin[1] <= 8

@@ -1,5 +1,6 @@
 """Every route of the installed vLLM that takes a POST is known: it runs an engine, is harmless, or
-is for administrators. Read from vLLM's source, so that no flag, task or plugin hides one."""
+is for administrators. Read from vLLM's source, so that no flag, task or plugin hides one. And the
+order in which routes are looked up."""
 
 from __future__ import annotations
 
@@ -11,7 +12,12 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 from starlette._utils import get_route_path
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Mount, Route
 
+from pullfill.engine.front_app import look_up_first
 from pullfill.frontend.gate import ENGINE_PATHS, route_of
 from pullfill.frontend.guard import OPEN_PATHS, SERVING_PATHS, SERVING_PREFIXES
 
@@ -74,3 +80,19 @@ def test_the_classes_are_what_the_guard_makes_of_them() -> None:
 def test_a_route_is_what_starlette_will_find(path: str, root: str) -> None:
     scope = {"path": path, "root_path": root}
     assert route_of(scope) == get_route_path(scope)
+
+
+async def _nothing(_: Request) -> Response:
+    return Response()
+
+
+def test_hot_routes_are_looked_up_first_and_answer_as_before() -> None:
+    a, b, any_c, c = (Route(p, _nothing, methods=["POST"]) for p in ("/a", "/b", "/{x}", "/c"))
+    app = Starlette(routes=[a, any_c, Route("/b", _nothing), b, c, Mount("/m", Starlette())])
+    rest = app.router.routes[2:]
+    look_up_first(app, ["/c", "/m", "/a", "/b", "/d"])
+    # `/{x}` answered for /b, /c and /d, so it still does.
+    assert app.router.routes == [a, any_c, *rest]
+    app = Starlette(routes=[a, b, c])
+    look_up_first(app, ["/c", "/b"])
+    assert app.router.routes == [c, b, a]
