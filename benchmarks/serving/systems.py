@@ -115,9 +115,10 @@ def _systems() -> Iterator[System]:
     yield System(
         Name.NIXL,
         "vLLM's NixlConnector over UCX shared memory: a decode engine on one core, a prefill "
-        f"engine on the other, one thread of compute each, {_ONE_PROCESS}; both API servers and a "
-        "minimal proxy, which does what vLLM's example of one does, beside the prefill engine. "
-        "NIXL moves its engine's threads to the last core: they were put back",
+        f"engine on the other, one thread of compute each, {_ONE_PROCESS}; each API server beside "
+        "its engine, a minimal proxy, which does what vLLM's example of one does, beside the "
+        "prefill engine. NIXL moves its engine's threads to the last core: they were put back, and "
+        "with them the thread of each that never sleeps",
         _on_two_cores(nixl, Name.NIXL),
     )
     yield System(

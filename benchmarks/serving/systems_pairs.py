@@ -153,7 +153,7 @@ def nixl(
     begin = time.monotonic()
     decode, prefill = cores
     parts = [
-        _nixl_part("decode", "kv_consumer", Cores((decode,), (prefill,))),
+        _nixl_part("decode", "kv_consumer", Cores((decode,), (decode,))),
         _nixl_part("prefill", "kv_producer", Cores((prefill,), (prefill,))),
     ]
     with servers(parts, flags, base) as (consumer, producer):
