@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from typing import Any
 
 import msgspec
 import pytest
@@ -32,7 +33,7 @@ class _Cutter:
                 return
             far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._port)
             with contextlib.closing(far_writer):
-                ends = {
+                ends: set[asyncio.Future[Any]] = {
                     asyncio.ensure_future(_pump(reader, far_writer)),
                     asyncio.ensure_future(_pump(far_reader, writer)),
                 }
