@@ -23,7 +23,8 @@ from benchmarks.serving.window import Window
 
 START_S = 40.0
 """How long a start takes, until one was seen."""
-WARM_S = 12.0
+WARM_S = 15.0
+"""Warm-up, and the end of all processes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,16 +42,16 @@ class Scale:
 
 
 FULL = Scale(
-    control_s=10.0,
-    longs_s=20.0,
+    control_s=8.0,
+    longs_s=18.0,
     pairs=1,
     lengths=workloads.LENGTHS,
-    rounds=4,
-    bursts=3,
+    rounds=3,
+    bursts=2,
     conversations=3,
     turns=6,
-    rates=(1.0, 2.0, 3.0, 4.0),
-    rate_s=12.0,
+    rates=(1.0, 2.0, 4.0),
+    rate_s=10.0,
     idle_s=5.0,
 )
 QUICK = Scale(
@@ -240,7 +240,7 @@ def seconds_of(part: str, system: str, scale: Scale) -> float:
             return scale.pairs * (scale.control_s + scale.longs_s + 2 * drain)
         case "solo":
             paths = 2 if system.startswith(Name.PULLFILL) else 1
-            return scale.rounds * paths * (tokens * 3e-4 + 1.0)
+            return scale.rounds * paths * (tokens * 6e-4 + 1.0)
         case "bursts":
             return scale.bursts * workloads.BURST_EVERY_S + drain
         case "chat":
