@@ -35,7 +35,7 @@ def measure(options: argparse.Namespace, base: Path, quiet: machine.Quiet) -> It
     with plant(base) as servers:
         servers.profile = options.profile
         if "depth" in options.parts:
-            yield depth.run(servers, options.rounds, quiet, options.depth)
+            yield depth.run(servers, options.rounds, options.depth)
         if "tokens" in options.parts:
             yield tokens.run(servers, options.requests, options.rounds, quiet)
         if "scale" in options.parts:

@@ -1,90 +1,187 @@
-"""Does a decision cost more when ten thousand jobs wait? Two clusters side by side, one with ten
-jobs in its queue and one with nearly as many as the stream holds, asked in turns. Their prefill
-workers take hours for a job, so nothing moves. All jobs are of the one decode worker that decides:
-the worst case.
+"""Does a decision cost more when ten thousand jobs wait? Two decode workers without an engine, side
+by side in this process, one with ten open jobs and one with nearly as many as the stream holds,
+asked in turns. Ledger, router, scheduler side, publisher, control server and producer are the real
+ones, on a real NATS; all jobs are of the worker that decides, the worst case. vLLM is left out
+because admitting a request costs it more for each that waits already (docs/performance.md).
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
 
-from benchmarks import machine
-from benchmarks.control.plant import Fleet, Plant, Use, mock_flags
+from benchmarks.control.plant import Plant
 from benchmarks.report import Row, median, row, versus
+from pullfill.decode_worker.context import DecodeContext
+from pullfill.decode_worker.control import ControlServer
+from pullfill.decode_worker.ledger import Ledger
+from pullfill.decode_worker.publisher import Publisher
+from pullfill.decode_worker.scheduler_side import SchedulerSide
+from pullfill.decode_worker.story import Stories
+from pullfill.decode_worker.worker import DecodeWorker
+from pullfill.queue.contract import QueueConfig
+from pullfill.queue.jetstream import JetStreamProducer
+from pullfill.transfer.loopback import LoopbackFences
+from pullfill.wire import Compat, RouterConfig, RouterPolicy, WorkerState
 
-FEW, MANY = 10, 9_900
+FEW, MANY = 10, 9_800
 """The stream holds 10,000 (QueueConfig.max_jobs); what is opened on top must fit."""
-BURST, BATCH = 40, 250
-KV_BYTES = 96 << 20
-SETTLE_S = 0.7
+BURST, BATCH = 100, 200
+BLOCK, PROMPT = 16, 96
 LIMIT = 1.2
-_HOURS = {"claim_timeout_s": 3600, "remote_timeout_s": 3600}
+_HOURS_S = 3600.0
+_COMPAT = Compat(
+    model="m", model_fingerprint="f", vllm="0", dtype="d", kv_cache_dtype="d", block_size=BLOCK,
+    layout="LBHNC", num_layers=1, num_kv_heads=1, page_bytes=64, isa="x",
+)  # fmt: skip
 
 
-def _fleet(plant: Plant, name: str) -> Fleet:
-    return Fleet(
-        plant, name, 1, 1,
-        decode_flags=mock_flags(KV_BYTES), prefill_flags=mock_flags(prefill_tokens_per_s=0.5),
-        router=_HOURS,
-    )  # fmt: skip
+@dataclass(slots=True)
+class Cost:
+    """Seconds of CPU. decisions: each, asking and opening. jobs: each, from there to stored."""
+
+    decisions: list[float] = field(default_factory=list)
+    jobs: list[float] = field(default_factory=list)
 
 
-def _fill(fleet: Fleet, depth: int) -> float:
-    begin = time.monotonic()
-    for start in range(0, depth, BATCH):
-        fleet.driver.do("open", count=min(BATCH, depth - start))
-        time.sleep(0.2)
-    return time.monotonic() - begin
+class Half:
+    """A decode worker without an engine. Its jobs stay open until they are taken back."""
+
+    def __init__(self, producer: JetStreamProducer, name: str) -> None:
+        self._name, self._serial = name, 0
+        self.producer = producer
+        self.stories = Stories(name)
+        self.open: list[str] = []
+        config = RouterConfig(
+            policy=RouterPolicy.ALWAYS_REMOTE, max_prefill_queue_size=10**6,
+            claim_timeout_s=_HOURS_S, remote_timeout_s=_HOURS_S, max_remote_kv_fraction=1.0,
+        )  # fmt: skip
+        loop = asyncio.get_running_loop()
+
+        def wake() -> None:
+            loop.call_soon_threadsafe(self.control.wake)
+
+        self.ledger = Ledger(LoopbackFences(64, 8), incarnation="i", on_action=wake)
+        self.control = ControlServer(
+            instance_id=name, compat=_COMPAT, ledger=self.ledger, stories=self.stories,
+            cancel=producer.cancel, hand_back=producer.hand_back,  # type: ignore[arg-type]
+        )  # fmt: skip
+        self.publisher = Publisher(
+            loop, producer, self.ledger, instance_id=name, control="tcp://127.0.0.1:1",
+            compat_hash=_COMPAT.hash(), block_size=BLOCK,
+        )  # fmt: skip
+        worker: Any = SimpleNamespace(
+            _producer=producer, _control=self.control, _quarantine_cap=1000,
+            _state=WorkerState.READY,
+            _config=SimpleNamespace(
+                cache_config=SimpleNamespace(block_size=BLOCK, num_gpu_blocks=10**6)
+            ),
+        )  # fmt: skip
+        self.context: Any = DecodeContext(
+            instance_id=name, incarnation="i", router_config=lambda: config,
+            situation=lambda *asked: DecodeWorker._situation(worker, *asked),
+            publish=self.publisher.submit, stories=self.stories,
+            make_ledger=lambda _: self.ledger, offer=lambda *_: None,
+        )  # fmt: skip
+        worker._context = SimpleNamespace(ledger=self.ledger, owner=self)
+        self.context.ledger = self.ledger
+        self.side = SchedulerSide(self.context, BLOCK)
+
+    async def start(self) -> None:
+        await self.control.start("127.0.0.1")
+        self.control.prefill_workers = 1  # somebody who never claims
+        self.ledger.tell_opens = False
+
+    async def stop(self) -> None:
+        await self.control.stop()
+        await self.producer.close()
+
+    async def send(self, count: int, cost: Cost | None = None) -> None:
+        """So many requests, decided in one go as in an engine step; returns when all are stored."""
+        requests = [self._request() for _ in range(count)]
+        begin, spent = time.process_time(), 0.0
+        for request in requests:
+            asked = time.thread_time()
+            external, _ = self.side.matched(request, 0)
+            self.side.allocated(request, range(-(-PROMPT // BLOCK)), external)
+            took = time.thread_time() - asked
+            spent += took
+            if cost is not None:
+                cost.decisions.append(took)
+        self.open += [request.request_id for request in requests]
+        await self._until(lambda: all(job.receipt is not None for job in self._newest(count)))
+        if cost is not None:
+            cost.jobs.append((time.process_time() - begin - spent) / count)
+
+    async def take_back(self, count: int) -> None:
+        """Cancel the newest; returns when the queue has deleted them."""
+        wanted = self.ledger.open_jobs - count
+        for request_id in self.open[-count:]:
+            self.side.finished(request_id)
+        del self.open[-count:]
+        self.side.collect()
+        self.side.step_done()
+        await self._until(lambda: self.ledger.open_jobs == wanted and not self.control._tasks)
+
+    def _newest(self, count: int) -> list[Any]:
+        jobs = self.ledger._jobs
+        return [jobs[self.ledger._by_request[name]] for name in self.open[-count:]]
+
+    async def _until(self, true: Any) -> None:
+        async with asyncio.timeout(30.0):
+            while not true():  # noqa: ASYNC110 - nothing to wait on, and the same for both
+                await asyncio.sleep(0.01)
+
+    def _request(self) -> Any:
+        self._serial += 1
+        return SimpleNamespace(
+            request_id=f"{self._name}{self._serial}", num_prompt_tokens=PROMPT,
+            prompt_token_ids=list(range(PROMPT)), num_output_tokens=0, num_preemptions=0,
+            skip_reading_prefix_cache=False, mm_features=[], prompt_embeds=None,
+            lora_request=None, pooling_params=None, cache_salt=None, priority=0,
+        )  # fmt: skip
 
 
-def _burst(fleet: Fleet) -> Use:
-    """Open some more, see what that cost, and take them back."""
-    with fleet.window() as used:
-        fleet.driver.do("open", count=BURST)
-        time.sleep(SETTLE_S)
-    fleet.driver.do("abort", newest=BURST)
-    time.sleep(SETTLE_S)
-    return used["decode"]
-
-
-def run(plant: Plant, rounds: int, quiet: machine.Quiet, many: int = MANY) -> list[Row]:
-    """Rows with the ratio of both depths. Raises BenchError."""
-    shallow, deep = _fleet(plant, "shallow"), _fleet(plant, "deep")
+async def _measure(url: str, rounds: int, many: int) -> tuple[dict[str, Cost], float]:
+    costs, halves = {"few": Cost(), "many": Cost()}, {}
     try:
-        _fill(shallow, FEW)
-        took = _fill(deep, many)
-        uses: dict[str, list[Use]] = {"shallow": [], "deep": []}
-        everybody = [
-            *plant.servers,
-            *(pid for f in (shallow, deep) for pid in (f.front, *f.decode, *f.prefill)),
-        ]
-        with quiet.window(everybody):
-            for _ in range(rounds):
-                uses["shallow"].append(_burst(shallow))
-                uses["deep"].append(_burst(deep))
+        for name in costs:
+            producer = await JetStreamProducer.connect(url, QueueConfig(name, "c"))
+            halves[name] = Half(producer, name)
+            await halves[name].start()
+        begin = time.monotonic()
+        await halves["few"].send(FEW)
+        for start in range(0, many, BATCH):
+            await halves["many"].send(min(BATCH, many - start))
+        filled = time.monotonic() - begin
+        for number in range(rounds + 1):
+            for name, half in halves.items():
+                await half.send(BURST, costs[name] if number else None)
+                await half.take_back(BURST)
     finally:
-        shallow.close()
-        deep.close()
-    few, more = uses["shallow"], uses["deep"]
-    peer = f"at depth {FEW}"
-    decisions = [[1e6 * s for use in side for s in use.decisions] for side in (few, more)]
+        for half in halves.values():
+            await half.stop()
+    return costs, filled
+
+
+def run(plant: Plant, rounds: int, many: int = MANY) -> list[Row]:
+    """Rows with the ratio of both depths."""
+    costs, filled = asyncio.run(_measure(plant.nats, 3 * rounds, many))
+    few, more, peer = costs["few"], costs["many"], f"with {FEW}"
     rows = [
         versus(
-            f"a decision at depth {many}", median(decisions[1]), "us", peer,
-            median(decisions[0]), at_most=LIMIT,
+            f"a decision with {many} jobs open", 1e6 * median(more.decisions), "us of CPU", peer,
+            1e6 * median(few.decisions), at_most=LIMIT,
         ),
         versus(
-            f"CPU beside the engine of a job, from decision to stored, at depth {many}",
-            median([1e6 * u.ours / BURST for u in more]), "us", peer,
-            median([1e6 * u.ours / BURST for u in few]), at_most=LIMIT,
+            f"a job from its decision until it is stored, with {many} open",
+            1e6 * median(more.jobs), "us of CPU", peer, 1e6 * median(few.jobs), at_most=LIMIT,
         ),
-        versus(
-            f"vLLM's scheduler for that job at depth {many} (not ours)",
-            median([1e6 * u.engine / BURST for u in more]), "us", peer,
-            median([1e6 * u.engine / BURST for u in few]),
-        ),
-        row(f"{many} jobs queued after", took, "s"),
+        row(f"{many} jobs decided and stored in", filled, "s"),
     ]  # fmt: skip
     for one in rows:
-        print(f"  {one.metric:<70} {one.value:>9} {one.unit} {one.peer} {one.peer_value}")
+        print(f"  {one.metric:<66} {one.value:>9} {one.unit} {one.peer} {one.peer_value}")
     return rows

@@ -109,7 +109,7 @@ def install(side_class: type[Any], where: Path) -> None:
             setattr(core, name, counters.engine(getattr(core, name), counts=name == "step_fn"))
         return core
 
-    EngineHost.build = built  # type: ignore[method-assign]
+    EngineHost.build = built  # type: ignore[method-assign, assignment]
 
     def tell(*_: Any) -> None:
         path = where / f"{os.getpid()}.json"

@@ -11,6 +11,7 @@ it shares are the pages of the imports, 0.6 GB that 128 processes could not have
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import gc
 import json
 import os
@@ -76,6 +77,8 @@ def _serve(order: dict[str, Any], model: str, flags: list[str]) -> None:
         return
     if order.get("profile"):
         probes.profile(stats)
+    else:
+        faulthandler.register(signal.SIGUSR2)  # what hangs is seen in its log
     options = WorkerOptions(model=model, engine_stall_s=600.0, drain_timeout_s=3.0)
     if order["fork"] == "decode":
         from pullfill.decode_worker import main, scheduler_side

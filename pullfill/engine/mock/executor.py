@@ -101,7 +101,7 @@ class MockExecutor(Executor):  # type: ignore[misc]
         return [{(0, 0): told}] if told is not None else []
 
     @property
-    def supported_tasks(self) -> tuple[str, ...]:  # type: ignore[override]
+    def supported_tasks(self) -> tuple[str, ...]:
         return ("generate",)
 
     # ------------------------------------------------------------------ each step

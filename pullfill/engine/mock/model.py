@@ -30,7 +30,7 @@ def settings_of(additional_config: Any) -> MockSettings:
     given = additional_config.get(KEY) if isinstance(additional_config, Mapping) else None
     if given is None:
         return MockSettings()
-    kinds = {field.name: type(field.default) for field in fields(MockSettings)}
+    kinds: dict[str, type[Any]] = {f.name: type(f.default) for f in fields(MockSettings)}
     if not isinstance(given, Mapping):
         raise ConfigError(f"additional config {KEY!r} must be a table of settings")
     for name, value in given.items():
