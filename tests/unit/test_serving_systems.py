@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import bench_rates
+from benchmarks import bench_rates, machine
 from benchmarks.live import BenchError
 from benchmarks.serving import model, public_load, systems_pairs, systems_vllm
 from benchmarks.serving.contract import Name
@@ -121,7 +125,25 @@ def came(rate: float, good: float, share: float, failed: int = 0) -> public_load
     return public_load.Rate(rate, 9, failed, 0.1, 0.2, 0.01, 0.02, 100.0, good, share)
 
 
+class Busy(machine.Quiet):
+    """Somebody else uses half a core; our children that ended count as others, as they do."""
+
+    @contextmanager
+    def window(self, ours: Iterable[int]) -> Iterator[None]:
+        use = resource.getrusage(resource.RUSAGE_CHILDREN)
+        begin, before = time.monotonic(), use.ru_utime + use.ru_stime
+        yield
+        use, took = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic() - begin
+        self.others.append(0.5 + (use.ru_utime + use.ru_stime - before) / took)
+
+
 class TestRates:
+    def test_a_program_that_we_start_is_nobody_else(self) -> None:
+        code = "import time\nwhile time.process_time() < 0.3: pass"
+        with bench_rates.alone(Busy(), []) as quiet:
+            subprocess.run([sys.executable, "-c", code], check=True)
+        assert quiet.others == [pytest.approx(0.5, abs=0.05)]
+
     def test_ours_is_held_against_the_best_aggregated_of_the_run(self) -> None:
         rows = bench_rates.rows_of(
             {
