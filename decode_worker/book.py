@@ -70,6 +70,7 @@ class Book:
         self._by_request: dict[str, str] = {}
         self._ended: OrderedDict[str, JobState] = OrderedDict()
         self._events: deque[EngineEvent] = deque()
+        self._told = False
         self._actions: deque[Action] = deque()
         self._next_tick = math.inf
         self._on_event = on_event
@@ -77,8 +78,12 @@ class Book:
         self._on_outcome = on_outcome
 
     def _wake(self) -> None:
-        """After the lock is let go of."""
-        if self._events:
+        """After the lock is let go of. The engine thread is woken once for all events it has not
+        taken yet: a wake-up costs more than the rest of a claim."""
+        with self._lock:
+            tell = bool(self._events) and not self._told
+            self._told = self._told or tell
+        if tell:
             self._on_event()
         if self._actions:
             self._on_action()

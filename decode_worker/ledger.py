@@ -113,6 +113,7 @@ class Ledger(Arrivals):
         with self._lock:
             events = list(self._events)
             self._events.clear()
+            self._told = False
         return events
 
     @property

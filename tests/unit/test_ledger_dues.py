@@ -118,3 +118,20 @@ def test_an_open_wakes_the_timer_only_where_it_must(clock: FakeClock) -> None:
     ledger.tell_opens = True
     fill(ledger, 1, start=7)
     assert len(woken) == 3, "nobody may be there to claim it"
+
+
+def test_the_engine_is_woken_once_for_what_it_has_not_taken(clock: FakeClock) -> None:
+    woken: list[str] = []
+    ledger = Ledger(
+        LoopbackFences(64, 8), incarnation="i", clock=clock, on_event=lambda: woken.append("")
+    )
+    fill(ledger, 4)
+    ledger.cancel("r0")
+    ledger.cancel("r1")
+    ledger.published("j3", object(), b"")
+    assert len(woken) == 1
+    assert len(ledger.take_events()) == 2
+    ledger.published("j3", object(), b"")
+    assert len(woken) == 1, "there is nothing for it"
+    ledger.cancel("r2")
+    assert len(woken) == 2
