@@ -135,15 +135,19 @@ def place(
     return [Placement(cores=groups[index % len(groups)]) for index in range(workers)]
 
 
-def other_cores(decode: Sequence[Placement], cores: Sequence[int]) -> tuple[int, ...]:
-    """Cores for frontends and servers: those that no decode worker is pinned to. Empty (anywhere)
-    when nobody is pinned or each core has one.
+def other_cores(workers: Sequence[Placement], decode: int, cores: Sequence[int]) -> tuple[int, ...]:
+    """Cores for frontends: those that no worker is pinned to, else those of the decode workers, who
+    come first in `workers`. Empty (anywhere) when nobody is pinned.
 
-    A core that decodes works without a pause, and whoever else wants it makes every stream wait; a
-    prefill loses a few percent of its core.
+    A frontend works for each token that is decoded. Beside a decode worker it takes what it needs
+    from the streams it serves, whether or not a prefill runs next door; beside a prefill worker
+    every prompt behind this one waits as well.
     """
-    taken = {core for place in decode for core in place.cores}
-    return tuple(core for core in cores if core not in taken) if taken else ()
+    taken = {core for place in workers for core in place.cores}
+    free = tuple(core for core in cores if core not in taken)
+    if not taken or free:
+        return free if taken else ()
+    return tuple(dict.fromkeys(core for place in workers[:decode] for core in place.cores))
 
 
 def worker_env(

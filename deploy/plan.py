@@ -224,8 +224,8 @@ def placements(options: UpOptions) -> list[defaults.Placement]:
 
 
 def other_cores(options: UpOptions) -> tuple[int, ...]:
-    """Where everything but the workers runs once all are ready; empty: anywhere."""
-    return defaults.other_cores(placements(options)[: options.decode], defaults.usable_cores())
+    """Where frontends run once all are ready; empty: anywhere."""
+    return defaults.other_cores(placements(options), options.decode, defaults.usable_cores())
 
 
 def worker_specs(options: UpOptions, cluster: ClusterRef, cluster_id: str) -> list[ProcessSpec]:

@@ -150,10 +150,11 @@ class Supervisor:
             self._make_room()
 
     def _make_room(self) -> None:
-        """Off the decode workers' cores, now that nobody is in the others' way by starting."""
+        """Frontends keep off the prefill workers' cores, now that they no longer compete with the
+        workers for a quick start. NATS and etcd use little and stay where they find room."""
         if cores := plan.other_cores(self._options):
             for entry in self._cluster.processes:
-                if entry.role not in ("decode", "prefill"):
+                if entry.role == "frontend":
                     confine(entry.pid, cores)
 
     async def _make_demo_model(self) -> None:

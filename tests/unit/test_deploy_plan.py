@@ -94,19 +94,21 @@ class TestPlacement:
         places = defaults.place(2, cores=cores, gpus=0, pin=pin, one_core=True)
         assert places == [defaults.Placement()] * 2
 
-    def test_frontends_and_servers_keep_off_the_cores_that_decode(self) -> None:
+    def test_frontends_get_free_cores_or_those_that_decode(self) -> None:
         def others(decode: int, prefill: int, cores: list[int], one_core: bool) -> tuple[int, ...]:
             places = defaults.place(
                 decode + prefill, cores=cores, gpus=0, pin=True, one_core=one_core
             )
-            return defaults.other_cores(places[:decode], cores)
+            return defaults.other_cores(places, decode, cores)
 
-        assert others(1, 1, [0, 1], True) == (1,)
-        assert others(1, 2, [0, 1, 2, 3], True) == (1, 2, 3)
-        assert others(1, 1, [0, 1, 2, 3], False) == (2, 3)
+        assert others(1, 1, [0, 1], True) == (0,)
+        assert others(1, 2, [4, 5, 6, 7], True) == (7,)
+        assert others(1, 1, [0, 1, 2, 3], False) == (0, 1)
+        assert others(2, 1, [0, 1, 2], True) == (0, 1)
+        assert others(3, 1, [0, 1], True) == (0, 1)
         assert others(0, 2, [0, 1], True) == ()
-        assert others(2, 1, [0, 1], True) == ()
         assert others(1, 1, [5], True) == ()
+        assert defaults.other_cores([defaults.Placement(gpu=0)], 1, [0, 1]) == ()
 
     def test_gpus_go_round(self) -> None:
         places = defaults.place(3, cores=[0, 1], gpus=2, pin=True, one_core=True)
