@@ -266,12 +266,10 @@ def print_threads(uses: Sequence[machine.ThreadUse], seconds: float) -> None:
 
 @contextmanager
 def cluster(base: Path, flags: Sequence[str]) -> Iterator[Live]:
-    """One decode and one prefill worker, warm. This process moves to the prefill worker's core:
-    what hears the tokens is no part of what is measured."""
+    """One decode and one prefill worker, warm."""
     directory = str(model.model_directory())
     with running(base / "cluster", "--model", directory, *FLAGS, *flags) as live:
         wait_for(live.linked, 60.0, "the prefill worker pulls")
-        os.sched_setaffinity(0, os.sched_getaffinity(live.pid("prefill")))
         for seed in (1, 2):
             run_window(live, 4.0, long=True, seed=seed)
         yield live
