@@ -81,8 +81,13 @@ def end_in_order() -> None:
 
 
 @contextmanager
-def running(state_dir: Path, *flags: str, env: dict[str, str] | None = None) -> Iterator[Live]:
-    """`up` with these flags, on a free port. Raises BenchError with the end of its output."""
+def running(
+    state_dir: Path, *flags: str, env: dict[str, str] | None = None, drain_s: float = 60.0
+) -> Iterator[Live]:
+    """`up` with these flags, on a free port. Raises BenchError with the end of its output.
+
+    drain_s: how long streams that are still open at exit may take.
+    """
     command = [*CLI, "up", "--model", "demo", "--detach", "--port", "0"]
     full = {**os.environ, **(env or {})}
     begin = time.monotonic()
@@ -101,10 +106,10 @@ def running(state_dir: Path, *flags: str, env: dict[str, str] | None = None) -> 
         yield Live(state_dir, took, read_cluster_file(state_dir))
     finally:
         subprocess.run(
-            [*CLI, "down", "--state-dir", str(state_dir)],
+            [*CLI, "down", "--state-dir", str(state_dir), "--timeout", f"{drain_s:g}"],
             capture_output=True,
             check=False,
-            timeout=120.0,
+            timeout=60.0 + drain_s,
         )
 
 

@@ -15,6 +15,8 @@ from benchmarks.serving.contract import Kind, Running
 
 LINK_LIMIT_S = 60.0
 FOLLOW_LIMIT_S = 30.0
+DRAIN_S = 8.0
+"""For streams still open when a run is given up; otherwise there are none."""
 SHORT_REASON = {
     "conditional": "short_prompt",
     "always_local": "policy_always_local",
@@ -30,7 +32,8 @@ def cluster(
     """A cluster with so many workers and that router policy. Raises BenchError."""
     workers = ["--decode", str(decode), "--prefill", str(prefill)]
     state = base / "cluster"
-    with running(state, "--model", str(model.model_directory()), *workers, *flags) as live:
+    told = ["--model", str(model.model_directory()), *workers, *flags]
+    with running(state, *told, drain_s=DRAIN_S) as live:
         wait_for(
             lambda: len(live.linked()) == prefill,
             LINK_LIMIT_S,
