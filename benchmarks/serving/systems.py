@@ -33,7 +33,7 @@ FLAGS = (
 )
 """Of every engine of every system. Block size: what vLLM takes on a CPU."""
 
-STOCK, NIXL_DIRECT = "aggregated-stock", "nixl-direct"
+STOCK, NIXL_DIRECT, NIXL_APART = "aggregated-stock", "nixl-direct", "nixl-apart"
 DIRECT_BELOW = 512
 
 Pair = Callable[[str, tuple[int, int], Sequence[str], Path], AbstractContextManager[Running]]
@@ -122,8 +122,14 @@ def _systems() -> Iterator[System]:
         _on_two_cores(nixl, Name.NIXL),
     )
     yield System(
+        NIXL_APART,
+        "as nixl, but the prefill engine's thread that never sleeps runs on the decode engine's "
+        "core: prefill at full speed, decode slower",
+        _on_two_cores(partial(nixl, apart=True), NIXL_APART),
+    )
+    yield System(
         NIXL_DIRECT,
-        f"the same, but the proxy sends prompts below {DIRECT_BELOW} tokens to the decode engine "
+        f"as nixl, but the proxy sends prompts below {DIRECT_BELOW} tokens to the decode engine "
         "alone, as pullfill's router does by itself",
         _on_two_cores(partial(nixl, direct_below=DIRECT_BELOW), NIXL_DIRECT),
     )

@@ -27,6 +27,7 @@ from benchmarks.serving.systems_vllm import (
     environment,
     pin_server,
     starting,
+    threads,
 )
 from pullfill.deploy.servers import free_port
 
@@ -146,8 +147,12 @@ def nixl(
     flags: Sequence[str],
     base: Path,
     direct_below: int = 0,
+    apart: bool = False,
 ) -> Iterator[Running]:
-    """A decode and a prefill server with vLLM's NixlConnector. Raises Skipped without NIXL."""
+    """A decode and a prefill server with vLLM's NixlConnector. Raises Skipped without NIXL.
+
+    apart: the prefill engine has its core to itself, NIXL's thread in it runs on the other.
+    """
     if problem := nixl_problem():
         raise Skipped(problem)
     begin = time.monotonic()
@@ -163,6 +168,11 @@ def nixl(
             # NIXL moved the threads of both engines to the last core when it started.
             for server, part in ((consumer, parts[0]), (producer, parts[1])):
                 pin_server(server, part.cores)
+            if apart:
+                engine = producer.engine()
+                for thread in threads(engine):
+                    if thread != engine:  # the model runs in the first one
+                        os.sched_setaffinity(thread, {decode})
             yield Running(
                 name=name,
                 urls=dict.fromkeys(Kind, front.url),

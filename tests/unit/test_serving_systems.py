@@ -18,7 +18,7 @@ from benchmarks import bench_rates, machine
 from benchmarks.live import BenchError
 from benchmarks.serving import model, public_load, systems_pairs, systems_vllm
 from benchmarks.serving.contract import Name
-from benchmarks.serving.systems import DIRECT_BELOW, FLAGS, NIXL_DIRECT, STOCK, SYSTEMS
+from benchmarks.serving.systems import DIRECT_BELOW, FLAGS, NIXL_APART, NIXL_DIRECT, STOCK, SYSTEMS
 from benchmarks.serving.workloads import LONG_OUT, SHORT_IN, SHORT_OUT, SWEEP_IN
 from pullfill.deploy.defaults import usable_cores
 from pullfill.engine.demo_recipe import MARKUP_TOKENS, SPECIAL_TOKENS
@@ -40,7 +40,7 @@ class TestModel:
 
 class TestSystems:
     def test_every_system_that_the_verdicts_know_can_be_started(self) -> None:
-        assert set(SYSTEMS) == {*Name, STOCK, NIXL_DIRECT}
+        assert set(SYSTEMS) == {*Name, STOCK, NIXL_DIRECT, NIXL_APART}
         assert all(name == system.name and system.note for name, system in SYSTEMS.items())
 
     def test_who_must_be_beaten(self) -> None:
