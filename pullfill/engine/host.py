@@ -114,8 +114,15 @@ class EngineHost:
         self._poller.register(self._wakefd, zmq.POLLIN)
         config = self._config
         alone = config.parallel_config.world_size == 1 and config.device_config.device_type == "cpu"
-        with process.lazy_timers() if alone else contextlib.nullcontext():
-            self.core = EngineCore(self._config, Executor.get_class(self._config), log_stats=True)
+        executor_class = Executor.get_class(config)
+
+        def make_executor(config: VllmConfig) -> Executor:
+            # Here the process groups are made, and no thread of ours: those start when the engine
+            # hands its memory to the connector.
+            with process.lazy_timers() if alone else contextlib.nullcontext():
+                return executor_class(config)
+
+        self.core = EngineCore(config, make_executor, log_stats=True)
         return self.core
 
     def run(self, on_built: Callable[[EngineCore], None] = lambda _core: None) -> None:

@@ -22,6 +22,11 @@ from pullfill.errors import ConfigError, EngineStuck, PullfillError
 
 logger = log.get("engine.thread")
 
+HALT_S = 5.0
+"""For the step under way to end."""
+STOP_S = 4.0
+"""For vLLM to drop what it has, and the thread to end."""
+
 
 class EngineThread:
     """Runs `make` (which imports vLLM and returns a host) and the host's loop on one thread.
@@ -50,7 +55,7 @@ class EngineThread:
     def start(self) -> None:
         self._thread.start()
 
-    async def halt(self, timeout_s: float = 5.0) -> None:
+    async def halt(self, timeout_s: float = HALT_S) -> None:
         """Leave the loop. When this returns the engine calls nobody any more, unless a step under
         way takes longer than that, or it hangs. All its memory stays."""
         if self.host is not None:
@@ -59,7 +64,7 @@ class EngineThread:
             async with asyncio.timeout(timeout_s):
                 await self.dead.wait()
 
-    async def stop(self, timeout_s: float = 4.0) -> None:
+    async def stop(self, timeout_s: float = STOP_S) -> None:
         """Nobody copies from or to the engine's memory any more: let it go, and wait for the
         thread."""
         if self.hangs:

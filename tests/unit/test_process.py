@@ -7,10 +7,14 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
-from pullfill.engine.process import lazy_timers
+from pullfill.engine.host import EngineHost
+from pullfill.engine.process import LATE_NS, lazy_timers
+from pullfill.engine.thread import STOP_S
 
 # Eight threads allocate at the same time; malloc_info lists the arenas that there are.
 CODE = """
@@ -49,12 +53,15 @@ def test_threads_share_two_arenas_unless_told_otherwise() -> None:
     assert arenas("bound", MALLOC_ARENA_MAX="3") == 3
 
 
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a Linux thread attribute")
+
+
 def slack_ns() -> int:
     """Of the calling thread."""
     return int(Path(f"/proc/{threading.get_native_id()}/timerslack_ns").read_text())
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a Linux thread attribute")
+@linux
 def test_only_threads_made_meanwhile_are_late() -> None:
     found: list[int] = []
 
@@ -67,5 +74,43 @@ def test_only_threads_made_meanwhile_are_late() -> None:
     with lazy_timers():
         start()
     start()
-    assert found == [1_000_000_000, usual]
+    assert found == [LATE_NS, usual]
     assert slack_ns() == usual
+
+
+def test_lazy_threads_end_one_after_another_while_their_engine_is_waited_for() -> None:
+    groups, look_s = 12, 0.01
+    assert groups * (look_s + LATE_NS / 1e9) < STOP_S / 2
+
+
+@linux
+@pytest.mark.parametrize(("ranks", "device"), [(1, "cpu"), (2, "cpu"), (1, "cuda")])
+def test_only_threads_of_the_executor_are_late(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, device: str
+) -> None:
+    """The connector starts threads of ours in the same constructor of vLLM's."""
+    found: dict[str, int] = {}
+
+    def start(who: str) -> None:
+        thread = threading.Thread(target=lambda: found.update({who: slack_ns()}))
+        thread.start()
+        thread.join()
+
+    class Core:
+        def __init__(self, config: Any, executor_class: Any, log_stats: bool) -> None:
+            self.executor = executor_class(config)
+            start("connector")
+
+    for name in ("vllm", "vllm.v1", "vllm.v1.engine", "vllm.v1.engine.core", "vllm.v1.executor"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    executor = SimpleNamespace(get_class=lambda config: lambda config: start("executor"))
+    monkeypatch.setattr(sys.modules["vllm.v1.engine.core"], "EngineCore", Core, raising=False)
+    monkeypatch.setattr(sys.modules["vllm.v1.executor"], "Executor", executor, raising=False)
+    config: Any = SimpleNamespace(
+        parallel_config=SimpleNamespace(world_size=ranks),
+        device_config=SimpleNamespace(device_type=device),
+    )
+    usual = slack_ns()
+    EngineHost(config, on_outputs=lambda _: None).build()
+    late = LATE_NS if (ranks, device) == (1, "cpu") else usual
+    assert found == {"executor": late, "connector": usual}
