@@ -1,5 +1,6 @@
-"""Pulls jobs while there is budget, in tokens: enough that the engine always has the next prompt
-while the last one's blocks are being written, and no more, so that other workers get the rest.
+"""Pulls jobs while there is budget, in tokens: enough that the engine has the next prompt while the
+last one's blocks are being written, and no more, so that other workers get the rest. Behind a
+prompt as long as the whole budget nothing is pulled: whoever is free sooner may have the next.
 
 While a decode worker has no KV credit left (credits.py) nothing is pulled: the next job may be its
 own. That lasts `patience_s` at most, then there is one more pull, whose jobs may be for others. One
@@ -21,6 +22,16 @@ from pullfill.wire import SILENT_S
 logger = log.get("prefill_worker.puller")
 
 _WAIT_S = 2.0
+_LEAST_TOKENS = 4096
+
+
+def budget_of(step_tokens: int) -> int:
+    """Prompt tokens under way at which to stop pulling. step_tokens: what a step computes at most.
+
+    Two steps' worth: while one prompt is written, the next is computed. But steps may be small, and
+    prompts are none the shorter for it.
+    """
+    return max(_LEAST_TOKENS, 2 * step_tokens)
 
 
 class Puller:

@@ -25,7 +25,7 @@ from pullfill.prefill_worker.engine import PrefillEngine
 from pullfill.prefill_worker.link import DecodeLink
 from pullfill.prefill_worker.links import Links
 from pullfill.prefill_worker.mover import Mover
-from pullfill.prefill_worker.puller import Puller
+from pullfill.prefill_worker.puller import Puller, budget_of
 from pullfill.prefill_worker.readers import Readers
 from pullfill.prefill_worker.runner import JobRunner
 from pullfill.probe import ProbeServer
@@ -267,8 +267,7 @@ class PrefillWorker:
             readers=Readers(self._context.owner.fences if self._context.owner else None),
             on_change=lambda: puller.changed(),
         )
-        # Two steps' worth: while one prompt is written, the next is computed.
-        budget = 2 * config.scheduler_config.max_num_batched_tokens
+        budget = budget_of(config.scheduler_config.max_num_batched_tokens)
         loop = asyncio.get_running_loop()
         self._credits = Credits(
             self._options.kv_credits or max(_CREDITS, self._kv_bytes(budget)),

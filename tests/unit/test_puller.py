@@ -6,8 +6,11 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from pullfill.deploy.defaults import PREFILL_CHUNK
 from pullfill.prefill_worker.credits import Credits
-from pullfill.prefill_worker.puller import Puller
+from pullfill.prefill_worker.puller import Puller, budget_of
 from pullfill.queue.contract import QueueConfig
 from pullfill.queue.memory import MemoryQueue
 
@@ -59,3 +62,26 @@ async def test_each_job_starts_before_the_next_is_asked_for() -> None:
     await puller.stop()
     assert consumer.asked == [(1, 0), (1, 1), (1, 2)], "then the budget is used up"
     assert runner.started == ["j0", "j1", "j2"]
+
+
+@pytest.mark.parametrize(("step", "budget"), [(1024, 4096), (2048, 4096), (8192, 16384)])
+def test_the_budget_is_two_steps_but_not_of_small_ones(step: int, budget: int) -> None:
+    assert budget_of(step) == budget
+
+
+async def test_small_steps_do_not_leave_the_engine_without_a_second_prompt() -> None:
+    """3000 tokens are three steps of a prefill worker on CPU: the next prompt is there before the
+    last of them."""
+    queue, runner = MemoryQueue(QueueConfig("test", "c")), Runner()
+    producer = queue.producer()
+    for number in range(3):
+        await producer.publish(f"j{number}", b"", 3000)
+    fake: Any = runner
+    budget = budget_of(PREFILL_CHUNK)
+    puller = Puller(
+        queue.consumer(), fake, budget_tokens=budget, max_jobs=32, credits=Credits(1 << 20)
+    )
+    puller.start()
+    await asyncio.sleep(0.1)
+    await puller.stop()
+    assert runner.started == ["j0", "j1"], "and the third is for other workers"
