@@ -32,6 +32,14 @@ PREFILL_CHUNK = 1024
 """Tokens in one step of a prefill worker on CPU, unless the user says. Larger steps compute no
 faster there; but prompts that wait together share one, and the first ends with the last."""
 
+_DECIDE_STEPS = frozenset(
+    """
+    config enable-chunked-prefill max-num-batched-tokens max-num-seqs performance-mode
+    """.split()
+)
+"""Who gives one of these may have chosen the size of steps, or leaves it to vLLM, which must then
+choose (without chunked prefill a whole prompt must fit). A file's flags would lose against ours."""
+
 GPU_MEMORY_SHARE = 0.88
 """Of one GPU, divided by the workers placed on it."""
 
@@ -104,8 +112,7 @@ def role_flags(role: str, arguments: Sequence[str], *, gpus: int) -> list[str]:
     """What a worker of this role adds in front of the flags it was given."""
     if role != "prefill" or gpus:
         return []
-    decided = {"max-num-batched-tokens", "max-num-seqs", "enable-chunked-prefill"}
-    if any(_flag_name(group[0]) in decided for group in group_flags(arguments)):
+    if any(_flag_name(group[0]) in _DECIDE_STEPS for group in group_flags(arguments)):
         return []
     return [f"--max-num-batched-tokens={PREFILL_CHUNK}"]
 

@@ -172,8 +172,9 @@ class TestRoles:
         )
 
     def test_a_worker_by_hand_gets_the_clusters_model_and_flags(
-        self, ran: list[Any], state_dir: Path, tmp_path: Path
+        self, ran: list[Any], state_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        monkeypatch.setenv("PULLFILL_DEVICE", "cpu")
         self._cluster(state_dir, tmp_path / "m")
         result = runner.invoke(cli.app, ["prefill", "--cpu", "0", "--seed", "1"])
         assert result.exit_code == 7, result.output
@@ -182,7 +183,7 @@ class TestRoles:
         assert (ref.namespace, ref.nats_url, ref.etcd_url) == ("n", "a", "b")
         assert isinstance(options, WorkerOptions)
         assert (options.model, options.cpu) == (str(tmp_path / "m"), 0)
-        assert arguments[-3:] == ["--dtype=float32", "--seed", "1"]
+        assert arguments == ["--max-num-batched-tokens=1024", "--dtype=float32", "--seed", "1"]
 
     @pytest.mark.parametrize("role", ["decode", "prefill"])
     def test_modes_and_credits(
