@@ -135,10 +135,10 @@ class ControlServer:
     async def _run_ledger(self) -> None:
         while True:
             try:
-                # Here for the jobs that were queued since the last worker left: handed back, proved
-                # quiet, or opened by an engine thread that still saw it.
-                self._nobody_pulls()
                 soonest = self._ledger.tick()
+                # For the jobs that were queued since the last worker left: handed back, proved
+                # quiet (in this tick, maybe), or opened by an engine thread that still saw it.
+                self._nobody_pulls()
                 self._act()
             except Exception:
                 # Deadlines and proofs hang on this loop: it goes on whatever happened once.
@@ -154,6 +154,10 @@ class ControlServer:
         for action in self._ledger.take_actions():
             match action:
                 case SendRevoke(name, job_id, attempt, reason):
+                    # The one action with which something is due earlier: a proof, or the claim of
+                    # a job that is queued again. Whoever takes it tells the timer; the ledger does
+                    # so only while it lies here.
+                    self._wake.set()
                     if (peer := self._peers.get(name)) is not None:
                         peer.channel.write(
                             Revoke(
@@ -281,6 +285,7 @@ class ControlServer:
         self._ledger.writer_lost(peer.name, others_alive=bool(self._peers))
         self._nobody_pulls()
         self._act()
+        self._wake.set()  # if it died, the kernel frees its locks: proof is there for the asking
 
     def _count(self) -> None:
         self.prefill_workers = sum(p.pulls and not p.leaving for p in self._peers.values())
