@@ -3,6 +3,10 @@
 A page of shared memory is made, and cleared, when somebody first touches it. vLLM's block pool
 hands out every block once before it uses one again: without this a fresh worker pays for new pages
 with each prompt, computed or received, until it has been through its whole cache.
+
+So what is allotted to the cache is used from the start. Where that is too much for the container
+(memory cgroup), the kernel ends a process of it now, as it would have under load: these pages are
+charged like any other, and the call does not fail instead.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ def make_present(address: int, nbytes: int, *, parts: int = 1, within_s: float =
     are there; the rest comes as it is touched.
 
     parts: so many equal pieces (layers) are filled side by side, each from its beginning, for
-    low block numbers are used first. An older kernel, or too little memory, ends it early.
+    low block numbers are used first. An older kernel, or a full tmpfs, ends it early.
     """
     give_up = time.monotonic() + within_s
     length = nbytes // parts

@@ -1,9 +1,9 @@
 """Makes vLLM's CPU KV cache a shared file mapping, and reads its layout. The only torch here.
 
 `SharedKvPool` is a context manager for a connector's `get_mem_pool_context()`: the one big int8
-allocation made inside it becomes a mapping of a file that peers can map too (no copy, pages come
-as they are touched, zero like the original). If vLLM allocated in some other way, `share` moves the
-storage into shared memory instead, which keeps all views valid.
+allocation made inside it becomes a mapping of a file that peers can map too (no copy, zero like
+the original; pullfill/pages.py then makes its pages). If vLLM allocated in some other way, `share`
+moves the storage into shared memory instead, which keeps all views valid.
 
 Runs in the process of each rank; the worker's main process owns the files (`RegionFiles`), maps
 them (`ranks.py`) and removes them. What was told once stays allocated until the process ends,
