@@ -8,6 +8,7 @@ import platform
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pullfill.engine.mock.model import is_mock
 from pullfill.wire import Compat
 
 if TYPE_CHECKING:
@@ -54,6 +55,10 @@ def describe(config: VllmConfig, served_name: str, *, num_layers: int, page_byte
     from vllm.platforms import current_platform
 
     model = config.model_config
+    if is_mock(config.parallel_config.distributed_executor_backend):
+        computes = "mock"  # its KV means nothing to a model
+    else:
+        computes = _isa() if current_platform.is_cpu() else current_platform.device_type
     return Compat(
         model=served_name,
         model_fingerprint=_fingerprint_as_run(model),
@@ -65,7 +70,7 @@ def describe(config: VllmConfig, served_name: str, *, num_layers: int, page_byte
         num_layers=num_layers,
         num_kv_heads=model.get_total_num_kv_heads(),
         page_bytes=page_bytes,
-        isa=_isa() if current_platform.is_cpu() else current_platform.device_type,
+        isa=computes,
     )
 
 

@@ -5,8 +5,9 @@
 
 Only what computes is replaced. The engine core, its scheduler, prefix cache and block pool are
 vLLM's, the connectors are ours, and the KV cache is real memory that movers copy; its bytes mean
-nothing. Each step takes as long as the settings say, and every request that has computed all its
-tokens gets one more. So decisions, block ids, hits and frees are those of a real worker.
+nothing, so only workers on the mock exchange it (compat.py). Each step takes as long as the
+settings say, and every request that has computed all its tokens gets one more. So decisions, block
+ids, hits and frees are those of a real worker.
 
 Costs no GPU, no weights and, by default, 1 KiB of KV per block of 16 tokens. All methods are called
 on the engine thread; a step sleeps there, as a model would compute there.
@@ -26,7 +27,10 @@ from vllm.v1.executor.abstract import Executor
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
+from pullfill import log
 from pullfill.engine.mock.model import MockModel, settings_of
+
+logger = log.get("engine.mock")
 
 _LAYOUT = "LBHNC"
 _KV_BYTES = 16 << 20
@@ -36,6 +40,7 @@ class MockExecutor(Executor):  # type: ignore[misc]
     """One rank, in the engine's own process."""
 
     def _init_executor(self) -> None:
+        logger.warning("there is no model here: every token is invented (mock executor)")
         self._settings = settings_of(self.vllm_config.additional_config)
         self._model = MockModel(self._settings)
         self._connector: Any = None
