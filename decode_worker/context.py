@@ -46,6 +46,7 @@ class DecodeContext:
 
     situation: fills in what the process knows (workers, queue) around (prompt, hit, ineligible).
     publish: hand an opened job to the asyncio thread; must not block.
+    queue_full: told when a prompt stays here for the depth of the queue; must not block.
     files: of the KV memory, made before the engine. ranks: the memory of each rank as this process
     maps it; empty where no transport reaches it. offer: opens the fence and the memories to peers.
     """
@@ -57,6 +58,7 @@ class DecodeContext:
     publish: Callable[[OpenedJob], None]
     stories: Stories
     make_ledger: Callable[[OwnerFences], Ledger]
+    queue_full: Callable[[], None] = lambda: None
     offer: Callable[[FenceOwner, Sequence[LocalMemory]], Owner | None] = lambda base, _: base
     ledger: Ledger | None = None
     geometry: Geometry | None = None

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 from pullfill.wire import RouterConfig, RouterPolicy
 
+QUEUE_FULL = "queue_full"
+
 
 @dataclass(frozen=True, slots=True)
 class Situation:
@@ -65,7 +67,7 @@ def decide(now: Situation, config: RouterConfig) -> Decision:
     if now.quarantine_full:
         return Decision(False, "quarantine_full")
     if now.queue_jobs >= config.max_prefill_queue_size:
-        return Decision(False, "queue_full")
+        return Decision(False, QUEUE_FULL)
     if now.remote_kv > config.max_remote_kv_fraction:
         return Decision(False, "remote_full")
     return Decision(True, "policy_always_remote" if always else "long_prompt")

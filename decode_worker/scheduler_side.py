@@ -18,7 +18,7 @@ from pullfill import failpoints, log
 from pullfill.decode_worker.context import DecodeContext, OpenedJob
 from pullfill.decode_worker.ledger import Ledger
 from pullfill.decode_worker.moves import Hold, Release, Settle
-from pullfill.decode_worker.router import Decision, Situation, decide
+from pullfill.decode_worker.router import QUEUE_FULL, Decision, Situation, decide
 from pullfill.ids import new_job_id
 from pullfill.wire import MAX_TEXT
 
@@ -65,6 +65,8 @@ class SchedulerSide:
         )
         decision = decide(situation, context.router_config())
         self._decisions[request.request_id] = (situation, decision)
+        if decision.reason == QUEUE_FULL:
+            context.queue_full()
         return (situation.remote_tokens, True) if decision.remote else (0, False)
 
     def _ineligible(self, request: Any) -> str:

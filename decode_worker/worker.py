@@ -322,6 +322,7 @@ class DecodeWorker:
             compat_hash=self._compat.hash(),
             block_size=self._config.cache_config.block_size,
         )
+        self._context.queue_full = producer.look_again
         self._control, self._producer = control, producer
 
     def _make_record(self, incarnation: str) -> tuple[WorkerRecord, list[RegionDescriptor]]:

@@ -146,6 +146,11 @@ class JobProducer(Protocol):
         1/16 per job. Never does I/O; the last known state while the server is away."""
         ...
 
+    def look_again(self) -> None:
+        """A job was not published for what `depth` says: count anew soon, and often for a while,
+        so that room is noticed. From any thread, returns at once."""
+        ...
+
     @property
     def available(self) -> bool:
         """Whether the server answered lately. False: do not even try to publish."""

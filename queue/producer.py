@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Mapping
 from typing import Any, Self
 
@@ -31,7 +32,8 @@ from pullfill.wire import QueueStatus
 logger = log.get("queue")
 
 BUSY_REFRESH_S = 0.2
-"""At most so often; by this time after a use of the queue, and while it does not answer."""
+"""At most so often; by this time after a use of the queue, while it does not answer, and for
+BUSY_FOR_S after a job was not published because of the count."""
 STEADY_REFRESH_S = 1.0
 """While jobs wait, or some were published lately."""
 IDLE_REFRESH_S = 2.0
@@ -52,6 +54,8 @@ class JetStreamProducer:
         self._answering = False
         self._debts: dict[str, Receipt | None] = {}
         self._used_at = self._asked_at = SYSTEM_CLOCK.monotonic()
+        self._refused_at = -math.inf
+        self._loop = asyncio.get_running_loop()
         self._kick = asyncio.Event()
         self._watcher: asyncio.Task[None] | None = None
 
@@ -92,6 +96,11 @@ class JetStreamProducer:
 
     def depth(self) -> QueueStatus:
         return self._depth.status()
+
+    def look_again(self) -> None:
+        self._refused_at = SYSTEM_CLOCK.monotonic()
+        if not self._kick.is_set():
+            self._loop.call_soon_threadsafe(self._kick.set)
 
     # ------------------------------------------------------------------ jobs
 
@@ -222,8 +231,11 @@ class JetStreamProducer:
             return
         now = SYSTEM_CLOCK.monotonic()
         idle = self.depth().depth_jobs == 0 and now - self._used_at > BUSY_FOR_S
+        pause = IDLE_REFRESH_S if idle else STEADY_REFRESH_S
+        if now - self._refused_at < BUSY_FOR_S:
+            pause = BUSY_REFRESH_S
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(IDLE_REFRESH_S if idle else STEADY_REFRESH_S):
+            async with asyncio.timeout(pause):
                 await self._kick.wait()
         soon = self._asked_at + BUSY_REFRESH_S - SYSTEM_CLOCK.monotonic()
         if soon > 0:

@@ -112,6 +112,37 @@ async def test_a_producer_that_is_hardly_used_seldom_asks(
     assert asked[2] - begin > 5 * BUSY_REFRESH_S, "one soon, then slowly"
 
 
+async def test_room_is_noticed_by_one_that_publishes_nothing_for_want_of_it(
+    server: NatsServer, config: QueueConfig, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While all it knows is that the queue is full it does not use the queue; it must look all
+    the same, at once and again, also when a thread says so that has no loop."""
+    for name in ("STEADY_REFRESH_S", "IDLE_REFRESH_S", "BUSY_FOR_S"):
+        monkeypatch.setattr(f"pullfill.queue.producer.{name}", 3600.0)
+    producer, consumer = pair
+    other = await JetStreamProducer.connect(server.url, config, wait_s=HANG_S)
+    real, asked = producer._ask, []
+
+    async def ask() -> Snapshot:
+        snapshot = await real()
+        asked.append(snapshot.jobs)
+        return snapshot
+
+    monkeypatch.setattr(producer, "_ask", ask)
+    try:
+        await producer.publish("job", b"", 10)
+        await until(lambda: 1 in asked)
+        [job] = await consumer.pull(1, 1, 5)
+        await job.ack()
+        assert producer.depth().depth_jobs == 1, "it was not told"
+        await asyncio.to_thread(producer.look_again)
+        await until(lambda: producer.depth().depth_jobs == 0)
+        await other.publish("theirs", b"", 10)
+        await until(lambda: producer.depth().depth_jobs == 1)
+    finally:
+        await other.close()
+
+
 async def test_a_server_that_came_back_empty_is_set_up_again(
     server: NatsServer, pair: Pair
 ) -> None:

@@ -59,6 +59,21 @@ class Rig:
 # ------------------------------------------------------------------ what goes out
 
 
+def test_a_prompt_that_stays_for_the_depth_of_the_queue_asks_for_a_new_count() -> None:
+    rig, told, depth = Rig(), [], [0]
+    context = rig.side._context
+    context.queue_full = lambda: told.append(1)
+    context.situation = lambda p, h, i: Situation(
+        p, h, i, prefill_workers=1, queue_available=True, queue_jobs=depth[0]
+    )
+    request = FakeRequest("r", list(range(100)))
+    assert rig.side.matched(request, 0)[1]
+    assert not told
+    depth[0] = rig.config.max_prefill_queue_size
+    assert not rig.side.matched(request, 0)[1]
+    assert told
+
+
 @pytest.mark.parametrize("tokens", [2, BLOCK, BLOCK + 1, BLOCK + 2, 3 * BLOCK, 3 * BLOCK + 1])
 @pytest.mark.parametrize("hit_blocks", [0, 1])
 def test_all_tokens_but_the_last_and_exactly_their_blocks(tokens: int, hit_blocks: int) -> None:
