@@ -195,11 +195,12 @@ class ControlServer:
                 for peer in self._peers.values():
                     peer.heard = loop.time()
             for peer in list(self._peers.values()):
-                if loop.time() - peer.heard > self._silent_s:
+                now = loop.time()
+                if now - peer.heard > (patience := peer.patience(now, self._silent_s)):
                     logger.warning(
                         "prefill worker %s is silent for %.0f s: going on without it",
                         peer.instance_id,
-                        self._silent_s,
+                        patience,
                     )
                     peer.channel.abort()
 
@@ -298,6 +299,8 @@ class ControlServer:
             self._ledger.give_up_all(Outcome.PREFILL_LOST, but_granted=True)
 
     def _dispatch(self, peer: Peer, message: object) -> None:
+        if isinstance(message, Claim | Commit | Ready):
+            peer.asked_at = peer.heard
         match message:
             case Alive():
                 peer.channel.write(message)

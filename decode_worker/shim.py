@@ -43,6 +43,11 @@ class _Frontend:
     clogged: bool = False
     requests: set[str] = field(default_factory=set)
 
+    def silent(self, now: float) -> bool:
+        """Whether it is taken for gone. One without requests says PING half as often."""
+        more = 0.0 if self.requests else rpc.PING_INTERVAL_S
+        return now - self.last_seen > rpc.SILENCE_S + more
+
 
 class FrontendShim:
     """All frontends of one decode worker. Engine thread only, but for `drain`'s flag.
@@ -285,12 +290,12 @@ class FrontendShim:
         if now < self._next_check:
             return
         self._next_check = now + 1.0
-        if any(now - f.last_seen > rpc.SILENCE_S for f in self._frontends.values()):
+        if any(f.silent(now) for f in self._frontends.values()):
             self.receive()  # what waited while the engine was busy counts as heard
         for frontend in list(self._frontends.values()):
             if frontend.clogged:
                 self._drop(frontend, "does not read what it is sent")
-            elif self._clock.monotonic() - frontend.last_seen > rpc.SILENCE_S:
+            elif frontend.silent(self._clock.monotonic()):
                 self._drop(frontend, f"silent for {rpc.SILENCE_S:.0f} s")
 
     def _drop(self, frontend: _Frontend, why: str) -> None:

@@ -11,11 +11,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import math
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from pullfill import frames, log, metrics
+from pullfill import alive, frames, log, metrics
 from pullfill.channel import Channel, introduce
 from pullfill.errors import (
     AuthFailed,
@@ -28,7 +27,6 @@ from pullfill.prefill_worker.mover import Mover
 from pullfill.prefill_worker.shared_mover import SharedMover
 from pullfill.security import ClusterKey
 from pullfill.wire import (
-    ALIVE_INTERVAL_S,
     SILENT_S,
     Alive,
     Claim,
@@ -52,9 +50,6 @@ logger = log.get("prefill_worker.link")
 
 _REPLY_S = 10.0
 _RECONNECT_S = 0.05
-_UNUSED_S = 60.0
-"""A link over which nothing was asked for so long says half as often that we live: there is one for
-each pair of workers, and most pairs have nothing to do with each other."""
 
 
 class DecodeLink:
@@ -82,7 +77,7 @@ class DecodeLink:
         self._key = key
         self._silent_s = silent_s
         self._heard = 0.0
-        self._asked_at = -math.inf
+        self._asked_at = 0.0
         self._said = ""
         self._rids = itertools.count(1)
         self._replies: dict[int, asyncio.Future[Any]] = {}
@@ -251,6 +246,7 @@ class DecodeLink:
             first = await self._greet(channel)
             self._channel, self._said = channel, ""
             self._welcomed = True
+            self._asked_at = asyncio.get_running_loop().time()
             self._shared.forgive()
             if self._leaving:
                 self.send(Leaving())
@@ -298,13 +294,14 @@ class DecodeLink:
         while True:
             channel.write(Alive(pulls=self._pulls))
             before = loop.time()
-            used = before - self._asked_at < _UNUSED_S
-            pause = ALIVE_INTERVAL_S if used else 2 * ALIVE_INTERVAL_S
+            unasked = before - self._asked_at
+            pause = alive.pause(unasked)
+            patience = alive.patience(unasked, self._silent_s)
             await asyncio.sleep(pause)
-            if loop.time() - before > pause + ALIVE_INTERVAL_S:
+            if loop.time() - before > pause + alive.ALIVE_INTERVAL_S:
                 self._heard = loop.time()  # we did not run either: what it said waits to be read
-            elif loop.time() - self._heard > self._silent_s:
-                self._drop(f"it said nothing for {self._silent_s:.0f} s")
+            elif loop.time() - self._heard > patience:
+                self._drop(f"it said nothing for {patience:.0f} s")
                 return
 
     def _drop(self, why: str) -> None:

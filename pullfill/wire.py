@@ -337,9 +337,9 @@ class Leaving(Message, tag="leaving", frozen=True, kw_only=True):
 
 class Alive(Message, tag="alive", frozen=True, kw_only=True):
     """Sent every ALIVE_INTERVAL_S by a prefill worker, half as often where nothing was asked for a
-    minute, and sent back: the process runs. Who is silent for SILENT_S is treated as gone, by
-    either side. pulls: False while the prefill worker's engine is stuck, so that nobody counts on
-    it."""
+    minute, and sent back: the process runs. Who is silent for SILENT_S, or a second more there, is
+    treated as gone, by either side (alive.py). pulls: False while the prefill worker's engine is
+    stuck, so that nobody counts on it."""
 
     pulls: bool = True
 

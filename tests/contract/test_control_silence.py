@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from pullfill import frames
+from pullfill import alive, frames
 from pullfill.errors import Outcome
 from pullfill.wire import Alive, Claim, Grant, HandBack
 from tests.support import framing
-from tests.support.control_rig import Decode, Prefill, Raw, until
+from tests.support.control_rig import Decode, Prefill, Raw, hello, until
 
 
 async def test_a_silent_worker_is_gone_and_its_job_served_here() -> None:
@@ -38,7 +38,7 @@ async def test_a_silent_worker_is_gone_and_its_job_served_here() -> None:
 
 
 async def test_a_worker_that_says_alive_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pullfill.prefill_worker.link.ALIVE_INTERVAL_S", 0.1)
+    monkeypatch.setattr("pullfill.alive.ALIVE_INTERVAL_S", 0.1)
     decode = Decode(silent_s=0.5)
     await decode.server.start("127.0.0.1")
     prefill = Prefill(decode)
@@ -55,7 +55,7 @@ async def test_a_worker_that_says_alive_stays(monkeypatch: pytest.MonkeyPatch) -
 async def test_a_link_that_nobody_uses_says_less_often_that_it_lives(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("pullfill.prefill_worker.link.ALIVE_INTERVAL_S", 0.02)
+    monkeypatch.setattr("pullfill.alive.ALIVE_INTERVAL_S", 0.02)
     decode = Decode()
     real, heard = decode.server._dispatch, [0]
 
@@ -83,11 +83,90 @@ async def test_a_link_that_nobody_uses_says_less_often_that_it_lives(
         await decode.server.stop()
 
 
+async def test_a_worker_that_asks_for_nothing_may_miss_as_many_beats(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Both fall silent at once; the one that says it lives every other time only is let go of
+    later, and is let go of."""
+    monkeypatch.setattr("pullfill.alive.ALIVE_INTERVAL_S", 0.4)
+    decode = Decode(silent_s=0.3)
+    await decode.server.start("127.0.0.1")
+    raws = [
+        Raw(*await asyncio.open_connection(*frames.split_address(decode.server.address)))
+        for _ in range(2)
+    ]
+    try:
+        for raw, name in zip(raws, ("asks", "asks nothing"), strict=True):
+            raw.say(hello(name))
+        await until(lambda: decode.server.prefill_workers == 2)
+        for peer in decode.server._peers.values():
+            peer.asked_at = -1e9
+        raws[0].say(Claim(rid=1, job_id="j", incarnation="i0", delivery=1))
+        await until(lambda: decode.server.prefill_workers == 1)
+        assert decode.server.instances == ["asks nothing"]
+        await until(lambda: decode.server.prefill_workers == 0)
+    finally:
+        for raw in raws:
+            raw.writer.close()
+        await decode.server.stop()
+
+
+async def test_so_may_a_decode_worker_that_is_asked_for_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first beat that is not answered does not end the link; a later one does."""
+    monkeypatch.setattr("pullfill.alive.ALIVE_INTERVAL_S", 0.15)
+    monkeypatch.setattr("pullfill.alive.UNUSED_S", 0.0)
+    decode = Decode()
+    beats: list[object] = []
+    monkeypatch.setattr(decode.server, "_dispatch", lambda _, message: beats.append(message))
+    await decode.server.start("127.0.0.1")
+    prefill = Prefill(decode, silent_s=1.95 * 0.15)
+    at_loss: list[int] = []
+    monkeypatch.setattr(prefill.link, "_on_lost", lambda _: at_loss.append(len(beats)))
+    try:
+        await until(lambda: at_loss)
+        assert at_loss[0] > 1
+    finally:
+        await prefill.link.close()
+        await decode.server.stop()
+
+
+@pytest.mark.parametrize(("unasked_s", "pause", "patience"), [(59.9, 1, 5), (60.0, 2, 6)])
+def test_a_stall_of_four_seconds_is_forgiven(
+    unasked_s: float, pause: float, patience: float
+) -> None:
+    assert alive.pause(unasked_s) == pause
+    assert alive.patience(unasked_s) == patience
+
+
+async def test_a_fresh_link_is_used() -> None:
+    """It says every second that it lives, for a minute; both ends count from the welcome, also of
+    a connection that was made anew."""
+    decode = Decode()
+    await decode.server.start("127.0.0.1")
+    prefill = Prefill(decode)
+    try:
+        for losses in range(2):
+            await prefill.link.wait_up(5.0)
+            await until(lambda: decode.server.prefill_workers == 1)
+            now = asyncio.get_running_loop().time()
+            (peer,) = decode.server._peers.values()
+            assert alive.pause(now - prefill.link._asked_at) == alive.pause(0.0)
+            assert peer.patience(now, 5.0) == 5.0
+            prefill.link._asked_at = -1e9
+            peer.channel.abort()
+            await until(lambda: prefill.lost == losses + 1)  # noqa: B023
+    finally:
+        await prefill.link.close()
+        await decode.server.stop()
+
+
 async def test_a_silent_decode_worker_is_let_go_and_tried_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A stopped decode worker keeps its connection too: what waits for it would wait for ever."""
-    monkeypatch.setattr("pullfill.prefill_worker.link.ALIVE_INTERVAL_S", 0.05)
+    monkeypatch.setattr("pullfill.alive.ALIVE_INTERVAL_S", 0.05)
     decode = Decode()
     real = decode.server._dispatch
     monkeypatch.setattr(decode.server, "_dispatch", lambda peer, message: None)

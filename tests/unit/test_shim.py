@@ -141,6 +141,16 @@ def test_a_frontend_dropped_as_silent_is_told_when_it_speaks_again(rig: Rig) -> 
     assert rig.core.added == ["a", "c"]
 
 
+def test_a_frontend_without_requests_may_miss_as_many_pings(rig: Rig) -> None:
+    """It says every other one: in the same stall as before it is dropped no sooner."""
+    rig.clock.advance(rpc.SILENCE_S + 0.9 * rpc.PING_INTERVAL_S)
+    rig.shim.check_silent()
+    assert rig.ask(rpc.PING) == [rpc.PONG]
+    rig.clock.advance(rpc.SILENCE_S + 1.1 * rpc.PING_INTERVAL_S)
+    rig.shim.check_silent()
+    assert rig.ask(rpc.PING) == [rpc.GONE]
+
+
 @pytest.mark.parametrize(
     "frames",
     [(rpc.HELO,), (rpc.HELO, b"x"), (rpc.ABRT,), (rpc.ADD, b"nonsense"), (b"",), (b"WHAT",)],
