@@ -116,10 +116,11 @@ NAMED = "pullfill.engine.mock.executor.MockExecutor"
 def record_of(monkeypatch: pytest.MonkeyPatch, backend: Any, *, cpu: bool = True) -> Any:
     """The compatibility record of a worker with this executor; vLLM is asked for its names only."""
     platform = SimpleNamespace(is_cpu=lambda: cpu, device_type="cuda")
-    for name, told in {
+    modules: dict[str, dict[str, Any]] = {
         "vllm": {"__version__": "1"},
         "vllm.platforms": {"current_platform": platform},
-    }.items():
+    }
+    for name, told in modules.items():
         module = ModuleType(name)
         module.__dict__.update(told)
         monkeypatch.setitem(sys.modules, name, module)
