@@ -66,8 +66,10 @@ def curves(
         colour = COLOURS[number % len(COLOURS)]
         placed = [(_x(x, a), _y(y, b)) for a, b in points]
         if dots:
-            parts += [f'<circle cx="{a:.1f}" cy="{b:.1f}" r="1.4" fill="{colour}"/>'
-                      for a, b in placed]  # fmt: skip
+            spots = dict.fromkeys((round(a), round(b)) for a, b in placed)  # one for each pixel
+            path = "".join(f"M{a} {b}h0" for a, b in spots)
+            parts.append(f'<path d="{path}" fill="none" stroke="{colour}" stroke-width="2.8" '
+                         'stroke-linecap="round"/>')  # fmt: skip
         else:
             path = " ".join(f"{a:.1f},{b:.1f}" for a, b in placed)
             parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" '

@@ -309,7 +309,7 @@ class TestPictures:
         }  # fmt: skip
         for picture in pictures.values():
             root = ET.fromstring(picture)
-            assert {"polyline", "circle"} & {child.tag.rpartition("}")[2] for child in root}
+            assert {"polyline", "path"} & {child.tag.rpartition("}")[2] for child in root}
         assert plots.draw(measured(), SLO) == {}
 
     def test_a_cdf_keeps_its_tail(self) -> None:
