@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from pullfill.wire import ALIVE_INTERVAL_S, SILENT_S
 
+__all__ = ["ALIVE_INTERVAL_S", "UNUSED_S", "patience", "pause"]
+
 UNUSED_S = 60.0
 
 

@@ -104,7 +104,8 @@ async def test_what_is_proved_quiet_while_nobody_pulls_is_not_held_first(decode:
         slot.holders = 0
         return bool(asked[-1])
 
-    decode.ledger._fences = SimpleNamespace(try_revoke=try_revoke)  # type: ignore[assignment]
+    fences: Any = SimpleNamespace(try_revoke=try_revoke)
+    decode.ledger._fences = fences
     last.say(Leaving())
     last.say(HandBack(job_id="j", attempt=1, incarnation="i0", cause="x", retry=True))
     await until(lambda: decode.ledger.open_jobs == 0)
