@@ -94,8 +94,9 @@ def cut_in_a_handoff(
 )
 def test_row_18_blackhole(timeout_s: float, cause: str, wires: Wires, oracle: Oracle) -> None:
     """The deadline, or five seconds without a sign of life, and then local. What was said into the
-    hole arrives when it is over, and is refused."""
-    late: dict[str, Bound] = {"revoked": (0, 1), "commit": (0, 1), "write": (0, 1)}
+    hole arrives when it is over, and is refused. So is the claim of a prefill worker that gave the
+    silent connection up first, handed the job back and pulled it again."""
+    late: dict[str, Bound] = dict.fromkeys(("revoked", "commit", "write", "claim"), (0, 1))
     with checked(wires.cluster, oracle, fallbacks={cause: 1}, stale=late) as check:
         wires.cluster.set_router(remote_timeout_s=timeout_s)
         cut_in_a_handoff(wires, check, wires.control.blackhole, seed=int(20_000 + timeout_s))

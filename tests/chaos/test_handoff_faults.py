@@ -137,13 +137,13 @@ def test_row_6_abort_while_queued(paired: Cluster, oracle: Oracle) -> None:
     worker = only_prefill(paired)
     with checked(paired, oracle, cancelled=6) as check:
         before = paired.load_of(worker)["completed"]
-        # A prompt beyond the worker's budget of tokens: what comes after it stays in the queue.
+        # Two prompts fill the worker's budget of tokens: what comes after them stays in the queue.
         worker.arm("prefill.before_write=sleep:1")
-        with check.load(threads=1, lengths=(2000,), seed=8300) as load:
-            until(lambda: paired.load_of(worker)["jobs"], 10, "the worker is busy")
+        with check.load(threads=2, lengths=(2100,), seed=8300) as load:
+            until(lambda: paired.load_of(worker)["jobs"] == 2, 10, "the worker is busy")
             for seed in range(6):
                 gone_after(paired, random_prompt(1500, seed=8310 + seed), 0.2)
-            until(lambda: paired.status()["queue"]["depth_jobs"] <= 1, 10, "deleted")
+            until(lambda: paired.status()["queue"]["depth_jobs"] <= 2, 10, "deleted")
             worker.arm("")
         until(lambda: not paired.load_of(worker)["jobs"], 10, "idle")
         assert paired.load_of(worker)["completed"] - before == len(load.done)

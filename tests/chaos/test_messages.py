@@ -184,13 +184,13 @@ def test_row_25_a_job_changed_in_the_stream(target: Target, oracle: Oracle) -> N
         return encode(msgspec.structs.replace(job, block_ids=u32.pack(blocks)))
 
     with checked(cluster, oracle, fallbacks={"prefill_failed": 1}, dead_letters=1) as check:
-        # Busy with a prompt beyond its budget, the worker leaves the next job in the stream.
+        # Busy with prompts that fill its budget, the worker leaves the next job in the stream.
         worker.arm("prefill.before_write=sleep:0.7")
-        with check.load(threads=1, lengths=(2000,), max_tokens=1, seed=9400) as decoy:
-            until(lambda: cluster.load_of(worker)["jobs"], 10, "the worker is busy")
+        with check.load(threads=2, lengths=(2100,), max_tokens=1, seed=9400) as decoy:
+            until(lambda: cluster.load_of(worker)["jobs"] == 2, 10, "the worker is busy")
             written = cluster.counter(WRITTEN)
             with check.load(threads=1, lengths=(900,), max_tokens=1, seed=9410) as load:
-                until(lambda: cluster.status()["queue"]["depth_jobs"] == 2, 10, "in the stream")
+                until(lambda: cluster.status()["queue"]["depth_jobs"] == 3, 10, "in the stream")
                 target.replace_stored(moved)
                 until(lambda: load.done, 30, "answered")
         assert decoy.done
