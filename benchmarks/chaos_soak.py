@@ -16,11 +16,11 @@ through all of it: a decode worker is always left, so no request may fail. The p
 half is within noise when it is at most two standard errors from zero (least squares over 20 means),
 or below --slope-floor. What grows up to a bound must not look like a leak. So before the clock
 starts, each frontend gets as many short requests as it keeps records of; and for --warm-up seconds
-there is load without faults, by twice the clients and without pauses: half of the time every prompt
-is prefilled by the decode workers, half of it by the prefill workers. For vLLM's CPU build makes
-and drops a oneDNN kernel for each number of tokens in a step, which leaves holes in the heap until
-it is full of them. A decode worker that prefills only while others are away would get there within
-the measured time, a busy one does in the first minute.
+there is load without faults, by four times the clients and without pauses: half of the time every
+prompt is prefilled by the decode workers, half of it by the prefill workers. For vLLM's CPU build
+makes and drops a oneDNN kernel for each number of tokens in a step, which leaves holes in the heap
+until it is full of them. A decode worker that prefills only while others are away would get there
+within the measured time, a busy one does in the first minute.
 
 Writes results/chaos-soak.json and .md, and the table in docs/failure-modes.md, with --save.
 Exit status 1 when anything failed, was wrong, or is left behind.
@@ -263,7 +263,7 @@ def soak(options: argparse.Namespace, base: Path) -> list[Row]:
             work, cluster.urls, clients=options.clients, each=None,
             pause_s=options.pause, cut_share=CUT_SHARE, seed=options.seed,
         )  # fmt: skip
-        warm = Load(work, cluster.urls, clients=2 * options.clients, each=None, seed=options.seed)
+        warm = Load(work, cluster.urls, clients=4 * options.clients, each=None, seed=options.seed)
         fill_histories(cluster.urls())
         warm_up(cluster, warm, options.warm_up)
         began = time.monotonic()
