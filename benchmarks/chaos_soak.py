@@ -348,7 +348,7 @@ def command_line() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--warm-up", type=float, default=120.0, metavar="S", help="before them")
+    parser.add_argument("--warm-up", type=float, default=240.0, metavar="S", help="before them")
     parser.add_argument("--every", type=float, default=12.0, metavar="S", help="between faults")
     parser.add_argument("--clients", type=int, default=6)
     parser.add_argument("--pause", type=float, default=0.3, metavar="S", help="mean, of a client")
