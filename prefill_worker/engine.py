@@ -43,9 +43,10 @@ class PrefillEngine:
 
     def end(self, task: PrefillTask) -> None:
         """Forget the task; abort its request if it still runs. The engine keeps its blocks until
-        no copy reads them."""
+        no copy reads them. For one that ended well there is nothing to abort: it is forgotten the
+        next time the engine does anything, a second later at most."""
         self._instances.pop(task.request_id, None)
-        self._host.submit(lambda core: self._remove(core, task))
+        self._host.submit(lambda core: self._remove(core, task), wake=not task.well)
 
     # ------------------------------------------------------------------ engine thread
 

@@ -178,6 +178,11 @@ class DecodeLink:
             return None
         return {"transport": mover.transport, "why_not_better": list(mover.why_not_better)}
 
+    @property
+    def mover_there(self) -> Mover | None:
+        """The copier into this worker's memory, if it is connected."""
+        return self._shared.current
+
     async def mover(self) -> Mover:
         """The copier into this worker's memory, connected at first use. Raises OutOfReach."""
         return await self._shared.get()

@@ -26,6 +26,7 @@ from pullfill.errors import (
 )
 from pullfill.prefill_worker import attempt
 from pullfill.prefill_worker.ending import HandBackOnce, Opening, Revoked, TooLong, patience
+from pullfill.prefill_worker.heartbeat import Heartbeat
 from pullfill.prefill_worker.link import DecodeLink
 from pullfill.prefill_worker.readers import Readers
 from pullfill.prefill_worker.shared_mover import OutOfReach
@@ -64,7 +65,6 @@ class JobRunner:
     ) -> None:
         self._links = links
         self._engine = engine
-        self._heartbeat_s = heartbeat_s
         self._max_prompt_tokens = max_prompt_tokens
         self._max_deliver = max_deliver
         self._readers = readers or Readers(None)
@@ -73,6 +73,7 @@ class JobRunner:
         self._opening: dict[str, Opening] = {}
         self._jobs: set[asyncio.Task[None]] = set()
         self._deliveries: dict[str, Delivery] = {}
+        self._heartbeat = Heartbeat(heartbeat_s, self._deliveries)
         self.in_flight_tokens = 0
         self.completed = 0
         self.failed = 0
@@ -90,6 +91,7 @@ class JobRunner:
             self._deliveries[delivery.job_id] = delivery
             return
         self._deliveries[delivery.job_id] = delivery
+        self._heartbeat.start()
         self.in_flight_tokens += delivery.tokens
         self.idle.clear()
         task = asyncio.create_task(self._run(delivery))
@@ -163,7 +165,6 @@ class JobRunner:
     # ------------------------------------------------------------------ one job
 
     async def _run(self, delivery: Delivery) -> None:
-        beat = asyncio.create_task(self._heartbeat(delivery.job_id))
         try:
             await self._handle(delivery)
         except asyncio.CancelledError:
@@ -178,8 +179,6 @@ class JobRunner:
             self.failed += 1
             logger.exception("job %s failed; giving it back", delivery.job_id)
             await self._settle(delivery, "nak")
-        finally:
-            beat.cancel()
 
     async def _handle(self, delivery: Delivery) -> None:
         job = decode(delivery.body, PrefillJob)
@@ -315,7 +314,10 @@ class JobRunner:
         task: PrefillTask | None = None
         try:
             async with asyncio.timeout(grant.deadline_s):
-                mover = await opening.unless_over(grant.attempt, link.mover())
+                mover = link.mover_there
+                if mover is None:
+                    mover = await opening.unless_over(grant.attempt, link.mover())
+                opening.check(grant.attempt)
                 self._opening.pop(job.job_id)
                 done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
                 task = attempt.make_task(job, tokens, grant, mover, done)
@@ -380,11 +382,3 @@ class JobRunner:
         except PullfillError as exc:
             # It will be redelivered and refused at the claim, or served by another worker.
             logger.warning("could not %s job %s: %s", verb, delivery.job_id, exc)
-
-    async def _heartbeat(self, job_id: str) -> None:
-        failpoints.hit("prefill.heartbeat")
-        while True:
-            await asyncio.sleep(self._heartbeat_s)
-            with contextlib.suppress(PullfillError):
-                if (delivery := self._deliveries.get(job_id)) is not None:
-                    await delivery.in_progress()

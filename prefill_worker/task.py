@@ -23,8 +23,8 @@ class PrefillTask:
     own prefix hit). checked: decode-side blocks whose digest goes with the commit; digests: those
     made so far (a block written again after a preemption gets a new one). on_done: called once,
     from any thread, with None when all blocks are written (or kept, in pull mode), else with the
-    failure. kept: in pull mode, our block for each target block, and their bytes; they stay ours to
-    read until `Mover.let_go`, which calls on_let_go.
+    failure; well: it was None. kept: in pull mode, our block for each target block, and their
+    bytes; they stay ours to read until `Mover.let_go`, which calls on_let_go.
     """
 
     request_id: str
@@ -56,6 +56,7 @@ class PrefillTask:
     outstanding: int = 0
     cancelled: bool = False
     ended: bool = False
+    well: bool = False
     written_blocks: int = 0
     written_bytes: int = 0
     read_bytes: int = 0
@@ -130,7 +131,7 @@ class PrefillTask:
         with self.lock:
             if self.ended:
                 return
-            self.ended = True
+            self.ended, self.well = True, failure is None
         self.on_done(failure)
 
     def cancel(self) -> None:

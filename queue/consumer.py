@@ -25,6 +25,7 @@ from pullfill import log
 from pullfill.clock import SYSTEM_CLOCK
 from pullfill.errors import BadMessage, PullfillError, QueueUnavailable
 from pullfill.queue import streams
+from pullfill.queue.acks import Acks
 from pullfill.queue.connection import Link, NoResponders, NotSent, OnEvent
 from pullfill.queue.contract import Delivery, OnDeadLetter, QueueConfig
 from pullfill.queue.deadletter import DeadLetters, MaxDeliveries
@@ -54,6 +55,7 @@ class JetStreamConsumer:
         self.clock_offset_s = 0.0
         self.link: Link
         self.letters: DeadLetters
+        self.acks: Acks
         self._config = config
         self._names = Names(config.namespace, config.compat_hash)
         self._moves: MaxDeliveries
@@ -89,6 +91,7 @@ class JetStreamConsumer:
             url, "consumer", self._setup, on_event=on_event, connect_options=connect_options
         )
         self.link.on_down = self._wake.set
+        self.acks = Acks(self.link, lambda: self._stream_id)
         self.letters = DeadLetters(self.link, self._names, on_dead_letter)
         self._moves = MaxDeliveries(self.link, self._names, self.letters)
         await self.link.start(wait_s)
@@ -98,6 +101,8 @@ class JetStreamConsumer:
         if self.link.up:
             await self.drain()
             await asyncio.gather(*self._returns)
+        await self.acks.close()
+        if self.link.up:
             await self.link.flush()
         await self._moves.close()
         await self.link.close()

@@ -65,8 +65,8 @@ class DeadLetter:
 class Delivery(Protocol):
     """One delivery of one job. Exactly one of ack, nak, term settles it; later calls are no-ops.
 
-    A settling call that raised did not settle; it may be tried again, or left: the job then comes
-    back after `ack_wait_s`. Each nak uses up one of `max_deliver` deliveries: to wait for
+    A `term` that raised did not settle; it may be tried again, or left: the job then comes back
+    after `ack_wait_s`. Each nak uses up one of `max_deliver` deliveries: to wait for
     something, keep the job alive with `in_progress` instead.
     """
 
@@ -97,8 +97,9 @@ class Delivery(Protocol):
         ...
 
     async def ack(self) -> None:
-        """The job is committed (or needs nobody any more). Waits for the server's answer, over a
-        reconnect if need be. Raises QueueUnavailable after about 2 s without one."""
+        """The job is committed (or needs nobody any more). Never raises and waits for no answer: it
+        is told at once, and again until the server has confirmed it, over reconnects. One that is
+        lost all the same (this process dies) costs a redelivery: the claim of that is refused."""
         ...
 
     async def nak(self, delay_s: float = 0.0) -> None:
@@ -177,7 +178,9 @@ class JobConsumer(Protocol):
         """Take nothing any more: later deliveries go to other workers at once."""
         ...
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Waits, for about 2 s at most, until the server has confirmed all acks."""
+        ...
 
 
 OnDeadLetter = Callable[[DeadLetter], Awaitable[None]]

@@ -40,8 +40,8 @@ class JetStreamDelivery:
 
     async def ack(self) -> None:
         if not self._settled:
-            await self._owner.settle(self._ack, self.ack_subject, b"+ACK")
             self._settled = True
+            await self._owner.acks.send(self._ack, self.ack_subject)
 
     async def nak(self, delay_s: float = 0.0) -> None:
         if self._settled:

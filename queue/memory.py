@@ -48,6 +48,7 @@ class MemoryQueue:
     _jobs: dict[int, _Job] = field(default_factory=dict)
     _seen: dict[str, tuple[int, float]] = field(default_factory=dict)
     _debts: dict[str, int] = field(default_factory=dict)
+    _acked: list[int] = field(default_factory=list)
     _seq: int = 0
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -61,12 +62,19 @@ class MemoryQueue:
         """Raises QueueUnavailable while `offline`; pays the debts otherwise."""
         if self.offline:
             raise QueueUnavailable("the in-memory queue is offline")
-        for seq in self._debts.values():
+        for seq in [*self._debts.values(), *self._acked]:
             self.remove(seq)
         self._debts.clear()
+        self._acked.clear()
 
     def owe(self, job_id: str, seq: int) -> None:
         self._debts[job_id] = seq
+
+    def ack(self, seq: int) -> None:
+        """Now, or when it is online again."""
+        self._acked.append(seq)
+        if not self.offline:
+            self.check_online()
 
     def store(self, job_id: str, body: bytes, tokens: int) -> Receipt:
         now = self.clock.monotonic()
@@ -173,9 +181,8 @@ class MemoryDelivery:
 
     async def ack(self) -> None:
         if not self._settled:
-            self._queue.check_online()
-            self._queue.remove(self._job.seq)
             self._settled = True
+            self._queue.ack(self._job.seq)
 
     async def nak(self, delay_s: float = 0.0) -> None:
         if not self._settled:

@@ -74,10 +74,12 @@ class EngineHost:
 
     # ------------------------------------------------------------------ any thread
 
-    def submit(self, work: Callable[[EngineCore], None]) -> None:
-        """Run `work(core)` on the engine thread before its next step."""
+    def submit(self, work: Callable[[EngineCore], None], *, wake: bool = True) -> None:
+        """Run `work(core)` on the engine thread before its next step. wake: or for that alone; else
+        within a second."""
         self._todo.append(work)
-        self.wake()
+        if wake:
+            self.wake()
 
     def wake(self) -> None:
         """Make the loop look around. Safe from any thread, also after the end."""

@@ -30,7 +30,7 @@ async def test_an_unexpected_failure_hands_the_grant_back(monkeypatch: pytest.Mo
     async def mover() -> None:
         raise ValueError("unexpected")
 
-    link: Any = SimpleNamespace(send=sent.append, mover=mover)
+    link: Any = SimpleNamespace(send=sent.append, mover=mover, mover_there=None)
     nothing: Any = SimpleNamespace(block_size=4, compat_hash="h", body=b"")
     runner = JobRunner(nothing, nothing, heartbeat_s=1, max_prompt_tokens=100, max_deliver=5)
     monkeypatch.setattr(attempt, "check", lambda *_, **__: None)

@@ -76,6 +76,7 @@ class Worker:
         )  # fmt: skip
         self.link: Any = SimpleNamespace(
             record=SimpleNamespace(instance_id="d"), claim=self._claim, mover=self._reach,
+            mover_there=None,
             commit=self._commit, send=self.sent.append,
         )  # fmt: skip
         links: Any = SimpleNamespace(find=self._find, knows=lambda _: True)
@@ -197,6 +198,34 @@ async def test_what_ends_the_attempt_ends_the_wait_for_its_mover(end: str) -> No
     assert delivery.verbs == ([] if end == "revoke" else ["nak"])
     assert back(worker).retry
     assert not worker.tasks
+
+
+async def test_a_mover_that_is_there_is_not_waited_for() -> None:
+    worker, delivery = Worker(never()), Delivered()
+    worker.link.mover_there = await some_mover()
+    worker.runner.start(delivery)  # type: ignore[arg-type]
+    task = await worker.computing()
+    assert task.mover is worker.link.mover_there
+    assert not worker.asked.is_set()
+    task.end(None)
+    await worker.over()
+    assert delivery.verbs == ["ack"]
+
+
+async def test_a_grant_that_was_revoked_before_is_not_begun_though_a_mover_is_there() -> None:
+    worker, delivery = Worker(never()), Delivered()
+    worker.link.mover_there = await some_mover()
+    real = worker.link.claim
+
+    async def claim(*asked: Any) -> Grant:
+        worker.revoke()
+        return await real(*asked)
+
+    worker.link.claim = claim
+    worker.runner.start(delivery)  # type: ignore[arg-type]
+    await worker.over()
+    assert not worker.tasks
+    assert delivery.verbs == []
 
 
 async def test_the_revoke_of_an_older_attempt_does_not_end_the_wait() -> None:

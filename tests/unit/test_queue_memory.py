@@ -33,6 +33,21 @@ async def test_offline_refuses_and_a_cancel_is_done_later() -> None:
     assert job.job_id == "b"
 
 
+async def test_an_ack_made_offline_counts_when_it_is_online_again() -> None:
+    clock = FakeClock()
+    queue = MemoryQueue(QueueConfig("ns", "abc", ack_wait_s=5), clock)
+    producer, consumer = queue.producer(), queue.consumer()
+    await producer.publish("a", b"", 1)
+    [job] = await consumer.pull(1, 1, 0.01)
+    queue.offline = True
+    await job.ack()
+    assert producer.depth().depth_jobs == 1
+    clock.now = 6.0
+    queue.offline = False
+    assert await consumer.pull(1, 1, 0.01) == []
+    assert producer.depth().depth_jobs == 0
+
+
 async def test_nobody_waits_for_a_clock_that_stands_still() -> None:
     consumer = MemoryQueue(QueueConfig("ns", "abc"), FakeClock()).consumer()
     assert await consumer.pull(1, 1, 0.02) == []

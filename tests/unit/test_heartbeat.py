@@ -1,0 +1,96 @@
+"""One timer tells the queue of all jobs that run, and stops when none does."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from pullfill import failpoints
+from pullfill.prefill_worker.heartbeat import Heartbeat
+from pullfill.queue.connection import NotSent
+from tests.support.nats import until
+
+EVERY_S = 0.04
+
+
+class Delivered:
+    def __init__(self, error: Exception | None = None) -> None:
+        self.told: list[float] = []
+        self._error = error
+
+    async def in_progress(self) -> None:
+        self.told.append(asyncio.get_running_loop().time())
+        if self._error:
+            raise self._error
+
+
+def begin(beat: Heartbeat, jobs: dict[str, Any], name: str, **more: Any) -> Delivered:
+    jobs[name] = Delivered(**more)
+    beat.start()
+    return jobs[name]
+
+
+async def test_all_are_told_together_as_long_as_they_run() -> None:
+    jobs: dict[str, Any] = {}
+    beat = Heartbeat(EVERY_S, jobs)
+    first = begin(beat, jobs, "a")
+    await asyncio.sleep(EVERY_S / 2)
+    second = begin(beat, jobs, "b")
+    assert not first.told
+    await until(lambda: len(first.told) == 2)
+    assert len(second.told) == 2, "sooner than it need be: with the others"
+    del jobs["a"]
+    await until(lambda: len(second.told) == 4)
+    assert len(first.told) == 2
+    jobs.clear()
+    await until(lambda: not beat._going)
+    again = begin(beat, jobs, "c")
+    await until(lambda: len(again.told) == 2)
+    jobs.clear()
+    await until(lambda: not beat._going)
+
+
+async def test_a_job_has_no_task_and_short_ones_share_a_timer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loop, jobs, timers = asyncio.get_running_loop(), dict[str, Any](), list[Any]()
+    real = loop.call_at
+
+    def call_at(when: float, call: Any, *args: Any, **more: Any) -> Any:
+        if getattr(call, "__self__", None) is beat:
+            timers.append(call)
+        return real(when, call, *args, **more)
+
+    monkeypatch.setattr(loop, "call_at", call_at)
+    beat = Heartbeat(60.0, jobs)
+    before = asyncio.all_tasks()
+    for number in range(100):
+        begin(beat, jobs, f"j{number}")
+        jobs.clear()
+    assert len(timers) == 1
+    assert asyncio.all_tasks() == before
+
+
+async def test_one_that_cannot_be_told_of_does_not_keep_the_others_from_it() -> None:
+    jobs: dict[str, Any] = {}
+    beat = Heartbeat(EVERY_S, jobs)
+    bad, good = begin(beat, jobs, "bad", error=NotSent("away")), begin(beat, jobs, "good")
+    await until(lambda: len(good.told) == 2)
+    assert len(bad.told) == 2
+    jobs.clear()
+    await until(lambda: not beat._going)
+
+
+async def test_the_failpoint_keeps_the_queue_from_hearing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failpoints, "_active", failpoints.parse("prefill.heartbeat=error"))
+    jobs: dict[str, Any] = {}
+    beat = Heartbeat(EVERY_S, jobs)
+    job = begin(beat, jobs, "a")
+    await until(lambda: failpoints._active["prefill.heartbeat"].hits >= 2)
+    assert not job.told
+    monkeypatch.setattr(failpoints, "_active", {})
+    await until(lambda: bool(job.told))
+    jobs.clear()
+    await until(lambda: not beat._going)
