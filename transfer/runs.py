@@ -8,13 +8,16 @@ merge, layers above all, lies at constant distances on both sides: the plan keep
 `CopyPlan.batches` walks it in bounded `Batch`es, which keep a run and its rows together, so that
 one call can copy them (a block over all layers).
 
-The numpy calls here are counted: each costs 5 us once copying has emptied the CPU's caches.
+Copying empties the CPU's caches, and then each numpy call costs 5 us: they are counted here. One
+run is planned without any, and so is every plan cut into batches.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
 
 import numpy as np
@@ -25,12 +28,13 @@ from pullfill.transfer.contract import KvLayout, Part
 
 Offsets = NDArray[np.int64]
 
-BATCH_BYTES = 8 << 20
-"""A fence is held per batch: at 4-10 GB/s this is 0.8-2 ms."""
+BATCH_BYTES = 32 << 20
+"""A fence is held per batch: at 4-10 GB/s this is 3-8 ms, which is what a revoke waits for a writer
+that is alive. What is done between batches costs 1 % of a copy of this length."""
 BATCH_RUNS = 1024
 """Also the kernel's limit of one vectored copy (IOV_MAX)."""
 RUN_BYTES = 1 << 20
-"""Longer runs are cut: single copies above ~1 MiB bypass the cache and run slower."""
+"""Pieces of a run are not made shorter: libc moves less than ~1 MiB at a time more slowly."""
 LIMITS = BATCH_BYTES, BATCH_RUNS, RUN_BYTES
 
 
@@ -119,13 +123,13 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class CopyPlan:
-    """Runs at the first layer and head (`source/target/nbytes`), and the rows of every layer and
-    head that did not fold into them."""
+    """Runs at the first layer and head (`source/target/nbytes`, in bytes), and the rows of every
+    layer and head that did not fold into them."""
 
     blocks: int
-    source: Offsets
-    target: Offsets
-    nbytes: Offsets
+    source: list[int]
+    target: list[int]
+    nbytes: list[int]
     rows: Rows
 
     @property
@@ -136,27 +140,52 @@ class CopyPlan:
     @property
     def total(self) -> int:
         """Bytes moved."""
-        return int(self.nbytes.sum()) * self.rows.count
+        return sum(self.nbytes) * self.rows.count
 
     def batches(
         self,
         max_bytes: int = BATCH_BYTES,
         max_runs: int = BATCH_RUNS,
-        max_run_bytes: int = RUN_BYTES,
+        run_bytes: int = RUN_BYTES,
     ) -> Iterator[Batch]:
-        """Bounded batches in order. A batch holds ≤ max_runs copies of ≤ max_run_bytes each and ≤
-        max_bytes in all (max_run_bytes ≤ max_bytes), rows counted."""
-        source, target, lengths, longest = _cut(
-            self.source, self.target, self.nbytes, max_run_bytes
-        )
-        if not longest:
+        """Bounded batches in order. A batch holds ≤ max_runs copies and ≤ max_bytes, rows counted.
+        Runs are cut where a batch could not hold one in all its rows, yet never into pieces of less
+        than run_bytes (≤ max_bytes): then the rows are split."""
+        if not self.nbytes:
             return
-        nbytes = lengths.tolist()
+        limit = max(run_bytes, max_bytes // self.rows.count)
+        source, target, nbytes, longest = self._cut(limit)
+        alike = nbytes.count(longest) == len(nbytes)  # as they mostly are
+        ends = [] if alike else [*accumulate(nbytes)]
         for s_step, t_step, rows in self.rows.split(min(max_runs, max_bytes // longest)):
             count = rows.count
-            sources, targets = (source + s_step).tolist(), (target + t_step).tolist()
-            for cut, total in _split(lengths, longest, max_bytes // count, max_runs // count):
+            sources = [at + s_step for at in source] if s_step else source
+            targets = [at + t_step for at in target] if t_step else target
+            most, at_once = max_bytes // count, max_runs // count
+            first = done = 0
+            while first < len(nbytes):
+                if alike:
+                    last = min(first + min(at_once, most // longest), len(nbytes))
+                    total = (last - first) * longest
+                else:
+                    last = min(first + at_once, bisect_right(ends, done + most))
+                    total = ends[last - 1] - done
+                cut = slice(first, last)
                 yield Batch(sources[cut], targets[cut], nbytes[cut], total * count, rows)
+                first, done = last, done + total
+
+    def _cut(self, limit: int) -> tuple[list[int], list[int], list[int], int]:
+        """The runs, those longer than `limit` in pieces; the length of the longest."""
+        longest = max(self.nbytes)
+        if longest <= limit:
+            return self.source, self.target, self.nbytes, longest
+        source, target, lengths = [], [], []
+        for s, t, nbytes in zip(self.source, self.target, self.nbytes, strict=True):
+            for done in range(0, nbytes, limit):
+                source.append(s + done)
+                target.append(t + done)
+                lengths.append(min(limit, nbytes - done))
+        return source, target, lengths, limit
 
 
 class Planner:
@@ -182,16 +211,23 @@ class Planner:
             raise BadMessage(
                 f"{len(source_blocks)} source blocks for {len(target_blocks)} target blocks"
             )
-        source = checked_ids(source_blocks, self._source.num_blocks, "source")
-        target = checked_ids(target_blocks, self._target.num_blocks, "target")
-        first_source, first_target, lengths = merge_pairs(source, target, mergeable=self._mergeable)
-        return CopyPlan(
-            blocks=len(source),
-            source=first_source * self._source.block_stride + self._source_at,
-            target=first_target * self._target.block_stride + self._target_at,
-            nbytes=lengths * self._unit,
-            rows=self._rows,
+        count, unit, source, target = len(source_blocks), self._unit, self._source, self._target
+        if (
+            self._mergeable
+            and is_run(source_blocks, source.num_blocks)
+            and is_run(target_blocks, target.num_blocks)
+        ):
+            from_ = [source_blocks[0] * source.block_stride + self._source_at]
+            to = [target_blocks[0] * target.block_stride + self._target_at]
+            return CopyPlan(count, from_, to, [count * unit], self._rows)
+        first_source, first_target, lengths = merge_pairs(
+            checked_ids(source_blocks, source.num_blocks, "source"),
+            checked_ids(target_blocks, target.num_blocks, "target"),
+            mergeable=self._mergeable,
         )
+        from_ = (first_source * source.block_stride + self._source_at).tolist()
+        to = (first_target * target.block_stride + self._target_at).tolist()
+        return CopyPlan(count, from_, to, (lengths * unit).tolist(), self._rows)
 
 
 def plan(
@@ -229,6 +265,16 @@ def merge_pairs(
     return source, target, np.ones(len(source), np.int64)
 
 
+def is_run(ids: Sequence[int], num_blocks: int) -> bool:
+    """Whether a list holds neighbouring ids in [0, num_blocks), ascending. False: perhaps."""
+    if not isinstance(ids, list) or not ids or type(ids[0]) is not int:
+        return False
+    first, last = ids[0], ids[0] + len(ids) - 1
+    if first < 0 or last >= num_blocks or ids[-1] != last:
+        return False
+    return ids == [*range(first, last + 1)]
+
+
 def checked_ids(ids: Sequence[int], num_blocks: int, what: str) -> Offsets:
     """`ids` as int64, each in [0, num_blocks). Raises BadMessage."""
     try:
@@ -262,42 +308,3 @@ def _fold(a: KvLayout, b: KvLayout, part: Part) -> tuple[int, Rows]:
         else:
             rows = Rows((count, *rows.counts), (a_stride, *rows.source), (b_stride, *rows.target))
     return unit, rows
-
-
-def _cut(
-    source: Offsets, target: Offsets, nbytes: Offsets, limit: int
-) -> tuple[Offsets, Offsets, Offsets, int]:
-    """Split runs longer than `limit` bytes. The last number is the longest run, 0 without any."""
-    longest = int(nbytes.max()) if len(nbytes) else 0
-    if longest <= limit:
-        return source, target, nbytes, longest
-    pieces = -(-nbytes // limit)
-    owner = np.repeat(np.arange(len(pieces)), pieces)
-    shift = (np.arange(len(owner)) - (np.cumsum(pieces) - pieces)[owner]) * limit
-    return (
-        source[owner] + shift,
-        target[owner] + shift,
-        np.minimum(nbytes[owner] - shift, limit),
-        limit,
-    )
-
-
-def _split(
-    nbytes: Offsets, longest: int, max_bytes: int, max_runs: int
-) -> Iterator[tuple[slice, int]]:
-    """Cut a list of runs into batches: which runs, and their bytes."""
-    count = len(nbytes)
-    if longest * count == int(nbytes.sum()):  # all alike, as they mostly are
-        step = min(max_runs, max_bytes // longest)
-        for first in range(0, count, step):
-            last = min(first + step, count)
-            yield slice(first, last), (last - first) * longest
-        return
-    ends = np.cumsum(nbytes)
-    first, done = 0, 0
-    while first < count:
-        last = int(np.searchsorted(ends, done + max_bytes, side="right"))
-        last = min(last, first + max_runs)
-        before, done = done, int(ends[last - 1])
-        yield slice(first, last), done - before
-        first = last

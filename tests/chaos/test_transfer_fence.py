@@ -16,13 +16,20 @@ import numpy as np
 import pytest
 
 from pullfill.failpoints import ENV
-from pullfill.transfer.layout import dense_layout
+from pullfill.transfer.contract import KvLayout
+from pullfill.transfer.runs import BATCH_RUNS, plan
 from pullfill.transfer.shm.files import sweep
 from pullfill.wire import FenceToken, encode
 from tests.support.transfer_rigs import Region, shm_rig
 
 REPO = Path(__file__).parents[2]
-LAYOUT = dense_layout(4, 64, 1, 128 << 10)  # 32 MiB: four batches
+APART = (8 << 10) + 512
+LAYOUT = KvLayout(
+    0, 4, 64, 16, 8 << 10, layer_stride=64 * 16 * APART, block_stride=16 * APART, head_stride=APART
+)
+"""4096 runs that do not merge: four batches."""
+WRITTEN = LAYOUT.num_blocks * LAYOUT.block_bytes
+"""Bytes of one write, 32 MiB; the rest of the region is padding."""
 FOREIGN, OURS = 0xEE, 0x11
 PATIENCE_S = 20.0
 
@@ -102,6 +109,11 @@ def foreign(region: Region) -> int:
     return int((region.data == FOREIGN).sum())
 
 
+def test_the_writes_below_are_of_four_batches() -> None:
+    batches = list(plan(LAYOUT, LAYOUT, range(64), range(64)).batches())
+    assert [len(b) * b.rows.count for b in batches] == [BATCH_RUNS] * 4
+
+
 def test_writer_stopped_inside_a_batch_keeps_its_blocks(
     region: Region, start: Callable[..., Writer]
 ) -> None:
@@ -111,7 +123,7 @@ def test_writer_stopped_inside_a_batch_keeps_its_blocks(
     writer.send("write", token)
     writer.wait_stopped()
     landed = foreign(region)
-    assert 0 < landed < region.data.nbytes
+    assert 0 < landed < WRITTEN
     refusals = [fences.try_revoke(token) for _ in range(50) if not time.sleep(0.004)]
     assert not any(refusals), "no proof while the writer is in a batch, however long we wait"
     assert fences.in_use == 1
@@ -137,7 +149,7 @@ def test_writer_stopped_between_batches_is_fenced_at_once(
     writer = start("shm.write.before_batch=stop@3")
     writer.send("write", token)
     writer.wait_stopped()
-    assert 0 < foreign(region) < region.data.nbytes
+    assert 0 < foreign(region) < WRITTEN
     assert fences.try_revoke(token)
     region.data[:] = OURS
     reused = [fences.open(range(64)) for _ in range(64)]  # the same slot is live again

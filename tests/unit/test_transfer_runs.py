@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pullfill.errors import BadMessage, IncompatibleError
 from pullfill.transfer.contract import KvLayout, Part
 from pullfill.transfer.layout import check_bounds, check_pair, dense_layout
-from pullfill.transfer.runs import SINGLE, Batch, Rows, merge_pairs, plan
+from pullfill.transfer.runs import SINGLE, Batch, Rows, is_run, merge_pairs, plan
 from tests.support.transfer_rigs import extent
 
 
@@ -44,6 +44,10 @@ def layouts(draw: st.DrawFn, layers: int, heads: int, page: int) -> KvLayout:
 def cases(draw: st.DrawFn) -> tuple[KvLayout, KvLayout, list[int], list[int]]:
     layers, heads, page = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 5))
     source, target = draw(layouts(layers, heads, page)), draw(layouts(layers, heads, page))
+    if draw(st.booleans()):  # one run
+        size = draw(st.integers(1, min(source.num_blocks, target.num_blocks)))
+        s, t = (draw(st.integers(0, side.num_blocks - size)) for side in (source, target))
+        return source, target, [*range(s, s + size)], [*range(t, t + size)]
     targets = draw(st.lists(st.integers(0, target.num_blocks - 1), unique=True, max_size=9))
     size = len(targets)
     sources = draw(
@@ -101,7 +105,7 @@ def test_plan_moves_exactly_the_oracles_bytes(
         flat = batch.flat()
         assert 1 <= len(flat) <= max_runs
         assert flat.total == flat.nbytes.sum() == batch.total <= max_bytes
-        assert int(flat.nbytes.max()) <= limits[2]
+        assert int(flat.nbytes.max()) <= max(limits[2], max_bytes // todo.rows.count)
         left = batch.flat(first=1)
         assert left.total == left.nbytes.sum() == batch.total - batch.nbytes[0] * batch.rows.count
 
@@ -113,9 +117,28 @@ def test_a_block_stays_together_over_its_layers() -> None:
     assert batch.target == [5 * 2048, 9 * 2048]
     halves = list(plan(layout, layout, [7, 3], [9, 5]).batches(max_bytes=8192))
     assert [(len(b), b.rows.counts) for b in halves] == [(1, (4,)), (1, (4,))]
-    layers = list(plan(layout, layout, [7, 3], [9, 5]).batches(max_bytes=4096, max_run_bytes=4096))
+    layers = list(plan(layout, layout, [7, 3], [9, 5]).batches(max_bytes=4096, run_bytes=4096))
     assert [(len(b), b.rows.counts) for b in layers] == [(1, (2,))] * 4
     assert plan(layout, layout, [7, 3], [9, 5]).runs == 8
+
+
+def test_a_long_run_is_cut_so_that_a_batch_holds_all_its_rows() -> None:
+    layout = dense_layout(4, 100, 1, 1024)
+    todo = plan(layout, layout, [*range(64)], [*range(1, 65)])
+    batches = list(todo.batches(max_bytes=128 << 10, run_bytes=1 << 10))
+    assert [(b.nbytes, b.rows.counts) for b in batches] == [([32 << 10], (4,))] * 2
+    # Its pieces would be too short: rather fewer rows at a time.
+    batches = list(todo.batches(max_bytes=128 << 10, run_bytes=64 << 10))
+    assert [(b.nbytes, b.rows.counts) for b in batches] == [([64 << 10], (2,))] * 2
+
+
+@given(st.lists(st.integers(-1, 6), max_size=6), st.integers(-1, 3), st.integers(0, 6))
+def test_a_run_is_told_from_everything_else(any_ids: list[int], first: int, size: int) -> None:
+    for ids in (any_ids, [*range(first, first + size)]):
+        steps = all(b - a == 1 for a, b in itertools.pairwise(ids))
+        inside = all(0 <= block < 6 for block in ids)
+        assert is_run(ids, 6) == (bool(ids) and steps and inside)
+    assert not is_run(range(3), 6), "lists only"
 
 
 def test_rows_are_split_within_the_outermost_dimension_that_is_too_long() -> None:
@@ -146,7 +169,7 @@ def test_dense_blocks_of_a_layer_are_one_copy() -> None:
     layout = dense_layout(4, 100, 8, 1024)
     todo = plan(layout, layout, range(10, 60), range(20, 70))
     assert todo.runs == 4
-    assert set(todo.nbytes.tolist()) == {50 * 8 * 1024}
+    assert set(todo.nbytes) == {50 * 8 * 1024}
 
 
 def test_everything_dense_is_one_copy() -> None:
@@ -191,7 +214,18 @@ def test_layers_of_a_range_go_where_the_other_side_counts_them() -> None:
 
 @pytest.mark.parametrize(
     ("source", "target"),
-    [([0], [9]), ([9], [0]), ([-1], [0]), ([0, 1], [0]), ([0, 1], [2, 2]), ([1 << 70], [0])],
+    [
+        ([0], [9]),
+        ([9], [0]),
+        ([-1], [0]),
+        ([0, 1], [0]),
+        ([0, 1], [2, 2]),
+        ([1 << 70], [0]),
+        ([7, 8, 9], [0, 1, 2]),
+        ([0, 1, 2], [7, 8, 9]),
+        ([-1, 0], [0, 1]),
+        ([0, 1], [-1, 0]),
+    ],
 )
 def test_bad_ids_plan_nothing(source: list[int], target: list[int]) -> None:
     layout = dense_layout(1, 9, 1, 16)
