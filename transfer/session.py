@@ -67,7 +67,7 @@ class MappedSession:
         limits: tuple[int, int, int] = LIMITS,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
-        """`limits` of a batch: bytes, copies, bytes of one copy (see `CopyPlan.batches`).
+        """`limits` of a batch: bytes, copies, bytes below which no run is cut (`CopyPlan.batches`).
         `on_close` gives the mapping back, after the gate is closed. Raises IncompatibleError
         when the layouts, or their `part`, do not hold the same bytes (the caller keeps both)."""
         check_bounds(local.layout, local.nbytes)
