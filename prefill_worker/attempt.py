@@ -8,7 +8,7 @@ import time
 from pullfill import u32
 from pullfill.errors import BadMessage
 from pullfill.ids import job_digest
-from pullfill.prefill_worker.ending import TooLong, resolver
+from pullfill.prefill_worker.ending import Calls, TooLong, resolver
 from pullfill.prefill_worker.mover import Mover
 from pullfill.prefill_worker.task import PrefillTask
 from pullfill.queue.contract import Delivery
@@ -37,9 +37,14 @@ def check(
 
 
 def make_task(
-    job: PrefillJob, tokens: list[int], grant: Grant, mover: Mover, done: asyncio.Future[None]
+    job: PrefillJob,
+    tokens: list[int],
+    grant: Grant,
+    mover: Mover,
+    done: asyncio.Future[None],
+    calls: Calls,
 ) -> PrefillTask:
-    """`done` is resolved when all is written (or kept), or the task failed."""
+    """`done` is resolved, through `calls`, when all is written (or kept), or the task failed."""
     blocks = u32.unpack(grant.block_ids)
     targets = blocks[grant.hit_tokens // job.block_size :]
     checked = sampled(grant.kv_digest, len(targets), grant.job_digest, grant.attempt)
@@ -55,7 +60,7 @@ def make_task(
         cache_salt=job.cache_salt,
         priority=job.priority,
         mover=mover,
-        on_done=resolver(done),
+        on_done=resolver(done, calls),
         checked=frozenset(targets[index] for index in checked),
         mode=grant.mode,
     )

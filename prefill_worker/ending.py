@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -101,8 +102,30 @@ class HandBackOnce:
             )
 
 
-def resolver(done: asyncio.Future[None]) -> Callable[[BaseException | None], None]:
-    loop = done.get_loop()
+class Calls:
+    """Runs calls on the loop it was made on, for other threads. Those that come before the loop
+    got to the last ones do not wake it again."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._calls: deque[Callable[[], object]] = deque()
+        self._woken = False
+
+    def soon(self, call: Callable[[], object]) -> None:
+        """From any thread; returns at once. `call` must not raise."""
+        self._calls.append(call)
+        if not self._woken:
+            self._woken = True
+            self._loop.call_soon_threadsafe(self._run)
+
+    def _run(self) -> None:
+        self._woken = False  # first: what comes from now on wakes the loop again
+        while self._calls:
+            self._calls.popleft()()
+
+
+def resolver(done: asyncio.Future[None], calls: Calls) -> Callable[[BaseException | None], None]:
+    """Resolves `done` from any thread."""
 
     def resolve(failure: BaseException | None) -> None:
         def set_it() -> None:
@@ -115,6 +138,6 @@ def resolver(done: asyncio.Future[None]) -> Callable[[BaseException | None], Non
             else:
                 done.set_exception(HandoffError(repr(failure)))
 
-        loop.call_soon_threadsafe(set_it)
+        calls.soon(set_it)
 
     return resolve

@@ -295,19 +295,22 @@ class DecodeLink:
 
     async def _say_alive(self, channel: Channel) -> None:
         loop = asyncio.get_running_loop()
-        self._heard = loop.time()
+        said = now = self._heard = loop.time()
+        channel.write(Alive(pulls=self._pulls))
         while True:
-            channel.write(Alive(pulls=self._pulls))
-            before = loop.time()
-            unasked = before - self._asked_at
+            before, unasked = now, now - self._asked_at
             pause = alive.pause(unasked)
             patience = alive.patience(unasked, self._silent_s)
-            await asyncio.sleep(pause)
-            if loop.time() - before > pause + alive.ALIVE_INTERVAL_S:
-                self._heard = loop.time()  # we did not run either: what it said waits to be read
-            elif loop.time() - self._heard > patience:
+            await asyncio.sleep(alive.due(said, self._asked_at, pause) - now)
+            now = loop.time()
+            if now - before > pause + alive.ALIVE_INTERVAL_S:
+                self._heard = now  # we did not run either: what it said waits to be read
+            elif now - self._heard > patience:
                 self._drop(f"it said nothing for {patience:.0f} s")
                 return
+            if now >= alive.due(said, self._asked_at, pause):
+                channel.write(Alive(pulls=self._pulls))
+                said = now
 
     def _drop(self, why: str) -> None:
         """End the connection and the mover, with its credits; both are made anew."""

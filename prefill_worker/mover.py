@@ -14,6 +14,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
 
 from pullfill import failpoints, log, metrics
 from pullfill.errors import Fenced, HandoffError
@@ -29,6 +31,12 @@ _PUSH_S = 30.0
 """How long an engine step may wait for its write. A dead or silent peer ends it sooner."""
 
 Done = Callable[[PrefillTask, BaseException | None], None]
+
+
+@cache
+def _of(metric: Any, label: str) -> Any:
+    """Looked up once: a write has four of them."""
+    return metric.labels(label)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +164,7 @@ class Mover:
 
     def _charge(self, verb: str, nbytes: int) -> None:
         """Count what is under way; negative: it is over."""
-        metrics.KV_IN_FLIGHT.labels(verb).inc(nbytes)
+        _of(metrics.KV_IN_FLIGHT, verb).inc(nbytes)
         if self._account is not None and verb != "read":
             (self._account.charge if nbytes >= 0 else self._account.give_back)(abs(nbytes))
 
@@ -211,8 +219,8 @@ class Mover:
         result = self._session.read_blocks(task.fence, operation.remote, operation.local)
         task.read_bytes += result.nbytes
         task.read_s += result.seconds
-        metrics.KV_READ_BYTES.labels(self.transport).inc(result.nbytes)
-        metrics.KV_READ_SECONDS.labels(self.transport).observe(result.seconds)
+        _of(metrics.KV_READ_BYTES, self.transport).inc(result.nbytes)
+        _of(metrics.KV_READ_SECONDS, self.transport).observe(result.seconds)
 
     def _write(self, operation: _Operation) -> None:
         task = operation.task
@@ -222,8 +230,8 @@ class Mover:
             task.written_blocks += result.blocks
             task.written_bytes += result.nbytes
             task.write_s += result.seconds
-            metrics.KV_WRITE_BYTES.labels(self.transport).inc(result.nbytes)
-            metrics.KV_WRITE_SECONDS.labels(self.transport).observe(result.seconds)
+            _of(metrics.KV_WRITE_BYTES, self.transport).inc(result.nbytes)
+            _of(metrics.KV_WRITE_SECONDS, self.transport).observe(result.seconds)
             if task.checked:
                 self._take_digests(operation)
             failpoints.hit("prefill.after_write")

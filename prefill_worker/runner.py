@@ -25,7 +25,7 @@ from pullfill.errors import (
     PullfillError,
 )
 from pullfill.prefill_worker import attempt
-from pullfill.prefill_worker.ending import HandBackOnce, Opening, Revoked, TooLong, patience
+from pullfill.prefill_worker.ending import Calls, HandBackOnce, Opening, Revoked, TooLong, patience
 from pullfill.prefill_worker.heartbeat import Heartbeat
 from pullfill.prefill_worker.link import DecodeLink
 from pullfill.prefill_worker.readers import Readers
@@ -74,6 +74,7 @@ class JobRunner:
         self._jobs: set[asyncio.Task[None]] = set()
         self._deliveries: dict[str, Delivery] = {}
         self._heartbeat = Heartbeat(heartbeat_s, self._deliveries)
+        self._calls = Calls()
         self.in_flight_tokens = 0
         self.completed = 0
         self.failed = 0
@@ -320,7 +321,7 @@ class JobRunner:
                 opening.check(grant.attempt)
                 self._opening.pop(job.job_id)
                 done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-                task = attempt.make_task(job, tokens, grant, mover, done)
+                task = attempt.make_task(job, tokens, grant, mover, done, self._calls)
                 self._running[job.job_id] = task
                 self._engine.submit(task, link.record.instance_id)
                 await done

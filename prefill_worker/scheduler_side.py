@@ -203,5 +203,6 @@ class SchedulerSide:
             if report:
                 task.freed_by_report = False
         if report:
+            # No wake-up for that: only a request that waits for blocks needs these soon, and the
+            # engine looks around for it (engine/host.py). Else it hears of them in its next step.
             self._sends_done.append(task.request_id)
-            self._context.wake()

@@ -3,14 +3,16 @@ may say nothing: in both cases a stall of SILENT_S - ALIVE_INTERVAL_S is forgive
 
 There is a connection for each pair of workers, and most pairs have nothing to do with each other.
 Over one on which nothing was asked for a minute it is said half as often. Each end counts that
-minute by itself: from the welcome, and from each claim, commit or ready.
+minute by itself: from the welcome, and from each claim, commit or ready. A claim, a commit or a
+ready says as well that its sender lives, so an `Alive` follows them only if there was no other for
+as long.
 """
 
 from __future__ import annotations
 
 from pullfill.wire import ALIVE_INTERVAL_S, SILENT_S
 
-__all__ = ["ALIVE_INTERVAL_S", "UNUSED_S", "patience", "pause"]
+__all__ = ["ALIVE_INTERVAL_S", "UNUSED_S", "due", "patience", "pause"]
 
 UNUSED_S = 60.0
 
@@ -18,6 +20,11 @@ UNUSED_S = 60.0
 def pause(unasked_s: float) -> float:
     """Seconds to the next Alive, `unasked_s` after the last question."""
     return ALIVE_INTERVAL_S if unasked_s < UNUSED_S else 2 * ALIVE_INTERVAL_S
+
+
+def due(said: float, asked: float, pause_s: float) -> float:
+    """When to say it next: `said` it was last, `asked` was the last question."""
+    return max(said, asked) + pause_s
 
 
 def patience(unasked_s: float, silent_s: float = SILENT_S) -> float:

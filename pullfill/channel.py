@@ -31,6 +31,8 @@ FIRST_FRAME = 64 << 10
 """Bytes of a frame from somebody who has not said who it is."""
 HELLO_FRAME = 2 << 20
 """Bytes of a frame with a `Hello`: it describes the memory of each rank, in some 800 bytes."""
+_AT_ONCE = 64 << 10
+"""Bytes that do not wait for the end of a turn of the loop."""
 
 
 class Seal:
@@ -55,7 +57,7 @@ class Seal:
 class Channel:
     """See the module. `peer`: the other end's address, for logs."""
 
-    __slots__ = ("_in", "_out", "_reader", "_writer", "peer")
+    __slots__ = ("_in", "_out", "_reader", "_size", "_waiting", "_writer", "peer")
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         frames.tune(writer)
@@ -63,6 +65,8 @@ class Channel:
         self._writer = writer
         self._in: Seal | None = None
         self._out: Seal | None = None
+        self._waiting: list[bytes] = []
+        self._size = 0
         name = writer.get_extra_info("peername")
         self.peer = f"{name[0]}:{name[1]}" if isinstance(name, tuple) else str(name)
 
@@ -77,11 +81,22 @@ class Channel:
         return decode(body, kind)
 
     def write(self, message: msgspec.Struct) -> None:
-        """Queue one message for sending; never blocks. A broken connection shows at the reader."""
+        """Queue one message for sending; never blocks. Those of one turn of the loop leave at the
+        end of it, in one piece. A broken connection shows at the reader."""
         body = encode(message)
         if self._out is not None:
             body = self._out.of_next(body) + body
-        frames.write_body(self._writer, body)
+        if not self._waiting:
+            asyncio.get_running_loop().call_soon(self._send)
+        self._waiting.append(body)
+        self._size += len(body)
+        if self._size > _AT_ONCE:
+            self._send()
+
+    def _send(self) -> None:
+        waiting, self._waiting, self._size = self._waiting, [], 0
+        if waiting:
+            frames.write_bodies(self._writer, waiting)
 
     def seal(self, *, incoming: bytes, outgoing: bytes) -> None:
         """From the next frame on, in both directions."""
@@ -89,10 +104,12 @@ class Channel:
 
     def close(self) -> None:
         """Say what is queued, then end."""
+        self._send()
         self._writer.close()
 
     def abort(self) -> None:
         """End now."""
+        self._waiting.clear()
         self._writer.transport.abort()
 
 

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import socket
 import struct
+from collections.abc import Sequence
 
 from pullfill.errors import BadMessage
 
@@ -32,13 +33,18 @@ async def read_body(reader: asyncio.StreamReader, limit: int = MAX_FRAME) -> byt
 
 
 def write_body(writer: asyncio.StreamWriter, body: bytes) -> None:
-    """Queue one frame for sending; never blocks. A broken connection shows at the reader, and a
-    peer that does not read what it is sent gets a broken connection."""
+    """Queue one frame for sending: as `write_bodies`."""
+    write_bodies(writer, (body,))
+
+
+def write_bodies(writer: asyncio.StreamWriter, bodies: Sequence[bytes]) -> None:
+    """Queue a frame of each for sending, as one write; never blocks. A broken connection shows at
+    the reader, and a peer that does not read what it is sent gets a broken connection."""
     with contextlib.suppress(ConnectionError, OSError, RuntimeError):
         if writer.transport.get_write_buffer_size() > MAX_BACKLOG:
             writer.transport.abort()
             return
-        writer.write(_LENGTH.pack(len(body)) + body)
+        writer.write(b"".join([_LENGTH.pack(len(body)) + body for body in bodies]))
 
 
 def tune(writer: asyncio.StreamWriter, *, dead_after_s: float = 10.0) -> None:

@@ -1,17 +1,20 @@
-"""Acks that were sent and that the server has not confirmed yet.
+"""Acks that wait to be sent, and those that were sent and are not confirmed yet.
 
-Who acks a job does not wait for the answer: it is sent at once and kept here. One task per consumer
-repeats the newest of them as a request every now and then; the server takes a connection's acks in
-order, so its answer is for all that were sent before. Acks that a connection took with it are sent
-again over the next. One that is lost all the same costs a redelivery, whose claim is refused.
+Who acks a job waits for no answer. While jobs are pulled one after the other an ack goes out with
+the next pull request, BUSY_S later at most: a write of its own would cost more than all the rest of
+it. Every CONFIRM_S the newest is sent once more, as a request: the server takes a connection's acks
+in order, so its answer confirms all before it. Acks that a connection took with it are sent again
+over the next. One that is lost all the same costs a redelivery, whose claim is refused.
 
-Life: `Acks(...)` → `send` → `close`, which waits for what is open, for a bounded time. asyncio only.
+Life: `Acks(...)` → `send`, `push` → `close`, which waits for what is open, for a bounded time.
+asyncio thread only.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -22,12 +25,15 @@ from pullfill.queue.names import AckInfo
 
 logger = log.get("queue")
 
-CONFIRM_S = 1.0
-"""Between an ack and the question whether it was heard: many acks share one."""
+BUSY_S = 0.005
+"""How long ago the last pull request may be for the next to be worth waiting for, and how long to
+wait for it."""
+CONFIRM_S = 0.5
+"""From an ack to the request that confirms it: many share one."""
 ANSWER_S = 1.0
 TRIES = 5
-"""Questions without an answer, over a connection that stands, before an ack is left to itself: the
-server answers none of a delivery that it does not know of any more."""
+"""Requests without an answer before an ack is left to itself: the server answers none of a delivery
+that it does not know of any more."""
 MAX_OPEN = 10_000
 CLOSE_S = 2.0
 _PAUSE_S = 0.05
@@ -52,6 +58,10 @@ class Acks:
         self._link = link
         self._stream_id = stream_id
         self._open: dict[str, _Open] = {}
+        self._unsent: list[_Open] = []
+        self._pushed_at = -math.inf
+        self._late: asyncio.Task[None] | None = None
+        self._timed = False
         self._some = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -60,14 +70,36 @@ class Acks:
         return len(self._open)
 
     async def send(self, ack: AckInfo, subject: str) -> None:
-        """Never raises, and waits for nothing but room in the socket."""
+        """Ack this delivery, now or with the next pull request. Never raises."""
         one = self._open[subject] = _Open(ack, subject)
         if len(self._open) > MAX_OPEN:
             del self._open[next(iter(self._open))]
-        await self._tell(one)
         if self._task is None:
             self._task = asyncio.create_task(self._confirm_always(), name="queue-acks")
         self._some.set()
+        loop = asyncio.get_running_loop()
+        if loop.time() - self._pushed_at > BUSY_S:
+            await self._tell(one)
+            return
+        self._unsent.append(one)
+        if not self._timed:
+            self._timed = True
+            loop.call_later(BUSY_S, self._overdue)
+
+    async def push(self) -> None:
+        """Send what was kept back, in front of a pull request. Never raises."""
+        self._pushed_at = asyncio.get_running_loop().time()
+        await self._send_unsent()
+
+    def _overdue(self) -> None:
+        self._timed = False
+        if self._unsent:
+            self._late = asyncio.create_task(self._send_unsent())
+
+    async def _send_unsent(self) -> None:
+        unsent, self._unsent = self._unsent, []
+        for one in unsent:
+            await self._tell(one)
 
     async def close(self) -> None:
         """Wait until all is confirmed, CLOSE_S at most."""
@@ -89,42 +121,53 @@ class Acks:
         """Send it, if it has not gone out over this connection."""
         if not self._link.up or one.generation == self._link.generation:
             return
-        if one.ack.precedes(self._stream_id()):
-            self._open.pop(one.subject, None)
-            return
-        with contextlib.suppress(NotSent):
-            one.generation = self._link.generation
-            await self._link.publish(one.subject, _ACK)
+        if not self._moot(one):
+            with contextlib.suppress(NotSent):
+                one.generation = self._link.generation
+                await self._link.publish(one.subject, _ACK)
+
+    def _moot(self, one: _Open) -> bool:
+        """Whether its number means another job by now; then it is forgotten."""
+        if moot := one.ack.precedes(self._stream_id()):
+            self._forget(one)
+        return moot
 
     async def _confirm_always(self) -> None:
         while True:
             await self._some.wait()
             await asyncio.sleep(CONFIRM_S)
-            if await self._link.wait_up(CONFIRM_S):
-                await self._confirm()
+            try:
+                if await self._link.wait_up(ANSWER_S):
+                    await self._confirm()
+            except Exception:
+                logger.exception("could not confirm acks; going on")
+                await asyncio.sleep(ANSWER_S)
             if not self._open:
                 self._some.clear()
 
     async def _confirm(self) -> None:
-        """Ask once about all that is open."""
-        for one in list(self._open.values()):
-            await self._tell(one)
-        generation = self._link.generation
-        asked = [one for one in self._open.values() if one.generation == generation]
-        if not asked:
+        """Send what is not sent, and ask once about all that is open."""
+        self._unsent.clear()
+        asked = [one for one in list(self._open.values()) if not self._moot(one)]
+        if not asked or not self._link.up:
             return
+        generation, newest = self._link.generation, asked[-1]
+        for one in asked[:-1]:
+            await self._tell(one)
+        newest.generation = generation
         try:
-            await self._link.request(asked[-1].subject, _ACK, ANSWER_S)
+            await self._link.request(newest.subject, _ACK, ANSWER_S)
         except NoResponders:
             pass  # the consumer is gone, and its deliveries with it
-        except QueueUnavailable:
+        except QueueUnavailable as exc:
             for one in asked:
-                one.generation, one.asked = 0, one.asked + self._link.up
+                one.generation, one.asked = 0, one.asked + (not isinstance(exc, NotSent))
                 if one.asked >= TRIES:
                     self._forget(one)
             return
         for one in asked:
-            self._forget(one)
+            if one.generation == generation:
+                self._forget(one)
 
     def _forget(self, one: _Open) -> None:
         if self._open.get(one.subject) is one:

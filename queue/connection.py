@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import ssl
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -33,6 +34,7 @@ OnEvent = Callable[[str], None]
 DIAL_TIMEOUT_S = 2.0
 API_TIMEOUT_S = 2.0
 _BACKOFF_S = (0.05, 0.1, 0.2, 0.5, 1.0)
+_NO_RESPONDERS = "503"
 _CLIENT_TASKS = ("_reading_task", "_flusher_task", "_ping_interval_task")
 _GONE = (nats.errors.UnexpectedEOF, nats.errors.StaleConnectionError, ConnectionError)
 
@@ -80,6 +82,11 @@ class Link:
         self._client: Client | None = None
         self._ended = asyncio.Event()
         self._changed = asyncio.Event()
+        # Answers to requests of ours: the client's own way makes a random name, two more timers
+        # and a task for each.
+        self._inbox = ""
+        self._serial = itertools.count(1)
+        self._answers: dict[str, asyncio.Future[Msg]] = {}
         self._cause = "not connected yet"
         self._fatal: ConfigError | None = None
         self._started = False
@@ -132,13 +139,12 @@ class Link:
     ) -> Msg:
         """One request and its answer. Raises NotSent, NoResponders, QueueUnavailable (sent, but no
         answer: it may have had its effect), QueueFull (larger than the server's max_payload)."""
-        client = self.client
+        client, inbox = self.client, f"{self._inbox}.{next(self._serial)}"
+        answer = self._answers[inbox] = asyncio.get_running_loop().create_future()
         try:
-            # The inner timeout does not cover a full send buffer; the outer one does.
-            async with asyncio.timeout(2 * timeout_s):
-                return await client.request(subject, payload, timeout=timeout_s, headers=headers)
-        except nats.errors.NoRespondersError:
-            raise NoResponders(f"NATS at {self.shown_url} has nobody on {subject}") from None
+            async with asyncio.timeout(timeout_s):
+                await client.publish(subject, payload, reply=inbox, headers=headers)
+                msg = await answer
         except nats.errors.MaxPayloadError:
             too_large = QueueFull(
                 f"{len(payload)} bytes are more than the max_payload of {client.max_payload} of "
@@ -153,6 +159,16 @@ class Link:
             ) from None
         except (nats.errors.Error, OSError) as exc:
             raise QueueUnavailable(f"NATS at {self.shown_url}: {_say(exc)}") from exc
+        finally:
+            del self._answers[inbox]
+        if msg.headers and msg.headers.get("Status") == _NO_RESPONDERS:
+            raise NoResponders(f"NATS at {self.shown_url} has nobody on {subject}")
+        return msg
+
+    async def _on_answer(self, msg: Msg) -> None:
+        answer = self._answers.get(msg.subject)
+        if answer is not None and not answer.done():
+            answer.set_result(msg)
 
     async def api(
         self, operation: str, payload: object = None, timeout_s: float = API_TIMEOUT_S
@@ -242,6 +258,8 @@ class Link:
         except (nats.errors.Error, OSError) as exc:
             raise self._meant(exc) from None
         self._ended.clear()
+        self._inbox = client.new_inbox()
+        await client.subscribe(f"{self._inbox}.*", cb=self._on_answer)
         self.generation += 1
         await self._setup()
         self.up = True

@@ -195,6 +195,7 @@ class JetStreamConsumer:
         else:
             ask = b'{"batch":1,"no_wait":true}'
         self._live_until = SYSTEM_CLOCK.monotonic() + max(0.0, lifetime)
+        await self.acks.push()
         await self.link.publish(
             f"$JS.API.CONSUMER.MSG.NEXT.{self._names.stream}.{CONSUMER}",
             ask,

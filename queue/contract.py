@@ -97,9 +97,10 @@ class Delivery(Protocol):
         ...
 
     async def ack(self) -> None:
-        """The job is committed (or needs nobody any more). Never raises and waits for no answer: it
-        is told at once, and again until the server has confirmed it, over reconnects. One that is
-        lost all the same (this process dies) costs a redelivery: the claim of that is refused."""
+        """The job is committed (or needs nobody any more). Never raises, and waits for nothing: the
+        server is told within milliseconds, and again until it has confirmed it, over reconnects.
+        One that is lost all the same (this process dies) costs a redelivery, whose claim is
+        refused."""
         ...
 
     async def nak(self, delay_s: float = 0.0) -> None:

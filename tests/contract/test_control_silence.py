@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pullfill import alive, frames
-from pullfill.errors import Outcome
+from pullfill.errors import ClaimRefused, Outcome
 from pullfill.wire import Alive, Claim, Grant, HandBack
 from tests.support import framing
 from tests.support.control_rig import Decode, Prefill, Raw, hello, until
@@ -69,14 +69,46 @@ async def test_a_link_that_nobody_uses_says_less_often_that_it_lives(
     try:
         await prefill.link.wait_up(5.0)
         told = []
-        for asked_at in (-1e9, 1e9):
-            prefill.link._asked_at = asked_at
+        for long_ago in (1e9, 1.0):
+            prefill.link._asked_at = asyncio.get_running_loop().time() - long_ago
             await asyncio.sleep(0.05)
             heard[0] = 0
             await asyncio.sleep(0.4)
             told.append(heard[0])
         unused, used = told
         assert 0 < 1.4 * unused < used
+        assert prefill.lost == 0
+    finally:
+        await prefill.link.close()
+        await decode.server.stop()
+
+
+async def test_a_link_that_is_used_all_the_time_need_not_say_that_it_lives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Questions and answers say it; when they end, it is said again."""
+    monkeypatch.setattr("pullfill.alive.ALIVE_INTERVAL_S", 0.1)
+    decode = Decode(silent_s=0.5)
+    real, heard = decode.server._dispatch, [0]
+
+    def count(peer: Any, message: object) -> None:
+        heard[0] += isinstance(message, Alive)
+        real(peer, message)
+
+    await decode.server.start("127.0.0.1")
+    prefill = Prefill(decode)
+    try:
+        await prefill.link.wait_up(5.0)
+        await asyncio.sleep(0.02)
+        monkeypatch.setattr(decode.server, "_dispatch", count)
+        for _ in range(60):
+            with pytest.raises(ClaimRefused):
+                await prefill.link.claim("nobody's", "i0", 1, "")
+            await asyncio.sleep(0.02)
+        assert heard[0] <= 3, "only where a question was late"
+        assert (decode.server.prefill_workers, prefill.lost) == (1, 0)
+        told = heard[0]
+        await until(lambda: heard[0] > told + 4)
         assert prefill.lost == 0
     finally:
         await prefill.link.close()

@@ -78,6 +78,49 @@ async def test_many_acks_share_one_answer(pair: Pair, monkeypatch: pytest.Monkey
     assert asked == [jobs[-1].ack_subject]
 
 
+@pytest.mark.parametrize("busy_s", [60.0, 0.0])
+async def test_acks_go_out_with_the_next_pull_if_it_is_near(
+    busy_s: float, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In front of it, as one write; else at once."""
+    monkeypatch.setattr(acks, "CONFIRM_S", 60.0)
+    monkeypatch.setattr(acks, "BUSY_S", busy_s)
+    producer, consumer = pair
+    jobs, sent = await pulled(pair, 3), list[str]()
+    real = consumer.link.publish
+
+    async def publish(subject: str, payload: bytes, reply: str = "") -> None:
+        sent.append(subject)
+        await real(subject, payload, reply)
+
+    monkeypatch.setattr(consumer.link, "publish", publish)
+    for job in jobs:
+        await job.ack()
+    assert len(sent) == (0 if busy_s else 3)
+    assert await consumer.pull(1, 1, 0.05) == []
+    assert sent[:3] == [job.ack_subject for job in jobs]
+    assert "MSG.NEXT" in sent[3]
+    await consumer.pull(1, 1, 0.05)
+    assert len(sent) == 5, "once"
+    producer.look_again()
+    await until(lambda: producer.depth().depth_jobs == 0)
+
+
+async def test_an_ack_that_waits_for_a_pull_does_not_wait_long(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(acks, "CONFIRM_S", 60.0)
+    monkeypatch.setattr(acks, "BUSY_S", 0.2)
+    producer, consumer = pair
+    jobs = await pulled(pair, 3)
+    await consumer.acks.push()
+    for job in jobs:
+        await job.ack()
+    assert len(consumer.acks._unsent) == 3
+    producer.look_again()
+    await until(lambda: producer.depth().depth_jobs == 0)
+
+
 async def test_a_hung_server_keeps_nobody_waiting(server: NatsServer, pair: Pair) -> None:
     jobs = await pulled(pair, 3)
     server.pause()
@@ -109,6 +152,7 @@ async def test_what_a_connection_took_with_it_is_told_over_the_next(
         patch.setattr(acks, "CONFIRM_S", 60.0)
         for job in jobs:
             await job.ack()
+        await pair[1].acks.push()
         pair[1].link.reset("the test")
         await until(lambda: not pair[1].link.up)
     assert pair[1].acks.unconfirmed == 3

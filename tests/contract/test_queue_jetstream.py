@@ -15,6 +15,7 @@ import pytest
 
 from pullfill.errors import ConfigError, QueueFull, QueueUnavailable
 from pullfill.queue import admin
+from pullfill.queue.connection import NoResponders
 from pullfill.queue.contract import Delivery, QueueConfig, Receipt
 from pullfill.queue.depth import Snapshot
 from pullfill.queue.jetstream import JetStreamConsumer, JetStreamProducer
@@ -218,6 +219,22 @@ async def test_a_hung_server_costs_one_timeout_then_nothing(
     [job] = await retried(lambda: consumer.pull(1, 1, 1))
     assert job.job_id == "after", "publishes without an answer were removed"
     await job.ack()
+
+
+async def test_an_answer_that_comes_late_is_nobody_elses(server: NatsServer, pair: Pair) -> None:
+    link, stream = pair[0]._link, pair[0]._names.stream
+    server.pause()
+    with pytest.raises(QueueUnavailable, match="no answer"):
+        await link.api("INFO", timeout_s=0.1)
+    server.resume()
+    answers = await asyncio.gather(
+        link.api(f"STREAM.INFO.{stream}"), link.api(f"CONSUMER.INFO.{stream}.prefill")
+    )
+    assert answers[0]["config"]["name"] == stream
+    assert answers[1]["name"] == "prefill"
+    with pytest.raises(NoResponders):
+        await link.request("nobody.listens", b"", 5.0)
+    await until(lambda: not link._answers)
 
 
 async def test_a_cancel_while_the_server_hangs_is_done_later(

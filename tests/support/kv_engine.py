@@ -154,7 +154,7 @@ class KvEngine:
     def _loop(self) -> None:
         try:
             while not self._stopping:
-                self._changed.wait(5)
+                self._changed.wait(0.02)  # as the engine's loop looks around by itself
                 self._changed.clear()
                 while self._step():
                     pass

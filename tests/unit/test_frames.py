@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import struct
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pullfill import frames
+from pullfill.channel import Channel
 from pullfill.errors import BadMessage
 from pullfill.wire import Hello, Quiet, ToDecode, encode
 from tests.support import framing
@@ -93,6 +96,45 @@ def test_addresses_that_are_none(address: str) -> None:
 def test_addresses() -> None:
     assert frames.split_address("tcp://127.0.0.1:80") == ("127.0.0.1", 80)
     assert frames.split_address("tcp://[::1]:80")[1] == 80
+
+
+async def test_what_is_written_in_one_turn_of_the_loop_leaves_in_one_piece() -> None:
+    """A write wakes somebody else; that is most of what a message costs."""
+    pieces: list[bytes] = []
+    transport = SimpleNamespace(get_write_buffer_size=lambda: 0, abort=lambda: pieces.append(b"!"))
+    writer: Any = SimpleNamespace(
+        transport=transport, write=pieces.append, close=lambda: None, get_extra_info=lambda _: None
+    )
+    channel = Channel(asyncio.StreamReader(), writer)
+    for _ in range(3):
+        channel.write(QUIET)
+    assert pieces == []
+    await asyncio.sleep(0)
+    assert pieces == [3 * frame(encode(QUIET))]
+    channel.write(QUIET)
+    channel.close()
+    await asyncio.sleep(0)
+    assert pieces[1:] == [frame(encode(QUIET))], "what was said before the end is said"
+    channel.write(QUIET)
+    channel.abort()
+    await asyncio.sleep(0)
+    assert pieces[2:] == [b"!"]
+
+
+async def test_much_at_once_does_not_wait_for_the_end_of_the_turn() -> None:
+    """So that what a peer does not read stays bounded within a turn too."""
+    pieces: list[bytes] = []
+    transport = SimpleNamespace(get_write_buffer_size=lambda: 0)
+    writer: Any = SimpleNamespace(
+        transport=transport, write=pieces.append, get_extra_info=lambda _: None
+    )
+    channel = Channel(asyncio.StreamReader(), writer)
+    for _ in range(100):
+        channel.write(Quiet(job_id="j" * 100, attempt=1, incarnation="i" * 4000))
+    assert pieces
+    assert max(map(len, pieces)) < 80_000
+    await asyncio.sleep(0)
+    assert sum(map(len, pieces)) > 400_000
 
 
 async def test_a_peer_that_reads_nothing_gets_a_broken_connection() -> None:

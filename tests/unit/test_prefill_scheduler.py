@@ -200,6 +200,7 @@ def test_finished_with_writes_under_way_keeps_the_blocks_until_the_last() -> Non
     engine.mover.finish()
     assert engine.side.has_work
     assert engine.ends == [None]
+    assert engine.wakes == 0, "nobody waits for them: it is told in the next step there is"
     assert engine.run(0).reports.sent == {"j.1"}
     assert engine.run(0).reports.sent == set()
 
