@@ -140,10 +140,13 @@ class Link:
         """One request and its answer. Raises NotSent, NoResponders, QueueUnavailable (sent, but no
         answer: it may have had its effect), QueueFull (larger than the server's max_payload)."""
         client, inbox = self.client, f"{self._inbox}.{next(self._serial)}"
-        answer = self._answers[inbox] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[Msg] = asyncio.get_running_loop().create_future()
+        self._answers[inbox] = answer
         try:
+            # Two timers: the client swallows the first if it comes while its send buffer is full.
             async with asyncio.timeout(timeout_s):
                 await client.publish(subject, payload, reply=inbox, headers=headers)
+            async with asyncio.timeout(timeout_s):
                 msg = await answer
         except nats.errors.MaxPayloadError:
             too_large = QueueFull(

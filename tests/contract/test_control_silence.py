@@ -7,6 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pullfill import alive, frames
 from pullfill.errors import ClaimRefused, Outcome
@@ -164,7 +166,7 @@ async def test_so_may_a_decode_worker_that_is_asked_for_nothing(
         await decode.server.stop()
 
 
-@pytest.mark.parametrize(("unasked_s", "pause", "patience"), [(59.9, 1, 5), (60.0, 2, 6)])
+@pytest.mark.parametrize(("unasked_s", "pause", "patience"), [(9.9, 1, 5), (10.0, 2, 6)])
 def test_a_stall_of_four_seconds_is_forgiven(
     unasked_s: float, pause: float, patience: float
 ) -> None:
@@ -172,8 +174,24 @@ def test_a_stall_of_four_seconds_is_forgiven(
     assert alive.patience(unasked_s) == patience
 
 
+@given(
+    st.floats(0.0, 1e6), st.floats(-30.0, 30.0), st.sampled_from([alive.pause(0), alive.pause(1e9)])
+)
+def test_it_is_said_again_never_later_than_a_pause(said: float, since: float, pause: float) -> None:
+    asked = max(0.0, said + since)
+    due = alive.due(said, asked, pause)
+    assert said < due <= max(said, asked) + pause
+    if pause == alive.pause(0):
+        assert due >= max(said, asked) + 0.7 * pause, "a question stands for it"
+
+
+def test_over_unused_links_it_is_said_in_one_go() -> None:
+    pause = alive.pause(1e9)
+    assert len({alive.due(100 * pause + said, 0.0, pause) for said in (0.01, 0.5, 1.1, 1.9)}) == 1
+
+
 async def test_a_fresh_link_is_used() -> None:
-    """It says every second that it lives, for a minute; both ends count from the welcome, also of
+    """It says every second that it lives, for a while; both ends count from the welcome, also of
     a connection that was made anew."""
     decode = Decode()
     await decode.server.start("127.0.0.1")

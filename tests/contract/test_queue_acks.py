@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,14 @@ from tests.support.nats import NatsServer, until
 Pair = tuple[JetStreamProducer, JetStreamConsumer]
 
 
-@pytest.fixture
-async def server(tmp_path: Path) -> AsyncIterator[NatsServer]:
-    server = NatsServer(tmp_path)
-    await server.start()
-    yield server
-    server.stop()
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
+    server = NatsServer(Path(tmp_path_factory.mktemp("nats")))
+    try:
+        asyncio.run(server.start())
+        yield server
+    finally:
+        server.stop()
 
 
 @pytest.fixture
