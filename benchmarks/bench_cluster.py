@@ -13,16 +13,15 @@ from __future__ import annotations
 import argparse
 import random
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from benchmarks import machine
-from benchmarks.live import CLI, Live, child, demo_vocabulary, end_in_order, running, wait_for
-from benchmarks.report import Row, finish, median, percentile, row
+from benchmarks import command, machine
+from benchmarks.live import CLI, Live, child, demo_vocabulary, running, wait_for
+from benchmarks.report import Row, median, percentile, row
 
 STAGES = {
     "queue": ("decide -> claimed by an idle prefill worker", 5.0),
@@ -171,9 +170,7 @@ def run(options: argparse.Namespace, base: Path) -> tuple[list[Row], machine.Qui
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command.parser(__doc__)
     parser.add_argument("--starts", type=int, default=3, help="how often `up` is timed")
     parser.add_argument("--by-hand", type=int, default=1, help="how often a prefill worker joins")
     parser.add_argument("--requests", type=int, default=100, help="remote prefills, at least 2")
@@ -181,19 +178,8 @@ def main() -> int:
         "--idle", type=float, default=30.0, metavar="S", help="length of the idle window"
     )
     parser.add_argument("--threads", action="store_true", help="also show which threads wake up")
-    parser.add_argument("--no-save", action="store_true", help="print only")
-    options = parser.parse_args()
-    end_in_order()
-    with tempfile.TemporaryDirectory(prefix="pullfill-bench-") as directory:
-        rows, quiet = run(options, Path(directory))
-    print(quiet)
-    return finish(
-        "cluster",
-        rows,
-        quiet=quiet.quiet,
-        save=not options.no_save,
-        title="One demo cluster: start, memory, handoff, idle",
-    )
+    title = "One demo cluster: start, memory, handoff, idle"
+    return command.main("cluster", title, parser.parse_args(), run)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ import asyncio
 import os
 import random
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -26,9 +25,9 @@ from typing import Any
 import aiohttp
 
 from benchmarks import bench_frontend_requests as requests
-from benchmarks import machine
-from benchmarks.live import BenchError, demo_flags, end_in_order, running
-from benchmarks.report import Row, finish, median, row, versus
+from benchmarks import command, machine
+from benchmarks.live import BenchError, demo_flags, running
+from benchmarks.report import Row, median, row, versus
 from benchmarks.serving.systems_vllm import Cores, api_server
 from pullfill.deploy import defaults, plan
 
@@ -176,9 +175,7 @@ def run(options: argparse.Namespace, base: Path) -> tuple[list[Row], machine.Qui
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command.parser(__doc__)
     parser.add_argument("--rounds", type=int, default=9, help="loads per server and endpoint")
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=200)
@@ -188,19 +185,8 @@ def main() -> int:
         default=6,
         help=f"groups of {requests.GROUP} requests per server and kind",
     )
-    parser.add_argument("--no-save", action="store_true", help="print only")
-    options = parser.parse_args()
-    end_in_order()
-    with tempfile.TemporaryDirectory(prefix="pullfill-bench-") as directory:
-        rows, quiet = run(options, Path(directory))
-    print(quiet)
-    return finish(
-        "frontend",
-        rows,
-        quiet=quiet.quiet,
-        save=not options.no_save,
-        title="The frontend against vLLM's API server",
-    )
+    title = "The frontend against vLLM's API server"
+    return command.main("frontend", title, parser.parse_args(), run)
 
 
 if __name__ == "__main__":

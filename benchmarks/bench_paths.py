@@ -20,7 +20,6 @@ import os
 import random
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -33,9 +32,9 @@ from typing import Any
 
 import httpx
 
-from benchmarks import machine
-from benchmarks.live import CLI, Live, end_in_order, running, wait_for
-from benchmarks.report import Row, finish, median, percentile, read_rows, row, versus
+from benchmarks import command, machine
+from benchmarks.live import CLI, Live, running, wait_for
+from benchmarks.report import Row, median, percentile, read_rows, row, versus
 from benchmarks.serving import model
 from benchmarks.serving.model import DTYPE, NAME
 
@@ -301,26 +300,13 @@ def run(options: argparse.Namespace, base: Path) -> tuple[list[Row], machine.Qui
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command.parser(__doc__)
     parser.add_argument("--rounds", type=int, default=3, help="windows of each kind")
     parser.add_argument("--seconds", type=float, default=12.0, help="length of a window")
     parser.add_argument("--repeats", type=int, default=5, help="prompts of each length and path")
-    parser.add_argument("--no-save", action="store_true", help="print only")
     parser.add_argument("flags", nargs="*", metavar="-- FLAGS", help="more flags for `pullfill up`")
-    options = parser.parse_args()
-    end_in_order()
-    with tempfile.TemporaryDirectory(prefix="pullfill-bench-") as directory:
-        rows, quiet = run(options, Path(directory))
-    print(quiet)
-    return finish(
-        "paths",
-        rows,
-        quiet=quiet.quiet,
-        save=not options.no_save,
-        title="Token path and remote-prefill path, one decode and one prefill worker",
-    )
+    title = "Token path and remote-prefill path, one decode and one prefill worker"
+    return command.main("paths", title, parser.parse_args(), run)
 
 
 if __name__ == "__main__":

@@ -13,14 +13,13 @@ one client in ten hangs up somewhere. Meanwhile, about every --every seconds, on
 Kinds and moments follow from --seed. One decode worker, one prefill worker and both frontends live
 through all of it: a decode worker is always left, so no request may fail. The private memory
 (resident, without the shared KV) of those four is sampled every second; its slope over the last
-half is within noise when it is at most two standard errors from zero (least squares over 20 means),
-or below --slope-floor. What grows up to a bound must not look like a leak. So before the clock
+half is within noise when it is at most two standard errors from zero (least squares over 20
+medians), or below --slope-floor. What grows up to a bound must not look like a leak. So before the clock
 starts, each frontend gets as many short requests as it keeps records of; and for --warm-up seconds
 there is load without faults, by four times the clients and without pauses: half of the time every
 prompt is prefilled by the decode workers, half of it by the prefill workers. For vLLM's CPU build
-makes and drops a oneDNN kernel for each number of tokens in a step, which leaves holes in the heap
-until it is full of them. A decode worker that prefills only while others are away would get there
-within the measured time, a busy one does in the first minute.
+makes and drops a oneDNN kernel for each number of tokens in a step, which leaves holes in the heap;
+how many is chance, until a worker gives them back, once a minute.
 
 Writes results/chaos-soak.json and .md, and the table in docs/failure-modes.md, with --save.
 Exit status 1 when anything failed, was wrong, or is left behind.
@@ -348,7 +347,7 @@ def command_line() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--warm-up", type=float, default=240.0, metavar="S", help="before them")
+    parser.add_argument("--warm-up", type=float, default=120.0, metavar="S", help="before them")
     parser.add_argument("--every", type=float, default=12.0, metavar="S", help="between faults")
     parser.add_argument("--clients", type=int, default=6)
     parser.add_argument("--pause", type=float, default=0.3, metavar="S", help="mean, of a client")

@@ -25,6 +25,7 @@ import zmq
 
 from pullfill import failpoints, log
 from pullfill.engine import process
+from pullfill.engine.heap import Heap
 from pullfill.engine.watchdog import Pulse
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ logger = log.get("engine.host")
 
 _BLOCKED_POLL_MS = 2
 _IDLE_POLL_MS = 1_000
+_MOMENT_S = 0.001
+"""What a frontend needs for a first token."""
 
 
 class EngineHost:
@@ -71,6 +74,9 @@ class EngineHost:
         self._beat = 0
         self._doing = ""
         self._blocked_at: float | None = None
+        self._one_core = False
+        self._first_tokens = False
+        self._heap = Heap()
 
     # ------------------------------------------------------------------ any thread
 
@@ -152,6 +158,7 @@ class EngineHost:
 
     def _loop(self, core: EngineCore) -> None:
         assert self._poller is not None
+        self._one_core = len(os.sched_getaffinity(0)) == 1
         timeout = 0
         while not self._stopping:
             self._take_in(core, timeout)
@@ -166,12 +173,24 @@ class EngineHost:
             self._after_step(len(core.batch_queue or ()))
             if outputs:
                 self._on_outputs(outputs)
+                self._let_them_go()
             core.post_step(executed)
+            self._heap.after_step()
             timeout = 0 if executed or core.batch_queue else self._pause(core)
             if executed or timeout == _IDLE_POLL_MS:
                 self._blocked_at = None
             elif timeout == _BLOCKED_POLL_MS and self._blocked_at is None:
                 self._blocked_at = time.monotonic()
+
+    def _let_them_go(self) -> None:
+        """After a step with first tokens of remote prefills: leave the core, if we have only one,
+        to the threads and the frontend that bring them to the client. The kernel has us all woken
+        at the same moment and is fair, so they would wait for a slice of our next step, about 3 ms;
+        `sched_yield` changes nothing for those that it takes to be ahead of us."""
+        if self._first_tokens:
+            self._first_tokens = False
+            if self._one_core:
+                time.sleep(_MOMENT_S)
 
     def received(self, request_ids: Collection[str]) -> None:
         """The remote KV of these waiting requests is there (engine thread, between steps): the next
@@ -180,6 +199,7 @@ class EngineHost:
         from vllm.v1.outputs import KVConnectorOutput
 
         assert self.core is not None
+        self._first_tokens = True
         scheduler: Any = self.core.scheduler
         scheduler._update_from_kv_xfer_finished(
             KVConnectorOutput(finished_recving=set(request_ids))

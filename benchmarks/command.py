@@ -1,0 +1,33 @@
+"""What the commands that measure a cluster of their own have in common."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks import machine
+from benchmarks.live import end_in_order
+from benchmarks.report import Row, finish
+
+Measure = Callable[[argparse.Namespace, Path], tuple[list[Row], machine.Quiet]]
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """Options that all have; add those of the one."""
+    made = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument("--no-save", action="store_true", help="print only")
+    return made
+
+
+def main(name: str, title: str, options: argparse.Namespace, measure: Measure) -> int:
+    """Measure in a temporary folder, print, and write results/NAME.json and .md. Returns the exit
+    status: 1 when a target is missed."""
+    end_in_order()
+    with tempfile.TemporaryDirectory(prefix="pullfill-bench-") as directory:
+        rows, quiet = measure(options, Path(directory))
+    print(quiet)
+    return finish(name, rows, quiet=quiet.quiet, save=not options.no_save, title=title)

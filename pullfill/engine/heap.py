@@ -1,0 +1,37 @@
+"""What malloc holds between its blocks goes back to the kernel, once a minute of work."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+from pullfill.clock import SYSTEM_CLOCK, Clock
+
+EVERY_S = 60.0
+
+
+def trim() -> None:
+    """glibc's `malloc_trim`: the free pages of all arenas, holes included. Takes milliseconds and
+    does not hold the GIL; without glibc it does nothing."""
+    give_back = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if give_back is not None:
+        give_back(ctypes.c_size_t(0))
+
+
+class Heap:
+    """Of a process whose engine makes and drops kernels and activations of ever other sizes: the
+    holes between them are as many as ever were needed, and which ones were is chance. So memory in
+    use looked like a leak that never ended. Who is idle does not grow, and is left alone.
+    """
+
+    def __init__(self, clock: Clock = SYSTEM_CLOCK, trim: Callable[[], None] = trim) -> None:
+        self._clock = clock
+        self._trim = trim
+        self._due = clock.monotonic() + EVERY_S
+
+    def after_step(self) -> None:
+        """Trim if it is time. Engine thread, between steps: for as long as a decode step, once a
+        minute."""
+        if self._clock.monotonic() >= self._due:
+            self._trim()
+            self._due = self._clock.monotonic() + EVERY_S
