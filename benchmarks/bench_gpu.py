@@ -74,7 +74,8 @@ class Device:
 
     def plain(self, source: int, target: int, batch: Batch) -> None:
         """One queued copy per run, by hand: no plan, no fence."""
-        columns = (batch.target + target, batch.source + source, batch.nbytes)
+        runs = batch.flat()
+        columns = (runs.target + target, runs.source + source, runs.nbytes)
         arrays = [column.astype(np.uint64) for column in columns]
         for index in range(len(batch)):
             self.stream.copy_batch(*(array[index : index + 1] for array in arrays))
@@ -93,8 +94,8 @@ def scattered(moved: int, page: int, seed: int, room: int) -> Batch:
     """Runs of `page` bytes from and to places of their own, `moved` bytes in all, in `room`."""
     rng = np.random.default_rng(seed)
     count = min(BATCH_RUNS, moved // page)
-    source, target = (rng.permutation(room // page)[:count] * page for _ in range(2))
-    return Batch(source, target, np.full(count, page, np.int64), count * page)
+    source, target = ((rng.permutation(room // page)[:count] * page).tolist() for _ in range(2))
+    return Batch(source, target, [page] * count, count * page)
 
 
 def copy_rows(device: Device, moved: int, rounds: int, directory: Path) -> Iterator[Row]:
@@ -160,7 +161,7 @@ def gather_rows(device: Device, moved: int, rounds: int, there: int, here: int) 
         return
     for page in PAGES[:4]:
         runs = scattered(moved, page, 3, 2 * moved)
-        dense = np.arange(len(runs), dtype=np.int64) * page
+        dense = [page * index for index in range(len(runs))]
         gather = Batch(runs.source, dense, runs.nbytes, runs.total)
         took = interleaved(
             {

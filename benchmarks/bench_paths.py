@@ -303,7 +303,7 @@ def main() -> int:
     parser = command.parser(__doc__)
     parser.add_argument("--rounds", type=int, default=3, help="windows of each kind")
     parser.add_argument("--seconds", type=float, default=12.0, help="length of a window")
-    parser.add_argument("--repeats", type=int, default=5, help="prompts of each length and path")
+    parser.add_argument("--repeats", type=int, default=9, help="prompts of each length and path")
     parser.add_argument("flags", nargs="*", metavar="-- FLAGS", help="more flags for `pullfill up`")
     title = "Token path and remote-prefill path, one decode and one prefill worker"
     return command.main("paths", title, parser.parse_args(), run)

@@ -68,8 +68,8 @@ def cases(sizes: Sizes) -> Iterator[Case]:
     for page in sizes.pages:
         count = sizes.moved // page // LAYERS
         blocks = 2 * count
-        scattered = [rng.permutation(blocks)[:count].tolist() for _ in range(2)]
-        yield Case(f"{page >> 10} KiB scattered", page, *scattered, blocks)
+        source, target = (rng.permutation(blocks)[:count].tolist() for _ in range(2))
+        yield Case(f"{page >> 10} KiB scattered", page, source, target, blocks)
         if page in (sizes.pages[0], sizes.pages[-1]):
             run = list(range(count))
             yield Case(f"{page >> 10} KiB contiguous", page, run, [b + 1 for b in run], count + 1)
@@ -232,7 +232,7 @@ def plan_rows(rounds: int, clock: Clock) -> list[Row]:
         "one run": run,
     }.items():
         s, t = source.tolist(), target.tolist()
-        ways = {"plan": lambda s=s, t=t: plan(layout, layout, s, t)}
+        ways: dict[str, Callable[[], object]] = {"plan": partial(plan, layout, layout, s, t)}
         took = interleaved(ways, rounds, clock)["plan"]
         rows.append(row(f"plan and merge 10,000 blocks, {name}", took * 1e3, "ms", at_most=5))
     return rows

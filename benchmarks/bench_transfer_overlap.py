@@ -63,7 +63,7 @@ def overlap_rows(long: list[dict[str, Any]], short: list[dict[str, Any]]) -> lis
             raise BenchError(f"a prompt was not prefilled remotely: {record}")
 
     def middle(records: list[dict[str, Any]], stage: str) -> float:
-        return median([record["timings_ms"][stage] for record in records])
+        return median([float(record["timings_ms"][stage]) for record in records])
 
     nbytes, where = median([record["kv_bytes"] for record in short]), f"prompt of {CHUNKS} chunks"
     one = middle(short, "kv_write")

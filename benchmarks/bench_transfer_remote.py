@@ -113,7 +113,7 @@ class RawReceiver:
 
     def _receive(self, connection: socket.socket) -> None:
         while head := connection.recv(8, socket.MSG_WAITALL):
-            nbytes, view = int.from_bytes(head), memoryview(self.target)
+            nbytes, view = int.from_bytes(head), memoryview(self.target)  # type: ignore[arg-type]
             done = 0
             while done < nbytes:
                 done += connection.recv_into(view[done : min(nbytes, done + _PIECE)])
@@ -165,7 +165,8 @@ class Other:
             line = self._process.stdout.readline()
         if not line:
             raise RuntimeError("the other process ended")
-        return json.loads(line)
+        answer: dict[str, Any] = json.loads(line)
+        return answer
 
 
 @contextmanager
@@ -207,7 +208,7 @@ class RawSender:
         self._socket = socket.create_connection(("127.0.0.1", port))
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._head = moved.to_bytes(8)
-        data = memoryview(local.data)
+        data = memoryview(local.data)  # type: ignore[arg-type]
         if case.contiguous:
             self._views = [data[at : min(at + _PIECE, moved)] for at in range(0, moved, _PIECE)]
         else:

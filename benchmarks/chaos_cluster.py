@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +61,7 @@ class ChaosCluster(Cluster):
         """Wait until every living process is ready and known to the others."""
         self.wait_ready(*self.workers_alive(), within_s=STARTS_WITHIN_S)
         for url in self.urls():
-            wait_for(
-                lambda u=url: self._serves(u), STARTS_WITHIN_S, f"{url} sees all decode workers"
-            )
+            wait_for(partial(self._serves, url), STARTS_WITHIN_S, f"{url} sees all decode workers")
 
     def _serves(self, url: str) -> bool:
         status = httpx.get(f"{url}/pullfill/status", timeout=5.0).json()

@@ -278,7 +278,8 @@ class Stage:
             return [] if None in lines else [line for line in lines if line is not None]
 
         try:
-            return max(wait_for(found, 15.0, "a decode worker notices")) - wall
+            noticed: list[float] = wait_for(found, 15.0, "a decode worker notices")
+            return max(noticed) - wall
         except BenchError:
             return None
 

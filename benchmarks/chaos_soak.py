@@ -14,12 +14,13 @@ Kinds and moments follow from --seed. One decode worker, one prefill worker and 
 through all of it: a decode worker is always left, so no request may fail. The private memory
 (resident, without the shared KV) of those four is sampled every second; its slope over the last
 half is within noise when it is at most two standard errors from zero (least squares over 20
-medians), or below --slope-floor. What grows up to a bound must not look like a leak. So before the clock
-starts, each frontend gets as many short requests as it keeps records of; and for --warm-up seconds
-there is load without faults, by four times the clients and without pauses: half of the time every
-prompt is prefilled by the decode workers, half of it by the prefill workers. For vLLM's CPU build
-makes and drops a oneDNN kernel for each number of tokens in a step, which leaves holes in the heap;
-how many is chance, until a worker gives them back, once a minute.
+medians), or below --slope-floor. What grows up to a bound must not look like a leak. So before the
+clock starts, each frontend gets as many short requests as it keeps records of; and for --warm-up
+seconds there is load without faults, by four times the clients and without pauses: half of the time
+every prompt is prefilled by the decode workers, half of it by the prefill workers. Before that
+come, one at a time, prompts of more lengths than vLLM's CPU build keeps oneDNN kernels for: it
+makes one for each weight and number of tokens in a step, keeps 128, and so grows for as long as
+there are new ones.
 
 Writes results/chaos-soak.json and .md, and the table in docs/failure-modes.md, with --save.
 Exit status 1 when anything failed, was wrong, or is left behind.
@@ -54,12 +55,18 @@ from pullfill.frontend.explain import MAX_RECORDS
 from tests.support.checkpoint import tiny_checkpoint
 from tests.support.cluster import MODEL, Worker
 from tests.support.oracle import Oracle
+from tests.support.prompts import random_prompt
 
 LENGTHS = (40, 300, 700, 1100, 1500)
 MAX_TOKENS = 24
 PROMPTS = 400
 CUT_SHARE = 0.1
 KV = "/dev/shm/pullfill-"
+KERNELS = 128
+"""Numbers of tokens for which vLLM keeps a oneDNN kernel of each weight (its own default)."""
+KERNELS_FROM = 33
+POLICY_S = 1.0
+"""For a router setting to arrive."""
 STOP_S, NATS_S, ETCD_S = 8.0, 6.0, 9.0
 
 
@@ -171,6 +178,10 @@ class Faults:
 
 def warm_up(cluster: ChaosCluster, load: Load, seconds: float) -> None:
     """Raises BenchError when a request fails, as nothing is wrong yet."""
+    for policy in ("always_local", "always_remote"):
+        cluster.set_router(policy=policy)
+        time.sleep(POLICY_S)
+        fill_kernels(cluster.urls()[0], policy)
     with load:
         for policy in ("always_local", "always_remote"):
             cluster.set_router(policy=policy)
@@ -178,6 +189,18 @@ def warm_up(cluster: ChaosCluster, load: Load, seconds: float) -> None:
     cluster.set_router(policy="conditional")
     if failed := load.failed():
         raise BenchError(f"before any fault: {failed[0].error}")
+
+
+def fill_kernels(url: str, name: str) -> None:
+    """One after the other, so that each is a step of its own: prompts of more lengths than vLLM
+    keeps kernels for, twice as many again because two workers share them. name: other prompts than
+    for another one."""
+    rng = random.Random(name)
+    with httpx.Client(timeout=60.0) as http:
+        for number in range(4 * KERNELS):
+            prompt = random_prompt(KERNELS_FROM + number, seed=rng.getrandbits(32))
+            body = {"model": MODEL, "prompt": prompt, "max_tokens": 1, "temperature": 0}
+            http.post(f"{url}/v1/completions", json=body).raise_for_status()
 
 
 def fill_histories(urls: Sequence[str]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from benchmarks.chaos_release import Released
 from benchmarks.chaos_scenarios import Run
-from benchmarks.report import Row, percentile, row
+from benchmarks.report import Row, measured, percentile, row
 
 DOC = Path(__file__).parents[1] / "docs" / "failure-modes.md"
 PEER = "queue-based Dynamo, published"
@@ -130,36 +130,37 @@ def report_table(rows: Sequence[Row]) -> str:
 def _line(name: str, found: Mapping[str, Row]) -> str:
     def number(metric: str, unit: str = "", digits: int = 0, missing: str = "–") -> str:
         row = found.get(metric)
-        return missing if row is None else f"{row.value:.{digits}f}{unit}"
+        return missing if row is None else f"{measured(row):.{digits}f}{unit}"
 
     topology, _, title = name.partition(", ")
     total = found["failed"].unit.removeprefix("of ")
-    count = found["failed"].value
+    count = measured(found["failed"])
     failed = f"{count:g} of {total}"
     if own := found.get("of them failed"):
-        open_there = found["open there when it was killed"].value
-        failed = f"{count + own.value:g} of {total}, {open_there:g} were open there"
+        open_there = measured(found["open there when it was killed"])
+        failed = f"{count + measured(own):g} of {total}, {open_there:g} were open there"
     if met := found.get("failed while there was none"):
-        slowest = found["slowest error"].value
-        failed = f"{count + met.value:g} of {total}, each within {slowest:.1f} s"
+        slowest = measured(found["slowest error"])
+        failed = f"{count + measured(met):g} of {total}, each within {slowest:.1f} s"
     back = number("throughput back after", " s", 2, number("another one ready after", " s", 1))
     rate = ", ".join(number(part) for part in PARTS)
     took = ", ".join(number(f"duration, {p}", " ms") for p in ("p50", "p99"))
     freed = found.get("its blocks free after")
+    free = f"{1000 * measured(freed):.0f} ms" if freed else "–"
     return (
         f"| {topology} | {title} | {failed} | {number('wrong answers')} "
-        f"| {number('noticed after', ' ms')} | {f'{1000 * freed.value:.0f} ms' if freed else '–'} "
+        f"| {number('noticed after', ' ms')} | {free} "
         f"| {back} | {rate} | {number('what is left can do')} | {took} |"
     )
 
 
 def _sentence(name: str, found: Mapping[str, Row]) -> str:
-    p50, p99 = (found[f"blocks free after, {p}"].value for p in ("p50", "p99"))
+    p50, p99 = (measured(found[f"blocks free after, {p}"]) for p in ("p50", "p99"))
     failed, wrong = found["requests failed"], found["wrong answers"]
     return (
         f"{name}, one after the other at random moments, one decode worker under load: their "
-        f"blocks were free after {p50:.0f} ms (p50), {p99:.0f} ms (p99); {failed.value:g} requests "
-        f"failed meanwhile and {wrong.value:g} answers were wrong, {wrong.unit}."
+        f"blocks were free after {p50:.0f} ms (p50), {p99:.0f} ms (p99); {measured(failed):g} "
+        f"requests failed meanwhile and {measured(wrong):g} answers were wrong, {wrong.unit}."
     )
 
 
@@ -174,7 +175,7 @@ def merged(old: Sequence[Row], new: Sequence[Row]) -> list[Row]:
 def brief(rows: Sequence[Row]) -> str:
     """The rows without the columns that nobody fills here."""
     lines = [
-        f"| {r.metric} | {r.value:g} {r.unit} | {r.target} | {'' if r.ok else '**missed**'} |"
+        f"| {r.metric} | {measured(r):g} {r.unit} | {r.target} | {'' if r.ok else '**missed**'} |"
         for r in rows
     ]
     return "| | | target | |\n" + "|---" * 4 + "|\n" + "\n".join(lines)

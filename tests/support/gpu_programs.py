@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -170,4 +171,5 @@ def writer(path: str, fill: str) -> None:
 
 
 if __name__ == "__main__":
-    {"owner": owner, "writer": writer}[sys.argv[1]](*sys.argv[2:])
+    programs: dict[str, Callable[..., None]] = {"owner": owner, "writer": writer}
+    programs[sys.argv[1]](*sys.argv[2:])

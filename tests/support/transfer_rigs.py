@@ -62,7 +62,8 @@ LAYOUTS = {
 
 
 def scattered(seed: int, count: int, blocks: int = 40) -> list[int]:
-    return np.random.default_rng(seed).permutation(blocks)[:count].tolist()
+    chosen: list[int] = np.random.default_rng(seed).permutation(blocks)[:count].tolist()
+    return chosen
 
 
 def extent(layout: KvLayout) -> int:
