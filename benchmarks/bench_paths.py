@@ -160,20 +160,36 @@ def set_policy(live: Live, policy: str) -> None:
     time.sleep(0.5)
 
 
-def measure_lengths(live: Live, repeats: int) -> dict[tuple[str, int], list[float]]:
-    """TTFT in ms by path and length, one request at a time."""
+@dataclass(slots=True)
+class Pair:
+    """One prompt prefilled here and one there, one after the other; ms. beside: what the remote one
+    took beside its prefill stage."""
+
+    local: float
+    remote: float
+    beside: float
+
+
+def measure_lengths(live: Live, repeats: int) -> dict[int, list[Pair]]:
+    """By length, one request at a time. Both of a pair within seconds, and each first in turn: from
+    minute to minute the same prompt differs by more than the handoff takes."""
     client = Client(live, 77)
-    took: dict[tuple[str, int], list[float]] = {}
-    for _ in range(repeats):
-        for path in ("local", "remote"):
-            set_policy(live, f"always_{path}")
-            client.ask(LENGTHS[0], 2)
-            for length in LENGTHS:
+    found: dict[int, list[Pair]] = {}
+    for number in range(repeats):
+        for length in LENGTHS:
+            ttft: dict[str, float] = {}
+            for path in ("local", "remote")[:: 1 if number % 2 else -1]:
+                set_policy(live, f"always_{path}")
+                client.ask(LENGTHS[0], 2)
                 heard = client.ask(length, 2)
-                took.setdefault((path, length), []).append(1e3 * heard.ttft)
+                ttft[path] = 1e3 * heard.ttft
+                if path == "remote":
+                    prefill = explained(live, heard)["timings_ms"]["prefill"]
+            pair = Pair(ttft["local"], ttft["remote"], ttft["remote"] - prefill)
+            found.setdefault(length, []).append(pair)
     client.close()
     set_policy(live, "conditional")
-    return took
+    return found
 
 
 def measure_bursts(live: Live, repeats: int) -> list[list[float]]:
@@ -241,15 +257,17 @@ def shm_gb_per_s() -> float:
     return next(r.value for r in read_rows("transfer") if r.metric == metric and r.value)
 
 
-def length_rows(took: dict[tuple[str, int], list[float]], gb_per_s: float) -> list[Row]:
+def length_rows(found: dict[int, list[Pair]], gb_per_s: float) -> list[Row]:
     """Remote less local TTFT; the target allows 15 ms and the copying of the KV bytes."""
     token_bytes = model.kv_bytes_per_token()
     rows = []
-    for length in LENGTHS:
-        local, remote = (median(took[path, length]) for path in ("local", "remote"))
+    for length, pairs in found.items():
         limit = 15.0 + length * token_bytes / (gb_per_s * 1e6)
-        rows.append(row(f"TTFT of {length}, local", local, "ms"))
-        rows.append(row(f"TTFT of {length}, remote less local", remote - local, "ms", limit))
+        less = median([pair.remote - pair.local for pair in pairs])
+        rows.append(row(f"TTFT of {length}, local", median([p.local for p in pairs]), "ms"))
+        rows.append(row(f"TTFT of {length}, remote less local", less, "ms", limit))
+        beside = median([pair.beside for pair in pairs])
+        rows.append(row(f"TTFT of {length}, remote, beside its prefill", beside, "ms"))
     return rows
 
 
@@ -289,14 +307,14 @@ def run(options: argparse.Namespace, base: Path) -> tuple[list[Row], machine.Qui
                     )
             hops = hop_rows(live, [heard for window in busy for heard in window.long])
             bursts = measure_bursts(live, 2)
-            took = measure_lengths(live, options.repeats)
+            pairs = measure_lengths(live, options.repeats)
             set_policy(live, "always_local")
             alone = Client(live, 99)
             local = median([1e3 * alone.ask(LONG, LONG_OUT).ttft for _ in range(options.repeats)])
             alone.close()
     print_threads(busy[0].threads, options.seconds)
     rows = token_rows(control, busy, local) + hops + burst_rows(bursts)
-    return rows + length_rows(took, shm_gb_per_s()), quiet
+    return rows + length_rows(pairs, shm_gb_per_s()), quiet
 
 
 def main() -> int:

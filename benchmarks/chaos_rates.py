@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from statistics import fmean, median
+from statistics import fmean
 
 WINDOW_S = 1.0
 STEP_S = 0.05
@@ -57,22 +57,26 @@ class Slope:
     error: float
 
     def within_noise(self, floor: float = 0.0) -> bool:
-        """Whether it may be zero: at most two standard errors, or `floor`, from it."""
-        return abs(self.per_minute) <= max(2 * self.error, floor)
+        """Whether nothing may grow: at most two standard errors, or `floor`, above zero."""
+        return self.per_minute <= max(2 * self.error, floor)
 
 
-def slope(times: Sequence[float], values: Sequence[float], bins: int = 20) -> Slope:
-    """Least squares over the medians of `bins` equal stretches of time. Samples that follow each
-    other closely tell nearly the same; over medians the residuals are honest about how sure the
-    slope is, and the seconds after a trim of the heap do not count. Raises ValueError with fewer
-    than three stretches."""
+def slope(
+    times: Sequence[float],
+    values: Sequence[float],
+    bins: int = 20,
+    of: Callable[[Iterable[float]], float] = fmean,
+) -> Slope:
+    """Least squares over `bins` equal stretches of time, `of` the samples in each. Samples that
+    follow each other closely tell nearly the same; over stretches the residuals are honest about
+    how sure the slope is. Raises ValueError with fewer than three stretches."""
     begin, end = times[0], times[-1]
     width = (end - begin) / bins or 1.0
     groups: dict[int, list[int]] = {}
     for index, at in enumerate(times):
         groups.setdefault(min(int((at - begin) / width), bins - 1), []).append(index)
     xs = [fmean(times[i] for i in group) / 60 for group in groups.values()]
-    ys = [median(values[i] for i in group) for group in groups.values()]
+    ys = [of(values[i] for i in group) for group in groups.values()]
     if len(xs) < 3:
         raise ValueError("a slope needs at least three points in time")
     x0, y0 = fmean(xs), fmean(ys)

@@ -12,15 +12,15 @@ one client in ten hangs up somewhere. Meanwhile, about every --every seconds, on
 
 Kinds and moments follow from --seed. One decode worker, one prefill worker and both frontends live
 through all of it: a decode worker is always left, so no request may fail. The private memory
-(resident, without the shared KV) of those four is sampled every second; its slope over the last
-half is within noise when it is at most two standard errors from zero (least squares over 20
-medians), or below --slope-floor. What grows up to a bound must not look like a leak. So before the
-clock starts, each frontend gets as many short requests as it keeps records of; and for --warm-up
-seconds there is load without faults, by four times the clients and without pauses: half of the time
-every prompt is prefilled by the decode workers, half of it by the prefill workers. Before that
-come, one at a time, prompts of more lengths than vLLM's CPU build keeps oneDNN kernels for: it
-makes one for each weight and number of tokens in a step, keeps 128, and so grows for as long as
-there are new ones.
+(resident, without the shared KV) of those four is sampled every second; over the last half it does
+not grow when the slope of what is left after each trim of the heap (the least in each half minute,
+a straight line by least squares) is at most two standard errors above zero, or below --slope-floor.
+What grows up to a bound must not look like a leak. So before the clock starts, each frontend gets
+as many short requests as it keeps records of; and for --warm-up seconds there is load without
+faults, by four times the clients and without pauses: half of the time every prompt is prefilled by
+the decode workers, half of it by the prefill workers. Before that come, one at a time, prompts of
+more lengths than vLLM's CPU build keeps oneDNN kernels for: it makes one for each weight and number
+of tokens in a step, keeps 128, and so grows for as long as there are new ones.
 
 Writes results/chaos-soak.json and .md, and the table in docs/failure-modes.md, with --save.
 Exit status 1 when anything failed, was wrong, or is left behind.
@@ -51,6 +51,7 @@ from benchmarks.chaos_rates import Slope, slope
 from benchmarks.chaos_tables import brief, none_of, write_docs
 from benchmarks.live import BenchError, end_in_order
 from benchmarks.report import Row, finish, percentile, row
+from pullfill.engine.heap import EVERY_S
 from pullfill.frontend.explain import MAX_RECORDS
 from tests.support.checkpoint import tiny_checkpoint
 from tests.support.cluster import MODEL, Worker
@@ -224,8 +225,11 @@ class Samples:
     dead_maps: int = 0
 
     def last_half(self) -> Slope:
+        """Of what is left when a worker has just trimmed its heap: the least in each period of
+        that. Between two trims it rises and is used again."""
         half = len(self.at) // 2
-        return slope(self.at[half:], self.private[half:])
+        bins = int((self.at[-1] - self.at[half]) / EVERY_S)
+        return slope(self.at[half:], self.private[half:], max(3, bins), of=min)
 
 
 class Sampler:

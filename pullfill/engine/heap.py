@@ -1,4 +1,4 @@
-"""What malloc holds between its blocks goes back to the kernel, once a minute of work."""
+"""What malloc holds between its blocks goes back to the kernel, twice a minute of work."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from pullfill.clock import SYSTEM_CLOCK, Clock
 
-EVERY_S = 60.0
+EVERY_S = 30.0
 
 
 def trim() -> None:
@@ -30,7 +30,7 @@ class Heap:
         self._due = clock.monotonic() + EVERY_S
 
     def after_step(self) -> None:
-        """Trim if it is time. Engine thread, between steps: for as long as a decode step, once a
+        """Trim if it is time. Engine thread, between steps: for as long as a decode step, twice a
         minute."""
         if self._clock.monotonic() >= self._due:
             self._trim()

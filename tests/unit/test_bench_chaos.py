@@ -98,6 +98,14 @@ class TestSlope:
         assert Slope(0.4, 0.01).within_noise(0.5)
         assert not Slope(0.6, 0.01).within_noise(0.5)
         assert Slope(-3.0, 2.0).within_noise()
+        assert Slope(-3.0, 0.1).within_noise()
+
+    def test_a_leak_under_a_heap_that_is_trimmed_is_found(self) -> None:
+        times = [float(t) for t in range(300)]
+        flat = [100 + t % 30 for t in times]
+        leaks = [100 + t % 30 + t / 60 for t in times]
+        assert slope(times, flat, 10, of=min).within_noise()
+        assert not slope(times, leaks, 10, of=min).within_noise(0.5)
 
     def test_too_few_points(self) -> None:
         with pytest.raises(ValueError, match="three points"):

@@ -36,17 +36,18 @@ def test_targets(gap_s: float, ttft_s: float, missed: set[str]) -> None:
 
 
 def test_remote_may_cost_a_little_and_the_copying() -> None:
-    took = {
-        (path, length): [100.0, 100.0 + (17.0 if path == "remote" else 0.0)] * 2 + [100.0]
-        for path in ("local", "remote")
-        for length in bench_paths.LENGTHS
-    }
-    assert all(r.ok for r in bench_paths.length_rows(took, 1.0)), "the median counts"
-    took = {key: [v + 17.0 * (key[0] == "remote") for v in values] for key, values in took.items()}
-    rows = [r for r in bench_paths.length_rows(took, 1.0) if "less" in r.metric]
+    def pairs(less: float, drift: float = 0.0) -> dict[int, list[bench_paths.Pair]]:
+        """Of five pairs one is far off; the machine gets slower by `drift` from each to the next."""
+        at = [100.0 + drift * number for number in range(5)]
+        each = [bench_paths.Pair(ms, ms + less, 12.0) for ms in at[:4]]
+        each.append(bench_paths.Pair(at[4], at[4] + 90.0, 12.0))
+        return dict.fromkeys(bench_paths.LENGTHS, each)
+
+    assert all(r.ok for r in bench_paths.length_rows(pairs(0.0), 1.0)), "the median counts"
+    assert all(r.ok for r in bench_paths.length_rows(pairs(14.0, drift=40.0), 1.0)), "of the pairs"
     # 256 tokens are 2 MB: 2 ms at 1 GB/s.
-    assert [r.ok for r in rows] == [True] * len(rows)
-    rows = [r for r in bench_paths.length_rows(took, 8.0) if "less" in r.metric]
+    assert all(r.ok for r in bench_paths.length_rows(pairs(17.0), 1.0))
+    rows = [r for r in bench_paths.length_rows(pairs(17.0), 8.0) if "less" in r.metric]
     assert [r.ok for r in rows][:3] == [False] * 3
 
 

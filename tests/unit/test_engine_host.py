@@ -42,7 +42,7 @@ def test_a_trim_gives_holes_back() -> None:
     assert int(told.stdout) > 1000 * 8192
 
 
-def test_the_heap_is_trimmed_once_a_minute_of_work() -> None:
+def test_the_heap_is_trimmed_at_times_while_there_is_work() -> None:
     clock, trims = FakeClock(), []
     kept = Heap(clock, lambda: trims.append(clock.monotonic()))
     kept.after_step()
