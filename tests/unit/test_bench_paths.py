@@ -37,7 +37,7 @@ def test_targets(gap_s: float, ttft_s: float, missed: set[str]) -> None:
 
 def test_remote_may_cost_a_little_and_the_copying() -> None:
     def pairs(less: float, drift: float = 0.0) -> dict[int, list[bench_paths.Pair]]:
-        """Of five pairs one is far off; the machine gets slower by `drift` from each to the next."""
+        """Of five pairs one is far off; each comes `drift` slower than the one before."""
         at = [100.0 + drift * number for number in range(5)]
         each = [bench_paths.Pair(ms, ms + less, 12.0) for ms in at[:4]]
         each.append(bench_paths.Pair(at[4], at[4] + 90.0, 12.0))
