@@ -3,8 +3,9 @@
 Who acks a job waits for no answer. While jobs are pulled one after the other an ack goes out with
 the next pull request, BUSY_S later at most: a write of its own would cost more than all the rest of
 it. Every CONFIRM_S the newest is sent once more, as a request: the server takes a connection's acks
-in order, so its answer confirms all before it. Acks that a connection took with it are sent again
-over the next. One that is lost all the same costs a redelivery, whose claim is refused.
+in order, so its answer confirms that it has read all before it. Acks that a connection took with it
+are sent again over the next. One that is lost all the same (a server that forgot deliveries, a
+change of leaders among several) costs a redelivery, whose claim is refused.
 
 Life: `Acks(...)` → `send`, `push` → `close`, which waits for what is open, for a bounded time.
 asyncio thread only.
@@ -64,6 +65,8 @@ class Acks:
         self._timed = False
         self._some = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self._pushed_over = 0
+        self._closing = False
 
     @property
     def unconfirmed(self) -> int:
@@ -87,8 +90,11 @@ class Acks:
             loop.call_later(BUSY_S, self._overdue)
 
     async def push(self) -> None:
-        """Send what was kept back, in front of a pull request. Never raises."""
+        """Send what was kept back, in front of a pull request; over a new connection all that is
+        open, or the pull would bring those jobs again. Never raises."""
         self._pushed_at = asyncio.get_running_loop().time()
+        if self._pushed_over != self._link.generation:
+            self._pushed_over, self._unsent = self._link.generation, list(self._open.values())
         await self._send_unsent()
 
     def _overdue(self) -> None:
@@ -103,6 +109,7 @@ class Acks:
 
     async def close(self) -> None:
         """Wait until all is confirmed, CLOSE_S at most."""
+        self._closing = True
         loop = asyncio.get_running_loop()
         until = loop.time() + CLOSE_S
         with contextlib.suppress(TimeoutError):
@@ -116,7 +123,7 @@ class Acks:
             logger.warning("%d acks are not confirmed", len(self._open))
         if self._task is not None:
             self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await asyncio.wait({self._task}, timeout=ANSWER_S)  # the client may swallow it
             self._task = None
 
     async def _tell(self, one: _Open) -> None:
@@ -135,7 +142,7 @@ class Acks:
         return moot
 
     async def _confirm_always(self) -> None:
-        while True:
+        while not self._closing:
             await self._some.wait()
             await asyncio.sleep(CONFIRM_S)
             try:
@@ -156,14 +163,16 @@ class Acks:
         generation, newest = self._link.generation, asked[-1]
         for one in asked[:-1]:
             await self._tell(one)
+        if self._link.generation != generation:
+            return
         newest.generation = generation
         try:
             await self._link.request(newest.subject, _ACK, ANSWER_S)
-        except NoResponders:
-            pass  # the consumer is gone, and its deliveries with it
         except QueueUnavailable as exc:
+            # Nobody there: the consumer is gone, its deliveries with it, or has no leader now.
+            tried = isinstance(exc, NoResponders) or not isinstance(exc, NotSent)
             for one in asked:
-                one.generation, one.asked = 0, one.asked + (not isinstance(exc, NotSent))
+                one.generation, one.asked = 0, one.asked + tried
                 if one.asked >= TRIES:
                     self._forget(one)
             return

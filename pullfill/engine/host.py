@@ -161,6 +161,7 @@ class EngineHost:
         self._one_core = len(os.sched_getaffinity(0)) == 1
         timeout = 0
         while not self._stopping:
+            rested = timeout > 0
             self._take_in(core, timeout)
             must_step = self._before_step()
             if not must_step and not core.scheduler.has_requests() and not core.batch_queue:
@@ -173,7 +174,7 @@ class EngineHost:
             self._after_step(len(core.batch_queue or ()))
             if outputs:
                 self._on_outputs(outputs)
-                self._let_them_go()
+                self._let_them_go(rested)
             core.post_step(executed)
             self._heap.after_step()
             timeout = 0 if executed or core.batch_queue else self._pause(core)
@@ -182,15 +183,15 @@ class EngineHost:
             elif timeout == _BLOCKED_POLL_MS and self._blocked_at is None:
                 self._blocked_at = time.monotonic()
 
-    def _let_them_go(self) -> None:
+    def _let_them_go(self, rested: bool) -> None:
         """After a step with first tokens of remote prefills: leave the core, if we have only one,
-        to the threads and the frontend that bring them to the client. The kernel has us all woken
-        at the same moment and is fair, so they would wait for a slice of our next step, about 3 ms;
-        `sched_yield` changes nothing for those that it takes to be ahead of us."""
-        if self._first_tokens:
-            self._first_tokens = False
-            if self._one_core:
-                time.sleep(_MOMENT_S)
+        to the threads and the frontend that bring them to the client. If we have slept before it,
+        the kernel has us all woken at the same moment and is fair, so they would wait for a slice
+        of our next step, about 3 ms; `sched_yield` changes nothing for those that it takes to be
+        ahead of us. In a stream of steps they come in between by themselves."""
+        if self._first_tokens and rested and self._one_core:
+            time.sleep(_MOMENT_S)
+        self._first_tokens = False
 
     def received(self, request_ids: Collection[str]) -> None:
         """The remote KV of these waiting requests is there (engine thread, between steps): the next

@@ -6,11 +6,11 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import zmq
 
 from pullfill.engine.heap import EVERY_S, Heap
 from pullfill.engine.host import EngineHost
@@ -59,12 +59,12 @@ def test_the_heap_is_trimmed_at_times_while_there_is_work() -> None:
 
 
 class Core:
-    """Takes `steps` steps with one output each, then has nothing to do."""
+    """Three steps with one output each. waits: the first runs no model, so the loop pauses."""
 
-    def __init__(self, said: list[str], steps: int, before: Callable[[int], None]) -> None:
-        self.left = steps
+    def __init__(self, said: list[str], waits: bool) -> None:
+        self.left = 3
         self.batch_queue = None
-        self._said, self._before = said, before
+        self._said, self._waits = said, waits
         self.scheduler = SimpleNamespace(
             has_requests=lambda: self.left > 0,
             get_request_counts=lambda: (self.left, 0),
@@ -74,13 +74,13 @@ class Core:
     def step_fn(self) -> tuple[dict[int, str], bool]:
         self._said.append("step")
         self.left -= 1
-        return {0: "tokens"}, True
+        return {0: "tokens"}, not (self._waits and self.left == 2)
 
     def post_step(self, executed: bool) -> None:
-        self._before(self.left)
+        pass
 
 
-def run(monkeypatch: pytest.MonkeyPatch, cores: set[int]) -> list[str]:
+def run(monkeypatch: pytest.MonkeyPatch, cores: set[int], waits: bool = True) -> list[str]:
     """What a loop of three steps does, in order; KV of a prompt has come before the second."""
     outputs = ModuleType("vllm.v1.outputs")
     outputs.KVConnectorOutput = SimpleNamespace  # type: ignore[attr-defined]
@@ -88,34 +88,40 @@ def run(monkeypatch: pytest.MonkeyPatch, cores: set[int]) -> list[str]:
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setitem(sys.modules, "vllm.v1.outputs", outputs)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: cores)
-    said: list[str] = []
-    config: Any = None
-    host = EngineHost(config, on_outputs=lambda _: said.append("outputs"))
     monkeypatch.setattr(time, "sleep", lambda seconds: said.append("leaves its core"))
+    said: list[str] = []
+    core: Any = Core(said, waits)
 
-    def before(left: int) -> None:
-        if left == 2:
+    def before_step() -> bool:
+        if core.left == 2:
             host.received(["a"])
-        if left == 0:
+        if core.left == 0:
             host.stop()
+        return False
 
-    core: Any = Core(said, 3, before)
+    config: Any = None
+    host = EngineHost(config, on_outputs=lambda _: said.append("outputs"), before_step=before_step)
+    monkeypatch.setattr(host, "_pause", lambda core: 1)
     monkeypatch.setattr(host, "build", lambda: core)
-    import zmq
-
     host._poller = zmq.Poller()
     host.core = core
     host.run()
     return said
 
 
+PLAIN = ["step", "outputs"]
+
+
 def test_first_tokens_after_remote_prefills_go_before_the_next_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On one core: the threads that carry them would wait for it."""
-    plain, first = ["step", "outputs"], ["step", "outputs", "leaves its core"]
-    assert run(monkeypatch, {3}) == plain + first + plain
+    """On one core, after a rest: the threads that carry them would wait for it."""
+    assert run(monkeypatch, {3}) == [*PLAIN, *PLAIN, "leaves its core", *PLAIN]
+
+
+def test_in_a_stream_of_steps_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run(monkeypatch, {3}, waits=False) == PLAIN * 3
 
 
 def test_with_a_core_to_spare_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert run(monkeypatch, {2, 3}) == ["step", "outputs"] * 3
+    assert run(monkeypatch, {2, 3}) == PLAIN * 3
