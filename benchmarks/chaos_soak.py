@@ -65,7 +65,8 @@ CUT_SHARE = 0.1
 KV = "/dev/shm/pullfill-"
 KERNELS = 128
 """Numbers of tokens for which vLLM keeps a oneDNN kernel of each weight (its own default)."""
-KERNELS_FROM = 33
+STEPS = range(33, 1024)
+"""Their lengths: as long as a step of a prefill worker may be, for longer ones need more memory."""
 POLICY_S = 1.0
 """For a router setting to arrive."""
 STOP_S, NATS_S, ETCD_S = 8.0, 6.0, 9.0
@@ -198,8 +199,8 @@ def fill_kernels(url: str, name: str) -> None:
     for another one."""
     rng = random.Random(name)
     with httpx.Client(timeout=60.0) as http:
-        for number in range(4 * KERNELS):
-            prompt = random_prompt(KERNELS_FROM + number, seed=rng.getrandbits(32))
+        for length in rng.sample(STEPS, 4 * KERNELS):
+            prompt = random_prompt(length, seed=rng.getrandbits(32))
             body = {"model": MODEL, "prompt": prompt, "max_tokens": 1, "temperature": 0}
             http.post(f"{url}/v1/completions", json=body).raise_for_status()
 
