@@ -65,8 +65,9 @@ CUT_SHARE = 0.1
 KV = "/dev/shm/pullfill-"
 KERNELS = 128
 """Numbers of tokens for which vLLM keeps a oneDNN kernel of each weight (its own default)."""
-STEPS = range(33, 1024)
-"""Their lengths: as long as a step of a prefill worker may be, for longer ones need more memory."""
+STEPS = {"always_local": range(1024, 1536), "always_remote": range(512, 1024)}
+"""Lengths of prompts for them: of the longest steps that the load has on either kind of worker, for
+kernels of longer steps need more memory."""
 POLICY_S = 1.0
 """For a router setting to arrive."""
 STOP_S, NATS_S, ETCD_S = 8.0, 6.0, 9.0
@@ -180,10 +181,10 @@ class Faults:
 
 def warm_up(cluster: ChaosCluster, load: Load, seconds: float) -> None:
     """Raises BenchError when a request fails, as nothing is wrong yet."""
-    for policy in ("always_local", "always_remote"):
+    for policy, lengths in STEPS.items():
         cluster.set_router(policy=policy)
         time.sleep(POLICY_S)
-        fill_kernels(cluster.urls()[0], policy)
+        fill_kernels(cluster.urls()[0], lengths)
     with load:
         for policy in ("always_local", "always_remote"):
             cluster.set_router(policy=policy)
@@ -193,14 +194,12 @@ def warm_up(cluster: ChaosCluster, load: Load, seconds: float) -> None:
         raise BenchError(f"before any fault: {failed[0].error}")
 
 
-def fill_kernels(url: str, name: str) -> None:
+def fill_kernels(url: str, lengths: Sequence[int]) -> None:
     """One after the other, so that each is a step of its own: prompts of more lengths than vLLM
-    keeps kernels for, twice as many again because two workers share them. name: other prompts than
-    for another one."""
-    rng = random.Random(name)
+    keeps kernels for, four times as many because two workers share them."""
     with httpx.Client(timeout=60.0) as http:
-        for length in rng.sample(STEPS, 4 * KERNELS):
-            prompt = random_prompt(length, seed=rng.getrandbits(32))
+        for length in random.Random(1).sample(lengths, 4 * KERNELS):
+            prompt = random_prompt(length, seed=length)
             body = {"model": MODEL, "prompt": prompt, "max_tokens": 1, "temperature": 0}
             http.post(f"{url}/v1/completions", json=body).raise_for_status()
 
