@@ -20,7 +20,8 @@ as many short requests as it keeps records of; and for --warm-up seconds there i
 faults, by four times the clients and without pauses: half of the time every prompt is prefilled by
 the decode workers, half of it by the prefill workers. Before that come, one at a time, prompts of
 more lengths than vLLM's CPU build keeps oneDNN kernels for: it makes one for each weight and number
-of tokens in a step, keeps 128, and so grows for as long as there are new ones.
+of tokens in a step, keeps 128, larger ones for longer steps, and so grows for as long as there are
+new ones.
 
 Writes results/chaos-soak.json and .md, and the table in docs/failure-modes.md, with --save.
 Exit status 1 when anything failed, was wrong, or is left behind.
