@@ -72,13 +72,13 @@ def _serve(order: dict[str, Any], model: str, flags: list[str]) -> None:
         etcd=order["etcd"], nats=order["nats"], namespace=order["namespace"]
     )
     stats = Path(order["stats"])
+    if not order.get("profile"):
+        faulthandler.register(signal.SIGUSR2)  # what hangs is seen in its log
     if order["fork"] == "driver":
         driver.run(cluster, model, Path(order["socket"]), order.get("router", {}))
         return
     if order.get("profile"):
         probes.profile(stats)
-    else:
-        faulthandler.register(signal.SIGUSR2)  # what hangs is seen in its log
     options = WorkerOptions(model=model, engine_stall_s=600.0, drain_timeout_s=3.0)
     if order["fork"] == "decode":
         from pullfill.decode_worker import main, scheduler_side
