@@ -35,12 +35,10 @@ import random
 import signal
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
@@ -48,11 +46,10 @@ import httpx
 from benchmarks import machine
 from benchmarks.chaos_cluster import ChaosCluster, cluster_in
 from benchmarks.chaos_load import Load, make_work
-from benchmarks.chaos_rates import Slope, slope
+from benchmarks.chaos_memory import Sampler, memory_rows
 from benchmarks.chaos_tables import brief, none_of, write_docs
 from benchmarks.live import BenchError, end_in_order
 from benchmarks.report import Row, finish, percentile, row
-from pullfill.engine.heap import EVERY_S
 from pullfill.frontend.explain import MAX_RECORDS
 from tests.support.checkpoint import tiny_checkpoint
 from tests.support.cluster import MODEL, Worker
@@ -63,7 +60,6 @@ LENGTHS = (40, 300, 700, 1100, 1500)
 MAX_TOKENS = 24
 PROMPTS = 400
 CUT_SHARE = 0.1
-KV = "/dev/shm/pullfill-"
 KERNELS = 128
 """Numbers of tokens for which vLLM keeps a oneDNN kernel of each weight (its own default)."""
 STEPS = {"always_local": range(1024, 1536), "always_remote": range(512, 1024)}
@@ -215,68 +211,6 @@ def fill_histories(urls: Sequence[str]) -> None:
                 http.post(f"{url}/v1/completions", json=body).raise_for_status()
 
 
-@dataclass(slots=True)
-class Samples:
-    """Of one process: when, its private memory in MiB, open file descriptors. dead_maps: regions
-    of workers that are gone and that it still maps, at the end."""
-
-    at: list[float] = field(default_factory=list)
-    private: list[float] = field(default_factory=list)
-    fds: list[int] = field(default_factory=list)
-    dead_maps: int = 0
-
-    def last_half(self) -> Slope:
-        """Of what is left when a worker has just trimmed its heap: the least in each period of
-        that. Between two trims it rises and is used again."""
-        half = len(self.at) // 2
-        bins = int((self.at[-1] - self.at[half]) / EVERY_S)
-        return slope(self.at[half:], self.private[half:], max(3, bins), of=min)
-
-
-class Sampler:
-    """Reads the memory of processes every second, on a thread; a `with` block."""
-
-    def __init__(self, pids: dict[str, int], every_s: float = 1.0) -> None:
-        self._pids, self._every_s = pids, every_s
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self.of: dict[str, Samples] = {name: Samples() for name in pids}
-
-    def __enter__(self) -> Sampler:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def write(self, file: Path) -> None:
-        """All samples as CSV: process, seconds, private MiB, open files."""
-        lines = ["process,s,private_mib,fds"]
-        for name, samples in self.of.items():
-            for at, private, fds in zip(samples.at, samples.private, samples.fds, strict=True):
-                lines.append(f"{name},{at - samples.at[0]:.0f},{private:.2f},{fds}")
-        file.write_text("\n".join([*lines, ""]))
-
-    def look_at_maps(self) -> None:
-        """Count what should be unmapped by now."""
-        for name, pid in self._pids.items():
-            with suppress(OSError):
-                maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
-                self.of[name].dead_maps = sum(m.endswith("(deleted)") and KV in m for m in maps)
-
-    def _run(self) -> None:
-        while not self._stop.wait(self._every_s):
-            for name, pid in self._pids.items():
-                with suppress(OSError):
-                    used = machine.memory(pid)
-                    fds = sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
-                    samples = self.of[name]
-                    samples.at.append(time.monotonic())
-                    samples.private.append((used.rss - used.shared) / 2**20)
-                    samples.fds.append(fds)
-
-
 def soak(options: argparse.Namespace, base: Path) -> list[Row]:
     """Raises BenchError when the cluster does not start or does not come back."""
     with Oracle(tiny_checkpoint()) as oracle:
@@ -348,26 +282,6 @@ def _alive(cluster: ChaosCluster, pid: int) -> bool:
 def _lasting(cluster: ChaosCluster) -> list[Worker]:
     """The processes that no fault ends."""
     return [cluster.of("decode")[0], cluster.of("prefill")[0], *cluster.of("frontend")]
-
-
-def memory_rows(name: str, samples: Samples, floor: float) -> list[Row]:
-    """Slope of the private memory over the last half, and what was open."""
-    found = samples.last_half()
-    half = len(samples.at) // 2
-    return [
-        row(f"{name}: private memory at half time", samples.private[half], "MiB"),
-        row(f"{name}: private memory at the end", samples.private[-1], "MiB"),
-        Row(
-            metric=f"{name}: slope over the last half",
-            value=float(f"{found.per_minute:.3g}"),
-            unit=f"MiB/min, ± {found.error:.2g}",
-            target="within noise",
-            ok=found.within_noise(floor),
-        ),
-        row(f"{name}: open files at half time", samples.fds[half], ""),
-        row(f"{name}: open files at the end", samples.fds[-1], ""),
-        none_of(f"{name}: mapped regions of dead workers", samples.dead_maps),
-    ]
 
 
 def command_line() -> argparse.ArgumentParser:

@@ -17,6 +17,7 @@ from aiohttp import web
 
 from benchmarks import (
     chaos_load,
+    chaos_memory,
     chaos_release,
     chaos_report,
     chaos_soak,
@@ -359,18 +360,18 @@ class TestLoad:
 
 
 def test_memory_rows_judge_the_last_half() -> None:
-    samples = chaos_soak.Samples()
+    samples = chaos_memory.Samples()
     for second in range(240):
         samples.at.append(float(second))
         samples.private.append(500 + min(second, 120) / 2)  # grows, then level
         samples.fds.append(30)
-    assert all(r.ok for r in chaos_soak.memory_rows("decode", samples, 0.0))
+    assert all(r.ok for r in chaos_memory.memory_rows("decode", samples, 0.0))
     samples.private = [500 + second / 10 for second in range(240)]
-    assert not all(r.ok for r in chaos_soak.memory_rows("decode", samples, 0.5))
+    assert not all(r.ok for r in chaos_memory.memory_rows("decode", samples, 0.5))
 
 
 def test_samples_are_kept(tmp_path: Path) -> None:
-    with chaos_soak.Sampler({"me": os.getpid()}, every_s=0.01) as sampler:
+    with chaos_memory.Sampler({"me": os.getpid()}, every_s=0.01) as sampler:
         time.sleep(0.1)
     sampler.look_at_maps()
     sampler.write(tmp_path / "memory.csv")
