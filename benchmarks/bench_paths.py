@@ -6,7 +6,8 @@ every two seconds as well, in the *control* windows none. Printed:
   tokens   ITL of the short streams in both, tokens/s, TTFT of the long prompts
   threads  CPU of every thread in an interfered window, and how long it waited for a core
   hops     the stages of the long requests (`pullfill explain`)
-  lengths  TTFT of one prompt on an idle cluster, remote less local, by its length
+  lengths  TTFT of one prompt on an idle cluster, remote less local, by its length; several
+           clusters, one after the other, have a part of them each
   bursts   TTFT of long prompts that come at once
 Writes results/paths.json and .md. Exit status 1 when a target is missed.
 """
@@ -48,6 +49,8 @@ STREAMS, STREAM_IN, STREAM_OUT = 4, 32, 64
 LONG, LONG_OUT, LONG_EVERY_S = 3000, 4, 2.0
 BURST = 3
 LENGTHS = (256, 512, 1024, 2048, 4096)
+HOPS = ("queue", "claim", "tail", "commit")
+"""Of a remote prompt's stages those that a local one has not, beside the computation."""
 STAGES = ("route", "queue", "claim", "prefix_read", "prefill", "kv_write", "tail", "commit")
 
 
@@ -162,30 +165,32 @@ def set_policy(live: Live, policy: str) -> None:
 
 @dataclass(slots=True)
 class Pair:
-    """One prompt prefilled here and one there, one after the other; ms. beside: what the remote one
-    took beside its prefill stage."""
+    """TTFT of one prompt prefilled here and one there, one after the other; ms. prefill: the remote
+    one's stage of that name; hops: its stages on the way there and back."""
 
     local: float
     remote: float
-    beside: float
+    prefill: float
+    hops: float
 
 
-def measure_lengths(live: Live, repeats: int) -> dict[int, list[Pair]]:
+def measure_lengths(live: Live, turns: Sequence[int]) -> dict[int, list[Pair]]:
     """By length, one request at a time. Both of a pair within seconds, and each first in turn: from
     minute to minute the same prompt differs by more than the handoff takes."""
-    client = Client(live, 77)
+    client = Client(live, 77 + turns[0])
     found: dict[int, list[Pair]] = {}
-    for number in range(repeats):
+    for number in turns:
         for length in LENGTHS:
-            ttft: dict[str, float] = {}
+            heard: dict[str, Heard] = {}
             for path in ("local", "remote")[:: 1 if number % 2 else -1]:
                 set_policy(live, f"always_{path}")
                 client.ask(LENGTHS[0], 2)
-                heard = client.ask(length, 2)
-                ttft[path] = 1e3 * heard.ttft
-                if path == "remote":
-                    prefill = explained(live, heard)["timings_ms"]["prefill"]
-            pair = Pair(ttft["local"], ttft["remote"], ttft["remote"] - prefill)
+                heard[path] = client.ask(length, 2)
+            stages = explained(live, heard["remote"])["timings_ms"]
+            pair = Pair(
+                1e3 * heard["local"].ttft, 1e3 * heard["remote"].ttft, stages["prefill"],
+                sum(stages[hop] for hop in HOPS),
+            )  # fmt: skip
             found.setdefault(length, []).append(pair)
     client.close()
     set_policy(live, "conditional")
@@ -258,16 +263,21 @@ def shm_gb_per_s() -> float:
 
 
 def length_rows(found: dict[int, list[Pair]], gb_per_s: float) -> list[Row]:
-    """Remote less local TTFT; the target allows 15 ms and the copying of the KV bytes."""
+    """Remote less local TTFT, and what it is made of; the target allows 15 ms and the copying of
+    the KV bytes. A local prompt's time has the frontend's part in it, a prefill stage has not."""
     token_bytes = model.kv_bytes_per_token()
     rows = []
     for length, pairs in found.items():
-        limit = 15.0 + length * token_bytes / (gb_per_s * 1e6)
-        less = median([pair.remote - pair.local for pair in pairs])
-        rows.append(row(f"TTFT of {length}, local", median([p.local for p in pairs]), "ms"))
-        rows.append(row(f"TTFT of {length}, remote less local", less, "ms", limit))
-        beside = median([pair.beside for pair in pairs])
-        rows.append(row(f"TTFT of {length}, remote, beside its prefill", beside, "ms"))
+        at, limit = f"TTFT of {length}", 15.0 + length * token_bytes / (gb_per_s * 1e6)
+        rows.append(row(f"{at}, local", median([p.local for p in pairs]), "ms"))
+        less = median([p.remote - p.local for p in pairs])
+        rows.append(row(f"{at}, remote less local", less, "ms", limit))
+        parts = {
+            "the way there and back": [p.hops for p in pairs],
+            "the last token, and the frontend": [p.remote - p.prefill - p.hops for p in pairs],
+            "its prefill stage less a local TTFT": [p.prefill - p.local for p in pairs],
+        }
+        rows += [row(f"{at}, of it {what}", median(of), "ms") for what, of in parts.items()]
     return rows
 
 
@@ -307,11 +317,22 @@ def run(options: argparse.Namespace, base: Path) -> tuple[list[Row], machine.Qui
                     )
             hops = hop_rows(live, [heard for window in busy for heard in window.long])
             bursts = measure_bursts(live, 2)
-            pairs = measure_lengths(live, options.repeats)
             set_policy(live, "always_local")
             alone = Client(live, 99)
             local = median([1e3 * alone.ask(LONG, LONG_OUT).ttft for _ in range(options.repeats)])
             alone.close()
+            starts = min(options.starts, options.repeats)
+            ends = [options.repeats * n // starts for n in range(starts + 1)]
+            turns = [range(first, end) for first, end in pairwise(ends)]
+            pairs = measure_lengths(live, turns[0])
+    for number, some in enumerate(turns[1:], 1):
+        # Two processes differ in where their memory lies, for as long as they live.
+        with (
+            cluster(base / f"again-{number}", options.flags) as live,
+            quiet.window(live.pids()),
+        ):
+            for length, more in measure_lengths(live, some).items():
+                pairs[length] += more
     print_threads(busy[0].threads, options.seconds)
     rows = token_rows(control, busy, local) + hops + burst_rows(bursts)
     return rows + length_rows(pairs, shm_gb_per_s()), quiet
@@ -321,7 +342,8 @@ def main() -> int:
     parser = command.parser(__doc__)
     parser.add_argument("--rounds", type=int, default=3, help="windows of each kind")
     parser.add_argument("--seconds", type=float, default=12.0, help="length of a window")
-    parser.add_argument("--repeats", type=int, default=9, help="prompts of each length and path")
+    parser.add_argument("--repeats", type=int, default=12, help="prompts of each length and path")
+    parser.add_argument("--starts", type=int, default=4, help="clusters that have them, in turn")
     parser.add_argument("flags", nargs="*", metavar="-- FLAGS", help="more flags for `pullfill up`")
     title = "Token path and remote-prefill path, one decode and one prefill worker"
     return command.main("paths", title, parser.parse_args(), run)

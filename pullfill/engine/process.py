@@ -54,9 +54,11 @@ def prepare(*, cpu: int | None, model: str, eager: bool = False, ranks: int = 1)
     if cpu is not None and ranks == 1:
         os.sched_setaffinity(0, {cpu % (os.cpu_count() or 1)})
     if shutil.which("nvidia-smi") is None:
-        # oneDNN keeps a compiled kernel of 0.3 MiB for each weight shape and number of tokens in a
-        # step, 1024 of them by default: a worker grew by hundreds of MiB within an hour.
-        put("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
+        # vLLM keeps compiled oneDNN kernels, 0.3 MiB each, for the last 32 numbers of tokens in a
+        # step and each weight shape. oneDNN's own cache holds what was asked of it last, 1024 by
+        # default, which vLLM does only for those it has not: not the same ones, so it brings
+        # nothing there and the worker grows. A few are for layers that torch computes.
+        put("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16")
         put("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         put("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
     # The engine thread is CPU-bound Python; the asyncio thread needs the GIL for microseconds.
