@@ -16,6 +16,8 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import signal
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -194,11 +196,18 @@ def _stages(records: list[Any]) -> dict[str, list[float]]:
     return found
 
 
+def _print_waits() -> None:
+    """What everybody waits for, into the log."""
+    for task in asyncio.all_tasks():
+        task.print_stack(file=sys.stderr)
+
+
 def run(cluster: ClusterRef, model: str, path: Path, router: dict[str, Any]) -> None:
     """Serve commands on a Unix socket at `path` until its one client goes."""
     import uvloop
 
     async def main() -> None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, _print_waits)
         driver = Driver()
         await driver.start(cluster, model, router)
         over = asyncio.Event()
@@ -214,8 +223,9 @@ def run(cluster: ClusterRef, model: str, path: Path, router: dict[str, Any]) -> 
                 await writer.drain()
             over.set()
 
-        await asyncio.start_unix_server(serve, path)
+        server = await asyncio.start_unix_server(serve, path)
         await over.wait()
+        server.close()  # until then it must be held: one that nobody has listens to nobody
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(main())

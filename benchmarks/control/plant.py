@@ -275,4 +275,5 @@ def plant(base: Path) -> Iterator[Plant]:
 def _ends(base: Path, files: int = 12, chars: int = 700) -> str:
     """The ends of the processes' logs: those told last first."""
     logs = sorted(base.glob("*.log"), key=lambda path: -path.stat().st_mtime)[:files]
-    return "\n".join(f"== {path.name}\n{path.read_text()[-chars:]}" for path in logs)
+    parts = [(path, chars if number else 10 * chars) for number, path in enumerate(logs)]
+    return "\n".join(f"== {path.name}\n{path.read_text()[-limit:]}" for path, limit in parts)

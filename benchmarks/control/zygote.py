@@ -11,7 +11,6 @@ it shares are the pages of the imports, 0.6 GB that 128 processes could not have
 from __future__ import annotations
 
 import ctypes
-import faulthandler
 import gc
 import json
 import os
@@ -72,8 +71,6 @@ def _serve(order: dict[str, Any], model: str, flags: list[str]) -> None:
         etcd=order["etcd"], nats=order["nats"], namespace=order["namespace"]
     )
     stats = Path(order["stats"])
-    if not order.get("profile"):
-        faulthandler.register(signal.SIGUSR2)  # what hangs is seen in its log
     if order["fork"] == "driver":
         driver.run(cluster, model, Path(order["socket"]), order.get("router", {}))
         return
