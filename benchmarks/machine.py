@@ -119,10 +119,10 @@ class Quiet:
         process is one of them."""
         mine = [os.getpid(), *ours]
         # Both reads back to back: what runs between them is counted as somebody else's.
-        busy, own, begin = _busy_seconds(), total_cpu_seconds(mine), time.monotonic()
+        busy, own, begin = _busy_seconds(), total_cpu_seconds(mine) + _ended(), time.monotonic()
         yield
         took = time.monotonic() - begin
-        other = (_busy_seconds() - busy) - (total_cpu_seconds(mine) - own)
+        other = (_busy_seconds() - busy) - (total_cpu_seconds(mine) + _ended() - own)
         self.others.append(max(0.0, other) / took)
 
     @property
@@ -132,6 +132,12 @@ class Quiet:
     def __str__(self) -> str:
         shares = ", ".join(f"{100 * share:.0f} %" for share in self.others)
         return f"others used of one core, per window: {shares}"
+
+
+def _ended() -> float:
+    """CPU seconds of our own children that have ended, commands that we ran and waited for."""
+    times = os.times()
+    return times.children_user + times.children_system
 
 
 def _busy_seconds() -> float:

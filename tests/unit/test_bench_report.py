@@ -112,6 +112,12 @@ class TestQuiet:
             time.sleep(0.01)
         assert not quiet.quiet
 
+    def test_commands_that_were_run_and_waited_for_are_ours(self) -> None:
+        before = machine._ended()
+        burn = "import time\nwhile time.process_time() < 0.1: pass"
+        subprocess.run([sys.executable, "-S", "-c", burn], check=True)
+        assert machine._ended() - before >= 0.09
+
     def test_the_machine_is_never_idle_forever(self) -> None:
         before = machine._busy_seconds()
         assert before > 0
