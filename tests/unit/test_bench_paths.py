@@ -39,16 +39,25 @@ def test_remote_may_cost_a_little_and_the_copying() -> None:
     def pairs(less: float, drift: float = 0.0) -> dict[int, list[bench_paths.Pair]]:
         """Of five pairs one is far off; each comes `drift` slower than the one before."""
         at = [100.0 + drift * number for number in range(5)]
-        each = [bench_paths.Pair(ms, ms + less, 12.0) for ms in at[:4]]
-        each.append(bench_paths.Pair(at[4], at[4] + 90.0, 12.0))
+        each = [bench_paths.Pair(ms, ms + less, prefill=ms - 3.0, hops=4.0) for ms in at[:4]]
+        each.append(bench_paths.Pair(at[4], at[4] + 90.0, prefill=at[4], hops=4.0))
         return dict.fromkeys(bench_paths.LENGTHS, each)
 
     assert all(r.ok for r in bench_paths.length_rows(pairs(0.0), 1.0)), "the median counts"
     assert all(r.ok for r in bench_paths.length_rows(pairs(14.0, drift=40.0), 1.0)), "of the pairs"
     # 256 tokens are 2 MB: 2 ms at 1 GB/s.
     assert all(r.ok for r in bench_paths.length_rows(pairs(17.0), 1.0))
-    rows = [r for r in bench_paths.length_rows(pairs(17.0), 8.0) if "less" in r.metric]
+    rows = [r for r in bench_paths.length_rows(pairs(17.0), 8.0) if r.target]
     assert [r.ok for r in rows][:3] == [False] * 3
+
+
+def test_the_parts_of_what_remote_costs_add_up() -> None:
+    pair = bench_paths.Pair(local=100.0, remote=117.0, prefill=97.0, hops=4.0)
+    found = dict.fromkeys(bench_paths.LENGTHS, [pair])
+    rows = {r.metric: r.value for r in bench_paths.length_rows(found, 1.0)}
+    parts = [value for metric, value in rows.items() if metric.startswith("TTFT of 256, of it")]
+    assert parts == [4.0, 16.0, -3.0]
+    assert rows["TTFT of 256, remote less local"] == sum(parts)
 
 
 def test_bursts_tell_the_first_and_the_mean() -> None:
