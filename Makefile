@@ -43,7 +43,7 @@ test: install lint ## All tests, quick ones first
 	$(BIN)/pytest -q -m "not long" $(wildcard tests/integration tests/chaos tests/gpu) $(PYTEST_ARGS)
 
 test-fast: install ## Unit and contract tests, under a minute
-	$(BIN)/pytest -q -n 4 tests/unit tests/contract $(PYTEST_ARGS)
+	$(BIN)/pytest -q -n 4 --dist worksteal tests/unit tests/contract $(PYTEST_ARGS)
 
 chaos: install ## Fault tests: real processes, real servers, real engines
 	$(BIN)/pytest tests/chaos $(PYTEST_ARGS)
