@@ -126,6 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--slo-ttft", type=float, default=1000.0, metavar="MS")
     parser.add_argument("--slo-itl", type=float, default=50.0, metavar="MS")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--name", default="rates", help="of the files in results/")
     parser.add_argument("--no-save", action="store_true", help="print only")
     options = parser.parse_args(argv)
     end_in_order()
@@ -137,8 +138,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="pullfill-bench-") as directory:
         rows, fine = run(options, Path(directory), quiet)
     print(quiet)
-    title = "Goodput at rising rates, measured by guidellm"
-    status = finish("rates", rows, quiet=quiet.quiet, save=not options.no_save, title=title)
+    slo = f"TTFT {options.slo_ttft:g} ms, mean ITL {options.slo_itl:g} ms"
+    title = f"Goodput at rising rates, measured by guidellm ({slo})"
+    status = finish(options.name, rows, quiet=quiet.quiet, save=not options.no_save, title=title)
     return status or int(not fine)
 
 
