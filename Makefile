@@ -56,7 +56,7 @@ chaos-report: install ## One process killed under load: failures, recovery, free
 soak: install ## Mixed faults under load: make soak [ARGS="--minutes 10 --seed 1"]
 	$(BIN)/python -m benchmarks.chaos_soak $(ARGS)
 
-bench: install ## Serving beside aggregated vLLM, NIXL and others: all of it (an hour)
+bench: install-nixl ## Serving beside aggregated vLLM, NIXL and others: all of it (an hour)
 	$(BIN)/python -m benchmarks.bench_serving --save $(ARGS)
 
 bench-quick: install ## The same in short: interference, handoff, chat (12 minutes)

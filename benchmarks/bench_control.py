@@ -73,8 +73,8 @@ def main() -> int:
             rows += found
             new = {row.metric for row in rows}
             everything = [row for row in kept if row.metric not in new] + rows
-            if not options.no_save:
-                write(NAME, everything, quiet=quiet.quiet, title=TITLE)
+            if not options.no_save and quiet.quiet:
+                write(NAME, everything, quiet=True, title=TITLE)
     print(quiet)
     return finish(NAME, rows, quiet=quiet.quiet, save=False, title=TITLE)
 

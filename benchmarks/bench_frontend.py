@@ -1,8 +1,8 @@
 """What our frontend costs, against vLLM's own API server: `make bench-frontend`.
 
 Both run at the same time over an engine of their own: same model, same flags, same core for the
-engine, one thread of compute. The same client sends the same load to one and to the other in turn
-(the order changes from round to round):
+engine and same cores for the HTTP process, one thread of compute. The same client sends the same
+load to one and to the other in turn (the order changes from round to round):
   streams   many at once; the CPU time per token of the HTTP process alone, never of the engine
   requests  one at a time; what the client waits, and the CPU for each (bench_frontend_requests)
 Medians over the rounds. Writes results/frontend.json and .md. Exit status 1 when a target is
@@ -29,7 +29,7 @@ from benchmarks import command, machine
 from benchmarks.live import BenchError, demo_flags, running
 from benchmarks.report import Row, median, row, versus
 from benchmarks.serving.systems_vllm import Cores, api_server
-from pullfill.deploy import defaults, plan
+from pullfill.deploy import plan
 
 PEER = "vLLM API server"
 TARGET = 1.0
@@ -59,9 +59,9 @@ def our_server(base: Path) -> Iterator[Server]:
 
 
 @contextmanager
-def vllm_server(base: Path, core: set[int]) -> Iterator[Server]:
-    """vLLM's API server with its engine core in another process, which is put on `core`."""
-    cores = Cores(engine=tuple(sorted(core)), api=tuple(defaults.usable_cores()))
+def vllm_server(base: Path, core: set[int], http: set[int]) -> Iterator[Server]:
+    """vLLM's API server on the cores `http`, its engine core in another process on `core`."""
+    cores = Cores(engine=tuple(sorted(core)), api=tuple(sorted(http)))
     flags = [*demo_flags(), *SAME_FLAGS]
     with api_server("vllm", plan.demo_directory(), base, flags, cores) as server:
         yield Server(PEER, server.url, server.pid, server.engine(), [server.pid])
@@ -161,7 +161,8 @@ def run(options: argparse.Namespace, base: Path) -> tuple[list[Row], machine.Qui
     with ExitStack() as stack:
         ours = stack.enter_context(our_server(base))
         core = os.sched_getaffinity(ours.engine)
-        theirs = stack.enter_context(vllm_server(base, core))
+        http = os.sched_getaffinity(ours.pid)
+        theirs = stack.enter_context(vllm_server(base, core, http))
         rows = [
             rows_of(kind, measure([ours, theirs], kind, options, quiet))
             for kind in ("completions", "chat")

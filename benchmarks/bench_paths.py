@@ -19,7 +19,6 @@ import http.client
 import json
 import os
 import random
-import subprocess
 import sys
 import threading
 import time
@@ -34,10 +33,13 @@ from typing import Any
 import httpx
 
 from benchmarks import command, machine
-from benchmarks.live import CLI, Live, running, wait_for
-from benchmarks.report import Row, median, percentile, read_rows, row, versus
+from benchmarks.live import BenchError, Live, running, wait_for
+from benchmarks.report import Row, median, percentile, row, versus
 from benchmarks.serving import model
+from benchmarks.serving.bandwidth import copy_rate
 from benchmarks.serving.model import DTYPE, NAME
+from benchmarks.serving.systems_pullfill import set_policy
+from benchmarks.serving.verdict import difference
 
 FLAGS = (
     f"--served-model-name={NAME}",
@@ -156,11 +158,12 @@ def explained(live: Live, heard: Heard) -> dict[str, Any]:
     return found
 
 
-def set_policy(live: Live, policy: str) -> None:
-    """The router's, in every decode worker; watched, so it holds a moment later."""
-    command = [*CLI, "config", "set", "router.policy", policy, "--state-dir", str(live.state_dir)]
-    subprocess.run(command, check=True, capture_output=True)
-    time.sleep(0.5)
+def served(live: Live, heard: Heard, path: str) -> dict[str, Any]:
+    """The record of a request that must have taken this path. Raises BenchError."""
+    record = explained(live, heard)
+    if record["path"] != path:
+        raise BenchError(f"a {path} prefill was wanted, it was {record['path']}: {record}")
+    return record
 
 
 @dataclass(slots=True)
@@ -186,7 +189,8 @@ def measure_lengths(live: Live, turns: Sequence[int]) -> dict[int, list[Pair]]:
                 set_policy(live, f"always_{path}")
                 client.ask(LENGTHS[0], 2)
                 heard[path] = client.ask(length, 2)
-            stages = explained(live, heard["remote"])["timings_ms"]
+            served(live, heard["local"], "local")
+            stages = served(live, heard["remote"], "remote")["timings_ms"]
             pair = Pair(
                 1e3 * heard["local"].ttft, 1e3 * heard["remote"].ttft, stages["prefill"],
                 sum(stages[hop] for hop in HOPS),
@@ -256,22 +260,22 @@ def hop_rows(live: Live, heard: Sequence[Heard]) -> list[Row]:
     return rows
 
 
-def shm_gb_per_s() -> float:
-    """What `make bench-transfer` measured for the runs of this model, 128 KiB."""
-    metric = "shm write, 64 KiB scattered"
-    return next(r.value for r in read_rows("transfer") if r.metric == metric and r.value)
+def copies() -> dict[int, float]:
+    """ms that a copy of the KV of each length takes this machine, from one shared memory to
+    another, by its bytes."""
+    sizes = [length * model.kv_bytes_per_token() for length in LENGTHS]
+    return {size: 1e3 * size / copy_rate(size) for size in sizes}
 
 
-def length_rows(found: dict[int, list[Pair]], gb_per_s: float) -> list[Row]:
+def length_rows(found: dict[int, list[Pair]], copy_ms: dict[int, float]) -> list[Row]:
     """Remote less local TTFT, and what it is made of; the target allows 15 ms and the copying of
     the KV bytes. A local prompt's time has the frontend's part in it, a prefill stage has not."""
-    token_bytes = model.kv_bytes_per_token()
     rows = []
     for length, pairs in found.items():
-        at, limit = f"TTFT of {length}", 15.0 + length * token_bytes / (gb_per_s * 1e6)
-        rows.append(row(f"{at}, local", median([p.local for p in pairs]), "ms"))
-        less = median([p.remote - p.local for p in pairs])
-        rows.append(row(f"{at}, remote less local", less, "ms", limit))
+        at, limit = f"TTFT of {length}", 15.0 + copy_ms[length * model.kv_bytes_per_token()]
+        far, near = [p.remote for p in pairs], [p.local for p in pairs]
+        rows.append(row(f"{at}, local", median(near), "ms"))
+        rows.append(difference(f"{at}, remote less local", far, near, limit))
         parts = {
             "the way there and back": [p.hops for p in pairs],
             "the last token, and the frontend": [p.remote - p.prefill - p.hops for p in pairs],
@@ -319,7 +323,10 @@ def run(options: argparse.Namespace, base: Path) -> tuple[list[Row], machine.Qui
             bursts = measure_bursts(live, 2)
             set_policy(live, "always_local")
             alone = Client(live, 99)
-            local = median([1e3 * alone.ask(LONG, LONG_OUT).ttft for _ in range(options.repeats)])
+            longs = [alone.ask(LONG, LONG_OUT) for _ in range(options.repeats)]
+            local = median([1e3 * heard.ttft for heard in longs])
+            served(live, longs[0], "local")
+            served(live, longs[-1], "local")
             alone.close()
             starts = min(options.starts, options.repeats)
             ends = [options.repeats * n // starts for n in range(starts + 1)]
@@ -335,7 +342,7 @@ def run(options: argparse.Namespace, base: Path) -> tuple[list[Row], machine.Qui
                 pairs[length] += more
     print_threads(busy[0].threads, options.seconds)
     rows = token_rows(control, busy, local) + hops + burst_rows(bursts)
-    return rows + length_rows(pairs, shm_gb_per_s()), quiet
+    return rows + length_rows(pairs, copies()), quiet
 
 
 def main() -> int:

@@ -10,12 +10,10 @@ SLO. Writes results/rates.json and .md. Exit status 1 when a system failed.
 from __future__ import annotations
 
 import argparse
-import resource
 import sys
 import tempfile
-import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 
 from benchmarks import machine
@@ -46,36 +44,21 @@ def sweep(
         public_load.measure(url, WARM_RATE, WARM_S, slo, options.seed - 1, folder)
         for number, rate in enumerate(options.rates):
             seed = options.seed + number
-            with alone(quiet, running.pids):
+            with quiet.window(running.pids):
                 came = public_load.measure(url, rate, options.seconds, slo, seed, folder)
             print(f"{system.name} at {rate:g}/s: {describe(came)}", flush=True)
             found.append(came)
     return found
 
 
-@contextmanager
-def alone(quiet: machine.Quiet, pids: Iterable[int]) -> Iterator[machine.Quiet]:
-    """A window of `quiet` in which programs that we start and that end do not count as others."""
-    begin, used = time.monotonic(), _ended_seconds()
-    with quiet.window(pids):
-        yield quiet
-    ours = (_ended_seconds() - used) / (time.monotonic() - begin)
-    quiet.others[-1] = max(0.0, quiet.others[-1] - ours)
-
-
-def _ended_seconds() -> float:
-    """CPU time of our children that ended, with theirs."""
-    use = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return use.ru_utime + use.ru_stime
-
-
 def describe(rate: Rate) -> str:
     """One rate in one line."""
     failed = f", {rate.failed} failed" if rate.failed else ""
     return (
-        f"{100 * rate.good_share:.0f} % good{failed}; TTFT p50 {1e3 * rate.ttft_p50_s:.0f} p99 "
-        f"{1e3 * rate.ttft_p99_s:.0f} ms; ITL p50 {1e3 * rate.itl_p50_s:.1f} p99 "
-        f"{1e3 * rate.itl_p99_s:.1f} ms; {rate.tokens_per_s:.0f} tokens/s"
+        f"{100 * rate.good_share:.0f} % of {rate.finished} good{failed}; "
+        f"TTFT p50 {1e3 * rate.ttft_p50_s:.0f} p99 {1e3 * rate.ttft_p99_s:.0f} ms; "
+        f"ITL p50 {1e3 * rate.itl_p50_s:.1f} p99 {1e3 * rate.itl_p99_s:.1f} ms; "
+        f"{rate.tokens_per_s:.0f} tokens/s"
     )
 
 
@@ -94,9 +77,10 @@ def rows_of(measured: dict[str, list[Rate]], failed: dict[str, str]) -> list[Row
             what = f"{name}: best goodput of all rates"
             rows.append(versus(what, good, "1/s", rival, rivals[rival]))
     for name, rates in measured.items():
-        kept = [rate.rate for rate in rates if rate.good_share >= GOOD and not rate.failed]
-        what = f"{name}: highest rate with {100 * GOOD:g} % good"
-        rows.append(row(what, max(kept, default=0.0), "1/s"))
+        ordered = sorted(rates, key=lambda rate: rate.rate)
+        kept = list(takewhile(lambda r: r.good_share >= GOOD and not r.failed, ordered))
+        what = f"{name}: highest rate up to which {100 * GOOD:g} % are good"
+        rows.append(row(what, kept[-1].rate if kept else 0.0, "1/s"))
     rows += [missing(f"{name}: goodput", "", why) for name, why in failed.items()]
     return rows
 

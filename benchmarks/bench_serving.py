@@ -77,16 +77,21 @@ def finish(measured: Measured, options: argparse.Namespace, longs: Longs, quiet:
     pictures = plots.draw(measured, slo, options.name)
     text = tables.markdown(measured, pictures, slo)
     rows = [*Verdict(measured).rows(), *tables.rows(measured, slo)]
-    save = options.save and not measured.cut
+    save = options.save and not measured.cut and (quiet or options.even_if_busy)
     if save:
         report.RESULTS.mkdir(exist_ok=True)
         for name, picture in pictures.items():
             (report.RESULTS / name).write_text(picture)
     print(f"\n{text}")
-    missed = report.finish(
-        options.name, rows, quiet=quiet, save=save, title=f"{TITLE} (longs: {longs})", more=text
+    return report.finish(
+        options.name,
+        rows,
+        quiet=quiet,
+        save=save,
+        title=f"{TITLE} (longs: {longs})",
+        more=text,
+        even_if_busy=options.even_if_busy,
     )
-    return missed or (0 if quiet or options.even_if_busy else 1)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -101,7 +106,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--long-every", type=float, default=LONG_EVERY_S, metavar="S")
     made.add_argument("--slo-ttft", type=float, default=1000.0, metavar="MS")
     made.add_argument("--slo-itl", type=float, default=50.0, metavar="MS")
-    made.add_argument("--even-if-busy", action="store_true", help="not quiet is no failure")
+    made.add_argument("--even-if-busy", action="store_true", help="save what was not quiet, marked")
     made.add_argument("--logs", type=Path, help="keep the systems' logs here")
     made.add_argument("--name", default="serving", help="of the files in results/")
     made.add_argument("--save", action="store_true", help="write the files")

@@ -131,14 +131,27 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def finish(
-    name: str, rows: list[Row], *, quiet: bool, save: bool, title: str, more: str = ""
+    name: str,
+    rows: list[Row],
+    *,
+    quiet: bool,
+    save: bool,
+    title: str,
+    more: str = "",
+    even_if_busy: bool = False,
 ) -> int:
-    """Print the table, write both files if `save`. Returns 0 if every row is ok, else 1."""
+    """Print the table, write both files if `save`. Returns 0 if every row is ok, else 1.
+
+    Not quiet: the files of the last run stay as they are, and the status is 1; even_if_busy writes
+    them with the mark, and lets the rows alone decide."""
     shown, below = table(rows), _below(quiet)
     print(f"\n{shown}\n\n{below}")
-    if save:
+    believed = quiet or even_if_busy
+    if save and believed:
         write(name, rows, quiet=quiet, title=title, more=more)
-    return 0 if all(r.ok for r in rows) else 1
+    elif save:
+        print(f"results/{name}.* not written: measure again when nobody uses the machine")
+    return 0 if believed and all(r.ok for r in rows) else 1
 
 
 def write(name: str, rows: list[Row], *, quiet: bool, title: str, more: str = "") -> None:

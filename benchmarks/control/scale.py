@@ -39,6 +39,7 @@ class Size:
     requests: int
     loop_s: float
     remote: int
+    failed: int
     rss_mb: float
 
     def ours_ms(self) -> float:
@@ -87,7 +88,7 @@ def measure(plant: Plant, workers: int, options: argparse.Namespace, quiet: mach
     return Size(
         workers, fleet.ready_s, {role: u.total / options.idle for role, u in idle.items()},
         slow["stages"], paced, slow["requests"], use, fast["requests"], fast["seconds"],
-        slow["remote"] + fast["remote"], rss,
+        slow["remote"] + fast["remote"], slow["failed"] + fast["failed"], rss,
     )  # fmt: skip
 
 
@@ -99,8 +100,9 @@ def rows_of(size: Size) -> list[Row]:
     remote.target, remote.ok = "all", size.remote == wanted
     rows = [
         remote,
+        row(f"{at}: requests failed", size.failed, f"of {wanted}", 0),
         row(f"{at}: CPU per request beside engines", size.ours_ms(), "ms", TARGET_MS),
-        row(f"{at}: the same at {2 * PACED_PER_S:g} requests/s", size.paced_ms(), "ms"),
+        row(f"{at}: the same at {2 * PACED_PER_S:g} requests/s", size.paced_ms(), "ms", TARGET_MS),
         row(f"{at}: requests/s on this machine", size.requests / size.loop_s, "1/s"),
     ]
     for role in ROLES:

@@ -96,6 +96,7 @@ class Name(enum.StrEnum):
     AGGREGATED_256 = "aggregated-256"
     ROUND_ROBIN = "round-robin"
     NIXL = "nixl"
+    NIXL_APART = "nixl-apart"
     PULLFILL = "pullfill"
     PULLFILL_LOCAL = "pullfill-local"
     PULLFILL_REMOTE = "pullfill-remote"

@@ -215,11 +215,18 @@ RUN: dict[str, Part] = {
 }
 
 _BASE = (Name.AGGREGATED, Name.AGGREGATED_256, Name.ROUND_ROBIN, Name.NIXL, Name.PULLFILL)
-_ALL = (*_BASE, Name.PULLFILL_LOCAL, Name.PULLFILL_REMOTE, Name.HAND_SPLIT, Name.ONE_CORE)
+_ALL = (
+    *_BASE,
+    Name.NIXL_APART,
+    Name.PULLFILL_LOCAL,
+    Name.PULLFILL_REMOTE,
+    Name.HAND_SPLIT,
+    Name.ONE_CORE,
+)
 
 FULL_PARTS: dict[str, tuple[str, ...]] = {
     "interference": _ALL,
-    "solo": (Name.PULLFILL, Name.NIXL, Name.AGGREGATED, Name.ONE_CORE),
+    "solo": (Name.PULLFILL, Name.NIXL, Name.NIXL_APART, Name.AGGREGATED, Name.ONE_CORE),
     "bursts": (Name.PULLFILL_2P1D, Name.PULLFILL, Name.ROUND_ROBIN, Name.AGGREGATED),
     "chat": (Name.PULLFILL, Name.NIXL, Name.ROUND_ROBIN, Name.AGGREGATED),
     "rates": _BASE,

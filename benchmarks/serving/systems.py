@@ -33,7 +33,7 @@ FLAGS = (
 )
 """Of every engine of every system. Block size: what vLLM takes on a CPU."""
 
-STOCK, NIXL_DIRECT, NIXL_APART = "aggregated-stock", "nixl-direct", "nixl-apart"
+STOCK, NIXL_DIRECT = "aggregated-stock", "nixl-direct"
 DIRECT_BELOW = 512
 
 Pair = Callable[[str, tuple[int, int], Sequence[str], Path], AbstractContextManager[Running]]
@@ -122,10 +122,10 @@ def _systems() -> Iterator[System]:
         _on_two_cores(nixl, Name.NIXL),
     )
     yield System(
-        NIXL_APART,
+        Name.NIXL_APART,
         "as nixl, but the prefill engine's thread that never sleeps runs on the decode engine's "
         "core: prefill at full speed, decode slower",
-        _on_two_cores(partial(nixl, apart=True), NIXL_APART),
+        _on_two_cores(partial(nixl, apart=True), Name.NIXL_APART),
     )
     yield System(
         NIXL_DIRECT,

@@ -6,11 +6,13 @@ on a window in which others used the machine says so.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import msgspec
 
-from benchmarks.report import Row, median, missing, row, versus
+from benchmarks.report import Row, median, missing, percentile, row, versus
 from benchmarks.serving import stats
 from benchmarks.serving.campaign import Measured, failures
 from benchmarks.serving.contract import Answer, Kind, Name
@@ -20,6 +22,8 @@ from benchmarks.serving.window import Window
 BUSY = " [machine not quiet]"
 HANDOFF_MS = 15.0
 STALL_S = 0.05
+LONG_TOKENS = 1024
+"""From here on a prompt is long."""
 NOISE = 0.3
 """Repeats of one control window whose ITL p50 differ by more, relative to their median, were not
 measured on a quiet machine."""
@@ -52,6 +56,12 @@ def long_ttft(window: Window) -> float:
 
 def cost(window: Window) -> float:
     return window.cpu_ms_per_request
+
+
+def ttft_of(length: int, window: Window) -> float:
+    """ms, of prompts of so many tokens."""
+    good = [a for a in stats.good(window.answers) if len(a.ask.prompt) == length]
+    return median([1e3 * stats.ttft(a) for a in good]) if good else math.nan
 
 
 class Verdict:
@@ -148,7 +158,7 @@ class Verdict:
                 continue
             nbytes = length * self._m.kv_bytes
             allowed = HANDOFF_MS + 1e3 * nbytes / self._m.copy_rate[nbytes]
-            r = row(name, median(far) - median(near), "ms", allowed)
+            r = difference(name, far, near, allowed)
             rows += [
                 self._marked(r, [w for w, _ in (*remote, *local)]),
                 versus(
@@ -192,11 +202,34 @@ class Verdict:
                 ("CPU per request", "ms", cost),
             )
         ]
+        rows += self._alone_beside(rival)
         mine, other = self._m.idle_cores(Name.PULLFILL), self._m.idle_cores(rival)
         name, unit = "idle CPU, all processes", "% of one core"
         if mine is None or not other:
             return [*rows, missing(name, rival, "not both were idle")]
         return [*rows, versus(name, 100 * mine, unit, rival, 100 * other, at_most=1 / 20)]
+
+    def _alone_beside(self, rival: str) -> list[Row]:
+        """The same prompts one at a time: a load that both keep up with."""
+        ours, theirs = (Name.PULLFILL, "solo", REMOTE), (rival, "solo", "")
+        if not self._m.of(*ours) or not self._m.of(*theirs):
+            return []
+        asked = {len(a.ask.prompt) for w in self._m.of(*ours) for a in w.answers}
+        rows = [
+            self._against(
+                f"TTFT of {length} tokens alone, beside NIXL",
+                "ms",
+                partial(ttft_of, length),
+                ours,
+                theirs,
+                rival,
+            )
+            for length in sorted(asked)
+            if length >= LONG_TOKENS
+        ]
+        name = "CPU per prompt alone, beside NIXL"
+        rows.append(self._against(name, "ms", cost, ours, theirs, rival))
+        return [lower(r) for r in rows]
 
     # ---------------------------------------------------------------- (c), (d)
 
@@ -288,6 +321,17 @@ class Verdict:
         if all(w.quiet for w in windows):
             return r
         return msgspec.structs.replace(r, metric=r.metric + BUSY)
+
+
+def difference(metric: str, far: list[float], near: list[float], at_most: float) -> Row:
+    """Median of the differences of pairs that were measured one after the other, in ms, and how
+    far they lie apart; of the medians, where an answer is missing."""
+    if len(far) != len(near):
+        return row(metric, median(far) - median(near), "ms", at_most)
+    pairs = [f - n for f, n in zip(far, near, strict=True)]
+    low, high = percentile(pairs, 0.25), percentile(pairs, 0.75)
+    unit = f"ms, half of {len(pairs)} pairs within {low:.3g} ... {high:.3g}"
+    return row(metric, median(pairs), unit, at_most)
 
 
 def lower(r: Row) -> Row:

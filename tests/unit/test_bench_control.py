@@ -85,12 +85,12 @@ def test_a_token_is_the_slope_and_a_request_what_is_left() -> None:
     assert rows["CPU per streamed token, engines"].value == pytest.approx(0.0, abs=1e-6)
 
 
-def size(remote: int = 20, cpu: float = 0.01) -> scale.Size:
+def size(remote: int = 20, cpu: float = 0.01, failed: int = 0) -> scale.Size:
     use = {role: Use(total=cpu, engine=0.004 if role == "decode" else 0.0) for role in scale.ROLES}
     return scale.Size(
         workers=2, ready_s=1.0, idle=dict.fromkeys(scale.ROLES, 0.01),
         stages={"queue": [1.0, 2.0, 3.0]}, paced=use, paced_requests=10, use=use, requests=10,
-        loop_s=0.5, remote=remote, rss_mb=100.0,
+        loop_s=0.5, remote=remote, failed=failed, rss_mb=100.0,
     )  # fmt: skip
 
 
@@ -103,6 +103,8 @@ def test_engines_do_not_count_and_all_must_be_remote() -> None:
     rows = {row.metric.removeprefix("2+2 workers: "): row for row in scale.rows_of(size(19, 0.003))}
     assert not rows["requests prefilled remotely"].ok
     assert rows["CPU per request beside engines"].ok
+    rows = {row.metric.removeprefix("2+2 workers: "): row for row in scale.rows_of(size(failed=1))}
+    assert not rows["requests failed"].ok
 
 
 def test_a_conversation_stays_at_its_worker() -> None:

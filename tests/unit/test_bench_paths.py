@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks import bench_paths
 from benchmarks.bench_paths import Heard, Window
+from benchmarks.serving import model
 
 
 def window(gap_s: float, ttft_s: float | None = None) -> Window:
@@ -35,6 +36,12 @@ def test_targets(gap_s: float, ttft_s: float, missed: set[str]) -> None:
     assert {r.metric for r in rows if not r.ok} == missed
 
 
+def copies(ms: float) -> dict[int, float]:
+    """Every copy takes so long."""
+    each = model.kv_bytes_per_token()
+    return {length * each: ms for length in bench_paths.LENGTHS}
+
+
 def test_remote_may_cost_a_little_and_the_copying() -> None:
     def pairs(less: float, drift: float = 0.0) -> dict[int, list[bench_paths.Pair]]:
         """Of five pairs one is far off; each comes `drift` slower than the one before."""
@@ -43,18 +50,19 @@ def test_remote_may_cost_a_little_and_the_copying() -> None:
         each.append(bench_paths.Pair(at[4], at[4] + 90.0, prefill=at[4], hops=4.0))
         return dict.fromkeys(bench_paths.LENGTHS, each)
 
-    assert all(r.ok for r in bench_paths.length_rows(pairs(0.0), 1.0)), "the median counts"
-    assert all(r.ok for r in bench_paths.length_rows(pairs(14.0, drift=40.0), 1.0)), "of the pairs"
-    # 256 tokens are 2 MB: 2 ms at 1 GB/s.
-    assert all(r.ok for r in bench_paths.length_rows(pairs(17.0), 1.0))
-    rows = [r for r in bench_paths.length_rows(pairs(17.0), 8.0) if r.target]
-    assert [r.ok for r in rows][:3] == [False] * 3
+    assert all(r.ok for r in bench_paths.length_rows(pairs(0.0), copies(1.0))), "the median counts"
+    rows = bench_paths.length_rows(pairs(14.0, drift=40.0), copies(1.0))
+    assert all(r.ok for r in rows), "of the pairs"
+    assert all(r.ok for r in bench_paths.length_rows(pairs(17.0), copies(2.5)))
+    rows = [r for r in bench_paths.length_rows(pairs(17.0), copies(1.5)) if r.target]
+    assert [r.ok for r in rows] == [False] * len(bench_paths.LENGTHS)
+    assert rows[0].unit == "ms, half of 5 pairs within 17 ... 17"
 
 
 def test_the_parts_of_what_remote_costs_add_up() -> None:
     pair = bench_paths.Pair(local=100.0, remote=117.0, prefill=97.0, hops=4.0)
     found = {length: [pair] for length in bench_paths.LENGTHS}
-    rows = {r.metric: r.value for r in bench_paths.length_rows(found, 1.0)}
+    rows = {r.metric: r.value for r in bench_paths.length_rows(found, copies(1.0))}
     parts = [value for metric, value in rows.items() if metric.startswith("TTFT of 256, of it")]
     assert parts == [4.0, 16.0, -3.0]
     assert rows["TTFT of 256, remote less local"] == 17.0

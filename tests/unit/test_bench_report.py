@@ -56,7 +56,9 @@ class TestFiles:
 
     def test_json_and_table(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(report, "RESULTS", tmp_path / "results")
-        code = report.finish("it", list(self.ROWS), quiet=False, save=True, title="It")
+        code = report.finish(
+            "it", list(self.ROWS), quiet=False, save=True, title="It", even_if_busy=True
+        )
         assert code == 1  # a target is missed
         written = json.loads((tmp_path / "results/it.json").read_text())
         assert set(written) == {"commit", "machine", "quiet", "rows"}
@@ -67,6 +69,19 @@ class TestFiles:
         assert "| much | 3 | us | other | 2 | 1.5 | ratio <= 1.1 | NO |" in text
         assert "| plain | 1.5 | s |  |  |  |  |  |" in text
         assert "NOT quiet" in text
+
+    def test_what_was_not_quiet_replaces_nothing(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(report, "RESULTS", tmp_path)
+        fine = [self.ROWS[0]]
+        assert report.finish("it", fine, quiet=True, save=True, title="It") == 0
+        before = (tmp_path / "it.json").read_bytes()
+        assert report.finish("it", fine * 2, quiet=False, save=True, title="It") == 1
+        assert (tmp_path / "it.json").read_bytes() == before
+        busy = {"quiet": False, "save": True, "title": "It", "even_if_busy": True}
+        assert report.finish("it", fine * 2, **busy) == 0
+        assert json.loads((tmp_path / "it.json").read_text())["quiet"] is False
 
     def test_print_only(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(report, "RESULTS", tmp_path / "results")

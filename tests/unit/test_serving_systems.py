@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import os
-import resource
 import subprocess
 import sys
-import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import bench_rates, machine
+from benchmarks import bench_rates
 from benchmarks.live import BenchError
 from benchmarks.serving import model, public_load, systems_pairs, systems_vllm
 from benchmarks.serving.contract import Name
-from benchmarks.serving.systems import DIRECT_BELOW, FLAGS, NIXL_APART, NIXL_DIRECT, STOCK, SYSTEMS
+from benchmarks.serving.systems import DIRECT_BELOW, FLAGS, NIXL_DIRECT, STOCK, SYSTEMS
 from benchmarks.serving.workloads import LONG_OUT, SHORT_IN, SHORT_OUT, SWEEP_IN
 from pullfill.deploy.defaults import usable_cores
 from pullfill.engine.demo_recipe import MARKUP_TOKENS, SPECIAL_TOKENS
@@ -40,7 +36,7 @@ class TestModel:
 
 class TestSystems:
     def test_every_system_that_the_verdicts_know_can_be_started(self) -> None:
-        assert set(SYSTEMS) == {*Name, STOCK, NIXL_DIRECT, NIXL_APART}
+        assert set(SYSTEMS) == {*Name, STOCK, NIXL_DIRECT}
         assert all(name == system.name and system.note for name, system in SYSTEMS.items())
 
     def test_who_must_be_beaten(self) -> None:
@@ -125,25 +121,7 @@ def came(rate: float, good: float, share: float, failed: int = 0) -> public_load
     return public_load.Rate(rate, 9, failed, 0.1, 0.2, 0.01, 0.02, 100.0, good, share)
 
 
-class Busy(machine.Quiet):
-    """Somebody else uses half a core; our children that ended count as others, as they do."""
-
-    @contextmanager
-    def window(self, ours: Iterable[int]) -> Iterator[None]:
-        use = resource.getrusage(resource.RUSAGE_CHILDREN)
-        begin, before = time.monotonic(), use.ru_utime + use.ru_stime
-        yield
-        use, took = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic() - begin
-        self.others.append(0.5 + (use.ru_utime + use.ru_stime - before) / took)
-
-
 class TestRates:
-    def test_a_program_that_we_start_is_nobody_else(self) -> None:
-        code = "import time\nwhile time.process_time() < 0.3: pass"
-        with bench_rates.alone(Busy(), []) as quiet:
-            subprocess.run([sys.executable, "-c", code], check=True)
-        assert quiet.others == [pytest.approx(0.5, abs=0.05)]
-
     def test_ours_is_held_against_the_best_aggregated_of_the_run(self) -> None:
         rows = bench_rates.rows_of(
             {
@@ -158,10 +136,12 @@ class TestRates:
         assert (best.value, best.peer, best.peer_value) == (3.0, Name.ROUND_ROBIN, 1.5)
 
     def test_a_rate_is_sustained_when_nothing_failed_and_enough_was_good(self) -> None:
-        rates = [came(1, 1.0, 0.95), came(2, 1.9, 0.95, failed=1), came(3, 2.0, 0.6)]
+        rates = [came(3, 2.9, 0.95), came(1, 1.0, 0.95), came(2, 1.9, 0.95, failed=1)]
         row = bench_rates.rows_of({Name.AGGREGATED: rates}, {"nixl": "not there"})
         kept = {r.metric: r.value for r in row}
-        assert kept["aggregated: highest rate with 90 % good"] == 1.0
+        assert kept["aggregated: highest rate up to which 90 % are good"] == 1.0, (
+            "3 came after a miss"
+        )
         assert kept["nixl: goodput"] is None
 
 

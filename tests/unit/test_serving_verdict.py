@@ -182,6 +182,17 @@ class TestHandoff:
         )
         assert row(made, "3000 tokens, remote - local").value == pytest.approx(20.0)
 
+    def test_pairs_count_not_how_the_machine_drifts(self) -> None:
+        def made(label: str, *ttfts: float) -> list[Window]:
+            return [window(Name.PULLFILL, "solo", label, [long(ms, 1000)]) for ms in ttfts]
+
+        pairs = made(LOCAL, 100.0, 200.0, 300.0), made(REMOTE, 110.0, 212.0, 390.0)
+        found = row(measured(*pairs[0], *pairs[1]), "1000 tokens, remote - local")
+        assert found.value == pytest.approx(12.0)
+        assert found.unit == "ms, half of 3 pairs within 11 ... 51"
+        odd = row(measured(*pairs[0][:2], *pairs[1]), "1000 tokens, remote - local")
+        assert (odd.value, odd.unit) == (pytest.approx(62.0), "ms")
+
     def test_one_side_only(self) -> None:
         made = measured(window(Name.PULLFILL, "solo", REMOTE, [long(120.0, 1000)]))
         assert row(made, "remote - local").value is None
@@ -198,6 +209,21 @@ class TestNixl:
         rows = [r for r in Verdict(made).rows() if r.peer == rival and r.target]
         assert len(rows) == 4
         assert {r.ok for r in rows} == {better}
+
+    @pytest.mark.parametrize("better", [True, False])
+    def test_one_prompt_at_a_time_as_well(self, better: bool) -> None:
+        ours = window(Name.PULLFILL, "solo", REMOTE, [long(100.0, n) for n in (256, 2048)])
+        theirs = window(Name.NIXL, "solo", "", [long(110.0 if better else 90.0, 2048)])
+        ours.use = Use(1.0, {"x": 2.0})
+        theirs.use = Use(1.0, {"x": 1.1 if better else 0.9})
+        both = [*interference(Name.PULLFILL), *interference(Name.NIXL)]
+        rows = Verdict(measured(*both, ours, theirs)).rows()
+        alone = [r for r in rows if "alone, beside NIXL" in r.metric]
+        assert [r.metric.split(" alone")[0] for r in alone] == [
+            "TTFT of 2048 tokens",
+            "CPU per prompt",
+        ]
+        assert [r.ok for r in alone] == [better, better]
 
 
 def turn(tokens: int, hit: int, lane: str = "c") -> Answer:
