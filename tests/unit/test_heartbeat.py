@@ -32,24 +32,43 @@ def begin(beat: Heartbeat, jobs: dict[str, Any], name: str, **more: Any) -> Deli
     return jobs[name]
 
 
-async def test_all_are_told_together_as_long_as_they_run() -> None:
-    jobs: dict[str, Any] = {}
+async def test_all_are_told_together_as_long_as_they_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loop, jobs, due = asyncio.get_running_loop(), dict[str, Any](), list[Any]()
+    real = loop.call_at
+
+    def call_at(when: float, call: Any, *args: Any, **more: Any) -> Any:
+        if getattr(call, "__self__", None) is not beat:
+            return real(when, call, *args, **more)
+        return due.append(call)
+
+    async def pass_times(count: int) -> None:
+        for _ in range(count):
+            (call,) = due
+            due.clear()
+            call()
+            if beat._going:
+                assert beat._task is not None
+                await beat._task
+
+    monkeypatch.setattr(loop, "call_at", call_at)
     beat = Heartbeat(EVERY_S, jobs)
-    first = begin(beat, jobs, "a")
-    await asyncio.sleep(EVERY_S / 2)
-    second = begin(beat, jobs, "b")
+    first, second = begin(beat, jobs, "a"), begin(beat, jobs, "b")
     assert not first.told
-    await until(lambda: len(first.told) == 2)
+    await pass_times(2)
+    assert len(first.told) == 2
     assert len(second.told) == 2, "sooner than it need be: with the others"
     del jobs["a"]
-    await until(lambda: len(second.told) == 4)
-    assert len(first.told) == 2
+    await pass_times(2)
+    assert (len(first.told), len(second.told)) == (2, 4)
     jobs.clear()
-    await until(lambda: not beat._going)
+    await pass_times(1)
+    assert not beat._going
+    assert not due
     again = begin(beat, jobs, "c")
-    await until(lambda: len(again.told) == 2)
-    jobs.clear()
-    await until(lambda: not beat._going)
+    await pass_times(2)
+    assert len(again.told) == 2
 
 
 async def test_a_job_has_no_task_and_short_ones_share_a_timer(

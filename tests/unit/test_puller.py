@@ -46,6 +46,15 @@ class Consumer:
         await self._real.drain()
 
 
+async def started(runner: Runner, count: int) -> None:
+    """Until so many jobs are, and until what would start another had time for it."""
+    async with asyncio.timeout(20.0):
+        while len(runner.started) < count:  # noqa: ASYNC110 - nothing to wait on
+            await asyncio.sleep(0)
+    for _ in range(100):
+        await asyncio.sleep(0)
+
+
 async def test_each_job_starts_before_the_next_is_asked_for() -> None:
     queue, runner = MemoryQueue(QueueConfig("test", "c")), Runner()
     producer = queue.producer()
@@ -55,10 +64,7 @@ async def test_each_job_starts_before_the_next_is_asked_for() -> None:
     fake: Any = SimpleNamespace(runner=runner)
     puller = Puller(consumer, fake.runner, budget_tokens=30, max_jobs=32, credits=Credits(1 << 20))
     puller.start()
-    async with asyncio.timeout(5.0):
-        while len(runner.started) < 3:  # noqa: ASYNC110 - nothing to wait on
-            await asyncio.sleep(0)
-    await asyncio.sleep(0.05)
+    await started(runner, 3)
     await puller.stop()
     assert consumer.asked == [(1, 0), (1, 1), (1, 2)], "then the budget is used up"
     assert runner.started == ["j0", "j1", "j2"]
@@ -82,6 +88,6 @@ async def test_small_steps_do_not_leave_the_engine_without_a_second_prompt() -> 
         queue.consumer(), fake, budget_tokens=budget, max_jobs=32, credits=Credits(1 << 20)
     )
     puller.start()
-    await asyncio.sleep(0.1)
+    await started(runner, 2)
     await puller.stop()
     assert runner.started == ["j0", "j1"], "and the third is for other workers"
