@@ -16,7 +16,7 @@ import msgspec
 
 from pullfill.clock import SYSTEM_CLOCK, Clock
 from pullfill.errors import RegistryUnavailable
-from pullfill.registry.rpc import EtcdRpc, LeaseNotFound, RevisionLost, _Failure
+from pullfill.registry.rpc import PROBE, EtcdRpc, LeaseNotFound, RevisionLost, _Failure
 from pullfill.security import OPEN, EtcdSecurity
 
 __all__ = ["EtcdClient", "KeepAlive", "KeyValue", "LeaseNotFound", "RevisionLost", "prefix_end"]
@@ -226,7 +226,7 @@ class EtcdClient:
 
     async def ping(self, timeout_s: float) -> None:
         """Raise RegistryUnavailable unless etcd answers (linearizable) within `timeout_s`."""
-        await self._call("/kv/range", {"key": b"\0", "count_only": True}, _Range, timeout_s)
+        await self._call("/kv/range", PROBE, _Range, timeout_s)
 
     async def close(self) -> None:
         """End all connections. Idempotent."""

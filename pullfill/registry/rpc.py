@@ -59,6 +59,10 @@ class _Api(AioClient):  # type: ignore[misc]
         self.server_version_sem = sem.Version(self.server_version)
 
 
+PROBE = {"key": b"/pullfill/", "count_only": True}
+"""Read to see that etcd answers: no key of ours, but one that etcdctl can grant by name."""
+
+
 class _Version(msgspec.Struct):
     etcdserver: str
 
@@ -157,7 +161,7 @@ class EtcdRpc:
                 if credentials:
                     await rpc._authenticate(2.0)
                 # A member without a leader answers /version too; a linearizable read does not lie.
-                await rpc.call("/kv/range", {"key": b"\0", "count_only": True}, dict, timeout_s=2.0)
+                await rpc.call("/kv/range", PROBE, dict, timeout_s=2.0)
                 return rpc
             except (RegistryUnavailable, *_FAILURES) as exc:
                 await session.close()
