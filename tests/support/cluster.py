@@ -28,8 +28,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pullfill.failpoints import parse as check_failpoints
 from pullfill.registry import keys
-from pullfill.wire import WorkerRecord, decode
-from tests.support.etcd import EtcdServer
+from pullfill.transfer.shm.files import shm_dir, sweep
+from pullfill.wire import RouterConfig, WorkerRecord, decode
+from tests.support.etcd import EtcdServer, free_ports
 from tests.support.nats import NatsServer
 
 MODEL = "tiny"
@@ -82,6 +83,12 @@ class Worker:
         """By SIGSTOP, or a failpoint's."""
         stat = Path(f"/proc/{self.pid}/stat").read_text()
         return stat.rpartition(")")[2].split()[0] == "T"
+
+    @property
+    def router(self) -> RouterConfig:
+        """The settings that a decode worker last said it acts on."""
+        said = re.findall(rb"router settings: ({.*})\n", self.log.read_bytes())
+        return msgspec.json.decode(said[-1], type=RouterConfig) if said else RouterConfig()
 
     def arm(self, spec: str) -> None:
         """Set its failpoints, now, whatever they were; hits are counted from here."""
@@ -169,7 +176,7 @@ class Cluster:
             *FLAGS,
         ]  # fmt: skip
         if role == "frontend":
-            port = _free_port()
+            (port,) = free_ports(1)
             command += ["--port", str(port), "--enable-auto-tool-choice"]
             command += ["--tool-call-parser", "hermes"]
             self.frontend_url = f"http://127.0.0.1:{port}"
@@ -229,10 +236,7 @@ class Cluster:
                 worker.kill()
         self.nats.stop()
         self.etcd.stop()
-        for worker in self.workers:
-            if worker.instance_id:
-                for path in Path("/dev/shm").glob(f"pullfill-{worker.instance_id}-*"):
-                    path.unlink(missing_ok=True)
+        sweep(shm_dir())  # of what was killed, whether or not we learnt its name
 
     def keep_logs(self, where: Path) -> None:
         """Copy the logs for a look after a failure."""
@@ -283,6 +287,11 @@ class Cluster:
         found = [decode(b64decode(kv["value"]), WorkerRecord) for kv in answer.get("kvs", [])]
         return {record.instance_id: record for record in found}
 
+    def incarnations(self) -> set[str]:
+        """Of all decode and prefill workers that are registered now."""
+        found = [*self.records("decode").values(), *self.records("prefill").values()]
+        return {record.incarnation for record in found}
+
     def revoke_lease(self, worker: Worker) -> None:
         """As `pullfill drain` does."""
         key = keys.worker(self.namespace, worker.role, worker.instance_id)
@@ -311,12 +320,15 @@ class Cluster:
         }
 
     def set_router(self, **settings: object) -> None:
-        """Store router settings where `pullfill config set` does and wait until they act."""
+        """Store router settings where `pullfill config set` does and wait until every decode worker
+        says that they act."""
         self._router |= settings
+        wanted = msgspec.convert(self._router, RouterConfig)
         key, value = keys.router_config(self.namespace), msgspec.json.encode(self._router).decode()
         if self.etcd.ctl("get", key, "--print-value-only").strip() != value:
             self.etcd.ctl("put", key, value)
-            time.sleep(0.3)  # a watch event away
+        deciding = [w for w in self.of("decode") if w.instance_id and not w.stopped]
+        until(lambda: all(w.router == wanted or not w.alive for w in deciding), 20, "settings act")
 
     def assert_clean(self, within_s: float = 20.0) -> None:
         """Ledger, quarantine, queue and free blocks are back to the baseline (I3, I4)."""
@@ -366,12 +378,3 @@ def _write_failpoints(log: Path, spec: str) -> Path:
     new = path.with_suffix(".new")
     new.write_text(spec)
     return new.replace(path)
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
