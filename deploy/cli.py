@@ -6,6 +6,7 @@ Imports of everything heavy happen inside the commands, so that `--help` answers
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from typing import Annotated, NoReturn
@@ -31,9 +32,8 @@ from pullfill.deploy.options import (
     find_cluster,
 )
 from pullfill.errors import ConfigError, IncompatibleError, PullfillError
+from pullfill.log import DEBUG_ENV, complain
 from pullfill.wire import DigestMode, KvMode
-
-DEBUG_ENV = "PULLFILL_DEBUG"
 
 app = typer.Typer(
     name="pullfill",
@@ -245,15 +245,31 @@ def config_set(
 cli_roles.register(app)
 
 
+def _in_words(exc: OSError) -> str:
+    """What the system refused, and what to do about it."""
+    what = f"{exc.filename}: {exc.strerror}" if exc.filename else str(exc.strerror)
+    if exc.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"{what}. Free some space, or choose another disk: --state-dir DIR"
+    if exc.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return (
+            f"{what}. Choose a directory you may write to: --state-dir DIR for a cluster, "
+            "XDG_CACHE_HOME for the demo model"
+        )
+    return f"{what}. {DEBUG_ENV}=1 shows where"
+
+
 def main() -> NoReturn:
     """Entry of the `pullfill` script. Never returns."""
     try:
         app()
     except PullfillError as exc:
-        if os.environ.get(DEBUG_ENV):
-            raise
-        print(f"error: {exc}", file=sys.stderr)
+        complain(exc)
         sys.exit(2 if isinstance(exc, ConfigError | IncompatibleError) else 1)
+    except OSError as exc:
+        if exc.errno is None:
+            raise
+        complain(exc, _in_words(exc))
+        sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
     sys.exit(0)

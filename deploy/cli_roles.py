@@ -14,6 +14,7 @@ from pullfill.deploy.options import (
     DrainOption,
     EtcdOption,
     HostOption,
+    HttpPortOption,
     InflightOption,
     InstanceOption,
     KvCreditsOption,
@@ -29,6 +30,7 @@ from pullfill.deploy.options import (
     StallOption,
     StateDirOption,
     TransportsOption,
+    WorkerHostOption,
 )
 from pullfill.wire import DigestMode, KvMode
 
@@ -52,7 +54,7 @@ def _run(role: str, context: typer.Context, **given: Any) -> NoReturn:
 def decode(
     context: typer.Context,
     model: ModelOption = None,
-    host: HostOption = "127.0.0.1",
+    host: WorkerHostOption = "127.0.0.1",
     state_dir: StateDirOption = None,
     etcd: EtcdOption = None,
     nats: NatsOption = None,
@@ -83,6 +85,7 @@ def decode(
         ),
     ] = None,
     kv_port: KvPortOption = 0,
+    http_port: HttpPortOption = 0,
     advertise_kv: AdvertiseKvOption = None,
 ) -> None:
     """Run one decode worker that joins a cluster. Other flags go to vLLM."""
@@ -109,6 +112,7 @@ def decode(
         advertise_control=advertise_control,
         transports=transports,
         kv_port=kv_port,
+        http_port=http_port,
         advertise_kv=advertise_kv,
     )
 
@@ -116,7 +120,7 @@ def decode(
 def prefill(
     context: typer.Context,
     model: ModelOption = None,
-    host: HostOption = "127.0.0.1",
+    host: WorkerHostOption = "127.0.0.1",
     state_dir: StateDirOption = None,
     etcd: EtcdOption = None,
     nats: NatsOption = None,
@@ -132,6 +136,7 @@ def prefill(
     transports: TransportsOption = None,
     kv_credits: KvCreditsOption = None,
     kv_port: KvPortOption = 0,
+    http_port: HttpPortOption = 0,
     advertise_kv: AdvertiseKvOption = None,
 ) -> None:
     """Run one prefill worker that joins a cluster. Other flags go to vLLM."""
@@ -155,6 +160,7 @@ def prefill(
         transports=transports,
         kv_credits=kv_credits,
         kv_port=kv_port,
+        http_port=http_port,
         advertise_kv=advertise_kv,
     )
 
@@ -174,6 +180,12 @@ def frontend(
     drain_timeout: DrainOption = 60.0,
     connect_timeout: ConnectOption = 30.0,
     max_inflight: InflightOption = 1024,
+    advertise: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL", help="Publish this address instead of the bound one, e.g. https://h:443"
+        ),
+    ] = None,
 ) -> None:
     """Run one HTTP frontend that joins a cluster. Other flags go to vLLM."""
     _run(
@@ -192,4 +204,5 @@ def frontend(
         drain_timeout_s=drain_timeout,
         connect_timeout_s=connect_timeout,
         max_inflight=max_inflight,
+        advertise=advertise,
     )

@@ -15,7 +15,7 @@ from contextlib import suppress
 from rich.console import Console
 from rich.text import Text
 
-from pullfill.config import ClusterRef, ProcessEntry
+from pullfill.config import ClusterRef, ProcessEntry, split_urls
 from pullfill.deploy import machine, routes, servers
 from pullfill.deploy.machine import FAIL, OK, WARN, Finding
 from pullfill.deploy.membership import Members, http_get
@@ -103,8 +103,9 @@ def pinning(entries: Iterable[ProcessEntry]) -> Iterator[Finding]:
 
 def cluster(ref: ClusterRef) -> Iterator[Finding]:
     """Servers answer, workers fit together, nothing is dead-lettered."""
+    no_nats = servers.nats_ready(ref.nats_url, 2.0)
     for name, url, why in (
-        ("NATS", ref.nats_url, servers.nats_ready(ref.nats_url, 2.0)),
+        ("NATS", ref.nats_url, no_nats),
         ("etcd", ref.etcd_url, servers.etcd_ready(ref.etcd_url, 2.0, ref.security.etcd.tls())),
     ):
         if why is None:
@@ -121,7 +122,8 @@ def cluster(ref: ClusterRef) -> Iterator[Finding]:
     yield from keys(ref, workers)
     if not any(w.record.role == "frontend" for w in workers) and not frontend_urls(ref):
         yield Finding(WARN, "no frontend", "start one: pullfill frontend")
-    yield from dead_letters(ref)
+    if no_nats is None:
+        yield from dead_letters(ref)
 
 
 async def _workers(ref: ClusterRef) -> list[LiveWorker]:
@@ -196,8 +198,18 @@ def dead_letters(ref: ClusterRef) -> Iterator[Finding]:
 async def _dead_letters(ref: ClusterRef) -> dict[str, int]:
     import nats
 
+    async def quiet(_: Exception) -> None:
+        """What matters is raised; the client would also print a traceback."""
+
+    # Without a bound the first dial is tried 60 times, two seconds apart.
     client = await nats.connect(
-        ref.nats_url, connect_timeout=2, allow_reconnect=False, **ref.security.nats.options()
+        split_urls(ref.nats_url),
+        connect_timeout=2,
+        allow_reconnect=False,
+        max_reconnect_attempts=1,
+        reconnect_time_wait=0.05,
+        error_cb=quiet,
+        **ref.security.nats.options(),
     )
     try:
         streams = await client.jetstream(timeout=2).streams_info()

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from pullfill.deploy import device, install, servers
 from pullfill.errors import ConfigError
+from pullfill.host import SHM_DIR_ENV, shm_dir
 
 OK, WARN, FAIL = "ok", "warn", "fail"
-_SHM = Path("/dev/shm")
 _SHM_FREE_WANTED = 512 << 20
 
 
@@ -116,25 +116,27 @@ def compute() -> Iterator[Finding]:
 
 
 def shared_memory() -> Iterator[Finding]:
-    """/dev/shm has room, and nothing of dead workers lies in it."""
-    if not _SHM.is_dir():
-        yield Finding(FAIL, "/dev/shm is missing", "mount a tmpfs there: workers share KV in it")
+    """The directory of shared KV files has room, and nothing of dead workers lies in it."""
+    shm = shm_dir()
+    if not shm.is_dir():
+        advice = f"mount a tmpfs there, or name another with {SHM_DIR_ENV}: workers share KV in it"
+        yield Finding(FAIL, f"{shm} is missing", advice)
         return
-    free = shutil.disk_usage(_SHM).free
+    free = shutil.disk_usage(shm).free
     if free < _SHM_FREE_WANTED:
         yield Finding(
             WARN,
-            f"/dev/shm has {free >> 20} MiB free",
+            f"{shm} has {free >> 20} MiB free",
             "workers keep their KV caches there: enlarge it (containers: --shm-size=4g)",
         )
     else:
-        yield Finding(OK, f"/dev/shm has {free >> 20} MiB free")
-    stale = [path.name for path in _SHM.glob("pullfill-*") if not _in_use(path)]
+        yield Finding(OK, f"{shm} has {free >> 20} MiB free")
+    stale = [path.name for path in shm.glob("pullfill-*") if not _in_use(path)]
     if stale:
         yield Finding(
             WARN,
-            f"{len(stale)} file(s) of dead workers in /dev/shm, e.g. {stale[0]}",
-            "rm " + " ".join(f"/dev/shm/{name}" for name in stale[:20]),
+            f"{len(stale)} file(s) of dead workers in {shm}, e.g. {stale[0]}",
+            "rm " + " ".join(f"{shm}/{name}" for name in stale[:20]),
         )
 
 

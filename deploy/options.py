@@ -47,6 +47,9 @@ ModelOption = Annotated[
     ),
 ]
 HostOption = Annotated[str, typer.Option("--host", metavar="H", help="Address to bind")]
+WorkerHostOption = Annotated[
+    str, typer.Option("--host", metavar="H", help="Address to bind, and to tell others")
+]
 InstanceOption = Annotated[str | None, typer.Option("--instance-id", hidden=True)]
 LeaseOption = Annotated[
     int, typer.Option("--lease-ttl", metavar="S", min=2, help="Seconds until a dead one is gone")
@@ -105,7 +108,7 @@ KvCreditsOption = Annotated[
         metavar="MIB",
         min=1,
         help="KV computed for one decode worker and not yet there, from which on no job is pulled"
-        "  [default: 256, or two steps' worth if that is more]",
+        "  [default: 256, or the KV of a whole prefill budget if that is more]",
     ),
 ]
 TransportsOption = Annotated[
@@ -121,6 +124,12 @@ KvPortOption = Annotated[
     int,
     typer.Option(
         "--kv-port", min=0, max=65535, help="Where KV is written to us, or read, over tcp; 0: any"
+    ),
+]
+HttpPortOption = Annotated[
+    int,
+    typer.Option(
+        "--http-port", min=0, max=65535, help="Of /live, /ready, /metrics and /status; 0: any"
     ),
 ]
 AdvertiseKvOption = Annotated[

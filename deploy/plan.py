@@ -94,6 +94,7 @@ def check(options: UpOptions) -> None:
         )
     parse_transports(options.transports)
     check_flags(options.vllm_args)
+    _check_plain_http(options.vllm_args)
     check_model(options.model)
     if options.port == 0:
         options.port = servers.free_port()
@@ -137,6 +138,17 @@ def check_flags(arguments: Sequence[str]) -> None:
     for flag in (group[0].split("=", 1)[0] for group in groups):
         if flag in ("--kv-transfer-config", "--kv_transfer_config"):
             raise ConfigError(f"{flag} is pullfill's own to set: remove it")
+
+
+def _check_plain_http(arguments: Sequence[str]) -> None:
+    """`up` could not ask a frontend that speaks TLS whether it is ready: it does not know whose
+    certificate to believe."""
+    for flag in (argument.split("=", 1)[0].replace("_", "-") for argument in arguments):
+        if flag.startswith("--ssl-"):
+            raise ConfigError(
+                f"{flag}: the frontends of `up` speak plain HTTP. Start the rest with `pullfill up "
+                f"--frontends 0`, then `pullfill frontend {flag} ...` by hand"
+            )
 
 
 def check_model(model: str) -> None:

@@ -20,6 +20,10 @@ from pullfill.wire import ExplainRecord, WorkerState
 
 _STATE_STYLES = {"ready": "green", "draining": "yellow", "lost": "red"}
 _BAR = 40
+_CERTIFICATE = (
+    "name your own authority with SSL_CERT_FILE=ca.pem, and start the frontend with --advertise "
+    "https://NAME, a name that its certificate has"
+)
 
 
 def frontend_urls(ref: ClusterRef) -> list[str]:
@@ -105,6 +109,7 @@ def _from_registry(ref: ClusterRef) -> dict[str, Any]:
                 "model": record.model,
                 "host": record.host,
                 "pid": record.pid,
+                "http": record.http,
                 "load": (report or {}).get("load") or {},
             }
         )
@@ -165,11 +170,13 @@ def explain(ref: ClusterRef, request_id: str, as_json: bool) -> int:
     UnavailableError when none answers."""
     urls = frontend_urls(ref)
     answered = 0
+    why_not: list[str] = []
     for url in urls:
         try:
             where = f"{url}/pullfill/requests/{quote(request_id, safe='')}"
             code, body = _ask_frontend(ref, where)
-        except UnavailableError:
+        except UnavailableError as exc:
+            why_not.append(str(exc))
             continue
         if code == 401:
             raise ConfigError(
@@ -186,7 +193,8 @@ def explain(ref: ClusterRef, request_id: str, as_json: bool) -> int:
             return 0
     if not answered:
         raise UnavailableError(
-            f"no frontend answers ({', '.join(urls) or 'none is known'}): try `pullfill doctor`"
+            f"no frontend answers ({'; '.join(why_not) or 'none is known'}): "
+            + (_CERTIFICATE if "CERTIFICATE" in "".join(why_not) else "try `pullfill doctor`")
         )
     raise ConfigError(
         f"no frontend knows request {request_id!r}: use the `id` of a finished response; only the "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import socket
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,9 +20,12 @@ from pullfill.config import (
     FrontendOptions,
     WorkerOptions,
     check_address,
+    check_url,
     parse_transports,
+    split_urls,
 )
 from pullfill.deploy import defaults, device, plan
+from pullfill.deploy.servers import port_problem, split_url
 from pullfill.deploy.state import Launch, StateDir
 from pullfill.errors import ConfigError
 from pullfill.ids import is_name
@@ -52,6 +56,8 @@ class RoleCommand:
     advertise_control: str | None = None
     transports: str | None = None
     kv_port: int = 0
+    http_port: int = 0
+    advertise: str | None = None
     advertise_kv: str | None = None
     max_inflight: int = 1024
     vllm_args: list[str] = field(default_factory=list)
@@ -59,8 +65,10 @@ class RoleCommand:
 
 def run_worker(role: str, command: RoleCommand) -> int:
     """Run a decode or prefill worker until it drained; its exit code."""
+    _check_ports(command)
     ref, model, arguments = _prepare(command)
     _warn_if_exposed(role, command.host, ref.security)
+    _warn_if_unreachable(role, command.host, ref)
     cores = cores_of(command, ref, small=command.model in (None, defaults.DEMO))
     _apply(cores, local_model=os.path.isdir(model))
     options = WorkerOptions(
@@ -79,6 +87,7 @@ def run_worker(role: str, command: RoleCommand) -> int:
         advertise_control=command.advertise_control,
         transports=parse_transports(command.transports),
         kv_port=command.kv_port,
+        http_port=command.http_port,
         advertise_kv=check_address("--advertise-kv", command.advertise_kv),
     )
     extra = defaults.role_flags(role, arguments, gpus=device.gpu_count())
@@ -88,8 +97,6 @@ def run_worker(role: str, command: RoleCommand) -> int:
 def run_frontend(command: RoleCommand) -> int:
     """Run a frontend until it drained; its exit code."""
     ref, model, arguments = _prepare(command)
-    from pullfill.deploy.servers import port_problem
-
     if not any(arg.startswith("--api-key") for arg in arguments):
         _warn_if_exposed("frontend", command.host, ref.security)
     problem = port_problem(command.host, command.port)
@@ -108,17 +115,69 @@ def run_frontend(command: RoleCommand) -> int:
         drain_timeout_s=command.drain_timeout_s,
         connect_timeout_s=command.connect_timeout_s,
         max_inflight=command.max_inflight,
+        advertise=check_url("--advertise", command.advertise),
     )
     return _entry("frontend")(ref, options, arguments)
 
 
+def _check_ports(command: RoleCommand) -> None:
+    """A worker could listen where it is told, known before the model is loaded. Puts the address of
+    a host name in its place: the sockets of frontends bind addresses only. Raises ConfigError."""
+    given = command.host
+    try:
+        found = socket.getaddrinfo(given, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        raise ConfigError(
+            f"--host {given!r} has no address: give one of this machine's, e.g. --host 10.0.0.5"
+        ) from None
+    found.sort(key=lambda entry: entry[0] is not socket.AF_INET)
+    command.host = str(found[0][4][0])
+    if not given or ipaddress.ip_address(command.host.partition("%")[0]).is_unspecified:
+        raise ConfigError(
+            f"--host {given!r} is also what others are told: give this machine's address, e.g. "
+            "--host 10.0.0.5"
+        )
+    flags = {
+        "--control-port": command.control_port,
+        "--kv-port": command.kv_port,
+        "--http-port": command.http_port,
+    }
+    if why := port_problem(command.host, 0):
+        raise ConfigError(
+            f"cannot listen on --host {given} ({why}): give an address of this machine"
+        )
+    for flag, port in flags.items():
+        if port and (why := port_problem(command.host, port)):
+            raise ConfigError(
+                f"cannot listen on {command.host}:{port} ({why}): stop what uses it, or choose "
+                f"another with {flag} N"
+            )
+        if port and list(flags.values()).count(port) > 1:
+            raise ConfigError(f"{flag} {port} is given to two servers: choose different ports")
+
+
+def _warn_if_unreachable(role: str, host: str, ref: ClusterRef) -> None:
+    """A worker on loopback in a cluster of several machines."""
+    servers = [split_url(url, 0)[0] for url in split_urls(ref.etcd_url)]
+    if _is_loopback(host) and not any(map(_is_loopback, servers)):
+        print(
+            f"WARNING: this {role} worker is at {host}, which only this machine reaches, but etcd "
+            f"is at {servers[0]}: workers and frontends elsewhere cannot use it. Give this "
+            "machine's address with --host",
+            file=sys.stderr,
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 def _warn_if_exposed(role: str, host: str, security: Security) -> None:
     """Beyond loopback everybody who reaches the port is a peer, unless there are keys."""
-    try:
-        inside = ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        inside = host == "localhost"
-    if inside:
+    if _is_loopback(host):
         return
     if role == "frontend" and security.frontend.api_key_file is None:
         what, key = "send it requests", "[frontend] api_key_file (or --api-key)"

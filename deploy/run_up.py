@@ -14,7 +14,7 @@ from pullfill.config import ClusterRef, ProcessEntry
 from pullfill.deploy.membership import Members
 from pullfill.deploy.plan import UpOptions
 from pullfill.deploy.procs import ProcessId, is_alive, send, start_time
-from pullfill.deploy.state import StateDir, identity
+from pullfill.deploy.state import Locked, StateDir, identity
 from pullfill.deploy.supervisor import Interrupted, Supervisor
 from pullfill.deploy.teardown import SERVER_DEADLINE_S, stop_stragglers, take_down
 from pullfill.deploy.view import ProcessView
@@ -123,7 +123,7 @@ async def _locked_for_down(
         with ExitStack() as held:
             try:
                 held.enter_context(state.locked())
-            except ConfigError:
+            except Locked:
                 launch = state.launch()
                 if time.monotonic() > deadline:
                     raise

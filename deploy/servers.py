@@ -13,10 +13,12 @@ import ssl
 import sysconfig
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 from pathlib import Path
 
+from pullfill.config import split_urls
 from pullfill.errors import ConfigError
 
 MAX_PAYLOAD = 8 * 1024 * 1024
@@ -112,8 +114,22 @@ def etcd_command(directory: Path, port: int, peer_port: int) -> list[str]:
     ]
 
 
-def nats_ready(url: str, timeout_s: float = 1.0) -> str | None:
-    """None when a JetStream server answers there, else why not."""
+def _any_ready(urls: str, problem: Callable[[str], str | None]) -> str | None:
+    """None when one of `URL,URL` has no problem, else that of the first."""
+    why = None
+    for url in split_urls(urls) or [urls]:
+        if (found := problem(url)) is None:
+            return None
+        why = why or found
+    return why
+
+
+def nats_ready(urls: str, timeout_s: float = 1.0) -> str | None:
+    """None when a JetStream server answers at one of `URL,URL`, else why not."""
+    return _any_ready(urls, lambda url: _nats_problem(url, timeout_s))
+
+
+def _nats_problem(url: str, timeout_s: float) -> str | None:
     host, port = split_url(url, 4222)
     try:
         with socket.create_connection((host, port), timeout=timeout_s) as conn:
@@ -133,8 +149,12 @@ def nats_ready(url: str, timeout_s: float = 1.0) -> str | None:
     return None
 
 
-def etcd_ready(url: str, timeout_s: float = 1.0, tls: ssl.SSLContext | None = None) -> str | None:
-    """None when an etcd with a leader answers there, else why not."""
+def etcd_ready(urls: str, timeout_s: float = 1.0, tls: ssl.SSLContext | None = None) -> str | None:
+    """None when an etcd with a leader answers at one of `URL,URL`, else why not."""
+    return _any_ready(urls, lambda url: _etcd_problem(url, timeout_s, tls))
+
+
+def _etcd_problem(url: str, timeout_s: float, tls: ssl.SSLContext | None) -> str | None:
     opener = urllib.request.build_opener(
         urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=tls)
     )
@@ -147,9 +167,8 @@ def etcd_ready(url: str, timeout_s: float = 1.0, tls: ssl.SSLContext | None = No
 
 
 def _without_login(url: str) -> str:
-    """`scheme://host:port` without a user and password, which urllib would take for the host; of
-    several URLs the first."""
-    scheme, found, rest = url.split(",")[0].strip().partition("://")
+    """`scheme://host:port` without a user and password, which urllib would take for the host."""
+    scheme, found, rest = url.partition("://")
     return f"{scheme}://{rest.rpartition('@')[2]}" if found else f"http://{scheme}"
 
 

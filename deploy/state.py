@@ -23,6 +23,7 @@ from pullfill.config import (
     DEFAULT_STATE_DIR,
     STATE_DIR_ENV,
     ClusterFile,
+    NoCluster,
     ProcessEntry,
     read_cluster_file,
 )
@@ -31,6 +32,10 @@ from pullfill.errors import ConfigError
 
 LAUNCH_FILE = "launch.json"
 STOPPING_FILE = "stopping"
+
+
+class Locked(ConfigError):
+    """Another `up` or `down` works on the directory now: waiting can help."""
 
 
 class Launch(msgspec.Struct, kw_only=True, frozen=True):
@@ -63,31 +68,40 @@ class StateDir:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the directory. Raises ConfigError at once when another up/down works on it."""
+        """Hold the directory. Raises Locked at once when another up/down works on it, ConfigError
+        when it cannot be written to."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as exc:
             raise ConfigError(
-                f"cannot write to {self.path} ({exc.strerror}): choose another --state-dir"
+                f"cannot write to {self.path} ({exc.strerror}): choose another --state-dir, or be "
+                "the user whose it is"
             ) from exc
         try:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                raise ConfigError(
+            except BlockingIOError:
+                raise Locked(
                     f"another `pullfill up` or `pullfill down` is working on {self.path}: "
                     "wait for it, or choose another --state-dir"
                 ) from None
+            except OSError as exc:
+                raise ConfigError(
+                    f"cannot lock {self.path} ({exc.strerror}): choose a --state-dir on a disk of "
+                    "this machine"
+                ) from exc
             yield
         finally:
             os.close(fd)
 
     def cluster(self) -> ClusterFile | None:
-        """What cluster.json says; None if there is none. Raises ConfigError when damaged."""
-        if not (self.path / CLUSTER_FILE).exists():
+        """What cluster.json says; None if there is none. Raises ConfigError when it cannot be read
+        or is damaged."""
+        try:
+            return read_cluster_file(self.path)
+        except NoCluster:
             return None
-        return read_cluster_file(self.path)
 
     def write_cluster(self, cluster: ClusterFile) -> None:
         _replace(self.path / CLUSTER_FILE, msgspec.json.format(msgspec.json.encode(cluster)))

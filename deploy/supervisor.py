@@ -27,10 +27,10 @@ from pullfill.deploy.procs import (
     tail,
     wait_exit,
 )
-from pullfill.deploy.state import Launch, StateDir, new_cluster_id
+from pullfill.deploy.state import Launch, Locked, StateDir, new_cluster_id
 from pullfill.deploy.teardown import take_down
 from pullfill.deploy.view import ProcessView
-from pullfill.errors import ConfigError, UnavailableError
+from pullfill.errors import UnavailableError
 
 START_FAILED_DRAIN_S = 5.0
 SERVER_READY_S = 30.0
@@ -299,7 +299,7 @@ class Supervisor:
     async def _drain(self) -> None:
         self._view.title = "stopping pullfill"
         # Not ours to stop when `pullfill down` holds the lock already.
-        with suppress(ConfigError), self._state.locked(), self._view:
+        with suppress(Locked), self._state.locked(), self._view:
             await take_down(
                 self._state,
                 self._cluster.processes,

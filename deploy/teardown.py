@@ -10,12 +10,12 @@ import asyncio
 import signal
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from pullfill.config import ProcessEntry
 from pullfill.deploy.procs import is_alive, send, tagged
 from pullfill.deploy.state import StateDir, identity
 from pullfill.deploy.view import ProcessView
+from pullfill.host import shm_dir
 
 WORKERS = ("decode", "prefill")
 SERVERS = ("etcd", "nats")
@@ -87,11 +87,11 @@ def stop_stragglers(cluster_id: str) -> int:
     return sum(send(process, signal.SIGKILL) for process in tagged(cluster_id))
 
 
-def remove_shared_memory(instances: Sequence[str], directory: Path = Path("/dev/shm")) -> int:
+def remove_shared_memory(instances: Sequence[str]) -> int:
     """Delete the shared-memory files that dead instances left. Returns how many."""
     count = 0
     for instance in instances:
-        for file in directory.glob(f"pullfill-{instance}*"):
+        for file in shm_dir().glob(f"pullfill-{instance}*"):
             try:
                 file.unlink()
                 count += 1

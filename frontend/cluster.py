@@ -116,6 +116,7 @@ def _row(record: WorkerRecord, report: dict[str, Any] | None) -> dict[str, Any]:
         "model": record.model,
         "host": record.host,
         "pid": record.pid,
+        "http": record.http,
         "load": load if isinstance(load, dict) else {},
     }
 

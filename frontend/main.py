@@ -15,7 +15,6 @@ import contextlib
 import os
 import signal
 import socket
-import sys
 import time
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack
@@ -59,7 +58,7 @@ def run(cluster: ClusterRef, options: FrontendOptions, vllm_args: Sequence[str])
         check.require_version()
         listener = bind(options.host, options.port)
     except (ConfigError, IncompatibleError) as exc:
-        print(f"error: {exc}", file=sys.stderr)
+        log.complain(exc)
         return 2
     front_app.set_environment(options.model)
     with listener:
@@ -86,6 +85,12 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
+def url_of(listener: socket.socket, *, tls: bool) -> str:
+    """Where a bound socket is reached."""
+    host, port = listener.getsockname()[:2]
+    return f"http{'s' * tls}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
 def _run_loop(main: Coroutine[Any, Any, NoReturn]) -> NoReturn:
     try:
         import uvloop
@@ -101,10 +106,10 @@ async def _end(frontend: _Frontend) -> NoReturn:
     try:
         code = await frontend.main()
     except (ConfigError, IncompatibleError) as exc:
-        print(f"error: {exc}", file=sys.stderr)
+        log.complain(exc)
         code = 2
     except PullfillError as exc:
-        print(f"error: {exc}", file=sys.stderr)
+        log.complain(exc)
     except Exception:
         _log.exception("frontend failed")
     leave(code)
@@ -143,8 +148,7 @@ class _Frontend:
         self._vllm_args = vllm_args
         self._listener = listener
         self._instance_id = options.instance_id or new_instance_id("frontend")
-        host, port = listener.getsockname()[:2]
-        self._url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        self._url = ""
         self._stop = Stop()
         self._serving = False
         self._started_at = time.time()
@@ -188,6 +192,8 @@ class _Frontend:
                 options.host,
                 self._listener.getsockname()[1],
             )
+            tls = prepared.args.ssl_certfile is not None
+            self._url = options.advertise or url_of(self._listener, tls=tls)
             keys = _keys(prepared, cluster.security.frontend)
             directory = Directory(
                 client, cluster.namespace, ROLES, ttl_s=float(options.lease_ttl_s)

@@ -109,7 +109,7 @@ class PrefillWorker:
         probe = ProbeServer(
             self._options.host, self._ready, self._status, self._credits.refresh_metrics
         )
-        await probe.start()
+        await probe.start(self._options.http_port)
         self._probe = probe
         membership = Membership(
             etcd, self._cluster.namespace, self._options.lease_ttl_s, self._make_record

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -18,6 +20,10 @@ STATE_DIR_ENV = "PULLFILL_STATE_DIR"
 CLUSTER_FILE = "cluster.json"
 TRANSPORTS = ("cuda_ipc", "shm", "nccl", "nixl", "tcp")
 """Names of the ways to move KV, best first."""
+
+
+class NoCluster(ConfigError):
+    """There is no cluster.json in the directory."""
 
 
 class ProcessEntry(msgspec.Struct, kw_only=True):
@@ -86,19 +92,30 @@ class ClusterRef:
 
 
 def read_cluster_file(directory: Path) -> ClusterFile:
-    """Read STATE/cluster.json. Raises ConfigError when missing or damaged."""
+    """Read STATE/cluster.json. Raises NoCluster when missing, ConfigError when it cannot be read or
+    is damaged."""
     path = directory / CLUSTER_FILE
     try:
         return msgspec.json.decode(path.read_bytes(), type=ClusterFile)
     except FileNotFoundError:
-        raise ConfigError(
+        raise NoCluster(
             f"no cluster at {path}: start one with `pullfill up`, or name one with "
             "--state-dir DIR or --etcd URL --nats URL"
         ) from None
+    except OSError as exc:
+        raise ConfigError(
+            f"cannot read {path} ({exc.strerror}): be the user who started the cluster, or name "
+            "another with --state-dir DIR or --etcd URL --nats URL"
+        ) from exc
     except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
         raise ConfigError(
             f"{path} is damaged ({exc}): run `pullfill down`, then `pullfill up`"
         ) from exc
+
+
+def split_urls(urls: str) -> list[str]:
+    """The members of `URL,URL`."""
+    return [url for part in urls.split(",") if (url := part.strip())]
 
 
 def parse_transports(text: str | None) -> frozenset[str] | None:
@@ -123,6 +140,18 @@ def check_address(flag: str, address: str | None) -> str | None:
     return f"tcp://{host}:{port}"
 
 
+def check_url(flag: str, url: str | None) -> str | None:
+    """An address to publish, as `http[s]://HOST[:PORT]`. Raises ConfigError."""
+    if url is None:
+        return None
+    with suppress(ValueError):
+        parts = urlsplit(url)
+        plain = not (parts.query or parts.fragment or parts.username)
+        if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and plain:
+            return url.rstrip("/")
+    raise ConfigError(f"{flag} {url!r}: give http://HOST:PORT or https://HOST:PORT")
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerOptions:
     """Options of a decode or prefill worker besides vLLM's own flags.
@@ -133,10 +162,11 @@ class WorkerOptions:
     Decode workers: kv_digest: what of the written KV is checked; control_port: 0 for any;
     advertise_control: published for claims instead of the bound address (a forwarded port).
     kv_mode: how KV comes into a decode worker's blocks. Prefill workers: kv_credits: bytes that may
-    be computed for one decode worker and not be there yet (None: 256 MiB, or two steps' worth).
+    be computed for one decode worker and not be there yet (None: 256 MiB, or the KV of a whole
+    prefill budget if that is more).
     transports: names of those that may move KV (None: all that work here but nixl). kv_port,
     advertise_kv: as above, for the KV that goes through a port: into decode workers, and out of
-    prefill workers that are read (`kv_mode` pull).
+    prefill workers that are read (`kv_mode` pull). http_port: of the probe server, 0 for any.
     """
 
     model: str
@@ -155,12 +185,14 @@ class WorkerOptions:
     transports: frozenset[str] | None = None
     kv_port: int = 0
     advertise_kv: str | None = None
+    http_port: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class FrontendOptions:
     """Options of a frontend besides vLLM's own flags. port 0: let the OS pick.
-    max_inflight: requests served at once; more are refused with 429."""
+    max_inflight: requests served at once; more are refused with 429. advertise: the URL to publish
+    instead of the bound address."""
 
     model: str
     host: str = "127.0.0.1"
@@ -170,3 +202,4 @@ class FrontendOptions:
     drain_timeout_s: float = 60.0
     connect_timeout_s: float = 30.0
     max_inflight: int = 1024
+    advertise: str | None = None

@@ -5,16 +5,28 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import traceback
 
 from pullfill.clock import SYSTEM_CLOCK, Clock
+from pullfill.errors import ConfigError
 
+LEVEL_ENV = "PULLFILL_LOG_LEVEL"
+LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+DEBUG_ENV = "PULLFILL_DEBUG"
 _KEYS = 256
 
 
 def setup(role: str, level: str | None = None) -> None:
-    """Configure the `pullfill` logger of this process. Idempotent; leaves vLLM's logging alone."""
+    """Configure the `pullfill` logger of this process. Idempotent; leaves vLLM's logging alone.
+
+    Raises ConfigError for a level that there is not."""
     logger = logging.getLogger("pullfill")
-    logger.setLevel((level or os.environ.get("PULLFILL_LOG_LEVEL") or "INFO").upper())
+    wanted = level or os.environ.get(LEVEL_ENV) or "INFO"
+    try:
+        logger.setLevel(wanted.upper())
+    except ValueError:
+        names = ", ".join(LEVELS)
+        raise ConfigError(f"{LEVEL_ENV}={wanted!r}: use one of {names}") from None
     logger.propagate = False
     if not logger.handlers:
         handler = logging.StreamHandler(sys.stderr)
@@ -22,6 +34,14 @@ def setup(role: str, level: str | None = None) -> None:
             logging.Formatter(f"%(asctime)s %(levelname).1s {role} %(name)s: %(message)s")
         )
         logger.addHandler(handler)
+
+
+def complain(error: BaseException, text: str = "") -> None:
+    """Print `error: ...` on stderr, after the traceback if PULLFILL_DEBUG is set. text: what it is
+    in words, if it does not say so itself."""
+    if os.environ.get(DEBUG_ENV):
+        traceback.print_exception(error)
+    print(f"error: {text or error}", file=sys.stderr)
 
 
 def get(name: str) -> logging.Logger:

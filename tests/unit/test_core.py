@@ -22,6 +22,7 @@ from pullfill.config import (
     ProcessEntry,
     read_cluster_file,
 )
+from pullfill.engine import entry
 from pullfill.errors import ConfigError
 from tests.support.fakes import FakeClock
 
@@ -102,6 +103,50 @@ class TestSmallThings:
         lines = stream.getvalue().splitlines()
         assert len(lines) == 1
         assert "I decode pullfill.room.part: hello 1" in lines[0]
+
+    def test_a_level_that_there_is_not(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv(log.LEVEL_ENV, "verbose")
+        with pytest.raises(ConfigError, match=r"PULLFILL_LOG_LEVEL='verbose'.*DEBUG, INFO"):
+            log.setup("decode")
+
+    @pytest.mark.parametrize("debug", ["", "1"])
+    def test_an_error_is_one_line_unless_more_is_asked_for(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], debug: str
+    ) -> None:
+        monkeypatch.setenv(log.DEBUG_ENV, debug)
+        try:
+            raise ConfigError("no good")
+        except ConfigError as exc:
+            log.complain(exc)
+        told = capsys.readouterr().err
+        assert told.endswith("error: no good\n")
+        assert ("Traceback" in told) == bool(debug)
+
+    @pytest.mark.parametrize("debug", ["", "1"])
+    async def test_a_worker_that_ends_shows_where_if_asked(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], debug: str
+    ) -> None:
+        async def serve() -> int:
+            raise ConfigError("no good")
+
+        codes: list[int] = []
+        monkeypatch.setenv(log.DEBUG_ENV, debug)
+        monkeypatch.setattr(entry, "leave", codes.append)
+        monkeypatch.setattr(entry.check, "require_version", lambda: "")
+        await entry._serve("decode", serve)
+        told = capsys.readouterr().err
+        assert codes == [2]
+        assert told.endswith("error: no good\n")
+        assert ("in serve" in told) == bool(debug)
+
+    def test_who_shares_another_directory_shares_memory(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        here = host.host_id.__wrapped__()
+        monkeypatch.setenv(host.SHM_DIR_ENV, "/dev/shm")
+        assert host.host_id.__wrapped__() == here
+        monkeypatch.setenv(host.SHM_DIR_ENV, "/proc")
+        assert host.host_id.__wrapped__() != here
 
 
 class TestFailpoints:

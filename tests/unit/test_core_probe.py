@@ -10,6 +10,7 @@ import pytest
 from prometheus_client import REGISTRY
 
 from pullfill import metrics  # noqa: F401  (registers the metrics)
+from pullfill.errors import ConfigError
 from pullfill.probe import ProbeServer
 
 PROMISED = {
@@ -86,3 +87,15 @@ def test_promised_metrics_and_labels() -> None:
             )
     for name, labels in PROMISED.items():
         assert families.get(name) == labels, name
+
+
+async def test_the_port_asked_for(worker: tuple[Worker, ProbeServer]) -> None:
+    it, first = worker
+    taken = int(first.url.rpartition(":")[2])
+    second = ProbeServer("127.0.0.1", it.is_ready, dict)
+    with pytest.raises(ConfigError, match=f"127.0.0.1:{taken} .*--http-port"):
+        await second.start(taken)
+    await first.stop()
+    await second.start(taken)
+    assert second.url == f"http://127.0.0.1:{taken}"
+    await second.stop()

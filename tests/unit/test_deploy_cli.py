@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +17,11 @@ import typer
 from typer.testing import CliRunner
 
 from pullfill.config import CLUSTER_FILE, ClusterFile, ClusterRef, ProcessEntry, WorkerOptions
-from pullfill.deploy import cli, roles, run_up
+from pullfill.deploy import cli, roles, run_up, servers
 from pullfill.deploy.plan import UpOptions
 from pullfill.deploy.state import Launch, StateDir
 from pullfill.errors import ConfigError, UnavailableError
+from pullfill.log import DEBUG_ENV
 from pullfill.wire import KvMode
 
 COMMANDS = ("up", "down", "decode", "prefill", "frontend", "status", "drain", "explain", "doctor")
@@ -117,15 +121,43 @@ def test_our_errors_are_one_line(
     assert capsys.readouterr().err == "error: no good\n"
 
 
-def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_debug_shows_the_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def fail(*_: object, **__: object) -> int:
         raise ConfigError("no good")
 
     monkeypatch.setattr(run_up, "down", fail)
-    monkeypatch.setenv(cli.DEBUG_ENV, "")
-    monkeypatch.setattr(sys, "argv", ["pullfill", "--debug", "down"])
-    with pytest.raises(ConfigError):
-        cli.main()
+    monkeypatch.setenv(DEBUG_ENV, "")
+    assert _main(monkeypatch, "--debug", "down") == 2
+    told = capsys.readouterr().err
+    assert "in fail" in told
+    assert told.endswith("\nerror: no good\n")
+
+
+@pytest.mark.parametrize(
+    ("number", "advice"),
+    [(errno.ENOSPC, "Free some space"), (errno.EACCES, "XDG_CACHE_HOME"), (errno.EIO, DEBUG_ENV)],
+)
+def test_what_the_system_refuses_is_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    number: int,
+    advice: str,
+) -> None:
+    def fail(*_: object, **__: object) -> int:
+        raise OSError(number, os.strerror(number), "/the/file")
+
+    monkeypatch.setattr(run_up, "down", fail)
+    monkeypatch.delenv(DEBUG_ENV, raising=False)
+    assert _main(monkeypatch, "down") == 1
+    told = capsys.readouterr().err
+    assert told.startswith(f"error: /the/file: {os.strerror(number)}. ")
+    assert advice in told
+    assert told.count("\n") == 1
+    monkeypatch.setenv(DEBUG_ENV, "1")
+    assert _main(monkeypatch, "down") == 1
+    assert "in fail" in capsys.readouterr().err
 
 
 def test_no_cluster_is_told_plainly(
@@ -206,6 +238,96 @@ class TestRoles:
         flags = ["--kv-port", "7000", "--advertise-kv", "h:7"]
         assert runner.invoke(cli.app, [role, *flags]).exit_code == 7
         assert (ran[0][2].kv_port, ran[0][2].advertise_kv) == (7000, "tcp://h:7")
+
+    @pytest.fixture
+    def taken(self) -> Iterator[str]:
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            listener.listen()
+            yield str(listener.getsockname()[1])
+
+    @pytest.mark.parametrize(
+        ("role", "flag"),
+        [("decode", "--control-port"), ("prefill", "--kv-port"), ("decode", "--http-port")],
+    )
+    def test_a_taken_port_is_known_before_the_model_loads(
+        self, role: str, flag: str, ran: list[Any], taken: str, state_dir: Path, tmp_path: Path
+    ) -> None:
+        self._cluster(state_dir, tmp_path / "m")
+        result = runner.invoke(cli.app, [role, flag, taken])
+        assert isinstance(result.exception, ConfigError)
+        assert f"127.0.0.1:{taken}" in str(result.exception)
+        assert f"another with {flag}" in str(result.exception)
+        assert ran == []
+
+    def test_one_port_for_two_servers(self, ran: list[Any], taken: str) -> None:
+        port = str(servers.free_port())
+        result = runner.invoke(cli.app, ["decode", "--kv-port", port, "--http-port", port])
+        assert "different ports" in str(result.exception)
+        assert ran == []
+
+    @pytest.mark.parametrize(
+        ("host", "why"),
+        [
+            ("0.0.0.0", "others are told"),
+            ("::", "others are told"),
+            ("203.0.113.1", "cannot listen on --host 203.0.113.1"),
+            ("nowhere.invalid", "has no address"),
+            ("", "--host ''"),
+        ],
+    )
+    def test_a_worker_needs_an_address_of_this_machine(
+        self, ran: list[Any], monkeypatch: pytest.MonkeyPatch, host: str, why: str
+    ) -> None:
+        if host == "nowhere.invalid":
+
+            def unknown(*_: object, **__: object) -> None:
+                raise socket.gaierror(socket.EAI_NONAME, "no such name")
+
+            monkeypatch.setattr(socket, "getaddrinfo", unknown)
+        result = runner.invoke(cli.app, ["decode", "--host", host])
+        assert isinstance(result.exception, ConfigError)
+        assert why in str(result.exception)
+        assert "--host 10.0.0.5" in str(result.exception) or "this machine" in str(result.exception)
+        assert ran == []
+
+    def test_a_name_becomes_its_address(
+        self, ran: list[Any], state_dir: Path, tmp_path: Path
+    ) -> None:
+        """The socket of frontends binds no name."""
+        self._cluster(state_dir, tmp_path / "m")
+        assert runner.invoke(cli.app, ["decode", "--host", "localhost"]).exit_code == 7
+        assert ran[0][2].host == "127.0.0.1"
+
+    @pytest.mark.parametrize(
+        ("etcd", "warned"),
+        [("http://127.0.0.1:1", False), ("http://10.0.0.9:1", True), ("h:1,localhost:2", False)],
+    )
+    def test_loopback_in_a_cluster_of_several_machines(
+        self, ran: list[Any], tmp_path: Path, etcd: str, warned: bool
+    ) -> None:
+        (tmp_path / "config.json").write_text("{}")
+        where = ["--etcd", etcd, "--nats", "nats://h:2", "--model", str(tmp_path)]
+        result = runner.invoke(cli.app, ["prefill", *where])
+        assert result.exit_code == 7
+        assert (
+            "which only this machine reaches, but etcd is at 10.0.0.9" in result.output
+        ) is warned
+
+    def test_where_probes_and_clients_go(
+        self, ran: list[Any], state_dir: Path, tmp_path: Path
+    ) -> None:
+        self._cluster(state_dir, tmp_path / "m")
+        port = str(servers.free_port())
+        for role in ("decode", "prefill"):
+            assert runner.invoke(cli.app, [role, "--http-port", port]).exit_code == 7
+        given = ["frontend", "--port", "0", "--advertise"]
+        assert runner.invoke(cli.app, [*given, "https://llm.example/"]).exit_code == 7
+        decode, prefill, frontend = (options for _, _, options, _ in ran)
+        assert decode.http_port == prefill.http_port == int(port)
+        assert frontend.advertise == "https://llm.example"
+        for wrong in ("llm.example", "ftp://h", "https://", "http://h:x", "http://u@h"):
+            assert isinstance(runner.invoke(cli.app, [*given, wrong]).exception, ConfigError)
 
     def test_a_frontend_keeps_its_flags(
         self, ran: list[Any], state_dir: Path, tmp_path: Path

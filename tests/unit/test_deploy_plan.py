@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from pullfill.deploy.procs import CLUSTER_ENV
 from pullfill.errors import ConfigError
 from pullfill.wire import DigestMode, KvMode
 
+_HEALTHY = b'HTTP/1.0 200 OK\r\n\r\n{"health":"true"}'
 REF = ClusterRef("blue", "http://127.0.0.1:2", "nats://127.0.0.1:1", Path("/state"))
 
 
@@ -191,6 +193,7 @@ class TestCheck:
             ({"namespace": "A"}, "namespace"),
             ({"frontends": 0, "nats_url": "nats://127.0.0.1:1"}, "no NATS server at"),
             ({"frontends": 0, "etcd_url": "http://127.0.0.1:1"}, "no etcd at"),
+            ({"vllm_args": ["--ssl_certfile=c"]}, "pullfill frontend --ssl-certfile"),
         ],
     )
     def test_refusals(self, changes: dict[str, object], message: str) -> None:
@@ -298,6 +301,35 @@ class TestServers:
             listener.listen()
             why = servers.nats_ready(f"nats://127.0.0.1:{listener.getsockname()[1]}", 0.2)
         assert why is not None
+
+    def test_one_member_of_several_is_enough(self) -> None:
+        closed, heard = servers.free_port(), []
+
+        def problem(url: str) -> str | None:
+            heard.append(url)
+            return None if url == "b" else f"no {url}"
+
+        assert servers._any_ready("a, b,c", problem) is None
+        assert heard == ["a", "b"]
+        assert servers._any_ready("c,a", problem) == "no c"
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            listener.listen()
+            here = f"127.0.0.1:{listener.getsockname()[1]}"
+
+            def answer() -> None:
+                for text in (b'INFO {"jetstream":true}\r\n', _HEALTHY):
+                    conn, _ = listener.accept()
+                    with conn:
+                        if text is _HEALTHY:
+                            conn.recv(65536)
+                        conn.sendall(text)
+
+            thread = threading.Thread(target=answer)
+            thread.start()
+            assert servers.nats_ready(f"nats://127.0.0.1:{closed},nats://{here}", 5.0) is None
+            assert servers.etcd_ready(f"http://127.0.0.1:{closed},http://{here}", 5.0) is None
+            thread.join()
 
     def test_a_port_nobody_may_use(self) -> None:
         assert servers.port_problem("127.0.0.1", servers.free_port()) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import zipfile
 from pathlib import Path
@@ -13,8 +14,10 @@ from rich.console import Console
 
 from pullfill import wire
 from pullfill.config import ClusterRef
-from pullfill.deploy import doctor, install, machine, report
+from pullfill.deploy import doctor, install, machine, report, servers
 from pullfill.deploy.view import ProcessView
+from pullfill.errors import UnavailableError
+from pullfill.host import SHM_DIR_ENV
 from pullfill.registry.admin import LiveWorker
 from pullfill.security import FrontendSecurity, Security
 
@@ -157,9 +160,59 @@ class TestDoctor:
 
     def test_left_over_shared_memory(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         (tmp_path / "pullfill-decode-1").touch()
-        monkeypatch.setattr(machine, "_SHM", tmp_path)
+        monkeypatch.setenv(SHM_DIR_ENV, str(tmp_path))
         levels = {f.level: f for f in machine.shared_memory()}
         assert "pullfill-decode-1" in levels[doctor.WARN].what
+        assert levels[doctor.WARN].advice == f"rm {tmp_path}/pullfill-decode-1"
+        monkeypatch.setenv(SHM_DIR_ENV, str(tmp_path / "none"))
+        (missing,) = machine.shared_memory()
+        assert missing.what == f"{tmp_path}/none is missing"
+
+    def test_dead_letters_without_nats(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """One line says that it is down; nobody waits for it, and no library prints tracebacks."""
+        ref = ClusterRef("ns", "http://h", f"nats://127.0.0.1:{servers.free_port()}")
+
+        async def workers(_: ClusterRef) -> list[LiveWorker]:
+            return [_worker("decode", "d")]
+
+        monkeypatch.setattr(doctor, "_workers", workers)
+        monkeypatch.setattr(servers, "etcd_ready", lambda *_: None)
+        with monkeypatch.context() as first:
+            first.setattr(doctor, "_dead_letters", lambda _: 1 / 0)
+            told = [f.what for f in doctor.cluster(ref)]
+        assert sum("NATS" in what for what in told) == 1
+        assert not any("dead letters" in what for what in told)
+        pauses: list[float] = []
+        sleep = asyncio.sleep
+
+        async def counted(delay: float, *rest: Any) -> Any:
+            pauses.append(delay)
+            assert len(pauses) < 10
+            return await sleep(min(delay, 0.01), *rest)
+
+        monkeypatch.setattr(asyncio, "sleep", counted)
+        (finding,) = doctor.dead_letters(ref)
+        assert "cannot be counted" in finding.what
+        assert sum(pauses) < 1.0
+        assert caplog.records == []
+
+
+def test_why_no_frontend_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    why = "https://h:1: [SSL: CERTIFICATE_VERIFY_FAILED] self-signed certificate"
+
+    def fail(*_: object) -> None:
+        raise UnavailableError(why)
+
+    ref = ClusterRef("ns", "http://h", "nats://h")
+    monkeypatch.setattr(report, "frontend_urls", lambda _: ["https://h:1"])
+    monkeypatch.setattr(report, "_ask_frontend", fail)
+    with pytest.raises(UnavailableError, match=r"self-signed certificate.*SSL_CERT_FILE"):
+        report.explain(ref, "x", as_json=False)
+    why = "http://h:1: Connection refused"
+    with pytest.raises(UnavailableError, match=r"Connection refused.*pullfill doctor"):
+        report.explain(ref, "x", as_json=False)
 
 
 class TestInstall:

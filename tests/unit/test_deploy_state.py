@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from pullfill.config import CLUSTER_FILE, ClusterFile, ProcessEntry
+from pullfill.config import CLUSTER_FILE, ClusterFile, ClusterRef, ProcessEntry
+from pullfill.deploy import run_up
 from pullfill.deploy.procs import start_time
-from pullfill.deploy.state import LAUNCH_FILE, Launch, StateDir, new_cluster_id
+from pullfill.deploy.state import LAUNCH_FILE, Launch, Locked, StateDir, new_cluster_id
 from pullfill.deploy.teardown import remove_shared_memory
 from pullfill.errors import ConfigError
+from pullfill.host import SHM_DIR_ENV
 
 
 def _entry(pid: int, started: int, name: str = "decode-0") -> ProcessEntry:
@@ -88,7 +92,7 @@ def test_a_dead_cluster_is_not_refused(tmp_path: Path) -> None:
 def test_only_one_works_on_it(tmp_path: Path) -> None:
     with (
         StateDir(tmp_path).locked(),
-        pytest.raises(ConfigError, match="another"),
+        pytest.raises(Locked, match="another"),
         StateDir(tmp_path).locked(),
     ):
         pass
@@ -98,8 +102,32 @@ def test_only_one_works_on_it(tmp_path: Path) -> None:
 
 def test_an_impossible_directory_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="--state-dir"), StateDir(tmp_path / "file/x").locked():
+    with (
+        pytest.raises(ConfigError, match="--state-dir") as caught,
+        StateDir(tmp_path / "file/x").locked(),
+    ):
         pass
+    assert not isinstance(caught.value, Locked)
+
+
+def test_down_does_not_wait_for_a_directory_that_is_not_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody's lock is held there: no time helps."""
+    (tmp_path / "lock").mkdir()
+    monkeypatch.setattr(run_up, "asyncio", SimpleNamespace(**{**vars(asyncio), "sleep": None}))
+    with pytest.raises(ConfigError, match="cannot write"):
+        run_up.down(str(tmp_path), timeout_s=60)
+
+
+def test_a_record_that_cannot_be_read_is_not_no_record(tmp_path: Path) -> None:
+    (tmp_path / CLUSTER_FILE).mkdir()
+    (tmp_path / "file").touch()
+    for directory in (tmp_path, tmp_path / "file"):
+        with pytest.raises(ConfigError, match=r"cannot read .*cluster\.json .*--state-dir"):
+            ClusterRef.resolve(state_dir=directory)
+        with pytest.raises(ConfigError, match="cannot read"):
+            StateDir(directory).live()
 
 
 def test_prepare_keeps_old_logs_and_drops_old_servers(tmp_path: Path) -> None:
@@ -116,8 +144,9 @@ def test_prepare_keeps_old_logs_and_drops_old_servers(tmp_path: Path) -> None:
     assert not state.stopping()
 
 
-def test_shared_memory_of_the_dead_only(tmp_path: Path) -> None:
+def test_shared_memory_of_the_dead_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SHM_DIR_ENV, str(tmp_path))
     for name in ("pullfill-decode-1", "pullfill-decode-1.fence", "pullfill-decode-2", "other"):
         (tmp_path / name).touch()
-    assert remove_shared_memory(["decode-1"], tmp_path) == 2
+    assert remove_shared_memory(["decode-1"]) == 2
     assert {p.name for p in tmp_path.iterdir()} == {"pullfill-decode-2", "other"}

