@@ -110,7 +110,7 @@ class DecodeWorker:
         self._guard = EngineGuard(engine, self._options.engine_stall_s, self._on_stuck)
         await self._open_queue(wait_s)
         probe = ProbeServer(self._options.host, self._ready, self._status, self._refresh_metrics)
-        await probe.start()
+        await probe.start(self._options.http_port)
         self._probe = probe
         membership = Membership(
             etcd,
