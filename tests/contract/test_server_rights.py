@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from pullfill.config import ClusterRef
+from pullfill.deploy import doctor
 from pullfill.errors import ConfigError, PullfillError
 from pullfill.queue import admin
 from pullfill.queue.contract import QueueConfig
@@ -79,6 +81,9 @@ async def test_jobs_dead_letters_and_surveys_with_the_rights_of_one_namespace(
                 await asyncio.sleep(0.05)
         report = await admin.survey(nats.url, "demo", connect_options=options)
         assert [queue.dead for queue in report.queues] == [2]
+        login = nats.url.replace("://", f"://demo:{PASSWORD}@")
+        counted = await doctor._dead_letters(ClusterRef("demo", "", login))
+        assert list(counted.values()) == [2]
     finally:
         await asyncio.gather(producer.close(), consumer.close())
     assert "Violation" not in nats.log.read_text()
