@@ -122,17 +122,18 @@ def run_frontend(command: RoleCommand) -> int:
 
 def _check_ports(command: RoleCommand) -> None:
     """A worker could listen where it is told, known before the model is loaded. Puts the address of
-    a host name in its place: the sockets of frontends bind addresses only. Raises ConfigError."""
+    a host name in its place: the socket for frontends binds IPv4 addresses only. Raises
+    ConfigError."""
     given = command.host
     try:
-        found = socket.getaddrinfo(given, None, type=socket.SOCK_STREAM)
+        found = socket.getaddrinfo(given, None, socket.AF_INET, socket.SOCK_STREAM)
     except (OSError, UnicodeError):
         raise ConfigError(
-            f"--host {given!r} has no address: give one of this machine's, e.g. --host 10.0.0.5"
+            f"--host {given!r} has no IPv4 address: give one of this machine's, e.g. "
+            "--host 10.0.0.5"
         ) from None
-    found.sort(key=lambda entry: entry[0] is not socket.AF_INET)
     command.host = str(found[0][4][0])
-    if not given or ipaddress.ip_address(command.host.partition("%")[0]).is_unspecified:
+    if ipaddress.ip_address(command.host).is_unspecified:
         raise ConfigError(
             f"--host {given!r} is also what others are told: give this machine's address, e.g. "
             "--host 10.0.0.5"

@@ -270,9 +270,10 @@ class TestRoles:
         ("host", "why"),
         [
             ("0.0.0.0", "others are told"),
-            ("::", "others are told"),
+            ("::", "no IPv4 address"),
+            ("::1", "no IPv4 address"),
             ("203.0.113.1", "cannot listen on --host 203.0.113.1"),
-            ("nowhere.invalid", "has no address"),
+            ("nowhere.invalid", "no IPv4 address"),
             ("", "--host ''"),
         ],
     )
