@@ -6,6 +6,7 @@ ever, that the loser of a cut writes nothing late, and that all is well when the
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -80,12 +81,14 @@ def wires(wired: Wires) -> Iterator[Wires]:
 def cut_in_a_handoff(
     wires: Wires, check: Checked, cut: Callable[[], None], seed: int
 ) -> dict[str, Any]:
-    """One request, whose prefill worker has the grant when `cut` happens. What is told of it."""
-    wires.prefill.arm("prefill.before_write=sleep:1@1")
+    """One request, whose prefill worker stands before its first write when `cut` happens. What is
+    told of it."""
+    wires.prefill.arm("prefill.before_write=stop@1")
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(check.ask, random_prompt(900, seed=seed))
-        until(lambda: wires.cluster.load_of(wires.prefill)["jobs"], 10, "it was claimed")
+        until(lambda: wires.prefill.stopped, 10, "stopped before a write")
         cut()
+        wires.prefill.signal(signal.SIGCONT)
         return check.told(answer.result(60))
 
 

@@ -56,7 +56,7 @@ def test_row_23_equal_digests_with_different_hits_on_both_sides(
     digested: Cluster, oracle: Oracle
 ) -> None:
     prompt = random_prompt(1000, seed=2300)
-    before = compared(digested, "mismatch")
+    before = {result: compared(digested, result) for result in ("match", "mismatch")}
     with checked(digested, oracle) as check:
         check.ask(prompt[:700])  # both sides know 700 tokens
         forget_decode_prefixes(digested)
@@ -66,4 +66,5 @@ def test_row_23_equal_digests_with_different_hits_on_both_sides(
         digested.set_router(policy="always_remote")
         told = check.told(check.ask(prompt))
         assert (told["path"], told["prefix_hit_tokens"]) == ("remote", 300 // BLOCK * BLOCK)
-    assert compared(digested, "mismatch") == before
+        assert compared(digested, "match") == before["match"] + 2, "both handoffs are checked"
+    assert compared(digested, "mismatch") == before["mismatch"]

@@ -108,14 +108,16 @@ async def test_no_stored_job_is_lost_over_three_kills(
 
 
 async def test_a_server_that_hangs_again_and_again(server: NatsServer, config: QueueConfig) -> None:
+    hang_s = 10 * config.publish_timeout_s
+
     async def hang() -> None:
         server.pause()
-        await asyncio.sleep(1.5)
+        await asyncio.sleep(hang_s)
         server.resume()
 
     load = await run_under_load(server, config, hang, 3)
     assert load.stored <= set(load.done), load.stored - set(load.done)
-    assert load.slowest_publish_s < 5 * config.publish_timeout_s
+    assert load.slowest_publish_s < hang_s, "nobody waits for a server that hangs"
 
 
 async def test_a_hang_longer_than_the_client_keeps_its_connection(
