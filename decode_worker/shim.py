@@ -84,8 +84,8 @@ class FrontendShim:
         self.draining = False
         self.address = ""
 
-    def bind(self, host: str) -> None:
-        """Listen on a port the OS picks and join the engine loop."""
+    def bind(self, host: str, port: int = 0) -> None:
+        """Listen (port 0: the OS picks one) and join the engine loop."""
         # A context of our own: its gatekeeper has no business with the engine's sockets.
         self._context = zmq.Context(1)
         self._socket = self._context.socket(zmq.ROUTER)
@@ -93,8 +93,8 @@ class FrontendShim:
         # A full queue is an error, not a message less.
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._gate = Gatekeeper(self._socket, self._key)
-        port = self._socket.bind_to_random_port(f"tcp://{host}")
-        self.address = f"tcp://{host}:{port}"
+        self._socket.bind(f"tcp://{host}:{port or '*'}")
+        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.host.register(self._socket, self.receive)
         for socket in self._gate.sockets:
             self.host.register(socket, self._gate.look)

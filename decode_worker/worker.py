@@ -219,7 +219,7 @@ class DecodeWorker:
             models=[self._served_name, self._options.model],
             key=self._key,
         )
-        self._shim.bind(self._options.host)
+        self._shim.bind(self._options.host, self._options.data_port)
 
     def _make_ledger(self, fences: OwnerFences) -> Ledger:
         return Ledger(

@@ -86,6 +86,10 @@ def decode(
     ] = None,
     kv_port: KvPortOption = 0,
     http_port: HttpPortOption = 0,
+    data_port: Annotated[
+        int,
+        typer.Option("--data-port", min=0, max=65535, help="Where frontends send requests; 0: any"),
+    ] = 0,
     advertise_kv: AdvertiseKvOption = None,
 ) -> None:
     """Run one decode worker that joins a cluster. Other flags go to vLLM."""
@@ -109,6 +113,7 @@ def decode(
         kv_digest=kv_digest,
         kv_mode=kv_mode,
         control_port=control_port,
+        data_port=data_port,
         advertise_control=advertise_control,
         transports=transports,
         kv_port=kv_port,

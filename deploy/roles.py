@@ -57,6 +57,7 @@ class RoleCommand:
     transports: str | None = None
     kv_port: int = 0
     http_port: int = 0
+    data_port: int = 0
     advertise: str | None = None
     advertise_kv: str | None = None
     max_inflight: int = 1024
@@ -88,6 +89,7 @@ def run_worker(role: str, command: RoleCommand) -> int:
         transports=parse_transports(command.transports),
         kv_port=command.kv_port,
         http_port=command.http_port,
+        data_port=command.data_port,
         advertise_kv=check_address("--advertise-kv", command.advertise_kv),
     )
     extra = defaults.role_flags(role, arguments, gpus=device.gpu_count())
@@ -142,6 +144,7 @@ def _check_ports(command: RoleCommand) -> None:
         "--control-port": command.control_port,
         "--kv-port": command.kv_port,
         "--http-port": command.http_port,
+        "--data-port": command.data_port,
     }
     if why := port_problem(command.host, 0):
         raise ConfigError(

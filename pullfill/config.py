@@ -159,7 +159,8 @@ class WorkerOptions:
     host: address to bind and publish (loopback unless told otherwise).
     cpu: pin the process to this core (None: leave it). drain_timeout_s: SIGTERM deadline.
     engine_stall_s: an engine without a step for so long while requests wait is stuck.
-    Decode workers: kv_digest: what of the written KV is checked; control_port: 0 for any;
+    Decode workers: kv_digest: what of the written KV is checked; data_port (where frontends send
+    requests), control_port: 0 for any;
     advertise_control: published for claims instead of the bound address (a forwarded port).
     kv_mode: how KV comes into a decode worker's blocks. Prefill workers: kv_credits: bytes that may
     be computed for one decode worker and not be there yet (None: 256 MiB, or the KV of a whole
@@ -186,6 +187,7 @@ class WorkerOptions:
     kv_port: int = 0
     advertise_kv: str | None = None
     http_port: int = 0
+    data_port: int = 0
 
 
 @dataclass(frozen=True, slots=True)

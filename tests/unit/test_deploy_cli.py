@@ -248,7 +248,12 @@ class TestRoles:
 
     @pytest.mark.parametrize(
         ("role", "flag"),
-        [("decode", "--control-port"), ("prefill", "--kv-port"), ("decode", "--http-port")],
+        [
+            ("decode", "--control-port"),
+            ("prefill", "--kv-port"),
+            ("decode", "--http-port"),
+            ("decode", "--data-port"),
+        ],
     )
     def test_a_taken_port_is_known_before_the_model_loads(
         self, role: str, flag: str, ran: list[Any], taken: str, state_dir: Path, tmp_path: Path
@@ -320,12 +325,14 @@ class TestRoles:
     ) -> None:
         self._cluster(state_dir, tmp_path / "m")
         port = str(servers.free_port())
-        for role in ("decode", "prefill"):
-            assert runner.invoke(cli.app, [role, "--http-port", port]).exit_code == 7
+        data = str(servers.free_port())
+        for role, more in (("decode", ["--data-port", data]), ("prefill", [])):
+            assert runner.invoke(cli.app, [role, "--http-port", port, *more]).exit_code == 7
         given = ["frontend", "--port", "0", "--advertise"]
         assert runner.invoke(cli.app, [*given, "https://llm.example/"]).exit_code == 7
         decode, prefill, frontend = (options for _, _, options, _ in ran)
         assert decode.http_port == prefill.http_port == int(port)
+        assert (decode.data_port, prefill.data_port) == (int(data), 0)
         assert frontend.advertise == "https://llm.example"
         for wrong in ("llm.example", "ftp://h", "https://", "http://h:x", "http://u@h"):
             assert isinstance(runner.invoke(cli.app, [*given, wrong]).exception, ConfigError)

@@ -104,6 +104,14 @@ def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     rig.close()
 
 
+def test_the_port_asked_for(rig: Rig) -> None:
+    host, _, port = rig.shim.address.rpartition(":")
+    assert host == "tcp://127.0.0.1"
+    rig.shim.close()
+    rig.shim.bind("127.0.0.1", int(port))
+    assert rig.shim.address == f"tcp://127.0.0.1:{port}"
+
+
 def test_requests_reach_the_engine_and_abort_does(rig: Rig) -> None:
     rig.tell(rpc.ADD, b"a:10")
     assert rig.core.added == ["a"]
