@@ -161,17 +161,22 @@ def test_disconnect_aborts_at_the_worker(cluster: Cluster) -> None:
         loads = [w["load"] for w in cluster.status()["workers"] if w["role"] == "decode"]
         return sum(load["requests"] for load in loads)
 
-    stream = cluster.client().completions.create(
-        model=MODEL,
-        prompt=random_prompt(600, seed=21),
-        max_tokens=3000,
-        stream=True,
-        extra_body={"ignore_eos": True},
-    )
-    next(iter(stream))
-    assert running() == 1
-    stream.close()
-    until(lambda: running() == 0, 10.0, "the request is aborted")
+    (decode,) = cluster.of("decode")
+    decode.arm("engine.step=sleep:0.02")  # left alone, the answer takes a minute
+    try:
+        stream = cluster.client().completions.create(
+            model=MODEL,
+            prompt=random_prompt(600, seed=21),
+            max_tokens=3000,
+            stream=True,
+            extra_body={"ignore_eos": True},
+        )
+        next(iter(stream))
+        assert running() == 1
+        stream.close()
+        until(lambda: running() == 0, 10.0, "the request is aborted")
+    finally:
+        decode.arm("")
 
 
 def test_client_cannot_pass_transfer_params(cluster: Cluster) -> None:
