@@ -82,9 +82,10 @@ def test_a_pods_command_line(role: str) -> None:
     container = the_container(pod)
     values = dict(config_maps()["pullfill"])
     assert container["envFrom"] == [{"configMapRef": {"name": "pullfill"}}]
-    (address,) = container["env"]
-    assert address["valueFrom"]["fieldRef"]["fieldPath"] == "status.podIP"
-    values[address["name"]] = "10.0.0.7"
+    env = {e["name"]: e["valueFrom"] for e in container["env"]}
+    assert env["POD_IP"] == {"fieldRef": {"fieldPath": "status.podIP"}}
+    assert role == "frontend" or env["OMP_NUM_THREADS"]["resourceFieldRef"]
+    values["POD_IP"] = "10.0.0.7"
     options = parse([expand(a, values, r"\$\((\w+)\)") for a in container["args"]])
     assert container["args"][0] == role
     if role == "frontend":
@@ -102,7 +103,7 @@ def test_a_pods_command_line(role: str) -> None:
     else:
         assert ports == {n: options[f"{n}_port"] for n in ports}
         assert {"http", "kv"} <= set(ports)
-        assert set(ports) == {n for n in ("http", "kv", "control") if f"{n}_port" in options}
+        assert set(ports) == {n for n in ("http", "kv", "control", "data") if f"{n}_port" in options}
         (shm,) = [m for m in container["volumeMounts"] if m["mountPath"] == "/dev/shm"]
         (volume,) = [v for v in pod["volumes"] if v["name"] == shm["name"]]
         assert volume["emptyDir"]["medium"] == "Memory"
