@@ -123,6 +123,11 @@ class DecodeConnector(KVConnectorBase_V1):  # type: ignore[misc]
         told = {rank: told.region for rank, told in metadata.items()}
         memory.attach(contexts.current(), told, self._heads)
 
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        assert self._side is not None
+        self._side.bind_skipped(kv.skipped_of(kv_cache_manager))
+
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         assert self._side is not None
         self._side.bind_pool(gpu_block_pool)

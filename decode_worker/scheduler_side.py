@@ -11,7 +11,7 @@ vLLM: each request that was sent to wait for remote KV is reported exactly once.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pullfill import failpoints, log
@@ -32,6 +32,7 @@ class SchedulerSide:
         self._context = context
         self._block_size = block_size
         self._pool: Any = None
+        self._skipped: Callable[[int], int] = lambda _tokens: 0
         self._decisions: dict[str, tuple[Situation, Decision]] = {}
         self._waiting: set[str] = set()
         self._held: dict[str, list[Any]] = {}
@@ -42,6 +43,10 @@ class SchedulerSide:
     def bind_pool(self, pool: Any) -> None:
         """vLLM's block pool; used to hold quarantined blocks by reference count."""
         self._pool = pool
+
+    def bind_skipped(self, skipped: Callable[[int], int]) -> None:
+        """Of a prompt of so many tokens: how many leading ones vLLM keeps no block for."""
+        self._skipped = skipped
 
     @property
     def _ledger(self) -> Ledger:
@@ -78,6 +83,8 @@ class SchedulerSide:
             return "fallback"
         if request.skip_reading_prefix_cache:
             return "prompt_logprobs"
+        if self._skipped(request.num_prompt_tokens) > 0:
+            return "sliding_window"  # its block ids name one and the same empty block many times
         if request.mm_features:
             return "multimodal"
         if request.prompt_embeds is not None or request.prompt_token_ids is None:

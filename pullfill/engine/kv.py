@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +48,15 @@ def require_one_group(kv_cache_config: Any) -> None:
             "vLLM",
             field="kv_cache_groups",
         )
+
+
+def skipped_of(kv_cache_manager: Any) -> Callable[[int], int]:
+    """Of a prompt of so many tokens: how many leading ones attention never looks at again, so that
+    vLLM keeps no block for them (a sliding window, chunked local attention). 0 with full
+    attention, also where it stands in for a window."""
+    (manager,) = kv_cache_manager.coordinator.single_type_managers
+    skipped: Callable[[int], int] = manager.get_num_skipped_tokens
+    return skipped
 
 
 def free_blocks(core: Any) -> int:

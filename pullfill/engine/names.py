@@ -27,6 +27,7 @@ _WORKER = {
         "Scheduler.has_requests",
         "Scheduler.get_request_counts",
         "Scheduler._update_from_kv_xfer_finished",
+        "Scheduler._handle_failed_recving",
     ),
     "vllm.v1.outputs": ("KVConnectorOutput:finished_recving",),
     "vllm.v1.core.sched.output": (
@@ -39,6 +40,9 @@ _WORKER = {
         "BlockPool.get_num_free_blocks",
     ),
     "vllm.v1.core.kv_cache_manager": ("KVCacheManager.get_block_ids",),
+    "vllm.v1.core.single_type_kv_cache_manager": (
+        "SingleTypeKVCacheManager.get_num_skipped_tokens",
+    ),
     "vllm.v1.request": ("Request", "RequestStatus.WAITING_FOR_REMOTE_KVS"),
     "vllm.v1.metrics.stats": ("PrefillStats:num_local_cached_tokens",),
     "vllm.v1.executor": ("Executor.get_class",),

@@ -14,7 +14,7 @@ from pullfill.wire import RouterConfig, RouterPolicy
 
 INELIGIBLE = (
     "resumed", "fallback", "prompt_logprobs", "multimodal", "prompt_embeds", "lora", "pooling",
-    "cache_salt",
+    "cache_salt", "sliding_window",
 )  # fmt: skip
 REMOTE_REASONS = {"long_prompt", "policy_always_remote"}
 LOCAL_REASONS = {

@@ -195,6 +195,17 @@ def test_what_cannot_go_remote(fields: dict[str, Any], reason: str) -> None:
     assert record.reason == reason
 
 
+def test_a_prompt_beyond_the_window_of_every_layer_stays_here() -> None:
+    rig = Rig()
+    rig.side.bind_skipped(lambda tokens: max(0, tokens - 15))
+    assert rig.side.matched(FakeRequest("long", list(range(16))), 0) == (0, False)
+    rig.side.allocated(FakeRequest("long", list(range(16))), [0, 0, 7, 8], 0)
+    record = rig.stories.finish("long")
+    assert record is not None
+    assert (record.path, record.reason) == ("local", "sliding_window")
+    assert rig.side.matched(FakeRequest("short", list(range(15))), 0)[1]
+
+
 def test_salt_and_priority_go_with_the_job() -> None:
     rig = Rig()
     rig.send(20, cache_salt="s" * MAX_TEXT, priority=-3)
