@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import math
 
+from pullfill import log
 from pullfill.decode_worker.arrivals import Arrivals
 from pullfill.decode_worker.entry import UNDER_WAY, Entry, JobState
 from pullfill.decode_worker.moves import (
@@ -48,6 +49,8 @@ from pullfill.errors import Outcome, OverloadedError
 from pullfill.wire import RefuseReason
 
 __all__ = ["Entry", "JobState", "Ledger"]
+
+logger = log.get("decode_worker.ledger")
 
 HELD_RETRY_S = 0.05
 _PROOF_SOONEST_S = 0.002
@@ -259,6 +262,14 @@ class Ledger(Arrivals):
         """Whether `tick` is called much later than it asked for: its thread hangs, and another one
         must do it (docs/failure-modes.md)."""
         return self._clock.monotonic() > self._next_tick + _LATE_S
+
+    def tick_overdue(self) -> None:
+        """`tick` if it is overdue. What fails is logged, and tried again with the next call."""
+        if self.overdue:
+            try:
+                self.tick()
+            except Exception:
+                logger.exception("not everything that is due was done")
 
     def give_up_all(self, outcome: Outcome, *, but_granted: bool = False) -> None:
         """Serve every open job locally; `but_granted`: those under way may end."""

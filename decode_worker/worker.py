@@ -239,8 +239,7 @@ class DecodeWorker:
         assert self._shim is not None
         assert self._context.ledger is not None
         self._shim.check_silent()
-        if self._context.ledger.overdue:  # the asyncio thread hangs: nobody may wait for it
-            self._context.ledger.tick()
+        self._context.ledger.tick_overdue()  # if the asyncio thread hangs: nobody may wait for it
         leave.make_way(self._shim, self._context.ledger)
         side = self._context.extra["scheduler_side"]
         if self._context.ledger.has_events and (loaded := side.take_in()):

@@ -17,6 +17,10 @@ T = TypeVar("T")
 _NAK_SOONEST_S = 0.5
 
 
+class Renewed(PeerUnavailable):
+    """The decode worker has a new incarnation, and our connection is to the old one still."""
+
+
 class TooLong(HandoffError):
     """This worker's context is shorter than the decode worker's."""
 
@@ -68,6 +72,12 @@ class Opening:
         if not task.cancelled():
             task.exception()  # seen, also when nobody asks for the result any more
         self.changed.set()
+
+
+def again_s(failure: BaseException) -> float:
+    """How long the queue keeps a job whose attempt failed here. A link to a decode worker that has
+    registered again takes as long as the registry's watch may."""
+    return 0.5 if isinstance(failure, Renewed) else 0.05
 
 
 def patience(left_s: float, delivery: int, max_deliver: int) -> float | None:

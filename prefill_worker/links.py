@@ -98,8 +98,12 @@ class Links:
         return link
 
     def _on_end(self, link: DecodeLink) -> None:
-        if self._links.get(link.record.instance_id) is link:
-            del self._links[link.record.instance_id]
+        instance_id = link.record.instance_id
+        if self._links.get(instance_id) is not link:
+            return
+        del self._links[instance_id]
+        if not link.retired:  # it came back to the directory while its link was ending
+            self._on_change(None, self._directory.workers("decode").get(instance_id))
 
     def _on_change(self, old: WorkerRecord | None, new: WorkerRecord | None) -> None:
         record = new or old

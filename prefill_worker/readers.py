@@ -52,7 +52,7 @@ class Readers:
         """Wait for the proof, then give the blocks back to the engine. The task is cancelled."""
         pause = _PROOF_SOONEST_S
         try:
-            while not self._revoked(task):
+            while not self._proved(task):
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, _PROOF_LATEST_S)
         except ConfigError as exc:
@@ -60,6 +60,14 @@ class Readers:
             return
         self._open.pop(task, None)
         task.mover.let_go(task)
+
+    def _proved(self, task: PrefillTask) -> bool:
+        """As `_revoked`. What the system refuses is asked again: the blocks are kept till then."""
+        try:
+            return self._revoked(task)
+        except OSError:
+            logger.exception("job %s: its fence cannot be looked at; again soon", task.job_id)
+            return False
 
     def _revoked(self, task: PrefillTask) -> bool:
         fence = self._open.get(task)

@@ -25,7 +25,16 @@ from pullfill.errors import (
     PullfillError,
 )
 from pullfill.prefill_worker import attempt
-from pullfill.prefill_worker.ending import Calls, HandBackOnce, Opening, Revoked, TooLong, patience
+from pullfill.prefill_worker.ending import (
+    Calls,
+    HandBackOnce,
+    Opening,
+    Renewed,
+    Revoked,
+    TooLong,
+    again_s,
+    patience,
+)
 from pullfill.prefill_worker.heartbeat import Heartbeat
 from pullfill.prefill_worker.link import DecodeLink
 from pullfill.prefill_worker.readers import Readers
@@ -209,7 +218,9 @@ class JobRunner:
         """No claim, because the decode worker does not answer. It deletes the job when it gives it
         up: a job that nobody can claim must last until then, and is no dead letter."""
         delay_s: float | None = None
-        if self._links.knows(job.decode_instance):
+        # One that we do not know may have come while our sight of the registry was cut: others may
+        # know it. Only when the job comes again is it nobody's.
+        if self._links.knows(job.decode_instance) or delivery.number == 1:
             left_s = job.timeout_s - delivery.age_s
             delay_s = patience(left_s, delivery.number, self._max_deliver)
         logger.info("job %s: %s%s", job.job_id, why, "" if delay_s else "; dropped")
@@ -270,7 +281,7 @@ class JobRunner:
             self.failed += 1
             logger.warning("job %s attempt %d: %s", job.job_id, grant.attempt, exc or "timeout")
             give_back(str(exc) or "timeout", retry=True)
-            await self._settle(delivery, "nak", delay_s=0.05)
+            await self._settle(delivery, "nak", delay_s=again_s(exc))
         except Exception:
             give_back("failed", retry=True)
             raise
@@ -318,6 +329,10 @@ class JobRunner:
                 mover = link.mover_there
                 if mover is None:
                     mover = await opening.unless_over(grant.attempt, link.mover())
+                if grant.incarnation != link.record.incarnation:
+                    # It has registered again and this link does not know yet: its memory would
+                    # refuse us, and only the next link can write.
+                    raise Renewed(f"{job.decode_instance} has registered again")
                 opening.check(grant.attempt)
                 self._opening.pop(job.job_id)
                 done: asyncio.Future[None] = asyncio.get_running_loop().create_future()

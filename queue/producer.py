@@ -215,6 +215,10 @@ class JetStreamProducer:
             except QueueUnavailable:
                 self._trip()
                 continue
+            except Exception:  # this task closes the breaker again: it must not end
+                logger.exception("an answer of the job queue makes no sense")
+                self._trip()
+                continue
             self._depth.store(snapshot, asked_at)
             self._stream_id = snapshot.stream_id
             if not self._answering:

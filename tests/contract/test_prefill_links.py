@@ -154,3 +154,31 @@ async def test_a_record_without_an_address_waits_for_one(tmp_path: Path) -> None
     finally:
         await links.close()
         await decode.server.stop()
+
+
+async def test_a_key_that_goes_and_comes_back_at_once_has_its_link(tmp_path: Path) -> None:
+    """Its link was not connected, so it ends when the key goes; a moment too late to be seen."""
+    decode = Decode()
+    directory: Any = FakeDirectory()
+    links = Links(
+        directory, greeting(tmp_path, 1), COMPAT, no_mover, lambda *_: None, lambda *_: None
+    )
+    links.start()
+    try:
+        nobody = replace(decode.record("tcp://127.0.0.1:1"), compat=COMPAT)
+        directory.put(nobody)
+        await asyncio.sleep(0)
+        directory.remove("decode-1")
+        directory.put(nobody)
+        await decode.server.start("127.0.0.1")
+        await asyncio.sleep(0.05)
+        assert links.knows("decode-1")
+        directory.put(replace(decode.record(), compat=COMPAT))
+        await until(lambda: links.connected == ["decode-1"])
+        directory.remove("decode-1")
+        for peer in list(decode.server._peers.values()):
+            peer.channel.close()
+        await until(lambda: not links._links)
+    finally:
+        await links.close()
+        await decode.server.stop()

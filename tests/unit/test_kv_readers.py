@@ -33,6 +33,25 @@ def kept_task(mover: Any) -> PrefillTask:
     return task
 
 
+async def test_a_fence_that_cannot_be_looked_at_is_asked_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fences, mover = LoopbackFences(16, 2), Mover()
+    readers, task = Readers(fences), kept_task(mover)
+    readers.open(task)
+    real, refused = fences.try_revoke, [OSError(37, "no locks available")]
+
+    def try_revoke(fence: FenceToken) -> bool:
+        if refused:
+            raise refused.pop()
+        return real(fence)
+
+    monkeypatch.setattr(fences, "try_revoke", try_revoke)
+    await asyncio.wait_for(readers.let_go(task), 10)
+    assert mover.let_go_of == [task]
+    assert readers.kept_blocks == 0
+
+
 async def test_blocks_come_back_when_nobody_reads() -> None:
     fences, mover = LoopbackFences(16, 2), Mover()
     readers, task = Readers(fences), kept_task(mover)

@@ -135,3 +135,20 @@ def test_the_engine_is_woken_once_for_what_it_has_not_taken(clock: FakeClock) ->
     assert len(woken) == 1, "there is nothing for it"
     ledger.cancel("r2")
     assert len(woken) == 2
+
+
+def test_an_overdue_tick_that_fails_is_tried_again(
+    ledger: Ledger, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine thread does it when the other thread hangs: it must not end by it."""
+    fill(ledger, 1, timeout_s=5.0, claim_timeout_s=5.0)
+    ledger.tick()
+    clock.advance(5.5)
+    ledger.tick_overdue()
+    assert ledger.open_jobs == 1, "not overdue yet: the other thread's work"
+    clock.advance(2.0)
+    with monkeypatch.context() as broken:
+        broken.setattr(type(ledger), "tick", lambda _: 1 / 0)
+        ledger.tick_overdue()
+    ledger.tick_overdue()
+    assert ledger.open_jobs == 0

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pullfill import u32
-from pullfill.errors import BadMessage
+from pullfill.errors import BadMessage, PeerUnavailable
 from pullfill.ids import job_digest
 from pullfill.prefill_worker.runner import JobRunner
 from pullfill.prefill_worker.shared_mover import OutOfReach
@@ -75,18 +75,21 @@ class Worker:
             fence=FenceToken(slot=0, epoch=1),
         )  # fmt: skip
         self.link: Any = SimpleNamespace(
-            record=SimpleNamespace(instance_id="d"), claim=self._claim, mover=self._reach,
-            mover_there=None,
+            record=SimpleNamespace(instance_id="d", incarnation="i"), claim=self._claim,
+            mover=self._reach, mover_there=None,
             commit=self._commit, send=self.sent.append,
         )  # fmt: skip
-        links: Any = SimpleNamespace(find=self._find, knows=lambda _: True)
+        self.known = True
+        links: Any = SimpleNamespace(find=self._find, knows=lambda _: self.known)
         engine: Any = SimpleNamespace(
             block_size=4, compat_hash="c", submit=lambda task, _: self.tasks.append(task),
             end=lambda _: None, decode_instance_of=lambda _: "d",
         )  # fmt: skip
         self.runner = JobRunner(links, engine, heartbeat_s=60, max_prompt_tokens=100, max_deliver=5)
 
-    async def _find(self, _: str) -> Any:
+    async def _find(self, instance_id: str) -> Any:
+        if not self.known:
+            raise PeerUnavailable(f"decode worker {instance_id} is gone")
         return self.link
 
     async def _claim(self, *_: Any) -> Grant:
@@ -177,6 +180,29 @@ async def test_a_job_that_is_not_what_was_granted_is_poison() -> None:
     await worker.over()
     assert delivery.verbs == ["term"]
     assert not back(worker).retry
+
+
+@pytest.mark.parametrize(("number", "verb"), [(1, "nak"), (2, "ack")])
+async def test_the_job_of_a_decode_worker_unknown_here_is_first_left_to_others(
+    number: int, verb: str
+) -> None:
+    worker, delivery = Worker(some_mover), Delivered(number=number)
+    worker.known = False
+    worker.runner.start(delivery)  # type: ignore[arg-type]
+    await worker.over()
+    assert delivery.verbs == [verb]
+    assert verb == "ack" or delivery.delay_s > 0.1
+
+
+async def test_a_grant_of_a_newer_incarnation_waits_for_the_newer_link() -> None:
+    worker, delivery = Worker(some_mover), Delivered()
+    worker.link.record.incarnation = "before"
+    worker.runner.start(delivery)  # type: ignore[arg-type]
+    await worker.over()
+    assert not worker.tasks, "the memory behind this link would refuse every write"
+    assert delivery.verbs == ["nak"], "or the queue waits until nobody says in_progress any more"
+    assert delivery.delay_s > 0.1
+    assert back(worker).retry
 
 
 # ------------------------------------------------------------------ waiting for the mover
