@@ -103,7 +103,9 @@ def test_a_pods_command_line(role: str) -> None:
     else:
         assert ports == {n: options[f"{n}_port"] for n in ports}
         assert {"http", "kv"} <= set(ports)
-        assert set(ports) == {n for n in ("http", "kv", "control", "data") if f"{n}_port" in options}
+        assert set(ports) == {
+            n for n in ("http", "kv", "control", "data") if f"{n}_port" in options
+        }
         (shm,) = [m for m in container["volumeMounts"] if m["mountPath"] == "/dev/shm"]
         (volume,) = [v for v in pod["volumes"] if v["name"] == shm["name"]]
         assert volume["emptyDir"]["medium"] == "Memory"
