@@ -227,7 +227,7 @@ def test_row_26_frontend_dies_with_streams_open(paired: Cluster, oracle: Oracle)
             stream.close()
         client.close()
         until(lambda: "aborting 3 requests" in decode.log.read_text(), 20, "they are aborted")
-        decode.arm("")
+    decode.arm("")
 
 
 def _ready(url: str) -> bool:
