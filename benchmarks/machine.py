@@ -7,6 +7,7 @@ hundredths of a second: a frontend spends that on hundreds of tokens.
 from __future__ import annotations
 
 import os
+import resource
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -136,8 +137,8 @@ class Quiet:
 
 def _ended() -> float:
     """CPU seconds of our own children that have ended, commands that we ran and waited for."""
-    times = os.times()
-    return times.children_user + times.children_system
+    use = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return use.ru_utime + use.ru_stime
 
 
 def _busy_seconds() -> float:
