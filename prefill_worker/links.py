@@ -43,6 +43,7 @@ class Links:
         self._changed = asyncio.Event()
         self._leaving = False
         self._paused = False
+        self._closed = False
 
     def start(self) -> None:
         """Connect to everyone known now and to everyone who comes."""
@@ -63,6 +64,7 @@ class Links:
             link.pause(paused)
 
     async def close(self) -> None:
+        self._closed = True
         for link in list(self._links.values()):
             await link.close()
         await asyncio.gather(*self._closing, return_exceptions=True)
@@ -102,7 +104,7 @@ class Links:
         if self._links.get(instance_id) is not link:
             return
         del self._links[instance_id]
-        if not link.retired:  # it came back to the directory while its link was ending
+        if not link.retired and not self._closed:  # its key came back while its link was ending
             self._on_change(None, self._directory.workers("decode").get(instance_id))
 
     def _on_change(self, old: WorkerRecord | None, new: WorkerRecord | None) -> None:

@@ -182,3 +182,25 @@ async def test_a_key_that_goes_and_comes_back_at_once_has_its_link(tmp_path: Pat
     finally:
         await links.close()
         await decode.server.stop()
+
+
+async def test_a_link_whose_key_came_back_ends_with_us(tmp_path: Path) -> None:
+    decode = Decode()
+    await decode.server.start("127.0.0.1")
+    directory: Any = FakeDirectory()
+    links = Links(
+        directory, greeting(tmp_path, 1), COMPAT, no_mover, lambda *_: None, lambda *_: None
+    )
+    links.start()
+    try:
+        directory.put(replace(decode.record(), compat=COMPAT))
+        await until(lambda: links.connected == ["decode-1"])
+        directory.remove("decode-1")
+        directory.put(replace(decode.record(), compat=COMPAT))
+        await asyncio.sleep(0)
+        assert links.connected == ["decode-1"], "what was granted over it goes on"
+    finally:
+        await links.close()
+    await asyncio.sleep(0.05)
+    assert not links._links
+    await decode.server.stop()
