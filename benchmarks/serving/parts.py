@@ -71,7 +71,7 @@ QUICK = Scale(
 
 @dataclass(slots=True)
 class Session:
-    """One start of one system. say: one line of progress."""
+    """One start of one system. say: one line of progress. windows: of the whole campaign."""
 
     system: System
     running: Running
@@ -91,7 +91,8 @@ class Session:
 
     def prompts(self, part: str, label: str) -> Prompts:
         """The same for every system, others in every window and repeat."""
-        before = sum(w.part == part for w in self.windows)
+        mine = (self.system.name, self.repeat, part)
+        before = sum((w.system, w.repeat, w.part) == mine for w in self.windows)
         return Prompts(self.vocabulary, part, label, self.repeat, before)
 
     def measure(self, part: str, label: str, workload: Workload, *, keep: bool = True) -> Window:

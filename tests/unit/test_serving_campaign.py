@@ -88,9 +88,11 @@ class TestParts:
         assert [label for _, label in seen.windows] == ["control", "alone"]
 
     def test_every_system_is_asked_the_same(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        asked = []
+        asked: list[dict[Any, Any]] = []
+        everything: list[Window] = []
         for name in ("a", "b"):
             made, seen = session(monkeypatch, name=name)
+            made.windows = everything
             for part in parts.RUN.values() if name == "a" else [parts.chat, parts.rates]:
                 part(made)
             asked.append(dict(zip(seen.windows, seen.first, strict=True)))
