@@ -130,7 +130,7 @@ def nats_ready(urls: str, timeout_s: float = 1.0) -> str | None:
 
 
 def _nats_problem(url: str, timeout_s: float) -> str | None:
-    host, port = split_url(url, 4222)
+    (host, port), url = split_url(url, 4222), shown(url)
     try:
         with socket.create_connection((host, port), timeout=timeout_s) as conn:
             conn.settimeout(timeout_s)
@@ -162,14 +162,21 @@ def _etcd_problem(url: str, timeout_s: float, tls: ssl.SSLContext | None) -> str
         with opener.open(f"{_without_login(url)}/health", timeout=timeout_s) as reply:
             healthy = json.loads(reply.read()).get("health")
     except (OSError, ValueError, AttributeError) as exc:
-        return f"no etcd at {url}: {getattr(exc, 'reason', None) or exc}"
-    return None if str(healthy).lower() == "true" else f"the etcd at {url} is not healthy"
+        return f"no etcd at {shown(url)}: {getattr(exc, 'reason', None) or exc}"
+    return None if str(healthy).lower() == "true" else f"the etcd at {shown(url)} is not healthy"
+
+
+def shown(url: str) -> str:
+    """The URL as people may read it: without user and password."""
+    scheme, found, rest = url.partition("://")
+    host = (rest if found else scheme).rpartition("@")[2]
+    return f"{scheme}://{host}" if found else host
 
 
 def _without_login(url: str) -> str:
     """`scheme://host:port` without a user and password, which urllib would take for the host."""
-    scheme, found, rest = url.partition("://")
-    return f"{scheme}://{rest.rpartition('@')[2]}" if found else f"http://{scheme}"
+    host = shown(url)
+    return host if "://" in host else f"http://{host}"
 
 
 def split_url(url: str, default_port: int) -> tuple[str, int]:

@@ -79,10 +79,11 @@ def test_row_2_prefill_killed_under_load_with_another_alive(
         assert load.paths() == {"remote"}
 
 
-@pytest.mark.parametrize("leaves", ["timeout", "abort"])
-def test_row_5_zombie_writer(leaves: str, paired: Cluster, oracle: Oracle) -> None:
+@pytest.mark.parametrize(("leaves", "hit"), [("timeout", 0), ("timeout", 900), ("abort", 0)])
+def test_row_5_zombie_writer(leaves: str, hit: int, paired: Cluster, oracle: Oracle) -> None:
     """A writer stopped inside a batch keeps its blocks quarantined; nobody waits for it, and
-    when it wakes up not one byte of anybody else has changed."""
+    when it wakes up not one byte of anybody else has changed. With a prefix hit, too, the prompt
+    is computed in other blocks than the writer's."""
     cluster, zombie = paired, only_prefill(paired)
     timed_out = leaves == "timeout"
     with checked(
@@ -92,12 +93,16 @@ def test_row_5_zombie_writer(leaves: str, paired: Cluster, oracle: Oracle) -> No
         stale={"revoked": (0, 1), "write": (0, 1)},  # whichever it meets first, or its own deadline
         cancelled=0 if timed_out else 1,
     ) as check:
-        cluster.set_router(remote_timeout_s=1.5 if timed_out else 30)
+        prompt = random_prompt(1800 + hit, seed=8100 + timed_out + hit)
+        if hit:
+            cluster.set_router(policy="always_local")
+            check.ask(prompt[:hit])
+        cluster.set_router(policy="always_remote", remote_timeout_s=1.5 if timed_out else 30)
         zombie.arm("shm.write.batch=stop@3")
-        prompt = random_prompt(1800, seed=8100 + timed_out)
         if timed_out:
             told = check.told(check.ask(prompt))
             assert (told["path"], told["fallback"]) == ("local", "timeout")
+            assert (told["prefix_hit_tokens"] > 0) == (hit > 0)
         else:
             with going_away(cluster, prompt):
                 until(lambda: zombie.stopped, 10, "stopped in a write")

@@ -142,7 +142,7 @@ def test_300_cancelled_at_once_four_times_over(paired: Cluster, oracle: Oracle) 
     """At different moments: as they arrive, while the first stream, and in between."""
     for turn in range(TIMES):
         bodies = [
-            request(random_prompt(40 + 7 * (i % 200), seed=32_000 + turn * MANY + i), 300,
+            request(random_prompt(40 + 7 * (i % 200), seed=32_000 + turn * MANY + i), 2000,
                     stream=True)
             for i in range(MANY)
         ]  # fmt: skip

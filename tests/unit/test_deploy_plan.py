@@ -302,6 +302,18 @@ class TestServers:
             why = servers.nats_ready(f"nats://127.0.0.1:{listener.getsockname()[1]}", 0.2)
         assert why is not None
 
+    def test_what_is_said_of_a_server_keeps_its_login(self) -> None:
+        nobody = f"127.0.0.1:{servers.free_port()}"
+        told = [
+            servers.nats_ready(f"nats://ann:secret@{nobody}"),
+            servers.nats_ready(f"secret@{nobody}"),
+            servers.etcd_ready(f"http://ann:secret@{nobody}"),
+        ]
+        for text in told:
+            assert text is not None
+            assert nobody in text
+            assert "secret" not in text
+
     def test_one_member_of_several_is_enough(self) -> None:
         closed, heard = servers.free_port(), []
 
