@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -135,42 +137,40 @@ async def test_a_new_welcome_forgives_and_the_end_closes_what_there_is(tmp_path:
     assert closed == [1]
 
 
-async def test_a_record_without_an_address_waits_for_one(tmp_path: Path) -> None:
-    """It fits but cannot be connected: nothing differs, and nothing may fail here. What it says
-    next counts."""
-    decode = Decode()
+@asynccontextmanager
+async def following(tmp_path: Path) -> AsyncIterator[tuple[Links, FakeDirectory, Decode]]:
+    """Links that follow a directory, and a decode worker that listens."""
+    decode, directory = Decode(), FakeDirectory()
     await decode.server.start("127.0.0.1")
-    directory: Any = FakeDirectory()
-    links = Links(
-        directory, greeting(tmp_path, 1), COMPAT, no_mover, lambda *_: None, lambda *_: None
-    )
+    seen: Any = directory
+    links = Links(seen, greeting(tmp_path, 1), COMPAT, no_mover, lambda *_: None, lambda *_: None)
     links.start()
     try:
-        whole = replace(decode.record(), compat=COMPAT)
-        directory.put(replace(whole, control=""))
-        assert not links.knows("decode-1")
-        directory.put(whole)
-        await until(lambda: links.connected == ["decode-1"])
+        yield links, directory, decode
     finally:
         await links.close()
         await decode.server.stop()
 
 
+async def test_a_record_without_an_address_waits_for_one(tmp_path: Path) -> None:
+    """It fits but cannot be connected: nothing differs, and nothing may fail here. What it says
+    next counts."""
+    async with following(tmp_path) as (links, directory, decode):
+        whole = replace(decode.record(), compat=COMPAT)
+        directory.put(replace(whole, control=""))
+        assert not links.knows("decode-1")
+        directory.put(whole)
+        await until(lambda: links.connected == ["decode-1"])
+
+
 async def test_a_key_that_goes_and_comes_back_at_once_has_its_link(tmp_path: Path) -> None:
     """Its link was not connected, so it ends when the key goes; a moment too late to be seen."""
-    decode = Decode()
-    directory: Any = FakeDirectory()
-    links = Links(
-        directory, greeting(tmp_path, 1), COMPAT, no_mover, lambda *_: None, lambda *_: None
-    )
-    links.start()
-    try:
+    async with following(tmp_path) as (links, directory, decode):
         nobody = replace(decode.record("tcp://127.0.0.1:1"), compat=COMPAT)
         directory.put(nobody)
         await asyncio.sleep(0)
         directory.remove("decode-1")
         directory.put(nobody)
-        await decode.server.start("127.0.0.1")
         await asyncio.sleep(0.05)
         assert links.knows("decode-1")
         directory.put(replace(decode.record(), compat=COMPAT))
@@ -179,28 +179,17 @@ async def test_a_key_that_goes_and_comes_back_at_once_has_its_link(tmp_path: Pat
         for peer in list(decode.server._peers.values()):
             peer.channel.close()
         await until(lambda: not links._links)
-    finally:
-        await links.close()
-        await decode.server.stop()
 
 
 async def test_a_link_whose_key_came_back_ends_with_us(tmp_path: Path) -> None:
-    decode = Decode()
-    await decode.server.start("127.0.0.1")
-    directory: Any = FakeDirectory()
-    links = Links(
-        directory, greeting(tmp_path, 1), COMPAT, no_mover, lambda *_: None, lambda *_: None
-    )
-    links.start()
-    try:
-        directory.put(replace(decode.record(), compat=COMPAT))
+    async with following(tmp_path) as (links, directory, decode):
+        record = replace(decode.record(), compat=COMPAT)
+        directory.put(record)
         await until(lambda: links.connected == ["decode-1"])
         directory.remove("decode-1")
-        directory.put(replace(decode.record(), compat=COMPAT))
+        directory.put(record)
         await asyncio.sleep(0)
         assert links.connected == ["decode-1"], "what was granted over it goes on"
-    finally:
         await links.close()
-    await asyncio.sleep(0.05)
-    assert not links._links
-    await decode.server.stop()
+        await asyncio.sleep(0.05)
+        assert not links._links

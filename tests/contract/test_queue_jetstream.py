@@ -398,20 +398,3 @@ async def test_survey_shows_the_queues_of_a_namespace(server: NatsServer, pair: 
     [letter] = await admin.dead_letters(server.url, "test", queue.compat_hash)
     assert letter.reason == "poison"
     assert (await admin.survey(server.url, "elsewhere")).queues == []
-
-
-async def test_an_answer_that_makes_no_sense_does_not_keep_the_queue_shut(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What asks for the depth is also what opens the queue again: it outlives such an answer."""
-    producer, _ = pair
-    real, odd = producer._link.api, {"what": "is this"}
-
-    async def api(*asked: object) -> object:
-        return odd
-
-    monkeypatch.setattr(producer._link, "api", api)
-    await producer.publish("a", b"", 10)
-    await until(lambda: not producer.available)
-    monkeypatch.setattr(producer._link, "api", real)
-    await until(lambda: producer.available)

@@ -1,4 +1,4 @@
-"""`--nats URL,URL`: the members of one NATS cluster."""
+"""What a producer makes of NATS: `--nats URL,URL`, and answers that make no sense."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from pullfill.errors import QueueUnavailable
 from pullfill.queue.contract import QueueConfig
 from pullfill.queue.jetstream import JetStreamProducer
-from tests.support.nats import NatsServer
+from tests.support.nats import NatsServer, until
 
 HANG_S = 15.0
 
@@ -30,3 +30,26 @@ async def test_one_member_of_a_cluster_that_answers_is_enough(tmp_path: Path) ->
         with pytest.raises(QueueUnavailable, match=r"nats://\*\*\*@127") as caught:
             await JetStreamProducer.connect(urls, config, wait_s=0.2)
     assert "u:p" not in str(caught.value)
+
+
+async def test_an_answer_that_makes_no_sense_does_not_keep_the_queue_shut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What asks for the depth is also what opens the queue again: it outlives such an answer."""
+    server, config = NatsServer(tmp_path), QueueConfig("test", secrets.token_hex(8))
+    await server.start()
+    producer = await JetStreamProducer.connect(server.url, config, wait_s=HANG_S)
+    real, odd = producer._link.api, {"what": "is this"}
+
+    async def api(*asked: object) -> object:
+        return odd
+
+    try:
+        monkeypatch.setattr(producer._link, "api", api)
+        await producer.publish("a", b"", 10)
+        await until(lambda: not producer.available)
+        monkeypatch.setattr(producer._link, "api", real)
+        await until(lambda: producer.available)
+    finally:
+        await producer.close()
+        server.stop()
