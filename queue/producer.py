@@ -203,28 +203,31 @@ class JetStreamProducer:
             if not self._link.up:
                 await self._link.wait_up(IDLE_REFRESH_S)
                 continue
-            asked_at = self._asked_at = SYSTEM_CLOCK.monotonic()
             try:
-                snapshot = await self._ask()
-            except ApiError as exc:
-                if exc.err_code in (streams.STREAM_NOT_FOUND, streams.CONSUMER_NOT_FOUND):
-                    await self._heal()
-                else:
-                    self._trip()
-                continue
+                await self._look()
             except QueueUnavailable:
                 self._trip()
-                continue
-            except Exception:  # this task closes the breaker again: it must not end
+            except Exception:  # this task opens the queue again: it must not end
                 logger.exception("an answer of the job queue makes no sense")
                 self._trip()
-                continue
-            self._depth.store(snapshot, asked_at)
-            self._stream_id = snapshot.stream_id
-            if not self._answering:
-                logger.info("the job queue answers again")
-                self._answering = True
-            await self._pay()
+
+    async def _look(self) -> None:
+        """Ask for the depth; open the queue again if it was shut; remove what is owed."""
+        asked_at = self._asked_at = SYSTEM_CLOCK.monotonic()
+        try:
+            snapshot = await self._ask()
+        except ApiError as exc:
+            if exc.err_code in (streams.STREAM_NOT_FOUND, streams.CONSUMER_NOT_FOUND):
+                await self._heal()
+            else:
+                self._trip()
+            return
+        self._depth.store(snapshot, asked_at)
+        self._stream_id = snapshot.stream_id
+        if not self._answering:
+            logger.info("the job queue answers again")
+            self._answering = True
+        await self._pay()
 
     async def _pause(self) -> None:
         """Until the count is worth a refresh. One costs as much as a job, and there may be many of

@@ -32,23 +32,29 @@ async def test_one_member_of_a_cluster_that_answers_is_enough(tmp_path: Path) ->
     assert "u:p" not in str(caught.value)
 
 
+@pytest.mark.parametrize("asked_for", ["depth", "debts"])
 async def test_an_answer_that_makes_no_sense_does_not_keep_the_queue_shut(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    asked_for: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What asks for the depth is also what opens the queue again: it outlives such an answer."""
     server, config = NatsServer(tmp_path), QueueConfig("test", secrets.token_hex(8))
     await server.start()
     producer = await JetStreamProducer.connect(server.url, config, wait_s=HANG_S)
-    real, odd = producer._link.api, {"what": "is this"}
 
     async def api(*asked: object) -> object:
-        return odd
+        return {"what": "is this"}
+
+    async def pay() -> None:
+        raise KeyError("seq")
 
     try:
-        monkeypatch.setattr(producer._link, "api", api)
-        await producer.publish("a", b"", 10)
-        await until(lambda: not producer.available)
-        monkeypatch.setattr(producer._link, "api", real)
+        with monkeypatch.context() as odd:
+            if asked_for == "depth":
+                odd.setattr(producer._link, "api", api)
+            else:
+                odd.setattr(producer, "_pay", pay)
+            await producer.publish("a", b"", 10)
+            await until(lambda: not producer.available)
         await until(lambda: producer.available)
     finally:
         await producer.close()
