@@ -6,11 +6,13 @@ BIN := $(VENV)/bin
 MODEL ?= demo
 ARGS ?=
 PYTEST_ARGS ?=
+# How often `make flaky` runs its tests.
+N ?= 10
 # Without bytecode on disk, every process of a run would compile all it imports again.
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-nixl install-bench up down status test test-fast lint format chaos chaos-report soak bench bench-quick clean
+.PHONY: help install install-nixl install-bench up down status test test-fast flaky lint format chaos chaos-report soak bench bench-quick clean
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -44,6 +46,9 @@ test: install lint ## All tests, quick ones first
 
 test-fast: install ## Unit and contract tests, under a minute
 	$(BIN)/pytest -q -n 4 --dist worksteal tests/unit tests/contract $(PYTEST_ARGS)
+
+flaky: install ## Repeat tests, list what differed: make flaky N=10 [ARGS="--busy 2 tests/chaos"]
+	$(BIN)/python -m tests.flaky --runs $(N) $(ARGS)
 
 chaos: install ## Fault tests: real processes, real servers, real engines
 	$(BIN)/pytest tests/chaos $(PYTEST_ARGS)

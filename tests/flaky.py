@@ -1,0 +1,158 @@
+"""Repeat tests and list what differed between the runs: `make flaky N=10 ARGS="tests/chaos"`.
+
+Each run is a pytest process of its own. The report names every test that failed in any run, with
+the first line of each failure, and every test whose outcome changed. With --busy, processes that
+compute all the time share the cores with the tests: a machine that others use.
+
+Exit status: 0 when every run passed with the same outcomes, 1 otherwise. The output of failed runs
+stays in the directory that the last line names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from xml.etree import ElementTree
+
+MARKS = ("failure", "error", "skipped")
+SLOWEST = 10
+_SPIN = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: sum(range(100_000))"
+
+
+@dataclass(slots=True)
+class Seen:
+    """What one test did in all runs."""
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    messages: Counter[str] = field(default_factory=Counter)
+    seconds: list[float] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Runs:
+    """All runs so far. seconds: of each whole run."""
+
+    tests: dict[str, Seen] = field(default_factory=lambda: defaultdict(Seen))
+    seconds: list[float] = field(default_factory=list)
+    broken: list[int] = field(default_factory=list)
+    """Numbers of the runs that pytest ended without a usable report."""
+
+    def add(self, report: Path, seconds: float) -> Counter[str]:
+        """Take in one JUnit report. Returns how many tests had which outcome.
+
+        Raises ElementTree.ParseError or OSError when there is no report, AssertionError when it
+        names no test."""
+        cases = ElementTree.parse(report).getroot().findall(".//testcase")
+        assert cases, "no test ran"
+        found: dict[str, str] = {}
+        for case in cases:
+            name = f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}"
+            mark = next((m for m in case if m.tag in MARKS), None)
+            outcome = "passed" if mark is None else mark.tag
+            # A test that passed and failed in its teardown comes twice: the failure counts.
+            if found.get(name, "passed") == "passed":
+                found[name] = outcome
+            seen = self.tests[name]
+            seen.seconds.append(float(case.get("time", 0.0)))
+            if mark is not None and mark.tag != "skipped":
+                seen.messages[(mark.get("message") or "no message").splitlines()[0][:160]] += 1
+        for name, outcome in found.items():
+            self.tests[name].outcomes[outcome] += 1
+        self.seconds.append(seconds)
+        return Counter(found.values())
+
+    def lines(self) -> list[str]:
+        """The report, for people."""
+        total = len(self.seconds)
+        said = []
+        if total:
+            said.append(f"{total} runs: median {median(self.seconds):.0f} s, "
+                        f"longest {max(self.seconds):.0f} s")  # fmt: skip
+        for name, seen in sorted(self.tests.items()):
+            if not self.steady(seen):
+                counts = ", ".join(f"{k} {v}" for k, v in sorted(seen.outcomes.items()))
+                missing = total - seen.outcomes.total()
+                said.append(f"{name}: {counts}" + (f", not run {missing}" if missing else ""))
+                said += [f"    {n} x {message}" for message, n in seen.messages.most_common()]
+        slow = sorted(self.tests.items(), key=lambda item: -median(item[1].seconds))[:SLOWEST]
+        said += ["slowest, median and longest seconds:"]
+        said += [f"  {median(s.seconds):6.1f} {max(s.seconds):6.1f}  {name}" for name, s in slow]
+        said += [f"run {number}: pytest ended without a report" for number in self.broken]
+        return said
+
+    def steady(self, seen: Seen) -> bool:
+        """The same good outcome in every run."""
+        (outcome, count), *others = seen.outcomes.most_common()
+        good = outcome in ("passed", "skipped") and not others
+        return good and count == len(self.seconds)
+
+    @property
+    def good(self) -> bool:
+        return bool(self.tests) and not self.broken and all(map(self.steady, self.tests.values()))
+
+
+@contextlib.contextmanager
+def busy(processes: int) -> Iterator[None]:
+    """So many processes compute meanwhile. They also end when this process dies."""
+    spinning = [subprocess.Popen([sys.executable, "-c", _SPIN]) for _ in range(processes)]
+    try:
+        yield
+    finally:
+        for process in spinning:
+            process.kill()
+            process.wait()
+
+
+def run_once(number: int, folder: Path, args: Sequence[str], runs: Runs) -> None:
+    """One pytest run; its output is kept only if it failed."""
+    report, log = folder / f"run-{number}.xml", folder / f"run-{number}.log"
+    command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", *args]
+    started = time.monotonic()
+    with log.open("wb") as out:
+        code = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, check=False).returncode
+    seconds = time.monotonic() - started
+    try:
+        counts = runs.add(report, seconds)
+    except (OSError, ElementTree.ParseError, AssertionError):
+        runs.broken.append(number)
+        counts = Counter()
+    said = ", ".join(f"{count} {outcome}" for outcome, count in counts.most_common())
+    print(f"run {number}: {said or 'no report'} in {seconds:.0f} s (exit {code})", flush=True)
+    if code == 0:
+        log.unlink()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command."""
+    about = (__doc__ or "").splitlines()[0]
+    parser = argparse.ArgumentParser(prog="tests.flaky", description=about, allow_abbrev=False)
+    parser.add_argument("-n", "--runs", type=int, default=10, help="how often (default 10)")
+    parser.add_argument("--busy", type=int, default=0, metavar="N",
+                        help="keep N processes computing meanwhile (default 0)")  # fmt: skip
+    chosen, rest = parser.parse_known_args(argv)
+    if chosen.runs < 1:
+        parser.error("--runs must be at least 1")
+    rest = rest or ["-m", "not long", "tests"]
+    folder = Path(tempfile.mkdtemp(prefix="pullfill-flaky-"))
+    runs = Runs()
+    with busy(chosen.busy), contextlib.suppress(KeyboardInterrupt):
+        for number in range(1, chosen.runs + 1):
+            run_once(number, folder, rest, runs)
+    print("\n".join(runs.lines()))
+    print(f"{'steady' if runs.good else 'NOT steady'}; logs of failed runs: {folder}")
+    return 0 if runs.good else 1
+
+
+if __name__ == "__main__":
+    os.environ.pop("PYTEST_ADDOPTS", None)
+    sys.exit(main())

@@ -1,0 +1,85 @@
+"""The command that repeats tests sees what differed between runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests import flaky
+
+SECOND_TIME = """
+import pathlib
+here = pathlib.Path(__file__).with_name("count")
+def test_steady(): pass
+def test_every_second_time():
+    count = int(here.read_text()) + 1 if here.exists() else 1
+    here.write_text(str(count))
+    assert count % 2, "the second time"
+"""
+
+
+def _runs(tmp_path: Path, *runs: Sequence[tuple[str, str]]) -> flaky.Runs:
+    """One JUnit report for each of `runs`: names of tests with the marks inside their elements."""
+    seen = flaky.Runs()
+    report = tmp_path / "report.xml"
+    for tests in runs:
+        cases = [f'<testcase classname="t" name="{n}" time="1">{m}</testcase>' for n, m in tests]
+        report.write_text(f"<testsuites><testsuite>{''.join(cases)}</testsuite></testsuites>")
+        seen.add(report, 2.0)
+    return seen
+
+
+def test_a_test_that_fails_in_one_run_is_named_with_its_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "test_it.py").write_text(SECOND_TIME)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    monkeypatch.setattr(flaky.tempfile, "mkdtemp", lambda prefix: str(tmp_path))
+    assert flaky.main(["--runs", "2", "-p", "no:cacheprovider", "test_it.py"]) == 1
+    said = capsys.readouterr().out
+    assert "test_it.py::test_every_second_time: failure 1, passed 1" in said
+    assert "1 x AssertionError: the second time" in said
+    assert "test_it.py::test_steady:" not in said
+    assert [log.name for log in tmp_path.glob("run-*.log")] == ["run-2.log"]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "good"),
+    [
+        ("", "", True),
+        ("<skipped/>", "<skipped/>", True),
+        ("", "<skipped/>", False),
+        ('<failure message="no"/>', '<failure message="no"/>', False),
+        ("", '<error message="in its teardown"/>', False),
+    ],
+)
+def test_only_the_same_good_outcome_in_every_run_is_steady(
+    tmp_path: Path, first: str, second: str, good: bool
+) -> None:
+    assert _runs(tmp_path, [("a", first)], [("a", second)]).good is good
+
+
+def test_a_test_that_one_run_left_out_is_named(tmp_path: Path) -> None:
+    runs = _runs(tmp_path, [("a", ""), ("b", "")], [("a", "")])
+    assert not runs.good
+    assert "t.py::b: passed 1, not run 1" in runs.lines()
+
+
+def test_an_error_in_teardown_counts_once(tmp_path: Path) -> None:
+    runs = _runs(tmp_path, [("a", ""), ("a", '<error message="open socket"/>')])
+    assert "t.py::a: error 1" in runs.lines()
+    assert "    1 x open socket" in runs.lines()
+
+
+def test_a_run_without_a_test_is_not_steady(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="no test ran"):
+        _runs(tmp_path, [])
+    assert not flaky.Runs().good
+
+
+def test_busy_processes_end() -> None:
+    with flaky.busy(2):
+        pass  # each was killed and waited for, or this would not end
