@@ -30,6 +30,7 @@ from pullfill.deploy.options import (
     StateDirOption,
     TransportsOption,
     find_cluster,
+    own_options,
 )
 from pullfill.errors import ConfigError, IncompatibleError, PullfillError
 from pullfill.log import DEBUG_ENV, complain
@@ -98,15 +99,23 @@ def up(
     kv_digest: KvDigestOption = DigestMode.OFF,
     kv_mode: KvModeOption = KvMode.PUSH_ASYNC,
     transports: TransportsOption = None,
+    decode_args: Annotated[
+        str | None,
+        typer.Option(metavar="FLAGS", help='vLLM flags of decode workers only, e.g. "-tp 2"'),
+    ] = None,
+    prefill_args: Annotated[
+        str | None, typer.Option(metavar="FLAGS", help="vLLM flags of prefill workers only")
+    ] = None,
 ) -> None:
     """Start a cluster on this machine: NATS, etcd, workers and frontends.
 
     Flags not listed here go to vLLM, e.g. --max-model-len 8192.
     """
-    from pullfill.deploy import run_up
+    from pullfill.deploy import flags, run_up
     from pullfill.deploy.plan import UpOptions
     from pullfill.security import load
 
+    own = own_options(context, "up", "decode", "prefill")
     options = UpOptions(
         model=model,
         decode=decode,
@@ -127,6 +136,10 @@ def up(
         kv_mode=kv_mode,
         transports=transports,
         vllm_args=list(context.args),
+        role_args={
+            "decode": flags.of_role("--decode-args", decode_args, own),
+            "prefill": flags.of_role("--prefill-args", prefill_args, own),
+        },
     )
     raise typer.Exit(run_up.up(options, state_dir, detach=detach))
 

@@ -10,6 +10,8 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from pullfill.deploy import device
+
 DEMO = "demo"
 
 DEMO_FLAGS = (
@@ -87,13 +89,14 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def _flag_name(flag: str) -> str:
+def flag_name(flag: str) -> str:
+    """`--no-a_b=1` -> `a-b`."""
     return flag.split("=", 1)[0].lstrip("-").replace("_", "-").removeprefix("no-")
 
 
 def worker_flags(arguments: Sequence[str]) -> list[str]:
     """`arguments` without those that only an API server understands."""
-    kept = (g for g in group_flags(arguments) if _flag_name(g[0]) not in FRONTEND_ONLY)
+    kept = (g for g in group_flags(arguments) if flag_name(g[0]) not in FRONTEND_ONLY)
     return [part for group in kept for part in group]
 
 
@@ -112,34 +115,50 @@ def role_flags(role: str, arguments: Sequence[str], *, gpus: int) -> list[str]:
     """What a worker of this role adds in front of the flags it was given."""
     if role != "prefill" or gpus:
         return []
-    if any(_flag_name(group[0]) in _DECIDE_STEPS for group in group_flags(arguments)):
+    if any(flag_name(group[0]) in _DECIDE_STEPS for group in group_flags(arguments)):
         return []
     return [f"--max-num-batched-tokens={PREFILL_CHUNK}"]
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where one worker runs: CPU cores (empty: anywhere) and GPU index (None: no GPU)."""
+    """Where one worker runs: CPU cores (empty: anywhere) and GPUs, by their index among those that
+    this process may use. ranks: processes that compute; they share the cores."""
 
     cores: tuple[int, ...] = ()
-    gpu: int | None = None
+    gpus: tuple[int, ...] = ()
+    ranks: int = 1
 
 
 def place(
-    workers: int, *, cores: Sequence[int], gpus: int, pin: bool, one_core: bool
+    ranks: Sequence[int], *, cores: Sequence[int], gpus: int, pin: bool, one_core: bool
 ) -> list[Placement]:
-    """Round-robin over GPUs, else over cores.
+    """One placement for each worker. ranks: TP x PP of each.
 
+    GPUs: each rank has one of its own. Workers of one rank share GPUs when there are too few.
     On CPU a worker that shares cores with another loses more to the fight than it wins by more
-    threads: each gets its own share, one core each for a small model (`one_core`).
+    threads: each gets its own share, one core for each rank of a small model (`one_core`).
     """
     if gpus:
-        return [Placement(gpu=index % gpus) for index in range(workers)]
-    if not pin or len(cores) < 2 or workers == 0:
-        return [Placement()] * workers
-    share = 1 if one_core else max(1, len(cores) // workers)
-    groups = [tuple(cores[i : i + share]) for i in range(0, len(cores) - share + 1, share)]
-    return [Placement(cores=groups[index % len(groups)]) for index in range(workers)]
+        firsts = [sum(ranks[:index]) for index in range(len(ranks))]
+        return [
+            Placement(
+                gpus=tuple(index % gpus for index in range(first, first + count)), ranks=count
+            )
+            for first, count in zip(firsts, ranks, strict=True)
+        ]
+    if not pin or len(cores) < 2 or not ranks:
+        return [Placement(ranks=count) for count in ranks]
+    share = 1 if one_core else max(1, len(cores) // sum(ranks))
+    places: list[Placement] = []
+    start = 0
+    for count in ranks:
+        width = min(share * count, len(cores))
+        if start + width > len(cores):
+            start = 0
+        places.append(Placement(cores=tuple(cores[start : start + width]), ranks=count))
+        start += width
+    return places
 
 
 def other_cores(workers: Sequence[Placement], decode: int, cores: Sequence[int]) -> tuple[int, ...]:
@@ -162,7 +181,7 @@ def worker_env(
 ) -> dict[str, str]:
     """Environment of a worker or frontend; what the user set stays.
 
-    Raises nothing. GPU: the worker sees its one device.
+    GPU: the worker sees its own devices only.
     """
     env = dict(base)
     env.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -170,12 +189,13 @@ def worker_env(
     env.setdefault("PYTHONUNBUFFERED", "1")
     if local_model:
         env.setdefault("HF_HUB_OFFLINE", "1")
-    if placement.gpu is not None:
-        visible = [part for part in base.get("CUDA_VISIBLE_DEVICES", "").split(",") if part]
-        env["CUDA_VISIBLE_DEVICES"] = visible[placement.gpu] if visible else str(placement.gpu)
+    if placement.gpus:
+        visible = device.visible(base)
+        names = [visible[gpu] if visible else str(gpu) for gpu in placement.gpus]
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(names)
     if placement.cores:
         env.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        env.setdefault("OMP_NUM_THREADS", str(len(placement.cores)))
+        env.setdefault("OMP_NUM_THREADS", str(max(1, len(placement.cores) // placement.ranks)))
     return env
 
 

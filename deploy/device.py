@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Mapping
 
 DEVICE_ENV = "PULLFILL_DEVICE"
 DEVICES = ("cpu", "cuda12", "cuda13")
@@ -23,13 +24,22 @@ def _nvidia_smi(*arguments: str) -> str:
     return done.stdout if done.returncode == 0 else ""
 
 
+def visible(env: Mapping[str, str]) -> list[str] | None:
+    """The devices that CUDA_VISIBLE_DEVICES names, each once; None if it is not set."""
+    names = env.get("CUDA_VISIBLE_DEVICES")
+    if names is None:
+        return None
+    found = (part.strip() for part in names.split(","))
+    return list(dict.fromkeys(part for part in found if part not in ("", "-1")))
+
+
 def gpu_count() -> int:
     """CUDA devices that workers may use; 0 when PULLFILL_DEVICE=cpu."""
     if os.environ.get(DEVICE_ENV) == "cpu":
         return 0
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([part for part in visible.split(",") if part.strip() not in ("", "-1")])
+    names = visible(os.environ)
+    if names is not None:
+        return len(names)
     return sum(line.startswith("GPU ") for line in _nvidia_smi("-L").splitlines())
 
 

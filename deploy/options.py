@@ -146,6 +146,16 @@ PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True}
 """For commands that hand unknown flags to vLLM."""
 
 
+def own_options(context: typer.Context, *commands: str) -> set[str]:
+    """Every option of these pullfill commands, e.g. `--port`."""
+    group = context.find_root().command
+    found = set(context.help_option_names)
+    for command in commands:
+        for param in group.commands[command].params:  # type: ignore[attr-defined]
+            found |= {*param.opts, *param.secondary_opts}
+    return found
+
+
 def find_cluster(
     state_dir: str | None,
     etcd: str | None,

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pullfill
-from pullfill.config import ClusterRef, parse_transports
-from pullfill.deploy import defaults, device, servers
+from pullfill.config import ClusterRef, parse_transports, ranks_of
+from pullfill.deploy import defaults, device, flags, servers
 from pullfill.deploy.procs import CLUSTER_ENV, spawn
 from pullfill.errors import ConfigError
 from pullfill.ids import is_name, new_instance_id
@@ -50,6 +50,8 @@ class UpOptions:
     kv_mode: KvMode = KvMode.PUSH_ASYNC
     transports: str | None = None
     vllm_args: list[str] = field(default_factory=list)
+    role_args: dict[str, list[str]] = field(default_factory=dict)
+    """vLLM flags of one role, which come after those of all."""
 
     @property
     def frontend_url(self) -> str:
@@ -93,8 +95,11 @@ def check(options: UpOptions) -> None:
             f"namespace {options.namespace!r} is not usable: lower-case letters, digits, '-', '_'"
         )
     parse_transports(options.transports)
-    check_flags(options.vllm_args)
-    _check_plain_http(options.vllm_args)
+    flags.check(options.vllm_args)
+    flags.check_plain_http(options.vllm_args)
+    for role in ("decode", "prefill"):
+        flags.check(options.role_args.get(role, ()))
+    _check_gpus(options)
     check_model(options.model)
     if options.port == 0:
         options.port = servers.free_port()
@@ -116,6 +121,17 @@ def check(options: UpOptions) -> None:
         raise ConfigError(f"{why}. Check --nats")
 
 
+def _check_gpus(options: UpOptions) -> None:
+    """Workers of one GPU may share it. As soon as a worker spans GPUs, each has its own."""
+    needed, here = worker_ranks(options), device.gpu_count()
+    if here and max(needed, default=1) > 1 and sum(needed) > here:
+        each = " + ".join(map(str, needed))
+        raise ConfigError(
+            f"the workers need {sum(needed)} GPUs (TP x PP: {each}), but there are {here}: start "
+            "fewer workers, or choose a smaller -tp or -pp"
+        )
+
+
 def _check_security(options: UpOptions) -> None:
     """The servers that `up` starts ask for nothing: they listen on loopback only."""
     security = options.security
@@ -124,30 +140,6 @@ def _check_security(options: UpOptions) -> None:
             raise ConfigError(
                 f"[{name}] in {security.path} is for a server of your own: name it with "
                 f"--{name} URL, or leave the section out"
-            )
-
-
-def check_flags(arguments: Sequence[str]) -> None:
-    """Raises ConfigError for a stray word, or for a flag that pullfill sets itself."""
-    try:
-        groups = defaults.group_flags(arguments)
-    except ValueError as exc:
-        raise ConfigError(
-            f"unexpected argument {exc.args[0]!r}: vLLM flags are given as --flag value"
-        ) from None
-    for flag in (group[0].split("=", 1)[0] for group in groups):
-        if flag in ("--kv-transfer-config", "--kv_transfer_config"):
-            raise ConfigError(f"{flag} is pullfill's own to set: remove it")
-
-
-def _check_plain_http(arguments: Sequence[str]) -> None:
-    """`up` could not ask a frontend that speaks TLS whether it is ready: it does not know whose
-    certificate to believe."""
-    for flag in (argument.split("=", 1)[0].replace("_", "-") for argument in arguments):
-        if flag.startswith("--ssl-"):
-            raise ConfigError(
-                f"{flag}: the frontends of `up` speak plain HTTP. Start the rest with `pullfill up "
-                f"--frontends 0`, then `pullfill frontend {flag} ...` by hand"
             )
 
 
@@ -211,6 +203,17 @@ def engine_arguments(options: UpOptions) -> list[str]:
     return base + options.vllm_args
 
 
+def worker_arguments(options: UpOptions, role: str) -> list[str]:
+    """vLLM flags of every worker of the role."""
+    return engine_arguments(options) + options.role_args.get(role, [])
+
+
+def worker_ranks(options: UpOptions) -> list[int]:
+    """TP x PP of the decode workers, then of the prefill workers."""
+    decode, prefill = (ranks_of(worker_arguments(options, r)) for r in ("decode", "prefill"))
+    return [decode] * options.decode + [prefill] * options.prefill
+
+
 def role_command(role: str, cluster: ClusterRef, model: str, extra: Sequence[str]) -> list[str]:
     """The command line of one worker or frontend, without vLLM flags. -P: what lies in the
     user's directory must not shadow modules."""
@@ -227,7 +230,7 @@ def role_command(role: str, cluster: ClusterRef, model: str, extra: Sequence[str
 def placements(options: UpOptions) -> list[defaults.Placement]:
     """Of the decode workers, then of the prefill workers."""
     return defaults.place(
-        options.decode + options.prefill,
+        worker_ranks(options),
         cores=defaults.usable_cores(),
         gpus=device.gpu_count(),
         pin=options.pin,
@@ -266,7 +269,8 @@ def worker_specs(options: UpOptions, cluster: ClusterRef, cluster_id: str) -> li
             ProcessSpec(
                 name=f"{role}-{index}",
                 role=role,
-                argv=role_command(role, cluster, model, extra) + defaults.worker_flags(arguments),
+                argv=role_command(role, cluster, model, extra)
+                + defaults.worker_flags(worker_arguments(options, role)),
                 env=defaults.worker_env(base, place, local_model=local),
                 instance_id=instance,
             )

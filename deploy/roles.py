@@ -22,9 +22,10 @@ from pullfill.config import (
     check_address,
     check_url,
     parse_transports,
+    ranks_of,
     split_urls,
 )
-from pullfill.deploy import defaults, device, plan
+from pullfill.deploy import defaults, device, flags, plan
 from pullfill.deploy.servers import port_problem, split_url
 from pullfill.deploy.state import Launch, StateDir
 from pullfill.errors import ConfigError
@@ -67,11 +68,11 @@ class RoleCommand:
 def run_worker(role: str, command: RoleCommand) -> int:
     """Run a decode or prefill worker until it drained; its exit code."""
     _check_ports(command)
-    ref, model, arguments = _prepare(command)
+    ref, model, arguments = _prepare(role, command)
     _warn_if_exposed(role, command.host, ref.security)
     _warn_if_unreachable(role, command.host, ref)
     cores = cores_of(command, ref, small=command.model in (None, defaults.DEMO))
-    _apply(cores, local_model=os.path.isdir(model))
+    _apply(cores, local_model=os.path.isdir(model), ranks=ranks_of(arguments))
     options = WorkerOptions(
         model=model,
         host=command.host,
@@ -98,7 +99,7 @@ def run_worker(role: str, command: RoleCommand) -> int:
 
 def run_frontend(command: RoleCommand) -> int:
     """Run a frontend until it drained; its exit code."""
-    ref, model, arguments = _prepare(command)
+    ref, model, arguments = _prepare("frontend", command)
     if not any(arg.startswith("--api-key") for arg in arguments):
         _warn_if_exposed("frontend", command.host, ref.security)
     problem = port_problem(command.host, command.port)
@@ -213,11 +214,11 @@ def _entry(role: str) -> Callable[[ClusterRef, Any, list[str]], int]:
     return frontend
 
 
-def _prepare(command: RoleCommand) -> tuple[ClusterRef, str, list[str]]:
+def _prepare(role: str, command: RoleCommand) -> tuple[ClusterRef, str, list[str]]:
     """The cluster, the model's path, and the vLLM flags. Raises ConfigError."""
     if command.instance_id is not None and not is_name(command.instance_id):
         raise ConfigError(f"instance id {command.instance_id!r}: lower-case letters, digits, -, _")
-    plan.check_flags(command.vllm_args)
+    flags.check(command.vllm_args)
     state_dir, etcd, nats, namespace = command.cluster
     ref = ClusterRef.resolve(
         state_dir=state_dir,
@@ -229,7 +230,7 @@ def _prepare(command: RoleCommand) -> tuple[ClusterRef, str, list[str]]:
     launch = None
     if ref.state_dir is not None and not (etcd and nats):
         launch = StateDir(ref.state_dir).launch()
-    model, arguments = _model_and_flags(command, launch)
+    model, arguments = _model_and_flags(role, command, launch)
     plan.check_model(model)
     if model == defaults.DEMO:
         log = plan.demo_directory().parent / "demo-model.log"
@@ -238,14 +239,17 @@ def _prepare(command: RoleCommand) -> tuple[ClusterRef, str, list[str]]:
     return ref, plan.resolve_model(model)[0], arguments
 
 
-def _model_and_flags(command: RoleCommand, launch: Launch | None) -> tuple[str, list[str]]:
+def _model_and_flags(
+    role: str, command: RoleCommand, launch: Launch | None
+) -> tuple[str, list[str]]:
     """A worker that joins the local cluster gets the flags the cluster was started with: another
     dtype or block size could not exchange KV."""
     model = command.model or (launch.model if launch else None)
     if model is None:
         raise ConfigError("which model? Give --model PATH, the same as the cluster's")
     if launch is not None and model == launch.model:
-        return model, [*launch.engine_args, *command.vllm_args]
+        own = launch.role_args.get(role, [])
+        return model, [*launch.engine_args, *own, *command.vllm_args]
     base: list[str] = []
     if model == defaults.DEMO:
         base = defaults.engine_flags(model, gpus=device.gpu_count(), workers=2)
@@ -282,8 +286,8 @@ def _quietest_core(usable: list[int], ref: ClusterRef) -> int:
     return min(usable, key=lambda core: (weight[core], core))
 
 
-def _apply(cores: tuple[int, ...], *, local_model: bool) -> None:
+def _apply(cores: tuple[int, ...], *, local_model: bool, ranks: int = 1) -> None:
     if cores:
         os.sched_setaffinity(0, cores)
-    placement = defaults.Placement(cores=cores)
+    placement = defaults.Placement(cores=cores, ranks=ranks)
     os.environ.update(defaults.worker_env(os.environ, placement, local_model=local_model))

@@ -44,6 +44,7 @@ class Launch(msgspec.Struct, kw_only=True, frozen=True):
     cluster_id: str
     model: str
     engine_args: list[str] = []
+    role_args: dict[str, list[str]] = {}
     supervisor_pid: int = 0
     supervisor_started: int = 0
 

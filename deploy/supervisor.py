@@ -81,6 +81,7 @@ class Supervisor:
                     cluster_id=self._cluster_id,
                     model=self._options.model,
                     engine_args=plan.engine_arguments(self._options),
+                    role_args=self._options.role_args,
                     supervisor_pid=own,
                     supervisor_started=start_time(own) or 0,
                 )

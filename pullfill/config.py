@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -20,6 +23,14 @@ STATE_DIR_ENV = "PULLFILL_STATE_DIR"
 CLUSTER_FILE = "cluster.json"
 TRANSPORTS = ("cuda_ipc", "shm", "nccl", "nixl", "tcp")
 """Names of the ways to move KV, best first."""
+
+NO_DATA_PARALLEL = (
+    "workers do not run data-parallel engines: start more workers instead (`pullfill up --decode N "
+    "--prefill N`)"
+)
+NO_KV_OFFLOADING = (
+    "workers do not offload KV: give the KV cache more room instead (--kv-cache-memory-bytes N)"
+)
 
 
 class NoCluster(ConfigError):
@@ -128,6 +139,26 @@ def parse_transports(text: str | None) -> frozenset[str] | None:
         what = f"no transport is called {wrong[0]!r}" if wrong else "--transports names none"
         raise ConfigError(f"{what}: use one or more of {', '.join(TRANSPORTS)}")
     return frozenset(names)
+
+
+_SIZES = {"--tensor-parallel-size": "-tp", "--pipeline-parallel-size": "-pp"}
+
+
+def ranks_of(vllm_args: Sequence[str]) -> int:
+    """How many processes compute in one engine: TP x PP, by vLLM's own flags.
+
+    The last of several equal flags counts, as in vLLM. vLLM itself refuses bad values later.
+    """
+    sizes = dict.fromkeys(_SIZES, 1)
+    for flag, value in zip_longest(vllm_args, vllm_args[1:], fillvalue=""):
+        given, _, joined = flag.partition("=")
+        name = given.replace("_", "-")
+        for size, short in _SIZES.items():
+            # vLLM also takes a shortened flag, e.g. --tensor-parallel.
+            known = name == short or (len(name) >= len("--tensor") and size.startswith(name))
+            if known and (number := joined or value).isdecimal():
+                sizes[size] = max(1, int(number))
+    return math.prod(sizes.values())
 
 
 def check_address(flag: str, address: str | None) -> str | None:

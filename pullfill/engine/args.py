@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from pullfill.config import NO_DATA_PARALLEL, NO_KV_OFFLOADING
 from pullfill.engine.names import check_worker
 from pullfill.errors import ConfigError
 
@@ -52,6 +53,11 @@ def build_config(
     except _Refused as exc:
         raise ConfigError(f"vLLM does not accept these flags: {exc}") from exc
     args = AsyncEngineArgs.from_cli_args(namespace)
+    # Also from a --config file, which the command line does not show.
+    if args.data_parallel_size > 1:
+        raise ConfigError(f"data_parallel_size is {args.data_parallel_size}: {NO_DATA_PARALLEL}")
+    if args.kv_offloading_size is not None:
+        raise ConfigError(f"kv_offloading_size is set: {NO_KV_OFFLOADING}")
     args.kv_transfer_config = KVTransferConfig(
         kv_connector=connector,
         kv_connector_module_path=module,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, NoReturn
 
 from pullfill import log
-from pullfill.config import WorkerOptions
+from pullfill.config import WorkerOptions, ranks_of
 from pullfill.engine import check, process
 from pullfill.errors import ConfigError, IncompatibleError, PullfillError
 from pullfill.lifecycle import leave
@@ -26,7 +26,7 @@ def run_worker(
     """
     log.setup(role)
     eager = "--enforce-eager" in vllm_args
-    ranks = process.ranks_of(vllm_args)
+    ranks = ranks_of(vllm_args)
     process.prepare(cpu=options.cpu, model=options.model, eager=eager, ranks=ranks)
     asyncio.run(_serve(role, serve))
     raise AssertionError("unreachable")

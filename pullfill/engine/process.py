@@ -6,10 +6,9 @@ import ctypes
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
-from itertools import zip_longest
 
 DEVICE_ENV = "PULLFILL_DEVICE"
 M_ARENA_MAX = -8
@@ -18,17 +17,6 @@ _PR_SET_TIMERSLACK = 29
 LATE_NS = 50_000_000
 """How late a lazy thread may be. vLLM ends its dozen of them one after another, and each sees that
 it is to end when its wait is over: together less than 0.8 s of the engine thread's last seconds."""
-_RANKS = ("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp")
-
-
-def ranks_of(vllm_args: Sequence[str]) -> int:
-    """How many processes compute, by vLLM's own flags (which vLLM checks later)."""
-    ranks = 1
-    for flag, value in zip_longest(vllm_args, vllm_args[1:], fillvalue=""):
-        name, _, joined = flag.partition("=")
-        if name.replace("_", "-") in _RANKS and (number := joined or value).isdecimal():
-            ranks *= max(1, int(number))
-    return ranks
 
 
 def computes_on_cpu() -> bool:

@@ -200,6 +200,7 @@ class TestRoles:
                 cluster_id="i",
                 model=str(model),
                 engine_args=["--dtype=float32", "--api-key", "k"],
+                role_args={"decode": ["-tp", "2"]},
             )
         )
 
@@ -216,6 +217,8 @@ class TestRoles:
         assert isinstance(options, WorkerOptions)
         assert (options.model, options.cpu) == (str(tmp_path / "m"), 0)
         assert arguments == ["--max-num-batched-tokens=1024", "--dtype=float32", "--seed", "1"]
+        assert runner.invoke(cli.app, ["decode", "--seed", "1"]).exit_code == 7
+        assert ran[1][3] == ["--dtype=float32", "-tp", "2", "--seed", "1"], "and those of its role"
 
     @pytest.mark.parametrize("role", ["decode", "prefill"])
     def test_modes_and_credits(

@@ -30,15 +30,6 @@ class TestFlags:
             ["--a", "1"], ["--b"], ["--c=2"], ["-tp", "2"], ["--d", "-1", "x"],
         ]  # fmt: skip
 
-    @pytest.mark.parametrize("given", [["x"], ["--a=1", "x"]])
-    def test_a_stray_word_is_refused(self, given: list[str]) -> None:
-        with pytest.raises(ConfigError, match="'x'"):
-            plan.check_flags(given)
-
-    def test_our_own_flag_is_refused(self) -> None:
-        with pytest.raises(ConfigError, match="kv-transfer-config"):
-            plan.check_flags(["--kv-transfer-config={}"])
-
     def test_workers_get_no_api_server_flags(self) -> None:
         given = ["--max-model-len", "9", "--api-key", "k", "--enable-auto-tool-choice",
                  "--tool_call_parser=hermes", "--enforce-eager"]  # fmt: skip
@@ -84,26 +75,26 @@ class TestFlags:
 
 class TestPlacement:
     def test_two_cores_one_each(self) -> None:
-        places = defaults.place(2, cores=[0, 1], gpus=0, pin=True, one_core=True)
+        places = defaults.place([1] * 2, cores=[0, 1], gpus=0, pin=True, one_core=True)
         assert [p.cores for p in places] == [(0,), (1,)]
 
     def test_more_workers_than_cores_go_round(self) -> None:
-        places = defaults.place(3, cores=[4, 6], gpus=0, pin=True, one_core=False)
+        places = defaults.place([1] * 3, cores=[4, 6], gpus=0, pin=True, one_core=False)
         assert [p.cores for p in places] == [(4,), (6,), (4,)]
 
     def test_a_large_model_gets_a_share(self) -> None:
-        places = defaults.place(2, cores=list(range(9)), gpus=0, pin=True, one_core=False)
+        places = defaults.place([1] * 2, cores=list(range(9)), gpus=0, pin=True, one_core=False)
         assert [p.cores for p in places] == [(0, 1, 2, 3), (4, 5, 6, 7)]
 
     @pytest.mark.parametrize(("cores", "pin"), [([0], True), ([0, 1], False)])
     def test_no_pinning(self, cores: list[int], pin: bool) -> None:
-        places = defaults.place(2, cores=cores, gpus=0, pin=pin, one_core=True)
+        places = defaults.place([1] * 2, cores=cores, gpus=0, pin=pin, one_core=True)
         assert places == [defaults.Placement()] * 2
 
     def test_frontends_get_free_cores_or_those_that_decode(self) -> None:
         def others(decode: int, prefill: int, cores: list[int], one_core: bool) -> tuple[int, ...]:
             places = defaults.place(
-                decode + prefill, cores=cores, gpus=0, pin=True, one_core=one_core
+                [1] * (decode + prefill), cores=cores, gpus=0, pin=True, one_core=one_core
             )
             return defaults.other_cores(places, decode, cores)
 
@@ -114,11 +105,11 @@ class TestPlacement:
         assert others(3, 1, [0, 1], True) == (0, 1)
         assert others(0, 2, [0, 1], True) == ()
         assert others(1, 1, [5], True) == ()
-        assert defaults.other_cores([defaults.Placement(gpu=0)], 1, [0, 1]) == ()
+        assert defaults.other_cores([defaults.Placement(gpus=(0,))], 1, [0, 1]) == ()
 
     def test_gpus_go_round(self) -> None:
-        places = defaults.place(3, cores=[0, 1], gpus=2, pin=True, one_core=True)
-        assert [p.gpu for p in places] == [0, 1, 0]
+        places = defaults.place([1] * 3, cores=[0, 1], gpus=2, pin=True, one_core=True)
+        assert [p.gpus for p in places] == [(0,), (1,), (0,)]
         assert not any(p.cores for p in places)
 
     def test_environment(self) -> None:
@@ -127,7 +118,7 @@ class TestPlacement:
         assert env["OMP_NUM_THREADS"] == "7"
         assert env["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
         assert env["HF_HUB_OFFLINE"] == "1"
-        second = defaults.Placement(gpu=1)
+        second = defaults.Placement(gpus=(1,))
         env = defaults.worker_env({"CUDA_VISIBLE_DEVICES": "4,5"}, second, local_model=False)
         assert env["CUDA_VISIBLE_DEVICES"] == "5"
         assert "HF_HUB_OFFLINE" not in env

@@ -15,7 +15,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from pullfill.engine import process, ranks
+from pullfill.config import ranks_of
+from pullfill.engine import ranks
 from pullfill.engine.thread import EngineThread
 from pullfill.errors import EngineStuck
 
@@ -183,10 +184,12 @@ async def test_an_engine_whose_rank_dies_is_dead_at_once(
         (["--tensor-parallel-size"], 1),
         (["--tensor-parallel-size", "x"], 1),
         (["--max-num-seqs", "-tp", "0"], 1),
+        (["-tp", "2", "-pp", "2", "--tensor-parallel-size=4"], 8),
+        (["--tensor-parallel", "2"], 2),
     ],
 )
 def test_ranks_are_counted_from_the_flags(flags: list[str], count: int) -> None:
-    assert process.ranks_of(flags) == count
+    assert ranks_of(flags) == count
 
 
 def test_ranks_share_the_cores_and_are_not_pinned_to_one() -> None:

@@ -1,0 +1,180 @@
+"""vLLM flags: which are refused, which are one role's, and which GPUs and cores they ask for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from pullfill.config import ClusterRef
+from pullfill.deploy import cli, defaults, device, flags, plan, run_up, servers
+from pullfill.errors import ConfigError
+
+REF = ClusterRef("blue", "http://127.0.0.1:2", "nats://127.0.0.1:1", Path("/state"))
+runner = CliRunner()
+
+
+class TestRefused:
+    @pytest.mark.parametrize("given", [["x"], ["--a=1", "x"]])
+    def test_a_stray_word(self, given: list[str]) -> None:
+        with pytest.raises(ConfigError, match="'x'"):
+            flags.check(given)
+
+    def test_our_own_flag(self) -> None:
+        for given in ("--kv-transfer-config={}", "--kv_transfer_config"):
+            with pytest.raises(ConfigError, match="own to set"):
+                flags.check([given])
+
+    @pytest.mark.parametrize(
+        ("given", "instead"),
+        [
+            (["--data-parallel-size", "2"], "--decode N"),
+            (["--data_parallel_size=2"], "--decode N"),
+            (["-dp", "2"], "--decode N"),
+            (["-dp=2"], "--decode N"),
+            (["--data-parallel-rank", "1"], "--decode N"),
+            (["--data-parallel-size-local", "1"], "--decode N"),
+            (["--data-parallel-backend", "ray"], "--decode N"),
+            (["-dpl", "1"], "--decode N"),
+            (["--data-parallel-hybrid-lb"], "--decode N"),
+            (["--kv-offloading-size", "4"], "--kv-cache-memory-bytes"),
+            (["--kv_offloading_backend=native"], "--kv-cache-memory-bytes"),
+        ],
+    )
+    @pytest.mark.parametrize("command", ["up", "decode", "prefill", "frontend"])
+    def test_what_workers_cannot_do(
+        self, command: str, given: list[str], instead: str, state_dir: Path
+    ) -> None:
+        where = [] if command == "up" else ["--etcd", "http://h:1", "--nats", "nats://h:1"]
+        result = runner.invoke(cli.app, [command, *where, *given])
+        assert isinstance(result.exception, ConfigError)
+        told = str(result.exception)
+        assert told.startswith(given[0].split("=")[0])
+        assert instead in told
+        assert "\n" not in told
+        assert not state_dir.exists() or not list(state_dir.glob("*.json"))
+
+    def test_one_data_parallel_engine_is_what_workers_are(self) -> None:
+        for given in (["--data-parallel-size", "1"], ["-dp=1"], ["--dtype", "auto"]):
+            flags.check(given)
+
+
+class TestOneRole:
+    @pytest.fixture
+    def options(self, monkeypatch: pytest.MonkeyPatch) -> list[plan.UpOptions]:
+        """What `up` was called with."""
+        calls: list[Any] = []
+        monkeypatch.setenv(device.DEVICE_ENV, "cpu")
+        monkeypatch.setattr(run_up, "up", lambda options, *_, **__: calls.append(options) or 0)
+        return calls
+
+    def test_its_flags_come_after_those_of_all(self, options: list[plan.UpOptions]) -> None:
+        given = ["--max-num-seqs", "8", "--decode-args", "-tp 2 --max-num-seqs=4"]
+        result = runner.invoke(cli.app, ["up", *given, "--prefill-args", "--seed '7'"])
+        assert result.exit_code == 0, result.output
+        argvs = {s.role: s.argv for s in plan.worker_specs(options[0], REF, "id")}
+        assert argvs["decode"][-5:] == ["--max-num-seqs", "8", "-tp", "2", "--max-num-seqs=4"]
+        assert argvs["prefill"][-4:] == ["--max-num-seqs", "8", "--seed", "7"]
+        assert argvs["frontend"][-2:] == ["--max-num-seqs", "8"]
+
+    @pytest.mark.parametrize(
+        ("value", "why"),
+        [
+            ("-tp '2", "cannot be read"),
+            ("word", "unexpected argument 'word'"),
+            ("--port 9", "--port in --decode-args is an option of pullfill"),
+            ("--kv-credits=9", "--kv-credits in"),
+            ("--no-pin", "--no-pin in"),
+            ("--help", "--help in"),
+            ("-dp 2", "-dp: workers do not run data-parallel engines"),
+            ("--kv-transfer-config {}", "own to set"),
+        ],
+    )
+    def test_what_is_wrong_in_them(
+        self, options: list[plan.UpOptions], value: str, why: str
+    ) -> None:
+        result = runner.invoke(cli.app, ["up", "--decode-args", value])
+        assert isinstance(result.exception, ConfigError)
+        assert why in str(result.exception)
+        assert "--decode-args" in str(result.exception)
+        assert "\n" not in str(result.exception)
+        assert options == []
+
+
+class TestRanks:
+    def devices(self, monkeypatch: pytest.MonkeyPatch, visible: str) -> None:
+        monkeypatch.delenv(device.DEVICE_ENV, raising=False)
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+
+    def mixed(self, **more: Any) -> plan.UpOptions:
+        """Two decode workers of TP 2, one prefill worker of TP 4 x PP 2: 12 ranks."""
+        roles = {"decode": ["--tensor-parallel-size=2"], "prefill": ["-tp", "4", "-pp", "2"]}
+        return plan.UpOptions(
+            model="org/m", decode=2, vllm_args=["-tp", "8"], role_args=roles, frontends=0, **more
+        )
+
+    def test_each_rank_has_a_gpu_of_its_own(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.devices(monkeypatch, ",".join(map(str, range(20, 33))))
+        options = self.mixed()
+        plan.check(options)
+        specs = plan.worker_specs(options, REF, "id")
+        found = {s.name: s.env["CUDA_VISIBLE_DEVICES"] for s in specs}
+        assert found == {
+            "decode-0": "20,21",
+            "decode-1": "22,23",
+            "prefill-0": "24,25,26,27,28,29,30,31",
+        }
+        assert all("--gpu-memory-utilization=0.880" in s.argv for s in specs)
+
+    def test_too_few_gpus_are_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.devices(monkeypatch, ",".join(map(str, range(11))))
+        with pytest.raises(ConfigError) as caught:
+            plan.check(self.mixed())
+        assert "need 12 GPUs (TP x PP: 2 + 2 + 8), but there are 11" in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+    def test_a_gpu_named_twice_is_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.devices(monkeypatch, "GPU-a, GPU-b,GPU-a,-1")
+        options = plan.UpOptions(model="org/m", prefill=0, frontends=0, vllm_args=["-tp", "2"])
+        plan.check(options)
+        (spec,) = plan.worker_specs(options, REF, "id")
+        assert spec.env["CUDA_VISIBLE_DEVICES"] == "GPU-a,GPU-b"
+        options.vllm_args = ["-tp", "3"]
+        with pytest.raises(ConfigError, match="there are 2"):
+            plan.check(options)
+
+    def test_workers_of_one_rank_may_share_a_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.devices(monkeypatch, "5")
+        options = plan.UpOptions(model="org/m", frontends=0)
+        plan.check(options)
+        for spec in plan.worker_specs(options, REF, "id"):
+            assert spec.env["CUDA_VISIBLE_DEVICES"] == "5"
+            assert "--gpu-memory-utilization=0.440" in spec.argv
+
+    @pytest.mark.parametrize(
+        ("ranks", "cores", "one_core", "expected"),
+        [
+            ([2, 1], 4, True, [(0, 1), (2,)]),
+            ([1, 2], 6, False, [(0, 1), (2, 3, 4, 5)]),
+            ([2, 2], 2, True, [(0, 1), (0, 1)]),
+            ([4, 1], 2, False, [(0, 1), (0,)]),
+        ],
+    )
+    def test_ranks_get_cores(
+        self, ranks: list[int], cores: int, one_core: bool, expected: list[tuple[int, ...]]
+    ) -> None:
+        places = defaults.place(ranks, cores=range(cores), gpus=0, pin=True, one_core=one_core)
+        assert [place.cores for place in places] == expected
+
+    def test_ranks_share_the_cores_of_their_worker(self) -> None:
+        place = defaults.Placement(cores=(0, 1, 2, 3), ranks=2)
+        env = defaults.worker_env({}, place, local_model=False)
+        assert env["OMP_NUM_THREADS"] == "2"
+
+    def test_cpus_are_never_too_few(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv(device.DEVICE_ENV, "cpu")
+        monkeypatch.setattr(servers, "nats_binary", lambda: Path("nats"))
+        monkeypatch.setattr(servers, "etcd_binary", lambda: Path("etcd"))
+        plan.check(self.mixed())
