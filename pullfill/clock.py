@@ -23,4 +23,18 @@ class SystemClock:
         return time.monotonic()
 
 
+class BootClock:
+    """The machine's CLOCK_BOOTTIME, which goes on while the machine sleeps.
+
+    Linux stops CLOCK_MONOTONIC then. Where there is no CLOCK_BOOTTIME this is CLOCK_MONOTONIC.
+    """
+
+    __slots__ = ()
+
+    def monotonic(self) -> float:
+        return time.clock_gettime(_BOOT)
+
+
+_BOOT = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 SYSTEM_CLOCK: Clock = SystemClock()
+BOOT_CLOCK: Clock = BootClock()

@@ -8,8 +8,10 @@ base64: that is etcd's gateway, and msgspec reads it as is.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
+from email.utils import parsedate_to_datetime
 from typing import Any
 
 import msgspec
@@ -25,12 +27,16 @@ TIMEOUT_S = 2.0
 
 
 class Header(msgspec.Struct, frozen=True):
-    """Who answered, and how far its store was."""
+    """Who answered, and how far its store was.
+
+    date: etcd's clock when it answered, in whole seconds since 1970. 0: not told.
+    """
 
     cluster_id: int = 0
     member_id: int = 0
     revision: int = 0
     raft_term: int = 0
+    date: float = 0.0
 
 
 class KeyValue(msgspec.Struct, frozen=True):
@@ -190,7 +196,7 @@ class EtcdClient:
     async def grant_lease(self, ttl_s: int) -> tuple[int, int, Header]:
         """(lease id, seconds granted, header). etcd rounds a TTL below 2 s up to 2."""
         lease: _Lease = await self._call("/lease/grant", {"TTL": ttl_s, "ID": 0}, _Lease)
-        return lease.id, lease.ttl, lease.header
+        return lease.id, lease.ttl, self._dated(lease.header)
 
     async def revoke_lease(self, lease_id: int) -> None:
         """End a lease and all keys on it. Raises LeaseNotFound."""
@@ -216,7 +222,14 @@ class EtcdClient:
             raise failure
         if line.result is None:
             raise RegistryUnavailable("etcd answered a keep-alive with nothing")
-        return line.result
+        return msgspec.structs.replace(line.result, header=self._dated(line.result.header))
+
+    def _dated(self, header: Header) -> Header:
+        """`header` with the date of the answer that was just read."""
+        with contextlib.suppress(ValueError):
+            date = parsedate_to_datetime(self._rpc.last_date).timestamp()
+            return msgspec.structs.replace(header, date=date)
+        return header
 
     # ------------------------------------------------------------------ streams
 

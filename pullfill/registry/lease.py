@@ -5,8 +5,11 @@ owner calls `revoke`/`stop`. Owned by one `Membership`; one task.
 
 The rule, in one place (`LeaseJudge`). A lease found gone was REVOKED only if the conversation with
 etcd was continuous since the last answered keep-alive:
-- that keep-alive was *sent* less than a TTL ago (so the lease cannot have expired by itself, not
-  even while this process was stopped);
+- that keep-alive was *sent* less than a TTL ago, so the lease cannot have expired by itself. This
+  is measured with CLOCK_BOOTTIME: it goes on while this process is stopped and while this machine
+  sleeps;
+- etcd's own clock (the `Date` of its answers) also went on by less than a TTL. All clocks of a
+  paused virtual machine may stand still; etcd's clock does not;
 - nothing broke since: no failed keep-alive, no broken watch (`interrupted`: the owner watches its
   own key, so a restart of etcd between two keep-alives shows as a broken stream);
 - the same store answers: same cluster id and raft term, and a revision that did not go back.
@@ -23,7 +26,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from pullfill import log
-from pullfill.clock import SYSTEM_CLOCK, Clock
+from pullfill.clock import BOOT_CLOCK, Clock
 from pullfill.errors import PullfillError
 from pullfill.registry.client import Header, KeepAlive
 
@@ -77,6 +80,8 @@ class LeaseJudge:
         continuous = (
             self.broken_at is None
             and not self.expired(now)
+            # A clock of etcd that was set back says nothing about how much time passed.
+            and 0 <= header.date - before.date < self.ttl_s
             and header.cluster_id == before.cluster_id
             and header.raft_term == before.raft_term
             and header.revision >= before.revision
@@ -96,7 +101,7 @@ class Lease:
         self.id = lease_id
 
     @classmethod
-    async def grant(cls, client: LeaseApi, ttl_s: int, *, clock: Clock = SYSTEM_CLOCK) -> Lease:
+    async def grant(cls, client: LeaseApi, ttl_s: int, *, clock: Clock = BOOT_CLOCK) -> Lease:
         """A new lease, not yet kept alive. Raises RegistryUnavailable."""
         sent_at = clock.monotonic()
         lease_id, granted_s, header = await client.grant_lease(ttl_s)

@@ -20,7 +20,7 @@ from collections.abc import Callable
 import msgspec
 
 from pullfill import log
-from pullfill.clock import SYSTEM_CLOCK, Clock
+from pullfill.clock import BOOT_CLOCK, Clock
 from pullfill.errors import ConfigError, IncompatibleError, PullfillError, RegistryUnavailable
 from pullfill.ids import new_incarnation
 from pullfill.registry import keys
@@ -50,7 +50,7 @@ class Membership:
         ttl_s: int,
         make: Make,
         *,
-        clock: Clock = SYSTEM_CLOCK,
+        clock: Clock = BOOT_CLOCK,
         on_reregistered: Callable[[str], None] | None = None,
         one_model: bool = True,
     ) -> None:

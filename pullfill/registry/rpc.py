@@ -114,6 +114,8 @@ class EtcdRpc:
 
     `last_ok_at` / `last_failed_at`: seconds on `clock` when the server last answered, and when
     it last did not (a refused, timed-out or broken call or stream).
+    `last_date`: the HTTP `Date` of the last answer to a call, "" before it. A caller reads it
+    without an `await` after its call, so that no other call comes in between.
     """
 
     def __init__(
@@ -130,6 +132,7 @@ class EtcdRpc:
         self._closed = False
         self.last_ok_at = clock.monotonic()
         self.last_failed_at = float("-inf")
+        self.last_date = ""
 
     @classmethod
     async def connect(
@@ -234,7 +237,9 @@ class EtcdRpc:
         finally:
             self._api.token = token
         async with call as response:
-            return response.status, await response.read()
+            body = await response.read()
+        self.last_date = response.headers.get("Date", "")
+        return response.status, body
 
     async def _authenticate(self, timeout_s: float) -> None:
         assert self._credentials is not None

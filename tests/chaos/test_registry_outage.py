@@ -200,6 +200,36 @@ async def test_sleeping_worker_is_not_revoked(etcd: EtcdServer, cluster: Cluster
     await cluster.known_incarnation(cluster.worker.incarnation)
 
 
+class PausedClock:
+    """The clock of a virtual machine: while the machine is paused, it stands still."""
+
+    def __init__(self) -> None:
+        self.missed_s = 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() - self.missed_s
+
+
+async def test_a_paused_virtual_machine_is_not_revoked(
+    etcd: EtcdServer, client: EtcdClient
+) -> None:
+    """No clock here tells that time passed: etcd's answers do."""
+    clock, made, again = PausedClock(), list[str](), list[str]()
+    worker = member(
+        client, NS, "decode-1", ttl_s=2, clock=clock, made=made, on_reregistered=again.append
+    )
+    await worker.join()
+    await asyncio.sleep(0.3)
+    time.sleep(4.0)  # noqa: ASYNC251 - nothing of this process runs
+    clock.missed_s = 4.0
+    await eventually(lambda: bool(again) or worker.revoked.is_set(), within_s=20)
+    assert not worker.revoked.is_set()
+    assert again == [worker.incarnation] == made[1:]
+    assert await revoke_worker(client, NS, "decode-1") is not None
+    await asyncio.wait_for(worker.revoked.wait(), 15)
+    await worker.leave()
+
+
 # ------------------------------------------------------------------ the watch
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -97,6 +99,37 @@ def test_gone_after_a_break_is_an_outage_until_a_later_keep_alive() -> None:
 
 def test_gone_after_this_process_slept_over_the_ttl_is_an_outage() -> None:
     assert judge().gone(1006.0, STORE) is LeaseEnd.OUTAGE
+
+
+@pytest.mark.parametrize("etcd_s", [6.0, 3600.0, -1.0], ids=["ttl", "hour", "set back"])
+def test_gone_while_every_clock_of_this_machine_stood_still_is_an_outage(etcd_s: float) -> None:
+    """A paused virtual machine: no second passed here, but etcd's clock went on."""
+    rule = judge()
+    rule.alive(1000.0, msgspec.structs.replace(STORE, date=100.0))
+    later = msgspec.structs.replace(STORE, date=100.0 + etcd_s)
+    assert rule.gone(1001.0, later) is LeaseEnd.OUTAGE
+
+
+def test_etcds_clock_in_step_with_ours_leaves_a_revoke_a_revoke() -> None:
+    rule = judge()
+    rule.alive(1000.0, msgspec.structs.replace(STORE, date=100.0))
+    later = msgspec.structs.replace(STORE, date=102.0)
+    assert rule.gone(1001.5, later) is LeaseEnd.REVOKED
+
+
+async def test_gone_after_this_machine_slept_is_an_outage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux stops CLOCK_MONOTONIC while the machine sleeps, and CLOCK_BOOTTIME goes on."""
+    slept_s, real = 0.0, time.clock_gettime
+
+    def boot_clock(which: int) -> float:
+        return real(which) + (slept_s if which == time.CLOCK_BOOTTIME else 0.0)
+
+    monkeypatch.setattr(time, "clock_gettime", boot_clock)
+    lease = await Lease.grant(FakeApi(FakeClock(), 0), 3)
+    slept_s = 3600.0
+    lease.start()
+    lease.check_now()
+    assert await asyncio.wait_for(lease.wait(), 10) is LeaseEnd.OUTAGE
 
 
 class FakeApi:
