@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 from pullfill import failpoints, log, metrics, u32
 from pullfill.channel import Channel, accept
@@ -65,7 +66,7 @@ class ControlServer:
         ledger: Ledger,
         stories: Stories,
         cancel: Callable[[object], Awaitable[object]],
-        hand_back: Callable[[str], Awaitable[None]],
+        hand_back: Callable[[str, Any], Awaitable[None]],
         verifier: Verifier | None = None,
         silent_s: float = SILENT_S,
         key: ClusterKey | None = None,
@@ -169,8 +170,8 @@ class ControlServer:
                         )
                 case CancelMessage(receipt):
                     self._spawn(self._cancel(receipt))
-                case NakDelivery(ack_subject):
-                    self._spawn(self._hand_back(ack_subject))
+                case NakDelivery(ack_subject, receipt):
+                    self._spawn(self._hand_back(ack_subject, receipt))
 
     def _spawn(self, work: Awaitable[object]) -> None:
         task = asyncio.ensure_future(work)

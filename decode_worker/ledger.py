@@ -231,7 +231,7 @@ class Ledger(Arrivals):
                 ack_subject = entry.ack_subject
                 self._revoke(entry, Outcome.PREFILL_LOST, requeue=True)
                 if not entry.settled and ack_subject:
-                    self._actions.append(NakDelivery(ack_subject))
+                    self._actions.append(NakDelivery(ack_subject, entry.receipt))
         self._wake()
 
     # ------------------------------------------------------------------ time

@@ -44,9 +44,11 @@ class CancelMessage:
 
 @dataclass(frozen=True, slots=True)
 class NakDelivery:
-    """Asyncio: give a dead worker's delivery back to the queue at once."""
+    """Asyncio: give a dead worker's delivery back to the queue at once (`receipt` is the queue's,
+    None before the queue confirmed the job)."""
 
     ack_subject: str
+    receipt: object | None
 
 
 @dataclass(frozen=True, slots=True)

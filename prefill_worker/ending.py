@@ -80,15 +80,18 @@ def again_s(failure: BaseException) -> float:
     return 0.5 if isinstance(failure, Renewed) else 0.05
 
 
-def patience(left_s: float, delivery: int, max_deliver: int) -> float | None:
-    """How long the queue should keep a job whose decode worker cannot be reached from here: at
-    first short, for another worker may reach it; the last such wait takes all of `left_s`, which
-    is when the decode worker itself has given the job up. Then, and when the next delivery would
-    be the last, None: settle it. Nobody needs it any more, and nothing was wrong with it."""
-    if left_s <= 0 or delivery >= max_deliver:
+def patience(timeout_s: float, delivery: int, max_deliver: int) -> float | None:
+    """How long the queue should keep a job whose decode worker cannot be reached from here.
+
+    At first short: another worker may reach it. The last wait is all of `timeout_s`, the job's
+    own: after it the decode worker has given the job up. Then None: settle it, as nobody needs it
+    any more. How old the job is does not count, since only NATS' clock tells that, and somebody
+    may have set that clock.
+    """
+    if delivery >= max_deliver:
         return None
     share = 4 ** (max_deliver - 1 - delivery)
-    return max(_NAK_SOONEST_S, left_s / float(share))
+    return max(_NAK_SOONEST_S, timeout_s / float(share))
 
 
 class HandBackOnce:

@@ -221,8 +221,7 @@ class JobRunner:
         # One that we do not know may have come while our sight of the registry was cut: others may
         # know it. Only when the job comes again is it nobody's.
         if self._links.knows(job.decode_instance) or delivery.number == 1:
-            left_s = job.timeout_s - delivery.age_s
-            delay_s = patience(left_s, delivery.number, self._max_deliver)
+            delay_s = patience(job.timeout_s, delivery.number, self._max_deliver)
         logger.info("job %s: %s%s", job.job_id, why, "" if delay_s else "; dropped")
         await self._settle(delivery, "nak" if delay_s else "ack", delay_s=delay_s or 0.0)
 

@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from pullfill import log
 from pullfill.errors import QueueUnavailable
 from pullfill.queue.connection import Link, NoResponders, NotSent
-from pullfill.queue.names import AckInfo
 
 logger = log.get("queue")
 
@@ -43,17 +42,18 @@ _ACK = b"+ACK"
 
 @dataclass(slots=True, eq=False)
 class _Open:
-    """generation: of the connection that it was sent over; 0: over none that counts."""
+    """stream_id: of the stream that the delivery was pulled from. generation: of the connection
+    that it was sent over; 0: over none that counts."""
 
-    ack: AckInfo
+    stream_id: str
     subject: str
     generation: int = 0
     asked: int = 0
 
 
 class Acks:
-    """See the module text. stream_id: of the stream as it is now; what was delivered from one
-    before it is not acked, its number means another job."""
+    """See the module text. stream_id: of the stream as it is now. A delivery from another stream is
+    not acked: its number means another job."""
 
     def __init__(self, link: Link, stream_id: Callable[[], str]) -> None:
         self._link = link
@@ -72,9 +72,9 @@ class Acks:
     def unconfirmed(self) -> int:
         return len(self._open)
 
-    async def send(self, ack: AckInfo, subject: str) -> None:
-        """Ack this delivery, now or with the next pull request. Never raises."""
-        one = self._open[subject] = _Open(ack, subject)
+    async def send(self, stream_id: str, subject: str) -> None:
+        """Ack a delivery from this stream, now or with the next pull request. Never raises."""
+        one = self._open[subject] = _Open(stream_id, subject)
         if len(self._open) > MAX_OPEN:
             del self._open[next(iter(self._open))]
         if self._task is None:
@@ -137,7 +137,7 @@ class Acks:
 
     def _moot(self, one: _Open) -> bool:
         """Whether its number means another job by now; then it is forgotten."""
-        if moot := one.ack.precedes(self._stream_id()):
+        if moot := one.stream_id != self._stream_id():
             self._forget(one)
         return moot
 

@@ -31,7 +31,7 @@ from pullfill.queue.contract import Delivery, OnDeadLetter, QueueConfig
 from pullfill.queue.deadletter import DeadLetters, MaxDeliveries
 from pullfill.queue.delivery import JetStreamDelivery
 from pullfill.queue.depth import moment
-from pullfill.queue.names import CONSUMER, AckInfo, Names
+from pullfill.queue.names import CONSUMER, Names
 
 logger = log.get("queue")
 
@@ -48,11 +48,13 @@ _EXPIRED = "408"
 class JetStreamConsumer:
     """A `JobConsumer`. See the contract for what each method promises.
 
-    clock_offset_s: the server's clock minus ours, for the age of jobs.
+    clock_offset_s: the server's clock minus ours, for the age of jobs. stream_id: identity of the
+    job stream that deliveries now come from (`streams.ensure`).
     """
 
     def __init__(self, config: QueueConfig) -> None:
         self.clock_offset_s = 0.0
+        self.stream_id = ""
         self.link: Link
         self.letters: DeadLetters
         self.acks: Acks
@@ -60,7 +62,6 @@ class JetStreamConsumer:
         self._names = Names(config.namespace, config.compat_hash)
         self._moves: MaxDeliveries
         self._inbox = ""
-        self._stream_id = ""
         self._subscription: Subscription | None = None
         self._arrived: deque[JetStreamDelivery] = deque()
         self._wake = asyncio.Event()
@@ -91,7 +92,7 @@ class JetStreamConsumer:
             url, "consumer", self._setup, on_event=on_event, connect_options=connect_options
         )
         self.link.on_down = self._wake.set
-        self.acks = Acks(self.link, lambda: self._stream_id)
+        self.acks = Acks(self.link, lambda: self.stream_id)
         self.letters = DeadLetters(self.link, self._names, on_dead_letter)
         self._moves = MaxDeliveries(self.link, self._names, self.letters)
         await self.link.start(wait_s)
@@ -219,7 +220,7 @@ class JetStreamConsumer:
         status, self._status = self._status, ""
         logger.debug("pull ended with %s; checking the stream", status)
         try:
-            self._stream_id = await streams.ensure(self.link, self._names, self._config)
+            self.stream_id = await streams.ensure(self.link, self._names, self._config)
         except QueueUnavailable:
             if SYSTEM_CLOCK.monotonic() >= deadline:
                 raise
@@ -251,7 +252,7 @@ class JetStreamConsumer:
     # ------------------------------------------------------------------ connection
 
     async def _setup(self) -> None:
-        self._stream_id = await streams.ensure(self.link, self._names, self._config)
+        self.stream_id = await streams.ensure(self.link, self._names, self._config)
         info = await self.link.api(f"STREAM.INFO.{self._names.stream}")
         if "ts" in info:
             self.clock_offset_s = moment(info["ts"]).timestamp() - time.time()
@@ -261,19 +262,19 @@ class JetStreamConsumer:
             self._inbox = client.new_inbox()
             self._subscription = await client.subscribe(f"{self._inbox}.*", cb=self._on_message)
 
-    async def tell(self, ack: AckInfo, ack_subject: str, verdict: bytes) -> None:
-        """Tell the server if it is there."""
-        if self.link.up and not ack.precedes(self._stream_id):
+    async def tell(self, stream_id: str, ack_subject: str, verdict: bytes) -> None:
+        """Tell the server if it is there and still has the stream."""
+        if self.link.up and stream_id == self.stream_id:
             with contextlib.suppress(NotSent):
                 await self.link.publish(ack_subject, verdict)
 
-    async def settle(self, ack: AckInfo, ack_subject: str, verdict: bytes) -> None:
+    async def settle(self, stream_id: str, ack_subject: str, verdict: bytes) -> None:
         """Tell the server and wait for its answer, over a reconnect. Raises QueueUnavailable."""
         failure: PullfillError | None = None
         for _ in range(SETTLE_TRIES):
             if not self.link.up and not await self.link.wait_up(SETTLE_TRY_S):
                 continue
-            if ack.precedes(self._stream_id):
+            if stream_id != self.stream_id:
                 return
             try:
                 await self.link.request(ack_subject, verdict, SETTLE_TRY_S)

@@ -137,9 +137,13 @@ class JobProducer(Protocol):
         server is away it returns False and the job is removed later."""
         ...
 
-    async def hand_back(self, ack_subject: str) -> None:
-        """NAK a delivery on behalf of a worker that died holding it. Raises BadMessage unless
-        `ack_subject` is one of this queue's (it came over a wire)."""
+    async def hand_back(self, ack_subject: str, receipt: Receipt | None) -> None:
+        """NAK a delivery on behalf of a worker that died holding it.
+
+        receipt: of the job. Nothing is sent without one, or if the stream is another by now: the
+        job then comes back after `ack_wait_s`. Raises BadMessage unless `ack_subject` is one of
+        this queue's and of this job (it came over a wire).
+        """
         ...
 
     def depth(self) -> QueueStatus:

@@ -15,7 +15,11 @@ if TYPE_CHECKING:
 
 
 class JetStreamDelivery:
-    """A `Delivery`. Usable over reconnects: its ack subject names the message for good."""
+    """A `Delivery`. Usable over reconnects: its ack subject names the message for good.
+
+    It remembers the identity of the stream that it was pulled from. After the server lost its data
+    the same ack subject means another job, and this delivery settles nothing any more.
+    """
 
     def __init__(self, owner: JetStreamConsumer, msg: Msg) -> None:
         headers = msg.headers or {}
@@ -31,32 +35,33 @@ class JetStreamDelivery:
         self.number: int = ack.number
         self.ack_subject: str = msg.reply
         self._owner = owner
-        self._ack = ack
+        self._stored_ns = ack.stored_ns
+        self._stream_id = owner.stream_id
         self._settled = False
 
     @property
     def age_s(self) -> float:
-        return max(0.0, time.time() + self._owner.clock_offset_s - self._ack.stored_ns / 1e9)
+        return max(0.0, time.time() + self._owner.clock_offset_s - self._stored_ns / 1e9)
 
     async def ack(self) -> None:
         if not self._settled:
             self._settled = True
-            await self._owner.acks.send(self._ack, self.ack_subject)
+            await self._owner.acks.send(self._stream_id, self.ack_subject)
 
     async def nak(self, delay_s: float = 0.0) -> None:
         if self._settled:
             return
         self._settled = True
         delay = b' {"delay": %d}' % int(delay_s * 1e9) if delay_s > 0 else b""
-        await self._owner.tell(self._ack, self.ack_subject, b"-NAK" + delay)
+        await self._owner.tell(self._stream_id, self.ack_subject, b"-NAK" + delay)
 
     async def term(self, reason: str) -> None:
         if not self._settled:
             letter = DeadLetter(self.job_id, reason, self.number, self.body)
             await self._owner.letters.write(letter)
-            await self._owner.settle(self._ack, self.ack_subject, b"+TERM")
+            await self._owner.settle(self._stream_id, self.ack_subject, b"+TERM")
             self._settled = True
 
     async def in_progress(self) -> None:
         if not self._settled:
-            await self._owner.tell(self._ack, self.ack_subject, b"+WPI")
+            await self._owner.tell(self._stream_id, self.ack_subject, b"+WPI")

@@ -228,13 +228,17 @@ class MemoryProducer:
             return False
         return self._queue.remove(receipt.seq)
 
-    async def hand_back(self, ack_subject: str) -> None:
+    async def hand_back(self, ack_subject: str, receipt: Receipt | None) -> None:
         root, _, rest = ack_subject.partition(".")
         seq, _, number = rest.partition(".")
         if root != "memory" or not (seq.isdigit() and number.isdigit()):
             raise BadMessage(f"not an ack subject: {ack_subject[:200]!r}")
+        if receipt is None:
+            return
+        if int(seq) != receipt.seq:
+            raise BadMessage(f"ack subject of another job: {ack_subject[:200]!r}")
         if not self._queue.offline:
-            self._queue.back(int(seq), 0.0)
+            self._queue.back(receipt.seq, 0.0)
 
     async def dead_letters(self, limit: int = 20) -> list[DeadLetter]:
         return list(reversed(self._queue.dead))[:limit]

@@ -19,7 +19,6 @@ that a late original is refused as the duplicate. Either way the id is settled a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import datetime
 
 from pullfill.errors import BadMessage, ConfigError
 from pullfill.ids import is_name
@@ -87,19 +86,17 @@ class Names:
 
 @dataclass(frozen=True, slots=True)
 class AckInfo:
-    """What the server wrote into a delivery's ack subject. `stored_ns`: its clock at publish."""
+    """What the server wrote into a delivery's ack subject.
+
+    stored_ns: the server's clock when the job was published. It only tells ages: the clock may be
+    set back, so it does not tell from which stream the delivery is.
+    """
 
     stream: str
     consumer: str
     number: int
     seq: int
     stored_ns: int
-
-    def precedes(self, stream_created: str) -> bool:
-        """Whether this delivery is from before the stream was made, so that its sequence now
-        means another job (the server lost its data in between). Both times are the server's."""
-        created = datetime.fromisoformat(stream_created).timestamp()
-        return self.stored_ns / 1e9 < created - 0.001
 
 
 def parse_ack(subject: str) -> AckInfo:

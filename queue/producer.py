@@ -144,11 +144,15 @@ class JetStreamProducer:
             self._owe(receipt.job_id, receipt)
         return False
 
-    async def hand_back(self, ack_subject: str) -> None:
+    async def hand_back(self, ack_subject: str, receipt: Receipt | None) -> None:
         ack = parse_ack(ack_subject)
         if (ack.stream, ack.consumer) != (self._names.stream, CONSUMER):
             raise BadMessage(f"ack subject of another queue: {ack_subject[:200]!r}")
-        if self._link.up and not ack.precedes(self._stream_id):
+        if receipt is None or receipt.stream_id != self._stream_id:
+            return
+        if ack.seq != receipt.seq:
+            raise BadMessage(f"ack subject of another job: {ack_subject[:200]!r}")
+        if self._link.up:
             with contextlib.suppress(NotSent):
                 await self._link.publish(ack_subject, b"-NAK")
 

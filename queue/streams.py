@@ -92,8 +92,11 @@ def consumer(names: Names, config: QueueConfig) -> dict[str, Any]:
 
 
 async def ensure(link: Link, names: Names, config: QueueConfig) -> str:
-    """Make or check streams and consumer. Returns the job stream's identity (its creation time:
-    another one after the server came back empty). Raises ConfigError, QueueUnavailable."""
+    """Make or check streams and consumer. Raises ConfigError, QueueUnavailable.
+
+    Returns the job stream's identity: the time of its creation as the server writes it. It is only
+    compared for equality. After the server lost its data it is another one.
+    """
     info = await _ensure_stream(link, job_stream(names, config))
     await _ensure_stream(link, dead_stream(names, config))
     create = f"CONSUMER.CREATE.{names.stream}.{CONSUMER}.{names.jobs}"

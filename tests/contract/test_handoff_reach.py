@@ -161,7 +161,7 @@ async def test_a_job_past_its_time_that_nobody_removes_is_dropped(
             timeout_s=20.0,
         )
         await cluster.queue.producer().publish("j", encode(job), 3)
-        for _ in range(50):
+        for _ in range(60):  # 30 s; the waits are 0.5, 1.25, 5 and 20 s
             clock.advance(0.5)
             await asyncio.sleep(0.02)
         await until(lambda: cluster.queue.status().depth_jobs == 0)

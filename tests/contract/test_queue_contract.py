@@ -324,13 +324,27 @@ async def test_a_drained_worker_still_settles(bench: Bench) -> None:
 
 
 async def test_hand_back_frees_the_job_of_a_dead_worker(bench: Bench) -> None:
-    await bench.producer.publish("a", b"", 1)
+    receipt = await bench.producer.publish("a", b"", 1)
     [job] = await bench.consumer.pull(1, 1, SOON_S)
     other = await bench.add_consumer()
-    await bench.producer.hand_back(job.ack_subject)
+    await bench.producer.hand_back(job.ack_subject, receipt)
     [again] = await other.pull(1, 1, ACK_WAIT_S / 2)
     assert (again.job_id, again.number) == ("a", 2)
     await again.ack()
+
+
+async def test_hand_back_leaves_the_jobs_of_others_alone(bench: Bench) -> None:
+    other = await bench.producer.publish("other", b"", 1)
+    mine = await bench.producer.publish("mine", b"", 1)
+    jobs = {j.job_id: j for j in await bench.consumer.pull(2, 2, SOON_S)}
+    with pytest.raises(BadMessage, match="another job"):
+        await bench.producer.hand_back(jobs["other"].ack_subject, mine)
+    await bench.producer.hand_back(jobs["other"].ack_subject, None)
+    again = await (await bench.add_consumer()).pull(1, 1, ACK_WAIT_S / 4)
+    assert again == []
+    await bench.producer.hand_back(jobs["other"].ack_subject, other)
+    for job in jobs.values():
+        await job.ack()
 
 
 @pytest.mark.parametrize(
@@ -346,7 +360,7 @@ async def test_hand_back_frees_the_job_of_a_dead_worker(bench: Bench) -> None:
 )
 async def test_hand_back_refuses_what_is_no_ack_subject_of_ours(bench: Bench, subject: str) -> None:
     with pytest.raises(BadMessage):
-        await bench.producer.hand_back(subject)
+        await bench.producer.hand_back(subject, None)
 
 
 async def test_depth_counts_jobs_and_tokens(bench: Bench) -> None:

@@ -153,7 +153,7 @@ async def test_a_server_that_came_back_empty_is_set_up_again(
     new = await publish_when_available(producer, "new")
     assert new.seq == old.seq, "the case this is about: numbers start again"
     assert not await producer.cancel(old), "an old receipt must not remove a new job"
-    await producer.hand_back(held.ack_subject)
+    await producer.hand_back(held.ack_subject, old)
     await held.ack()
     [job] = await retried(lambda: consumer.pull(1, 1, 1))
     assert job.job_id == "new", "an old delivery must not settle a new job"

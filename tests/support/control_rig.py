@@ -60,7 +60,7 @@ class Decode:
     async def _cancel(self, receipt: object) -> None:
         self.cancelled.append(receipt)
 
-    async def _hand_back(self, subject: str) -> None:
+    async def _hand_back(self, subject: str, receipt: object) -> None:
         if not subject.startswith("ack"):
             raise BadMessage("not one of ours")
         self.nakked.append(subject)

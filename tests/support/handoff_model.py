@@ -159,7 +159,7 @@ class HandoffModel:
             match action:
                 case CancelMessage(receipt):
                     self.jobs[str(receipt)].cancelled_in_queue = True
-                case NakDelivery(subject):
+                case NakDelivery(subject, _):
                     self.naks.append(subject)
                 case SendRevoke():
                     self.revokes.append(action)

@@ -81,6 +81,8 @@ def test_urls(examples: int) -> None:
 
 # ------------------------------------------------------------------ NATS
 
+OWNER = SimpleNamespace(clock_offset_s=0.0, stream_id="")
+
 
 @EXAMPLES
 def test_deliveries(examples: int) -> None:
@@ -89,7 +91,7 @@ def test_deliveries(examples: int) -> None:
         with contextlib.suppress(BadMessage):
             parse_ack(reply)
         message: Any = SimpleNamespace(reply=ACK, subject=subject, headers=headers, data=b"")
-        delivery = JetStreamDelivery(SimpleNamespace(clock_offset_s=0.0), message)  # type: ignore[arg-type]
+        delivery = JetStreamDelivery(OWNER, message)  # type: ignore[arg-type]
         assert 0 <= delivery.tokens < 10**12
         assert 0 < len(delivery.job_id) <= 128
 

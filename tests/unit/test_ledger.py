@@ -372,7 +372,7 @@ def test_actions_name_what_the_queue_needs() -> None:
     ledger.claim("j", "i0", "a", "ack.1")
     ledger.writer_lost("a", others_alive=True)
     revoke, nak = ledger.take_actions()
-    assert nak == NakDelivery("ack.1")
+    assert nak == NakDelivery("ack.1", receipt)
     assert (revoke.writer, revoke.job_id, revoke.attempt) == ("a", "j", 1)  # type: ignore[union-attr]
     ledger.give_up_all(Outcome.ENGINE_STUCK)
     assert ledger.take_actions() == [CancelMessage(receipt)]

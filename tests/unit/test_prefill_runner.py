@@ -194,6 +194,15 @@ async def test_the_job_of_a_decode_worker_unknown_here_is_first_left_to_others(
     assert verb == "ack" or delivery.delay_s > 0.1
 
 
+async def test_a_job_whose_age_makes_no_sense_is_left_to_others() -> None:
+    """The age is by NATS' clock. Somebody may have set that clock back by an hour."""
+    worker, delivery = Worker(some_mover), Delivered()
+    worker.known, delivery.age_s = False, 3600.0
+    worker.runner.start(delivery)  # type: ignore[arg-type]
+    await worker.over()
+    assert delivery.verbs == ["nak"]
+
+
 async def test_a_grant_of_a_newer_incarnation_waits_for_the_newer_link() -> None:
     worker, delivery = Worker(some_mover), Delivered()
     worker.link.record.incarnation = "before"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ import pytest
 from pullfill.errors import QueueUnavailable
 from pullfill.queue import acks
 from pullfill.queue.acks import Acks
-from pullfill.queue.names import AckInfo
 
 
 class Link:
@@ -37,11 +35,7 @@ class Link:
 
 
 def made(link: Any) -> Acks:
-    return Acks(link, lambda: "2020-01-01T00:00:00+00:00")
-
-
-def info(seq: int) -> AckInfo:
-    return AckInfo("stream", "prefill", 1, seq, time.time_ns())
+    return Acks(link, lambda: "this")
 
 
 async def test_a_pull_over_a_new_connection_comes_after_all_open_acks() -> None:
@@ -49,7 +43,7 @@ async def test_a_pull_over_a_new_connection_comes_after_all_open_acks() -> None:
     open_acks = made(link)
     await open_acks.push()
     for seq in (1, 2):
-        await open_acks.send(info(seq), f"ack.{seq}")
+        await open_acks.send("this", f"ack.{seq}")
     await open_acks.push()
     assert link.said == ["ack.1", "ack.2"]
     await open_acks.push()
@@ -59,13 +53,21 @@ async def test_a_pull_over_a_new_connection_comes_after_all_open_acks() -> None:
     assert link.said == ["ack.1", "ack.2"] * 2
 
 
+async def test_a_delivery_of_another_stream_is_not_acked() -> None:
+    link = Link()
+    open_acks = made(link)
+    await open_acks.send("that", "ack.1")
+    await open_acks.send("this", "ack.1")
+    assert link.said == ["ack.1"]
+
+
 async def test_closing_ends_though_the_client_swallows_cancellations(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name, value in (("CONFIRM_S", 0.01), ("CLOSE_S", 0.05), ("ANSWER_S", 0.05), ("TRIES", 999)):
         monkeypatch.setattr(acks, name, value)
     open_acks = made(Link())
-    await open_acks.send(info(1), "ack.1")
+    await open_acks.send("this", "ack.1")
     await asyncio.sleep(0.05)  # its request is under way
     closing = asyncio.create_task(open_acks.close())
     done, _ = await asyncio.wait({closing}, timeout=5.0)
