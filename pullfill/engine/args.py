@@ -69,6 +69,9 @@ def build_config(
     if args.async_scheduling is None and _is_cpu():
         # Nothing to overlap with on a CPU, and one step less between commit and first token.
         args.async_scheduling = False
+    if args.worker_cls == "auto" and _is_cpu():
+        # Else a seeded request ends the engine at the first chunk of its prompt.
+        args.worker_cls = "pullfill.engine.cpu_worker.SeededCPUWorker"
     try:
         config = args.create_engine_config()
     except (ValueError, OSError, RuntimeError) as exc:

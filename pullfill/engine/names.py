@@ -47,6 +47,8 @@ _WORKER = {
     "vllm.v1.metrics.stats": ("PrefillStats:num_local_cached_tokens",),
     "vllm.v1.executor": ("Executor.get_class",),
     "vllm.v1.executor.multiproc_executor": ("WorkerProcHandle:proc", "WorkerProcHandle:rank"),
+    "vllm.v1.worker.gpu_input_batch": ("CachedRequestState:generator", "InputBatch"),
+    "vllm.v1.worker.worker_base": ("WorkerBase.sample_tokens",),
     "vllm.distributed.kv_transfer.kv_connector.v1.base": (
         "KVConnectorTransferResults:failed_recving",
         "KVConnectorBase_V1.get_mem_pool_context",

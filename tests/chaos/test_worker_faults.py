@@ -19,7 +19,7 @@ from tests.support.cluster import Cluster, Worker, until
 from tests.support.etcd import free_ports
 from tests.support.kv_file import kv_digest
 from tests.support.oracle import Oracle
-from tests.support.prompts import ask, random_prompt, truth
+from tests.support.prompts import ask, random_prompt, sample, sampled, truth
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -257,6 +257,19 @@ def test_row_27_preemption_while_remote_prefills_are_outstanding(
         with check.load(**options) as load:
             until(lambda: len(load.done) > 24, 120, "requests are answered")
         assert small.counter("vllm:num_preemptions_total") > 0, "nothing was preempted"
+
+
+def test_row_27_preempted_requests_keep_their_seeds(small: Cluster, oracle: Oracle) -> None:
+    """A preempted request computes its prompt and its tokens again, in several chunks. The tokens
+    sampled on the way are dropped, and may not be missed by its generator."""
+    small.set_router(policy="always_local")
+    before = small.counter("vllm:num_preemptions_total")
+    prompts = [random_prompt(900, seed=15_500 + i) for i in range(6)]
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        got = list(pool.map(lambda p: sample(small, p, 150), prompts))
+    assert small.counter("vllm:num_preemptions_total") > before, "nothing was preempted"
+    assert got == sampled(oracle, prompts, 150)
+    small.set_router(policy="always_remote")
 
 
 def test_row_5_a_stopped_writer_holds_what_others_need(small: Cluster, oracle: Oracle) -> None:

@@ -1,0 +1,72 @@
+"""vLLM's CPU worker with seeds that survive chunked prefill. Named by `--worker-cls`.
+
+vLLM samples after every chunk of a prompt. For a chunk that is not the last one, it drops the token
+and rewinds the request's generator: `generator.set_offset(generator.get_offset() - 4)`. CPU
+generators of PyTorch have no offset and raise, which ends the engine. The generators made here
+rewind to their state before the step, so a seeded answer does not depend on the chunks.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from pullfill.errors import IncompatibleError
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import GrammarOutput
+
+
+class RewindableGenerator(torch.Generator):
+    """A CPU generator that `set_offset` takes back to the last `mark`, whatever was drawn since."""
+
+    _marked: torch.Tensor
+
+    @classmethod
+    def like(cls, generator: torch.Generator) -> RewindableGenerator:
+        """A generator that draws what `generator` would draw next."""
+        made = cls(device="cpu")
+        made.set_state(generator.get_state())
+        return made
+
+    def mark(self) -> None:
+        """Remember the state. Costs a copy of 5 KB."""
+        self._marked = self.get_state()
+
+    def get_offset(self) -> int:
+        return 0
+
+    def set_offset(self, offset: int) -> None:
+        self.set_state(self._marked)
+
+
+class SeededCPUWorker(CPUWorker):  # type: ignore[misc]
+    """Replaces the generator of each seeded request before the request is sampled."""
+
+    def init_device(self) -> None:
+        super().init_device()
+        # vLLM's second model runner keeps seeds, not generators, and needs no help.
+        if not self.use_v2_model_runner and self._generators() is None:
+            raise IncompatibleError(
+                "vLLM's CPU model runner keeps the generators of seeded requests in another place "
+                "than input_batch.generators: use the pinned vLLM", field="input_batch.generators"
+            )  # fmt: skip
+
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
+        generators = self._generators() or {}
+        for index, generator in generators.items():
+            if not isinstance(generator, RewindableGenerator):
+                generator = RewindableGenerator.like(generator)
+                generators[index] = generator
+                # A preempted request gets its generator back from here.
+                batch = self.model_runner.input_batch
+                self.model_runner.requests[batch.req_ids[index]].generator = generator
+            generator.mark()
+        return super().sample_tokens(grammar_output)
+
+    def _generators(self) -> dict[int, torch.Generator] | None:
+        batch = getattr(self.model_runner, "input_batch", None)
+        found: dict[int, torch.Generator] | None = getattr(batch, "generators", None)
+        return found
