@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput
 
 
-class RewindableGenerator(torch.Generator):
+class RewindableGenerator(torch.Generator):  # type: ignore[misc]
     """A CPU generator that `set_offset` takes back to the last `mark`, whatever was drawn since."""
 
     _marked: torch.Tensor
