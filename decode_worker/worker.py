@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from pullfill import __version__, log, metrics
-from pullfill.config import ClusterRef, WorkerOptions
+from pullfill.config import ClusterRef, WorkerOptions, restarts_so_far
 from pullfill.decode_worker import context as contexts
 from pullfill.decode_worker import leave, memory, regions
 from pullfill.decode_worker.context import DecodeContext
@@ -351,6 +351,7 @@ class DecodeWorker:
             max_model_len=config.model_config.max_model_len,
             world_size=max(1, len(context.ranks)),
             version=__version__,
+            restarts=restarts_so_far(),
         )
         block_size = config.cache_config.block_size
         return record, regions.describe(context, incarnation, self._compat, block_size)

@@ -99,6 +99,9 @@ def up(
     kv_digest: KvDigestOption = DigestMode.OFF,
     kv_mode: KvModeOption = KvMode.PUSH_ASYNC,
     transports: TransportsOption = None,
+    restart: Annotated[
+        bool, typer.Option("--restart/--no-restart", help="Start again what dies")
+    ] = True,
     decode_args: Annotated[
         str | None,
         typer.Option(metavar="FLAGS", help='vLLM flags of decode workers only, e.g. "-tp 2"'),
@@ -128,6 +131,7 @@ def up(
         nats_url=nats,
         security=load(security),
         pin=pin,
+        restart=restart,
         drain_timeout_s=drain_timeout,
         engine_stall_s=engine_stall_timeout,
         max_inflight=max_inflight,

@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pullfill
@@ -42,6 +42,7 @@ class UpOptions:
     nats_url: str | None = None
     security: Security = OPEN
     pin: bool = True
+    restart: bool = True
     drain_timeout_s: float = 60.0
     engine_stall_s: float = 60.0
     max_inflight: int = 1024
@@ -241,6 +242,15 @@ def placements(options: UpOptions) -> list[defaults.Placement]:
 def other_cores(options: UpOptions) -> tuple[int, ...]:
     """Where frontends run once all are ready; empty: anywhere."""
     return defaults.other_cores(placements(options), options.decode, defaults.usable_cores())
+
+
+def renewed(spec: ProcessSpec) -> ProcessSpec:
+    """The same process once more. A worker or frontend has a new instance id at every start."""
+    if spec.instance_id is None:
+        return spec
+    fresh = new_instance_id(spec.role)
+    argv = [fresh if part == spec.instance_id else part for part in spec.argv]
+    return replace(spec, argv=argv, instance_id=fresh)
 
 
 def worker_specs(options: UpOptions, cluster: ClusterRef, cluster_id: str) -> list[ProcessSpec]:

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pullfill.config import ClusterRef, read_cluster_file
+from pullfill.deploy import local
 from pullfill.deploy.membership import Members, http_json
 from pullfill.errors import ConfigError, PullfillError, UnavailableError
 from pullfill.registry.admin import LiveWorker
@@ -65,12 +66,15 @@ def status(ref: ClusterRef, as_json: bool) -> int:
     source = "frontend"
     if state is None:
         state, source = _from_registry(ref), "etcd (no frontend answers)"
+    here = local.processes(ref)
     if as_json:
-        print(json.dumps(state))
+        print(json.dumps(state | here))
         return 0
     console = Console()
     console.print(_workers_table(state["workers"]))
     console.print(_queue_line(state.get("queue")), highlight=False, soft_wrap=True)
+    for line in local.lines(here):
+        console.print(line, style="yellow", highlight=False, markup=False, soft_wrap=True)
     if source != "frontend":
         console.print(f"as told by {source}", style="yellow")
     return 0
@@ -110,6 +114,7 @@ def _from_registry(ref: ClusterRef) -> dict[str, Any]:
                 "host": record.host,
                 "pid": record.pid,
                 "http": record.http,
+                "restarts": record.restarts,
                 "load": (report or {}).get("load") or {},
             }
         )
@@ -127,7 +132,7 @@ def _ask_worker(http: str) -> dict[str, Any] | None:
 
 def _workers_table(rows: list[dict[str, Any]]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for column in ("instance", "role", "state", "model", "host", "pid", "load"):
+    for column in ("instance", "role", "state", "model", "host", "pid", "restarts", "load"):
         table.add_column(column)
     for row in rows:
         load = row.get("load") or {}
@@ -138,6 +143,7 @@ def _workers_table(rows: list[dict[str, Any]]) -> Table:
             row["model"],
             row["host"],
             str(row["pid"]),
+            str(row.get("restarts", 0)),
             " ".join(
                 f"{key}={_short(value)}"
                 for key, value in load.items()

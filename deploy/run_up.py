@@ -11,9 +11,10 @@ from contextlib import ExitStack, asynccontextmanager
 from rich.console import Console
 
 from pullfill.config import ClusterRef, ProcessEntry
+from pullfill.deploy.detach import Background, to_background
 from pullfill.deploy.membership import Members
 from pullfill.deploy.plan import UpOptions
-from pullfill.deploy.procs import ProcessId, is_alive, send, start_time
+from pullfill.deploy.procs import is_alive, send, start_time
 from pullfill.deploy.state import Locked, StateDir, identity
 from pullfill.deploy.supervisor import Interrupted, Supervisor
 from pullfill.deploy.teardown import SERVER_DEADLINE_S, stop_stragglers, take_down
@@ -21,13 +22,27 @@ from pullfill.deploy.view import ProcessView
 from pullfill.errors import ConfigError, PullfillError
 from pullfill.host import host_id
 
+SUPERVISOR_LOG = "supervisor"
+_LOG_WIDTH = 200
+_PATIENCE_S = 0.5
+"""A supervisor that starts one process again holds the lock for less than this."""
+
 
 def up(options: UpOptions, state_dir: str | None, *, detach: bool) -> int:
-    """Start a cluster; detached, return when it is ready, else stay until it is stopped."""
-    return asyncio.run(_up(options, StateDir(state_dir), detach))
+    """Start a cluster, and start again what dies. Detached, return when it is ready: a supervisor
+    stays in the background. Else stay until the cluster is stopped."""
+    background: Background | None = None
+    if detach and options.restart:
+        found = to_background()
+        if isinstance(found, int):
+            return found
+        background = found
+    return asyncio.run(_up(options, StateDir(state_dir), detach, background))
 
 
-async def _up(options: UpOptions, state: StateDir, detach: bool) -> int:
+async def _up(
+    options: UpOptions, state: StateDir, detach: bool, background: Background | None
+) -> int:
     console = Console()
     view = ProcessView(console, "starting pullfill")
     supervisor = Supervisor(options, state, view)
@@ -38,10 +53,13 @@ async def _up(options: UpOptions, state: StateDir, detach: bool) -> int:
         console.print("interrupted: everything that was started is stopped")
         return 130
     _say_ready(console, options, state, detach)
-    if detach:
+    if background is not None:
+        background.ready(state.log_of(SUPERVISOR_LOG))
+        view.console = console = Console(width=_LOG_WIDTH)
+    elif detach:
         supervisor.let_go()
         return 0
-    await supervisor.watch()
+    await supervisor.watch(detached=detach)
     console.print("stopped")
     return 0
 
@@ -117,7 +135,8 @@ async def _locked_for_down(
 ) -> AsyncIterator[None]:
     """The lock of the directory. An `up` that is still starting is told to stop and undoes its
     start itself; one that is stopping already is waited for."""
-    deadline = time.monotonic() + timeout_s + 2 * SERVER_DEADLINE_S
+    began = time.monotonic()
+    deadline = began + timeout_s + 2 * SERVER_DEADLINE_S
     told = False
     while True:
         with ExitStack() as held:
@@ -127,10 +146,11 @@ async def _locked_for_down(
                 launch = state.launch()
                 if time.monotonic() > deadline:
                     raise
-                if launch and not told and not state.stopping():
-                    starter = ProcessId(launch.supervisor_pid, launch.supervisor_started)
-                    console.print(f"stopping the `pullfill up` that starts (pid {starter.pid})")
-                    told = send(starter, signal.SIGTERM)
+                patient = time.monotonic() < began + _PATIENCE_S
+                if launch and not told and not patient and not state.stopping():
+                    pid = launch.supervisor_pid
+                    console.print(f"stopping the `pullfill up` that starts (pid {pid})")
+                    told = send(launch.supervisor, signal.SIGTERM)
                 await asyncio.sleep(0.1)
                 continue
             yield

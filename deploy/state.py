@@ -47,6 +47,12 @@ class Launch(msgspec.Struct, kw_only=True, frozen=True):
     role_args: dict[str, list[str]] = {}
     supervisor_pid: int = 0
     supervisor_started: int = 0
+    restart: bool = True
+
+    @property
+    def supervisor(self) -> ProcessId:
+        """The `up` that starts again what dies, if it still runs."""
+        return ProcessId(self.supervisor_pid, self.supervisor_started)
 
 
 def identity(entry: ProcessEntry) -> ProcessId:
@@ -125,8 +131,12 @@ class StateDir:
     def refuse_if_live(self) -> None:
         """Raises ConfigError naming the pids when a cluster runs here."""
         live = self.live()
-        if live:
+        launch = self.launch()
+        watching = launch is not None and is_alive(launch.supervisor)
+        if live or watching:
             names = ", ".join(f"{entry.name} (pid {entry.pid})" for entry in live)
+            if launch is not None and not live:
+                names = f"its supervisor (pid {launch.supervisor_pid})"
             raise ConfigError(
                 f"a cluster already runs from {self.path}: {names}. Stop it with "
                 f"`pullfill down --state-dir {self.path}`, or choose another --state-dir"

@@ -1,7 +1,7 @@
-"""`pullfill up`: starts everything, waits until it is ready, then watches or lets go.
+"""`pullfill up`: starts everything, waits until it is ready, then keeps it running.
 
 Life: check → lock the state directory → servers → workers and frontends in parallel → ready →
-(detached: return) or (foreground: wait for Ctrl-C, SIGTERM, or the end of every process) → drain.
+start again what dies, until Ctrl-C, SIGTERM, `pullfill down`, or the end of every process → drain.
 Each child is recorded in cluster.json right after it was started, so `pullfill down` finds it also
 when this process is killed. A failed start stops what was started and leaves nothing running.
 """
@@ -11,35 +11,23 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
-from pullfill.config import ClusterFile, ClusterRef, ProcessEntry
+from pullfill.config import ClusterFile, ClusterRef
 from pullfill.deploy import membership, plan, servers
-from pullfill.deploy.procs import (
-    CLUSTER_ENV,
-    confine,
-    exit_words,
-    spawn,
-    start_time,
-    tail,
-    wait_exit,
-)
+from pullfill.deploy.children import Children, StartFailed
+from pullfill.deploy.keeper import Keeper
+from pullfill.deploy.procs import CLUSTER_ENV, confine, start_time, tail, wait_exit
 from pullfill.deploy.state import Launch, Locked, StateDir, new_cluster_id
 from pullfill.deploy.teardown import take_down
 from pullfill.deploy.view import ProcessView
-from pullfill.errors import UnavailableError
 
 START_FAILED_DRAIN_S = 5.0
 SERVER_READY_S = 30.0
 SERVER_TRIES = 3
 _POLL_S = 0.1
-
-
-class StartFailed(UnavailableError):
-    """A process died or was not ready in time while the cluster started."""
 
 
 class Interrupted(Exception):
@@ -62,9 +50,10 @@ class Supervisor:
         )
         if options.security.path:
             self._cluster.security = options.security.path
-        self._children: dict[str, subprocess.Popen[bytes]] = {}
         self._signals = 0
         self._stop = asyncio.Event()
+        self._children = Children(self._cluster, state, view)
+        self._keeper = Keeper(options, self._children, state, view, self._stop, self._cluster_id)
 
     async def start(self) -> None:
         """Bring everything up. Raises ConfigError, StartFailed or Interrupted with nothing left
@@ -84,6 +73,7 @@ class Supervisor:
                     role_args=self._options.role_args,
                     supervisor_pid=own,
                     supervisor_started=start_time(own) or 0,
+                    restart=self._options.restart,
                 )
             )
             self._state.write_cluster(self._cluster)
@@ -97,35 +87,37 @@ class Supervisor:
                     drain_s=START_FAILED_DRAIN_S,
                     force=lambda: self._signals > 1,
                 )
-                self._reap()
+                self._children.reap()
                 raise
 
-    async def watch(self) -> None:
-        """Foreground: report children that end, until a signal or until none is left; then drain
-        the rest. Returns when nothing runs any more."""
+    async def watch(self, *, detached: bool) -> None:
+        """Start again what dies, until a signal, `pullfill down`, or the end of every process; then
+        drain the rest. Returns when nothing runs any more.
+
+        detached: stay while `pullfill status` has something to say about what was given up.
+        """
         loop = asyncio.get_running_loop()
-        watches = [loop.create_task(self._watch_child(name)) for name in self._children]
+        watches = [loop.create_task(self._keeper.keep(name)) for name in self._children.names]
         stop = loop.create_task(self._stop.wait())
-        everyone = loop.create_task(asyncio.wait(watches))
+        everyone = asyncio.gather(*watches) if watches else stop
         await asyncio.wait([stop, everyone], return_when=asyncio.FIRST_COMPLETED)
-        if self._stop.is_set() and not self._stopped_by_down():
+        if detached and self._keeper.gave_up:
+            await stop
+        by_down = self._keeper.stopped_by_down()
+        if self._stop.is_set() and not by_down:
             self._view.say("stopping: workers finish their streams (again to force)", "yellow")
-            await self._drain()
-        else:
-            # `pullfill down` is at work, or everything died.
+        if by_down:
             await everyone
-            if not self._stopped_by_down():
-                await self._drain()
-        for task in (stop, everyone, *watches):
+        else:
+            await self._drain()
+        for task in (stop, *watches):
             task.cancel()
-        await asyncio.gather(stop, everyone, *watches, return_exceptions=True)
-        self._reap()
+        await asyncio.gather(stop, *watches, return_exceptions=True)
+        self._children.reap()
 
     def let_go(self) -> None:
-        """Detached: the children go on without us."""
-        for child in self._children.values():
-            # They are init's from now on; do not warn that they still run.
-            child.returncode = child.poll() or 0
+        """The children go on without us."""
+        self._children.let_go()
 
     # ------------------------------------------------------------------ start
 
@@ -145,7 +137,7 @@ class Supervisor:
         )
         specs = plan.worker_specs(options, ref, self._cluster_id)
         for spec in specs:
-            self._launch(spec)
+            self._children.launch(spec)
         if specs:
             await self._wait_ready(ref, specs)
             self._make_room()
@@ -176,7 +168,7 @@ class Supervisor:
             url = f"nats://127.0.0.1:{port}"
             argv = servers.nats_command(self._state.path / "nats", port)
             self._cluster.nats_url = url
-            self._launch(self._server_spec("nats", argv), note=url)
+            self._children.launch(self._server_spec("nats", argv), note=url)
             await self._server_ready("nats", lambda: servers.nats_ready(url))
 
         await self._with_tries("nats", once)
@@ -190,7 +182,7 @@ class Supervisor:
             url = f"http://127.0.0.1:{port}"
             argv = servers.etcd_command(self._state.path / "etcd", port, peer)
             self._cluster.etcd_url = url
-            self._launch(self._server_spec("etcd", argv), note=url)
+            self._children.launch(self._server_spec("etcd", argv), note=url)
             await self._server_ready("etcd", lambda: servers.etcd_ready(url))
 
         await self._with_tries("etcd", once)
@@ -209,38 +201,17 @@ class Supervisor:
         env = {**os.environ, CLUSTER_ENV: self._cluster_id}
         return plan.ProcessSpec(name=name, role=name, argv=argv, env=env)
 
-    def _launch(self, spec: plan.ProcessSpec, note: str = "") -> None:
-        log = self._state.log_of(spec.name)
-        try:
-            child = spawn(spec.argv, log=log, env=spec.env)
-        except OSError as exc:
-            raise StartFailed(f"cannot start {spec.name} ({spec.argv[0]}): {exc.strerror}") from exc
-        self._children[spec.name] = child
-        entry = ProcessEntry(
-            name=spec.name,
-            role=spec.role,
-            instance_id=spec.instance_id,
-            pid=child.pid,
-            log=str(log),
-            started=start_time(child.pid) or 0,
-            url=spec.url,
-        )
-        others = [e for e in self._cluster.processes if e.name != spec.name]
-        self._cluster.processes = [*others, entry]
-        self._state.write_cluster(self._cluster)
-        self._view.set(spec.name, "starting", note or spec.url or f"pid {child.pid}")
-
     async def _server_ready(self, name: str, problem: Callable[[], str | None]) -> None:
         deadline = time.monotonic() + SERVER_READY_S
         while True:
-            self._raise_if_dead(name)
+            self._children.raise_if_dead(name)
             why = await asyncio.to_thread(problem)
             if why is None:
                 self._view.set(name, "ready")
                 return
             if time.monotonic() > deadline:
                 raise StartFailed(
-                    self._describe(name, f"was not ready after {SERVER_READY_S:.0f} s")
+                    self._children.describe(name, f"was not ready after {SERVER_READY_S:.0f} s")
                 )
             await asyncio.sleep(_POLL_S / 2)
 
@@ -251,7 +222,7 @@ class Supervisor:
             while waiting:
                 ready = await members.ready_instances()
                 for name, spec in list(waiting.items()):
-                    self._raise_if_dead(name)
+                    self._children.raise_if_dead(name)
                     if spec.url:
                         done = await asyncio.to_thread(membership.frontend_ready, spec.url)
                     else:
@@ -262,40 +233,10 @@ class Supervisor:
                 if waiting and time.monotonic() > deadline:
                     name = next(iter(waiting))
                     why = f"was not ready after {self._options.ready_timeout_s:.0f} s"
-                    raise StartFailed(self._describe(name, why))
+                    raise StartFailed(self._children.describe(name, why))
                 await asyncio.sleep(2 * _POLL_S)
 
-    def _raise_if_dead(self, name: str) -> None:
-        code = self._children[name].poll()
-        if code is not None:
-            self._view.set(name, "failed", exit_words(code))
-            raise StartFailed(self._describe(name, f"died while starting ({exit_words(code)})"))
-
-    def _describe(self, name: str, what: str) -> str:
-        log = self._state.log_of(name)
-        lines = "".join(f"\n    {line}" for line in tail(log))
-        return f"{name} {what}; its log ends with:{lines}\n  whole log: {log}"
-
     # ------------------------------------------------------------------ afterwards
-
-    async def _watch_child(self, name: str) -> None:
-        code = await wait_exit(self._children[name])
-        if self._stop.is_set() or self._stopped_by_down():
-            return
-        log = self._state.log_of(name)
-        if code == 0:
-            self._view.say(f"{name} finished (drained)", "yellow")
-            return
-        self._view.say(f"{name} died ({exit_words(code)}), log: {log}", "bold red")
-        if name in ("nats", "etcd"):
-            lost = "remote prefill" if name == "nats" else "joining, leaving and settings"
-            self._view.say(f"  without {name} serving goes on, but {lost} stops until `up` again")
-
-    def _stopped_by_down(self) -> bool:
-        """`pullfill down` is at work, or is done and has removed the record of this cluster."""
-        launch = self._state.launch()
-        gone = launch is None or launch.cluster_id != self._cluster_id
-        return gone or self._state.stopping()
 
     async def _drain(self) -> None:
         self._view.title = "stopping pullfill"
@@ -308,11 +249,6 @@ class Supervisor:
                 drain_s=self._options.drain_timeout_s,
                 force=lambda: self._signals > 1,
             )
-
-    def _reap(self) -> None:
-        for child in self._children.values():
-            with suppress(subprocess.TimeoutExpired):
-                child.wait(timeout=1)
 
     def _catch_signals(self) -> None:
         loop = asyncio.get_running_loop()

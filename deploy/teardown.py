@@ -7,12 +7,13 @@ servers they all used. After a phase's deadline: a second SIGTERM ("stop now"), 
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import time
 from collections.abc import Callable, Sequence
 
 from pullfill.config import ProcessEntry
-from pullfill.deploy.procs import is_alive, send, tagged
+from pullfill.deploy.procs import ProcessId, is_alive, send, tagged
 from pullfill.deploy.state import StateDir, identity
 from pullfill.deploy.view import ProcessView
 from pullfill.host import shm_dir
@@ -22,6 +23,7 @@ SERVERS = ("etcd", "nats")
 PHASES: tuple[tuple[str, ...], ...] = (WORKERS, ("frontend",), SERVERS)
 SECOND_TERM_GRACE_S = 3.0
 SERVER_DEADLINE_S = 10.0
+SUPERVISOR_DEADLINE_S = 5.0
 _POLL_S = 0.05
 
 
@@ -110,10 +112,14 @@ async def take_down(
 ) -> list[str]:
     """Stop everything of this state directory and forget it; returns the names killed.
 
-    The caller holds the lock of `state`.
+    The caller holds the lock of `state`, so nothing is started again meanwhile. The supervisor goes
+    first; it sees the mark and leaves the rest to the caller.
     """
     state.mark_stopping()
     launch = state.launch()
+    other = launch is not None and launch.supervisor_pid != os.getpid()
+    if launch is not None and other:
+        send(launch.supervisor, signal.SIGTERM)
     killed = await stop_cluster(entries, view, drain_s=drain_s, force=force)
     if launch is not None:
         stop_stragglers(launch.cluster_id)
@@ -121,4 +127,16 @@ async def take_down(
     remove_shared_memory([e.instance_id for e in gone if e.instance_id])
     if all(not is_alive(identity(e)) for e in entries):
         state.clear()
+    if launch is not None and other:
+        await _wait_for_supervisor(launch.supervisor)
     return killed
+
+
+async def _wait_for_supervisor(supervisor: ProcessId) -> None:
+    """It ends by itself when its children have ended."""
+    deadline = time.monotonic() + SUPERVISOR_DEADLINE_S
+    while is_alive(supervisor):
+        if time.monotonic() > deadline:
+            send(supervisor, signal.SIGKILL)
+            return
+        await asyncio.sleep(_POLL_S)

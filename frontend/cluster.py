@@ -117,6 +117,7 @@ def _row(record: WorkerRecord, report: dict[str, Any] | None) -> dict[str, Any]:
         "host": record.host,
         "pid": record.pid,
         "http": record.http,
+        "restarts": record.restarts,
         "load": load if isinstance(load, dict) else {},
     }
 

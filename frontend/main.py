@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 import uvicorn
 
 from pullfill import log
-from pullfill.config import ClusterRef, FrontendOptions
+from pullfill.config import ClusterRef, FrontendOptions, restarts_so_far
 from pullfill.engine import check, front_app, rpc
 from pullfill.errors import ConfigError, IncompatibleError, PullfillError
 from pullfill.frontend.admin import Admin
@@ -252,6 +252,7 @@ class _Frontend:
                 started_at=self._started_at,
                 http=self._url,
                 version=check.installed_vllm() or "",
+                restarts=restarts_so_far(),
             )
             return record, []
 

@@ -9,7 +9,7 @@ import weakref
 from typing import Any
 
 from pullfill import __version__, log
-from pullfill.config import ClusterRef, WorkerOptions
+from pullfill.config import ClusterRef, WorkerOptions, restarts_so_far
 from pullfill.engine import args, compat, kv
 from pullfill.engine.host import EngineHost
 from pullfill.engine.thread import EngineThread
@@ -329,6 +329,7 @@ class PrefillWorker:
             max_model_len=self._config.model_config.max_model_len,
             world_size=max(1, len(self._context.ranks)),
             version=__version__,
+            restarts=restarts_so_far(),
         )
         return record, []
 

@@ -33,6 +33,10 @@ NO_KV_OFFLOADING = (
 )
 
 
+RESTARTS_ENV = "PULLFILL_RESTARTS"
+"""Set by `up` in every child: how often it was started again."""
+
+
 class NoCluster(ConfigError):
     """There is no cluster.json in the directory."""
 
@@ -40,7 +44,8 @@ class NoCluster(ConfigError):
 class ProcessEntry(msgspec.Struct, kw_only=True):
     """One process of a local cluster. `started`: the kernel's start time (clock ticks since boot,
     field 22 of /proc/PID/stat), which together with `pid` names a process for good. `url`: where a
-    frontend answers."""
+    frontend answers. `restarts`: how often it died and was started again. `gave_up`: why it is not
+    started again any more, with the last lines of its log; "" while it is."""
 
     name: str
     role: str
@@ -49,6 +54,8 @@ class ProcessEntry(msgspec.Struct, kw_only=True):
     log: str
     started: int = 0
     url: str = ""
+    restarts: int = 0
+    gave_up: str = ""
 
 
 class ClusterFile(msgspec.Struct, kw_only=True):
@@ -122,6 +129,12 @@ def read_cluster_file(directory: Path) -> ClusterFile:
         raise ConfigError(
             f"{path} is damaged ({exc}): run `pullfill down`, then `pullfill up`"
         ) from exc
+
+
+def restarts_so_far() -> int:
+    """How often `up` has started this process again."""
+    text = os.environ.get(RESTARTS_ENV, "")
+    return int(text) if text.isdecimal() else 0
 
 
 def split_urls(urls: str) -> list[str]:

@@ -60,6 +60,7 @@ class WorkerRecord(Message, frozen=True, kw_only=True):
 
     data: ZMQ address for requests (decode); control: TCP address for claims (decode);
     http: base URL of the probe server (/live /ready /metrics /status).
+    restarts: how often `pullfill up` has started it again.
     """
 
     v: Version = WIRE_VERSION
@@ -80,6 +81,7 @@ class WorkerRecord(Message, frozen=True, kw_only=True):
     max_model_len: Count = 0
     world_size: Count = 1
     version: str = ""
+    restarts: Count = 0
 
 
 # --------------------------------------------------------------------------- router settings

@@ -6,11 +6,15 @@ answer, token for token.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from pullfill.deploy import procs
+from pullfill.deploy.state import StateDir
+from tests.support import command_line
 from tests.support.cluster import Cluster
 
 
@@ -35,3 +39,17 @@ def cluster(shared_cluster: Cluster) -> Iterator[Cluster]:
     shared_cluster.set_router(policy="always_remote")
     yield shared_cluster
     shared_cluster.assert_clean()
+
+
+@pytest.fixture
+def state(state_dir: Path) -> Iterator[Path]:
+    """A state directory; whatever the test left running is killed, and makes it fail."""
+    yield state_dir
+    command_line.end_started()
+    launch = StateDir(state_dir).launch()
+    left = procs.tagged(launch.cluster_id) if launch else []
+    if launch is not None and procs.is_alive(launch.supervisor):
+        left.insert(0, launch.supervisor)
+    for straggler in left:
+        procs.send(straggler, signal.SIGKILL)
+    assert not left, f"left running: {left}"

@@ -10,95 +10,25 @@ import json
 import os
 import signal
 import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from pullfill import wire
 from pullfill.deploy import procs, servers
-from pullfill.deploy.procs import ProcessId
 from pullfill.deploy.state import StateDir, identity
 from pullfill.host import host_id
 from pullfill.registry import keys
 from pullfill.registry.client import EtcdClient
-
-SERVERS_ONLY = ("--decode", "0", "--prefill", "0", "--frontends", "0")
-_started: list[subprocess.Popen[str]] = []
-PULLFILL = (sys.executable, "-P", "-m", "pullfill.deploy.cli")
-
-
-def run(state: Path, *arguments: str, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
-    """One command to its end."""
-    return subprocess.run(
-        [*PULLFILL, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        env={**os.environ, "PULLFILL_STATE_DIR": str(state)},
-    )
-
-
-def start(state: Path, *arguments: str) -> subprocess.Popen[str]:
-    """One command that goes on; the `state` fixture ends it."""
-    process = subprocess.Popen(
-        [*PULLFILL, *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "PULLFILL_STATE_DIR": str(state)},
-    )
-    _started.append(process)
-    return process
-
-
-def read_until(process: subprocess.Popen[str], text: str) -> str:
-    """Output up to the line with `text`. Fails when the process ends before it."""
-    assert process.stdout is not None
-    seen = ""
-    for line in process.stdout:
-        seen += line
-        if text in line:
-            return seen
-    raise AssertionError(f"ended without {text!r}:\n{seen}")
-
-
-def wait_for(condition: Callable[[], bool], what: str, seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.02)
-
-
-def cluster(state: Path) -> dict[str, Any]:
-    found = json.loads((state / "cluster.json").read_text())
-    assert isinstance(found, dict)
-    return found
-
-
-def recorded(state: Path) -> list[ProcessId]:
-    file = StateDir(state).cluster()
-    return [identity(entry) for entry in file.processes] if file else []
-
-
-@pytest.fixture
-def state(state_dir: Path) -> Iterator[Path]:
-    """A state directory; whatever the test left running is killed, and makes it fail."""
-    yield state_dir
-    while _started:
-        process = _started.pop()
-        process.kill()
-        process.wait()
-        assert process.stdout is not None
-        process.stdout.close()
-    launch = StateDir(state_dir).launch()
-    left = procs.tagged(launch.cluster_id) if launch else []
-    for straggler in left:
-        procs.send(straggler, signal.SIGKILL)
-    assert not left, f"left running: {left}"
+from tests.support.command_line import (
+    SERVERS_ONLY,
+    cluster,
+    read_until,
+    recorded,
+    run,
+    start,
+    wait_for,
+)
 
 
 def test_up_detached_then_down(state: Path) -> None:
@@ -252,7 +182,7 @@ def test_foreground_ends_when_down_stops_it(state: Path) -> None:
 
 
 def test_foreground_reports_a_server_that_dies_and_goes_on(state: Path) -> None:
-    up = start(state, "up", *SERVERS_ONLY)
+    up = start(state, "up", "--no-restart", *SERVERS_ONLY)
     read_until(up, "ready (no frontend)")
     by_name = {entry["name"]: entry["pid"] for entry in cluster(state)["processes"]}
     os.kill(by_name["nats"], signal.SIGKILL)

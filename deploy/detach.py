@@ -1,0 +1,77 @@
+"""`up --detach`: the cluster's supervisor goes on in the background, the command returns.
+
+The command forks before it starts anything. The child is the supervisor; it has a session of its
+own and keeps the output until it calls `Background.ready`. The parent passes signals on and returns
+what became of the start.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import sys
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+
+from pullfill.deploy.procs import exit_words
+from pullfill.errors import UnavailableError
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Background:
+    """The child's side."""
+
+    def __init__(self, pipe: int) -> None:
+        self._pipe = pipe
+
+    def ready(self, log: Path) -> None:
+        """Let the parent return; output goes to `log` from now on."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        try:
+            fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        except OSError:  # a full disk must not end the cluster
+            fd = os.open(os.devnull, os.O_WRONLY)
+        for standard in (1, 2):
+            os.dup2(fd, standard)
+        os.close(fd)
+        with suppress(BrokenPipeError):  # the parent was killed
+            os.write(self._pipe, b"1")
+        os.close(self._pipe)
+
+
+def to_background() -> Background | int:
+    """Fork. In the child a Background; in the parent, once the child is ready or has ended, the
+    exit code of the command. Nothing may run in this process but the calling thread.
+
+    Raises UnavailableError in the parent when the child was killed before it was ready.
+    """
+    reading, writing = os.pipe()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        stdin = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(stdin, 0)
+        # What the caller had open, e.g. a lock or a pipe, must not stay open with the cluster.
+        os.closerange(3, writing)
+        os.closerange(writing + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+        return Background(writing)
+    os.close(writing)
+
+    def forward(number: int, _: FrameType | None) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(child, number)
+
+    for number in _SIGNALS:
+        signal.signal(number, forward)
+    if os.read(reading, 1):
+        return 0
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if code < 0:
+        raise UnavailableError(f"the start was {exit_words(code)}: clean up with `pullfill down`")
+    return code

@@ -1,0 +1,153 @@
+"""Starts again what died, for as long as `up` is there: pauses that grow, and an end to them.
+
+Nothing here polls: a pidfd tells when a process has ended. Each start happens under the lock of the
+state directory, so `pullfill down` never misses a process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+
+from pullfill.deploy import plan
+from pullfill.deploy.children import Children, StartFailed
+from pullfill.deploy.procs import confine, exit_words, tail, wait_exit
+from pullfill.deploy.state import Locked, StateDir
+from pullfill.deploy.teardown import SERVERS, remove_shared_memory
+from pullfill.deploy.view import ProcessView
+
+FIRST_PAUSE_S = 0.5
+MAX_DEATHS = 5
+WINDOW_S = 60.0
+_LOG_LINES = 5
+_LOCK_POLL_S = 0.1
+
+
+class Deaths:
+    """When one process died, and what follows from that."""
+
+    def __init__(self) -> None:
+        self._at: deque[float] = deque(maxlen=MAX_DEATHS)
+
+    def pause(self, now: float) -> float | None:
+        """The process died at `now`: seconds to wait before it is started again. None: give up,
+        since it died MAX_DEATHS times within WINDOW_S."""
+        while self._at and now - self._at[0] > WINDOW_S:
+            self._at.popleft()
+        self._at.append(now)
+        recent = len(self._at)
+        return None if recent == MAX_DEATHS else FIRST_PAUSE_S * 2 ** (recent - 1)
+
+
+class Keeper:
+    """Watches the children of one `up`.
+
+    stop: set by a signal; nothing is started again from then on.
+    """
+
+    def __init__(
+        self,
+        options: plan.UpOptions,
+        children: Children,
+        state: StateDir,
+        view: ProcessView,
+        stop: asyncio.Event,
+        cluster_id: str,
+    ) -> None:
+        self._options = options
+        self._children = children
+        self._state = state
+        self._view = view
+        self._stop = stop
+        self._cluster_id = cluster_id
+        self.gave_up: set[str] = set()
+
+    def stopped(self) -> bool:
+        """Processes end because somebody asked: by a signal, or with `pullfill down`."""
+        return self._stop.is_set() or self.stopped_by_down()
+
+    def stopped_by_down(self) -> bool:
+        """`pullfill down` is at work, or is done and has removed the record of this cluster."""
+        launch = self._state.launch()
+        gone = launch is None or launch.cluster_id != self._cluster_id
+        return gone or self._state.stopping()
+
+    async def keep(self, name: str) -> None:
+        """Returns when the process has ended and is not to be started again."""
+        deaths = Deaths()
+        while True:
+            code = await wait_exit(self._children[name])
+            if self.stopped():
+                return
+            if code == 0 and name not in SERVERS:
+                self._say(f"{name} finished (drained)", "yellow")
+                return
+            log = self._state.log_of(name)
+            self._say(f"{name} died ({exit_words(code)}), log: {log}", "bold red")
+            if not self._options.restart:
+                self._tell_loss(name)
+                return
+            if not await self._revive(name, deaths):
+                return
+
+    async def _revive(self, name: str, deaths: Deaths) -> bool:
+        """Start the process again after a pause. False: it was given up, or the cluster stops."""
+        while (pause := deaths.pause(time.monotonic())) is not None:
+            await self._sleep(pause)
+            try:
+                return await self._locked(lambda: self._start_again(name))
+            except (StartFailed, OSError) as exc:
+                self._say(f"{name} was not started again: {exc}", "bold red")
+        await self._locked(lambda: self._give_up(name))
+        return False
+
+    def _start_again(self, name: str) -> None:
+        old = self._children.entry(name)
+        spec = plan.renewed(self._children.spec(name))
+        if old.instance_id:
+            remove_shared_memory([old.instance_id])
+        entry = self._children.launch(spec, restarts=old.restarts + 1)
+        if entry.role == "frontend" and (cores := plan.other_cores(self._options)):
+            confine(entry.pid, cores)
+
+    def _give_up(self, name: str) -> None:
+        what = f"gave up after {MAX_DEATHS} deaths in {WINDOW_S:.0f} s"
+        lines = tail(self._state.log_of(name), _LOG_LINES)
+        self.gave_up.add(name)
+        self._children.entry(name).gave_up = "\n".join([what, *lines])
+        self._say(self._children.describe(name, what), "bold red")
+        with suppress(OSError):  # a full disk: then only the lines above tell it
+            self._state.write_cluster(self._children.cluster)
+        self._tell_loss(name)
+
+    def _tell_loss(self, name: str) -> None:
+        if name in SERVERS:
+            lost = "remote prefill" if name == "nats" else "joining, leaving and settings"
+            self._say(f"  without {name} serving goes on, but {lost} stops until `up` again")
+
+    async def _locked(self, work: Callable[[], None]) -> bool:
+        """Do `work` under the lock of the state directory. False: the cluster stops instead."""
+        while not self.stopped():
+            try:
+                with self._state.locked():
+                    if self.stopped():
+                        return False
+                    work()
+                    return True
+            except Locked:
+                await self._sleep(_LOCK_POLL_S)
+        return False
+
+    async def _sleep(self, seconds: float) -> None:
+        """Until `stop` at most."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._stop.wait()
+        except TimeoutError:
+            pass
+
+    def _say(self, text: str, style: str = "") -> None:
+        self._view.say(f"{time.strftime('%H:%M:%S')} {text}", style)

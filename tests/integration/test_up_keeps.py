@@ -1,0 +1,231 @@
+"""`pullfill up` starts again what died: real servers, and workers on the mock backend."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import nats
+import pytest
+
+from pullfill.deploy import procs, servers
+from pullfill.deploy.state import Launch, StateDir, identity
+from pullfill.registry.client import EtcdClient
+from tests.support.cluster import FLAGS, MODEL
+from tests.support.command_line import SERVERS_ONLY, cluster, read_until, run, start, wait_for
+from tests.support.prompts import random_prompt
+
+MOCK = ("--distributed-executor-backend", "pullfill.engine.mock.executor.MockExecutor")
+
+
+@contextmanager
+def detached(state: Path, *flags: str) -> Iterator[Launch]:
+    """A detached cluster; `down` ends it and its supervisor."""
+    up = run(state, "up", "--detach", *flags, timeout=240)
+    assert up.returncode == 0, up.stdout + up.stderr
+    launch = StateDir(state).launch()
+    assert launch is not None
+    try:
+        yield launch
+    finally:
+        down = run(state, "down")
+        assert down.returncode == 0, down.stderr
+        assert not procs.is_alive(launch.supervisor)
+
+
+def entry(state: Path, name: str) -> dict[str, Any]:
+    found = next(e for e in cluster(state)["processes"] if e["name"] == name)
+    assert isinstance(found, dict)
+    return found
+
+
+def kill(state: Path, *names: str) -> None:
+    for name in names:
+        os.kill(entry(state, name)["pid"], signal.SIGKILL)
+
+
+def wait_restarted(state: Path, restarts: int, *names: str) -> None:
+    def back() -> bool:
+        file = StateDir(state).cluster()
+        assert file is not None
+        found = {e.name: e for e in file.processes}
+        return all(
+            found[n].restarts == restarts and procs.is_alive(identity(found[n])) for n in names
+        )
+
+    wait_for(back, f"{names} restarted {restarts} times")
+
+
+def said(state: Path) -> str:
+    return (state / "logs" / "supervisor.log").read_text()
+
+
+def servers_answer(state: Path) -> bool:
+    found = cluster(state)
+    up = (servers.nats_ready(found["nats_url"]), servers.etcd_ready(found["etcd_url"]))
+    return up == (None, None)
+
+
+def test_servers_come_back_with_their_stores(state: Path) -> None:
+    """At the same addresses, with the job stream, the keys and the leases they had."""
+
+    async def fill() -> None:
+        client = await nats.connect(before["nats_url"])
+        await client.jetstream().add_stream(name="jobs", subjects=["jobs.>"])
+        await client.jetstream().publish("jobs.1", b"job")
+        await client.close()
+        etcd = await EtcdClient.connect(before["etcd_url"])
+        await etcd.put("/kept", b"key")
+        await etcd.close()
+
+    async def read() -> tuple[int, bytes | None]:
+        client = await nats.connect(before["nats_url"])
+        stream = await client.jetstream().stream_info("jobs")
+        await client.close()
+        etcd = await EtcdClient.connect(before["etcd_url"])
+        found = await etcd.get("/kept")
+        await etcd.close()
+        return stream.state.messages, found.value if found else None
+
+    with detached(state, *SERVERS_ONLY) as launch:
+        before = cluster(state)
+        asyncio.run(fill())
+        kill(state, "nats", "etcd")
+        wait_restarted(state, 1, "nats", "etcd")
+        wait_for(lambda: servers_answer(state), "servers answer")
+        after = cluster(state)
+        assert (after["nats_url"], after["etcd_url"]) == (before["nats_url"], before["etcd_url"])
+        assert asyncio.run(read()) == (1, b"key")
+        told = json.loads(run(state, "status", "--json").stdout)
+        assert {row["name"]: row["restarts"] for row in told["processes"]} == {"nats": 1, "etcd": 1}
+        assert told["supervisor"] == {"pid": launch.supervisor_pid, "alive": True, "restart": True}
+        assert re.search(r"nats \(pid \d+\) runs, restarts: 1", run(state, "status").stdout)
+
+
+def test_five_deaths_in_a_minute_are_given_up_and_told(state: Path) -> None:
+    with detached(state, *SERVERS_ONLY):
+        (state / "nats" / "nats.conf").write_text("listen: {nonsense")
+        kill(state, "nats")
+        wait_for(lambda: "gave up after 5 deaths" in said(state), "it gives up", 40)
+        assert entry(state, "nats")["restarts"] == 4
+        assert "Parse error" in entry(state, "nats")["gave_up"], "the last lines of its log"
+        told = run(state, "status").stdout
+        assert "nats: gave up after 5 deaths in 60 s" in told
+        assert "Parse error" in told
+        assert servers.etcd_ready(cluster(state)["etcd_url"]) is None, "the rest goes on"
+
+
+def test_a_supervisor_only_waits_and_the_cluster_outlives_it(state: Path) -> None:
+    def switches(pid: int) -> int:
+        text = Path(f"/proc/{pid}/status").read_text()
+        return int(text.split("\nvoluntary_ctxt_switches:")[1].split()[0])
+
+    with detached(state, *SERVERS_ONLY) as launch:
+        wait_for(lambda: (state / "logs" / "supervisor.log").exists(), "it waits")
+        time.sleep(0.5)
+        before = switches(launch.supervisor_pid)
+        time.sleep(1.0)
+        assert switches(launch.supervisor_pid) == before, "it does not poll"
+        os.kill(launch.supervisor_pid, signal.SIGKILL)
+        wait_for(lambda: not procs.is_alive(launch.supervisor), "it is gone")
+        assert servers_answer(state)
+        gone = f"the supervisor (pid {launch.supervisor_pid}) is gone"
+        assert gone in run(state, "status").stdout
+
+
+def test_no_restart_leaves_nobody_behind(state: Path) -> None:
+    with detached(state, "--no-restart", *SERVERS_ONLY) as launch:
+        assert not procs.is_alive(launch.supervisor)
+        assert "not started again (--no-restart)" in run(state, "status").stdout
+
+
+def test_foreground_starts_again_until_it_is_stopped(state: Path) -> None:
+    up = start(state, "up", *SERVERS_ONLY)
+    read_until(up, "ready (no frontend)")
+    kill(state, "etcd")
+    read_until(up, "etcd died")
+    read_until(up, "restarts: 1")
+    wait_for(lambda: servers_answer(state), "etcd answers")
+    up.terminate()
+    output, _ = up.communicate(timeout=30)
+    assert up.returncode == 0, output
+    assert "died" not in output
+
+
+def test_an_interrupted_start_in_the_background_leaves_nothing(state: Path, tmp_path: Path) -> None:
+    """vLLM takes seconds to load, so the start is caught in the middle."""
+    model = tmp_path / "m"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    flags = ("--model", str(model), "--prefill", "0", "--frontends", "0")
+    up = start(state, "up", "--detach", *flags)
+    read_until(up, "decode-0")
+    launch = StateDir(state).launch()
+    assert launch is not None
+    assert launch.supervisor_pid != up.pid
+    up.send_signal(signal.SIGINT)
+    output, _ = up.communicate(timeout=30)
+    assert up.returncode == 130, output
+    assert "interrupted" in output
+    assert procs.tagged(launch.cluster_id) == []
+    assert not (state / "cluster.json").exists()
+
+
+@pytest.mark.engine
+def test_workers_and_frontends_come_back_but_not_who_was_drained(
+    state: Path, model_path: Path
+) -> None:
+    prompt = random_prompt(700, seed=1)
+
+    def answer() -> bool:
+        body = {"model": MODEL, "prompt": prompt, "max_tokens": 2}
+        try:
+            reply = httpx.post(f"{url}/v1/completions", json=body, timeout=20)
+        except httpx.HTTPError:
+            return False
+        return reply.status_code == 200
+
+    def rows() -> dict[str, tuple[str, int]]:
+        """Role, and restarts, of each worker that the frontend sees ready."""
+        try:
+            found = httpx.get(f"{url}/pullfill/status", timeout=5).json()["workers"]
+        except httpx.HTTPError:
+            return {}
+        return {
+            w["role"]: (w["instance_id"], w["restarts"]) for w in found if w["state"] == "ready"
+        }
+
+    names = ("decode-0", "prefill-0", "frontend-0")
+    small = "--kv-cache-memory-bytes=67108864"
+    flags = ("--model", str(model_path), "--port", "0", *MOCK, *FLAGS, small)
+    with detached(state, *flags):
+        url = cluster(state)["frontend_url"]
+        assert answer()
+        old = {name: entry(state, name) for name in names}
+        kill(state, *names)
+        wait_restarted(state, 1, *names)
+        wait_for(lambda: {r for _, r in rows().values()} == {1} and len(rows()) == 2, "seen", 90)
+        wait_for(answer, "served again", 60)
+        for name in names:
+            new = entry(state, name)
+            assert new["instance_id"] != old[name]["instance_id"]
+            assert (new["name"], new["url"]) == (name, old[name]["url"])
+        left = [old[name]["instance_id"] for name in names[:2]]
+        assert not [f for name in left for f in Path("/dev/shm").glob(f"pullfill-{name}*")]
+
+        drained = entry(state, "prefill-0")
+        assert run(state, "drain", drained["instance_id"], "--wait").returncode == 0
+        wait_for(lambda: "prefill-0 finished (drained)" in said(state), "it is seen to leave")
+        kill(state, "nats")  # the supervisor goes on, and would have started it by now
+        wait_restarted(state, 1, "nats")
+        assert entry(state, "prefill-0") == drained
+        assert answer(), "prompts are prefilled locally"

@@ -1,0 +1,84 @@
+"""The `pullfill` command over a state directory: run it, start it, and read what it recorded."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pullfill.deploy.procs import ProcessId
+from pullfill.deploy.state import StateDir, identity
+
+SERVERS_ONLY = ("--decode", "0", "--prefill", "0", "--frontends", "0")
+PULLFILL = (sys.executable, "-P", "-m", "pullfill.deploy.cli")
+
+
+_started: list[subprocess.Popen[str]] = []
+
+
+def run(state: Path, *arguments: str, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
+    """One command to its end."""
+    return subprocess.run(
+        [*PULLFILL, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env={**os.environ, "PULLFILL_STATE_DIR": str(state)},
+    )
+
+
+def start(state: Path, *arguments: str) -> subprocess.Popen[str]:
+    """One command that goes on; the `state` fixture ends it."""
+    process = subprocess.Popen(
+        [*PULLFILL, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "PULLFILL_STATE_DIR": str(state)},
+    )
+    _started.append(process)
+    return process
+
+
+def read_until(process: subprocess.Popen[str], text: str) -> str:
+    """Output up to the line with `text`. Fails when the process ends before it."""
+    assert process.stdout is not None
+    seen = ""
+    for line in process.stdout:
+        seen += line
+        if text in line:
+            return seen
+    raise AssertionError(f"ended without {text!r}:\n{seen}")
+
+
+def wait_for(condition: Callable[[], bool], what: str, seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)
+
+
+def cluster(state: Path) -> dict[str, Any]:
+    found = json.loads((state / "cluster.json").read_text())
+    assert isinstance(found, dict)
+    return found
+
+
+def recorded(state: Path) -> list[ProcessId]:
+    file = StateDir(state).cluster()
+    return [identity(entry) for entry in file.processes] if file else []
+
+
+def end_started() -> None:
+    """Kill what `start` started and still runs."""
+    while _started:
+        process = _started.pop()
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()

@@ -1,0 +1,183 @@
+"""What `up` does about a process that ends: real processes, pauses cut short."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from pullfill.config import RESTARTS_ENV, ClusterFile, ClusterRef, ProcessEntry
+from pullfill.deploy import keeper, local, plan
+from pullfill.deploy.children import Children
+from pullfill.deploy.keeper import MAX_DEATHS, WINDOW_S, Deaths, Keeper
+from pullfill.deploy.state import Launch, StateDir
+from pullfill.deploy.view import ProcessView
+from tests.support.waiting import eventually
+
+PATIENCE_S = 20.0
+
+
+class TestDeaths:
+    def test_pauses_grow_and_end(self) -> None:
+        deaths = Deaths()
+        assert [deaths.pause(float(i)) for i in range(5)] == [0.5, 1.0, 2.0, 4.0, None]
+
+    def test_deaths_of_long_ago_do_not_count(self) -> None:
+        deaths = Deaths()
+        for i in range(20):
+            assert deaths.pause(i * (WINDOW_S / 2 + 0.1)) in (0.5, 1.0)
+        assert deaths.pause(1e6) == 0.5
+
+    def test_five_within_the_window_are_enough_at_any_time(self) -> None:
+        deaths = Deaths()
+        assert deaths.pause(0.0) == 0.5
+        late = [WINDOW_S + 1 + i * WINDOW_S / 5 for i in range(5)]
+        assert [deaths.pause(now) for now in late] == [0.5, 1.0, 2.0, 4.0, None]
+
+
+class Rig:
+    """A keeper over processes of `sh`, each with its log."""
+
+    def __init__(self, directory: Path) -> None:
+        self.state = StateDir(directory)
+        self.state.logs.mkdir(parents=True)
+        self.state.write_launch(Launch(cluster_id="id", model="m"))
+        cluster = ClusterFile(namespace="n", nats_url="q", etcd_url="e", frontend_url="")
+        self.said = io.StringIO()
+        view = ProcessView(Console(file=self.said, width=200), "test")
+        self.stop = asyncio.Event()
+        self.children = Children(cluster, self.state, view)
+        self.options = plan.UpOptions()
+        self.keeper = Keeper(self.options, self.children, self.state, view, self.stop, "id")
+
+    def launch(self, name: str, script: str) -> None:
+        role = name.split("-")[0]
+        worker = name not in ("nats", "etcd")
+        spec = plan.ProcessSpec(
+            name=name,
+            role=role,
+            argv=["sh", "-c", script, "--instance-id", "old"],
+            env={"PATH": "/usr/bin:/bin"},
+            instance_id="old" if worker else None,
+        )
+        self.children.launch(spec)
+
+    def entry(self, name: str) -> ProcessEntry:
+        """As other processes read it."""
+        cluster = self.state.cluster()
+        assert cluster is not None
+        return next(entry for entry in cluster.processes if entry.name == name)
+
+    @asynccontextmanager
+    async def keeping(self, name: str) -> AsyncIterator[asyncio.Task[None]]:
+        task = asyncio.create_task(self.keeper.keep(name))
+        try:
+            yield task
+        finally:
+            self.stop.set()
+            for child in self.children.names:
+                self.children[child].kill()
+            await asyncio.wait_for(task, PATIENCE_S)
+            self.children.reap()
+
+
+@pytest.fixture
+def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rig:
+    monkeypatch.setattr(keeper, "FIRST_PAUSE_S", 0.001)
+    return Rig(tmp_path)
+
+
+async def until(check: Callable[[], bool]) -> None:
+    await asyncio.to_thread(eventually, check, "what the keeper does")
+
+
+async def test_a_dead_worker_is_another_instance_and_counted(rig: Rig) -> None:
+    rig.launch("decode-0", f"echo restarts ${RESTARTS_ENV} as $1; sleep 60")
+    first = rig.entry("decode-0")
+    async with rig.keeping("decode-0"):
+        rig.children["decode-0"].kill()
+        await until(lambda: rig.entry("decode-0").restarts == 1)
+        again = rig.entry("decode-0")
+        assert (again.pid, again.started) != (first.pid, first.started)
+        assert again.instance_id not in (None, "old")
+        log = rig.state.log_of("decode-0")
+        await until(lambda: f"restarts 1 as {again.instance_id}" in log.read_text())
+    assert "decode-0 died (killed by SIGKILL)" in rig.said.getvalue()
+
+
+async def test_who_leaves_on_purpose_stays_away(rig: Rig) -> None:
+    rig.launch("prefill-0", "exit 0")
+    async with rig.keeping("prefill-0") as task:
+        await asyncio.wait_for(task, PATIENCE_S)
+    assert rig.entry("prefill-0").restarts == 0
+    assert "prefill-0 finished (drained)" in rig.said.getvalue()
+
+
+async def test_a_server_is_missed_however_it_left(rig: Rig) -> None:
+    rig.launch("nats", f"test ${RESTARTS_ENV} = 0 && exit 0; sleep 60")
+    async with rig.keeping("nats"):
+        await until(lambda: rig.entry("nats").restarts == 1)
+
+
+async def test_five_deaths_end_it_with_the_last_lines_of_the_log(rig: Rig) -> None:
+    rig.launch("nats", f"echo reason ${RESTARTS_ENV}; exit 3")
+    async with rig.keeping("nats") as task:
+        await asyncio.wait_for(task, PATIENCE_S)
+    entry = rig.entry("nats")
+    assert entry.restarts == MAX_DEATHS - 1
+    assert entry.gave_up.startswith("gave up after 5 deaths in 60 s")
+    assert entry.gave_up.endswith("reason 4")
+    assert rig.keeper.gave_up == {"nats"}
+    said = rig.said.getvalue()
+    assert "gave up after 5 deaths" in said
+    assert said.count("died (exit code 3)") == MAX_DEATHS
+    here = local.processes(ClusterRef("n", "e", "q", rig.state.path))
+    told = "\n".join(local.lines(here))
+    assert "nats: gave up" in told
+    assert "reason 4" in told
+    assert "the supervisor (pid 0) is gone" in told
+
+
+async def test_a_program_that_is_gone_is_given_up_too(rig: Rig) -> None:
+    program = rig.state.path / "program"
+    program.symlink_to(sys.executable)
+    spec = plan.ProcessSpec(name="etcd", role="etcd", argv=[str(program), "-c", ""], env={})
+    rig.children.launch(spec)
+    program.unlink()
+    async with rig.keeping("etcd") as task:
+        await asyncio.wait_for(task, PATIENCE_S)
+    assert rig.entry("etcd").gave_up
+    assert rig.said.getvalue().count("was not started again: cannot start etcd") == MAX_DEATHS - 1
+
+
+async def test_no_restart(rig: Rig) -> None:
+    rig.options.restart = False
+    rig.launch("etcd", "exit 1")
+    async with rig.keeping("etcd") as task:
+        await asyncio.wait_for(task, PATIENCE_S)
+    assert rig.entry("etcd").restarts == 0
+    assert "joining, leaving and settings stops" in rig.said.getvalue()
+
+
+@pytest.mark.parametrize("how", ["down", "signal"])
+async def test_nothing_is_started_while_the_cluster_stops(rig: Rig, how: str) -> None:
+    """The lock is taken, as by `pullfill down`, before the process dies."""
+    rig.launch("decode-0", "sleep 60")
+    async with rig.keeping("decode-0") as task:
+        with rig.state.locked():
+            rig.children["decode-0"].kill()
+            await until(lambda: "decode-0 died" in rig.said.getvalue())
+            await asyncio.sleep(0.05)
+            assert not task.done()
+            if how == "down":
+                rig.state.mark_stopping()
+            else:
+                rig.stop.set()
+        await asyncio.wait_for(task, PATIENCE_S)
+    assert rig.entry("decode-0").restarts == 0
