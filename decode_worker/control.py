@@ -260,6 +260,9 @@ class ControlServer:
             self._reader_of(hello),
         )
         self._peers[peer.name] = peer
+        for old in [p for p in self._peers.values() if p.instance_id == peer.instance_id]:
+            if old is not peer:
+                old.channel.abort()  # a worker has one connection: it has left this one already
         self._count()
         channel.write(
             Welcome(decode_instance=self._instance_id, incarnation=self._ledger.incarnation)
@@ -346,7 +349,7 @@ class ControlServer:
         if claimed.grant is None:
             assert claimed.refused is not None
             metrics.CLAIM.labels(claimed.refused.value).inc()
-            if claimed.refused is not RefuseReason.HELD:
+            if claimed.refused not in (RefuseReason.HELD, RefuseReason.IN_PROGRESS):
                 metrics.STALE_REFUSED.labels("claim").inc()
             peer.channel.write(
                 Refused(

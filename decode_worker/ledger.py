@@ -4,7 +4,7 @@ One entry per remote prefill, from `open` until it is terminal:
 
     QUEUED ──claim──▶ GRANTED(n) ──commit(n)──▶ COMMITTED     with digests: ──▶ VERIFYING(n),
       │                 │                                       then COMMITTED, or CLOSED: mismatch
-      │                 │ revoke: fail, cancel, deadline, writer lost, claim by another worker
+      │                 │ revoke: fail, cancel, deadline, writer lost
       │                 ▼
       │            fence proved dead at once? ──no──▶ QUARANTINED(n)
       │                 │ yes                            │ proof
@@ -152,7 +152,8 @@ class Ledger(Arrivals):
     # ------------------------------------------------------------------ prefill workers
 
     def claim(self, job_id: str, incarnation: str, writer: str, ack_subject: str = "") -> Claimed:
-        """Grant the job to `writer` (a control connection), or say why not."""
+        """Grant the job to `writer` (a control connection), or say why not. A job that another
+        writer holds stays with that writer."""
         try:
             with self._lock:
                 return self._claim(job_id, incarnation, writer, ack_subject)
@@ -167,13 +168,15 @@ class Ledger(Arrivals):
             ended = self._ended.get(job_id)
             reason = RefuseReason(ended.value) if ended else RefuseReason.UNKNOWN_JOB
             return Claimed(refused=reason)
-        if entry.state is JobState.GRANTED:
-            if entry.writer == writer:
-                return Claimed(refused=RefuseReason.HELD, retry_after_s=1.0)
-            self._revoke(entry, "claimed_by_another", requeue=True)
         if entry.settled:
             return Claimed(refused=RefuseReason.CLOSED)
-        if entry.state in (JobState.QUARANTINED, JobState.READING, JobState.VERIFYING):
+        if entry.state is JobState.GRANTED and entry.writer == writer:
+            return Claimed(refused=RefuseReason.HELD, retry_after_s=1.0)
+        if entry.state in UNDER_WAY:
+            # A claim never takes a job from its holder. A holder that is gone or silent loses its
+            # connection, and `writer_lost` takes the job from it.
+            return Claimed(refused=RefuseReason.IN_PROGRESS)
+        if entry.state is JobState.QUARANTINED:
             return Claimed(refused=RefuseReason.HELD, retry_after_s=HELD_RETRY_S)
         now = self._clock.monotonic()
         if now >= entry.due:
@@ -214,10 +217,11 @@ class Ledger(Arrivals):
         self._wake()
 
     def writer_lost(self, writer: str, *, others_alive: bool) -> None:
-        """A control connection ended. Its jobs go to another worker if one is connected. If none
-        is, every open job is served locally, also those nobody has claimed: waiting for a worker
-        that may never come would cost each of them its whole deadline. Blocks stay held until the
-        writes into them are proved over."""
+        """A control connection ended. Its jobs go to another worker if one is connected: their
+        deliveries are handed back to the queue here, and not by the prefill worker, which may be
+        dead. If none is connected, every open job is served locally, also those nobody has claimed:
+        waiting for a worker that may never come would cost each of them its whole deadline. Blocks
+        stay held until the writes into them are proved over."""
         with self._lock:
             for entry in list(self._jobs.values()):
                 if entry.state in (JobState.READING, JobState.VERIFYING):

@@ -9,11 +9,13 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from pullfill.errors import HandoffError, PeerUnavailable, PullfillError
-from pullfill.prefill_worker.link import DecodeLink
+from pullfill.prefill_worker.link import DecodeLink, LinkLost
 from pullfill.wire import Grant, HandBack
 
 T = TypeVar("T")
 
+AGAIN_S = 0.05
+"""How long the queue keeps a job whose attempt failed here, at least."""
 _NAK_SOONEST_S = 0.5
 
 
@@ -48,11 +50,11 @@ class Opening:
         self.changed.set()
 
     def check(self, attempt: int) -> None:
-        """Raises Revoked or PeerUnavailable if the attempt ended before it began."""
+        """Raises Revoked or LinkLost if the attempt ended before it began."""
         if attempt in self.revoked:
             raise Revoked("revoked before it began")
         if self.lost:
-            raise PeerUnavailable(f"lost decode worker {self.decode_instance}")
+            raise LinkLost(f"lost decode worker {self.decode_instance}")
 
     async def unless_over(self, attempt: int, work: Coroutine[Any, Any, T]) -> T:
         """What `work` brings, cancelled and as `check` if the attempt ends before it is there."""
@@ -77,7 +79,7 @@ class Opening:
 def again_s(failure: BaseException) -> float:
     """How long the queue keeps a job whose attempt failed here. A link to a decode worker that has
     registered again takes as long as the registry's watch may."""
-    return 0.5 if isinstance(failure, Renewed) else 0.05
+    return 0.5 if isinstance(failure, Renewed) else AGAIN_S
 
 
 def patience(timeout_s: float, delivery: int, max_deliver: int) -> float | None:

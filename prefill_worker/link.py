@@ -52,6 +52,11 @@ _REPLY_S = 10.0
 _RECONNECT_S = 0.05
 
 
+class LinkLost(PeerUnavailable):
+    """The connection ended while a claim, a grant or a commit was under way. The decode worker
+    hands the delivery back to the queue if it had granted the job; this worker never does."""
+
+
 class DecodeLink:
     """One decode worker, by instance id. asyncio thread only.
 
@@ -270,9 +275,7 @@ class DecodeLink:
             channel.close()
             for future in self._replies.values():
                 if not future.done():
-                    future.set_exception(
-                        PeerUnavailable(f"lost decode worker {self.record.instance_id}")
-                    )
+                    future.set_exception(LinkLost(f"lost decode worker {self.record.instance_id}"))
             if was_up:
                 self._on_lost(self)
 

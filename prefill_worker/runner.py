@@ -2,10 +2,11 @@
 
     deliver → check → claim → (prefix read, compute, write: engine and mover) → commit → ack
 
-The message is settled exactly once: ack when the job is committed or nobody needs it any more, nak
-when another worker may do better, term when it is poison. While it runs a heartbeat keeps the
-queue from handing it to another worker. Nothing here is trusted twice: which blocks may be written
-comes from the grant, never from the job.
+The message is settled once: ack when the job is committed or nobody needs it any more, nak when
+another worker may do better, term when it is poison. It is left alone where somebody else settles
+it: another worker that holds the job, or the decode worker, when the link to it broke. While a job
+runs a heartbeat keeps the queue from handing it to another worker. Nothing here is trusted twice:
+which blocks may be written comes from the grant, never from the job.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from pullfill import failpoints, log, metrics, u32
@@ -25,7 +26,9 @@ from pullfill.errors import (
     PullfillError,
 )
 from pullfill.prefill_worker import attempt
+from pullfill.prefill_worker.deliveries import Deliveries
 from pullfill.prefill_worker.ending import (
+    AGAIN_S,
     Calls,
     HandBackOnce,
     Opening,
@@ -35,8 +38,7 @@ from pullfill.prefill_worker.ending import (
     again_s,
     patience,
 )
-from pullfill.prefill_worker.heartbeat import Heartbeat
-from pullfill.prefill_worker.link import DecodeLink
+from pullfill.prefill_worker.link import DecodeLink, LinkLost
 from pullfill.prefill_worker.readers import Readers
 from pullfill.prefill_worker.shared_mover import OutOfReach
 from pullfill.prefill_worker.task import PrefillTask
@@ -81,8 +83,7 @@ class JobRunner:
         self._running: dict[str, PrefillTask] = {}
         self._opening: dict[str, Opening] = {}
         self._jobs: set[asyncio.Task[None]] = set()
-        self._deliveries: dict[str, Delivery] = {}
-        self._heartbeat = Heartbeat(heartbeat_s, self._deliveries)
+        self._deliveries = Deliveries(heartbeat_s)
         self._calls = Calls()
         self.in_flight_tokens = 0
         self.completed = 0
@@ -95,21 +96,19 @@ class JobRunner:
         return len(self._jobs)
 
     def start(self, delivery: Delivery) -> None:
-        """Run a delivery. A second delivery of a job that runs here only replaces the handle
-        that is settled at the end."""
-        if delivery.job_id in self._deliveries:
-            self._deliveries[delivery.job_id] = delivery
+        """Run a delivery. A second delivery of a job that runs here replaces the handle that is
+        settled at the end."""
+        if not self._deliveries.take(delivery):
             return
-        self._deliveries[delivery.job_id] = delivery
-        self._heartbeat.start()
         self.in_flight_tokens += delivery.tokens
         self.idle.clear()
         task = asyncio.create_task(self._run(delivery))
         self._jobs.add(task)
 
         def done(_: asyncio.Task[None]) -> None:
-            self._deliveries.pop(delivery.job_id, None)
             self.in_flight_tokens -= delivery.tokens
+            if (newer := self._deliveries.end(delivery)) is not None:
+                self.start(newer)
             self._over(task)
             self._on_change()
 
@@ -117,9 +116,14 @@ class JobRunner:
 
     async def abandon(self) -> None:
         """Stop now: hand every job back to the queue and to its decode worker."""
-        for job in list(self._jobs):
-            job.cancel()
-        await asyncio.gather(*self._jobs, return_exceptions=True)
+        while self._jobs:
+            for job in list(self._jobs):
+                job.cancel()
+            await asyncio.gather(*self._jobs, return_exceptions=True)
+
+    def running(self) -> Iterable[Delivery]:
+        """The deliveries that are worked on here."""
+        return self._deliveries.running()
 
     # ------------------------------------------------------------------ events from links
 
@@ -160,7 +164,7 @@ class JobRunner:
         for task in list(self._running.values()):
             if self._engine.decode_instance_of(task) == instance:
                 task.cancel()
-                task.end(PeerUnavailable(f"lost decode worker {instance}"))
+                task.end(LinkLost(f"lost decode worker {instance}"))
 
     def _keep(self, task: asyncio.Task[None]) -> None:
         """Count a task among what must end before this worker is idle."""
@@ -179,16 +183,17 @@ class JobRunner:
             await self._handle(delivery)
         except asyncio.CancelledError:
             with contextlib.suppress(Exception):
-                await self._latest(delivery).nak()
+                # The delay lets the HandBack arrive before another worker's claim.
+                await self._deliveries.settle(delivery, "nak", delay_s=AGAIN_S)
             raise
         except BadMessage as exc:
             self.failed += 1
             logger.error("job %s is poison, dead-lettered: %s", delivery.job_id, exc)
-            await self._settle(delivery, "term", str(exc))
+            await self._deliveries.settle(delivery, "term", str(exc))
         except Exception:
             self.failed += 1
             logger.exception("job %s failed; giving it back", delivery.job_id)
-            await self._settle(delivery, "nak")
+            await self._deliveries.settle(delivery, "nak")
 
     async def _handle(self, delivery: Delivery) -> None:
         job = decode(delivery.body, PrefillJob)
@@ -200,13 +205,18 @@ class JobRunner:
         try:
             link = await self._links.find(job.decode_instance)
             started = time.monotonic()
-            grant = await self._claim(link, job, delivery, opening)
+            link, grant = await self._claim(link, job, delivery, opening)
             claim_ms = (time.monotonic() - started) * 1e3
             metrics.CLAIM.labels("granted").inc()
             await self._work(link, job, tokens, grant, delivery, claim_ms, opening)
         except ClaimRefused as exc:
             metrics.CLAIM.labels(exc.reason).inc()
-            await self._settle(delivery, "ack")
+            # The holder of a job in progress keeps its message alive and settles it. The queue
+            # delivers no message again after the last delivery; it would become a dead letter.
+            if exc.reason != RefuseReason.IN_PROGRESS or delivery.number >= self._max_deliver:
+                await self._deliveries.settle(delivery, "ack")
+        except LinkLost as exc:
+            logger.info("job %s: %s; the decode worker hands it back", job.job_id, exc)
         except PeerUnavailable as exc:
             await self._out_of_reach(job, delivery, exc)
         finally:
@@ -223,18 +233,25 @@ class JobRunner:
         if self._links.knows(job.decode_instance) or delivery.number == 1:
             delay_s = patience(job.timeout_s, delivery.number, self._max_deliver)
         logger.info("job %s: %s%s", job.job_id, why, "" if delay_s else "; dropped")
-        await self._settle(delivery, "nak" if delay_s else "ack", delay_s=delay_s or 0.0)
+        await self._deliveries.settle(delivery, "nak" if delay_s else "ack", delay_s=delay_s or 0.0)
 
     async def _claim(
         self, link: DecodeLink, job: PrefillJob, delivery: Delivery, opening: Opening
-    ) -> Grant:
+    ) -> tuple[DecodeLink, Grant]:
+        """A grant, and the link that it came over. Raises ClaimRefused, PeerUnavailable."""
         give_up = time.monotonic() + job.timeout_s
         while True:
             opening.lost = False
             try:
-                return await link.claim(
+                return link, await link.claim(
                     job.job_id, job.incarnation, delivery.number, delivery.ack_subject
                 )
+            except LinkLost as lost:
+                # Nobody here knows whether the job was granted. A claim over a new link finds out.
+                try:
+                    link = await self._links.find(job.decode_instance)
+                except PeerUnavailable:
+                    raise lost from None
             except ClaimRefused as exc:
                 retry = exc.retry_after_s
                 if exc.reason != RefuseReason.HELD.value or retry is None:
@@ -268,6 +285,9 @@ class JobRunner:
             self.failed += 1
             give_back(str(exc), retry=True)
             logger.info("job %s attempt %d: %s", job.job_id, grant.attempt, exc)
+        except LinkLost:
+            self.failed += 1
+            raise
         except OutOfReach as exc:
             self.failed += 1
             again = delivery.number < _TRIES_OUT_OF_REACH
@@ -275,12 +295,12 @@ class JobRunner:
             if again:
                 raise
             logger.warning("job %s attempt %d: %s", job.job_id, grant.attempt, exc)
-            await self._settle(delivery, "ack")
+            await self._deliveries.settle(delivery, "ack")
         except (PullfillError, TimeoutError) as exc:
             self.failed += 1
             logger.warning("job %s attempt %d: %s", job.job_id, grant.attempt, exc or "timeout")
             give_back(str(exc) or "timeout", retry=True)
-            await self._settle(delivery, "nak", delay_s=again_s(exc))
+            await self._deliveries.settle(delivery, "nak", delay_s=again_s(exc))
         except Exception:
             give_back("failed", retry=True)
             raise
@@ -304,7 +324,7 @@ class JobRunner:
             self.failed += 1
             logger.warning("job %s attempt %d: %s", job.job_id, grant.attempt, exc)
             give_back(str(exc), retry=False)
-            await self._settle(delivery, "ack")
+            await self._deliveries.settle(delivery, "ack")
             return False
         except Exception as exc:
             give_back(str(exc), retry=False)
@@ -376,24 +396,4 @@ class JobRunner:
             self.failed += 1
             logger.warning("commit of job %s refused: %s", task.job_id, reply.reason)
         if reply.reason != STALE:  # else as after a revoke: the message may be another worker's now
-            await self._settle(delivery, "ack")
-
-    # ------------------------------------------------------------------ the message
-
-    def _latest(self, delivery: Delivery) -> Delivery:
-        return self._deliveries.get(delivery.job_id, delivery)
-
-    async def _settle(
-        self, delivery: Delivery, verb: str, reason: str = "", delay_s: float = 0.0
-    ) -> None:
-        current = self._latest(delivery)
-        try:
-            if verb == "ack":
-                await current.ack()
-            elif verb == "term":
-                await current.term(reason)
-            else:
-                await current.nak(delay_s)
-        except PullfillError as exc:
-            # It will be redelivered and refused at the claim, or served by another worker.
-            logger.warning("could not %s job %s: %s", verb, delivery.job_id, exc)
+            await self._deliveries.settle(delivery, "ack")

@@ -267,6 +267,7 @@ class PrefillWorker:
             readers=Readers(self._context.owner.fences if self._context.owner else None),
             on_change=lambda: puller.changed(),
         )
+        consumer.running = self._runner.running
         budget = budget_of(config.scheduler_config.max_num_batched_tokens)
         loop = asyncio.get_running_loop()
         self._credits = Credits(

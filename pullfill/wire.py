@@ -130,7 +130,9 @@ class RefuseReason(enum.StrEnum):
     COMMITTED = "committed"
     CLOSED = "closed"
     HELD = "held"
-    """Another attempt holds it or its blocks are quarantined: retry after `retry_after_s`."""
+    """It cannot be granted now, but soon: claim again after `retry_after_s`."""
+    IN_PROGRESS = "in_progress"
+    """Another prefill worker, which is alive, works on it: forget this delivery, settle nothing."""
 
 
 class DigestMode(enum.StrEnum):
@@ -238,7 +240,8 @@ class Grant(Message, tag="grant", frozen=True, kw_only=True):
 
 
 class Refused(Message, tag="refused", frozen=True, kw_only=True):
-    """No grant. `retry_after_s` None: settle the job (ack); it needs nobody any more."""
+    """No grant. `retry_after_s` None: settle the job (ack), because it needs nobody any more; only
+    with the reason `in_progress` its holder settles it."""
 
     rid: Count
     job_id: Id

@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Self
 
 from nats.aio.msg import Msg
@@ -29,7 +29,7 @@ from pullfill.queue.acks import Acks
 from pullfill.queue.connection import Link, NoResponders, NotSent, OnEvent
 from pullfill.queue.contract import Delivery, OnDeadLetter, QueueConfig
 from pullfill.queue.deadletter import DeadLetters, MaxDeliveries
-from pullfill.queue.delivery import JetStreamDelivery
+from pullfill.queue.delivery import IN_PROGRESS, JetStreamDelivery
 from pullfill.queue.depth import moment
 from pullfill.queue.names import CONSUMER, Names
 
@@ -55,6 +55,7 @@ class JetStreamConsumer:
     def __init__(self, config: QueueConfig) -> None:
         self.clock_offset_s = 0.0
         self.stream_id = ""
+        self.running: Callable[[], Iterable[Delivery]] = tuple
         self.link: Link
         self.letters: DeadLetters
         self.acks: Acks
@@ -261,6 +262,21 @@ class JetStreamConsumer:
         if not self._draining:
             self._inbox = client.new_inbox()
             self._subscription = await client.subscribe(f"{self._inbox}.*", cb=self._on_message)
+        await self._renew()
+
+    async def _renew(self) -> None:
+        """Tell the server, before anything is pulled over this connection, that the deliveries it
+        gave us are worked on. Waits for its answer to the last sign: it reads them in order."""
+        signs = [
+            d.ack_subject
+            for d in self.running()
+            if isinstance(d, JetStreamDelivery) and not d.obsolete(self.stream_id)
+        ]
+        with contextlib.suppress(QueueUnavailable):
+            for subject in signs[:-1]:
+                await self.link.publish(subject, IN_PROGRESS)
+            for subject in signs[-1:]:
+                await self.link.request(subject, IN_PROGRESS, SETTLE_TRY_S)
 
     async def tell(self, stream_id: str, ack_subject: str, verdict: bytes) -> None:
         """Tell the server if it is there and still has the stream."""

@@ -11,7 +11,7 @@ Both implementations (`jetstream.py`, `memory.py`) pass `tests/contract/test_que
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -170,7 +170,12 @@ class JobProducer(Protocol):
 
 
 class JobConsumer(Protocol):
-    """The prefill worker's side."""
+    """The prefill worker's side.
+
+    running: set by whoever pulls; the deliveries it works on. Over a new connection the server gets
+    a sign of life for each of them before the next pull."""
+
+    running: Callable[[], Iterable[Delivery]]
 
     async def pull(self, budget_tokens: int, max_jobs: int, wait_s: float) -> list[Delivery]:
         """Up to `max_jobs` jobs; waits at most `wait_s` for the first. Stops taking more once

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from pullfill.queue.consumer import JetStreamConsumer
 
 
+IN_PROGRESS = b"+WPI"
+
+
 class JetStreamDelivery:
     """A `Delivery`. Usable over reconnects: its ack subject names the message for good.
 
@@ -64,4 +67,8 @@ class JetStreamDelivery:
 
     async def in_progress(self) -> None:
         if not self._settled:
-            await self._owner.tell(self._stream_id, self.ack_subject, b"+WPI")
+            await self._owner.tell(self._stream_id, self.ack_subject, IN_PROGRESS)
+
+    def obsolete(self, stream_id: str) -> bool:
+        """Whether there is nothing more to say of it: it is settled, or from another stream."""
+        return self._settled or self._stream_id != stream_id

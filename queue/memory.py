@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from pullfill.clock import SYSTEM_CLOCK, Clock
@@ -251,6 +252,7 @@ class MemoryConsumer:
     """A `JobConsumer`."""
 
     def __init__(self, queue: MemoryQueue) -> None:
+        self.running: Callable[[], Iterable[Delivery]] = tuple
         self._queue = queue
         self._draining = False
 

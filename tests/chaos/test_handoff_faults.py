@@ -66,10 +66,11 @@ def test_row_4_prefill_dies_before_its_ack(paired: Cluster, oracle: Oracle) -> N
 def test_row_2_prefill_killed_under_load_with_another_alive(
     paired: Cluster, oracle: Oracle
 ) -> None:
-    """Another worker takes its jobs over: nothing is served locally."""
+    """Another worker takes its jobs over: nothing is served locally. A job that was committed
+    within the last 5 ms may not be acked yet: as in row 4 it is redelivered, and refused."""
     first, second = only_prefill(paired), paired.launch("prefill")
     paired.wait_ready(first, second)
-    with checked(paired, oracle) as check:
+    with checked(paired, oracle, stale={"claim": (0, 2)}) as check:
         first.arm("shm.write.batch=kill@20")
         with check.load(threads=4, lengths=(900, 1400, 2000), seed=8000) as load:
             assert first.process.wait(60) == -signal.SIGKILL
@@ -185,23 +186,22 @@ def test_row_7_abort_mid_write(paired: Cluster, oracle: Oracle) -> None:
 
 def test_row_12_duplicate_delivery(paired: Cluster, oracle: Oracle) -> None:
     """No heartbeat, and a prefill longer than `ack_wait`: the queue gives the job to another
-    worker, whose claim wins; what the first one writes late is refused."""
+    worker. The first one is alive, so the job stays with it; the other one is told so."""
     first, second = only_prefill(paired), paired.launch("prefill")
     paired.wait_ready(first, second)
-    with checked(paired, oracle, stale={"revoked": 1, "write": (0, 1)}) as check:
+    with checked(paired, oracle) as check:
         for worker in (first, second):  # whoever gets it first is the slow one
             worker.arm("prefill.heartbeat=error;prefill.before_write=sleep:8@1")
-        ends: list[str] = []
+        refused = paired.counter("pullfill_claim_total", result="in_progress")
         with check.load(threads=1, lengths=(1500,), seed=8500) as load:
             until(lambda: holders(paired, first, second), 10, "one of them has it")
             (slow,) = holders(paired, first, second)
-            other = second if slow is first else first
-            other.arm("")
+            (second if slow is first else first).arm("")
             until(lambda: load.done, 30, "answered")
-            ends.append(load.prefill_instances().pop())
-        told = check.told(load.done[0][1])
-        assert (told["path"], told["attempts"]) == ("remote", 2)
-        assert ends == [other.instance_id]
+            told = check.told(load.done[0][1])
+        assert (told["path"], told["attempts"]) == ("remote", 1)
+        assert told["prefill_instance"] == slow.instance_id
+        assert paired.counter("pullfill_claim_total", result="in_progress") > refused
 
 
 def holders(cluster: Cluster, *workers: Worker) -> list[Worker]:

@@ -377,13 +377,38 @@ async def test_an_ack_subject_that_is_not_the_queues_harms_nobody(
     assert decode.nakked == []
 
 
-async def test_a_claim_of_another_worker_revokes_the_first(decode: Decode, connect: Any) -> None:
+async def test_a_claim_of_another_worker_leaves_the_job_with_its_holder(
+    decode: Decode, connect: Any
+) -> None:
+    stale = metrics.STALE_REFUSED.labels("claim")
     one, two = await connect("prefill-1"), await connect("prefill-2")
     decode.open()
     first = await one.claim()
-    second = await two.claim()
-    assert (first.attempt, second.attempt) == (1, 2)
-    await until(lambda: one.revokes)
-    assert two.revokes == []
-    assert not (await one.commit(first)).ok
-    assert (await two.commit(second)).ok
+    before = stale._value.get()
+    for _ in range(4):
+        with pytest.raises(ClaimRefused) as caught:
+            await two.claim()
+        assert caught.value.reason == RefuseReason.IN_PROGRESS
+        assert not caught.value.retryable
+    assert stale._value.get() == before, "nothing was stale"
+    assert (await one.commit(first)).ok
+    assert one.revokes == two.revokes == []
+
+
+async def test_a_worker_that_connects_anew_has_left_its_old_connection(
+    decode: Decode, connect: Any, raw: Raw
+) -> None:
+    """The old connection may seem to stand for seconds; its jobs go on over the new one."""
+    decode.server._silent_s = 3600.0  # its silence says nothing in this test
+    other = await connect("prefill-2")
+    decode.open()
+    raw.say(hello("prefill-1"))
+    assert isinstance(await raw.hear(), Welcome)
+    raw.say(Claim(rid=1, job_id="j", incarnation="i0", delivery=1, ack_subject="ack.j"))
+    assert isinstance(await raw.hear(), Grant)
+    again = await connect("prefill-1")
+    assert await raw.ended()
+    await until(lambda: decode.nakked == ["ack.j"])
+    assert decode.server.instances == ["prefill-1", "prefill-2"]
+    assert (await again.claim()).attempt == 2
+    assert other.lost == again.lost == 0

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pullfill.queue.memory import MemoryQueue
+from pullfill import metrics
 from tests.support.fakes import FakeClock
 from tests.support.handoff_rig import Cluster, hold, prompt, settled, stuck_in_a_write, until
 from tests.support.kv_engine import BLOCK
@@ -170,31 +170,32 @@ async def test_the_only_worker_dies(tmp_path: Path) -> None:
         await cluster.check_clean()
 
 
-async def test_a_duplicate_delivery_is_written_by_one_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """ack_wait shorter than the prefill and no heartbeat: the later claim wins, and only after
-    the first writer is proved quiet. The loser leaves the message to the winner: a nak of the old
-    delivery would take it away again."""
-    clock, naks = FakeClock(), []
-    monkeypatch.setattr(MemoryQueue, "back", lambda _queue, seq, _delay_s: naks.append(seq))
-    async with Cluster(tmp_path, clock=clock, ack_wait_s=5.0) as cluster:
+async def test_duplicate_deliveries_leave_the_job_with_its_writer(tmp_path: Path) -> None:
+    """No sign of life reaches the queue, which delivers the job to the other worker again and
+    again. That one is told who works on it, and leaves the message alone. The last delivery is
+    settled: after it the job would be a dead letter."""
+    clock = FakeClock()
+    async with Cluster(tmp_path, clock=clock, ack_wait_s=1.0) as cluster:
         decode, first = await cluster.decode(), await cluster.prefill(chunk=5)
         faults = hold(decode)
         served = decode.send(prompt(30))
         await stuck_in_a_write(decode)
         await first.puller.stop()
-        second = await cluster.prefill()
-        clock.advance(6.0)
-        await until(lambda: second.runner.in_flight == 1)
-        await until(lambda: decode.ledger.counts()["quarantined"] == 1)  # type: ignore[index]
-        assert second.engine.computed_tokens == 0, "not before the proof"
+        second, claims = await cluster.prefill(), metrics.CLAIM.labels("in_progress")
+        before = claims._value.get()
+        for delivery in range(2, cluster.config.max_deliver + 1):
+            clock.advance(1.1)
+            told = before + 2 * (delivery - 1)  # counted at both ends
+            await until(lambda told=told: claims._value.get() == told)  # type: ignore[misc]
+            assert decode.ledger.counts()["granted"] == 1  # type: ignore[index]
+        clock.advance(1.1)
         faults.resume()
         await settled(served)
         assert decode.right(served)
         await cluster.check_clean()
-        assert (first.runner.completed, second.runner.completed) == (0, 1)
-        assert naks == []
+        assert (first.runner.completed, second.runner.completed) == (1, 0)
+        assert second.engine.computed_tokens == 0
+        assert not cluster.queue.dead
 
 
 async def test_a_stopped_writer_keeps_its_blocks_and_nothing_else(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Set
 
 from pullfill.decode_worker.context import DecodeContext, OpenedJob
+from pullfill.decode_worker.entry import UNDER_WAY
 from pullfill.decode_worker.ledger import JobState, Ledger
 from pullfill.decode_worker.moves import (
     CancelMessage,
@@ -24,7 +25,7 @@ from pullfill.decode_worker.scheduler_side import SchedulerSide
 from pullfill.decode_worker.story import Stories
 from pullfill.errors import Fenced, Outcome
 from pullfill.transfer.loopback import LoopbackFences
-from pullfill.wire import DigestMode, RouterConfig, RouterPolicy
+from pullfill.wire import DigestMode, RefuseReason, RouterConfig, RouterPolicy
 from tests.support.fakes import FakeClock, FakePool, FakeRequest
 from tests.support.handoff_jobs import (
     BLOCK,
@@ -169,8 +170,15 @@ class HandoffModel:
 
     def claim(self, job: Job, writer: str, incarnation: str | None = None) -> Claimed:
         incarnation = incarnation or self.ledger.incarnation
+        before = self.ledger.find(job.job.job_id)
+        holder = (before.writer, before.attempt) if before and before.state in UNDER_WAY else None
         claimed = self.ledger.claim(job.job.job_id, incarnation, writer, f"ack.{writer}")
         self.seen.add(f"claim {claimed.refused or 'granted'}")
+        if before is not None and holder is not None:
+            assert before.state in UNDER_WAY, "a claim took the job from its holder"
+            assert (before.writer, before.attempt) == holder
+        if claimed.retry_after_s is not None:
+            assert claimed.refused is RefuseReason.HELD
         if (grant := claimed.grant) is not None:
             assert grant.blocks == job.job.blocks
             self.seen.add(f"attempt {grant.attempt}")

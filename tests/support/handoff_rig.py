@@ -1,7 +1,8 @@
 """Decode and prefill workers without vLLM: every part of the handoff but the engines is real.
 
-queue/memory.py, Ledger, ControlServer, Publisher, both scheduler halves, JobRunner, Puller, Links,
-Mover and a transport; `KvEngine` computes on the prefill side, `DecodeHalf` is vLLM on the other.
+The queue (in memory or on NATS), Ledger, ControlServer, Publisher, both scheduler halves,
+JobRunner, Puller, Links, Mover and a transport. `KvEngine` computes for the prefill side;
+`DecodeHalf` stands for vLLM on the other.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from pullfill.prefill_worker.mover import Mover
 from pullfill.prefill_worker.puller import Puller
 from pullfill.prefill_worker.readers import Readers
 from pullfill.prefill_worker.runner import JobRunner
-from pullfill.queue.contract import JobProducer, QueueConfig
+from pullfill.queue.contract import JobConsumer, JobProducer, QueueConfig
+from pullfill.queue.jetstream import JetStreamConsumer, JetStreamProducer
 from pullfill.queue.memory import MemoryQueue
 from pullfill.wire import (
     SILENT_S,
@@ -43,19 +45,14 @@ from pullfill.wire import (
     WorkerRecord,
     WorkerState,
 )
+from tests.support.control_rig import until
 from tests.support.fakes import FakePool, FakeRequest
 from tests.support.handoff_directory import FakeDirectory
 from tests.support.kv_engine import BLOCK, LAYOUT, NUM_BLOCKS, KvEngine, compute, holds
+from tests.support.nats import NatsServer
 from tests.support.transfer_rigs import COMPAT, RIGS, Region, Rig
 
 COMPATIBLE = msgspec.structs.replace(COMPAT, block_size=BLOCK)
-
-
-async def until(what: Callable[[], object], timeout_s: float = 10.0) -> None:
-    """Poll for a state; the bound is for hangs only."""
-    async with asyncio.timeout(timeout_s):
-        while not what():  # noqa: ASYNC110 (nothing to wait for but the state itself)
-            await asyncio.sleep(0.001)
 
 
 @dataclass(slots=True, eq=False)
@@ -83,7 +80,7 @@ class DecodeHalf:
         kv_digest: DigestMode = DigestMode.OFF,
         kv_mode: KvMode = KvMode.PUSH_ASYNC,
     ) -> None:
-        self.name, self._host, self._producer, self._clock = name, host, producer, clock
+        self.name, self._host, self.producer, self._clock = name, host, producer, clock
         self.region: Region = rig.region(LAYOUT, instance_id=name, incarnation=f"{name}-i0")
         self.pages = self.region.pages
         self.pool = FakePool(NUM_BLOCKS)
@@ -132,7 +129,7 @@ class DecodeHalf:
         await self.control.start(self._host)
         self.publisher = Publisher(
             asyncio.get_running_loop(),
-            self._producer,
+            self.producer,
             self.ledger,
             instance_id=self.name,
             control=self.control.address,
@@ -215,13 +212,16 @@ class DecodeHalf:
 
     async def stop(self) -> None:
         await self.control.stop()
+        await self.producer.close()
         self.region.owner.close()
 
 
 class PrefillHalf:
     """A prefill worker whose vLLM is a KvEngine."""
 
-    def __init__(self, cluster: Cluster, name: str, *, chunk: int) -> None:
+    def __init__(
+        self, cluster: Cluster, name: str, *, chunk: int, consumer: JobConsumer | None = None
+    ) -> None:
         self.name, self._cluster = name, cluster
         self.local = cluster.rig.region(LAYOUT, instance_id=name, incarnation=f"{name}-i0")
         self.readers = Readers(self.local.owner.fences)
@@ -250,11 +250,12 @@ class PrefillHalf:
             self.engine,  # type: ignore[arg-type]
             heartbeat_s=cluster.heartbeat_s,
             max_prompt_tokens=300,
-            max_deliver=cluster.queue.config.max_deliver,
+            max_deliver=cluster.config.max_deliver,
             readers=self.readers,
             on_change=lambda: self.puller.changed(),
         )
-        self.consumer = cluster.queue.consumer()
+        self.consumer = consumer or cluster.queue.consumer()
+        self.consumer.running = self.runner.running
         self.puller = Puller(
             self.consumer,
             self.runner,
@@ -276,6 +277,7 @@ class PrefillHalf:
         await self.puller.stop()
         await self.runner.abandon()
         await self.links.close()
+        await self.consumer.close()
         await asyncio.to_thread(self.engine.stop)
         self.local.owner.close()
 
@@ -285,6 +287,7 @@ class Cluster:
     """Everything on one loop; use as `async with Cluster(tmp_path, "loopback") as cluster`.
 
     wrap: puts something between the decode workers and the queue (to corrupt what is published).
+    server: the queue is on this NATS server, and not in the process.
     """
 
     directory_path: Path
@@ -298,35 +301,35 @@ class Cluster:
     credit_blocks: int = 1000
     patience_s: float = SILENT_S
     wrap: Callable[[Any], Any] = lambda producer: producer
+    server: NatsServer | None = None
     decodes: dict[str, DecodeHalf] = field(default_factory=dict)
     prefills: list[PrefillHalf] = field(default_factory=list)
 
     async def __aenter__(self) -> Cluster:
         self.rig = RIGS[self.transport](self.directory_path)
         self.directory = FakeDirectory()
-        config = QueueConfig("ns", COMPATIBLE.hash(), ack_wait_s=self.ack_wait_s)
-        self.queue = MemoryQueue(config, clock=self.clock)
+        self.config = QueueConfig("ns", COMPATIBLE.hash(), ack_wait_s=self.ack_wait_s)
+        self.queue = MemoryQueue(self.config, clock=self.clock)
         return self
 
     async def __aexit__(self, *exc: object) -> None:
         for prefill in self.prefills:
-            with contextlib.suppress(Exception):
-                self._faults("resume")
+            regions = [d.region for d in self.decodes.values()] + [p.local for p in self.prefills]
+            for region in regions:
+                with contextlib.suppress(Exception):
+                    region.owner.faults.resume()  # type: ignore[attr-defined]
             await prefill.stop()
         for decode in self.decodes.values():
             await decode.stop()
         await asyncio.sleep(0.01)  # closed transports let go of their sockets
 
-    def _faults(self, verb: str) -> None:
-        regions = [d.region for d in self.decodes.values()] + [p.local for p in self.prefills]
-        for region in regions:
-            getattr(region.owner.faults, verb)()  # type: ignore[attr-defined]
-
     async def decode(self, name: str = "decode-1") -> DecodeHalf:
-        producer = self.wrap(self.queue.producer())
+        producer: JobProducer = self.queue.producer()
+        if self.server is not None:
+            producer = await JetStreamProducer.connect(self.server.url, self.config)
         decode = DecodeHalf(
             self.rig,
-            producer,
+            self.wrap(producer),
             name,
             timeout_s=self.timeout_s,
             host="127.0.0.1",
@@ -339,7 +342,10 @@ class Cluster:
         return decode
 
     async def prefill(self, *, chunk: int = 8, pull: bool = True) -> PrefillHalf:
-        prefill = PrefillHalf(self, f"prefill-{len(self.prefills) + 1}", chunk=chunk)
+        url = self.server and self.server.url
+        consumer = await JetStreamConsumer.connect(url, self.config) if url else None
+        name = f"prefill-{len(self.prefills) + 1}"
+        prefill = PrefillHalf(self, name, chunk=chunk, consumer=consumer)
         self.prefills.append(prefill)
         known = sorted(self.directory.members)
         await until(lambda: prefill.links.connected == known)
@@ -360,7 +366,8 @@ class Cluster:
             assert prefill.engine.failure is None
             assert prefill.local.owner.fences.in_use == prefill.readers.kept_blocks == 0
             assert not any(prefill.credits.used.values())
-        await until(lambda: self.queue.status().depth_jobs == 0)
+        (producer, *_) = [decode.producer for decode in self.decodes.values()]
+        await until(lambda: producer.depth().depth_jobs == 0)
 
 
 def prompt(length: int, seed: int = 1) -> list[int]:

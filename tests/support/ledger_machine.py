@@ -91,11 +91,15 @@ class LedgerMachine(RuleBasedStateMachine):
         assert not (stale and claimed.grant)
 
     @any_job
-    @rule(pick=PICK, writers=st.permutations(WRITERS))
-    def redeliver(self, pick: int, writers: list[str]) -> None:
-        """The queue hands one job to two workers."""
-        for writer in writers[:2]:
-            self.model.claim(self.job(pick), writer)
+    @rule(pick=PICK, writers=st.permutations(WRITERS), lost=st.booleans())
+    def redeliver(self, pick: int, writers: list[str], lost: bool) -> None:
+        """The queue hands one job to two workers; the link of the first may break."""
+        job, (first, second, _) = self.job(pick), writers
+        self.model.claim(job, first)
+        self.model.claim(job, second)
+        if lost:
+            self.model.lose(first, others_alive=True)
+            self.model.claim(job, second)
 
     @any_grant
     @rule(pick=PICK, reads=SELDOM)

@@ -126,6 +126,19 @@ def to_a_second_writer(entry: Entry) -> None:
         entry.state = JobState.QUEUED
 
 
+def steals(patch: Patch) -> None:
+    """A claim takes the job from a holder that is alive."""
+    real = Ledger._claim
+
+    def claim(self: Ledger, job_id: str, incarnation: str, writer: str, ack: str) -> Any:
+        entry = self._jobs.get(job_id)
+        if entry is not None and entry.state is JobState.GRANTED and entry.writer != writer:
+            self._revoke(entry, "claimed_by_another", requeue=True)
+        return real(self, job_id, incarnation, writer, ack)
+
+    patch.setattr(Ledger, "_claim", claim)
+
+
 def out_of_quarantine(entry: Entry) -> None:
     if entry.state is JobState.QUARANTINED and not entry.settled:
         entry.state, entry.fence = JobState.QUEUED, None
@@ -271,6 +284,7 @@ BROKEN: dict[str, Callable[[Patch], None]] = {
     "accepts a stale attempt": accepts_a_stale_attempt,
     "accepts an old incarnation": accepts_an_old_incarnation,
     "grants to a second writer": before_claim(to_a_second_writer),
+    "steals from a holder": steals,
     "grants out of quarantine": before_claim(out_of_quarantine),
     "grants what is being checked": before_claim(while_it_is_checked),
     "grants what is being read": before_claim(while_it_is_read),

@@ -10,7 +10,7 @@ from pullfill.decode_worker.ledger import JobState, Ledger
 from pullfill.decode_worker.moves import CancelMessage, Hold, NakDelivery, Release, Settle
 from pullfill.errors import Outcome
 from pullfill.transfer.loopback import LoopbackFences
-from pullfill.wire import RefuseReason
+from pullfill.wire import DigestMode, RefuseReason
 from tests.support.fakes import FakeClock
 from tests.support.handoff_model import CLAIM_S, TIMEOUT_S, Grant, HandoffModel, Job
 
@@ -236,7 +236,7 @@ def test_wrong_writer_attempt_or_incarnation_changes_nothing() -> None:
     assert model.commit(grant) is None
 
 
-@pytest.mark.parametrize("how", ["hand_back", "lost", "claim"])
+@pytest.mark.parametrize("how", ["hand_back", "lost"])
 @pytest.mark.parametrize("busy", [False, True])
 def test_granted_goes_to_another_writer(how: str, busy: bool) -> None:
     """Attempt n+1 only after n is proved quiet; the request just waits on."""
@@ -264,6 +264,32 @@ def test_granted_goes_to_another_writer(how: str, busy: bool) -> None:
     assert not model.ledger.has_events
     assert model.commit(model.grants[-1]) is None
     assert [r.attempt for r in model.revokes] == [1]
+    model.drain()
+
+
+@pytest.mark.parametrize("under_way", ["granted", "reading", "verifying"])
+def test_a_claim_takes_nothing_from_a_holder_that_is_alive(under_way: str) -> None:
+    """However often it comes: no attempt is counted, no writer is revoked."""
+    model = HandoffModel()
+    model.ledger.kv_digest = DigestMode.FULL if under_way == "verifying" else DigestMode.OFF
+    job, grant = granted(model)
+    if under_way == "reading":
+        assert model.ready(grant) is None
+    elif under_way == "verifying":
+        assert model.commit(grant) == "verify"
+    for _ in range(4):
+        claimed = model.claim(job, "b")
+        assert claimed.refused is RefuseReason.IN_PROGRESS
+        assert claimed.retry_after_s is None, "the newcomer asks no more"
+    if under_way == "granted":
+        assert model.commit(grant) is None
+    elif under_way == "reading":
+        assert model.end_read(model.reads[0], good=True) is None
+    else:
+        assert model.verdict(model.verifying[0], good=True) is None
+    assert told(model) == [Settle(job.request.request_id, True, Outcome.COMMITTED)]
+    assert model.revokes == []
+    assert model.claim(job, "b").refused is RefuseReason.COMMITTED
     model.drain()
 
 

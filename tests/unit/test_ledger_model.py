@@ -5,7 +5,8 @@ from __future__ import annotations
 from tests.support.ledger_machine import explore
 
 COMMON = {
-    "claim granted", "claim held", "claim committed", "claim closed", "claim stale_incarnation",
+    "claim granted", "claim held", "claim in_progress", "claim committed", "claim closed",
+    "claim stale_incarnation",
     "attempt 2", "attempt 3", "write fenced", "quarantined",
     "commit accepted", "commit stale",
     "ready accepted", "ready stale", "read stale",

@@ -15,6 +15,7 @@ SOON = (
     "forgets the message",
     "accepts a stale attempt",
     "grants to a second writer",
+    "steals from a holder",
     "reads beside the writer",
     "grants what is being read",
     "never expires",

@@ -1,0 +1,169 @@
+"""One job, delivered twice by a real NATS server, while its writer is alive.
+
+Two prefill workers and a decode worker without vLLM, real otherwise. A job whose writer is alive
+stays with it; a link that breaks brings one more delivery, and not one from each side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pullfill.prefill_worker.runner import JobRunner
+from pullfill.queue.contract import Delivery
+from pullfill.queue.delivery import JetStreamDelivery
+from tests.support.handoff_rig import (
+    Cluster,
+    DecodeHalf,
+    PrefillHalf,
+    Served,
+    hold,
+    prompt,
+    settled,
+    stuck_in_a_write,
+    until,
+)
+from tests.support.nats import NatsServer
+
+ACK_WAIT_S = 1.0
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[NatsServer]:
+    server = NatsServer(tmp_path / "nats")
+    await server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+async def cluster(tmp_path: Path, server: NatsServer) -> AsyncIterator[Cluster]:
+    cluster = Cluster(tmp_path, server=server, ack_wait_s=ACK_WAIT_S, heartbeat_s=ACK_WAIT_S / 3)
+    async with cluster:
+        yield cluster
+        server.resume_if_paused()
+
+
+@pytest.fixture
+def deliveries(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often each job was delivered, by job id, over all prefill workers."""
+    seen: Counter[str] = Counter()
+    real = JobRunner.start
+
+    def start(self: JobRunner, delivery: Delivery) -> None:
+        seen[delivery.job_id] = max(seen[delivery.job_id], delivery.number)
+        real(self, delivery)
+
+    monkeypatch.setattr(JobRunner, "start", start)
+    return seen
+
+
+async def nothing(*_: object) -> None: ...
+
+
+async def a_writer_at_work(
+    cluster: Cluster,
+) -> tuple[DecodeHalf, PrefillHalf, PrefillHalf, Served, Any]:
+    """A decode worker, the prefill worker that stands in a write for it, another one that pulls."""
+    decode, holder = await cluster.decode(), await cluster.prefill(chunk=5)
+    faults = hold(decode)
+    served = decode.send(prompt(30))
+    await stuck_in_a_write(decode)
+    return decode, holder, await cluster.prefill(), served, faults
+
+
+async def test_a_nats_outage_takes_no_job_from_its_writer(
+    cluster: Cluster, server: NatsServer, deliveries: Counter[str]
+) -> None:
+    """The server hangs for longer than `ack_wait` and hears of nobody: it delivers again."""
+    decode, holder, other, served, faults = await a_writer_at_work(cluster)
+    await holder.puller.stop()
+    with pytest.MonkeyPatch.context() as lost:  # what the outage swallows
+        lost.setattr(JetStreamDelivery, "in_progress", nothing)
+        server.pause()
+        await asyncio.sleep(1.5 * ACK_WAIT_S)
+        server.resume()
+        await until(lambda: max(deliveries.values()) == 2)
+    await until(lambda: other.runner.in_flight == 0)
+    await asyncio.sleep(1.5 * ACK_WAIT_S)  # the writer's signs of life keep the message it left
+    assert max(deliveries.values()) == 2
+    faults.resume()
+    await settled(served)
+    assert decode.right(served)
+    await cluster.check_clean()
+    assert (holder.runner.completed, other.runner.completed) == (1, 0)
+    assert other.engine.computed_tokens == 0
+
+
+async def test_a_link_that_breaks_brings_one_more_delivery(
+    cluster: Cluster, deliveries: Counter[str]
+) -> None:
+    """Both ends see the reset; the decode worker hands the delivery back, and nobody else."""
+    decode, holder, other, served, faults = await a_writer_at_work(cluster)
+    await holder.puller.stop()
+    (peer,) = [p for p in decode.control._peers.values() if p.instance_id == holder.name]
+    peer.channel.abort()
+    await until(lambda: max(deliveries.values()) == 2)
+    faults.resume()
+    await settled(served)
+    assert decode.right(served)
+    await asyncio.sleep(0.3)  # a second hand-back would come 0.05 s after the first
+    assert max(deliveries.values()) == 2
+    await cluster.check_clean()
+    assert (holder.runner.completed, other.runner.completed) == (0, 1)
+
+
+async def test_a_job_that_comes_back_to_the_worker_that_lost_its_link_runs_again(
+    cluster: Cluster, deliveries: Counter[str]
+) -> None:
+    """The queue may deliver it before the first run is over: that run does not settle it."""
+    decode, holder, other, served, faults = await a_writer_at_work(cluster)
+    await other.puller.stop()
+    real, lost = holder.runner.link_lost, asyncio.Event()
+
+    def late(link: Any) -> None:
+        asyncio.get_running_loop().call_later(0.2, real, link)
+        lost.set()
+
+    holder.links._links[decode.name]._on_lost = late
+    (peer,) = [p for p in decode.control._peers.values() if p.instance_id == holder.name]
+    peer.channel.abort()
+    await asyncio.wait_for(lost.wait(), 10)
+    await until(lambda: max(deliveries.values()) == 2)
+    faults.resume()
+    await settled(served)
+    assert decode.right(served)
+    assert max(deliveries.values()) == 2, "and not after ack_wait"
+    await cluster.check_clean()
+    assert holder.runner.completed == 1
+
+
+async def test_over_a_new_connection_signs_of_life_precede_the_next_pull(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, holder, _, served, faults = await a_writer_at_work(cluster)
+    link, said = holder.consumer.link, []  # type: ignore[attr-defined]
+    publish, request = link.publish, link.request
+
+    async def note_publish(subject: str, payload: bytes, reply: str = "") -> None:
+        said.append("pull" if "MSG.NEXT" in subject else payload.decode(errors="replace"))
+        await publish(subject, payload, reply)
+
+    async def note_request(subject: str, payload: bytes, *rest: Any) -> Any:
+        if payload == b"+WPI":
+            said.append("+WPI")
+        return await request(subject, payload, *rest)
+
+    monkeypatch.setattr(link, "publish", note_publish)
+    monkeypatch.setattr(link, "request", note_request)
+    link.reset("the test cuts it")
+    await until(lambda: "pull" in said)
+    assert said[0] == "+WPI"
+    faults.resume()
+    await settled(served)
+    await cluster.check_clean()
