@@ -126,8 +126,15 @@ class Book:
 
     def _expire(self, entry: Entry) -> None:
         """Its time is up; the outcome says in which stage."""
-        queued = entry.state is JobState.QUEUED
-        self._give_up(entry, Outcome.CLAIM_TIMEOUT if queued else Outcome.TIMEOUT)
+        outcome = Outcome.TIMEOUT
+        if entry.state is JobState.QUEUED:
+            outcome = Outcome.CLAIM_TIMEOUT
+        elif entry.state is JobState.QUARANTINED:
+            if self._ask_proof(entry):
+                return  # in the last moment: it waits for another claim
+            if self._clock.monotonic() < entry.deadline:
+                outcome = Outcome.QUARANTINED
+        self._give_up(entry, outcome)
 
     def _give_up(self, entry: Entry, outcome: Outcome) -> None:
         """Settle the request without the remote result and close the job."""
@@ -138,15 +145,20 @@ class Book:
                 entry.held = True
                 self._events.append(Hold(entry.job_id, entry.blocks))
             self._settle(entry, outcome, loaded=False)
-        if entry.receipt is not None:
-            self._actions.append(CancelMessage(entry.receipt))
-            entry.receipt = None
+        self._forget_message(entry)
         if entry.state in (JobState.QUEUED, JobState.READING, JobState.VERIFYING):
             self._end(entry, JobState.CLOSED)  # nobody can write to its blocks
 
+    def _forget_message(self, entry: Entry) -> None:
+        """No prefill worker is wanted any more: take the job out of the queue."""
+        if entry.receipt is not None:
+            self._actions.append(CancelMessage(entry.receipt))
+            entry.receipt = None
+
     def _revoke(self, entry: Entry, reason: str, *, requeue: bool) -> None:
-        """GRANTED → QUEUED with proof, else QUARANTINED. Out of attempts → given up. What is being
-        read is QUARANTINED until that is over."""
+        """GRANTED → QUEUED with proof, else QUARANTINED: requeue means that its request waits for
+        the proof, NO_PROOF_S at most. Out of attempts → given up. What is being read is QUARANTINED
+        until that is over."""
         entry.state = JobState.QUARANTINED
         self._quarantined[entry.job_id] = entry
         entry.quarantined_at = self._clock.monotonic()
@@ -154,12 +166,15 @@ class Book:
         self._ask_proof(entry)
         if requeue and entry.attempt >= self._max_attempts and not entry.settled:
             self._give_up(entry, Outcome.PREFILL_FAILED)
+        elif requeue and entry.state is JobState.QUARANTINED:
+            self._dues.add(entry)
 
-    def _ask_proof(self, entry: Entry) -> None:
+    def _ask_proof(self, entry: Entry) -> bool:
+        """Whether nobody can write to its blocks any more; then it is QUEUED, or over."""
         if entry.reading:
-            return
+            return False
         if entry.fence is not None and not self._fences.try_revoke(entry.fence):
-            return
+            return False
         entry.fence, entry.writer = None, ""
         entry.state, entry.queued_at = JobState.QUEUED, self._clock.monotonic()
         self._quarantined.pop(entry.job_id, None)
@@ -170,6 +185,7 @@ class Book:
             self._end(entry, JobState.CLOSED)
         else:
             self._dues.add(entry)
+        return True
 
     def _settle(self, entry: Entry, outcome: Outcome, *, loaded: bool) -> None:
         assert not entry.settled, "a request is settled once"

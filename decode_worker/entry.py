@@ -18,6 +18,10 @@ class JobState(enum.StrEnum):
     CLOSED = "closed"
 
 
+NO_PROOF_S = 0.1
+"""How long a request waits for the proof that its revoked writer is quiet. A batch that runs ends
+within milliseconds; a writer that is stopped inside one may never end it."""
+
 UNDER_WAY = frozenset({JobState.GRANTED, JobState.READING, JobState.VERIFYING})
 """Some prefill worker has computed for it, or does."""
 
@@ -63,4 +67,6 @@ class Entry:
         """When the stage it is in has taken too long."""
         if self.state is JobState.QUEUED:
             return min(self.deadline, self.queued_at + self.claim_timeout_s)
+        if self.state is JobState.QUARANTINED:
+            return min(self.deadline, self.quarantined_at + NO_PROOF_S)
         return self.deadline

@@ -14,6 +14,7 @@ One entry per remote prefill, from `open` until it is terminal:
 Two things end separately. The *request* is settled exactly once (loaded, or recompute locally); the
 *blocks* go back to the pool only when the fence is proved dead (transfer/contract.py). When the
 request is settled while its writer may still write, the engine is told to hold the blocks first.
+A request waits for the proof for 0.1 s at most, then it is settled: recompute locally.
 While a job is VERIFYING its writer is proved quiet already: it can end like one nobody claimed,
 and a verdict that comes later finds nothing.
 
@@ -225,7 +226,11 @@ class Ledger(Arrivals):
         with self._lock:
             for entry in list(self._jobs.values()):
                 if entry.state in (JobState.READING, JobState.VERIFYING):
-                    continue  # nothing more is wanted of it; a read that fails says so
+                    # Nothing more is wanted of its writer, or of any other: what cannot be read
+                    # is computed here. So the message goes, which the writer cannot ack any more.
+                    if entry.writer == writer:
+                        self._forget_message(entry)
+                    continue
                 if not others_alive:
                     if not entry.settled:
                         self._give_up(entry, Outcome.PREFILL_LOST)

@@ -116,6 +116,7 @@ class Outcome(enum.StrEnum):
     TIMEOUT = "timeout"
     PREFILL_LOST = "prefill_lost"
     PREFILL_FAILED = "prefill_failed"
+    QUARANTINED = "quarantined"
     REJECTED = "rejected"
     ENGINE_STUCK = "engine_stuck"
     DIGEST_MISMATCH = "digest_mismatch"

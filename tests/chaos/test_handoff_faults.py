@@ -7,6 +7,7 @@ import json
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -118,6 +119,28 @@ def test_row_5_zombie_writer(leaves: str, hit: int, paired: Cluster, oracle: Ora
             done = len(load.done)
             until(lambda: len(load.done) > done + 6, 60, "load goes on")
         check.ask(prompt)
+
+
+def test_row_5_nobody_waits_for_a_stopped_writer(paired: Cluster, oracle: Oracle) -> None:
+    """Another worker could take the job. Its writer is given up as silent and keeps its blocks. The
+    request goes on locally, before its deadline and before the writer wakes up."""
+    first, second = only_prefill(paired), paired.launch("prefill")
+    paired.wait_ready(first, second)
+    late: Bounds = dict.fromkeys(("revoked", "write", "claim"), (0, 1))
+    with checked(paired, oracle, fallbacks={"quarantined": 1}, stale=late) as check:
+        paired.set_router(policy="always_remote", remote_timeout_s=30)
+        for worker in (first, second):
+            worker.arm("shm.write.batch=stop@2")
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(check.ask, random_prompt(1500, seed=8230))
+            until(lambda: first.stopped or second.stopped, 10, "stopped in a write")
+            zombie, other = (first, second) if first.stopped else (second, first)
+            other.arm("")
+            told = check.told(answer.result(60))
+        assert (told["path"], told["fallback"], told["attempts"]) == ("local", "quarantined", 1)
+        assert paired.counter("pullfill_quarantined_blocks") > 0, "time is no proof"
+        zombie.signal(signal.SIGCONT)
+        until(lambda: not paired.counter("pullfill_quarantined_blocks"), 10, "proved quiet")
 
 
 def test_row_5_late_commit_is_refused(paired: Cluster, oracle: Oracle) -> None:

@@ -38,7 +38,8 @@ from tests.support.handoff_jobs import (
 )
 
 PROOF_S = 0.1
-"""A writer's last batch is over in milliseconds: a proof is asked for at least as often as this."""
+"""A writer's last batch is over in milliseconds: a proof is asked for at least as often as this,
+and no request waits for it longer."""
 
 __all__ = ["BLOCK", "CLAIM_S", "NUM_BLOCKS", "PREFIX", "TIMEOUT_S", "Grant", "HandoffModel", "Job"]
 
@@ -327,6 +328,8 @@ class HandoffModel:
                 assert now < min(entry.due, job.deadline), "waits although its time is up"
                 assert soonest <= min(entry.due, job.deadline) - now, "nobody looks in time"
             if entry.state is JobState.QUARANTINED:
+                waited_s = now - entry.quarantined_at
+                assert entry.settled or waited_s < PROOF_S, "a request waits for a stopped writer"
                 assert soonest <= PROOF_S, "nobody asks for the proof"
 
     # ------------------------------------------------------------------ what always holds

@@ -185,6 +185,15 @@ class LedgerMachine(RuleBasedStateMachine):
         writer = writing[-1] if writing else writer
         self.model.die(writer, others_alive=others_alive)
 
+    @any_grant
+    @rule(pick=PICK, seconds=st.sampled_from([0.05, 0.2]))
+    def stops(self, pick: int, seconds: float) -> None:
+        """A writer is stopped in a batch, and its silence ends its connection."""
+        grant = self.grant(pick)
+        if grant.in_batch or self.model.begin_batch(grant):
+            self.model.lose(grant.writer, others_alive=True)
+            self.model.tick(seconds)
+
     @any_job
     @rule(pick=PICK, now=MOSTLY)
     def abort(self, pick: int, now: bool) -> None:

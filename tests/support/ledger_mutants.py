@@ -20,10 +20,10 @@ Patch = pytest.MonkeyPatch
 def skips_the_fence_proof(patch: Patch) -> None:
     real = Book._ask_proof
 
-    def ask(self: Book, entry: Entry) -> None:
+    def ask(self: Book, entry: Entry) -> bool:
         with pytest.MonkeyPatch.context() as inner:
             inner.setattr(LoopbackFences, "try_revoke", lambda *_: True)
-            real(self, entry)
+            return real(self, entry)
 
     patch.setattr(Book, "_ask_proof", ask)
 
@@ -87,9 +87,9 @@ def forget_message(self: Book, entry: Entry) -> None:
 def forget_release(patch: Patch) -> None:
     real = Book._ask_proof
 
-    def ask(self: Book, entry: Entry) -> None:
+    def ask(self: Book, entry: Entry) -> bool:
         entry.held = False
-        real(self, entry)
+        return real(self, entry)
 
     patch.setattr(Book, "_ask_proof", ask)
 
@@ -235,6 +235,17 @@ def asks_for_the_proof_once(patch: Patch) -> None:
     patch.setattr(Ledger, "tick", tick)
 
 
+def waits_for_a_stopped_writer(patch: Patch) -> None:
+    """A request waits for the proof until its deadline."""
+    real = Book._expire
+
+    def expire(self: Book, entry: Entry) -> None:
+        if entry.state is not JobState.QUARANTINED or self._clock.monotonic() >= entry.deadline:
+            real(self, entry)
+
+    patch.setattr(Book, "_expire", expire)
+
+
 def waits_for_a_reader(patch: Patch) -> None:
     """What is read does not expire."""
     real = Book._expire
@@ -296,6 +307,7 @@ BROKEN: dict[str, Callable[[Patch], None]] = {
     "never expires": never_expires,
     "never looks again": never_looks_again,
     "asks for the proof once": asks_for_the_proof_once,
+    "waits for a stopped writer": waits_for_a_stopped_writer,
     "waits for a reader": waits_for_a_reader,
     "waits without a worker": waits_without_a_worker,
     "leaks fence slots": leaks_fence_slots,

@@ -328,6 +328,45 @@ def test_no_fence_slot_is_a_wait_not_a_failure() -> None:
     model.drain()
 
 
+@pytest.mark.parametrize("how", ["hand_back", "lost"])
+def test_a_request_waits_for_a_stopped_writer_a_tenth_of_a_second(how: str) -> None:
+    """Another worker is there and could take it; the request goes on locally all the same."""
+    model = HandoffModel()
+    job, grant = granted(model)
+    assert model.begin_batch(grant)
+    if how == "hand_back":
+        model.hand_back(grant, retry=True)
+    else:
+        model.lose("a", others_alive=True)
+    soonest = model.tick(0.09)
+    assert soonest == pytest.approx(0.01), "the timer looks again in time"
+    assert model.claim(job, "b").refused is RefuseReason.HELD
+    assert told(model) == []
+    model.tick(0.011)
+    hold, settle = told(model)
+    assert hold == Hold(job.job.job_id, job.job.blocks), "the hold comes first"
+    assert settle == Settle(job.request.request_id, False, Outcome.QUARANTINED)
+    assert job.cancelled_in_queue
+    assert model.claim(job, "b").refused is RefuseReason.CLOSED, "nobody polls for it"
+    assert state(model, job) is JobState.QUARANTINED, "its blocks are held until the proof"
+    model.end_batch(grant)
+    model.tick()
+    assert told(model) == [Release(job.job.job_id)]
+    model.drain()
+
+
+def test_a_proof_in_the_last_moment_lets_the_job_go_on() -> None:
+    model = HandoffModel()
+    job, grant = granted(model)
+    assert model.begin_batch(grant)
+    model.hand_back(grant, retry=True)
+    model.end_batch(grant)
+    model.tick(0.2)  # the timer came late
+    assert state(model, job) is JobState.QUEUED
+    assert model.claim(job, "b").grant is not None
+    model.drain()
+
+
 # ------------------------------------------------------------------ what once slipped through
 
 

@@ -12,6 +12,7 @@ COMMON = {
     "ready accepted", "ready stale", "read stale",
     "ended committed", "ended cancelled", "ended timeout", "ended claim_timeout",
     "ended publish_failed", "ended prefill_lost", "ended prefill_failed",
+    "ended quarantined",
 }  # fmt: skip
 """An exploration that does not come by these says little."""
 

@@ -20,6 +20,7 @@ SOON = (
     "grants what is being read",
     "never expires",
     "never looks again",
+    "waits for a stopped writer",
     "waits without a worker",
     "leaks fence slots",
 )

@@ -114,7 +114,7 @@ def test_nobody_else_gets_what_is_read() -> None:
     model, job, grant = model_with_grant()
     model.ready(grant)
     claimed = model.claim(job, "b")
-    assert claimed.refused == "held"
+    assert claimed.refused == "in_progress"
     model.ledger.give_up_all(Outcome.ENGINE_STUCK, but_granted=True)
     assert model.outcomes == []
     model.end_read(model.reads[0], good=True)

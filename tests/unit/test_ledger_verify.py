@@ -74,10 +74,10 @@ def test_nobody_else_gets_a_job_that_is_verified() -> None:
     assert model.commit(grant) == "stale"
     for writer in ("a", "b"):
         claimed = model.claim(job, writer)
-        assert claimed.refused is RefuseReason.HELD
-        assert claimed.retry_after_s is not None
+        assert claimed.refused is RefuseReason.IN_PROGRESS
     model.hand_back(grant, retry=True)
     model.lose("a", others_alive=True)
+    assert job.cancelled_in_queue, "nobody is left who would ack it"
     model.lose("a", others_alive=False)
     model.ledger.give_up_all(Outcome.PREFILL_LOST, but_granted=True)
     assert model.verdict(verify, good=True) is None, "its bytes are here, whoever left"
