@@ -20,6 +20,7 @@ from pullfill.deploy.teardown import SERVERS, remove_shared_memory
 from pullfill.deploy.view import ProcessView
 
 FIRST_PAUSE_S = 0.5
+LONGEST_PAUSE_S = 30.0
 MAX_DEATHS = 5
 WINDOW_S = 60.0
 _LOG_LINES = 5
@@ -31,15 +32,21 @@ class Deaths:
 
     def __init__(self) -> None:
         self._at: deque[float] = deque(maxlen=MAX_DEATHS)
+        self._pause = 0.0
 
     def pause(self, now: float) -> float | None:
-        """The process died at `now`: seconds to wait before it is started again. None: give up,
-        since it died MAX_DEATHS times within WINDOW_S."""
-        while self._at and now - self._at[0] > WINDOW_S:
-            self._at.popleft()
+        """The process died at `now`: seconds to wait before it is started again.
+
+        Pauses double until the process has run for WINDOW_S. None: give up, since the process died
+        MAX_DEATHS times within WINDOW_S.
+        """
+        if self._at and now - self._at[-1] - self._pause > WINDOW_S:
+            self._pause = 0.0
         self._at.append(now)
-        recent = len(self._at)
-        return None if recent == MAX_DEATHS else FIRST_PAUSE_S * 2 ** (recent - 1)
+        if len(self._at) == MAX_DEATHS and now - self._at[0] <= WINDOW_S:
+            return None
+        self._pause = min(2 * self._pause or FIRST_PAUSE_S, LONGEST_PAUSE_S)
+        return self._pause
 
 
 class Keeper:

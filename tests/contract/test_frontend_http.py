@@ -207,6 +207,7 @@ async def test_status_and_metrics_show_the_workers(served: Served) -> None:
                 "host": "127.0.0.1",
                 "pid": os.getpid(),
                 "http": probe.url,
+                "restarts": 0,
                 "load": {"running": 1},
             }
             assert (second["instance_id"], second["state"]) == ("decode-2", "lost")

@@ -28,11 +28,21 @@ class TestDeaths:
         deaths = Deaths()
         assert [deaths.pause(float(i)) for i in range(5)] == [0.5, 1.0, 2.0, 4.0, None]
 
-    def test_deaths_of_long_ago_do_not_count(self) -> None:
-        deaths = Deaths()
-        for i in range(20):
-            assert deaths.pause(i * (WINDOW_S / 2 + 0.1)) in (0.5, 1.0)
-        assert deaths.pause(1e6) == 0.5
+    def test_a_slow_start_that_fails_is_tried_ever_later(self) -> None:
+        """It dies 20 s after each start: too seldom to be given up."""
+        deaths, now, pauses = Deaths(), 0.0, []
+        for _ in range(9):
+            pause = deaths.pause(now)
+            assert pause is not None
+            pauses.append(pause)
+            now += pause + 20.0
+        assert pauses == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0]
+
+    def test_who_ran_for_a_minute_starts_over(self) -> None:
+        deaths, now = Deaths(), 0.0
+        for _ in range(20):
+            assert deaths.pause(now) == 0.5
+            now += 0.5 + WINDOW_S + 0.1
 
     def test_five_within_the_window_are_enough_at_any_time(self) -> None:
         deaths = Deaths()
