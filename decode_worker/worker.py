@@ -36,10 +36,11 @@ from pullfill.queue.contract import QueueConfig
 from pullfill.queue.jetstream import JetStreamProducer
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.membership import Membership
-from pullfill.registry.settings import RouterSettings
+from pullfill.registry.settings import Settings
 from pullfill.transfer.contract import OwnerFences
 from pullfill.wire import (
     Compat,
+    QueueSettings,
     QueueStatus,
     RegionDescriptor,
     RouterConfig,
@@ -64,7 +65,7 @@ class DecodeWorker:
         self._stop = Stop()
         self._started_at = time.time()
         self._state = WorkerState.READY
-        self._settings: RouterSettings | None = None
+        self._settings: Settings[RouterConfig] | None = None
         self._producer: JetStreamProducer | None = None
         self._control: ControlServer | None = None
         self._publisher: Publisher | None = None
@@ -103,12 +104,11 @@ class DecodeWorker:
             on_retry=_say,
             security=self._cluster.security.etcd,
         )
-        settings = RouterSettings(etcd, self._cluster.namespace)
-        await settings.start()
-        self._settings = settings
+        self._settings = await Settings.started(etcd, self._cluster.namespace, RouterConfig)
+        queue = await Settings.started(etcd, self._cluster.namespace, QueueSettings)
         host = await engine.ready
         self._guard = EngineGuard(engine, self._options.engine_stall_s, self._on_stuck)
-        await self._open_queue(wait_s)
+        await self._open_queue(wait_s, queue)
         probe = ProbeServer(self._options.host, self._ready, self._status, self._refresh_metrics)
         await probe.start(self._options.http_port)
         self._probe = probe
@@ -136,7 +136,7 @@ class DecodeWorker:
             await probe.stop()
             await leave.end_memory(engine, self._context.owner)
             await self._producer.close()
-            await settings.close()
+            await asyncio.gather(self._settings.close(), queue.close())
             await etcd.close()
         return code
 
@@ -289,17 +289,19 @@ class DecodeWorker:
 
     # ------------------------------------------------------------------ asyncio thread
 
-    async def _open_queue(self, wait_s: float) -> None:
+    async def _open_queue(self, wait_s: float, settings: Settings[QueueSettings]) -> None:
         """The producer, the control server and the publisher: all need the engine's identity."""
         assert self._compat is not None
         assert self._context.ledger is not None
         producer = await JetStreamProducer.connect(
             self._cluster.nats_url,
             QueueConfig(namespace=self._cluster.namespace, compat_hash=self._compat.hash()),
+            settings=settings.current,
             wait_s=wait_s,
             on_event=_say,
             connect_options=self._cluster.security.nats.options(),
         )
+        settings.subscribe(producer.streams.configure)
         control = ControlServer(
             instance_id=self._instance_id,
             compat=self._compat,

@@ -1,4 +1,4 @@
-"""Orders to a running cluster: drain one worker, read and change the router's settings."""
+"""Orders to a running cluster: drain one worker, read and change settings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from pullfill.deploy.procs import ProcessId, identify, is_alive
 from pullfill.errors import ConfigError, UnavailableError
 from pullfill.host import host_id
 from pullfill.registry.admin import LiveWorker, revoke_worker
-from pullfill.registry.settings import RouterSettings, field_name
+from pullfill.registry.settings import UNSET, Settings, find, root_of
+from pullfill.wire import Message, QueueSettings, RouterConfig
 
 _POLL_S = 0.1
 
@@ -78,30 +79,36 @@ def _still_there(worker: LiveWorker, process: ProcessId | None) -> bool:
 
 
 def config_get(ref: ClusterRef, key: str | None) -> int:
-    """Print one setting, or all as `router.KEY VALUE` lines."""
-    values = asyncio.run(_config_get(ref))
+    """Print one setting, or all as `KEY VALUE` lines."""
     if key is not None:
-        _print(str(values[f"router.{field_name(key)}"]))
-        return 0
+        kind, name = find(key)
+        key = f"{root_of(kind)}.{name}"
+    values = asyncio.run(_config_get(ref))
     for name, value in values.items():
-        _print(f"{name} {value}")
+        shown = UNSET if value is None else value
+        if key is None:
+            _print(f"{name} {shown}")
+        elif name == key:
+            _print(str(shown))
     return 0
 
 
 async def _config_get(ref: ClusterRef) -> dict[str, object]:
     async with Members(ref) as members:
-        return await RouterSettings(members.client, ref.namespace).get_all()
+        router = Settings(members.client, ref.namespace, RouterConfig)
+        queue = Settings(members.client, ref.namespace, QueueSettings)
+        return await router.get_all() | await queue.get_all()
 
 
 def config_set(ref: ClusterRef, key: str, value: str) -> int:
     """Store one setting; workers that watch follow at once. Raises ConfigError for a bad one."""
-    new = asyncio.run(_config_set(ref, key, value))
-    _print(f"router.{field_name(key)} = {new}")
+    kind, name = find(key)
+    new = asyncio.run(_config_set(ref, kind, name, value))
+    _print(f"{root_of(kind)}.{name} = {UNSET if new is None else new}")
     return 0
 
 
-async def _config_set(ref: ClusterRef, key: str, value: str) -> object:
-    field_name(key)
+async def _config_set(ref: ClusterRef, kind: type[Message], name: str, value: str) -> object:
     async with Members(ref) as members:
-        settings = RouterSettings(members.client, ref.namespace)
-        return getattr(await settings.set(key, value), field_name(key))
+        settings = Settings(members.client, ref.namespace, kind)
+        return getattr(await settings.set(name, value), name)

@@ -7,7 +7,7 @@ earlier than it need be, none ever later than `every_s` after its start or the l
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from pullfill import failpoints
 from pullfill.errors import PullfillError
@@ -16,9 +16,10 @@ from pullfill.queue.contract import Delivery
 
 class Heartbeat:
     """deliveries: of the jobs that run now, by job id; its owner calls `start` after it put one in
-    and need not say when it took one out. asyncio thread only."""
+    and need not say when it took one out. every_s: asked for each time, since settings change.
+    asyncio thread only."""
 
-    def __init__(self, every_s: float, deliveries: Mapping[str, Delivery]) -> None:
+    def __init__(self, every_s: Callable[[], float], deliveries: Mapping[str, Delivery]) -> None:
         self._every_s = every_s
         self._deliveries = deliveries
         self._going = False
@@ -29,7 +30,7 @@ class Heartbeat:
         if not self._going:
             self._going = True
             loop = asyncio.get_running_loop()
-            loop.call_at(loop.time() + self._every_s, self._due)
+            loop.call_at(loop.time() + self._every_s(), self._due)
 
     def _due(self) -> None:
         if self._deliveries:
@@ -39,7 +40,7 @@ class Heartbeat:
 
     async def _beat(self) -> None:
         loop = asyncio.get_running_loop()
-        loop.call_at(loop.time() + self._every_s, self._due)
+        loop.call_at(loop.time() + self._every_s(), self._due)
         for delivery in list(self._deliveries.values()):
             try:
                 failpoints.hit("prefill.heartbeat")

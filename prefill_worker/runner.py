@@ -60,17 +60,17 @@ _QUIET_S = 30.0
 
 
 class JobRunner:
-    """Runs deliveries as asyncio tasks. `idle` is set while none is under way. readers: who may
-    read our own memory, where decode workers pull."""
+    """Runs deliveries as asyncio tasks. `idle` is set while none is under way. heartbeat_s,
+    max_deliver: as the queue has them now. readers: who may read our own memory."""
 
     def __init__(
         self,
         links: Links,
         engine: PrefillEngine,
         *,
-        heartbeat_s: float,
+        heartbeat_s: Callable[[], float],
         max_prompt_tokens: int,
-        max_deliver: int,
+        max_deliver: Callable[[], int],
         readers: Readers | None = None,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
@@ -231,7 +231,7 @@ class JobRunner:
         # One that we do not know may have come while our sight of the registry was cut: others may
         # know it. Only when the job comes again is it nobody's.
         if self._links.knows(job.decode_instance) or delivery.number == 1:
-            delay_s = patience(job.timeout_s, delivery.number, self._max_deliver)
+            delay_s = patience(job.timeout_s, delivery.number, self._max_deliver())
         logger.info("job %s: %s%s", job.job_id, why, "" if delay_s else "; dropped")
         await self._deliveries.settle(delivery, "nak" if delay_s else "ack", delay_s=delay_s or 0.0)
 

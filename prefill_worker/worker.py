@@ -34,9 +34,18 @@ from pullfill.queue.jetstream import JetStreamConsumer
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.directory import Directory
 from pullfill.registry.membership import Membership
+from pullfill.registry.settings import Settings
 from pullfill.transfer import catalogue
 from pullfill.transfer.contract import PeerTransport
-from pullfill.wire import Compat, Hello, RegionDescriptor, Revoke, WorkerRecord, WorkerState
+from pullfill.wire import (
+    Compat,
+    Hello,
+    QueueSettings,
+    RegionDescriptor,
+    Revoke,
+    WorkerRecord,
+    WorkerState,
+)
 
 logger = log.get("prefill_worker")
 
@@ -92,17 +101,17 @@ class PrefillWorker:
         host = await engine.ready
         self._guard = EngineGuard(engine, self._options.engine_stall_s, self._on_stuck)
         assert self._compat is not None
-        queue_config = QueueConfig(
-            namespace=self._cluster.namespace, compat_hash=self._compat.hash()
-        )
+        settings = await Settings.started(etcd, self._cluster.namespace, QueueSettings)
         consumer = await JetStreamConsumer.connect(
             self._cluster.nats_url,
-            queue_config,
+            QueueConfig(namespace=self._cluster.namespace, compat_hash=self._compat.hash()),
+            settings=settings.current,
             wait_s=wait_s,
             on_event=_say,
             connect_options=self._cluster.security.nats.options(),
         )
-        puller = self._assemble(host, consumer, queue_config)
+        settings.subscribe(consumer.streams.configure)
+        puller = self._assemble(host, consumer)
         assert self._links is not None
         assert self._runner is not None
         assert self._credits is not None
@@ -132,6 +141,7 @@ class PrefillWorker:
             await self._links.close()
             await probe.stop()
             await memory.end(engine, self._context, self._movers)
+            await settings.close()
             await consumer.close()
             await directory.close()
             await etcd.close()
@@ -218,9 +228,7 @@ class PrefillWorker:
 
     # ------------------------------------------------------------------ asyncio thread
 
-    def _assemble(
-        self, host: EngineHost, consumer: JetStreamConsumer, queue_config: QueueConfig
-    ) -> Puller:
+    def _assemble(self, host: EngineHost, consumer: JetStreamConsumer) -> Puller:
         assert self._compat is not None
         assert self._directory is not None
         config, memories = self._config, self._context.memories
@@ -261,9 +269,9 @@ class PrefillWorker:
         self._runner = JobRunner(
             self._links,
             self._engine,
-            heartbeat_s=queue_config.ack_wait_s / 3,
+            heartbeat_s=lambda: consumer.ack_wait_s / 3,
             max_prompt_tokens=config.model_config.max_model_len - 1,
-            max_deliver=queue_config.max_deliver,
+            max_deliver=lambda: consumer.max_deliver,
             readers=Readers(self._context.owner.fences if self._context.owner else None),
             on_change=lambda: puller.changed(),
         )

@@ -111,6 +111,29 @@ class RouterConfig(Message, frozen=True, kw_only=True):
     claim_timeout_s: Annotated[float, Meta(gt=0, le=3600)] = 10.0
 
 
+# --------------------------------------------------------------------------- queue settings
+
+
+class QueueSettings(Message, frozen=True, kw_only=True):
+    """`config/queue`, JSON in etcd, watched by decode and prefill workers.
+
+    None: not set. Then a new stream gets pullfill's default, and a stream that exists keeps what
+    it has.
+
+    replicas: servers of a NATS cluster that hold each stream.
+    max_bytes: size of the job stream above which a new job is refused.
+    max_jobs: jobs pending and in flight above which a new job is refused.
+    ack_wait_s: silence of a prefill worker after which NATS delivers its job again.
+    max_deliver: deliveries of one job, after which it is a dead letter.
+    """
+
+    replicas: Annotated[int, Meta(ge=1, le=5)] | None = None
+    max_bytes: Annotated[int, Meta(ge=1)] | None = None
+    max_jobs: Annotated[int, Meta(ge=1)] | None = None
+    ack_wait_s: Annotated[float, Meta(ge=1, le=3600)] | None = None
+    max_deliver: Annotated[int, Meta(ge=1, le=100)] | None = None
+
+
 # --------------------------------------------------------------------------- explain
 
 

@@ -29,6 +29,7 @@ from pullfill.codec import (
 )
 from pullfill.records import (
     ExplainRecord,
+    QueueSettings,
     QueueStatus,
     RegionDescriptor,
     RouterConfig,
@@ -66,6 +67,7 @@ __all__ = [
     "Leaving",
     "Message",
     "PrefillJob",
+    "QueueSettings",
     "QueueStatus",
     "Quiet",
     "Ready",

@@ -24,7 +24,6 @@ from nats.aio.subscription import Subscription
 from pullfill import log
 from pullfill.clock import SYSTEM_CLOCK
 from pullfill.errors import BadMessage, PullfillError, QueueUnavailable
-from pullfill.queue import streams
 from pullfill.queue.acks import Acks
 from pullfill.queue.connection import Link, NoResponders, NotSent, OnEvent
 from pullfill.queue.contract import Delivery, OnDeadLetter, QueueConfig
@@ -32,6 +31,8 @@ from pullfill.queue.deadletter import DeadLetters, MaxDeliveries
 from pullfill.queue.delivery import IN_PROGRESS, JetStreamDelivery
 from pullfill.queue.depth import moment
 from pullfill.queue.names import CONSUMER, Names
+from pullfill.queue.streams import NOT_SET, Streams
+from pullfill.wire import QueueSettings
 
 logger = log.get("queue")
 
@@ -48,18 +49,17 @@ _EXPIRED = "408"
 class JetStreamConsumer:
     """A `JobConsumer`. See the contract for what each method promises.
 
-    clock_offset_s: the server's clock minus ours, for the age of jobs. stream_id: identity of the
-    job stream that deliveries now come from (`streams.ensure`).
+    clock_offset_s: the server's clock minus ours, for the age of jobs. streams: configure them
+    when the settings change.
     """
 
     def __init__(self, config: QueueConfig) -> None:
         self.clock_offset_s = 0.0
-        self.stream_id = ""
         self.running: Callable[[], Iterable[Delivery]] = tuple
         self.link: Link
         self.letters: DeadLetters
         self.acks: Acks
-        self._config = config
+        self.streams: Streams
         self._names = Names(config.namespace, config.compat_hash)
         self._moves: MaxDeliveries
         self._inbox = ""
@@ -82,6 +82,7 @@ class JetStreamConsumer:
         url: str,
         config: QueueConfig,
         *,
+        settings: QueueSettings = NOT_SET,
         wait_s: float = 30.0,
         on_event: OnEvent | None = None,
         on_dead_letter: OnDeadLetter | None = None,
@@ -93,13 +94,28 @@ class JetStreamConsumer:
             url, "consumer", self._setup, on_event=on_event, connect_options=connect_options
         )
         self.link.on_down = self._wake.set
+        self.streams = Streams(self.link, self._names, config, settings)
         self.acks = Acks(self.link, lambda: self.stream_id)
         self.letters = DeadLetters(self.link, self._names, on_dead_letter)
         self._moves = MaxDeliveries(self.link, self._names, self.letters)
         await self.link.start(wait_s)
         return self
 
+    @property
+    def stream_id(self) -> str:
+        """Identity of the job stream that deliveries now come from."""
+        return self.streams.stream_id
+
+    @property
+    def ack_wait_s(self) -> float:
+        return self.streams.ack_wait_s
+
+    @property
+    def max_deliver(self) -> int:
+        return self.streams.max_deliver
+
     async def close(self) -> None:
+        await self.streams.close()
         if self.link.up:
             await self.drain()
             await asyncio.gather(*self._returns)
@@ -221,7 +237,7 @@ class JetStreamConsumer:
         status, self._status = self._status, ""
         logger.debug("pull ended with %s; checking the stream", status)
         try:
-            self.stream_id = await streams.ensure(self.link, self._names, self._config)
+            await self.streams.ensure()
         except QueueUnavailable:
             if SYSTEM_CLOCK.monotonic() >= deadline:
                 raise
@@ -253,7 +269,7 @@ class JetStreamConsumer:
     # ------------------------------------------------------------------ connection
 
     async def _setup(self) -> None:
-        self.stream_id = await streams.ensure(self.link, self._names, self._config)
+        await self.streams.ensure()
         info = await self.link.api(f"STREAM.INFO.{self._names.stream}")
         if "ts" in info:
             self.clock_offset_s = moment(info["ts"]).timestamp() - time.time()

@@ -22,13 +22,18 @@ from pullfill.wire import QueueStatus
 class QueueConfig:
     """One job stream, named by (namespace, compatibility hash); the hash covers the model.
 
-    max_jobs: pending + in flight. max_in_flight: over all workers. max_age_s: a job of which
-    nobody will ask any more disappears after this. replicas: of the streams, in a NATS cluster.
+    It says how a new stream and consumer are made. Those that exist keep what they have, but for
+    what `QueueSettings` sets.
+
+    max_jobs: pending + in flight. max_bytes: of all jobs; -1: no limit. max_in_flight: over all
+    workers. max_age_s: a job of which nobody will ask any more disappears after this. replicas: of
+    the streams, in a NATS cluster.
     """
 
     namespace: str
     compat_hash: str
     max_jobs: int = 10_000
+    max_bytes: int = -1
     ack_wait_s: float = 5.0
     max_deliver: int = 5
     publish_timeout_s: float = 0.5
@@ -176,6 +181,16 @@ class JobConsumer(Protocol):
     a sign of life for each of them before the next pull."""
 
     running: Callable[[], Iterable[Delivery]]
+
+    @property
+    def ack_wait_s(self) -> float:
+        """Silence after which a job is delivered again."""
+        ...
+
+    @property
+    def max_deliver(self) -> int:
+        """Deliveries of one job, after which it is a dead letter."""
+        ...
 
     async def pull(self, budget_tokens: int, max_jobs: int, wait_s: float) -> list[Delivery]:
         """Up to `max_jobs` jobs; waits at most `wait_s` for the first. Stops taking more once

@@ -255,6 +255,8 @@ class MemoryConsumer:
         self.running: Callable[[], Iterable[Delivery]] = tuple
         self._queue = queue
         self._draining = False
+        self.ack_wait_s = queue.config.ack_wait_s
+        self.max_deliver = queue.config.max_deliver
 
     async def pull(self, budget_tokens: int, max_jobs: int, wait_s: float) -> list[Delivery]:
         loop = asyncio.get_running_loop()

@@ -27,7 +27,8 @@ from pullfill.queue.contract import DeadLetter, QueueConfig, Receipt
 from pullfill.queue.deadletter import DeadLetters, delete_message
 from pullfill.queue.depth import DepthCache, Snapshot, read_snapshot
 from pullfill.queue.names import CONSUMER, EXPECTED_STREAM, MSG_ID, TOKENS, Names, parse_ack
-from pullfill.wire import QueueStatus
+from pullfill.queue.streams import NOT_SET, Streams
+from pullfill.wire import QueueSettings, QueueStatus
 
 logger = log.get("queue")
 
@@ -50,7 +51,7 @@ class JetStreamProducer:
         self._link: Link
         self._letters: DeadLetters
         self._depth = DepthCache()
-        self._stream_id = ""
+        self.streams: Streams
         self._answering = False
         self._debts: dict[str, Receipt | None] = {}
         self._used_at = self._asked_at = SYSTEM_CLOCK.monotonic()
@@ -65,6 +66,7 @@ class JetStreamProducer:
         url: str,
         config: QueueConfig,
         *,
+        settings: QueueSettings = NOT_SET,
         wait_s: float = 30.0,
         on_event: OnEvent | None = None,
         connect_options: Mapping[str, Any] | None = None,
@@ -77,6 +79,7 @@ class JetStreamProducer:
             url, "producer", self._setup, on_event=on_event, connect_options=connect_options
         )
         self._link.on_down = self._on_down
+        self.streams = Streams(self._link, self._names, config, settings)
         self._letters = DeadLetters(self._link, self._names, None)
         await self._link.start(wait_s)
         self._watcher = asyncio.create_task(self._watch(), name="queue-watch")
@@ -88,6 +91,7 @@ class JetStreamProducer:
             await asyncio.gather(self._watcher, return_exceptions=True)
             self._watcher = None
         self._answering = False
+        await self.streams.close()
         await self._link.close()
 
     @property
@@ -108,7 +112,7 @@ class JetStreamProducer:
         if not self.available:
             raise QueueUnavailable("the job queue does not answer now")
         self._touch()
-        stream_id = self._stream_id
+        stream_id = self.streams.stream_id
         try:
             answer = await self._store(job_id, body, tokens)
         except NotSent:
@@ -135,7 +139,7 @@ class JetStreamProducer:
 
     async def cancel(self, receipt: Receipt) -> bool:
         self._touch()
-        if self.available and receipt.stream_id == self._stream_id:
+        if self.available and receipt.stream_id == self.streams.stream_id:
             try:
                 return await self._remove(receipt)
             except QueueUnavailable:
@@ -148,7 +152,7 @@ class JetStreamProducer:
         ack = parse_ack(ack_subject)
         if (ack.stream, ack.consumer) != (self._names.stream, CONSUMER):
             raise BadMessage(f"ack subject of another queue: {ack_subject[:200]!r}")
-        if receipt is None or receipt.stream_id != self._stream_id:
+        if receipt is None or receipt.stream_id != self.streams.stream_id:
             return
         if ack.seq != receipt.seq:
             raise BadMessage(f"ack subject of another job: {ack_subject[:200]!r}")
@@ -182,7 +186,7 @@ class JetStreamProducer:
     # ------------------------------------------------------------------ breaker, depth, debts
 
     async def _setup(self) -> None:
-        self._stream_id = await streams.ensure(self._link, self._names, self._config)
+        await self.streams.ensure()
         # `start` returns right after this: be usable then, without waiting for the watcher.
         self._depth.store(await self._ask(), SYSTEM_CLOCK.monotonic())
         self._answering = True
@@ -227,7 +231,7 @@ class JetStreamProducer:
                 self._trip()
             return
         self._depth.store(snapshot, asked_at)
-        self._stream_id = snapshot.stream_id
+        self.streams.stream_id = snapshot.stream_id
         if not self._answering:
             logger.info("the job queue answers again")
             self._answering = True
@@ -283,9 +287,9 @@ class JetStreamProducer:
                         self._names.void, b"", self._config.publish_timeout_s, headers
                     )
                     answer = read_reply(reply)
-                    receipt = Receipt(job_id, int(answer["seq"]), True, self._stream_id)
+                    receipt = Receipt(job_id, int(answer["seq"]), True, self.streams.stream_id)
                     self._debts[job_id] = receipt
-                if receipt.stream_id == self._stream_id:
+                if receipt.stream_id == self.streams.stream_id:
                     await self._remove(receipt)
             except ApiError as exc:
                 logger.debug("could not remove job %s yet: %s", job_id, exc)

@@ -1,22 +1,28 @@
 """The streams and the consumer of one queue: made by whoever comes first, checked by everyone.
 
-Creating is idempotent, so each connection does it; a server that came back empty is repaired by
-the first worker that reconnects. Limits (max_jobs, ack_wait, …) of an existing queue are updated
-to ours: the last worker to connect sets them. What cannot change (storage, retention) must match.
+Each connection makes what is not there. So a server that came back empty is repaired by the first
+worker that reconnects. `QueueConfig` says how new ones are made.
+
+Of a stream or consumer that exists, only the fields that `queue.*` sets are changed. Everything
+else stays as it is, so what an operator changed with NATS' own tools lasts. Storage and retention
+cannot be changed and must match.
 """
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from pullfill import log
-from pullfill.errors import ConfigError
+from pullfill.errors import ConfigError, QueueUnavailable
 from pullfill.queue.connection import ApiError, Link
 from pullfill.queue.contract import QueueConfig
 from pullfill.queue.names import CONSUMER, Names
+from pullfill.wire import QueueSettings
 
 logger = log.get("queue")
 
+NOT_SET = QueueSettings()
 DUPLICATE_WINDOW_S = 120.0
 DEAD_MAX = 1000
 DEAD_MAX_BYTES = 256 << 20
@@ -26,7 +32,10 @@ STREAM_NOT_FOUND = 10059
 CONSUMER_NOT_FOUND = 10014
 FULL = frozenset({10077, 10047, 10023, 10028, 10002})
 """max_msgs reached (discard new), and the server out of storage or over an account limit."""
-_EXISTS_DIFFERENTLY = 10058
+_STREAM_EXISTS = 10058
+_CONSUMER_EXISTS = frozenset({10013, 10105, 10148})
+_NO_PEERS = 10005
+"""Too few servers are up for the replicas that are asked for."""
 
 
 def _ns(seconds: float) -> int:
@@ -43,7 +52,7 @@ def job_stream(names: Names, config: QueueConfig) -> dict[str, Any]:
         "storage": "file",
         "discard": "new",
         "max_msgs": config.max_jobs,
-        "max_bytes": -1,
+        "max_bytes": config.max_bytes,
         "max_age": _ns(config.max_age_s),
         "max_consumers": -1,
         "max_msg_size": -1,
@@ -74,60 +83,191 @@ def dead_stream(names: Names, config: QueueConfig) -> dict[str, Any]:
 def consumer(names: Names, config: QueueConfig) -> dict[str, Any]:
     """One durable pull consumer for all prefill workers."""
     return {
-        "stream_name": names.stream,
-        "config": {
-            "durable_name": CONSUMER,
-            "name": CONSUMER,
-            "description": "all prefill workers",
-            "filter_subject": names.jobs,
-            "deliver_policy": "all",
-            "ack_policy": "explicit",
-            "ack_wait": _ns(config.ack_wait_s),
-            "max_deliver": config.max_deliver,
-            "max_ack_pending": config.max_in_flight,
-            "max_waiting": 2048,
-            "replay_policy": "instant",
-        },
+        "durable_name": CONSUMER,
+        "name": CONSUMER,
+        "description": "all prefill workers",
+        "filter_subject": names.jobs,
+        "deliver_policy": "all",
+        "ack_policy": "explicit",
+        "ack_wait": _ns(config.ack_wait_s),
+        "max_deliver": config.max_deliver,
+        "max_ack_pending": config.max_in_flight,
+        "max_waiting": 2048,
+        "replay_policy": "instant",
     }
 
 
-async def ensure(link: Link, names: Names, config: QueueConfig) -> str:
-    """Make or check streams and consumer. Raises ConfigError, QueueUnavailable.
+class Streams:
+    """The streams and the consumer of one queue, as one connection of this process keeps them.
 
-    Returns the job stream's identity: the time of its creation as the server writes it. It is only
-    compared for equality. After the server lost its data it is another one.
+    settings: what `queue.*` sets now; `configure` changes them. stream_id: identity of the job
+    stream: the time of its creation as the server writes it. It is only compared for equality.
+    After the server lost its data it is another one. ack_wait_s, max_deliver: of the consumer.
     """
-    info = await _ensure_stream(link, job_stream(names, config))
-    await _ensure_stream(link, dead_stream(names, config))
-    create = f"CONSUMER.CREATE.{names.stream}.{CONSUMER}.{names.jobs}"
-    try:
-        await link.api(create, consumer(names, config))
-    except ApiError as exc:
-        if exc.code == 503 or exc.err_code == STREAM_NOT_FOUND:
-            raise
-        raise ConfigError(
-            f"the NATS consumer {CONSUMER} of stream {names.stream} cannot be used: "
-            f"{exc.description}. Delete it (`nats consumer rm {names.stream} {CONSUMER}`) and "
-            "start again"
-        ) from exc
-    return str(info["created"])
+
+    def __init__(
+        self, link: Link, names: Names, config: QueueConfig, settings: QueueSettings
+    ) -> None:
+        self.stream_id = ""
+        self.ack_wait_s = config.ack_wait_s
+        self.max_deliver = config.max_deliver
+        self._link = link
+        self._names = names
+        self._config = config
+        self._settings = settings
+        self._task: asyncio.Task[None] | None = None
+
+    def configure(self, settings: QueueSettings) -> None:
+        """Apply these settings, now or with the next connection. Returns at once."""
+        self._settings = settings
+        if self._link.up and not self.busy:
+            self._task = asyncio.create_task(self._apply(), name="queue-settings")
+
+    @property
+    def busy(self) -> bool:
+        """Whether settings are being applied now."""
+        return self._task is not None and not self._task.done()
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _apply(self) -> None:
+        """Until what was applied is what is set. A failure is left to the next connection."""
+        applied = None
+        try:
+            while applied != self._settings:
+                applied = self._settings
+                await self.ensure()
+        except (QueueUnavailable, ConfigError) as exc:
+            logger.warning("the queue settings are not applied yet: %s", exc)
+
+    async def ensure(self) -> None:
+        """Make what is not there; change what exists only where `queue.*` sets it.
+
+        Raises ConfigError, QueueUnavailable.
+        """
+        config, settings = self._config, self._settings
+        owned = _set_fields(num_replicas=settings.replicas)
+        own_jobs = owned | _set_fields(max_msgs=settings.max_jobs, max_bytes=settings.max_bytes)
+        info = await self._ensure_stream(job_stream(self._names, config), own_jobs)
+        await self._ensure_stream(dead_stream(self._names, config), owned)
+        terms = await self._ensure_consumer(
+            _set_fields(
+                ack_wait=None if settings.ack_wait_s is None else _ns(settings.ack_wait_s),
+                max_deliver=settings.max_deliver,
+            )
+        )
+        self.stream_id = str(info["created"])
+        self.ack_wait_s = terms.get("ack_wait", _ns(config.ack_wait_s)) / 1e9
+        self.max_deliver = terms.get("max_deliver", config.max_deliver)
+
+    async def _ensure_stream(self, new: dict[str, Any], owned: dict[str, Any]) -> dict[str, Any]:
+        """The stream's info. new: its configuration if it does not exist."""
+        name = new["name"]
+        info = await self._info(f"STREAM.INFO.{name}", STREAM_NOT_FOUND)
+        if info is None:
+            try:
+                return await self._link.api(f"STREAM.CREATE.{name}", new | owned)
+            except ApiError as exc:
+                if exc.err_code != _STREAM_EXISTS:
+                    raise
+            info = await self._link.api(f"STREAM.INFO.{name}")  # another worker was faster
+        has = info["config"]
+        for field in ("retention", "storage"):
+            if has[field] != new[field]:
+                raise ConfigError(
+                    f"NATS stream {name} exists with {field} {has[field]!r}, which must be "
+                    f"{new[field]!r} and cannot be changed. Use another --namespace, or delete it "
+                    f"(`nats stream rm {name}`)"
+                )
+        # Not a setting: without them jobs have nowhere to go, or push others out.
+        owned = owned | {"discard": new["discard"]}
+        missing = [one for one in new["subjects"] if one not in has.get("subjects", ())]
+        if missing:
+            owned["subjects"] = [*has.get("subjects", ()), *missing]
+        changed = _differences(has, owned)
+        if not changed:
+            return info
+        try:
+            info = await self._link.api(f"STREAM.UPDATE.{name}", has | changed)
+        except ApiError as exc:
+            if exc.code == 503 or "subjects" in changed:
+                raise
+            _tell_refused(f"NATS stream {name}", changed, exc)
+        else:
+            logger.info("changed NATS stream %s: %s", name, changed)
+        return info
+
+    async def _ensure_consumer(self, owned: dict[str, Any]) -> dict[str, Any]:
+        """The consumer's configuration."""
+        names, stream = self._names, self._names.stream
+        new = consumer(names, self._config)
+        create = f"CONSUMER.CREATE.{stream}.{CONSUMER}.{names.jobs}"
+        about = f"CONSUMER.INFO.{stream}.{CONSUMER}"
+        info = await self._info(about, CONSUMER_NOT_FOUND)
+        if info is None:
+            made = {"stream_name": stream, "action": "create", "config": new | owned}
+            try:
+                return dict((await self._link.api(create, made))["config"])
+            except ApiError as exc:
+                if exc.err_code not in _CONSUMER_EXISTS:
+                    raise self._unusable(exc) from exc
+            info = await self._link.api(about)  # another worker was faster
+        has: dict[str, Any] = info["config"]
+        for field in ("filter_subject", "ack_policy"):
+            if has.get(field) != new[field]:
+                raise self._unusable(f"its {field} is {has.get(field)!r}, not {new[field]!r}")
+        changed = _differences(has, owned)
+        if not changed:
+            return has
+        update = {"stream_name": stream, "action": "update", "config": has | changed}
+        try:
+            has = dict((await self._link.api(create, update))["config"])
+        except ApiError as exc:
+            if exc.code == 503:
+                raise
+            _tell_refused(f"the NATS consumer of stream {stream}", changed, exc)
+        else:
+            logger.info("changed the NATS consumer of stream %s: %s", stream, changed)
+        return has
+
+    async def _info(self, operation: str, not_found: int) -> dict[str, Any] | None:
+        try:
+            return await self._link.api(operation)
+        except ApiError as exc:
+            if exc.err_code != not_found:
+                raise
+        return None
+
+    def _unusable(self, why: ApiError | str) -> Exception:
+        """What to raise for a consumer that cannot be made or used."""
+        if isinstance(why, ApiError):
+            if why.code == 503 or why.err_code in (STREAM_NOT_FOUND, _NO_PEERS):
+                return why
+            why = why.description
+        stream = self._names.stream
+        return ConfigError(
+            f"the NATS consumer {CONSUMER} of stream {stream} cannot be used: {why}. Delete it "
+            f"(`nats consumer rm {stream} {CONSUMER}`) and start again"
+        )
 
 
-async def _ensure_stream(link: Link, wanted: dict[str, Any]) -> dict[str, Any]:
-    name = wanted["name"]
-    try:
-        return await link.api(f"STREAM.CREATE.{name}", wanted)
-    except ApiError as exc:
-        if exc.err_code != _EXISTS_DIFFERENTLY:
-            raise
-    try:
-        answer = await link.api(f"STREAM.UPDATE.{name}", wanted)
-    except ApiError as exc:
-        if exc.code == 503:
-            raise
-        raise ConfigError(
-            f"NATS stream {name} exists with settings that cannot be changed "
-            f"({exc.description}). Use another --namespace, or delete it (`nats stream rm {name}`)"
-        ) from exc
-    logger.info("updated the limits of NATS stream %s", name)
-    return answer
+def _set_fields(**fields: int | None) -> dict[str, Any]:
+    """Those that somebody set."""
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _differences(has: dict[str, Any], owned: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in owned.items() if has.get(name) != value}
+
+
+def _tell_refused(what: str, changed: dict[str, Any], why: ApiError) -> None:
+    logger.error(
+        "NATS refuses %s for %s, which stays as it was: %s. Change it with "
+        "`pullfill config set queue.KEY VALUE`",
+        changed,
+        what,
+        why.description,
+    )

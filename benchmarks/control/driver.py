@@ -30,7 +30,8 @@ from pullfill.frontend.explain import ExplainStore
 from pullfill.frontend.pool import WorkerPool
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.directory import Directory
-from pullfill.registry.settings import RouterSettings
+from pullfill.registry.settings import Settings
+from pullfill.wire import RouterConfig
 
 TURN, OUTPUT = 96, 2
 _LIMIT_S = 60.0
@@ -56,9 +57,9 @@ class Driver:
 
     async def start(self, cluster: ClusterRef, model: str, router: dict[str, Any]) -> None:
         client = await EtcdClient.connect(cluster.etcd_url, wait_s=30.0)
-        settings = RouterSettings(client, cluster.namespace)
+        settings = Settings(client, cluster.namespace, RouterConfig)
         for key, value in router.items():
-            await settings.set(f"router.{key}", str(value))
+            await settings.set(key, str(value))
         directory = Directory(client, cluster.namespace, ["decode", "prefill"])
         await directory.start()
         hello = rpc.FrontendHello(

@@ -57,3 +57,7 @@ def model(namespace: str, name: str) -> str:
 
 def router_config(namespace: str) -> str:
     return f"{namespace_prefix(namespace)}config/router"
+
+
+def queue_config(namespace: str) -> str:
+    return f"{namespace_prefix(namespace)}config/queue"

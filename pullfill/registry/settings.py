@@ -1,15 +1,16 @@
-"""The hot router settings at `config/router`: watched by workers, written by the command line.
+"""The hot settings at `config/router` and `config/queue`: watched by workers, written by the
+command line.
 
-The key holds a JSON object with any of `RouterConfig`'s fields; what it leaves out, or the key
-itself missing, means the default. Lifecycle: `start` → `current` changes by itself → `close`.
-`set` and `get_all` need no `start`.
+Each key holds a JSON object with any of the fields of `RouterConfig` or `QueueSettings`; what it
+leaves out, or the key itself missing, means the default. Lifecycle: `start` → `current` changes by
+itself → `close`. `set` and `get_all` need no `start`.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -18,9 +19,18 @@ from pullfill.errors import ConfigError, RegistryUnavailable
 from pullfill.registry import keys
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.watch import Put, Synced, until_synced, watch_prefix
-from pullfill.wire import RouterConfig, RouterPolicy
+from pullfill.wire import Message, QueueSettings, RouterConfig, RouterPolicy
+
+T = TypeVar("T", bound=Message)
 
 _log = log.get("registry.settings")
+UNSET = "unset"
+"""Given as a value: the setting goes back to its default."""
+_ROOT: dict[type[Message], str] = {RouterConfig: "router", QueueSettings: "queue"}
+_KEY: dict[type[Message], Callable[[str], str]] = {
+    RouterConfig: keys.router_config,
+    QueueSettings: keys.queue_config,
+}
 _ALLOWED = {
     "policy": "one of " + ", ".join(policy.value for policy in RouterPolicy),
     "max_local_prefill_length": "a whole number of tokens, 0 or more",
@@ -28,15 +38,20 @@ _ALLOWED = {
     "max_remote_kv_fraction": "more than 0 and at most 1",
     "remote_timeout_s": "seconds, more than 0 and at most 3600",
     "claim_timeout_s": "seconds, more than 0 and at most 3600",
+    "replicas": "a whole number, 1 to 5",
+    "max_bytes": "a whole number of bytes, 1 or more",
+    "max_jobs": "a whole number of jobs, 1 or more",
+    "ack_wait_s": "seconds, 1 to 3600",
+    "max_deliver": "a whole number of deliveries, 1 to 100",
 }
 
 
-def parse(value: bytes) -> RouterConfig:
+def parse(value: bytes, kind: type[T]) -> T:
     """Strictly read the stored form. Raises ConfigError naming the field."""
     try:
-        return msgspec.json.decode(value, type=RouterConfig)
+        return msgspec.json.decode(value, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError) as exc:
-        raise ConfigError(f"router settings: {exc}{_advice(str(exc))}") from exc
+        raise ConfigError(f"{_ROOT[kind]} settings: {exc}{_advice(str(exc))}") from exc
 
 
 def _advice(text: str) -> str:
@@ -44,41 +59,60 @@ def _advice(text: str) -> str:
     return next((f" (must be {a})" for f, a in _ALLOWED.items() if f"$.{f}" in text), "")
 
 
-def field_name(key: str) -> str:
-    """`policy` of `router.policy` or `policy`. Raises ConfigError for an unknown setting."""
-    name = key.removeprefix("router.")
-    if name not in RouterConfig.__struct_fields__:
-        known = ", ".join(f"router.{field}" for field in RouterConfig.__struct_fields__)
-        raise ConfigError(f"no setting {key!r}; there are: {known}")
-    return name
+def find(key: str) -> tuple[type[Message], str]:
+    """(RouterConfig, "policy") of `router.policy` or `policy`; `queue.` is never left out.
+
+    Raises ConfigError for an unknown setting.
+    """
+    for kind, root in _ROOT.items():
+        name = key.removeprefix(f"{root}.")
+        if name in kind.__struct_fields__ and (name != key or kind is RouterConfig):
+            return kind, name
+    known = ", ".join(f"{root}.{field}" for kind, root in _ROOT.items()
+                      for field in kind.__struct_fields__)  # fmt: skip
+    raise ConfigError(f"no setting {key!r}; there are: {known}")
 
 
-class RouterSettings:
-    """See the module."""
+def root_of(kind: type[Message]) -> str:
+    """`router` or `queue`: how the keys of these settings begin."""
+    return _ROOT[kind]
 
-    def __init__(self, client: EtcdClient, namespace: str) -> None:
+
+class Settings(Generic[T]):
+    """See the module. kind: of the two, whose settings these are."""
+
+    def __init__(self, client: EtcdClient, namespace: str, kind: type[T]) -> None:
         self._client = client
-        self._key = keys.router_config(namespace)
-        self._current = RouterConfig()
+        self._kind = kind
+        self._root = _ROOT[kind]
+        self._key = _KEY[kind](namespace)
+        self._current: T = kind()
         self._task: asyncio.Task[None] | None = None
         self._synced = asyncio.Event()
-        self._callbacks: list[Callable[[RouterConfig], None]] = []
+        self._callbacks: list[Callable[[T], None]] = []
 
     @property
-    def current(self) -> RouterConfig:
+    def current(self) -> T:
         """The last good settings; defaults until there are any. No I/O."""
         return self._current
 
-    def subscribe(self, callback: Callable[[RouterConfig], None]) -> None:
+    def subscribe(self, callback: Callable[[T], None]) -> None:
         """Call on the loop with the new settings at each change."""
         self._callbacks.append(callback)
+
+    @classmethod
+    async def started(cls, client: EtcdClient, namespace: str, kind: type[T]) -> Settings[T]:
+        """New settings that are followed already. Raises RegistryUnavailable."""
+        self = cls(client, namespace, kind)
+        await self.start()
+        return self
 
     async def start(self, timeout_s: float = 30.0) -> None:
         """Begin to watch; returns when `current` is what etcd holds now.
         Raises RegistryUnavailable after `timeout_s`."""
-        self._task = asyncio.create_task(self._follow(), name="router-settings")
+        self._task = asyncio.create_task(self._follow(), name=f"{self._root}-settings")
         await until_synced(
-            self._task, self._synced, timeout_s=timeout_s, what="the router settings"
+            self._task, self._synced, timeout_s=timeout_s, what=f"the {self._root} settings"
         )
 
     async def close(self) -> None:
@@ -96,17 +130,17 @@ class RouterSettings:
                 continue  # another key that begins like ours
             elif isinstance(event, Put):
                 try:
-                    self._become(parse(event.value))
+                    self._become(parse(event.value, self._kind))
                 except ConfigError as exc:
                     _log.error("refused, keeping the last good ones: %s", exc)
             else:
-                self._become(RouterConfig())
+                self._become(self._kind())
 
-    def _become(self, new: RouterConfig) -> None:
+    def _become(self, new: T) -> None:
         if new == self._current:
             return
         self._current = new
-        _log.info("router settings: %s", msgspec.json.encode(new).decode())
+        _log.info("%s settings: %s", self._root, msgspec.json.encode(new).decode())
         for callback in self._callbacks:
             try:
                 callback(new)
@@ -114,24 +148,27 @@ class RouterSettings:
                 _log.exception("a subscriber failed")
 
     async def get_all(self) -> dict[str, Any]:
-        """`router.FIELD` -> value as etcd holds it now. Raises ConfigError when that is bad."""
+        """`ROOT.FIELD` -> value as etcd holds it now. Raises ConfigError when that is bad."""
         kv = await self._client.get(self._key)
-        config = parse(kv.value) if kv is not None else RouterConfig()
-        return {f"router.{name}": value for name, value in msgspec.to_builtins(config).items()}
+        config = self._kind() if kv is None else parse(kv.value, self._kind)
+        return {
+            f"{self._root}.{name}": value for name, value in msgspec.to_builtins(config).items()
+        }
 
-    async def set(self, key: str, text: str) -> RouterConfig:
-        """Store one setting, leaving the others. Returns the new whole.
+    async def set(self, name: str, text: str) -> T:
+        """Store one field, leaving the others; `UNSET` removes it. Returns the new whole.
 
         Raises ConfigError with what is allowed; nothing is written then. Others may write at the
         same time: each keeps its field.
         """
-        name = field_name(key)
-        value = _from_text(name, text)
+        value = None if text == UNSET else _from_text(self._kind, name, text)
         for _ in range(10):
             kv = await self._client.get(self._key)
-            fields = _good_fields(kv.value) if kv is not None else {}
-            fields[name] = value
-            new = parse(msgspec.json.encode(fields))
+            fields = _good_fields(kv.value, self._kind) if kv is not None else {}
+            fields.pop(name, None)
+            if value is not None:
+                fields[name] = value
+            new = parse(msgspec.json.encode(fields), self._kind)
             revision = kv.mod_revision if kv is not None else 0
             if await self._client.put_if(
                 self._key, msgspec.json.encode(fields), mod_revision=revision
@@ -140,19 +177,23 @@ class RouterSettings:
         raise RegistryUnavailable(f"{self._key} keeps changing; try again")
 
 
-def _from_text(name: str, text: str) -> Any:
+def _from_text(kind: type[T], name: str, text: str) -> Any:
     """`text` as the field's type. Raises ConfigError."""
-    field = next(f for f in msgspec.structs.fields(RouterConfig) if f.name == name)
+    field = next(f for f in msgspec.structs.fields(kind) if f.name == name)
+    value: Any = None
     try:
         value = msgspec.convert(text.strip(), type=field.type, strict=False)
-    except msgspec.MsgspecError as exc:
+    except msgspec.MsgspecError:
+        pass
+    if value is None:
         raise ConfigError(
-            f"router.{name}: {text!r} is not allowed: must be {_ALLOWED[name]}"
-        ) from exc
+            f"{_ROOT[kind]}.{name}: {text!r} is not allowed: must be {_ALLOWED[name]}, "
+            f"or {UNSET} for the default"
+        )
     return msgspec.to_builtins(value)
 
 
-def _good_fields(value: bytes) -> dict[str, Any]:
+def _good_fields(value: bytes, kind: type[T]) -> dict[str, Any]:
     """What is valid in a stored object, so that setting one field repairs a bad key."""
     try:
         stored = msgspec.json.decode(value, type=dict[str, Any])
@@ -161,7 +202,7 @@ def _good_fields(value: bytes) -> dict[str, Any]:
     good = {}
     for name, item in stored.items():
         try:
-            parse(msgspec.json.encode({name: item}))
+            parse(msgspec.json.encode({name: item}), kind)
         except ConfigError:
             continue
         good[name] = item

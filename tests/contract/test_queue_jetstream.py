@@ -371,19 +371,6 @@ async def test_a_stream_of_another_kind_is_refused_with_advice(
         await JetStreamProducer.connect(server.url, other, wait_s=HANG_S)
 
 
-async def test_other_limits_are_updated(
-    server: NatsServer, pair: Pair, config: QueueConfig
-) -> None:
-    producer, _ = pair
-    again = await JetStreamProducer.connect(
-        server.url, replace(config, max_jobs=1, ack_wait_s=9.0), wait_s=HANG_S
-    )
-    await producer.publish("a", b"", 1)
-    with pytest.raises(QueueFull):
-        await producer.publish("b", b"", 1)
-    await again.close()
-
-
 async def test_survey_shows_the_queues_of_a_namespace(server: NatsServer, pair: Pair) -> None:
     producer, consumer = pair
     await producer.publish("a", b"", 1000)

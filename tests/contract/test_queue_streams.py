@@ -13,6 +13,8 @@ import pytest
 from pullfill.queue.connection import Link
 from pullfill.queue.contract import QueueConfig
 from pullfill.queue.jetstream import JetStreamConsumer, JetStreamProducer
+from pullfill.queue.names import CONSUMER, Names
+from pullfill.wire import QueueSettings
 from tests.support.nats import NatsServer, until
 
 HANG_S = 15.0
@@ -65,3 +67,84 @@ async def test_a_server_whose_clock_was_set_back_makes_no_delivery_stale(
     await again.ack()
     await until(lambda: producer.depth().depth_jobs == 0)
     await asyncio.gather(producer.close(), consumer.close())
+
+
+# ------------------------------------------------------------------ whose settings
+
+Configs = tuple[dict[str, Any], dict[str, Any]]
+
+
+async def configs(link: Link, config: QueueConfig) -> Configs:
+    """What the server has for the job stream and the consumer."""
+    stream = Names(config.namespace, config.compat_hash).stream
+    jobs = await link.api(f"STREAM.INFO.{stream}")
+    consumer = await link.api(f"CONSUMER.INFO.{stream}.{CONSUMER}")
+    return jobs["config"], consumer["config"]
+
+
+async def both(
+    server: NatsServer, config: QueueConfig, settings: QueueSettings
+) -> tuple[JetStreamProducer, JetStreamConsumer]:
+    return (
+        await JetStreamProducer.connect(server.url, config, settings=settings, wait_s=HANG_S),
+        await JetStreamConsumer.connect(server.url, config, settings=settings, wait_s=HANG_S),
+    )
+
+
+async def test_what_an_operator_changed_outlives_every_start_and_reconnect(
+    server: NatsServer, config: QueueConfig
+) -> None:
+    first = await both(server, config, QueueSettings())
+    link, names = first[1].link, Names(config.namespace, config.compat_hash)
+    jobs, consumer = await configs(link, config)
+    assert (jobs["max_msgs"], consumer["max_deliver"]) == (config.max_jobs, config.max_deliver)
+    theirs = {"max_msgs": 77, "max_bytes": 1 << 20, "max_age": 7 * 10**9, "description": "mine",
+              "duplicate_window": 5 * 10**9, "metadata": {"team": "serving"}}  # fmt: skip
+    await link.api(f"STREAM.UPDATE.{names.stream}", jobs | theirs)
+    await link.api(
+        f"CONSUMER.CREATE.{names.stream}.{CONSUMER}.{names.jobs}",
+        {"stream_name": names.stream, "config": consumer | {"ack_wait": 9 * 10**9,
+         "max_deliver": 9, "max_ack_pending": 5, "description": "mine"}},
+    )  # fmt: skip
+    changed = await configs(link, config)
+    assert changed[0]["metadata"]["team"] == "serving"
+    second = await both(server, config, QueueSettings(max_jobs=5))
+    first[1].link.reset("the test")
+    await until(lambda: first[1].link.generation == 2 and first[1].link.up)
+    now = await configs(first[1].link, config)
+    assert now == (changed[0] | {"max_msgs": 5}, changed[1]), "only what queue.* sets"
+    for worker in (first[1], second[1]):
+        assert (worker.ack_wait_s, worker.max_deliver) == (9.0, 9), "heartbeats follow the server"
+    await asyncio.gather(*(worker.close() for worker in (*first, *second)))
+
+
+async def test_settings_act_on_running_workers_and_a_refused_one_harms_nobody(
+    server: NatsServer, config: QueueConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    producer, consumer = await both(server, config, QueueSettings(max_deliver=3))
+    before = await configs(consumer.link, config)
+    assert (before[1]["max_deliver"], consumer.max_deliver) == (3, 3)
+    new = QueueSettings(replicas=3, max_bytes=1 << 20, max_jobs=9, ack_wait_s=7.0, max_deliver=4)
+    for worker in (producer, consumer):  # each tells the other's server the same
+        worker.streams.configure(new)
+    await until(lambda: consumer.ack_wait_s == 7.0)
+    assert "NATS refuses" in caplog.text, "one server holds no three replicas"
+    for worker in (producer, consumer):
+        worker.streams.configure(QueueSettings(max_bytes=1 << 20, max_jobs=9))
+    await until(lambda: not producer.streams.busy and not consumer.streams.busy)
+    after = await configs(consumer.link, config)
+    assert after[0] == before[0] | {"max_bytes": 1 << 20, "max_msgs": 9}
+    assert after[1] == before[1] | {"ack_wait": 7 * 10**9, "max_deliver": 4}
+    assert (await producer.publish("still works", b"", 1)).seq == 1
+    await asyncio.gather(producer.close(), consumer.close())
+
+
+async def test_workers_that_start_at_the_same_time_agree(
+    server: NatsServer, config: QueueConfig
+) -> None:
+    settings = QueueSettings(max_jobs=9, ack_wait_s=7.0)
+    pairs = await asyncio.gather(*(both(server, config, settings) for _ in range(4)))
+    jobs, consumer = await configs(pairs[0][1].link, config)
+    assert (jobs["max_msgs"], consumer["ack_wait"]) == (9, 7 * 10**9)
+    assert len({worker.streams.stream_id for pair in pairs for worker in pair}) == 1
+    await asyncio.gather(*(worker.close() for pair in pairs for worker in pair))

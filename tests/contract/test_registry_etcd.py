@@ -13,7 +13,7 @@ from pullfill.errors import ConfigError, RegistryUnavailable
 from pullfill.registry import keys
 from pullfill.registry.client import EtcdClient, LeaseNotFound, RevisionLost
 from pullfill.registry.lease import Lease, LeaseEnd
-from pullfill.registry.settings import RouterSettings
+from pullfill.registry.settings import Settings
 from pullfill.registry.watch import Delete, Put, Synced, WatchEvent, watch_prefix
 from pullfill.wire import RouterConfig, RouterPolicy
 from tests.support.etcd import EtcdServer, free_ports
@@ -231,17 +231,17 @@ async def test_watch_survives_compaction_and_takes_a_big_message(
 async def test_settings_are_hot_and_a_bad_value_keeps_the_last_good(
     client: EtcdClient, ns: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = RouterSettings(client, ns)
+    config = Settings(client, ns, RouterConfig)
     await config.start()
     assert config.current == RouterConfig()
-    await config.set("router.policy", "always_remote")
+    await config.set("policy", "always_remote")
     await config.set("max_prefill_queue_size", "3")
     await eventually(lambda: config.current.max_prefill_queue_size == 3)
     assert config.current.policy is RouterPolicy.ALWAYS_REMOTE
     good = config.current
 
     with pytest.raises(ConfigError, match="conditional, always_local, always_remote"):
-        await config.set("router.policy", "whatever")
+        await config.set("policy", "whatever")
     with caplog.at_level(logging.ERROR, "pullfill"):
         await client.put(keys.router_config(ns), b'{"remote_timeout_s": -4}')
         await eventually(lambda: "remote_timeout_s" in caplog.text)
@@ -252,13 +252,16 @@ async def test_settings_are_hot_and_a_bad_value_keeps_the_last_good(
     await config.set("remote_timeout_s", "4.5")
     await eventually(lambda: config.current == RouterConfig(remote_timeout_s=4.5))
     assert (await config.get_all())["router.remote_timeout_s"] == 4.5
+    await config.set("remote_timeout_s", "unset")
+    await eventually(lambda: config.current == RouterConfig())
+    await config.set("remote_timeout_s", "5")
     await client.delete(keys.router_config(ns))
     await eventually(lambda: config.current == RouterConfig())
     await config.close()
 
 
 async def test_settings_set_at_the_same_time_all_stay(client: EtcdClient, ns: str) -> None:
-    config = RouterSettings(client, ns)
+    config = Settings(client, ns, RouterConfig)
     await asyncio.gather(
         config.set("policy", "always_local"),
         config.set("max_local_prefill_length", "1"),

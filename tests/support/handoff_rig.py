@@ -248,9 +248,9 @@ class PrefillHalf:
         self.runner = JobRunner(
             self.links,
             self.engine,  # type: ignore[arg-type]
-            heartbeat_s=cluster.heartbeat_s,
+            heartbeat_s=lambda: cluster.heartbeat_s,
             max_prompt_tokens=300,
-            max_deliver=cluster.config.max_deliver,
+            max_deliver=lambda: cluster.config.max_deliver,
             readers=self.readers,
             on_change=lambda: self.puller.changed(),
         )

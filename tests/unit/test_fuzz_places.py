@@ -29,7 +29,7 @@ from pullfill.security import load
 from pullfill.transfer.layout import layout_of
 from pullfill.transfer.shm.files import ShmEndpoint
 from pullfill.transfer.shm.peer import ShmTransport
-from pullfill.wire import RegionDescriptor, WorkerRecord
+from pullfill.wire import RegionDescriptor, RouterConfig, WorkerRecord
 from tests.support.fuzz import EXAMPLES, explore, mutated
 from tests.unit.test_fuzz_wire import example
 
@@ -61,8 +61,8 @@ def test_registry_keys_and_values(examples: int) -> None:
             with contextlib.suppress(BadMessage):
                 decode_worker_record("ns", name, value)
         with contextlib.suppress(ConfigError):
-            settings.parse(value)
-        settings._good_fields(value)
+            settings.parse(value, RouterConfig)
+        settings._good_fields(value, RouterConfig)
         _read_failure(value)
 
     explore(examples, check, key=st.binary(max_size=60), value=mutated(good))

@@ -32,7 +32,9 @@ async def test_an_unexpected_failure_hands_the_grant_back(monkeypatch: pytest.Mo
 
     link: Any = SimpleNamespace(send=sent.append, mover=mover, mover_there=None)
     nothing: Any = SimpleNamespace(block_size=4, compat_hash="h", body=b"")
-    runner = JobRunner(nothing, nothing, heartbeat_s=1, max_prompt_tokens=100, max_deliver=5)
+    runner = JobRunner(
+        nothing, nothing, heartbeat_s=lambda: 1, max_prompt_tokens=100, max_deliver=lambda: 5
+    )
     monkeypatch.setattr(attempt, "check", lambda *_, **__: None)
     with pytest.raises(ValueError, match="unexpected"):
         await runner._work(

@@ -85,7 +85,9 @@ class Worker:
             block_size=4, compat_hash="c", submit=lambda task, _: self.tasks.append(task),
             end=lambda _: None, decode_instance_of=lambda _: "d",
         )  # fmt: skip
-        self.runner = JobRunner(links, engine, heartbeat_s=60, max_prompt_tokens=100, max_deliver=5)
+        self.runner = JobRunner(
+            links, engine, heartbeat_s=lambda: 60, max_prompt_tokens=100, max_deliver=lambda: 5
+        )
 
     async def _find(self, instance_id: str) -> Any:
         if not self.known:

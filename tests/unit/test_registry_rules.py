@@ -16,7 +16,7 @@ from pullfill.registry.client import Header, KeepAlive, KeyValue, prefix_end
 from pullfill.registry.lease import Lease, LeaseEnd, LeaseJudge
 from pullfill.registry.rpc import parse_url, redact
 from pullfill.registry.watch import Delete, Put, _Event, _Known
-from pullfill.wire import RouterConfig
+from pullfill.wire import QueueSettings, RouterConfig
 
 STORE = Header(cluster_id=7, member_id=1, revision=10, raft_term=2)
 
@@ -207,8 +207,8 @@ def test_known_apply_drops_what_was_seen() -> None:
 
 
 def test_settings_parse() -> None:
-    assert settings.parse(b"{}") == RouterConfig()
-    assert settings.parse(b'{"max_prefill_queue_size":3}').max_prefill_queue_size == 3
+    assert settings.parse(b"{}", RouterConfig) == RouterConfig()
+    assert settings.parse(b'{"max_prefill_queue_size":3}', RouterConfig).max_prefill_queue_size == 3
     for bad, told in {
         b'{"policy":"sometimes"}': "policy.*always_local",
         b'{"remote_timeout_s":0}': "remote_timeout_s.*more than 0",
@@ -217,7 +217,7 @@ def test_settings_parse() -> None:
         b"\xff": "router settings",
     }.items():
         with pytest.raises(ConfigError, match=told):
-            settings.parse(bad)
+            settings.parse(bad, RouterConfig)
 
 
 @pytest.mark.parametrize(
@@ -226,7 +226,7 @@ def test_settings_parse() -> None:
      ("max_prefill_queue_size", "0", 0)],
 )  # fmt: skip
 def test_settings_text(name: str, text: str, value: object) -> None:
-    assert settings._from_text(name, text) == value
+    assert settings._from_text(RouterConfig, name, text) == value
 
 
 @pytest.mark.parametrize(
@@ -237,12 +237,36 @@ def test_settings_text(name: str, text: str, value: object) -> None:
 )  # fmt: skip
 def test_settings_bad_text_names_the_setting_and_what_is_allowed(name: str, text: str) -> None:
     with pytest.raises(ConfigError, match=f"router.{name}.*must be"):
-        settings._from_text(name, text)
+        settings._from_text(RouterConfig, name, text)
 
 
 def test_setting_one_field_repairs_a_bad_key() -> None:
     stored = b'{"policy":"nonsense","max_prefill_queue_size":9,"who":1}'
-    assert settings._good_fields(stored) == {"max_prefill_queue_size": 9}
-    assert settings._good_fields(b"[]") == {}
+    assert settings._good_fields(stored, RouterConfig) == {"max_prefill_queue_size": 9}
+    assert settings._good_fields(b"[]", RouterConfig) == {}
     with pytest.raises(ConfigError, match=r"router\.policy"):
-        settings.field_name("router.colour")
+        settings.find("router.colour")
+
+
+def test_queue_settings_are_all_unset_until_somebody_sets_them() -> None:
+    assert set(msgspec.to_builtins(settings.parse(b"{}", QueueSettings)).values()) == {None}
+    assert settings.parse(b'{"replicas":3}', QueueSettings) == QueueSettings(replicas=3)
+
+
+def test_a_queue_setting_is_only_found_by_its_whole_name() -> None:
+    assert settings.find("queue.replicas") == (QueueSettings, "replicas")
+    assert settings.find("policy") == settings.find("router.policy") == (RouterConfig, "policy")
+    for key in ("replicas", "router.replicas", "queue.policy"):
+        with pytest.raises(ConfigError, match=r"no setting.*queue\.max_bytes"):
+            settings.find(key)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("replicas", "0"), ("replicas", "6"), ("max_bytes", "-1"), ("max_bytes", "1G"),
+     ("max_jobs", "0"), ("ack_wait_s", "0.1"), ("ack_wait_s", "nan"), ("max_deliver", "none"),
+     ("max_deliver", "null")],
+)  # fmt: skip
+def test_queue_settings_refuse_bad_text(name: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=f"queue.{name}.*must be .*unset"):
+        settings._from_text(QueueSettings, name, text)
