@@ -112,14 +112,13 @@ class DecodeWorker:
         probe = ProbeServer(self._options.host, self._ready, self._status, self._refresh_metrics)
         await probe.start(self._options.http_port)
         self._probe = probe
-        membership = Membership(
+        self._membership = membership = Membership(
             etcd,
             self._cluster.namespace,
             self._options.lease_ttl_s,
             self._make_record,
             on_reregistered=lambda i: logger.warning("registered again as %s", i[:8]),
         )
-        self._membership = membership
         try:
             await membership.join(wait_s)
             self._guard.start()

@@ -45,7 +45,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 config_app = typer.Typer(
-    help="Read or change the router's settings; running workers follow at once.",
+    help="Read or change router and queue settings; running workers follow at once.",
     no_args_is_help=True,
 )
 app.add_typer(config_app, name="config")
@@ -228,7 +228,7 @@ def doctor(
 
 @config_app.command("get")
 def config_get(
-    key: Annotated[str | None, typer.Argument(metavar="[router.KEY]")] = None,
+    key: Annotated[str | None, typer.Argument(metavar="[router.KEY|queue.KEY]")] = None,
     state_dir: StateDirOption = None,
     etcd: EtcdOption = None,
     nats: NatsOption = None,
@@ -244,7 +244,7 @@ def config_get(
 
 @config_app.command("set")
 def config_set(
-    key: Annotated[str, typer.Argument(metavar="router.KEY")],
+    key: Annotated[str, typer.Argument(metavar="router.KEY|queue.KEY")],
     value: Annotated[str, typer.Argument(metavar="VALUE")],
     state_dir: StateDirOption = None,
     etcd: EtcdOption = None,
@@ -252,7 +252,7 @@ def config_set(
     namespace: NamespaceOption = None,
     security: SecurityOption = None,
 ) -> None:
-    """Change one setting; a bad value is refused."""
+    """Change one setting, or `unset` it; a bad value is refused."""
     from pullfill.deploy import operate
 
     ref = find_cluster(state_dir, etcd, nats, namespace, security)

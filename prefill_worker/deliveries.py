@@ -7,7 +7,7 @@ decode worker, which hands a lost holder's delivery back. asyncio thread only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from pullfill import log
 from pullfill.errors import PullfillError
@@ -20,7 +20,7 @@ logger = log.get("prefill_worker.deliveries")
 class Deliveries:
     """heartbeat_s: seconds between two signs of life to the queue for each job."""
 
-    def __init__(self, heartbeat_s: float) -> None:
+    def __init__(self, heartbeat_s: Callable[[], float]) -> None:
         self._latest: dict[str, Delivery] = {}
         self._settled: set[str] = set()
         self._heartbeat = Heartbeat(heartbeat_s, self._latest)

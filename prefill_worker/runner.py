@@ -213,7 +213,7 @@ class JobRunner:
             metrics.CLAIM.labels(exc.reason).inc()
             # The holder of a job in progress keeps its message alive and settles it. The queue
             # delivers no message again after the last delivery; it would become a dead letter.
-            if exc.reason != RefuseReason.IN_PROGRESS or delivery.number >= self._max_deliver:
+            if exc.reason != RefuseReason.IN_PROGRESS or delivery.number >= self._max_deliver():
                 await self._deliveries.settle(delivery, "ack")
         except LinkLost as exc:
             logger.info("job %s: %s; the decode worker hands it back", job.job_id, exc)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import shutil
@@ -15,6 +16,7 @@ import urllib.error
 import urllib.request
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from tests.support.certificates import Certificates
 
@@ -73,6 +75,12 @@ class EtcdServer:
 
     def start(self, *, wait_s: float = 20.0) -> EtcdServer:
         """Start on the same ports and data as before."""
+        self.launch()
+        return self.wait_healthy(wait_s)
+
+    def launch(self, **options: str) -> None:
+        """Start without waiting. options: more of its flags, from now on."""
+        self._options |= options
         self.directory.mkdir(parents=True, exist_ok=True)
         peer = f"http://127.0.0.1:{self.peer_port}"
         arguments = {
@@ -95,6 +103,9 @@ class EtcdServer:
                 stderr=log,
                 env={**os.environ, "GOMAXPROCS": "1"},
             )
+
+    def wait_healthy(self, wait_s: float = 20.0) -> EtcdServer:
+        assert self.process is not None
         give_up = time.monotonic() + wait_s
         while not self._healthy():
             if self.process.poll() is not None or time.monotonic() > give_up:
@@ -111,6 +122,16 @@ class EtcdServer:
                 return b'"true"' in response.read()
         except (OSError, urllib.error.URLError):
             return False
+
+    def status(self) -> dict[str, Any]:
+        """What it says of itself and of its leader; {} if it does not answer."""
+        request = urllib.request.Request(f"{self.url}/v3/maintenance/status", data=b"{}")
+        try:
+            with urllib.request.urlopen(request, timeout=1.0, context=self._context) as response:
+                found: dict[str, Any] = json.load(response)
+                return found
+        except (OSError, urllib.error.URLError, ValueError):
+            return {}
 
     def _end(self, signum: int) -> None:
         if self.process is not None and self.process.poll() is None:
@@ -167,6 +188,49 @@ class EtcdServer:
         self._ctl_flags.append(f"--user=root:{password}")
 
     def __enter__(self) -> EtcdServer:
+        return self.start()
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
+
+
+class EtcdCluster:
+    """Several members on free loopback ports; otherwise as one `EtcdServer`."""
+
+    def __init__(self, directory: Path, count: int = 3) -> None:
+        self.members = [EtcdServer(directory / f"m{i}") for i in range(count)]
+        self.url = ",".join(member.url for member in self.members)
+
+    def start(self) -> EtcdCluster:
+        """Returns when every member knows a leader."""
+        peers = [f"m{i}=http://127.0.0.1:{m.peer_port}" for i, m in enumerate(self.members)]
+        for i, member in enumerate(self.members):
+            member.launch(**{"name": f"m{i}", "initial-cluster": ",".join(peers)})
+        for member in self.members:
+            member.wait_healthy()
+        return self
+
+    def leader(self) -> EtcdServer:
+        """The member that leads now."""
+        give_up = time.monotonic() + 20.0
+        while time.monotonic() < give_up:
+            for member in self.members:
+                status = member.status()
+                if status.get("leader") and status["leader"] == status["header"]["member_id"]:
+                    return member
+            time.sleep(0.02)
+        raise AssertionError("no leader")
+
+    def stop(self) -> None:
+        for member in self.members:
+            member.stop()
+
+    def ctl(self, *arguments: str) -> str:
+        """As of one server; asks whichever member is alive."""
+        alive = next(m for m in self.members if m.process is not None and m.process.poll() is None)
+        return alive.ctl(*arguments)
+
+    def __enter__(self) -> EtcdCluster:
         return self.start()
 
     def __exit__(self, *exc: object) -> None:

@@ -10,8 +10,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
+
+import nats
+import nats.errors
+from nats.aio.client import Client
+
+from tests.support.etcd import free_ports
 
 START_TIMEOUT_S = 20.0
 
@@ -129,3 +136,69 @@ class NatsServer:
         if process is not None:
             process.send_signal(how)
             process.wait()
+
+
+class NatsCluster:
+    """Several servers with JetStream on free loopback ports."""
+
+    def __init__(self, directory: Path, count: int = 3) -> None:
+        ports = free_ports(count)
+        routes = ", ".join(f'"nats-route://127.0.0.1:{port}"' for port in ports)
+        self.members = [
+            NatsServer(
+                directory / f"n{i}",
+                extra=f'server_name: "n{i}"\n'
+                f'cluster {{ name: "test", listen: "127.0.0.1:{port}", routes: [{routes}] }}\n',
+            )
+            for i, port in enumerate(ports)
+        ]
+
+    @property
+    def url(self) -> str:
+        """Of all servers; known after the start."""
+        return ",".join(member.url for member in self.members)
+
+    async def start(self) -> None:
+        """Returns when all servers run and JetStream answers, which takes a leader."""
+        await asyncio.gather(*(member.start() for member in self.members))
+        async with self.client() as client, asyncio.timeout(START_TIMEOUT_S):
+            while "error" in await self.api(client, "INFO"):  # noqa: ASYNC110 - nobody tells
+                await asyncio.sleep(0.02)
+
+    @contextlib.asynccontextmanager
+    async def client(self) -> AsyncIterator[Client]:
+        client = await nats.connect([member.url for member in self.members if member.alive])
+        try:
+            yield client
+        finally:
+            await client.close()
+
+    async def api(self, client: Client, operation: str, ask: object = None) -> dict[str, Any]:
+        """One answer of JetStream, or {"error": …} if there is none within 1 s."""
+        body = b"" if ask is None else json.dumps(ask).encode()
+        try:
+            answer = await client.request(f"$JS.API.{operation}", body, timeout=1.0)
+        except nats.errors.Error as exc:
+            return {"error": str(exc)}
+        found: dict[str, Any] = json.loads(answer.data)
+        return found
+
+    async def info(self, stream: str) -> dict[str, Any]:
+        """STREAM.INFO, once the stream has a leader and all its replicas are current."""
+        async with self.client() as client, asyncio.timeout(START_TIMEOUT_S):
+            while True:
+                info = await self.api(client, f"STREAM.INFO.{stream}")
+                group = info.get("cluster", {})
+                replicas = group.get("replicas", ())
+                if group.get("leader") and all(one["current"] for one in replicas):
+                    return info
+                await asyncio.sleep(0.02)
+
+    async def leader(self, stream: str) -> NatsServer:
+        """The server that leads the stream now."""
+        name: str = (await self.info(stream))["cluster"]["leader"]
+        return self.members[int(name.removeprefix("n"))]
+
+    def stop(self) -> None:
+        for member in self.members:
+            member.stop()

@@ -11,14 +11,18 @@ import shlex
 import subprocess
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import typer
 import yaml
 
+from pullfill.config import split_urls
 from pullfill.deploy import defaults, servers
 from pullfill.deploy.cli import app
 from pullfill.lifecycle import EXIT_S
+from pullfill.registry import settings
+from pullfill.wire import QueueSettings
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 FILES = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
@@ -92,8 +96,8 @@ def test_a_pods_command_line(role: str) -> None:
         assert options["advertise"] == f"http://10.0.0.7:{options['port']}"
     else:
         assert options["host"] == "10.0.0.7"
-    assert options["etcd"].startswith("http://pullfill-etcd:")
-    assert options["nats"].startswith("nats://pullfill-nats:")
+    assert hosts(options["etcd"], 2379) == pods("pullfill-etcd")
+    assert hosts(options["nats"], 4222) == pods("pullfill-nats")
     assert (options["namespace"], options["model"]) == (values["NAMESPACE"], values["MODEL"])
     assert pod["terminationGracePeriodSeconds"] >= options["drain_timeout"] + EXIT_S
 
@@ -113,6 +117,27 @@ def test_a_pods_command_line(role: str) -> None:
         assert bytes_of(volume["emptyDir"]["sizeLimit"]) > int(kv.split("=")[1])
         limit = bytes_of(container["resources"]["limits"]["memory"])
         assert limit > bytes_of(volume["emptyDir"]["sizeLimit"])
+
+
+def hosts(urls: str, port: int) -> set[str]:
+    """Host names of `urls`, each of which names this port."""
+    found = [urlsplit(url) for url in split_urls(urls)]
+    assert {one.port for one in found} == {port}
+    return {str(one.hostname) for one in found}
+
+
+def pods(name: str) -> set[str]:
+    """Names under which the pods of a StatefulSet are known."""
+    (found,) = [
+        d for d in documents() if d["kind"] == "StatefulSet" and d["metadata"]["name"] == name
+    ]
+    service = found["spec"]["serviceName"]
+    assert any(
+        d["kind"] == "Service" and d["metadata"]["name"] == service
+        and d["spec"]["clusterIP"] == "None" and d["spec"]["publishNotReadyAddresses"]
+        for d in documents()
+    )  # fmt: skip
+    return {f"{name}-{i}.{service}" for i in range(found["spec"]["replicas"])}
 
 
 def bytes_of(quantity: str) -> int:
@@ -162,9 +187,16 @@ def test_the_real_nats_server_takes_its_configuration(tmp_path: Path) -> None:
     config = tmp_path / "nats.conf"
     config.write_text(text.replace("/data", str(tmp_path / "data")))
     done = subprocess.run(
-        [str(servers.nats_binary()), "-t", "-c", str(config)], capture_output=True, check=False
+        [str(servers.nats_binary()), "-t", "-c", str(config)],
+        capture_output=True,
+        check=False,
+        env={"POD_NAME": "pullfill-nats-1"},
     )
     assert done.returncode == 0, done.stderr
+    assert set(re.findall(r"nats-route://([\w.-]+):6222", text)) == pods("pullfill-nats")
+    assert "server_name: $POD_NAME" in text
+    (env,) = the_container(workloads()["pullfill-nats"])["env"]
+    assert env["name"] == "POD_NAME"
 
 
 def test_the_real_etcd_knows_the_flags() -> None:
@@ -174,6 +206,34 @@ def test_the_real_etcd_knows_the_flags() -> None:
     known = set(re.findall(r"--[a-z-]+", done.stdout + done.stderr))
     container = the_container(workloads()["pullfill-etcd"])
     assert {a.split("=")[0] for a in container["args"]} <= known
+    flags = dict(a.removeprefix("--").split("=", 1) for a in container["args"])
+    members = dict(one.split("=") for one in flags["initial-cluster"].split(","))
+    assert hosts(",".join(members.values()), 2380) == pods("pullfill-etcd")
+    for name, url in members.items():
+        assert flags["name"] == "$(POD_NAME)"
+        assert flags["initial-advertise-peer-urls"].replace("$(POD_NAME)", name) == url
+        assert urlsplit(url).hostname == f"{name}.pullfill-etcd"
+
+
+def test_the_servers_are_three_and_the_streams_have_as_many_replicas() -> None:
+    replicas = {d["metadata"]["name"]: d["spec"] for d in documents() if d["kind"] == "StatefulSet"}
+    assert {name: spec["replicas"] for name, spec in replicas.items()} == {
+        "pullfill-nats": 3, "pullfill-etcd": 3,
+    }  # fmt: skip
+    for spec in replicas.values():
+        assert spec["podManagementPolicy"] == "Parallel", "one alone never becomes ready"
+        assert spec["volumeClaimTemplates"]
+    (job,) = [d for d in documents() if d["kind"] == "Job"]
+    container = the_container(job["spec"]["template"]["spec"])
+    values = config_maps()["pullfill"]
+    arguments = [expand(a, values, r"\$\((\w+)\)") for a in container["args"]]
+    command: Any = typer.main.get_command(app)
+    assert arguments[:2] == ["config", "set"]
+    command = command.commands["config"].commands["set"]
+    told = command.make_context("set", arguments[2:]).params
+    assert settings.find(told["key"]) == (QueueSettings, "replicas")
+    assert settings._from_text(QueueSettings, "replicas", told["value"]) == 3
+    assert (told["etcd"], told["namespace"]) == (values["ETCD"], values["NAMESPACE"])
 
 
 # ------------------------------------------------------------------ systemd
