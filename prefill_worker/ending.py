@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
@@ -10,13 +11,16 @@ from typing import Any, TypeVar
 
 from pullfill.errors import HandoffError, PeerUnavailable, PullfillError
 from pullfill.prefill_worker.link import DecodeLink, LinkLost
-from pullfill.wire import Grant, HandBack
+from pullfill.prefill_worker.task import PrefillTask
+from pullfill.wire import Grant, HandBack, Quiet
 
 T = TypeVar("T")
 
 AGAIN_S = 0.05
 """How long the queue keeps a job whose attempt failed here, at least."""
 _NAK_SOONEST_S = 0.5
+_QUIET_S = 30.0
+"""How long a drain waits for a revoked copy that does not end."""
 
 
 class Renewed(PeerUnavailable):
@@ -115,6 +119,18 @@ class HandBackOnce:
                     retry=retry,
                 )
             )
+
+
+async def tell_quiet(link: DecodeLink, task: PrefillTask, incarnation: str) -> None:
+    """Answer a revoke as soon as no copy of the task runs. No thread waits: there may be as many
+    revokes as jobs."""
+    loop = asyncio.get_running_loop()
+    over: asyncio.Future[None] = loop.create_future()
+    task.when_quiet(lambda: loop.call_soon_threadsafe(over.set_result, None))
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_QUIET_S):
+            await asyncio.shield(over)
+            link.send(Quiet(job_id=task.job_id, attempt=task.attempt, incarnation=incarnation))
 
 
 class Calls:

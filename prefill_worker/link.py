@@ -89,7 +89,10 @@ class DecodeLink:
         self._channel: Channel | None = None
         self._shared = SharedMover(lambda: open_mover(record), record.instance_id)
         self._up = asyncio.Event()
+        # Set while up, and while the last attempt to connect failed: nobody waits for the next one.
+        self._known = asyncio.Event()
         self._welcomed = False
+        self._silent = False
         self._leaving = False
         self._pulls = True
         self.retired = False
@@ -114,16 +117,15 @@ class DecodeLink:
         return self._up.is_set()
 
     async def wait_up(self, timeout_s: float) -> None:
-        """Raises PeerUnavailable when the decode worker does not welcome us in time."""
-        if self._up.is_set():
-            return
-        try:
+        """Raises PeerUnavailable when the decode worker does not welcome us in time, and at once
+        while it refuses to, is silent, or left the directory."""
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                await self._up.wait()
-        except TimeoutError:
+                await self._known.wait()
+        if not self._up.is_set():
             raise PeerUnavailable(
                 f"decode worker {self.record.instance_id} at {self.record.control} does not answer"
-            ) from None
+            )
 
     # ------------------------------------------------------------------ requests
 
@@ -242,9 +244,12 @@ class DecodeLink:
                     return
                 if self._welcomed:
                     delay, self._welcomed = _RECONNECT_S, False
+                else:
+                    self._known.set()
                 await asyncio.sleep(delay)
                 delay = min(delay * 2, 2.0)
         finally:
+            self._known.set()
             self._shared.close()
 
     async def _session(self) -> None:
@@ -254,13 +259,14 @@ class DecodeLink:
         channel = Channel(reader, writer)
         try:
             first = await self._greet(channel)
-            self._channel, self._said = channel, ""
+            self._channel, self._said, self._silent = channel, "", False
             self._welcomed = True
             self._asked_at = asyncio.get_running_loop().time()
             self._shared.forgive()
             if self._leaving:
                 self.send(Leaving())
             self._up.set()
+            self._known.set()
             logger.info("connected to decode worker %s", first.decode_instance)
             beat = asyncio.create_task(self._say_alive(channel))
             try:
@@ -271,6 +277,8 @@ class DecodeLink:
         finally:
             was_up = self._up.is_set()
             self._up.clear()
+            if not self._silent:
+                self._known.clear()
             self._channel = None
             channel.close()
             for future in self._replies.values():
@@ -319,6 +327,7 @@ class DecodeLink:
         """End the connection and the mover, with its credits; both are made anew."""
         logger.warning("ending the link to %s: %s", self.record.instance_id, why)
         self._shared.drop()
+        self._silent = True
         if self._channel is not None:
             self._channel.abort()
 

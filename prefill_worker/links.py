@@ -16,6 +16,10 @@ from pullfill.wire import Compat, Hello, Revoke, WorkerRecord
 logger = log.get("prefill_worker.links")
 
 _APPEAR_S = 2.0
+"""How long a job waits for the link to a decode worker that is in the directory."""
+_UNKNOWN_S = 0.1
+"""How long it waits for a decode worker that was never there: the watch may be behind the job."""
+_REMEMBERED = 10_000
 
 
 class Links:
@@ -39,6 +43,7 @@ class Links:
         self._on_lost = on_lost
         self._key = key
         self._links: dict[str, DecodeLink] = {}
+        self._gone: dict[str, None] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self._leaving = False
@@ -70,9 +75,9 @@ class Links:
         await asyncio.gather(*self._closing, return_exceptions=True)
 
     def knows(self, instance_id: str) -> bool:
-        """Whether the decode worker is (still) in the directory."""
+        """Whether the decode worker is (still) in the directory, as far as etcd can tell."""
         link = self._links.get(instance_id)
-        return link is not None and not link.retired
+        return (link is not None and not link.retired) or not self._directory.reachable
 
     @property
     def connected(self) -> list[str]:
@@ -84,18 +89,25 @@ class Links:
         routes = {instance_id: link.route for instance_id, link in self._links.items()}
         return {name: route for name, route in routes.items() if route is not None}
 
+    def is_up(self, instance_id: str) -> bool:
+        """Whether `find` finds it at once."""
+        link = self._links.get(instance_id)
+        return link is not None and link.connected
+
     async def find(self, instance_id: str) -> DecodeLink:
-        """The connected link to a decode worker; waits briefly for one that is just appearing.
-        Raises PeerUnavailable."""
-        deadline = asyncio.get_running_loop().time() + _APPEAR_S
+        """The connected link to a decode worker; waits briefly for one that is just appearing, and
+        not for one that left the directory. Raises PeerUnavailable."""
+        deadline = asyncio.get_running_loop().time() + _UNKNOWN_S
         while (link := self._links.get(instance_id)) is None:
+            if instance_id in self._gone:
+                raise PeerUnavailable(f"decode worker {instance_id} left the directory")
             left = deadline - asyncio.get_running_loop().time()
             self._changed.clear()
             try:
                 async with asyncio.timeout(max(left, 0.0)):
                     await self._changed.wait()
             except TimeoutError:
-                raise PeerUnavailable(f"decode worker {instance_id} is gone") from None
+                raise PeerUnavailable(f"decode worker {instance_id} is not known") from None
         await link.wait_up(_APPEAR_S)
         return link
 
@@ -111,6 +123,12 @@ class Links:
         record = new or old
         if record is None or record.role != "decode":
             return
+        if new is None:
+            self._gone[record.instance_id] = None
+            while len(self._gone) > _REMEMBERED:
+                del self._gone[next(iter(self._gone))]
+        else:
+            self._gone.pop(record.instance_id, None)
         fits = (
             new is not None and new.compat is not None and not self._compat.differs_from(new.compat)
         )

@@ -1,6 +1,7 @@
 """Pulls jobs while there is budget, in tokens: enough that the engine has the next prompt while the
 last one's blocks are being written, and no more, so that other workers get the rest. Behind a
 prompt as long as the whole budget nothing is pulled: whoever is free sooner may have the next.
+Jobs count from their grant on (budget.py). Deliveries without one are bounded by their number.
 
 While a decode worker has no KV credit left (credits.py) nothing is pulled: the next job may be its
 own. That lasts `patience_s` at most, then there is one more pull, whose jobs may be for others. One
@@ -21,6 +22,8 @@ from pullfill.wire import SILENT_S
 
 logger = log.get("prefill_worker.puller")
 
+MAX_WAITING = 64
+"""Deliveries without a grant at which to stop pulling."""
 _WAIT_S = 2.0
 _LEAST_TOKENS = 4096
 
@@ -95,8 +98,9 @@ class Puller:
         while True:
             await self._wait_for_credits()
             free_tokens = self._budget - self._runner.in_flight_tokens
-            free_jobs = self._max_jobs - self._runner.in_flight
-            if self._paused or free_tokens <= 0 or free_jobs <= 0:
+            waiting = self._runner.waiting
+            free_jobs = self._max_jobs - (self._runner.in_flight - waiting)
+            if self._paused or free_tokens <= 0 or free_jobs <= 0 or waiting >= MAX_WAITING:
                 self._room.clear()
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(_WAIT_S):

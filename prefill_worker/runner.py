@@ -26,6 +26,7 @@ from pullfill.errors import (
     PullfillError,
 )
 from pullfill.prefill_worker import attempt
+from pullfill.prefill_worker.budget import Budget
 from pullfill.prefill_worker.deliveries import Deliveries
 from pullfill.prefill_worker.ending import (
     AGAIN_S,
@@ -37,13 +38,14 @@ from pullfill.prefill_worker.ending import (
     TooLong,
     again_s,
     patience,
+    tell_quiet,
 )
 from pullfill.prefill_worker.link import DecodeLink, LinkLost
 from pullfill.prefill_worker.readers import Readers
 from pullfill.prefill_worker.shared_mover import OutOfReach
 from pullfill.prefill_worker.task import PrefillTask
 from pullfill.queue.contract import Delivery
-from pullfill.wire import Grant, KvMode, PrefillJob, Quiet, RefuseReason, Revoke, decode
+from pullfill.wire import Grant, KvMode, PrefillJob, RefuseReason, Revoke, decode
 
 if TYPE_CHECKING:
     from pullfill.prefill_worker.engine import PrefillEngine
@@ -55,8 +57,6 @@ STALE = "stale"
 """What a decode worker says of a commit whose attempt is not the current one any more."""
 _TRIES_OUT_OF_REACH = 2
 """Deliveries for which another worker may do better; then the decode worker computes it itself."""
-_QUIET_S = 30.0
-"""How long a drain waits for a revoked copy that does not end."""
 
 
 class JobRunner:
@@ -85,7 +85,7 @@ class JobRunner:
         self._jobs: set[asyncio.Task[None]] = set()
         self._deliveries = Deliveries(heartbeat_s)
         self._calls = Calls()
-        self.in_flight_tokens = 0
+        self._budget = Budget(on_change)
         self.completed = 0
         self.failed = 0
         self.idle = asyncio.Event()
@@ -95,18 +95,28 @@ class JobRunner:
     def in_flight(self) -> int:
         return len(self._jobs)
 
+    @property
+    def waiting(self) -> int:
+        """Deliveries in hand that have no grant."""
+        return self._budget.waiting
+
+    @property
+    def in_flight_tokens(self) -> int:
+        """What counts against the budget (budget.py)."""
+        return self._budget.tokens
+
     def start(self, delivery: Delivery) -> None:
         """Run a delivery. A second delivery of a job that runs here replaces the handle that is
         settled at the end."""
         if not self._deliveries.take(delivery):
             return
-        self.in_flight_tokens += delivery.tokens
+        self._budget.pulled(delivery.job_id, delivery.tokens)
         self.idle.clear()
         task = asyncio.create_task(self._run(delivery))
         self._jobs.add(task)
 
         def done(_: asyncio.Task[None]) -> None:
-            self.in_flight_tokens -= delivery.tokens
+            self._budget.over(delivery.job_id)
             if (newer := self._deliveries.end(delivery)) is not None:
                 self.start(newer)
             self._over(task)
@@ -140,20 +150,7 @@ class JobRunner:
         task.cancel()
         task.end(Revoked(f"revoked: {revoke.reason}"))
         self._readers.stop(task)
-
-        quiet = Quiet(job_id=task.job_id, attempt=task.attempt, incarnation=revoke.incarnation)
-        loop = asyncio.get_running_loop()
-        over: asyncio.Future[None] = loop.create_future()
-        task.when_quiet(lambda: loop.call_soon_threadsafe(over.set_result, None))
-
-        async def tell() -> None:
-            # No thread waits with us: there may be as many revokes as jobs.
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_QUIET_S):
-                    await asyncio.shield(over)
-                    link.send(quiet)
-
-        self._keep(asyncio.create_task(tell()))
+        self._keep(asyncio.create_task(tell_quiet(link, task, revoke.incarnation)))
 
     def link_lost(self, link: DecodeLink) -> None:
         """Every task granted over this connection is over."""
@@ -203,9 +200,12 @@ class JobRunner:
         failpoints.hit("prefill.before_claim")
         opening = self._opening[job.job_id] = Opening(job.decode_instance)
         try:
+            if not self._links.is_up(job.decode_instance):
+                self._budget.waits(job.job_id)
             link = await self._links.find(job.decode_instance)
             started = time.monotonic()
             link, grant = await self._claim(link, job, delivery, opening)
+            self._budget.granted(job.job_id)
             claim_ms = (time.monotonic() - started) * 1e3
             metrics.CLAIM.labels("granted").inc()
             await self._work(link, job, tokens, grant, delivery, claim_ms, opening)
@@ -228,8 +228,8 @@ class JobRunner:
         """No claim, because the decode worker does not answer. It deletes the job when it gives it
         up: a job that nobody can claim must last until then, and is no dead letter."""
         delay_s: float | None = None
-        # One that we do not know may have come while our sight of the registry was cut: others may
-        # know it. Only when the job comes again is it nobody's.
+        # A decode worker that is not in the directory is gone. Or it is not in ours yet, or it
+        # drains and others have a link to it: so the first delivery is left to others.
         if self._links.knows(job.decode_instance) or delivery.number == 1:
             delay_s = patience(job.timeout_s, delivery.number, self._max_deliver())
         logger.info("job %s: %s%s", job.job_id, why, "" if delay_s else "; dropped")
@@ -258,6 +258,7 @@ class JobRunner:
                     raise
                 if time.monotonic() + retry > give_up:
                     raise
+                self._budget.waits(job.job_id)
                 await asyncio.sleep(retry)
 
     async def _work(
@@ -280,8 +281,8 @@ class JobRunner:
             give_back("stopping", retry=True)
             raise
         except (Revoked, Fenced) as exc:
-            # The message is not ours to settle any more: either another worker holds a newer
-            # delivery of it (a nak of this one would take it away there), or it was deleted.
+            # The message is not ours to settle any more: it was deleted, or another worker has a
+            # newer delivery of it.
             self.failed += 1
             give_back(str(exc), retry=True)
             logger.info("job %s attempt %d: %s", job.job_id, grant.attempt, exc)

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from pullfill.channel import FIRST_FRAME, HELLO_FRAME
 from pullfill.errors import PeerUnavailable
+from pullfill.prefill_worker import links as links_module
 from pullfill.prefill_worker.link import DecodeLink
 from pullfill.prefill_worker.links import Links
 from pullfill.prefill_worker.shared_mover import OutOfReach
@@ -193,3 +194,38 @@ async def test_a_link_whose_key_came_back_ends_with_us(tmp_path: Path) -> None:
         await links.close()
         await asyncio.sleep(0.05)
         assert not links._links
+
+
+async def test_a_decode_worker_that_left_or_refuses_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In doubt, when etcd does not answer, it may still be there; back again, it is found."""
+    for name in ("_APPEAR_S", "_UNKNOWN_S"):
+        monkeypatch.setattr(links_module, name, 3600.0)
+    async with following(tmp_path) as (links, directory, decode):
+        nobody = replace(decode.record("tcp://127.0.0.1:1"), compat=COMPAT)
+        directory.put(nobody)
+        async with asyncio.timeout(10):
+            with pytest.raises(PeerUnavailable, match="does not answer"):
+                await links.find("decode-1")
+            directory.remove("decode-1")
+            with pytest.raises(PeerUnavailable, match=r"left|does not answer"):
+                await links.find("decode-1")
+            await until(lambda: not links._links)
+            with pytest.raises(PeerUnavailable, match="left the directory"):
+                await links.find("decode-1")
+            assert not links.knows("decode-1")
+            directory.reachable = False
+            assert links.knows("decode-1")
+            directory.put(replace(decode.record(), compat=COMPAT))
+            assert (await links.find("decode-1")).connected
+
+
+async def test_a_link_that_broke_is_waited_for(tmp_path: Path) -> None:
+    async with following(tmp_path) as (links, directory, decode):
+        directory.put(replace(decode.record(), compat=COMPAT))
+        await links.find("decode-1")
+        (peer,) = decode.server._peers.values()
+        peer.channel.abort()
+        await until(lambda: not links.connected)
+        assert (await links.find("decode-1")).connected

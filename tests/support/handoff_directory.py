@@ -13,6 +13,7 @@ class FakeDirectory:
 
     def __init__(self) -> None:
         self.members: dict[str, WorkerRecord] = {}
+        self.reachable = True
         self._callbacks: list[Callable[[WorkerRecord | None, WorkerRecord | None], None]] = []
 
     def workers(self, role: str) -> dict[str, WorkerRecord]:

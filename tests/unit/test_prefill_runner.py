@@ -80,7 +80,9 @@ class Worker:
             commit=self._commit, send=self.sent.append,
         )  # fmt: skip
         self.known = True
-        links: Any = SimpleNamespace(find=self._find, knows=lambda _: self.known)
+        links: Any = SimpleNamespace(
+            find=self._find, knows=lambda _: self.known, is_up=lambda _: self.known
+        )
         engine: Any = SimpleNamespace(
             block_size=4, compat_hash="c", submit=lambda task, _: self.tasks.append(task),
             end=lambda _: None, decode_instance_of=lambda _: "d",

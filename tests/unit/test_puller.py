@@ -21,6 +21,7 @@ class Runner:
     def __init__(self) -> None:
         self.started: list[str] = []
         self.in_flight_tokens = 0
+        self.waiting = 0
 
     @property
     def in_flight(self) -> int:

@@ -1,0 +1,65 @@
+"""Which deliveries count against this worker's token budget, and how many only wait.
+
+A job counts from its grant to its end. While its claim is under way a delivery counts for CLAIM_S
+at most: the usual quick answer keeps the puller from taking more than the budget. A claim without
+an answer counts nothing, nor does a delivery that waits for the link to its decode worker. So the
+backlog of a decode worker that is gone keeps no job of another one waiting. asyncio thread only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+CLAIM_S = 0.05
+
+
+@dataclass(slots=True)
+class _Charge:
+    tokens: int
+    counted: bool = True
+    granted: bool = False
+
+
+class Budget:
+    """on_room: called when less counts than before."""
+
+    def __init__(self, on_room: Callable[[], None]) -> None:
+        self._on_room = on_room
+        self._charges: dict[str, _Charge] = {}
+        self.tokens = 0
+
+    @property
+    def waiting(self) -> int:
+        """Deliveries in hand that have no grant."""
+        return sum(not charge.granted for charge in self._charges.values())
+
+    def pulled(self, job_id: str, tokens: int) -> None:
+        charge = self._charges[job_id] = _Charge(tokens)
+        self.tokens += tokens
+        asyncio.get_running_loop().call_later(CLAIM_S, self._unanswered, charge)
+
+    def waits(self, job_id: str) -> None:
+        """Its decode worker cannot be asked now, or said to ask again later."""
+        self._unanswered(self._charges[job_id])
+
+    def granted(self, job_id: str) -> None:
+        charge = self._charges[job_id]
+        charge.granted = True
+        if not charge.counted:
+            charge.counted = True
+            self.tokens += charge.tokens
+
+    def over(self, job_id: str) -> None:
+        self._discount(self._charges.pop(job_id))
+
+    def _unanswered(self, charge: _Charge) -> None:
+        if not charge.granted and charge.counted:
+            self._discount(charge)
+
+    def _discount(self, charge: _Charge) -> None:
+        if charge.counted:
+            charge.counted = False
+            self.tokens -= charge.tokens
+        self._on_room()

@@ -1,0 +1,132 @@
+"""Jobs of a decode worker that is gone, in front of a live one's, on a real NATS server.
+
+Two prefill workers without vLLM, real otherwise. The jobs of the one that is gone cost them
+nothing: those of the live one begin as soon as without them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from pullfill import u32
+from pullfill.prefill_worker.budget import CLAIM_S, Budget
+from pullfill.prefill_worker.puller import MAX_WAITING
+from pullfill.wire import PrefillJob, encode
+from tests.support.handoff_rig import COMPATIBLE, Cluster, prompt, settled, until
+from tests.support.kv_engine import BLOCK
+from tests.support.nats import NatsServer
+
+JOBS, TOKENS = 30, 4096
+GONE = "decode-gone"
+
+
+@pytest.fixture
+async def cluster(tmp_path: Path) -> AsyncIterator[Cluster]:
+    server = NatsServer(tmp_path / "nats")
+    await server.start()
+    async with Cluster(tmp_path, server=server) as cluster:
+        yield cluster
+    server.stop()
+
+
+async def publish_backlog(cluster: Cluster, jobs: int = JOBS) -> None:
+    for number in range(jobs):
+        job = PrefillJob(
+            job_id=f"gone-{number}", incarnation="i", decode_instance=GONE,
+            control="tcp://127.0.0.1:1", request_id="r", compat=COMPATIBLE.hash(),
+            token_ids=u32.pack([1, 2, 3]), hit_tokens=0, block_ids=u32.pack([1]),
+            block_size=BLOCK, timeout_s=1.0,
+        )  # fmt: skip
+        await cluster.decodes["decode-1"].producer.publish(job.job_id, encode(job), TOKENS)
+
+
+@pytest.mark.parametrize("how", ["left", "never_known", "dead"])
+async def test_the_backlog_of_a_decode_worker_that_is_gone_costs_nothing(
+    cluster: Cluster, how: str
+) -> None:
+    """left: its key went. never_known: it went before these prefill workers came. dead: its key
+    is still there, its control port refuses connections."""
+    live = await cluster.decode()
+    prefills = [await cluster.prefill(pull=False) for _ in range(2)]
+    if how != "never_known":
+        record = cluster.directory.members[live.name]
+        nowhere = msgspec.structs.replace(
+            record, instance_id=GONE, control="tcp://127.0.0.1:1", incarnation="i"
+        )
+        cluster.directory.put(nowhere)
+    if how == "left":
+        cluster.directory.remove(GONE)
+    for prefill in prefills:
+        prefill.puller.start()
+
+    async def answered() -> float:
+        began = time.monotonic()
+        served = [live.send(prompt(30, seed=n)) for n in range(2)]
+        await settled(*served)
+        assert all(live.right(request) for request in served)
+        return time.monotonic() - began
+
+    alone = await answered()
+    await publish_backlog(cluster)
+    assert await answered() < alone + 1.0
+    if how == "dead":
+        cluster.directory.remove(GONE)
+    await cluster.check_clean()
+    assert sum(prefill.runner.completed for prefill in prefills) == 4
+
+
+async def test_deliveries_that_wait_are_bounded_by_their_number(cluster: Cluster) -> None:
+    """A decode worker that answers no claim: its jobs cost no budget, but no worker hoards them."""
+    live = await cluster.decode()
+    prefills = [await cluster.prefill(pull=False) for _ in range(2)]
+    answer = asyncio.Event()
+    for prefill in prefills:
+        find = prefill.links.find
+
+        async def late(instance_id: str, find: Any = find) -> Any:
+            if instance_id == GONE:
+                await answer.wait()
+            return await find(instance_id)
+
+        prefill.links.find = late  # type: ignore[method-assign]
+        prefill.puller.start()
+    await publish_backlog(cluster, 2 * MAX_WAITING + 10)
+    await until(lambda: all(p.runner.waiting == MAX_WAITING for p in prefills), 30)
+    await until(lambda: not any(p.runner.in_flight_tokens for p in prefills))
+    await asyncio.sleep(0.1)
+    assert [p.runner.waiting for p in prefills] == [MAX_WAITING] * 2
+    answer.set()
+    served = live.send(prompt(30))
+    await settled(served)
+    assert live.right(served)
+    await cluster.check_clean()
+
+
+def test_a_budget() -> None:
+    """Counted until the answer is late, and again from the grant on."""
+
+    async def go() -> None:
+        rooms: list[int] = []
+        budget = Budget(lambda: rooms.append(budget.tokens))
+        budget.pulled("late", 4096)
+        budget.pulled("prompt", 100)
+        budget.granted("prompt")
+        assert (budget.tokens, budget.waiting) == (4196, 1)
+        async with asyncio.timeout(10):
+            while budget.tokens != 100:  # noqa: ASYNC110
+                await asyncio.sleep(CLAIM_S / 2)
+        assert rooms == [100], "the puller is told"
+        budget.granted("late")
+        assert (budget.tokens, budget.waiting) == (4196, 0)
+        budget.over("late")
+        budget.over("prompt")
+        assert (budget.tokens, rooms) == (0, [100, 100, 0])
+
+    asyncio.run(go())
