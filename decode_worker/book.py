@@ -11,8 +11,9 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 
 from pullfill.clock import SYSTEM_CLOCK, Clock
+from pullfill.decode_worker.breaker import ClaimBreaker
 from pullfill.decode_worker.dues import Dues
-from pullfill.decode_worker.entry import Entry, JobState
+from pullfill.decode_worker.entry import UNDER_WAY, Entry, JobState
 from pullfill.decode_worker.moves import (
     Action,
     CancelMessage,
@@ -61,6 +62,7 @@ class Book:
         self.kv_mode = kv_mode
         self.incarnation = incarnation
         self.tell_opens = True
+        self.claims = ClaimBreaker(clock)
         self._lock = threading.Lock()
         self._jobs: dict[str, Entry] = {}
         # What is asked or looked at often, kept so that it costs the same however many jobs wait.
@@ -126,15 +128,25 @@ class Book:
 
     def _expire(self, entry: Entry) -> None:
         """Its time is up; the outcome says in which stage."""
-        outcome = Outcome.TIMEOUT
         if entry.state is JobState.QUEUED:
-            outcome = Outcome.CLAIM_TIMEOUT
-        elif entry.state is JobState.QUARANTINED:
+            self._nobody_claimed(entry)
+            return
+        outcome = Outcome.TIMEOUT
+        if entry.state is JobState.QUARANTINED:
             if self._ask_proof(entry):
                 return  # in the last moment: it waits for another claim
             if self._clock.monotonic() < entry.deadline:
                 outcome = Outcome.QUARANTINED
         self._give_up(entry, outcome)
+
+    def _nobody_claimed(self, entry: Entry) -> None:
+        """Serve it locally, and if the breaker opens by it, everything else that is queued."""
+        computing = any(other.state in UNDER_WAY for other in self._jobs.values())
+        opens = self.claims.timed_out(entry.job_id, entry.queued_at, computing=computing)
+        self._give_up(entry, Outcome.CLAIM_TIMEOUT)
+        for other in list(self._jobs.values()) if opens else ():
+            if other.state is JobState.QUEUED and not other.settled:
+                self._give_up(other, Outcome.CLAIMS_STALLED)
 
     def _give_up(self, entry: Entry, outcome: Outcome) -> None:
         """Settle the request without the remote result and close the job."""
@@ -190,6 +202,7 @@ class Book:
     def _settle(self, entry: Entry, outcome: Outcome, *, loaded: bool) -> None:
         assert not entry.settled, "a request is settled once"
         entry.settled = True
+        self.claims.ended(entry.job_id)
         self._events.append(Settle(entry.request_id, loaded, outcome))
         self._on_outcome(entry, outcome)
 

@@ -131,6 +131,12 @@ class ControlServer:
         """Connected prefill workers."""
         return sorted({p.instance_id for p in self._peers.values()})
 
+    @property
+    def not_pulling(self) -> list[str]:
+        """One line for each connected prefill worker that pulls no jobs. Any thread."""
+        idle = [p for p in list(self._peers.values()) if not p.pulls]
+        return [f"{p.instance_id} pulls no jobs: {p.why_not or 'no reason given'}" for p in idle]
+
     # ------------------------------------------------------------------ the ledger's side
 
     async def _run_ledger(self) -> None:
@@ -264,6 +270,7 @@ class ControlServer:
             if old is not peer:
                 old.channel.abort()  # a worker has one connection: it has left this one already
         self._count()
+        self._ledger.prefill_joined()
         channel.write(
             Welcome(decode_instance=self._instance_id, incarnation=self._ledger.incarnation)
         )
@@ -308,9 +315,13 @@ class ControlServer:
         match message:
             case Alive():
                 peer.channel.write(message)
-                if message.pulls != peer.pulls:
-                    peer.pulls = message.pulls
+                if (message.pulls, message.why) != (peer.pulls, peer.why_not):
+                    peer.pulls, peer.why_not = message.pulls, message.why
+                    state = "pulls again" if peer.pulls else f"pulls no jobs: {peer.why_not}"
+                    logger.warning("prefill worker %s %s", peer.instance_id, state)
                     self._count()
+                    if peer.pulls:
+                        self._ledger.prefill_joined()
                     self._nobody_pulls()
                     self._wake.set()
                 return

@@ -37,6 +37,7 @@ import math
 
 from pullfill import log
 from pullfill.decode_worker.arrivals import Arrivals
+from pullfill.decode_worker.breaker import TRIAL_SHARE
 from pullfill.decode_worker.entry import UNDER_WAY, Entry, JobState
 from pullfill.decode_worker.moves import (
     Action,
@@ -91,6 +92,8 @@ class Ledger(Arrivals):
             queued_at=now,
         )
         with self._lock:
+            if self.claims.queued(job_id):
+                entry.claim_timeout_s *= TRIAL_SHARE
             self._jobs[job_id] = entry
             self._by_request[request_id] = job_id
             self._target_blocks += entry.targets
@@ -187,6 +190,7 @@ class Ledger(Arrivals):
             fence = self._fences.open(entry.blocks, entry.first_target)
         except OverloadedError:
             return Claimed(refused=RefuseReason.HELD, retry_after_s=1.0)
+        self.claims.claimed()
         entry.attempt += 1
         entry.state, entry.writer, entry.fence = JobState.GRANTED, writer, fence
         entry.ack_subject = ack_subject
@@ -288,6 +292,11 @@ class Ledger(Arrivals):
                 if not entry.settled and not (but_granted and under_way):
                     self._give_up(entry, outcome)
         self._wake()
+
+    def prefill_joined(self) -> None:
+        """A prefill worker connected, or pulls again: do not wait for the end of a pause."""
+        with self._lock:
+            self.claims.retry()
 
     def new_incarnation(self, incarnation: str) -> None:
         """Refuse every claim and commit made for the old one; open jobs are served locally."""

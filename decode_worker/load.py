@@ -34,4 +34,5 @@ def load_of(
         "kv_free_blocks": kv.free_blocks(core),
         "kv_blocks": kv_blocks,
         "prefill_workers": control.instances if control else [],
+        "prefill_workers_pulling": control.prefill_workers if control else 0,
     }

@@ -25,6 +25,7 @@ class Peer:
     reader: PeerReader | None = None
     leaving: bool = False
     pulls: bool = True
+    why_not: str = ""
     asked_at: float = field(init=False)
 
     def __post_init__(self) -> None:

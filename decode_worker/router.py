@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from pullfill.wire import RouterConfig, RouterPolicy
 
 QUEUE_FULL = "queue_full"
+QUEUE_UNAVAILABLE = "queue_unavailable"
+NO_PREFILL_WORKER = "no_prefill_worker"
+CLAIMS_STALLED = "claims_stalled"
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +22,8 @@ class Situation:
 
     prompt_tokens: all tokens of the prompt. hit_tokens: leading ones in the local prefix cache.
     ineligible: why this request can never go remote ("" if it can). remote_kv: share of the KV
-    cache that open remote prefills would bind with this one.
+    cache that open remote prefills would bind with this one. claims_stalled: jobs were queued and
+    nobody claimed them (breaker.py).
     """
 
     prompt_tokens: int
@@ -27,6 +31,7 @@ class Situation:
     ineligible: str = ""
     prefill_workers: int = 0
     queue_available: bool = False
+    claims_stalled: bool = False
     queue_jobs: int = 0
     quarantine_full: bool = False
     remote_kv: float = 0.0
@@ -60,10 +65,13 @@ def decide(now: Situation, config: RouterConfig) -> Decision:
         return Decision(False, "prefix_hit" if now.hit_tokens else "short_prompt")
     if now.draining:
         return Decision(False, "draining")
-    if now.prefill_workers == 0:
-        return Decision(False, "no_prefill_worker")
+    # First the queue: while it is away no prefill worker pulls either.
     if not now.queue_available:
-        return Decision(False, "queue_unavailable")
+        return Decision(False, QUEUE_UNAVAILABLE)
+    if now.prefill_workers == 0:
+        return Decision(False, NO_PREFILL_WORKER)
+    if now.claims_stalled:
+        return Decision(False, CLAIMS_STALLED)
     if now.quarantine_full:
         return Decision(False, "quarantine_full")
     if now.queue_jobs >= config.max_prefill_queue_size:

@@ -8,15 +8,27 @@ commit); every record is touched under one lock for microseconds. A record lives
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from pullfill import metrics
 from pullfill.clock import SYSTEM_CLOCK, Clock
-from pullfill.decode_worker.router import Decision, Situation
+from pullfill.decode_worker.router import (
+    CLAIMS_STALLED,
+    NO_PREFILL_WORKER,
+    QUEUE_UNAVAILABLE,
+    Decision,
+    Situation,
+)
 from pullfill.errors import Outcome
 from pullfill.wire import ExplainRecord, StageTimings, Timings
+
+_BY_OUTAGE = frozenset({CLAIMS_STALLED, NO_PREFILL_WORKER, QUEUE_UNAVAILABLE})
+_AFTER_OUTAGE = frozenset(
+    {Outcome.CLAIM_TIMEOUT, Outcome.CLAIMS_STALLED, Outcome.PREFILL_LOST, Outcome.PUBLISH_FAILED}
+)
 
 
 @cache
@@ -31,6 +43,7 @@ class _Story:
     decision: Decision
     attempts: int = 0
     fallback: str | None = None
+    outage: str | None = None
     loaded: bool = False
     prefill_instance: str | None = None
     kv_bytes: int = 0
@@ -43,13 +56,17 @@ class _Story:
 
 
 class Stories:
-    """All requests of this worker that were decided and are not finished."""
+    """All requests of this worker that were decided and are not finished.
+
+    outage: what is unreachable now, for people, "" if nothing is. Set by the process.
+    """
 
     def __init__(self, instance_id: str, clock: Clock = SYSTEM_CLOCK) -> None:
         self._instance_id = instance_id
         self._clock = clock
         self._lock = threading.Lock()
         self._open: dict[str, _Story] = {}
+        self.outage: Callable[[], str] = lambda: ""
 
     def decided(self, request_id: str, situation: Situation, decision: Decision) -> None:
         """Record the first decision of a request; later ones (after a fallback or a preemption)
@@ -57,7 +74,9 @@ class Stories:
         with self._lock:
             if request_id in self._open:
                 return
-            self._open[request_id] = _Story(situation, decision)
+            self._open[request_id] = story = _Story(situation, decision)
+            if decision.reason in _BY_OUTAGE:
+                story.outage = self.outage() or None
         path = "remote" if decision.remote else "local"
         metrics.DECISION.labels(path, decision.reason).inc()
 
@@ -104,6 +123,8 @@ class Stories:
                     _stage("commit").observe(story.commit_ms / 1e3)
             elif story is not None and outcome is not Outcome.CANCELLED:
                 story.fallback = outcome.value
+                if outcome in _AFTER_OUTAGE:
+                    story.outage = self.outage() or None
         if not loaded and outcome is not Outcome.CANCELLED:
             metrics.FALLBACK.labels(outcome.value).inc()
 
@@ -131,6 +152,7 @@ class Stories:
             prefill_instance=story.prefill_instance,
             attempts=story.attempts,
             fallback=story.fallback,
+            outage=story.outage,
             kv_bytes=story.kv_bytes if story.loaded else 0,
             transport=story.transport if story.loaded else None,
             why_not_better=story.why_not_better if story.loaded else (),

@@ -17,6 +17,7 @@ from pullfill.decode_worker.control import ControlServer
 from pullfill.decode_worker.ledger import Ledger
 from pullfill.decode_worker.load import load_of
 from pullfill.decode_worker.offers import offer
+from pullfill.decode_worker.outlook import Outlook
 from pullfill.decode_worker.publisher import Publisher
 from pullfill.decode_worker.reader import reach_for
 from pullfill.decode_worker.router import Situation
@@ -41,7 +42,6 @@ from pullfill.transfer.contract import OwnerFences
 from pullfill.wire import (
     Compat,
     QueueSettings,
-    QueueStatus,
     RegionDescriptor,
     RouterConfig,
     WorkerRecord,
@@ -49,8 +49,6 @@ from pullfill.wire import (
 )
 
 logger = log.get("decode_worker")
-
-_QUARANTINE_SHARE = 0.25
 
 
 class DecodeWorker:
@@ -74,7 +72,7 @@ class DecodeWorker:
         self._served_name = ""
         self._config: Any = None
         self._compat: Compat | None = None
-        self._quarantine_cap = 0
+        self._outlook: Outlook | None = None
         self._key = cluster.security.cluster.load()
         self._context = DecodeContext(
             instance_id=self._instance_id,
@@ -98,7 +96,7 @@ class DecodeWorker:
         engine = EngineThread(self._make_host, self._on_built)
         engine.start()
         wait_s = self._options.connect_timeout_s
-        etcd = await EtcdClient.connect(
+        self._etcd = etcd = await EtcdClient.connect(
             self._cluster.etcd_url,
             wait_s=wait_s,
             on_retry=_say,
@@ -208,9 +206,6 @@ class DecodeWorker:
             num_layers=geometry.num_layers,
             page_bytes=geometry.page_bytes,
         )
-        self._quarantine_cap = int(
-            (self._config.cache_config.num_gpu_blocks or 0) * _QUARANTINE_SHARE
-        )
         self._shim = FrontendShim(
             host,
             self._stories,
@@ -253,23 +248,9 @@ class DecodeWorker:
         return self._settings.current if self._settings is not None else RouterConfig()
 
     def _situation(self, prompt_tokens: int, hit_tokens: int, ineligible: str) -> Situation:
-        ledger, producer = self._context.ledger, self._producer
-        if ledger is None or producer is None or self._control is None:
+        if self._outlook is None:
             return Situation(prompt_tokens, hit_tokens, ineligible)
-        bound, cache = ledger.target_blocks, self._config.cache_config
-        more = -(-max(0, prompt_tokens - 1 - hit_tokens) // cache.block_size)
-        return Situation(
-            prompt_tokens=prompt_tokens,
-            hit_tokens=hit_tokens,
-            ineligible=ineligible or ("" if self._context.owner is not None else "no_transport"),
-            prefill_workers=self._control.prefill_workers,
-            queue_available=producer.available,
-            # Our own jobs count from the moment they are opened: the queue hears of them later.
-            queue_jobs=max(producer.depth().depth_jobs, ledger.open_jobs),
-            quarantine_full=ledger.quarantined_blocks > self._quarantine_cap,
-            remote_kv=(bound + more) / cache.num_gpu_blocks,
-            draining=self._state is not WorkerState.READY,
-        )
+        return self._outlook.situation(prompt_tokens, hit_tokens, ineligible)
 
     # ------------------------------------------------------------------ any thread
 
@@ -324,6 +305,16 @@ class DecodeWorker:
         )
         self._context.queue_full = producer.look_again
         self._control, self._producer = control, producer
+        self._outlook = Outlook(
+            self._context.ledger,
+            producer,
+            control,
+            self._etcd.health,
+            self._config.cache_config,
+            within_reach=self._context.owner is not None,
+            draining=lambda: self._state is not WorkerState.READY,
+        )
+        self._stories.outage = self._outlook.outage
 
     def _make_record(self, incarnation: str) -> tuple[WorkerRecord, list[RegionDescriptor]]:
         """What we publish under a new incarnation. Everything granted before it is void."""
@@ -372,26 +363,23 @@ class DecodeWorker:
         )
 
     def _ready(self) -> tuple[bool, dict[str, Any]]:
-        degraded = self._control is None or self._control.prefill_workers == 0
-        detail = {"state": self._state, "degraded": degraded, **self._guard.detail()}
+        reasons = self._outlook.reasons() if self._outlook is not None else []
+        told = {"degraded": bool(reasons), "reasons": reasons}
+        detail = {"state": self._state, **told, **self._guard.detail()}
         return self._state is WorkerState.READY, detail
 
     def _status(self) -> dict[str, Any]:
-        queue = self._producer.depth() if self._producer is not None else QueueStatus()
         core = self._host.core if self._host is not None else None
         blocks = self._config.cache_config.num_gpu_blocks if self._config else 0
         return {
             "state": self._state,
             "load": load_of(core, self._context.ledger, self._shim, self._control, blocks),
-            "queue": {name: getattr(queue, name) for name in queue.__struct_fields__},
+            **(self._outlook.servers() if self._outlook is not None else {}),
         }
 
     def _refresh_metrics(self) -> None:
-        if self._producer is not None:
-            depth = self._producer.depth()
-            metrics.QUEUE_DEPTH_JOBS.set(depth.depth_jobs)
-            metrics.QUEUE_DEPTH_TOKENS.set(depth.depth_tokens)
-            metrics.QUEUE_OLDEST_AGE.set(depth.oldest_age_s)
+        if self._outlook is not None:
+            self._outlook.refresh_metrics()
         if self._context.ledger is not None:
             metrics.QUARANTINED_BLOCKS.set(self._context.ledger.quarantined_blocks)
 

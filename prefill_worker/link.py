@@ -27,6 +27,7 @@ from pullfill.prefill_worker.mover import Mover
 from pullfill.prefill_worker.shared_mover import SharedMover
 from pullfill.security import ClusterKey
 from pullfill.wire import (
+    MAX_TEXT,
     SILENT_S,
     Alive,
     Claim,
@@ -94,7 +95,7 @@ class DecodeLink:
         self._welcomed = False
         self._silent = False
         self._leaving = False
-        self._pulls = True
+        self._why_not = ""
         self.retired = False
         self._task = asyncio.create_task(self._run())
 
@@ -166,10 +167,14 @@ class DecodeLink:
         self._leaving = True
         self.send(Leaving())
 
-    def pause(self, paused: bool) -> None:
-        """Say, from now on, whether we pull jobs."""
-        self._pulls = not paused
-        self.send(Alive(pulls=self._pulls))
+    def pause(self, why: str) -> None:
+        """Say at once, and with every Alive from now on, why this worker pulls no jobs. "": it
+        pulls."""
+        self._why_not = why[:MAX_TEXT]
+        self.send(self._alive())
+
+    def _alive(self) -> Alive:
+        return Alive(pulls=not self._why_not, why=self._why_not)
 
     def send(self, message: HandBack | Quiet | Leaving | Alive) -> None:
         """No answer expected; lost when the connection is."""
@@ -307,7 +312,7 @@ class DecodeLink:
     async def _say_alive(self, channel: Channel) -> None:
         loop = asyncio.get_running_loop()
         said = now = self._heard = loop.time()
-        channel.write(Alive(pulls=self._pulls))
+        channel.write(self._alive())
         while True:
             before, unasked = now, now - self._asked_at
             pause = alive.pause(unasked)
@@ -320,7 +325,7 @@ class DecodeLink:
                 self._drop(f"it said nothing for {patience:.0f} s")
                 return
             if now >= alive.due(said, self._asked_at, pause):
-                channel.write(Alive(pulls=self._pulls))
+                channel.write(self._alive())
                 said = now
 
     def _drop(self, why: str) -> None:

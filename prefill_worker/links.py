@@ -47,7 +47,7 @@ class Links:
         self._closing: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self._leaving = False
-        self._paused = False
+        self._why_not = ""
         self._closed = False
 
     def start(self) -> None:
@@ -62,11 +62,11 @@ class Links:
         for link in self._links.values():
             link.leave()
 
-    def pause(self, paused: bool) -> None:
-        """Tell every decode worker that we pull no jobs for now, or do again."""
-        self._paused = paused
+    def pause(self, why: str) -> None:
+        """Tell every decode worker why this worker pulls no jobs for now. "": it pulls again."""
+        self._why_not = why
         for link in self._links.values():
-            link.pause(paused)
+            link.pause(why)
 
     async def close(self) -> None:
         self._closed = True
@@ -156,7 +156,7 @@ class Links:
             )
             if self._leaving:
                 self._links[new.instance_id].leave()
-            self._links[new.instance_id].pause(self._paused)
+            self._links[new.instance_id].pause(self._why_not)
         elif (
             new is not None
             and new.compat is not None

@@ -14,6 +14,7 @@ from pullfill.engine import args, compat, kv
 from pullfill.engine.host import EngineHost
 from pullfill.engine.thread import EngineThread
 from pullfill.engine.watchdog import EngineGuard
+from pullfill.health import Health, servers_json
 from pullfill.host import host_id
 from pullfill.ids import new_instance_id
 from pullfill.lifecycle import EXIT_S, Stop, exit_within, until
@@ -76,6 +77,10 @@ class PrefillWorker:
         self._probe: ProbeServer | None = None
         self._transports: list[PeerTransport] = []
         self._absent: dict[str, str] = {}
+        self._healths: list[Health] = []
+        self._nats: Health | None = None
+        self._stuck = False
+        self._why_not = ""
         self._movers: weakref.WeakSet[Mover] = weakref.WeakSet()
         self._key = cluster.security.cluster.load()
         self._context = PrefillContext(self._instance_id, wake=self._wake_engine)
@@ -127,6 +132,8 @@ class PrefillWorker:
         try:
             await membership.join(wait_s)
             self._links.start()
+            self._healths = [consumer.health, etcd.health]
+            self.follow(self._links, consumer.health)
             puller.start()
             self._guard.start()
             logger.info("%s is pulling (%s)", self._instance_id, self._served_name)
@@ -181,9 +188,27 @@ class PrefillWorker:
         if self._stop.drain.is_set() or self._membership.revoked.is_set():
             return  # it leaves anyway
         self._state = WorkerState.DRAINING if stuck else WorkerState.READY
+        self._stuck = stuck
         self._puller.pause(stuck)
-        self._links.pause(stuck)
+        self._tell_pulls()
         self._membership.note_state(self._state)
+
+    def follow(self, links: Links, nats: Health) -> None:
+        """From now on tell the decode workers of `links` whether NATS answers this worker."""
+        self._links, self._nats = links, nats
+        nats.on_change = self._tell_pulls
+        self._tell_pulls()
+
+    def _tell_pulls(self) -> None:
+        """Tell every decode worker whether this worker can pull jobs, and if not, why."""
+        why = "its engine takes no steps" if self._stuck else ""
+        if self._nats is not None and not self._nats.up:
+            why = why or f"NATS does not answer it: {self._nats.status().error}"
+        if why != self._why_not:
+            self._why_not = why
+            logger.warning("pulling no jobs: %s", why) if why else logger.info("pulling jobs again")
+            assert self._links is not None
+            self._links.pause(why)
 
     # ------------------------------------------------------------------ engine thread
 
@@ -344,7 +369,11 @@ class PrefillWorker:
 
     def _ready(self) -> tuple[bool, dict[str, Any]]:
         connected = self._links.connected if self._links is not None else []
-        detail = {"state": self._state, "decode": connected, **self._guard.detail()}
+        reasons = [health.outage() for health in self._healths if not health.up]
+        if not connected:
+            reasons.append("connected to no decode worker")
+        told = {"decode": connected, "degraded": bool(reasons), "reasons": reasons}
+        detail = {"state": self._state, **told, **self._guard.detail()}
         return self._state is WorkerState.READY, detail
 
     def _status(self) -> dict[str, Any]:
@@ -352,6 +381,7 @@ class PrefillWorker:
         return {
             "state": self._state,
             "routes": self._links.routes if self._links else {},
+            "servers": servers_json(*self._healths),
             "load": {
                 "jobs": runner.in_flight if runner else 0,
                 "tokens": runner.in_flight_tokens if runner else 0,

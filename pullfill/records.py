@@ -158,6 +158,7 @@ class ExplainRecord(Message, frozen=True, kw_only=True):
     knowledge). continued_tokens: how much of the answer was out when the last of them left; these
     are part of `prompt_tokens` here, since `decode_instance` got them as prompt.
     transport: what the KV came over; why_not_better: "name: reason" for each better one.
+    outage: what was unreachable, and for how long, when the prompt was kept here or taken back.
     """
 
     request_id: str
@@ -173,15 +174,27 @@ class ExplainRecord(Message, frozen=True, kw_only=True):
     kv_bytes: int = 0
     transport: str | None = None
     why_not_better: tuple[str, ...] = ()
+    outage: str | None = None
     timings_ms: Timings = Timings()
     continued_from: tuple[str, ...] = ()
     continued_tokens: int = 0
 
 
 class QueueStatus(Message, frozen=True, kw_only=True):
-    """The job queue as one number each; `oldest_age_s` 0 when empty."""
+    """The job queue as one number each; `oldest_age_s` 0 when empty. age_s: how old these figures
+    are."""
 
     depth_jobs: int = 0
     depth_tokens: int = 0
     in_flight: int = 0
     oldest_age_s: Finite = 0.0
+    age_s: Finite = 0.0
+
+
+class ServerStatus(Message, frozen=True, kw_only=True):
+    """Whether NATS or etcd answers. since_s: how long it has been so. error: why not, with the
+    address, for people; None while it is up."""
+
+    up: bool
+    since_s: Finite
+    error: str | None = None

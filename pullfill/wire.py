@@ -34,6 +34,7 @@ from pullfill.records import (
     RegionDescriptor,
     RouterConfig,
     RouterPolicy,
+    ServerStatus,
     Timings,
     WorkerRecord,
     WorkerState,
@@ -77,6 +78,7 @@ __all__ = [
     "Revoke",
     "RouterConfig",
     "RouterPolicy",
+    "ServerStatus",
     "StageTimings",
     "Text",
     "Timings",
@@ -344,9 +346,11 @@ class Alive(Message, tag="alive", frozen=True, kw_only=True):
     """Sent every ALIVE_INTERVAL_S by a prefill worker, half as often where nothing was asked for a
     minute, and sent back: the process runs. Who is silent for SILENT_S, or a second more there, is
     treated as gone, by either side (alive.py). pulls: False while the prefill worker's engine is
-    stuck, so that nobody counts on it."""
+    stuck or NATS does not answer it, so that nobody counts on it; said at once when it changes.
+    why: the reason, for people."""
 
     pulls: bool = True
+    why: Text = ""
 
 
 ToDecode = Hello | Claim | Commit | Ready | HandBack | Quiet | Leaving | Alive

@@ -28,6 +28,8 @@ from nats.aio.msg import Msg
 from pullfill import log
 from pullfill.config import split_urls
 from pullfill.errors import ConfigError, PullfillError, QueueFull, QueueUnavailable
+from pullfill.health import Health
+from pullfill.queue.pulse import watch_pulse
 
 logger = log.get("queue")
 
@@ -74,6 +76,7 @@ class Link:
         connect_options: Mapping[str, Any] | None = None,
     ) -> None:
         self.shown_url = _without_credentials(url)
+        self.health = Health("nats", self.shown_url)
         self.up = False
         self.generation = 0
         """Counts connections. A server restart is always a new one."""
@@ -270,6 +273,7 @@ class Link:
         self.generation += 1
         await self._setup()
         self.up = True
+        self.health.ok()
         self._changed.set()
 
     def _meant(self, cause: Exception) -> Exception:
@@ -291,16 +295,22 @@ class Link:
     async def _until_ended(self) -> None:
         client = self._client
         assert client is not None
-        # The client's callbacks can be stuck behind a socket that does not drain: also look.
-        while not self._ended.is_set() and client.is_connected:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(1.0):
-                    await self._ended.wait()
+        pulse = asyncio.create_task(watch_pulse(client, self.health), name="nats-pulse")
+        try:
+            # The client's callbacks can be stuck behind a socket that does not drain: also look.
+            while not self._ended.is_set() and client.is_connected:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(1.0):
+                        await self._ended.wait()
+        finally:
+            pulse.cancel()
+            await asyncio.gather(pulse, return_exceptions=True)
 
     def _drop(self) -> None:
         client, self._client = self._client, None
         was_up, self.up = self.up, False
         if was_up:
+            self.health.failed(self._cause)
             self._changed.set()
             self.on_down()
         if client is not None:
@@ -311,6 +321,7 @@ class Link:
     def _report(self, cause: str, *, first: bool) -> None:
         """Tell people once per cause while starting, and log once per outage."""
         changed, self._cause = cause != self._cause, cause
+        self.health.failed(cause)
         self._changed.set()
         if self._on_event is not None:
             if first or changed:

@@ -24,6 +24,7 @@ from nats.aio.subscription import Subscription
 from pullfill import log
 from pullfill.clock import SYSTEM_CLOCK
 from pullfill.errors import BadMessage, PullfillError, QueueUnavailable
+from pullfill.health import Health
 from pullfill.queue.acks import Acks
 from pullfill.queue.connection import Link, NoResponders, NotSent, OnEvent
 from pullfill.queue.contract import Delivery, OnDeadLetter, QueueConfig
@@ -42,6 +43,8 @@ SHORTEST_S = 0.02
 """The server does not answer requests that expire within a millisecond or so."""
 SETTLE_TRY_S = 1.0
 SETTLE_TRIES = 2
+PULLS = "pulls"
+"""A part of the server's health: it answers pull requests."""
 _NO_MESSAGES = "404"
 _EXPIRED = "408"
 
@@ -114,6 +117,11 @@ class JetStreamConsumer:
     def max_deliver(self) -> int:
         return self.streams.max_deliver
 
+    @property
+    def health(self) -> Health:
+        """Whether this consumer can pull."""
+        return self.link.health
+
     async def close(self) -> None:
         await self.streams.close()
         if self.link.up:
@@ -149,7 +157,9 @@ class JetStreamConsumer:
                         break
                     taken.append(job)
                     tokens += job.tokens
-            except QueueUnavailable:
+            except QueueUnavailable as exc:
+                if self.link.up and self.link.health.up:  # connected, and yet: JetStream
+                    self.link.health.failed(str(exc), PULLS)
                 if not taken:
                     raise
             except BaseException:
@@ -238,7 +248,8 @@ class JetStreamConsumer:
         logger.debug("pull ended with %s; checking the stream", status)
         try:
             await self.streams.ensure()
-        except QueueUnavailable:
+        except QueueUnavailable as exc:
+            self.link.health.failed(str(exc), PULLS)
             if SYSTEM_CLOCK.monotonic() >= deadline:
                 raise
         await asyncio.sleep(0.05)
@@ -250,9 +261,12 @@ class JetStreamConsumer:
             token = msg.subject.rpartition(".")[2]
             if token == str(self._request):
                 self._status = (msg.headers or {}).get("Status", "?")
+                if self._status in (_NO_MESSAGES, _EXPIRED):
+                    self.link.health.ok(PULLS)
                 self._live_until = 0.0
                 self._wake.set()
             return
+        self.link.health.ok(PULLS)
         self._live_until = 0.0
         if self._waiting and not self._draining:
             self._arrived.append(job)
@@ -275,6 +289,7 @@ class JetStreamConsumer:
             self.clock_offset_s = moment(info["ts"]).timestamp() - time.time()
         client = self.link.client
         await self._moves.subscribe()
+        self.link.health.ok(PULLS)
         if not self._draining:
             self._inbox = client.new_inbox()
             self._subscription = await client.subscribe(f"{self._inbox}.*", cb=self._on_message)

@@ -99,12 +99,14 @@ class DepthCache:
         """Never negative, never blocks."""
         snapshot, (jobs, tokens) = self._snapshot, self._delta
         depth = max(0, snapshot.jobs + jobs)
-        age = snapshot.oldest_age_s + self._clock.monotonic() - self._taken
+        figures_age = max(0.0, self._clock.monotonic() - self._taken)
+        age = snapshot.oldest_age_s + figures_age
         return QueueStatus(
             depth_jobs=depth,
             depth_tokens=max(0, snapshot.tokens + tokens) if depth else 0,
             in_flight=min(depth, snapshot.in_flight),
-            oldest_age_s=max(0.0, age) if depth and snapshot.jobs else 0.0,
+            oldest_age_s=age if depth and snapshot.jobs else 0.0,
+            age_s=figures_age,
         )
 
     def _shift(self, jobs: int, tokens: int) -> None:

@@ -21,6 +21,7 @@ from typing import Any, Self
 from pullfill import log
 from pullfill.clock import SYSTEM_CLOCK
 from pullfill.errors import BadMessage, ConfigError, QueueFull, QueueUnavailable
+from pullfill.health import Health
 from pullfill.queue import streams
 from pullfill.queue.connection import ApiError, Link, NotSent, OnEvent, read_reply
 from pullfill.queue.contract import DeadLetter, QueueConfig, Receipt
@@ -40,6 +41,8 @@ STEADY_REFRESH_S = 1.0
 IDLE_REFRESH_S = 2.0
 BUSY_FOR_S = 2.0
 MAX_DEBTS = 100_000
+JETSTREAM = "jetstream"
+"""A part of the server's health: it stores and counts jobs."""
 
 
 class JetStreamProducer:
@@ -96,7 +99,12 @@ class JetStreamProducer:
 
     @property
     def available(self) -> bool:
-        return self._answering and self._link.up
+        return self._answering and self._link.up and self._link.health.up
+
+    @property
+    def health(self) -> Health:
+        """Whether the server answers this producer."""
+        return self._link.health
 
     def depth(self) -> QueueStatus:
         return self._depth.status()
@@ -115,17 +123,17 @@ class JetStreamProducer:
         stream_id = self.streams.stream_id
         try:
             answer = await self._store(job_id, body, tokens)
-        except NotSent:
+        except NotSent as exc:
             # Also when the stream is gone although the server is not: the watch task makes it.
-            self._trip()
+            self._trip(exc)
             raise
         except ApiError as exc:
             if exc.err_code in streams.FULL:
                 raise QueueFull(f"the job queue is full: {exc.description}") from exc
-            self._trip()
+            self._trip(exc)
             raise
-        except QueueUnavailable:
-            self._trip()
+        except QueueUnavailable as exc:
+            self._trip(exc)
             self._owe(job_id, None)
             raise
         except asyncio.CancelledError:
@@ -142,8 +150,8 @@ class JetStreamProducer:
         if self.available and receipt.stream_id == self.streams.stream_id:
             try:
                 return await self._remove(receipt)
-            except QueueUnavailable:
-                self._trip()
+            except QueueUnavailable as exc:
+                self._trip(exc)
         if not self.available:
             self._owe(receipt.job_id, receipt)
         return False
@@ -189,16 +197,21 @@ class JetStreamProducer:
         await self.streams.ensure()
         # `start` returns right after this: be usable then, without waiting for the watcher.
         self._depth.store(await self._ask(), SYSTEM_CLOCK.monotonic())
-        self._answering = True
+        self._answers()
         self._kick.set()
 
     def _on_down(self) -> None:
         self._answering = False
 
-    def _trip(self) -> None:
+    def _answers(self) -> None:
+        self._answering = True
+        self._link.health.ok(JETSTREAM)
+
+    def _trip(self, why: Exception) -> None:
         if self._answering:
             logger.warning("the job queue does not answer; prefilling locally until it does")
         self._answering = False
+        self._link.health.failed(str(why), JETSTREAM)
         self._kick.set()
 
     def _touch(self) -> None:
@@ -213,11 +226,11 @@ class JetStreamProducer:
                 continue
             try:
                 await self._look()
-            except QueueUnavailable:
-                self._trip()
-            except Exception:  # this task opens the queue again: it must not end
+            except QueueUnavailable as exc:
+                self._trip(exc)
+            except Exception as exc:  # this task opens the queue again: it must not end
                 logger.exception("an answer of the job queue makes no sense")
-                self._trip()
+                self._trip(exc)
 
     async def _look(self) -> None:
         """Ask for the depth; open the queue again if it was shut; remove what is owed."""
@@ -226,15 +239,15 @@ class JetStreamProducer:
             snapshot = await self._ask()
         except ApiError as exc:
             if exc.err_code in (streams.STREAM_NOT_FOUND, streams.CONSUMER_NOT_FOUND):
-                await self._heal()
+                await self._heal(exc)
             else:
-                self._trip()
+                self._trip(exc)
             return
         self._depth.store(snapshot, asked_at)
         self.streams.stream_id = snapshot.stream_id
         if not self._answering:
             logger.info("the job queue answers again")
-            self._answering = True
+            self._answers()
         await self._pay()
 
     async def _pause(self) -> None:
@@ -267,8 +280,8 @@ class JetStreamProducer:
         )
         return read_snapshot(stream, consumer)
 
-    async def _heal(self) -> None:
-        self._trip()
+    async def _heal(self, why: Exception) -> None:
+        self._trip(why)
         with contextlib.suppress(QueueUnavailable, ConfigError):
             await self._setup()
 

@@ -18,6 +18,7 @@ import msgspec
 
 from pullfill.clock import SYSTEM_CLOCK, Clock
 from pullfill.errors import RegistryUnavailable
+from pullfill.health import Health
 from pullfill.registry.rpc import PROBE, EtcdRpc, LeaseNotFound, RevisionLost, _Failure
 from pullfill.security import OPEN, EtcdSecurity
 
@@ -119,6 +120,11 @@ class EtcdClient:
             url, wait_s=wait_s, on_retry=on_retry, clock=clock, security=security
         )
         return cls(rpc, timeout_s)
+
+    @property
+    def health(self) -> Health:
+        """Whether etcd answered last time it was asked, and since when."""
+        return self._rpc.health
 
     @property
     def last_ok_at(self) -> float:

@@ -27,6 +27,7 @@ from etcd3.baseclient import sem
 
 from pullfill.clock import SYSTEM_CLOCK, Clock
 from pullfill.errors import ConfigError, RegistryUnavailable
+from pullfill.health import Health
 from pullfill.registry.connector import EtcdConnector
 from pullfill.security import OPEN, EtcdSecurity
 
@@ -50,6 +51,10 @@ class Endpoint(NamedTuple):
     scheme: str
     host: str
     port: int
+
+
+def _address(endpoint: Endpoint) -> str:
+    return f"{endpoint.scheme}://{endpoint.host}:{endpoint.port}"
 
 
 class _Api(AioClient):  # type: ignore[misc]
@@ -130,6 +135,7 @@ class EtcdRpc:
         self._credentials = credentials
         self._clock = clock
         self._closed = False
+        self.health = Health("etcd", _address(endpoints[0]), clock)
         self.last_ok_at = clock.monotonic()
         self.last_failed_at = float("-inf")
         self.last_date = ""
@@ -210,6 +216,7 @@ class EtcdRpc:
                 raise self._lost(exc) from exc
             if status == 200:
                 self.last_ok_at = self._clock.monotonic()
+                self.health.ok()
                 return body
             failure = _read_failure(body)
             if self._credentials and failure.code == _UNAUTHENTICATED and not fresh_token:
@@ -335,9 +342,10 @@ class EtcdRpc:
             self._endpoints = self._endpoints[1:] + self._endpoints[:1]
             self._api.protocol, self._api.host, self._api.port = self._endpoints[0]
         why = str(cause) or ("no answer in time" if isinstance(cause, TimeoutError) else "")
-        return RegistryUnavailable(
-            f"etcd at {failed.host}:{failed.port} does not answer: {why or type(cause).__name__}"
-        )
+        why = why or type(cause).__name__
+        self.health.where = _address(failed)
+        self.health.failed(why)
+        return RegistryUnavailable(f"etcd at {failed.host}:{failed.port} does not answer: {why}")
 
     async def close(self) -> None:
         """End all connections; later calls raise RegistryUnavailable. Idempotent."""

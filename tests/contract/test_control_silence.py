@@ -251,12 +251,14 @@ async def test_a_worker_that_pulls_nothing_for_now_is_not_counted() -> None:
     try:
         await prefill.link.wait_up(5.0)
         decode.open()
-        prefill.link.pause(True)
+        prefill.link.pause("its engine takes no steps")
         await until(lambda: decode.server.prefill_workers == 0)
         await until(lambda: decode.ledger.open_jobs == 0)
         (settled,) = decode.settled()
         assert (settled.loaded, settled.outcome) == (False, Outcome.PREFILL_LOST)
-        prefill.link.pause(False)
+        said = "prefill-1 pulls no jobs: its engine takes no steps"
+        assert decode.server.not_pulling == [said]
+        prefill.link.pause("")
         await until(lambda: decode.server.prefill_workers == 1)
         assert prefill.lost == 0
     finally:

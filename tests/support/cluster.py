@@ -343,7 +343,9 @@ class Cluster:
         assert not last, f"left behind: {last}"
 
     def _dirt(self) -> list[str]:
-        status, found = self.status(), []
+        status, found = self.status(), list[str]()
+        if status["queue"] is None:
+            return ["the queue is unknown"]
         for key in ("depth_jobs", "in_flight", "depth_tokens"):
             if status["queue"][key]:
                 found.append(f"queue {key}={status['queue'][key]}")

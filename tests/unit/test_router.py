@@ -19,7 +19,8 @@ INELIGIBLE = (
 REMOTE_REASONS = {"long_prompt", "policy_always_remote"}
 LOCAL_REASONS = {
     *INELIGIBLE, "policy_always_local", "prefix_hit", "short_prompt", "draining",
-    "no_prefill_worker", "queue_unavailable", "quarantine_full", "queue_full", "remote_full",
+    "no_prefill_worker", "queue_unavailable", "claims_stalled", "quarantine_full", "queue_full",
+    "remote_full",
 }  # fmt: skip
 
 GOOD = Situation(1000, 0, prefill_workers=1, queue_available=True)
@@ -45,6 +46,10 @@ REMOTE = RouterConfig(policy=RouterPolicy.ALWAYS_REMOTE)
         (replace(GOOD, draining=True), REMOTE, False, "draining"),
         (replace(GOOD, prefill_workers=0), REMOTE, False, "no_prefill_worker"),
         (replace(GOOD, queue_available=False), REMOTE, False, "queue_unavailable"),
+        # Without NATS no prefill worker pulls: the cause is told, not what follows from it.
+        (replace(GOOD, queue_available=False, prefill_workers=0), REMOTE, False,
+         "queue_unavailable"),
+        (replace(GOOD, claims_stalled=True), REMOTE, False, "claims_stalled"),
         (replace(GOOD, quarantine_full=True), REMOTE, False, "quarantine_full"),
         (replace(GOOD, queue_jobs=63), CONFIG, True, "long_prompt"),
         (replace(GOOD, queue_jobs=64), CONFIG, False, "queue_full"),

@@ -1,0 +1,85 @@
+"""Stops queueing while claims time out one after another, and tries again after a growing pause.
+
+    CLOSED ──3 stalled timeouts──▶ OPEN ──pause──▶ HALF-OPEN ──next prompt is queued──▶ TRIAL
+       ▲                            ▲                  ▲                                 │
+       │                            └──not claimed─────┼─────────────────────────────────┤
+       │                                               └──cancelled, not published───────┤
+       └──any claim──────────────────────────────────────────────────────────────────────┘
+
+A timeout is a stall only if nothing was claimed while the job waited and no prefill worker computes
+for this decode worker. So a queue that is long but moves never opens the breaker. A trial waits
+only TRIAL_SHARE of the claim timeout, so no prompt pays the whole of it again.
+
+Every method is called under the ledger's lock; `stalled` may be read from any thread.
+"""
+
+from __future__ import annotations
+
+import math
+
+from pullfill.clock import Clock
+
+STALLS = 3
+PAUSE_S = (1.0, 30.0)
+TRIAL_SHARE = 0.2
+
+
+class ClaimBreaker:
+    """Lives in the ledger, whose clock it uses. It knows of jobs only what it is told."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._stalls = 0
+        self._claimed_at = -math.inf
+        self._pause_s = PAUSE_S[0]
+        self._open_until: float | None = None
+        self._trial = ""
+
+    @property
+    def stalled(self) -> bool:
+        """Whether prompts are prefilled here: the breaker is open, or a trial is under way."""
+        until = self._open_until
+        return until is not None and (bool(self._trial) or self._clock.monotonic() < until)
+
+    def queued(self, job_id: str) -> bool:
+        """A job is queued. True: it is the trial."""
+        if self._open_until is None or self.stalled:
+            return False
+        self._trial = job_id
+        return True
+
+    def claimed(self) -> None:
+        """Some job of this decode worker was granted: everything is well."""
+        self._claimed_at = self._clock.monotonic()
+        self._stalls, self._pause_s = 0, PAUSE_S[0]
+        self._open_until, self._trial = None, ""
+
+    def timed_out(self, job_id: str, queued_at: float, *, computing: bool) -> bool:
+        """Nobody claimed the job in time. True: the breaker opens now, so what is still queued
+        need not wait either. computing: a prefill worker holds a grant of this decode worker."""
+        if self._open_until is not None:
+            if job_id == self._trial:
+                self._pause_s = min(2 * self._pause_s, PAUSE_S[1])
+                self._open()
+            return False
+        if computing or queued_at < self._claimed_at:
+            return False
+        self._stalls += 1
+        if self._stalls < STALLS:
+            return False
+        self._open()
+        return True
+
+    def ended(self, job_id: str) -> None:
+        """The job is over. A trial that ends without a verdict leaves its place to the next."""
+        if job_id == self._trial:
+            self._trial = ""
+
+    def retry(self) -> None:
+        """A prefill worker connected, or pulls again: the next prompt is the trial."""
+        if self._open_until is not None:
+            self._open_until = self._clock.monotonic()
+
+    def _open(self) -> None:
+        self._trial = ""
+        self._open_until = self._clock.monotonic() + self._pause_s

@@ -1,0 +1,81 @@
+"""What this process knows of queue, prefill workers and blocks when the router decides.
+
+Made once all parts are there; reads them from the engine thread, does no I/O.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from pullfill import metrics
+from pullfill.decode_worker.control import ControlServer
+from pullfill.decode_worker.ledger import Ledger
+from pullfill.decode_worker.router import Situation
+from pullfill.health import Health, servers_json
+from pullfill.queue.jetstream import JetStreamProducer
+
+_QUARANTINE_SHARE = 0.25
+
+
+@dataclass(slots=True)
+class Outlook:
+    """cache: vLLM's cache configuration. within_reach: whether some transport reaches the KV
+    memory. draining: whether this worker takes nothing new."""
+
+    ledger: Ledger
+    producer: JetStreamProducer
+    control: ControlServer
+    etcd: Health
+    cache: Any
+    within_reach: bool
+    draining: Callable[[], bool]
+
+    def situation(self, prompt_tokens: int, hit_tokens: int, ineligible: str) -> Situation:
+        """Everything that `decide` may look at."""
+        ledger, blocks = self.ledger, self.cache.num_gpu_blocks
+        more = -(-max(0, prompt_tokens - 1 - hit_tokens) // self.cache.block_size)
+        return Situation(
+            prompt_tokens=prompt_tokens,
+            hit_tokens=hit_tokens,
+            ineligible=ineligible or ("" if self.within_reach else "no_transport"),
+            prefill_workers=self.control.prefill_workers,
+            queue_available=self.producer.available,
+            claims_stalled=ledger.claims.stalled,
+            # Our own jobs count from the moment they are opened: the queue hears of them later.
+            queue_jobs=max(self.producer.depth().depth_jobs, ledger.open_jobs),
+            quarantine_full=ledger.quarantined_blocks > int(blocks * _QUARANTINE_SHARE),
+            remote_kv=(ledger.target_blocks + more) / blocks,
+            draining=self.draining(),
+        )
+
+    def outage(self) -> str:
+        """Why prompts cannot be prefilled remotely now, for people; "" if nothing is known."""
+        said = [self.producer.health.outage(), *self.control.not_pulling]
+        if self.ledger.claims.stalled:
+            said.append("no prefill worker claims the jobs of this decode worker")
+        return "; ".join(filter(None, said))
+
+    def reasons(self) -> list[str]:
+        """For /ready: why this worker is degraded."""
+        reasons = [self.producer.health.outage(), self.etcd.outage(), *self.control.not_pulling]
+        if not self.control.prefill_workers:
+            reasons.append("no prefill worker pulls jobs: every prompt is prefilled here")
+        return list(filter(None, reasons))
+
+    def servers(self) -> dict[str, Any]:
+        """`servers` and `queue` of /status. The queue is null while NATS does not answer."""
+        queue = msgspec.to_builtins(self.producer.depth()) if self.producer.available else None
+        return {"servers": servers_json(self.producer.health, self.etcd), "queue": queue}
+
+    def refresh_metrics(self) -> None:
+        """The gauges of the queue; not a number while NATS does not answer."""
+        depth = self.producer.depth()
+        known = self.producer.available
+        metrics.QUEUE_DEPTH_JOBS.set(depth.depth_jobs if known else math.nan)
+        metrics.QUEUE_DEPTH_TOKENS.set(depth.depth_tokens if known else math.nan)
+        metrics.QUEUE_OLDEST_AGE.set(depth.oldest_age_s if known else math.nan)

@@ -1,0 +1,143 @@
+"""NATS that hangs or dies is noticed by each end of the queue, and by those who count on it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from pullfill.config import ClusterRef, WorkerOptions
+from pullfill.errors import PeerUnavailable, QueueUnavailable
+from pullfill.health import UP
+from pullfill.prefill_worker.links import Links
+from pullfill.prefill_worker.worker import PrefillWorker
+from pullfill.queue import pulse
+from pullfill.queue.contract import QueueConfig
+from pullfill.queue.jetstream import JetStreamConsumer, JetStreamProducer
+from tests.support.control_rig import Decode, hello
+from tests.support.handoff_directory import FakeDirectory
+from tests.support.nats import NatsServer, until
+from tests.support.transfer_rigs import COMPAT
+
+HANG_S = 15.0
+
+
+@dataclass
+class Ends:
+    server: NatsServer
+    producer: JetStreamProducer
+    consumer: JetStreamConsumer
+
+    async def lose(self, how: str) -> None:
+        """Both connections are up and hear nothing more."""
+        assert self.producer.health.up
+        assert self.consumer.health.up
+        getattr(self.server, how)()
+
+    async def bring_back(self, how: str) -> None:
+        if how == "pause":
+            self.server.resume()
+        else:
+            await self.server.start()
+
+
+@pytest.fixture
+async def ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Ends]:
+    monkeypatch.setattr(pulse, "EVERY_S", 0.1)
+    monkeypatch.setattr(pulse, "WAIT_S", 0.3)
+    server = NatsServer(tmp_path)
+    await server.start()
+    config = QueueConfig("test", secrets.token_hex(8), publish_timeout_s=0.3)
+    login = server.url.replace("nats://", "nats://somebody:secret@")
+    producer = await JetStreamProducer.connect(login, config, wait_s=HANG_S)
+    consumer = await JetStreamConsumer.connect(login, config, wait_s=HANG_S)
+    yield Ends(server, producer, consumer)
+    server.resume_if_paused()
+    await asyncio.gather(producer.close(), consumer.close())
+    server.stop()
+
+
+@pytest.mark.parametrize("how", ["pause", "kill"])
+async def test_both_ends_say_that_nats_is_away_and_since_when(ends: Ends, how: str) -> None:
+    """One that hangs keeps its connection; it is noticed long before that is given up."""
+    await ends.lose(how)
+    await until(lambda: not (ends.producer.health.up or ends.consumer.health.up), HANG_S)
+    if how == "pause":
+        assert ends.consumer.link.up, "nobody reconnected for it"
+    assert not ends.producer.available, "nothing is published, so nothing waits for an answer"
+    status = ends.producer.health.status()
+    assert not status.up
+    assert status.error is not None
+    assert ends.server.url.removeprefix("nats://") in status.error
+    assert "secret" not in status.error
+    assert UP.labels("nats")._value.get() == 0
+    await asyncio.sleep(0.05)
+    assert ends.producer.health.status().since_s > status.since_s
+    await ends.bring_back(how)
+    await until(lambda: ends.producer.available and ends.consumer.health.up, HANG_S)
+    assert UP.labels("nats")._value.get() == 1
+    assert ends.producer.health.status().error is None
+
+
+@pytest.mark.parametrize("how", ["pause", "kill"])
+async def test_a_prefill_worker_that_cannot_pull_says_so_at_once(
+    ends: Ends, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not with the next Alive, which never comes here. Back again, it counts again."""
+    monkeypatch.setattr("pullfill.alive.ALIVE_INTERVAL_S", 3600.0)
+    decode, directory = Decode(silent_s=3600.0), FakeDirectory()
+    await decode.server.start("127.0.0.1")
+    seen: Any = directory
+
+    async def no_mover(_: Any) -> Any:
+        raise PeerUnavailable("this test moves nothing")
+
+    links = Links(seen, hello("prefill-1"), COMPAT, no_mover, lambda *_: None, lambda *_: None)
+    links.start()
+    ref = ClusterRef("test", "http://127.0.0.1:1", ends.server.url)
+    worker = PrefillWorker(ref, WorkerOptions(model="m"), [])
+    worker.follow(links, ends.consumer.health)
+    try:
+        directory.put(replace(decode.record(), compat=COMPAT))
+        await until(lambda: decode.server.prefill_workers == 1, HANG_S)
+        decode.open()
+        await ends.lose(how)
+        await until(lambda: decode.server.prefill_workers == 0, HANG_S)
+        (line,) = decode.server.not_pulling
+        assert line.startswith("prefill-1 pulls no jobs: NATS does not answer it")
+        await until(lambda: decode.ledger.open_jobs == 0, HANG_S)
+        await ends.bring_back(how)
+        await until(lambda: decode.server.prefill_workers == 1, HANG_S)
+        assert decode.server.not_pulling == []
+    finally:
+        await links.close()
+        await decode.server.stop()
+
+
+async def test_a_connected_server_that_answers_no_pulls_is_away_for_a_prefill_worker(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """JetStream without a quorum: its connections stand and answer PINGs."""
+    consumer = ends.consumer
+    with monkeypatch.context() as lost:
+        lost.setattr("pullfill.queue.consumer.CONSUMER", "nobody")
+        lost.setattr("pullfill.queue.streams.ensure", _unavailable)
+        with contextlib.suppress(QueueUnavailable):
+            assert await consumer.pull(1, 1, 0.1) == []
+        assert consumer.link.up
+        await asyncio.sleep(2 * pulse.EVERY_S)
+        assert not consumer.health.up, "a PING that is answered does not hide it"
+        assert "no quorum" in str(consumer.health.status().error)
+    assert await consumer.pull(1, 1, 0.1) == []
+    assert consumer.health.up
+
+
+async def _unavailable(*_: object) -> str:
+    raise QueueUnavailable("no quorum")

@@ -1,0 +1,179 @@
+"""A decode worker whose claims time out one after another: through the real ledger and router."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count, pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pullfill.decode_worker.breaker import PAUSE_S, STALLS, TRIAL_SHARE
+from pullfill.decode_worker.ledger import Ledger
+from pullfill.decode_worker.moves import Settle
+from pullfill.decode_worker.router import Situation, decide
+from pullfill.errors import Outcome
+from pullfill.transfer.loopback import LoopbackFences
+from pullfill.wire import RouterConfig
+from tests.support.fakes import FakeClock
+
+CLAIM_S = 10.0
+
+
+class Decode:
+    """Prompts one after another: each is queued if the router says so."""
+
+    def __init__(self) -> None:
+        self.clock = FakeClock()
+        self.ledger = Ledger(LoopbackFences(4096, 64), incarnation="i", clock=self.clock)
+        self._jobs: Iterator[int] = count()
+
+    def decide(self) -> str:
+        stalled = self.ledger.claims.stalled
+        now = Situation(1000, 0, prefill_workers=1, queue_available=True, claims_stalled=stalled)
+        return decide(now, RouterConfig()).reason
+
+    def prompt(self) -> str | None:
+        """The id of its job; None if it is prefilled here."""
+        if self.decide() != "long_prompt":
+            return None
+        job = f"j{next(self._jobs)}"
+        self.ledger.open(
+            job, f"r-{job}", (1, 2), first_target=0, hit_tokens=0, timeout_s=3 * CLAIM_S,
+            claim_timeout_s=CLAIM_S,
+        )  # fmt: skip
+        return job
+
+    def claims(self, job: str) -> bool:
+        return self.ledger.claim(job, "i", "prefill-1").grant is not None
+
+    def commits(self, job: str) -> None:
+        assert self.ledger.commit(job, 1, "i", "prefill-1", 2) is None
+
+    def waited(self, job: str) -> float:
+        """Seconds until the request is told, with nobody to claim it."""
+        begin = self.clock.now
+        while (soonest := self.ledger.tick()) is not None and self.ledger.find(job):
+            self.clock.advance(max(soonest, 0.001))
+        return self.clock.now - begin
+
+    def outcomes(self) -> list[Outcome]:
+        events = self.ledger.take_events()
+        return [event.outcome for event in events if isinstance(event, Settle)]
+
+    def stall(self) -> None:
+        for _ in range(STALLS):
+            job = self.prompt()
+            assert job is not None
+            assert self.waited(job) == pytest.approx(CLAIM_S)
+
+
+def test_after_the_first_few_no_prompt_waits_the_claim_timeout() -> None:
+    decode = Decode()
+    decode.stall()
+    assert decode.decide() == "claims_stalled"
+    waits = []
+    for _ in range(600):
+        decode.clock.advance(0.5)
+        job = decode.prompt()
+        waits.append(0.0 if job is None else decode.waited(job))
+    assert max(waits) == pytest.approx(TRIAL_SHARE * CLAIM_S)
+    trials = [i for i, wait in enumerate(waits) if wait]
+    gaps = [after - before for before, after in pairwise(trials)]
+    assert gaps == sorted(gaps), "the pause grows"
+    assert gaps[-1] == gaps[-2] == pytest.approx(PAUSE_S[1] / 0.5, abs=2), "up to its limit"
+
+
+def test_a_trial_that_is_claimed_closes_it() -> None:
+    decode = Decode()
+    decode.stall()
+    decode.clock.advance(PAUSE_S[0])
+    trial = decode.prompt()
+    assert trial is not None
+    assert decode.prompt() is None, "one trial at a time"
+    assert decode.claims(trial)
+    assert decode.prompt() is not None
+    assert decode.prompt() is not None
+
+
+def test_what_is_queued_when_it_opens_is_served_here_at_once() -> None:
+    decode = Decode()
+    for _ in range(STALLS):
+        assert decode.prompt()
+        decode.clock.advance(CLAIM_S / 10)
+    late = [decode.prompt() for _ in range(5)]
+    assert all(late)
+    while (soonest := decode.ledger.tick()) is not None and decode.decide() == "long_prompt":
+        decode.clock.advance(max(soonest, 0.001))
+    assert decode.decide() == "claims_stalled"
+    assert decode.ledger.open_jobs == 0
+    assert decode.outcomes() == [Outcome.CLAIM_TIMEOUT] * STALLS + [Outcome.CLAIMS_STALLED] * 5
+
+
+def test_a_timeout_is_no_stall_if_something_was_claimed_meanwhile() -> None:
+    """A burst whose first job is done before the others' time is up."""
+    decode = Decode()
+    burst = [decode.prompt() for _ in range(2 * STALLS)]
+    decode.clock.advance(CLAIM_S / 2)
+    assert burst[0] is not None
+    assert decode.claims(burst[0])
+    decode.commits(burst[0])
+    decode.clock.advance(CLAIM_S / 2)
+    decode.ledger.tick()
+    assert decode.outcomes().count(Outcome.CLAIM_TIMEOUT) == len(burst) - 1
+    assert decode.decide() == "long_prompt"
+
+
+@pytest.mark.parametrize("how", ["cancelled", "publish_failed"])
+def test_a_trial_without_a_verdict_leaves_its_place_to_the_next(how: str) -> None:
+    decode = Decode()
+    decode.stall()
+    decode.clock.advance(PAUSE_S[0])
+    trial = decode.prompt()
+    assert trial is not None
+    if how == "cancelled":
+        decode.ledger.cancel(f"r-{trial}")
+    else:
+        decode.ledger.publish_failed(trial, Outcome.PUBLISH_FAILED)
+    assert decode.prompt() is not None
+
+
+def test_a_prefill_worker_that_joins_ends_the_pause() -> None:
+    decode = Decode()
+    decode.stall()
+    assert decode.prompt() is None
+    decode.ledger.prefill_joined()
+    assert decode.prompt() is not None
+    assert decode.prompt() is None, "and only one prompt finds out"
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    service_s=st.floats(0.1, 4 * CLAIM_S),
+    every_s=st.floats(0.02, 2.0),
+    at_once=st.integers(1, 3),
+)
+def test_overload_never_opens_it(service_s: float, every_s: float, at_once: int) -> None:
+    """One prefill worker that computes `at_once` prompts, each for `service_s`, oldest first, while
+    prompts come far faster: most time out, and every one of them is queued all the same."""
+    decode = Decode()
+    computing: list[tuple[float, str]] = []
+    waiting: list[str] = []
+    end = decode.clock.now + 12 * max(service_s, CLAIM_S / 4)
+    for _ in range(400):
+        now = decode.clock.now
+        if now > end:
+            break
+        job = decode.prompt()
+        assert job is not None, "it is only busy"
+        waiting.append(job)
+        for done in [item for item in computing if item[0] <= now]:
+            computing.remove(done)
+            if decode.ledger.find(done[1]):
+                decode.commits(done[1])
+        while waiting and len(computing) < at_once:
+            if decode.claims(next_one := waiting.pop(0)):
+                computing.append((now + min(service_s, 2 * CLAIM_S), next_one))
+        decode.clock.advance(every_s)
+        decode.ledger.tick()
