@@ -120,7 +120,7 @@ def cluster(ref: ClusterRef) -> Iterator[Finding]:
     yield from fit(workers)
     yield from routes.pairs(workers)
     yield from keys(ref, workers)
-    if not any(w.record.role == "frontend" for w in workers) and not frontend_urls(ref):
+    if not any(w.record.role == "frontend" for w in workers) and not any(frontend_urls(ref)):
         yield Finding(WARN, "no frontend", "start one: pullfill frontend")
     if no_nats is None:
         yield from dead_letters(ref)

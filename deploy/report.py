@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterator
 from typing import Any
 from urllib.parse import quote
 
@@ -12,12 +13,14 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from pullfill import picture
 from pullfill.config import ClusterRef, read_cluster_file
 from pullfill.deploy import local
-from pullfill.deploy.membership import Members, http_json
+from pullfill.deploy.membership import Members, http_get, http_json
 from pullfill.errors import ConfigError, PullfillError, UnavailableError
+from pullfill.health import outage_of
 from pullfill.registry.admin import LiveWorker
-from pullfill.wire import ExplainRecord, WorkerState
+from pullfill.wire import ExplainRecord, ServerStatus
 
 _STATE_STYLES = {"ready": "green", "draining": "yellow", "lost": "red"}
 _BAR = 40
@@ -27,8 +30,9 @@ _CERTIFICATE = (
 )
 
 
-def frontend_urls(ref: ClusterRef) -> list[str]:
-    """Where frontends answer: those of the state directory, then those registered in etcd."""
+def frontend_urls(ref: ClusterRef) -> Iterator[str]:
+    """Where frontends answer: those of the state directory, then those registered in etcd, which is
+    asked only when the first are used up."""
     urls: list[str] = []
     if ref.state_dir is not None:
         try:
@@ -36,12 +40,15 @@ def frontend_urls(ref: ClusterRef) -> list[str]:
             urls += [cluster.frontend_url, *(entry.url for entry in cluster.processes)]
         except ConfigError:
             pass
+    told = dict.fromkeys(filter(None, urls))
+    yield from told
     try:
         workers = asyncio.run(_workers(ref))
     except PullfillError:
-        workers = []
-    urls += [w.record.http for w in workers if w.record.role == "frontend"]
-    return list(dict.fromkeys(filter(None, urls)))
+        return
+    for worker in workers:
+        if worker.record.role == "frontend" and worker.record.http not in told:
+            yield worker.record.http
 
 
 def _ask_frontend(ref: ClusterRef, url: str) -> tuple[int, Any]:
@@ -72,7 +79,8 @@ def status(ref: ClusterRef, as_json: bool) -> int:
         return 0
     console = Console()
     console.print(_workers_table(state["workers"]))
-    console.print(_queue_line(state.get("queue")), highlight=False, soft_wrap=True)
+    for line in _state_lines(state):
+        console.print(line, highlight=False, soft_wrap=True)
     for line in local.lines(here):
         console.print(line, style="yellow", highlight=False, markup=False, soft_wrap=True)
     if source != "frontend":
@@ -98,36 +106,17 @@ def _from_registry(ref: ClusterRef) -> dict[str, Any]:
         raise UnavailableError(
             f"neither a frontend nor etcd answers ({exc}): is the cluster up? Try `pullfill doctor`"
         ) from exc
-    rows: list[dict[str, Any]] = []
-    queue: dict[str, Any] | None = None
-    for worker in workers:
-        record = worker.record
-        if record.role == "frontend":
-            continue
-        report = _ask_worker(record.http)
-        rows.append(
-            {
-                "instance_id": record.instance_id,
-                "role": record.role,
-                "state": str(record.state if report is not None else WorkerState.LOST),
-                "model": record.model,
-                "host": record.host,
-                "pid": record.pid,
-                "http": record.http,
-                "restarts": record.restarts,
-                "load": (report or {}).get("load") or {},
-            }
-        )
-        queue = (report or {}).get("queue") or queue
-    return {"workers": rows, "queue": queue}
+    records = [worker.record for worker in workers if worker.record.role != "frontend"]
+    reports = [(record, _ask_worker(record.http)) for record in records]
+    return picture.status_of(reports, ServerStatus(up=True, since_s=0.0), 0.0)
 
 
-def _ask_worker(http: str) -> dict[str, Any] | None:
+def _ask_worker(http: str) -> picture.Report | None:
     try:
-        code, body = http_json(f"{http}/status", 2.0)
+        code, body = http_get(f"{http}/status", 2.0)
     except UnavailableError:
         return None
-    return body if code == 200 and isinstance(body, dict) else None
+    return picture.read_report(body) if code == 200 else None
 
 
 def _workers_table(rows: list[dict[str, Any]]) -> Table:
@@ -159,12 +148,34 @@ def _short(value: Any) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
+def _state_lines(state: dict[str, Any]) -> Iterator[Text]:
+    """Servers, queue, and what is wrong with a worker."""
+    servers = {
+        name: msgspec.convert(server, ServerStatus)
+        for name, server in state.get("servers", {}).items()
+    }
+    for name, server in servers.items():
+        if not server.up:
+            yield Text(outage_of(name, server), style="bold red")
+    etcd = servers.get("etcd")
+    if etcd is not None and not etcd.up:
+        age = state.get("workers_age_s", 0.0)
+        yield Text(f"the list of workers is {age:.0f} s old", style="red")
+    if servers and all(server.up for server in servers.values()):
+        yield Text("NATS and etcd answer")
+    yield Text(_queue_line(state.get("queue")))
+    for row in state["workers"]:
+        for trouble in row.get("troubles", ()):
+            yield Text(f"{row['instance_id']}: {trouble}", style="yellow")
+
+
 def _queue_line(queue: dict[str, Any] | None) -> str:
     if not queue:
         return "queue: unknown"
     return (
         f"queue: {queue['depth_jobs']} jobs ({queue['depth_tokens']} tokens), "
-        f"{queue['in_flight']} in flight, oldest {queue['oldest_age_s']:.1f} s"
+        f"{queue['in_flight']} in flight, oldest {queue['oldest_age_s']:.1f} s "
+        f"(counted {queue['age_s']:.1f} s ago)"
     )
 
 
@@ -174,10 +185,9 @@ def _queue_line(queue: dict[str, Any] | None) -> str:
 def explain(ref: ClusterRef, request_id: str, as_json: bool) -> int:
     """Print how a request was served. Raises ConfigError when no frontend knows it,
     UnavailableError when none answers."""
-    urls = frontend_urls(ref)
     answered = 0
     why_not: list[str] = []
-    for url in urls:
+    for url in frontend_urls(ref):
         try:
             where = f"{url}/pullfill/requests/{quote(request_id, safe='')}"
             code, body = _ask_frontend(ref, where)
@@ -220,6 +230,8 @@ def story(record: ExplainRecord) -> Group:
         ),
         Text(f"  decode worker: {record.decode_instance}"),
     ]
+    if record.outage:
+        lines.append(Text(f"  at that time: {record.outage}", style="red"))
     if record.continued_from:
         out = f", from {record.continued_tokens} tokens on" if record.continued_tokens else ""
         lines.append(Text(f"  continued after: {', '.join(record.continued_from)}{out}"))

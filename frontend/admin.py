@@ -56,10 +56,11 @@ class Admin:
             reasons.append(NO_WORKER)
         if not prefill:
             reasons.append(NO_PREFILL)
-        reasons += self.pool.refusals() + reasons_of(records)
+        away = await self.view.reasons()
+        reasons += away + self.pool.refusals() + reasons_of(records)
         body = {
             "ready": ok,
-            "degraded": prefill == 0,
+            "degraded": prefill == 0 or bool(away),
             "reasons": reasons,
             "decode": decode,
             "prefill": prefill,

@@ -8,17 +8,23 @@ into objects would hold up the token streams of this process for tens of millise
 from __future__ import annotations
 
 import asyncio
-import json
+import contextlib
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import aiohttp
 
-from pullfill import wire
+from pullfill import picture
+from pullfill.clock import SYSTEM_CLOCK
+from pullfill.health import Health
 from pullfill.wire import WorkerRecord, WorkerState
 
 FETCH_TIMEOUT_S = 1.0
+AGAIN_S = 0.3
+READY_S = 0.5
+FRESH_S = 1.5
 MAX_BODY = 8 << 20
 ROLES = ("decode", "prefill")
 
@@ -27,13 +33,20 @@ _SUFFIX = re.compile(r"_(total|created|bucket|sum|count|info)\Z")
 
 
 class ClusterView:
-    """One HTTP session to all workers. `close` when done."""
+    """One HTTP session to all workers. `close` when done. etcd: as this process sees it."""
 
-    def __init__(self, directory: Any) -> None:
+    def __init__(self, directory: Any, etcd: Health) -> None:
         self._directory = directory
+        self._etcd = etcd
         self._session: aiohttp.ClientSession | None = None
+        self._looking: asyncio.Task[dict[str, picture.Report]] | None = None
+        self._last: dict[str, picture.Report] = {}
+        self._asked_at = -math.inf
 
     async def close(self) -> None:
+        if self._looking is not None:
+            self._looking.cancel()
+            await asyncio.gather(self._looking, return_exceptions=True)
         if self._session is not None:
             await self._session.close()
 
@@ -45,17 +58,20 @@ class ClusterView:
 
     async def status(self) -> dict[str, Any]:
         """The object of `GET /pullfill/status` (design.md §5)."""
-        records = self.records()
-        reports = await asyncio.gather(*(self._report(record) for record in records))
-        queue = wire.QueueStatus()
-        for record, report in zip(records, reports, strict=True):
-            found = _queue(report) if record.role == "decode" else None
-            if found is not None and found.depth_jobs >= queue.depth_jobs:
-                queue = found
-        return {
-            "workers": [_row(r, s) for r, s in zip(records, reports, strict=True)],
-            "queue": {name: getattr(queue, name) for name in queue.__struct_fields__},
-        }
+        reports = await self._look()
+        told = [(record, reports.get(record.instance_id)) for record in self.records()]
+        return picture.status_of(told, self._etcd.status(), self._directory.age_s)
+
+    async def reasons(self) -> list[str]:
+        """For /ready: what is away or cut off. A worker that hangs delays this by READY_S at most;
+        what a worker last said counts for FRESH_S."""
+        if SYSTEM_CLOCK.monotonic() - self._asked_at > AGAIN_S:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(READY_S):
+                    await asyncio.shield(self._look())
+        told = [(record, self._last.get(record.instance_id)) for record in self.records()]
+        fresh = [(r, s if s is not None and s.age_s < FRESH_S else None) for r, s in told]
+        return picture.reasons_of(fresh, self._etcd.status())
 
     async def metrics(self, own: str) -> str:
         """`own` (this process, Prometheus text) and every worker's metrics as one text."""
@@ -70,15 +86,25 @@ class ClusterView:
                 merged.add(labels, body.decode("utf-8", "replace"))
         return merged.text()
 
-    async def _report(self, record: WorkerRecord) -> dict[str, Any] | None:
+    def _look(self) -> asyncio.Task[dict[str, picture.Report]]:
+        """The reports of all workers that answer; who asks while a look is under way shares it."""
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.create_task(self._ask_all())
+        return self._looking
+
+    async def _ask_all(self) -> dict[str, picture.Report]:
+        self._asked_at = SYSTEM_CLOCK.monotonic()
+        records = {record.instance_id: record for record in self.records()}
+        self._last = {i: last for i, last in self._last.items() if i in records}
+        found = await asyncio.gather(*(self._ask(record) for record in records.values()))
+        return {i: report for i, report in zip(records, found, strict=True) if report is not None}
+
+    async def _ask(self, record: WorkerRecord) -> picture.Report | None:
         body = await self._fetch(record.http + "/status") if record.http else None
-        if body is None:
-            return None
-        try:
-            report = json.loads(body)
-        except ValueError:
-            return None
-        return report if isinstance(report, dict) else None
+        report = picture.read_report(body or b"")
+        if report is not None:
+            self._last[record.instance_id] = report
+        return report
 
     async def _fetch(self, url: str) -> bytes | None:
         if self._session is None:
@@ -95,31 +121,6 @@ class ClusterView:
                 return body
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError):
             return None
-
-
-def _queue(report: dict[str, Any] | None) -> wire.QueueStatus | None:
-    found = (report or {}).get("queue")
-    if not isinstance(found, dict):
-        return None
-    try:
-        return wire.QueueStatus(**{k: found[k] for k in wire.QueueStatus.__struct_fields__})
-    except KeyError:
-        return None
-
-
-def _row(record: WorkerRecord, report: dict[str, Any] | None) -> dict[str, Any]:
-    load = (report or {}).get("load")
-    return {
-        "instance_id": record.instance_id,
-        "role": record.role,
-        "state": str(WorkerState.LOST if report is None else record.state),
-        "model": record.model,
-        "host": record.host,
-        "pid": record.pid,
-        "http": record.http,
-        "restarts": record.restarts,
-        "load": load if isinstance(load, dict) else {},
-    }
 
 
 # ------------------------------------------------------------------------------- metrics as text

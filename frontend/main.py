@@ -200,7 +200,7 @@ class _Frontend:
             )
             await directory.start()
             stack.push_async_callback(directory.close)
-            view = ClusterView(directory)
+            view = ClusterView(directory, client.health)
             stack.push_async_callback(view.close)
             hello = rpc.FrontendHello(
                 frontend_instance=self._instance_id,

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from prometheus_client import Counter, Gauge
 
+from pullfill.health import UP as UP
+
 RESENT = Counter(
     "pullfill_frontend_resent", "Requests sent to another decode worker before their first token"
 )

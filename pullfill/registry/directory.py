@@ -7,13 +7,13 @@ An etcd outage kills nothing, so nothing is dropped on etcd's word alone while e
 - a key that goes within `ttl_s + 2` s of the last failed call or broken stream stays a member for
   that long: the worker may only have lost its lease to the same outage and is about to register
   again. Otherwise (etcd healthy all along) it is dropped at once: drained or dead.
-A slow heartbeat of our own notices an etcd that hangs without breaking the watch.
+An etcd that hangs without breaking the watch is noticed within _BEAT_S + _PING_S: it is asked
+whenever it has not answered anything for _BEAT_S.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Iterable
 
 from pullfill import log
@@ -27,6 +27,8 @@ from pullfill.wire import Compat, RegionDescriptor, WorkerRecord, decode
 
 OnChange = Callable[[WorkerRecord | None, WorkerRecord | None], None]
 _log = log.get("registry.directory")
+_BEAT_S = 0.7
+_PING_S = 1.0
 
 
 class Directory:
@@ -45,7 +47,7 @@ class Directory:
         self._namespace = namespace
         self._roles = frozenset(roles)
         self._grace_s = ttl_s + 2.0
-        self._beat_s = min(1.0, ttl_s / 4)
+        self._beat_s = min(_BEAT_S, ttl_s / 4)
         self._clock = clock
         self._members: dict[bytes, WorkerRecord] = {}
         self._leaving: dict[bytes, asyncio.TimerHandle] = {}
@@ -79,6 +81,11 @@ class Directory:
     def reachable(self) -> bool:
         """Whether etcd answered last time it was asked."""
         return self._client.last_ok_at >= self._client.last_failed_at
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since etcd last answered: so old is the list of workers at most."""
+        return self._clock.monotonic() - self._client.last_ok_at
 
     def workers(self, role: str) -> dict[str, WorkerRecord]:
         """Members with `role` by instance id, ready and draining ones."""
@@ -144,10 +151,12 @@ class Directory:
 
     async def _beat(self) -> None:
         while True:
-            await asyncio.sleep(self._beat_s)
-            if self._clock.monotonic() - self._client.last_ok_at >= self._beat_s:
-                with contextlib.suppress(PullfillError):  # the client notes the failure
-                    await self._client.ping(self._beat_s)
+            await asyncio.sleep(max(0.05, self._beat_s - self.age_s))
+            if self.age_s >= self._beat_s:
+                try:
+                    await self._client.ping(_PING_S)
+                except PullfillError:  # the client has noted the failure
+                    await asyncio.sleep(self._beat_s)
 
     def _put(self, key: bytes, value: bytes) -> None:
         try:

@@ -131,21 +131,22 @@ def test_row_18_delay(wires: Wires, oracle: Oracle) -> None:
 
 
 def test_row_15_prefill_worker_cut_off_from_nats(wires: Wires, oracle: Oracle) -> None:
-    """It cannot pull: jobs wait for their deadline, then are local. Back again, it pulls again."""
+    """It says that it cannot pull, so the first prompt is taken back and the next ones are local.
+    Back again, it pulls again."""
     with checked(
-        wires.cluster, oracle, fallbacks={"claim_timeout": 2}, stale={"claim": (0, 2)}
+        wires.cluster, oracle, fallbacks={"prefill_lost": (0, 1)}, stale={"claim": (0, 1)}
     ) as check:
-        wires.cluster.set_router(remote_timeout_s=1.5)
         wires.pulls.blackhole()
-        for seed in (1, 2):
-            check.ask(random_prompt(700, seed=20_400 + seed))
+        told = [check.told(check.ask(random_prompt(700, seed=20_400 + n))) for n in (1, 2, 3)]
+        assert [t["path"] for t in told] == ["local"] * 3
+        assert all("NATS does not answer it" in t["outage"] for t in told)
         wires.pulls.pass_all()
 
 
 def test_row_15_decode_worker_cut_off_from_nats(wires: Wires, oracle: Oracle) -> None:
-    """One publish finds out; from then on prompts are local at once."""
+    """One publish finds out, or none; from then on prompts are local at once."""
     with checked(
-        wires.cluster, oracle, fallbacks={"publish_failed": 1}, stale={"claim": (0, 1)}
+        wires.cluster, oracle, fallbacks={"publish_failed": (0, 1)}, stale={"claim": (0, 1)}
     ) as check:
         wires.publishes.blackhole()
         for seed in (1, 2, 3):

@@ -56,7 +56,7 @@ async def test_choices_and_batches_are_requests_of_their_own(served: Served) -> 
         assert set(record) == {
             "request_id", "path", "reason", "prompt_tokens", "prefix_hit_tokens", "remote_tokens",
             "decode_instance", "prefill_instance", "attempts", "fallback", "kv_bytes", "timings_ms",
-            "continued_from", "continued_tokens", "transport", "why_not_better",
+            "continued_from", "continued_tokens", "transport", "why_not_better", "outage",
         }  # fmt: skip
         assert 0 < record["timings_ms"]["route"] < record["timings_ms"]["first_token"]
         missing = await http.get("/pullfill/requests/chatcmpl-none")
@@ -185,10 +185,12 @@ async def test_without_a_worker_streams_too_get_503(served: Served) -> None:
 
 
 async def test_status_and_metrics_show_the_workers(served: Served) -> None:
-    queue = {"depth_jobs": 3, "depth_tokens": 900, "in_flight": 1, "oldest_age_s": 0.5}
-    probe = ProbeServer(
-        "127.0.0.1", lambda: (True, {}), lambda: {"load": {"running": 1}, "queue": queue}
-    )
+    queue = {
+        "depth_jobs": 3, "depth_tokens": 900, "in_flight": 1, "oldest_age_s": 0.5, "age_s": 0.1,
+    }  # fmt: skip
+    nats = {"up": False, "since_s": 7.0, "error": "nats://h:1: refused"}
+    said = {"load": {"running": 1}, "queue": queue, "servers": {"nats": nats}}
+    probe = ProbeServer("127.0.0.1", lambda: (True, {}), lambda: said)
     await probe.start()
     fake = FakeDecode("decode-1", model="m", max_model_len=512)
     silent = FakeDecode("decode-2", model="m", max_model_len=512)
@@ -198,7 +200,11 @@ async def test_status_and_metrics_show_the_workers(served: Served) -> None:
         async with workers(served, fake, silent) as http:
             status = (await http.get("/pullfill/status")).json()
             assert status["queue"] == queue
+            assert status["servers"]["nats"] == nats
+            assert status["servers"]["etcd"]["up"] is True
+            assert 0 <= status["workers_age_s"] < PATIENCE_S
             first, second = status["workers"]
+            assert 0 <= first.pop("age_s") < PATIENCE_S
             assert first == {
                 "instance_id": "decode-1",
                 "role": "decode",
@@ -209,11 +215,13 @@ async def test_status_and_metrics_show_the_workers(served: Served) -> None:
                 "http": probe.url,
                 "restarts": 0,
                 "load": {"running": 1},
+                "troubles": ["NATS unreachable for 7 s: nats://h:1: refused"],
             }
             assert (second["instance_id"], second["state"]) == ("decode-2", "lost")
             ready = (await http.get("/ready")).json()
             assert ready["degraded"] is True
             assert any("no prefill worker" in reason for reason in ready["reasons"])
+            assert "NATS unreachable for 7 s: nats://h:1: refused" in ready["reasons"]
             families = {
                 f.name: f for f in text_string_to_metric_families((await http.get("/metrics")).text)
             }

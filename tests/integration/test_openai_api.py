@@ -216,4 +216,10 @@ def test_live_ready_status(cluster: Cluster) -> None:
     status = cluster.status()
     assert {w["role"] for w in status["workers"]} == {"decode", "prefill"}
     assert all(w["state"] == "ready" for w in status["workers"])
-    assert set(status["queue"]) == {"depth_jobs", "depth_tokens", "in_flight", "oldest_age_s"}
+    assert set(status["queue"]) == {
+        "depth_jobs", "depth_tokens", "in_flight", "oldest_age_s", "age_s",
+    }  # fmt: skip
+    assert {name: server["up"] for name, server in status["servers"].items()} == {
+        "nats": True,
+        "etcd": True,
+    }

@@ -60,5 +60,5 @@ def test_the_age_is_the_default_claim_timeout() -> None:
     assert float(rule["expr"].rpartition("> ")[2]) == wire.RouterConfig().claim_timeout_s
 
 
-def test_six_alerts() -> None:
-    assert len(rules()) == 6
+def test_seven_alerts() -> None:
+    assert len(rules()) == 7

@@ -1,0 +1,271 @@
+"""Servers and prefill workers that are away: who says so, and what a prompt pays for it.
+
+Mock engines: all is about who knows what. Each prefill worker reaches NATS, and all reach the
+decode worker, through a proxy of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import nats
+import pytest
+
+from pullfill.config import ClusterRef
+from pullfill.deploy import report
+from tests.support.cluster import MODEL, Cluster, Worker, until
+from tests.support.etcd import free_ports
+from tests.support.prompts import random_prompt
+from tests.support.proxy import Proxy
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+MOCK = ("--distributed-executor-backend", "pullfill.engine.mock.executor.MockExecutor")
+USUAL: dict[str, object] = {
+    "policy": "always_remote",
+    "remote_timeout_s": 30,
+    "claim_timeout_s": 10,
+}
+NEVER_S = 60.0
+"""Bound on hangs."""
+
+
+@dataclass
+class Wires:
+    cluster: Cluster
+    control: Proxy
+    pulls: tuple[Proxy, Proxy]
+    asked: int = 0
+
+    @property
+    def decode(self) -> Worker:
+        (worker,) = self.cluster.of("decode")
+        return worker
+
+    def ask(self) -> tuple[float, dict[str, Any]]:
+        """A prompt nobody has seen: seconds until its answer, and what is told of it."""
+        self.asked += 1
+        begin = time.monotonic()
+        answer = self.cluster.client().completions.create(
+            model=MODEL,
+            prompt=random_prompt(700, seed=30_000 + self.asked),
+            max_tokens=2,
+            extra_body={"ignore_eos": True},
+        )
+        return time.monotonic() - begin, self.cluster.explain(answer.id)
+
+    def ready(self) -> dict[str, Any]:
+        body: dict[str, Any] = httpx.get(f"{self.cluster.frontend_url}/ready", timeout=10.0).json()
+        return body
+
+    def whole(self) -> bool:
+        """Nothing is degraded, and every figure is there."""
+        return not self.ready()["degraded"] and self.cluster.status()["queue"] is not None
+
+    def up(self, server: str) -> list[float]:
+        """`pullfill_up` of each process that says it, the frontend's own included."""
+        found = self.cluster.samples("pullfill_up")
+        return [value for key, value in found.items() if ("server", server) in key]
+
+    def printed(self, capsys: pytest.CaptureFixture[str]) -> str:
+        """What `pullfill status` prints, by the state directory."""
+        cluster = self.cluster
+        entries = {"nats_url": cluster.nats.url, "etcd_url": cluster.etcd.url, "processes": []}
+        entries |= {"namespace": cluster.namespace, "frontend_url": cluster.frontend_url}
+        (cluster.directory / "cluster.json").write_bytes(msgspec.json.encode(entries))
+        capsys.readouterr()
+        assert report.status(ClusterRef.resolve(state_dir=cluster.directory), as_json=False) == 0
+        return capsys.readouterr().out
+
+    def pulling(self) -> int:
+        count: int = self.cluster.load_of(self.decode)["prefill_workers_pulling"]
+        return count
+
+
+@pytest.fixture(scope="module")
+def wired(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Wires]:
+    cluster = Cluster(tmp_path_factory.mktemp("outages"), model_path)
+    with Proxy() as control, Proxy() as first, Proxy() as second:
+        try:
+            cluster.start_servers()
+            (port,) = free_ports(1)
+            control.target = ("127.0.0.1", port)
+            first.target = second.target = ("127.0.0.1", cluster.nats.port)
+            way = (f"--control-port={port}", f"--advertise-control=tcp://{control.address}")
+            cluster.launch("decode", *MOCK, *way)
+            for proxy in (first, second):
+                cluster.launch("prefill", *MOCK, nats=f"nats://{proxy.address}")
+            cluster.launch("frontend")
+            cluster.wait_ready(*cluster.workers)
+            yield Wires(cluster, control, (first, second))
+        finally:
+            cluster.stop()
+
+
+@pytest.fixture
+def wires(wired: Wires) -> Iterator[Wires]:
+    wired.cluster.set_router(**USUAL)
+    until(lambda: wired.pulling() == 2 and wired.whole(), NEVER_S, "all is well")
+    yield wired
+    for proxy in (wired.control, *wired.pulls):
+        proxy.pass_all()
+    until(lambda: wired.pulling() == 2 and wired.whole(), NEVER_S, "all is well again")
+    wired.cluster.assert_clean()
+
+
+def test_row_15_a_prefill_worker_cut_off_from_nats_does_not_count(wires: Wires) -> None:
+    """The other one gets all prompts; without any, prompts are local at once and say why."""
+    first, second = wires.pulls
+    first.blackhole()
+    until(lambda: wires.pulling() == 1, NEVER_S, "one says so")
+    told = [wires.ask()[1] for _ in range(5)]
+    assert {t["path"] for t in told} == {"remote"}
+    assert len({t["prefill_instance"] for t in told}) == 1
+    second.blackhole()
+    until(lambda: wires.pulling() == 0, NEVER_S, "both say so")
+    for _ in range(3):
+        _, story = wires.ask()
+        assert (story["path"], story["reason"]) == ("local", "no_prefill_worker")
+        assert story["fallback"] is None, "nothing was queued, so nothing waited"
+        assert "pulls no jobs: NATS does not answer it" in story["outage"]
+
+
+def pause_deliveries(cluster: Cluster, seconds: float) -> None:
+    """JetStream answers pulls and stores jobs, and delivers none."""
+
+    async def order() -> None:
+        client = await nats.connect(cluster.nats.url)
+        try:
+            names = [info.config.name for info in await client.jetstream().streams_info()]
+            (stream,) = [str(n) for n in names if not str(n).endswith("-dead")]
+            until_when = datetime.now(UTC) + timedelta(seconds=seconds)
+            body = msgspec.json.encode({"pause_until": until_when.isoformat()})
+            reply = await client.request(f"$JS.API.CONSUMER.PAUSE.{stream}.prefill", body)
+            assert msgspec.json.decode(reply.data)["paused"] is (seconds > 0), reply.data
+        finally:
+            await client.close()
+
+    asyncio.run(order())
+
+
+def test_row_28_claims_that_time_out_stop_the_queueing(wires: Wires) -> None:
+    """Everybody is connected and pulls, and no job arrives anywhere. Only the first three prompts
+    wait the claim timeout; afterwards one at a time finds out, and waits far less."""
+    wires.cluster.set_router(claim_timeout_s=2)
+    pause_deliveries(wires.cluster, 600)
+    try:
+        paid = [wires.ask() for _ in range(3)]
+        assert [story["fallback"] for _, story in paid] == ["claim_timeout"] * 3
+        later = [wires.ask() for _ in range(20)]
+    finally:
+        pause_deliveries(wires.cluster, -1)
+    least = min(seconds for seconds, _ in paid)
+    assert max(seconds for seconds, _ in later) < 0.7 * least
+    stalled = [story for _, story in later if story["reason"] == "claims_stalled"]
+    trials = [story for _, story in later if story["fallback"]]
+    assert len(stalled) + len(trials) == len(later)
+    assert len(trials) < len(stalled)
+    assert all("claims" in story["outage"] for _, story in later)
+    until(lambda: wires.ask()[1]["path"] == "remote", NEVER_S, "a trial is claimed")
+    assert [wires.ask()[1]["path"] for _ in range(3)] == ["remote"] * 3
+
+
+def told_of(wires: Wires, server: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Everybody who is asked says that it is unreachable, and for how long; the time goes on."""
+    address = wires.cluster.nats.url if server == "nats" else wires.cluster.etcd.url
+    line = f"{name} unreachable for "
+    ready = until(
+        lambda: (body := wires.ready())["degraded"] and body, NEVER_S, "/ready says degraded"
+    )
+    assert ready["ready"] is True, "prompts are served all the same"
+    assert any(r.startswith(line) and address in r for r in ready["reasons"]), ready
+    first = wires.cluster.status()["servers"][server]
+    assert (first["up"], address in first["error"]) == (False, True)
+    until(lambda: set(wires.up(server)) == {0.0}, NEVER_S, "every process says it in its metrics")
+    later = wires.cluster.status()
+    assert later["servers"][server]["since_s"] > first["since_s"]
+    other = "etcd" if server == "nats" else "nats"
+    assert later["servers"][other]["up"] is True
+    assert set(wires.up(other)) == {1.0}
+    assert line in wires.printed(capsys)
+
+
+def healed(wires: Wires, server: str, name: str) -> None:
+    until(lambda: wires.whole(), NEVER_S, "nothing is degraded")
+    assert wires.cluster.status()["servers"][server]["error"] is None
+    assert not any(name in reason for reason in wires.ready()["reasons"])
+    until(lambda: set(wires.up(server)) == {1.0}, NEVER_S, "up in all metrics")
+
+
+@pytest.mark.parametrize("how", ["kill", "pause"])
+def test_row_14_nats_that_is_away_is_told(
+    how: str, wires: Wires, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Killed, or stopped with its connections open. No figure of the queue is repeated."""
+    server = wires.cluster.nats
+    known = wires.cluster.status()["queue"]
+    assert known["age_s"] >= 0
+    getattr(server, how)()
+    try:
+        told_of(wires, "nats", "NATS", capsys)
+        assert wires.cluster.status()["queue"] is None
+        assert "queue: unknown" in wires.printed(capsys)
+        depth = wires.cluster.samples("pullfill_queue_depth_jobs")
+        of_decode = [v for k, v in depth.items() if ("role", "decode") in k]
+        assert all(value != value for value in of_decode), "not a number"
+        _, story = wires.ask()
+        assert (story["path"], story["reason"]) == ("local", "queue_unavailable")
+        assert story["outage"].startswith("NATS unreachable for ")
+    finally:
+        if how == "kill":
+            asyncio.run(server.start())
+        else:
+            server.resume()
+    healed(wires, "nats", "NATS")
+    until(lambda: wires.ask()[1]["path"] == "remote", NEVER_S, "remote again")
+
+
+@pytest.mark.parametrize("how", ["kill", "pause"])
+def test_row_17_etcd_that_is_away_is_told(
+    how: str, wires: Wires, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The list of workers is an old picture then: its age is said. `pullfill status` asks the
+    frontend of the state directory and needs no etcd."""
+    server = wires.cluster.etcd
+    before = wires.cluster.status()["workers_age_s"]
+    getattr(server, how)()
+    try:
+        told_of(wires, "etcd", "etcd", capsys)
+        state = wires.cluster.status()
+        assert state["workers_age_s"] > before + state["servers"]["etcd"]["since_s"] / 2
+        assert len(state["workers"]) == 3, "as last known"
+        assert re.search(r"the list of workers is \d+ s old", wires.printed(capsys))
+        assert wires.ask()[1]["path"] == "remote"
+    finally:
+        if how == "kill":
+            server.start()
+        else:
+            server.resume()
+    healed(wires, "etcd", "etcd")
+
+
+def test_row_18_a_prefill_worker_that_no_decode_worker_reaches_is_told(wires: Wires) -> None:
+    """It is registered and answers, and has no control link."""
+    wires.control.blackhole()
+    wires.control.reset()
+    line = "no decode worker is connected to it"
+    ready = until(
+        lambda: (body := wires.ready())["degraded"] and body, NEVER_S, "/ready says degraded"
+    )
+    assert sum(line in reason for reason in ready["reasons"]) == 2
+    rows = [row for row in wires.cluster.status()["workers"] if row["role"] == "prefill"]
+    assert [(row["state"], row["troubles"]) for row in rows] == [("ready", [line])] * 2

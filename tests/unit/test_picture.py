@@ -1,0 +1,119 @@
+"""What workers report of servers and queue, put together; and that it is told in time."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from pullfill import picture
+from pullfill.frontend import cluster
+from pullfill.health import Health, outage_of
+from pullfill.picture import NOT_LINKED, Report, read_report
+from pullfill.queue import pulse
+from pullfill.registry import directory
+from pullfill.wire import ServerStatus, WorkerRecord
+from tests.support.fakes import FakeClock
+from tests.support.workers import record
+
+UP = {"up": True, "since_s": 50.0, "error": None}
+AWAY = {"up": False, "since_s": 12.4, "error": "nats://h:1: refused"}
+ETCD = ServerStatus(up=True, since_s=1.0)
+
+
+def said(nats: dict[str, Any] | None = UP, **more: Any) -> Report:
+    body = {"load": {}, "servers": {"nats": nats, "etcd": UP} if nats else {}, **more}
+    report = read_report(json.dumps(body).encode())
+    assert report is not None
+    return report
+
+
+def decode(report: Report | None) -> tuple[WorkerRecord, Report | None]:
+    return record("decode-1"), report
+
+
+def prefill(report: Report | None) -> tuple[WorkerRecord, Report | None]:
+    return record("prefill-1"), report
+
+
+LINKED = {"prefill_workers": ["prefill-1"]}
+QUEUE = {"depth_jobs": 7, "depth_tokens": 9, "in_flight": 5, "oldest_age_s": 2.0, "age_s": 0.3}
+
+
+def test_a_whole_cluster_has_no_reasons() -> None:
+    reports = [decode(said(load=LINKED, queue=QUEUE)), prefill(said())]
+    assert picture.reasons_of(reports, ETCD) == []
+    status = picture.status_of(reports, ETCD, 0.2)
+    assert status["queue"] == QUEUE
+    assert status["servers"]["nats"] == UP
+    assert [row["troubles"] for row in status["workers"]] == [[], []]
+
+
+def test_nats_that_no_worker_reaches_is_named_once_and_no_figure_is_repeated() -> None:
+    reports = [decode(said(AWAY, load=LINKED, queue=None)), prefill(said(AWAY | {"since_s": 11.0}))]
+    assert picture.reasons_of(reports, ETCD) == [
+        "NATS unreachable for 12 s: nats://h:1: refused"
+    ], "the worker that noticed first tells the time"
+    assert picture.status_of(reports, ETCD, 0.0)["queue"] is None
+
+
+def test_one_worker_that_does_not_reach_nats_is_named_with_it() -> None:
+    reports = [decode(said(load=LINKED)), prefill(said(AWAY))]
+    (reason,) = picture.reasons_of(reports, ETCD)
+    assert reason == "prefill-1: NATS unreachable for 12 s: nats://h:1: refused"
+    assert picture.status_of(reports, ETCD, 0.0)["servers"]["nats"]["up"] is True
+
+
+def test_a_prefill_worker_without_a_link_is_named() -> None:
+    reports = [decode(said(load={"prefill_workers": []})), prefill(said())]
+    assert picture.reasons_of(reports, ETCD) == [f"prefill-1: {NOT_LINKED}"]
+    nobody_tells = [decode(None), prefill(said())]
+    assert picture.reasons_of(nobody_tells, ETCD) == [], "nobody knows"
+
+
+def test_etcd_is_what_the_frontend_sees() -> None:
+    away = ServerStatus(up=False, since_s=3.0, error="http://h:2: refused")
+    assert picture.reasons_of([], away) == ["etcd unreachable for 3 s: http://h:2: refused"]
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"{", b"\xff"])
+def test_what_is_no_report_is_none(body: bytes) -> None:
+    assert read_report(body) is None
+
+
+def test_without_a_report_the_servers_are_unknown_not_up() -> None:
+    status = picture.status_of([decode(None)], ETCD, 0.0)
+    assert status["servers"]["nats"]["up"] is False
+    assert status["servers"]["nats"]["error"].startswith("unknown")
+    assert (status["workers"][0]["state"], status["workers"][0]["age_s"]) == ("lost", None)
+
+
+class TestHealth:
+    def test_it_is_up_when_every_part_is(self) -> None:
+        clock = FakeClock()
+        health = Health("nats", "nats://h:1", clock)
+        turns: list[bool] = []
+        health.on_change = lambda: turns.append(health.up)
+        health.ok()
+        health.failed("no answer", "jetstream")
+        health.failed("no answer for 0.7 s")
+        clock.advance(5.0)
+        health.ok()
+        assert not health.up, "an answered PING does not make JetStream answer"
+        assert health.status().since_s == 5.0
+        health.ok("jetstream")
+        assert (turns, health.outage()) == ([True, False, True], "")
+
+    def test_the_address_is_said_once(self) -> None:
+        health = Health("nats", "nats://h:1")
+        health.failed("NATS at nats://h:1 gave no answer within 0.5 s")
+        assert health.status().error == "nats://h:1: gave no answer within 0.5 s"
+        text = outage_of("nats", ServerStatus(up=False, since_s=2.0, error=health.status().error))
+        assert text == "NATS unreachable for 2 s: nats://h:1: gave no answer within 0.5 s"
+
+
+def test_ready_says_it_within_two_seconds() -> None:
+    """The worst case of a server that hangs, for either server."""
+    assert pulse.EVERY_S + pulse.WAIT_S + cluster.AGAIN_S < 2.0
+    assert directory._BEAT_S + directory._PING_S < 2.0
