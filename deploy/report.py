@@ -79,8 +79,8 @@ def status(ref: ClusterRef, as_json: bool) -> int:
         return 0
     console = Console()
     console.print(_workers_table(state["workers"]))
-    for line in _state_lines(state):
-        console.print(line, highlight=False, soft_wrap=True)
+    for text in _state_lines(state):
+        console.print(text, highlight=False, soft_wrap=True)
     for line in local.lines(here):
         console.print(line, style="yellow", highlight=False, markup=False, soft_wrap=True)
     if source != "frontend":
