@@ -140,12 +140,14 @@ def test_explain_and_queue_have_the_promised_shape() -> None:
     assert set(shape) == {
         "request_id", "path", "reason", "prompt_tokens", "prefix_hit_tokens", "remote_tokens",
         "decode_instance", "prefill_instance", "attempts", "fallback", "kv_bytes", "timings_ms",
-        "transport", "why_not_better", "continued_from", "continued_tokens",
+        "transport", "why_not_better", "continued_from", "continued_tokens", "outage",
     }  # fmt: skip
     assert set(shape["timings_ms"]) == {
         "route", "queue", "claim", "prefix_read", "prefill", "kv_write", "tail", "commit",
         "first_token",
     }  # fmt: skip
     assert set(msgspec.to_builtins(wire.QueueStatus())) == {
-        "depth_jobs", "depth_tokens", "in_flight", "oldest_age_s",
+        "depth_jobs", "depth_tokens", "in_flight", "oldest_age_s", "age_s",
     }  # fmt: skip
+    server = wire.ServerStatus(up=False, since_s=1.0, error="x")
+    assert set(msgspec.to_builtins(server)) == {"up", "since_s", "error"}
