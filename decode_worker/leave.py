@@ -29,10 +29,12 @@ _FLUSH_S = 0.1
 
 
 async def idle(engine: EngineThread, shim: FrontendShim, ledger: Ledger) -> None:
-    """Until no request and no job is left, twice in a row: outputs are sent by then."""
+    """Until no request is left, here or in a job, twice in a row: outputs are sent by then. Blocks
+    in quarantine are not waited for: this process ends, and nobody else ever gets their memory. A
+    writer that wakes up later writes into its own mapping of a file that has no name any more."""
     quiet = 0
     while quiet < 2 and not engine.dead.is_set():
-        busy = shim.active_requests or ledger.open_jobs
+        busy = shim.active_requests or ledger.waiting_requests
         quiet = 0 if busy else quiet + 1
         await asyncio.sleep(0.05)
 

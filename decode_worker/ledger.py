@@ -338,5 +338,11 @@ class Ledger(Arrivals):
         return self._jobs.get(job_id)
 
     @property
+    def waiting_requests(self) -> int:
+        """Requests that wait for a job; a job may stay open for its blocks alone."""
+        with self._lock:
+            return sum(not entry.settled for entry in self._jobs.values())
+
+    @property
     def open_jobs(self) -> int:
         return len(self._jobs)

@@ -142,10 +142,22 @@ class FrontendShim:
             try:
                 self._dispatch(identity, kind, message[2:])
             except BadMessage as exc:
-                logger.warning("a frontend sent something unusable: %s", exc)
-            except Exception:
+                self._end(identity, kind, f"sent something unreadable: {exc}")
+            except Exception as exc:
                 # This is the engine thread: one frontend's message must not end everybody's.
-                logger.exception("a frontend's message %r failed; it is ignored", kind)
+                logger.exception("a frontend's message %r failed", kind)
+                self._end(identity, kind, f"sent something that failed: {exc!r}")
+
+    def _end(self, identity: bytes, kind: bytes, why: str) -> None:
+        """End this frontend's connection: nobody knows what its message asked for. Its requests
+        here are aborted, and it continues them elsewhere."""
+        if (frontend := self._frontends.get(identity)) is not None:
+            self._drop(frontend, why)
+            self._tell(identity, rpc.GONE)
+        elif kind == rpc.HELO:
+            self._tell(identity, rpc.NOPE, why.encode()[:1000])
+        else:
+            logger.warning("a frontend that is not connected %s", why)
 
     def _dispatch(self, identity: bytes, kind: bytes, payload: list[Any]) -> None:
         frontend = self._frontends.get(identity)

@@ -177,12 +177,12 @@ class Link:
             self.heard_at = self._loop.time()
             try:
                 self._handle(frames[0].bytes, frames[1:])
-            except BadMessage as exc:
-                _log.warning("dropped a message of decode worker %s: %s", self.instance_id, exc)
-            except Exception:
-                _log.exception(
-                    "a message of decode worker %s could not be handled", self.instance_id
-                )
+            except Exception as exc:
+                # Some answer may lack what was in it, so nothing more of it may follow from here.
+                if not isinstance(exc, BadMessage):
+                    _log.exception("a message of %s could not be handled", self.instance_id)
+                self.lose(f"it sent something unreadable: {exc}")
+                return
         self._loop.call_soon(self._on_readable)
 
     def _handle(self, kind: bytes, frames: list[Any]) -> None:
@@ -195,7 +195,7 @@ class Link:
                 self.state = LinkState.DRAINING
                 self._owner.on_draining(self)
         elif kind == rpc.GONE:
-            self.lose("it had given us up as silent")
+            self.lose("it had given us up")
         elif kind == rpc.NOPE:
             reason = rpc.text_of(frames[0]) if frames else "no reason given"
             self.close(LinkState.REFUSED)

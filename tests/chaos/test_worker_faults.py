@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from tests.support.answers import ask_for
-from tests.support.checked import MANY, Checked, checked
+from tests.support.checked import MANY, Bound, Checked, checked
 from tests.support.cluster import Cluster, Worker, until
 from tests.support.etcd import free_ports
 from tests.support.kv_file import kv_digest
@@ -178,6 +178,30 @@ def test_row_21_sigterm_finishes_running_streams(paired: Cluster, oracle: Oracle
         assert [a.tokens for a in answers] == [t for t, _ in truth(oracle, prompts, 200)]
         assert leaving.process.wait(20) == 0
         assert paired.counter(continued) == elsewhere
+
+
+@pytest.mark.long
+def test_row_21_a_drain_does_not_wait_for_a_stopped_writer(paired: Cluster, oracle: Oracle) -> None:
+    """The request of the stopped writer is over; its blocks are in quarantine for as long as the
+    writer is stopped. The decode worker leaves all the same, and the writer harms nobody then."""
+    writers = [*paired.of("prefill"), paired.launch("prefill")]
+    decodes = [*paired.of("decode"), another_decode(paired)]
+    paired.wait_ready(*writers)
+    late: dict[str, Bound] = dict.fromkeys(("revoked", "write", "claim"), (0, 1))
+    with checked(paired, oracle, fallbacks={"quarantined": (0, 1)}, stale=late) as check:
+        for worker in writers:
+            worker.arm("shm.write.batch=stop@2")
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(check.ask, random_prompt(1500, seed=13_400))
+            until(lambda: any(w.stopped for w in writers), 10, "stopped in a write")
+            for worker in writers:
+                worker.arm("")
+            assert check.told(answer.result(60))["fallback"] == "quarantined"
+        (leaving,) = [d for d in decodes if paired.load_of(d)["quarantined_blocks"]]
+        leaving.signal(signal.SIGTERM)
+        assert leaving.process.wait(20) == 0
+        (zombie,) = [w for w in writers if w.stopped]
+        zombie.signal(signal.SIGCONT)
 
 
 @pytest.mark.long

@@ -7,6 +7,7 @@ stays with it; a link that breaks brings one more delivery, and not one from eac
 from __future__ import annotations
 
 import asyncio
+import struct
 from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -14,9 +15,13 @@ from typing import Any
 
 import pytest
 
+from pullfill.errors import BadMessage
 from pullfill.prefill_worker.runner import JobRunner
 from pullfill.queue.contract import Delivery
 from pullfill.queue.delivery import JetStreamDelivery
+from pullfill.transfer.stream.link import SocketLink
+from pullfill.transfer.stream.wire import Answer, Operation
+from pullfill.wire import decode as decode_as
 from tests.support.handoff_rig import (
     Cluster,
     DecodeHalf,
@@ -167,3 +172,59 @@ async def test_over_a_new_connection_signs_of_life_precede_the_next_pull(
     faults.resume()
     await settled(served)
     await cluster.check_clean()
+
+
+# ------------------------------------------------------------------ unreadable frames
+
+
+@pytest.mark.parametrize("to", ["decode", "prefill"])
+@pytest.mark.parametrize("sealed_length", [5, 0], ids=["noise", "empty"])
+async def test_an_unreadable_frame_ends_the_control_connection(
+    cluster: Cluster, deliveries: Counter[str], to: str, sealed_length: int
+) -> None:
+    """Its jobs go on at the other worker; the link is made anew."""
+    decode, holder, other, served, faults = await a_writer_at_work(cluster)
+    await holder.puller.stop()
+    (peer,) = [p for p in decode.control._peers.values() if p.instance_id == holder.name]
+    (link,) = holder.links._links.values()
+    channel = link._channel if to == "decode" else peer.channel
+    assert channel is not None
+    channel._writer.write(struct.pack("<I", sealed_length) + b"\xc1" * sealed_length)
+    await until(lambda: max(deliveries.values()) == 2)
+    faults.resume()
+    await settled(served)
+    assert decode.right(served)
+    await until(lambda: holder.links.connected == [decode.name])
+    assert link._channel is not channel
+    await cluster.check_clean()
+    assert (holder.runner.completed, other.runner.completed) == (0, 1)
+
+
+@pytest.mark.parametrize("by", ["writer", "owner"])
+async def test_an_unreadable_frame_ends_the_kv_connection(
+    tmp_path: Path, server: NatsServer, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    """The attempt fails, and the job goes on: over a new connection, at either worker."""
+    real, said = SocketLink.send, []
+
+    def send(self: SocketLink, body: bytes) -> None:
+        kind = Answer if by == "owner" else Operation
+        try:
+            decode_as(body, kind)
+        except BadMessage:
+            real(self, body)
+            return
+        said.append(body)
+        real(self, b"\xc1\xc1" if len(said) == 1 else body)
+
+    monkeypatch.setattr(SocketLink, "send", send)
+    async with Cluster(tmp_path, "tcp", server=server) as cluster:
+        decode = await cluster.decode()
+        prefills = [await cluster.prefill(chunk=5) for _ in range(2)]
+        served = decode.send(prompt(30))
+        await settled(served)
+        assert len(said) > 1
+        assert decode.right(served)
+        await cluster.check_clean()
+        assert sorted(p.runner.failed for p in prefills) == [0, 1]
+        assert sum(p.runner.completed for p in prefills) == 1

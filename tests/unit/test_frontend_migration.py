@@ -48,6 +48,27 @@ async def test_an_answer_goes_on_from_the_tokens_that_are_out(how: str) -> None:
         assert r.dispatcher.in_flight == 0
 
 
+@pytest.mark.parametrize(
+    "frames",
+    [(rpc.OUT, b"junk"), (rpc.OUT,), (rpc.EXPL, b"junk"), (rpc.BACK, b"x", b"y"), (b"WHAT", b"")],
+    ids=["outputs", "nothing", "explain", "back", "kind"],
+)
+async def test_an_unreadable_message_moves_the_answers_of_its_worker(
+    frames: tuple[bytes, ...],
+) -> None:
+    """Tokens may have been in it: nothing that follows may be put behind the gap."""
+    one, two = FakeDecode("decode-1", step_s=0.005), FakeDecode("decode-2")
+    async with rig(one, two) as r:
+        await r.ready(2)
+        r.dispatcher.submit(request("r", PROMPT, max_tokens=200))
+        await begun(r, "r")
+        one.send_raw(*frames)
+        await until(lambda: bool(r.sink.finished))
+        assert r.sink.tokens["r"] == answer(PROMPT, 200)
+        assert [asked.request_id for asked in two.added] == ["r~1"]
+        assert one.byes == 1
+
+
 async def test_only_the_lost_workers_answers_move() -> None:
     one, two = FakeDecode("decode-1", step_s=0.005), FakeDecode("decode-2", step_s=0.005)
     async with rig(one, two) as r:

@@ -163,10 +163,25 @@ def test_a_frontend_without_requests_may_miss_as_many_pings(rig: Rig) -> None:
     "frames",
     [(rpc.HELO,), (rpc.HELO, b"x"), (rpc.ABRT,), (rpc.ADD, b"nonsense"), (b"",), (b"WHAT",)],
 )
-def test_no_message_ends_the_engine_thread(rig: Rig, frames: tuple[bytes, ...]) -> None:
-    rig.tell(*frames)
+def test_an_unreadable_message_ends_its_connection_alone(
+    rig: Rig, frames: tuple[bytes, ...]
+) -> None:
+    """The frontend is told, so that its requests go on elsewhere; the engine thread goes on."""
+    rig.tell(rpc.ADD, b"before:1")
+    assert rig.ask(*frames) == [rpc.GONE]
+    assert rig.core.aborted == ["before"]
+    assert rig.shim.active_requests == 0
+    assert rig.ask(rpc.ADD, b"late:1") == [rpc.GONE]
+    rig.hello()
     rig.tell(rpc.ADD, b"after:1")
-    assert rig.core.added == ["after"]
+    assert rig.core.added == ["before", "after"]
+
+
+def test_an_unreadable_greeting_is_refused_with_the_reason(rig: Rig) -> None:
+    rig.tell(rpc.BYE)
+    kind, reason = rig.ask(rpc.HELO, b"x")
+    assert kind == rpc.NOPE
+    assert b"unreadable" in reason
 
 
 def test_draining_hands_requests_back(rig: Rig) -> None:
