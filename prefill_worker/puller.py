@@ -64,7 +64,7 @@ class Puller:
         self._task = asyncio.create_task(self._run())
 
     def changed(self) -> None:
-        """A job ended, or credits came back: there may be room again."""
+        """A job ended, credits came back, or NATS answers again: a pull may bring something."""
         self._room.set()
 
     def pause(self, paused: bool) -> None:
@@ -93,6 +93,12 @@ class Puller:
                     self._room.clear()
                     await self._room.wait()
 
+    async def _wait_for_room(self, at_most_s: float) -> None:
+        self._room.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(at_most_s):
+                await self._room.wait()
+
     async def _run(self) -> None:
         pause = 0.1
         while True:
@@ -101,10 +107,7 @@ class Puller:
             waiting = self._runner.waiting
             free_jobs = self._max_jobs - (self._runner.in_flight - waiting)
             if self._paused or free_tokens <= 0 or free_jobs <= 0 or waiting >= MAX_WAITING:
-                self._room.clear()
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(_WAIT_S):
-                        await self._room.wait()
+                await self._wait_for_room(_WAIT_S)
                 continue
             try:
                 # One: to ask for more would keep it waiting for the answer that there are none. The
@@ -114,7 +117,7 @@ class Puller:
             except Exception as exc:
                 level = logger.debug if isinstance(exc, PullfillError) else logger.exception
                 level("no jobs now: %s", exc)
-                await asyncio.sleep(pause)
+                await self._wait_for_room(pause)
                 pause = min(pause * 2, 2.0)
                 continue
             for delivery in deliveries:

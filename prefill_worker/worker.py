@@ -27,6 +27,7 @@ from pullfill.prefill_worker.link import DecodeLink
 from pullfill.prefill_worker.links import Links
 from pullfill.prefill_worker.mover import Mover
 from pullfill.prefill_worker.puller import Puller, budget_of
+from pullfill.prefill_worker.pulling import Pulling
 from pullfill.prefill_worker.readers import Readers
 from pullfill.prefill_worker.runner import JobRunner
 from pullfill.probe import ProbeServer
@@ -78,9 +79,6 @@ class PrefillWorker:
         self._transports: list[PeerTransport] = []
         self._absent: dict[str, str] = {}
         self._healths: list[Health] = []
-        self._nats: Health | None = None
-        self._stuck = False
-        self._why_not = ""
         self._movers: weakref.WeakSet[Mover] = weakref.WeakSet()
         self._key = cluster.security.cluster.load()
         self._context = PrefillContext(self._instance_id, wake=self._wake_engine)
@@ -133,7 +131,7 @@ class PrefillWorker:
             await membership.join(wait_s)
             self._links.start()
             self._healths = [consumer.health, etcd.health]
-            self.follow(self._links, consumer.health)
+            self._pulling = Pulling(self._links, puller, consumer.health)
             puller.start()
             self._guard.start()
             logger.info("%s is pulling (%s)", self._instance_id, self._served_name)
@@ -184,31 +182,11 @@ class PrefillWorker:
     def _on_stuck(self, stuck: bool) -> None:
         """The engine takes no steps, or does again: pull nothing meanwhile, and let no decode
         worker count on us. Jobs under way stay; they are handed back if this process leaves."""
-        assert self._links is not None
         if self._stop.drain.is_set() or self._membership.revoked.is_set():
             return  # it leaves anyway
         self._state = WorkerState.DRAINING if stuck else WorkerState.READY
-        self._stuck = stuck
-        self._puller.pause(stuck)
-        self._tell_pulls()
+        self._pulling.engine_stuck(stuck)
         self._membership.note_state(self._state)
-
-    def follow(self, links: Links, nats: Health) -> None:
-        """From now on tell the decode workers of `links` whether NATS answers this worker."""
-        self._links, self._nats = links, nats
-        nats.on_change = self._tell_pulls
-        self._tell_pulls()
-
-    def _tell_pulls(self) -> None:
-        """Tell every decode worker whether this worker can pull jobs, and if not, why."""
-        why = "its engine takes no steps" if self._stuck else ""
-        if self._nats is not None and not self._nats.up:
-            why = why or f"NATS does not answer it: {self._nats.status().error}"
-        if why != self._why_not:
-            self._why_not = why
-            logger.warning("pulling no jobs: %s", why) if why else logger.info("pulling jobs again")
-            assert self._links is not None
-            self._links.pause(why)
 
     # ------------------------------------------------------------------ engine thread
 

@@ -8,16 +8,16 @@ import secrets
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
-from pullfill.config import ClusterRef, WorkerOptions
 from pullfill.errors import PeerUnavailable, QueueUnavailable
 from pullfill.health import UP
 from pullfill.prefill_worker.links import Links
-from pullfill.prefill_worker.worker import PrefillWorker
+from pullfill.prefill_worker.pulling import Pulling
 from pullfill.queue import pulse
 from pullfill.queue.contract import QueueConfig
 from pullfill.queue.jetstream import JetStreamConsumer, JetStreamProducer
@@ -101,9 +101,9 @@ async def test_a_prefill_worker_that_cannot_pull_says_so_at_once(
 
     links = Links(seen, hello("prefill-1"), COMPAT, no_mover, lambda *_: None, lambda *_: None)
     links.start()
-    ref = ClusterRef("test", "http://127.0.0.1:1", ends.server.url)
-    worker = PrefillWorker(ref, WorkerOptions(model="m"), [])
-    worker.follow(links, ends.consumer.health)
+    told: list[str] = []
+    puller: Any = SimpleNamespace(changed=lambda: told.append("changed"))
+    Pulling(links, puller, ends.consumer.health)
     try:
         directory.put(replace(decode.record(), compat=COMPAT))
         await until(lambda: decode.server.prefill_workers == 1, HANG_S)
@@ -116,6 +116,7 @@ async def test_a_prefill_worker_that_cannot_pull_says_so_at_once(
         await ends.bring_back(how)
         await until(lambda: decode.server.prefill_workers == 1, HANG_S)
         assert decode.server.not_pulling == []
+        assert told == ["changed"], "the next pull does not wait for its pause"
     finally:
         await links.close()
         await decode.server.stop()

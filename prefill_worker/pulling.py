@@ -1,0 +1,47 @@
+"""Whether this worker can pull jobs; those who must know are told at once, by `Alive`.
+
+A worker that cannot pull must not count: decode workers would queue jobs that nobody takes.
+asyncio thread only.
+"""
+
+from __future__ import annotations
+
+from pullfill import log
+from pullfill.health import Health
+from pullfill.prefill_worker.links import Links
+from pullfill.prefill_worker.puller import Puller
+
+logger = log.get("prefill_worker")
+
+
+class Pulling:
+    """Follows NATS and the engine for as long as the worker lives."""
+
+    def __init__(self, links: Links, puller: Puller, nats: Health) -> None:
+        self._links = links
+        self._puller = puller
+        self._nats = nats
+        self._stuck = False
+        self._why_not = ""
+        nats.on_change = self._look
+        self._look()
+
+    def engine_stuck(self, stuck: bool) -> None:
+        """The engine takes no steps, or does again."""
+        self._stuck = stuck
+        self._puller.pause(stuck)
+        self._look()
+
+    def _look(self) -> None:
+        why = "its engine takes no steps" if self._stuck else ""
+        if not self._nats.up:
+            why = why or f"NATS does not answer it: {self._nats.status().error}"
+        if why == self._why_not:
+            return
+        self._why_not = why
+        if why:
+            logger.warning("pulling no jobs: %s", why)
+        else:
+            logger.info("pulling jobs again")
+            self._puller.changed()
+        self._links.pause(why)

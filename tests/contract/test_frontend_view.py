@@ -1,0 +1,115 @@
+"""A frontend's picture of the cluster, from real HTTP servers that answer, count and hang."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from pullfill.frontend import cluster
+from pullfill.frontend.cluster import ClusterView
+from pullfill.health import Health
+from pullfill.probe import ProbeServer
+from pullfill.wire import WorkerRecord
+from tests.support.workers import record
+
+AWAY = {"up": False, "since_s": 5.0, "error": "nats://h:1: refused"}
+
+
+class Known:
+    """A directory that etcd has just confirmed."""
+
+    age_s = 0.0
+
+    def __init__(self, *records: WorkerRecord) -> None:
+        self._records = records
+
+    def workers(self, role: str) -> dict[str, WorkerRecord]:
+        return {r.instance_id: r for r in self._records if r.role == role}
+
+
+@asynccontextmanager
+async def viewed(*urls: str) -> AsyncIterator[ClusterView]:
+    records = (record(f"decode-{n}", http=url) for n, url in enumerate(urls))
+    etcd = Health("etcd", "http://h:2")
+    etcd.ok()
+    view = ClusterView(Known(*records), etcd)
+    try:
+        yield view
+    finally:
+        await view.close()
+
+
+@asynccontextmanager
+async def answering(said: dict[str, Any]) -> AsyncIterator[tuple[str, list[int]]]:
+    """Where a worker answers, and how often it was asked."""
+    asked: list[int] = []
+
+    def status() -> dict[str, Any]:
+        asked.append(1)
+        return said
+
+    probe = ProbeServer("127.0.0.1", lambda: (True, {}), status)
+    await probe.start()
+    try:
+        yield probe.url, asked
+    finally:
+        await probe.stop()
+
+
+@asynccontextmanager
+async def hanging() -> AsyncIterator[tuple[str, asyncio.Event]]:
+    """Where a worker is stopped, and whether somebody who asked there has given up."""
+    given_up = asyncio.Event()
+
+    async def hold(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(-1)
+        given_up.set()
+        writer.close()
+
+    server = await asyncio.start_server(hold, "127.0.0.1", 0)
+    try:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", given_up
+    finally:
+        server.close()
+
+
+async def test_a_worker_that_hangs_does_not_hold_up_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A readiness probe gives up after a second. The others are heard all the same."""
+    monkeypatch.setattr(cluster, "READY_S", 0.2)
+    monkeypatch.setattr(cluster, "FETCH_TIMEOUT_S", 0.6)
+    said = {"load": {}, "servers": {"nats": AWAY}}
+    async with hanging() as (stopped, given_up), answering(said) as (url, _):
+        async with viewed(stopped, url) as view:
+            reasons = await view.reasons()
+            assert not given_up.is_set(), "it has longer than that to answer"
+            assert reasons == ["NATS unreachable for 5 s: nats://h:1: refused"]
+            rows = (await view.status())["workers"]
+            assert [row["state"] for row in rows] == ["lost", "ready"]
+
+
+async def test_questions_at_once_cost_each_worker_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with answering({"load": {}}) as (url, asked), viewed(url) as view:
+        await asyncio.gather(*(view.reasons() for _ in range(5)), *(view.status() for _ in "ab"))
+        assert len(asked) == 1
+        await view.reasons()
+        assert len(asked) == 1, "an answer counts for a moment"
+        monkeypatch.setattr(cluster, "AGAIN_S", -1.0)
+        await view.reasons()
+        assert len(asked) == 2
+
+
+async def test_what_a_worker_said_long_ago_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "AGAIN_S", -1.0)
+    monkeypatch.setattr(cluster, "READY_S", 0.1)
+    said = {"load": {}, "servers": {"nats": AWAY}}
+    async with answering(said) as (url, _), viewed(url) as view:
+        assert await view.reasons()
+    async with viewed(url) as gone:
+        gone._last = view._last
+        assert await gone.reasons(), "it may only be slow"
+        monkeypatch.setattr(cluster, "FRESH_S", 0.0)
+        assert await gone.reasons() == []
