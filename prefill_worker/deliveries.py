@@ -22,7 +22,7 @@ class Deliveries:
 
     def __init__(self, heartbeat_s: Callable[[], float]) -> None:
         self._latest: dict[str, Delivery] = {}
-        self._settled: set[str] = set()
+        self._settled: dict[str, Delivery] = {}
         self._heartbeat = Heartbeat(heartbeat_s, self._latest)
 
     def take(self, delivery: Delivery) -> bool:
@@ -35,14 +35,14 @@ class Deliveries:
 
     def running(self) -> Iterable[Delivery]:
         """The newest delivery of each job that runs here and is not settled."""
-        return [d for d in self._latest.values() if d.job_id not in self._settled]
+        return [d for d in self._latest.values() if d is not self._settled.get(d.job_id)]
 
     async def settle(
         self, delivery: Delivery, verb: str, reason: str = "", delay_s: float = 0.0
     ) -> None:
         """`ack`, `term` or `nak` the job's newest delivery."""
         current = self._latest.get(delivery.job_id, delivery)
-        self._settled.add(delivery.job_id)
+        self._settled[delivery.job_id] = current
         try:
             if verb == "ack":
                 await current.ack()
@@ -55,9 +55,8 @@ class Deliveries:
             logger.warning("could not %s job %s: %s", verb, delivery.job_id, exc)
 
     def end(self, delivery: Delivery) -> Delivery | None:
-        """The run is over. Returns a newer delivery that came meanwhile and that nobody settled:
+        """The run is over. Returns a newer delivery that came meanwhile and that it did not settle:
         this worker pulled it, so it must run."""
-        latest = self._latest.pop(delivery.job_id, delivery)
-        settled = delivery.job_id in self._settled
-        self._settled.discard(delivery.job_id)
-        return None if settled or latest is delivery else latest
+        latest = self._latest.pop(delivery.job_id)
+        settled = self._settled.pop(delivery.job_id, delivery)
+        return None if latest is settled else latest

@@ -80,17 +80,17 @@ class Target:
 
         return asyncio.run(run())
 
-    def publish(self, *bodies: bytes, job_id: str = "") -> None:
+    def publish(self, *bodies: bytes, job_id: str = "", tokens: int = 700) -> None:
         """By hand, as a producer does."""
 
         async def work(stream: JetStreamContext) -> None:
             for body in bodies:
                 headers = {
                     MSG_ID: job_id or secrets.token_hex(16),
-                    TOKENS: "700",
+                    TOKENS: str(tokens),
                     EXPECTED_STREAM: self.names.stream,
                 }
-                await stream.publish(self.names.job(700), body, headers=headers)
+                await stream.publish(self.names.job(tokens), body, headers=headers)
 
         self.on_stream(work)
 
@@ -133,6 +133,26 @@ def target(paired: Cluster) -> Target:
 
 def settled(target: Target) -> None:
     until(lambda: not target.cluster.status()["queue"]["depth_jobs"], 20, "all are settled")
+
+
+def test_row_8_the_backlog_of_a_decode_worker_that_is_gone(target: Target, oracle: Oracle) -> None:
+    """Thirty jobs of 4096 tokens each, in front of a live decode worker's: they cost no budget."""
+    cluster = target.cluster
+    cluster.wait_ready(cluster.launch("prefill"))
+    with checked(cluster, oracle) as check:
+
+        def queued_ms(seed: int) -> float:
+            told = check.told(check.ask(random_prompt(900, seed=seed)))
+            assert told["path"] == "remote"
+            queued: float = told["timings_ms"]["queue"]
+            return queued
+
+        alone = queued_ms(9100)
+        for _ in range(30):
+            gone = target.job(decode_instance="decode-gone")
+            target.publish(encode(gone), job_id=gone.job_id, tokens=4096)
+        assert queued_ms(9101) < alone + 1000
+        settled(target)
 
 
 def test_row_13_poison_jobs(target: Target, oracle: Oracle) -> None:
