@@ -75,6 +75,7 @@ class FrontendShim:
         self._frontends: dict[bytes, _Frontend] = {}
         self._by_index: dict[int, _Frontend] = {}
         self._owner: dict[str, _Frontend] = {}
+        self._grammars: dict[str, Any] = {}
         self._next_index = 0
         self._max_model_len = 0
         self._next_check = 0.0
@@ -214,12 +215,15 @@ class FrontendShim:
         try:
             self._check(request)
             vllm_outputs.strip_transfer_params(request)
-            core.add_request(*core.preprocess_add_request(request))
-        except Exception:
+            made, wave = core.preprocess_add_request(request)
+            core.add_request(made, wave)
+        except Exception as exc:
             logger.exception("request %s is refused", request.request_id)
-            failed = vllm_outputs.error_outputs(request.request_id)
+            failed = vllm_outputs.error_outputs(request.request_id, f"it is refused: {exc}")
             self._send(frontend, rpc.OUT, *self._codec.encode(failed))
             return
+        if vllm_outputs.has_grammar(made):
+            self._grammars[request.request_id] = made
         frontend.requests.add(request.request_id)
         self._owner[request.request_id] = frontend
 
@@ -282,6 +286,8 @@ class FrontendShim:
             for output in batch.outputs:
                 vllm_outputs.correct_cached_tokens(output)
                 if output.finish_reason is not None:
+                    if (made := self._grammars.get(output.request_id)) is not None:
+                        vllm_outputs.explain_error(output, made)
                     self._forget(output.request_id)
                     record = self._stories.finish(output.request_id)
                     if record is not None:
@@ -319,6 +325,7 @@ class FrontendShim:
         self._by_index.pop(frontend.index, None)
 
     def _forget(self, request_id: str) -> None:
+        self._grammars.pop(request_id, None)
         frontend = self._owner.pop(request_id, None)
         if frontend is not None:
             frontend.requests.discard(request_id)

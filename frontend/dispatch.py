@@ -53,6 +53,8 @@ MAX_ATTEMPTS = 3
 MAX_MOVES = 20
 """The same if nobody died: workers that hand it on to each other."""
 NO_WORKER = "no decode worker is ready: start one with `pullfill decode` (or `pullfill up`)"
+REFUSED = "refused"
+"""How a request ends that is itself the reason why it cannot be served."""
 _ABORTED = 2
 """vLLM's FinishReason.ABORT."""
 _TURN_S = 0.005
@@ -244,7 +246,8 @@ class Dispatcher:
     # ---------------------------------------------------------------- inside
 
     def _finish(self, link: Link, flight: Flight, out: Any) -> bool:
-        """Forget a finished request. False: the worker cut it short, and it goes on elsewhere."""
+        """Forget a finished request. False: the worker cut it short, and it goes on elsewhere, or
+        refused it."""
         if flight.request.resumable:
             return True
         del link.flights[flight.wire_id]
@@ -252,6 +255,10 @@ class Dispatcher:
         if out.finish_reason == _ABORTED and not link.usable:
             # Our own aborts forget the flight first, so this one was cut by the worker's drain.
             self._try(flight, self._leave, link, "stopped before it was done")
+            return False
+        if rpc.refusal_of(out):
+            self._fail(flight, out.stop_reason, REFUSED)
+            out.new_token_ids = []
             return False
         del self._flights[flight.request_id]
         return True
@@ -308,7 +315,7 @@ class Dispatcher:
         try:
             frames = self._codec.encode(request)
         except Exception as exc:  # e.g. an integer that no wire type holds
-            self._fail(flight, f"the request cannot be sent to a decode worker: {exc}")
+            self._fail(flight, f"the request cannot be sent to a decode worker: {exc}", REFUSED)
             return
         flight.link = link
         link.flights[flight.wire_id] = flight
@@ -362,7 +369,7 @@ class Dispatcher:
             metrics.CONTINUED.labels(result).inc()
         _log.warning("request %s failed: %s", flight.trace.key, message)
         try:
-            self.sink.failed(flight.request_id, message)
+            self.sink.failed(flight.request_id, message, refused=result == REFUSED)
         except Exception:
             _log.exception("nobody could be told that request %s failed", flight.trace.key)
 

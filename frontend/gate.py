@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import re
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
@@ -119,7 +120,13 @@ class Gate:
             body = await self._read(receive, client)
             if body is None:
                 return
-            if await self._wait_ready(NO_WORKER_WAIT_S):
+            if half := lone_surrogate(body):
+                text = (
+                    f"the request has {half}, half of a surrogate pair: no text can hold it. Send "
+                    "both halves, or leave it out"
+                )
+                await self._refuse(client.send, 400, "not_text", text)
+            elif await self._wait_ready(NO_WORKER_WAIT_S):
                 await self._app(scope, _replay(body, receive), client.send)
             else:
                 await self._refuse(client.send, 503, "no_worker", NO_WORKER)
@@ -186,11 +193,30 @@ class Gate:
 
 
 _KINDS = {
+    400: "BadRequestError",
     408: "RequestTimeoutError",
     413: "RequestTooLargeError",
     429: "RateLimitError",
     503: "ServiceUnavailableError",
 }
+
+
+_PAIR = re.compile(rb"\\\\|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}")
+"""In JSON: an escaped backslash, or both halves of a pair."""
+_HALF = re.compile(rb"\\u[dD][89a-fA-F][0-9a-fA-F]{2}|\xed[\xa0-\xbf][\x80-\xbf]")
+
+
+def lone_surrogate(body: list[Message]) -> str:
+    """The first half of a surrogate pair that stands alone in a JSON body, or "". Python takes such
+    text from JSON, and can then write it to no wire and give it to no tokenizer."""
+    data = body[0].get("body", b"") if len(body) == 1 else b"".join(m["body"] for m in body)
+    if not (b"\\ud" in data or b"\\uD" in data or b"\xed" in data):
+        return ""
+    found = _HALF.search(_PAIR.sub(b"_", data))
+    if found is None:
+        return ""
+    code = found[0].decode("utf-8", "surrogatepass")
+    return code if len(code) > 1 else f"\\u{ord(code):04x}"
 
 
 def route_of(scope: Scope) -> str:

@@ -81,7 +81,7 @@ class Driver:
             if out.finish_reason is not None and (end := self._ends.pop(out.request_id, None)):
                 end.set_result(None)
 
-    def failed(self, request_id: str, message: str) -> None:
+    def failed(self, request_id: str, message: str, *, refused: bool = False) -> None:
         self.failed_requests += 1
         if end := self._ends.pop(request_id, None):
             end.set_result(None)

@@ -161,16 +161,15 @@ class FrontApp:
         from vllm import envs
         from vllm.entrypoints.launchers.api_server.app_state import init_app_state
         from vllm.entrypoints.launchers.app import build_app
-        from vllm.v1.engine.async_llm import AsyncLLM
         from vllm.v1.executor import Executor
 
-        from pullfill.engine.front_client import DecodeClient
+        from pullfill.engine.front_client import DecodeClient, FrontLLM
         from pullfill.engine.front_stats import LateStats, stat_loggers
 
         client = DecodeClient(prepared.config, port)
         args = prepared.args
         with _core_client(client):
-            engine = AsyncLLM(
+            engine = FrontLLM(
                 vllm_config=prepared.config,
                 executor_class=Executor,
                 log_stats=not args.disable_log_stats,

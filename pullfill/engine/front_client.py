@@ -15,11 +15,19 @@ from http import HTTPStatus
 from types import SimpleNamespace
 from typing import Any
 
-from vllm.exceptions import GenerationError, GracefulHTTPError
+from vllm.exceptions import (
+    GenerationError,
+    GracefulHTTPError,
+    VLLMClientError,
+    VLLMValidationError,
+)
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
+from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import EngineCoreClient
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from pullfill import log
+from pullfill.engine import guards
 from pullfill.engine.front_ports import DecodePort
 from pullfill.engine.rpc import DecodeWelcome
 from pullfill.errors import PeerUnavailable
@@ -27,7 +35,13 @@ from pullfill.errors import PeerUnavailable
 _log = log.get("engine.front_client")
 
 REQUIRED_NAMES = {
-    "vllm.exceptions": ("GenerationError", "GracefulHTTPError"),
+    "vllm.exceptions": (
+        "GenerationError",
+        "GracefulHTTPError",
+        "VLLMClientError",
+        "VLLMValidationError",
+    ),
+    "vllm.v1.engine.exceptions": ("EngineDeadError",),
     "vllm.v1.engine": (
         "EngineCoreRequest:request_id",
         "EngineCoreRequest:external_req_id",
@@ -41,7 +55,7 @@ REQUIRED_NAMES = {
         "EngineCoreOutputs:engine_index",
     ),
     "vllm.v1.engine.core_client": ("EngineCoreClient.make_async_mp_client",),
-    "vllm.v1.engine.async_llm": ("AsyncLLM", "EngineCoreClient"),
+    "vllm.v1.engine.async_llm": ("AsyncLLM.add_request", "EngineCoreClient"),
     "vllm.v1.engine.output_processor": ("OutputProcessor.abort_requests",),
     "vllm.renderers.base": (
         "BaseRenderer.default_cmpl_tok_params",
@@ -60,9 +74,17 @@ class DecodeUnavailable(GracefulHTTPError, GenerationError):  # type: ignore[mis
     event, with this message: the first base lets it pass `AsyncLLM.generate` as it is, the second
     keeps a stack trace out of the log."""
 
+    STATUS = HTTPStatus.SERVICE_UNAVAILABLE
+
     def __init__(self, message: str) -> None:
-        GracefulHTTPError.__init__(self, message, HTTPStatus.SERVICE_UNAVAILABLE)
-        self.status_code = HTTPStatus.SERVICE_UNAVAILABLE
+        GracefulHTTPError.__init__(self, message, self.STATUS)
+        self.status_code = self.STATUS
+
+
+class Refused(DecodeUnavailable):
+    """The request itself is the reason. 400, so that no client library sends it again."""
+
+    STATUS = HTTPStatus.BAD_REQUEST
 
 
 def strip_transfer_params(request: EngineCoreRequest) -> None:
@@ -71,6 +93,26 @@ def strip_transfer_params(request: EngineCoreRequest) -> None:
     extra = getattr(params, "extra_args", None)
     if extra and any(key in extra for key in _TRANSFER_KEYS):
         params.extra_args = {k: v for k, v in extra.items() if k not in _TRANSFER_KEYS} or None
+
+
+class FrontLLM(AsyncLLM):  # type: ignore[misc]
+    """AsyncLLM that refuses what vLLM's checks let through and its own code then fails on. vLLM
+    answers 500 without a message; this says 400 and why."""
+
+    async def add_request(
+        self, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if why := guards.why_refused(params):
+            raise VLLMValidationError(why)
+        try:
+            return await super().add_request(request_id, prompt, params, *args, **kwargs)
+        except (VLLMClientError, GracefulHTTPError, EngineDeadError):
+            raise
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as exc:
+            _log.warning("request %s is refused", request_id, exc_info=True)
+            raise VLLMValidationError(
+                f"the request has a value that cannot be used ({type(exc).__name__}: {exc})"
+            ) from exc
 
 
 class DecodeClient(EngineCoreClient):  # type: ignore[misc]
@@ -130,7 +172,7 @@ class DecodeClient(EngineCoreClient):  # type: ignore[misc]
         self._queue.append(outputs)
         self._wake.set()
 
-    def failed(self, request_id: str, message: str) -> None:
+    def failed(self, request_id: str, message: str, *, refused: bool = False) -> None:
         state = self.processor.request_states.get(request_id)
         if state is None:
             return
@@ -139,7 +181,7 @@ class DecodeClient(EngineCoreClient):  # type: ignore[misc]
         rest = self.processor.abort_requests(
             [request_id if parent is None else parent.request_id], internal=True
         )
-        queue.put(DecodeUnavailable(message))
+        queue.put(Refused(message) if refused else DecodeUnavailable(message))
         self._port.abort([other for other in rest if other != request_id])
 
     def joined(self, welcome: DecodeWelcome) -> None:

@@ -43,8 +43,9 @@ class OutputSink(Protocol):
         """EngineCoreOutputs of one worker, only for requests that are still at it."""
         ...
 
-    def failed(self, request_id: str, message: str) -> None:
-        """The request cannot be finished. The message is for the user."""
+    def failed(self, request_id: str, message: str, *, refused: bool = False) -> None:
+        """The request cannot be finished. The message is for the user. refused: it must not be sent
+        again as it is."""
         ...
 
     def joined(self, welcome: DecodeWelcome) -> None:

@@ -53,6 +53,8 @@ SILENCE_S = 6.0
 HEARTBEAT_IVL_MS = 500
 HEARTBEAT_TIMEOUT_MS = 3000
 MAX_IDS = 65536
+_ERROR = 3
+"""vLLM's FinishReason.ERROR."""
 QUEUE_LIMIT = 10_000
 """Messages that may wait in each direction, at each end. A peer that lets them grow to that is
 treated as lost: nothing is ever left out of the middle."""
@@ -138,6 +140,12 @@ def encode_explain(records: Sequence[ExplainRecord]) -> bytes:
 def decode_explain(data: Any) -> list[ExplainRecord]:
     """Raises BadMessage."""
     return decode(_bytes(data), list[ExplainRecord])
+
+
+def refusal_of(output: Any) -> bool:
+    """Whether a finished EngineCoreOutput says that the request itself is at fault. The reason is
+    its `stop_reason`."""
+    return output.finish_reason == _ERROR and isinstance(output.stop_reason, str)
 
 
 def text_of(data: Any) -> str:

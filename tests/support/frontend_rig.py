@@ -39,7 +39,7 @@ class Sink:
                 assert out.request_id not in self.finished, "ended twice"
                 self.finished[out.request_id] = out.finish_reason
 
-    def failed(self, request_id: str, message: str) -> None:
+    def failed(self, request_id: str, message: str, *, refused: bool = False) -> None:
         assert request_id not in self.failures, "failed twice"
         self.failures[request_id] = message
 

@@ -217,3 +217,40 @@ async def test_a_body_that_never_ends_is_408_and_one_too_large_413(
     large = Client(gate).say(b"{" * 9, more=True)
     await large.task
     assert (large.status, app.bodies) == (413, [])
+
+
+@pytest.mark.parametrize(
+    ("body", "half"),
+    [
+        (rb'{"stop": "\ud800"}', r"\ud800"),
+        (rb'{"stop": "\udc00"}', r"\udc00"),
+        (rb'{"stop": "\uDBFFx"}', r"\uDBFF"),
+        (rb'{"stop": "\ud83d\ude00\ude00"}', r"\ude00"),
+        (rb'{"stop": "\\\ud83d"}', r"\ud83d"),
+        (b'{"stop": "\xed\xa0\x80"}', r"\ud800"),
+    ],
+)
+async def test_half_a_surrogate_pair_is_400(body: bytes, half: str) -> None:
+    app = App()
+    client = Client(Gate(app, app.wait_ready, 1)).say(body)
+    await client.task
+    assert client.status == 400
+    assert app.bodies == []
+    assert half in client.error["message"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        rb'{"stop": "\ud83d\ude00"}',
+        rb'{"stop": "\uD83D\uDE00 \\ud800"}',
+        rb'{"stop": "\\\\ud800"}',
+        '{"stop": "\ud55c\U0001f600"}'.encode(),
+    ],
+)
+async def test_whole_pairs_and_escaped_backslashes_pass(body: bytes) -> None:
+    app = App()
+    app.go.set()
+    client = Client(Gate(app, app.wait_ready, 1)).say(body)
+    await client.task
+    assert client.status == 200

@@ -44,7 +44,7 @@ class Family(Sink):
     open: set[str]
     breaks = False
 
-    def failed(self, request_id: str, message: str) -> None:
+    def failed(self, request_id: str, message: str, *, refused: bool = False) -> None:
         super().failed(request_id, message)
         if self.breaks:
             raise RuntimeError("the reader is gone")

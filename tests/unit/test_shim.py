@@ -97,7 +97,7 @@ class Rig:
 def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     monkeypatch.setattr(rpc, "WorkerCodec", _Codec)
     monkeypatch.setattr(
-        shims.vllm_outputs, "error_outputs", lambda request_id: f"error {request_id}"
+        shims.vllm_outputs, "error_outputs", lambda request_id, why: f"error {request_id}"
     )
     rig = Rig()
     yield rig
