@@ -6,9 +6,9 @@
        │                                               └──cancelled, not published───────┤
        └──any claim──────────────────────────────────────────────────────────────────────┘
 
-A timeout is a stall only if nothing was claimed while the job waited and no prefill worker computes
-for this decode worker. So a queue that is long but moves never opens the breaker. A trial waits
-only TRIAL_SHARE of the claim timeout, so no prompt pays the whole of it again.
+A timeout is a stall only if, while the job waited, nothing was claimed and no connected prefill
+worker computed for anybody. So a queue that is long but moves never opens the breaker. A trial
+waits only TRIAL_SHARE of the claim timeout, so no prompt pays the whole of it again.
 
 Every method is called under the ledger's lock; `stalled` may be read from any thread.
 """
@@ -30,7 +30,7 @@ class ClaimBreaker:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._stalls = 0
-        self._claimed_at = -math.inf
+        self._moved_at = -math.inf
         self._pause_s = PAUSE_S[0]
         self._open_until: float | None = None
         self._trial = ""
@@ -48,10 +48,15 @@ class ClaimBreaker:
         self._trial = job_id
         return True
 
+    def moving(self) -> None:
+        """A prefill worker that could claim our jobs is busy: those that time out wait their turn.
+        An open breaker stays open: only a claim of ours shows that they reach somebody."""
+        self._moved_at, self._stalls = self._clock.monotonic(), 0
+
     def claimed(self) -> None:
         """Some job of this decode worker was granted: everything is well."""
-        self._claimed_at = self._clock.monotonic()
-        self._stalls, self._pause_s = 0, PAUSE_S[0]
+        self.moving()
+        self._pause_s = PAUSE_S[0]
         self._open_until, self._trial = None, ""
 
     def timed_out(self, job_id: str, queued_at: float, *, computing: bool) -> bool:
@@ -62,7 +67,7 @@ class ClaimBreaker:
                 self._pause_s = min(2 * self._pause_s, PAUSE_S[1])
                 self._open()
             return False
-        if computing or queued_at < self._claimed_at:
+        if computing or queued_at < self._moved_at:
             return False
         self._stalls += 1
         if self._stalls < STALLS:

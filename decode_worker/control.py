@@ -315,6 +315,8 @@ class ControlServer:
         match message:
             case Alive():
                 peer.channel.write(message)
+                if message.busy:
+                    self._ledger.prefill_works()
                 if (message.pulls, message.why) != (peer.pulls, peer.why_not):
                     peer.pulls, peer.why_not = message.pulls, message.why
                     state = "pulls again" if peer.pulls else f"pulls no jobs: {peer.why_not}"

@@ -293,6 +293,11 @@ class Ledger(Arrivals):
                     self._give_up(entry, outcome)
         self._wake()
 
+    def prefill_works(self) -> None:
+        """A connected prefill worker computes, for this decode worker or for others."""
+        with self._lock:
+            self.claims.moving()
+
     def prefill_joined(self) -> None:
         """A prefill worker connected, or pulls again: do not wait for the end of a pause."""
         with self._lock:

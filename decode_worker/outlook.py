@@ -58,7 +58,8 @@ class Outlook:
         said = [self.producer.health.outage(), *self.control.not_pulling]
         if self.ledger.claims.stalled:
             said.append("no prefill worker claims the jobs of this decode worker")
-        return "; ".join(filter(None, said))
+        # A prefill worker asks etcd when it first meets a decode worker.
+        return "; ".join(filter(None, [*said, self.etcd.outage()]))
 
     def reasons(self) -> list[str]:
         """For /ready: why this worker is degraded."""

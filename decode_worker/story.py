@@ -26,9 +26,13 @@ from pullfill.errors import Outcome
 from pullfill.wire import ExplainRecord, StageTimings, Timings
 
 _BY_OUTAGE = frozenset({CLAIMS_STALLED, NO_PREFILL_WORKER, QUEUE_UNAVAILABLE})
-_AFTER_OUTAGE = frozenset(
-    {Outcome.CLAIM_TIMEOUT, Outcome.CLAIMS_STALLED, Outcome.PREFILL_LOST, Outcome.PUBLISH_FAILED}
-)
+_AFTER_OUTAGE = frozenset(Outcome) - {
+    Outcome.COMMITTED,
+    Outcome.CANCELLED,
+    Outcome.QUEUE_FULL,
+    Outcome.REJECTED,
+    Outcome.DIGEST_MISMATCH,
+}
 
 
 @cache

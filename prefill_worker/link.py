@@ -63,7 +63,8 @@ class DecodeLink:
 
     open_mover: connects to the decode worker's KV memory (blocking work done in a thread).
     on_revoke: called with each Revoke. on_lost: called when the connection ends. key: what the
-    decode worker must hold, and we show.
+    decode worker must hold, and we show. activity: how many jobs this worker has completed, for
+    whomever, and how many it holds a grant for; set by the owner.
     """
 
     def __init__(
@@ -96,6 +97,8 @@ class DecodeLink:
         self._silent = False
         self._leaving = False
         self._why_not = ""
+        self.activity: Callable[[], tuple[int, int]] = lambda: (0, 0)
+        self._completed = 0
         self.retired = False
         self._task = asyncio.create_task(self._run())
 
@@ -174,7 +177,9 @@ class DecodeLink:
         self.send(self._alive())
 
     def _alive(self) -> Alive:
-        return Alive(pulls=not self._why_not, why=self._why_not)
+        before, (self._completed, granted) = self._completed, self.activity()
+        busy = granted > 0 or self._completed != before
+        return Alive(pulls=not self._why_not, why=self._why_not, busy=busy)
 
     def send(self, message: HandBack | Quiet | Leaving | Alive) -> None:
         """No answer expected; lost when the connection is."""

@@ -48,6 +48,8 @@ class Links:
         self._changed = asyncio.Event()
         self._leaving = False
         self._why_not = ""
+        self.activity: Callable[[], tuple[int, int]] = lambda: (0, 0)
+        """As of `DecodeLink`; set before `start`."""
         self._closed = False
 
     def start(self) -> None:
@@ -154,6 +156,7 @@ class Links:
             self._links[new.instance_id] = DecodeLink(
                 new, self._hello, self._open_mover, self._on_revoke, self._on_lost, self._key
             )
+            self._links[new.instance_id].activity = lambda: self.activity()
             if self._leaving:
                 self._links[new.instance_id].leave()
             self._links[new.instance_id].pause(self._why_not)

@@ -278,6 +278,8 @@ class PrefillWorker:
             readers=Readers(self._context.owner.fences if self._context.owner else None),
             on_change=lambda: puller.changed(),
         )
+        runner = self._runner
+        self._links.activity = lambda: (runner.completed, runner.in_flight - runner.waiting)
         consumer.running = self._runner.running
         budget = budget_of(config.scheduler_config.max_num_batched_tokens)
         loop = asyncio.get_running_loop()

@@ -347,10 +347,12 @@ class Alive(Message, tag="alive", frozen=True, kw_only=True):
     minute, and sent back: the process runs. Who is silent for SILENT_S, or a second more there, is
     treated as gone, by either side (alive.py). pulls: False while the prefill worker's engine is
     stuck or NATS does not answer it, so that nobody counts on it; said at once when it changes.
-    why: the reason, for people."""
+    why: the reason, for people. busy: it computes for some decode worker, or has since the last
+    Alive of this connection, so a job that nobody claims may just wait its turn."""
 
     pulls: bool = True
     why: Text = ""
+    busy: bool = False
 
 
 ToDecode = Hello | Claim | Commit | Ready | HandBack | Quiet | Leaving | Alive

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pullfill import alive, frames
+from pullfill.decode_worker.breaker import STALLS
 from pullfill.errors import ClaimRefused, Outcome
 from pullfill.wire import Alive, Claim, Grant, HandBack
 from tests.support import framing
@@ -261,6 +263,31 @@ async def test_a_worker_that_pulls_nothing_for_now_is_not_counted() -> None:
         prefill.link.pause("")
         await until(lambda: decode.server.prefill_workers == 1)
         assert prefill.lost == 0
+    finally:
+        await prefill.link.close()
+        await decode.server.stop()
+
+
+async def test_a_prefill_worker_that_is_busy_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For others: jobs that time out here meanwhile wait their turn, and are no stall."""
+    monkeypatch.setattr("pullfill.alive.ALIVE_INTERVAL_S", 0.03)
+    decode = Decode()
+    await decode.server.start("127.0.0.1")
+    prefill = Prefill(decode)
+    completed = count()
+    try:
+        await prefill.link.wait_up(5.0)
+        for busy, activity in (
+            ("computes", lambda: (0, 1)),
+            ("completes", lambda: (next(completed), 0)),
+            ("", lambda: (0, 0)),
+        ):
+            prefill.link.activity = activity
+            await asyncio.sleep(0.1)
+            for number in range(STALLS):
+                decode.open(f"{busy}{number}", timeout_s=0.15)
+                await until(lambda: decode.ledger.open_jobs == 0)
+            assert decode.ledger.claims.stalled is (not busy)
     finally:
         await prefill.link.close()
         await decode.server.stop()

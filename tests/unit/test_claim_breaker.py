@@ -125,6 +125,22 @@ def test_a_timeout_is_no_stall_if_something_was_claimed_meanwhile() -> None:
     assert decode.decide() == "long_prompt"
 
 
+def test_prefill_workers_that_are_busy_for_others_are_no_stall() -> None:
+    """Many decode workers, one queue: this one's jobs all time out before their turn."""
+    decode = Decode()
+    for _ in range(4 * STALLS):
+        job = decode.prompt()
+        assert job is not None
+        decode.clock.advance(CLAIM_S / 2)
+        decode.ledger.prefill_works()
+        decode.waited(job)
+    assert decode.outcomes().count(Outcome.CLAIM_TIMEOUT) == 4 * STALLS
+    decode.clock.advance(1.0)
+    decode.stall()
+    decode.ledger.prefill_works()
+    assert decode.decide() == "claims_stalled", "that others are served does not serve us"
+
+
 @pytest.mark.parametrize("how", ["cancelled", "publish_failed"])
 def test_a_trial_without_a_verdict_leaves_its_place_to_the_next(how: str) -> None:
     decode = Decode()
