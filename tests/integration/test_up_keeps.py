@@ -225,7 +225,10 @@ def test_workers_and_frontends_come_back_but_not_who_was_drained(
         drained = entry(state, "prefill-0")
         assert run(state, "drain", drained["instance_id"], "--wait").returncode == 0
         wait_for(lambda: "prefill-0 finished (drained)" in said(state), "it is seen to leave")
-        kill(state, "nats")  # the supervisor goes on, and would have started it by now
-        wait_restarted(state, 1, "nats")
+        kept = rows()["decode"]
+        kill(state, "nats", "etcd")  # the supervisor goes on, and would have started it by now
+        wait_restarted(state, 1, "nats", "etcd")
+        wait_for(lambda: servers_answer(state), "servers answer")
         assert entry(state, "prefill-0") == drained
         assert answer(), "prompts are prefilled locally"
+        assert rows() == {"decode": kept}, "its lease is kept"
