@@ -104,7 +104,8 @@ def _from_registry(ref: ClusterRef) -> dict[str, Any]:
         workers = asyncio.run(_workers(ref))
     except PullfillError as exc:
         raise UnavailableError(
-            f"neither a frontend nor etcd answers ({exc}): is the cluster up? Try `pullfill doctor`"
+            f"neither a frontend nor etcd answers ({exc}), so nobody tells who is in the cluster: "
+            "name its state directory with --state-dir, or try `pullfill doctor`"
         ) from exc
     records = [worker.record for worker in workers if worker.record.role != "frontend"]
     reports = [(record, _ask_worker(record.http)) for record in records]

@@ -59,6 +59,62 @@ def test_the_story_of_a_fallback() -> None:
     assert "1488 locally" in text
 
 
+def test_the_story_names_the_outage() -> None:
+    text = _text(
+        msgspec.structs.replace(
+            REMOTE, path="local", reason="queue_unavailable", outage="NATS unreachable for 3 s: x"
+        )
+    )
+    assert "(reason: queue_unavailable)" in text
+    assert "at that time: NATS unreachable for 3 s: x" in text
+
+
+def test_status_says_what_is_away_and_how_old_the_rest_is() -> None:
+    up = {"up": True, "since_s": 9.0, "error": None}
+    away = {"up": False, "since_s": 12.3, "error": "nats://h:1: refused"}
+    queue = {
+        "depth_jobs": 7, "depth_tokens": 90, "in_flight": 5, "oldest_age_s": 2.0, "age_s": 0.31,
+    }  # fmt: skip
+    state: dict[str, Any] = {"workers": [], "workers_age_s": 40.2, "queue": queue}
+
+    def said(nats: dict[str, Any], etcd: dict[str, Any], **more: Any) -> list[str]:
+        whole = state | {"servers": {"nats": nats, "etcd": etcd}} | more
+        return [text.plain for text in report._state_lines(whole)]
+
+    counted = "queue: 7 jobs (90 tokens), 5 in flight, oldest 2.0 s (counted 0.3 s ago)"
+    assert said(up, up) == ["NATS and etcd answer", counted]
+    assert said(away, up, queue=None) == [
+        "NATS unreachable for 12 s: nats://h:1: refused",
+        "queue: unknown",
+    ]
+    assert said(up, away | {"error": "http://h:2: refused"}) == [
+        "etcd unreachable for 12 s: http://h:2: refused",
+        "the list of workers is 40 s old",
+        counted,
+    ]
+    rows = [{"instance_id": "prefill-1", "troubles": ["no decode worker is connected to it"]}]
+    assert said(up, up, workers=rows)[-1] == "prefill-1: no decode worker is connected to it"
+
+
+def test_the_frontend_of_the_state_directory_is_asked_before_etcd(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With etcd away it knows more than etcd."""
+    cluster = {"namespace": "n", "nats_url": "nats://h", "etcd_url": "http://h", "processes": []}
+    (tmp_path / "cluster.json").write_bytes(msgspec.json.encode(cluster | {"frontend_url": "f"}))
+    asked: list[object] = []
+
+    async def workers(ref: ClusterRef) -> list[LiveWorker]:
+        asked.append(ref)
+        return []
+
+    monkeypatch.setattr(report, "_workers", workers)
+    urls = report.frontend_urls(ClusterRef("n", "http://h", "nats://h", tmp_path))
+    assert (next(urls), asked) == ("f", [])
+    assert list(urls) == []
+    assert len(asked) == 1
+
+
 def test_the_story_of_an_answer_that_changed_its_decode_worker() -> None:
     left = ("decode-x", "decode-y")
     text = _text(msgspec.structs.replace(REMOTE, continued_from=left, continued_tokens=17))
