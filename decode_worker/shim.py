@@ -1,24 +1,26 @@
 """Serves frontends: the ROUTER end of engine/rpc.py, on the engine thread.
 
-The engine thread itself receives requests between steps and sends each step's outputs, so no
-helper thread competes with the model for the core, and a token waits for no hand-over.
+The engine thread itself receives messages between steps and sends each step's outputs, so a token
+waits for no hand-over. What a new request costs (decoding, checks, block hashes) is paid on the
+intake thread (intake.py); utility calls go through it too, so that they keep their place.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import zmq
 
 from pullfill import log, wire
 from pullfill.clock import SYSTEM_CLOCK, Clock
+from pullfill.decode_worker.frontends import Frontend, Request
 from pullfill.decode_worker.gatekeeper import Gatekeeper
+from pullfill.decode_worker.intake import Intake, Preparation
 from pullfill.decode_worker.story import Stories
 from pullfill.engine import outputs as vllm_outputs
-from pullfill.engine import rpc
+from pullfill.engine import requests, rpc
 from pullfill.errors import BadMessage
 from pullfill.security import ClusterKey
 
@@ -34,23 +36,9 @@ _UTILITIES = frozenset({
 })  # fmt: skip
 
 
-@dataclass(slots=True, eq=False)
-class _Frontend:
-    identity: bytes
-    index: int
-    last_seen: float
-    name: str = ""
-    clogged: bool = False
-    requests: set[str] = field(default_factory=set)
-
-    def silent(self, now: float) -> bool:
-        """Whether it is taken for gone. One without requests says PING half as often."""
-        more = 0.0 if self.requests else rpc.PING_INTERVAL_S
-        return now - self.last_seen > rpc.SILENCE_S + more
-
-
 class FrontendShim:
-    """All frontends of one decode worker. Engine thread only, but for `drain`'s flag.
+    """All frontends of one decode worker. Engine thread only, but for `drain`'s flag and the
+    preparations, which run on the intake thread.
 
     welcome: what a new frontend is told; models: names under which the model is known; key: a
     frontend that does not hold it is turned away.
@@ -72,9 +60,9 @@ class FrontendShim:
         self._models = list(models)
         self._clock = clock
         self._codec = rpc.WorkerCodec()
-        self._frontends: dict[bytes, _Frontend] = {}
-        self._by_index: dict[int, _Frontend] = {}
-        self._owner: dict[str, _Frontend] = {}
+        self._frontends: dict[bytes, Frontend] = {}
+        self._by_index: dict[int, Frontend] = {}
+        self._taken: dict[str, Request] = {}
         self._grammars: dict[str, Any] = {}
         self._next_index = 0
         self._max_model_len = 0
@@ -82,6 +70,7 @@ class FrontendShim:
         self._socket: Any = None
         self._key = key
         self._gate: Gatekeeper | None = None
+        self.intake = Intake(host.submit, lambda: host.stepping)
         self.draining = False
         self.address = ""
 
@@ -99,8 +88,10 @@ class FrontendShim:
         self.host.register(self._socket, self.receive)
         for socket in self._gate.sockets:
             self.host.register(socket, self._gate.look)
+        self.intake.start()
 
     def close(self) -> None:
+        self.intake.close()
         if self._gate is not None:
             self._gate.close()
             self._gate = None
@@ -110,7 +101,7 @@ class FrontendShim:
     @property
     def active_requests(self) -> int:
         """Requests taken and not finished."""
-        return len(self._owner)
+        return len(self._taken)
 
     def start_drain(self) -> None:
         """Tell every frontend; requests that still arrive are handed back."""
@@ -160,6 +151,16 @@ class FrontendShim:
         else:
             logger.warning("a frontend that is not connected %s", why)
 
+    def _unreadable(self, frontend: Frontend, kind: bytes, why: Exception) -> Callable[[], None]:
+        """On the intake thread: what the engine thread is to do."""
+        text = f"sent something unreadable: {why}"
+
+        def end() -> None:
+            if self._frontends.get(frontend.identity) is frontend:
+                self._end(frontend.identity, kind, text)
+
+        return end
+
     def _dispatch(self, identity: bytes, kind: bytes, payload: list[Any]) -> None:
         frontend = self._frontends.get(identity)
         if not payload and kind in (rpc.HELO, rpc.ADD, rpc.ABRT, rpc.UTIL):
@@ -196,7 +197,7 @@ class FrontendShim:
             return
         if (old := self._frontends.get(identity)) is not None:
             self._drop(old, "greeted again")
-        frontend = _Frontend(identity, self._next_index, self._clock.monotonic())
+        frontend = Frontend(identity, self._next_index, self._clock.monotonic())
         frontend.name = hello.frontend_instance
         self._next_index += 1
         self._frontends[identity] = self._by_index[frontend.index] = frontend
@@ -204,45 +205,78 @@ class FrontendShim:
         if self.draining:
             self._send(frontend, rpc.DRAIN)
 
-    def _add(self, frontend: _Frontend, payload: list[Any]) -> None:
-        request = self._codec.request(payload)
+    def _add(self, frontend: Frontend, payload: list[Any]) -> None:
+        request_id = rpc.request_id(payload)
         if self.draining:
-            self._send(frontend, rpc.BACK, rpc.encode_ids([request.request_id]))
+            self._send(frontend, rpc.BACK, rpc.encode_ids([request_id]))
             return
-        request.client_index = frontend.index
+        if request_id in self._taken:
+            self._refuse(frontend, request_id, BadMessage("it is here already"))
+            return
+        taken = Request(request_id, frontend)
+        if not self.intake.put(self._prepare(taken, payload), sum(map(len, payload))):
+            self._refuse(frontend, request_id, BadMessage("too many requests wait before it"))
+            return
+        frontend.requests.add(request_id)
+        self._taken[request_id] = taken
+
+    def _prepare(self, taken: Request, payload: list[Any]) -> Preparation:
+        """On the intake thread."""
+        try:
+            request, tokens = self._codec.request(payload)
+        except BadMessage as exc:
+            return self._unreadable(taken.frontend, rpc.ADD, exc)
+        yield
+        try:
+            if not taken.wanted and not request.mm_features:
+                return None  # those enter vLLM's cache of inputs, by which later requests name them
+            self._check(request, len(tokens) // 4)
+            request.client_index = taken.frontend.index
+            vllm_outputs.strip_transfer_params(request)
+            made = yield from requests.prepare(self.host.core, request, tokens)
+        except Exception as exc:
+            failure = exc  # `exc` is gone when the engine thread asks
+            return lambda: self._enter(taken, None, failure)
+        return lambda: self._enter(taken, made, None)
+
+    def _check(self, request: Any, prompt_tokens: int) -> None:
+        """What vLLM checks in its frontend only: a request that was accepted for another worker,
+        and is sent here after that one died, may not fit this one and would end the engine."""
+        if request.resumable:
+            raise BadMessage("streaming input is not supported")
+        if prompt_tokens >= self._max_model_len:
+            raise BadMessage(f"{prompt_tokens} prompt tokens, at most {self._max_model_len - 1}")
+
+    def _enter(self, taken: Request, request: Any, failure: Exception | None) -> None:
+        """The request is prepared: into the engine, unless it was aborted meanwhile."""
+        if not taken.wanted:
+            return
+        taken.coming = False
         core = self.host.core
         assert core is not None
         try:
-            self._check(request)
-            vllm_outputs.strip_transfer_params(request)
-            made, wave = core.preprocess_add_request(request)
-            core.add_request(made, wave)
+            if failure is not None:
+                raise failure
+            core.add_request(request)
         except Exception as exc:
-            logger.exception("request %s is refused", request.request_id)
-            failed = vllm_outputs.error_outputs(request.request_id, f"it is refused: {exc}")
-            self._send(frontend, rpc.OUT, *self._codec.encode(failed))
+            self._forget(taken.id)
+            self._refuse(taken.frontend, taken.id, exc)
             return
-        if vllm_outputs.has_grammar(made):
-            self._grammars[request.request_id] = made
-        frontend.requests.add(request.request_id)
-        self._owner[request.request_id] = frontend
+        if vllm_outputs.has_grammar(request):
+            self._grammars[taken.id] = request
 
-    def _check(self, request: Any) -> None:
-        """What vLLM checks in its frontend only: a request that was accepted for another worker,
-        and is sent here after that one died, may not fit this one and would end the engine."""
-        if request.request_id in self._owner:
-            raise BadMessage(f"request {request.request_id} is here already")
-        if request.resumable:
-            raise BadMessage("streaming input is not supported")
-        limit = self._max_model_len
-        if request.prompt_token_ids is not None and len(request.prompt_token_ids) >= limit:
-            raise BadMessage(f"{len(request.prompt_token_ids)} prompt tokens, at most {limit - 1}")
+    def _refuse(self, frontend: Frontend, request_id: str, why: Exception) -> None:
+        expected = isinstance(why, BadMessage)
+        logger.error("request %s is refused: %s", request_id, why, exc_info=not expected)
+        failed = vllm_outputs.error_outputs(request_id, f"it is refused: {why}")
+        self._send(frontend, rpc.OUT, *self._codec.encode(failed))
 
-    def _abort(self, frontend: _Frontend, request_ids: Iterable[str]) -> None:
-        mine = [r for r in request_ids if self._owner.get(r) is frontend]
+    def _abort(self, frontend: Frontend, request_ids: Iterable[str]) -> None:
+        mine = [r for r in request_ids if r in frontend.requests]
         core = self.host.core
-        if mine and core is not None:
-            core.abort_requests(mine)
+        inside = [r for r in mine if not self._taken[r].coming]
+        if inside and core is not None:
+            core.abort_requests(inside)
         records = []
         for request_id in mine:
             self._forget(request_id)
@@ -253,9 +287,20 @@ class FrontendShim:
             # is to be explained like any other.
             self._send(frontend, rpc.EXPL, rpc.encode_explain(records))
 
-    def _utility(self, frontend: _Frontend, payload: list[Any]) -> None:
-        call_id, method, args = self._codec.utility(payload)
+    def _utility(self, frontend: Frontend, payload: list[Any]) -> None:
+        if not self.intake.put(self._prepare_utility(frontend, payload), sum(map(len, payload))):
+            raise BadMessage("too many requests wait before a utility call")
 
+    def _prepare_utility(self, frontend: Frontend, payload: list[Any]) -> Preparation:
+        """On the intake thread."""
+        try:
+            call = self._codec.utility(payload)
+        except BadMessage as exc:
+            return self._unreadable(frontend, rpc.UTIL, exc)
+        yield
+        return lambda: self._call(frontend, *call)
+
+    def _call(self, frontend: Frontend, call_id: int, method: str, args: list[Any]) -> None:
         def answer(future: Future[Any]) -> None:
             exc = future.exception()
             reply = vllm_outputs.utility_outputs(
@@ -316,7 +361,7 @@ class FrontendShim:
             elif frontend.silent(self._clock.monotonic()):
                 self._drop(frontend, f"silent for {rpc.SILENCE_S:.0f} s")
 
-    def _drop(self, frontend: _Frontend, why: str) -> None:
+    def _drop(self, frontend: Frontend, why: str) -> None:
         lost = list(frontend.requests)
         level = logger.warning if lost else logger.info
         level("frontend %s %s; aborting %d requests", frontend.name, why, len(lost))
@@ -326,11 +371,12 @@ class FrontendShim:
 
     def _forget(self, request_id: str) -> None:
         self._grammars.pop(request_id, None)
-        frontend = self._owner.pop(request_id, None)
-        if frontend is not None:
-            frontend.requests.discard(request_id)
+        taken = self._taken.pop(request_id, None)
+        if taken is not None:
+            taken.wanted = False
+            taken.frontend.requests.discard(request_id)
 
-    def _send(self, frontend: _Frontend, *parts: Any) -> None:
+    def _send(self, frontend: Frontend, *parts: Any) -> None:
         """Never blocks. After a message that found no room nothing is sent any more: what the
         frontend has of each answer must be its beginning."""
         if not frontend.clogged:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from pullfill.errors import BadMessage
 
@@ -17,7 +17,13 @@ def pack(values: Iterable[int]) -> bytes:
     return out.tobytes()
 
 
-def unpack(data: bytes) -> list[int]:
+def pieces(data: memoryview, count: int) -> Iterator[list[int]]:
+    """`unpack` in lists of `count`, so that the caller can pause in between."""
+    for start in range(0, len(data), 4 * count):
+        yield unpack(data[start : start + 4 * count])
+
+
+def unpack(data: bytes | memoryview) -> list[int]:
     """Raises BadMessage when `data` is not a whole number of u32."""
     if len(data) % 4:
         raise BadMessage(f"{len(data)} bytes are not a list of u32")

@@ -1,9 +1,11 @@
-"""What malloc holds between its blocks goes back to the kernel, twice a minute of work."""
+"""The memory of an engine's process: what malloc holds between its blocks goes back to the kernel,
+twice a minute of work, and the garbage collector does not walk through long prompts."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from typing import Any
 
 from pullfill.clock import SYSTEM_CLOCK, Clock
 
@@ -16,6 +18,13 @@ def trim() -> None:
     give_back = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if give_back is not None:
         give_back(ctypes.c_size_t(0))
+
+
+def untrack(plain: list[Any]) -> None:
+    """Take a list out of the garbage collector's sight. For long lists of what holds no references
+    (integers, bytes): the collector visits each element while every thread waits, and such a list
+    is part of no cycle. It is freed by its reference count as before."""
+    ctypes.pythonapi.PyObject_GC_UnTrack(ctypes.py_object(plain))
 
 
 class Heap:

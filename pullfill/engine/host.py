@@ -77,6 +77,8 @@ class EngineHost:
         self._one_core = False
         self._first_tokens = False
         self._heap = Heap()
+        self.stepping = False
+        """Whether the last turn of the loop took a step (any thread may read it)."""
 
     # ------------------------------------------------------------------ any thread
 
@@ -167,6 +169,7 @@ class EngineHost:
             if not must_step and not core.scheduler.has_requests() and not core.batch_queue:
                 timeout = _IDLE_POLL_MS if not self._todo else 0
                 self._blocked_at = None
+                self.stepping = False
                 continue
             self._doing = "a step"
             failpoints.hit("engine.step")
@@ -178,6 +181,7 @@ class EngineHost:
             core.post_step(executed)
             self._heap.after_step()
             timeout = 0 if executed or core.batch_queue else self._pause(core)
+            self.stepping = timeout == 0
             if executed or timeout == _IDLE_POLL_MS:
                 self._blocked_at = None
             elif timeout == _BLOCKED_POLL_MS and self._blocked_at is None:

@@ -1,9 +1,20 @@
-"""Makers of vLLM engine requests, so that rooms need not import vLLM."""
+"""Makers of vLLM engine requests, so that rooms need not import vLLM.
+
+`prepare` makes the Request that a scheduler takes. For a prompt of 128k tokens that is 40 ms of
+Python, most of it block hashes, and each hash holds the GIL. So `prepare` works in short slices:
+whoever runs it on a thread of its own can let the engine thread go first.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
+
+from pullfill import u32
+from pullfill.engine.heap import untrack
+
+_SLICE = 1024
+"""Prompt tokens in one slice: 0.1 to 0.3 ms."""
 
 
 def prefill_request(
@@ -40,3 +51,49 @@ def is_error(output: Any) -> bool:
     from vllm.v1.engine import FinishReason
 
     return bool(output.finish_reason == FinishReason.ERROR)
+
+
+class _Head:
+    """A vLLM Request of which only the first `num_tokens` tokens are seen."""
+
+    __slots__ = ("_request", "num_tokens")
+
+    def __init__(self, request: Any) -> None:
+        self._request = request
+        self.num_tokens = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._request, name)
+
+
+def prepare(core: Any, request: Any, tokens: memoryview) -> Generator[None, None, Any]:
+    """vLLM's Request with all its block hashes, made slice by slice: the value that the generator
+    returns.
+
+    core: vLLM's EngineCore. Only the thread that runs `prepare` may call
+    `core.preprocess_add_request`.
+    request: the EngineCoreRequest without its prompt.
+    tokens: the prompt as u32.
+    """
+    if tokens:
+        request.prompt_token_ids = []
+        untrack(request.prompt_token_ids)
+        for piece in u32.pieces(tokens, _SLICE):
+            request.prompt_token_ids += piece
+            yield
+    hasher, core.request_block_hasher = core.request_block_hasher, None
+    try:
+        made, _ = core.preprocess_add_request(request)
+    finally:
+        core.request_block_hasher = hasher
+    untrack(made._all_token_ids)
+    untrack(made.block_hashes)
+    yield
+    if hasher is not None:
+        made._block_hasher = hasher
+        head = _Head(made)
+        while head.num_tokens < made.num_tokens:
+            head.num_tokens = min(head.num_tokens + _SLICE, made.num_tokens)
+            made.block_hashes += hasher(head)
+            yield
+    return made

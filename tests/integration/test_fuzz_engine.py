@@ -105,10 +105,12 @@ def test_pickle_is_off_by_default_and_the_worker_says_so(
 class _Core:
     """Takes every request; its utilities fail in every way."""
 
-    def preprocess_add_request(self, request: Any) -> tuple[Any, int]:
-        return request, 0
+    request_block_hasher = None
 
-    def add_request(self, request: Any, wave: int) -> None: ...
+    def preprocess_add_request(self, request: Any) -> tuple[Any, int]:
+        return SimpleNamespace(_all_token_ids=[], block_hashes=[]), 0
+
+    def add_request(self, request: Any) -> None: ...
 
     def abort_requests(self, request_ids: list[str]) -> None: ...
 
@@ -128,7 +130,7 @@ class _Sent:
 
 @pytest.fixture
 def shim(codecs: tuple[rpc.WorkerCodec, rpc.FrontendCodec]) -> FrontendShim:
-    host: Any = SimpleNamespace(core=_Core(), submit=lambda work: work(None))
+    host: Any = SimpleNamespace(core=_Core(), submit=lambda work: work(None), stepping=False)
     welcome = rpc.DecodeWelcome(
         decode_instance="decode-1", incarnation="i", vllm_version=check.PINNED_VLLM,
         max_model_len=100, num_gpu_blocks=1, block_size=1, max_num_seqs=1,
@@ -155,6 +157,8 @@ def test_any_multipart_message_leaves_the_engine_thread_alive(
             frames = [zmq.Frame(part) for part in payload]
             with contextlib.suppress(BadMessage):
                 shim._dispatch(identity, kind, frames)
+            while not shim.intake.idle:
+                shim.intake.work()
 
     identity = st.sampled_from([b"a", b"b"])
     kind = st.one_of(st.sampled_from(KINDS), st.binary(max_size=5))

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from pullfill import wire
+from pullfill import u32, wire
 from pullfill.engine import check, rpc
 from pullfill.host import host_id
 from pullfill.ids import new_incarnation
@@ -163,7 +163,8 @@ class FakeDecode:
         if kind == rpc.HELO:
             self._greet(identity)
         elif kind == rpc.ADD:
-            found = msgspec.msgpack.decode(payload[0], type=Request)
+            found = msgspec.msgpack.decode(payload[2], type=Request)
+            found.prompt_token_ids = u32.unpack(payload[1]) or found.prompt_token_ids
             self.added.append(found)
             if self.hand_back:
                 self._send(identity, rpc.BACK, rpc.encode_ids([found.request_id]))

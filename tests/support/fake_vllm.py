@@ -119,7 +119,8 @@ class PlainCodec:
     """Stands in for `rpc.FrontendCodec`."""
 
     def encode(self, obj: Any) -> list[bytes]:
-        return [msgspec.msgpack.encode(obj)]
+        encoded = msgspec.msgpack.encode(obj)
+        return [obj.request_id.encode(), b"", encoded] if isinstance(obj, Request) else [encoded]
 
     def outputs(self, frames: Sequence[Any]) -> Outputs:
         outputs = wire.decode(frames[0].bytes, Outputs)

@@ -33,7 +33,7 @@ class _Decode:
 
     def __init__(self, key: ClusterKey | None) -> None:
         self.handlers: dict[Any, Any] = {}
-        host: Any = SimpleNamespace(core=None, register=self.handlers.__setitem__)
+        host: Any = SimpleNamespace(core=None, register=self.handlers.__setitem__, submit=None)
         welcome = rpc.DecodeWelcome(
             decode_instance="decode-1", incarnation="i0", vllm_version=check.PINNED_VLLM,
             max_model_len=1, num_gpu_blocks=1, block_size=1, max_num_seqs=1,

@@ -1,0 +1,106 @@
+"""Makes what frontends send ready for the engine, on a thread of its own.
+
+The engine thread receives messages and puts the expensive ones here: decoding, our checks and
+vLLM's block hashes of a prompt of 128k tokens take 50 ms. Results come back in the order in which
+the messages were put, as work for the engine thread.
+
+All of this is Python, so it holds the GIL. The intake thread therefore works for SLICE_S and then
+pauses for as long while the engine takes steps: a step waits for the GIL half of its time at worst,
+and not at all while the model computes.
+
+Lifecycle: `start` once, `put` from the engine thread, `close` at the end. The thread is a daemon:
+nobody waits for a preparation under way.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Generator
+from typing import Any
+
+from pullfill import log
+
+logger = log.get("decode_worker.intake")
+
+SLICE_S = 0.0005
+MAX_BYTES = 1 << 30
+"""Of messages that wait: 2,000 prompts of 128k tokens."""
+
+Preparation = Generator[None, None, Callable[[], None] | None]
+"""Yields between slices; returns what the engine thread is to do."""
+
+
+class Intake:
+    """A queue of preparations and the thread that runs them one after another.
+
+    submit: runs a function on the engine thread before its next step.
+    busy: whether the engine takes steps now.
+    """
+
+    def __init__(
+        self, submit: Callable[[Callable[[Any], None]], None], busy: Callable[[], bool]
+    ) -> None:
+        self._submit = submit
+        self._busy = busy
+        self._waiting: queue.SimpleQueue[tuple[Preparation, int] | None] = queue.SimpleQueue()
+        self._put = 0
+        self._done = 0
+        self._since = 0.0
+
+    def start(self) -> None:
+        threading.Thread(target=self._run, name="intake", daemon=True).start()
+
+    def close(self) -> None:
+        self._waiting.put(None)
+
+    def put(self, preparation: Preparation, size: int) -> bool:
+        """False: too much waits already, and the preparation is dropped. size: bytes (engine
+        thread only)."""
+        if self._put - self._done + size > MAX_BYTES:
+            return False
+        self._put += size
+        self._waiting.put((preparation, size))
+        return True
+
+    @property
+    def idle(self) -> bool:
+        """Nothing waits."""
+        return self._waiting.empty()
+
+    def _run(self) -> None:
+        while self.work():
+            pass
+
+    def work(self) -> bool:
+        """Take the next one, or wait for it, and run it. False: closed."""
+        rested = self.idle
+        taken = self._waiting.get()
+        if rested:
+            self._since = time.perf_counter()
+        if taken is None:
+            return False
+        preparation, size = taken
+        self._prepare(preparation)
+        self._done += size
+        return True
+
+    def _prepare(self, preparation: Preparation) -> None:
+        try:
+            while True:
+                next(preparation)
+                self._pause()
+        except StopIteration as end:
+            if (work := end.value) is not None:
+                self._submit(lambda _core: work())
+        except Exception:
+            logger.exception("a frontend's message failed; it is ignored")
+        self._pause()
+
+    def _pause(self) -> None:
+        if time.perf_counter() - self._since < SLICE_S:
+            return
+        # 0 lets go of the GIL as well, for the asyncio thread.
+        time.sleep(SLICE_S if self._busy() else 0)
+        self._since = time.perf_counter()

@@ -1,0 +1,165 @@
+"""A burst of long prompts beside running streams. The decode worker is real but for its model."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Generator, Iterator
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import zmq
+
+from pullfill import wire
+from pullfill.engine import check, rpc
+from pullfill.engine.requests import prefill_request, prepare
+from tests.integration.test_mock_engine import MOCK
+from tests.support.cluster import MODEL, Cluster, until
+from tests.support.prompts import random_prompt
+
+pytestmark = pytest.mark.engine
+
+PROMPT = 128_000
+STEP_S = 0.01
+STREAMS = 2
+
+
+class Peer:
+    """The frontend's end of the wire. Notes the end of each engine step (the worker's clock)."""
+
+    def __init__(self, address: str) -> None:
+        self.codec = rpc.FrontendCodec()
+        self.socket = zmq.Context.instance().socket(zmq.DEALER)
+        rpc.set_options(self.socket)
+        self.socket.connect(address)
+        self.steps: list[float] = []
+        self.answered = False
+        self._pinged = 0.0
+        hello = rpc.FrontendHello(
+            frontend_instance="f", vllm_version=check.PINNED_VLLM, model=MODEL
+        )
+        self.socket.send_multipart([rpc.HELO, wire.encode(hello)])
+        assert self.socket.poll(5000)
+        assert self.socket.recv_multipart()[0] == rpc.HELO
+
+    def request(self, name: str, prompt: list[int], count: int) -> list[bytes]:
+        request = prefill_request(name, prompt, cache_salt=None, priority=0, arrival_time=0.0)
+        request.sampling_params.max_tokens = count
+        return [rpc.ADD, *(bytes(part) for part in self.codec.encode(request))]
+
+    def read(self, done: Callable[[], bool], within_s: float) -> None:
+        deadline = time.monotonic() + within_s
+        while not done():
+            assert time.monotonic() < deadline, f"not within {within_s} s"
+            if time.monotonic() - self._pinged > rpc.PING_INTERVAL_S:
+                self.socket.send_multipart([rpc.PING])
+                self._pinged = time.monotonic()
+            if self.socket.poll(100):
+                kind, *frames = self.socket.recv_multipart()
+                if kind == rpc.OUT:
+                    self._note(self.codec.outputs(frames))
+
+    def _note(self, outputs: Any) -> None:
+        self.answered |= outputs.utility_output is not None
+        if outputs.outputs:
+            self.steps.append(outputs.timestamp)
+
+
+@pytest.fixture
+def peer(tmp_path: Path, model_path: Path) -> Iterator[Peer]:
+    cluster = Cluster(tmp_path / "mock", model_path)
+    try:
+        cluster.start_servers()
+        cluster.launch(
+            "decode", *MOCK, f"--max-model-len={PROMPT + 8000}", f"--max-num-seqs={STREAMS}",
+            "--additional-config", f'{{"mock": {{"step_s": {STEP_S}}}}}',
+            env={"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"},
+        )  # fmt: skip
+        (record,) = until(lambda: cluster.records("decode"), 60, "the worker").values()
+        peer = Peer(record.data)
+        yield peer
+        peer.socket.close(0)
+    finally:
+        cluster.stop()
+
+
+@pytest.mark.parametrize("length", [0, 5, 16, 1023, 1024, 1040, 5000])
+@pytest.mark.parametrize("salt", [None, "tenant"])
+def test_a_prepared_request_has_the_block_hashes_of_vllm(length: int, salt: str | None) -> None:
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.request import Request
+
+    init_none_hash(sha256)
+    core: Any = SimpleNamespace(
+        mm_receiver_cache=None, request_block_hasher=get_request_block_hasher(16, sha256)
+    )
+    core.preprocess_add_request = partial(EngineCore.preprocess_add_request, core)
+    sent = prefill_request(
+        "r", random_prompt(length, seed=1), cache_salt=salt, priority=0, arrival_time=0.0
+    )
+    request, tokens = rpc.WorkerCodec().request(rpc.FrontendCodec().encode(sent))
+    assert not request.prompt_token_ids
+    made = _end_of(prepare(core, request, tokens))
+    plain = Request.from_engine_core_request(sent, core.request_block_hasher)
+    assert made.prompt_token_ids == plain.prompt_token_ids
+    assert list(made.all_token_ids) == list(plain.all_token_ids)
+    assert made.block_hashes == plain.block_hashes
+    assert len(made.block_hashes) == length // 16
+    lists = (made.prompt_token_ids, made._all_token_ids, made.block_hashes)
+    assert not length or not any(map(gc.is_tracked, lists)), "100 prompts cost 0.3 s a collection"
+    for request in (made, plain):
+        request.append_output_token_ids(list(range(20)))
+    assert made.block_hashes == plain.block_hashes, "the answer's blocks are hashed as well"
+
+
+@pytest.mark.parametrize("count", [20, pytest.param(100, marks=pytest.mark.long)])
+def test_running_streams_do_not_notice_a_burst_of_long_prompts(peer: Peer, count: int) -> None:
+    """All slots are taken by streams, so the prompts cost what it costs to take them in."""
+    prompt = random_prompt(PROMPT, seed=1)
+    burst = [peer.request(f"long-{i}", [i, *prompt[1:]], 1) for i in range(count)]
+    for i in range(STREAMS):
+        peer.socket.send_multipart(peer.request(f"stream-{i}", [1, 2, 3], 8000))
+    peer.read(lambda: len(peer.steps) >= 200, within_s=30)
+    calm = _gaps(peer.steps[20:])
+    del peer.steps[:-1]
+    for message in burst:
+        peer.socket.send_multipart(message)
+    # Answered after the last prompt was taken in: calls keep their place.
+    peer.socket.send_multipart([rpc.UTIL, *peer.codec.encode((1, "is_sleeping", ()))])
+    peer.read(lambda: peer.answered and len(peer.steps) > 100, within_s=60)
+    busy = _gaps(peer.steps)
+    told = f"gaps in ms before: {_told(calm)}; in the burst: {_told(busy)}"
+    print(told)
+    assert statistics.median(busy) <= 2 * statistics.median(calm), told
+    # Relative to the same share of the calm steps, because other processes take the cores too.
+    assert _share(busy, 0.95) <= 2 * _share(calm, 0.95), told
+    # Taking in the prompts between two steps would be one gap of 5 steps for each prompt.
+    assert busy[-1] <= 10 * statistics.median(calm), told
+
+
+def _end_of(steps: Generator[None, None, Any]) -> Any:
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value
+
+
+def _gaps(steps: list[float]) -> list[float]:
+    return sorted(b - a for a, b in itertools.pairwise(steps))
+
+
+def _share(gaps: list[float], share: float) -> float:
+    return gaps[int(len(gaps) * share)]
+
+
+def _told(gaps: list[float]) -> str:
+    shares = {f"{s:.0%}": f"{1e3 * _share(gaps, s):.1f}" for s in (0.5, 0.95, 0.99)}
+    return f"{shares}, longest {1e3 * gaps[-1]:.1f} of {len(gaps)}"
