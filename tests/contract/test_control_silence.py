@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pullfill import alive, frames
 from pullfill.decode_worker.breaker import STALLS
-from pullfill.errors import ClaimRefused, Outcome
+from pullfill.errors import ClaimRefused, Outcome, PeerUnavailable
 from pullfill.wire import Alive, Claim, Grant, HandBack
 from tests.support import framing
 from tests.support.control_rig import Decode, Prefill, Raw, hello, until
@@ -231,8 +231,10 @@ async def test_a_silent_decode_worker_is_let_go_and_tried_again(
         await prefill.link.wait_up(5.0)
         await until(lambda: prefill.lost == 1)
         assert closed == [1], "its credits are written off"
+        with pytest.raises(PeerUnavailable):
+            await prefill.link.wait_up(3600.0)  # nobody waits for one that is silent
         monkeypatch.setattr(decode.server, "_dispatch", real)
-        await prefill.link.wait_up(5.0)
+        await until(lambda: prefill.link.connected)
         for _ in range(10):  # the connection it had then may end once more
             lost = prefill.lost
             await asyncio.sleep(0.4)

@@ -157,7 +157,7 @@ class Raw:
         return await asyncio.wait_for(framing.read(self.reader, ToPrefill), 10)  # type: ignore[arg-type]
 
     async def hello(self, compat: str | None = None) -> None:
-        self.say(hello(compat=compat))
+        self.say(hello(f"raw-{id(self)}", compat))
         assert isinstance(await self.hear(), Welcome)
 
     async def ended(self) -> bool:

@@ -88,7 +88,7 @@ async def test_what_cannot_be_given_back_does_not_end_the_pulling() -> None:
     async def drain() -> None: ...
 
     consumer: Any = SimpleNamespace(pull=pull, drain=drain)
-    runner: Any = SimpleNamespace(in_flight_tokens=0, in_flight=0)
+    runner: Any = SimpleNamespace(in_flight_tokens=0, in_flight=0, waiting=0)
     puller = Puller(consumer, runner, budget_tokens=10, max_jobs=2, credits=Credits(1))
     puller.start()
     try:
