@@ -10,7 +10,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from pullfill.codec import WIRE_VERSION, Compat, Count, Finite, Id, Message, Version
+from pullfill.codec import WIRE_VERSION, Compat, Count, Finite, Id, Message, Text, Version
 
 
 class RegionDescriptor(Message, frozen=True, kw_only=True):
@@ -178,6 +178,24 @@ class ExplainRecord(Message, frozen=True, kw_only=True):
     timings_ms: Timings = Timings()
     continued_from: tuple[str, ...] = ()
     continued_tokens: int = 0
+
+
+class DepthReport(Message, frozen=True, kw_only=True):
+    """What NATS said of the queue to one decode worker, for the others of its model.
+
+    asker: says who, for this process only. stream_id: when the stream was made. last_seq: of the
+    newest job counted. asked_s: how long ago the server was asked.
+    """
+
+    v: Version = WIRE_VERSION
+    asker: Id
+    jobs: Count
+    tokens: Count
+    in_flight: Count
+    oldest_age_s: Finite
+    last_seq: Count
+    stream_id: Text
+    asked_s: Finite
 
 
 class QueueStatus(Message, frozen=True, kw_only=True):

@@ -28,6 +28,7 @@ from pullfill.codec import (
     encode,
 )
 from pullfill.records import (
+    DepthReport,
     ExplainRecord,
     QueueSettings,
     QueueStatus,
@@ -55,6 +56,7 @@ __all__ = [
     "CommitReply",
     "Compat",
     "Count",
+    "DepthReport",
     "DigestMode",
     "ExplainRecord",
     "FenceToken",

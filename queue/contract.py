@@ -152,7 +152,7 @@ class JobProducer(Protocol):
         ...
 
     def depth(self) -> QueueStatus:
-        """Jobs and tokens pending + in flight, from a cache at most ~0.25 s old while the
+        """Jobs and tokens pending + in flight, from a cache at most ~0.3 s old while the
         queue moves; own publishes and cancels count at once. Tokens are rounded up by at most
         1/16 per job. Never does I/O; the last known state while the server is away."""
         ...

@@ -95,6 +95,14 @@ class DepthCache:
             sum(self._ours.values()) - sum(tokens for _, tokens in self._gone.values()),
         )
 
+    def hear(self, snapshot: Snapshot, asked_at: float) -> bool:
+        """Take a snapshot that another process asked for; False: ours is newer."""
+        mine = self._snapshot
+        if snapshot.stream_id == mine.stream_id and snapshot.last_seq < mine.last_seq:
+            return False
+        self.store(snapshot, asked_at)
+        return True
+
     def status(self) -> QueueStatus:
         """Never negative, never blocks."""
         snapshot, (jobs, tokens) = self._snapshot, self._delta

@@ -3,6 +3,7 @@
     stream            PULLFILL-{namespace}-{compat_hash}
     job subject       pullfill.{namespace}.{compat_hash}.job.{tokens, rounded up}
     void subject      pullfill.{namespace}.{compat_hash}.void
+    depth subjects    pullfill.{namespace}.{compat_hash}.depth.{want, report} (shared_depth.py)
     dead stream       {stream}-dead, subject pullfill.{namespace}.{compat_hash}.dead
     consumer          prefill (durable, shared by all prefill workers)
 
@@ -79,6 +80,11 @@ class Names:
     @property
     def dead(self) -> str:
         return f"{self.root}.dead"
+
+    @property
+    def depth(self) -> str:
+        """Before the last word of both depth subjects."""
+        return f"{self.root}.depth"
 
     def job(self, tokens: int) -> str:
         return f"{self.root}.job.{round_up_tokens(max(0, tokens))}"

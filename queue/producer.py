@@ -4,7 +4,8 @@ Life: `connect` → `publish`/`cancel`/`hand_back` → `close`. One background t
 it refreshes the depth, and with the same requests finds out whether the server answers. That is
 the circuit breaker: one publish or refresh without an answer opens it (`available` is False and
 nothing is tried), the next answered refresh closes it. So a stopped server costs one
-`publish_timeout_s`, once.
+`publish_timeout_s`, once. While the queue is open only one producer of the model asks the server
+for the depth and tells the others (shared_depth.py); one whose breaker is open asks by itself.
 
 What could not be settled while the server was away (a publish without an answer, a cancel) is
 remembered as a debt and paid at the next answered refresh.
@@ -28,6 +29,7 @@ from pullfill.queue.contract import DeadLetter, QueueConfig, Receipt
 from pullfill.queue.deadletter import DeadLetters, delete_message
 from pullfill.queue.depth import DepthCache, Snapshot, read_snapshot
 from pullfill.queue.names import CONSUMER, EXPECTED_STREAM, MSG_ID, TOKENS, Names, parse_ack
+from pullfill.queue.shared_depth import SharedDepth
 from pullfill.queue.streams import NOT_SET, Streams
 from pullfill.wire import QueueSettings, QueueStatus
 
@@ -53,6 +55,7 @@ class JetStreamProducer:
         self._names = Names(config.namespace, config.compat_hash)
         self._link: Link
         self._letters: DeadLetters
+        self._shared: SharedDepth
         self._depth = DepthCache()
         self.streams: Streams
         self._answering = False
@@ -84,6 +87,7 @@ class JetStreamProducer:
         self._link.on_down = self._on_down
         self.streams = Streams(self._link, self._names, config, settings)
         self._letters = DeadLetters(self._link, self._names, None)
+        self._shared = SharedDepth(self._link, self._names, self._on_report, self._kick.set)
         await self._link.start(wait_s)
         self._watcher = asyncio.create_task(self._watch(), name="queue-watch")
         return self
@@ -195,6 +199,7 @@ class JetStreamProducer:
 
     async def _setup(self) -> None:
         await self.streams.ensure()
+        await self._shared.subscribe()
         # `start` returns right after this: be usable then, without waiting for the watcher.
         self._depth.store(await self._ask(), SYSTEM_CLOCK.monotonic())
         self._answers()
@@ -233,7 +238,9 @@ class JetStreamProducer:
                 self._trip(exc)
 
     async def _look(self) -> None:
-        """Ask for the depth; open the queue again if it was shut; remove what is owed."""
+        """Learn the depth; open the queue again if it was shut; remove what is owed."""
+        if self._answering and not self._debts and await self._shared.want():
+            return
         asked_at = self._asked_at = SYSTEM_CLOCK.monotonic()
         try:
             snapshot = await self._ask()
@@ -248,7 +255,14 @@ class JetStreamProducer:
         if not self._answering:
             logger.info("the job queue answers again")
             self._answers()
+        await self._shared.tell(snapshot, asked_at)
         await self._pay()
+
+    def _on_report(self, snapshot: Snapshot, asked_at: float) -> None:
+        """Another producer asked the server."""
+        if self._answering and self._depth.hear(snapshot, asked_at):
+            self._asked_at = asked_at
+            self.streams.stream_id = snapshot.stream_id
 
     async def _pause(self) -> None:
         """Until the count is worth a refresh. One costs as much as a job, and there may be many of

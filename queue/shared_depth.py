@@ -1,0 +1,121 @@
+"""One decode worker asks the server for the depth and tells the others of its model.
+
+    {root}.depth.want      empty: somebody wants to know the depth now
+    {root}.depth.report    DepthReport: what the server said to the asker
+
+Nobody is elected. Each producer starts as an asker. An asker that hears a report of a smaller id
+stops. A producer that is none says `want` and waits for a report. If none comes within REPORT_S, it
+is an asker from then on. So an asker that dies is replaced the next time anybody wants to know.
+
+These are plain NATS messages, at most once: a lost one costs a question to the server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import Callable
+
+from nats.aio.msg import Msg
+
+from pullfill import log
+from pullfill.clock import SYSTEM_CLOCK
+from pullfill.codec import decode, encode
+from pullfill.errors import BadMessage, QueueUnavailable
+from pullfill.queue.connection import Link
+from pullfill.queue.depth import Snapshot
+from pullfill.queue.names import Names
+from pullfill.wire import DepthReport
+
+REPORT_S = 0.3
+"""More than an asker waits between two questions, and the answer's way."""
+_LOG_EVERY_S = 60.0
+
+logger = log.get("queue")
+
+
+class SharedDepth:
+    """Lives as long as its producer; belongs to its loop.
+
+    on_report: (snapshot, when the server was asked for it by our clock). on_want: somebody wants a
+    report of ours.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        names: Names,
+        on_report: Callable[[Snapshot, float], None],
+        on_want: Callable[[], None],
+    ) -> None:
+        self.asks = True
+        """Whether we are an asker."""
+        self._link = link
+        self._names = names
+        self._on_report = on_report
+        self._on_want = on_want
+        self._id = secrets.token_hex(8)
+        self._heard = asyncio.Event()
+        self._seldom = log.Seldom(_LOG_EVERY_S)
+
+    async def subscribe(self) -> None:
+        """On each new connection. Who was the asker before may be gone."""
+        self.asks = True
+        await self._link.client.subscribe(f"{self._names.depth}.*", cb=self._on_message)
+
+    async def want(self) -> bool:
+        """Wait for a report of the asker. False: none came, or we are an asker."""
+        if self.asks:
+            return False
+        self._heard.clear()
+        with contextlib.suppress(TimeoutError, QueueUnavailable):
+            async with asyncio.timeout(REPORT_S):
+                await self._link.publish(f"{self._names.depth}.want", b"")
+                await self._heard.wait()
+                return True
+        self.asks = True
+        return False
+
+    async def tell(self, snapshot: Snapshot, asked_at: float) -> None:
+        """What the server said, if we are an asker."""
+        if not self.asks:
+            return
+        report = DepthReport(
+            asker=self._id,
+            jobs=snapshot.jobs,
+            tokens=snapshot.tokens,
+            in_flight=snapshot.in_flight,
+            oldest_age_s=snapshot.oldest_age_s,
+            last_seq=snapshot.last_seq,
+            stream_id=snapshot.stream_id,
+            asked_s=max(0.0, SYSTEM_CLOCK.monotonic() - asked_at),
+        )
+        with contextlib.suppress(QueueUnavailable):
+            await self._link.publish(f"{self._names.depth}.report", encode(report))
+
+    async def _on_message(self, msg: Msg) -> None:
+        if msg.subject.endswith(".want"):
+            if self.asks:
+                self._on_want()
+            return
+        try:
+            report = decode(msg.data, DepthReport)
+        except BadMessage as exc:
+            if (more := self._seldom.due("report")) is not None:
+                logger.warning("ignored a report of the queue's depth: %s%s", exc, more)
+            return
+        if report.asker == self._id:
+            return
+        if report.asker < self._id:
+            self.asks = False
+        snapshot = Snapshot(
+            report.jobs,
+            report.tokens,
+            report.in_flight,
+            report.oldest_age_s,
+            report.last_seq,
+            report.stream_id,
+        )
+        self._on_report(snapshot, SYSTEM_CLOCK.monotonic() - report.asked_s)
+        self._heard.set()
