@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,6 +85,26 @@ async def test_both_ends_say_that_nats_is_away_and_since_when(ends: Ends, how: s
     await until(lambda: ends.producer.available and ends.consumer.health.up, HANG_S)
     assert UP.labels("nats")._value.get() == 1
     assert ends.producer.health.status().error is None
+
+
+async def test_a_process_that_stood_still_does_not_blame_the_server(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its loop runs again only when the time for the answer is over."""
+    client = ends.consumer.link.client
+    real, asked = client.flush, list[float]()
+
+    async def flush(**options: Any) -> None:
+        asked.append(time.monotonic())
+        time.sleep(1.2 * pulse.WAIT_S)  # noqa: ASYNC251 - the loop is to stand still
+        await real(**options)
+
+    turns: list[bool] = []
+    ends.consumer.health.on_change = lambda: turns.append(ends.consumer.health.up)
+    with monkeypatch.context() as slow:
+        slow.setattr(client, "flush", flush)
+        await until(lambda: len(asked) > 1, HANG_S)
+    assert turns == []
 
 
 @pytest.mark.parametrize("how", ["pause", "kill"])
