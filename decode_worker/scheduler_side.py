@@ -64,6 +64,8 @@ class SchedulerSide:
 
         May be asked many times for one request; only `allocated` makes a decision count.
         """
+        first = request.prompt_token_ids[0] if request.prompt_token_ids else 0
+        failpoints.hit(f"decode.prompt.{first}")
         context = self._context
         situation = context.situation(
             request.num_prompt_tokens, hit_tokens, self._ineligible(request)

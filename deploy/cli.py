@@ -13,7 +13,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from pullfill.deploy import cli_roles
+from pullfill.deploy import cli_roles, cli_suspects
 from pullfill.deploy.options import (
     PASS_THROUGH,
     DrainOption,
@@ -49,6 +49,7 @@ config_app = typer.Typer(
     no_args_is_help=True,
 )
 app.add_typer(config_app, name="config")
+app.add_typer(cli_suspects.app, name="suspects")
 
 
 def _version(wanted: bool) -> None:

@@ -26,6 +26,7 @@ from pullfill.deploy.options import (
     NamespaceOption,
     NatsOption,
     PinOption,
+    RestartWaitOption,
     SecurityOption,
     StallOption,
     StateDirOption,
@@ -185,6 +186,7 @@ def frontend(
     drain_timeout: DrainOption = 60.0,
     connect_timeout: ConnectOption = 30.0,
     max_inflight: InflightOption = 1024,
+    restart_wait: RestartWaitOption = 0.0,
     advertise: Annotated[
         str | None,
         typer.Option(
@@ -209,5 +211,6 @@ def frontend(
         drain_timeout_s=drain_timeout,
         connect_timeout_s=connect_timeout,
         max_inflight=max_inflight,
+        restart_wait_s=restart_wait,
         advertise=advertise,
     )

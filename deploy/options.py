@@ -85,6 +85,15 @@ InflightOption = Annotated[
         help="HTTP requests a frontend serves at once (n > 1 counts once); more get 429",
     ),
 ]
+RestartWaitOption = Annotated[
+    float,
+    typer.Option(
+        "--restart-wait",
+        metavar="S",
+        min=0,
+        help="A request whose decode worker died waits so long for one that is being started",
+    ),
+]
 KvDigestOption = Annotated[
     DigestMode,
     typer.Option(

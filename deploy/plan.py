@@ -27,6 +27,10 @@ from pullfill.wire import DigestMode, KvMode
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+\Z")
 
 
+RESTART_WAIT_S = 30.0
+"""How long requests wait for a decode worker that is started again: longer than most starts."""
+
+
 @dataclass(slots=True, kw_only=True)
 class UpOptions:
     """The command line of `up`. `port` is the first frontend's; others follow it."""
@@ -290,6 +294,8 @@ def worker_specs(options: UpOptions, cluster: ClusterRef, cluster_id: str) -> li
         port = options.port + index
         extra = ["--instance-id", instance, *drain, "--host", options.host, "--port", str(port)]
         extra += ["--max-inflight", str(options.max_inflight)]
+        if options.restart:
+            extra += ["--restart-wait", str(RESTART_WAIT_S)]
         specs.append(
             ProcessSpec(
                 name=f"frontend-{index}",

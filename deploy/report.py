@@ -15,7 +15,7 @@ from rich.text import Text
 
 from pullfill import picture
 from pullfill.config import ClusterRef, read_cluster_file
-from pullfill.deploy import local
+from pullfill.deploy import local, suspects
 from pullfill.deploy.membership import Members, http_get, http_json
 from pullfill.errors import ConfigError, PullfillError, UnavailableError
 from pullfill.health import outage_of
@@ -73,6 +73,7 @@ def status(ref: ClusterRef, as_json: bool) -> int:
     source = "frontend"
     if state is None:
         state, source = _from_registry(ref), "etcd (no frontend answers)"
+        state["suspects"] = suspects.posted(ref)
     here = local.processes(ref)
     if as_json:
         print(json.dumps(state | here))
@@ -83,6 +84,8 @@ def status(ref: ClusterRef, as_json: bool) -> int:
         console.print(text, highlight=False, soft_wrap=True)
     for line in local.lines(here):
         console.print(line, style="yellow", highlight=False, markup=False, soft_wrap=True)
+    if rows := state.get("suspects"):
+        console.print(suspects.table(rows))
     if source != "frontend":
         console.print(f"as told by {source}", style="yellow")
     return 0

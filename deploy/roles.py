@@ -62,6 +62,7 @@ class RoleCommand:
     advertise: str | None = None
     advertise_kv: str | None = None
     max_inflight: int = 1024
+    restart_wait_s: float = 0.0
     vllm_args: list[str] = field(default_factory=list)
 
 
@@ -118,6 +119,7 @@ def run_frontend(command: RoleCommand) -> int:
         drain_timeout_s=command.drain_timeout_s,
         connect_timeout_s=command.connect_timeout_s,
         max_inflight=command.max_inflight,
+        restart_wait_s=command.restart_wait_s,
         advertise=check_url("--advertise", command.advertise),
     )
     return _entry("frontend")(ref, options, arguments)

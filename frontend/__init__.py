@@ -4,6 +4,10 @@
     pool        which decode workers exist and which connection may take requests
     link        one ZMQ connection to one decode worker
     dispatch    which request is at which worker; re-sends, failures, utility calls
+    waiting     requests that are at no worker, and when each is placed or given up
+    suspects    which request killed a worker, and what is refused for it
+    probation   when and where a suspect is sent again
+    flight      one request, and what is known of those like it
     router      picks a worker for one request
     explain     why and how recent requests were served
     gate        HTTP admission: 429 when full, 503 while no decode worker can take requests

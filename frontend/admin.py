@@ -24,13 +24,16 @@ NO_PREFILL = (
 
 @dataclass(slots=True)
 class Admin:
-    """Read-only views. settle: called before the metrics are read. `draining` is set by the
+    """Read-only views. suspected, refused: entries of `suspects` of this frontend and of all; the
+    latter win. settle: called before the metrics are read. `draining` is set by the
     process when it takes no new requests."""
 
     pool: WorkerPool
     view: ClusterView
     explain: ExplainStore
     settle: Callable[[], None]
+    suspected: Callable[[], list[dict[str, object]]]
+    refused: Callable[[], list[dict[str, object]]]
     draining: bool = False
 
     def attach(self, app: Starlette) -> None:
@@ -68,7 +71,8 @@ class Admin:
         return JSONResponse(body, status_code=200 if ok else 503)
 
     async def status(self, _: Request) -> Response:
-        return JSONResponse(await self.view.status())
+        rows = {row["fingerprint"]: row for row in (*self.suspected(), *self.refused())}
+        return JSONResponse({**await self.view.status(), "suspects": list(rows.values())})
 
     async def request(self, request: Request) -> Response:
         request_id = request.path_params["request_id"]

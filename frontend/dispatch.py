@@ -18,9 +18,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pullfill import log
@@ -30,8 +28,17 @@ from pullfill.errors import BadMessage, PeerUnavailable
 from pullfill.frontend import metrics
 from pullfill.frontend.calls import Calls
 from pullfill.frontend.explain import ExplainStore, Trace, key_of
+from pullfill.frontend.flight import Flight, Suspect, needs_turn, rank_of
 from pullfill.frontend.link import Link
 from pullfill.frontend.router import Router
+from pullfill.frontend.suspects import (
+    CONFIRM_S,
+    MAX_DEATHS,
+    Board,
+    Suspects,
+    sentence,
+)
+from pullfill.frontend.waiting import Waiting
 
 _log = log.get("frontend.dispatch")
 
@@ -48,52 +55,24 @@ STALL_S = 4.5
 """The most from there on for one worker lost after another, with no token in between."""
 LAST_TRY_S = 0.25
 """What is left then to be sent to a worker that is ready."""
-MAX_ATTEMPTS = 3
-"""A request that outlives this many workers is taken to be what kills them."""
 MAX_MOVES = 20
-"""The same if nobody died: workers that hand it on to each other."""
+"""The most workers that a request leaves, by whatever way."""
+LOOK_S = 0.1
+"""How often a suspect that waits for its turn looks whether waiting has become pointless."""
 NO_WORKER = "no decode worker is ready: start one with `pullfill decode` (or `pullfill up`)"
 REFUSED = "refused"
-"""How a request ends that is itself the reason why it cannot be served."""
+"""How a request ends that is itself the reason: it cannot be served, or it kills workers."""
 _ABORTED = 2
 """vLLM's FinishReason.ABORT."""
-_TURN_S = 0.005
-"""How long requests of a lost worker are placed before other callbacks of the loop get a turn."""
-
-
-@dataclass(slots=True, eq=False)
-class Flight:
-    """One engine request. `link` None: waiting until `deadline` (loop time).
-
-    arrived, submitted: `time.monotonic` of the HTTP request and of `submit`. (The loop's own clock
-    stands still within one iteration under uvloop.) tokens: given to the sink so far. attempt:
-    workers it has left; lost: those that went without handing it back; avoid: the last one that
-    handed it back, which may live on. room: what `max_model_len` the next worker must have.
-    stalled_at: since when no worker that it was at showed life (loop time), 0 while one does.
-    """
-
-    request: Any
-    request_id: str
-    trace: Trace
-    arrived: float
-    submitted: float
-    link: Link | None = None
-    wire_id: str = ""
-    tokens: list[int] = field(default_factory=list)
-    attempt: int = 0
-    lost: int = 0
-    avoid: Link | None = None
-    room: int = 0
-    deadline: float = 0.0
-    stalled_at: float = 0.0
-    failure: str = NO_WORKER
 
 
 class Dispatcher:
     """Implements `engine.front_ports.DecodePort`.
 
     codec: `rpc.FrontendCodec` or the like. candidates: connections that may take requests.
-    never: why no answer can be continued with this configuration, if so.
+    never: why no answer can be continued with this configuration, if so. restart_wait_s: how long
+    a request whose worker was lost waits for one that is being started. board: what other frontends
+    refuse.
     """
 
     def __init__(
@@ -104,6 +83,8 @@ class Dispatcher:
         candidates: Callable[[], Sequence[Link]],
         *,
         never: str = "",
+        restart_wait_s: float = 0.0,
+        board: Board | None = None,
     ) -> None:
         self._codec = codec
         self._router = router
@@ -113,11 +94,15 @@ class Dispatcher:
         self._sink: OutputSink | None = None
         self._loop = asyncio.get_running_loop()
         self._flights: dict[str, Flight] = {}
-        self._waiting: dict[str, Flight] = {}
-        self._to_place: deque[Flight] = deque()
-        self._expiry: asyncio.TimerHandle | None = None
+        self._waiting = Waiting(
+            lambda flight, now: self._try(flight, self._place, now),
+            lambda flight: self._fail(flight, flight.failure),
+        )
         self._calls = Calls(codec)
         self._tasks: tuple[str, ...] | None = None
+        self._patience_s = max(RESEND_WAIT_MAX_S, restart_wait_s)
+        self._restart_wait_s = restart_wait_s
+        self.suspects = Suspects(self._patience_s, self._on_refused, self._waiting.all_soon, board)
 
     def bind(self, sink: OutputSink) -> None:
         """Say where outputs go; before the first worker is connected."""
@@ -146,10 +131,13 @@ class Dispatcher:
         now, submitted = self._loop.time(), time.monotonic()
         trace = Trace(key_of(request_id, request.external_req_id))
         age = min(max(0.0, time.time() - request.arrival_time), 60.0)
-        flight = Flight(request, request_id, trace, submitted - age, submitted)
+        flight = Flight(request, request_id, trace, submitted - age, submitted, NO_WORKER)
         flight.deadline = now + NO_WORKER_WAIT_S
         self._flights[request_id] = flight
-        self._try(flight, self._place, now)
+        if refusal := self.suspects.meet(flight):
+            self._fail(flight, refusal, REFUSED)
+        else:
+            self._try(flight, self._place, now)
 
     def abort(self, request_ids: Sequence[str]) -> None:
         by_link: dict[Link, list[str]] = {}
@@ -157,7 +145,8 @@ class Dispatcher:
             flight = self._flights.pop(request_id, None)
             if flight is None:
                 continue
-            self._waiting.pop(request_id, None)
+            self._waiting.drop(request_id)
+            self.suspects.on_end(flight, finished=False)
             if flight.link is not None:
                 flight.link.flights.pop(flight.wire_id, None)
                 by_link.setdefault(flight.link, []).append(flight.wire_id)
@@ -180,14 +169,17 @@ class Dispatcher:
         assert link.welcome is not None
         self._tasks = self._tasks or tuple(link.welcome.supported_tasks)
         self.sink.joined(link.welcome)
-        self._place_soon(self._waiting.values())
+        self.suspects.on_return(link.process)
+        self._waiting.all_soon()
 
-    def on_lost(self, link: Link, reason: str) -> None:
-        """A connection is gone: move or fail its requests and calls."""
+    def on_lost(self, link: Link, reason: str, died: bool = True) -> None:
+        """A connection is gone: move or fail its requests and calls. died: the worker may have."""
         flights, link.flights = list(link.flights.values()), {}
         self.sink.left(link.instance_id)
         self._calls.on_lost(link, reason)
-        for flight in flights:
+        if died:
+            self.suspects.on_death(link.process, flights)
+        for flight in sorted(flights, key=rank_of):
             self._try(flight, self._leave, link, f"was lost ({reason})", True)
 
     def on_message(self, link: Link, kind: bytes, frames: list[Any]) -> None:
@@ -224,6 +216,8 @@ class Dispatcher:
             flight = flights.get(out.request_id)
             if flight is None:
                 continue  # aborted or moved meanwhile
+            if not flight.proven:
+                self.suspects.on_output(flight)
             tokens = flight.tokens
             if not tokens:
                 flight.trace.first_token_ms = (time.monotonic() - flight.arrived) * 1000.0
@@ -261,6 +255,7 @@ class Dispatcher:
             out.new_token_ids = []
             return False
         del self._flights[flight.request_id]
+        self.suspects.on_end(flight, finished=True)
         return True
 
     def _try(self, flight: Flight, step: Callable[..., None], *args: Any) -> None:
@@ -273,28 +268,17 @@ class Dispatcher:
             _log.exception("request %s cannot be sent to a decode worker", flight.trace.key)
             self._fail(flight, f"the frontend could not send it on: {exc!r}", "failed")
 
-    def _place_soon(self, flights: Iterable[Flight]) -> None:
-        """Place waiting requests, a few milliseconds at a time: a worker may leave hundreds."""
-        idle = not self._to_place
-        self._to_place.extend(flights)
-        if idle and self._to_place:
-            self._loop.call_soon(self._place_some)
-
-    def _place_some(self) -> None:
-        now, until = self._loop.time(), time.monotonic() + _TURN_S
-        try:
-            while self._to_place:
-                flight = self._to_place.popleft()
-                if self._waiting.get(flight.request_id) is flight:
-                    self._try(flight, self._place, now)
-                if time.monotonic() >= until:
-                    break
-        finally:
-            if self._to_place:
-                self._loop.call_soon(self._place_some)
+    def _on_refused(self, suspect: Suspect) -> None:
+        """It is known who killed the workers: what waits of it ends."""
+        for flight in self._waiting.of(suspect):
+            self._fail(flight, sentence(suspect), REFUSED)
 
     def _place(self, flight: Flight, now: float) -> None:
-        """Send a request to a worker, or let it wait for one."""
+        """Send a request to a worker, or let it wait for one, or for its turn on probation."""
+        if flight.suspect is not None and flight.suspect.charged:
+            flight.deadline = now + 2 * CONFIRM_S  # Suspects ends this wait before
+            self._waiting.hold(flight)
+            return
         workers = ready = [w for w in self._candidates() if w is not flight.avoid]
         if flight.room:
             workers = [w for w in ready if w.welcome and w.welcome.max_model_len >= flight.room]
@@ -302,22 +286,39 @@ class Dispatcher:
             if ready:
                 room = f"no other has room for {flight.room} tokens"
                 flight.failure = flight.failure.replace(NO_WORKER, room)
-            self._waiting[flight.request_id] = flight
-            self._arm(flight.deadline)
+            if flight.asked_at:  # the last worker went while it waited for its turn
+                flight.asked_at, flight.deadline = 0.0, now + self._patience_s
+            self._waiting.hold(flight)
             return
-        self._waiting.pop(flight.request_id, None)
+        link = self._choose(flight, workers, now)
+        if link is None:
+            flight.deadline = now + LOOK_S
+            self._waiting.hold(flight)
+            return
+        self._waiting.drop(flight.request_id)
+        self._send(flight, link, now)
+
+    def _choose(self, flight: Flight, workers: Sequence[Link], now: float) -> Link | None:
+        if needs_turn(flight):
+            return self.suspects.turns.turn(flight, workers, now)
+        prompt = flight.request.prompt_token_ids
+        if flight.tokens:
+            prompt = [*prompt, *flight.tokens]
+        around = self.suspects.turns.around(flight, workers, now)
+        return self._router.choose(prompt, around) if around else None
+
+    def _send(self, flight: Flight, link: Link, now: float) -> None:
         if flight.tokens:
             request = continuation.continuation(flight.request, flight.tokens)
         else:
             request = copy.copy(flight.request)
-        link = self._router.choose(request.prompt_token_ids, workers)
         flight.wire_id = request.request_id = rpc.attempt_id(flight.request_id, flight.attempt)
         try:
             frames = self._codec.encode(request)
         except Exception as exc:  # e.g. an integer that no wire type holds
             self._fail(flight, f"the request cannot be sent to a decode worker: {exc}", REFUSED)
             return
-        flight.link = link
+        flight.link, flight.sent_at, flight.asked_at, flight.proven = link, now, 0.0, False
         link.flights[flight.wire_id] = flight
         self._explain.open(flight.wire_id, flight.trace)
         link.send(rpc.ADD, *frames)
@@ -333,7 +334,6 @@ class Dispatcher:
         another worker, or fails."""
         flight.link = None
         flight.attempt += 1
-        flight.lost += lost
         flight.trace.continued_from.append(link.instance_id)
         reason = f"decode worker {link.instance_id} {how}"
         if flight.tokens:
@@ -344,7 +344,12 @@ class Dispatcher:
                 message = f"{reason}, and another cannot continue it exactly: {why}; send it again"
                 self._fail(flight, message, "not_exact")
                 return
-        if flight.lost >= MAX_ATTEMPTS or flight.attempt >= MAX_MOVES or flight.request.resumable:
+        suspect = flight.suspect
+        if suspect is not None and suspect.refused_until:
+            self._fail(flight, sentence(suspect), REFUSED)
+            return
+        deaths = 0 if suspect is None else len(suspect.deaths)
+        if deaths >= MAX_DEATHS or flight.attempt >= MAX_MOVES or flight.request.resumable:
             self._fail(flight, f"{reason}; given up after {flight.attempt} attempts", "given_up")
             return
         if not flight.room and link.welcome is not None:
@@ -353,18 +358,21 @@ class Dispatcher:
         wait = max(RESEND_WAIT_S, min(RESEND_WAIT_MAX_S, link.heard_at + SILENT_WAIT_S - now))
         if not lost or not flight.stalled_at:
             flight.stalled_at = max(link.heard_at, now + RESEND_WAIT_S - SILENT_WAIT_S)
-        flight.deadline = max(now + LAST_TRY_S, min(now + wait, flight.stalled_at + STALL_S))
+        wait = max(LAST_TRY_S, min(wait, flight.stalled_at + STALL_S - now))
+        flight.deadline = now + max(wait, self._restart_wait_s)
         flight.failure = f"{reason} and {NO_WORKER}"
-        self._waiting[flight.request_id] = flight
-        self._place_soon((flight,))
+        self._waiting.hold(flight)
+        self._waiting.soon((flight,))
 
     def _fail(self, flight: Flight, message: str, result: str = "no_worker") -> None:
         if self._flights.pop(flight.request_id, None) is None:
             return
-        self._waiting.pop(flight.request_id, None)
+        self._waiting.drop(flight.request_id)
+        self.suspects.on_end(flight, finished=False)
         if flight.link is not None:
             flight.link.flights.pop(flight.wire_id, None)
-        metrics.FAILED.inc()
+        if result != REFUSED:
+            metrics.FAILED.inc()
         if flight.tokens:
             metrics.CONTINUED.labels(result).inc()
         _log.warning("request %s failed: %s", flight.trace.key, message)
@@ -372,21 +380,3 @@ class Dispatcher:
             self.sink.failed(flight.request_id, message, refused=result == REFUSED)
         except Exception:
             _log.exception("nobody could be told that request %s failed", flight.trace.key)
-
-    def _arm(self, deadline: float) -> None:
-        """Look at what waits then, or before."""
-        at = deadline + 0.005
-        if self._expiry is not None:
-            if self._expiry.when() <= at:
-                return
-            self._expiry.cancel()
-        self._expiry = self._loop.call_at(at, self._expire)
-
-    def _expire(self) -> None:
-        self._expiry = None
-        now = self._loop.time()
-        for flight in list(self._waiting.values()):
-            if flight.deadline <= now:
-                self._fail(flight, flight.failure)
-        if self._waiting:
-            self._arm(min(flight.deadline for flight in self._waiting.values()))

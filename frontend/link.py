@@ -25,7 +25,7 @@ from pullfill.host import host_id
 from pullfill.security import ClusterKey
 
 if TYPE_CHECKING:
-    from pullfill.frontend.dispatch import Flight
+    from pullfill.frontend.flight import Flight
 
 _log = log.get("frontend.link")
 
@@ -41,6 +41,11 @@ class LinkState(enum.StrEnum):
     CLOSED = "closed"
 
 
+def process_of(record: wire.WorkerRecord) -> str:
+    """Names a process: another one under the same instance id has another name."""
+    return f"{record.instance_id}@{record.pid}.{record.started_at}"
+
+
 class LinkOwner(Protocol):
     """Who hears about a link. Called on the loop, never from inside `Link.send`."""
 
@@ -50,7 +55,7 @@ class LinkOwner(Protocol):
 
     def on_refused(self, link: Link, reason: str) -> None: ...
 
-    def on_lost(self, link: Link, reason: str) -> None: ...
+    def on_lost(self, link: Link, reason: str, died: bool = True) -> None: ...
 
     def on_message(self, link: Link, kind: bytes, frames: list[Any]) -> None: ...
 
@@ -124,6 +129,11 @@ class Link:
         return self.record.instance_id
 
     @property
+    def process(self) -> str:
+        """Names the worker's process."""
+        return process_of(self.record)
+
+    @property
     def usable(self) -> bool:
         """Whether new requests may be sent here."""
         return self.state is LinkState.READY
@@ -195,7 +205,7 @@ class Link:
                 self.state = LinkState.DRAINING
                 self._owner.on_draining(self)
         elif kind == rpc.GONE:
-            self.lose("it had given us up")
+            self.lose("it had given us up", died=False)
         elif kind == rpc.NOPE:
             reason = rpc.text_of(frames[0]) if frames else "no reason given"
             self.close(LinkState.REFUSED)
@@ -248,9 +258,10 @@ class Link:
             self.trouble = trouble
             _log.warning("decode worker %s: %s", self.instance_id, trouble)
 
-    def lose(self, reason: str) -> None:
-        """Close, and tell the owner once that the worker cannot be reached over this link."""
+    def lose(self, reason: str, died: bool = True) -> None:
+        """Close, and tell the owner once that the worker cannot be reached over this link. died:
+        for all we know its process may have."""
         if self.state in (LinkState.CLOSED, LinkState.REFUSED):
             return
         self.close()
-        self._owner.on_lost(self, reason)
+        self._owner.on_lost(self, reason, died)

@@ -40,6 +40,7 @@ from pullfill.lifecycle import EXIT_S, Stop, exit_within, leave
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.directory import Directory
 from pullfill.registry.membership import Membership
+from pullfill.registry.suspects import SuspectBoard
 from pullfill.security import FrontendSecurity
 from pullfill.wire import RegionDescriptor, WorkerRecord, WorkerState
 
@@ -214,19 +215,26 @@ class _Frontend:
                 cluster.security.cluster.load(),
             )
             explain = ExplainStore()
+            board = SuspectBoard(client, cluster.namespace, self._instance_id)
+            stack.push_async_callback(board.close)
             dispatcher = Dispatcher(
                 rpc.FrontendCodec(),
                 RoundRobin(),
                 explain,
                 pool.candidates,
                 never=prepared.never,
+                restart_wait_s=options.restart_wait_s,
+                board=board,
             )
+            board.start(dispatcher.suspects.forget)
             front = await front_app.FrontApp.build(prepared, dispatcher)
             stack.push_async_callback(front.close)
             dispatcher.bind(front.client)
             await pool.start(dispatcher)
             stack.push_async_callback(pool.stop)
-            admin = Admin(pool, view, explain, front.settle)
+            admin = Admin(
+                pool, view, explain, front.settle, dispatcher.suspects.listed, board.listed
+            )
             admin.attach(front.app)
             gate = Gate(front.app, pool.wait_ready, options.max_inflight)
             app = Guard(gate, *keys, root_path=prepared.args.root_path or "")

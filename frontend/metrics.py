@@ -20,6 +20,13 @@ CONTINUED = Counter(
 FAILED = Counter(
     "pullfill_frontend_failed", "Requests ended because no decode worker could finish them"
 )
+SUSPECTS = Counter(
+    "pullfill_suspect",
+    "Requests that may have killed a decode worker: suspected (fingerprints that were in flight at "
+    "a death), cleared, convicted (refused from then on), refused (requests with such a "
+    "fingerprint)",
+    ["result"],
+)
 REFUSED = Counter(
     "pullfill_frontend_refused", "HTTP requests refused before any work was done", ["reason"]
 )

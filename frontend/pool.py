@@ -21,7 +21,7 @@ from pullfill.engine import rpc
 from pullfill.errors import BadMessage
 from pullfill.frontend import metrics
 from pullfill.frontend.dispatch import Dispatcher
-from pullfill.frontend.link import Link, LinkState
+from pullfill.frontend.link import Link, LinkState, process_of
 from pullfill.security import ClusterKey
 from pullfill.wire import WorkerRecord, WorkerState
 
@@ -65,6 +65,7 @@ class WorkerPool:
         self._dispatcher: Dispatcher | None = None
         self._context: zmq.Context[Any] = zmq.Context(1)
         self._links: dict[str, Link] = {}
+        self._lost: dict[str, str] = {}
         self._refused: dict[str, tuple[str, str]] = {}
         self._ready = asyncio.Event()
         self._ticker: asyncio.Task[None] | None = None
@@ -127,6 +128,10 @@ class WorkerPool:
         records = dict(self._directory.workers(DECODE))
         for name in [n for n in self._refused if n not in records]:
             del self._refused[name]
+        for name, process in list(self._lost.items()):
+            if name not in records or process != process_of(records[name]):
+                del self._lost[name]
+                self.dispatcher.suspects.on_gone(process)
         for name, record in records.items():
             self._follow(name, record)
         for name, link in list(self._links.items()):
@@ -166,6 +171,8 @@ class WorkerPool:
     def on_ready(self, link: Link) -> None:
         _log.info("decode worker %s takes requests (%s)", link.instance_id, link.record.data)
         self._refused.pop(link.instance_id, None)
+        if self._lost.get(link.instance_id) == link.process:
+            del self._lost[link.instance_id]
         self._update()
         self.dispatcher.on_ready(link)
 
@@ -178,13 +185,15 @@ class WorkerPool:
         self._refuse(link.instance_id, link.record, reason)
         self._update()
 
-    def on_lost(self, link: Link, reason: str) -> None:
+    def on_lost(self, link: Link, reason: str, died: bool = True) -> None:
         if self._links.get(link.instance_id) is link:
             del self._links[link.instance_id]
         if link.flights or link.record.state is WorkerState.READY:
             _log.warning("decode worker %s is lost: %s", link.instance_id, reason)
         self._update()
-        self.dispatcher.on_lost(link, reason)
+        if died and link.flights:
+            self._lost[link.instance_id] = link.process
+        self.dispatcher.on_lost(link, reason, died)
         asyncio.get_running_loop().call_later(REOPEN_S, self.refresh)
 
     def on_message(self, link: Link, kind: bytes, frames: list[Any]) -> None:

@@ -237,8 +237,9 @@ class WorkerOptions:
 @dataclass(frozen=True, slots=True)
 class FrontendOptions:
     """Options of a frontend besides vLLM's own flags. port 0: let the OS pick.
-    max_inflight: requests served at once; more are refused with 429. advertise: the URL to publish
-    instead of the bound address."""
+    max_inflight: requests served at once; more are refused with 429. restart_wait_s: how long a
+    request whose decode worker was lost waits for one that is being started, if no other is ready.
+    advertise: the URL to publish instead of the bound address."""
 
     model: str
     host: str = "127.0.0.1"
@@ -248,4 +249,5 @@ class FrontendOptions:
     drain_timeout_s: float = 60.0
     connect_timeout_s: float = 30.0
     max_inflight: int = 1024
+    restart_wait_s: float = 0.0
     advertise: str | None = None

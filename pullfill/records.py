@@ -134,6 +134,21 @@ class QueueSettings(Message, frozen=True, kw_only=True):
     max_deliver: Annotated[int, Meta(ge=1, le=100)] | None = None
 
 
+# --------------------------------------------------------------------------- suspects
+
+
+class SuspectRecord(Message, frozen=True, kw_only=True):
+    """`suspects/{fingerprint}`: a request that no frontend sends to a decode worker while the key
+    lives. deaths: decode workers that died with it. until: when the key's lease ends, in seconds
+    since 1970 by the writer's clock; for people only."""
+
+    v: Version = WIRE_VERSION
+    fingerprint: Id
+    deaths: Count
+    prompt_tokens: Count
+    until: Finite
+
+
 # --------------------------------------------------------------------------- explain
 
 

@@ -61,3 +61,20 @@ def router_config(namespace: str) -> str:
 
 def queue_config(namespace: str) -> str:
     return f"{namespace_prefix(namespace)}config/queue"
+
+
+def suspects_prefix(namespace: str) -> str:
+    return f"{namespace_prefix(namespace)}suspects/"
+
+
+def suspect(namespace: str, fingerprint: str) -> str:
+    return f"{suspects_prefix(namespace)}{_checked(fingerprint, 'fingerprint')}"
+
+
+def deaths_prefix(namespace: str, instance_id: str) -> str:
+    return f"{namespace_prefix(namespace)}deaths/{_checked(instance_id, 'instance id')}/"
+
+
+def death(namespace: str, instance_id: str, frontend: str) -> str:
+    """What one frontend had at a worker that died."""
+    return f"{deaths_prefix(namespace, instance_id)}{_checked(frontend, 'instance id')}"

@@ -51,6 +51,8 @@ class FakeDecode:
     hold: take requests and utility calls but answer nothing. step_s: pause between tokens.
     refuse: text of a NOPE to every HELO. hand_back: answer ADD with BACK. stop_after: tokens of an
     answer after which it gets no more, 0 for never. ahead_s: of our clock; it is on another host.
+    fatal_token: it dies of a prompt with this token; fatal_length: when prompt and answer are that
+    long, else when the prompt comes. killed_by: that prompt.
     """
 
     instance_id: str = "decode-fake"
@@ -61,6 +63,8 @@ class FakeDecode:
     hand_back: bool = False
     stop_after: int = 0
     ahead_s: float = 0.0
+    fatal_token: int = 0
+    fatal_length: int = 0
     max_model_len: int = 4096
     cached_tokens: int = 0
     added: list[Request] = field(default_factory=list)
@@ -68,6 +72,7 @@ class FakeDecode:
     utilities: list[tuple[str, list[Any]]] = field(default_factory=list)
     pings: int = 0
     byes: int = 0
+    killed_by: list[int] = field(default_factory=list)
     record: WorkerRecord = field(init=False)
 
     def __post_init__(self) -> None:
@@ -107,9 +112,8 @@ class FakeDecode:
         self._stopping = True
         if self._thread.is_alive():
             self._thread.join(5)
-        if not self._socket.closed:
-            self._socket.close(0)
-            self._context.term()
+        self._socket.close(0)
+        self._context.term()
 
     def drain(self) -> None:
         """Send DRAIN to all frontends."""
@@ -155,9 +159,21 @@ class FakeDecode:
                 self._dispatch(identity, kind, payload)
             while not self._orders.empty():
                 self._orders.get()()
-            if not self.hold and time.monotonic() >= next_step:
+            if not self.hold and time.monotonic() >= next_step and not self._stopping:
                 next_step = time.monotonic() + self.step_s
                 self._step()
+        if self.killed_by:
+            self._socket.close(0)
+
+    def _fatal(self, active: _Active) -> bool:
+        prompt = active.request.prompt_token_ids or []
+        if not self.fatal_token or self.fatal_token not in prompt:
+            return False
+        if active.length < self.fatal_length:
+            return False
+        self.killed_by = prompt
+        self._stopping = True
+        return True
 
     def _dispatch(self, identity: bytes, kind: bytes, payload: list[bytes]) -> None:
         if kind == rpc.HELO:
@@ -170,7 +186,9 @@ class FakeDecode:
                 self._send(identity, rpc.BACK, rpc.encode_ids([found.request_id]))
             else:
                 prompt = found.prompt_token_ids or []
-                self._active[found.request_id] = _Active(identity, found, len(prompt), sum(prompt))
+                active = _Active(identity, found, len(prompt), sum(prompt))
+                self._active[found.request_id] = active
+                self._fatal(active)
         elif kind == rpc.ABRT:
             for request_id in rpc.decode_ids(payload[0]):
                 self.aborted.append(request_id)
@@ -215,6 +233,8 @@ class FakeDecode:
         for active in list(self._active.values()):
             if self.stop_after and active.sent == self.stop_after:
                 continue
+            if self._fatal(active):
+                return
             params = active.request.sampling_params or {}
             token = next_token(active.total, active.length)
             active.total, active.length, active.sent = (

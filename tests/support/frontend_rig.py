@@ -13,6 +13,7 @@ from pullfill.frontend.dispatch import Dispatcher
 from pullfill.frontend.explain import ExplainStore
 from pullfill.frontend.pool import WorkerPool
 from pullfill.frontend.router import RoundRobin
+from pullfill.frontend.suspects import Board
 from tests.support.fake_decode import FakeDecode, FakeDirectory
 from tests.support.fake_vllm import PlainCodec
 
@@ -26,6 +27,7 @@ class Sink:
     tokens: dict[str, list[int]] = field(default_factory=dict)
     finished: dict[str, int] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
+    refused: set[str] = field(default_factory=set)
     outs: list[Any] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
     gone: list[str] = field(default_factory=list)
@@ -42,6 +44,8 @@ class Sink:
     def failed(self, request_id: str, message: str, *, refused: bool = False) -> None:
         assert request_id not in self.failures, "failed twice"
         self.failures[request_id] = message
+        if refused:
+            self.refused.add(request_id)
 
     def joined(self, welcome: rpc.DecodeWelcome) -> None: ...
 
@@ -71,14 +75,23 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 @asynccontextmanager
-async def rig(*workers: FakeDecode) -> AsyncIterator[Rig]:
+async def rig(
+    *workers: FakeDecode, restart_wait_s: float = 0.0, board: Board | None = None
+) -> AsyncIterator[Rig]:
     directory = FakeDirectory(*(worker.start().record for worker in workers))
     hello = rpc.FrontendHello(
         frontend_instance="frontend-t", vllm_version=check.PINNED_VLLM, model="m"
     )
     pool = WorkerPool(directory, hello, ["m"])
     explain, sink = ExplainStore(), Sink()
-    dispatcher = Dispatcher(PlainCodec(), RoundRobin(), explain, pool.candidates)
+    dispatcher = Dispatcher(
+        PlainCodec(),
+        RoundRobin(),
+        explain,
+        pool.candidates,
+        restart_wait_s=restart_wait_s,
+        board=board,
+    )
     dispatcher.bind(sink)
     await pool.start(dispatcher)
     try:

@@ -102,19 +102,6 @@ async def test_the_only_worker_dying_fails_a_request_that_had_not_begun(
         assert "pullfill decode" in r.sink.failures["a"]
 
 
-async def test_a_request_that_kills_every_worker_is_given_up() -> None:
-    workers = [FakeDecode(f"decode-{i}", hold=True) for i in range(4)]
-    async with rig(*workers) as r:
-        await r.ready(4)
-        r.dispatcher.submit(request("poison"))
-        for i in range(3):
-            await until(lambda i=i: bool(workers[i].added))  # type: ignore[misc]
-            workers[i].die()
-        await until(lambda: bool(r.sink.failures))
-        assert "3 attempts" in r.sink.failures["poison"]
-        assert not workers[3].added
-
-
 async def test_abort_reaches_the_worker_and_late_outputs_are_dropped() -> None:
     worker = FakeDecode(hold=True)
     async with rig(worker) as r:

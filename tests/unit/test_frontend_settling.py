@@ -45,7 +45,7 @@ class Family(Sink):
     breaks = False
 
     def failed(self, request_id: str, message: str, *, refused: bool = False) -> None:
-        super().failed(request_id, message)
+        super().failed(request_id, message, refused=refused)
         if self.breaks:
             raise RuntimeError("the reader is gone")
         self.dispatcher.abort([n for n in self.open if n[0] == request_id[0] and n != request_id])
@@ -70,9 +70,9 @@ class Desk:
             self.dispatcher.submit(item)
 
     def lose(self, *left: Worker) -> None:
-        """The first worker goes, these are there then."""
+        """The first worker leaves us, alive; these are there then."""
         gone, self.workers = self.workers[0], list(left)
-        self.dispatcher.on_lost(gone, "x")  # type: ignore[arg-type]
+        self.dispatcher.on_lost(gone, "x", died=False)  # type: ignore[arg-type]
 
     def say(self, name: str, *tokens: int) -> None:
         outputs = Outputs(outputs=[Output(name, list(tokens))], timestamp=1.0)

@@ -1,0 +1,101 @@
+"""One engine request of this frontend, and what is known of requests like it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from pullfill import log
+from pullfill.engine.fingerprint import fingerprint
+from pullfill.frontend.explain import Trace
+
+if TYPE_CHECKING:
+    from pullfill.frontend.link import Link
+
+_log = log.get("frontend.flight")
+
+
+@dataclass(slots=True, eq=False)
+class Suspect:
+    """What is known of one fingerprint. deaths: the processes that died with it and were blamed on
+    no other. likely: nothing had come of it from the last of them. seen_at: of the last death.
+    not_before: when it may be tried again (loop time)."""
+
+    fingerprint: str
+    prompt_tokens: int
+    deaths: list[str] = field(default_factory=list)
+    seen_at: float = 0.0
+    not_before: float = 0.0
+    likely: bool = False
+    cleared: bool = False
+    charged: bool = False
+    refused_until: float = 0.0
+
+    @property
+    def open(self) -> bool:
+        """Whether it has to be tried on probation."""
+        return bool(self.deaths) and not self.cleared
+
+    @property
+    def grave(self) -> bool:
+        return self.likely or len(self.deaths) > 1
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """Owned by the `Dispatcher`. `link` None: waiting until `deadline` (loop time).
+
+    arrived, submitted: `time.monotonic` of the HTTP request and of `submit`. (The loop's own clock
+    stands still within one iteration under uvloop.) tokens: given to the sink so far. attempt:
+    workers it has left; avoid: the last one that handed it back, which may live on. room: what
+    `max_model_len` the next worker must have. stalled_at: since when no worker that it was at
+    showed life (loop time), 0 while one does.
+
+    fingerprint: "" until it is needed. suspect: what is known of that fingerprint, None if nothing.
+    proven: its worker has sent an output of it. sent_at: when it was sent there (loop time).
+    asked_at: since when it waits for its turn on probation (loop time), 0 while it does not.
+    """
+
+    request: Any
+    request_id: str
+    trace: Trace
+    arrived: float
+    submitted: float
+    failure: str
+    link: Link | None = None
+    wire_id: str = ""
+    tokens: list[int] = field(default_factory=list)
+    attempt: int = 0
+    avoid: Link | None = None
+    room: int = 0
+    deadline: float = 0.0
+    stalled_at: float = 0.0
+    fingerprint: str = ""
+    suspect: Suspect | None = None
+    proven: bool = False
+    sent_at: float = 0.0
+    asked_at: float = 0.0
+
+
+def name_of(flight: Flight) -> str:
+    """Its fingerprint. A request that has none goes by its own id."""
+    if not flight.fingerprint:
+        try:
+            flight.fingerprint = fingerprint(flight.request)
+        except Exception:
+            _log.exception("request %s has no fingerprint", flight.trace.key)
+            flight.fingerprint = flight.request_id
+    return flight.fingerprint
+
+
+def needs_turn(flight: Flight) -> bool:
+    """Whether it may only be sent on probation, or is on probation."""
+    return flight.suspect is not None and flight.suspect.open
+
+
+def rank_of(flight: Flight) -> tuple[int, bool, int]:
+    """Who goes first: the least suspicious, so that answers under way go on soonest."""
+    suspect = flight.suspect
+    if suspect is None or not suspect.open:
+        return 0, False, 0
+    return len(suspect.deaths), suspect.likely, -len(flight.tokens)

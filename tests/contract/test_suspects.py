@@ -1,0 +1,216 @@
+"""What one frontend refuses, all refuse: real etcd, real ZMQ, fake workers that can die."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from itertools import count, product
+from pathlib import Path
+
+import pytest
+
+from pullfill.config import ClusterRef
+from pullfill.deploy import suspects as command
+from pullfill.errors import ConfigError
+from pullfill.registry.client import EtcdClient
+from pullfill.registry.suspects import SuspectBoard, posted
+from tests.support.etcd import EtcdServer
+from tests.support.fake_decode import FakeDecode
+from tests.support.fake_vllm import request
+from tests.support.frontend_http import Served, workers
+from tests.support.frontend_rig import PATIENCE_S, Rig, rig, until
+
+FATAL = 666
+_serial = count()
+
+
+@pytest.fixture(scope="module")
+def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
+    with EtcdServer(tmp_path_factory.mktemp("etcd")) as server:
+        yield server
+
+
+@pytest.fixture
+def ns() -> str:
+    return f"ns{next(_serial)}"
+
+
+def deadly(*names: str) -> list[FakeDecode]:
+    return [FakeDecode(name, fatal_token=FATAL) for name in names]
+
+
+@asynccontextmanager
+async def frontend(
+    etcd: EtcdServer, ns: str, name: str, *fakes: FakeDecode
+) -> AsyncIterator[tuple[Rig, SuspectBoard]]:
+    """A frontend that shares its suspects through etcd. Its registry drops workers that died."""
+    client = await EtcdClient.connect(etcd.url, wait_s=10, timeout_s=0.5)
+    board = SuspectBoard(client, ns, name)
+    async with rig(*fakes, board=board) as r:
+        board.start(r.dispatcher.suspects.forget)
+        await r.ready(len(fakes))
+
+        async def drop() -> None:
+            while True:
+                await asyncio.sleep(0.01)
+                for fake in fakes:
+                    if fake.killed_by and fake.instance_id in r.directory.records:
+                        r.directory.remove(fake.instance_id)
+
+        task = asyncio.create_task(drop())
+        try:
+            yield r, board
+        finally:
+            task.cancel()
+            await board.close()
+            await client.close()
+
+
+async def kill_two(r: Rig, name: str = "d") -> str:
+    """The fingerprint of a request that two workers have died with."""
+    r.dispatcher.submit(request(name, [FATAL]))
+    await until(lambda: name in r.sink.failures)
+    assert r.sink.refused == {name}
+    (row,) = r.dispatcher.suspects.listed()
+    return str(row["fingerprint"])
+
+
+async def test_what_one_frontend_refuses_the_other_refuses_until_it_is_cleared(
+    etcd: EtcdServer, ns: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = FakeDecode("decode-9")
+    ref = ClusterRef(ns, etcd.url, "nats://127.0.0.1:1")
+    async with (
+        frontend(etcd, ns, "frontend-1", *deadly("decode-1", "decode-2")) as (one, board_1),
+        frontend(etcd, ns, "frontend-2", other) as (two, board_2),
+    ):
+        name = await kill_two(one)
+        await until(lambda: board_2.left_s(name) > 0)
+        two.dispatcher.submit(request("x", [FATAL]))
+        assert two.sink.refused == {"x"}
+        assert f"pullfill suspects clear {name}" in two.sink.failures["x"]
+        assert not other.added
+        (row,) = board_2.listed()
+        assert (row["fingerprint"], row["deaths"], row["prompt_tokens"]) == (name, 2, 1)
+        await asyncio.to_thread(command.show, ref, True)
+        (told,) = json.loads(capsys.readouterr().out)
+        assert told["fingerprint"] == name
+        with pytest.raises(ConfigError, match=name):
+            await asyncio.to_thread(command.clear, ref, "cafe")
+        await asyncio.to_thread(command.clear, ref, name)
+        await until(lambda: not len(board_1) and not len(board_2))
+        assert not one.dispatcher.suspects.listed(), "the frontend that refused it has forgotten it"
+        two.dispatcher.submit(request("y", [FATAL]))
+        await until(lambda: "y" in two.sink.finished)
+    await asyncio.to_thread(command.clear, ref, None)
+    await asyncio.to_thread(command.show, ref, False)
+    assert "no request is refused" in capsys.readouterr().out
+
+
+async def test_a_refusal_waits_for_etcd_and_serving_does_not(tmp_path: Path, ns: str) -> None:
+    (tmp_path / "etcd").mkdir()
+    with EtcdServer(tmp_path / "etcd") as etcd:
+        fakes = deadly("decode-1", "decode-2", "decode-3")
+        async with frontend(etcd, ns, "frontend-1", *fakes) as (r, board):
+            await asyncio.to_thread(etcd.kill)
+            name = await kill_two(r)
+            r.dispatcher.submit(request("again", [FATAL]))
+            assert "again" in r.sink.refused, "by this frontend's own list"
+            r.dispatcher.submit(request("good", [1]))
+            await until(lambda: "good" in r.sink.finished)
+            assert not len(board)
+            await asyncio.to_thread(etcd.start)
+            await until(lambda: board.left_s(name) > 0)
+
+
+async def test_two_frontends_that_suspect_one_request_each_lose_no_answer(
+    etcd: EtcdServer, ns: str
+) -> None:
+    """Both requests are at the first two workers that die. Only one is deadly."""
+    fakes = [FakeDecode(f"decode-{i}", hold=i < 2, fatal_token=FATAL).start() for i in range(6)]
+    async with (
+        frontend(etcd, ns, "frontend-1") as (one, _),
+        frontend(etcd, ns, "frontend-2") as (two, _),
+    ):
+        for fake in fakes[:2]:
+            two.add(fake)
+            await two.ready(1)
+            if fake is fakes[0]:
+                two.dispatcher.submit(request("good", [1]))
+            await until(lambda fake=fake: bool(fake.added))  # type: ignore[misc]
+            one.add(fake)
+            if fake is fakes[0]:
+                one.dispatcher.submit(request("d", [FATAL]))
+            await until(lambda fake=fake: bool(fake.killed_by))  # type: ignore[misc]
+            await until(lambda: not one.pool.candidates() and not two.pool.candidates())
+            for r in (one, two):
+                r.directory.remove(fake.instance_id)
+        for fake in fakes[2:]:
+            one.add(fake)
+            two.add(fake)
+        await until(lambda: "good" in two.sink.finished)
+        async with asyncio.timeout(PATIENCE_S):
+            while "d" not in one.sink.failures:
+                await asyncio.sleep(0.02)
+                for r, fake in product((one, two), fakes):
+                    if fake.killed_by and fake.instance_id in r.directory.records:
+                        r.directory.remove(fake.instance_id)
+        assert one.sink.refused == {"d"}
+        assert sum(bool(fake.killed_by) for fake in fakes) == 3, "the second death blamed nobody"
+    for fake in fakes:
+        fake.die()
+
+
+async def test_entries_nobody_can_read_do_no_harm(etcd: EtcdServer, ns: str) -> None:
+    async with frontend(etcd, ns, "frontend-1", FakeDecode("decode-1")) as (r, board):
+        etcd.ctl("put", f"/pullfill/{ns}/suspects/cafe", "rubbish")
+        etcd.ctl("put", f"/pullfill/{ns}/deaths/decode-1/frontend-2", "rubbish")
+        board.post("beef", 2, 9, 600.0)
+        await until(lambda: board.left_s("beef") > 0)
+        assert await board.testimony("decode-1") == (0, 0)
+        r.dispatcher.submit(request("good"))
+        await until(lambda: "good" in r.sink.finished)
+        client = await EtcdClient.connect(etcd.url)
+        assert [record.fingerprint for record in await posted(client, ns)] == ["beef"]
+        await client.close()
+
+
+async def test_a_client_gets_400_and_status_shows_the_suspect(served: Served) -> None:
+    """Through the real frontend. The test drops dead workers from the registry, as a lease does."""
+    prompt = {"model": "m", "prompt": [66, 67, 68], "max_tokens": 4, "temperature": 0}
+    fakes = [
+        FakeDecode(f"decode-{i}", model="m", max_model_len=512, fatal_token=66) for i in range(3)
+    ]
+    async with workers(served, *fakes) as http:
+        call = asyncio.create_task(http.post("/v1/completions", json=prompt))
+        dropped: set[str] = set()
+        while not call.done():
+            await asyncio.sleep(0.02)
+            for fake in fakes:
+                if fake.killed_by and fake.instance_id not in dropped:
+                    dropped.add(fake.instance_id)
+                    await asyncio.to_thread(
+                        served.etcd.ctl, "del", f"/pullfill/t/workers/decode/{fake.instance_id}"
+                    )
+        first = call.result()
+        assert first.status_code == 400
+        assert "2 decode workers died" in first.json()["error"]["message"]
+        assert len(dropped) == 2
+        (row,) = (await http.get("/pullfill/status")).json()["suspects"]
+        assert (row["state"], row["deaths"], row["prompt_tokens"]) == ("refused", 2, 3)
+        again = await http.post("/v1/completions", json={**prompt, "user": "me"})
+        assert again.status_code == 400
+        assert row["fingerprint"] in again.json()["error"]["message"]
+        async with http.stream("POST", "/v1/completions", json={**prompt, "stream": True}) as reply:
+            text = "".join([chunk async for chunk in reply.aiter_text()])
+        assert "are refused for another" in text
+        good = await http.post("/v1/completions", json={**prompt, "prompt": [70, 71]})
+        assert good.status_code == 200
+        assert len(dropped) == 2
+        ref = ClusterRef("t", served.etcd.url, "nats://127.0.0.1:1")
+        await asyncio.to_thread(command.clear, ref, row["fingerprint"])
+        async with asyncio.timeout(15):
+            while (await http.get("/pullfill/status")).json()["suspects"]:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
