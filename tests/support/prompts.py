@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import httpx
 import openai
@@ -91,7 +92,7 @@ def sampled(
 
     The engine gets one prompt at a time: a prompt of up to 2048 tokens then runs in one step.
     """
-    options = {"ignore_eos": True, **SAMPLED, **more}
+    options: dict[str, Any] = {"ignore_eos": True, **SAMPLED, **more}
     return [oracle.generate([prompt], count, **options)[0].token_ids for prompt in prompts]
 
 
