@@ -10,7 +10,8 @@ from tests.support.ledger_mutants import BROKEN
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
 
 REACHED = {
-    "claim granted", "claim held", "claim committed", "claim closed", "claim stale_incarnation",
+    "claim granted", "claim held", "claim in_progress", "claim committed", "claim closed",
+    "claim stale_incarnation",
     "attempt 2", "attempt 3", "write fenced", "read fenced", "quarantined", "died in a batch",
     "prefix read",
     "2 batches at once", "3 batches at once",
@@ -20,7 +21,7 @@ REACHED = {
     "verdict good", "verdict digest_mismatch", "verdict stale",
     "ended committed", "ended cancelled", "ended timeout", "ended claim_timeout",
     "ended publish_failed", "ended prefill_lost", "ended prefill_failed", "ended rejected",
-    "ended digest_mismatch",
+    "ended digest_mismatch", "ended quarantined",
 }  # fmt: skip
 
 

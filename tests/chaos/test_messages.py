@@ -135,6 +135,7 @@ def settled(target: Target) -> None:
     until(lambda: not target.cluster.status()["queue"]["depth_jobs"], 20, "all are settled")
 
 
+@pytest.mark.long
 def test_row_8_the_backlog_of_a_decode_worker_that_is_gone(target: Target, oracle: Oracle) -> None:
     """Thirty jobs of 4096 tokens each, in front of a live decode worker's: they cost no budget."""
     cluster = target.cluster
