@@ -257,13 +257,12 @@ class FrontendShim:
         try:
             if failure is not None:
                 raise failure
+            if vllm_outputs.bound_grammar(request, core):
+                self._grammars[taken.id] = request
             core.add_request(request)
         except Exception as exc:
             self._forget(taken.id)
             self._refuse(taken.frontend, taken.id, exc)
-            return
-        if vllm_outputs.has_grammar(request):
-            self._grammars[taken.id] = request
 
     def _refuse(self, frontend: Frontend, request_id: str, why: Exception) -> None:
         expected = isinstance(why, BadMessage)

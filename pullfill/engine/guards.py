@@ -6,8 +6,16 @@ The frontend refuses them. Each guard says what vLLM does with such a request, a
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
+MAX_STRUCTURED = 128 << 10
+"""Characters of a schema, grammar, regex or all choices: compiling takes seconds of the core that
+the engine runs on, and much more than in proportion."""
+MAX_CHOICES = 2000
+"""Choices of a structured output: 20,000 compiled for more than a minute."""
+MAX_STOPS = 256
+"""Stop strings of a request. The frontend looks for each of them after each token."""
 _TRANSFER_KEYS = ("kv_transfer_params", "ec_transfer_params")
 
 
@@ -18,4 +26,21 @@ def why_refused(params: Any) -> str:
         # vLLM reads entries of it before we can drop it: AttributeError in the frontend.
         if extra.get(key) is not None and not isinstance(extra[key], dict):
             return f"vllm_xargs.{key} must be an object, and is ignored if it is: leave it out"
+    if len(getattr(params, "stop", None) or ()) > MAX_STOPS:
+        return f"stop has {len(params.stop)} strings, at most {MAX_STOPS} are taken"
+    structured = getattr(params, "structured_outputs", None)
+    return "" if structured is None else _too_large(structured)
+
+
+def _too_large(structured: Any) -> str:
+    choice = structured.choice
+    if isinstance(choice, list) and len(choice) > MAX_CHOICES:
+        return f"structured output has {len(choice)} choices, at most {MAX_CHOICES} are taken"
+    texts = [structured.regex, structured.grammar, structured.structural_tag]
+    size = sum(len(text) for text in [*texts, *(choice or ())] if isinstance(text, str))
+    schema = structured.json
+    if schema is not None:
+        size += len(schema) if isinstance(schema, str) else len(json.dumps(schema))
+    if size > MAX_STRUCTURED:
+        return f"structured output has {size} characters, at most {MAX_STRUCTURED} are taken"
     return ""

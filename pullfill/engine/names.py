@@ -44,6 +44,11 @@ _WORKER = {
         "SingleTypeKVCacheManager.get_num_skipped_tokens",
     ),
     "vllm.v1.request": ("Request", "RequestStatus.WAITING_FOR_REMOTE_KVS"),
+    "vllm.v1.structured_output.request": ("StructuredOutputRequest:_grammar",),
+    "vllm.v1.structured_output.backend_types": (
+        "StructuredOutputGrammar.accept_tokens",
+        "StructuredOutputGrammar.fill_bitmask",
+    ),
     "vllm.v1.metrics.stats": ("PrefillStats:num_local_cached_tokens",),
     "vllm.v1.executor": ("Executor.get_class",),
     "vllm.v1.executor.multiproc_executor": ("WorkerProcHandle:proc", "WorkerProcHandle:rank"),

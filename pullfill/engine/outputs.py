@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-_MAX_REASON = 500
-"""Characters of a compiler's message that are passed on."""
-
 
 def strip_transfer_params(request: Any) -> None:
     """Remove client-sent `kv_transfer_params`: only we decide how KV moves. The frontend does this
@@ -40,27 +37,25 @@ def error_outputs(request_id: str, why: str) -> Any:
     )
 
 
-def has_grammar(request: Any) -> bool:
-    """Whether a vLLM Request has structured output."""
-    return getattr(request, "structured_output_request", None) is not None
+def bound_grammar(request: Any, core: Any) -> bool:
+    """Whether a vLLM Request has structured output. If so, bounds its grammar (grammars.py)."""
+    if getattr(request, "structured_output_request", None) is None:
+        return False
+    from pullfill.engine import grammars
+
+    grammars.bound(request, core.vllm_config.model_config.get_vocab_size())
+    return True
 
 
 def explain_error(output: Any, request: Any) -> None:
-    """If an output ends a request with an error, and its structured output is the reason, say so in
-    `stop_reason`. vLLM itself tells clients nothing. request: vLLM's Request with a grammar."""
+    """If an output ends a request with structured output with an error, say why in `stop_reason`.
+    vLLM itself tells clients nothing. request: vLLM's Request."""
     from vllm.v1.engine import FinishReason
 
-    if output.finish_reason != FinishReason.ERROR:
-        return
-    grammar = request.structured_output_request.grammar
-    if isinstance(grammar, Exception):
-        text = " ".join(str(grammar).split())[:_MAX_REASON] or type(grammar).__name__
-        output.stop_reason = f"the structured output of the request does not compile: {text}"
-    else:
-        output.stop_reason = (
-            "the structured output of the request allows no token after "
-            f"{max(0, request.num_output_tokens - 1)} tokens of the answer: no text matches it"
-        )
+    from pullfill.engine import grammars
+
+    if output.finish_reason == FinishReason.ERROR:
+        output.stop_reason = grammars.why_ended(request)
 
 
 def utility_outputs(call_id: int, result: Any, failure: str | None) -> Any:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
-from tests.support.cluster import Cluster
+from tests.support.cluster import MODEL, Cluster
 from tests.support.odd import message_of, send, unharmed, wrong_with
 from tests.support.oracle import Oracle
 
@@ -15,6 +18,8 @@ pytestmark = pytest.mark.engine
 COMPLETIONS = "/v1/completions"
 HALF = "\ud800"
 LOOP = {"grammar": "root ::= root"}
+GROWING_REGEX = "((((.{0,9}){0,9}){0,9}){0,9}){0,9}"
+SLOW_REGEX = "((((((.{0,9}){0,9}){0,9}){0,9}){0,9}){0,9}){0,9}"
 NO_TEXT = "no text matches it"
 PAIR = "half of a surrogate pair"
 
@@ -42,6 +47,30 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "transfer parameters that are no object": (
         COMPLETIONS, {"vllm_xargs": {"kv_transfer_params": "x"}}, "kv_transfer_params",
     ),
+    "a regex whose masks take seconds": (
+        COMPLETIONS, {"structured_outputs": {"regex": SLOW_REGEX}}, "too complex",
+    ),
+    "a regex whose masks take longer and longer": (
+        COMPLETIONS,
+        {"structured_outputs": {"regex": GROWING_REGEX}, "max_tokens": 20, "ignore_eos": True},
+        "too complex",
+    ),
+    "many choices": (
+        COMPLETIONS,
+        {"structured_outputs": {"choice": [f"choice number {i}" for i in range(20_000)]}},
+        "at most 2000",
+    ),
+    "a huge schema": (
+        COMPLETIONS,
+        {"structured_outputs": {"json": {"enum": [f"v{i}" for i in range(20_000)]}}},
+        "characters",
+    ),
+    "many choices of an answer": (COMPLETIONS, {"n": 16_000}, "n must be at most 128"),
+    "many stop strings": (
+        "/inference/v1/generate",
+        {"token_ids": [20, 21], "sampling_params": {"stop": [f"s{i}" for i in range(10**5)]}},
+        "at most 256",
+    ),
     "a number that no wire can carry": (COMPLETIONS, {"top_k": 10**30}, "cannot be sent"),
 }  # fmt: skip
 
@@ -52,10 +81,37 @@ def test_a_request_that_cannot_be_served_gets_400_and_a_reason(
 ) -> None:
     path, body, words = REFUSED[case]
     with unharmed(cluster, oracle):
-        given = {"prompt": "hello", "max_tokens": 3, "temperature": 1.0, **body}
-        if "messages" in given:
-            del given["prompt"]
+        given: dict[str, Any] = {"prompt": "hello", "max_tokens": 3, "temperature": 1.0, **body}
+        if path != COMPLETIONS:
+            given = {**body, "max_tokens": 3}
         answer = send(cluster, path, given)
         assert wrong_with(answer) == ""
         assert answer.status_code == (200 if body.get("stream") else 400), answer.text
         assert words in message_of(answer)
+
+
+def test_a_grammar_that_takes_seconds_does_not_stop_others(cluster: Cluster) -> None:
+    """Its one mask takes most of the time of its request. Another stream goes on meanwhile."""
+    odd = {"prompt": "a", "max_tokens": 1, "structured_outputs": {"regex": SLOW_REGEX}}
+
+    def timed() -> tuple[int, float]:
+        started = time.monotonic()
+        return send(cluster, COMPLETIONS, odd).status_code, time.monotonic() - started
+
+    with (
+        cluster.client().completions.create(
+            model=MODEL, prompt="hello", max_tokens=3000, stream=True,
+            extra_body={"ignore_eos": True},
+        ) as stream,
+        ThreadPoolExecutor(1) as pool,
+    ):  # fmt: skip
+        tokens = iter(stream)
+        for _ in range(20):
+            next(tokens)
+        asked, times = pool.submit(timed), [time.monotonic()]
+        while not asked.done():
+            next(tokens)
+            times.append(time.monotonic())
+    status, took = asked.result()
+    assert status == 400
+    assert max(b - a for a, b in pairwise(times)) < took / 2
