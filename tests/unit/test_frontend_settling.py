@@ -169,3 +169,25 @@ async def test_choices_that_fail_together_are_counted_once(
     await until(lambda: list(waiting.sink.failures) == ["a1"])
     assert waiting.dispatcher.in_flight == 0
     assert failed.get() - before == 2
+
+
+async def test_a_worker_that_says_why_a_request_fails_is_believed() -> None:
+    """The user gets the reason, as an error of the request, and no token after it."""
+    desk = Desk(request("a1"), request("a2"), request("b"))
+    desk.say("a1", 1)
+    error = Output("a1", [2], finish_reason=rpc._ERROR, stop_reason="no text matches it")
+    frames = [zmq.Frame(msgspec.msgpack.encode(Outputs(outputs=[error], timestamp=1.0)))]
+    desk.dispatcher.on_outputs(desk.workers[0], frames)  # type: ignore[arg-type]
+    assert desk.sink.failures == {"a1": "no text matches it"}
+    assert desk.sink.refused == {"a1"}
+    assert desk.sink.tokens["a1"] == [1]
+    assert desk.dispatcher.in_flight == 1, "the other choice of that answer ended too"
+
+
+async def test_a_request_that_no_wire_can_carry_is_refused() -> None:
+    desk = Desk(request("a"))
+    odd = request("b")
+    odd.sampling_params.seed = 10**30
+    desk.dispatcher.submit(odd)
+    assert desk.sink.refused == {"b"}
+    assert desk.dispatcher.in_flight == 1
