@@ -69,28 +69,24 @@ class BoundedGrammar(StructuredOutputGrammar):  # type: ignore[misc]
             self.slow = True
 
 
-def bound(request: Any, vocab_size: int) -> None:
-    """Wrap the grammar of a vLLM Request, compiled or being compiled. Does nothing without one."""
-    structured = getattr(request, "structured_output_request", None)
-    if structured is None:
+def bound(request: Any, core: Any) -> None:
+    """Wrap the grammar that vLLM compiles for a Request with structured output. core: vLLM's
+    EngineCore. Returns at once; the first mask is tried by the threads that compile."""
+    structured = request.structured_output_request
+    compiling = structured._grammar
+    if not isinstance(compiling, Future):
         return
-    inner, outer = structured._grammar, Future[StructuredOutputGrammar]()
-    if not isinstance(inner, Future):
-        return
+    words = -(-core.vllm_config.model_config.get_vocab_size() // 32)
 
-    def compiled(done: Future[Any]) -> None:
-        try:
-            grammar = BoundedGrammar(done.result())
-            grammar.fill_bitmask(torch.full((1, -(-vocab_size // 32)), -1, dtype=torch.int32), 0)
-            if grammar.slow:
-                raise TooSlow(SLOW)
-        except BaseException as exc:
-            outer.set_exception(exc)
-        else:
-            outer.set_result(grammar)
+    def tried() -> BoundedGrammar:
+        grammar = BoundedGrammar(compiling.result())
+        grammar.fill_bitmask(torch.full((1, words), -1, dtype=torch.int32), 0)
+        if grammar.slow:
+            raise TooSlow(SLOW)
+        return grammar
 
-    inner.add_done_callback(compiled)
-    structured.grammar = outer
+    # The pool runs jobs in order, so `compiling` is done or has a thread when this one runs.
+    structured.grammar = core.structured_output_manager.executor.submit(tried)
 
 
 def why_ended(request: Any) -> str:

@@ -43,7 +43,7 @@ def bound_grammar(request: Any, core: Any) -> bool:
         return False
     from pullfill.engine import grammars
 
-    grammars.bound(request, core.vllm_config.model_config.get_vocab_size())
+    grammars.bound(request, core)
     return True
 
 

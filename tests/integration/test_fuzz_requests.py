@@ -182,8 +182,6 @@ OTHERS = st.one_of(
     st.tuples(st.just("/v1/messages"), _bodies(messages=MESSAGES, max_tokens=LIMIT)),
     st.tuples(st.just("/tokenize"), _bodies(prompt=PROMPT)),
     st.tuples(st.just("/detokenize"), _bodies(tokens=IDS)),
-    st.tuples(st.just("/inference/v1/generate"), st.fixed_dictionaries(
-        {"token_ids": IDS, "sampling_params": PARAMETERS})),
     st.tuples(
         st.just("/v1/chat/completions/batch"),
         _bodies(messages=st.lists(MESSAGES, max_size=2), max_tokens=LIMIT),

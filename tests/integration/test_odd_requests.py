@@ -66,11 +66,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "characters",
     ),
     "many choices of an answer": (COMPLETIONS, {"n": 16_000}, "n must be at most 128"),
-    "many stop strings": (
-        "/inference/v1/generate",
-        {"token_ids": [20, 21], "sampling_params": {"stop": [f"s{i}" for i in range(10**5)]}},
-        "at most 256",
-    ),
     "a number that no wire can carry": (COMPLETIONS, {"top_k": 10**30}, "cannot be sent"),
 }  # fmt: skip
 
