@@ -230,7 +230,14 @@ def asks_for_the_proof_once(patch: Patch) -> None:
     def tick(self: Ledger) -> float | None:
         real(self)
         now = self._clock.monotonic()
-        return min((entry.due - now for entry in self._jobs.values()), default=None)
+        quarantined = JobState.QUARANTINED
+        return min(
+            (
+                (entry.deadline if entry.state is quarantined else entry.due) - now
+                for entry in self._jobs.values()
+            ),
+            default=None,
+        )
 
     patch.setattr(Ledger, "tick", tick)
 
