@@ -94,6 +94,7 @@ class ControlServer:
         self._seldom = log.Seldom(_COMPLAIN_EVERY_S)
         self.address = ""
         self.prefill_workers = 0
+        self.past_stream: Callable[[], bool] = lambda: False  # then workers wait that pull nothing
 
     async def start(self, host: str, port: int = 0) -> None:
         """Listen (port 0: the OS picks one) and start the ledger's timer."""
@@ -306,7 +307,7 @@ class ControlServer:
 
     def _nobody_pulls(self) -> None:
         """With no worker left that pulls, what nobody has claimed is served locally at once."""
-        if self.prefill_workers == 0 and self._ledger.open_jobs:
+        if self.prefill_workers == 0 and self._ledger.open_jobs and not self.past_stream():
             self._ledger.give_up_all(Outcome.PREFILL_LOST, but_granted=True)
 
     def _dispatch(self, peer: Peer, message: object) -> None:

@@ -43,7 +43,8 @@ class Outlook:
             prompt_tokens=prompt_tokens,
             hit_tokens=hit_tokens,
             ineligible=ineligible or ("" if self.within_reach else "no_transport"),
-            prefill_workers=self.control.prefill_workers,
+            # Those that do not reach the stream say that they pull nothing, and yet wait for jobs.
+            prefill_workers=self.control.prefill_workers or int(self.producer.past_stream),
             queue_available=self.producer.available,
             claims_stalled=ledger.claims.stalled,
             # Our own jobs count from the moment they are opened: the queue hears of them later.
@@ -70,13 +71,18 @@ class Outlook:
 
     def servers(self) -> dict[str, Any]:
         """`servers` and `queue` of /status. The queue is null while NATS does not answer."""
-        queue = msgspec.to_builtins(self.producer.depth()) if self.producer.available else None
+        queue = msgspec.to_builtins(self.producer.depth()) if self._known else None
         return {"servers": servers_json(self.producer.health, self.etcd), "queue": queue}
+
+    @property
+    def _known(self) -> bool:
+        """Whether the queue's figures are of now."""
+        return self.producer.available and not self.producer.past_stream
 
     def refresh_metrics(self) -> None:
         """The gauges of the queue; not a number while NATS does not answer."""
         depth = self.producer.depth()
-        known = self.producer.available
+        known = self._known
         metrics.QUEUE_DEPTH_JOBS.set(depth.depth_jobs if known else math.nan)
         metrics.QUEUE_DEPTH_TOKENS.set(depth.depth_tokens if known else math.nan)
         metrics.QUEUE_OLDEST_AGE.set(depth.oldest_age_s if known else math.nan)

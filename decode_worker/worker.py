@@ -304,6 +304,7 @@ class DecodeWorker:
             block_size=self._config.cache_config.block_size,
         )
         self._context.queue_full = producer.look_again
+        control.past_stream = lambda: producer.past_stream
         self._control, self._producer = control, producer
         self._outlook = Outlook(
             self._context.ledger,

@@ -53,7 +53,7 @@ class _Open:
 
 class Acks:
     """See the module text. stream_id: of the stream as it is now. A delivery from another stream is
-    not acked: its number means another job."""
+    not acked: its number means another job. While it is "" (unknown), acks wait."""
 
     def __init__(self, link: Link, stream_id: Callable[[], str]) -> None:
         self._link = link
@@ -128,7 +128,9 @@ class Acks:
 
     async def _tell(self, one: _Open) -> None:
         """Send it, if it has not gone out over this connection."""
-        if not self._link.up or one.generation == self._link.generation:
+        if not self._link.up or not self._stream_id():
+            return
+        if one.generation == self._link.generation:
             return
         if not self._moot(one):
             with contextlib.suppress(NotSent):
@@ -156,6 +158,8 @@ class Acks:
 
     async def _confirm(self) -> None:
         """Send what is not sent, and ask once about all that is open."""
+        if not self._stream_id():
+            return
         self._unsent.clear()
         asked = [one for one in list(self._open.values()) if not self._moot(one)]
         if not asked or not self._link.up:

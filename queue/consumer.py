@@ -7,6 +7,9 @@ lives on the server until it is answered or expires, also after its caller was c
 next `pull` waits on the same request instead of sending another. A job that arrives while nobody
 pulls is given back at once. Requests expire within `REQUEST_S`; without any answer by then plus a
 grace the server is taken for hung.
+
+A job may also come on the direct subject, while the stream has no leader (producer.py). A worker
+takes it only if it waits for one at that moment.
 """
 
 from __future__ import annotations
@@ -29,9 +32,9 @@ from pullfill.queue.acks import Acks
 from pullfill.queue.connection import Link, NoResponders, NotSent, OnEvent
 from pullfill.queue.contract import Delivery, OnDeadLetter, QueueConfig
 from pullfill.queue.deadletter import DeadLetters, MaxDeliveries
-from pullfill.queue.delivery import IN_PROGRESS, JetStreamDelivery
+from pullfill.queue.delivery import IN_PROGRESS, DirectDelivery, JetStreamDelivery
 from pullfill.queue.depth import moment
-from pullfill.queue.names import CONSUMER, Names
+from pullfill.queue.names import CONSUMER, MSG_ID, TAKEN, Names
 from pullfill.queue.streams import NOT_SET, Streams
 from pullfill.wire import QueueSettings
 
@@ -45,6 +48,7 @@ SETTLE_TRY_S = 1.0
 SETTLE_TRIES = 2
 PULLS = "pulls"
 """A part of the server's health: it answers pull requests."""
+_HEAL_PAUSE_S = 0.05
 _NO_MESSAGES = "404"
 _EXPIRED = "408"
 
@@ -67,12 +71,13 @@ class JetStreamConsumer:
         self._moves: MaxDeliveries
         self._inbox = ""
         self._subscription: Subscription | None = None
-        self._arrived: deque[JetStreamDelivery] = deque()
+        self._arrived: deque[JetStreamDelivery | DirectDelivery] = deque()
         self._wake = asyncio.Event()
         self._pulling = asyncio.Lock()
         self._returns: set[asyncio.Task[None]] = set()
         self._waiting = False
         self._draining = False
+        self._checking: asyncio.Task[None] | None = None
         # The one pull request that may be live on the server, and the answer that ended it.
         self._request = 0
         self._live_until = 0.0
@@ -124,6 +129,9 @@ class JetStreamConsumer:
 
     async def close(self) -> None:
         await self.streams.close()
+        if self._checking is not None:
+            self._checking.cancel()
+            await asyncio.gather(self._checking, return_exceptions=True)
         if self.link.up:
             await self.drain()
             await asyncio.gather(*self._returns)
@@ -171,7 +179,7 @@ class JetStreamConsumer:
                 self._arrived.clear()
         return taken
 
-    async def _next(self, wait_s: float) -> JetStreamDelivery | None:
+    async def _next(self, wait_s: float) -> JetStreamDelivery | DirectDelivery | None:
         """One job, or None after `wait_s` or on drain. Raises QueueUnavailable."""
         deadline = SYSTEM_CLOCK.monotonic() + wait_s
         while not self._draining:
@@ -181,6 +189,9 @@ class JetStreamConsumer:
             if not self.link.up:
                 if left <= 0 or not await self.link.wait_up(left):
                     raise QueueUnavailable(f"NATS at {self.link.shown_url} is not connected")
+                continue
+            if not self.stream_id:
+                await self._heal(deadline)
                 continue
             if not self._request_lives():
                 if wait_s > 0 and left < SHORTEST_S:
@@ -243,16 +254,32 @@ class JetStreamConsumer:
         return False
 
     async def _heal(self, deadline: float) -> None:
-        """The request ended oddly (consumer or stream gone, server shutting down)."""
+        """The request ended oddly (consumer or stream gone, server shutting down). A job that comes
+        meanwhile ends the wait."""
         status, self._status = self._status, ""
         logger.debug("pull ended with %s; checking the stream", status)
+        unknown = not self.stream_id
+        checking = self._checking = self._checking or asyncio.create_task(self.streams.ensure())
+        while not (checking.done() or self._arrived or self._draining):
+            self._wake.clear()
+            woken = asyncio.create_task(self._wake.wait())
+            try:
+                await asyncio.wait({checking, woken}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                woken.cancel()
+        if not checking.done():
+            return  # the next pull goes on with it
+        self._checking = None
         try:
-            await self.streams.ensure()
+            checking.result()
+            if unknown:
+                await self._renew()
         except QueueUnavailable as exc:
             self.link.health.failed(str(exc), PULLS)
             if SYSTEM_CLOCK.monotonic() >= deadline:
                 raise
-        await asyncio.sleep(0.05)
+        if not self._arrived:
+            await asyncio.sleep(_HEAL_PAUSE_S)
 
     async def _on_message(self, msg: Msg) -> None:
         try:
@@ -274,6 +301,15 @@ class JetStreamConsumer:
         else:
             await job.nak()
 
+    async def _on_direct(self, msg: Msg) -> None:
+        """A job that the stream cannot take now; without a job: whether we would take one."""
+        free = self._waiting and not self._draining and not self._arrived
+        if free and msg.headers and MSG_ID in msg.headers:
+            self._arrived.append(DirectDelivery(msg))
+            self._wake.set()
+        with contextlib.suppress(NotSent):
+            await self.link.publish(msg.reply, TAKEN if free else b"busy")
+
     def _give_back(self, jobs: list[Any]) -> None:
         for job in jobs:
             task = asyncio.create_task(job.nak())
@@ -283,16 +319,19 @@ class JetStreamConsumer:
     # ------------------------------------------------------------------ connection
 
     async def _setup(self) -> None:
-        await self.streams.ensure()
-        info = await self.link.api(f"STREAM.INFO.{self._names.stream}")
-        if "ts" in info:
-            self.clock_offset_s = moment(info["ts"]).timestamp() - time.time()
+        if await self.streams.reconnected():
+            info = await self.link.api(f"STREAM.INFO.{self._names.stream}")
+            if "ts" in info:
+                self.clock_offset_s = moment(info["ts"]).timestamp() - time.time()
+            self.link.health.ok(PULLS)
+        else:
+            self.link.health.failed("JetStream does not answer", PULLS)
         client = self.link.client
         await self._moves.subscribe()
-        self.link.health.ok(PULLS)
         if not self._draining:
             self._inbox = client.new_inbox()
             self._subscription = await client.subscribe(f"{self._inbox}.*", cb=self._on_message)
+            await client.subscribe(self._names.direct, queue="pullfill", cb=self._on_direct)
         await self._renew()
 
     async def _renew(self) -> None:
@@ -320,6 +359,9 @@ class JetStreamConsumer:
         failure: PullfillError | None = None
         for _ in range(SETTLE_TRIES):
             if not self.link.up and not await self.link.wait_up(SETTLE_TRY_S):
+                continue
+            if not self.stream_id:
+                await asyncio.sleep(SETTLE_TRY_S)
                 continue
             if stream_id != self.stream_id:
                 return

@@ -7,11 +7,15 @@ from typing import TYPE_CHECKING
 
 from nats.aio.msg import Msg
 
+from pullfill import log
+from pullfill.clock import SYSTEM_CLOCK
 from pullfill.queue.contract import DeadLetter
 from pullfill.queue.names import MSG_ID, TOKENS, parse_ack, subject_tokens
 
 if TYPE_CHECKING:
     from pullfill.queue.consumer import JetStreamConsumer
+
+logger = log.get("queue")
 
 
 IN_PROGRESS = b"+WPI"
@@ -27,14 +31,9 @@ class JetStreamDelivery:
     def __init__(self, owner: JetStreamConsumer, msg: Msg) -> None:
         headers = msg.headers or {}
         ack = parse_ack(msg.reply)
-        told = headers.get(TOKENS, "")
         self.job_id: str = (headers.get(MSG_ID) or f"seq-{ack.seq}")[:128]
         self.body: bytes = msg.data
-        self.tokens: int = (
-            int(told)
-            if told.isascii() and told.isdigit() and len(told) < 12
-            else subject_tokens(msg.subject)
-        )
+        self.tokens: int = _tokens(msg)
         self.number: int = ack.number
         self.ack_subject: str = msg.reply
         self._owner = owner
@@ -72,3 +71,40 @@ class JetStreamDelivery:
     def obsolete(self, stream_id: str) -> bool:
         """Whether there is nothing more to say of it: it is settled, or from another stream."""
         return self._settled or self._stream_id != stream_id
+
+
+class DirectDelivery:
+    """A `Delivery` of a job that no stream holds. So there is nothing to settle: a job that is not
+    done is served by its decode worker, after the claim timeout at the latest."""
+
+    def __init__(self, msg: Msg) -> None:
+        headers = msg.headers or {}
+        self.job_id: str = headers.get(MSG_ID, "")[:128]
+        self.body: bytes = msg.data
+        self.tokens: int = _tokens(msg)
+        self.number = 1
+        self.ack_subject = ""
+        self._arrived = SYSTEM_CLOCK.monotonic()
+
+    @property
+    def age_s(self) -> float:
+        return SYSTEM_CLOCK.monotonic() - self._arrived
+
+    async def ack(self) -> None:
+        """Nothing to do."""
+
+    async def nak(self, delay_s: float = 0.0) -> None:
+        """Nothing to do."""
+
+    async def term(self, reason: str) -> None:
+        logger.warning("job %s is poison: %s", self.job_id, reason)
+
+    async def in_progress(self) -> None:
+        """Nothing to do."""
+
+
+def _tokens(msg: Msg) -> int:
+    told = (msg.headers or {}).get(TOKENS, "")
+    if told.isascii() and told.isdigit() and len(told) < 12:
+        return int(told)
+    return subject_tokens(msg.subject)

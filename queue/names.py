@@ -4,6 +4,7 @@
     job subject       pullfill.{namespace}.{compat_hash}.job.{tokens, rounded up}
     void subject      pullfill.{namespace}.{compat_hash}.void
     depth subjects    pullfill.{namespace}.{compat_hash}.depth.{want, report} (shared_depth.py)
+    direct subject    pullfill.{namespace}.{compat_hash}.direct (in no stream)
     dead stream       {stream}-dead, subject pullfill.{namespace}.{compat_hash}.dead
     consumer          prefill (durable, shared by all prefill workers)
 
@@ -33,6 +34,8 @@ EXPECTED_STREAM = "Nats-Expected-Stream"
 TOKENS = "Pullfill-Tokens"
 JOB_ID = "Pullfill-Job"
 REASON = "Pullfill-Reason"
+TAKEN = b"+OK"
+"""Answer on the direct subject of a prefill worker that takes the job, or would."""
 DELIVERIES = "Pullfill-Deliveries"
 
 
@@ -76,6 +79,11 @@ class Names:
     @property
     def void(self) -> str:
         return f"{self.root}.void"
+
+    @property
+    def direct(self) -> str:
+        """Prefill workers that wait for a job listen here, in the queue group `pullfill`."""
+        return f"{self.root}.direct"
 
     @property
     def dead(self) -> str:

@@ -7,6 +7,12 @@ nothing is tried), the next answered refresh closes it. So a stopped server cost
 `publish_timeout_s`, once. While the queue is open only one producer of the model asks the server
 for the depth and tells the others (shared_depth.py); one whose breaker is open asks by itself.
 
+While the stream has no leader, a job goes past the stream: its server died, and NATS takes 4 to
+9 s to elect another. The job is then a request on the direct subject, and one prefill worker that
+waits for a job takes it. The watch task asks there first, without a job. Until a worker says that
+it would take one, `available` stays False. Nothing stores such a job: if it is lost, its decode
+worker serves it locally.
+
 What could not be settled while the server was away (a publish without an answer, a cancel) is
 remembered as a debt and paid at the next answered refresh.
 """
@@ -24,11 +30,19 @@ from pullfill.clock import SYSTEM_CLOCK
 from pullfill.errors import BadMessage, ConfigError, QueueFull, QueueUnavailable
 from pullfill.health import Health
 from pullfill.queue import streams
-from pullfill.queue.connection import ApiError, Link, NotSent, OnEvent, read_reply
+from pullfill.queue.connection import ApiError, Link, NoResponders, NotSent, OnEvent, read_reply
 from pullfill.queue.contract import DeadLetter, QueueConfig, Receipt
 from pullfill.queue.deadletter import DeadLetters, delete_message
 from pullfill.queue.depth import DepthCache, Snapshot, read_snapshot
-from pullfill.queue.names import CONSUMER, EXPECTED_STREAM, MSG_ID, TOKENS, Names, parse_ack
+from pullfill.queue.names import (
+    CONSUMER,
+    EXPECTED_STREAM,
+    MSG_ID,
+    TAKEN,
+    TOKENS,
+    Names,
+    parse_ack,
+)
 from pullfill.queue.shared_depth import SharedDepth
 from pullfill.queue.streams import NOT_SET, Streams
 from pullfill.wire import QueueSettings, QueueStatus
@@ -45,6 +59,8 @@ BUSY_FOR_S = 2.0
 MAX_DEBTS = 100_000
 JETSTREAM = "jetstream"
 """A part of the server's health: it stores and counts jobs."""
+_NO_STREAM = "direct"
+"""Instead of a stream's identity, for a job that went past the stream."""
 
 
 class JetStreamProducer:
@@ -59,6 +75,7 @@ class JetStreamProducer:
         self._depth = DepthCache()
         self.streams: Streams
         self._answering = False
+        self._takers = False
         self._debts: dict[str, Receipt | None] = {}
         self._used_at = self._asked_at = SYSTEM_CLOCK.monotonic()
         self._refused_at = -math.inf
@@ -103,7 +120,13 @@ class JetStreamProducer:
 
     @property
     def available(self) -> bool:
-        return self._answering and self._link.up and self._link.health.up
+        return self.past_stream or (self._answering and self._link.up and self._link.health.up)
+
+    @property
+    def past_stream(self) -> bool:
+        """Whether jobs go past the stream now: `depth` is old, and who waits for jobs says so by
+        itself."""
+        return self._takers and not self._answering and self._link.up
 
     @property
     def health(self) -> Health:
@@ -124,11 +147,16 @@ class JetStreamProducer:
         if not self.available:
             raise QueueUnavailable("the job queue does not answer now")
         self._touch()
+        if not self._answering:
+            return await self._hand_over(job_id, body, tokens)
         stream_id = self.streams.stream_id
         try:
             answer = await self._store(job_id, body, tokens)
+        except NoResponders as exc:
+            # The stream has no leader, or is gone: then the watch task makes it again.
+            self._trip(exc)
+            return await self._hand_over(job_id, body, tokens)
         except NotSent as exc:
-            # Also when the stream is gone although the server is not: the watch task makes it.
             self._trip(exc)
             raise
         except ApiError as exc:
@@ -186,6 +214,25 @@ class JetStreamProducer:
         )
         return read_reply(reply)
 
+    async def _hand_over(self, job_id: str, body: bytes, tokens: int) -> Receipt:
+        """Give a job to a prefill worker that waits for one, past the stream, which cannot take it.
+        Nothing stores it: if the worker dies, the job is served locally. Raises QueueUnavailable
+        if no worker waits."""
+        headers = {MSG_ID: job_id, TOKENS: str(tokens)}
+        self._takers = await self._ask_takers(body, headers)
+        if not self._takers:
+            raise QueueUnavailable("the job queue has no leader, and no prefill worker is free")
+        return Receipt(job_id, 0, stream_id=_NO_STREAM, tokens=tokens)
+
+    async def _ask_takers(self, body: bytes, headers: dict[str, str] | None = None) -> bool:
+        """Whether a prefill worker takes this job; without a body: would take one."""
+        with contextlib.suppress(QueueUnavailable):
+            reply = await self._link.request(
+                self._names.direct, body, self._config.publish_timeout_s, headers
+            )
+            return bool(reply.data == TAKEN)
+        return False
+
     async def _remove(self, receipt: Receipt) -> bool:
         """Delete one job of the current stream."""
         there = await delete_message(
@@ -198,15 +245,17 @@ class JetStreamProducer:
     # ------------------------------------------------------------------ breaker, depth, debts
 
     async def _setup(self) -> None:
-        await self.streams.ensure()
         await self._shared.subscribe()
+        if not await self.streams.reconnected():
+            self._trip(QueueUnavailable("JetStream does not answer"))
+            return
         # `start` returns right after this: be usable then, without waiting for the watcher.
         self._depth.store(await self._ask(), SYSTEM_CLOCK.monotonic())
         self._answers()
         self._kick.set()
 
     def _on_down(self) -> None:
-        self._answering = False
+        self._answering = self._takers = False
 
     def _answers(self) -> None:
         self._answering = True
@@ -214,7 +263,10 @@ class JetStreamProducer:
 
     def _trip(self, why: Exception) -> None:
         if self._answering:
-            logger.warning("the job queue does not answer; prefilling locally until it does")
+            logger.warning(
+                "the job queue does not answer; until it does, prefilling locally, or by prefill "
+                "workers that wait for a job"
+            )
         self._answering = False
         self._link.health.failed(str(why), JETSTREAM)
         self._kick.set()
@@ -230,9 +282,11 @@ class JetStreamProducer:
                 await self._link.wait_up(IDLE_REFRESH_S)
                 continue
             try:
-                await self._look()
-            except QueueUnavailable as exc:
-                self._trip(exc)
+                try:
+                    await self._look()
+                except QueueUnavailable as exc:
+                    self._trip(exc)
+                self._takers = not self._answering and await self._ask_takers(b"")
             except Exception as exc:  # this task opens the queue again: it must not end
                 logger.exception("an answer of the job queue makes no sense")
                 self._trip(exc)
@@ -250,6 +304,8 @@ class JetStreamProducer:
             else:
                 self._trip(exc)
             return
+        if not self.streams.stream_id:
+            await self.streams.ensure()  # the connection came up without JetStream
         self._depth.store(snapshot, asked_at)
         self.streams.stream_id = snapshot.stream_id
         if not self._answering:

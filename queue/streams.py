@@ -23,6 +23,8 @@ from pullfill.wire import QueueSettings
 logger = log.get("queue")
 
 NOT_SET = QueueSettings()
+RECONNECT_S = 0.5
+"""A connection without JetStream is of use, too: jobs go past the stream."""
 DUPLICATE_WINDOW_S = 120.0
 DEAD_MAX = 1000
 DEAD_MAX_BYTES = 256 << 20
@@ -115,6 +117,7 @@ class Streams:
         self._names = names
         self._config = config
         self._settings = settings
+        self._known_once = False
         self._task: asyncio.Task[None] | None = None
 
     def configure(self, settings: QueueSettings) -> None:
@@ -142,6 +145,20 @@ class Streams:
                 await self.ensure()
         except (QueueUnavailable, ConfigError) as exc:
             logger.warning("the queue settings are not applied yet: %s", exc)
+
+    async def reconnected(self) -> bool:
+        """`ensure` for a new connection. False: JetStream does not answer now, so nobody knows
+        which stream there is; `ensure` must be tried again. The first time that raises."""
+        self.stream_id = ""
+        try:
+            async with asyncio.timeout(RECONNECT_S if self._known_once else None):
+                await self.ensure()
+        except (QueueUnavailable, TimeoutError):
+            if not self._known_once:
+                raise
+            return False
+        self._known_once = True
+        return True
 
     async def ensure(self) -> None:
         """Make what is not there; change what exists only where `queue.*` sets it.

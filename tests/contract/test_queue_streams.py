@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from pullfill.queue.connection import Link
+from pullfill.errors import QueueUnavailable
+from pullfill.queue.connection import Link, NoResponders
 from pullfill.queue.contract import QueueConfig
 from pullfill.queue.jetstream import JetStreamConsumer, JetStreamProducer
 from pullfill.queue.names import CONSUMER, Names
@@ -66,6 +67,37 @@ async def test_a_server_whose_clock_was_set_back_makes_no_delivery_stale(
     assert (again.job_id, again.number) == ("held", 2)
     await again.ack()
     await until(lambda: producer.depth().depth_jobs == 0)
+    await asyncio.gather(producer.close(), consumer.close())
+
+
+async def test_while_the_stream_has_no_leader_a_job_goes_to_a_worker_that_waits(
+    server: NatsServer, config: QueueConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    producer, consumer = await both(server, config, QueueSettings())
+
+    async def no_leader(*_: object) -> Any:
+        raise NoResponders("nobody there")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(producer, "_store", no_leader)
+        patch.setattr(producer, "_ask", no_leader)
+        with pytest.raises(QueueUnavailable):
+            await producer.publish("nobody waits", b"body", 7)
+        pulling = asyncio.create_task(consumer.pull(100, 1, HANG_S))
+        await until(lambda: producer.available)
+        receipt = await producer.publish("a", b"body", 7)
+        [job] = await pulling
+        assert (job.job_id, job.body, job.tokens, job.number) == ("a", b"body", 7, 1)
+        await job.in_progress()
+        await job.ack()
+        with pytest.raises(QueueUnavailable):
+            await producer.publish("nobody waits", b"body", 7)
+        assert not await producer.cancel(receipt)
+    await until(lambda: producer._answering)
+    assert (await producer.publish("b", b"body", 7)).seq == 1
+    [job] = await consumer.pull(100, 1, HANG_S)
+    assert job.job_id == "b", "nothing is left of the others"
+    await job.ack()
     await asyncio.gather(producer.close(), consumer.close())
 
 

@@ -184,13 +184,14 @@ class NatsCluster:
         return found
 
     async def info(self, stream: str) -> dict[str, Any]:
-        """STREAM.INFO, once the stream has a leader and all its replicas are current."""
+        """STREAM.INFO, once it has a leader and its replicas on living servers are current."""
         async with self.client() as client, asyncio.timeout(START_TIMEOUT_S):
             while True:
                 info = await self.api(client, f"STREAM.INFO.{stream}")
                 group = info.get("cluster", {})
-                replicas = group.get("replicas", ())
-                if group.get("leader") and all(one["current"] for one in replicas):
+                alive = {f"n{i}" for i, member in enumerate(self.members) if member.alive}
+                replicas = [one for one in group.get("replicas", ()) if one["name"] in alive]
+                if group.get("leader") in alive and all(one["current"] for one in replicas):
                     return info
                 await asyncio.sleep(0.02)
 

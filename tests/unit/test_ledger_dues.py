@@ -8,6 +8,7 @@ import pytest
 
 from pullfill.decode_worker.entry import Entry
 from pullfill.decode_worker.ledger import Ledger
+from pullfill.decode_worker.moves import NakDelivery, Settle
 from pullfill.errors import Outcome
 from pullfill.transfer.loopback import LoopbackFences
 from tests.support.fakes import FakeClock
@@ -152,3 +153,19 @@ def test_an_overdue_tick_that_fails_is_tried_again(
         ledger.tick_overdue()
     ledger.tick_overdue()
     assert ledger.open_jobs == 0
+
+
+def test_a_dead_writer_whose_job_no_stream_holds_costs_the_claim_timeout_at_most(
+    ledger: Ledger, clock: FakeClock
+) -> None:
+    """Such a job comes past the stream, so its delivery has no ack subject to hand back."""
+    fill(ledger, 1, claim_timeout_s=5.0)
+    ledger.published("j0", object(), b"")
+    assert ledger.claim("j0", "i", "dead", "").grant is not None
+    ledger.writer_lost("dead", others_alive=True)
+    assert not any(isinstance(action, NakDelivery) for action in ledger.take_actions())
+    assert not [e for e in ledger.take_events() if isinstance(e, Settle)], "another may claim it"
+    clock.advance(5.0)
+    ledger.tick()
+    (settled,) = [e for e in ledger.take_events() if isinstance(e, Settle)]
+    assert (settled.loaded, settled.outcome) == (False, Outcome.CLAIM_TIMEOUT)
