@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import os
+import resource
 import socket
+import sys
 from functools import cache
 from pathlib import Path
 
 SHM_DIR_ENV = "PULLFILL_SHM_DIR"
+_OPEN_FILES = 1 << 16
+"""Enough for 32,000 KV connections; some programs walk through all that are allowed."""
 
 
 def shm_dir() -> Path:
@@ -28,3 +32,18 @@ def host_id() -> str:
     except OSError:
         shm = 0
     return hashlib.blake2b(f"{boot}/{shm}".encode(), digest_size=8).hexdigest()
+
+
+def open_files() -> int:
+    """How many descriptors this process may have."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sys.maxsize if soft == resource.RLIM_INFINITY else soft
+
+
+def allow_open_files() -> None:
+    """Raise this process's soft limit to the hard one, at most to 65536: distributions start
+    processes with 1024, and a worker has a few connections for each worker of the other kind."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -50,6 +50,12 @@ KV_CREDITS = Gauge(
 KV_IN_FLIGHT = Gauge(
     "pullfill_kv_in_flight_bytes", "KV bytes handed over to be read, written or kept", ["verb"]
 )
+KV_CONNECTIONS = Gauge(
+    "pullfill_kv_connections", "Connections of other workers to this worker's KV port"
+)
+KV_REFUSED = Counter(
+    "pullfill_kv_connections_refused", "KV connections refused because a bound was met", ["why"]
+)
 KV_DIGEST = Counter(
     "pullfill_kv_digest", "Commits whose blocks were checked against their digest", ["result"]
 )

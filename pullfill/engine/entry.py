@@ -10,6 +10,7 @@ from pullfill import log
 from pullfill.config import WorkerOptions, ranks_of
 from pullfill.engine import check, process
 from pullfill.errors import ConfigError, IncompatibleError, PullfillError
+from pullfill.host import allow_open_files
 from pullfill.lifecycle import leave
 
 
@@ -25,6 +26,7 @@ def run_worker(
     Leaves through os._exit so that no library's thread can hold the process.
     """
     log.setup(role)
+    allow_open_files()
     eager = "--enforce-eager" in vllm_args
     ranks = ranks_of(vllm_args)
     process.prepare(cpu=options.cpu, model=options.model, eager=eager, ranks=ranks)

@@ -283,20 +283,6 @@ def test_after_the_opening_its_limit_is_lifted(make: Make, monkeypatch: pytest.M
     session.close()
 
 
-def test_connections_are_bounded(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "MAX_CONNECTIONS", 2)
-    rig = make()
-    region, mine = rig.region(DENSE), rig.local(DENSE)
-    sessions = [rig.connect(mine, region) for _ in range(2)]
-    with pytest.raises(PeerUnavailable):
-        rig.connect(mine, region)
-    sessions.pop().close()
-    wait_for(lambda: region.owner.connections == 1)  # type: ignore[attr-defined]
-    sessions.append(rig.connect(mine, region))
-    for session in sessions:
-        session.close()
-
-
 def test_no_thread_left_for_a_connection(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is refused, others are served afterwards, and closing works."""
     rig = make()

@@ -19,8 +19,9 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from pullfill import host as machine
 from pullfill.errors import AuthFailed, BadMessage, ConfigError, PullfillError, TransferFailed
-from pullfill.metrics import AUTH_REFUSED, STALE_REFUSED
+from pullfill.metrics import AUTH_REFUSED, KV_CONNECTIONS, KV_REFUSED, STALE_REFUSED
 from pullfill.security import ClusterKey
 from pullfill.transfer.contract import LocalMemory
 from pullfill.transfer.session import Gate
@@ -32,9 +33,15 @@ from pullfill.wire import FenceToken
 
 log = logging.getLogger(__name__)
 
-MAX_CONNECTIONS = 512
+FILES_EACH = 2
+"""Descriptors that one connection holds: its socket and its gate."""
+FILES_SPARED = 256
+"""Descriptors of the process that KV connections leave to everything else."""
 MAX_STRANGERS = 64
-"""Connections in all, and those that have not yet said hello."""
+"""Connections that have not yet said hello."""
+STRANGERS_S = 1.0
+"""So long the next connection waits for one of them to say hello, then it is refused. A fleet that
+connects at once is served in turn."""
 PATIENCE_S = 0.02
 """A batch of a peer that is alive ends within this; after it, a revoke interrupts. Decides when a
 connection is given up, never that anything is proved."""
@@ -61,6 +68,7 @@ class StreamServer:
         self._key = key
         self._stall_s = stall_s
         self._mutex = threading.Lock()
+        self._fewer_strangers = threading.Condition(self._mutex)
         self._connections: set[Connection] = set()
         self._strangers: set[SocketLink] = set()
         self._threads: set[threading.Thread] = set()
@@ -74,7 +82,7 @@ class StreamServer:
         """Listen. Raises ConfigError when the address cannot be had."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            self._listening = socket.create_server((host, port), family=family, backlog=128)
+            self._listening = socket.create_server((host, port), family=family, backlog=4096)
         except (OSError, OverflowError) as exc:
             raise ConfigError(f"cannot listen for KV on {host}:{port}: {exc}") from exc
         self.address = f"tcp://{host}:{self._listening.getsockname()[1]}"
@@ -102,6 +110,7 @@ class StreamServer:
             if self._closed:
                 return
             self._closed = True
+            self._fewer_strangers.notify_all()
         if self._listening is not None:
             with contextlib.suppress(OSError):
                 self._listening.shutdown(socket.SHUT_RDWR)
@@ -130,6 +139,7 @@ class StreamServer:
                 except OSError as exc:
                     if self._closed:
                         return
+                    KV_REFUSED.labels("open_files").inc()
                     self._complain(f"cannot accept KV connections: {exc}")
                     time.sleep(0.05)  # no descriptor left: others may be given back
                     continue
@@ -147,21 +157,45 @@ class StreamServer:
         )
         try:
             with self._mutex:
-                full = (
-                    len(self._connections) + len(self._strangers) >= MAX_CONNECTIONS
-                    or len(self._strangers) >= MAX_STRANGERS
-                )
-                if self._closed or full:
-                    raise TransferFailed("too many connections")
+                self._check_room()
                 self._strangers.add(link)
                 self._threads.add(thread)
             thread.start()  # waits until it runs, so not under the mutex
         except (TransferFailed, RuntimeError) as exc:
             self._complain(f"refused a KV connection from {host}: {exc}")
-            with self._mutex:
-                self._strangers.discard(link)
-                self._threads.discard(thread)
+            if isinstance(exc, RuntimeError):
+                KV_REFUSED.labels("threads").inc()
+            self._forget(link, thread, None)
             link.close()
+
+    def _check_room(self) -> None:
+        """With the mutex held. Raises TransferFailed when there is no room for one more."""
+        held = len(self._connections) + len(self._strangers)
+        most = (machine.open_files() - FILES_SPARED) // FILES_EACH
+        if held >= most:
+            KV_REFUSED.labels("open_files").inc()
+            raise TransferFailed(
+                f"{held} KV connections are all that the limit of {machine.open_files()} open "
+                "files allows: raise it (ulimit -n) and restart this worker"
+            )
+        if not self._fewer_strangers.wait_for(
+            lambda: self._closed or len(self._strangers) < MAX_STRANGERS, STRANGERS_S
+        ):
+            KV_REFUSED.labels("strangers").inc()
+            raise TransferFailed(f"{MAX_STRANGERS} others connected and have not said hello")
+        if self._closed:
+            raise TransferFailed("this worker leaves")
+
+    def _forget(
+        self, link: SocketLink, thread: threading.Thread, connection: Connection | None
+    ) -> None:
+        with self._mutex:
+            self._strangers.discard(link)
+            self._fewer_strangers.notify_all()
+            if connection is not None:
+                self._connections.discard(connection)
+                KV_CONNECTIONS.dec()
+            self._threads.discard(thread)
 
     def _serve(self, link: SocketLink, host: str) -> None:
         connection: Connection | None = None
@@ -182,11 +216,7 @@ class StreamServer:
             if connection is not None:
                 connection.close()
             link.close()
-            with self._mutex:
-                self._strangers.discard(link)
-                if connection is not None:
-                    self._connections.discard(connection)
-                self._threads.discard(threading.current_thread())
+            self._forget(link, threading.current_thread(), connection)
 
     def _admit(self, link: SocketLink) -> Connection:
         """Through the opening, with the reason told to whoever is refused."""
@@ -197,13 +227,15 @@ class StreamServer:
             if not isinstance(exc, TransferFailed):
                 hello.refuse(link, exc)
             raise
+        link.set_stall(self._stall_s)
         with self._mutex:
             self._strangers.discard(link)
+            self._fewer_strangers.notify_all()
             self._connections.add(connection)
+            KV_CONNECTIONS.inc()
             leaving = self._closed
         if leaving:
             connection.end()
-        link.set_stall(self._stall_s)
         return connection
 
     def _complain(self, text: str) -> None:
