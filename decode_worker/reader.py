@@ -1,10 +1,10 @@
 """Reads finished blocks out of a prefill worker's KV memory into ours (`--kv-mode pull`).
 
-One thread for each connected prefill worker, so that a slow one delays only its own jobs. The
-session is made at the first read. A read always ends: it is answered, refused by the prefill
-worker's fence, or broken, and a transport that waits for bytes gives up by itself. A worker whose
-memory cannot be reached writes; as long as jobs go to it, it is looked for again now and then, and
-read again once it is found, at no job's cost.
+One lane for each connected prefill worker, so that a slow one delays only its own jobs. The
+session is made at the first read, and again at the first one after `IDLE_S` without any. A read
+always ends: it is answered, refused by the prefill worker's fence, or broken, and a transport that
+waits for bytes gives up by itself. A worker whose memory cannot be reached writes; as long as jobs
+go to it, it is looked for again now and then, and read again once it is found, at no job's cost.
 
 Lifecycle: made by the control server when a worker connects that can be read; `leave` when its
 connection ends (what was ready is still read: shared memory outlives its owner); `close` when we
@@ -16,12 +16,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 from pullfill import failpoints, log, metrics, u32
 from pullfill.clock import SYSTEM_CLOCK, Clock
 from pullfill.config import WorkerOptions
 from pullfill.errors import HandoffError, IncompatibleError, PullfillError, TransferFailed
+from pullfill.idle import IDLE_S, IdleTimer
+from pullfill.lanes import Lane
 from pullfill.security import ClusterKey
 from pullfill.transfer import catalogue
 from pullfill.transfer.choose import choose
@@ -42,9 +43,15 @@ Reach = Callable[[Sequence[RegionDescriptor]], Open]
 
 
 class PeerReader:
-    """One prefill worker's memory and the thread that reads it."""
+    """One prefill worker's memory and the lane in which it is read."""
 
-    def __init__(self, instance_id: str, open_session: Open, clock: Clock = SYSTEM_CLOCK) -> None:
+    def __init__(
+        self,
+        instance_id: str,
+        open_session: Open,
+        clock: Clock = SYSTEM_CLOCK,
+        idle_s: float = IDLE_S,
+    ) -> None:
         self._instance_id = instance_id
         self._open = open_session
         self._clock = clock
@@ -52,14 +59,17 @@ class PeerReader:
         self._closing = False
         self._unreachable = False
         self._tried_at = 0.0
-        self._thread = ThreadPoolExecutor(1, f"kv-reader-{instance_id}")
+        self._lane = Lane()
+        self._left = False
+        self._idle = IdleTimer(self._rest, idle_s)
 
     def within_reach(self) -> bool:
         """Whether the next grant may say pull (asyncio thread). False: its memory could not be
         reached when it was last tried; now and then this has it tried again. Does not block."""
         if self._unreachable and self._clock.monotonic() - self._tried_at >= AGAIN_S:
             self._tried_at = self._clock.monotonic()
-            self._thread.submit(self._look_again)
+            self._lane.put(self._look_again)
+            self._idle.start()
         return not self._unreachable
 
     async def fetch(
@@ -67,28 +77,37 @@ class PeerReader:
     ) -> tuple[MoveResult, str]:
         """Copy the blocks of `ready` into our `blocks`, unless by its turn it is not `wanted` any
         more. Returns what moved, and over which transport. Raises HandoffError, BadMessage and
-        whatever `open_session` raises; when it returns or raises the thread does not touch the
-        blocks any more. Cancelled it still does."""
+        whatever `open_session` raises; when it returns or raises no thread touches the blocks any
+        more. Cancelled it still does."""
         loop = asyncio.get_running_loop()
         source = u32.unpack(ready.block_ids)
-        return await loop.run_in_executor(
-            self._thread, self._fetch, ready.fence, source, list(blocks), wanted
-        )
+        with self._idle.used():
+            return await loop.run_in_executor(
+                self._lane, self._fetch, ready.fence, source, list(blocks), wanted
+            )
 
     def leave(self, over: Callable[[], None]) -> None:
-        """What was asked so far ends by itself, then the session is closed and `over` is called, on
-        the thread. Does not block."""
-        self._thread.submit(self._let_go).add_done_callback(lambda _: over())
-        self._thread.shutdown(wait=False)
+        """What was asked so far ends by itself, then the session is closed and `over` is called, in
+        the lane. Does not block."""
+        self._left = True
+        self._lane.submit(self._let_go).add_done_callback(lambda _: over())
+        self._lane.shutdown(wait=False)
 
     def close(self) -> None:
         """Drop what has not begun, wait for what has, which ends soon if it waits for the prefill
         worker. Nothing is read afterwards. Idempotent, also after `leave`."""
-        self._closing = True
+        self._closing = self._left = True
         if (session := self._session) is not None:
             session.interrupt()
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._lane.shutdown(wait=True, cancel_futures=True)
         self._let_go()
+
+    def _rest(self) -> bool:
+        """Not used for a while. In the lane: a read that comes now opens the session again."""
+        if not self._left and self._session is not None:
+            self._lane.put(self._let_go)
+            logger.debug("closing the idle session to %s", self._instance_id)
+        return True
 
     def _fetch(
         self,
@@ -97,7 +116,7 @@ class PeerReader:
         target: Sequence[int],
         wanted: Callable[[], bool],
     ) -> tuple[MoveResult, str]:
-        """On the thread."""
+        """In the lane."""
         if not wanted():
             raise HandoffError("its job ended before it was read")
         failpoints.hit("decode.before_read")
@@ -131,7 +150,7 @@ class PeerReader:
         return session
 
     def _look_again(self) -> None:
-        """On the thread."""
+        """In the lane."""
         if self._closing or self._session is not None:
             return
         try:

@@ -188,12 +188,12 @@ class DecodeLink:
 
     @property
     def route(self) -> dict[str, object] | None:
-        """Over what we write to this worker, and why over nothing better; None before the first
-        write."""
-        mover = self._shared.current
-        if mover is None:
-            return None
-        return {"transport": mover.transport, "why_not_better": list(mover.why_not_better)}
+        """See SharedMover."""
+        return self._shared.route
+
+    def mover_held(self) -> contextlib.AbstractContextManager[None]:
+        """The copier is not closed as idle meanwhile: for as long as a job needs it."""
+        return self._shared.held()
 
     @property
     def mover_there(self) -> Mover | None:

@@ -1,24 +1,25 @@
-"""Copies KV blocks between this worker and one decode worker, on a thread of its own.
+"""Copies KV blocks between this worker and one decode worker, in a lane of its own.
 
 FIFO: a prefix read, then the writes of each chunk as it was computed. While a chunk is written the
 engine computes the next one (the copy runs outside the GIL); with `push` it waits. With `pull`
 nothing is written: the blocks are kept, for the decode worker to read, until `let_go`. One mover
-per decode worker, so a stuck peer delays only its own jobs. Every submitted operation ends with
+per decode worker, so a stuck peer delays only its own jobs; it has a thread only while it has
+something to do (`lanes.py`). Every submitted operation ends with
 exactly one callback; that of the last kept one comes with `let_go`.
 """
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from pullfill import failpoints, log, metrics
 from pullfill.errors import Fenced, HandoffError
+from pullfill.lanes import Lane
 from pullfill.prefill_worker.credits import Account
 from pullfill.prefill_worker.task import PrefillTask
 from pullfill.transfer.contract import LocalMemory, PeerSession
@@ -50,8 +51,8 @@ class _Operation:
 
 
 class Mover:
-    """Owns one session and its thread. `close` ends both; operations still queued fail, and so do
-    those submitted later, at once and on the caller's thread. `memories`: what the session copies
+    """Owns one session. `close` ends it; operations still queued fail, and so do those submitted
+    later, at once and on the caller's thread. `memories`: what the session copies
     from, of all ranks, for digests and credits. `why_not_better`: why no transport better than
     the session's, for people."""
 
@@ -68,20 +69,25 @@ class Mover:
         self._account = account
         self._block_bytes = sum(memory.layout.block_bytes for memory in memories)
         self._digester = BlockDigester(memories)
-        self._queue: queue.SimpleQueue[_Operation | None] = queue.SimpleQueue()
+        self._name = name
+        self._lane = Lane()
         self._lock = threading.Lock()
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name=f"mover-{name}", daemon=True)
-        self._thread.start()
+        self._keeping = 0
 
     @property
     def transport(self) -> str:
         return self._session.transport
 
+    @property
+    def busy(self) -> bool:
+        """Whether an operation runs or waits, or blocks are kept for the decode worker to read."""
+        return self._lane.busy or self._keeping > 0
+
     def read(
         self, task: PrefillTask, remote: Sequence[int], local: Sequence[int], done: Done
     ) -> None:
-        """Fetch prefix blocks; `done` runs on the mover's thread."""
+        """Fetch prefix blocks; `done` runs on a pool thread."""
         self._submit(_Operation(task, "read", local, remote, False, done))
 
     def write(
@@ -120,6 +126,8 @@ class Mover:
             if done is not None:
                 task.outstanding -= 1
         if done is not None:
+            with self._lock:
+                self._keeping -= 1
             self._charge("keep", -nbytes)
             done(task, None)
 
@@ -135,15 +143,14 @@ class Mover:
         with self._lock:
             if not self._closed:
                 self._closed = True
-                self._queue.put(None)
+                self._put(self._end_session)
         self._session.interrupt()
         if self._account is not None:
             self._account.close()
 
     def join(self, timeout_s: float) -> bool:
         """After `close`: wait until nothing is copied any more. False: not in time."""
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        return self._lane.wait(timeout_s)
 
     def _keep(self, operation: _Operation) -> None:
         """The first kept blocks of a task hold all its blocks, until `let_go`."""
@@ -158,6 +165,8 @@ class Mover:
                 if task.on_let_go is None:
                     task.on_let_go = operation.done
                     task.outstanding += 1
+                    with self._lock:
+                        self._keeping += 1
         if kept:
             self._charge("keep", nbytes)
         self._submit(replace(operation, verb="keep"))
@@ -176,19 +185,21 @@ class Mover:
             operation.task.outstanding += 1
         operation.task.submit()
         self._charge(operation.verb, self._size(operation))
-        if not self._put(operation):
-            self._finish(operation, HandoffError(_ENDED))
-
-    def _put(self, operation: _Operation) -> bool:
-        """False after `close`: the thread may be gone, and nobody would ever end the operation."""
         with self._lock:
-            if not self._closed:
-                self._queue.put(operation)
-            return not self._closed
+            taken = not self._closed and self._put(partial(self._do, operation))
+        if not taken:
+            self._finish(operation, HandoffError(_ENDED if self._closed else _NO_THREAD))
 
-    def _run(self) -> None:
-        while (operation := self._queue.get()) is not None:
-            self._do(operation)
+    def _put(self, call: Callable[[], object]) -> bool:
+        """False: there is no thread for it. Under the lock, so that nothing comes after the end."""
+        try:
+            self._lane.put(call)
+        except RuntimeError as exc:
+            logger.warning("nothing moves to or from %s: %s", self._name, exc)
+            return False
+        return True
+
+    def _end_session(self) -> None:
         try:
             self._session.close()
         except Exception:
@@ -268,3 +279,4 @@ class Mover:
 
 
 _ENDED = "the connection to the decode worker ended"
+_NO_THREAD = "this worker cannot start a thread for the copy"

@@ -276,7 +276,8 @@ class JobRunner:
         if not await self._fits(job, tokens, grant, delivery, give_back):
             return
         try:
-            await self._compute(link, job, tokens, grant, delivery, claim_ms, opening)
+            with link.mover_held():
+                await self._compute(link, job, tokens, grant, delivery, claim_ms, opening)
         except asyncio.CancelledError:
             give_back("stopping", retry=True)
             raise
@@ -346,8 +347,7 @@ class JobRunner:
         task: PrefillTask | None = None
         try:
             async with asyncio.timeout(grant.deadline_s):
-                mover = link.mover_there
-                if mover is None:
+                if (mover := link.mover_there) is None:
                     mover = await opening.unless_over(grant.attempt, link.mover())
                 if grant.incarnation != link.record.incarnation:
                     # It has registered again and this link does not know yet: its memory would

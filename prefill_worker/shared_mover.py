@@ -2,17 +2,20 @@
 
 A KV port that drops packets, or accepts and says nothing, takes seconds to give up. Jobs of this
 decode worker wait for one attempt together, and share its failure for a while after it: they go
-back to the queue at once, and this worker's places go to jobs of others. asyncio thread only.
+back to the queue at once, and this worker's places go to jobs of others. A mover that no job has
+used for `IDLE_S` is closed, and made again at the next use. asyncio thread only.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager
 
 from pullfill import log
 from pullfill.clock import SYSTEM_CLOCK, Clock
 from pullfill.errors import PeerUnavailable, PullfillError
+from pullfill.idle import IDLE_S, IdleTimer
 from pullfill.prefill_worker.mover import Mover
 
 logger = log.get("prefill_worker.mover")
@@ -29,7 +32,11 @@ class SharedMover:
     """open_mover: makes a mover. name: the decode worker's, for people."""
 
     def __init__(
-        self, open_mover: Callable[[], Awaitable[Mover]], name: str, clock: Clock = SYSTEM_CLOCK
+        self,
+        open_mover: Callable[[], Awaitable[Mover]],
+        name: str,
+        clock: Clock = SYSTEM_CLOCK,
+        idle_s: float = IDLE_S,
     ) -> None:
         self._open = open_mover
         self._name = name
@@ -40,11 +47,24 @@ class SharedMover:
         self._rest_s = _REST_S
         self._again_at = 0.0
         self._closed = False
+        self._idle = IdleTimer(self._rest, idle_s)
+        self._rested: dict[str, object] | None = None
 
     @property
     def current(self) -> Mover | None:
-        """None before the first success, and after `drop`."""
+        """None before the first success, after `drop`, and while idle."""
         return self._mover
+
+    @property
+    def route(self) -> dict[str, object] | None:
+        """Over what it writes, or wrote before it was closed as idle, and why over nothing
+        better; None before the first write."""
+        return _route_of(self._mover) if self._mover is not None else self._rested
+
+    def held(self) -> AbstractContextManager[None]:
+        """The mover is not closed as idle meanwhile. A job takes this before it asks for the
+        mover, and keeps it until it submits nothing more."""
+        return self._idle.used()
 
     async def get(self) -> Mover:
         """Raises OutOfReach. Who stops waiting does not end the attempt, which is others' too."""
@@ -66,6 +86,8 @@ class SharedMover:
     def drop(self) -> None:
         """End the mover there is; the next who asks gets a new one."""
         mover, self._mover = self._mover, None
+        self._rested = None
+        self._idle.stop()
         if mover is not None:
             self._why = "the connection to it ended"
             mover.close()
@@ -75,6 +97,17 @@ class SharedMover:
         self._closed = True
         self._why = "it is gone"
         self.drop()
+
+    def _rest(self) -> bool:
+        """Nobody has held the mover for a while."""
+        mover = self._mover
+        if mover is not None and mover.busy:
+            return False
+        self.drop()
+        if mover is not None:
+            self._rested = _route_of(mover)
+            logger.debug("closed the idle session to %s", self._name)
+        return True
 
     def _failure(self) -> OutOfReach:
         return OutOfReach(f"the KV memory of decode worker {self._name}: {self._why}")
@@ -96,5 +129,10 @@ class SharedMover:
             else:
                 self._mover = mover
                 self.forgive()
+                self._idle.start()  # those who asked may all have left
         finally:
             self._attempt = None
+
+
+def _route_of(mover: Mover) -> dict[str, object]:
+    return {"transport": mover.transport, "why_not_better": list(mover.why_not_better)}

@@ -95,7 +95,7 @@ async def test_a_worker_that_can_be_reached_again_is_read_again(tmp_path: Path) 
         await cluster.check_clean()
 
 
-async def test_looking_again_never_ends_the_thread(
+async def test_looking_again_never_ends_the_lane(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken() -> PeerSession:
@@ -108,7 +108,7 @@ async def test_looking_again_never_ends_the_thread(
     clock.advance(readers.AGAIN_S)
     assert not reader.within_reach()
     await until(lambda: "a bug" in caplog.text)
-    assert reader._thread.submit(lambda: 1).result(10) == 1
+    assert reader._lane.submit(lambda: 1).result(10) == 1
     clock.advance(readers.AGAIN_S)
     reader._closing = True  # nothing is begun any more
     said = len(caplog.records)

@@ -156,8 +156,7 @@ def test_a_mover_that_is_closed_lets_its_engine_go_on(
     assert not step.is_alive(), "the step waits for as long as a push may take"
     assert isinstance(ends[0], TransferFailed)
     assert mover.flush(task, 20)
-    mover._thread.join(20)
-    assert not mover._thread.is_alive()
+    assert mover.join(20)
 
 
 def test_a_reader_that_is_closed_waits_for_nobody(

@@ -35,8 +35,7 @@ def mover(session: Session, credits: Credits) -> Iterator[Mover]:
     yield mover
     session.gate.set()
     mover.close()
-    mover._thread.join(10)
-    assert not mover._thread.is_alive()
+    assert mover.join(10)
 
 
 def in_mode(mover: Mover, mode: KvMode) -> Calls:

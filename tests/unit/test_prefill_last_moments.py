@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,7 +31,9 @@ async def test_an_unexpected_failure_hands_the_grant_back(monkeypatch: pytest.Mo
     async def mover() -> None:
         raise ValueError("unexpected")
 
-    link: Any = SimpleNamespace(send=sent.append, mover=mover, mover_there=None)
+    link: Any = SimpleNamespace(
+        send=sent.append, mover=mover, mover_there=None, mover_held=nullcontext
+    )
     nothing: Any = SimpleNamespace(block_size=4, compat_hash="h", body=b"")
     runner = JobRunner(
         nothing, nothing, heartbeat_s=lambda: 1, max_prompt_tokens=100, max_deliver=lambda: 5

@@ -90,8 +90,7 @@ def mover(session: Session) -> Iterator[Mover]:
     yield mover
     session.gate.set()
     mover.close()
-    mover._thread.join(10)
-    assert not mover._thread.is_alive()
+    assert mover.join(10)
     assert session.closed == 1
     assert session.interrupted >= 1
 
@@ -250,3 +249,35 @@ def test_work_submitted_after_the_end_is_answered_too(mover: Mover, session: Ses
     assert isinstance(calls.ends[0], HandoffError)
     assert calls.task.outstanding == 0
     assert session.done == []
+
+
+def test_movers_without_work_have_no_thread(session: Session) -> None:
+    before = threading.active_count()
+    movers = [Mover(session, f"decode-{number}", [MEMORY]) for number in range(100)]
+    assert threading.active_count() == before
+    for mover in movers:
+        calls = Calls(mover)
+        mover.write(calls.task, [1], [6], True, calls.done)
+        wait_for(lambda: calls.ends)  # noqa: B023
+        assert calls.ends == [None]
+    assert threading.active_count() - before <= 8, "they share the pool's idle threads"
+    for mover in movers:
+        mover.close()
+        assert mover.join(10)
+    assert session.closed == 100
+
+
+def test_without_a_thread_for_it_an_operation_is_answered(
+    mover: Mover, session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    calls = Calls(mover)
+    monkeypatch.setattr(mover._lane._pool, "run", refuse)
+    mover.write(calls.task, [1], [6], True, calls.done)
+    monkeypatch.undo()
+    assert isinstance(calls.ends[0], HandoffError)
+    assert calls.task.outstanding == 0
+    assert session.done == []
+    assert not mover.busy

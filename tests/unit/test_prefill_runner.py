@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -76,7 +77,7 @@ class Worker:
         )  # fmt: skip
         self.link: Any = SimpleNamespace(
             record=SimpleNamespace(instance_id="d", incarnation="i"), claim=self._claim,
-            mover=self._reach, mover_there=None,
+            mover=self._reach, mover_there=None, mover_held=nullcontext,
             commit=self._commit, send=self.sent.append,
         )  # fmt: skip
         self.known = True

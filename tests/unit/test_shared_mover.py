@@ -29,7 +29,9 @@ class Port:
         await self.go.wait()
         if self.failure is not None:
             raise self.failure
-        return SimpleNamespace(close=self._close)
+        return SimpleNamespace(
+            close=self._close, busy=False, transport="tcp", why_not_better=("shm: another host",)
+        )
 
     def _close(self) -> None:
         self.closed += 1
@@ -130,3 +132,67 @@ async def test_an_attempt_that_outlives_the_link_leaves_nothing_open(port: Port)
     with pytest.raises(OutOfReach, match="gone"):
         await port.shared.get()
     assert port.attempts == 1
+
+
+# ------------------------------------------------------------------ idle
+
+
+@pytest.fixture
+def short(port: Port) -> Port:
+    port.shared = SharedMover(port._open, "decode-1", port.clock, idle_s=0.01)
+    return port
+
+
+async def closed(port: Port, times: int) -> None:
+    async with asyncio.timeout(10):
+        while port.closed < times:  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
+
+
+async def test_what_nobody_uses_is_closed_and_made_anew(short: Port) -> None:
+    with short.shared.held():
+        first = await short.shared.get()
+        await asyncio.sleep(0.05)
+        assert (short.shared.current, short.closed) == (first, 0), "a job has it"
+    assert short.shared.current is first
+    await closed(short, 1)
+    assert short.shared.current is None
+    assert short.shared.route == {"transport": "tcp", "why_not_better": ["shm: another host"]}
+    with short.shared.held():
+        assert await short.shared.get() is not first
+    await closed(short, 2)
+    assert short.attempts == 2
+
+
+async def test_what_still_moves_is_not_closed(short: Port) -> None:
+    with short.shared.held():
+        mover = await short.shared.get()
+        mover.busy = True
+    await asyncio.sleep(0.05)
+    assert (short.shared.current, short.closed) == (mover, 0)
+    mover.busy = False
+    await closed(short, 1)
+
+
+async def test_what_all_who_asked_have_left_is_closed_too(short: Port) -> None:
+    short.go.clear()
+
+    async def ask() -> None:
+        with short.shared.held():
+            await short.shared.get()
+
+    asked = asyncio.create_task(ask())
+    await asyncio.sleep(0)
+    asked.cancel()
+    await asyncio.gather(asked, return_exceptions=True)
+    await asyncio.sleep(0.05)
+    short.go.set()
+    await closed(short, 1)
+
+
+async def test_a_link_that_ends_first_closes_once(short: Port) -> None:
+    with short.shared.held():
+        await short.shared.get()
+        short.shared.close()
+    await asyncio.sleep(0.05)
+    assert short.closed == 1

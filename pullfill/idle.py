@@ -1,0 +1,52 @@
+"""Lets go of what nobody has used for a while."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+IDLE_S = 60.0
+"""A KV session that no job has used for so long is closed by the worker that opened it."""
+
+
+class IdleTimer:
+    """Calls `let_go` once there was no user for `after_s`. asyncio thread only.
+
+    let_go: returns False when the thing is still in use in a way that the timer does not see. Then
+    it is called again after `after_s`.
+    """
+
+    def __init__(self, let_go: Callable[[], bool], after_s: float) -> None:
+        self._let_go = let_go
+        self._after_s = after_s
+        self._users = 0
+        self._timer: asyncio.TimerHandle | None = None
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """`let_go` is not called meanwhile. Begin before the thing is looked up."""
+        self._users += 1
+        self.stop()
+        try:
+            yield
+        finally:
+            self._users -= 1
+            self.start()
+
+    def start(self) -> None:
+        """Count from now on, if there is no user."""
+        self.stop()
+        if not self._users:
+            self._timer = asyncio.get_running_loop().call_later(self._after_s, self._look)
+
+    def stop(self) -> None:
+        """Count no more. Idempotent."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _look(self) -> None:
+        self._timer = None
+        if not self._let_go():
+            self.start()

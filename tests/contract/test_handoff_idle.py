@@ -1,0 +1,93 @@
+"""KV sessions that no job uses are closed, and no job ever fails because of it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pullfill.wire import KvMode
+from tests.support.handoff_rig import Cluster, DecodeHalf, PrefillHalf, prompt, settled, until
+
+
+def idle_after(prefill: PrefillHalf, decode: DecodeHalf, seconds: float) -> Any:
+    shared = prefill.links._links[decode.name]._shared
+    shared._idle._after_s = seconds
+    return shared
+
+
+async def serve(decode: DecodeHalf, seed: int) -> None:
+    served = decode.send(prompt(30, seed=seed))
+    await settled(served)
+    assert decode.right(served)
+    decode.abort(served)
+
+
+async def test_an_idle_connection_is_closed_and_made_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with Cluster(tmp_path, "tcp") as cluster:
+        decode = await cluster.decode()
+        prefill = await cluster.prefill(chunk=5)
+        shared = idle_after(prefill, decode, 0.02)
+        owner: Any = decode.region.owner
+        for seed in (1, 2):
+            await serve(decode, seed)
+            await until(lambda: shared.current is None)
+            await until(lambda: owner.connections == 0)
+            assert prefill.links.routes[decode.name]["transport"] == "tcp"
+        assert prefill.runner.failed == 0
+        await cluster.check_clean()
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize("transport", ["tcp", "loopback"])
+async def test_no_job_fails_though_sessions_are_closed_all_the_time(
+    tmp_path: Path, transport: str
+) -> None:
+    """Closed in the very moment in which the last job lets go, while others ask for it."""
+    async with Cluster(tmp_path, transport) as cluster:
+        decode = await cluster.decode()
+        prefill = await cluster.prefill(chunk=8)
+        shared = idle_after(prefill, decode, 0.0)
+        opened = 0
+        connect = shared._open
+
+        async def counted() -> Any:
+            nonlocal opened
+            opened += 1
+            return await connect()
+
+        shared._open = counted
+        for seed in range(0, 40, 2):
+            both = [decode.send(prompt(20, seed=seed)), decode.send(prompt(20, seed=seed + 1))]
+            if seed % 4:
+                await asyncio.sleep(0.001)
+            await settled(*both)
+            for served in both:
+                assert decode.right(served)
+                decode.abort(served)
+        assert (prefill.runner.completed, prefill.runner.failed) == (40, 0)
+        assert opened > 5
+        await cluster.check_clean()
+
+
+async def test_a_reader_closes_an_idle_session_and_opens_it_again(tmp_path: Path) -> None:
+    async with Cluster(tmp_path, "tcp", kv_mode=KvMode.PULL) as cluster:
+        decode = await cluster.decode()
+        prefill = await cluster.prefill(chunk=5)
+        (peer,) = decode.control._peers.values()
+        assert peer.reader is not None
+        peer.reader._idle._after_s = 0.02
+        owner: Any = prefill.local.owner
+        for seed in (1, 2):
+            await serve(decode, seed)
+            story = decode.stories.finish(f"r{seed - 1}")
+            assert story is not None
+            assert story.transport == "tcp"
+            await until(lambda: owner.connections == 0)
+        assert prefill.runner.failed == 0
+        await cluster.check_clean()
