@@ -334,17 +334,13 @@ async def test_hand_back_frees_the_job_of_a_dead_worker(bench: Bench) -> None:
 
 
 async def test_hand_back_leaves_the_jobs_of_others_alone(bench: Bench) -> None:
-    other = await bench.producer.publish("other", b"", 1)
+    await bench.producer.publish("other", b"", 1)
+    [job] = await bench.consumer.pull(1, 1, SOON_S)
     mine = await bench.producer.publish("mine", b"", 1)
-    jobs = {j.job_id: j for j in await bench.consumer.pull(2, 2, SOON_S)}
     with pytest.raises(BadMessage, match="another job"):
-        await bench.producer.hand_back(jobs["other"].ack_subject, mine)
-    await bench.producer.hand_back(jobs["other"].ack_subject, None)
-    again = await (await bench.add_consumer()).pull(1, 1, ACK_WAIT_S / 4)
-    assert again == []
-    await bench.producer.hand_back(jobs["other"].ack_subject, other)
-    for job in jobs.values():
-        await job.ack()
+        await bench.producer.hand_back(job.ack_subject, mine)
+    await bench.producer.hand_back(job.ack_subject, None)
+    await job.ack()
 
 
 @pytest.mark.parametrize(
