@@ -158,9 +158,11 @@ class Cluster:
         cpu: int | None = None,
         failpoints: str = "",
         nats: str = "",
+        before: Sequence[str] = (),
+        address: str = "127.0.0.1",
     ) -> Worker:
-        """Start one process; does not wait. `nats`: another address of the server, as through a
-        proxy."""
+        """Start one process; does not wait. nats: another address of the server, as through a
+        proxy. before: what goes before the command line. address: where a frontend answers."""
         number = sum(w.role == role for w in self.workers)
         log = self.directory / f"{role}-{number}.log"
         cores = os.cpu_count() or 1
@@ -179,14 +181,14 @@ class Cluster:
             (port,) = free_ports(1)
             command += ["--port", str(port), "--enable-auto-tool-choice"]
             command += ["--tool-call-parser", "hermes"]
-            self.frontend_url = f"http://127.0.0.1:{port}"
+            self.frontend_url = f"http://{address}:{port}"
         else:
             command += [f"--kv-cache-memory-bytes={self.kv_mib << 20}", "--cpu", str(cpu)]
         full = {**os.environ, "PULLFILL_LOG_LEVEL": "INFO", **(env or {})}
         full["PULLFILL_FAILPOINTS"] = f"@{_write_failpoints(log, failpoints)}"
         with log.open("ab") as out:
             process = subprocess.Popen(
-                [*command, *extra],
+                [*before, *command, *extra],
                 env=full,
                 stdin=subprocess.DEVNULL,
                 stdout=out,

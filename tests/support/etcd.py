@@ -14,6 +14,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -44,12 +45,22 @@ def free_ports(count: int) -> list[int]:
 
 class EtcdServer:
     """One single-member etcd. `start` returns when it answers; `stop` leaves no process behind.
-    tls: it shows `cert` to clients and wants theirs, signed by `ca`. options: more of its flags."""
+    tls: it shows `cert` to clients and wants theirs, signed by `ca`. host: where it listens.
+    before: what goes before its command line. options: more of its flags."""
 
-    def __init__(self, directory: Path, tls: Certificates | None = None, **options: str) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        tls: Certificates | None = None,
+        *,
+        host: str = "127.0.0.1",
+        before: Sequence[str] = (),
+        **options: str,
+    ) -> None:
         self.directory = directory
+        self._before = before
         self.client_port, self.peer_port = free_ports(2)
-        self.url = f"{'https' if tls else 'http'}://127.0.0.1:{self.client_port}"
+        self.url = f"{'https' if tls else 'http'}://{host}:{self.client_port}"
         self._options, self._context, self._ctl_flags = options, None, []
         if tls is not None:
             files = {"cert": tls.cert, "key": tls.key, "cacert": tls.ca}
@@ -98,7 +109,7 @@ class EtcdServer:
         }
         with (self.directory / "etcd.log").open("ab") as log:
             self.process = subprocess.Popen(
-                [str(etcd_binary()), *(f"--{k}={v}" for k, v in arguments.items())],
+                [*self._before, str(etcd_binary()), *(f"--{k}={v}" for k, v in arguments.items())],
                 stdout=log,
                 stderr=log,
                 env={**os.environ, "GOMAXPROCS": "1"},

@@ -82,15 +82,15 @@ class Load:
 
     def paths(self) -> set[str]:
         """Where the prompts were prefilled."""
-        return {t["path"] for t in self._told()}
+        return {t["path"] for t in self.told()}
 
     def prefill_instances(self) -> set[str]:
         """Who prefilled remotely."""
-        return {t["prefill_instance"] for t in self._told() if t["path"] == "remote"}
+        return {t["prefill_instance"] for t in self.told() if t["path"] == "remote"}
 
     def decode_instances(self) -> set[str]:
         """Who answered."""
-        return {t["decode_instance"] for t in self._told()}
+        return {t["decode_instance"] for t in self.told()}
 
     def _told(self) -> list[dict[str, Any]]:
         """How each request was served; asked once per request."""

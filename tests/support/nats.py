@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +42,22 @@ def nats_binary() -> str:
 class NatsServer:
     """One server process. After the first start it keeps its port over restarts.
 
-    extra: more of its configuration (logins, TLS).
+    extra: more of its configuration (logins, TLS). host: where it listens. before: what goes before
+    its command line.
     Owns the process and everything under `directory`. `stop` must be called at the end.
     """
 
-    def __init__(self, directory: Path, *, max_payload: int = 8 << 20, extra: str = "") -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        max_payload: int = 8 << 20,
+        extra: str = "",
+        host: str = "127.0.0.1",
+        before: Sequence[str] = (),
+    ) -> None:
         self.directory = directory
+        self._host, self._before = host, before
         self.url = ""
         self.log = directory / "nats.log"
         self._max_payload = max_payload
@@ -76,13 +86,14 @@ class NatsServer:
             stale.unlink()
         config = self.directory / "nats.conf"
         config.write_text(
-            f'listen: "127.0.0.1:{self._port}"\n'
+            f'listen: "{self._host}:{self._port}"\n'
             f'ports_file_dir: "{self.directory}"\n'
             f"max_payload: {self._max_payload}\n"
             f'jetstream {{ store_dir: "{self.directory / "store"}" }}\n{self._extra}\n'
         )
         self._process = subprocess.Popen(  # noqa: ASYNC220 - milliseconds, and owned beyond the loop
-            [nats_binary(), "-c", str(config), "-l", str(self.log)], stdin=subprocess.DEVNULL
+            [*self._before, nats_binary(), "-c", str(config), "-l", str(self.log)],
+            stdin=subprocess.DEVNULL,
         )
         deadline = time.monotonic() + START_TIMEOUT_S
         while not self._listening():

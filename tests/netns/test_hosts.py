@@ -1,0 +1,124 @@
+"""Workers on hosts of their own, with wires between them that fail.
+
+In every test a request may take longer, and may be prefilled locally; none fails, and every token
+is that of one plain engine.
+"""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from tests.support.checked import DEADLINE_S
+from tests.support.cluster import until
+from tests.support.hosts import SpreadCluster
+from tests.support.load import Load
+from tests.support.oracle import Oracle
+from tests.support.prompts import ask, ask_all, random_prompt, truth
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+SILENT_FOR_S = 7.0
+"""How long a wire is cut: longer than any silence that a worker takes for a loss (5 s), and than
+the lease of a worker (2 s)."""
+PAIRS = {
+    "frontend-decode": ("front", "decode0"),
+    "frontend-servers": ("front", "servers"),
+    "decode-prefill": ("decode0", "prefill0"),
+    "decode-servers": ("decode0", "servers"),
+    "prefill-servers": ("prefill0", "servers"),
+}
+QUICK = {("decode-prefill", "there"), ("frontend-decode", "both")}
+"""Cuts that the ordinary run tries; the others take minutes and are `long`."""
+CUTS = [
+    pytest.param(pair, way, marks=() if (pair, way) in QUICK else pytest.mark.long)
+    for pair in PAIRS
+    for way in ("both", "there", "back")
+]
+
+
+def checked_load(cluster: SpreadCluster, oracle: Oracle, load: Load) -> None:
+    load.check(oracle)
+    assert load.slowest_s < DEADLINE_S
+    until(lambda: remote_again(cluster, oracle), 60, "remote prefills again")
+
+
+_seeds = iter(range(40_000, 50_000))
+
+
+def remote_again(cluster: SpreadCluster, oracle: Oracle) -> bool:
+    prompt = random_prompt(700, seed=next(_seeds))
+    answer = ask(cluster, prompt)
+    assert answer.tokens == truth(oracle, [prompt], 6)[0][0]
+    return bool(cluster.explain(answer.request_id)["path"] == "remote")
+
+
+def test_prompts_go_remote_over_tcp_with_the_tokens_of_one_engine(
+    cluster: SpreadCluster, oracle: Oracle
+) -> None:
+    prompts = [random_prompt(length, seed=30_000) for length in (5, 300, 700, 900, 1400, 2000)]
+    answers = ask_all(cluster, prompts, at_once=4)
+    for (tokens, _), answer in zip(truth(oracle, prompts, 6), answers, strict=True):
+        assert answer.tokens == tokens
+    told = [cluster.explain(answer.request_id) for answer in answers]
+    assert {t["path"] for t in told[1:]} == {"remote"}
+    assert {t["decode_instance"] for t in told} == {w.instance_id for w in cluster.of("decode")}
+    assert cluster.counter("pullfill_kv_write_bytes_total", transport="tcp") > 0
+    assert cluster.counter("pullfill_kv_write_bytes_total", transport="shm") == 0
+
+
+@pytest.mark.parametrize(("pair", "way"), CUTS)
+def test_a_cut_wire_fails_no_request(
+    pair: str, way: str, cluster: SpreadCluster, oracle: Oracle
+) -> None:
+    here, there = PAIRS[pair]
+    with Load(cluster, threads=3, lengths=(40, 700, 1400), seed=next(_seeds)) as load:
+        until(lambda: len(load.done) >= 3, 30, "load before the cut")
+        for source, target in ((here, there), (there, here)):
+            if way == "both" or (way == "there") == (source == here):
+                cluster.hosts.wire(source, target).cut = True
+        time.sleep(SILENT_FOR_S)
+        cluster.hosts.wires.heal()
+        answered = len(load.done)
+        until(lambda: len(load.done) >= answered + 3, 60, "load after the cut")
+    checked_load(cluster, oracle, load)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("fault", "value"),
+    [("loss", 0.05), ("delay_s", 0.05), ("rate", 20e6)],
+    ids=["loss-5%", "delay-50ms", "rate-20MB/s"],
+)
+def test_poor_wires_fail_no_request(
+    fault: str, value: float, cluster: SpreadCluster, oracle: Oracle
+) -> None:
+    names = ("servers", "front", "decode0", "decode1", "prefill0", "prefill1")
+    for source in names:
+        for target in names:
+            setattr(cluster.hosts.wire(source, target), fault, value)
+    with Load(cluster, threads=3, lengths=(40, 700, 1400), seed=next(_seeds)) as load:
+        until(lambda: len(load.done) >= 20, 120, "twenty answers")
+    assert "remote" in load.paths()
+    checked_load(cluster, oracle, load)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("flag", ["--advertise-kv", "--advertise-control"])
+def test_an_advertised_address_of_nobody_fails_no_request(
+    flag: str, cluster: SpreadCluster, oracle: Oracle
+) -> None:
+    """A decode worker tells prefill workers an address that no host has. Its prompts are local."""
+    nobody = f"tcp://{cluster.hosts.nobody}:4000"
+    worker = cluster.launch_on("decode2", "decode", f"{flag}={nobody}")
+    try:
+        until(lambda: cluster.seen([worker]), 60, "the worker is ready")
+        with Load(cluster, threads=3, lengths=(40, 700), seed=next(_seeds)) as load:
+            until(lambda: worker.instance_id in load.decode_instances(), 60, "it answers")
+            until(lambda: len(load.done) >= 15, 60, "fifteen answers")
+        local = [t for t in load.told() if t["decode_instance"] == worker.instance_id]
+        assert {t["path"] for t in local} == {"local"}
+    finally:
+        worker.stop()
+    checked_load(cluster, oracle, load)

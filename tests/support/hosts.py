@@ -1,0 +1,145 @@
+"""Several hosts on one machine: network namespaces with addresses and shared memory of their own.
+
+A cluster whose workers, servers and frontend each run on their own host. The test itself is one
+more host, so that it reaches the frontend and etcd. Needs root, iproute2 and /dev/net/tun.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shutil
+import subprocess
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tests.support.cluster import Cluster, Worker
+from tests.support.etcd import EtcdServer
+from tests.support.nats import NatsServer
+from tests.support.wires import Wire, Wires
+
+_CLONE_NEWNET = 0x40000000
+_MTU = 9000
+_OWN_SHM = 'mount -t tmpfs -o size=1g shm /dev/shm && exec "$@"'
+TEST = "test"
+
+
+def why_not() -> str:
+    """Why this machine cannot have hosts; "" when it can."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    if shutil.which("ip") is None:
+        return "network namespaces need `ip` (Debian: apt-get install iproute2)"
+    if not os.access("/dev/net/tun", os.R_OK | os.W_OK):
+        return "no /dev/net/tun on this machine"
+    return ""
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True, timeout=20)
+
+
+def _inside(namespace: Path, do: Callable[[], None]) -> None:
+    """Run `do` in a thread that has entered the network namespace. Raises what it raises."""
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            with namespace.open() as there:
+                libc = ctypes.CDLL(None, use_errno=True)
+                if libc.setns(there.fileno(), _CLONE_NEWNET) != 0:
+                    raise OSError(ctypes.get_errno(), "setns")
+            do()
+        except BaseException as exc:
+            failed.append(exc)
+
+    thread = threading.Thread(target=run, name="setns")
+    thread.start()
+    thread.join()
+    if failed:
+        raise failed[0]
+
+
+class Hosts:
+    """Named hosts in one network. Owns the namespaces and the wires; `close` removes them."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        # A network of this process: two runs on one machine do not meet.
+        self._prefix = f"pf{os.getpid():x}"
+        net = os.getpid() % 32_768
+        self._base = f"10.{128 + (net >> 8)}.{net & 255}"
+        self._numbers = {name: index for index, name in enumerate((TEST, *names), start=1)}
+        self.wires = Wires()
+        self._made: list[str] = []
+        try:
+            for name in self._numbers:
+                self._make(name)
+        except BaseException:
+            self.close()
+            raise
+        self.wires.start()
+
+    def address(self, name: str) -> str:
+        return f"{self._base}.{self._numbers[name]}"
+
+    @property
+    def nobody(self) -> str:
+        """An address of this network that no host has."""
+        return f"{self._base}.254"
+
+    def command(self, name: str) -> list[str]:
+        """What goes before a command line to run it on the host. The pid stays the command's."""
+        return ["ip", "netns", "exec", self._namespace(name), "sh", "-c", _OWN_SHM, "sh"]
+
+    def wire(self, source: str, target: str) -> Wire:
+        """The direction from one host to another."""
+        return self.wires.wire(self.address(source), self.address(target))
+
+    def close(self) -> None:
+        self.wires.close()
+        for namespace in self._made:
+            with contextlib.suppress(subprocess.SubprocessError):
+                _ip("netns", "delete", namespace)
+
+    def _namespace(self, name: str) -> str:
+        return f"{self._prefix}-{name}"
+
+    def _make(self, name: str) -> None:
+        device, address = f"{self._prefix}t", self.address(name)
+        if name == TEST:
+            self.wires.attach(address, device)
+            where: tuple[str, ...] = ()
+        else:
+            namespace = self._namespace(name)
+            _ip("netns", "add", namespace)
+            self._made.append(namespace)
+            path = Path("/run/netns", namespace)
+            _inside(path, lambda: self.wires.attach(address, device))
+            where = ("-n", namespace)
+            _ip(*where, "link", "set", "lo", "up")
+        _ip(*where, "address", "add", f"{address}/24", "dev", device)
+        _ip(*where, "link", "set", device, "mtu", str(_MTU), "up")
+
+
+class SpreadCluster(Cluster):
+    """A cluster on `hosts`: servers on "servers", the frontend on "front", each worker on the host
+    that `launch_on` names."""
+
+    def __init__(self, directory: Path, model_path: Path, hosts: Hosts) -> None:
+        super().__init__(directory, model_path)
+        self.hosts = hosts
+        address, before = hosts.address("servers"), hosts.command("servers")
+        self.etcd = EtcdServer(directory / "etcd", host=address, before=before)
+        self.nats = NatsServer(directory / "nats", host=address, before=before)
+
+    def launch_on(self, host: str, role: str, *extra: str) -> Worker:
+        """Start one process on a host; does not wait."""
+        address, before = self.hosts.address(host), self.hosts.command(host)
+        return self.launch(role, f"--host={address}", *extra, before=before, address=address)
+
+    def mend(self) -> None:
+        """All wires as new; returns when every worker is known and connected again."""
+        self.hosts.wires.heal()
+        self.wait_ready(*self.of("decode"), *self.of("prefill"))
