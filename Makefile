@@ -42,7 +42,7 @@ lint: install ## ruff and mypy --strict
 
 test: install lint ## All tests, quick ones first
 	$(BIN)/pytest -q tests/unit tests/contract $(PYTEST_ARGS)
-	$(BIN)/pytest -q -m "not long" $(wildcard tests/integration tests/chaos tests/gpu) $(PYTEST_ARGS)
+	$(BIN)/pytest -q -m "not long" $(wildcard tests/integration tests/chaos tests/netns tests/gpu) $(PYTEST_ARGS)
 
 test-fast: install ## Unit and contract tests, under a minute
 	$(BIN)/pytest -q -n 4 --dist worksteal tests/unit tests/contract $(PYTEST_ARGS)
@@ -52,7 +52,7 @@ flaky: install ## Repeat tests, list what differed: make flaky N=10 [ARGS="--bus
 
 chaos: install ## Fault tests: real processes, real servers, real engines
 	$(BIN)/pytest tests/chaos $(PYTEST_ARGS)
-	$(BIN)/pytest -m long tests/integration $(PYTEST_ARGS)
+	$(BIN)/pytest -m long tests/integration tests/netns $(PYTEST_ARGS)
 	FUZZ=1000 $(BIN)/pytest -q -n 2 tests/unit tests/integration -k fuzz
 
 chaos-report: install ## One process killed under load: failures, recovery, freed blocks (10 minutes)

@@ -27,7 +27,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 # A run that is told to end still ends what it started.
 signal.signal(signal.SIGTERM, signal.default_int_handler)
 
-_ORDER = ("unit", "contract", "integration", "chaos", "gpu")
+_ORDER = ("unit", "contract", "integration", "chaos", "netns", "gpu")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
