@@ -247,6 +247,12 @@ class TestSpecs:
                 flag, value = ("--max-inflight", "9")
             assert spec.argv[spec.argv.index(flag) + 1] == value
 
+    @pytest.mark.parametrize("restart", [True, False])
+    def test_requests_wait_for_a_worker_only_where_it_is_started_again(self, restart: bool) -> None:
+        for spec in plan.worker_specs(plan.UpOptions(restart=restart), REF, "id"):
+            waits = "--restart-wait" in spec.argv
+            assert waits == (restart and spec.role == "frontend")
+
     @pytest.mark.parametrize(
         ("host", "url"),
         [
