@@ -197,7 +197,7 @@ class _Frontend:
             self._url = options.advertise or url_of(self._listener, tls=tls)
             keys = _keys(prepared, cluster.security.frontend)
             directory = Directory(
-                client, cluster.namespace, ROLES, ttl_s=float(options.lease_ttl_s)
+                client, cluster.namespace, (*ROLES, "frontend"), ttl_s=float(options.lease_ttl_s)
             )
             await directory.start()
             stack.push_async_callback(directory.close)
@@ -215,7 +215,12 @@ class _Frontend:
                 cluster.security.cluster.load(),
             )
             explain = ExplainStore()
-            board = SuspectBoard(client, cluster.namespace, self._instance_id)
+            board = SuspectBoard(
+                client,
+                cluster.namespace,
+                self._instance_id,
+                lambda: len(directory.workers("frontend")),
+            )
             stack.push_async_callback(board.close)
             dispatcher = Dispatcher(
                 rpc.FrontendCodec(),

@@ -15,13 +15,16 @@ Owned by `Suspects`. Single event loop.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from pullfill.frontend.flight import Flight, needs_turn
 from pullfill.frontend.link import Link
 
 STREAM_WAIT_S = 2.0
 """How long an answer that is under way waits for its turn."""
+OTHERS_S = 1.0
+"""After a death other frontends get so long to try their answers under way before we try a prompt
+that had no output: the two must not meet at one worker."""
 NEW_WAIT_S = 1.0
 """How long a request without suspicion waits, if all workers have a probation."""
 TURN_S = 2.0
@@ -30,11 +33,13 @@ TURN_TOKENS_PER_S = 500.0
 
 
 class Turns:
-    """See the module. patience_s: how long it is worth waiting for another worker to come. open:
-    the requests that wait for their turn or are on probation. last_death: loop time."""
+    """See the module. patience_s: how long it is worth waiting for another worker to come. shared:
+    whether there are other frontends. open: the requests that wait for their turn or are on
+    probation. last_death: loop time."""
 
-    def __init__(self, patience_s: float) -> None:
+    def __init__(self, patience_s: float, shared: Callable[[], bool]) -> None:
         self._patience_s = patience_s
+        self._shared = shared
         # Two frontends that try their suspects at the same workers in the same order learn nothing.
         self._salt = random.random()
         # Of hundreds that ask in one turn of the loop only the first looks at every request.
@@ -64,6 +69,8 @@ class Turns:
             return None
         if not suspect.grave and now >= flight.asked_at + STREAM_WAIT_S:
             return min(workers, key=lambda w: len(w.flights))
+        if suspect.grave and now < self.last_death + OTHERS_S and self._shared():
+            return None
         if suspect.grave and len(workers) == 1 and workers[0].flights:
             if now < max(flight.asked_at, self.last_death) + self._patience_s:
                 return None

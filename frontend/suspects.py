@@ -61,6 +61,11 @@ class Board(Protocol):
 
     def __len__(self) -> int: ...
 
+    @property
+    def shared(self) -> bool:
+        """Whether there are other frontends."""
+        ...
+
     def left_s(self, fingerprint: str) -> float:
         """How long it is refused; 0 if it is not."""
         ...
@@ -81,6 +86,8 @@ class Board(Protocol):
 
 
 class _NoBoard:
+    shared = False
+
     def __len__(self) -> int:
         return 0
 
@@ -117,7 +124,7 @@ class Suspects:
         self._charges: dict[str, Suspect] = {}
         self._explained: dict[str, None] = {}
         self._verdicts: dict[str, asyncio.Task[None]] = {}
-        self.turns = Turns(patience_s)
+        self.turns = Turns(patience_s, lambda: self._board.shared)
 
     def listed(self) -> list[dict[str, object]]:
         """What is suspected here and not cleared, for people."""

@@ -37,12 +37,19 @@ DEATH_TTL_S = 60
 
 
 class SuspectBoard:
-    """See the module. frontend: our instance id."""
+    """See the module. frontend: our instance id. frontends: how many there are."""
 
-    def __init__(self, client: EtcdClient, namespace: str, frontend: str) -> None:
+    def __init__(
+        self,
+        client: EtcdClient,
+        namespace: str,
+        frontend: str,
+        frontends: Callable[[], int] = lambda: 1,
+    ) -> None:
         self._client = client
         self._namespace = namespace
         self._frontend = frontend
+        self._frontends = frontends
         self._records: dict[str, SuspectRecord] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -59,6 +66,11 @@ class SuspectBoard:
 
     def __len__(self) -> int:
         return len(self._records)
+
+    @property
+    def shared(self) -> bool:
+        """Whether there are other frontends."""
+        return self._frontends() > 1
 
     def records(self) -> list[SuspectRecord]:
         """All entries, the newest last."""

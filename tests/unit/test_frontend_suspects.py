@@ -190,6 +190,26 @@ async def test_a_request_without_suspicion_waits_a_moment_for_a_probation() -> N
         await until(lambda: len(r.sink.finished) == 2)
 
 
+class Shared(suspects._NoBoard):
+    """There are other frontends, which say nothing."""
+
+    shared = True
+
+
+async def test_with_other_frontends_a_prompt_without_an_output_waits_for_their_answers() -> None:
+    one, two = FakeDecode("decode-1", hold=True), FakeDecode("decode-2")
+    async with rig(one, two, board=Shared()) as r:
+        await r.ready(2)
+        r.dispatcher.submit(request("a", [1]))
+        await until(lambda: bool(one.added))
+        one.die()
+        await r.ready(1)
+        r.dispatcher.submit(request("b", [2]))
+        await until(lambda: "b" in r.sink.finished)
+        assert [q.request_id for q in two.added] == ["b"]
+        await until(lambda: "a" in r.sink.finished)
+
+
 # ------------------------------------------------------------------------- which death blames whom
 
 A, B, C, D = "a@1.0", "b@1.0", "c@1.0", "d@1.0"
