@@ -23,8 +23,8 @@ from pullfill.frontend.link import Link
 STREAM_WAIT_S = 2.0
 """How long an answer that is under way waits for its turn."""
 OTHERS_S = 1.0
-"""After a death other frontends get so long to try their answers under way before we try a prompt
-that had no output: the two must not meet at one worker."""
+"""Other frontends get so long to try their answers under way before we try a prompt that had no
+output, once a worker is ready after a death: the two must not meet at one worker."""
 NEW_WAIT_S = 1.0
 """How long a request without suspicion waits, if all workers have a probation."""
 TURN_S = 2.0
@@ -69,10 +69,11 @@ class Turns:
             return None
         if not suspect.grave and now >= flight.asked_at + STREAM_WAIT_S:
             return min(workers, key=lambda w: len(w.flights))
-        if suspect.grave and now < self.last_death + OTHERS_S and self._shared():
+        since = max(flight.asked_at, self.last_death)
+        if suspect.grave and now < since + OTHERS_S and self._shared():
             return None
         if suspect.grave and len(workers) == 1 and workers[0].flights:
-            if now < max(flight.asked_at, self.last_death) + self._patience_s:
+            if now < since + self._patience_s:
                 return None
         if now == self._full_at:
             return None

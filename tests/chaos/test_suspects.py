@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.long]
 FATAL = 251
 MOCK = ("--distributed-executor-backend", "pullfill.engine.mock.executor.MockExecutor")
 SLOW = ("--additional-config", '{"mock": {"step_s": 0.02}}')
-ANSWER_S = 280.0
+ANSWER_S = 800.0
 
 
 class Keeper:
@@ -72,7 +72,7 @@ def fleet(directory: Path, model_path: Path, decode: int = 3) -> Iterator[tuple[
         for _ in range(decode):
             keeper.launch()
         for _ in range(2):
-            cluster.launch("frontend", "--restart-wait", "90")
+            cluster.launch("frontend", "--restart-wait", "300")
             urls.append(cluster.frontend_url)
         cluster.wait_ready(*cluster.workers)
         for url in urls:
@@ -102,12 +102,10 @@ def ask(url: str, prompt: list[int], count: int) -> tuple[int, dict[str, Any]]:
 
 
 def run(keeper: Keeper, urls: list[str], streams: int, deadly: int, tokens: int) -> None:
-    """Streams through both frontends, deadly prompts through the first."""
+    """All through the first frontend."""
     prompts = [[FATAL, 20 + i] for i in range(deadly)]
     with ThreadPoolExecutor(streams + deadly) as pool:
-        calls = [
-            pool.submit(ask, urls[i % len(urls)], [30 + i, i + 11], tokens) for i in range(streams)
-        ]
+        calls = [pool.submit(ask, urls[0], [30 + i, i + 11], tokens) for i in range(streams)]
         until(lambda: running(urls[0]) == streams, 30, "all streams run")
         killers = []
         for prompt in prompts:
@@ -156,6 +154,7 @@ def test_a_deadly_prompt_ends_two_of_three_workers(tmp_path: Path, model_path: P
         check_refused_and_clear(keeper, urls, 1)
 
 
+@pytest.mark.timeout(900)  # up to 23 engines are started, on two cores
 def test_forty_streams_and_ten_deadly_prompts(tmp_path: Path, model_path: Path) -> None:
     with fleet(tmp_path / "fleet", model_path) as (keeper, urls):
         keeper.start()

@@ -14,11 +14,14 @@ import pytest
 from pullfill.config import ClusterRef
 from pullfill.deploy import suspects as command
 from pullfill.errors import ConfigError
+from pullfill.frontend import probation
+from pullfill.frontend.suspects import MAX_DEATHS
+from pullfill.registry import suspects as board_module
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.suspects import SuspectBoard, posted
 from tests.support.etcd import EtcdServer
 from tests.support.fake_decode import FakeDecode
-from tests.support.fake_vllm import request
+from tests.support.fake_vllm import answer, request
 from tests.support.frontend_http import Served, workers
 from tests.support.frontend_rig import PATIENCE_S, Rig, rig, until
 
@@ -43,12 +46,17 @@ def deadly(*names: str) -> list[FakeDecode]:
 
 @asynccontextmanager
 async def frontend(
-    etcd: EtcdServer, ns: str, name: str, *fakes: FakeDecode
+    etcd: EtcdServer,
+    ns: str,
+    name: str,
+    *fakes: FakeDecode,
+    restart_wait_s: float = 0.0,
+    frontends: int = 1,
 ) -> AsyncIterator[tuple[Rig, SuspectBoard]]:
     """A frontend that shares its suspects through etcd. Its registry drops workers that died."""
     client = await EtcdClient.connect(etcd.url, wait_s=10, timeout_s=0.5)
-    board = SuspectBoard(client, ns, name)
-    async with rig(*fakes, board=board) as r:
+    board = SuspectBoard(client, ns, name, lambda: frontends)
+    async with rig(*fakes, restart_wait_s=restart_wait_s, board=board) as r:
         board.start(r.dispatcher.suspects.forget)
         await r.ready(len(fakes))
 
@@ -161,6 +169,47 @@ async def test_two_frontends_that_suspect_one_request_each_lose_no_answer(
         assert sum(bool(fake.killed_by) for fake in fakes) == 3, "the second death blamed nobody"
     for fake in fakes:
         fake.die()
+
+
+async def test_streams_at_two_frontends_outlive_the_deadly_requests_of_one(
+    etcd: EtcdServer, ns: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probation, "OTHERS_S", 0.2)
+    monkeypatch.setattr(board_module, "SETTLE_S", 0.05)
+    fakes = [FakeDecode(f"decode-{i}", step_s=0.004, fatal_token=FATAL).start() for i in range(3)]
+    async with (
+        frontend(etcd, ns, "frontend-1", restart_wait_s=20.0, frontends=2) as (one, _),
+        frontend(etcd, ns, "frontend-2", restart_wait_s=20.0, frontends=2) as (two, _),
+    ):
+        for r, fake in product((one, two), fakes):
+            r.add(fake)
+        await one.ready(3)
+        await two.ready(3)
+        for i in range(16):
+            r = (one, two)[i % 2]
+            r.dispatcher.submit(request(f"s{i}", [i], max_tokens=60))
+        for i in range(4):
+            one.dispatcher.submit(request(f"d{i}", [i, FATAL]))
+            await asyncio.sleep(0.01)
+        async with asyncio.timeout(40):
+            while one.dispatcher.in_flight or two.dispatcher.in_flight:
+                await asyncio.sleep(0.01)
+                for fake in [f for f in fakes if f.killed_by]:
+                    if one.directory.records.get(fake.instance_id) is None:
+                        continue
+                    new = FakeDecode(f"decode-{len(fakes)}", step_s=0.004, fatal_token=FATAL)
+                    fakes.append(new.start())
+                    for r in (one, two):
+                        r.directory.remove(fake.instance_id)
+                        r.add(new)
+        assert set(one.sink.failures) == {f"d{i}" for i in range(4)}
+        assert not two.sink.failures
+        for i in range(16):
+            assert (one, two)[i % 2].sink.tokens[f"s{i}"] == answer([i], 60)
+        killers = [tuple(fake.killed_by) for fake in fakes if fake.killed_by]
+        assert max(killers.count(killer) for killer in killers) < MAX_DEATHS
+    for fake in fakes:
+        await asyncio.to_thread(fake.die)
 
 
 async def test_entries_nobody_can_read_do_no_harm(etcd: EtcdServer, ns: str) -> None:
