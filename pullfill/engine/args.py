@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 _OURS = "--kv-transfer-config"
 
+_ROTARY = "rotary_embedding"
+
 
 class _Refused(Exception):
     """argparse wanted to exit."""
@@ -76,6 +78,8 @@ def build_config(
         config = args.create_engine_config()
     except (ValueError, OSError, RuntimeError) as exc:
         raise ConfigError(f"cannot load model {model!r}: {_first_line(exc)}") from exc
+    if _is_cpu():
+        _rotate_parts_of_heads_natively(config)
     names = namespace.served_model_name
     served = names[0] if isinstance(names, list) else names
     return config, served or model
@@ -85,6 +89,21 @@ def _is_cpu() -> bool:
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cpu())
+
+
+def _rotate_parts_of_heads_natively(config: VllmConfig) -> None:
+    """Turn off vLLM's CPU kernel for rotary embeddings where a model rotates a part of each head.
+
+    DeepSeek and other models with MLA do. That kernel reads the wrong stride of such a tensor, so
+    it rotates the wrong rows, and which rows depends on the number of tokens in the step. A prompt
+    in one step and the same prompt in two steps then get different answers. vLLM's other
+    implementation, in PyTorch, is right; a compiled engine uses it anyway. A user who names the
+    kernel in --compilation-config keeps the user's choice.
+    """
+    chosen = config.compilation_config.custom_ops
+    partial = getattr(config.model_config.hf_text_config, "qk_rope_head_dim", None)
+    if partial and f"+{_ROTARY}" not in chosen and f"-{_ROTARY}" not in chosen:
+        chosen.append(f"-{_ROTARY}")
 
 
 def _first_line(exc: BaseException) -> str:

@@ -6,8 +6,13 @@ least in the logprobs.
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
+import subprocess
+import sys
 import tempfile
+from hashlib import blake2b
 from pathlib import Path
 
 from pullfill.engine.demo import ensure_demo_model
@@ -33,6 +38,74 @@ def tiny_checkpoint(cache_dir: Path | None = None, recipe: Recipe = TINY) -> Pat
     under the temporary directory). Safe to call from several processes at once.
     """
     if cache_dir is None:
-        cache_dir = Path(tempfile.gettempdir()) / f"pullfill-tests-{os.getuid()}"
-        cache_dir.mkdir(mode=0o700, exist_ok=True)
+        cache_dir = _cache_dir()
     return ensure_demo_model(cache_dir / f"tiny-{recipe.digest()}", recipe)
+
+
+def _digest(config: dict[str, object]) -> str:
+    return blake2b(json.dumps(config, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+def _cache_dir() -> Path:
+    directory = Path(tempfile.gettempdir()) / f"pullfill-tests-{os.getuid()}"
+    directory.mkdir(mode=0o700, exist_ok=True)
+    return directory
+
+
+DEEPSEEK: dict[str, object] = {
+    "vocab_size": TINY.vocab,
+    "hidden_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 64,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "topk_method": "noaux_tc",
+    "first_k_dense_replace": 1,
+    # As in DeepSeek's own files. Without it vLLM takes softmax, and transformers sigmoid.
+    "scoring_func": "sigmoid",
+    "kv_lora_rank": 512,
+    "q_lora_rank": 64,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.2,
+}
+"""DeepSeek-V3 in small. vLLM's CPU kernel for MLA takes only this kv_lora_rank and these head
+dimensions."""
+
+_MAKE = """
+import json, sys, torch
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+torch.manual_seed(7)
+DeepseekV3ForCausalLM(DeepseekV3Config(**json.loads(sys.argv[1]))).float().save_pretrained(sys.argv[2])
+"""
+
+
+def deepseek_checkpoint() -> Path:
+    """Directory of a random DeepSeek-V3 checkpoint (MLA, experts), made unless it is there.
+
+    It has the tokenizer of the tiny checkpoint.
+    """
+    target = _cache_dir() / f"deepseek-{_digest(DEEPSEEK)}"
+    if target.is_dir():
+        return target
+    fresh = Path(tempfile.mkdtemp(prefix=".deepseek-", dir=target.parent))
+    subprocess.run(
+        [sys.executable, "-c", _MAKE, json.dumps(DEEPSEEK), str(fresh)],
+        check=True,
+        capture_output=True,
+    )
+    for file in tiny_checkpoint().glob("*token*"):
+        shutil.copy(file, fresh)
+    try:
+        fresh.rename(target)
+    except OSError:  # another process was faster
+        shutil.rmtree(fresh)
+    return target
