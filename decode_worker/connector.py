@@ -151,7 +151,7 @@ class DecodeConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         assert self._side is not None
-        self._side.finished(request.request_id)
+        self._side.finished(request.request_id, block_ids)
         return False, None
 
     def has_pending_push_work(self) -> bool:

@@ -16,6 +16,7 @@ from pullfill.errors import ConfigError
 if TYPE_CHECKING:
     from pullfill.decode_worker.ledger import Ledger
     from pullfill.decode_worker.story import Stories
+    from pullfill.decode_worker.trial import Trials
     from pullfill.engine.kv import Geometry
     from pullfill.transfer.contract import LocalMemory, Owner, OwnerFences
     from pullfill.transfer.shm.files import RegionFiles
@@ -48,7 +49,8 @@ class DecodeContext:
     publish: hand an opened job to the asyncio thread; must not block.
     queue_full: told when a prompt stays here for the depth of the queue; must not block.
     files: of the KV memory, made before the engine. ranks: the memory of each rank as this process
-    maps it; empty where no transport reaches it. offer: opens the fence and the memories to peers.
+    maps it; empty where no transport reaches it. trials: requests of the self-check, once
+    any can be made. offer: opens the fence and the memories to peers.
     """
 
     instance_id: str
@@ -60,6 +62,7 @@ class DecodeContext:
     make_ledger: Callable[[OwnerFences], Ledger]
     queue_full: Callable[[], None] = lambda: None
     offer: Callable[[FenceOwner, Sequence[LocalMemory]], Owner | None] = lambda base, _: base
+    trials: Trials | None = None
     ledger: Ledger | None = None
     geometry: Geometry | None = None
     files: RegionFiles | None = None
@@ -71,6 +74,10 @@ class DecodeContext:
     def memories(self) -> list[LocalMemory]:
         """Of all ranks, in order."""
         return [rank.memory for rank in self.ranks]
+
+    def of_a_trial(self, job: OpenedJob) -> bool:
+        """Whether the job is the self-check's, which takes it away itself."""
+        return self.trials is not None and self.trials.publish(job)
 
 
 _context: DecodeContext | None = None

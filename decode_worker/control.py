@@ -13,13 +13,14 @@ import itertools
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from pullfill import failpoints, log, metrics, u32
+from pullfill import failpoints, log, metrics
 from pullfill.channel import Channel, accept
 from pullfill.decode_worker.commits import Commits
 from pullfill.decode_worker.ledger import Ledger
-from pullfill.decode_worker.moves import CancelMessage, GrantView, NakDelivery, SendRevoke
+from pullfill.decode_worker.moves import CancelMessage, NakDelivery, SendRevoke
 from pullfill.decode_worker.peers import Peer
 from pullfill.decode_worker.reader import PeerReader, Reach
+from pullfill.decode_worker.self_check import Checks
 from pullfill.decode_worker.story import Stories
 from pullfill.decode_worker.verify import Verifier
 from pullfill.errors import AuthFailed, BadMessage, Outcome, PullfillError
@@ -31,7 +32,6 @@ from pullfill.wire import (
     Commit,
     Compat,
     Goodbye,
-    Grant,
     HandBack,
     Hello,
     KvMode,
@@ -55,7 +55,9 @@ class ControlServer:
 
     cancel, hand_back: the queue's. verifier: needed if the ledger asks for digests;
     closed by `stop`. key: a prefill worker that does not hold it is refused. reach: how to read a
-    prefill worker's memory; where grants say pull, who cannot be read writes instead.
+    prefill worker's memory; where grants say pull, who cannot be read writes instead. checks: set
+    before `start`; without it every prefill worker may bring KV. prefill_workers: those that pull
+    and may bring KV.
     """
 
     def __init__(
@@ -92,17 +94,18 @@ class ControlServer:
         self._timers: list[asyncio.Task[None]] = []
         self._wake = asyncio.Event()
         self._seldom = log.Seldom(_COMPLAIN_EVERY_S)
+        self._pulling = 0
         self.address = ""
         self.prefill_workers = 0
         self.past_stream: Callable[[], bool] = lambda: False  # then workers wait that pull nothing
+        self.checks: Checks | None = None
 
     async def start(self, host: str, port: int = 0) -> None:
         """Listen (port 0: the OS picks one) and start the ledger's timer."""
         self._server = await asyncio.start_server(self._serve, host, port)
         port = self._server.sockets[0].getsockname()[1]
         self.address = f"tcp://{host}:{port}"
-        self._timers.append(asyncio.create_task(self._run_ledger()))
-        self._timers.append(asyncio.create_task(self._watch_silence()))
+        self._timers += map(asyncio.create_task, (self._run_ledger(), self._watch_silence()))
 
     async def stop(self) -> None:
         """Close every connection. When this returns nothing here touches the ledger any more, and
@@ -110,6 +113,8 @@ class ControlServer:
         answered within a second."""
         if self._server is not None:
             self._server.close()
+        if self.checks is not None:
+            await self.checks.close()
         for task in [*self._serving, *self._timers]:
             task.cancel()
         await asyncio.gather(*self._serving, *self._timers, return_exceptions=True)
@@ -129,8 +134,8 @@ class ControlServer:
 
     @property
     def instances(self) -> list[str]:
-        """Connected prefill workers."""
-        return sorted({p.instance_id for p in self._peers.values()})
+        """Connected prefill workers that may bring KV."""
+        return sorted({p.instance_id for p in self._peers.values() if p.cleared})
 
     @property
     def not_pulling(self) -> list[str]:
@@ -265,6 +270,7 @@ class ControlServer:
             channel,
             asyncio.get_running_loop().time(),
             self._reader_of(hello),
+            hello.computes,
         )
         self._peers[peer.name] = peer
         for old in [p for p in self._peers.values() if p.instance_id == peer.instance_id]:
@@ -276,6 +282,8 @@ class ControlServer:
             Welcome(decode_instance=self._instance_id, incarnation=self._ledger.incarnation)
         )
         logger.info("prefill worker %s connected", peer.instance_id)
+        if self.checks is not None:
+            self.checks.met(peer)
         return peer
 
     def _reader_of(self, hello: Hello) -> PeerReader | None:
@@ -293,6 +301,8 @@ class ControlServer:
         if (reader := peer.reader) is not None:
             reader.leave(lambda: self._readers.discard(reader))
         self._peers.pop(peer.name, None)
+        if self.checks is not None:
+            self.checks.lost(peer)
         self._count()
         logger.info("prefill worker %s disconnected", peer.instance_id)
         self._ledger.writer_lost(peer.name, others_alive=bool(self._peers))
@@ -300,14 +310,21 @@ class ControlServer:
         self._act()
         self._wake.set()  # if it died, the kernel frees its locks: proof is there for the asking
 
+    def recount(self) -> None:
+        """Prefill workers may, or may not, bring KV now."""
+        self._count()
+        self._wake.set()
+
     def _count(self) -> None:
-        self.prefill_workers = sum(p.pulls and not p.leaving for p in self._peers.values())
+        pulling = [p for p in self._peers.values() if p.pulls and not p.leaving]
+        self.prefill_workers = sum(p.cleared for p in pulling)
         # Before `_nobody_pulls` looks: what is opened after that look is told.
-        self._ledger.tell_opens = self.prefill_workers == 0
+        self._pulling = len(pulling)
+        self._ledger.tell_opens = not pulling
 
     def _nobody_pulls(self) -> None:
         """With no worker left that pulls, what nobody has claimed is served locally at once."""
-        if self.prefill_workers == 0 and self._ledger.open_jobs and not self.past_stream():
+        if self._pulling == 0 and self._ledger.open_jobs and not self.past_stream():
             self._ledger.give_up_all(Outcome.PREFILL_LOST, but_granted=True)
 
     def _dispatch(self, peer: Peer, message: object) -> None:
@@ -358,6 +375,8 @@ class ControlServer:
         self._wake.set()
 
     def _on_claim(self, peer: Peer, claim: Claim) -> None:
+        if self.checks is not None and not self.checks.may_claim(peer, claim):
+            return
         failpoints.hit("decode.before_grant")
         claimed = self._ledger.claim(claim.job_id, claim.incarnation, peer.name, claim.ack_subject)
         if claimed.grant is None:
@@ -376,25 +395,6 @@ class ControlServer:
             return
         grant = claimed.grant
         metrics.CLAIM.labels("granted").inc()
-        entry = self._ledger.find(claim.job_id)
-        if entry is not None:
+        if (entry := self._ledger.find(claim.job_id)) is not None:
             self._stories.claimed(entry.request_id, grant.attempt, peer.instance_id, grant.queued_s)
-        peer.channel.write(self._grant(peer, claim, grant))
-
-    def _grant(self, peer: Peer, claim: Claim, grant: GrantView) -> Grant:
-        mode = grant.mode
-        if mode is KvMode.PULL and (peer.reader is None or not peer.reader.within_reach()):
-            mode = KvMode.PUSH_ASYNC
-        return Grant(
-            rid=claim.rid,
-            job_id=claim.job_id,
-            attempt=grant.attempt,
-            incarnation=self._ledger.incarnation,
-            deadline_s=grant.deadline_s,
-            block_ids=u32.pack(grant.blocks),
-            hit_tokens=grant.hit_tokens,
-            job_digest=grant.digest,
-            fence=grant.fence,
-            kv_digest=grant.kv_digest,
-            mode=mode,
-        )
+        peer.channel.write(peer.grant(claim, self._ledger.incarnation, grant))

@@ -35,4 +35,5 @@ def load_of(
         "kv_blocks": kv_blocks,
         "prefill_workers": control.instances if control else [],
         "prefill_workers_pulling": control.prefill_workers if control else 0,
+        **(control.checks.told() if control and control.checks else {}),
     }

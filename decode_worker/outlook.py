@@ -39,12 +39,15 @@ class Outlook:
         """Everything that `decide` may look at."""
         ledger, blocks = self.ledger, self.cache.num_gpu_blocks
         more = -(-max(0, prompt_tokens - 1 - hit_tokens) // self.cache.block_size)
+        self_check = self.control.checks.reason if self.control.checks else ""
+        past_stream = self.producer.past_stream and not self_check
         return Situation(
             prompt_tokens=prompt_tokens,
             hit_tokens=hit_tokens,
             ineligible=ineligible or ("" if self.within_reach else "no_transport"),
             # Those that do not reach the stream say that they pull nothing, and yet wait for jobs.
-            prefill_workers=self.control.prefill_workers or int(self.producer.past_stream),
+            prefill_workers=self.control.prefill_workers or int(past_stream),
+            self_check=self_check,
             queue_available=self.producer.available,
             claims_stalled=ledger.claims.stalled,
             # Our own jobs count from the moment they are opened: the queue hears of them later.
@@ -56,7 +59,7 @@ class Outlook:
 
     def outage(self) -> str:
         """Why prompts cannot be prefilled remotely now, for people; "" if nothing is known."""
-        said = [self.producer.health.outage(), *self.control.not_pulling]
+        said = [self.producer.health.outage(), *self.control.not_pulling, *self._failed_checks]
         if self.ledger.claims.stalled:
             said.append("no prefill worker claims the jobs of this decode worker")
         # A prefill worker asks etcd when it first meets a decode worker.
@@ -65,9 +68,14 @@ class Outlook:
     def reasons(self) -> list[str]:
         """For /ready: why this worker is degraded."""
         reasons = [self.producer.health.outage(), self.etcd.outage(), *self.control.not_pulling]
+        reasons += self._failed_checks
         if not self.control.prefill_workers:
             reasons.append("no prefill worker pulls jobs: every prompt is prefilled here")
         return list(filter(None, reasons))
+
+    @property
+    def _failed_checks(self) -> list[str]:
+        return self.control.checks.failures if self.control.checks else []
 
     def servers(self) -> dict[str, Any]:
         """`servers` and `queue` of /status. The queue is null while NATS does not answer."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pullfill import alive
+from pullfill import alive, u32
 from pullfill.channel import Channel
+from pullfill.decode_worker.moves import GrantView
 from pullfill.decode_worker.reader import PeerReader
+from pullfill.wire import Claim, Grant, KvMode
 
 
 @dataclass(slots=True, eq=False)
@@ -14,7 +16,8 @@ class Peer:
     """One connected prefill worker. `name` is unique per connection and is the ledger's writer.
 
     reader: reads its KV memory, where grants say pull and it can be reached; made when the worker
-    connects, ended when it is lost. While it is not `within_reach`, grants do not say pull.
+    connects, ended when it is lost. computes: how it rounds; cleared: whether it may bring KV
+    (self_check.py). While it is not `within_reach`, grants do not say pull.
     heard, asked_at: when it said anything, and when it was welcomed or asked for something last, by
     the loop's clock."""
 
@@ -23,6 +26,8 @@ class Peer:
     channel: Channel
     heard: float
     reader: PeerReader | None = None
+    computes: str = ""
+    cleared: bool = True
     leaving: bool = False
     pulls: bool = True
     why_not: str = ""
@@ -34,3 +39,22 @@ class Peer:
     def patience(self, now: float, silent_s: float) -> float:
         """Seconds for which it may say nothing; `silent_s`: while it asks for things."""
         return alive.patience(now - self.asked_at, silent_s)
+
+    def grant(self, claim: Claim, incarnation: str, grant: GrantView) -> Grant:
+        """The answer to its claim."""
+        mode = grant.mode
+        if mode is KvMode.PULL and (self.reader is None or not self.reader.within_reach()):
+            mode = KvMode.PUSH_ASYNC
+        return Grant(
+            rid=claim.rid,
+            job_id=claim.job_id,
+            attempt=grant.attempt,
+            incarnation=incarnation,
+            deadline_s=grant.deadline_s,
+            block_ids=u32.pack(grant.blocks),
+            hit_tokens=grant.hit_tokens,
+            job_digest=grant.digest,
+            fence=grant.fence,
+            kv_digest=grant.kv_digest,
+            mode=mode,
+        )

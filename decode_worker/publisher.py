@@ -59,7 +59,8 @@ class Publisher:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    def _encode(self, job: OpenedJob) -> bytes:
+    def encode(self, job: OpenedJob) -> bytes:
+        """The job's body."""
         return encode(
             PrefillJob(
                 job_id=job.job_id,
@@ -83,7 +84,7 @@ class Publisher:
         if self._ledger.find(job.job_id) is None:
             return  # ended before it was published
         try:
-            body = self._encode(job)
+            body = self.encode(job)
             digest = job_digest(body)
             self._ledger.set_digest(job.job_id, digest)
             failpoints.hit("decode.publish")

@@ -14,6 +14,8 @@ QUEUE_FULL = "queue_full"
 QUEUE_UNAVAILABLE = "queue_unavailable"
 NO_PREFILL_WORKER = "no_prefill_worker"
 CLAIMS_STALLED = "claims_stalled"
+SELF_CHECK_PENDING = "self_check_pending"
+SELF_CHECK_FAILED = "self_check_failed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +25,15 @@ class Situation:
     prompt_tokens: all tokens of the prompt. hit_tokens: leading ones in the local prefix cache.
     ineligible: why this request can never go remote ("" if it can). remote_kv: share of the KV
     cache that open remote prefills would bind with this one. claims_stalled: jobs were queued and
-    nobody claimed them (breaker.py).
+    nobody claimed them (breaker.py). prefill_workers: those that pull and may bring KV. self_check:
+    why none may that could ("" if there is no such reason).
     """
 
     prompt_tokens: int
     hit_tokens: int
     ineligible: str = ""
     prefill_workers: int = 0
+    self_check: str = ""
     queue_available: bool = False
     claims_stalled: bool = False
     queue_jobs: int = 0
@@ -69,7 +73,7 @@ def decide(now: Situation, config: RouterConfig) -> Decision:
     if not now.queue_available:
         return Decision(False, QUEUE_UNAVAILABLE)
     if now.prefill_workers == 0:
-        return Decision(False, NO_PREFILL_WORKER)
+        return Decision(False, now.self_check or NO_PREFILL_WORKER)
     if now.claims_stalled:
         return Decision(False, CLAIMS_STALLED)
     if now.quarantine_full:

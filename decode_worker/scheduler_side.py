@@ -48,6 +48,11 @@ class SchedulerSide:
         """Of a prompt of so many tokens: how many leading ones vLLM keeps no block for."""
         self._skipped = skipped
 
+    def longest_kept(self, tokens: int) -> int:
+        """The longest prompt, up to `tokens` by whole blocks, of which vLLM keeps every block."""
+        lengths = range(tokens, 0, -self._block_size)
+        return next((length for length in lengths if self._skipped(length) <= 0), 0)
+
     @property
     def _ledger(self) -> Ledger:
         ledger = self._context.ledger
@@ -70,7 +75,8 @@ class SchedulerSide:
         situation = context.situation(
             request.num_prompt_tokens, hit_tokens, self._ineligible(request)
         )
-        decision = decide(situation, context.router_config())
+        own = context.trials and context.trials.decision(request.request_id)
+        decision = own or decide(situation, context.router_config())
         self._decisions[request.request_id] = (situation, decision)
         if decision.reason == QUEUE_FULL:
             context.queue_full()
@@ -131,6 +137,8 @@ class SchedulerSide:
             claim_timeout_s=config.claim_timeout_s,
         )
         self._waiting.add(job.request_id)
+        if self._context.trials is not None:
+            self._context.trials.opened(job.request_id)
         self._ledger.open(
             job.job_id,
             job.request_id,
@@ -199,9 +207,11 @@ class SchedulerSide:
                     (loaded if was_loaded else self._failed).append(request_id)
         return loaded
 
-    def finished(self, request_id: str) -> None:
+    def finished(self, request_id: str, block_ids: Sequence[int] = ()) -> None:
         """vLLM's request_finished: the request is over, however. An open job is cancelled; if the
         request still waits, its blocks are freed by the report that `cancel` causes."""
         self._decisions.pop(request_id, None)
+        if self._context.trials is not None:
+            self._context.trials.finished(request_id, block_ids)
         if request_id in self._waiting:
             self._ledger.cancel(request_id)

@@ -19,13 +19,23 @@ from pullfill.decode_worker.router import (
     CLAIMS_STALLED,
     NO_PREFILL_WORKER,
     QUEUE_UNAVAILABLE,
+    SELF_CHECK_FAILED,
+    SELF_CHECK_PENDING,
     Decision,
     Situation,
 )
 from pullfill.errors import Outcome
 from pullfill.wire import ExplainRecord, StageTimings, Timings
 
-_BY_OUTAGE = frozenset({CLAIMS_STALLED, NO_PREFILL_WORKER, QUEUE_UNAVAILABLE})
+_BY_OUTAGE = frozenset(
+    {
+        CLAIMS_STALLED,
+        NO_PREFILL_WORKER,
+        QUEUE_UNAVAILABLE,
+        SELF_CHECK_FAILED,
+        SELF_CHECK_PENDING,
+    }
+)
 _AFTER_OUTAGE = frozenset(Outcome) - {
     Outcome.COMMITTED,
     Outcome.CANCELLED,
@@ -63,6 +73,8 @@ class Stories:
     """All requests of this worker that were decided and are not finished.
 
     outage: what is unreachable now, for people, "" if nothing is. Set by the process.
+    apart: requests of the worker itself, which are not recorded and move no counter; what is called
+    when their remote prefill is settled, with whether it was loaded.
     """
 
     def __init__(self, instance_id: str, clock: Clock = SYSTEM_CLOCK) -> None:
@@ -71,12 +83,13 @@ class Stories:
         self._lock = threading.Lock()
         self._open: dict[str, _Story] = {}
         self.outage: Callable[[], str] = lambda: ""
+        self.apart: dict[str, Callable[[bool], None]] = {}
 
     def decided(self, request_id: str, situation: Situation, decision: Decision) -> None:
         """Record the first decision of a request; later ones (after a fallback or a preemption)
         do not change it."""
         with self._lock:
-            if request_id in self._open:
+            if request_id in self._open or request_id in self.apart:
                 return
             self._open[request_id] = story = _Story(situation, decision)
             if decision.reason in _BY_OUTAGE:
@@ -86,6 +99,8 @@ class Stories:
 
     def claimed(self, request_id: str, attempt: int, instance: str, queued_s: float) -> None:
         """A prefill worker holds the job now."""
+        if request_id in self.apart:
+            return
         _stage("queue").observe(queued_s)
         with self._lock:
             if (story := self._open.get(request_id)) is not None:
@@ -102,6 +117,8 @@ class Stories:
     ) -> None:
         """The KV is in our blocks; what the prefill worker measured comes with it, and over what it
         came."""
+        if request_id in self.apart:
+            return
         for name, value in (
             ("claim", stages.claim_ms),
             ("prefix_read", stages.prefix_read_ms),
@@ -118,6 +135,9 @@ class Stories:
 
     def settled(self, request_id: str, loaded: bool, outcome: Outcome) -> None:
         """The scheduler was told (engine thread)."""
+        if (tell := self.apart.get(request_id)) is not None:
+            tell(loaded)
+            return
         with self._lock:
             story = self._open.get(request_id)
             if story is not None and loaded:

@@ -21,6 +21,7 @@ from pullfill.decode_worker.outlook import Outlook
 from pullfill.decode_worker.publisher import Publisher
 from pullfill.decode_worker.reader import reach_for
 from pullfill.decode_worker.router import Situation
+from pullfill.decode_worker.self_check import checks_for
 from pullfill.decode_worker.shim import FrontendShim
 from pullfill.decode_worker.story import Stories
 from pullfill.decode_worker.verify import verifier_for
@@ -37,6 +38,7 @@ from pullfill.queue.contract import QueueConfig
 from pullfill.queue.jetstream import JetStreamProducer
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.membership import Membership
+from pullfill.registry.self_checks import SelfChecks
 from pullfill.registry.settings import Settings
 from pullfill.transfer.contract import OwnerFences
 from pullfill.wire import (
@@ -102,11 +104,12 @@ class DecodeWorker:
             on_retry=_say,
             security=self._cluster.security.etcd,
         )
+        kept = await SelfChecks.started(etcd, self._cluster.namespace)
         self._settings = await Settings.started(etcd, self._cluster.namespace, RouterConfig)
         queue = await Settings.started(etcd, self._cluster.namespace, QueueSettings)
         host = await engine.ready
         self._guard = EngineGuard(engine, self._options.engine_stall_s, self._on_stuck)
-        await self._open_queue(wait_s, queue)
+        await self._open_queue(queue, kept)
         probe = ProbeServer(self._options.host, self._ready, self._status, self._refresh_metrics)
         await probe.start(self._options.http_port)
         self._probe = probe
@@ -133,7 +136,7 @@ class DecodeWorker:
             await probe.stop()
             await leave.end_memory(engine, self._context.owner)
             await self._producer.close()
-            await asyncio.gather(self._settings.close(), queue.close())
+            await asyncio.gather(self._settings.close(), queue.close(), kept.close())
             await etcd.close()
         return code
 
@@ -227,6 +230,8 @@ class DecodeWorker:
 
     def _on_outputs(self, outputs: dict[int, Any]) -> None:
         assert self._shim is not None
+        if self._context.trials is not None:
+            self._context.trials.take(outputs)
         self._shim.send_outputs(outputs)
 
     def _before_step(self) -> bool:
@@ -242,7 +247,8 @@ class DecodeWorker:
 
     def _publish(self, job: contexts.OpenedJob) -> None:
         assert self._publisher is not None
-        self._publisher.submit(job)
+        if not self._context.of_a_trial(job):
+            self._publisher.submit(job)
 
     def _router_config(self) -> RouterConfig:
         return self._settings.current if self._settings is not None else RouterConfig()
@@ -269,7 +275,7 @@ class DecodeWorker:
 
     # ------------------------------------------------------------------ asyncio thread
 
-    async def _open_queue(self, wait_s: float, settings: Settings[QueueSettings]) -> None:
+    async def _open_queue(self, settings: Settings[QueueSettings], kept: SelfChecks) -> None:
         """The producer, the control server and the publisher: all need the engine's identity."""
         assert self._compat is not None
         assert self._context.ledger is not None
@@ -277,7 +283,7 @@ class DecodeWorker:
             self._cluster.nats_url,
             QueueConfig(namespace=self._cluster.namespace, compat_hash=self._compat.hash()),
             settings=settings.current,
-            wait_s=wait_s,
+            wait_s=self._options.connect_timeout_s,
             on_event=_say,
             connect_options=self._cluster.security.nats.options(),
         )
@@ -293,8 +299,13 @@ class DecodeWorker:
             verifier=verifier_for(self._context.ledger, self._context.memories),
             reach=reach_for(self._context.memories, self._options, self._key),
         )
+        assert self._shim is not None
+        control.checks = checks_for(
+            self._context, self._config, self._compat, self._shim.host, kept, control.recount,
+            lambda job: publisher.encode(job),
+        )  # fmt: skip
         await control.start(self._options.host, self._options.control_port)
-        self._publisher = Publisher(
+        publisher = self._publisher = Publisher(
             self._loop,
             producer,
             self._context.ledger,

@@ -227,6 +227,21 @@ def doctor(
     raise typer.Exit(checks.run((state_dir, etcd, nats, namespace, security)))
 
 
+@app.command()
+def recheck(
+    state_dir: StateDirOption = None,
+    etcd: EtcdOption = None,
+    nats: NatsOption = None,
+    namespace: NamespaceOption = None,
+    security: SecurityOption = None,
+) -> None:
+    """Forget failed self-checks, so that workers compare their prefills again."""
+    from pullfill.deploy import self_checks
+
+    ref = find_cluster(state_dir, etcd, nats, namespace, security)
+    raise typer.Exit(self_checks.recheck(ref))
+
+
 @config_app.command("get")
 def config_get(
     key: Annotated[str | None, typer.Argument(metavar="[router.KEY|queue.KEY]")] = None,

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from pullfill.config import ClusterRef, ProcessEntry, split_urls
-from pullfill.deploy import machine, routes, servers
+from pullfill.deploy import machine, routes, self_checks, servers
 from pullfill.deploy.machine import FAIL, OK, WARN, Finding
 from pullfill.deploy.membership import Members, http_get
 from pullfill.deploy.options import find_cluster
@@ -119,6 +119,7 @@ def cluster(ref: ClusterRef) -> Iterator[Finding]:
         return
     yield from fit(workers)
     yield from routes.pairs(workers)
+    yield from self_checks.findings(ref)
     yield from keys(ref, workers)
     if not any(w.record.role == "frontend" for w in workers) and not any(frontend_urls(ref)):
         yield Finding(WARN, "no frontend", "start one: pullfill frontend")

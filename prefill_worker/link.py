@@ -43,6 +43,7 @@ from pullfill.wire import (
     Refused,
     Revoke,
     ToPrefill,
+    Trial,
     Welcome,
     WorkerRecord,
 )
@@ -62,8 +63,9 @@ class DecodeLink:
     """One decode worker, by instance id. asyncio thread only.
 
     open_mover: connects to the decode worker's KV memory (blocking work done in a thread).
-    on_revoke: called with each Revoke. on_lost: called when the connection ends. key: what the
-    decode worker must hold, and we show. activity: how many jobs this worker has completed, for
+    on_revoke: called with each Revoke. on_lost: called when the connection ends.
+    on_trial: called with each job of a self-check. key: what the decode worker must hold, and we
+    show. activity: how many jobs this worker has completed, for
     whomever, and how many it holds a grant for; set by the owner.
     """
 
@@ -76,11 +78,13 @@ class DecodeLink:
         on_lost: Callable[[DecodeLink], None],
         key: ClusterKey | None = None,
         silent_s: float = SILENT_S,
+        on_trial: Callable[[Trial], None] = lambda _trial: None,
     ) -> None:
         self.record = record
         self._hello = hello
         self._on_revoke = on_revoke
         self._on_lost = on_lost
+        self._on_trial = on_trial
         self._key = key
         self._silent_s = silent_s
         self._heard = 0.0
@@ -347,6 +351,9 @@ class DecodeLink:
             return
         if isinstance(message, Revoke):
             self._on_revoke(self, message)
+            return
+        if isinstance(message, Trial):
+            self._on_trial(message)
             return
         future = self._replies.get(getattr(message, "rid", -1))
         if future is None or future.done():

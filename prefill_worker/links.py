@@ -11,7 +11,7 @@ from pullfill.prefill_worker.link import DecodeLink
 from pullfill.prefill_worker.mover import Mover
 from pullfill.registry.directory import Directory
 from pullfill.security import ClusterKey
-from pullfill.wire import Compat, Hello, Revoke, WorkerRecord
+from pullfill.wire import Compat, Hello, Revoke, Trial, WorkerRecord
 
 logger = log.get("prefill_worker.links")
 
@@ -34,6 +34,7 @@ class Links:
         on_revoke: Callable[[DecodeLink, Revoke], None],
         on_lost: Callable[[DecodeLink], None],
         key: ClusterKey | None = None,
+        on_trial: Callable[[Trial], None] = lambda _trial: None,
     ) -> None:
         self._directory = directory
         self._hello = hello
@@ -42,6 +43,7 @@ class Links:
         self._on_revoke = on_revoke
         self._on_lost = on_lost
         self._key = key
+        self._on_trial = on_trial
         self._links: dict[str, DecodeLink] = {}
         self._gone: dict[str, None] = {}
         self._closing: set[asyncio.Task[None]] = set()
@@ -154,8 +156,9 @@ class Links:
             task.add_done_callback(self._closing.discard)
         if new is not None and fits and new.control:
             self._links[new.instance_id] = DecodeLink(
-                new, self._hello, self._open_mover, self._on_revoke, self._on_lost, self._key
-            )
+                new, self._hello, self._open_mover, self._on_revoke, self._on_lost, self._key,
+                on_trial=self._on_trial,
+            )  # fmt: skip
             self._links[new.instance_id].activity = lambda: self.activity()
             if self._leaving:
                 self._links[new.instance_id].leave()

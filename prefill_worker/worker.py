@@ -10,7 +10,7 @@ from typing import Any
 
 from pullfill import __version__, log
 from pullfill.config import ClusterRef, WorkerOptions, restarts_so_far
-from pullfill.engine import args, compat, kv
+from pullfill.engine import args, compat, computes, kv
 from pullfill.engine.host import EngineHost
 from pullfill.engine.thread import EngineThread
 from pullfill.engine.watchdog import EngineGuard
@@ -30,6 +30,7 @@ from pullfill.prefill_worker.puller import Puller, budget_of
 from pullfill.prefill_worker.pulling import Pulling
 from pullfill.prefill_worker.readers import Readers
 from pullfill.prefill_worker.runner import JobRunner
+from pullfill.prefill_worker.trial import delivery_of
 from pullfill.probe import ProbeServer
 from pullfill.queue.contract import QueueConfig
 from pullfill.queue.jetstream import JetStreamConsumer
@@ -45,6 +46,7 @@ from pullfill.wire import (
     QueueSettings,
     RegionDescriptor,
     Revoke,
+    Trial,
     WorkerRecord,
     WorkerState,
 )
@@ -262,12 +264,14 @@ class PrefillWorker:
                     transports=self._options.transports,
                     key=self._key,
                 ),
+                computes=computes.digest(config),
             ),
             self._compat,
             self._open_mover,
             self._on_revoke,
             self._on_lost,
             self._key,
+            self._on_trial,
         )
         self._runner = JobRunner(
             self._links,
@@ -319,6 +323,10 @@ class PrefillWorker:
     def _on_revoke(self, link: DecodeLink, revoke: Revoke) -> None:
         assert self._runner is not None
         self._runner.revoked(link, revoke)
+
+    def _on_trial(self, job: Trial) -> None:
+        assert self._runner is not None
+        self._runner.start(delivery_of(job.job))
 
     def _on_lost(self, link: DecodeLink) -> None:
         assert self._runner is not None

@@ -121,3 +121,4 @@ class Outcome(enum.StrEnum):
     REJECTED = "rejected"
     ENGINE_STUCK = "engine_stuck"
     DIGEST_MISMATCH = "digest_mismatch"
+    SELF_CHECK = "self_check"

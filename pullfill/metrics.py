@@ -75,3 +75,8 @@ AUTH_REFUSED = Counter(
 )
 FALLBACK = Counter("pullfill_fallback", "Remote prefills served locally instead", ["cause"])
 DEAD_LETTER = Counter("pullfill_dead_letter", "Jobs moved to the dead-letter record")
+SELF_CHECK = Counter(
+    "pullfill_self_check",
+    "Comparisons of a remote with a local prefill, made when two workers met",
+    ["result"],
+)

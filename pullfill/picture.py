@@ -81,6 +81,8 @@ def troubles_of(reports: Reports) -> dict[str, list[str]]:
     """Instance id -> what keeps this worker from its part, one line each; of all who report."""
     decode = [report for record, report in reports if record.role == "decode" and report]
     linked = {name for report in decode for name in report.load.get("prefill_workers", ())}
+    checks = [check for report in decode for check in report.load.get("self_checks", ())]
+    linked |= {check.get("prefill_instance") for check in checks}
     troubles: dict[str, list[str]] = {}
     for record, report in reports:
         if report is None:
@@ -92,6 +94,8 @@ def troubles_of(reports: Reports) -> dict[str, list[str]]:
         ]
         if record.role == "prefill" and decode and record.instance_id not in linked:
             told.append(NOT_LINKED)
+        if record.role == "decode":
+            told += [c["advice"] for c in report.load.get("self_checks", ()) if c.get("advice")]
         troubles[record.instance_id] = told
     return troubles
 

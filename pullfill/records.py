@@ -149,6 +149,53 @@ class SuspectRecord(Message, frozen=True, kw_only=True):
     until: Finite
 
 
+# --------------------------------------------------------------------------- self-check
+
+
+class SelfCheck(Message, frozen=True, kw_only=True):
+    """`self_checks/{pair}`: whether remote prefills of two kinds of workers equal local ones.
+
+    kv_difference: largest relative difference of the KV of one block in one layer. None: this
+    KV cache type cannot be read as numbers.
+    logprob_difference: largest difference of a log probability of the next token. None: vLLM would
+    compile something first, so it was not asked.
+    kv_tolerance, logprob_tolerance: what rounding explains.
+    """
+
+    v: Version = WIRE_VERSION
+    passed: bool
+    kv_difference: Finite | None
+    kv_tolerance: Finite
+    logprob_difference: Finite | None
+    logprob_tolerance: Finite
+    decode_instance: Id
+    prefill_instance: Id
+    checked_at: Finite
+
+    def advice(self, prefill_instance: str = "", decode_instance: str = "") -> str:
+        """What a failure means and what to do. The instances: those that meet now, where they are
+        not those that were compared."""
+        prefill = prefill_instance or self.prefill_instance
+        decode = decode_instance or self.decode_instance
+        return (
+            f"self_check_failed: a remote prefill by {prefill} is not what {decode} computes "
+            f"itself: {self.in_words()}. It brings no KV. Compare versions and flags of the two "
+            "workers, then run `pullfill recheck`"
+        )
+
+    def in_words(self) -> str:
+        """The differences and their tolerances."""
+        told = [
+            f"{what} differ{s} by {value:.3g} (rounding explains {most:g})"
+            for what, s, value, most in (
+                ("KV", "s", self.kv_difference, self.kv_tolerance),
+                ("log probabilities", "", self.logprob_difference, self.logprob_tolerance),
+            )
+            if value is not None
+        ]
+        return ", ".join(told) or "nothing could be compared"
+
+
 # --------------------------------------------------------------------------- explain
 
 
@@ -173,7 +220,8 @@ class ExplainRecord(Message, frozen=True, kw_only=True):
     knowledge). continued_tokens: how much of the answer was out when the last of them left; these
     are part of `prompt_tokens` here, since `decode_instance` got them as prompt.
     transport: what the KV came over; why_not_better: "name: reason" for each better one.
-    outage: what was unreachable, and for how long, when the prompt was kept here or taken back.
+    outage: what was unreachable, and for how long, when the prompt was kept here or taken back;
+    also what a self-check found that kept it here.
     """
 
     request_id: str

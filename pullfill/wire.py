@@ -35,6 +35,7 @@ from pullfill.records import (
     RegionDescriptor,
     RouterConfig,
     RouterPolicy,
+    SelfCheck,
     ServerStatus,
     SuspectRecord,
     Timings,
@@ -81,6 +82,7 @@ __all__ = [
     "Revoke",
     "RouterConfig",
     "RouterPolicy",
+    "SelfCheck",
     "ServerStatus",
     "StageTimings",
     "SuspectRecord",
@@ -88,6 +90,7 @@ __all__ = [
     "Timings",
     "ToDecode",
     "ToPrefill",
+    "Trial",
     "Version",
     "Welcome",
     "WorkerRecord",
@@ -194,7 +197,8 @@ class AuthProof(Message, tag="auth_proof", frozen=True, kw_only=True):
 
 class Hello(Message, tag="hello", frozen=True, kw_only=True):
     """First message of a prefill worker on a control connection. `regions`: its own KV memory, one
-    for each rank, for decode workers that pull; none if nobody can read it."""
+    for each rank, for decode workers that pull; none if nobody can read it. `computes`: a digest of
+    what decides how this worker rounds (engine/computes.py); empty: it is never checked."""
 
     v: Version = WIRE_VERSION
     prefill_instance: Id
@@ -202,6 +206,7 @@ class Hello(Message, tag="hello", frozen=True, kw_only=True):
     compat: Id
     transports: list[str]
     regions: tuple[RegionDescriptor, ...] = ()
+    computes: Text = ""
 
 
 class Welcome(Message, tag="welcome", frozen=True, kw_only=True):
@@ -359,5 +364,11 @@ class Alive(Message, tag="alive", frozen=True, kw_only=True):
     busy: bool = False
 
 
+class Trial(Message, tag="trial", frozen=True, kw_only=True):
+    """A job of the self-check, encoded as on the stream. Only the worker that gets it runs it."""
+
+    job: bytes
+
+
 ToDecode = Hello | Claim | Commit | Ready | HandBack | Quiet | Leaving | Alive
-ToPrefill = Welcome | Goodbye | Grant | Refused | CommitReply | Revoke | Alive
+ToPrefill = Welcome | Goodbye | Grant | Refused | CommitReply | Revoke | Alive | Trial

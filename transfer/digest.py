@@ -14,11 +14,12 @@ small buffer first, which stays in the CPU's cache, and hashed there, one call p
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
 from blake3 import blake3
+from numpy.typing import NDArray
 
 from pullfill.transfer.contract import LocalMemory
 from pullfill.transfer.copying import copy_batch
@@ -70,11 +71,19 @@ class BlockDigester:
     def digest(self, block_ids: Sequence[int]) -> bytes:
         """DIGEST_BYTES per block, in the order of `block_ids`. Reads live memory: hold whatever
         keeps the blocks still. Raises BadMessage on ids out of range."""
+        return b"".join(blake3(page).digest(DIGEST_BYTES) for page in self._gathered(block_ids))
+
+    def pages(self, block_ids: Sequence[int]) -> NDArray[np.uint8]:
+        """A copy of the blocks: one row each, all heads of all layers in order. See `digest`."""
+        rows = [np.frombuffer(page, np.uint8).copy() for page in self._gathered(block_ids)]
+        return np.stack(rows)
+
+    def _gathered(self, block_ids: Sequence[int]) -> Iterator[memoryview]:
+        """The bytes of each block, in a buffer that the next ones overwrite."""
         block = self._block
         if self._stage is None:
             buffer = np.empty(self._at_once * block, np.uint8)
             self._stage, self._address = buffer.data, buffer.ctypes.data
-        digests = []
         for first in range(0, len(block_ids), self._at_once):
             some = block_ids[first : first + self._at_once]
             for route in self._routes:
@@ -83,11 +92,8 @@ class BlockDigester:
                             part=route.part)  # fmt: skip
                 for batch in todo.batches():
                     copy(memory.address, self._address, batch)
-            digests += [
-                blake3(self._stage[at : at + block]).digest(DIGEST_BYTES)
-                for at in range(0, len(some) * block, block)
-            ]
-        return b"".join(digests)
+            for at in range(0, len(some) * block, block):
+                yield self._stage[at : at + block]
 
 
 def _copier(memory: LocalMemory) -> Copier:

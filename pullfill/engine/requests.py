@@ -7,6 +7,7 @@ whoever runs it on a thread of its own can let the engine thread go first.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Generator, Sequence
 from typing import Any
 
@@ -43,6 +44,30 @@ def prefill_request(
         cache_salt=cache_salt,
         data_parallel_rank=None,
         priority=priority,
+    )
+
+
+def trial_request(
+    request_id: str, token_ids: Sequence[int], *, cache_salt: str, client: int, logprobs: int | None
+) -> Any:
+    """An EngineCoreRequest of the decode worker's own: it samples one token. client: the index
+    under which its outputs come. logprobs: of how many best tokens."""
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.engine import EngineCoreRequest
+
+    return EngineCoreRequest(
+        request_id=request_id,
+        prompt_token_ids=list(token_ids),
+        mm_features=None,
+        sampling_params=SamplingParams(
+            max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False, logprobs=logprobs
+        ),
+        pooling_params=None,
+        arrival_time=time.time(),
+        lora_request=None,
+        cache_salt=cache_salt,
+        data_parallel_rank=None,
+        client_index=client,
     )
 
 

@@ -55,6 +55,14 @@ def model(namespace: str, name: str) -> str:
     return f"{namespace_prefix(namespace)}models/{name}"
 
 
+def self_checks_prefix(namespace: str) -> str:
+    return f"{namespace_prefix(namespace)}self_checks/"
+
+
+def self_check(namespace: str, pair: str) -> str:
+    return f"{self_checks_prefix(namespace)}{_checked(pair, 'pair of workers')}"
+
+
 def router_config(namespace: str) -> str:
     return f"{namespace_prefix(namespace)}config/router"
 

@@ -26,6 +26,7 @@ PROMISED = {
     "pullfill_stale_refused_total": ("what",),
     "pullfill_fallback_total": ("cause",),
     "pullfill_dead_letter_total": (),
+    "pullfill_self_check_total": ("result",),
 }
 
 

@@ -1,0 +1,81 @@
+"""How far two prefills of the same tokens are apart, and how far rounding may drive them.
+
+KV is compared block by block and layer by layer, as numbers: the same tokens computed in other
+steps, or by another kernel, get other last digits, never other values. The measure is the
+Euclidean norm of the difference divided by the norm of the local KV.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+Pages = NDArray[np.uint8]
+"""One row of bytes for each block; its layers lie one after another."""
+
+WORST = 1e9
+"""Stands for "not a number"."""
+
+_KV_TOLERANCE = {"float32": 1e-3, "float16": 1e-2, "bfloat16": 5e-2}
+_FP8_TOLERANCE = 0.15
+_LOGPROB_TOLERANCE = {"float32": 1e-2, "float16": 0.1, "bfloat16": 0.5}
+
+
+def kv_tolerance(dtype: str) -> float:
+    """What rounding explains, relative. dtype: vLLM's name."""
+    return _KV_TOLERANCE.get(dtype, _FP8_TOLERANCE)
+
+
+def logprob_tolerance(model_dtype: str) -> float:
+    """What rounding explains, absolute."""
+    return _LOGPROB_TOLERANCE.get(model_dtype, _LOGPROB_TOLERANCE["bfloat16"])
+
+
+def kv_difference(local: Pages, remote: Pages, dtype: str, layers: int) -> float | None:
+    """The largest of all blocks and layers; None for a type that this cannot read."""
+    ours, theirs = _numbers(local, dtype), _numbers(remote, dtype)
+    if ours is None or theirs is None:
+        return None
+    shape = (len(local) * layers, -1)
+    ours, theirs = ours.reshape(shape), theirs.reshape(shape)
+    scale = np.maximum(np.linalg.norm(ours, axis=1), np.finfo(np.float32).tiny)
+    return _finite(float(np.max(np.linalg.norm(theirs - ours, axis=1) / scale)))
+
+
+def logprob_difference(local: Mapping[int, float], remote: Mapping[int, float]) -> float:
+    """The largest over the local prefill's best tokens; WORST if the remote one has none of them
+    among its best."""
+    shared = [abs(local[token] - remote[token]) for token in local.keys() & remote.keys()]
+    return _finite(max(shared)) if shared else WORST
+
+
+def _finite(value: float) -> float:
+    return min(value, WORST) if np.isfinite(value) else WORST
+
+
+def _numbers(pages: Pages, dtype: str) -> NDArray[np.float32] | None:
+    if dtype in ("float32", "float16"):
+        return pages.view(dtype).astype(np.float32)
+    if dtype == "bfloat16":
+        return (pages.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    if dtype == "fp8_e5m2":
+        return (pages.astype(np.uint16) << 8).view(np.float16).astype(np.float32)
+    if dtype in ("fp8", "fp8_e4m3"):
+        return _E4M3[pages]
+    return None
+
+
+def _e4m3() -> NDArray[np.float32]:
+    """Value of each byte: sign, 4 bits of exponent, 3 of mantissa; no infinity, one NaN."""
+    code = np.arange(256)
+    exponent, mantissa = (code >> 3) & 15, code & 7
+    value = np.where(
+        exponent == 0, mantissa * 2.0**-9, (8 + mantissa) * 2.0 ** (exponent.astype(float) - 10)
+    )
+    value[(code & 127) == 127] = np.nan
+    return np.where(code < 128, value, -value).astype(np.float32)
+
+
+_E4M3 = _e4m3()

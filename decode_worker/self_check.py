@@ -1,0 +1,328 @@
+"""Two workers that meet for the first time compare a remote prefill with a local one.
+
+    prefill worker connects → its kind is known? ──passed──▶ it may bring KV
+                                   │         └──failed──▶ it may not, until that is cleared
+                                   no: one prompt of random tokens, prefilled here, then by it;
+                                       KV and log probabilities compared; the result kept in etcd
+
+Until there is a result it is given no jobs, and prompts are prefilled here. A comparison that could
+not be made is made again after a pause; only values that differ are a failure.
+
+The remote prefill is made in two steps: half of the prompt, then all of it. So the prefill worker
+computes the second half on top of a context, as it does for a prompt in chunks. asyncio thread,
+but where a method says otherwise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
+
+from pullfill import log, metrics
+from pullfill.decode_worker import difference
+from pullfill.decode_worker.context import DecodeContext, OpenedJob
+from pullfill.decode_worker.entry import JobState
+from pullfill.decode_worker.ledger import Ledger
+from pullfill.decode_worker.peers import Peer
+from pullfill.decode_worker.router import SELF_CHECK_FAILED as FAILED
+from pullfill.decode_worker.router import SELF_CHECK_PENDING as PENDING
+from pullfill.decode_worker.trial import Incomplete, Trial, Trials
+from pullfill.engine import computes
+from pullfill.errors import Outcome
+from pullfill.ids import job_digest, new_job_id
+from pullfill.registry.self_checks import SelfChecks
+from pullfill.wire import Claim, Compat, Refused, RefuseReason, SelfCheck
+from pullfill.wire import Trial as TrialJob
+
+if TYPE_CHECKING:
+    from pullfill.engine.host import EngineHost
+
+logger = log.get("decode_worker.self_check")
+
+BLOCKS = 4
+"""Blocks of the prompt that is compared."""
+_BEST = 5
+"""Tokens whose log probabilities are compared."""
+LONGEST_S = 30.0
+"""A comparison that takes longer is given up, and made again."""
+_PAUSES_S = (0.5, 30.0)
+"""Before the second try and, doubled each time, at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ours:
+    """What the comparison must know of this worker. computes: see engine/computes.py; "": nothing
+    is compared, and every prefill worker may bring KV. blocks: of the prompt."""
+
+    instance_id: str
+    compat_hash: str
+    computes: str
+    block_size: int
+    blocks: int
+    vocabulary: int
+    layers: int
+    kv_dtype: str
+    model_dtype: str
+
+
+class Checks:
+    """All pairs of this worker. encode: the job's body, as on the stream. on_change: prefill
+    workers may, or may not, bring KV now."""
+
+    def __init__(
+        self,
+        ours: Ours,
+        trials: Trials,
+        kept: SelfChecks,
+        ledger: Ledger,
+        encode: Callable[[OpenedJob], bytes],
+        on_change: Callable[[], None],
+    ) -> None:
+        self._ours = ours
+        self._trials = trials
+        self._kept = kept
+        self._ledger = ledger
+        self._encode = encode
+        self._on_change = on_change
+        self._results = dict(kept.current)
+        self._peers: dict[str, tuple[Peer, str]] = {}
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self._jobs: dict[str, str] = {}
+        self._one = asyncio.Lock()
+        self._closed = False
+        kept.on_change = self._changed
+        trials.send = self._send
+
+    async def close(self) -> None:
+        """End what runs."""
+        self._closed = True
+        for task in self._running.values():
+            task.cancel()
+        await asyncio.gather(*self._running.values(), return_exceptions=True)
+
+    # ------------------------------------------------------------------ prefill workers
+
+    def met(self, peer: Peer) -> None:
+        """A prefill worker connected: say whether it may bring KV, or find out."""
+        if not self._ours.computes or not peer.computes:
+            return
+        self._peers[peer.name] = peer, self._pair(peer)
+        self._judge()
+
+    def lost(self, peer: Peer) -> None:
+        """Its connection ended."""
+        self._peers.pop(peer.name, None)
+
+    def may_claim(self, peer: Peer, claim: Claim) -> bool:
+        """Whether it may have the job. If not it is told so, and the job is done here."""
+        if peer.cleared or self._jobs.get(claim.job_id) == peer.name:
+            return True
+        entry = self._ledger.find(claim.job_id)
+        if entry is not None and entry.state is JobState.QUEUED:
+            self._ledger.publish_failed(claim.job_id, Outcome.SELF_CHECK)
+        refused = Refused(rid=claim.rid, job_id=claim.job_id, reason=RefuseReason.CLOSED)
+        peer.channel.write(refused)
+        return False
+
+    def _pair(self, peer: Peer) -> str:
+        ours = self._ours
+        text = f"{ours.compat_hash} {ours.computes} {peer.computes}"
+        return blake2b(text.encode(), digest_size=8).hexdigest()
+
+    def _judge(self) -> None:
+        """Bring every peer to what is known of its pair; check the pairs of which nothing is."""
+        for peer, pair in self._peers.values():
+            result = self._results.get(pair)
+            peer.cleared = result is not None and result.passed
+            if result is None and pair not in self._running and not self._closed:
+                self._running[pair] = asyncio.create_task(self._find_out(pair))
+        self._on_change()
+
+    def _changed(self, pair: str, result: SelfCheck | None) -> None:
+        """etcd holds another result. One that is gone was cleared, if it was a failure; a success
+        was lost with etcd's store, and is written again."""
+        ours = self._results.get(pair)
+        if result is not None:
+            self._results[pair] = result
+        elif ours is not None and ours.passed:
+            self._kept.keep(pair, ours)
+        else:
+            self._results.pop(pair, None)
+        self._judge()
+
+    # ------------------------------------------------------------------ what is told
+
+    @property
+    def failures(self) -> list[str]:
+        """One line for each connected prefill worker that differs. Any thread."""
+        return [
+            self._advice(peer, result)
+            for peer, pair in list(self._peers.values())
+            if (result := self._results.get(pair)) is not None and not result.passed
+        ]
+
+    def _advice(self, peer: Peer, result: SelfCheck) -> str:
+        return result.advice(peer.instance_id, self._ours.instance_id)
+
+    @property
+    def reason(self) -> str:
+        """Why nobody may bring KV though somebody could, "" if there is no such reason. Any
+        thread."""
+        peers = list(self._peers.values())
+        if not peers or any(peer.cleared for peer, _ in peers):
+            return ""
+        return PENDING if any(pair not in self._results for _, pair in peers) else FAILED
+
+    def told(self) -> dict[str, object]:
+        """For /status."""
+        return {
+            "self_check": self.reason or "passed",
+            "self_checks": [
+                {
+                    "prefill_instance": peer.instance_id,
+                    "pair": pair,
+                    "result": "pending" if result is None else _word(result),
+                    "advice": None
+                    if result is None or result.passed
+                    else self._advice(peer, result),
+                    "kv_difference": result and result.kv_difference,
+                    "kv_tolerance": result and result.kv_tolerance,
+                    "logprob_difference": result and result.logprob_difference,
+                    "logprob_tolerance": result and result.logprob_tolerance,
+                }
+                for peer, pair in self._peers.values()
+                for result in [self._results.get(pair)]
+            ],
+        }
+
+    # ------------------------------------------------------------------ one comparison
+
+    def _send(self, job: OpenedJob, writer: str) -> None:
+        found = self._peers.get(writer)
+        if found is None:
+            self._ledger.publish_failed(job.job_id, Outcome.PREFILL_LOST)
+            return
+        body = self._encode(job)
+        self._ledger.set_digest(job.job_id, job_digest(body))
+        self._jobs[job.job_id] = writer
+        found[0].channel.write(TrialJob(job=body))
+
+    async def _find_out(self, pair: str) -> None:
+        """Until there is a result, or nobody of this pair is connected."""
+        pause = _PAUSES_S[0]
+        try:
+            while pair not in self._results:
+                peer = next((p for p, other in self._peers.values() if other == pair), None)
+                if peer is None:
+                    return
+                try:
+                    async with self._one, asyncio.timeout(LONGEST_S):
+                        result = await self._compare(peer)
+                except (Incomplete, TimeoutError) as exc:
+                    metrics.SELF_CHECK.labels("incomplete").inc()
+                    why = str(exc) or f"no answer in {LONGEST_S:.0f} s"
+                    logger.info("self-check with %s: %s; trying again", peer.instance_id, why)
+                    await asyncio.sleep(pause)
+                    pause = min(2 * pause, _PAUSES_S[1])
+                    continue
+                self._results.setdefault(pair, result)
+                self._kept.keep(pair, result)
+                self._say(peer, result)
+        except Exception:
+            logger.exception("the self-check failed; prompts are prefilled here")
+        finally:
+            self._running.pop(pair, None)
+            self._jobs.clear()
+        self._judge()
+
+    def _say(self, peer: Peer, result: SelfCheck) -> None:
+        metrics.SELF_CHECK.labels(_word(result)).inc()
+        if result.passed:
+            logger.info("self-check with %s passed: %s", peer.instance_id, result.in_words())
+            return
+        for line in self.failures:
+            logger.error("%s", line)
+
+    async def _compare(self, peer: Peer) -> SelfCheck:
+        ours, run = self._ours, self._trials.run
+        count = ours.blocks * ours.block_size
+        tokens = random.sample(range(ours.vocabulary), min(count, ours.vocabulary))
+        tokens += random.choices(range(ours.vocabulary), k=count - len(tokens))
+        local = await run(tokens, salt=new_job_id(), blocks=ours.blocks)
+        salt, half = new_job_id(), ours.blocks // 2 * ours.block_size
+        if half:
+            await run(tokens[: half + 1], salt=salt, writer=peer.name)
+        remote = await run(tokens, salt=salt, writer=peer.name, blocks=ours.blocks)
+        if not local.pages or not remote.pages:
+            raise Incomplete("the KV of the prompt could not be read")
+        return await asyncio.to_thread(self._judged, local, remote, peer.instance_id)
+
+    def _judged(self, local: Trial, remote: Trial, prefill_instance: str) -> SelfCheck:
+        ours = self._ours
+        found = [
+            difference.kv_difference(a, b, ours.kv_dtype, ours.layers)
+            for a, b in zip(local.pages, remote.pages, strict=True)
+        ]
+        known = [value for value in found if value is not None]
+        kv = max(known) if known else None
+        logprob = None
+        if local.logprobs:
+            logprob = difference.logprob_difference(local.logprobs, remote.logprobs)
+        kv_most = difference.kv_tolerance(ours.kv_dtype)
+        logprob_most = difference.logprob_tolerance(ours.model_dtype)
+        return SelfCheck(
+            passed=(kv or 0.0) <= kv_most and (logprob or 0.0) <= logprob_most,
+            kv_difference=kv,
+            kv_tolerance=kv_most,
+            logprob_difference=logprob,
+            logprob_tolerance=logprob_most,
+            decode_instance=ours.instance_id,
+            prefill_instance=prefill_instance,
+            checked_at=time.time(),
+        )
+
+
+def _word(result: SelfCheck) -> str:
+    return "passed" if result.passed else "failed"
+
+
+def checks_for(
+    context: DecodeContext,
+    config: Any,
+    compat: Compat,
+    host: EngineHost,
+    kept: SelfChecks,
+    on_change: Callable[[], None],
+    encode: Callable[[OpenedJob], bytes],
+) -> Checks | None:
+    """The self-check of this worker. None where there is nothing to compare: no transport reaches
+    the KV memory, there is no model, or no prompt of whole blocks may be prefilled remotely."""
+    block_size = config.cache_config.block_size
+    fits = context.extra["scheduler_side"].longest_kept(BLOCKS * block_size)
+    blocks = min(fits, config.model_config.max_model_len - 2) // block_size
+    how = computes.digest(config)
+    if not context.memories or not how or blocks < 1:
+        return None
+    assert context.ledger is not None
+    assert context.geometry is not None
+    context.trials = Trials(
+        asyncio.get_running_loop(), host, context.stories, context.memories,
+        logprobs=_BEST if computes.logprobs_are_cheap() else None,
+    )  # fmt: skip
+    ours = Ours(
+        instance_id=context.instance_id,
+        compat_hash=compat.hash(),
+        computes=how,
+        block_size=block_size,
+        blocks=blocks,
+        vocabulary=config.model_config.get_vocab_size(),
+        layers=context.geometry.num_layers,
+        kv_dtype=computes.dtype_of_kv(config),
+        model_dtype=compat.dtype,
+    )
+    return Checks(ours, context.trials, kept, context.ledger, encode, on_change)

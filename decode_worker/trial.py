@@ -1,0 +1,172 @@
+"""Requests that the decode worker sends its own engine for the self-check (self_check.py).
+
+They take the path of any request: vLLM's scheduler, the ledger, a prefill worker's claim, writes
+and commit. Three things differ. The router is not asked; the job goes over the control channel to
+the one prefill worker that is checked; and no counter of requests moves. When a request ends, its
+KV is copied on the engine thread, before any step can overwrite it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from pullfill.decode_worker.router import Decision
+from pullfill.engine import requests
+from pullfill.ids import new_job_id
+from pullfill.transfer.digest import BlockDigester, copies_of
+
+if TYPE_CHECKING:
+    from pullfill.decode_worker.context import OpenedJob
+    from pullfill.decode_worker.difference import Pages
+    from pullfill.decode_worker.story import Stories
+    from pullfill.engine.host import EngineHost
+    from pullfill.transfer.contract import LocalMemory
+
+CLIENT = -1
+"""The client index of these requests: no frontend has it."""
+REASON = "self_check"
+
+
+class Incomplete(Exception):
+    """The comparison could not be made. Says why."""
+
+
+@dataclass(slots=True, eq=False)
+class Trial:
+    """One request. writer: the prefill worker's connection; "": prefilled here. blocks: how many
+    leading blocks to copy. pages: of each rank that holds the same heads, one copy."""
+
+    request_id: str
+    writer: str
+    blocks: int
+    done: asyncio.Future[None]
+    opened: bool = False
+    loaded: bool = False
+    pages: list[Pages] = field(default_factory=list)
+    logprobs: dict[int, float] = field(default_factory=dict)
+
+
+class Trials:
+    """asyncio thread, but where a heading says otherwise. send: called on the loop with a job and
+    the connection that it goes to. logprobs: of how many best tokens; None: of none."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        host: EngineHost,
+        stories: Stories,
+        memories: Sequence[LocalMemory],
+        *,
+        logprobs: int | None,
+    ) -> None:
+        self.loop = loop
+        self._host = host
+        self._stories = stories
+        self._logprobs = logprobs
+        self._readers = [BlockDigester(memories, copy=i) for i in range(copies_of(memories))]
+        self._open: dict[str, Trial] = {}
+        self.send: Callable[[OpenedJob, str], None] = lambda _job, _writer: None
+
+    async def run(
+        self, tokens: Sequence[int], *, salt: str, writer: str = "", blocks: int = 0
+    ) -> Trial:
+        """Prefill `tokens` here, or by `writer`, and sample one token. Raises Incomplete."""
+        trial = Trial(f"self-check-{new_job_id()}", writer, blocks, self.loop.create_future())
+
+        def settled(loaded: bool) -> None:
+            trial.loaded = loaded
+
+        self._open[trial.request_id] = trial
+        self._stories.apart[trial.request_id] = settled
+        request = requests.trial_request(
+            trial.request_id, tokens, cache_salt=salt, client=CLIENT, logprobs=self._logprobs
+        )
+
+        def add(core: Any) -> None:
+            try:
+                core.add_request(*core.preprocess_add_request(request))
+            except Exception as exc:
+                self._end(trial, Incomplete(f"the engine refused the prompt: {exc}"))
+
+        self._host.submit(add)
+        try:
+            await trial.done
+        finally:
+            self._host.submit(lambda core: self._forget(core, trial.request_id))
+        if writer and not trial.loaded:
+            raise Incomplete("the prefill worker did not bring the KV")
+        return trial
+
+    def _end(self, trial: Trial, failure: Exception | None) -> None:
+        """Any thread."""
+
+        def tell() -> None:
+            if trial.done.done():
+                return
+            if failure is None:
+                trial.done.set_result(None)
+            else:
+                trial.done.set_exception(failure)
+
+        self.loop.call_soon_threadsafe(tell)
+
+    # ------------------------------------------------------------------ engine thread
+
+    def decision(self, request_id: str) -> Decision | None:
+        """Where to prefill it, the first time it is asked; None for the requests of others. What
+        comes back unserved is prefilled here."""
+        trial = self._open.get(request_id)
+        if trial is None:
+            return None
+        return Decision(bool(trial.writer) and not trial.opened, REASON)
+
+    def publish(self, job: OpenedJob) -> bool:
+        """Whether the job is one of ours: then `send` takes it to the worker that is checked."""
+        trial = self._open.get(job.request_id)
+        if trial is None:
+            return False
+        self.loop.call_soon_threadsafe(self.send, job, trial.writer)
+        return True
+
+    def opened(self, request_id: str) -> None:
+        """Its job is open."""
+        if (trial := self._open.get(request_id)) is not None:
+            trial.opened = True
+
+    def finished(self, request_id: str, block_ids: Sequence[int]) -> None:
+        """vLLM is done with it, and its blocks still hold what was computed: copy them."""
+        trial = self._open.get(request_id)
+        if trial is None or not trial.blocks or len(block_ids) < trial.blocks:
+            return
+        trial.pages = [reader.pages(block_ids[: trial.blocks]) for reader in self._readers]
+
+    def take(self, outputs: dict[int, Any]) -> None:
+        """Remove what is ours from the outputs of a step. Statistics of the step go to the next
+        best frontend."""
+        batch = outputs.pop(CLIENT, None)
+        if batch is None:
+            return
+        for output in batch.outputs:
+            trial = self._open.get(output.request_id)
+            if trial is None or output.finish_reason is None:
+                continue
+            failed = requests.is_error(output)
+            if (found := output.new_logprobs) is not None:
+                pairs = zip(found.logprob_token_ids[0], found.logprobs[0], strict=True)
+                trial.logprobs = {int(token): float(value) for token, value in pairs}
+            self._end(trial, Incomplete("the engine failed the request") if failed else None)
+        for other in outputs.values():
+            other.scheduler_stats = other.scheduler_stats or batch.scheduler_stats
+            break
+
+    def _forget(self, core: Any, request_id: str) -> None:
+        """An aborted request is settled later, with its job: the ledger still knows it then."""
+        core.abort_requests([request_id])
+        self._open.pop(request_id, None)
+        self.loop.call_soon_threadsafe(self.loop.call_later, 60.0, self._forget_story, request_id)
+
+    def _forget_story(self, request_id: str) -> None:
+        self._stories.apart.pop(request_id, None)

@@ -1,0 +1,112 @@
+"""Results of self-checks at `self_checks/{pair}`: kept for ever, watched by decode workers.
+
+A pair is two kinds of workers, so a result outlives the workers that made it. Lifecycle: `started`
+→ `current` follows etcd by itself → `close`. `kept` and `clear` are for the command line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import msgspec
+
+from pullfill import log
+from pullfill.errors import PullfillError
+from pullfill.registry import keys
+from pullfill.registry.client import EtcdClient
+from pullfill.registry.watch import Put, Synced, until_synced, watch_prefix
+from pullfill.wire import SelfCheck
+
+_log = log.get("registry.self_checks")
+_RETRY_S = 2.0
+
+
+class SelfChecks:
+    """on_change: called on the loop with (pair, its result or None when the key is gone)."""
+
+    def __init__(self, client: EtcdClient, namespace: str) -> None:
+        self._client = client
+        self._namespace = namespace
+        self._prefix = keys.self_checks_prefix(namespace)
+        self._synced = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.current: dict[str, SelfCheck] = {}
+        self.on_change: Callable[[str, SelfCheck | None], None] = lambda _pair, _result: None
+
+    @classmethod
+    async def started(
+        cls, client: EtcdClient, namespace: str, timeout_s: float = 30.0
+    ) -> SelfChecks:
+        """Watched, and `current` is what etcd holds. Raises RegistryUnavailable."""
+        checks = cls(client, namespace)
+        task = asyncio.create_task(checks._follow(), name="self-checks")
+        checks._tasks.add(task)
+        await until_synced(task, checks._synced, timeout_s=timeout_s, what="the self-checks")
+        return checks
+
+    async def close(self) -> None:
+        """End the watch and what is still to be written. Idempotent."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks.clear()
+
+    def keep(self, pair: str, result: SelfCheck) -> None:
+        """Write a result, again and again while etcd is away. A kept failure is never replaced by
+        a success: somebody has to clear it."""
+        task = asyncio.create_task(self._keep(pair, result))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _keep(self, pair: str, result: SelfCheck) -> None:
+        key, value = keys.self_check(self._namespace, pair), msgspec.json.encode(result)
+        while True:
+            try:
+                found = await self._client.get(key)
+                if found is not None and result.passed:
+                    return
+                revision = found.mod_revision if found is not None else 0
+                if await self._client.put_if(key, value, mod_revision=revision):
+                    return
+            except PullfillError as exc:
+                _log.debug("not written yet: %s", exc)
+                await asyncio.sleep(_RETRY_S)
+
+    async def _follow(self) -> None:
+        async for event in watch_prefix(self._client, self._prefix):
+            if isinstance(event, Synced):
+                self._synced.set()
+                continue
+            pair = event.key.decode().removeprefix(self._prefix)
+            result = _parsed(pair, event.value) if isinstance(event, Put) else None
+            if result is None:
+                self.current.pop(pair, None)
+            else:
+                self.current[pair] = result
+            self.on_change(pair, result)
+
+
+def _parsed(pair: str, value: bytes) -> SelfCheck | None:
+    try:
+        return msgspec.json.decode(value, type=SelfCheck)
+    except msgspec.MsgspecError as exc:
+        _log.error("the result of self-check %s is ignored: %s", pair, exc)
+        return None
+
+
+async def kept(client: EtcdClient, namespace: str) -> dict[str, SelfCheck]:
+    """All results that can be read, by pair."""
+    prefix = keys.self_checks_prefix(namespace)
+    found, _ = await client.get_prefix(prefix)
+    results = {kv.name.removeprefix(prefix): kv.value for kv in found}
+    parsed = {pair: _parsed(pair, value) for pair, value in results.items()}
+    return {pair: result for pair, result in parsed.items() if result is not None}
+
+
+async def clear(client: EtcdClient, namespace: str) -> list[str]:
+    """Remove all results that say "failed"; the workers then check again. Returns their pairs."""
+    failed = [pair for pair, r in (await kept(client, namespace)).items() if not r.passed]
+    for pair in failed:
+        await client.delete(keys.self_check(namespace, pair))
+    return failed

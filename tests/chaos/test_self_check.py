@@ -1,0 +1,104 @@
+"""Row 29: a pair of workers whose remote prefills differ hands nothing over; the result is kept,
+told, and cleared by a command."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+
+from pullfill.registry import keys
+from pullfill.wire import SelfCheck
+from tests.support.checkpoint import deepseek_checkpoint
+from tests.support.cluster import Cluster, until
+from tests.support.prompts import ask, random_prompt
+
+WRONG = '--compilation-config={"custom_ops": ["+rotary_embedding"]}'
+"""vLLM's CPU kernel for rotary embeddings is wrong for this model. What it computes depends on the
+number of tokens in a step, so a remote prefill differs from a local one."""
+
+
+class Deepseek(Cluster):
+    def linked(self) -> bool:
+        """Connected, whatever the self-check says."""
+        entries = self.status()["workers"]
+        decode = [w for w in entries if w["role"] == "decode"]
+        return all(w["load"].get("self_checks") for w in decode)
+
+
+@pytest.fixture(scope="module")
+def wrong(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    cluster = Deepseek(tmp_path_factory.mktemp("wrong"), deepseek_checkpoint())
+    try:
+        cluster.start_servers()
+        for role in ("decode", "prefill"):
+            cluster.launch(role, WRONG)
+        cluster.launch("frontend")
+        cluster.wait_ready(*cluster.workers)
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+def _results(cluster: Cluster) -> list[SelfCheck]:
+    prefix = keys.self_checks_prefix(cluster.namespace)
+    lines = cluster.etcd.ctl("get", "--prefix", prefix, "--print-value-only").splitlines()
+    return [msgspec.json.decode(line, type=SelfCheck) for line in lines if line]
+
+
+def _pullfill(cluster: Cluster, *words: str) -> subprocess.CompletedProcess[str]:
+    where = ("--etcd", cluster.etcd.url, "--nats", cluster.nats.url)
+    return subprocess.run(
+        [sys.executable, "-c", "from pullfill.deploy.cli import main; main()", *words, *where,
+         "--namespace", cluster.namespace],
+        capture_output=True, text=True, check=False, timeout=60,
+        env={**os.environ, "COLUMNS": "400"},
+    )  # fmt: skip
+
+
+@pytest.mark.engine
+def test_row_29_workers_that_differ_hand_nothing_over(wrong: Cluster) -> None:
+    (decode,) = wrong.of("decode")
+    until(lambda: wrong.load_of(decode)["self_check"] == "self_check_failed", 60, "checked")
+    assert wrong.counter("pullfill_self_check_total", result="failed") == 1
+    assert wrong.counter("pullfill_decision_total") == 0
+    (result,) = _results(wrong)
+    assert not result.passed
+    assert result.kv_difference is not None
+    assert result.kv_difference > 10 * result.kv_tolerance
+
+    wrong.set_router(policy="always_remote")
+    answer = ask(wrong, random_prompt(300, seed=1))
+    told = wrong.explain(answer.request_id)
+    size = f"{result.kv_difference:.3g}"
+    assert (told["path"], told["reason"]) == ("local", "self_check_failed")
+    assert size in told["outage"]
+
+    doctor = _pullfill(wrong, "doctor")
+    assert doctor.returncode == 1
+    status = _pullfill(wrong, "status")
+    explained = _pullfill(wrong, "explain", answer.request_id)
+    for said in (doctor.stdout, status.stdout, explained.stdout):
+        assert "self_check_failed" in said
+        assert size in said
+        assert "pullfill recheck" in said
+    wrong.assert_clean()
+
+
+@pytest.mark.engine
+def test_row_29_a_failure_is_kept_until_somebody_clears_it(wrong: Cluster) -> None:
+    (decode,) = wrong.of("decode")
+    until(lambda: len(_results(wrong)) == 1, 60, "kept")
+    before = wrong.counter("pullfill_self_check_total")
+    wrong.of("prefill")[0].kill()
+    wrong.launch("prefill", WRONG)
+    until(lambda: not wrong.load_of(decode)["self_checks"], 60, "the old one is gone")
+    wrong.wait_ready(*[w for w in wrong.workers if w.alive])
+    assert wrong.load_of(decode)["self_check"] == "self_check_failed"
+    assert wrong.counter("pullfill_self_check_total") == before
+    assert "forgot 1" in _pullfill(wrong, "recheck").stdout
+    until(lambda: wrong.counter("pullfill_self_check_total") == before + 1, 60, "checked again")

@@ -1,0 +1,171 @@
+"""Which prefill workers may bring KV, by what the self-check found; the engine is a fake."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from pullfill.decode_worker import self_check
+from pullfill.decode_worker.entry import JobState
+from pullfill.decode_worker.peers import Peer
+from pullfill.decode_worker.self_check import Checks, Ours
+from pullfill.decode_worker.trial import Incomplete
+from pullfill.errors import Outcome
+from pullfill.wire import Claim, Refused, SelfCheck
+from tests.support.workers import eventually
+
+OURS = Ours("decode-1", "compat", "ours", 4, 4, 100, 1, "float32", "float32")
+
+
+@dataclass
+class Made:
+    pages: list[Any]
+    logprobs: dict[int, float] = field(default_factory=dict)
+
+
+class Engine:
+    """In place of `Trials`: a remote prefill is off by `wrong`; the first `absent` never end."""
+
+    wrong = 0.0
+    absent = 0
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, str]] = []
+        self.send: Callable[..., None] = lambda *_: None
+
+    async def run(
+        self, tokens: Sequence[int], *, salt: str, writer: str = "", blocks: int = 0
+    ) -> Made:
+        self.asked.append((len(tokens), writer))
+        if writer and self.absent:
+            self.absent -= 1
+            raise Incomplete("gone")
+        kv = np.ones((4, 8), np.float32)
+        kv[2, 3] += self.wrong if writer else 0.0
+        return Made([kv.view(np.uint8)])
+
+
+class Kept:
+    def __init__(self) -> None:
+        self.current: dict[str, SelfCheck] = {}
+        self.kept: list[str] = []
+        self.on_change: Callable[[str, SelfCheck | None], None] = lambda *_: None
+
+    def keep(self, pair: str, result: SelfCheck) -> None:
+        self.current[pair] = result
+        self.kept.append(pair)
+
+
+@dataclass
+class Job:
+    state: JobState = JobState.QUEUED
+
+
+class Books:
+    def __init__(self) -> None:
+        self.given_up: list[tuple[str, Outcome]] = []
+
+    def find(self, job_id: str) -> Job:
+        return Job()
+
+    def publish_failed(self, job_id: str, outcome: Outcome) -> None:
+        self.given_up.append((job_id, outcome))
+
+
+class Wire:
+    def __init__(self) -> None:
+        self.said: list[object] = []
+
+    def write(self, message: object) -> None:
+        self.said.append(message)
+
+
+class Rig:
+    def __init__(self, ours: Ours = OURS) -> None:
+        self.engine, self.kept, self.books = Engine(), Kept(), Books()
+        self.changes = 0
+        self.checks = Checks(
+            ours, cast(Any, self.engine), cast(Any, self.kept), cast(Any, self.books),
+            lambda _job: b"", self._changed,
+        )  # fmt: skip
+
+    def _changed(self) -> None:
+        self.changes += 1
+
+    def meet(self, name: str = "prefill-1#1", computes: str = "theirs") -> Peer:
+        peer = Peer(name, name.partition("#")[0], cast(Any, Wire()), 0.0, None, computes)
+        self.checks.met(peer)
+        return peer
+
+
+async def test_nobody_brings_kv_before_the_comparison_and_everybody_of_that_kind_after() -> None:
+    rig = Rig()
+    peer = rig.meet()
+    assert not peer.cleared
+    assert rig.checks.reason == "self_check_pending"
+    await eventually(lambda: peer.cleared)
+    # Prefilled here; then half of it, and all of it, by the prefill worker.
+    assert rig.engine.asked == [(16, ""), (9, "prefill-1#1"), (16, "prefill-1#1")]
+    assert rig.checks.reason == ""
+    assert rig.meet("prefill-2#2").cleared
+    assert len(rig.kept.kept) == 1
+    assert not rig.meet("prefill-3#3", "otherwise").cleared
+    assert rig.checks.reason == ""
+    await rig.checks.close()
+
+
+async def test_who_differs_stays_out_says_by_how_much_and_is_cleared_by_hand() -> None:
+    rig = Rig()
+    rig.engine.wrong = 1.0
+    peer = rig.meet()
+    await eventually(lambda: rig.checks.reason == "self_check_failed")
+    assert not peer.cleared
+    (line,) = rig.checks.failures
+    assert "KV differs by 0.354 (rounding explains 0.001)" in line
+    assert "prefill-1" in line
+    assert "pullfill recheck" in line
+    assert not rig.checks.may_claim(peer, Claim(rid=1, job_id="j", incarnation="i", delivery=1))
+    assert rig.books.given_up == [("j", Outcome.SELF_CHECK)]
+    assert isinstance(cast(Any, peer.channel).said[-1], Refused)
+    rig.engine.wrong = 0.0
+    (pair,) = rig.kept.kept
+    rig.kept.on_change(pair, None)
+    await eventually(lambda: peer.cleared)
+    assert rig.checks.failures == []
+    await rig.checks.close()
+
+
+async def test_what_could_not_be_compared_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(self_check, "_PAUSES_S", (0.01, 0.01))
+    rig = Rig()
+    rig.engine.absent = 2
+    peer = rig.meet()
+    await eventually(lambda: peer.cleared)
+    assert rig.checks.failures == []
+    await rig.checks.close()
+
+
+async def test_a_passed_result_that_etcd_lost_is_written_again() -> None:
+    rig = Rig()
+    peer = rig.meet()
+    await eventually(lambda: peer.cleared)
+    (pair,) = rig.kept.kept
+    rig.kept.on_change(pair, None)
+    assert rig.kept.kept == [pair, pair]
+    assert peer.cleared
+    await asyncio.sleep(0)
+    assert len(rig.engine.asked) == 3
+    await rig.checks.close()
+
+
+async def test_without_a_model_there_is_nothing_to_compare() -> None:
+    rig = Rig()
+    assert rig.meet(computes="").cleared
+    assert rig.checks.reason == ""
+    assert rig.engine.asked == []
+    await rig.checks.close()
