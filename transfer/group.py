@@ -4,16 +4,21 @@ A member moves one part of each block between one rank here and one rank there (
 part may be needed for writing, for reading or for both: the decode worker's replicas must all be
 written, but only one of them needs to be read, and the same the other way round.
 
-The group owns its members from construction on and closes them; one move at a time, one member
-after the other, all under the same fence (one fence covers all ranks of its owner).
+The group owns its members from construction on and closes them. One move at a time; in a move all
+members copy side by side, under the same fence (one fence covers all ranks of its owner). A move
+returns or raises only after every member's part has ended: then no member reads or writes any more.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
+from pullfill.errors import Fenced
+from pullfill.lanes import POOL
 from pullfill.transfer.contract import MoveResult, PeerSession
 from pullfill.wire import FenceToken
 
@@ -43,7 +48,8 @@ class GroupSession:
     def write_blocks(
         self, fence: FenceToken, source: Sequence[int], target: Sequence[int]
     ) -> MoveResult:
-        """See PeerSession. A failure of one member ends the move; others may have written."""
+        """See PeerSession. A failure of one member fails the move, after the others have ended;
+        they may have written."""
         writers = [m.session for m in self._members if m.writes]
         return _move(writers, len(source), lambda s: s.write_blocks(fence, source, target))
 
@@ -73,10 +79,43 @@ class GroupSession:
 
 def _move(sessions: Sequence[PeerSession], blocks: int, move: _Move) -> MoveResult:
     started = time.perf_counter()
-    results = [move(session) for session in sessions]
+    results = _side_by_side([partial(move, session) for session in sessions])
     return MoveResult(
         blocks=blocks,
         nbytes=sum(r.nbytes for r in results),
         seconds=time.perf_counter() - started,
         runs=sum(r.runs for r in results),
     )
+
+
+def _side_by_side(parts: Sequence[Callable[[], MoveResult]]) -> list[MoveResult]:
+    """Run all parts at the same time, the first on this thread, and wait for all of them. Raises
+    what failed: Fenced before anything else, because only it says that the grant is gone.
+
+    A failed part does not interrupt the others: an interrupt is for good, and the next job needs
+    the sessions. Each part is bounded by itself.
+    """
+    results: list[MoveResult] = []
+    failures: list[BaseException] = []
+    ended = threading.Semaphore(0)
+
+    def run(part: Callable[[], MoveResult]) -> None:
+        try:
+            results.append(part())
+        except BaseException as exc:
+            failures.append(exc)
+        finally:
+            ended.release()
+
+    for part in parts[1:]:
+        try:
+            POOL.run(partial(run, part))
+        except RuntimeError:  # no thread to be had
+            run(part)
+    if parts:
+        run(parts[0])
+    for _ in parts:
+        ended.acquire()
+    if failures:
+        raise next((exc for exc in failures if isinstance(exc, Fenced)), failures[0])
+    return results

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from pullfill.errors import Fenced, TransferFailed
+from pullfill.transfer import group as group_module
 from pullfill.transfer.contract import MoveResult
 from pullfill.transfer.group import GroupSession, Member
 from pullfill.transfer.session import MappedSession
@@ -124,7 +128,111 @@ def test_a_failure_of_one_part_fails_the_whole(failure: Exception) -> None:
     whole = GroupSession([Member(s, True, True) for s in (first, broken, last)])
     with pytest.raises(type(failure)):
         whole.write_blocks(TOKEN, [1], [2])
-    assert last.moves == [], "nothing more is written under a fence that is gone"
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_grant_that_is_gone_is_told_before_anything_else(order: int) -> None:
+    broken = [_Scripted(TransferFailed("broken")), _Scripted(Fenced("gone"))][::order]
+    whole = GroupSession([Member(s, True, True) for s in broken])
+    with pytest.raises(Fenced):
+        whole.write_blocks(TOKEN, [1], [2])
+
+
+class _Meets(_Scripted):
+    """Ends a move only when all of `party` are in one."""
+
+    def __init__(self, party: threading.Barrier) -> None:
+        super().__init__()
+        self._party = party
+
+    def write_blocks(self, fence: FenceToken, s: Sequence[int], t: Sequence[int]) -> MoveResult:
+        self._party.wait(10)
+        return super().write_blocks(fence, s, t)
+
+    def read_blocks(self, fence: FenceToken, s: Sequence[int], t: Sequence[int]) -> MoveResult:
+        self._party.wait(10)
+        return super().read_blocks(fence, s, t)
+
+
+@pytest.mark.parametrize("verb", ["write_blocks", "read_blocks"])
+def test_members_copy_side_by_side(verb: str) -> None:
+    party = threading.Barrier(8)
+    whole = GroupSession([Member(_Meets(party), True, True) for _ in range(8)])
+    for _ in range(3):
+        assert getattr(whole, verb)(TOKEN, [1, 2], [3, 4]).blocks == 2
+
+
+class _Slow(_Scripted):
+    """Writes one byte after the other until it has written all, or is interrupted."""
+
+    def __init__(self, data: bytearray, begun: threading.Event) -> None:
+        super().__init__()
+        self._data, self._begun, self._stop = data, begun, threading.Event()
+
+    def write_blocks(self, fence: FenceToken, s: Sequence[int], t: Sequence[int]) -> MoveResult:
+        for index in range(len(self._data)):
+            if self._stop.wait(0.001):
+                raise TransferFailed("interrupted")
+            self._data[index] = 1
+            self._begun.set()
+        return super().write_blocks(fence, s, t)
+
+    def interrupt(self) -> None:
+        self._stop.set()
+
+
+class _FailsLater(_Scripted):
+    """Fails once another member is in the middle of its part."""
+
+    def __init__(self, failure: Exception, begun: threading.Event) -> None:
+        super().__init__(failure)
+        self._begun = begun
+
+    def write_blocks(self, fence: FenceToken, s: Sequence[int], t: Sequence[int]) -> MoveResult:
+        assert self._begun.wait(10)
+        return super().write_blocks(fence, s, t)
+
+
+@pytest.mark.parametrize("first", ["fails", "writes"])
+@pytest.mark.parametrize("failure", [Fenced("gone"), TransferFailed("broken")])
+def test_nothing_is_written_after_a_move_has_failed(failure: Exception, first: str) -> None:
+    """The owner takes the blocks back then, and gives them to others."""
+    data, begun = bytearray(20), threading.Event()
+    sessions: list[_Scripted] = [_FailsLater(failure, begun), _Slow(data, begun)]
+    if first == "writes":
+        sessions.reverse()
+    whole = GroupSession([Member(s, True, True) for s in sessions])
+    with pytest.raises(type(failure)):
+        whole.write_blocks(TOKEN, [1], [2])
+    data[:] = bytes(20)
+    time.sleep(0.01)
+    assert data == bytes(20)
+
+
+def test_an_interrupt_ends_every_part_of_a_move() -> None:
+    begun = [threading.Event() for _ in range(3)]
+    parts = [bytearray(5_000) for _ in begun]
+    slow = [_Slow(data, event) for data, event in zip(parts, begun, strict=True)]
+    whole = GroupSession([Member(s, True, True) for s in slow])
+    with ThreadPoolExecutor(1) as mover:
+        move = mover.submit(whole.write_blocks, TOKEN, [1], [2])
+        assert all(event.wait(10) for event in begun)
+        whole.interrupt()
+        with pytest.raises(TransferFailed, match="interrupted"):
+            move.result(10)
+
+
+def test_without_more_threads_the_parts_are_copied_one_after_the_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(group_module.POOL, "run", refuse)
+    members = [_Scripted() for _ in range(3)]
+    whole = GroupSession([Member(s, True, True) for s in members])
+    assert whole.write_blocks(TOKEN, [1], [2]).nbytes == 30
+    assert all(s.moves == ["write"] for s in members)
 
 
 def test_close_reaches_everyone() -> None:
@@ -141,7 +249,7 @@ def test_interrupt_reaches_everyone() -> None:
     assert all(s.interrupted for s in members)
 
 
-def test_a_dead_fence_stops_a_group_between_members() -> None:
+def test_a_dead_fence_of_one_member_fails_the_group() -> None:
     prefill, decode = RankedWorker(WHOLE, 1), RankedWorker(HALVES, 2)
     session, gates = group(prefill, decode)
     gates[1].fenced = True
