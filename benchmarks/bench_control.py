@@ -5,6 +5,7 @@ many workers fit on one machine. Measures
   depth    a decision with ten and with ten thousand jobs waiting, in turns
   tokens   CPU per request and per streamed token through the real frontend and both workers
   scale    1 … 64 decode and as many prefill workers: CPU per request, stages, idling
+  idle     as many workers that nobody asks: CPU, threads, sockets, memory (only with --parts idle)
 CPU "beside engines" is that of all processes, NATS and etcd and our half of a frontend included,
 without vLLM's scheduler and the mock. Writes results/control.json and .md after each part and each
 size. Exit status 1 when a target is missed.
@@ -19,13 +20,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks import machine
-from benchmarks.control import depth, scale, tokens
+from benchmarks.control import depth, idle, scale, tokens
 from benchmarks.control.plant import plant
 from benchmarks.live import end_in_order
 from benchmarks.report import Row, finish, read_rows, write
 
 NAME, TITLE = "control", "The control plane as work grows, with mock engines"
 PARTS = ("depth", "tokens", "scale")
+MORE = ("idle",)
 QUICK, FULL = "1,4,16", "1,2,4,8,16,32,64"
 
 
@@ -41,6 +43,9 @@ def measure(options: argparse.Namespace, base: Path, quiet: machine.Quiet) -> It
         if "scale" in options.parts:
             for size in sorted(int(size) for size in options.sizes.split(",")):
                 yield scale.run(servers, size, options, quiet)
+        if "idle" in options.parts:
+            for size in sorted(int(size) for size in options.sizes.split(",")):
+                yield idle.run(servers, size, options, quiet)
 
 
 def main() -> int:
@@ -48,7 +53,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help=f"sizes {QUICK}, fewer repeats")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--parts", nargs="+", choices=(*PARTS, *MORE), default=list(PARTS))
     parser.add_argument("--sizes", help=f"workers of each role (default {FULL})")
     parser.add_argument("--rounds", type=int, help="repeats of depth and tokens")
     parser.add_argument("--depth", type=int, default=depth.MANY, help="jobs that wait")
@@ -56,6 +61,8 @@ def main() -> int:
     parser.add_argument("--conversations", type=int, default=400, help="in the closed loop")
     parser.add_argument("--at-once", type=int, default=32, help="of them together")
     parser.add_argument("--idle", type=float, default=4.0, metavar="S", help="idle window")
+    parser.add_argument("--rest", type=float, default=75.0, metavar="S", help="before idle is seen")
+    parser.add_argument("--meet", type=int, default=10, help="conversations per worker before it")
     parser.add_argument("--paced", type=float, default=8.0, metavar="S", help="paced window")
     parser.add_argument(
         "--keep", action="store_true", help="keep rows of the last results not measured now"

@@ -71,7 +71,7 @@ class Pool:
                 call = inbox.get()  # `run` has just chosen this thread
 
 
-POOL = Pool("kv")
+POOL = Pool("kv-copy")
 """The process's threads that move KV."""
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -70,9 +72,9 @@ async def test_no_job_fails_though_sessions_are_closed_all_the_time(
             for served in both:
                 assert decode.right(served)
                 decode.abort(served)
+        await cluster.check_clean()
         assert (prefill.runner.completed, prefill.runner.failed) == (40, 0)
         assert opened > 5
-        await cluster.check_clean()
 
 
 async def test_a_reader_closes_an_idle_session_and_opens_it_again(tmp_path: Path) -> None:
@@ -90,4 +92,31 @@ async def test_a_reader_closes_an_idle_session_and_opens_it_again(tmp_path: Path
             assert story.transport == "tcp"
             await until(lambda: owner.connections == 0)
         assert prefill.runner.failed == 0
+        await cluster.check_clean()
+
+
+async def test_a_fleet_keeps_no_connection_or_thread_for_pairs(tmp_path: Path) -> None:
+    """Once all have met: three connections and three threads at each decode worker, then none."""
+    async with Cluster(tmp_path, "tcp") as cluster:
+        decodes = [await cluster.decode(f"decode-{number}") for number in range(3)]
+        prefills = [await cluster.prefill(chunk=5, pull=False) for _ in range(3)]
+        owners: list[Any] = [decode.region.owner for decode in decodes]
+
+        def serving() -> int:
+            return sum(t.name.startswith("kv-127.") for t in threading.enumerate())
+
+        with contextlib.ExitStack() as jobs:
+            for prefill in prefills:
+                for decode in decodes:
+                    idle_after(prefill, decode, 0.02)
+                    link = prefill.links._links[decode.name]
+                    jobs.enter_context(link.mover_held())
+                    await link.mover()
+            assert [owner.connections for owner in owners] == [3, 3, 3]
+            assert serving() == 9
+        await until(lambda: not any(owner.connections for owner in owners))
+        await until(lambda: serving() == 0)
+        prefills[0].puller.start()
+        for seed, decode in enumerate(decodes):
+            await serve(decode, seed)
         await cluster.check_clean()

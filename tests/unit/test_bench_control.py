@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from benchmarks.control import probes, scale, tokens
+from benchmarks import machine
+from benchmarks.control import idle, probes, scale, tokens
 from benchmarks.control.driver import Sticky
 from benchmarks.control.plant import Use, mock_flags
 from pullfill.engine.mock.model import settings_of
@@ -119,3 +125,49 @@ def test_mock_flags_are_what_the_backend_reads() -> None:
     assert kv == "--kv-cache-memory-bytes=1048576"
 
     assert settings_of(json.loads(config.partition("=")[2])).step_s == 0.01
+
+
+def test_what_a_worker_keeps_is_counted() -> None:
+    before, gate = idle.kept_by([os.getpid()]), threading.Event()
+    with socket.socket(), socket.socket():
+        waiting = threading.Thread(target=gate.wait)
+        waiting.start()
+        after = idle.kept_by([os.getpid()])
+        gate.set()
+        waiting.join()
+    assert (after.threads - before.threads, after.sockets - before.sockets) == (1, 2)
+    assert after.private_mb > 0
+    rows = idle.rows_of("2+2 idle workers", "decode", idle.Kept(8, 6, 3.0), 2)
+    assert [float(row.value) for row in rows] == [4, 3, 1.5]
+
+
+def test_an_idle_fleet_is_seen_after_use_and_after_its_rest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With this process in place of workers."""
+    happened: list[Any] = []
+
+    class Alone:
+        decode = prefill = [os.getpid()]  # noqa: RUF012
+
+        def __init__(self, *_: Any, **__: Any) -> None:
+            self.driver = SimpleNamespace(do=lambda what, **args: happened.append(args))
+
+        @contextmanager
+        def window(self) -> Iterator[dict[str, Use]]:
+            used = {"decode": Use(), "prefill": Use()}
+            yield used
+            used["decode"].total, used["prefill"].total = 0.02, 0.01
+
+        def close(self) -> None:
+            happened.append("closed")
+
+    monkeypatch.setattr(idle, "Fleet", Alone)
+    monkeypatch.setattr(idle.time, "sleep", happened.append)
+    options: Any = SimpleNamespace(meet=3, rest=75.0, idle=4.0)
+    plant: Any = SimpleNamespace(servers=[])
+    rows = {row.metric: float(row.value) for row in idle.run(plant, 1, options, machine.Quiet())}
+    assert [happened[0]["conversations"], *happened[1:]] == [3, 75.0, 4.0, "closed"]
+    assert len(rows) == 14
+    assert rows["1+1 idle workers: CPU of one decode worker"] == 0.5
+    assert rows["1+1 workers just used: threads of one prefill worker"] >= 1

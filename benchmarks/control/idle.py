@@ -1,0 +1,84 @@
+"""n decode and n prefill workers that nobody asks anything: what each of them keeps.
+
+Each size is a fleet of its own. Workers first meet over some requests, so that KV sessions and
+threads of the pool exist. Then nobody asks anything for `--rest` seconds, which is longer than KV
+sessions stay open. What is left is measured: CPU, threads, sockets, memory of a worker.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks import machine
+from benchmarks.control.plant import Fleet, Plant, mock_flags, private_bytes
+from benchmarks.report import Row, row
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Of some processes together."""
+
+    threads: int
+    sockets: int
+    private_mb: float
+
+
+def kept_by(pids: Sequence[int]) -> Kept:
+    """What these processes hold now."""
+    return Kept(
+        sum(len(os.listdir(f"/proc/{pid}/task")) for pid in pids),
+        sum(_sockets(pid) for pid in pids),
+        sum(private_bytes(pid) for pid in pids) / 1e6,
+    )
+
+
+def _sockets(pid: int) -> int:
+    found = 0
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            found += os.readlink(entry).startswith("socket:")
+        except FileNotFoundError:  # closed meanwhile
+            continue
+    return found
+
+
+def rows_of(at: str, role: str, kept: Kept, workers: int) -> list[Row]:
+    """For one worker of a role. Linear in workers: these stay as they are when the fleet grows."""
+    of = f"of one {role} worker"
+    return [
+        row(f"{at}: threads {of}", kept.threads / workers, ""),
+        row(f"{at}: sockets {of}", kept.sockets / workers, ""),
+        row(f"{at}: memory {of}", kept.private_mb / workers, "MB"),
+    ]
+
+
+def run(plant: Plant, workers: int, options: argparse.Namespace, quiet: machine.Quiet) -> list[Row]:
+    """One size, with its rows printed. Raises BenchError."""
+    fleet = Fleet(
+        plant, f"idle{workers}", workers, workers,
+        decode_flags=mock_flags(), prefill_flags=mock_flags(), router={},
+    )  # fmt: skip
+    roles = {"decode": fleet.decode, "prefill": fleet.prefill}
+    at, rows = f"{workers}+{workers} idle workers", list[Row]()
+    try:
+        if options.meet:
+            fleet.driver.do("load", conversations=options.meet * workers, at_once=32, seed=7)
+        for role, pids in roles.items():
+            rows += rows_of(f"{workers}+{workers} workers just used", role, kept_by(pids), workers)
+        time.sleep(options.rest)
+        with quiet.window([*fleet.decode, *fleet.prefill, *plant.servers]), fleet.window() as use:
+            time.sleep(options.idle)
+        for role, pids in roles.items():
+            rows += rows_of(at, role, kept_by(pids), workers)
+            share = 100 * use[role].total / options.idle / workers
+            rows.append(row(f"{at}: CPU of one {role} worker", share, "% of one core"))
+    finally:
+        fleet.close()
+    for one in rows:
+        print(f"  {one.metric:<60} {one.value:>10} {one.unit}", flush=True)
+    return rows
