@@ -18,9 +18,9 @@ Pages = NDArray[np.uint8]
 WORST = 1e9
 """Stands for "not a number"."""
 
-_KV_TOLERANCE = {"float32": 1e-3, "float16": 1e-2, "bfloat16": 5e-2}
-_FP8_TOLERANCE = 0.15
-_LOGPROB_TOLERANCE = {"float32": 1e-2, "float16": 0.1, "bfloat16": 0.5}
+_KV_TOLERANCE = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.1}
+_FP8_TOLERANCE = 0.2
+_LOGPROB_TOLERANCE = {"float32": 1e-2, "float16": 0.25, "bfloat16": 0.5}
 
 
 def kv_tolerance(dtype: str) -> float:

@@ -70,7 +70,9 @@ class Outlook:
         reasons = [self.producer.health.outage(), self.etcd.outage(), *self.control.not_pulling]
         reasons += self._failed_checks
         if not self.control.prefill_workers:
-            reasons.append("no prefill worker pulls jobs: every prompt is prefilled here")
+            checked = self.control.checks.reason if self.control.checks else ""
+            why = checked or "no prefill worker pulls jobs"
+            reasons.append(f"{why}: every prompt is prefilled here")
         return list(filter(None, reasons))
 
     @property

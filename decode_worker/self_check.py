@@ -222,7 +222,9 @@ class Checks:
                     return
                 try:
                     async with self._one, asyncio.timeout(LONGEST_S):
+                        started = time.monotonic()
                         result = await self._compare(peer)
+                        took_s = time.monotonic() - started
                 except (Incomplete, TimeoutError) as exc:
                     metrics.SELF_CHECK.labels("incomplete").inc()
                     why = str(exc) or f"no answer in {LONGEST_S:.0f} s"
@@ -232,27 +234,29 @@ class Checks:
                     continue
                 self._results.setdefault(pair, result)
                 self._kept.keep(pair, result)
-                self._say(peer, result)
+                self._say(peer, result, took_s)
         except Exception:
             logger.exception("the self-check failed; prompts are prefilled here")
         finally:
             self._running.pop(pair, None)
-            self._jobs.clear()
         self._judge()
 
-    def _say(self, peer: Peer, result: SelfCheck) -> None:
+    def _say(self, peer: Peer, result: SelfCheck, took_s: float) -> None:
         metrics.SELF_CHECK.labels(_word(result)).inc()
         if result.passed:
-            logger.info("self-check with %s passed: %s", peer.instance_id, result.in_words())
+            logger.info(
+                "self-check with %s passed in %.0f ms: %s",
+                peer.instance_id, took_s * 1e3, result.in_words(),
+            )  # fmt: skip
             return
-        for line in self.failures:
-            logger.error("%s", line)
+        logger.error("%s (found in %.0f ms)", self._advice(peer, result), took_s * 1e3)
 
     async def _compare(self, peer: Peer) -> SelfCheck:
         ours, run = self._ours, self._trials.run
-        count = ours.blocks * ours.block_size
-        tokens = random.sample(range(ours.vocabulary), min(count, ours.vocabulary))
-        tokens += random.choices(range(ours.vocabulary), k=count - len(tokens))
+        self._jobs.clear()  # those of the comparison before
+        # Special tokens, which some models give a meaning, are at either end of the vocabulary.
+        ordinary = range(ours.vocabulary // 4, 3 * ours.vocabulary // 4)
+        tokens = random.choices(ordinary, k=ours.blocks * ours.block_size)
         local = await run(tokens, salt=new_job_id(), blocks=ours.blocks)
         salt, half = new_job_id(), ours.blocks // 2 * ours.block_size
         if half:
@@ -301,12 +305,14 @@ def checks_for(
     encode: Callable[[OpenedJob], bytes],
 ) -> Checks | None:
     """The self-check of this worker. None where there is nothing to compare: no transport reaches
-    the KV memory, there is no model, or no prompt of whole blocks may be prefilled remotely."""
+    the KV memory, there is no model or one that generates nothing, or no prompt of whole blocks may
+    be prefilled remotely."""
     block_size = config.cache_config.block_size
     fits = context.extra["scheduler_side"].longest_kept(BLOCKS * block_size)
     blocks = min(fits, config.model_config.max_model_len - 2) // block_size
     how = computes.digest(config)
-    if not context.memories or not how or blocks < 1:
+    generates = config.model_config.runner_type == "generate"
+    if not context.memories or not how or not generates or blocks < 1:
         return None
     assert context.ledger is not None
     assert context.geometry is not None
