@@ -16,6 +16,7 @@ import msgspec
 
 from pullfill import failpoints, log, metrics, u32
 from pullfill.decode_worker.entry import JobState
+from pullfill.decode_worker.forecast import Forecaster
 from pullfill.decode_worker.ledger import Ledger
 from pullfill.decode_worker.moves import Read, Verify
 from pullfill.decode_worker.peers import Peer
@@ -41,12 +42,14 @@ class Commits:
         ledger: Ledger,
         stories: Stories,
         verifier: Verifier | None,
+        forecaster: Forecaster,
         spawn: Callable[[Awaitable[object]], None],
         act: Callable[[], None],
     ) -> None:
         self._ledger = ledger
         self._stories = stories
         self._verifier = verifier
+        self._forecaster = forecaster
         self._spawn = spawn
         self._act = act
 
@@ -62,6 +65,9 @@ class Commits:
                 commit.kv_bytes,
                 commit.transport,
                 commit.why_not_better,
+            )
+            self._forecaster.wrote(
+                peer.instance_id, commit.blocks, commit.timings.kv_write_ms / 1e3
             )
         answer = self._ledger.commit(
             commit.job_id,
@@ -115,6 +121,7 @@ class Commits:
             )
             failpoints.hit("decode.before_commit")
             self._stories.committed(entry.request_id, timings, moved.nbytes, transport)
+            self._forecaster.wrote(peer.instance_id, len(read.blocks), moved.seconds)
         answer = self._ledger.read_over(read.job_id, read.attempt, good=good, digest=ready.digest)
         if isinstance(answer, Verify):
             await self._verify(peer, ready, answer)

@@ -16,9 +16,10 @@ from typing import Any
 from pullfill import failpoints, log, metrics
 from pullfill.channel import Channel, accept
 from pullfill.decode_worker.commits import Commits
+from pullfill.decode_worker.forecast import Forecaster
 from pullfill.decode_worker.ledger import Ledger
 from pullfill.decode_worker.moves import CancelMessage, NakDelivery, SendRevoke
-from pullfill.decode_worker.peers import Peer
+from pullfill.decode_worker.peers import Peer, Peers
 from pullfill.decode_worker.reader import PeerReader, Reach
 from pullfill.decode_worker.self_check import Checks
 from pullfill.decode_worker.story import Stories
@@ -57,7 +58,7 @@ class ControlServer:
     closed by `stop`. key: a prefill worker that does not hold it is refused. reach: how to read a
     prefill worker's memory; where grants say pull, who cannot be read writes instead. checks: set
     before `start`; without it every prefill worker may bring KV. prefill_workers: those that pull
-    and may bring KV.
+    and may bring KV. forecaster: is told how long the writing of KV took.
     """
 
     def __init__(
@@ -78,7 +79,8 @@ class ControlServer:
         self._compat = compat
         self._ledger = ledger
         self._stories = stories
-        self._commits = Commits(ledger, stories, verifier, self._spawn, self._act)
+        self.forecaster = Forecaster()
+        self._commits = Commits(ledger, stories, verifier, self.forecaster, self._spawn, self._act)
         self._cancel = cancel
         self._hand_back = hand_back
         self._verifier = verifier
@@ -86,7 +88,7 @@ class ControlServer:
         self._key = key
         self._reach = reach
         self._readers: set[PeerReader] = set()
-        self._peers: dict[str, Peer] = {}
+        self.peers = Peers()
         self._serial = itertools.count(1)
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[object]] = set()
@@ -132,17 +134,6 @@ class ControlServer:
         """The ledger has actions or new deadlines (asyncio thread)."""
         self._wake.set()
 
-    @property
-    def instances(self) -> list[str]:
-        """Connected prefill workers that may bring KV."""
-        return sorted({p.instance_id for p in self._peers.values() if p.cleared})
-
-    @property
-    def not_pulling(self) -> list[str]:
-        """One line for each connected prefill worker that pulls no jobs. Any thread."""
-        idle = [p for p in list(self._peers.values()) if not p.pulls]
-        return [f"{p.instance_id} pulls no jobs: {p.why_not or 'no reason given'}" for p in idle]
-
     # ------------------------------------------------------------------ the ledger's side
 
     async def _run_ledger(self) -> None:
@@ -171,7 +162,7 @@ class ControlServer:
                     # a job that is queued again. Whoever takes it tells the timer; the ledger does
                     # so only while it lies here.
                     self._wake.set()
-                    if (peer := self._peers.get(name)) is not None:
+                    if (peer := self.peers.get(name)) is not None:
                         peer.channel.write(
                             Revoke(
                                 job_id=job_id,
@@ -205,9 +196,9 @@ class ControlServer:
             await asyncio.sleep(pause)
             if loop.time() - before > 2 * pause:
                 # We did not run either: what the workers said waits to be read.
-                for peer in self._peers.values():
+                for peer in self.peers.values():
                     peer.heard = loop.time()
-            for peer in list(self._peers.values()):
+            for peer in list(self.peers.values()):
                 now = loop.time()
                 if now - peer.heard > (patience := peer.patience(now, self._silent_s)):
                     logger.warning(
@@ -272,8 +263,8 @@ class ControlServer:
             self._reader_of(hello),
             hello.computes,
         )
-        self._peers[peer.name] = peer
-        for old in [p for p in self._peers.values() if p.instance_id == peer.instance_id]:
+        self.peers[peer.name] = peer
+        for old in [p for p in self.peers.values() if p.instance_id == peer.instance_id]:
             if old is not peer:
                 old.channel.abort()  # a worker has one connection: it has left this one already
         self._count()
@@ -300,12 +291,12 @@ class ControlServer:
     def _lost(self, peer: Peer) -> None:
         if (reader := peer.reader) is not None:
             reader.leave(lambda: self._readers.discard(reader))
-        self._peers.pop(peer.name, None)
+        self.peers.pop(peer.name, None)
         if self.checks is not None:
             self.checks.lost(peer)
         self._count()
         logger.info("prefill worker %s disconnected", peer.instance_id)
-        self._ledger.writer_lost(peer.name, others_alive=bool(self._peers))
+        self._ledger.writer_lost(peer.name, others_alive=bool(self.peers))
         self._nobody_pulls()
         self._act()
         self._wake.set()  # if it died, the kernel frees its locks: proof is there for the asking
@@ -316,7 +307,7 @@ class ControlServer:
         self._wake.set()
 
     def _count(self) -> None:
-        pulling = [p for p in self._peers.values() if p.pulls and not p.leaving]
+        pulling = self.peers.pulling
         self.prefill_workers = sum(p.cleared for p in pulling)
         # Before `_nobody_pulls` looks: what is opened after that look is told.
         self._pulling = len(pulling)
@@ -330,6 +321,8 @@ class ControlServer:
     def _dispatch(self, peer: Peer, message: object) -> None:
         if isinstance(message, Claim | Commit | Ready):
             peer.asked_at = peer.heard
+        if isinstance(message, Claim | Alive):
+            peer.load = message.load
         match message:
             case Alive():
                 peer.channel.write(message)

@@ -348,6 +348,14 @@ class Ledger(Arrivals):
         with self._lock:
             return sum(not entry.settled for entry in self._jobs.values())
 
+    def queued(self) -> tuple[int, int]:
+        """Jobs that nobody has claimed, and the blocks that they wait for."""
+        if not self._jobs:
+            return 0, 0
+        with self._lock:
+            targets = [e.targets for e in self._jobs.values() if e.state is JobState.QUEUED]
+        return len(targets), sum(targets)
+
     @property
     def open_jobs(self) -> int:
         return len(self._jobs)

@@ -33,7 +33,7 @@ def load_of(
         "open_jobs": ledger.open_jobs if ledger else 0,
         "kv_free_blocks": kv.free_blocks(core),
         "kv_blocks": kv_blocks,
-        "prefill_workers": control.instances if control else [],
+        "prefill_workers": control.peers.instances if control else [],
         "prefill_workers_pulling": control.prefill_workers if control else 0,
         **(control.checks.told() if control and control.checks else {}),
     }

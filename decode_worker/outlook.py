@@ -24,23 +24,29 @@ _QUARANTINE_SHARE = 0.25
 
 @dataclass(slots=True)
 class Outlook:
-    """cache: vLLM's cache configuration. within_reach: whether some transport reaches the KV
-    memory. draining: whether this worker takes nothing new."""
+    """cache: vLLM's cache configuration; kv_bytes: of all its blocks. within_reach: whether some
+    transport reaches the KV memory. draining: whether this worker takes nothing new."""
 
     ledger: Ledger
     producer: JetStreamProducer
     control: ControlServer
     etcd: Health
     cache: Any
+    kv_bytes: int
     within_reach: bool
     draining: Callable[[], bool]
 
     def situation(self, prompt_tokens: int, hit_tokens: int, ineligible: str) -> Situation:
         """Everything that `decide` may look at."""
         ledger, blocks = self.ledger, self.cache.num_gpu_blocks
-        more = -(-max(0, prompt_tokens - 1 - hit_tokens) // self.cache.block_size)
+        tokens = max(0, prompt_tokens - 1 - hit_tokens)
+        more = -(-tokens // self.cache.block_size)
         self_check = self.control.checks.reason if self.control.checks else ""
         past_stream = self.producer.past_stream and not self_check
+        depth = self.producer.depth()
+        # Our own jobs count from the moment they are opened: the queue hears of them later.
+        own_jobs, own_blocks = ledger.queued()
+        pulling = [peer for peer in self.control.peers.pulling if peer.cleared]
         return Situation(
             prompt_tokens=prompt_tokens,
             hit_tokens=hit_tokens,
@@ -50,16 +56,25 @@ class Outlook:
             self_check=self_check,
             queue_available=self.producer.available,
             claims_stalled=ledger.claims.stalled,
-            # Our own jobs count from the moment they are opened: the queue hears of them later.
-            queue_jobs=max(self.producer.depth().depth_jobs, ledger.open_jobs),
+            queue_jobs=max(depth.depth_jobs - depth.in_flight, own_jobs),
             quarantine_full=ledger.quarantined_blocks > int(blocks * _QUARANTINE_SHARE),
             remote_kv=(ledger.target_blocks + more) / blocks,
             draining=self.draining(),
+            forecast=self.control.forecaster.forecast(
+                tokens,
+                more,
+                more * self.kv_bytes / blocks,
+                workers=len(pulling),
+                loads=[peer.load for peer in pulling],
+                depth_tokens=depth.depth_tokens,
+                own_tokens=own_blocks * self.cache.block_size,
+            ),
         )
 
     def outage(self) -> str:
         """Why prompts cannot be prefilled remotely now, for people; "" if nothing is known."""
-        said = [self.producer.health.outage(), *self.control.not_pulling, *self._failed_checks]
+        not_pulling = self.control.peers.not_pulling
+        said = [self.producer.health.outage(), *not_pulling, *self._failed_checks]
         if self.ledger.claims.stalled:
             said.append("no prefill worker claims the jobs of this decode worker")
         # A prefill worker asks etcd when it first meets a decode worker.
@@ -67,7 +82,8 @@ class Outlook:
 
     def reasons(self) -> list[str]:
         """For /ready: why this worker is degraded."""
-        reasons = [self.producer.health.outage(), self.etcd.outage(), *self.control.not_pulling]
+        not_pulling = self.control.peers.not_pulling
+        reasons = [self.producer.health.outage(), self.etcd.outage(), *not_pulling]
         reasons += self._failed_checks
         if not self.control.prefill_workers:
             checked = self.control.checks.reason if self.control.checks else ""
@@ -90,7 +106,8 @@ class Outlook:
         return self.producer.available and not self.producer.past_stream
 
     def refresh_metrics(self) -> None:
-        """The gauges of the queue; not a number while NATS does not answer."""
+        """The gauges; those of the queue are not a number while NATS does not answer."""
+        metrics.QUARANTINED_BLOCKS.set(self.ledger.quarantined_blocks)
         depth = self.producer.depth()
         known = self._known
         metrics.QUEUE_DEPTH_JOBS.set(depth.depth_jobs if known else math.nan)

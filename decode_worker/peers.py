@@ -1,4 +1,4 @@
-"""What the control server keeps of one connected prefill worker."""
+"""What the control server keeps of connected prefill workers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pullfill import alive, u32
 from pullfill.channel import Channel
 from pullfill.decode_worker.moves import GrantView
 from pullfill.decode_worker.reader import PeerReader
-from pullfill.wire import Claim, Grant, KvMode
+from pullfill.wire import Claim, Grant, KvMode, Load
 
 
 @dataclass(slots=True, eq=False)
@@ -31,6 +31,7 @@ class Peer:
     leaving: bool = False
     pulls: bool = True
     why_not: str = ""
+    load: Load = field(default_factory=Load)
     asked_at: float = field(init=False)
 
     def __post_init__(self) -> None:
@@ -58,3 +59,22 @@ class Peer:
             kv_digest=grant.kv_digest,
             mode=mode,
         )
+
+
+class Peers(dict[str, Peer]):
+    """By name. Changed on the asyncio thread; the properties may be read from any."""
+
+    @property
+    def instances(self) -> list[str]:
+        """Those that may bring KV."""
+        return sorted({p.instance_id for p in list(self.values()) if p.cleared})
+
+    @property
+    def pulling(self) -> list[Peer]:
+        return [p for p in list(self.values()) if p.pulls and not p.leaving]
+
+    @property
+    def not_pulling(self) -> list[str]:
+        """One line for each prefill worker that pulls no jobs."""
+        idle = [p for p in list(self.values()) if not p.pulls]
+        return [f"{p.instance_id} pulls no jobs: {p.why_not or 'no reason given'}" for p in idle]

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pullfill.wire import RouterConfig, RouterPolicy
 
 QUEUE_FULL = "queue_full"
+QUEUE_WAIT = "queue_wait"
 QUEUE_UNAVAILABLE = "queue_unavailable"
 NO_PREFILL_WORKER = "no_prefill_worker"
 CLAIMS_STALLED = "claims_stalled"
@@ -18,12 +19,39 @@ SELF_CHECK_PENDING = "self_check_pending"
 SELF_CHECK_FAILED = "self_check_failed"
 
 
+SLOW_LINK = 3.0
+"""KV that takes that many times as long to be written as the prompt to be computed is not worth it.
+Here a prompt takes as long as on a prefill worker, and running streams pay for it."""
+MAX_TIMEOUT_S = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """Of one remote prefill (forecast.py), seconds; 0: not known.
+
+    wait_s: in the queue. prefill_s: for a prefill worker to compute it. write_s: for its KV to be
+    written, while it is computed. claim_within_s, commit_within_s: what deadlines must allow at
+    least, from the moment it is queued.
+    """
+
+    wait_s: float = 0.0
+    prefill_s: float = 0.0
+    write_s: float = 0.0
+    claim_within_s: float = 0.0
+    commit_within_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        return self.wait_s + max(self.prefill_s, self.write_s)
+
+
 @dataclass(frozen=True, slots=True)
 class Situation:
     """What the decode scheduler knows about one request at decision time.
 
     prompt_tokens: all tokens of the prompt. hit_tokens: leading ones in the local prefix cache.
-    ineligible: why this request can never go remote ("" if it can). remote_kv: share of the KV
+    ineligible: why this request can never go remote ("" if it can). queue_jobs: those that wait,
+    not those in work. remote_kv: share of the KV
     cache that open remote prefills would bind with this one. claims_stalled: jobs were queued and
     nobody claimed them (breaker.py). prefill_workers: those that pull and may bring KV. self_check:
     why none may that could ("" if there is no such reason).
@@ -40,6 +68,7 @@ class Situation:
     quarantine_full: bool = False
     remote_kv: float = 0.0
     draining: bool = False
+    forecast: Forecast = Forecast()
 
     @property
     def remote_tokens(self) -> int:
@@ -80,6 +109,25 @@ def decide(now: Situation, config: RouterConfig) -> Decision:
         return Decision(False, "quarantine_full")
     if now.queue_jobs >= config.max_prefill_queue_size:
         return Decision(False, QUEUE_FULL)
+    if now.forecast.wait_s > config.max_queue_wait_s:
+        return Decision(False, QUEUE_WAIT)
+    if _slow_link(now.forecast, config):
+        return Decision(False, "slow_link")
     if now.remote_kv > config.max_remote_kv_fraction:
         return Decision(False, "remote_full")
     return Decision(True, "policy_always_remote" if always else "long_prompt")
+
+
+def _slow_link(forecast: Forecast, config: RouterConfig) -> bool:
+    """Only for what does not fit into the usual timeout: shorter prompts go on measuring."""
+    if forecast.commit_within_s > MAX_TIMEOUT_S:
+        return True
+    slow = 0 < SLOW_LINK * forecast.prefill_s < forecast.write_s
+    return slow and forecast.total_s > config.remote_timeout_s
+
+
+def timeouts(forecast: Forecast, config: RouterConfig) -> tuple[float, float]:
+    """(remote, claim): how long a job may take until its commit, and until its claim. The settings
+    are what it gets at least. Pure."""
+    remote = max(config.remote_timeout_s, forecast.commit_within_s)
+    return min(remote, MAX_TIMEOUT_S), max(config.claim_timeout_s, forecast.claim_within_s)

@@ -18,7 +18,14 @@ from pullfill import failpoints, log
 from pullfill.decode_worker.context import DecodeContext, OpenedJob
 from pullfill.decode_worker.ledger import Ledger
 from pullfill.decode_worker.moves import Hold, Release, Settle
-from pullfill.decode_worker.router import QUEUE_FULL, Decision, Situation, decide
+from pullfill.decode_worker.router import (
+    QUEUE_FULL,
+    QUEUE_WAIT,
+    Decision,
+    Situation,
+    decide,
+    timeouts,
+)
 from pullfill.ids import new_job_id
 from pullfill.wire import MAX_TEXT
 
@@ -78,7 +85,7 @@ class SchedulerSide:
         own = context.trials and context.trials.decision(request.request_id)
         decision = own or decide(situation, context.router_config())
         self._decisions[request.request_id] = (situation, decision)
-        if decision.reason == QUEUE_FULL:
+        if decision.reason in (QUEUE_FULL, QUEUE_WAIT):
             context.queue_full()
         return (situation.remote_tokens, True) if decision.remote else (0, False)
 
@@ -117,24 +124,25 @@ class SchedulerSide:
             self._context.stories.decided(request.request_id, situation, decision)
             return
         self._context.stories.decided(request.request_id, situation, decision)
-        self._open(request, block_ids, situation.hit_tokens, external_tokens)
+        self._open(request, block_ids, situation, external_tokens)
 
     def _open(
-        self, request: Any, block_ids: Sequence[int], hit_tokens: int, external_tokens: int
+        self, request: Any, block_ids: Sequence[int], situation: Situation, external_tokens: int
     ) -> None:
+        hit_tokens = situation.hit_tokens
         tokens = hit_tokens + external_tokens
         blocks = tuple(block_ids[: -(-tokens // self._block_size)])
-        config = self._context.router_config()
+        timeout_s, claim_timeout_s = timeouts(situation.forecast, self._context.router_config())
         job = OpenedJob(
             job_id=new_job_id(),
             request_id=request.request_id,
-            token_ids=list(request.prompt_token_ids[:tokens]),
+            token_ids=request.prompt_token_ids[:tokens],
             hit_tokens=hit_tokens,
             blocks=blocks,
             cache_salt=request.cache_salt,
             priority=request.priority,
-            timeout_s=config.remote_timeout_s,
-            claim_timeout_s=config.claim_timeout_s,
+            timeout_s=timeout_s,
+            claim_timeout_s=claim_timeout_s,
         )
         self._waiting.add(job.request_id)
         if self._context.trials is not None:

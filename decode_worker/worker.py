@@ -8,7 +8,7 @@ import time
 from functools import partial
 from typing import Any
 
-from pullfill import __version__, log, metrics
+from pullfill import __version__, log
 from pullfill.config import ClusterRef, WorkerOptions, restarts_so_far
 from pullfill.decode_worker import context as contexts
 from pullfill.decode_worker import leave, memory, regions
@@ -288,6 +288,7 @@ class DecodeWorker:
             connect_options=self._cluster.security.nats.options(),
         )
         settings.subscribe(producer.streams.configure)
+        cache, memories = self._config.cache_config, self._context.memories
         control = ControlServer(
             instance_id=self._instance_id,
             compat=self._compat,
@@ -296,8 +297,8 @@ class DecodeWorker:
             cancel=producer.cancel,  # type: ignore[arg-type]
             hand_back=producer.hand_back,
             key=self._key,
-            verifier=verifier_for(self._context.ledger, self._context.memories),
-            reach=reach_for(self._context.memories, self._options, self._key),
+            verifier=verifier_for(self._context.ledger, memories),
+            reach=reach_for(memories, self._options, self._key),
         )
         assert self._shim is not None
         control.checks = checks_for(
@@ -312,7 +313,7 @@ class DecodeWorker:
             instance_id=self._instance_id,
             control=self._options.advertise_control or control.address,
             compat_hash=self._compat.hash(),
-            block_size=self._config.cache_config.block_size,
+            block_size=cache.block_size,
         )
         self._context.queue_full = producer.look_again
         control.past_stream = lambda: producer.past_stream
@@ -322,7 +323,8 @@ class DecodeWorker:
             producer,
             control,
             self._etcd.health,
-            self._config.cache_config,
+            cache,
+            sum(memory.nbytes for memory in memories),
             within_reach=self._context.owner is not None,
             draining=lambda: self._state is not WorkerState.READY,
         )
@@ -392,8 +394,6 @@ class DecodeWorker:
     def _refresh_metrics(self) -> None:
         if self._outlook is not None:
             self._outlook.refresh_metrics()
-        if self._context.ledger is not None:
-            metrics.QUARANTINED_BLOCKS.set(self._context.ledger.quarantined_blocks)
 
 
 def _say(text: str) -> None:

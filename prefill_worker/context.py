@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pullfill.errors import ConfigError
+from pullfill.prefill_worker.meter import Meter
 from pullfill.prefill_worker.task import PrefillTask
 
 if TYPE_CHECKING:
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
 class PrefillContext:
     """tasks: request id → task, written by the asyncio thread before the request is submitted.
     wake: make the engine loop look around. files: of the KV memory, made before the engine.
-    ranks: the memory of each rank as this process maps it. owner: lets decode workers read them."""
+    ranks: the memory of each rank as this process maps it. owner: lets decode workers read them.
+    meter: of what the engine computes."""
 
     instance_id: str
     wake: Callable[[], None]
@@ -30,6 +32,7 @@ class PrefillContext:
     ranks: list[MappedRank] = field(default_factory=list)
     owner: Owner | None = None
     side: Any = None
+    meter: Meter = field(default_factory=Meter)
 
     @property
     def memories(self) -> list[LocalMemory]:

@@ -38,6 +38,7 @@ from pullfill.wire import (
     HandBack,
     Hello,
     Leaving,
+    Load,
     Quiet,
     Ready,
     Refused,
@@ -65,8 +66,8 @@ class DecodeLink:
     open_mover: connects to the decode worker's KV memory (blocking work done in a thread).
     on_revoke: called with each Revoke. on_lost: called when the connection ends.
     on_trial: called with each job of a self-check. key: what the decode worker must hold, and we
-    show. activity: how many jobs this worker has completed, for
-    whomever, and how many it holds a grant for; set by the owner.
+    show. activity: how many jobs this worker has completed, for whomever, and how many it holds a
+    grant for; load: what it reports; both set by the owner.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class DecodeLink:
         self._leaving = False
         self._why_not = ""
         self.activity: Callable[[], tuple[int, int]] = lambda: (0, 0)
+        self.load: Callable[[], Load] = Load
         self._completed = 0
         self.retired = False
         self._task = asyncio.create_task(self._run())
@@ -141,8 +143,9 @@ class DecodeLink:
         """Raises ClaimRefused with the decode worker's reason, PeerUnavailable."""
         rid = next(self._rids)
         message = Claim(
-            rid=rid, job_id=job_id, incarnation=incarnation, delivery=delivery, ack_subject=ack
-        )
+            rid=rid, job_id=job_id, incarnation=incarnation, delivery=delivery, ack_subject=ack,
+            load=self.load(),
+        )  # fmt: skip
         reply = await self._ask(rid, message)
         if isinstance(reply, Refused):
             raise ClaimRefused(
@@ -183,7 +186,7 @@ class DecodeLink:
     def _alive(self) -> Alive:
         before, (self._completed, granted) = self._completed, self.activity()
         busy = granted > 0 or self._completed != before
-        return Alive(pulls=not self._why_not, why=self._why_not, busy=busy)
+        return Alive(pulls=not self._why_not, why=self._why_not, busy=busy, load=self.load())
 
     def send(self, message: HandBack | Quiet | Leaving | Alive) -> None:
         """No answer expected; lost when the connection is."""

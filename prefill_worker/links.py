@@ -11,7 +11,7 @@ from pullfill.prefill_worker.link import DecodeLink
 from pullfill.prefill_worker.mover import Mover
 from pullfill.registry.directory import Directory
 from pullfill.security import ClusterKey
-from pullfill.wire import Compat, Hello, Revoke, Trial, WorkerRecord
+from pullfill.wire import Compat, Hello, Load, Revoke, Trial, WorkerRecord
 
 logger = log.get("prefill_worker.links")
 
@@ -51,6 +51,7 @@ class Links:
         self._leaving = False
         self._why_not = ""
         self.activity: Callable[[], tuple[int, int]] = lambda: (0, 0)
+        self.load: Callable[[], Load] = Load
         """As of `DecodeLink`; set before `start`."""
         self._closed = False
 
@@ -160,6 +161,7 @@ class Links:
                 on_trial=self._on_trial,
             )  # fmt: skip
             self._links[new.instance_id].activity = lambda: self.activity()
+            self._links[new.instance_id].load = lambda: self.load()
             if self._leaving:
                 self._links[new.instance_id].leave()
             self._links[new.instance_id].pause(self._why_not)

@@ -47,11 +47,14 @@ class Reports:
 
 @dataclass(slots=True)
 class StepPlan:
-    """What one step brings: writes of what it computes, and prefix reads that wait for it."""
+    """What one step brings: writes of what it computes, and prefix reads that wait for it.
+    tokens, planned: how many it computes, and when it was scheduled."""
 
     writes: list[Write] = field(default_factory=list)
     reads: list[Write] = field(default_factory=list)
     reports: Reports = field(default_factory=Reports)
+    tokens: int = 0
+    planned: float = field(default_factory=time.monotonic, compare=False)
 
 
 class SchedulerSide:
@@ -121,6 +124,7 @@ class SchedulerSide:
         for request_id, count in scheduler_output.num_scheduled_tokens.items():
             if (task := self._context.tasks.get(request_id)) is not None and not task.cancelled:
                 self._plan_write(plan, task, count)
+                plan.tokens += count
         self._scheduled.append(plan)
         return plan
 
@@ -161,6 +165,7 @@ class SchedulerSide:
         now = time.monotonic()
         while len(self._scheduled) > running:
             plan = self._scheduled.popleft()
+            self._context.meter.step(plan.tokens, plan.planned, now)
             for read in plan.reads:
                 read.task.mover.read(read.task, read.remote, read.local, self._read_done)
                 self._let_go(read.task)

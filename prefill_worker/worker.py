@@ -284,6 +284,7 @@ class PrefillWorker:
         )
         runner = self._runner
         self._links.activity = lambda: (runner.completed, runner.in_flight - runner.waiting)
+        self._links.load = lambda: self._context.meter.load(list(self._context.tasks.values()))
         consumer.running = self._runner.running
         budget = budget_of(config.scheduler_config.max_num_batched_tokens)
         loop = asyncio.get_running_loop()

@@ -97,15 +97,20 @@ class RouterConfig(Message, frozen=True, kw_only=True):
     """`config/router`, JSON in etcd, watched by decode workers (hot).
 
     max_local_prefill_length: tokens beyond the prefix hit that are still prefilled locally.
-    max_prefill_queue_size: jobs waiting in the queue above which prefill stays local.
+    max_prefill_queue_size: jobs waiting in the queue, those in work not counted, above which
+    prefill stays local.
+    max_queue_wait_s: prefill stays local if a job is expected to wait longer in the queue.
     max_remote_kv_fraction: share of the KV cache that open remote prefills may bind.
-    remote_timeout_s: how long a remote prefill may take before it is done locally.
-    claim_timeout_s: how long of that it may wait for a prefill worker to claim it.
+    remote_timeout_s: how long a remote prefill may take before it is done locally, or longer if
+    that is expected.
+    claim_timeout_s: how long of that it may wait for a prefill worker to claim it, or longer if
+    that is expected.
     """
 
     policy: RouterPolicy = RouterPolicy.CONDITIONAL
     max_local_prefill_length: Annotated[int, Meta(ge=0)] = 512
     max_prefill_queue_size: Annotated[int, Meta(ge=0)] = 64
+    max_queue_wait_s: Annotated[float, Meta(gt=0, le=3600)] = 10.0
     max_remote_kv_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.5
     remote_timeout_s: Annotated[float, Meta(gt=0, le=3600)] = 30.0
     claim_timeout_s: Annotated[float, Meta(gt=0, le=3600)] = 10.0

@@ -5,16 +5,24 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Iterable, Iterator
+from itertools import islice
 
 from pullfill.errors import BadMessage
 
+_PIECE = 8192
+
 
 def pack(values: Iterable[int]) -> bytes:
-    """Raises OverflowError for a value outside u32."""
-    out = array("I", values)
-    if sys.byteorder == "big":
-        out.byteswap()
-    return out.tobytes()
+    """Raises OverflowError for a value outside u32. Other threads may run in between: 128k values
+    in one go hold the GIL for 4 ms."""
+    rest = iter(values)
+    parts = []
+    while piece := list(islice(rest, _PIECE)):
+        part = array("I", piece)
+        if sys.byteorder == "big":
+            part.byteswap()
+        parts.append(part.tobytes())
+    return b"".join(parts)
 
 
 def pieces(data: memoryview, count: int) -> Iterator[list[int]]:

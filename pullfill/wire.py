@@ -70,6 +70,7 @@ __all__ = [
     "Id",
     "KvMode",
     "Leaving",
+    "Load",
     "Message",
     "PrefillJob",
     "QueueSettings",
@@ -223,6 +224,14 @@ class Goodbye(Message, tag="goodbye", frozen=True, kw_only=True):
     reason: Text
 
 
+class Load(Message, frozen=True, kw_only=True):
+    """What a prefill worker does. tokens_per_s: prompt tokens that it computes in a second of work;
+    0: it has computed nothing yet. done_tokens: computed, of jobs that are not committed yet."""
+
+    tokens_per_s: Finite = 0.0
+    done_tokens: Count = 0
+
+
 class Claim(Message, tag="claim", frozen=True, kw_only=True):
     """Ask for a grant. `ack_subject` lets the decode worker hand the delivery back to the
     queue at once (a NAK on the worker's behalf) if this worker dies."""
@@ -232,6 +241,7 @@ class Claim(Message, tag="claim", frozen=True, kw_only=True):
     incarnation: Id
     delivery: Count
     ack_subject: Text = ""
+    load: Load = Load()
 
 
 class Grant(Message, tag="grant", frozen=True, kw_only=True):
@@ -357,11 +367,13 @@ class Alive(Message, tag="alive", frozen=True, kw_only=True):
     treated as gone, by either side (alive.py). pulls: False while the prefill worker's engine is
     stuck or NATS does not answer it, so that nobody counts on it; said at once when it changes.
     why: the reason, for people. busy: it computes for some decode worker, or has since the last
-    Alive of this connection, so a job that nobody claims may just wait its turn."""
+    Alive of this connection, so a job that nobody claims may just wait its turn. load: for the
+    decode worker's forecast of the wait in the queue."""
 
     pulls: bool = True
     why: Text = ""
     busy: bool = False
+    load: Load = Load()
 
 
 class Trial(Message, tag="trial", frozen=True, kw_only=True):

@@ -38,6 +38,7 @@ KV_BYTES = 8 << 20
 ROUTER = {
     "policy": "always_remote",
     "max_prefill_queue_size": 1_000_000,
+    "max_queue_wait_s": 3600,
     "max_remote_kv_fraction": 1.0,
 }
 START_S = 120.0

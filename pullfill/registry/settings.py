@@ -35,6 +35,7 @@ _ALLOWED = {
     "policy": "one of " + ", ".join(policy.value for policy in RouterPolicy),
     "max_local_prefill_length": "a whole number of tokens, 0 or more",
     "max_prefill_queue_size": "a whole number of jobs, 0 or more",
+    "max_queue_wait_s": "seconds, more than 0 and at most 3600",
     "max_remote_kv_fraction": "more than 0 and at most 1",
     "remote_timeout_s": "seconds, more than 0 and at most 3600",
     "claim_timeout_s": "seconds, more than 0 and at most 3600",

@@ -14,7 +14,12 @@ import pytest
 
 from tests.support.cluster import Cluster
 
-USUAL = {"policy": "always_remote", "remote_timeout_s": 30, "claim_timeout_s": 30}
+USUAL = {
+    "policy": "always_remote",
+    "remote_timeout_s": 30,
+    "claim_timeout_s": 30,
+    "max_queue_wait_s": 3600,
+}
 """Router settings before each test. Under load, on two cores, a job may wait long for its turn: no
 test but its own is about `claim_timeout`."""
 

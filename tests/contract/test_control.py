@@ -60,7 +60,7 @@ async def raw(decode: Decode) -> AsyncIterator[Raw]:
 
 async def test_claim_grant_commit(decode: Decode, connect: Any) -> None:
     prefill = await connect()
-    assert decode.server.instances == ["prefill-1"]
+    assert decode.server.peers.instances == ["prefill-1"]
     decode.open()
     grant = await prefill.claim()
     assert u32.unpack(grant.block_ids) == list(BLOCKS)
@@ -219,7 +219,7 @@ async def test_a_link_comes_back_after_its_connection_broke(decode: Decode, conn
     prefill = await connect()
     decode.open()
     await prefill.claim()
-    for peer in list(decode.server._peers.values()):
+    for peer in list(decode.server.peers.values()):
         peer.channel.close()
     await until(lambda: prefill.lost == 1)
     await prefill.link.wait_up(10)
@@ -409,6 +409,6 @@ async def test_a_worker_that_connects_anew_has_left_its_old_connection(
     again = await connect("prefill-1")
     assert await raw.ended()
     await until(lambda: decode.nakked == ["ack.j"])
-    assert decode.server.instances == ["prefill-1", "prefill-2"]
+    assert decode.server.peers.instances == ["prefill-1", "prefill-2"]
     assert (await again.claim()).attempt == 2
     assert other.lost == again.lost == 0

@@ -135,11 +135,11 @@ async def test_a_worker_that_asks_for_nothing_may_miss_as_many_beats(
         for raw, name in zip(raws, ("asks", "asks nothing"), strict=True):
             raw.say(hello(name))
         await until(lambda: decode.server.prefill_workers == 2)
-        for peer in decode.server._peers.values():
+        for peer in decode.server.peers.values():
             peer.asked_at = -1e9
         raws[0].say(Claim(rid=1, job_id="j", incarnation="i0", delivery=1))
         await until(lambda: decode.server.prefill_workers == 1)
-        assert decode.server.instances == ["asks nothing"]
+        assert decode.server.peers.instances == ["asks nothing"]
         await until(lambda: decode.server.prefill_workers == 0)
     finally:
         for raw in raws:
@@ -203,7 +203,7 @@ async def test_a_fresh_link_is_used() -> None:
             await prefill.link.wait_up(5.0)
             await until(lambda: decode.server.prefill_workers == 1)
             now = asyncio.get_running_loop().time()
-            (peer,) = decode.server._peers.values()
+            (peer,) = decode.server.peers.values()
             assert alive.pause(now - prefill.link._asked_at) == alive.pause(0.0)
             assert peer.patience(now, 5.0) == 5.0
             prefill.link._asked_at = -1e9
@@ -261,7 +261,7 @@ async def test_a_worker_that_pulls_nothing_for_now_is_not_counted() -> None:
         (settled,) = decode.settled()
         assert (settled.loaded, settled.outcome) == (False, Outcome.PREFILL_LOST)
         said = "prefill-1 pulls no jobs: its engine takes no steps"
-        assert decode.server.not_pulling == [said]
+        assert decode.server.peers.not_pulling == [said]
         prefill.link.pause("")
         await until(lambda: decode.server.prefill_workers == 1)
         assert prefill.lost == 0

@@ -190,7 +190,7 @@ async def test_a_decode_worker_that_comes_back_to_the_directory_stays(tmp_path: 
         record = cluster.directory.members["decode-1"]
         cluster.directory.remove("decode-1")
         cluster.directory.put(record)
-        for peer in list(decode.control._peers.values()):
+        for peer in list(decode.control.peers.values()):
             peer.channel.close()
         await until(lambda: decode.control.prefill_workers == 0)
         await until(lambda: prefill.links.connected)

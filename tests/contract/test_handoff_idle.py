@@ -81,7 +81,7 @@ async def test_a_reader_closes_an_idle_session_and_opens_it_again(tmp_path: Path
     async with Cluster(tmp_path, "tcp", kv_mode=KvMode.PULL) as cluster:
         decode = await cluster.decode()
         prefill = await cluster.prefill(chunk=5)
-        (peer,) = decode.control._peers.values()
+        (peer,) = decode.control.peers.values()
         assert peer.reader is not None
         peer.reader._idle._after_s = 0.02
         owner: Any = prefill.local.owner

@@ -128,7 +128,7 @@ async def test_who_cannot_be_read_writes(tmp_path: Path) -> None:
     """It says no regions: its grants say push, and nothing is lost."""
     async with Cluster(tmp_path, kv_mode=PULL) as cluster:
         decode, prefill = await cluster.decode(), await cluster.prefill(pull=False)
-        (peer,) = decode.control._peers.values()
+        (peer,) = decode.control.peers.values()
         decode.control._readers.discard(peer.reader)  # type: ignore[arg-type]
         peer.reader = None
         written = counter(metrics.KV_WRITE_BYTES, "loopback")
@@ -191,7 +191,7 @@ async def test_pull_from_a_worker_that_dies_is_read_to_the_end(tmp_path: Path) -
             assert link._channel is not None
             link._channel.abort()
         prefill.readers._revoked = lambda task: False  # type: ignore[method-assign]
-        await until(lambda: not decode.control.instances)
+        await until(lambda: not decode.control.peers.instances)
         assert served.loaded is None
         faults.resume()
         await settled(served)
@@ -241,7 +241,7 @@ async def test_pull_makes_a_broken_session_anew(tmp_path: Path) -> None:
     async with Cluster(tmp_path, "loopback", kv_mode=PULL) as cluster:
         decode, prefill = await cluster.decode(), await cluster.prefill(chunk=5)
         _, faults = await reading(decode, prefill)
-        (peer,) = decode.control._peers.values()
+        (peer,) = decode.control.peers.values()
         assert peer.reader is not None
         broken = peer.reader._session
         await asyncio.to_thread(faults.kill)
@@ -258,7 +258,7 @@ async def test_pull_by_a_decode_worker_that_is_gone(tmp_path: Path) -> None:
         decode, prefill = await cluster.decode(), await cluster.prefill(chunk=5)
         _, faults = await reading(decode, prefill)
         kept = {b for run in prefill.engine._runs.values() for b in run.table}
-        for peer in list(decode.control._peers.values()):
+        for peer in list(decode.control.peers.values()):
             peer.channel.abort()
         await until(lambda: prefill.runner.in_flight_tokens == 0)
         assert not prefill.runner.idle.is_set(), "a read may still go on"

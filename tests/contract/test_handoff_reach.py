@@ -49,7 +49,7 @@ async def test_a_grant_that_ends_before_its_task_began_is_not_computed(
         if end == "abort":
             decode.abort(served)
         else:
-            for peer in list(decode.control._peers.values()):
+            for peer in list(decode.control.peers.values()):
                 peer.channel.close()
         await settled(served)
         assert decode.ledger.open_jobs == 0, "proved quiet at once: nothing was ever written"

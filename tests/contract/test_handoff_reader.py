@@ -39,7 +39,7 @@ class Route:
 
 
 def reader_of(decode: DecodeHalf) -> PeerReader:
-    (peer,) = decode.control._peers.values()
+    (peer,) = decode.control.peers.values()
     assert peer.reader is not None
     return peer.reader
 

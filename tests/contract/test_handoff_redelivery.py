@@ -111,7 +111,7 @@ async def test_a_link_that_breaks_brings_one_more_delivery(
     """Both ends see the reset; the decode worker hands the delivery back, and nobody else."""
     decode, holder, other, served, faults = await a_writer_at_work(cluster)
     await holder.puller.stop()
-    (peer,) = [p for p in decode.control._peers.values() if p.instance_id == holder.name]
+    (peer,) = [p for p in decode.control.peers.values() if p.instance_id == holder.name]
     peer.channel.abort()
     await until(lambda: max(deliveries.values()) == 2)
     faults.resume()
@@ -136,7 +136,7 @@ async def test_a_job_that_comes_back_to_the_worker_that_lost_its_link_runs_again
         lost.set()
 
     holder.links._links[decode.name]._on_lost = late
-    (peer,) = [p for p in decode.control._peers.values() if p.instance_id == holder.name]
+    (peer,) = [p for p in decode.control.peers.values() if p.instance_id == holder.name]
     peer.channel.abort()
     await asyncio.wait_for(lost.wait(), 10)
     await until(lambda: max(deliveries.values()) == 2)
@@ -185,7 +185,7 @@ async def test_an_unreadable_frame_ends_the_control_connection(
     """Its jobs go on at the other worker; the link is made anew."""
     decode, holder, other, served, faults = await a_writer_at_work(cluster)
     await holder.puller.stop()
-    (peer,) = [p for p in decode.control._peers.values() if p.instance_id == holder.name]
+    (peer,) = [p for p in decode.control.peers.values() if p.instance_id == holder.name]
     (link,) = holder.links._links.values()
     channel = link._channel if to == "decode" else peer.channel
     assert channel is not None

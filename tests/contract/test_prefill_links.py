@@ -127,7 +127,7 @@ async def test_a_new_welcome_forgives_and_the_end_closes_what_there_is(tmp_path:
         failing = False
         with pytest.raises(OutOfReach, match="does not answer"):
             await link.mover()
-        for peer in list(decode.server._peers.values()):
+        for peer in list(decode.server.peers.values()):
             peer.channel.close()
         await until(lambda: lost)
         await link.wait_up(10)
@@ -177,7 +177,7 @@ async def test_a_key_that_goes_and_comes_back_at_once_has_its_link(tmp_path: Pat
         directory.put(replace(decode.record(), compat=COMPAT))
         await until(lambda: links.connected == ["decode-1"])
         directory.remove("decode-1")
-        for peer in list(decode.server._peers.values()):
+        for peer in list(decode.server.peers.values()):
             peer.channel.close()
         await until(lambda: not links._links)
 
@@ -225,7 +225,7 @@ async def test_a_link_that_broke_is_waited_for(tmp_path: Path) -> None:
     async with following(tmp_path) as (links, directory, decode):
         directory.put(replace(decode.record(), compat=COMPAT))
         await links.find("decode-1")
-        (peer,) = decode.server._peers.values()
+        (peer,) = decode.server.peers.values()
         peer.channel.abort()
         await until(lambda: not links.connected)
         assert (await links.find("decode-1")).connected

@@ -36,7 +36,7 @@ def shared_cluster(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -
 @pytest.fixture
 def cluster(shared_cluster: Cluster) -> Iterator[Cluster]:
     """The shared cluster, everything prefilled remotely; clean afterwards or the test fails."""
-    shared_cluster.set_router(policy="always_remote")
+    shared_cluster.set_router(policy="always_remote", max_queue_wait_s=3600)
     yield shared_cluster
     shared_cluster.assert_clean()
 

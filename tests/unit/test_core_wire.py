@@ -125,6 +125,7 @@ def test_router_settings_default_to_the_promised() -> None:
         "policy": "conditional",
         "max_local_prefill_length": 512,
         "max_prefill_queue_size": 64,
+        "max_queue_wait_s": 10.0,
         "max_remote_kv_fraction": 0.5,
         "remote_timeout_s": 30.0,
         "claim_timeout_s": 10.0,

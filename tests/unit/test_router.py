@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace as replace_struct
 
-from pullfill.decode_worker.router import Decision, Situation, decide
+from pullfill.decode_worker.router import Decision, Forecast, Situation, decide
 from pullfill.wire import RouterConfig, RouterPolicy
 
 INELIGIBLE = (
@@ -20,7 +20,7 @@ REMOTE_REASONS = {"long_prompt", "policy_always_remote"}
 LOCAL_REASONS = {
     *INELIGIBLE, "policy_always_local", "prefix_hit", "short_prompt", "draining",
     "no_prefill_worker", "queue_unavailable", "claims_stalled", "quarantine_full", "queue_full",
-    "remote_full",
+    "remote_full", "queue_wait", "slow_link",
 }  # fmt: skip
 
 GOOD = Situation(1000, 0, prefill_workers=1, queue_available=True)
@@ -81,6 +81,11 @@ def situations(draw: st.DrawFn) -> Situation:
         quarantine_full=draw(st.booleans()),
         remote_kv=draw(st.floats(0, 2)),
         draining=draw(st.booleans()),
+        forecast=Forecast(
+            wait_s=draw(st.floats(0, 20)),
+            prefill_s=draw(st.floats(0, 100)),
+            write_s=draw(st.floats(0, 100)),
+        ),
     )
 
 
@@ -89,6 +94,7 @@ configs = st.builds(
     policy=st.sampled_from(RouterPolicy),
     max_local_prefill_length=st.integers(0, 1000),
     max_prefill_queue_size=st.integers(0, 100),
+    max_queue_wait_s=st.floats(0.1, 100),
     max_remote_kv_fraction=st.floats(0, 1, exclude_min=True),
 )
 
@@ -108,6 +114,7 @@ def test_never_remote_where_it_cannot_be(now: Situation, config: RouterConfig) -
         assert not now.quarantine_full
         assert now.queue_jobs < config.max_prefill_queue_size
         assert now.remote_kv <= config.max_remote_kv_fraction
+        assert now.forecast.wait_s <= config.max_queue_wait_s
 
 
 @given(situations(), configs, st.integers(0, 2000))
@@ -132,6 +139,7 @@ def test_always_remote_differs_only_in_length(now: Situation, config: RouterConf
     conditional = RouterConfig(
         max_local_prefill_length=config.max_local_prefill_length,
         max_prefill_queue_size=config.max_prefill_queue_size,
+        max_queue_wait_s=config.max_queue_wait_s,
         max_remote_kv_fraction=config.max_remote_kv_fraction,
     )
     always = replace_struct(conditional, policy=RouterPolicy.ALWAYS_REMOTE)

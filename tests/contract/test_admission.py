@@ -1,0 +1,76 @@
+"""What prefill workers report reaches the router: real control channel, ledger and queue depth."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from pullfill.decode_worker.outlook import Outlook
+from pullfill.wire import Load
+from tests.support.fakes import FakeRequest
+from tests.support.handoff_rig import Cluster, DecodeHalf, PrefillHalf, prompt, settled, until
+from tests.support.kv_engine import BLOCK
+
+TOKENS = 10 * BLOCK
+"""Of each prompt, for a prefill worker."""
+
+
+def looking(decode: DecodeHalf) -> None:
+    """Let the decode worker decide by what it really knows."""
+    cache = SimpleNamespace(num_gpu_blocks=1_000_000, block_size=BLOCK)
+    unused: Any = None
+    producer: Any = SimpleNamespace(available=True, past_stream=False, depth=decode.producer.depth)
+    outlook = Outlook(
+        decode.ledger, producer, decode.control, unused, cache, 1,
+        within_reach=True, draining=lambda: False,
+    )  # fmt: skip
+    decode.side._context.situation = outlook.situation
+
+
+async def reported(decode: DecodeHalf, prefill: PrefillHalf, load: Load) -> None:
+    prefill.links.load = lambda: load
+    prefill.links.pause("")  # says so at once
+    await until(lambda: [p.load for p in decode.control.peers.pulling] == [load])
+
+
+def remote(decode: DecodeHalf, seed: int) -> bool:
+    request = FakeRequest(f"asked-{seed}", prompt(TOKENS + 1, seed=seed))
+    return decode.side.matched(request, 0)[1]
+
+
+async def test_a_burst_is_admitted_up_to_the_expected_wait(tmp_path: Path) -> None:
+    async with Cluster(tmp_path) as cluster:
+        decode, prefill = await cluster.decode(), await cluster.prefill(chunk=7)
+        looking(decode)
+        prefill.puller.pause(True)
+        served = [decode.send(prompt(TOKENS + 1, seed=n)) for n in range(4)]
+        assert remote(decode, 4), "nobody has measured anything yet"
+        # 4 s for each: the next one would wait for 16 s.
+        await reported(decode, prefill, Load(tokens_per_s=TOKENS / 4))
+        assert not remote(decode, 5)
+        decode.abort(served.pop())
+        decode.abort(served.pop())
+        await until(lambda: decode.producer.depth().depth_jobs == 2)
+        assert remote(decode, 6), "8 s"
+        served.append(decode.send(prompt(TOKENS + 1, seed=7)))
+        (last,) = [e for e in decode.ledger._jobs.values() if e.request_id == "r4"]
+        assert last.claim_timeout_s == 16, "twice what it is expected to wait"
+        assert last.deadline - last.opened_at > 20, "and more for the whole than the setting"
+        assert not remote(decode, 8)
+        await reported(decode, prefill, Load(tokens_per_s=TOKENS))
+        assert remote(decode, 9), "3 s"
+        prefill.puller.pause(False)
+        await settled(*served)
+        assert all(decode.right(s) for s in served)
+        await cluster.check_clean()
+
+
+async def test_the_writing_of_each_commit_is_measured(tmp_path: Path) -> None:
+    async with Cluster(tmp_path) as cluster:
+        decode, _ = await cluster.decode(), await cluster.prefill(chunk=7)
+        looking(decode)
+        await settled(decode.send(prompt(TOKENS + 1)))
+        (link,) = decode.control.forecaster._links.values()
+        assert link.per_block_s > 0
+        await cluster.check_clean()

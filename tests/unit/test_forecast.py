@@ -1,0 +1,186 @@
+"""How long a remote prefill will take, and what the router makes of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pullfill.decode_worker import forecast as forecasts
+from pullfill.decode_worker.forecast import ASSUMED_BYTES_PER_S, ASSUMED_TOKENS_PER_S, Forecaster
+from pullfill.decode_worker.router import MAX_TIMEOUT_S, Forecast, Situation, decide, timeouts
+from pullfill.prefill_worker.meter import Meter
+from pullfill.wire import Load, RouterConfig
+from tests.support.fakes import FakeClock
+
+BLOCK, BLOCK_BYTES = 16, 1e6
+CONFIG = RouterConfig()
+LONG = Situation(128_000, 0, prefill_workers=1, queue_available=True)
+
+
+def forecaster() -> tuple[Forecaster, FakeClock]:
+    clock = FakeClock()
+    return Forecaster(clock), clock
+
+
+def of(made: Forecaster, tokens: int, loads: list[Load], depth: int = 0, own: int = 0) -> Forecast:
+    blocks = tokens // BLOCK
+    return made.forecast(
+        tokens, blocks, blocks * BLOCK_BYTES,
+        workers=len(loads), loads=loads, depth_tokens=depth, own_tokens=own,
+    )  # fmt: skip
+
+
+def load(rate: float, done: int = 0) -> Load:
+    return Load(tokens_per_s=rate, done_tokens=done)
+
+
+# ------------------------------------------------------------------ what is expected
+
+
+def test_the_wait_is_what_is_in_front_over_the_rate_of_all_that_pull() -> None:
+    made, _ = forecaster()
+    assert of(made, 100, [load(1000)], depth=5000).wait_s == 5
+    assert of(made, 100, [load(1000), load(3000)], depth=8000).wait_s == 2
+    assert of(made, 100, [load(1000, done=2000)], depth=5000).wait_s == 3
+    assert of(made, 100, [load(1000)], depth=0, own=4000).wait_s == 4, "not told to the queue yet"
+    assert of(made, 100, [load(1000, done=9000)], depth=5000).wait_s == 0
+
+
+def test_a_worker_that_computed_nothing_yet_counts_as_the_others() -> None:
+    made, _ = forecaster()
+    assert of(made, 100, [load(1000), load(0)], depth=4000).wait_s == 2
+
+
+def test_with_nothing_measured_prompts_go_out_and_have_time() -> None:
+    made, _ = forecaster()
+    told = of(made, 128_000, [load(0)], depth=200_000)
+    assert (told.wait_s, told.prefill_s, told.write_s) == (0, 0, 0)
+    assert decide(replace(LONG, forecast=told), CONFIG).remote
+    seconds = (200_000 + 128_000) / ASSUMED_TOKENS_PER_S
+    seconds += 128_000 / BLOCK * BLOCK_BYTES / ASSUMED_BYTES_PER_S
+    remote, claim = timeouts(told, CONFIG)
+    assert remote == pytest.approx(2 * seconds)
+    assert claim == pytest.approx(2 * 200_000 / ASSUMED_TOKENS_PER_S)
+
+
+def test_the_writing_is_measured_by_link_and_the_slowest_sets_the_deadline() -> None:
+    made, clock = forecaster()
+    made.wrote("fast", 1000, 1.0)
+    assert of(made, 16_000, [load(1e6)]).write_s == 1
+    made.wrote("slow", 1000, 3.0)
+    told = of(made, 16_000, [load(1e6)])
+    assert told.write_s == 2, "whoever pulls it"
+    assert told.commit_within_s == pytest.approx(2 * (3 + 0.016))
+    clock.advance(forecasts.FORGET_S + 1)
+    late = of(made, 16_000, [load(1e6)])
+    assert late.write_s == 0, "or nobody would ever measure it again"
+    assert late.commit_within_s == told.commit_within_s, "but it has the time"
+
+
+def test_a_link_that_became_slow_is_noticed_and_one_hold_up_is_not() -> None:
+    made, _ = forecaster()
+    for _ in range(100):
+        made.wrote("p", 1000, 0.1)
+    made.wrote("p", 10, 2.0)
+    assert of(made, 16_000, [load(1000)]).write_s == pytest.approx(0.1)
+    for _ in range(5):
+        made.wrote("p", 1000, 60.0)
+    assert of(made, 16_000, [load(1000)]).write_s == 60
+
+
+@pytest.mark.parametrize(("blocks", "seconds"), [(0, 1.0), (1, 0.0), (1, -1.0), (1, float("inf"))])
+def test_what_measures_nothing_changes_nothing(blocks: int, seconds: float) -> None:
+    made, _ = forecaster()
+    made.wrote("p", blocks, seconds)
+    assert of(made, 16_000, [load(1000)]).write_s == 0
+
+
+# ------------------------------------------------------------------ what the router makes of it
+
+
+@pytest.mark.parametrize(
+    ("forecast", "reason"),
+    [
+        (Forecast(wait_s=10.0), "long_prompt"),
+        (Forecast(wait_s=10.1), "queue_wait"),
+        (Forecast(prefill_s=12.0, write_s=35.0), "long_prompt"),  # 42 GB over 10 Gbit/s
+        (Forecast(prefill_s=12.0, write_s=336.0), "slow_link"),  # over 1 Gbit/s
+        (Forecast(prefill_s=0.1, write_s=2.0), "long_prompt"),  # fits in the usual timeout
+        (Forecast(prefill_s=100.0, write_s=20.0), "long_prompt"),  # the computation is slow
+        (Forecast(commit_within_s=MAX_TIMEOUT_S + 1), "slow_link"),
+    ],
+)
+def test_expected_waits_and_slow_links_keep_prompts_here(forecast: Forecast, reason: str) -> None:
+    assert decide(replace(LONG, forecast=forecast), CONFIG).reason == reason
+
+
+def test_the_wait_that_is_accepted_is_a_setting() -> None:
+    now = replace(LONG, forecast=Forecast(wait_s=5.0))
+    assert decide(now, RouterConfig(max_queue_wait_s=4.0)).reason == "queue_wait"
+
+
+@given(
+    st.builds(
+        Forecast,
+        wait_s=st.floats(0, 1e4),
+        prefill_s=st.floats(0, 1e4),
+        write_s=st.floats(0, 1e4),
+        claim_within_s=st.floats(0, 1e5),
+        commit_within_s=st.floats(0, 1e5),
+    ),
+    st.floats(0.1, 3600),
+    st.floats(0.1, 3600),
+)
+def test_deadlines_are_never_below_the_settings(
+    forecast: Forecast, remote_s: float, claim_s: float
+) -> None:
+    config = RouterConfig(remote_timeout_s=remote_s, claim_timeout_s=claim_s)
+    remote, claim = timeouts(forecast, config)
+    assert remote_s <= remote <= MAX_TIMEOUT_S
+    assert claim >= claim_s
+    if decide(replace(LONG, forecast=forecast), config).remote:
+        assert remote >= forecast.commit_within_s, "it has the time that it needs"
+
+
+def test_a_small_prompt_keeps_the_timeouts_of_the_settings() -> None:
+    made, _ = forecaster()
+    assert timeouts(of(made, 2000, [load(5000)], depth=4000), CONFIG) == (30.0, 10.0)
+
+
+# ------------------------------------------------------------------ what a prefill worker reports
+
+
+def task(done_blocks: int) -> Any:
+    return SimpleNamespace(scheduled_blocks=2 + done_blocks, first_target=2, block_size=BLOCK)
+
+
+def test_the_rate_is_of_the_time_in_which_it_computes() -> None:
+    meter = Meter()
+    assert meter.load([]) == Load()
+    meter.step(0, 0.0, 5.0)
+    assert meter.load([]) == Load(), "a step without prompt tokens measures nothing"
+    meter.step(1000, 10.0, 11.0)
+    meter.step(1000, 50.0, 51.0)
+    assert meter.load([]).tokens_per_s == pytest.approx(1000)
+    assert meter.load([task(0), task(3)]).done_tokens == 3 * BLOCK
+
+
+def test_steps_in_flight_together_share_the_time() -> None:
+    meter = Meter()
+    meter.step(1000, 0.0, 1.0)
+    meter.step(1000, 0.0, 2.0)
+    assert meter.load([]).tokens_per_s == pytest.approx(1000)
+
+
+def test_the_rate_follows_what_changes() -> None:
+    meter, now = Meter(), 0.0
+    for rate in (100.0, 4000.0):
+        for _ in range(60):
+            meter.step(int(rate), now, now + 1)
+            now += 1
+        assert meter.load([]).tokens_per_s == pytest.approx(rate, rel=0.1)
