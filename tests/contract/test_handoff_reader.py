@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from pullfill.decode_worker import reader as readers
+from pullfill.decode_worker.peers import Peer
 from pullfill.decode_worker.reader import PeerReader
 from pullfill.errors import PeerUnavailable
 from pullfill.transfer.contract import PeerSession
@@ -54,7 +55,9 @@ async def transport_of(decode: DecodeHalf, seed: int) -> str | None:
     return story.transport
 
 
-async def test_a_worker_that_can_be_reached_again_is_read_again(tmp_path: Path) -> None:
+async def test_a_worker_that_can_be_reached_again_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A firewall was mended, say. No job after the first is spent on finding that out."""
     async with Cluster(tmp_path, "tcp", kv_mode=KvMode.PULL) as cluster:
         decode = await cluster.decode()
@@ -63,14 +66,14 @@ async def test_a_worker_that_can_be_reached_again_is_read_again(tmp_path: Path) 
         reader = reader_of(decode)
         clock = reader._clock = FakeClock()
         modes: list[KvMode] = []
-        grant = decode.control._grant
+        grant = Peer.grant
 
         def granting(*args: Any) -> Any:
             granted = grant(*args)
             modes.append(granted.mode)
             return granted
 
-        decode.control._grant = granting  # type: ignore[method-assign]
+        monkeypatch.setattr(Peer, "grant", granting)
         first = decode.send(prompt(30))
         await settled(first)
         assert first.loaded is False

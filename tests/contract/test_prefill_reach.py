@@ -88,7 +88,7 @@ async def test_what_is_right_is_reached(served: tuple[PrefillContext, RegionDesc
     mover = await opened(*served)
     assert mover.transport == "tcp"
     mover.close()
-    mover._thread.join(10)
+    assert mover.join(10)
 
 
 async def test_somebody_else_at_its_address(
