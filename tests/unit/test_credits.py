@@ -91,7 +91,7 @@ class Rig:
         self.credits = Credits(100, on_room=lambda: loop.call_soon_threadsafe(self.puller.changed))
         self.account = self.credits.open("decode-1")
         consumer: Any = SimpleNamespace(pull=self._pull, drain=self._drain)
-        runner: Any = SimpleNamespace(in_flight_tokens=0, in_flight=0)
+        runner: Any = SimpleNamespace(in_flight_tokens=0, in_flight=0, waiting=0)
         self.puller = Puller(
             consumer, runner, budget_tokens=10, max_jobs=2, credits=self.credits,
             patience_s=patience_s,
