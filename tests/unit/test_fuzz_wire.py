@@ -39,6 +39,8 @@ def _value(kind: Any) -> Any:
     """Some valid value of a field's type."""
     kind = getattr(kind, "__value__", kind)
     text = str(kind)
+    if kind == wire.Version:
+        return wire.WIRE_VERSION
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
         return example(kind)
     if "bytes" in text:
