@@ -92,7 +92,7 @@ class Load:
         """Who answered."""
         return {t["decode_instance"] for t in self.told()}
 
-    def _told(self) -> list[dict[str, Any]]:
+    def told(self) -> list[dict[str, Any]]:
         """How each request was served; asked once per request."""
         for _, answer in list(self.done)[len(self._explained) :]:
             self._explained.append(self._cluster.explain(answer.request_id))
