@@ -18,7 +18,6 @@ from pullfill.queue.names import EXPECTED_STREAM, MSG_ID, TOKENS, Names
 from pullfill.wire import (
     Claim,
     Commit,
-    Grant,
     Hello,
     PrefillJob,
     Revoke,
@@ -254,11 +253,9 @@ async def mallory(target: Target, job_id: str) -> list[str]:
             (await ask(commit(1, 1_000_000, "0" * 32))).reason,
         ]
         assert kv_digest(target.decode) == memory
-        # Whoever is let in may claim. What it commits must be what was granted.
-        grant = await ask(claim(job_id))
-        assert isinstance(grant, Grant)
-        answers.append((await ask(commit(grant.attempt, 1_000_000))).reason)
-        answers.append((await ask(commit(grant.attempt, 28))).reason)
+        # Whoever is let in may claim, but not what another worker works on.
+        answers.append((await ask(claim(job_id))).reason)
+        answers.append((await ask(commit(1, 28))).reason)
         return [str(a) for a in answers]
     finally:
         writer.close()
@@ -266,12 +263,7 @@ async def mallory(target: Target, job_id: str) -> list[str]:
 
 def test_row_25_forged_claims_and_commits(target: Target, oracle: Oracle) -> None:
     cluster, worker = target.cluster, target.prefill
-    with checked(
-        cluster,
-        oracle,
-        fallbacks={"rejected": 1},
-        stale={"claim": 2, "commit": 5, "revoked": 1, "write": 1},
-    ) as check:
+    with checked(cluster, oracle, stale={"claim": 2, "commit": 4}) as check:
         worker.arm("prefill.before_write=sleep:3")
         with check.load(threads=1, lengths=(900,), max_tokens=1, seed=9500) as load:
             until(lambda: cluster.load_of(worker)["jobs"], 10, "the worker holds the job")
@@ -280,6 +272,5 @@ def test_row_25_forged_claims_and_commits(target: Target, oracle: Oracle) -> Non
             until(lambda: load.done, 30, "answered")
             worker.arm("")
         assert answers == [
-            "unknown_job", "stale_incarnation", "stale", "stale", "stale",
-            "wrong_block_count", "stale",
+            "unknown_job", "stale_incarnation", "stale", "stale", "stale", "in_progress", "stale"
         ]  # fmt: skip
