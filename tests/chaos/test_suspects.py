@@ -22,7 +22,7 @@ from pullfill.deploy import suspects as command
 from pullfill.engine.mock.model import MockSettings
 from tests.support.cluster import MODEL, Cluster, until
 
-# tests/contract/test_suspects.py is the short form, with workers that start at once.
+# tests/contract/test_frontend_refused.py is the short form, with workers that start at once.
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 FATAL = 251

@@ -12,7 +12,7 @@ import pytest
 
 from pullfill import u32
 from pullfill.errors import Outcome
-from pullfill.wire import PrefillJob, decode, encode
+from pullfill.wire import WIRE_VERSION, PrefillJob, decode, encode
 from tests.support.fakes import FakeClock
 from tests.support.handoff_rig import Cluster, hold, prompt, settled, stuck_in_a_write, until
 from tests.support.kv_engine import BLOCK
@@ -47,7 +47,7 @@ def swapped_tokens(body: bytes) -> bytes:
     [
         (lambda body: b"\xc1" * 40, Outcome.CLAIM_TIMEOUT),
         (lambda body: body[:-1], Outcome.CLAIM_TIMEOUT),
-        (forged(v=2), Outcome.CLAIM_TIMEOUT),
+        (forged(v=WIRE_VERSION + 1), Outcome.CLAIM_TIMEOUT),
         (forged(token_ids=b""), Outcome.CLAIM_TIMEOUT),
         (forged(token_ids=b"abc"), Outcome.CLAIM_TIMEOUT),
         (forged(job_id="another"), Outcome.CLAIM_TIMEOUT),

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pullfill import frames
 from pullfill.channel import Channel
 from pullfill.errors import BadMessage
-from pullfill.wire import Hello, Quiet, ToDecode, encode
+from pullfill.wire import WIRE_VERSION, Hello, Quiet, ToDecode, encode
 from tests.support import framing
 
 
@@ -69,11 +69,12 @@ async def test_what_is_not_the_message_is_refused(body: bytes) -> None:
 
 async def test_another_version_or_an_unknown_field_is_refused() -> None:
     text = encode(HELLO)
-    assert b"\xa1v\x01" in text
+    version = b"\xa1v" + bytes([WIRE_VERSION])
+    assert version in text
     with pytest.raises(BadMessage):
-        await framing.read(reader_of(frame(text.replace(b"\xa1v\x01", b"\xa1v\x02"))), Hello)
+        await framing.read(reader_of(frame(text.replace(version, b"\xa1v\x63"))), Hello)
     with pytest.raises(BadMessage):
-        await framing.read(reader_of(frame(text.replace(b"\xa1v\x01", b"\xa1w\x01"))), Hello)
+        await framing.read(reader_of(frame(text.replace(version, b"\xa1w\x01"))), Hello)
 
 
 @given(st.binary(max_size=200))
