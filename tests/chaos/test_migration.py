@@ -134,6 +134,7 @@ def test_row_9_a_killed_workers_answers_go_on_in_every_form(
         assert paired.counter(METRIC, result="not_exact") == refused + 1
 
 
+@pytest.mark.long
 def test_row_21_what_a_drain_does_not_finish_goes_on_elsewhere(
     paired: Cluster, oracle: Oracle
 ) -> None:

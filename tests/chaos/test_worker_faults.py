@@ -221,6 +221,7 @@ def test_row_21_second_sigterm_forces(paired: Cluster, oracle: Oracle) -> None:
             stream.close()
 
 
+@pytest.mark.long
 def test_row_22_rolling_restart_under_load(paired: Cluster, oracle: Oracle) -> None:
     """Every worker is replaced, one after another; no request fails."""
     with checked(paired, oracle) as check, check.load(threads=3, seed=14_000) as load:
