@@ -6,9 +6,9 @@
        │                                               └──cancelled, not published───────┤
        └──any claim──────────────────────────────────────────────────────────────────────┘
 
-A timeout is a stall only if, while the job waited, nothing was claimed and no connected prefill
-worker computed for anybody. So a queue that is long but moves never opens the breaker. A trial
-waits only TRIAL_SHARE of the claim timeout, so no prompt pays the whole of it again.
+A claim timeout counts as a stall when two things held while the job waited: no job of this decode
+worker was claimed, and no connected prefill worker computed. A long queue that moves is no stall.
+A trial waits TRIAL_SHARE of the claim timeout, so no other prompt waits the whole of it.
 
 Every method is called under the ledger's lock; `stalled` may be read from any thread.
 """
@@ -49,12 +49,14 @@ class ClaimBreaker:
         return True
 
     def moving(self) -> None:
-        """A prefill worker that could claim our jobs is busy: those that time out wait their turn.
-        An open breaker stays open: only a claim of ours shows that they reach somebody."""
+        """A connected prefill worker is busy. Timeouts now are no stalls: the jobs wait their turn.
+
+        An open breaker stays open. Only a claim of our own job closes it.
+        """
         self._moved_at, self._stalls = self._clock.monotonic(), 0
 
     def claimed(self) -> None:
-        """Some job of this decode worker was granted: everything is well."""
+        """A job of this decode worker was claimed. Closes the breaker."""
         self.moving()
         self._pause_s = PAUSE_S[0]
         self._open_until, self._trial = None, ""

@@ -76,7 +76,7 @@ class DecodeContext:
         return [rank.memory for rank in self.ranks]
 
     def of_a_trial(self, job: OpenedJob) -> bool:
-        """Whether the job is the self-check's, which takes it away itself."""
+        """Whether the job belongs to the self-check. If so, the self-check sends the job itself."""
         return self.trials is not None and self.trials.publish(job)
 
 

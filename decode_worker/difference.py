@@ -45,8 +45,10 @@ def kv_difference(local: Pages, remote: Pages, dtype: str, layers: int) -> float
 
 
 def logprob_difference(local: Mapping[int, float], remote: Mapping[int, float]) -> float:
-    """The largest over the local prefill's best tokens; WORST if the remote one has none of them
-    among its best."""
+    """The largest difference of a log probability, over the tokens that both prefills list.
+
+    WORST when the two lists share no token.
+    """
     shared = [abs(local[token] - remote[token]) for token in local.keys() & remote.keys()]
     return _finite(max(shared)) if shared else WORST
 

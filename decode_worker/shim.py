@@ -248,7 +248,7 @@ class FrontendShim:
             raise BadMessage(f"{prompt_tokens} prompt tokens, at most {self._max_model_len - 1}")
 
     def _enter(self, taken: Request, request: Any, failure: Exception | None) -> None:
-        """The request is prepared: into the engine, unless it was aborted meanwhile."""
+        """Give a prepared request to the engine. Skip a request that was aborted meanwhile."""
         if not taken.wanted:
             return
         taken.coming = False

@@ -294,7 +294,7 @@ async def test_a_worker_that_pulls_nothing_may_claim_a_job_that_went_past_the_st
 
 
 async def test_a_prefill_worker_that_is_busy_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For others: jobs that time out here meanwhile wait their turn, and are no stall."""
+    """The decode worker then counts no claim timeout as a stall: its jobs wait their turn."""
     monkeypatch.setattr("pullfill.alive.ALIVE_INTERVAL_S", 0.03)
     decode = Decode()
     await decode.server.start("127.0.0.1")

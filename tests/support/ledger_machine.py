@@ -93,7 +93,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @any_job
     @rule(pick=PICK, writers=st.permutations(WRITERS), lost=st.booleans())
     def redeliver(self, pick: int, writers: list[str], lost: bool) -> None:
-        """The queue hands one job to two workers; the link of the first may break."""
+        """Two prefill workers claim the same job. The first may lose its connection afterwards."""
         job, (first, second, _) = self.job(pick), writers
         self.model.claim(job, first)
         self.model.claim(job, second)

@@ -195,7 +195,8 @@ class NatsCluster:
         return found
 
     async def info(self, stream: str) -> dict[str, Any]:
-        """STREAM.INFO, once it has a leader and its replicas on living servers are current."""
+        """Wait until the stream has a leader and all replicas on running servers are up to date.
+        Returns JetStream's STREAM.INFO."""
         async with self.client() as client, asyncio.timeout(START_TIMEOUT_S):
             while True:
                 info = await self.api(client, f"STREAM.INFO.{stream}")
