@@ -20,6 +20,7 @@ import httpx
 
 from benchmarks.live import BenchError, wait_for
 from pullfill import wire
+from tests.support import web
 from tests.support.cluster import Cluster, Worker
 
 STARTS_WITHIN_S = 180.0
@@ -64,9 +65,9 @@ class ChaosCluster(Cluster):
             wait_for(partial(self._serves, url), STARTS_WITHIN_S, f"{url} sees all decode workers")
 
     def _serves(self, url: str) -> bool:
-        status = httpx.get(f"{url}/pullfill/status", timeout=5.0).json()
+        status = web.get(f"{url}/pullfill/status", timeout=5.0).json()
         known = {w["pid"] for w in status["workers"] if w["state"] == "ready"}
-        ready = httpx.get(f"{url}/ready", timeout=5.0)
+        ready = web.get(f"{url}/ready", timeout=5.0)
         return ready.status_code == 200 and {w.pid for w in self.of("decode")} <= known
 
     def workers_alive(self) -> list[Worker]:
@@ -95,7 +96,7 @@ class ChaosCluster(Cluster):
         """The load of every decode worker, asked directly."""
         found = {}
         for name, url in self.probes("decode").items():
-            found[name] = httpx.get(f"{url}/status", timeout=5.0).json()["load"]
+            found[name] = web.get(f"{url}/status", timeout=5.0).json()["load"]
         return found
 
 

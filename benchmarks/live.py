@@ -21,6 +21,7 @@ import httpx
 
 from pullfill.config import ClusterFile, read_cluster_file
 from pullfill.deploy import defaults, plan
+from tests.support import web
 
 CLI = [sys.executable, "-P", "-m", "pullfill.deploy.cli"]
 START_LIMIT_S = 300.0
@@ -52,7 +53,7 @@ class Live:
 
     def get(self, path: str) -> Any:
         """A JSON view of the frontend."""
-        return httpx.get(self.url + path, timeout=10.0).raise_for_status().json()
+        return web.get(self.url + path, timeout=10.0).raise_for_status().json()
 
     def workers(self, role: str) -> list[dict[str, Any]]:
         return [w for w in self.get("/pullfill/status")["workers"] if w["role"] == role]

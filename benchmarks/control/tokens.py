@@ -17,6 +17,7 @@ from benchmarks.control.plant import Fleet, Plant, mock_flags
 from benchmarks.live import CLI, child, wait_for
 from benchmarks.report import Row, median, row, versus
 from pullfill.deploy import servers
+from tests.support import web
 
 SHORT, LONG = 2, 66
 PROMPT = 128
@@ -69,7 +70,7 @@ def run(plant: Plant, requests: int, rounds: int, quiet: machine.Quiet) -> list[
     url = f"http://127.0.0.1:{port}"
     try:
         with child(command, plant.base / "frontend.log") as process:
-            wait_for(lambda: httpx.get(url + "/ready").is_success, 60.0, "the frontend is ready")
+            wait_for(lambda: web.get(url + "/ready").is_success, 60.0, "the frontend is ready")
             _warm(url)
             found = {SHORT: [], LONG: []}  # type: dict[int, list[dict[str, float]]]
             ours = [fleet.front, *fleet.decode, *fleet.prefill, *plant.servers]

@@ -15,7 +15,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
 import psutil
 
 from benchmarks.live import BenchError, child, wait_for
@@ -30,6 +29,7 @@ from benchmarks.serving.systems_vllm import (
     threads,
 )
 from pullfill.deploy.servers import free_port
+from tests.support import web
 
 PROXY_LIMIT_S = 30.0
 
@@ -74,7 +74,7 @@ def proxy(kind: str, arguments: Sequence[str], cores: Sequence[int], log: Path) 
         def up() -> bool:
             if process.poll() is not None:
                 raise BenchError(f"the proxy ended:\n{log.read_text()[-2000:]}")
-            return httpx.get(f"{url}/health", timeout=5.0).status_code == 200
+            return web.get(f"{url}/health", timeout=5.0).status_code == 200
 
         wait_for(up, PROXY_LIMIT_S, f"the {kind} proxy answers", 0.05)
         yield Proxy(url, process.pid)

@@ -7,11 +7,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import httpx
-
 from benchmarks.live import CLI, BenchError, Live, running, wait_for
 from benchmarks.serving import model
 from benchmarks.serving.contract import Kind, Running
+from tests.support import web
 
 LINK_LIMIT_S = 60.0
 FOLLOW_LIMIT_S = 30.0
@@ -74,6 +73,6 @@ def set_policy(live: Live, policy: str) -> None:
 
 def _reason_of_a_short_one(live: Live) -> str:
     body = {"model": model.NAME, "prompt": [model.plain_tokens()[0]] * 4, "max_tokens": 1}
-    answer = httpx.post(f"{live.url}/v1/completions", json=body, timeout=60.0)
+    answer = web.post(f"{live.url}/v1/completions", json=body, timeout=60.0)
     request_id = answer.raise_for_status().json()["id"]
     return str(live.get(f"/pullfill/requests/{request_id}")["reason"])

@@ -14,12 +14,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
 import psutil
 
 from benchmarks import machine
 from benchmarks.live import BenchError, child, wait_for
 from pullfill.deploy.servers import free_port
+from tests.support import web
 
 ENTRY = "vllm.entrypoints.launchers.api_server.entry"
 START_LIMIT_S = 240.0
@@ -101,7 +101,7 @@ class Starting:
     def _up(self) -> bool:
         if self.process.poll() is not None:
             raise BenchError(f"{self.name} ended:\n{self.log.read_text()[-3000:]}")
-        return httpx.get(f"{self.url}/health", timeout=5.0).status_code == 200
+        return web.get(f"{self.url}/health", timeout=5.0).status_code == 200
 
 
 @contextmanager

@@ -15,13 +15,13 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-import httpx
 import msgspec
 import nats
 import pytest
 
 from pullfill.config import ClusterRef
 from pullfill.deploy import report
+from tests.support import web
 from tests.support.cluster import MODEL, Cluster, Worker, until
 from tests.support.etcd import free_ports
 from tests.support.prompts import random_prompt
@@ -64,7 +64,7 @@ class Wires:
         return time.monotonic() - begin, self.cluster.explain(answer.id)
 
     def ready(self) -> dict[str, Any]:
-        body: dict[str, Any] = httpx.get(f"{self.cluster.frontend_url}/ready", timeout=10.0).json()
+        body: dict[str, Any] = web.get(f"{self.cluster.frontend_url}/ready", timeout=10.0).json()
         return body
 
     def whole(self) -> bool:

@@ -12,6 +12,7 @@ import aiohttp
 import httpx
 import pytest
 
+from tests.support import web
 from tests.support.cluster import MODEL, Cluster, until
 from tests.support.oracle import Oracle
 from tests.support.prompts import ask, random_prompt, truth
@@ -52,7 +53,7 @@ def narrow(paired: Cluster) -> Iterator[Cluster]:
 
 def _ready(url: str) -> bool:
     try:
-        return httpx.get(f"{url}/ready").status_code == 200
+        return web.get(f"{url}/ready").status_code == 200
     except httpx.HTTPError:
         return False
 

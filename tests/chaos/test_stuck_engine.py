@@ -10,11 +10,11 @@ import json
 import time
 from typing import Any
 
-import httpx
 import pytest
 
 from pullfill.registry import keys
 from pullfill.wire import WorkerRecord, decode
+from tests.support import web
 from tests.support.checked import checked
 from tests.support.cluster import Cluster, Worker, until
 from tests.support.load import Load
@@ -39,7 +39,7 @@ def probe_url(cluster: Cluster, worker: Worker) -> str:
 
 def unready(url: str) -> dict[str, Any] | None:
     """What /ready says, None if it is ready."""
-    answer = httpx.get(f"{url}/ready", timeout=5.0)
+    answer = web.get(f"{url}/ready", timeout=5.0)
     body: dict[str, Any] = answer.json()
     return None if answer.status_code == 200 else body
 

@@ -20,6 +20,7 @@ import pytest
 from pullfill.config import ClusterRef
 from pullfill.deploy import suspects as command
 from pullfill.engine.mock.model import MockSettings
+from tests.support import web
 from tests.support.cluster import MODEL, Cluster, until
 
 # tests/contract/test_frontend_refused.py is the short form, with workers that start at once.
@@ -85,7 +86,7 @@ def fleet(directory: Path, model_path: Path, decode: int = 3) -> Iterator[tuple[
 
 def ready(url: str) -> int:
     try:
-        count: int = httpx.get(f"{url}/ready").json()["decode"]
+        count: int = web.get(f"{url}/ready").json()["decode"]
     except httpx.HTTPError:
         return -1
     return count
@@ -97,7 +98,7 @@ def ask(url: str, prompt: list[int], count: int) -> tuple[int, dict[str, Any]]:
         "model": MODEL, "prompt": prompt, "max_tokens": count, "temperature": 0,
         "return_token_ids": True, "ignore_eos": True,
     }  # fmt: skip
-    reply = httpx.post(f"{url}/v1/completions", json=body, timeout=ANSWER_S)
+    reply = web.post(f"{url}/v1/completions", json=body, timeout=ANSWER_S)
     return reply.status_code, reply.json()
 
 
@@ -122,7 +123,7 @@ def run(keeper: Keeper, urls: list[str], streams: int, deadly: int, tokens: int)
 
 
 def status(url: str) -> dict[str, Any]:
-    found: dict[str, Any] = httpx.get(f"{url}/pullfill/status", timeout=10).json()
+    found: dict[str, Any] = web.get(f"{url}/pullfill/status", timeout=10).json()
     return found
 
 

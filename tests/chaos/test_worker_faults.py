@@ -13,6 +13,7 @@ import httpx
 import openai
 import pytest
 
+from tests.support import web
 from tests.support.answers import ask_for
 from tests.support.checked import MANY, Bound, Checked, checked
 from tests.support.cluster import Cluster, Worker, until
@@ -138,7 +139,7 @@ def test_row_19_no_prefill_worker_then_one_again(paired: Cluster, oracle: Oracle
         with check.load(threads=2, seed=13_100) as load:
             until(lambda: len(load.done) > 3, 30, "load runs")
             paired.of("prefill")[0].kill()
-            until(lambda: httpx.get(f"{paired.frontend_url}/ready").json()["degraded"], 10, "told")
+            until(lambda: web.get(f"{paired.frontend_url}/ready").json()["degraded"], 10, "told")
             done = len(load.done)
             until(lambda: len(load.done) > done + 6, 60, "all local")
         assert {check.told(a)["path"] for _, a in load.done[done + 2 :]} == {"local"}
@@ -257,7 +258,7 @@ def test_row_26_frontend_dies_with_streams_open(paired: Cluster, oracle: Oracle)
 
 def _ready(url: str) -> bool:
     try:
-        return httpx.get(f"{url}/ready").status_code == 200
+        return web.get(f"{url}/ready").status_code == 200
     except httpx.HTTPError:
         return False
 

@@ -20,7 +20,7 @@ from tests.support.cluster import Cluster
 
 @pytest.fixture(scope="session")
 def shared_cluster(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    cluster = Cluster(tmp_path_factory.mktemp("cluster"), model_path)
+    cluster = Cluster(tmp_path_factory.mktemp("cluster"), model_path, forked=False)
     try:
         cluster.start_servers()
         cluster.launch("decode")
@@ -28,6 +28,7 @@ def shared_cluster(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -
         # Development routes: a test empties the decode worker's prefix cache through them.
         cluster.launch("frontend", env={"VLLM_SERVER_DEV_MODE": "1"})
         cluster.wait_ready(*cluster.workers)
+        cluster.forked = True  # those that join later
         yield cluster
     finally:
         cluster.stop()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 
-import httpx
 import openai
 import pytest
 
+from tests.support import web
 from tests.support.cluster import MODEL, Cluster, until
 from tests.support.oracle import Oracle
 from tests.support.prompts import random_prompt, truth
@@ -151,8 +151,8 @@ def test_responses_and_tokenize(cluster: Cluster) -> None:
     )
     assert answer.output
     url = cluster.frontend_url
-    tokens = httpx.post(f"{url}/tokenize", json={"model": MODEL, "prompt": "abc"}).json()["tokens"]
-    back = httpx.post(f"{url}/detokenize", json={"model": MODEL, "tokens": tokens}).json()
+    tokens = web.post(f"{url}/tokenize", json={"model": MODEL, "prompt": "abc"}).json()["tokens"]
+    back = web.post(f"{url}/detokenize", json={"model": MODEL, "tokens": tokens}).json()
     assert "abc" in back["prompt"]
 
 
@@ -197,20 +197,20 @@ def test_bad_input_is_told_clearly(cluster: Cluster) -> None:
     assert too_long.value.status_code == 400
     with pytest.raises(openai.NotFoundError, match="nope"):
         client.completions.create(model="nope", prompt="x")
-    malformed = httpx.post(
+    malformed = web.post(
         f"{cluster.frontend_url}/v1/completions",
         content=b"{not json",
         headers={"content-type": "application/json"},
     )
     assert malformed.status_code == 400
-    missing = httpx.get(f"{cluster.frontend_url}/pullfill/requests/cmpl-unknown")
+    missing = web.get(f"{cluster.frontend_url}/pullfill/requests/cmpl-unknown")
     assert missing.status_code == 404
     assert "cmpl-unknown" in missing.text
 
 
 def test_live_ready_status(cluster: Cluster) -> None:
-    assert httpx.get(f"{cluster.frontend_url}/live").status_code == 200
-    ready = httpx.get(f"{cluster.frontend_url}/ready").json()
+    assert web.get(f"{cluster.frontend_url}/live").status_code == 200
+    ready = web.get(f"{cluster.frontend_url}/ready").json()
     assert ready["ready"] is True
     assert ready["degraded"] is False
     status = cluster.status()

@@ -20,6 +20,7 @@ import pytest
 from pullfill.deploy import procs, servers
 from pullfill.deploy.state import Launch, StateDir, identity
 from pullfill.registry.client import EtcdClient
+from tests.support import web
 from tests.support.cluster import FLAGS, MODEL
 from tests.support.command_line import SERVERS_ONLY, cluster, read_until, run, start, wait_for
 from tests.support.prompts import random_prompt
@@ -189,7 +190,7 @@ def test_workers_and_frontends_come_back_but_not_who_was_drained(
     def answer() -> bool:
         body = {"model": MODEL, "prompt": prompt, "max_tokens": 2}
         try:
-            reply = httpx.post(f"{url}/v1/completions", json=body, timeout=20)
+            reply = web.post(f"{url}/v1/completions", json=body, timeout=20)
         except httpx.HTTPError:
             return False
         return reply.status_code == 200
@@ -197,7 +198,7 @@ def test_workers_and_frontends_come_back_but_not_who_was_drained(
     def rows() -> dict[str, tuple[str, int]]:
         """Role, and restarts, of each worker that the frontend sees ready."""
         try:
-            found = httpx.get(f"{url}/pullfill/status", timeout=5).json()["workers"]
+            found = web.get(f"{url}/pullfill/status", timeout=5).json()["workers"]
         except httpx.HTTPError:
             return {}
         return {

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import httpx
 import openai
 
+from tests.support import web
 from tests.support.cluster import MODEL, Cluster
 
 
@@ -83,6 +83,6 @@ def ask_for(
 def chat_tokens(cluster: Cluster, message: str) -> list[int]:
     """The prompt that a chat of one message becomes."""
     body = {"model": MODEL, "messages": [{"role": "user", "content": message}]}
-    answer = httpx.post(f"{cluster.frontend_url}/tokenize", json=body, timeout=10.0)
+    answer = web.post(f"{cluster.frontend_url}/tokenize", json=body, timeout=10.0)
     tokens: list[int] = answer.raise_for_status().json()["tokens"]
     return tokens

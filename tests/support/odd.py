@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 
+from tests.support import web
 from tests.support.cluster import MODEL, Cluster
 from tests.support.oracle import Oracle
 from tests.support.prompts import ask, random_prompt, truth
@@ -24,7 +25,7 @@ def send(cluster: Cluster, path: str, body: dict[str, Any] | bytes) -> httpx.Res
         body = json.dumps({"model": MODEL, **body}).encode()
     headers = {"content-type": "application/json"}
     url = f"{cluster.frontend_url}{path}"
-    return httpx.post(url, content=body, headers=headers, timeout=BOUND_S)
+    return web.post(url, content=body, headers=headers, timeout=BOUND_S)
 
 
 def message_of(answer: httpx.Response) -> str:
@@ -62,7 +63,7 @@ def unharmed(cluster: Cluster, oracle: Oracle) -> Iterator[None]:
     before = [worker.pid for worker in cluster.workers if worker.alive]
     yield
     assert [worker.pid for worker in cluster.workers if worker.alive] == before, "one died"
-    ready = httpx.get(f"{cluster.frontend_url}/ready", timeout=10.0)
+    ready = web.get(f"{cluster.frontend_url}/ready", timeout=10.0)
     assert ready.json()["decode"] == len(cluster.of("decode")), ready.text
     prompt = random_prompt(300, seed=80)
     assert ask(cluster, prompt).tokens == truth(oracle, [prompt], 6)[0][0]

@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
 import openai
 
+from tests.support import web
 from tests.support.cluster import MODEL, Cluster
 from tests.support.oracle import Oracle
 
@@ -98,7 +98,7 @@ def sampled(
 
 def forget_decode_prefixes(cluster: Cluster) -> None:
     """Empty the decode workers' prefix caches; the prefill workers keep theirs."""
-    httpx.post(f"{cluster.frontend_url}/reset_prefix_cache", timeout=10.0).raise_for_status()
+    web.post(f"{cluster.frontend_url}/reset_prefix_cache", timeout=10.0).raise_for_status()
 
 
 def truth(

@@ -1,0 +1,19 @@
+"""HTTP requests of tests and benchmarks, by one client for all of them.
+
+`httpx.get` makes a client for each request, and each client reads all certificates of the machine:
+39 ms of CPU, where the request itself takes 3. A test that asks every 50 ms whether a worker is
+ready would keep a core busy that the worker needs to start.
+"""
+
+from __future__ import annotations
+
+import httpx
+
+_client = httpx.Client(
+    verify=False,  # only servers of our own are asked
+    trust_env=False,
+    limits=httpx.Limits(max_keepalive_connections=0),  # these servers are killed and started again
+)
+get = _client.get
+post = _client.post
+request = _client.request

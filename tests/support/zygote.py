@@ -1,0 +1,172 @@
+"""Workers of a test cluster, forked from one process that has imported vLLM.
+
+A worker needs 13 s of CPU to start, and 10 of them are imports of vLLM and torch. The zygote does
+these imports once for a whole test run. Each worker is then a process of its own like any other:
+own command line, environment, log, session, threads and memory. Only modules of others are imported
+before the fork; pullfill itself reads its environment when it is imported, in the worker.
+
+What this leaves out: that the imports work, and hash seeds that differ between processes. So
+`Cluster(forked=False)` starts workers as a user does, and some tests use it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+_PR_SET_PDEATHSIG = 1
+_PRELOADED = (
+    "vllm.entrypoints.openai.api_server",
+    "vllm.v1.engine.async_llm",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.v1.attention.backends.cpu_attn",
+    "vllm.model_executor.models.llama",
+    "vllm.model_executor.model_loader.default_loader",
+    "vllm.distributed.kv_transfer.kv_connector.factory",
+    "transformers.models.llama.tokenization_llama",
+)
+_ENVIRONMENT = {  # what workers and frontends set for themselves before these imports
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TORCHDYNAMO_DISABLE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+class Forked:
+    """A worker that the zygote forked: the part of `subprocess.Popen` that tests use."""
+
+    def __init__(self, zygote: Zygote, pid: int) -> None:
+        self._zygote, self.pid = zygote, pid
+        self._pidfd = os.pidfd_open(pid)
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """The exit code, -N after signal N, or None while it runs."""
+        if self.returncode is None and select.select([self._pidfd], [], [], 0)[0]:
+            self._reap()
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit code once it has ended. Raises subprocess.TimeoutExpired."""
+        if self.returncode is None:
+            if not select.select([self._pidfd], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired(f"worker {self.pid}", timeout or 0.0)
+            self._reap()
+        assert self.returncode is not None
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """To a worker that has not been waited for."""
+        if self.poll() is None:
+            signal.pidfd_send_signal(self._pidfd, number)
+
+    def _reap(self) -> None:
+        self.returncode = self._zygote.ask(reap=self.pid)["code"]
+        os.close(self._pidfd)
+
+
+class Zygote:
+    """The process that forks. It ends, with all that it forked, when this process does."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", __name__],
+            env={**os.environ, **_ENVIRONMENT},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def spawn(self, arguments: Sequence[str], env: Mapping[str, str], log: Path) -> Forked:
+        """Start `pullfill ARGUMENTS`; what it prints goes to the end of `log`."""
+        told = self.ask(arguments=list(arguments), env=dict(env), log=str(log), cwd=os.getcwd())
+        return Forked(self, told["pid"])
+
+    def ask(self, **order: Any) -> dict[str, Any]:
+        """One order, one answer. The first waits for the imports."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with self._lock:
+            print(json.dumps(order), file=self._process.stdin, flush=True)
+            line = self._process.stdout.readline()
+        assert line, "the process that test workers are forked from has died"
+        told: dict[str, Any] = json.loads(line)
+        return told
+
+
+_zygote: Zygote | None = None
+
+
+def zygote() -> Zygote:
+    """The one of this process; started at the first call, without waiting for it."""
+    global _zygote
+    if _zygote is None or not _zygote.alive:
+        _zygote = Zygote()
+    return _zygote
+
+
+def _become_worker(order: dict[str, Any]) -> None:
+    """In the child: all that `subprocess.Popen` would have set."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    os.setsid()
+    os.chdir(order["cwd"])
+    out = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for target, source in ((0, os.open(os.devnull, os.O_RDONLY)), (1, out), (2, out)):
+        os.dup2(source, target)
+    os.closerange(3, 256)
+    os.environ.clear()
+    os.environ.update(order["env"])
+    sys.argv[:] = ["pullfill", *order["arguments"]]
+
+
+def _serve() -> None:
+    """Fork on demand. Returns in each child, which is a worker then; never in the zygote itself."""
+    answers = os.fdopen(os.dup(1), "w")
+    orders = os.fdopen(os.dup(0))
+    os.dup2(2, 1)  # libraries print
+    for name in _PRELOADED:
+        __import__(name)
+    for line in orders:
+        order = json.loads(line)
+        if "reap" in order:
+            _, status = os.waitpid(order["reap"], 0)
+            told = {"code": os.waitstatus_to_exitcode(status)}
+        else:
+            pid = os.fork()
+            if pid == 0:
+                _become_worker(order)
+                return
+            told = {"pid": pid}
+        print(json.dumps(told), file=answers, flush=True)
+    os._exit(0)
+
+
+def _main() -> NoReturn:
+    _serve()
+    from pullfill.deploy.cli import main
+
+    main()
+
+
+if __name__ == "__main__":
+    _main()
