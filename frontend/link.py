@@ -191,7 +191,7 @@ class Link:
                 # Some answer may lack what was in it, so nothing more of it may follow from here.
                 if not isinstance(exc, BadMessage):
                     _log.exception("a message of %s could not be handled", self.instance_id)
-                self.lose(f"it sent something unreadable: {exc}")
+                self.lose(f"it sent something unreadable: {exc}", died=False)
                 return
         self._loop.call_soon(self._on_readable)
 

@@ -83,3 +83,18 @@ async def test_a_worker_without_requests_is_asked_less_often(
         begin = busy.pings, idle.pings
         await until(lambda: busy.pings >= begin[0] + 12)
         assert 3 <= idle.pings - begin[1] <= 8
+
+
+async def test_a_worker_that_sends_rubbish_has_not_died() -> None:
+    """Its requests go on elsewhere, and none of them is suspected of having killed it."""
+    bad, good = FakeDecode("decode-1", hold=True), FakeDecode("decode-2", hold=True)
+    async with rig(bad, good) as r:
+        await r.ready(2)
+        r.dispatcher.submit(request("a", [1]))
+        await until(lambda: bool(bad.added))
+        bad.send_raw(rpc.OUT, b"\xc1")
+        await until(lambda: bool(good.added))
+        assert not r.dispatcher.suspects.listed()
+        assert not r.dispatcher.suspects.turns.open
+        good.hold = False
+        await until(lambda: "a" in r.sink.finished)
