@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
-from pullfill import log, wire
+from pullfill import failpoints, log, wire
 from pullfill.clock import SYSTEM_CLOCK, Clock
 from pullfill.decode_worker.frontends import Frontend, Request
 from pullfill.decode_worker.gatekeeper import Gatekeeper
@@ -21,6 +21,7 @@ from pullfill.decode_worker.intake import Intake, Preparation
 from pullfill.decode_worker.story import Stories
 from pullfill.engine import outputs as vllm_outputs
 from pullfill.engine import requests, rpc
+from pullfill.engine.blame import Fault, explained, fault_of
 from pullfill.errors import BadMessage
 from pullfill.security import ClusterKey
 
@@ -211,11 +212,12 @@ class FrontendShim:
             self._send(frontend, rpc.BACK, rpc.encode_ids([request_id]))
             return
         if request_id in self._taken:
-            self._refuse(frontend, request_id, BadMessage("it is here already"))
+            self._refuse(frontend, request_id, RuntimeError("it is here already"))
             return
         taken = Request(request_id, frontend)
         if not self.intake.put(self._prepare(taken, payload), sum(map(len, payload))):
-            self._refuse(frontend, request_id, BadMessage("too many requests wait before it"))
+            # Not the request's fault, and another worker may have room.
+            self._send(frontend, rpc.BACK, rpc.encode_ids([request_id]))
             return
         frontend.requests.add(request_id)
         self._taken[request_id] = taken
@@ -233,6 +235,7 @@ class FrontendShim:
             self._check(request, len(tokens) // 4)
             request.client_index = taken.frontend.index
             vllm_outputs.strip_transfer_params(request)
+            failpoints.hit("decode.intake")
             made = yield from requests.prepare(self.host.core, request, tokens)
         except Exception as exc:
             failure = exc  # `exc` is gone when the engine thread asks
@@ -265,9 +268,14 @@ class FrontendShim:
             self._refuse(taken.frontend, taken.id, exc)
 
     def _refuse(self, frontend: Frontend, request_id: str, why: Exception) -> None:
-        expected = isinstance(why, BadMessage)
-        logger.error("request %s is refused: %s", request_id, why, exc_info=not expected)
-        failed = vllm_outputs.error_outputs(request_id, f"it is refused: {why}")
+        fault = fault_of(why)
+        if fault is Fault.REQUEST:
+            logger.warning("request %s is refused: %s", request_id, why)
+            text = f"it is refused: {why}"
+        else:
+            logger.error("request %s could not be taken in", request_id, exc_info=why)
+            text = explained(why, f"decode worker {self._welcome().decode_instance}")
+        failed = vllm_outputs.error_outputs(request_id, text, fault)
         self._send(frontend, rpc.OUT, *self._codec.encode(failed))
 
     def _abort(self, frontend: Frontend, request_ids: Iterable[str]) -> None:

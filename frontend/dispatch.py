@@ -23,6 +23,7 @@ from typing import Any
 
 from pullfill import log
 from pullfill.engine import continuation, rpc
+from pullfill.engine.blame import Fault, explained
 from pullfill.engine.front_ports import OutputSink
 from pullfill.errors import BadMessage, PeerUnavailable
 from pullfill.frontend import metrics
@@ -62,6 +63,9 @@ LOOK_S = 0.1
 NO_WORKER = "no decode worker is ready: start one with `pullfill decode` (or `pullfill up`)"
 REFUSED = "refused"
 """How a request ends that is itself the reason: it cannot be served, or it kills workers."""
+OURS = "failed"
+"""How a request ends by a bug of ours."""
+_FAULTS = {REFUSED: Fault.REQUEST, OURS: Fault.OURS}
 _ABORTED = 2
 """vLLM's FinishReason.ABORT."""
 
@@ -245,13 +249,13 @@ class Dispatcher:
         if flight.request.resumable:
             return True
         del link.flights[flight.wire_id]
-        out.kv_transfer_params = None
+        fault, out.kv_transfer_params = rpc.fault_of(out), None
         if out.finish_reason == _ABORTED and not link.usable:
             # Our own aborts forget the flight first, so this one was cut by the worker's drain.
             self._try(flight, self._leave, link, "stopped before it was done")
             return False
-        if rpc.refusal_of(out):
-            self._fail(flight, out.stop_reason, REFUSED)
+        if fault is not None:
+            self._fail(flight, out.stop_reason, OURS if fault is Fault.OURS else REFUSED)
             out.new_token_ids = []
             return False
         del self._flights[flight.request_id]
@@ -266,7 +270,7 @@ class Dispatcher:
             step(flight, *args)
         except Exception as exc:
             _log.exception("request %s cannot be sent to a decode worker", flight.trace.key)
-            self._fail(flight, f"the frontend could not send it on: {exc!r}", "failed")
+            self._fail(flight, explained(exc, "the frontend"), OURS)
 
     def _on_refused(self, suspect: Suspect) -> None:
         """It is known who killed the workers: what waits of it ends."""
@@ -315,7 +319,7 @@ class Dispatcher:
         flight.wire_id = request.request_id = rpc.attempt_id(flight.request_id, flight.attempt)
         try:
             frames = self._codec.encode(request)
-        except Exception as exc:  # e.g. an integer that no wire type holds
+        except (ValueError, OverflowError) as exc:  # e.g. an integer that no wire type holds
             self._fail(flight, f"the request cannot be sent to a decode worker: {exc}", REFUSED)
             return
         flight.link, flight.sent_at, flight.asked_at, flight.proven = link, now, 0.0, False
@@ -377,6 +381,6 @@ class Dispatcher:
             metrics.CONTINUED.labels(result).inc()
         _log.warning("request %s failed: %s", flight.trace.key, message)
         try:
-            self.sink.failed(flight.request_id, message, refused=result == REFUSED)
+            self.sink.failed(flight.request_id, message, _FAULTS.get(result, Fault.WORKERS))
         except Exception:
             _log.exception("nobody could be told that request %s failed", flight.trace.key)

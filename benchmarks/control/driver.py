@@ -25,6 +25,7 @@ from typing import Any
 
 from pullfill.config import ClusterRef
 from pullfill.engine import check, rpc
+from pullfill.engine.blame import Fault
 from pullfill.frontend.dispatch import Dispatcher
 from pullfill.frontend.explain import ExplainStore
 from pullfill.frontend.pool import WorkerPool
@@ -81,7 +82,7 @@ class Driver:
             if out.finish_reason is not None and (end := self._ends.pop(out.request_id, None)):
                 end.set_result(None)
 
-    def failed(self, request_id: str, message: str, *, refused: bool = False) -> None:
+    def failed(self, request_id: str, message: str, fault: Fault = Fault.WORKERS) -> None:
         self.failed_requests += 1
         if end := self._ends.pop(request_id, None):
             end.set_result(None)

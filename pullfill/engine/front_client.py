@@ -26,8 +26,9 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from pullfill import log
+from pullfill import failpoints, log
 from pullfill.engine import guards
+from pullfill.engine.blame import Fault, explained, fault_of
 from pullfill.engine.front_ports import DecodePort
 from pullfill.engine.rpc import DecodeWelcome
 from pullfill.errors import PeerUnavailable
@@ -87,6 +88,19 @@ class Refused(DecodeUnavailable):
     STATUS = HTTPStatus.BAD_REQUEST
 
 
+class Failed(DecodeUnavailable):
+    """A bug of the server. 500, with a message that says so."""
+
+    STATUS = HTTPStatus.INTERNAL_SERVER_ERROR
+
+
+_ERRORS = {
+    Fault.WORKERS: DecodeUnavailable,
+    Fault.REQUEST: Refused,
+    Fault.OURS: Failed,
+}
+
+
 def strip_transfer_params(request: EngineCoreRequest) -> None:
     """Drop what a client says about KV transfer; the caller's own dict is left alone."""
     params = request.sampling_params
@@ -96,23 +110,27 @@ def strip_transfer_params(request: EngineCoreRequest) -> None:
 
 
 class FrontLLM(AsyncLLM):  # type: ignore[misc]
-    """AsyncLLM that refuses what vLLM's checks let through and its own code then fails on. vLLM
-    answers 500 without a message; this says 400 and why."""
+    """AsyncLLM that tells bad requests from bugs (`blame`). A request that vLLM's validation
+    refuses gets 400 and the reason. Any other failure gets 500 with a message that says whose fault
+    it is; vLLM's own 500 has no message."""
 
     async def add_request(
         self, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        if why := guards.why_refused(params):
-            raise VLLMValidationError(why)
         try:
+            if why := guards.why_refused(params):
+                raise VLLMValidationError(why)
             return await super().add_request(request_id, prompt, params, *args, **kwargs)
         except (VLLMClientError, GracefulHTTPError, EngineDeadError):
             raise
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as exc:
-            _log.warning("request %s is refused", request_id, exc_info=True)
-            raise VLLMValidationError(
-                f"the request has a value that cannot be used ({type(exc).__name__}: {exc})"
-            ) from exc
+        except Exception as exc:
+            if fault_of(exc) is Fault.REQUEST:
+                _log.warning("request %s is refused: %s", request_id, exc)
+                raise VLLMValidationError(
+                    f"the request has a value that cannot be used ({type(exc).__name__}: {exc})"
+                ) from exc
+            _log.exception("request %s could not be taken in", request_id)
+            raise Failed(explained(exc, "the frontend")) from exc
 
 
 class DecodeClient(EngineCoreClient):  # type: ignore[misc]
@@ -138,6 +156,7 @@ class DecodeClient(EngineCoreClient):  # type: ignore[misc]
     async def add_request_async(self, request: EngineCoreRequest) -> None:
         if request.abort_immediately:
             return
+        failpoints.hit("frontend.submit")
         strip_transfer_params(request)
         self._port.submit(request)
 
@@ -172,7 +191,7 @@ class DecodeClient(EngineCoreClient):  # type: ignore[misc]
         self._queue.append(outputs)
         self._wake.set()
 
-    def failed(self, request_id: str, message: str, *, refused: bool = False) -> None:
+    def failed(self, request_id: str, message: str, fault: Fault = Fault.WORKERS) -> None:
         state = self.processor.request_states.get(request_id)
         if state is None:
             return
@@ -181,7 +200,7 @@ class DecodeClient(EngineCoreClient):  # type: ignore[misc]
         rest = self.processor.abort_requests(
             [request_id if parent is None else parent.request_id], internal=True
         )
-        queue.put(Refused(message) if refused else DecodeUnavailable(message))
+        queue.put(_ERRORS[fault](message))
         self._port.abort([other for other in rest if other != request_id])
 
     def joined(self, welcome: DecodeWelcome) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from pullfill.engine.blame import Fault
 from pullfill.engine.rpc import DecodeWelcome
 
 
@@ -43,9 +44,11 @@ class OutputSink(Protocol):
         """EngineCoreOutputs of one worker, only for requests that are still at it."""
         ...
 
-    def failed(self, request_id: str, message: str, *, refused: bool = False) -> None:
-        """The request cannot be finished. The message is for the user. refused: it must not be sent
-        again as it is."""
+    def failed(self, request_id: str, message: str, fault: Fault = Fault.WORKERS) -> None:
+        """The request cannot be finished.
+
+        message: for the user.
+        fault: why; decides the status of the answer."""
         ...
 
     def joined(self, welcome: DecodeWelcome) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from pullfill.engine import rpc
+from pullfill.engine.blame import Fault
+
 
 def strip_transfer_params(request: Any) -> None:
     """Remove client-sent `kv_transfer_params`: only we decide how KV moves. The frontend does this
@@ -21,7 +24,7 @@ def correct_cached_tokens(output: Any) -> None:
         stats.num_cached_tokens = stats.num_local_cached_tokens
 
 
-def error_outputs(request_id: str, why: str) -> Any:
+def error_outputs(request_id: str, why: str, fault: Fault = Fault.REQUEST) -> Any:
     """EngineCoreOutputs that end one request with an error. why: for the user."""
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 
@@ -32,6 +35,7 @@ def error_outputs(request_id: str, why: str) -> Any:
                 new_token_ids=[],
                 finish_reason=FinishReason.ERROR,
                 stop_reason=why,
+                kv_transfer_params=rpc.fault_mark(fault),
             )
         ]
     )

@@ -34,6 +34,7 @@ import msgspec
 import zmq
 
 from pullfill import u32
+from pullfill.engine.blame import Fault
 from pullfill.engine.check import base_version
 from pullfill.errors import BadMessage
 from pullfill.wire import WIRE_VERSION, Count, ExplainRecord, Id, Message, Text, Version, decode
@@ -154,10 +155,18 @@ def decode_explain(data: Any) -> list[ExplainRecord]:
     return decode(_bytes(data), list[ExplainRecord])
 
 
-def refusal_of(output: Any) -> bool:
-    """Whether a finished EngineCoreOutput says that the request itself is at fault. The reason is
-    its `stop_reason`."""
-    return output.finish_reason == _ERROR and isinstance(output.stop_reason, str)
+def fault_mark(fault: Fault) -> dict[str, Any] | None:
+    """`kv_transfer_params` of an EngineCoreOutput that ends a request with an error. vLLM's struct
+    has no field for whose fault it is, and an error has no KV to transfer."""
+    return {"fault": Fault.OURS.value} if fault is Fault.OURS else None
+
+
+def fault_of(output: Any) -> Fault | None:
+    """Whose fault it is that a decode worker did not take a request, by its finished
+    EngineCoreOutput. The reason is `stop_reason`. None: the output is no such error."""
+    if output.finish_reason != _ERROR or not isinstance(output.stop_reason, str):
+        return None
+    return Fault.OURS if output.kv_transfer_params == fault_mark(Fault.OURS) else Fault.REQUEST
 
 
 def text_of(data: Any) -> str:

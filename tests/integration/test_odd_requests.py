@@ -85,6 +85,25 @@ def test_a_request_that_cannot_be_served_gets_400_and_a_reason(
         assert words in message_of(answer)
 
 
+@pytest.mark.parametrize("point", ["frontend.submit", "decode.intake"])
+def test_a_bug_while_a_request_is_taken_in_does_not_look_like_a_bad_request(
+    cluster: Cluster, oracle: Oracle, point: str
+) -> None:
+    (worker,) = cluster.of(point.partition(".")[0])
+    body = {"prompt": "hello", "max_tokens": 3}
+    with unharmed(cluster, oracle):
+        worker.arm(f"{point}=error:ouch")
+        try:
+            answer = send(cluster, COMPLETIONS, body)
+        finally:
+            worker.arm("")
+        assert answer.status_code == 500, answer.text
+        assert "FailpointError: ouch" in message_of(answer)
+        assert "not a mistake in the request" in message_of(answer)
+        assert "FailpointError: ouch" in worker.tail(), "the log has the traceback"
+        assert send(cluster, COMPLETIONS, body).status_code == 200
+
+
 def test_a_grammar_that_takes_seconds_does_not_stop_others(cluster: Cluster) -> None:
     """Its one mask takes most of the time of its request. Another stream goes on meanwhile."""
     odd = {"prompt": "a", "max_tokens": 1, "structured_outputs": {"regex": SLOW_REGEX}}

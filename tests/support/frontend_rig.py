@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pullfill.engine import check, rpc
+from pullfill.engine.blame import Fault
 from pullfill.frontend.dispatch import Dispatcher
 from pullfill.frontend.explain import ExplainStore
 from pullfill.frontend.pool import WorkerPool
@@ -28,6 +29,7 @@ class Sink:
     finished: dict[str, int] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
     refused: set[str] = field(default_factory=set)
+    faults: dict[str, Fault] = field(default_factory=dict)
     outs: list[Any] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
     gone: list[str] = field(default_factory=list)
@@ -41,10 +43,11 @@ class Sink:
                 assert out.request_id not in self.finished, "ended twice"
                 self.finished[out.request_id] = out.finish_reason
 
-    def failed(self, request_id: str, message: str, *, refused: bool = False) -> None:
+    def failed(self, request_id: str, message: str, fault: Fault = Fault.WORKERS) -> None:
         assert request_id not in self.failures, "failed twice"
         self.failures[request_id] = message
-        if refused:
+        self.faults[request_id] = fault
+        if fault is Fault.REQUEST:
             self.refused.add(request_id)
 
     def joined(self, welcome: rpc.DecodeWelcome) -> None: ...

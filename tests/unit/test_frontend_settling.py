@@ -10,6 +10,7 @@ import pytest
 import zmq
 
 from pullfill.engine import rpc
+from pullfill.engine.blame import Fault
 from pullfill.frontend import dispatch, metrics
 from pullfill.frontend.dispatch import Dispatcher, Flight
 from pullfill.frontend.explain import ExplainStore
@@ -44,8 +45,8 @@ class Family(Sink):
     open: set[str]
     breaks = False
 
-    def failed(self, request_id: str, message: str, *, refused: bool = False) -> None:
-        super().failed(request_id, message, refused=refused)
+    def failed(self, request_id: str, message: str, fault: Fault = Fault.WORKERS) -> None:
+        super().failed(request_id, message, fault)
         if self.breaks:
             raise RuntimeError("the reader is gone")
         self.dispatcher.abort([n for n in self.open if n[0] == request_id[0] and n != request_id])
@@ -90,6 +91,7 @@ async def test_a_request_that_cannot_be_sent_harms_no_other_and_no_later_one(bre
     await until(lambda: set(second.flights) == {"b~1", "c~1"})
     assert list(desk.sink.failures) == ["a"]
     assert "no descriptors left" in desk.sink.failures["a"]
+    assert desk.sink.faults["a"] is Fault.OURS
     assert desk.dispatcher.in_flight == 2
     desk.lose(third)
     await until(lambda: set(third.flights) == {"b~2", "c~2"})
@@ -182,6 +184,16 @@ async def test_a_worker_that_says_why_a_request_fails_is_believed() -> None:
     assert desk.sink.refused == {"a1"}
     assert desk.sink.tokens["a1"] == [1]
     assert desk.dispatcher.in_flight == 1, "the other choice of that answer ended too"
+
+
+async def test_a_bug_of_a_worker_does_not_look_like_a_bad_request() -> None:
+    desk = Desk(request("a"))
+    error = Output("a", [], finish_reason=rpc._ERROR, stop_reason="a bug")
+    error.kv_transfer_params = rpc.fault_mark(Fault.OURS)
+    frames = [zmq.Frame(msgspec.msgpack.encode(Outputs(outputs=[error], timestamp=1.0)))]
+    desk.dispatcher.on_outputs(desk.workers[0], frames)  # type: ignore[arg-type]
+    assert desk.sink.failures == {"a": "a bug"}
+    assert desk.sink.faults == {"a": Fault.OURS}
 
 
 async def test_a_request_that_no_wire_can_carry_is_refused() -> None:

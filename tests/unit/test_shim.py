@@ -151,7 +151,7 @@ class Rig:
 def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     monkeypatch.setattr(rpc, "WorkerCodec", _Codec)
     monkeypatch.setattr(
-        shims.vllm_outputs, "error_outputs", lambda request_id, why: f"error {request_id}"
+        shims.vllm_outputs, "error_outputs", lambda name, why, fault: f"error {name} {fault}"
     )
     monkeypatch.setattr(shims.vllm_outputs, "utility_outputs", lambda *told: told)
     rig = Rig()
@@ -181,15 +181,30 @@ def test_what_does_not_fit_ends_with_an_error_and_never_reaches_the_engine(
     rig: Rig, name: bytes, prompt: int
 ) -> None:
     kind, payload = rig.ask(rpc.ADD, name, bytes(4 * prompt), b"")
-    assert (kind, payload) == (rpc.OUT, b"error " + name)
+    assert (kind, payload) == (rpc.OUT, b"error " + name + b" request")
     assert rig.core.added == []
     assert rig.shim.active_requests == 0
 
 
 def test_the_same_id_twice_is_answered_and_added_once(rig: Rig) -> None:
     rig.add("a", 10)
-    assert rig.ask(rpc.ADD, b"a", b"", b"") == [rpc.OUT, b"error a"]
+    assert rig.ask(rpc.ADD, b"a", b"", b"") == [rpc.OUT, b"error a ours"]
     assert rig.core.added == ["a"]
+
+
+@pytest.mark.parametrize("where", ["preprocess_add_request", "add_request"])
+def test_a_bug_while_a_request_is_taken_in_is_ours(
+    rig: Rig, where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def bug(request: Any) -> Any:
+        raise ValueError("a bug")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.core, where, bug)
+        assert rig.ask(rpc.ADD, b"a", b"", b"") == [rpc.OUT, b"error a ours"]
+    assert "Traceback" in caplog.text
+    rig.add("b")
+    assert rig.core.added == ["b"]
 
 
 def test_a_frontend_dropped_as_silent_is_told_when_it_speaks_again(rig: Rig) -> None:
@@ -347,7 +362,7 @@ def test_what_waits_in_the_intake_has_a_bound(rig: Rig, monkeypatch: pytest.Monk
     rig.add("a", 20, settle=False)
     rig.add("b", 20, settle=False)
     assert rig.peer.poll(5000)
-    assert rig.peer.recv_multipart() == [rpc.OUT, b"error b"]
+    assert rig.peer.recv_multipart() == [rpc.BACK, rpc.encode_ids(["b"])]
     go.set()
     rig.settle()
     rig.add("c", 20)

@@ -1,0 +1,63 @@
+"""Whose fault it is that a request cannot be taken in: the request's own, or ours.
+
+The request is at fault when vLLM's validation refuses a value of it. Then the user gets 400 and the
+reason. Every other failure is a bug of the server. Then the user gets 500, and the log gets a
+traceback. A bug must never look like bad input: nobody would report it.
+
+No vLLM import here.
+"""
+
+from __future__ import annotations
+
+import enum
+
+from pullfill.errors import BadMessage, ConfigError
+
+_VALIDATION = (ValueError, TypeError, OverflowError)
+"""What vLLM's validation raises besides its own errors. vLLM answers 400 to these too."""
+_OWN = (BadMessage, ConfigError)
+_CLIENT_ERROR = "VLLMClientError"
+
+
+class Fault(enum.StrEnum):
+    """Why a request ends with an error.
+
+    WORKERS: no decode worker can serve it now. The answer is 503.
+    REQUEST: it cannot be served as it is. The answer is 400.
+    OURS: a bug of the server. The answer is 500.
+    """
+
+    WORKERS = "workers"
+    REQUEST = "request"
+    OURS = "ours"
+
+
+def fault_of(exc: BaseException) -> Fault:
+    """REQUEST for an error of vLLM's validation, or one that we raised to refuse the request. Else
+    OURS: in particular for a ValueError that comes from pullfill's own code."""
+    if isinstance(exc, _OWN) or any(c.__name__ == _CLIENT_ERROR for c in type(exc).__mro__):
+        return Fault.REQUEST
+    if isinstance(exc, _VALIDATION) and _raised_by_vllm(exc):
+        return Fault.REQUEST
+    return Fault.OURS
+
+
+def explained(exc: BaseException, where: str) -> str:
+    """For the user of a request that ends by a bug. where: whose log has the traceback."""
+    return (
+        f"the server failed while it took this request in ({type(exc).__name__}: {exc}). This is a "
+        f"bug in pullfill or vLLM, not a mistake in the request. The log of {where} has the "
+        "traceback: please report it"
+    )
+
+
+def _raised_by_vllm(exc: BaseException) -> bool:
+    """Whether vLLM's code raised it, or what vLLM's code calls, and not code of ours that vLLM
+    calls."""
+    rooms, tb = [], exc.__traceback__
+    while tb is not None:
+        rooms.append(str(tb.tb_frame.f_globals.get("__name__", "")).partition(".")[0])
+        tb = tb.tb_next
+    if "vllm" not in rooms:
+        return False
+    return "pullfill" not in rooms[rooms.index("vllm") :]
