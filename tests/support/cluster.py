@@ -193,6 +193,7 @@ class Cluster:
         full = {**os.environ, "PULLFILL_LOG_LEVEL": "INFO", **(env or {})}
         full["PULLFILL_FAILPOINTS"] = f"@{_write_failpoints(log, failpoints)}"
         command += extra
+        log.touch()
         if self.forked and not before:
             worker = Worker(role, zygote().spawn(command, full, log), log, armed=failpoints)
         else:
