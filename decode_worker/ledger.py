@@ -198,8 +198,6 @@ class Ledger(Arrivals):
             grant=GrantView(
                 entry.attempt,
                 entry.deadline - now,
-                entry.blocks,
-                entry.hit_tokens,
                 entry.digest,
                 fence,
                 now - entry.opened_at,

@@ -70,8 +70,6 @@ class GrantView:
 
     attempt: int
     deadline_s: float
-    blocks: tuple[int, ...]
-    hit_tokens: int
     digest: bytes
     fence: FenceToken
     queued_s: float

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pullfill import alive, u32
+from pullfill import alive
 from pullfill.channel import Channel
 from pullfill.decode_worker.moves import GrantView
 from pullfill.decode_worker.reader import PeerReader
@@ -52,8 +52,6 @@ class Peer:
             attempt=grant.attempt,
             incarnation=incarnation,
             deadline_s=grant.deadline_s,
-            block_ids=u32.pack(grant.blocks),
-            hit_tokens=grant.hit_tokens,
             job_digest=grant.digest,
             fence=grant.fence,
             kv_digest=grant.kv_digest,

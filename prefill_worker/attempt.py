@@ -21,12 +21,13 @@ def check(
     compat_hash: str, max_prompt_tokens: int,
 ) -> None:  # fmt: skip
     """Whether the pulled job is the one the decode worker granted, and fits here. Raises BadMessage
-    and TooLong."""
+    and TooLong. The grant names no blocks: the job's own are written, because equal digests prove
+    that the decode worker published these IDs."""
     if job_digest(body) != grant.job_digest:
         raise BadMessage("the job differs from what the decode worker published")
-    blocks = len(u32.unpack(grant.block_ids))
-    if blocks != -(-len(tokens) // job.block_size) or grant.hit_tokens % job.block_size:
-        raise BadMessage("the grant's blocks do not match the job's tokens")
+    blocks = len(u32.unpack(job.block_ids))
+    if blocks != -(-len(tokens) // job.block_size) or job.hit_tokens % job.block_size:
+        raise BadMessage("the job's blocks do not match its tokens")
     if job.block_size != block_size or job.compat != compat_hash:
         raise BadMessage("block size or compatibility hash is not this worker's")
     if len(tokens) > max_prompt_tokens:
@@ -45,8 +46,8 @@ def make_task(
     calls: Calls,
 ) -> PrefillTask:
     """`done` is resolved, through `calls`, when all is written (or kept), or the task failed."""
-    blocks = u32.unpack(grant.block_ids)
-    targets = blocks[grant.hit_tokens // job.block_size :]
+    blocks = u32.unpack(job.block_ids)
+    targets = blocks[job.hit_tokens // job.block_size :]
     checked = sampled(grant.kv_digest, len(targets), grant.job_digest, grant.attempt)
     return PrefillTask(
         request_id=f"{job.job_id}.{grant.attempt}",
@@ -54,7 +55,7 @@ def make_task(
         attempt=grant.attempt,
         token_ids=tokens,
         block_size=job.block_size,
-        hit_tokens=grant.hit_tokens,
+        hit_tokens=job.hit_tokens,
         remote_blocks=blocks,
         fence=grant.fence,
         cache_salt=job.cache_salt,

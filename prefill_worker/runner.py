@@ -6,7 +6,7 @@ The message is settled once: ack when the job is committed or nobody needs it an
 another worker may do better, term when it is poison. It is left alone where somebody else settles
 it: another worker that holds the job, or the decode worker, when the link to it broke. While a job
 runs a heartbeat keeps the queue from handing it to another worker. Nothing here is trusted twice:
-which blocks may be written comes from the grant, never from the job.
+the job's blocks are written only under a grant whose digest says that they are the published ones.
 """
 
 from __future__ import annotations

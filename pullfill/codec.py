@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from pullfill.errors import BadMessage
 
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 
 U32 = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 Count = Annotated[int, Meta(ge=0)]

@@ -111,7 +111,8 @@ class PrefillJob(Message, frozen=True, kw_only=True):
 
     token_ids: the prompt tokens whose KV is wanted, raw little-endian u32.
     hit_tokens: leading tokens whose KV the decode worker already holds (a block multiple).
-    block_ids: decode-side blocks of all `token_ids` (hit blocks first), raw little-endian u32.
+    block_ids: decode-side blocks of all `token_ids` (hit blocks first), raw little-endian u32. The
+    first `hit_tokens // block_size` may be read, the others are written. A grant must confirm them.
     timeout_s: how long from publish the decode worker waits before it serves locally.
     """
 
@@ -245,17 +246,17 @@ class Claim(Message, tag="claim", frozen=True, kw_only=True):
 
 
 class Grant(Message, tag="grant", frozen=True, kw_only=True):
-    """The right to write `block_ids[hit_tokens // block_size:]` and to read the ones before,
-    for at most `deadline_s` from receipt, while `fence` is valid. `kv_digest`: which digest of the
-    written blocks the commit must carry. `mode`: whether to write at all, or to say `Ready`."""
+    """The right to write the job's blocks, and to read those of its prefix hit, for at most
+    `deadline_s` from receipt, while `fence` is valid. `job_digest`: over the published body, so
+    over its block IDs too. A prefill worker whose body has another digest touches no block.
+    `kv_digest`: which digest of the written blocks the commit must carry. `mode`: whether to write
+    at all, or to say `Ready`."""
 
     rid: Count
     job_id: Id
     attempt: Annotated[int, Meta(ge=1)]
     incarnation: Id
     deadline_s: Finite
-    block_ids: bytes
-    hit_tokens: Count
     job_digest: bytes
     fence: FenceToken
     kv_digest: DigestMode = DigestMode.OFF

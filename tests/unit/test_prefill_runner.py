@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from pullfill import u32
@@ -72,8 +73,7 @@ class Worker:
         self._mover = mover
         self.grant = Grant(
             rid=1, job_id="j", attempt=1, incarnation="i", deadline_s=deadline_s,
-            block_ids=u32.pack([0]), hit_tokens=0, job_digest=job_digest(BODY),
-            fence=FenceToken(slot=0, epoch=1),
+            job_digest=job_digest(BODY), fence=FenceToken(slot=0, epoch=1),
         )  # fmt: skip
         self.link: Any = SimpleNamespace(
             record=SimpleNamespace(instance_id="d", incarnation="i"), claim=self._claim,
@@ -175,11 +175,27 @@ async def test_nonsense_from_the_kv_port_in_the_middle_is_no_poison() -> None:
     assert back(worker).retry
 
 
+async def test_the_blocks_that_the_job_names_are_written() -> None:
+    """The grant names none: its digest says that the job's are the published ones."""
+    job = msgspec.structs.replace(
+        JOB, token_ids=u32.pack(range(12)), hit_tokens=4, block_ids=u32.pack([9, 5, 7])
+    )
+    worker, delivery = Worker(some_mover), Delivered()
+    delivery.body = encode(job)
+    worker.grant = msgspec.structs.replace(worker.grant, job_digest=job_digest(delivery.body))
+    worker.runner.start(delivery)  # type: ignore[arg-type]
+    task = await worker.computing()
+    assert (task.remote_blocks, task.first_target) == ([9, 5, 7], 1)
+    task.end(None)
+    await worker.over()
+    assert delivery.verbs == ["ack"]
+
+
 async def test_a_job_that_is_not_what_was_granted_is_poison() -> None:
     worker, delivery = Worker(some_mover), Delivered()
     worker.grant = Grant(
-        rid=1, job_id="j", attempt=1, incarnation="i", deadline_s=60, block_ids=u32.pack([0]),
-        hit_tokens=0, job_digest=b"another", fence=FenceToken(slot=0, epoch=1),
+        rid=1, job_id="j", attempt=1, incarnation="i", deadline_s=60, job_digest=b"another",
+        fence=FenceToken(slot=0, epoch=1),
     )  # fmt: skip
     worker.runner.start(delivery)  # type: ignore[arg-type]
     await worker.over()
