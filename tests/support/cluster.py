@@ -164,11 +164,12 @@ class Cluster:
         cpu: int | None = None,
         failpoints: str = "",
         nats: str = "",
-        before: Sequence[str] = (),
+        namespace: str = "",
         address: str = "127.0.0.1",
     ) -> Worker:
         """Start one process; does not wait. nats: another address of the server, as through a
-        proxy. before: what goes before the command line. address: where a frontend answers."""
+        proxy. namespace: the network namespace it runs in (`Zygote.spawn`). address: where a
+        frontend answers."""
         number = sum(w.role == role for w in self.workers)
         log = self.directory / f"{role}-{number}.log"
         cores = os.cpu_count() or 1
@@ -194,19 +195,21 @@ class Cluster:
         full["PULLFILL_FAILPOINTS"] = f"@{_write_failpoints(log, failpoints)}"
         command += extra
         log.touch()
-        if self.forked and not before:
-            worker = Worker(role, zygote().spawn(command, full, log), log, armed=failpoints)
+        process: subprocess.Popen[bytes] | Forked
+        if self.forked:
+            process = zygote().spawn(command, full, log, namespace)
         else:
+            assert not namespace, "only forked workers enter a namespace"
             with log.open("ab") as out:
                 process = subprocess.Popen(
-                    [*before, sys.executable, "-c", _MAIN, *command],
+                    [sys.executable, "-c", _MAIN, *command],
                     env=full,
                     stdin=subprocess.DEVNULL,
                     stdout=out,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
                 )
-            worker = Worker(role, process, log, armed=failpoints)
+        worker = Worker(role, process, log, armed=failpoints)
         self.workers.append(worker)
         return worker
 

@@ -22,7 +22,6 @@ from tests.support.wires import Wire, Wires
 
 _CLONE_NEWNET = 0x40000000
 _MTU = 9000
-_OWN_SHM = 'mount -t tmpfs -o size=1g shm /dev/shm && exec "$@"'
 TEST = "test"
 
 
@@ -89,9 +88,13 @@ class Hosts:
         """An address of this network that no host has."""
         return f"{self._base}.254"
 
+    def namespace(self, name: str) -> str:
+        """The file of the host's network namespace."""
+        return f"/run/netns/{self._namespace(name)}"
+
     def command(self, name: str) -> list[str]:
         """What goes before a command line to run it on the host. The pid stays the command's."""
-        return ["ip", "netns", "exec", self._namespace(name), "sh", "-c", _OWN_SHM, "sh"]
+        return ["ip", "netns", "exec", self._namespace(name)]
 
     def wire(self, source: str, target: str) -> Wire:
         """The direction from one host to another."""
@@ -115,7 +118,7 @@ class Hosts:
             namespace = self._namespace(name)
             _ip("netns", "add", namespace)
             self._made.append(namespace)
-            path = Path("/run/netns", namespace)
+            path = Path(self.namespace(name))
             _inside(path, lambda: self.wires.attach(address, device))
             where = ("-n", namespace)
             _ip(*where, "link", "set", "lo", "up")
@@ -136,8 +139,8 @@ class SpreadCluster(Cluster):
 
     def launch_on(self, host: str, role: str, *extra: str) -> Worker:
         """Start one process on a host; does not wait."""
-        address, before = self.hosts.address(host), self.hosts.command(host)
-        return self.launch(role, f"--host={address}", *extra, before=before, address=address)
+        address, namespace = self.hosts.address(host), self.hosts.namespace(host)
+        return self.launch(role, f"--host={address}", *extra, namespace=namespace, address=address)
 
     def mend(self) -> None:
         """All wires as new; returns when every worker is known and connected again."""

@@ -24,6 +24,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 _PR_SET_PDEATHSIG = 1
+_CLONE_NEWNET, _CLONE_NEWNS = 0x40000000, 0x00020000
+_MS_REC_PRIVATE = 0x4000 | 1 << 18
+_OWN_SHM = b"size=1g"
 _PRELOADED = (
     "vllm.entrypoints.openai.api_server",
     "vllm.v1.engine.async_llm",
@@ -97,9 +100,18 @@ class Zygote:
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    def spawn(self, arguments: Sequence[str], env: Mapping[str, str], log: Path) -> Forked:
-        """Start `pullfill ARGUMENTS`; what it prints goes to the end of `log`."""
-        told = self.ask(arguments=list(arguments), env=dict(env), log=str(log), cwd=os.getcwd())
+    def spawn(
+        self, arguments: Sequence[str], env: Mapping[str, str], log: Path, namespace: str = ""
+    ) -> Forked:
+        """Start `pullfill ARGUMENTS`; what it prints goes to the end of `log`. namespace: file of
+        the network namespace that it enters; it then has a /dev/shm of its own too."""
+        told = self.ask(
+            arguments=list(arguments),
+            env=dict(env),
+            log=str(log),
+            cwd=os.getcwd(),
+            namespace=namespace,
+        )
         return Forked(self, told["pid"])
 
     def ask(self, **order: Any) -> dict[str, Any]:
@@ -125,6 +137,22 @@ def zygote() -> Zygote:
     return _zygote
 
 
+def enter(namespace: str) -> None:
+    """Move this thread into a network namespace, and the process to a /dev/shm of its own."""
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def must(result: int, what: str) -> None:
+        if result != 0:
+            raise OSError(ctypes.get_errno(), f"{what}: {os.strerror(ctypes.get_errno())}")
+
+    there = os.open(namespace, os.O_RDONLY)
+    must(libc.setns(there, _CLONE_NEWNET), f"setns {namespace}")
+    os.close(there)
+    must(libc.unshare(_CLONE_NEWNS), "unshare")
+    must(libc.mount(b"none", b"/", None, _MS_REC_PRIVATE, None), "mount /")
+    must(libc.mount(b"shm", b"/dev/shm", b"tmpfs", 0, _OWN_SHM), "mount /dev/shm")
+
+
 def _become_worker(order: dict[str, Any]) -> None:
     """In the child: all that `subprocess.Popen` would have set."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -133,6 +161,8 @@ def _become_worker(order: dict[str, Any]) -> None:
     out = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for target, source in ((0, os.open(os.devnull, os.O_RDONLY)), (1, out), (2, out)):
         os.dup2(source, target)
+    if order["namespace"]:
+        enter(order["namespace"])
     os.closerange(3, 256)
     os.environ.clear()
     os.environ.update(order["env"])
