@@ -9,6 +9,7 @@ asyncio thread only. Owns nothing: the control server starts the work and stops 
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable
 
@@ -23,7 +24,7 @@ from pullfill.decode_worker.peers import Peer
 from pullfill.decode_worker.story import Stories
 from pullfill.decode_worker.verify import Verifier
 from pullfill.errors import BadMessage, Fenced, Outcome, PullfillError
-from pullfill.wire import Commit, CommitReply, Ready
+from pullfill.wire import Commit, CommitReply, Progress, Ready
 
 logger = log.get("decode_worker.control")
 
@@ -82,6 +83,11 @@ class Commits:
         else:
             self._answer(peer, commit, answer)
 
+    def progress(self, peer: Peer, progress: Progress) -> None:
+        """It says that an attempt moved."""
+        self._forecaster.wrote(peer.instance_id, progress.blocks, progress.write_s)
+        self._ledger.progress(progress.job_id, progress.attempt, progress.incarnation, peer.name)
+
     def ready(self, peer: Peer, ready: Ready) -> None:
         """It says that all is computed and may be read. Raises BadMessage if nobody asked it to."""
         if peer.reader is None:
@@ -100,6 +106,7 @@ class Commits:
         entry = self._ledger.find(read.job_id)
         assert entry is not None, "a job that is read stays open"
         began, good = time.monotonic(), False
+        watch = asyncio.create_task(self._watch(peer, ready, entry.stall_s))
         try:
             moved, transport = await peer.reader.fetch(
                 ready, read.blocks, lambda: entry.state is JobState.READING
@@ -122,12 +129,24 @@ class Commits:
             failpoints.hit("decode.before_commit")
             self._stories.committed(entry.request_id, timings, moved.nbytes, transport)
             self._forecaster.wrote(peer.instance_id, len(read.blocks), moved.seconds)
+        finally:
+            watch.cancel()
         answer = self._ledger.read_over(read.job_id, read.attempt, good=good, digest=ready.digest)
         if isinstance(answer, Verify):
             await self._verify(peer, ready, answer)
         else:
             self._answer(peer, ready, answer)
         self._act()
+
+    async def _watch(self, peer: Peer, ready: Ready, stall_s: float) -> None:
+        """While its blocks are read: whether anything is."""
+        assert peer.reader is not None
+        moved = peer.reader.moved_bytes
+        while True:
+            await asyncio.sleep(min(1.0, stall_s / 4))
+            before, moved = moved, peer.reader.moved_bytes
+            if moved != before:
+                self._ledger.progress(ready.job_id, ready.attempt, ready.incarnation, peer.name)
 
     async def _verify(self, peer: Peer, asked: Commit | Ready, verify: Verify) -> None:
         assert self._verifier is not None

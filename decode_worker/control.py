@@ -37,6 +37,7 @@ from pullfill.wire import (
     Hello,
     KvMode,
     Leaving,
+    Progress,
     Quiet,
     Ready,
     Refused,
@@ -338,9 +339,12 @@ class ControlServer:
                     self._nobody_pulls()
                     self._wake.set()
                 return
-            # These three make nothing due earlier: the ledger's timer need not look.
+            # These four make nothing due earlier: the ledger's timer need not look.
             case Claim():
                 self._on_claim(peer, message)
+                return
+            case Progress():
+                self._commits.progress(peer, message)
                 return
             case Commit():
                 self._commits.commit(peer, message)

@@ -31,7 +31,8 @@ class Entry:
     """One job. `blocks`: all blocks of the prompt on this worker, hit blocks first; the writer may
     touch `blocks[first_target:]` only.
 
-    deadline: of the whole, by the ledger's clock. claim_timeout_s, queued_at: nobody may let it
+    deadline: of the whole, by the ledger's clock. stall_s: an attempt that moved is not ended
+    before it has stood still for so long. claim_timeout_s, queued_at: nobody may let it
     wait longer for a claim, counted anew each time it is queued.
     reading: our own reader copies into its blocks, or is about to: they are nobody else's until it
     says that it is over, whatever became of the job."""
@@ -45,6 +46,7 @@ class Entry:
     opened_at: float
     claim_timeout_s: float
     queued_at: float
+    stall_s: float
     digest: bytes = b""
     state: JobState = JobState.QUEUED
     attempt: int = 0

@@ -75,9 +75,11 @@ class Ledger(Arrivals):
         hit_tokens: int,
         timeout_s: float,
         claim_timeout_s: float | None = None,
+        stall_s: float | None = None,
     ) -> None:
         """Register a job before it is published. timeout_s bounds the whole, claim_timeout_s each
-        wait for a claim (None: as the whole). Its request waits until it is settled, so the
+        wait for a claim, stall_s the time without `progress` after which an attempt beyond
+        timeout_s ends (None: as the whole). Its request waits until it is settled, so the
         asyncio thread is woken to time the deadline if it sleeps for longer, or for ever."""
         now = self._clock.monotonic()
         entry = Entry(
@@ -90,6 +92,7 @@ class Ledger(Arrivals):
             opened_at=now,
             claim_timeout_s=timeout_s if claim_timeout_s is None else claim_timeout_s,
             queued_at=now,
+            stall_s=timeout_s if stall_s is None else stall_s,
         )
         with self._lock:
             if self.claims.queued(job_id):

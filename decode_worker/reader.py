@@ -63,6 +63,12 @@ class PeerReader:
         self._left = False
         self._idle = IdleTimer(self._rest, idle_s)
 
+    @property
+    def moved_bytes(self) -> int:
+        """See PeerSession; of the session there is now."""
+        session = self._session
+        return 0 if session is None else session.moved_bytes
+
     def within_reach(self) -> bool:
         """Whether the next grant may say pull (asyncio thread). False: its memory could not be
         reached when it was last tried; now and then this has it tried again. Does not block."""

@@ -132,7 +132,8 @@ class SchedulerSide:
         hit_tokens = situation.hit_tokens
         tokens = hit_tokens + external_tokens
         blocks = tuple(block_ids[: -(-tokens // self._block_size)])
-        timeout_s, claim_timeout_s = timeouts(situation.forecast, self._context.router_config())
+        config = self._context.router_config()
+        timeout_s, claim_timeout_s = timeouts(situation.forecast, config)
         job = OpenedJob(
             job_id=new_job_id(),
             request_id=request.request_id,
@@ -155,6 +156,7 @@ class SchedulerSide:
             hit_tokens=hit_tokens,
             timeout_s=job.timeout_s,
             claim_timeout_s=job.claim_timeout_s,
+            stall_s=config.remote_timeout_s,
         )
         failpoints.hit("decode.before_publish")
         if hit_tokens or self._scheduled:

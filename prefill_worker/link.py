@@ -39,6 +39,7 @@ from pullfill.wire import (
     Hello,
     Leaving,
     Load,
+    Progress,
     Quiet,
     Ready,
     Refused,
@@ -52,6 +53,8 @@ from pullfill.wire import (
 logger = log.get("prefill_worker.link")
 
 _REPLY_S = 10.0
+_READ_S = 24 * 3600.0
+"""Only a safety net: each read ends, and the decode worker says so or its connection ends."""
 _RECONNECT_S = 0.05
 
 
@@ -164,11 +167,12 @@ class DecodeLink:
         assert isinstance(reply, CommitReply)
         return reply
 
-    async def ready(self, make: Callable[[int], Ready], within_s: float) -> CommitReply:
-        """Say that all is computed (made with the request id given); the answer comes when the
-        decode worker has read it, or does not need it, `within_s` at the latest."""
+    async def ready(self, make: Callable[[int], Ready]) -> CommitReply:
+        """Say that all is computed (made with the request id given). The answer comes when the
+        decode worker has read it, or does not need it; only the decode worker knows how long a
+        read may take."""
         rid = next(self._rids)
-        reply = await self._ask(rid, make(rid), _REPLY_S + within_s)
+        reply = await self._ask(rid, make(rid), _READ_S)
         assert isinstance(reply, CommitReply)
         return reply
 
@@ -188,7 +192,7 @@ class DecodeLink:
         busy = granted > 0 or self._completed != before
         return Alive(pulls=not self._why_not, why=self._why_not, busy=busy, load=self.load())
 
-    def send(self, message: HandBack | Quiet | Leaving | Alive) -> None:
+    def send(self, message: HandBack | Quiet | Leaving | Alive | Progress) -> None:
         """No answer expected; lost when the connection is."""
         if self._channel is not None:
             self._channel.write(message)

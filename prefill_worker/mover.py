@@ -80,6 +80,11 @@ class Mover:
         return self._session.transport
 
     @property
+    def moved_bytes(self) -> int:
+        """See PeerSession: whether the link copies anything, for whichever job."""
+        return self._session.moved_bytes
+
+    @property
     def busy(self) -> bool:
         """Whether an operation runs or waits, or blocks are kept for the decode worker to read."""
         return self._lane.busy or self._keeping > 0

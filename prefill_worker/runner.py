@@ -41,6 +41,7 @@ from pullfill.prefill_worker.ending import (
     tell_quiet,
 )
 from pullfill.prefill_worker.link import DecodeLink, LinkLost
+from pullfill.prefill_worker.pace import Pace
 from pullfill.prefill_worker.readers import Readers
 from pullfill.prefill_worker.shared_mover import OutOfReach
 from pullfill.prefill_worker.task import PrefillTask
@@ -346,7 +347,7 @@ class JobRunner:
         """From the grant to the commit, or whatever ends the attempt before."""
         task: PrefillTask | None = None
         try:
-            async with asyncio.timeout(grant.deadline_s):
+            async with Pace(link, grant, job.timeout_s) as pace:
                 if (mover := link.mover_there) is None:
                     mover = await opening.unless_over(grant.attempt, link.mover())
                 if grant.incarnation != link.record.incarnation:
@@ -357,7 +358,7 @@ class JobRunner:
                 self._opening.pop(job.job_id)
                 done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
                 task = attempt.make_task(job, tokens, grant, mover, done, self._calls)
-                self._running[job.job_id] = task
+                self._running[job.job_id] = pace.task = task
                 self._engine.submit(task, link.record.instance_id)
                 await done
             await self._commit(link, task, grant, delivery, claim_ms)
@@ -381,9 +382,7 @@ class JobRunner:
         measured = attempt.timings(task, delivery, claim_ms)
         if task.mode is KvMode.PULL:
             fence = self._readers.open(task)
-            reply = await link.ready(
-                lambda rid: attempt.ready(rid, task, grant, fence, measured), grant.deadline_s
-            )
+            reply = await link.ready(lambda rid: attempt.ready(rid, task, grant, fence, measured))
         else:
             reply = await link.commit(
                 lambda rid: attempt.commit(rid, task, grant, measured),

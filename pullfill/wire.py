@@ -330,6 +330,18 @@ class CommitReply(Message, tag="commit_reply", frozen=True, kw_only=True):
     reason: Text = ""
 
 
+class Progress(Message, tag="progress", frozen=True, kw_only=True):
+    """The attempt moved since the last `Progress`, or since its grant: something was computed or
+    copied. The decode worker gives the job more time. blocks, write_s: written since then, and in
+    how many seconds."""
+
+    job_id: Id
+    attempt: Count
+    incarnation: Id
+    blocks: Count = 0
+    write_s: Finite = 0.0
+
+
 class HandBack(Message, tag="hand_back", frozen=True, kw_only=True):
     """The prefill worker gives the attempt up and promises that its writer is quiet.
     retry: whether another attempt may succeed."""
@@ -383,5 +395,5 @@ class Trial(Message, tag="trial", frozen=True, kw_only=True):
     job: bytes
 
 
-ToDecode = Hello | Claim | Commit | Ready | HandBack | Quiet | Leaving | Alive
+ToDecode = Hello | Claim | Progress | Commit | Ready | HandBack | Quiet | Leaving | Alive
 ToPrefill = Welcome | Goodbye | Grant | Refused | CommitReply | Revoke | Alive | Trial

@@ -146,6 +146,12 @@ class PeerSession(Protocol):
     @property
     def transport(self) -> str: ...
 
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes of all batches that were copied or handed to the network so far, those of a move
+        under way too. Never goes down. From any thread. While it rises, the link is alive."""
+        ...
+
     def write_blocks(
         self, fence: FenceToken, source: Sequence[int], target: Sequence[int]
     ) -> MoveResult:

@@ -45,6 +45,11 @@ class GroupSession:
         """The name they share, or all names joined by `+`."""
         return "+".join(dict.fromkeys(m.session.transport for m in self._members))
 
+    @property
+    def moved_bytes(self) -> int:
+        """See PeerSession."""
+        return sum(member.session.moved_bytes for member in self._members)
+
     def write_blocks(
         self, fence: FenceToken, source: Sequence[int], target: Sequence[int]
     ) -> MoveResult:

@@ -82,10 +82,16 @@ class MappedSession:
         self._on_close = on_close
         self._busy = threading.Lock()
         self._closed = False
+        self._moved = 0
 
     @property
     def transport(self) -> str:
         return self._transport
+
+    @property
+    def moved_bytes(self) -> int:
+        """See PeerSession."""
+        return self._moved
 
     def write_blocks(
         self, fence: FenceToken, source: Sequence[int], target: Sequence[int]
@@ -130,6 +136,7 @@ class MappedSession:
                     gate.copied(verb, dst + batch.target[0])
                 finally:
                     gate.leave(fence)
+                self._moved += batch.total
 
 
 def _result(todo: CopyPlan, started: float) -> MoveResult:

@@ -125,8 +125,10 @@ def test_many_batches_and_long_runs(rig: Rig) -> None:
     session.write_blocks(token, source, target)
     np.testing.assert_array_equal(region.pages[:, target], mine.pages[:, source])
     session.write_blocks(token, range(96), range(96))
+    session.read_blocks(token, range(3), range(3))
     session.close()
     np.testing.assert_array_equal(region.pages, mine.pages)
+    assert session.moved_bytes == (60 + 96 + 3) * layout.block_bytes
 
 
 def test_revoked_fence_refuses_both_ways(rig: Rig) -> None:

@@ -36,6 +36,7 @@ class Session:
         self.fenced = False
         self.closed = 0
         self.interrupted = 0
+        self.moved_bytes = 0
 
     def _move(self, verb: str, source: Sequence[int], target: Sequence[int]) -> MoveResult:
         self.entered.set()

@@ -114,10 +114,16 @@ class StreamSession:
         self._opening: SocketLink | None = None
         self._link: SocketLink | None = None
         self._plane: Plane | None = None
+        self._moved = 0
 
     @property
     def transport(self) -> str:
         return self._kind.name
+
+    @property
+    def moved_bytes(self) -> int:
+        """See PeerSession."""
+        return self._moved
 
     def open(self) -> None:
         """Connect. See PeerTransport.connect for what it raises."""
@@ -291,6 +297,7 @@ class StreamSession:
                     link.mark(STOP)
                 return answer
             left -= batch.total
+            self._moved += batch.total
         return decode(link.receive(), Answer)
 
     def _receive(self, link: SocketLink, plane: Plane, stream: ByteStream) -> Answer:
@@ -306,6 +313,7 @@ class StreamSession:
                 raise BadMessage(f"{mark!r} where a batch must begin")
             failpoints.hit("stream.read.batch")
             plane.receive(batch)
+            self._moved += batch.total
         if link.take_mark() != ANSWER:
             raise BadMessage("no answer after the last batch")
         return decode(link.receive(), Answer)

@@ -1,0 +1,82 @@
+"""How long one attempt may take: until its deadline, or for as long as it moves.
+
+The deadline of a grant is an estimate. Nobody may have measured the link yet, or it may have become
+slower. An attempt that moves all the time would lose all its work by a deadline. So this worker
+looks at it several times before the deadline, and tells the decode worker that it moved. Both then
+allow it more time, counted from that moment. An attempt that stands still ends as before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from types import TracebackType
+from typing import Self
+
+from pullfill.prefill_worker.link import DecodeLink
+from pullfill.prefill_worker.task import PrefillTask
+from pullfill.wire import Grant, Progress
+
+_LOOKS = 4
+"""Looks before the deadline, at least."""
+_EVERY_S = 1.0
+
+
+class Pace:
+    """`async with`: raises TimeoutError at the deadline, like asyncio.timeout.
+
+    timeout_s: how long the attempt may stand still after it moved. task: set by the owner once it
+    is there.
+    """
+
+    def __init__(self, link: DecodeLink, grant: Grant, timeout_s: float) -> None:
+        self._link, self._grant = link, grant
+        self._still_s = max(grant.deadline_s, timeout_s)
+        self._every_s = min(_EVERY_S, grant.deadline_s / _LOOKS)
+        self._timeout = asyncio.timeout(grant.deadline_s)
+        self._loop = asyncio.get_running_loop()
+        self.task: PrefillTask | None = None
+        self._computed = self._moved = self._written = 0
+        self._write_s = 0.0
+
+    async def __aenter__(self) -> Self:
+        await self._timeout.__aenter__()
+        self._timer = self._loop.call_later(self._every_s, self._look)
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        exc: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._timer.cancel()
+        await self._timeout.__aexit__(kind, exc, trace)
+
+    def _look(self) -> None:
+        if self._timeout.expired():
+            return
+        self._timer = self._loop.call_later(self._every_s, self._look)
+        if self.task is not None and self._has_moved(self.task):
+            self._tell(self.task)
+            self._timeout.reschedule(self._loop.time() + self._still_s)
+
+    def _has_moved(self, task: PrefillTask) -> bool:
+        """Since the last look: more was computed, or the link copied while the task waits for it.
+        Copies for other jobs count too, since they are in front of it."""
+        computed, moved = task.scheduled_blocks, task.mover.moved_bytes
+        more = computed > self._computed or (task.submitted > 0 and moved > self._moved)
+        self._computed, self._moved = computed, moved
+        return more
+
+    def _tell(self, task: PrefillTask) -> None:
+        blocks, seconds = task.written_blocks, task.write_s
+        self._link.send(
+            Progress(
+                job_id=task.job_id,
+                attempt=task.attempt,
+                incarnation=self._grant.incarnation,
+                blocks=blocks - self._written,
+                write_s=max(0.0, seconds - self._write_s),
+            )
+        )
+        self._written, self._write_s = blocks, seconds

@@ -1,0 +1,109 @@
+"""A deadline is an estimate: what moves is not ended by it, what stands still is.
+
+Real control channel, ledger, runner and mover. The link copies one batch after another, slowly.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pullfill.wire import KvMode
+from tests.support.handoff_rig import Cluster, DecodeHalf, PrefillHalf, prompt, settled
+from tests.support.kv_engine import BLOCK, LAYOUT
+
+TIMEOUT_S = 0.5
+"""`remote_timeout_s`, and the whole deadline: nobody has measured the link."""
+BLOCKS = 16
+BATCH_S = 0.1
+LONG = prompt(BLOCKS * BLOCK + 1)
+
+
+def slow(cluster: Cluster, half: DecodeHalf | PrefillHalf, stands_after: int = 10_000) -> None:
+    """Whoever copies to or from `half` moves one block in each BATCH_S; after `stands_after` of
+    them only after a longer time than anybody waits."""
+    transport: Any = cluster.rig.transport
+    connect, batches = transport.connect, 0
+
+    def connect_for_small_batches(*arguments: object) -> Any:
+        session = connect(*arguments)
+        session._limits = (LAYOUT.block_bytes, 1000, 1)
+        return session
+
+    def inside_batch() -> None:
+        nonlocal batches
+        batches += 1
+        time.sleep(BATCH_S if batches <= stands_after else 5 * TIMEOUT_S)
+
+    transport.connect = connect_for_small_batches
+    owner: Any = (half.region if isinstance(half, DecodeHalf) else half.local).owner
+    owner.faults.inside_batch = inside_batch
+
+
+@pytest.mark.parametrize(
+    ("mode", "chunk"),
+    [(KvMode.PUSH_ASYNC, 1000), (KvMode.PUSH_ASYNC, BLOCK), (KvMode.PULL, 7)],
+)
+async def test_a_job_that_moves_is_never_timed_out_and_started_again(
+    tmp_path: Path, mode: KvMode, chunk: int
+) -> None:
+    """It takes three times as long as its deadline, in one copy or in many."""
+    async with Cluster(tmp_path, timeout_s=TIMEOUT_S, kv_mode=mode) as cluster:
+        decode, prefill = await cluster.decode(), await cluster.prefill(chunk=chunk)
+        slow(cluster, prefill if mode is KvMode.PULL else decode)
+        began = time.monotonic()
+        served = decode.send(LONG)
+        await settled(served)
+        assert time.monotonic() - began > 3 * TIMEOUT_S, "or the deadline was never reached"
+        assert decode.right(served)
+        assert prefill.engine.computed_tokens == len(LONG) - 1, "computed once"
+        await cluster.check_clean()
+        assert (prefill.runner.completed, prefill.runner.failed) == (1, 0)
+
+
+async def test_jobs_that_wait_for_another_ones_copies_have_the_time_too(tmp_path: Path) -> None:
+    async with Cluster(tmp_path, timeout_s=TIMEOUT_S) as cluster:
+        decode, prefill = await cluster.decode(), await cluster.prefill(chunk=1000)
+        slow(cluster, decode)
+        jobs = [decode.send(prompt(8 * BLOCK + 1, seed=seed)) for seed in range(3)]
+        await settled(*jobs)
+        assert all(decode.right(job) for job in jobs)
+        await cluster.check_clean()
+        assert (prefill.runner.completed, prefill.runner.failed) == (3, 0)
+
+
+@pytest.mark.parametrize("mode", [KvMode.PUSH_ASYNC, KvMode.PULL])
+async def test_a_job_that_stands_still_is_given_up(tmp_path: Path, mode: KvMode) -> None:
+    async with Cluster(tmp_path, timeout_s=TIMEOUT_S, kv_mode=mode) as cluster:
+        decode, prefill = await cluster.decode(), await cluster.prefill(chunk=1000)
+        slow(cluster, prefill if mode is KvMode.PULL else decode, stands_after=7)
+        began = time.monotonic()
+        served = decode.send(LONG)
+        await settled(served)
+        took = time.monotonic() - began
+        assert served.loaded is False
+        assert took > 7 * BATCH_S, "it had time for as long as it moved"
+        assert decode.stories.fallback_of(served.request.request_id) == "timeout"
+        await cluster.check_clean()
+
+
+async def test_the_link_is_measured_while_a_long_job_is_written(tmp_path: Path) -> None:
+    """So the next prompts are decided with a rate long before the first commit."""
+    async with Cluster(tmp_path, timeout_s=TIMEOUT_S) as cluster:
+        decode, _ = await cluster.decode(), await cluster.prefill(chunk=BLOCK)
+        slow(cluster, decode)
+        told: list[float] = []
+        wrote = decode.control.forecaster.wrote
+
+        def keep(instance_id: str, blocks: int, seconds: float) -> None:
+            told.extend([seconds / blocks] if blocks else [])
+            wrote(instance_id, blocks, seconds)
+
+        decode.control.forecaster.wrote = keep  # type: ignore[method-assign]
+        await settled(decode.send(LONG))
+        assert len(told) > 2, "not only with the commit"
+        assert all(BATCH_S <= rate < 3 * BATCH_S for rate in told)
+        await cluster.check_clean()
