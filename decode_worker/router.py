@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pullfill.wire import RouterConfig, RouterPolicy
+from pullfill.wire import Expected, RouterConfig, RouterPolicy
 
 QUEUE_FULL = "queue_full"
 QUEUE_WAIT = "queue_wait"
@@ -17,11 +17,17 @@ NO_PREFILL_WORKER = "no_prefill_worker"
 CLAIMS_STALLED = "claims_stalled"
 SELF_CHECK_PENDING = "self_check_pending"
 SELF_CHECK_FAILED = "self_check_failed"
+SLOW_LINK = "slow_link"
+REMOTE_FULL = "remote_full"
+BY_FORECAST = frozenset({QUEUE_FULL, QUEUE_WAIT, SLOW_LINK, REMOTE_FULL})
+"""Reasons to keep a prompt here that some prefill worker could have computed."""
 
 
-SLOW_LINK = 3.0
+SLOW_TIMES = 3.0
 """KV that takes that many times as long to be written as the prompt to be computed is not worth it.
 Here a prompt takes as long as on a prefill worker, and running streams pay for it."""
+SLOW_S = 1.0
+"""Unless it takes no longer than this: shorter prompts go on measuring the link."""
 MAX_TIMEOUT_S = 3600.0
 
 
@@ -39,10 +45,6 @@ class Forecast:
     write_s: float = 0.0
     claim_within_s: float = 0.0
     commit_within_s: float = 0.0
-
-    @property
-    def total_s(self) -> float:
-        return self.wait_s + max(self.prefill_s, self.write_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,19 +113,16 @@ def decide(now: Situation, config: RouterConfig) -> Decision:
         return Decision(False, QUEUE_FULL)
     if now.forecast.wait_s > config.max_queue_wait_s:
         return Decision(False, QUEUE_WAIT)
-    if _slow_link(now.forecast, config):
-        return Decision(False, "slow_link")
+    if _slow_link(now.forecast):
+        return Decision(False, SLOW_LINK)
     if now.remote_kv > config.max_remote_kv_fraction:
-        return Decision(False, "remote_full")
+        return Decision(False, REMOTE_FULL)
     return Decision(True, "policy_always_remote" if always else "long_prompt")
 
 
-def _slow_link(forecast: Forecast, config: RouterConfig) -> bool:
-    """Only for what does not fit into the usual timeout: shorter prompts go on measuring."""
-    if forecast.commit_within_s > MAX_TIMEOUT_S:
-        return True
-    slow = 0 < SLOW_LINK * forecast.prefill_s < forecast.write_s
-    return slow and forecast.total_s > config.remote_timeout_s
+def _slow_link(forecast: Forecast) -> bool:
+    slow = 0 < SLOW_TIMES * forecast.prefill_s < forecast.write_s
+    return (slow and forecast.write_s > SLOW_S) or forecast.commit_within_s > MAX_TIMEOUT_S
 
 
 def timeouts(forecast: Forecast, config: RouterConfig) -> tuple[float, float]:
@@ -131,3 +130,18 @@ def timeouts(forecast: Forecast, config: RouterConfig) -> tuple[float, float]:
     are what it gets at least. Pure."""
     remote = max(config.remote_timeout_s, forecast.commit_within_s)
     return min(remote, MAX_TIMEOUT_S), max(config.claim_timeout_s, forecast.claim_within_s)
+
+
+def expected(now: Situation, decision: Decision, config: RouterConfig) -> Expected | None:
+    """What `pullfill explain` shows of the forecast; None if the decision did not depend on it.
+    Pure."""
+    if not decision.remote and decision.reason not in BY_FORECAST:
+        return None
+    forecast, (remote, claim) = now.forecast, timeouts(now.forecast, config)
+    return Expected(
+        queue=forecast.wait_s if forecast.prefill_s else None,
+        prefill=forecast.prefill_s or None,
+        kv_write=forecast.write_s or None,
+        claim_timeout=claim,
+        timeout=remote,
+    )

@@ -24,6 +24,7 @@ from pullfill.decode_worker.router import (
     Decision,
     Situation,
     decide,
+    expected,
     timeouts,
 )
 from pullfill.ids import new_job_id
@@ -121,9 +122,10 @@ class SchedulerSide:
         if not external_tokens:
             if decision.remote:  # vLLM overruled: it will compute here
                 decision = Decision(False, "engine_declined")
-            self._context.stories.decided(request.request_id, situation, decision)
+        shown = expected(situation, decision, self._context.router_config())
+        self._context.stories.decided(request.request_id, situation, decision, shown)
+        if not external_tokens:
             return
-        self._context.stories.decided(request.request_id, situation, decision)
         self._open(request, block_ids, situation, external_tokens)
 
     def _open(

@@ -25,7 +25,7 @@ from pullfill.decode_worker.router import (
     Situation,
 )
 from pullfill.errors import Outcome
-from pullfill.wire import ExplainRecord, StageTimings, Timings
+from pullfill.wire import Expected, ExplainRecord, StageTimings, Timings
 
 _BY_OUTAGE = frozenset(
     {
@@ -55,6 +55,7 @@ def _stage(name: str) -> Any:
 class _Story:
     situation: Situation
     decision: Decision
+    expected: Expected | None = None
     attempts: int = 0
     fallback: str | None = None
     outage: str | None = None
@@ -85,13 +86,19 @@ class Stories:
         self.outage: Callable[[], str] = lambda: ""
         self.apart: dict[str, Callable[[bool], None]] = {}
 
-    def decided(self, request_id: str, situation: Situation, decision: Decision) -> None:
+    def decided(
+        self,
+        request_id: str,
+        situation: Situation,
+        decision: Decision,
+        expected: Expected | None = None,
+    ) -> None:
         """Record the first decision of a request; later ones (after a fallback or a preemption)
         do not change it."""
         with self._lock:
             if request_id in self._open or request_id in self.apart:
                 return
-            self._open[request_id] = story = _Story(situation, decision)
+            self._open[request_id] = story = _Story(situation, decision, expected)
             if decision.reason in _BY_OUTAGE:
                 story.outage = self.outage() or None
         path = "remote" if decision.remote else "local"
@@ -177,6 +184,7 @@ class Stories:
             attempts=story.attempts,
             fallback=story.fallback,
             outage=story.outage,
+            expected_s=story.expected,
             kv_bytes=story.kv_bytes if story.loaded else 0,
             transport=story.transport if story.loaded else None,
             why_not_better=story.why_not_better if story.loaded else (),

@@ -20,7 +20,7 @@ from pullfill.deploy.membership import Members, http_get, http_json
 from pullfill.errors import ConfigError, PullfillError, UnavailableError
 from pullfill.health import outage_of
 from pullfill.registry.admin import LiveWorker
-from pullfill.wire import ExplainRecord, ServerStatus
+from pullfill.wire import Expected, ExplainRecord, ServerStatus
 
 _STATE_STYLES = {"ready": "green", "draining": "yellow", "lost": "red"}
 _BAR = 40
@@ -234,6 +234,8 @@ def story(record: ExplainRecord) -> Group:
         ),
         Text(f"  decode worker: {record.decode_instance}"),
     ]
+    if record.expected_s is not None:
+        lines.append(Text(f"  expected: {_expected(record.expected_s)}"))
     if record.outage:
         lines.append(Text(f"  at that time: {record.outage}", style="red"))
     if record.continued_from:
@@ -262,6 +264,17 @@ def _what_happened(record: ExplainRecord) -> str:
     if record.fallback:
         return f"sent to be prefilled remotely, then done locally: {record.fallback}"
     return f"prefilled by the decode worker itself (reason: {record.reason})"
+
+
+def _expected(told: Expected) -> str:
+    """In seconds, as it was when the request was decided."""
+    parts = (
+        ("in the queue", told.queue),
+        ("to compute", told.prefill),
+        ("to write the KV", told.kv_write),
+    )
+    said = [f"{s:.2f} s {what}" if s is not None else f"not known {what}" for what, s in parts]
+    return f"{', '.join(said)}; time limit {told.timeout:.0f} s"
 
 
 def _bars(record: ExplainRecord) -> Table:

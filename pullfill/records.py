@@ -218,12 +218,30 @@ class Timings(Message, frozen=True, kw_only=True):
     first_token: Finite | None = None
 
 
+class Expected(Message, frozen=True, kw_only=True):
+    """What was expected of one remote prefill when it was decided, in seconds. None: nobody had
+    measured it, and it counted as 0.
+
+    queue: the wait for a prefill worker. prefill: the computation. kv_write: the writing of the KV,
+    most of it beside the computation. claim_timeout, timeout: how long the job had, or would have
+    had, to be claimed and to be committed, if nothing of it moved.
+    """
+
+    queue: Finite | None = None
+    prefill: Finite | None = None
+    kv_write: Finite | None = None
+    claim_timeout: Finite = 0.0
+    timeout: Finite = 0.0
+
+
 class ExplainRecord(Message, frozen=True, kw_only=True):
     """Why and how one request was served (`pullfill explain`, GET /pullfill/requests/{id}).
 
     continued_from: decode workers that had it before and left, oldest first (the frontend's own
     knowledge). continued_tokens: how much of the answer was out when the last of them left; these
     are part of `prompt_tokens` here, since `decode_instance` got them as prompt.
+    expected_s: what the decision was made on, where a remote prefill could have been had: those
+    sent away, and those kept here for the queue, the link or the share of the KV cache.
     transport: what the KV came over; why_not_better: "name: reason" for each better one.
     outage: what was unreachable, and for how long, when the prompt was kept here or taken back;
     also what a self-check found that kept it here.
@@ -243,6 +261,7 @@ class ExplainRecord(Message, frozen=True, kw_only=True):
     transport: str | None = None
     why_not_better: tuple[str, ...] = ()
     outage: str | None = None
+    expected_s: Expected | None = None
     timings_ms: Timings = Timings()
     continued_from: tuple[str, ...] = ()
     continued_tokens: int = 0

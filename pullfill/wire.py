@@ -29,6 +29,7 @@ from pullfill.codec import (
 )
 from pullfill.records import (
     DepthReport,
+    Expected,
     ExplainRecord,
     QueueSettings,
     QueueStatus,
@@ -60,6 +61,7 @@ __all__ = [
     "Count",
     "DepthReport",
     "DigestMode",
+    "Expected",
     "ExplainRecord",
     "FenceToken",
     "Finite",
@@ -73,6 +75,7 @@ __all__ = [
     "Load",
     "Message",
     "PrefillJob",
+    "Progress",
     "QueueSettings",
     "QueueStatus",
     "Quiet",
@@ -331,9 +334,8 @@ class CommitReply(Message, tag="commit_reply", frozen=True, kw_only=True):
 
 
 class Progress(Message, tag="progress", frozen=True, kw_only=True):
-    """The attempt moved since the last `Progress`, or since its grant: something was computed or
-    copied. The decode worker gives the job more time. blocks, write_s: written since then, and in
-    how many seconds."""
+    """Something of the attempt was computed or copied since the last one: it gets more time.
+    blocks, write_s: written since then, and in how many seconds."""
 
     job_id: Id
     attempt: Count
@@ -343,8 +345,7 @@ class Progress(Message, tag="progress", frozen=True, kw_only=True):
 
 
 class HandBack(Message, tag="hand_back", frozen=True, kw_only=True):
-    """The prefill worker gives the attempt up and promises that its writer is quiet.
-    retry: whether another attempt may succeed."""
+    """The attempt is given up, and its writer is quiet. retry: another attempt may succeed."""
 
     job_id: Id
     attempt: Count
@@ -380,8 +381,7 @@ class Alive(Message, tag="alive", frozen=True, kw_only=True):
     treated as gone, by either side (alive.py). pulls: False while the prefill worker's engine is
     stuck or NATS does not answer it, so that nobody counts on it; said at once when it changes.
     why: the reason, for people. busy: it computes for some decode worker, or has since the last
-    Alive of this connection, so a job that nobody claims may just wait its turn. load: for the
-    decode worker's forecast of the wait in the queue."""
+    Alive of this connection, so a job that nobody claims may just wait its turn."""
 
     pulls: bool = True
     why: Text = ""

@@ -49,6 +49,14 @@ def test_the_story_of_a_remote_prefill() -> None:
     assert bars["prefill"] > 30
 
 
+def test_the_story_says_what_the_decision_was_made_on() -> None:
+    expected = wire.Expected(queue=0.5, prefill=2.0, claim_timeout=10.0, timeout=30.0)
+    text = _text(msgspec.structs.replace(REMOTE, expected_s=expected))
+    said = "0.50 s in the queue, 2.00 s to compute, not known to write the KV; time limit 30 s"
+    assert f"expected: {said}" in text
+    assert "expected" not in _text(REMOTE)
+
+
 def test_the_story_of_a_fallback() -> None:
     text = _text(
         msgspec.structs.replace(

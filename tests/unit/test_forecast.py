@@ -12,9 +12,17 @@ from hypothesis import strategies as st
 
 from pullfill.decode_worker import forecast as forecasts
 from pullfill.decode_worker.forecast import ASSUMED_BYTES_PER_S, ASSUMED_TOKENS_PER_S, Forecaster
-from pullfill.decode_worker.router import MAX_TIMEOUT_S, Forecast, Situation, decide, timeouts
+from pullfill.decode_worker.router import (
+    MAX_TIMEOUT_S,
+    Decision,
+    Forecast,
+    Situation,
+    decide,
+    expected,
+    timeouts,
+)
 from pullfill.prefill_worker.meter import Meter
-from pullfill.wire import Load, RouterConfig
+from pullfill.wire import Expected, Load, RouterConfig
 from tests.support.fakes import FakeClock
 
 BLOCK, BLOCK_BYTES = 16, 1e6
@@ -110,7 +118,8 @@ def test_what_measures_nothing_changes_nothing(blocks: int, seconds: float) -> N
         (Forecast(wait_s=10.1), "queue_wait"),
         (Forecast(prefill_s=12.0, write_s=35.0), "long_prompt"),  # 42 GB over 10 Gbit/s
         (Forecast(prefill_s=12.0, write_s=336.0), "slow_link"),  # over 1 Gbit/s
-        (Forecast(prefill_s=0.1, write_s=2.0), "long_prompt"),  # fits in the usual timeout
+        (Forecast(prefill_s=0.1, write_s=2.0), "slow_link"),  # fits in the usual timeout
+        (Forecast(prefill_s=0.1, write_s=0.9), "long_prompt"),  # short ones go on measuring
         (Forecast(prefill_s=100.0, write_s=20.0), "long_prompt"),  # the computation is slow
         (Forecast(commit_within_s=MAX_TIMEOUT_S + 1), "slow_link"),
     ],
@@ -145,6 +154,32 @@ def test_deadlines_are_never_below_the_settings(
     assert claim >= claim_s
     if decide(replace(LONG, forecast=forecast), config).remote:
         assert remote >= forecast.commit_within_s, "it has the time that it needs"
+
+
+@pytest.mark.parametrize(
+    "decision",
+    [
+        Decision(True, "long_prompt"),
+        *(Decision(False, r) for r in ("queue_wait", "slow_link", "queue_full", "remote_full")),
+    ],
+    ids=lambda d: d.reason,
+)
+def test_what_a_decision_was_made_on_can_be_shown(decision: Decision) -> None:
+    made = Forecast(
+        wait_s=4.0, prefill_s=2.0, write_s=3.0, claim_within_s=8.0, commit_within_s=40.0
+    )
+    assert expected(replace(LONG, forecast=made), decision, CONFIG) == Expected(
+        queue=4.0, prefill=2.0, kv_write=3.0, claim_timeout=10.0, timeout=40.0
+    )
+    unknown = expected(LONG, decision, CONFIG)
+    assert unknown == Expected(claim_timeout=10.0, timeout=30.0), "not measured, so not 0"
+
+
+@pytest.mark.parametrize("reason", ["short_prompt", "draining", "no_prefill_worker", "lora"])
+def test_other_decisions_were_made_on_no_forecast(reason: str) -> None:
+    assert (
+        expected(replace(LONG, forecast=Forecast(1, 1, 1)), Decision(False, reason), CONFIG) is None
+    )
 
 
 def test_a_small_prompt_keeps_the_timeouts_of_the_settings() -> None:

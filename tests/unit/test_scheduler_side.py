@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from pullfill.decode_worker.context import DecodeContext, OpenedJob
 from pullfill.decode_worker.ledger import Ledger
-from pullfill.decode_worker.router import Situation
+from pullfill.decode_worker.router import Forecast, Situation
 from pullfill.decode_worker.scheduler_side import SchedulerSide
 from pullfill.decode_worker.story import Stories
 from pullfill.errors import Outcome
 from pullfill.transfer.loopback import LoopbackFences
-from pullfill.wire import MAX_TEXT, RouterConfig, RouterPolicy
+from pullfill.wire import MAX_TEXT, Expected, RouterConfig, RouterPolicy
 from tests.support.fakes import FakeClock, FakePool, FakeRequest
 from tests.support.handoff_model import BLOCK, HandoffModel
 
@@ -210,6 +211,35 @@ def test_salt_and_priority_go_with_the_job() -> None:
     rig = Rig()
     rig.send(20, cache_salt="s" * MAX_TEXT, priority=-3)
     assert (rig.published[0].cache_salt, rig.published[0].priority) == ("s" * MAX_TEXT, -3)
+
+
+def test_explain_shows_what_the_decision_was_made_on() -> None:
+    rig = Rig()
+    told = Forecast(wait_s=4.0, prefill_s=2.0, write_s=3.0, commit_within_s=50.0)
+    now = Situation(0, 0, prefill_workers=1, queue_available=True)
+
+    def situation(prompt: int, hit: int, ineligible: str) -> Situation:
+        return replace(
+            now, prompt_tokens=prompt, hit_tokens=hit, ineligible=ineligible, forecast=told
+        )
+
+    rig.side._context.situation = situation
+    rig.send(20)
+    record = rig.stories.finish("r")
+    assert record is not None
+    expected = Expected(queue=4.0, prefill=2.0, kv_write=3.0, claim_timeout=10.0, timeout=50.0)
+    assert record.expected_s == expected
+    for request_id, changes, shown in (
+        ("waits", {"wait_s": 11.0}, True), ("links", {"write_s": 7.0}, True), ("lora", {}, False),
+    ):  # fmt: skip
+        told = replace(told, **changes)
+        request = FakeRequest(request_id, list(range(20)))
+        request.lora_request = None if shown else object()
+        assert rig.side.matched(request, 0) == (0, False)
+        rig.side.allocated(request, list(range(5)), 0)
+        record = rig.stories.finish(request_id)
+        assert record is not None
+        assert (record.expected_s is not None) is shown, record.reason
 
 
 # ------------------------------------------------------------------ what comes back
