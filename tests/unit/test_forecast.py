@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pullfill.decode_worker import forecast as forecasts
@@ -133,6 +133,7 @@ def test_the_wait_that_is_accepted_is_a_setting() -> None:
     assert decide(now, RouterConfig(max_queue_wait_s=4.0)).reason == "queue_wait"
 
 
+@settings(deadline=None)
 @given(
     st.builds(
         Forecast,
