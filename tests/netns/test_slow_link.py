@@ -1,0 +1,82 @@
+"""A wire that carries 20 MB/s between a decode and a prefill worker keeps long prompts local.
+
+Workers on the mock backend: their KV is large and their computation quick, so that the wire
+decides. Everything else is real.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.test_mock_engine import MOCK, ask
+from tests.support.hosts import Hosts, SpreadCluster, why_not
+from tests.support.prompts import random_prompt
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+KV = '"layers": 4, "kv_heads": 4, "head_size": 128'
+BYTES = 2 * 4 * 4 * 128 * 4
+"""Of KV for each token, in float32."""
+TOKENS_PER_S = 8000
+RATE = 20e6
+LONG = 3500
+"""Tokens: 2.9 s of writing at RATE, 0.4 s of computation."""
+SHORT = 700
+"""0.6 s of writing at RATE: goes out all the same, and measures."""
+
+
+@pytest.fixture(scope="module")
+def cluster(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SpreadCluster]:
+    if reason := why_not():
+        pytest.skip(reason)
+    hosts = Hosts(["servers", "front", "decode0", "prefill0"])
+    cluster = SpreadCluster(tmp_path_factory.mktemp("slow"), model_path, hosts)
+    cluster.kv_mib = 256
+    config = '{"mock": {%s, "prefill_tokens_per_s": %d}}'
+    try:
+        cluster.start_servers()
+        for role, speed in (("decode", 0), ("prefill", TOKENS_PER_S)):
+            flags = (*MOCK, "--additional-config", config % (KV, speed))
+            cluster.launch_on(f"{role}0", role, *flags)
+        cluster.launch_on("front", "frontend")
+        cluster.wait_ready(*cluster.workers)
+        yield cluster
+    finally:
+        cluster.stop()
+        hosts.close()
+
+
+def measure(cluster: SpreadCluster, seed: int) -> None:
+    """Short prompts, until what was measured before counts no more."""
+    for i in range(8):
+        assert ask(cluster, random_prompt(SHORT, seed=seed + i), 1)[1]["path"] == "remote"
+
+
+def decided(cluster: SpreadCluster, seed: int) -> dict[str, Any]:
+    """How a long prompt was served."""
+    return ask(cluster, random_prompt(LONG, seed=seed), 1)[1]
+
+
+def test_a_slow_wire_keeps_long_prompts_here_and_explain_says_why(cluster: SpreadCluster) -> None:
+    there, back = (cluster.hosts.wire(*pair) for pair in (
+        ("prefill0", "decode0"), ("decode0", "prefill0"),
+    ))  # fmt: skip
+    measure(cluster, seed=100)
+    told = decided(cluster, seed=1)
+    assert (told["path"], told["fallback"]) == ("remote", None), told
+    there.rate = back.rate = RATE
+    measure(cluster, seed=200)
+    told = decided(cluster, seed=2)
+    assert (told["path"], told["reason"]) == ("local", "slow_link"), told
+    expected = told["expected_s"]
+    assert 0.9 * LONG * BYTES / RATE < expected["kv_write"] < 3 * LONG * BYTES / RATE
+    assert expected["kv_write"] > 3 * expected["prefill"] > 0
+    cluster.hosts.wires.heal()
+    measure(cluster, seed=300)
+    told = decided(cluster, seed=3)
+    assert (told["path"], told["fallback"]) == ("remote", None), told
+    cluster.assert_clean()
