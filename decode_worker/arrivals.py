@@ -15,12 +15,15 @@ from pullfill.errors import Outcome
 class Arrivals(Book):
     """The part of `Ledger` that prefill workers end an attempt with."""
 
-    def progress(self, job_id: str, attempt: int, incarnation: str, writer: str) -> None:
-        """The current attempt moved: its job has `stall_s` from now on, at least. So a deadline
-        that was estimated too short ends no attempt that moves."""
+    def progress(
+        self, job_id: str, attempt: int, incarnation: str, writer: str, blocks: int = 0
+    ) -> None:
+        """The current attempt moved, and wrote `blocks` more: its job has `stall_s` from now on,
+        at least. So a deadline that was estimated too short ends no attempt that moves."""
         with self._lock:
             entry = self._current(job_id, attempt, incarnation, writer)
             if entry is not None and entry.state in (JobState.GRANTED, JobState.READING):
+                entry.written += blocks
                 entry.deadline = max(entry.deadline, self._clock.monotonic() + entry.stall_s)
 
     def commit(

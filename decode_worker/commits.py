@@ -86,7 +86,9 @@ class Commits:
     def progress(self, peer: Peer, progress: Progress) -> None:
         """It says that an attempt moved."""
         self._forecaster.wrote(peer.instance_id, progress.blocks, progress.write_s)
-        self._ledger.progress(progress.job_id, progress.attempt, progress.incarnation, peer.name)
+        self._ledger.progress(
+            progress.job_id, progress.attempt, progress.incarnation, peer.name, progress.blocks
+        )
 
     def ready(self, peer: Peer, ready: Ready) -> None:
         """It says that all is computed and may be read. Raises BadMessage if nobody asked it to."""

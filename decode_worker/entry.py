@@ -34,6 +34,7 @@ class Entry:
     deadline: of the whole, by the ledger's clock. stall_s: an attempt that moved is not ended
     before it has stood still for so long. claim_timeout_s, queued_at: nobody may let it
     wait longer for a claim, counted anew each time it is queued.
+    written: target blocks that the current attempt said it has written.
     reading: our own reader copies into its blocks, or is about to: they are nobody else's until it
     says that it is over, whatever became of the job."""
 
@@ -55,6 +56,7 @@ class Entry:
     fence: FenceToken | None = None
     settled: bool = False
     held: bool = False
+    written: int = 0
     reading: bool = False
     receipt: object | None = None
     quarantined_at: float = 0.0

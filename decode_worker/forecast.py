@@ -1,7 +1,8 @@
 """How long a remote prefill will take: what prefill workers report, and what past commits took.
 
 Measured, for the decision: the wait in the queue (tokens in front of it, over the tokens per second
-of all prefill workers that pull), the computation, and the writing of the KV. What nobody has
+of all prefill workers that pull, or the KV in front of it that is not written yet, whichever takes
+longer), the computation, and the writing of the KV. What nobody has
 measured yet counts as 0 there, so the first prompts go out. For deadlines the same sum is doubled,
 the slowest link counts, and assumed rates stand in for what is not measured: a deadline that is too
 long costs little, since a worker that dies or falls silent is noticed by its connection.
@@ -68,11 +69,13 @@ class Forecaster:
         loads: Sequence[Load],
         depth_tokens: int,
         own_tokens: int,
+        own_unwritten: int = 0,
     ) -> Forecast:
         """For a prompt of which `tokens` are to be computed, `blocks` with `kv_bytes`.
 
         workers: prefill workers that pull. loads: their reports. depth_tokens: of all jobs in the
         queue, those in work too. own_tokens: of our own jobs that nobody has claimed.
+        own_unwritten: blocks that prefill workers have still to write for jobs that they hold.
         """
         rates = [load.tokens_per_s for load in loads if load.tokens_per_s > 0]
         each = sum(rates) / len(rates) if rates else 0.0
@@ -81,12 +84,16 @@ class Forecaster:
         links = list(self._links.values())
         since = self._clock.monotonic() - FORGET_S
         recent = [link.per_block_s for link in links if link.at > since]
+        per_block_s = sum(recent) / len(recent) if recent else 0.0
         wait_s = ahead / (each * workers) if each and workers else 0.0
+        # What is computed and not written yet is in front of it too, whether the prefill worker
+        # takes the job at once or waits until it may compute more for us (credits.py).
+        wait_s = max(wait_s, own_unwritten * per_block_s / max(1, workers))
         prefill_s = tokens / each if each else 0.0
-        write_s = blocks * sum(recent) / len(recent) if recent else 0.0
+        write_s = blocks * per_block_s
         sure = each or ASSUMED_TOKENS_PER_S
         slowest = max((link.per_block_s for link in links), default=0.0)
-        wait_at_most = MARGIN * ahead / (sure * max(1, workers))
+        wait_at_most = MARGIN * max(ahead / (sure * max(1, workers)), own_unwritten * slowest)
         write_at_most = blocks * slowest or kv_bytes / ASSUMED_BYTES_PER_S
         return Forecast(
             wait_s=wait_s,

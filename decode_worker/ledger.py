@@ -195,6 +195,7 @@ class Ledger(Arrivals):
             return Claimed(refused=RefuseReason.HELD, retry_after_s=1.0)
         self.claims.claimed()
         entry.attempt += 1
+        entry.written = 0
         entry.state, entry.writer, entry.fence = JobState.GRANTED, writer, fence
         entry.ack_subject = ack_subject
         return Claimed(
@@ -356,6 +357,14 @@ class Ledger(Arrivals):
         with self._lock:
             targets = [e.targets for e in self._jobs.values() if e.state is JobState.QUEUED]
         return len(targets), sum(targets)
+
+    def unwritten(self) -> int:
+        """Blocks that prefill workers have still to bring for the jobs they hold."""
+        if not self._jobs:
+            return 0
+        with self._lock:
+            held = [e for e in self._jobs.values() if e.state is JobState.GRANTED]
+            return sum(max(0, e.targets - e.written) for e in held)
 
     @property
     def open_jobs(self) -> int:

@@ -68,6 +68,7 @@ class Outlook:
                 loads=[peer.load for peer in pulling],
                 depth_tokens=depth.depth_tokens,
                 own_tokens=own_blocks * self.cache.block_size,
+                own_unwritten=ledger.unwritten(),
             ),
         )
 

@@ -139,7 +139,7 @@ def expected(now: Situation, decision: Decision, config: RouterConfig) -> Expect
         return None
     forecast, (remote, claim) = now.forecast, timeouts(now.forecast, config)
     return Expected(
-        queue=forecast.wait_s if forecast.prefill_s else None,
+        queue=forecast.wait_s if forecast.wait_s or forecast.prefill_s else None,
         prefill=forecast.prefill_s or None,
         kv_write=forecast.write_s or None,
         claim_timeout=claim,

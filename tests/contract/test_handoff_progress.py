@@ -11,8 +11,17 @@ from typing import Any
 
 import pytest
 
-from pullfill.wire import KvMode
-from tests.support.handoff_rig import Cluster, DecodeHalf, PrefillHalf, prompt, settled
+from pullfill.wire import KvMode, RouterConfig, RouterPolicy
+from tests.contract.test_admission import looking
+from tests.support.fakes import FakeRequest
+from tests.support.handoff_rig import (
+    Cluster,
+    DecodeHalf,
+    PrefillHalf,
+    prompt,
+    settled,
+    until,
+)
 from tests.support.kv_engine import BLOCK, LAYOUT
 
 TIMEOUT_S = 0.5
@@ -106,4 +115,25 @@ async def test_the_link_is_measured_while_a_long_job_is_written(tmp_path: Path) 
         await settled(decode.send(LONG))
         assert len(told) > 2, "not only with the commit"
         assert all(BATCH_S <= rate < 3 * BATCH_S for rate in told)
+        await cluster.check_clean()
+
+
+async def test_a_prompt_behind_a_slow_link_is_not_sent_to_wait_there(tmp_path: Path) -> None:
+    """The KV of the first job is computed and not written: the next one would wait for that."""
+    async with Cluster(tmp_path, timeout_s=TIMEOUT_S) as cluster:
+        decode, _ = await cluster.decode(), await cluster.prefill(chunk=BLOCK)
+        slow(cluster, decode)
+        looking(decode)
+        decode.side._context.router_config = lambda: RouterConfig(
+            policy=RouterPolicy.ALWAYS_REMOTE, remote_timeout_s=TIMEOUT_S, max_queue_wait_s=0.4
+        )
+        served = decode.send(LONG)
+        await until(lambda: 0 < decode.ledger.unwritten() < BLOCKS, 5)
+        request = FakeRequest("behind", prompt(BLOCK + 1, seed=2))
+        assert decode.side.matched(request, 0) == (0, False)
+        _, decision = decode.side._decisions.pop("behind")
+        assert decision.reason == "queue_wait"
+        await settled(served)
+        assert decode.right(served)
+        assert decode.side.matched(request, 0)[1]
         await cluster.check_clean()

@@ -59,6 +59,17 @@ def test_the_wait_is_what_is_in_front_over_the_rate_of_all_that_pull() -> None:
     assert of(made, 100, [load(1000, done=9000)], depth=5000).wait_s == 0
 
 
+def test_kv_that_is_not_written_yet_is_in_front_too() -> None:
+    made, _ = forecaster()
+    made.wrote("p", 1000, 10.0)
+    told = made.forecast(
+        1600, 100, 1e8, workers=2, loads=[load(1000), load(1000)], depth_tokens=4000, own_tokens=0,
+        own_unwritten=1200,
+    )  # fmt: skip
+    assert told.wait_s == 6, "two links, 12 s of writing; 2 s of computation"
+    assert told.claim_within_s == 24, "or all of it comes over one of them"
+
+
 def test_a_worker_that_computed_nothing_yet_counts_as_the_others() -> None:
     made, _ = forecaster()
     assert of(made, 100, [load(1000), load(0)], depth=4000).wait_s == 2
