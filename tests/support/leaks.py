@@ -13,3 +13,10 @@ def usage() -> tuple[int, int, int]:
     gc.collect()
     maps = Path("/proc/self/maps").read_text().count("pullfill-")
     return len(os.listdir("/proc/self/fd")), maps, threading.active_count()
+
+
+def grown(before: tuple[int, int, int]) -> list[str]:
+    """What there is more of than in `before`. Less is no leak: an earlier test's threads end late."""
+    kinds = ("descriptors", "mappings", "threads")
+    now = zip(kinds, before, usage(), strict=True)
+    return [f"{kind}: {was} before, {is_now} now" for kind, was, is_now in now if is_now > was]

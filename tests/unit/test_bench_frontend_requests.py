@@ -82,7 +82,8 @@ class TestRequests:
             assert len(taken.http) == len(taken.all) == 1
             assert all(0 < a <= b for a, b in zip(taken.first, taken.whole, strict=True))
         streamed = found[KINDS[0]]["ours"]
-        assert all(b - a >= 9 for a, b in zip(streamed.first, streamed.whole, strict=True))
+        waits = [b - a for a, b in zip(streamed.first, streamed.whole, strict=True)]
+        assert max(waits) >= 9, "the server pauses for 10 ms after the first part"
 
     async def test_an_answer_of_another_length_is_no_result(self) -> None:
         server = Server(tokens=15)
