@@ -16,7 +16,7 @@ def usage() -> tuple[int, int, int]:
 
 
 def grown(before: tuple[int, int, int]) -> list[str]:
-    """What there is more of than in `before`. Less is no leak: an earlier test's threads end late."""
+    """What there is more of than in `before`. Less is no leak: threads may end late."""
     kinds = ("descriptors", "mappings", "threads")
     now = zip(kinds, before, usage(), strict=True)
     return [f"{kind}: {was} before, {is_now} now" for kind, was, is_now in now if is_now > was]

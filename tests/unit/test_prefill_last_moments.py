@@ -41,7 +41,7 @@ async def test_an_unexpected_failure_hands_the_grant_back(monkeypatch: pytest.Mo
     monkeypatch.setattr(attempt, "check", lambda *_, **__: None)
     with pytest.raises(ValueError, match="unexpected"):
         await runner._work(
-            link, SimpleNamespace(job_id="j"), [1], GRANT, nothing, 0.0, Opening("d")
+            link, SimpleNamespace(job_id="j", timeout_s=30), [1], GRANT, nothing, 0.0, Opening("d")
         )
     (back,) = sent
     assert isinstance(back, HandBack)
