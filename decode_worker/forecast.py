@@ -73,13 +73,16 @@ class Forecaster:
     ) -> Forecast:
         """For a prompt of which `tokens` are to be computed, `blocks` with `kv_bytes`.
 
-        workers: prefill workers that pull. loads: their reports. depth_tokens: of all jobs in the
-        queue, those in work too. own_tokens: of our own jobs that nobody has claimed.
-        own_unwritten: blocks that prefill workers have still to write for jobs that they hold.
+        workers: prefill workers that pull. loads: the reports of those that are connected.
+        depth_tokens: of all jobs in the queue, those in work too. own_tokens: of our own jobs that
+        nobody has claimed. own_unwritten: blocks that prefill workers have still to write for jobs
+        that they hold.
         """
         rates = [load.tokens_per_s for load in loads if load.tokens_per_s > 0]
         each = sum(rates) / len(rates) if rates else 0.0
         done = sum(load.done_tokens for load in loads)
+        if workers > len(loads) > 0:
+            done = done * workers // len(loads)
         ahead = max(depth_tokens - done, own_tokens, 0)
         links = list(self._links.values())
         since = self._clock.monotonic() - FORGET_S

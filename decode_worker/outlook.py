@@ -64,7 +64,7 @@ class Outlook:
                 tokens,
                 more,
                 more * self.kv_bytes / blocks,
-                workers=len(pulling),
+                workers=self.control.peers.pool if pulling else 0,
                 loads=[peer.load for peer in pulling],
                 depth_tokens=depth.depth_tokens,
                 own_tokens=own_blocks * self.cache.block_size,

@@ -6,6 +6,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from pullfill.config import STANDING_LINKS
 from pullfill.deploy.options import (
     PASS_THROUGH,
     AdvertiseKvOption,
@@ -29,6 +30,7 @@ from pullfill.deploy.options import (
     RestartWaitOption,
     SecurityOption,
     StallOption,
+    StandingLinksOption,
     StateDirOption,
     TransportsOption,
     WorkerHostOption,
@@ -141,6 +143,7 @@ def prefill(
     engine_stall_timeout: StallOption = 60.0,
     transports: TransportsOption = None,
     kv_credits: KvCreditsOption = None,
+    standing_links: StandingLinksOption = STANDING_LINKS,
     kv_port: KvPortOption = 0,
     http_port: HttpPortOption = 0,
     advertise_kv: AdvertiseKvOption = None,
@@ -165,6 +168,7 @@ def prefill(
         engine_stall_s=engine_stall_timeout,
         transports=transports,
         kv_credits=kv_credits,
+        standing_links=standing_links,
         kv_port=kv_port,
         http_port=http_port,
         advertise_kv=advertise_kv,

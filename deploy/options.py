@@ -120,6 +120,16 @@ KvCreditsOption = Annotated[
         "  [default: 256, or the KV of a whole prefill budget if that is more]",
     ),
 ]
+StandingLinksOption = Annotated[
+    int,
+    typer.Option(
+        "--standing-links",
+        metavar="N",
+        min=1,
+        help="How many prefill workers stay connected to one decode worker; the others connect when"
+        " they have a job of it. Give all prefill workers the same number",
+    ),
+]
 TransportsOption = Annotated[
     str | None,
     typer.Option(

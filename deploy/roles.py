@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pullfill.config import (
+    STANDING_LINKS,
     ClusterRef,
     FrontendOptions,
     WorkerOptions,
@@ -53,6 +54,7 @@ class RoleCommand:
     kv_digest: DigestMode = DigestMode.OFF
     kv_mode: KvMode = KvMode.PUSH_ASYNC
     kv_credits: int | None = None
+    standing_links: int = STANDING_LINKS
     control_port: int = 0
     advertise_control: str | None = None
     transports: str | None = None
@@ -86,6 +88,7 @@ def run_worker(role: str, command: RoleCommand) -> int:
         kv_digest=command.kv_digest,
         kv_mode=command.kv_mode,
         kv_credits=None if command.kv_credits is None else command.kv_credits << 20,
+        standing_links=command.standing_links,
         control_port=command.control_port,
         advertise_control=command.advertise_control,
         transports=parse_transports(command.transports),

@@ -1,9 +1,9 @@
 """This worker's connection to one decode worker: control channel, descriptor, mover.
 
-Made when the decode worker appears in the directory, kept until it leaves; reconnects while it is
-there. A broken connection ends every task granted over it: the decode worker revokes them on its
-side at the same moment. So does one over which nothing is heard any more: a decode worker that is
-stopped takes no KV, and what waits for it must not keep others waiting.
+Made by `Links` when it is needed; reconnects while the decode worker is in the directory; closed
+when it is idle. A broken connection ends every task granted over it: the decode worker revokes them
+on its side at the same moment. So does one over which nothing is heard any more: a decode worker
+that is stopped takes no KV, and what waits for it must not keep others waiting.
 """
 
 from __future__ import annotations
@@ -16,13 +16,8 @@ from typing import Any
 
 from pullfill import alive, frames, log, metrics
 from pullfill.channel import Channel, introduce
-from pullfill.errors import (
-    AuthFailed,
-    BadMessage,
-    ClaimRefused,
-    PeerUnavailable,
-    PullfillError,
-)
+from pullfill.errors import AuthFailed, BadMessage, ClaimRefused, PeerUnavailable, PullfillError
+from pullfill.idle import IDLE_S
 from pullfill.prefill_worker.mover import Mover
 from pullfill.prefill_worker.shared_mover import SharedMover
 from pullfill.security import ClusterKey
@@ -69,8 +64,9 @@ class DecodeLink:
     open_mover: connects to the decode worker's KV memory (blocking work done in a thread).
     on_revoke: called with each Revoke. on_lost: called when the connection ends.
     on_trial: called with each job of a self-check. key: what the decode worker must hold, and we
-    show. activity: how many jobs this worker has completed, for whomever, and how many it holds a
-    grant for; load: what it reports; both set by the owner.
+    show. on_idle: called when no job has needed the link for `idle_s`, unless it is `standing`; the
+    owner closes it then. activity: how many jobs this worker has completed, for whomever, and how
+    many it holds a grant for; load: what it reports; all three set by the owner.
     """
 
     def __init__(
@@ -83,6 +79,8 @@ class DecodeLink:
         key: ClusterKey | None = None,
         silent_s: float = SILENT_S,
         on_trial: Callable[[Trial], None] = lambda _trial: None,
+        on_idle: Callable[[DecodeLink], None] = lambda _link: None,
+        idle_s: float = IDLE_S,
     ) -> None:
         self.record = record
         self._hello = hello
@@ -91,8 +89,9 @@ class DecodeLink:
         self._on_trial = on_trial
         self._key = key
         self._silent_s = silent_s
-        self._heard = 0.0
-        self._asked_at = 0.0
+        self._on_idle = on_idle
+        self._idle_s = idle_s
+        self._heard = self._asked_at = self._needed_at = asyncio.get_running_loop().time()
         self._said = ""
         self._rids = itertools.count(1)
         self._replies: dict[int, asyncio.Future[Any]] = {}
@@ -108,6 +107,7 @@ class DecodeLink:
         self.activity: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self.load: Callable[[], Load] = Load
         self._completed = 0
+        self.standing = True
         self.retired = False
         self._task = asyncio.create_task(self._run())
 
@@ -117,13 +117,24 @@ class DecodeLink:
         with contextlib.suppress(asyncio.CancelledError):
             await self._task
 
-    def retire(self, on_end: Callable[[DecodeLink], None]) -> None:
+    def when_over(self, call: Callable[[DecodeLink], None]) -> None:
+        """Call `call` when this link has ended."""
+        self._task.add_done_callback(lambda _: call(self))
+
+    def retire(self) -> None:
         """The decode worker left the directory: it drains, or it is dead. What was granted goes on
-        while the connection stands; there is no reconnect. `on_end` is called when it is over."""
+        while the connection stands; there is no reconnect."""
         self.retired = True
-        self._task.add_done_callback(lambda _: on_end(self))
         if not self.connected:
             self._task.cancel()
+
+    def _idle(self) -> bool:
+        """Whether nothing needs this link, and nothing did for `idle_s`."""
+        now = asyncio.get_running_loop().time()
+        if self.standing or self._replies or self._shared.in_use:
+            self._needed_at = now
+            return False
+        return now - max(self._needed_at, self._asked_at) >= self._idle_s
 
     @property
     def connected(self) -> bool:
@@ -223,8 +234,7 @@ class DecodeLink:
             raise PeerUnavailable(f"decode worker {self.record.instance_id} is not connected")
         loop = asyncio.get_running_loop()
         self._asked_at = loop.time()
-        future = loop.create_future()
-        self._replies[rid] = future
+        future = self._replies[rid] = loop.create_future()
         try:
             channel.write(message)
             async with asyncio.timeout(within_s):
@@ -263,6 +273,9 @@ class DecodeLink:
                     logger.exception("link to %s failed", self.record.instance_id)
                 if self.retired:
                     return
+                if self._idle():
+                    self._on_idle(self)
+                    return
                 if self._welcomed:
                     delay, self._welcomed = _RECONNECT_S, False
                 else:
@@ -288,7 +301,8 @@ class DecodeLink:
                 self.send(Leaving())
             self._up.set()
             self._known.set()
-            logger.info("connected to decode worker %s", first.decode_instance)
+            tell = logger.info if self.standing else logger.debug
+            tell("connected to decode worker %s", first.decode_instance)
             beat = asyncio.create_task(self._say_alive(channel))
             try:
                 while True:
@@ -335,6 +349,9 @@ class DecodeLink:
             patience = alive.patience(unasked, self._silent_s)
             await asyncio.sleep(alive.due(said, self._asked_at, pause) - now)
             now = loop.time()
+            if self._idle():
+                self._on_idle(self)
+                return
             if now - before > pause + alive.ALIVE_INTERVAL_S:
                 self._heard = now  # we did not run either: what it said waits to be read
             elif now - self._heard > patience:
@@ -371,15 +388,11 @@ class DecodeLink:
     def _return_late(self, message: Any) -> None:
         """An answer nobody waits for. A grant is dead weight at the decode worker: give it back."""
         if isinstance(message, Grant):
-            self.send(
-                HandBack(
-                    job_id=message.job_id,
-                    attempt=message.attempt,
-                    incarnation=message.incarnation,
-                    cause="answer came too late",
-                    retry=True,
-                )
-            )
+            back = HandBack(
+                job_id=message.job_id, attempt=message.attempt, incarnation=message.incarnation,
+                cause="answer came too late", retry=True,
+            )  # fmt: skip
+            self.send(back)
 
 
 def _answered(future: asyncio.Future[Any]) -> bool:

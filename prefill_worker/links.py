@@ -1,17 +1,27 @@
-"""One DecodeLink per decode worker of our model, as the directory sees them come and go."""
+"""The links to decode workers of our model, as the directory sees them come and go.
+
+A link is made when one of two things needs it: this worker is one of those that stay connected to
+the decode worker (standing.py), or a job of that decode worker was pulled. A link that neither
+needs for a minute is closed. In a cluster of few prefill workers all links stay.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
 
+from msgspec.structs import replace
+
 from pullfill import log
+from pullfill.config import STANDING_LINKS
 from pullfill.errors import PeerUnavailable
+from pullfill.idle import IDLE_S
 from pullfill.prefill_worker.link import DecodeLink
 from pullfill.prefill_worker.mover import Mover
+from pullfill.prefill_worker.standing import Standing
 from pullfill.registry.directory import Directory
 from pullfill.security import ClusterKey
-from pullfill.wire import Compat, Hello, Load, Revoke, Trial, WorkerRecord
+from pullfill.wire import Compat, Hello, Load, Revoke, Trial, WorkerRecord, WorkerState
 
 logger = log.get("prefill_worker.links")
 
@@ -23,7 +33,12 @@ _REMEMBERED = 10_000
 
 
 class Links:
-    """asyncio thread only. `compat`: decode workers of another one are never connected."""
+    """asyncio thread only.
+
+    compat: decode workers of another one are never connected.
+    most: prefill workers that stay connected to one decode worker.
+    idle_s: a link that nothing needs is closed after so long.
+    """
 
     def __init__(
         self,
@@ -35,6 +50,8 @@ class Links:
         on_lost: Callable[[DecodeLink], None],
         key: ClusterKey | None = None,
         on_trial: Callable[[Trial], None] = lambda _trial: None,
+        most: int = STANDING_LINKS,
+        idle_s: float = IDLE_S,
     ) -> None:
         self._directory = directory
         self._hello = hello
@@ -44,10 +61,15 @@ class Links:
         self._on_lost = on_lost
         self._key = key
         self._on_trial = on_trial
+        self._idle_s = idle_s
+        self._standing = Standing(hello.prefill_instance, most)
+        self._records: dict[str, WorkerRecord] = {}
         self._links: dict[str, DecodeLink] = {}
-        self._gone: dict[str, None] = {}
+        # Decode workers that left the directory. A record: it may drain, and nobody has tried yet.
+        self._gone: dict[str, WorkerRecord | None] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
+        self._started = False
         self._leaving = False
         self._why_not = ""
         self.activity: Callable[[], tuple[int, int]] = lambda: (0, 0)
@@ -56,10 +78,13 @@ class Links:
         self._closed = False
 
     def start(self) -> None:
-        """Connect to everyone known now and to everyone who comes."""
+        """Connect to those known now and follow who comes."""
         self._directory.subscribe(self._on_change)
-        for record in self._directory.workers("decode").values():
-            self._on_change(None, record)
+        for role in ("prefill", "decode"):
+            for record in self._directory.workers(role).values():
+                self._on_change(None, record)
+        self._started = True
+        self._refresh()
 
     def leave(self) -> None:
         """We drain: every decode worker prefills locally if it knows nobody else."""
@@ -81,8 +106,7 @@ class Links:
 
     def knows(self, instance_id: str) -> bool:
         """Whether the decode worker is (still) in the directory, as far as etcd can tell."""
-        link = self._links.get(instance_id)
-        return (link is not None and not link.retired) or not self._directory.reachable
+        return instance_id in self._records or not self._directory.reachable
 
     @property
     def connected(self) -> list[str]:
@@ -100,10 +124,11 @@ class Links:
         return link is not None and link.connected
 
     async def find(self, instance_id: str) -> DecodeLink:
-        """The connected link to a decode worker; waits briefly for one that is just appearing, and
-        not for one that left the directory. Raises PeerUnavailable."""
+        """The connected link to a decode worker, made now if there is none. Waits briefly for a
+        decode worker that is just appearing, and not for one that left the directory. Raises
+        PeerUnavailable."""
         deadline = asyncio.get_running_loop().time() + _UNKNOWN_S
-        while (link := self._links.get(instance_id)) is None:
+        while (link := self._link_to(instance_id)) is None:
             if instance_id in self._gone:
                 raise PeerUnavailable(f"decode worker {instance_id} left the directory")
             left = deadline - asyncio.get_running_loop().time()
@@ -116,64 +141,125 @@ class Links:
         await link.wait_up(_APPEAR_S)
         return link
 
-    def _on_end(self, link: DecodeLink) -> None:
-        instance_id = link.record.instance_id
-        if self._links.get(instance_id) is not link:
+    def _link_to(self, instance_id: str) -> DecodeLink | None:
+        """The link there is, or a new one."""
+        if (link := self._links.get(instance_id)) is not None or self._closed:
+            return link
+        if (record := self._records.get(instance_id)) is not None:
+            return self._open(record)
+        if (record := self._gone.get(instance_id)) is not None:
+            # It is dead, or it drains and has jobs left. One attempt to connect shows which.
+            self._gone[instance_id] = None
+            link = self._open(record)
+            link.retired = True
+            return link
+        return None
+
+    # ------------------------------------------------------------------ links
+
+    def _open(self, record: WorkerRecord, standing: bool = False) -> DecodeLink:
+        link = self._links[record.instance_id] = DecodeLink(
+            record, self._hello, self._open_mover, self._on_revoke, self._on_lost, self._key,
+            on_trial=self._on_trial, on_idle=self._on_idle, idle_s=self._idle_s,
+        )  # fmt: skip
+        link.standing = standing
+        link.activity = lambda: self.activity()
+        link.load = self._load
+        link.when_over(self._on_end)
+        if self._leaving:
+            link.leave()
+        link.pause(self._why_not)
+        return link
+
+    def _load(self) -> Load:
+        return replace(self.load(), pool=self._standing.pool)
+
+    def _refresh(self) -> None:
+        """Bring the links to what is wanted. A link not wanted any more goes when it is idle."""
+        if not self._started or self._closed:
             return
-        del self._links[instance_id]
-        if not link.retired and not self._closed:  # its key came back while its link was ending
-            self._on_change(None, self._directory.workers("decode").get(instance_id))
+        wanted = self._standing.wanted()
+        for name, link in self._links.items():
+            link.standing = name in wanted
+        for name in wanted - self._links.keys():
+            self._open(self._records[name], standing=True)
+
+    def _on_idle(self, link: DecodeLink) -> None:
+        """Nothing needs it."""
+        if self._links.get(link.record.instance_id) is link:
+            logger.debug("closing the idle link to %s", link.record.instance_id)
+            del self._links[link.record.instance_id]
+        self._close(link)
+
+    def _close(self, link: DecodeLink) -> None:
+        task = asyncio.ensure_future(link.close())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    def _on_end(self, link: DecodeLink) -> None:
+        """It ended by itself: its decode worker is gone."""
+        if self._links.get(link.record.instance_id) is link:
+            del self._links[link.record.instance_id]
+            if not link.retired:  # the key came back while the link was ending
+                self._refresh()
+
+    # ------------------------------------------------------------------ the directory
 
     def _on_change(self, old: WorkerRecord | None, new: WorkerRecord | None) -> None:
         record = new or old
-        if record is None or record.role != "decode":
+        if record is None:
             return
-        if new is None:
-            self._gone[record.instance_id] = None
-            while len(self._gone) > _REMEMBERED:
-                del self._gone[next(iter(self._gone))]
-        else:
-            self._gone.pop(record.instance_id, None)
-        fits = (
-            new is not None and new.compat is not None and not self._compat.differs_from(new.compat)
-        )
-        known = self._links.get(record.instance_id)
-        same = (
-            known is not None
-            and new is not None
-            and known.record.incarnation == new.incarnation
-            and known.record.control == new.control
-        )
-        if known is not None and (same or new is None):
+        if record.role == "prefill":
+            pulls = new is not None and new.state is WorkerState.READY and self._fits(new)
+            self._standing.prefill(record.instance_id, pulls)
+        elif record.role == "decode":
             if new is None:
-                known.retire(self._on_end)
+                self._left(record.instance_id)
             else:
-                known.retired = False
+                self._came(new)
+            self._standing.decode(record.instance_id, record.instance_id in self._records)
+        self._refresh()
+        self._changed.set()
+
+    def _fits(self, record: WorkerRecord) -> bool:
+        return record.compat is not None and not self._compat.differs_from(record.compat)
+
+    def _left(self, name: str) -> None:
+        record, link = self._records.pop(name, None), self._links.get(name)
+        self._gone[name] = record if link is None else None
+        while len(self._gone) > _REMEMBERED:
+            del self._gone[next(iter(self._gone))]
+        if link is not None:
+            link.retire()
+
+    def _came(self, new: WorkerRecord) -> None:
+        """It is new, or its record has changed."""
+        name = new.instance_id
+        self._gone.pop(name, None)
+        link = self._links.get(name)
+        usable = self._fits(new) and bool(new.control)
+        if usable:
+            self._records[name] = new
+        else:
+            self._records.pop(name, None)
+            self._warn(new)
+        if link is None:
             return
-        if known is not None:
-            del self._links[record.instance_id]
-            task = asyncio.ensure_future(known.close())
-            self._closing.add(task)
-            task.add_done_callback(self._closing.discard)
-        if new is not None and fits and new.control:
-            self._links[new.instance_id] = DecodeLink(
-                new, self._hello, self._open_mover, self._on_revoke, self._on_lost, self._key,
-                on_trial=self._on_trial,
-            )  # fmt: skip
-            self._links[new.instance_id].activity = lambda: self.activity()
-            self._links[new.instance_id].load = lambda: self.load()
-            if self._leaving:
-                self._links[new.instance_id].leave()
-            self._links[new.instance_id].pause(self._why_not)
-        elif (
-            new is not None
-            and new.compat is not None
-            and new.compat.model == self._compat.model
-            and (differences := self._compat.differs_from(new.compat))
-        ):
+        before = link.record
+        if (before.incarnation, before.control) == (new.incarnation, new.control):
+            link.retired = False
+        else:
+            del self._links[name]
+            self._close(link)
+
+    def _warn(self, record: WorkerRecord) -> None:
+        """About a decode worker of our model that differs."""
+        theirs = record.compat
+        if theirs is None or theirs.model != self._compat.model:
+            return
+        if differences := self._compat.differs_from(theirs):
             field, our_value, their_value = differences[0]
             logger.warning(
                 "not connecting to %s: its %s is %r, ours is %r",
-                new.instance_id, field, their_value, our_value,
+                record.instance_id, field, their_value, our_value,
             )  # fmt: skip
-        self._changed.set()

@@ -61,6 +61,11 @@ class SharedMover:
         better; None before the first write."""
         return _route_of(self._mover) if self._mover is not None else self._rested
 
+    @property
+    def in_use(self) -> bool:
+        """Whether a job holds the mover, or it still copies for one that has ended."""
+        return self._idle.in_use or (self._mover is not None and self._mover.busy)
+
     def held(self) -> AbstractContextManager[None]:
         """The mover is not closed as idle meanwhile. A job takes this before it asks for the
         mover, and keeps it until it submits nothing more."""

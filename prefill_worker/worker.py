@@ -99,7 +99,10 @@ class PrefillWorker:
             security=self._cluster.security.etcd,
         )
         directory = Directory(
-            etcd, self._cluster.namespace, ["decode"], ttl_s=self._options.lease_ttl_s
+            etcd,
+            self._cluster.namespace,
+            ["decode", "prefill"],
+            ttl_s=self._options.lease_ttl_s,
         )
         await directory.start()
         self._directory = directory
@@ -272,6 +275,7 @@ class PrefillWorker:
             self._on_lost,
             self._key,
             self._on_trial,
+            most=self._options.standing_links,
         )
         self._runner = JobRunner(
             self._links,

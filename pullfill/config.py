@@ -196,6 +196,10 @@ def check_url(flag: str, url: str | None) -> str | None:
     raise ConfigError(f"{flag} {url!r}: give http://HOST:PORT or https://HOST:PORT")
 
 
+STANDING_LINKS = 32
+"""Prefill workers that stay connected to one decode worker."""
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerOptions:
     """Options of a decode or prefill worker besides vLLM's own flags.
@@ -208,7 +212,8 @@ class WorkerOptions:
     advertise_control: published for claims instead of the bound address (a forwarded port).
     kv_mode: how KV comes into a decode worker's blocks. Prefill workers: kv_credits: bytes that may
     be computed for one decode worker and not be there yet (None: 256 MiB, or the KV of a whole
-    prefill budget if that is more).
+    prefill budget if that is more); standing_links: prefill workers that stay connected to one
+    decode worker, the same for all.
     transports: names of those that may move KV (None: all that work here but nixl). kv_port,
     advertise_kv: as above, for the KV that goes through a port: into decode workers, and out of
     prefill workers that are read (`kv_mode` pull). http_port: of the probe server, 0 for any.
@@ -225,6 +230,7 @@ class WorkerOptions:
     kv_digest: DigestMode = DigestMode.OFF
     kv_mode: KvMode = KvMode.PUSH_ASYNC
     kv_credits: int | None = None
+    standing_links: int = STANDING_LINKS
     control_port: int = 0
     advertise_control: str | None = None
     transports: frozenset[str] | None = None

@@ -34,6 +34,11 @@ class IdleTimer:
             self._users -= 1
             self.start()
 
+    @property
+    def in_use(self) -> bool:
+        """Whether there is a user now."""
+        return self._users > 0
+
     def start(self) -> None:
         """Count from now on, if there is no user."""
         self.stop()

@@ -230,10 +230,12 @@ class Goodbye(Message, tag="goodbye", frozen=True, kw_only=True):
 
 class Load(Message, frozen=True, kw_only=True):
     """What a prefill worker does. tokens_per_s: prompt tokens that it computes in a second of work;
-    0: it has computed nothing yet. done_tokens: computed, of jobs that are not committed yet."""
+    0: it has computed nothing yet. done_tokens: computed, of jobs not committed yet. pool: prefill
+    workers that take jobs; 0: all of them are connected to each decode worker."""
 
     tokens_per_s: Finite = 0.0
     done_tokens: Count = 0
+    pool: Count = 0
 
 
 class Claim(Message, tag="claim", frozen=True, kw_only=True):
@@ -376,12 +378,11 @@ class Leaving(Message, tag="leaving", frozen=True, kw_only=True):
 
 
 class Alive(Message, tag="alive", frozen=True, kw_only=True):
-    """Sent every ALIVE_INTERVAL_S by a prefill worker, half as often where nothing was asked for a
-    minute, and sent back: the process runs. Who is silent for SILENT_S, or a second more there, is
-    treated as gone, by either side (alive.py). pulls: False while the prefill worker's engine is
-    stuck or NATS does not answer it, so that nobody counts on it; said at once when it changes.
-    why: the reason, for people. busy: it computes for some decode worker, or has since the last
-    Alive of this connection, so a job that nobody claims may just wait its turn."""
+    """A prefill worker sends it regularly (alive.py), and the decode worker sends it back. Either
+    side treats the other as gone when it hears nothing for SILENT_S or a little more. pulls: False
+    while its engine is stuck or NATS does not answer it; said at once when it changes. why: the
+    reason, for people. busy: it computes for some decode worker, or has since the last Alive of
+    this connection, so a job that nobody claims may just wait its turn."""
 
     pulls: bool = True
     why: Text = ""

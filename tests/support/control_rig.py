@@ -36,8 +36,11 @@ BLOCKS = (0, 5, 6)
 class Decode:
     """One decode worker's control server over a real ledger."""
 
-    def __init__(self, silent_s: float = SILENT_S, key: ClusterKey | None = None) -> None:
+    def __init__(
+        self, silent_s: float = SILENT_S, key: ClusterKey | None = None, name: str = "decode-1"
+    ) -> None:
         loop = asyncio.get_running_loop()
+        self.name = name
         self.cancelled: list[object] = []
         self.nakked: list[str] = []
         self.fences = LoopbackFences(64, 8)
@@ -47,10 +50,10 @@ class Decode:
             on_action=lambda: loop.call_soon_threadsafe(self.server.wake),
         )
         self.server = ControlServer(
-            instance_id="decode-1",
+            instance_id=name,
             compat=COMPAT,
             ledger=self.ledger,
-            stories=Stories("decode-1"),
+            stories=Stories(name),
             cancel=self._cancel,
             hand_back=self._hand_back,
             silent_s=silent_s,
@@ -73,7 +76,7 @@ class Decode:
 
     def record(self, address: str | None = None) -> WorkerRecord:
         return WorkerRecord(
-            instance_id="decode-1",
+            instance_id=self.name,
             incarnation="i0",
             role="decode",
             state=WorkerState.READY,

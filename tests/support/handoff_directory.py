@@ -17,7 +17,7 @@ class FakeDirectory:
         self._callbacks: list[Callable[[WorkerRecord | None, WorkerRecord | None], None]] = []
 
     def workers(self, role: str) -> dict[str, WorkerRecord]:
-        return dict(self.members)
+        return {name: record for name, record in self.members.items() if record.role == role}
 
     def subscribe(self, callback: Any) -> Callable[[], None]:
         self._callbacks.append(callback)

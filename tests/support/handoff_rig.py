@@ -244,6 +244,7 @@ class PrefillHalf:
             self._open_mover,
             lambda link, revoke: self.runner.revoked(link, revoke),
             lambda link: self.runner.link_lost(link),
+            **cluster.links,
         )
         self.runner = JobRunner(
             self.links,
@@ -287,7 +288,7 @@ class Cluster:
     """Everything on one loop; use as `async with Cluster(tmp_path, "loopback") as cluster`.
 
     wrap: puts something between the decode workers and the queue (to corrupt what is published).
-    server: the queue is on this NATS server, and not in the process.
+    server: the queue is on this NATS server, and not in the process. links: arguments of `Links`.
     """
 
     directory_path: Path
@@ -302,6 +303,7 @@ class Cluster:
     patience_s: float = SILENT_S
     wrap: Callable[[Any], Any] = lambda producer: producer
     server: NatsServer | None = None
+    links: dict[str, Any] = field(default_factory=dict)
     decodes: dict[str, DecodeHalf] = field(default_factory=dict)
     prefills: list[PrefillHalf] = field(default_factory=list)
 
@@ -347,8 +349,7 @@ class Cluster:
         name = f"prefill-{len(self.prefills) + 1}"
         prefill = PrefillHalf(self, name, chunk=chunk, consumer=consumer)
         self.prefills.append(prefill)
-        known = sorted(self.directory.members)
-        await until(lambda: prefill.links.connected == known)
+        await until(lambda: prefill.links.connected == sorted(prefill.links._standing.wanted()))
         if pull:
             prefill.puller.start()
         return prefill

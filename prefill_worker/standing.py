@@ -1,0 +1,82 @@
+"""Which decode workers a prefill worker stays connected to while it has no job of them.
+
+A connection for each pair of workers would be 65,536 of them with 256 workers of each kind. So each
+decode worker is connected to the `most` prefill workers that rank highest for it, and each prefill
+worker to its own `LEAST` best decode workers, however many prefill workers there are. Everything
+else is connected when a job needs it (links.py).
+
+The rank of a pair is a hash of the two names (rendezvous hashing). So all prefill workers agree
+without a word, and a worker that comes or goes changes only its own connections and those that take
+its place. With `most` prefill workers or fewer every pair is connected.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+from pullfill.config import STANDING_LINKS
+
+LEAST = 4
+"""Decode workers that a prefill worker stays connected to. So one that no decode worker can reach
+shows, in a fleet of far more prefill workers than decode workers too."""
+
+
+def rank(decode: str, prefill: str) -> bytes:
+    """The higher, the rather the pair is connected."""
+    return blake2b(f"{decode} {prefill}".encode(), digest_size=8).digest()
+
+
+@dataclass(slots=True)
+class _Place:
+    """Ours at one decode worker. ahead: prefill workers that rank higher there."""
+
+    rank: bytes
+    ahead: set[str] = field(default_factory=set)
+
+
+class Standing:
+    """Follows the members of the cluster for the prefill worker `me`."""
+
+    def __init__(self, me: str, most: int = STANDING_LINKS) -> None:
+        self._me = me
+        self._most = most
+        self._others: set[str] = set()
+        self._places: dict[str, _Place] = {}
+
+    def prefill(self, name: str, pulls: bool) -> None:
+        """Another prefill worker is there and takes jobs, or no longer."""
+        if pulls == (name in self._others) or name == self._me:
+            return
+        if not pulls:
+            self._others.discard(name)
+            for place in self._places.values():
+                place.ahead.discard(name)
+            return
+        self._others.add(name)
+        for decode, place in self._places.items():
+            if rank(decode, name) > place.rank:
+                place.ahead.add(name)
+
+    def decode(self, name: str, here: bool) -> None:
+        """A decode worker can be connected, or no longer."""
+        if not here:
+            self._places.pop(name, None)
+        elif name not in self._places:
+            ours = rank(name, self._me)
+            ahead = {other for other in self._others if rank(name, other) > ours}
+            self._places[name] = _Place(ours, ahead)
+
+    @property
+    def pool(self) -> int:
+        """Prefill workers that take jobs, this one too; 0 while each decode worker is connected to
+        all of them and can count them itself."""
+        workers = len(self._others) + 1
+        return workers if workers > self._most else 0
+
+    def wanted(self) -> set[str]:
+        """The decode workers to stay connected to."""
+        places = self._places
+        best = heapq.nlargest(min(LEAST, self._most), places, key=lambda d: places[d].rank)
+        return {d for d, place in places.items() if len(place.ahead) < self._most} | set(best)

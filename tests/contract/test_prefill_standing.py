@@ -1,0 +1,249 @@
+"""Connections between many decode and many prefill workers: few stand, others come when needed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from pullfill import alive
+from pullfill.errors import PeerUnavailable
+from pullfill.prefill_worker import link as link_module
+from pullfill.prefill_worker.link import DecodeLink
+from pullfill.prefill_worker.links import Links
+from pullfill.prefill_worker.standing import LEAST
+from pullfill.wire import Hello, WorkerRecord, WorkerState
+from tests.support.control_rig import Decode, until
+from tests.support.handoff_directory import FakeDirectory
+from tests.support.handoff_rig import (
+    COMPATIBLE,
+    Cluster,
+    DecodeHalf,
+    PrefillHalf,
+    hold,
+    prompt,
+    settled,
+    stuck_in_a_write,
+)
+from tests.support.transfer_rigs import COMPAT
+
+SOON_S = 0.05
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Links look every 20 ms whether they are idle, and not every second."""
+    monkeypatch.setattr(alive, "pause", lambda unasked_s: 0.02)
+
+
+def prefill_record(name: str, state: WorkerState = WorkerState.READY) -> WorkerRecord:
+    return WorkerRecord(
+        instance_id=name, incarnation="i", role="prefill", state=state, model="m",
+        compat=COMPAT, host="127.0.0.1", host_id="h", pid=1, started_at=0.0,
+    )  # fmt: skip
+
+
+class Fleet:
+    """Decode workers that listen, and the links of prefill workers."""
+
+    def __init__(self, decode: list[Decode], prefill: dict[str, Links], seen: FakeDirectory):
+        self.decode, self.prefill, self.directory = decode, prefill, seen
+
+    @property
+    def sockets(self) -> int:
+        return sum(len(decode.server.peers) for decode in self.decode)
+
+    @property
+    def settled(self) -> bool:
+        """Whether both ends have the connections that are to stand, and no others."""
+        wanted = {name: links._standing.wanted() for name, links in self.prefill.items()}
+        return self.sockets == sum(map(len, wanted.values())) and all(
+            links.connected == sorted(wanted[name]) for name, links in self.prefill.items()
+        )
+
+
+@asynccontextmanager
+async def fleet(decode: int, prefill: int, most: int, idle_s: float = 60.0) -> AsyncIterator[Fleet]:
+    async def no_mover(_: Any) -> Any:
+        raise AssertionError("nothing is moved")
+
+    directory: Any = FakeDirectory()
+    async with AsyncExitStack() as stack:
+        servers = [Decode(name=f"decode-{n}") for n in range(decode)]
+        for server in servers:
+            await server.server.start("127.0.0.1")
+            stack.push_async_callback(server.server.stop)
+            directory.put(replace(server.record(), compat=COMPAT))
+        found = {}
+        for name in [f"prefill-{n}" for n in range(prefill)]:
+            directory.put(prefill_record(name))
+            hello = Hello(prefill_instance=name, host_id="h", compat=COMPAT.hash(), transports=[])
+            found[name] = Links(
+                directory, hello, COMPAT, no_mover, lambda *_: None, lambda *_: None,
+                most=most, idle_s=idle_s,
+            )  # fmt: skip
+            stack.push_async_callback(found[name].close)
+        for links in found.values():
+            links.start()
+        yield Fleet(servers, found, directory)
+
+
+async def test_the_connections_of_a_fleet_are_bounded() -> None:
+    """Of 20 x 16 pairs only a few for each worker stand, and every worker has some."""
+    async with fleet(20, 16, most=3) as workers:
+        await until(lambda: workers.settled)
+        assert workers.sockets <= 20 * 3 + 16 * LEAST
+        assert min(len(decode.server.peers) for decode in workers.decode) >= 3
+        assert min(len(links.connected) for links in workers.prefill.values()) >= 3
+        await until(lambda: {decode.server.peers.pool for decode in workers.decode} == {16})
+
+
+async def test_a_small_cluster_has_all_connections() -> None:
+    async with fleet(5, 4, most=4, idle_s=0.0) as workers:
+        await until(lambda: workers.sockets == 20)
+        await asyncio.sleep(0.1)
+        assert workers.sockets == 20, "standing links are never idle"
+
+
+async def test_connections_follow_who_comes_and_goes(quick: None) -> None:
+    """A prefill worker that leaves, or drains, is replaced at each of its decode workers. When it
+    is back, the one in its place goes."""
+    async with fleet(8, 6, most=2, idle_s=SOON_S) as workers:
+        await until(lambda: workers.settled)
+        before = {name: links.connected for name, links in workers.prefill.items()}
+        record = workers.directory.members["prefill-2"]
+        gone = workers.prefill.pop("prefill-2")
+        await gone.close()
+        workers.directory.put(replace(record, state=WorkerState.DRAINING))
+        await until(lambda: workers.settled)
+        assert min(len(decode.server.peers) for decode in workers.decode) >= 2
+        await until(lambda: {decode.server.peers.pool for decode in workers.decode} == {5})
+        workers.directory.put(record)
+        await until(lambda: workers.settled)
+        now = {name: links.connected for name, links in workers.prefill.items()}
+        assert now == {name: links for name, links in before.items() if name != "prefill-2"}
+
+
+async def test_who_cannot_pull_says_so_over_a_new_connection_at_once() -> None:
+    async with fleet(8, 6, most=1) as workers:
+        await until(lambda: workers.settled)
+        name, links = next(iter(workers.prefill.items()))
+        links.pause("NATS does not answer it")
+        (far, *_) = [d for d in workers.decode if d.name not in links.connected]
+        await links.find(far.name)
+        await until(lambda: f"{name} pulls no jobs" in " ".join(far.server.peers.not_pulling))
+
+
+async def test_a_decode_worker_that_left_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may drain, and its last jobs are pulled by workers that are not connected to it. If it is
+    dead, nobody waits for it again."""
+    async with fleet(8, 6, most=1) as workers:
+        await until(lambda: workers.settled)
+        links = workers.prefill["prefill-0"]
+        drains, dead = [d for d in workers.decode if d.name not in links.connected][:2]
+        workers.directory.remove(drains.name)
+        assert not links.knows(drains.name)
+        assert (await links.find(drains.name)).connected
+        await dead.server.stop()
+        workers.directory.remove(dead.name)
+        with pytest.raises(PeerUnavailable, match="does not answer"):
+            await links.find(dead.name)
+        await until(lambda: dead.name not in links._links)
+        monkeypatch.setattr(link_module, "DecodeLink", None)
+        with pytest.raises(PeerUnavailable, match="left the directory"):
+            await links.find(dead.name)
+
+
+async def test_an_unreachable_decode_worker_is_forgotten_when_idle(quick: None) -> None:
+    async with fleet(0, 6, most=1, idle_s=SOON_S) as workers:
+        links = workers.prefill["prefill-0"]
+        for number in range(8):
+            nobody = Decode(name=f"decode-{number}").record("tcp://127.0.0.1:1")
+            workers.directory.put(replace(nobody, compat=COMPAT))
+        far = next(f"decode-{n}" for n in range(8) if f"decode-{n}" not in links._links)
+        with pytest.raises(PeerUnavailable, match="does not answer"):
+            await links.find(far)
+        await until(lambda: far not in links._links)
+        with pytest.raises(PeerUnavailable, match="does not answer"):
+            await links.find(far)
+
+
+# --------------------------------------------------------------------------- with jobs
+
+
+@asynccontextmanager
+async def far_apart(tmp_path: Path) -> AsyncIterator[tuple[Cluster, DecodeHalf, PrefillHalf]]:
+    """A prefill worker that pulls, and a decode worker that is connected to another one only."""
+    async with Cluster(tmp_path, links={"most": 1, "idle_s": SOON_S}) as cluster:
+        for number in (1, 2):
+            record = replace(prefill_record(f"prefill-{number}"), compat=COMPATIBLE)
+            cluster.directory.put(record)
+        for number in range(8):
+            await cluster.decode(f"decode-{number}")
+        far, near = await cluster.prefill(pull=False), await cluster.prefill(pull=False)
+        far.puller.start()
+        decode = next(name for name in near.links.connected if name not in far.links.connected)
+        yield cluster, cluster.decodes[decode], far
+
+
+async def serve(decode: DecodeHalf, seed: int) -> None:
+    served = decode.send(prompt(30, seed=seed))
+    await settled(served)
+    assert decode.right(served)
+
+
+async def test_a_job_brings_its_connection_and_leaves_none(tmp_path: Path, quick: None) -> None:
+    async with far_apart(tmp_path) as (cluster, decode, prefill):
+        for seed in range(3):
+            assert not prefill.links.is_up(decode.name)
+            await serve(decode, seed)
+            assert prefill.links.is_up(decode.name)
+            await until(lambda: len(decode.control.peers) == 1)
+            await until(lambda: decode.name not in prefill.links._links)
+        assert (prefill.runner.completed, prefill.runner.failed) == (3, 0)
+        await cluster.check_clean()
+
+
+async def test_no_job_fails_though_links_are_closed_all_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(alive, "pause", lambda unasked_s: 0.001)
+    async with far_apart(tmp_path) as (cluster, decode, prefill):
+        prefill.links._idle_s = 0.0
+        made: list[DecodeLink] = []
+        connect = prefill.links._open
+        monkeypatch.setattr(
+            prefill.links, "_open", lambda *args: made.append(connect(*args)) or made[-1]
+        )
+        for seed in range(40):
+            both = [decode.send(prompt(20, seed=seed)), decode.send(prompt(20, seed=seed + 50))]
+            await settled(*both)
+            assert all(decode.right(served) for served in both)
+            for served in both:
+                decode.abort(served)
+            await asyncio.sleep(seed % 4 * 0.001)
+        assert len(made) > 5
+        assert prefill.runner.failed == 0
+        await cluster.check_clean()
+
+
+async def test_a_link_stays_while_its_job_runs(tmp_path: Path, quick: None) -> None:
+    """A copy may take longer than an idle link lives; so may one whose job has ended."""
+    async with far_apart(tmp_path) as (cluster, decode, prefill):
+        faults = hold(decode)
+        served = decode.send(prompt(30))
+        await stuck_in_a_write(decode)
+        await asyncio.sleep(10 * SOON_S)
+        assert prefill.links.is_up(decode.name)
+        decode.abort(served)
+        await until(lambda: prefill.runner.in_flight <= 1)
+        await asyncio.sleep(10 * SOON_S)
+        assert prefill.links.is_up(decode.name), "its copy is not proved quiet"
+        faults.resume()
+        await until(lambda: decode.name not in prefill.links._links)
+        await cluster.check_clean()
