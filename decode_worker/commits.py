@@ -12,11 +12,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import msgspec
 
 from pullfill import failpoints, log, metrics, u32
-from pullfill.decode_worker.entry import JobState
+from pullfill.decode_worker.entry import Entry, JobState
 from pullfill.decode_worker.forecast import Forecaster
 from pullfill.decode_worker.ledger import Ledger
 from pullfill.decode_worker.moves import Read, Verify
@@ -36,6 +37,7 @@ class Commits:
     """Takes `Commit` and `Ready` messages.
 
     spawn: run something beside the connection. act: carry out what the ledger asks for.
+    committed: called with the queue's receipt of each job that ended well.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class Commits:
         self._forecaster = forecaster
         self._spawn = spawn
         self._act = act
+        self.committed: Callable[[Any], None] = lambda _receipt: None
 
     def commit(self, peer: Peer, commit: Commit) -> None:
         """It says that all is written."""
@@ -81,7 +84,7 @@ class Commits:
         if isinstance(answer, Verify):
             self._spawn(self._verify(peer, commit, answer))
         else:
-            self._answer(peer, commit, answer)
+            self._answer(peer, commit, answer, entry)
 
     def progress(self, peer: Peer, progress: Progress) -> None:
         """It says that an attempt moved."""
@@ -101,7 +104,7 @@ class Commits:
         if isinstance(answer, Read):
             self._spawn(self._read(peer, ready, answer))
         else:
-            self._answer(peer, ready, answer)
+            self._answer(peer, ready, answer, None)
 
     async def _read(self, peer: Peer, ready: Ready, read: Read) -> None:
         assert peer.reader is not None
@@ -137,7 +140,7 @@ class Commits:
         if isinstance(answer, Verify):
             await self._verify(peer, ready, answer)
         else:
-            self._answer(peer, ready, answer)
+            self._answer(peer, ready, answer, entry)
         self._act()
 
     async def _watch(self, peer: Peer, ready: Ready, stall_s: float) -> None:
@@ -152,11 +155,16 @@ class Commits:
 
     async def _verify(self, peer: Peer, asked: Commit | Ready, verify: Verify) -> None:
         assert self._verifier is not None
+        entry = self._ledger.find(verify.job_id)
         why = await self._verifier.settle(verify, peer.instance_id)
-        self._answer(peer, asked, why)
+        self._answer(peer, asked, why, entry)
         self._act()
 
-    def _answer(self, peer: Peer, asked: Commit | Ready, why: str | None) -> None:
+    def _answer(
+        self, peer: Peer, asked: Commit | Ready, why: str | None, entry: Entry | None
+    ) -> None:
+        if why is None and entry is not None and entry.receipt is not None:
+            self.committed(entry.receipt)
         if why is not None:
             if why not in _OURS:
                 metrics.STALE_REFUSED.labels("commit").inc()

@@ -81,7 +81,7 @@ class ControlServer:
         self._ledger = ledger
         self._stories = stories
         self.forecaster = Forecaster()
-        self._commits = Commits(ledger, stories, verifier, self.forecaster, self._spawn, self._act)
+        self.commits = Commits(ledger, stories, verifier, self.forecaster, self._spawn, self._act)
         self._cancel = cancel
         self._hand_back = hand_back
         self._verifier = verifier
@@ -344,13 +344,13 @@ class ControlServer:
                 self._on_claim(peer, message)
                 return
             case Progress():
-                self._commits.progress(peer, message)
+                self.commits.progress(peer, message)
                 return
             case Commit():
-                self._commits.commit(peer, message)
+                self.commits.commit(peer, message)
                 return
             case Ready():
-                self._commits.ready(peer, message)
+                self.commits.ready(peer, message)
                 return
             case HandBack():
                 self._ledger.hand_back(

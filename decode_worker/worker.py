@@ -307,14 +307,11 @@ class DecodeWorker:
         )  # fmt: skip
         await control.start(self._options.host, self._options.control_port)
         publisher = self._publisher = Publisher(
-            self._loop,
-            producer,
-            self._context.ledger,
-            instance_id=self._instance_id,
+            self._loop, producer, self._context.ledger, instance_id=self._instance_id,
             control=self._options.advertise_control or control.address,
-            compat_hash=self._compat.hash(),
-            block_size=cache.block_size,
-        )
+            compat_hash=self._compat.hash(), block_size=cache.block_size,
+        )  # fmt: skip
+        control.commits.committed = producer.committed
         self._context.queue_full = producer.look_again
         control.past_stream = lambda: producer.past_stream
         self._control, self._producer = control, producer

@@ -142,6 +142,10 @@ class JobProducer(Protocol):
         server is away it returns False and the job is removed later."""
         ...
 
+    def committed(self, receipt: Receipt) -> None:
+        """The job is done and its message about to be acked: `depth` counts it no more."""
+        ...
+
     async def hand_back(self, ack_subject: str, receipt: Receipt | None) -> None:
         """NAK a delivery on behalf of a worker that died holding it.
 
@@ -152,9 +156,10 @@ class JobProducer(Protocol):
         ...
 
     def depth(self) -> QueueStatus:
-        """Jobs and tokens pending + in flight, from a cache at most ~0.3 s old while the
-        queue moves; own publishes and cancels count at once. Tokens are rounded up by at most
-        1/16 per job. Never does I/O; the last known state while the server is away."""
+        """Jobs and tokens pending + in flight, from a cache at most ~1.3 s old while the
+        queue moves; own publishes, commits and cancels count at once. Tokens are
+        rounded up by at most 1/16 per job. Never does I/O; the last known state while the
+        server is away."""
         ...
 
     def look_again(self) -> None:

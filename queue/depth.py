@@ -63,21 +63,22 @@ class DepthCache:
         self._clock = clock
         self._snapshot = EMPTY
         self._taken = clock.monotonic()
-        self._ours: dict[int, int] = {}
+        self._ours: dict[int, tuple[int, float]] = {}
         self._gone: dict[int, tuple[float, int]] = {}
         self._delta = (0, 0)
 
     def published(self, seq: int, tokens: int) -> None:
         """Our job `seq` is stored."""
         if seq > self._snapshot.last_seq and seq not in self._ours:
-            self._ours[seq] = rounded = round_up_tokens(tokens)
+            rounded = round_up_tokens(tokens)
+            self._ours[seq] = rounded, self._clock.monotonic()
             self._shift(1, rounded)
 
     def cancelled(self, seq: int, tokens: int) -> None:
-        """Our job `seq` was there and is gone."""
+        """Our job `seq` was there and is gone, or about to go."""
         ours = self._ours.pop(seq, None)
         if ours is not None:
-            self._shift(-1, -ours)
+            self._shift(-1, -ours[0])
         elif seq not in self._gone:
             self._gone[seq] = (self._clock.monotonic(), rounded := round_up_tokens(tokens))
             self._shift(-1, -rounded)
@@ -92,7 +93,8 @@ class DepthCache:
         self._snapshot, self._taken = snapshot, asked_at
         self._delta = (
             len(self._ours) - len(self._gone),
-            sum(self._ours.values()) - sum(tokens for _, tokens in self._gone.values()),
+            sum(t for t, _ in self._ours.values())
+            - sum(tokens for _, tokens in self._gone.values()),
         )
 
     def hear(self, snapshot: Snapshot, asked_at: float) -> bool:
@@ -109,13 +111,22 @@ class DepthCache:
         depth = max(0, snapshot.jobs + jobs)
         figures_age = max(0.0, self._clock.monotonic() - self._taken)
         age = snapshot.oldest_age_s + figures_age
+        if not snapshot.jobs:  # the oldest of ours, which the server has not counted yet
+            age = self._age_of_ours()
         return QueueStatus(
             depth_jobs=depth,
             depth_tokens=max(0, snapshot.tokens + tokens) if depth else 0,
             in_flight=min(depth, snapshot.in_flight),
-            oldest_age_s=age if depth and snapshot.jobs else 0.0,
+            oldest_age_s=age if depth else 0.0,
             age_s=figures_age,
         )
+
+    def _age_of_ours(self) -> float:
+        try:
+            _, at = next(iter(self._ours.values()), (0, self._clock.monotonic()))
+        except RuntimeError:  # the loop changed it in this moment
+            return 0.0
+        return self._clock.monotonic() - at
 
     def _shift(self, jobs: int, tokens: int) -> None:
         self._delta = (self._delta[0] + jobs, self._delta[1] + tokens)

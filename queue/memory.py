@@ -229,6 +229,9 @@ class MemoryProducer:
             return False
         return self._queue.remove(receipt.seq)
 
+    def committed(self, receipt: Receipt) -> None:
+        """The depth is exact as it is."""
+
     async def hand_back(self, ack_subject: str, receipt: Receipt | None) -> None:
         root, _, rest = ack_subject.partition(".")
         seq, _, number = rest.partition(".")

@@ -50,10 +50,10 @@ from pullfill.wire import QueueSettings, QueueStatus
 logger = log.get("queue")
 
 BUSY_REFRESH_S = 0.2
-"""At most so often; by this time after a use of the queue, while it does not answer, and for
-BUSY_FOR_S after a job was not published because of the count."""
+"""While the server does not answer, for BUSY_FOR_S after a job was not published because of the
+count, and when another producer wants to know it."""
 STEADY_REFRESH_S = 1.0
-"""While jobs wait, or some were published lately."""
+"""While jobs wait, or some were published lately. Our own jobs are counted in between."""
 IDLE_REFRESH_S = 2.0
 BUSY_FOR_S = 2.0
 MAX_DEBTS = 100_000
@@ -79,6 +79,7 @@ class JetStreamProducer:
         self._debts: dict[str, Receipt | None] = {}
         self._used_at = self._asked_at = SYSTEM_CLOCK.monotonic()
         self._refused_at = -math.inf
+        self._wanted = False
         self._loop = asyncio.get_running_loop()
         self._kick = asyncio.Event()
         self._watcher: asyncio.Task[None] | None = None
@@ -104,7 +105,7 @@ class JetStreamProducer:
         self._link.on_down = self._on_down
         self.streams = Streams(self._link, self._names, config, settings)
         self._letters = DeadLetters(self._link, self._names, None)
-        self._shared = SharedDepth(self._link, self._names, self._on_report, self._kick.set)
+        self._shared = SharedDepth(self._link, self._names, self._on_report, self._on_want)
         await self._link.start(wait_s)
         self._watcher = asyncio.create_task(self._watch(), name="queue-watch")
         return self
@@ -187,6 +188,10 @@ class JetStreamProducer:
         if not self.available:
             self._owe(receipt.job_id, receipt)
         return False
+
+    def committed(self, receipt: Receipt) -> None:
+        if receipt.stream_id == self.streams.stream_id:
+            self._depth.cancelled(receipt.seq, receipt.tokens)
 
     async def hand_back(self, ack_subject: str, receipt: Receipt | None) -> None:
         ack = parse_ack(ack_subject)
@@ -272,8 +277,10 @@ class JetStreamProducer:
         self._kick.set()
 
     def _touch(self) -> None:
+        rested = self._used_at
         self._used_at = SYSTEM_CLOCK.monotonic()
-        self._kick.set()
+        if self._used_at - rested > BUSY_FOR_S:
+            self._kick.set()  # it may be due earlier now; else nothing is
 
     async def _watch(self) -> None:
         while True:
@@ -314,6 +321,11 @@ class JetStreamProducer:
         await self._shared.tell(snapshot, asked_at)
         await self._pay()
 
+    def _on_want(self) -> None:
+        """Another producer waits for our report."""
+        self._wanted = True
+        self._kick.set()
+
     def _on_report(self, snapshot: Snapshot, asked_at: float) -> None:
         """Another producer asked the server."""
         if self._answering and self._depth.hear(snapshot, asked_at):
@@ -321,24 +333,28 @@ class JetStreamProducer:
             self.streams.stream_id = snapshot.stream_id
 
     async def _pause(self) -> None:
-        """Until the count is worth a refresh. One costs as much as a job, and there may be many of
-        us: who uses the queue asks soon after it, the others seldom."""
+        """Until the count is worth a refresh, which costs as much as a job. The report of another
+        producer puts it off."""
         if self._debts or not self._answering:
             await asyncio.sleep(BUSY_REFRESH_S)
+        while (left := self._left()) > 0 and self._answering and not self._debts:
             self._kick.clear()
-            return
-        now = SYSTEM_CLOCK.monotonic()
-        idle = self.depth().depth_jobs == 0 and now - self._used_at > BUSY_FOR_S
-        pause = IDLE_REFRESH_S if idle else STEADY_REFRESH_S
-        if now - self._refused_at < BUSY_FOR_S:
-            pause = BUSY_REFRESH_S
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(pause):
-                await self._kick.wait()
-        soon = self._asked_at + BUSY_REFRESH_S - SYSTEM_CLOCK.monotonic()
-        if soon > 0:
-            await asyncio.sleep(soon)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(left):
+                    await self._kick.wait()
         self._kick.clear()
+        self._wanted = False
+
+    def _left(self) -> float:
+        """Seconds until the next refresh."""
+        now = SYSTEM_CLOCK.monotonic()
+        if self._wanted or now - self._refused_at < BUSY_FOR_S:
+            pause = BUSY_REFRESH_S
+        elif self.depth().depth_jobs == 0 and now - self._used_at > BUSY_FOR_S:
+            pause = IDLE_REFRESH_S
+        else:
+            pause = STEADY_REFRESH_S
+        return self._asked_at + pause - now
 
     async def _ask(self) -> Snapshot:
         names, timeout_s = self._names, self._config.publish_timeout_s

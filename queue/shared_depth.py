@@ -17,7 +17,9 @@ import contextlib
 import secrets
 from collections.abc import Callable
 
+import nats.errors
 from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
 
 from pullfill import log
 from pullfill.clock import SYSTEM_CLOCK
@@ -58,11 +60,27 @@ class SharedDepth:
         self._id = secrets.token_hex(8)
         self._heard = asyncio.Event()
         self._seldom = log.Seldom(_LOG_EVERY_S)
+        self._wants: Subscription | None = None
 
     async def subscribe(self) -> None:
         """On each new connection. Who was the asker before may be gone."""
+        self._wants = None
+        await self._link.client.subscribe(f"{self._names.depth}.report", cb=self._on_report_message)
+        await self._ask_from_now_on()
+
+    async def _ask_from_now_on(self) -> None:
+        # Only askers listen to wants: with many decode workers each of them would hear all others'.
         self.asks = True
-        await self._link.client.subscribe(f"{self._names.depth}.*", cb=self._on_message)
+        if self._wants is None:
+            self._wants = await self._link.client.subscribe(
+                f"{self._names.depth}.want", cb=self._on_want_message
+            )
+
+    async def _leave_it_to_another(self) -> None:
+        self.asks = False
+        wants, self._wants = self._wants, None
+        if wants is not None:
+            await wants.unsubscribe()
 
     async def want(self) -> bool:
         """Wait for a report of the asker. False: none came, or we are an asker."""
@@ -74,7 +92,8 @@ class SharedDepth:
                 await self._link.publish(f"{self._names.depth}.want", b"")
                 await self._heard.wait()
                 return True
-        self.asks = True
+        with contextlib.suppress(QueueUnavailable, nats.errors.Error):
+            await self._ask_from_now_on()
         return False
 
     async def tell(self, snapshot: Snapshot, asked_at: float) -> None:
@@ -94,11 +113,11 @@ class SharedDepth:
         with contextlib.suppress(QueueUnavailable):
             await self._link.publish(f"{self._names.depth}.report", encode(report))
 
-    async def _on_message(self, msg: Msg) -> None:
-        if msg.subject.endswith(".want"):
-            if self.asks:
-                self._on_want()
-            return
+    async def _on_want_message(self, _: Msg) -> None:
+        if self.asks:
+            self._on_want()
+
+    async def _on_report_message(self, msg: Msg) -> None:
         try:
             report = decode(msg.data, DepthReport)
         except BadMessage as exc:
@@ -107,8 +126,9 @@ class SharedDepth:
             return
         if report.asker == self._id:
             return
-        if report.asker < self._id:
-            self.asks = False
+        if report.asker < self._id and self.asks:
+            with contextlib.suppress(nats.errors.Error):
+                await self._leave_it_to_another()
         snapshot = Snapshot(
             report.jobs,
             report.tokens,

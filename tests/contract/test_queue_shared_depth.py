@@ -84,6 +84,32 @@ async def test_three_producers_ask_no_more_than_one(watched: Watched) -> None:
     assert len(watched.askers) == 1
 
 
+async def test_a_steady_stream_of_jobs_asks_once_a_second(watched: Watched) -> None:
+    """Our own jobs are counted without the server, from the publish to the commit."""
+    await until(lambda: len(watched.askers) == 1)
+    producer, before, receipts = watched.producers[0], watched.asked, []
+    for number in range(40):
+        receipts.append(await producer.publish(f"job-{number}", b"", 100))
+        await asyncio.sleep(0.03)
+    assert watched.asked - before <= 5, "at least 1.2 s with a refresh each 0.05 s: 20 and more"
+    assert producer.depth().depth_jobs == 40
+    for receipt in receipts:
+        producer.committed(receipt)
+    assert producer.depth().depth_jobs == 0
+
+
+async def test_only_the_asker_hears_who_wants_to_know(watched: Watched) -> None:
+    await until(lambda: len(watched.askers) == 1)
+    others = [p for p in watched.producers if not p._shared.asks]
+    await until(lambda: all(p._shared._wants is None for p in others))
+    before = [p._link.client.stats["in_msgs"] for p in others]
+    for _ in range(100):
+        await watched.witness.publish(f"{NAMES.depth}.want", b"")
+    await watched.rounds(2)
+    heard = [p._link.client.stats["in_msgs"] - b for p, b in zip(others, before, strict=True)]
+    assert all(count < 50 for count in heard), heard
+
+
 async def test_another_asks_when_the_asker_is_gone(watched: Watched) -> None:
     await until(lambda: len(watched.askers) == 1)
     [asker] = watched.askers

@@ -107,6 +107,7 @@ class DecodeHalf:
             verifier=verifier_for(self.ledger, [self.region.memory]),
             reach=lambda regions: lambda: rig.transport.connect(self.region.memory, *regions),
         )
+        self.control.commits.committed = producer.committed
         config = RouterConfig(policy=RouterPolicy.ALWAYS_REMOTE, remote_timeout_s=timeout_s)
         self.side = SchedulerSide(
             DecodeContext(
