@@ -85,11 +85,13 @@ def test_a_cut_wire_fails_no_request(
     checked_load(cluster, oracle, load)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("fault", "value"),
-    [("loss", 0.05), ("delay_s", 0.05), ("rate", 20e6)],
-    ids=["loss-5%", "delay-50ms", "rate-20MB/s"],
+    [
+        pytest.param("loss", 0.05, id="loss-5%", marks=pytest.mark.long),
+        pytest.param("delay_s", 0.05, id="delay-50ms", marks=pytest.mark.long),
+        pytest.param("rate", 20e6, id="rate-20MB/s"),
+    ],
 )
 def test_poor_wires_fail_no_request(
     fault: str, value: float, cluster: SpreadCluster, oracle: Oracle

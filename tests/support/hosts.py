@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import os
 import shutil
 import subprocess
@@ -23,6 +24,7 @@ from tests.support.wires import Wire, Wires
 _CLONE_NEWNET = 0x40000000
 _MTU = 9000
 TEST = "test"
+_serials = itertools.count()
 
 
 def why_not() -> str:
@@ -65,9 +67,10 @@ class Hosts:
     """Named hosts in one network. Owns the namespaces and the wires; `close` removes them."""
 
     def __init__(self, names: Sequence[str]) -> None:
-        # A network of this process: two runs on one machine do not meet.
-        self._prefix = f"pf{os.getpid():x}"
-        net = os.getpid() % 32_768
+        # A network of its own: two of one process, or two runs on one machine, do not meet.
+        serial = next(_serials) % 16
+        self._prefix = f"pf{os.getpid():x}{serial:x}"
+        net = (16 * os.getpid() + serial) % 32_768
         self._base = f"10.{128 + (net >> 8)}.{net & 255}"
         self._numbers = {name: index for index, name in enumerate((TEST, *names), start=1)}
         self.wires = Wires()
