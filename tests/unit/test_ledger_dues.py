@@ -67,6 +67,47 @@ def test_bound_blocks_are_counted_and_come_back(ledger: Ledger) -> None:
     assert (ledger.target_blocks, ledger.open_jobs, ledger.tick()) == (0, 0, None)
 
 
+def test_a_job_that_moves_has_its_time_counted_from_then(ledger: Ledger, clock: FakeClock) -> None:
+    fill(ledger, 1, timeout_s=100.0, stall_s=30.0)
+    assert ledger.claim("j0", "i", "w").grant is not None
+    ledger.progress("j0", 1, "i", "w", 1)
+    assert ledger.tick() == pytest.approx(100.0), "never less than it had"
+    for moved in range(1, 20):
+        clock.advance(29.0)
+        ledger.progress("j0", 1, "i", "w", 0)
+        assert ledger.tick() == pytest.approx(max(30.0, 100.0 - 29.0 * moved))
+    assert ledger.unwritten() == 1
+    clock.advance(31.0)
+    ledger.tick()
+    assert ledger.take_events() == [Settle("r0", False, Outcome.TIMEOUT)]
+    assert ledger.unwritten() == 0
+
+
+@pytest.mark.parametrize(
+    "said",
+    [("j0", 2, "i", "w"), ("j0", 1, "old", "w"), ("j0", 1, "i", "other"), ("j", 1, "i", "w")],
+)
+def test_only_the_writer_of_the_current_attempt_gets_more_time(
+    ledger: Ledger, clock: FakeClock, said: tuple[str, int, str, str]
+) -> None:
+    fill(ledger, 1)
+    assert ledger.claim("j0", "i", "w").grant is not None
+    clock.advance(50.0)
+    ledger.progress(*said, 1)
+    assert ledger.tick() == pytest.approx(10.0)
+    assert ledger.unwritten() == 2
+
+
+def test_another_attempt_has_everything_to_write_again(ledger: Ledger) -> None:
+    fill(ledger, 1)
+    ledger.claim("j0", "i", "w")
+    ledger.progress("j0", 1, "i", "w", 2)
+    assert ledger.unwritten() == 0
+    ledger.hand_back("j0", 1, "i", "w", "why", retry=True)
+    assert ledger.claim("j0", "i", "other").grant is not None
+    assert ledger.unwritten() == 2
+
+
 def test_each_job_expires_at_its_own_time(ledger: Ledger, clock: FakeClock) -> None:
     fill(ledger, 1, claim_timeout_s=9.0)
     fill(ledger, 1, start=1, claim_timeout_s=3.0)
