@@ -19,6 +19,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from pullfill.decode_worker.entry import JobState
 from pullfill.errors import Outcome
 from pullfill.wire import DigestMode
 from tests.support.handoff_model import CLAIM_S, TIMEOUT_S, Grant, HandoffModel, Job
@@ -123,6 +124,19 @@ class LedgerMachine(RuleBasedStateMachine):
             assert self.model.commit(grant, writer="mallory") == "stale"
         else:
             self.model.commit(grant, wrong_by=wrong_by)
+
+    @any_grant
+    @rule(pick=PICK, forged=SELDOM)
+    def progress(self, pick: int, forged: bool) -> None:
+        """Its writer says that it moved: it may take longer than it had."""
+        grant, ledger = self.grant(pick), self.model.ledger
+        writer = "mallory" if forged else grant.writer
+        ledger.progress(grant.job_id, grant.attempt, grant.incarnation, writer, 1)
+        entry = ledger.find(grant.job_id)
+        if entry is not None and not forged and self.model._newest(grant):
+            if entry.state in (JobState.GRANTED, JobState.READING):
+                job, now = self.model.jobs[grant.job_id], self.model.clock.monotonic()
+                job.deadline = max(job.deadline, now + TIMEOUT_S)
 
     @any_grant
     @rule(pick=PICK, pull=SELDOM, good=MOSTLY)
