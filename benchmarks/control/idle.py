@@ -18,6 +18,9 @@ from benchmarks import machine
 from benchmarks.control.plant import Fleet, Plant, mock_flags, private_bytes
 from benchmarks.report import Row, row
 
+KV_BYTES = 1 << 20
+"""512 blocks of the mock's 2 KiB: 512 workers must fit into the memory of one machine."""
+
 
 @dataclass(frozen=True, slots=True)
 class Kept:
@@ -59,9 +62,10 @@ def rows_of(at: str, role: str, kept: Kept, workers: int) -> list[Row]:
 
 def run(plant: Plant, workers: int, options: argparse.Namespace, quiet: machine.Quiet) -> list[Row]:
     """One size, with its rows printed. Raises BenchError."""
+    flags = mock_flags(KV_BYTES)
     fleet = Fleet(
         plant, f"idle{workers}", workers, workers,
-        decode_flags=mock_flags(), prefill_flags=mock_flags(), router={},
+        decode_flags=flags, prefill_flags=flags, router={},
     )  # fmt: skip
     roles = {"decode": fleet.decode, "prefill": fleet.prefill}
     at, rows = f"{workers}+{workers} idle workers", list[Row]()
@@ -77,6 +81,9 @@ def run(plant: Plant, workers: int, options: argparse.Namespace, quiet: machine.
             rows += rows_of(at, role, kept_by(pids), workers)
             share = 100 * use[role].total / options.idle / workers
             rows.append(row(f"{at}: CPU of one {role} worker", share, "% of one core"))
+        for name in ("nats", "etcd"):
+            share = 100 * use[name].total / options.idle / workers
+            rows.append(row(f"{at}: CPU of {name}, per pair of workers", share, "% of one core"))
     finally:
         fleet.close()
     for one in rows:

@@ -5,6 +5,7 @@ Owner: the `with` block of `plant`. Everything it started is ended at its exit.
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import signal
@@ -12,9 +13,11 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,7 @@ from benchmarks import machine
 from benchmarks.live import BenchError, child, wait_for
 from pullfill.deploy import plan
 from pullfill.deploy import servers as binaries
+from pullfill.registry import keys
 
 FLAGS = [
     "--served-model-name=demo",
@@ -42,6 +46,10 @@ ROUTER = {
     "max_remote_kv_fraction": 1.0,
 }
 START_S = 120.0
+BATCH_S = 300.0
+AT_ONCE = 16
+"""Workers that start at the same time. More of them would starve etcd on a machine of few cores:
+workers would lose their leases, and start for minutes."""
 
 
 def mock_flags(kv_bytes: int = KV_BYTES, **settings: float) -> list[str]:
@@ -150,6 +158,15 @@ class Plant:
     def end(self, pids: list[int]) -> None:
         self._order(end=pids)
 
+    def registered(self, namespace: str) -> int:
+        """Workers and frontends of a namespace that etcd knows."""
+        prefix = keys.workers_prefix(namespace).encode()
+        end = prefix[:-1] + bytes([prefix[-1] + 1])
+        asked = {"key": _text(prefix), "range_end": _text(end), "count_only": True}
+        request = urllib.request.Request(f"{self.etcd}/v3/kv/range", json.dumps(asked).encode())
+        with urllib.request.urlopen(request, timeout=30.0) as answer:
+            return int(json.load(answer).get("count", 0))
+
     @property
     def servers(self) -> list[int]:
         """NATS and etcd."""
@@ -193,10 +210,14 @@ class Fleet:
     ) -> None:  # fmt: skip
         self._plant = plant
         begin = time.monotonic()
-        self.decode = [plant.fork("decode", namespace, flags=decode_flags) for _ in range(decode)]
-        self.prefill = [
-            plant.fork("prefill", namespace, flags=prefill_flags) for _ in range(prefill)
-        ]
+        self.decode, self.prefill = list[int](), list[int]()
+        orders = [("decode", decode_flags, self.decode)] * decode
+        orders += [("prefill", prefill_flags, self.prefill)] * prefill
+        for number, (role, flags, pids) in enumerate(orders, 1):
+            pids.append(plant.fork(role, namespace, flags=flags))
+            if number % AT_ONCE == 0 or number == len(orders):
+                known = partial(self._registered, namespace, number)
+                wait_for(known, BATCH_S, f"{number} workers have started", 0.2)
         path = plant.base / f"{namespace}.sock"
         router = {**ROUTER, **router}
         self.front = plant.fork("driver", namespace, socket=str(path), router=router)
@@ -209,6 +230,11 @@ class Fleet:
             raise
         self.driver.do("wait", decode=decode, within=START_S)
         self.ready_s = time.monotonic() - begin
+
+    def _registered(self, namespace: str, workers: int) -> bool:
+        with suppress(OSError):
+            return self._plant.registered(namespace) >= workers
+        return False
 
     def close(self) -> None:
         self._plant.end([self.front, *self.decode, *self.prefill])
@@ -241,6 +267,10 @@ class Fleet:
         found = self._plant.ask([*self.decode, *self.prefill])
         found[self.front] = {"cpu_ns": machine.cpu_seconds(self.front) * 1e9}
         return found
+
+
+def _text(data: bytes) -> str:
+    return base64.b64encode(data).decode()
 
 
 def private_bytes(pid: int) -> int:

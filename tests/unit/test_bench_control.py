@@ -9,13 +9,14 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from benchmarks import machine
-from benchmarks.control import idle, probes, scale, tokens
+from benchmarks.control import idle, plant, probes, scale, tokens
 from benchmarks.control.driver import Sticky
 from benchmarks.control.plant import Use, mock_flags
 from pullfill.engine.mock.model import settings_of
@@ -155,9 +156,9 @@ def test_an_idle_fleet_is_seen_after_use_and_after_its_rest(
 
         @contextmanager
         def window(self) -> Iterator[dict[str, Use]]:
-            used = {"decode": Use(), "prefill": Use()}
+            used = {name: Use() for name in ("decode", "prefill", "nats", "etcd")}
             yield used
-            used["decode"].total, used["prefill"].total = 0.02, 0.01
+            used["decode"].total, used["prefill"].total, used["etcd"].total = 0.02, 0.01, 0.04
 
         def close(self) -> None:
             happened.append("closed")
@@ -165,9 +166,40 @@ def test_an_idle_fleet_is_seen_after_use_and_after_its_rest(
     monkeypatch.setattr(idle, "Fleet", Alone)
     monkeypatch.setattr(idle.time, "sleep", happened.append)
     options: Any = SimpleNamespace(meet=3, rest=75.0, idle=4.0)
-    plant: Any = SimpleNamespace(servers=[])
-    rows = {row.metric: float(row.value) for row in idle.run(plant, 1, options, machine.Quiet())}
+    servers: Any = SimpleNamespace(servers=[])
+    rows = {row.metric: float(row.value) for row in idle.run(servers, 1, options, machine.Quiet())}
     assert [happened[0]["conversations"], *happened[1:]] == [3, 75.0, 4.0, "closed"]
-    assert len(rows) == 14
+    assert len(rows) == 16
     assert rows["1+1 idle workers: CPU of one decode worker"] == 0.5
+    assert rows["1+1 idle workers: CPU of etcd, per pair of workers"] == 1.0
     assert rows["1+1 workers just used: threads of one prefill worker"] >= 1
+
+
+def test_workers_of_a_fleet_start_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All at once they would starve etcd, and lose their leases. The next group starts when etcd
+    knows the last one."""
+    at_once: list[int] = []
+
+    class Slow:
+        base = Path("/nowhere")
+        forked = known = 0
+
+        def fork(self, role: str, namespace: str, **_: Any) -> int:
+            self.forked += role != "driver"
+            at_once.append(self.forked - self.known)
+            return self.forked
+
+        def registered(self, namespace: str) -> int:
+            self.known += self.forked > self.known  # one each time it is asked
+            if self.known == 3:
+                raise OSError("etcd is busy")
+            return self.known
+
+    driver = SimpleNamespace(do=lambda what, **args: None)
+    monkeypatch.setattr(plant, "Driver", lambda path: driver)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    slow: Any = Slow()
+    fleet = plant.Fleet(slow, "ns", 30, 10, decode_flags=[], prefill_flags=[], router={})
+    assert fleet.decode + fleet.prefill == list(range(1, 41))
+    assert slow.known == 40
+    assert max(at_once) == plant.AT_ONCE
