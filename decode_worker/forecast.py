@@ -29,6 +29,9 @@ FORGET_S = 300.0
 """A measured link counts for decisions that long: no job would measure it again after a bad one."""
 _WRITES = 8
 """The median of the last ones of a link counts: one that was held up says nothing of the next."""
+_SURE = 3
+"""Fewer writes of a link say nothing for decisions: one that was held up must not keep all long
+prompts here until it is forgotten."""
 _MOST_LINKS = 4096
 
 
@@ -86,7 +89,8 @@ class Forecaster:
         ahead = max(depth_tokens - done, own_tokens, 0)
         links = list(self._links.values())
         since = self._clock.monotonic() - FORGET_S
-        recent = [link.per_block_s for link in links if link.at > since]
+        sure_of = [link for link in links if link.at > since and len(link.writes) >= _SURE]
+        recent = [link.per_block_s for link in sure_of]
         per_block_s = sum(recent) / len(recent) if recent else 0.0
         wait_s = ahead / (each * workers) if each and workers else 0.0
         # What is computed and not written yet is in front of it too, whether the prefill worker
