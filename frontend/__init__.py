@@ -6,6 +6,7 @@
     dispatch    which request is at which worker; re-sends, failures, utility calls
     waiting     requests that are at no worker, and when each is placed or given up
     suspects    which request killed a worker, and what is refused for it
+    board       what frontends tell each other about suspects
     probation   when and where a suspect is sent again
     flight      one request, and what is known of those like it
     router      picks a worker for one request

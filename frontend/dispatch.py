@@ -27,15 +27,15 @@ from pullfill.engine.blame import Fault, explained
 from pullfill.engine.front_ports import OutputSink
 from pullfill.errors import BadMessage, PeerUnavailable
 from pullfill.frontend import metrics
+from pullfill.frontend.board import Board
 from pullfill.frontend.calls import Calls
 from pullfill.frontend.explain import ExplainStore, Trace, key_of
 from pullfill.frontend.flight import Flight, Suspect, needs_turn, rank_of
 from pullfill.frontend.link import Link
-from pullfill.frontend.router import Router
+from pullfill.frontend.router import Router, Together
 from pullfill.frontend.suspects import (
     CONFIRM_S,
     MAX_DEATHS,
-    Board,
     Suspects,
     sentence,
 )
@@ -103,10 +103,17 @@ class Dispatcher:
             lambda flight: self._fail(flight, flight.failure),
         )
         self._calls = Calls(codec)
+        self._together = Together(router)
         self._tasks: tuple[str, ...] | None = None
         self._patience_s = max(RESEND_WAIT_MAX_S, restart_wait_s)
         self._restart_wait_s = restart_wait_s
-        self.suspects = Suspects(self._patience_s, self._on_refused, self._waiting.all_soon, board)
+        self.suspects = Suspects(
+            self._patience_s,
+            self._on_refused,
+            self._waiting.all_soon,
+            board,
+            self._flights.values,
+        )
 
     def bind(self, sink: OutputSink) -> None:
         """Say where outputs go; before the first worker is connected."""
@@ -309,7 +316,12 @@ class Dispatcher:
         if flight.tokens:
             prompt = [*prompt, *flight.tokens]
         around = self.suspects.turns.around(flight, workers, now)
-        return self._router.choose(prompt, around) if around else None
+        if not around:
+            return None
+        request = flight.request
+        if continuation.choice_of(request.request_id, request.external_req_id):
+            return self._together.choose(request.external_req_id, prompt, around)
+        return self._router.choose(prompt, around)
 
     def _send(self, flight: Flight, link: Link, now: float) -> None:
         if flight.tokens:

@@ -19,7 +19,9 @@ _log = log.get("frontend.flight")
 class Suspect:
     """What is known of one fingerprint. deaths: the processes that died with it and were blamed on
     no other. likely: nothing had come of it from the last of them. seen_at: of the last death.
-    not_before: when it may be tried again (loop time)."""
+    not_before: when it may be tried again (loop time). trying: the request of this
+    fingerprint that is tried, of this frontend. deaths_elsewhere: how many the frontend counts that
+    refused it first."""
 
     fingerprint: str
     prompt_tokens: int
@@ -30,6 +32,8 @@ class Suspect:
     cleared: bool = False
     charged: bool = False
     refused_until: float = 0.0
+    trying: Flight | None = None
+    deaths_elsewhere: int = 0
 
     @property
     def open(self) -> bool:

@@ -231,7 +231,7 @@ class _Frontend:
                 restart_wait_s=options.restart_wait_s,
                 board=board,
             )
-            board.start(dispatcher.suspects.forget)
+            board.start(dispatcher.suspects)
             front = await front_app.FrontApp.build(prepared, dispatcher)
             stack.push_async_callback(front.close)
             dispatcher.bind(front.client)

@@ -191,7 +191,7 @@ class WorkerPool:
         if link.flights or link.record.state is WorkerState.READY:
             _log.warning("decode worker %s is lost: %s", link.instance_id, reason)
         self._update()
-        if died and link.flights:
+        if died:
             self._lost[link.instance_id] = link.process
         self.dispatcher.on_lost(link, reason, died)
         asyncio.get_running_loop().call_later(REOPEN_S, self.refresh)

@@ -1,9 +1,13 @@
 """When and where a suspect is sent again.
 
 A worker has at most one request on probation, and no probation starts while another request there
-is unproven. So the death of the worker names one request.
+is unproven. So the death of the worker names one request. Of several requests with one fingerprint
+one is on probation, and the others wait for what becomes of it.
 
-Waiting for a turn is bounded. An unproven request holds a worker for `_turn_s` at most. A request
+With other frontends, a grave suspect is sent only after they were told (`Board.probations`). They
+send neither its like anywhere, nor anything unproven to its worker.
+
+Waiting for a turn is bounded. An unproven request holds a worker for `turn_s` at most. A request
 that had outputs when its worker died waits at most STREAM_WAIT_S, and is then sent anyway. One
 that had none does not go to the last ready worker while others are served there, for `patience_s`
 after the last death. Requests without suspicion go to workers that have no probation. Where there
@@ -15,8 +19,9 @@ Owned by `Suspects`. Single event loop.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 
+from pullfill.frontend.board import Probations
 from pullfill.frontend.flight import Flight, needs_turn
 from pullfill.frontend.link import Link
 
@@ -30,16 +35,18 @@ NEW_WAIT_S = 1.0
 TURN_S = 2.0
 TURN_TOKENS_PER_S = 500.0
 """A turn on probation: TURN_S, and a second for so many prompt tokens."""
+VERDICT_S = 20.0
+"""A probation that other frontends were told of lasts so much longer than its turn at most: until
+all have answered, and until it is sure that the worker died."""
 
 
 class Turns:
-    """See the module. patience_s: how long it is worth waiting for another worker to come. shared:
-    whether there are other frontends. open: the requests that wait for their turn or are on
-    probation. last_death: loop time."""
+    """See the module. patience_s: how long it is worth waiting for another worker to come. open:
+    the requests that wait for their turn or are on probation. last_death: loop time."""
 
-    def __init__(self, patience_s: float, shared: Callable[[], bool]) -> None:
+    def __init__(self, patience_s: float, probations: Probations) -> None:
         self._patience_s = patience_s
-        self._shared = shared
+        self._probations = probations
         # Two frontends that try their suspects at the same workers in the same order learn nothing.
         self._salt = random.random()
         # Of hundreds that ask in one turn of the loop only the first looks at every request.
@@ -49,15 +56,16 @@ class Turns:
 
     def around(self, flight: Flight, workers: Sequence[Link], now: float) -> Sequence[Link]:
         """Of these workers those that a request without suspicion may use; none: it has to wait."""
-        if not self.open:
+        if not self.open and not self._probations.any:
             return workers
-        slots = self._slots(workers)
-        if others := [w for w in workers if w not in slots]:
+        slots = self._slots(workers) if self.open else ()
+        if others := [w for w in workers if w not in slots and not self._taken(w)]:
             return others
         flight.asked_at = flight.asked_at or now
         if now >= flight.asked_at + NEW_WAIT_S:
             return workers
-        return [w for w in workers if not any(map(_on_probation, w.flights.values()))]
+        free = [w for w in workers if not self._taken(w)]
+        return [w for w in free if not any(map(_on_probation, w.flights.values()))]
 
     def turn(self, flight: Flight, workers: Sequence[Link], now: float) -> Link | None:
         """Where a suspect may go now; None: it has to wait. `workers` is never empty."""
@@ -69,26 +77,61 @@ class Turns:
             return None
         if not suspect.grave and now >= flight.asked_at + STREAM_WAIT_S:
             return min(workers, key=lambda w: len(w.flights))
+        first = suspect.trying
+        if first is not None and first is not flight and first.link is not None:
+            if holds(first, now):
+                return None
         since = max(flight.asked_at, self.last_death)
-        if suspect.grave and now < since + OTHERS_S and self._shared():
+        shared = self._probations.shared
+        if suspect.grave and now < since + OTHERS_S and shared:
             return None
         if suspect.grave and len(workers) == 1 and workers[0].flights:
             if now < since + self._patience_s:
                 return None
-        if now == self._full_at:
+        if suspect.grave and shared:
+            found = self._announced(flight, workers, now)
+        elif now == self._full_at:
             return None
+        else:
+            found = self._free(workers, now)
+        if found is not None:
+            suspect.trying = flight
+        return found
+
+    def _announced(self, flight: Flight, workers: Sequence[Link], now: float) -> Link | None:
+        """The worker that other frontends leave to this suspect; None: they are asked first."""
+        name = flight.fingerprint
+        if self._probations.elsewhere(name):
+            return None
+        mine = self._probations.mine(name)
+        if mine is None:
+            if now != self._full_at and (worker := self._free(workers, now)) is not None:
+                ttl_s = turn_s(flight) + VERDICT_S
+                self._probations.take(name, worker.instance_id, ttl_s)
+            return None
+        for worker in workers:
+            if worker.instance_id == mine.instance_id and _quiet(worker.flights.values(), now):
+                return worker if mine.ready else None
+        self._probations.release(name)  # the worker has gone, or is not quiet any more
+        return None
+
+    def _free(self, workers: Sequence[Link], now: float) -> Link | None:
+        """A worker where a probation may start."""
         for worker in self._slots(workers):
-            if not any(_holds(f, now) for f in worker.flights.values()):
+            if _quiet(worker.flights.values(), now) and not self._taken(worker):
                 return worker
         self._full_at = now
         return None
+
+    def _taken(self, worker: Link) -> bool:
+        return self._probations.taken(worker.instance_id)
 
     def _slots(self, workers: Sequence[Link]) -> Sequence[Link]:
         """The workers for probations: those with the fewest requests, and all but one at most."""
 
         def rank(worker: Link) -> tuple[bool, int, int, int]:
             flights = worker.flights.values()
-            free = not any(map(_on_probation, flights))
+            free = not any(map(_on_probation, flights)) and not self._taken(worker)
             unproven = sum(not f.proven for f in flights)
             return free, unproven, len(flights), hash((self._salt, worker.instance_id))
 
@@ -96,15 +139,22 @@ class Turns:
         return sorted(workers, key=rank)[:count]
 
 
+def turn_s(flight: Flight) -> float:
+    """How long a request may keep others from starting a probation at its worker."""
+    seconds = TURN_S + len(flight.request.prompt_token_ids or ()) / TURN_TOKENS_PER_S
+    if flight.suspect is not None and len(flight.suspect.deaths) > 1:
+        seconds *= 4
+    return seconds
+
+
+def holds(flight: Flight, now: float) -> bool:
+    """Whether it keeps others from starting a probation at its worker."""
+    return not flight.proven and now < flight.sent_at + turn_s(flight)
+
+
+def _quiet(flights: Iterable[Flight], now: float) -> bool:
+    return not any(holds(flight, now) for flight in flights)
+
+
 def _on_probation(flight: Flight) -> bool:
     return not flight.proven and needs_turn(flight)
-
-
-def _holds(flight: Flight, now: float) -> bool:
-    """Whether it keeps others from starting a probation at its worker."""
-    if flight.proven:
-        return False
-    turn_s = TURN_S + len(flight.request.prompt_token_ids or ()) / TURN_TOKENS_PER_S
-    if flight.suspect is not None and len(flight.suspect.deaths) > 1:
-        turn_s *= 4
-    return now < flight.sent_at + turn_s

@@ -15,10 +15,14 @@ class Candidate(Protocol):
 
 C = TypeVar("C", bound=Candidate)
 
+MAX_TOGETHER = 1024
+"""Answers of several choices whose worker is remembered."""
+
 
 class Router(Protocol):
     """Chooses among workers that can all serve the request. Called once per engine request, so
-    once per prompt of a batch and per choice of `n`; must not block."""
+    once per prompt of a batch, and for `n` > 1 once for all choices (`Together`); must not
+    block."""
 
     def choose(self, prompt_token_ids: Sequence[int] | None, workers: Sequence[C]) -> C:
         """One of `workers`, which is never empty."""
@@ -38,4 +42,26 @@ class RoundRobin:
         after = [w for w in workers if w.instance_id > self._last]
         chosen = min(after or workers, key=lambda w: w.instance_id)
         self._last = chosen.instance_id
+        return chosen
+
+
+class Together:
+    """Sends all choices of one answer (`n` > 1) to the worker of the first one. A prompt that kills
+    workers then kills one and not several at once, and its prefix is computed once."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+        self._chosen: dict[str, str] = {}
+
+    def choose(
+        self, answer: str, prompt_token_ids: Sequence[int] | None, workers: Sequence[C]
+    ) -> C:
+        """One of `workers`, which is never empty. answer: names the answer."""
+        before = self._chosen.pop(answer, None)
+        chosen = next((w for w in workers if w.instance_id == before), None)
+        if chosen is None:
+            chosen = self._router.choose(prompt_token_ids, workers)
+        self._chosen[answer] = chosen.instance_id
+        if len(self._chosen) > MAX_TOGETHER:
+            del self._chosen[next(iter(self._chosen))]
         return chosen

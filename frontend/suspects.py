@@ -10,16 +10,21 @@ request that was in flight there is a suspect. What is known is kept for each fi
     on probation ──the worker dies, others there were unproven──▶ suspected, now of two deaths
     charged ──the process is back: it had not died──▶ suspected
     charged ──the registry drops the worker, or CONFIRM_S pass──▶ refused
-    charged ──another frontend had a suspect there too──▶ suspected, now of two deaths
+    charged ──another frontend had a suspect there, or does not say──▶ suspected, now of two deaths
     refused ──REFUSE_S pass, or `pullfill suspects clear`──▶ unknown
 
 A request is *unproven* at a worker until the worker sends an output of it. A worker has at most one
 request on probation, and none starts there while another request is unproven, so that a death names
 one fingerprint. Only then is it charged. A wrong suspicion costs a wait, never an answer.
 
-A frontend does not see the requests of others. So each writes to etcd what it had at a worker that
-died. A suspect of another frontend there ends the charge. An unproven request that was no suspect
-ends the first charge only.
+A request that arrives or is in flight elsewhere while one like it is suspected is the same suspect:
+only one of them is tried. Two deaths with no other unproven request name the suspect as well, also
+if two requests like it were in flight at the same time.
+
+A frontend does not see the requests of others. So frontends tell each other their deaths and
+probations (`Board.probations`), and a suspect of one is a suspect of all. A charge ends when
+another frontend had a suspect at the same worker, or does not say what it had there. An unproven
+request that was no suspect ends the first charge only.
 
 Whoever is refused explains all deaths that it was at: they no longer count against those that are
 cleared. Who is not cleared yet still has to be, for two at one worker may both be deadly.
@@ -31,13 +36,13 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Sequence
 
 from pullfill import log
 from pullfill.frontend import metrics
+from pullfill.frontend.board import Alone, Board
 from pullfill.frontend.flight import Flight, Suspect, name_of, needs_turn
-from pullfill.frontend.probation import Turns
+from pullfill.frontend.probation import Turns, holds
 
 _log = log.get("frontend.suspects")
 
@@ -54,59 +59,17 @@ MAX_DEATHS = 6
 """After so many a request is given up."""
 MAX_KNOWN = 4096
 """Fingerprints remembered."""
-
-
-class Board(Protocol):
-    """The refused fingerprints of all frontends: `registry.suspects.SuspectBoard`."""
-
-    def __len__(self) -> int: ...
-
-    @property
-    def shared(self) -> bool:
-        """Whether there are other frontends."""
-        ...
-
-    def left_s(self, fingerprint: str) -> float:
-        """How long it is refused; 0 if it is not."""
-        ...
-
-    def post(self, fingerprint: str, deaths: int, prompt_tokens: int, ttl_s: float) -> None:
-        """Refuse it at every frontend. Returns at once."""
-        ...
-
-    def testify(self, instance_id: str, suspects: int, others: int) -> None:
-        """Tell other frontends how many suspects and other unproven requests were at a worker that
-        was lost. Returns at once."""
-        ...
-
-    async def testimony(self, instance_id: str) -> tuple[int, int]:
-        """The same of all other frontends together, which get a moment to say it; (0, 0) if nobody
-        can say."""
-        ...
-
-
-class _NoBoard:
-    shared = False
-
-    def __len__(self) -> int:
-        return 0
-
-    def left_s(self, fingerprint: str) -> float:
-        return 0.0
-
-    def post(self, fingerprint: str, deaths: int, prompt_tokens: int, ttl_s: float) -> None: ...
-
-    def testify(self, instance_id: str, suspects: int, others: int) -> None: ...
-
-    async def testimony(self, instance_id: str) -> tuple[int, int]:
-        return 0, 0
+MAX_PROCESSES = 256
+"""Dead workers that are remembered, with what was unproven there."""
 
 
 class Suspects:
-    """See the module. patience_s: how long it is worth waiting for another worker to come.
+    """See the module. Implements `registry.suspects.Listener`.
 
-    on_refused: told of a fingerprint that is refused from now on. on_free: told when requests that
-    wait for their turn may have one.
+    patience_s: how long it is worth waiting for another worker to come.
+    on_refused: told of a fingerprint that is refused from now on.
+    on_free: told when requests that wait for their turn may have one.
+    flights: all requests of this frontend that have not ended.
     """
 
     def __init__(
@@ -115,16 +78,22 @@ class Suspects:
         on_refused: Callable[[Suspect], None],
         on_free: Callable[[], None],
         board: Board | None = None,
+        flights: Callable[[], Iterable[Flight]] = tuple,
     ) -> None:
         self._on_refused = on_refused
         self._on_free = on_free
-        self._board = _NoBoard() if board is None else board
+        self._board = Alone() if board is None else board
+        self._others = self._board.probations
+        self._flights = flights
         self._loop = asyncio.get_running_loop()
         self._known: dict[str, Suspect] = {}
         self._charges: dict[str, Suspect] = {}
         self._explained: dict[str, None] = {}
         self._verdicts: dict[str, asyncio.Task[None]] = {}
-        self.turns = Turns(patience_s, lambda: self._board.shared)
+        self._unproven: dict[str, set[str]] = {}
+        self._gone: dict[str, None] = {}
+        self._copies: set[str] = set()
+        self.turns = Turns(patience_s, self._others)
 
     def listed(self) -> list[dict[str, object]]:
         """What is suspected here and not cleared, for people."""
@@ -169,43 +138,101 @@ class Suspects:
         now = self.turns.last_death = self._loop.time()
         unproven = {f for f in flights if not f.proven or _not_cleared(f)}
         names = {name_of(f) for f in unproven}
-        if unproven:
-            tried = sum(needs_turn(f) for f in unproven)
-            self._board.testify(instance_of(process), tried, len(unproven) - tried)
-        only = self._known.get(names.pop()) if len(names) == 1 else None
+        if unproven or self._others.shared:  # "nothing" is worth saying, too
+            told = {f.fingerprint: needs_turn(f) for f in unproven}
+            self._others.testify(process, instance_of(process), told)
+            self._add_unproven(process, names)
+        only = self._known.get(next(iter(names))) if len(names) == 1 else None
         if only is not None and only.open and not only.charged:
+            for flight in flights:
+                if flight.fingerprint == only.fingerprint:
+                    flight.suspect = only
             self._charge(only, process)
             return
         for flight in flights:
-            suspect = self._known.pop(name_of(flight), None)
-            if suspect is None:
-                suspect = Suspect(flight.fingerprint, len(flight.request.prompt_token_ids or ()))
-                metrics.SUSPECTS.labels("suspected").inc()
+            suspect = self._known.pop(name_of(flight), None) or self._new(flight)
             self._known[flight.fingerprint] = suspect
             if process not in suspect.deaths:
                 suspect.deaths.append(process)
                 suspect.likely = False
             suspect.likely |= flight in unproven
             suspect.seen_at, suspect.cleared = now, False
+            self._others.release(flight.fingerprint)
             self._suspect(flight, suspect)
-        while len(self._known) > MAX_KNOWN:
-            del self._known[next(iter(self._known))]
+        self._include_copies(names)
+        self._bound()
+
+    def on_death_elsewhere(self, process: str, names: set[str], fresh: bool) -> None:
+        """Another frontend had these at a worker that died, without an output. fresh: it died just
+        now."""
+        now = self._loop.time()
+        self._add_unproven(process, names)
+        for name in names:
+            suspect = self._known.setdefault(name, Suspect(name, 0))
+            if process in suspect.deaths or suspect.charged:
+                continue
+            suspect.deaths.append(process)
+            suspect.likely, suspect.seen_at, suspect.cleared = True, now, False
+            if fresh and len(self._alone(suspect)) > 1:
+                self._copies.add(process)
+                self._charge(suspect, process)
+        self._include_copies(names)
+        self._bound()
+
+    def on_absolved_elsewhere(self, process: str, names: set[str]) -> None:
+        """They had an output at another worker, or that worker had not died."""
+        self._unproven.get(process, set()).difference_update(names)
+        for name in names:
+            suspect = self._known.get(name)
+            if suspect is not None and process in suspect.deaths:
+                suspect.deaths.remove(process)
+                if not suspect.deaths and not suspect.charged:
+                    del self._known[name]
+        self._free_all()
+
+    def on_refused_elsewhere(self, name: str, left_s: float, deaths: int) -> None:
+        """All frontends refuse this one from now on. Some frontend has said so, maybe this one.
+        deaths: as that one counts them."""
+        suspect = self._known.get(name)
+        if suspect is not None and not suspect.refused_until:
+            suspect.refused_until = self._loop.time() + left_s
+            suspect.charged, suspect.deaths_elsewhere = False, deaths
+            self._settle(suspect)
+        self._others.release(name)  # not before all know: they would try it
+
+    def on_probations(self) -> None:
+        """A probation of any frontend began, became ready or ended."""
+        self._on_free()
+
+    def quiet(self, instance_id: str) -> bool:
+        """Whether no request of ours at that worker could be taken for its killer."""
+        now = self._loop.time()
+        return not any(
+            flight.link is not None and flight.link.instance_id == instance_id
+            for flight in self._flights()
+            if holds(flight, now)
+        )
 
     def on_return(self, process: str) -> None:
         """A process that was taken for dead has connected again."""
+        self._gone.pop(process, None)
         suspect = self._charges.pop(process, None)
         if suspect is not None:
             suspect.charged = False
+        if self._unproven.pop(process, None) is not None:
+            self._others.retract(instance_of(process))
         for other in list(self._known.values()):
             if process in other.deaths:
                 other.deaths.remove(process)
                 if not other.deaths and not other.charged:
                     del self._known[other.fingerprint]
-        self.turns.open = {f for f in self.turns.open if needs_turn(f)}
-        self._on_free()
+        self._free_all()
 
     def on_gone(self, process: str) -> None:
         """The registry has dropped the worker, or it had time enough to come back: it did die."""
+        self._gone[process] = None
+        if len(self._gone) > MAX_PROCESSES:
+            del self._gone[next(iter(self._gone))]
         if process in self._charges and process not in self._verdicts:
             task = asyncio.create_task(self._judge(process), name=f"verdict-{process}")
             self._verdicts[process] = task
@@ -213,22 +240,37 @@ class Suspects:
 
     async def _judge(self, process: str) -> None:
         """Refuse who is charged with this death, unless another frontend may have caused it."""
-        tried, others = await self._board.testimony(instance_of(process))
+        name = self._charges[process].fingerprint
+        trial = self._others.mine(name)
+        told = await self._others.testimony(instance_of(process), name)
+        copies = process in self._copies
+        self._copies.discard(process)
         suspect = self._charges.pop(process, None)
         if suspect is None:
             return  # the process is back
         suspect.charged = False
-        suspect.deaths.append(process)
+        if suspect.refused_until:
+            return  # another frontend was first
+        if process not in suspect.deaths:
+            suspect.deaths.append(process)
         count = len(suspect.deaths)
-        if tried or count == 1 or (others and count == 2):
+        unsure = not told.complete and (trial is None or not trial.sure)
+        if copies and len(self._alone(suspect)) < 2:
+            unsure = True
+        if unsure or told.tried or count == 1 or (told.others and count == 2):
             suspect.not_before = self._loop.time() + random.uniform(0.0, APART_S)
             _log.warning("others than suspect %s may have killed %s", suspect.fingerprint, process)
+            self._others.release(suspect.fingerprint)
             self._on_free()
             return
         suspect.refused_until = self._loop.time() + REFUSE_S
         metrics.SUSPECTS.labels("convicted").inc()
         _log.error("refused from now on: %s", sentence(suspect))
         self._board.post(suspect.fingerprint, count, suspect.prompt_tokens, REFUSE_S)
+        self._settle(suspect)
+
+    def _settle(self, suspect: Suspect) -> None:
+        """It is refused now. Its deaths are explained, and who waits like it is told."""
         self._on_refused(suspect)
         self._explained.update(dict.fromkeys(suspect.deaths))
         while len(self._explained) > MAX_KNOWN:
@@ -244,6 +286,8 @@ class Suspects:
         suspect = flight.suspect
         if suspect is not None and suspect.open and not _not_cleared(flight):
             suspect.cleared = True
+            self._others.absolve(suspect.fingerprint)
+            self._others.release(suspect.fingerprint)
             self._explain(suspect)
             metrics.SUSPECTS.labels("cleared").inc()
         if self.turns.open:
@@ -253,9 +297,14 @@ class Suspects:
     def on_end(self, flight: Flight, finished: bool) -> None:
         """The request has ended; finished: as its engine meant it to."""
         suspect = flight.suspect
-        if finished and suspect is not None and not (suspect.charged or suspect.refused_until):
-            suspect.deaths.clear()
-            self._known.pop(suspect.fingerprint, None)
+        if suspect is not None and not (suspect.charged or suspect.refused_until):
+            if finished:
+                suspect.deaths.clear()
+                self._known.pop(suspect.fingerprint, None)
+                self._others.absolve(suspect.fingerprint)
+            if suspect.trying in (None, flight):
+                suspect.trying = None
+                self._others.release(suspect.fingerprint)
         if self.turns.open:
             self.turns.open.discard(flight)
             self._on_free()
@@ -266,20 +315,59 @@ class Suspects:
         if suspect is not None:
             suspect.deaths.clear()
             suspect.refused_until = 0.0
+            self._others.absolve(name)
+            self._others.release(name)
             self._on_free()
 
     # ---------------------------------------------------------------- inside
 
+    def _new(self, flight: Flight) -> Suspect:
+        metrics.SUSPECTS.labels("suspected").inc()
+        name, prompt = name_of(flight), flight.request.prompt_token_ids or ()
+        suspect = self._known[name] = Suspect(name, len(prompt))
+        return suspect
+
     def _suspect(self, flight: Flight, suspect: Suspect | None) -> None:
         flight.suspect = suspect
+        if suspect is not None and not suspect.prompt_tokens:  # another frontend told of it
+            suspect.prompt_tokens = len(flight.request.prompt_token_ids or ())
         if needs_turn(flight):
             self.turns.open.add(flight)
+
+    def _include_copies(self, names: set[str]) -> None:
+        """Requests like these that are at other workers without an output are the same suspects."""
+        for flight in list(self._flights()):
+            if not flight.proven and flight.suspect is None and name_of(flight) in names:
+                suspect = self._known.get(flight.fingerprint)
+                self._suspect(flight, suspect)
+                if suspect is not None and suspect.trying is None and flight.link is not None:
+                    suspect.trying = flight
+
+    def _add_unproven(self, process: str, names: set[str]) -> None:
+        self._unproven.setdefault(process, set()).update(names)
+        while len(self._unproven) > MAX_PROCESSES:
+            del self._unproven[next(iter(self._unproven))]
+
+    def _alone(self, suspect: Suspect) -> list[str]:
+        """Its deaths where nothing else was unproven, at any frontend as far as they have said."""
+        return [d for d in suspect.deaths if self._unproven.get(d) == {suspect.fingerprint}]
+
+    def _bound(self) -> None:
+        while len(self._known) > MAX_KNOWN:
+            del self._known[next(iter(self._known))]
+
+    def _free_all(self) -> None:
+        self.turns.open = {f for f in self.turns.open if needs_turn(f)}
+        self._on_free()
 
     def _charge(self, suspect: Suspect, process: str) -> None:
         _log.warning("suspect %s was alone when %s was lost", suspect.fingerprint, process)
         suspect.charged, suspect.seen_at = True, self._loop.time()
         self._charges[process] = suspect
-        self._loop.call_later(CONFIRM_S, self.on_gone, process)
+        if process in self._gone:
+            self.on_gone(process)
+        else:
+            self._loop.call_later(CONFIRM_S, self.on_gone, process)
 
     def _explain(self, suspect: Suspect) -> None:
         """Forget those of its deaths that are another's."""
@@ -296,8 +384,9 @@ def instance_of(process: str) -> str:
 def sentence(suspect: Suspect) -> str:
     """For the user of a request that is refused."""
     workers = ", ".join(map(instance_of, suspect.deaths))
+    count = max(len(suspect.deaths), suspect.deaths_elsewhere)
     return (
-        f"{len(suspect.deaths)} decode workers died while this request was in flight ({workers}), "
+        f"{count} decode workers died while this request was in flight ({workers}), "
         f"so it is not sent again. Requests with its fingerprint {suspect.fingerprint} are refused "
         f"for {REFUSE_S / 60:.0f} minutes; to allow it before: pullfill suspects clear "
         f"{suspect.fingerprint}"

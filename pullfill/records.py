@@ -154,6 +154,31 @@ class SuspectRecord(Message, frozen=True, kw_only=True):
     until: Finite
 
 
+class DeathRecord(Message, frozen=True, kw_only=True):
+    """`probations/deaths/{instance_id}/{frontend}`: which requests without an output a frontend had
+    at a decode worker that died, by fingerprint.
+
+    process: names the worker's process.
+    suspects: those that had been at a worker that died before.
+    others: all others.
+    """
+
+    v: Version = WIRE_VERSION
+    process: Text
+    suspects: list[Text]
+    others: list[Text]
+
+
+class ProbationRecord(Message, frozen=True, kw_only=True):
+    """`probations/of/{fingerprint}` and `probations/at/{instance_id}`: a request that is tried at a
+    decode worker. lease: of these keys, and of the answers to them."""
+
+    v: Version = WIRE_VERSION
+    fingerprint: Text
+    frontend: Id
+    lease: int
+
+
 # --------------------------------------------------------------------------- self-check
 
 

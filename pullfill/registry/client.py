@@ -191,6 +191,17 @@ class EtcdClient:
         done: _Done = await self._call("/kv/txn", request, _Done)
         return done.succeeded
 
+    async def put_all_absent(self, items: Sequence[tuple[str, bytes]], lease_id: int) -> bool:
+        """Write several keys if none of them exists. True if written."""
+        request = {
+            "compare": [
+                {"key": as_key(key), "target": "MOD", "mod_revision": 0} for key, _ in items
+            ],
+            "success": [{"request_put": _put(key, value, lease_id)} for key, value in items],
+        }
+        done: _Done = await self._call("/kv/txn", request, _Done)
+        return done.succeeded
+
     async def put_all(self, items: Sequence[tuple[str, bytes]], lease_id: int | None = None) -> int:
         """Write several keys at once: all or none; returns their revision."""
         request = {"success": [{"request_put": _put(key, value, lease_id)} for key, value in items]}

@@ -10,10 +10,8 @@ from typing import Any
 
 import pytest
 
-from pullfill.frontend import suspects
-from pullfill.frontend.explain import Trace
-from pullfill.frontend.flight import Flight, needs_turn
-from pullfill.frontend.suspects import Suspects
+from pullfill.frontend.board import Alone
+from tests.support.fake_board import Others
 from tests.support.fake_decode import FakeDecode
 from tests.support.fake_vllm import answer, request
 from tests.support.frontend_rig import Rig, rig, until
@@ -190,15 +188,10 @@ async def test_a_request_without_suspicion_waits_a_moment_for_a_probation() -> N
         await until(lambda: len(r.sink.finished) == 2)
 
 
-class Shared(suspects._NoBoard):
-    """There are other frontends, which say nothing."""
-
-    shared = True
-
-
 async def test_with_other_frontends_a_prompt_without_an_output_waits_for_their_answers() -> None:
     one, two = FakeDecode("decode-1", hold=True), FakeDecode("decode-2")
-    async with rig(one, two, board=Shared()) as r:
+    others = Others()
+    async with rig(one, two, board=Alone(others)) as r:
         await r.ready(2)
         r.dispatcher.submit(request("a", [1]))
         await until(lambda: bool(one.added))
@@ -208,108 +201,67 @@ async def test_with_other_frontends_a_prompt_without_an_output_waits_for_their_a
         await until(lambda: "b" in r.sink.finished)
         assert [q.request_id for q in two.added] == ["b"]
         await until(lambda: "a" in r.sink.finished)
+        assert len(others.asked) == 1, "they were told of the probation"
+        assert not others.trials, "it has ended"
 
 
-# ------------------------------------------------------------------------- which death blames whom
-
-A, B, C, D = "a@1.0", "b@1.0", "c@1.0", "d@1.0"
-
-
-class Court:
-    """Deaths told to `Suspects` one by one. Each request has a prompt of its own."""
-
-    def __init__(self) -> None:
-        self.refused: set[str] = set()
-        self.court = Suspects(1.0, self._on_refused, lambda: None)
-        self.flights: dict[str, Flight] = {}
-
-    def _on_refused(self, suspect: Any) -> None:
-        self.refused |= {n for n, f in self.flights.items() if f.suspect is suspect}
-
-    def _flight(self, name: str) -> Flight:
-        if name not in self.flights:
-            made = request(name, [ord(name)])
-            self.flights[name] = Flight(made, name, Trace(name), 0.0, 0.0, "")
-            assert not self.court.meet(self.flights[name])
-        return self.flights[name]
-
-    async def death(self, process: str, proven: str, unproven: str) -> None:
-        """These were there; the registry drops the worker then."""
-        for name in unproven:
-            self._flight(name).proven = False
-        for name in proven:
-            self.court.on_output(self._flight(name))
-        self.court.on_death(process, [self._flight(name) for name in (*proven, *unproven)])
-        self.court.on_gone(process)
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-
-    @property
-    def suspected(self) -> str:
-        names = sorted(n for n, f in self.flights.items() if needs_turn(f))
-        return "".join(n for n in names if n not in self.refused)
+def choices(name: str, prompt: list[int], count: int, **params: Any) -> list[Any]:
+    """As vLLM sends the choices of one answer."""
+    made = [request(f"{i}_{name}-abcd", prompt, seed=7 + i, **params) for i in range(count)]
+    for each in made:
+        each.external_req_id = name
+    return made
 
 
-@pytest.mark.parametrize(
-    ("deaths", "refused", "suspected"),
-    [
-        # (process, had outputs there, had none there) …
-        ([(A, "", "x")], "", "x"),
-        ([(A, "xy", "z")], "", "xyz"),
-        ([(A, "", "x"), (B, "", "x")], "x", ""),
-        ([(A, "y", "x"), (B, "z", "x")], "x", "y"),  # z is a bystander
-        ([(A, "", "xy"), (B, "", "xy")], "", "xy"),  # neither was alone
-        ([(A, "", "xy"), (B, "", "xz")], "", "xyz"),
-        ([(A, "", "xy"), (B, "", "xy"), (C, "y", "x")], "x", ""),
-        ([(A, "", "x"), (B, "x", "")], "", "x"),  # it was cleared: a new suspicion
-        ([(A, "", "x"), (B, "x", ""), (C, "x", "")], "", "x"),
-        ([(A, "", "x"), (B, "x", ""), (C, "x", ""), (D, "x", "")], "x", ""),
-        ([(A, "", "xy"), (B, "", "x"), (C, "", "y")], "xy", ""),  # both may be deadly
-        ([(A, "z", "xy"), (B, "z", "x"), (C, "", "z")], "x", "yz"),  # A and B are x's: z is free
-    ],
-)
-async def test_which_deaths_blame_whom(
-    deaths: list[tuple[str, str, str]], refused: str, suspected: str
-) -> None:
-    court = Court()
-    for death in deaths:
-        await court.death(*death)
-    assert ("".join(sorted(court.refused)), court.suspected) == (refused, suspected)
+async def test_the_choices_of_an_answer_go_to_one_worker() -> None:
+    async with fleet_of(3) as (r, fleet):
+        for each in (*choices("one", [1], 4), *choices("two", [2], 4), *choices("x", [3], 4)):
+            r.dispatcher.submit(each)
+        await until(lambda: r.dispatcher.in_flight == 0)
+        assert [len(worker.added) for worker in fleet.all] == [4, 4, 4]
+        for worker in fleet.all:
+            assert len({q.external_req_id for q in worker.added}) == 1
 
 
-async def test_a_charge_falls_when_the_process_comes_back() -> None:
-    """Of the last death, or of the one before it."""
-    for back in (A, B):
-        court = Court()
-        await court.death(A, "", "x")
-        court.court.on_death(B, [court.flights["x"]])
-        court.court.on_return(back)
-        court.court.on_gone(B)
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        assert not court.refused
-        assert court.suspected == "x"
-        await court.death(C, "", "x")
-        assert court.refused == {"x"}
+async def test_the_choices_of_a_deadly_answer_end_two_workers() -> None:
+    async with fleet_of(4) as (r, fleet):
+        asked = choices("d", [FATAL], 4)
+        for each in asked:
+            r.dispatcher.submit(each)
+        await until(lambda: r.dispatcher.in_flight == 0)
+        assert fleet.deaths == 2
+        assert r.sink.refused == {each.request_id for each in asked}
 
 
-@pytest.mark.parametrize(
-    ("testimony", "deaths"), [((0, 0), 2), ((0, 3), 3), ((1, 0), suspects.MAX_DEATHS)]
-)
-async def test_what_other_frontends_had_there_counts(
-    testimony: tuple[int, int], deaths: int
-) -> None:
-    """A suspect of another one may be the killer; a request without a past is, less likely."""
-    court = Court()
+@pytest.mark.parametrize("later_s", [0.0, 0.01])
+async def test_two_copies_of_a_deadly_request_end_two_workers(later_s: float) -> None:
+    """They are sent to two workers before it is known that they are deadly, or one of them a
+    moment after the first one has killed."""
+    async with fleet_of(5) as (r, fleet):
+        r.dispatcher.submit(request("a", [FATAL]))
+        await asyncio.sleep(later_s)
+        r.dispatcher.submit(request("b", [FATAL]))
+        await until(lambda: r.dispatcher.in_flight == 0)
+        assert fleet.deaths == 2
+        assert r.sink.refused == {"a", "b"}
 
-    async def told(instance_id: str) -> tuple[int, int]:
-        return testimony
 
-    court.court._board.testimony = told  # type: ignore[method-assign]
-    count = 0
-    for process in (A, B, C, D, "e@1.0", "f@1.0"):
-        await court.death(process, "", "x")
-        count += 1
-        if court.refused:
-            break
-    assert count == deaths
+async def test_of_copies_of_a_suspect_one_is_tried_and_its_output_clears_all() -> None:
+    """Also a copy that is at another worker already: then this one is the one that is tried."""
+    fakes = [FakeDecode(f"decode-{i}", hold=True) for i in range(4)]
+    async with rig(*fakes) as r:
+        await r.ready(4)
+        for name in ("a", "b"):
+            r.dispatcher.submit(request(name, [1]))
+        await until(lambda: sum(len(f.added) for f in fakes) == 2)
+        first, second = [f for f in fakes if f.added]
+        first.die()
+        await r.ready(3)
+        r.dispatcher.submit(request("c", [1]))
+        await asyncio.sleep(0.1)
+        assert sum(len(f.added) for f in fakes) == 2, "a and c wait for what becomes of b"
+        for fake in fakes:
+            fake.hold = False
+        await until(lambda: len(r.sink.finished) == 3)
+        assert not r.dispatcher.suspects.listed()
+        assert len(second.added) >= 1

@@ -1,0 +1,55 @@
+"""Work on etcd that nobody waits for: tasks that are ended together, and writes tried again."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Coroutine
+from typing import Any
+
+from pullfill import log
+from pullfill.errors import PullfillError
+from pullfill.registry.client import EtcdClient
+
+_log = log.get("registry.background")
+
+RETRY_S = 1.0
+
+
+class Background:
+    """Owns its tasks until `close`. Single event loop."""
+
+    def __init__(self, client: EtcdClient) -> None:
+        self._client = client
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def run(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        """Start a task. Its failure is logged."""
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    async def close(self) -> None:
+        """End all tasks. Idempotent."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def put(self, key: str, value: bytes, ttl_s: float) -> None:
+        """Write a key on a lease of its own. While etcd does not answer, try again until the key
+        would have ended."""
+        end = time.monotonic() + ttl_s
+        while (left_s := end - time.monotonic()) > 1:
+            try:
+                lease, _, _ = await self._client.grant_lease(int(left_s))
+                await self._client.put(key, value, lease)
+                return
+            except PullfillError as exc:
+                _log.debug("%s is not stored yet: %s", key, exc)
+                await asyncio.sleep(RETRY_S)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("%s stopped: %s", task.get_name(), error)

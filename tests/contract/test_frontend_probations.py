@@ -1,0 +1,256 @@
+"""Several frontends over the same workers: what one suspects, all suspect.
+
+Real etcd, real ZMQ, fake workers that can die."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from pullfill.frontend import probation
+from pullfill.registry import probations as module
+from pullfill.registry.client import EtcdClient
+from pullfill.registry.probations import Probations, Told
+from tests.support.etcd import EtcdServer
+from tests.support.fake_vllm import answer, request
+from tests.support.frontend_pair import FATAL, SharedFleet, frontends_of
+from tests.support.frontend_rig import until
+
+_serial = count()
+ENOUGH_S = 40.0
+
+
+@pytest.fixture(scope="module")
+def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
+    with EtcdServer(tmp_path_factory.mktemp("etcd")) as server:
+        yield server
+
+
+@pytest.fixture
+def ns() -> str:
+    return f"ns{next(_serial)}"
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing here takes as long as with real workers."""
+    monkeypatch.setattr(probation, "OTHERS_S", 0.2)
+    monkeypatch.setattr(module, "SETTLE_S", 0.05)
+
+
+async def ended(fleet: SharedFleet) -> None:
+    async with asyncio.timeout(ENOUGH_S):
+        while fleet.in_flight:  # noqa: ASYNC110 - as `until`, for longer
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.usefixtures("quick")
+async def test_a_deadly_request_and_its_copy_at_the_other_frontend_end_two_workers(
+    etcd: EtcdServer, ns: str
+) -> None:
+    """The copy comes while the first one waits to be tried again."""
+    async with frontends_of(etcd, ns) as ((one, two), fleet):
+        one.dispatcher.submit(request("d", [FATAL]))
+        await until(lambda: bool(two.dispatcher.suspects.listed()))
+        two.dispatcher.submit(request("copy", [FATAL]))
+        await ended(fleet)
+        assert fleet.deaths == [(FATAL,)] * 2
+        assert (one.sink.refused, two.sink.refused) == ({"d"}, {"copy"})
+
+
+@pytest.mark.usefixtures("quick")
+async def test_copies_sent_to_two_frontends_at_once_end_two_workers(
+    etcd: EtcdServer, ns: str
+) -> None:
+    async with frontends_of(etcd, ns, workers=4) as ((one, two), fleet):
+        two.dispatcher.submit(request("s", [1], max_tokens=1))  # the next one goes elsewhere
+        await until(lambda: "s" in two.sink.finished)
+        one.dispatcher.submit(request("d", [FATAL]))
+        two.dispatcher.submit(request("copy", [FATAL]))
+        await ended(fleet)
+        assert len(fleet.deaths) == 2
+        assert (one.sink.refused, two.sink.refused) == ({"d"}, {"copy"})
+
+
+@pytest.mark.usefixtures("quick")
+async def test_ten_deadly_prompts_at_both_frontends_end_two_workers_each(
+    etcd: EtcdServer, ns: str
+) -> None:
+    """Every second one comes again, to the other frontend. Forty streams outlive all of it."""
+    async with frontends_of(etcd, ns) as (rigs, fleet):
+        for i in range(40):
+            rigs[i % 2].dispatcher.submit(request(f"s{i}", [i], max_tokens=60))
+        for i in range(10):
+            rigs[i % 2].dispatcher.submit(request(f"d{i}", [i, FATAL]))
+            await asyncio.sleep(0.01)
+        await until(lambda: len(fleet.deaths) > 2)
+        await asyncio.sleep(0.1)  # told by then
+        for i in range(1, 10, 2):
+            rigs[0].dispatcher.submit(request(f"copy{i}", [i, FATAL]))
+        await ended(fleet)
+        for i in range(40):
+            assert rigs[i % 2].sink.tokens[f"s{i}"] == answer([i], 60)
+        refused = rigs[0].sink.refused | rigs[1].sink.refused
+        assert refused == {f"d{i}" for i in range(10)} | {f"copy{i}" for i in range(1, 10, 2)}
+        assert rigs[0].sink.failures.keys() | rigs[1].sink.failures.keys() == refused
+        killed = Counter(fleet.deaths)
+        assert max(killed.values()) <= 2, killed
+
+
+@pytest.mark.usefixtures("quick")
+async def test_what_one_frontend_has_cleared_is_no_suspect_of_the_other(
+    etcd: EtcdServer, ns: str
+) -> None:
+    async with frontends_of(etcd, ns) as ((one, two), fleet):
+        for fake in fleet.all:
+            fake.hold = True
+        one.dispatcher.submit(request("a", [1]))
+        await until(lambda: any(fake.added for fake in fleet.all))
+        (held,) = [fake for fake in fleet.all if fake.added]
+        for fake in fleet.all:
+            fake.hold = False
+        held.killed_by = [0]  # by something else
+        held.die()
+        await until(lambda: bool(two.dispatcher.suspects.listed()))
+        await until(lambda: "a" in one.sink.finished)
+        await until(lambda: not two.dispatcher.suspects.listed())
+
+
+# ---------------------------------------------------------------------------- what is in etcd
+
+
+class Ear:
+    """A frontend as `Probations` sees it. busy: workers where it has requests without an output."""
+
+    def __init__(self) -> None:
+        self.deaths: list[tuple[str, set[str], bool]] = []
+        self.absolved: list[tuple[str, set[str]]] = []
+        self.busy: set[str] = set()
+
+    def on_death_elsewhere(self, process: str, names: set[str], fresh: bool) -> None:
+        self.deaths.append((process, names, fresh))
+
+    def on_absolved_elsewhere(self, process: str, names: set[str]) -> None:
+        self.absolved.append((process, names))
+
+    def on_probations(self) -> None: ...
+
+    def quiet(self, instance_id: str) -> bool:
+        return instance_id not in self.busy
+
+
+@asynccontextmanager
+async def told(
+    etcd: EtcdServer, ns: str, *names: str, frontends: int = 2
+) -> AsyncIterator[list[tuple[Probations, Ear]]]:
+    client = await EtcdClient.connect(etcd.url, wait_s=10, timeout_s=0.5)
+    made = [(Probations(client, ns, name, lambda: frontends), Ear()) for name in names]
+    try:
+        for each, ear in made:
+            each.start(ear)
+        await until(lambda: all(each._fresh for each, _ in made))
+        yield made
+    finally:
+        for each, _ in made:
+            await each.close()
+        await client.close()
+
+
+def ready(each: Probations, fingerprint: str) -> bool:
+    mine = each.mine(fingerprint)
+    return mine is not None and mine.ready
+
+
+async def test_a_probation_begins_when_the_others_have_nothing_unproven_there(
+    etcd: EtcdServer, ns: str
+) -> None:
+    async with told(etcd, ns, "frontend-1", "frontend-2") as ((one, _), (two, ear)):
+        ear.busy = {"decode-1"}
+        one.take("f1", "decode-1", 20)
+        await until(lambda: two.taken("decode-1") and two.elsewhere("f1"))
+        await asyncio.sleep(0.1)
+        assert not ready(one, "f1")
+        ear.busy = set()
+        await until(lambda: ready(one, "f1"))
+        one.release("f1")
+        await until(lambda: not two.any and not one.any)
+
+
+async def test_a_request_and_a_worker_have_one_probation_over_all_frontends(
+    etcd: EtcdServer, ns: str
+) -> None:
+    async with told(etcd, ns, "frontend-1", "frontend-2") as ((one, _), (two, _)):
+        one.take("f1", "decode-1", 20)
+        await until(lambda: ready(one, "f1"))
+        two.take("f1", "decode-2", 20)
+        two.take("f2", "decode-1", 20)
+        two.take("f3", "decode-3", 20)
+        await until(lambda: two.mine("f1") is None and two.mine("f2") is None)
+        await until(lambda: ready(two, "f3"))
+        one.release("f1")
+        await until(lambda: not two.elsewhere("f1"))
+        two.take("f1", "decode-1", 20)
+        await until(lambda: ready(two, "f1"))
+
+
+async def test_a_frontend_that_is_gone_delays_a_probation_and_keeps_none(
+    etcd: EtcdServer, ns: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does not answer, and its own probation ends with its lease."""
+    monkeypatch.setattr(module, "CLEAR_S", 0.3)
+    async with told(etcd, ns, "frontend-1") as ((one, _),):
+        one.take("f1", "decode-1", 1)
+        await until(lambda: ready(one, "f1"))
+        async with told(etcd, ns, "frontend-2") as ((two, _),):
+            await until(lambda: two.elsewhere("f1"))
+            await until(lambda: not two.elsewhere("f1") and not two.taken("decode-1"))
+
+
+async def test_a_frontend_is_asked_until_it_says_what_it_had(
+    etcd: EtcdServer, ns: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "SETTLE_S", 0.01)
+    monkeypatch.setattr(module, "TELL_S", 10.0)
+    async with told(etcd, ns, "frontend-1", "frontend-2") as ((one, _), (two, _)):
+        asked = asyncio.create_task(one.testimony("decode-1", "f1"))
+        await asyncio.sleep(0.3)
+        assert not asked.done()
+        two.testify("decode-1@1.0", "decode-1", {"f2": False})
+        assert await asked == Told(0, 1)
+        monkeypatch.setattr(module, "TELL_S", 0.1)
+        assert not (await one.testimony("decode-2", "f1")).complete
+
+
+async def test_without_etcd_a_probation_begins_at_once(tmp_path: Path, ns: str) -> None:
+    (tmp_path / "etcd").mkdir()
+    with EtcdServer(tmp_path / "etcd") as etcd:
+        async with told(etcd, ns, "frontend-1") as ((one, _),):
+            await asyncio.to_thread(etcd.kill)
+            one.take("f1", "decode-1", 20)
+            await until(lambda: ready(one, "f1"))
+            assert (await one.testimony("decode-1", "f1")).complete, "nobody can say more"
+
+
+async def test_deaths_are_told_taken_back_and_kept_for_who_comes_later(
+    etcd: EtcdServer, ns: str
+) -> None:
+    async with told(etcd, ns, "frontend-1", "frontend-2") as ((one, own), (two, ear)):
+        one.testify("decode-1@1.0", "decode-1", {"f1": True, "f2": False})
+        await until(lambda: ear.deaths == [("decode-1@1.0", {"f1", "f2"}, True)])
+        assert await two.testimony("decode-1", "f3") == Told(1, 1)
+        assert await two.testimony("decode-1", "f1") == Told(0, 1), "its like does not count"
+        two.testify("decode-1@1.0", "decode-1", {})
+        assert await one.testimony("decode-1", "f3") == Told(0, 0), "we know our own"
+        one.absolve("f2")
+        await until(lambda: ear.absolved == [("decode-1@1.0", {"f2"})])
+        async with told(etcd, ns, "frontend-3") as ((_, late),):
+            await until(lambda: late.deaths == [("decode-1@1.0", {"f1"}, False)])
+        one.retract("decode-1")
+        await until(lambda: ear.absolved[1:] == [("decode-1@1.0", {"f1"})])
+        assert not own.deaths
