@@ -2,8 +2,9 @@
 
 A job counts from its grant to its end. While its claim is under way a delivery counts for CLAIM_S
 at most: the usual quick answer keeps the puller from taking more than the budget. A claim without
-an answer counts nothing, nor does a delivery that waits for the link to its decode worker. So the
-backlog of a decode worker that is gone keeps no job of another one waiting. asyncio thread only.
+an answer counts nothing, nor does a delivery that waits for a link that was lost or cannot be made.
+So the backlog of a decode worker that is gone keeps no job of another one waiting. asyncio thread
+only.
 """
 
 from __future__ import annotations

@@ -119,9 +119,9 @@ class Links:
         return {name: route for name, route in routes.items() if route is not None}
 
     def is_up(self, instance_id: str) -> bool:
-        """Whether `find` finds it at once."""
+        """Whether `find` finds it within a moment: it is connected, or nobody has tried yet."""
         link = self._links.get(instance_id)
-        return link is not None and link.connected
+        return instance_id in self._records if link is None else link.connected
 
     async def find(self, instance_id: str) -> DecodeLink:
         """The connected link to a decode worker, made now if there is none. Waits briefly for a

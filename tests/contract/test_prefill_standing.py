@@ -183,7 +183,7 @@ async def far_apart(tmp_path: Path) -> AsyncIterator[tuple[Cluster, DecodeHalf, 
         for number in (1, 2):
             record = replace(prefill_record(f"prefill-{number}"), compat=COMPATIBLE)
             cluster.directory.put(record)
-        for number in range(8):
+        for number in range(16):
             await cluster.decode(f"decode-{number}")
         far, near = await cluster.prefill(pull=False), await cluster.prefill(pull=False)
         far.puller.start()
@@ -200,9 +200,9 @@ async def serve(decode: DecodeHalf, seed: int) -> None:
 async def test_a_job_brings_its_connection_and_leaves_none(tmp_path: Path, quick: None) -> None:
     async with far_apart(tmp_path) as (cluster, decode, prefill):
         for seed in range(3):
-            assert not prefill.links.is_up(decode.name)
+            assert decode.name not in prefill.links.connected
             await serve(decode, seed)
-            assert prefill.links.is_up(decode.name)
+            assert decode.name in prefill.links.connected
             await until(lambda: len(decode.control.peers) == 1)
             await until(lambda: decode.name not in prefill.links._links)
         assert (prefill.runner.completed, prefill.runner.failed) == (3, 0)
@@ -246,4 +246,27 @@ async def test_a_link_stays_while_its_job_runs(tmp_path: Path, quick: None) -> N
         assert prefill.links.is_up(decode.name), "its copy is not proved quiet"
         faults.resume()
         await until(lambda: decode.name not in prefill.links._links)
+        await cluster.check_clean()
+
+
+async def test_jobs_that_bring_their_connection_count_against_the_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a worker would take jobs that others could begin, as long as it connects."""
+    async with far_apart(tmp_path) as (cluster, _, prefill):
+        under_way: list[int] = []
+        start = prefill.runner.start
+
+        def counted(delivery: Any) -> None:
+            start(delivery)
+            under_way.append(prefill.runner.in_flight)
+
+        monkeypatch.setattr(prefill.runner, "start", counted)
+        monkeypatch.setattr(prefill.puller, "_budget", 80)
+        far = [d for d in cluster.decodes.values() if d.name not in prefill.links.connected]
+        assert len(far) >= 4
+        served = [decode.send(prompt(50)) for decode in far]
+        await settled(*served)
+        assert all(decode.right(one) for decode, one in zip(far, served, strict=True))
+        assert max(under_way) == 2, "50 of 80 tokens leave room for one more"
         await cluster.check_clean()
