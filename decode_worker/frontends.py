@@ -3,8 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
-from pullfill.engine import rpc
+from pullfill.engine import outputs, rpc
+from pullfill.errors import BadMessage
+
+UTILITIES = frozenset({
+    "get_supported_tasks", "reset_prefix_cache", "reset_mm_cache", "reset_encoder_cache",
+    "is_sleeping", "profile", "is_scheduler_paused", "get_kv_cache_group_metadata",
+    "get_weight_version",
+})  # fmt: skip
+"""What a frontend may call on the engine core."""
+_STATS_S = 0.5
+_MOST_STATS = 1000
 
 
 @dataclass(slots=True, eq=False)
@@ -32,3 +43,43 @@ class Request:
     frontend: Frontend
     coming: bool = True
     wanted: bool = True
+
+
+def check_fits(request: Any, prompt_tokens: int, max_model_len: int) -> None:
+    """What vLLM checks in its frontend only: a request that was accepted for another worker, and is
+    sent here after that one died, may not fit this one and would end the engine. Raises BadMessage.
+    """
+    if request.resumable:
+        raise BadMessage("streaming input is not supported")
+    if prompt_tokens >= max_model_len:
+        raise BadMessage(f"{prompt_tokens} prompt tokens, at most {max_model_len - 1}")
+
+
+class HeldStats:
+    """Statistics of steps that had no output for anybody. A message of their own would wake several
+    threads here and in a frontend, so they go out in front of the next output, or a second later.
+    Gauges without counters are replaced by newer ones."""
+
+    def __init__(self) -> None:
+        self._held: list[Any] = []
+        self._since = 0.0
+
+    def hold(self, batch: Any, now: float) -> None:
+        """Keep it. Beyond _MOST_STATS the oldest are lost."""
+        if not self._held:
+            self._since = now
+        elif outputs.only_gauges(self._held[-1]):
+            del self._held[-1]
+        self._held.append(batch)
+        del self._held[:-_MOST_STATS]
+
+    def due(self, now: float) -> bool:
+        """Whether some wait for too long."""
+        return bool(self._held) and now - self._since > _STATS_S
+
+    def take(self) -> list[Any]:
+        """All of them, oldest first."""
+        if not self._held:
+            return []
+        held, self._held = self._held, []
+        return held

@@ -2,7 +2,8 @@
 
 The engine thread itself receives messages between steps and sends each step's outputs, so a token
 waits for no hand-over. What a new request costs (decoding, checks, block hashes) is paid on the
-intake thread (intake.py); utility calls go through it too, so that they keep their place.
+intake thread (intake.py) unless it is little; utility calls go through it too, so that they keep
+their place.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import zmq
 
 from pullfill import failpoints, log, wire
 from pullfill.clock import SYSTEM_CLOCK, Clock
-from pullfill.decode_worker.frontends import Frontend, Request
+from pullfill.decode_worker.frontends import UTILITIES, Frontend, HeldStats, Request, check_fits
 from pullfill.decode_worker.gatekeeper import Gatekeeper
 from pullfill.decode_worker.intake import Intake, Preparation
 from pullfill.decode_worker.story import Stories
@@ -24,17 +25,12 @@ from pullfill.engine import requests, rpc
 from pullfill.engine.blame import Fault, explained, fault_of
 from pullfill.errors import BadMessage
 from pullfill.security import ClusterKey
+from pullfill.wire import ExplainRecord
 
 if TYPE_CHECKING:
     from pullfill.engine.host import EngineHost
 
 logger = log.get("decode_worker.shim")
-
-_UTILITIES = frozenset({
-    "get_supported_tasks", "reset_prefix_cache", "reset_mm_cache", "reset_encoder_cache",
-    "is_sleeping", "profile", "is_scheduler_paused", "get_kv_cache_group_metadata",
-    "get_weight_version",
-})  # fmt: skip
 
 
 class FrontendShim:
@@ -71,7 +67,9 @@ class FrontendShim:
         self._socket: Any = None
         self._key = key
         self._gate: Gatekeeper | None = None
-        self.intake = Intake(host.submit, lambda: host.stepping)
+        self.intake = Intake(lambda work, wake: host.submit(work, wake=wake), lambda: host.stepping)
+        self._stats = HeldStats()
+        self._first = False
         self.draining = False
         self.address = ""
 
@@ -126,6 +124,7 @@ class FrontendShim:
 
     def receive(self) -> None:
         """Take everything that has arrived."""
+        self._first = True
         while True:
             try:
                 message = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
@@ -215,7 +214,8 @@ class FrontendShim:
             self._refuse(frontend, request_id, RuntimeError("it is here already"))
             return
         taken = Request(request_id, frontend)
-        if not self.intake.put(self._prepare(taken, payload), sum(map(len, payload))):
+        here, self._first = self._first, False
+        if not self.intake.put(self._prepare(taken, payload), sum(map(len, payload)), here=here):
             # Not the request's fault, and another worker may have room.
             self._send(frontend, rpc.BACK, rpc.encode_ids([request_id]))
             return
@@ -223,7 +223,7 @@ class FrontendShim:
         self._taken[request_id] = taken
 
     def _prepare(self, taken: Request, payload: list[Any]) -> Preparation:
-        """On the intake thread."""
+        """On the intake thread, or on the engine thread if it is small."""
         try:
             request, tokens = self._codec.request(payload)
         except BadMessage as exc:
@@ -232,7 +232,7 @@ class FrontendShim:
         try:
             if not taken.wanted and not request.mm_features:
                 return None  # those enter vLLM's cache of inputs, by which later requests name them
-            self._check(request, len(tokens) // 4)
+            check_fits(request, len(tokens) // 4, self._max_model_len)
             request.client_index = taken.frontend.index
             vllm_outputs.strip_transfer_params(request)
             failpoints.hit("decode.intake")
@@ -241,14 +241,6 @@ class FrontendShim:
             failure = exc  # `exc` is gone when the engine thread asks
             return lambda: self._enter(taken, None, failure)
         return lambda: self._enter(taken, made, None)
-
-    def _check(self, request: Any, prompt_tokens: int) -> None:
-        """What vLLM checks in its frontend only: a request that was accepted for another worker,
-        and is sent here after that one died, may not fit this one and would end the engine."""
-        if request.resumable:
-            raise BadMessage("streaming input is not supported")
-        if prompt_tokens >= self._max_model_len:
-            raise BadMessage(f"{prompt_tokens} prompt tokens, at most {self._max_model_len - 1}")
 
     def _enter(self, taken: Request, request: Any, failure: Exception | None) -> None:
         """Give a prepared request to the engine. Skip a request that was aborted meanwhile."""
@@ -317,7 +309,7 @@ class FrontendShim:
 
         future: Future[Any] = Future()
         try:
-            if method not in _UTILITIES:
+            if method not in UTILITIES:
                 raise PermissionError(f"{method} cannot be called from a frontend")
             result = getattr(self.host.core, method)(*args)
         except Exception as exc:
@@ -334,24 +326,28 @@ class FrontendShim:
     def send_outputs(self, outputs: dict[int, Any]) -> None:
         """One step's outputs, to the frontend each request came from."""
         for index, batch in outputs.items():
-            records = []
-            for output in batch.outputs:
-                vllm_outputs.correct_cached_tokens(output)
-                if output.finish_reason is not None:
-                    if (made := self._grammars.get(output.request_id)) is not None:
-                        vllm_outputs.explain_error(output, made)
-                    self._forget(output.request_id)
-                    record = self._stories.finish(output.request_id)
-                    if record is not None:
-                        records.append(record)
-            frontend = self._by_index.get(index)
-            if frontend is None:
-                # Statistics of a step without outputs come for index 0; any frontend will do.
-                frontend = next(iter(self._by_index.values()), None)
-                if frontend is None or batch.outputs:
-                    continue
-            if records:
-                self._send(frontend, rpc.EXPL, rpc.encode_explain(records))
+            if vllm_outputs.only_stats(batch):
+                self._stats.hold(batch, self._clock.monotonic())
+                continue
+            records = [r for r in map(self._look, batch.outputs) if r is not None]
+            if (frontend := self._by_index.get(index)) is None:
+                continue
+            self._send_stats(frontend)
+            kind = (rpc.LAST, rpc.encode_explain(records)) if records else (rpc.OUT,)
+            self._send(frontend, *kind, *self._codec.encode(batch))
+
+    def _look(self, output: Any) -> ExplainRecord | None:
+        """Mend an output; the story of its request if it is the last one."""
+        vllm_outputs.correct_cached_tokens(output)
+        if output.finish_reason is None:
+            return None
+        if (made := self._grammars.get(output.request_id)) is not None:
+            vllm_outputs.explain_error(output, made)
+        self._forget(output.request_id)
+        return self._stories.finish(output.request_id)
+
+    def _send_stats(self, frontend: Frontend) -> None:
+        for batch in self._stats.take():
             self._send(frontend, rpc.OUT, *self._codec.encode(batch))
 
     def check_silent(self) -> None:
@@ -360,6 +356,8 @@ class FrontendShim:
         if now < self._next_check:
             return
         self._next_check = now + 1.0
+        if self._frontends and self._stats.due(now):
+            self._send_stats(next(iter(self._frontends.values())))
         if any(f.silent(now) for f in self._frontends.values()):
             self.receive()  # what waited while the engine was busy counts as heard
         for frontend in list(self._frontends.values()):

@@ -195,14 +195,16 @@ class Dispatcher:
 
     def on_message(self, link: Link, kind: bytes, frames: list[Any]) -> None:
         """Raises BadMessage on what cannot be read."""
+        if kind == rpc.LAST and len(frames) > 1:
+            self._explain.take(frames[0])
+            kind, frames = rpc.OUT, frames[1:]
         if kind == rpc.OUT:
             self.on_outputs(link, frames)
             return
         if len(frames) != 1:
             raise BadMessage(f"{kind[:8]!r} with {len(frames)} frames")
         if kind == rpc.EXPL:
-            for record in rpc.decode_explain(frames[0]):
-                self._explain.put(record)
+            self._explain.take(frames[0])
         elif kind == rpc.BACK:
             for wire_id in rpc.decode_ids(frames[0]):
                 flight = link.flights.pop(wire_id, None)

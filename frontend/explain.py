@@ -12,9 +12,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
+from pullfill.engine import rpc
 from pullfill.engine.continuation import choice_of
 from pullfill.wire import ExplainRecord
 
@@ -54,6 +56,11 @@ class ExplainStore:
         self._open[wire_id] = trace
         if len(self._open) > self._limit:
             self._open.popitem(last=False)
+
+    def take(self, payload: Any) -> None:
+        """Keep the records that a worker sent. Raises BadMessage."""
+        for record in rpc.decode_explain(payload):
+            self.put(record)
 
     def put(self, record: ExplainRecord) -> None:
         """Keep a worker's record with the frontend's own timings; unknown requests are dropped."""

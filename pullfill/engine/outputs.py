@@ -7,6 +7,12 @@ from typing import Any
 from pullfill.engine import rpc
 from pullfill.engine.blame import Fault
 
+_LEVELS = (
+    "num_running_reqs", "num_waiting_reqs", "num_skipped_waiting_reqs",
+    "num_kv_fetch_reqs_by_stage", "kv_cache_usage", "waiting_lora_adapters",
+    "running_lora_adapters",
+)  # fmt: skip
+
 
 def strip_transfer_params(request: Any) -> None:
     """Remove client-sent `kv_transfer_params`: only we decide how KV moves. The frontend does this
@@ -71,3 +77,24 @@ def utility_outputs(call_id: int, result: Any, failure: str | None) -> Any:
     if failure is None:
         answer.result = UtilityResult(result)
     return EngineCoreOutputs(utility_output=answer)
+
+
+def only_stats(batch: Any) -> bool:
+    """Whether EngineCoreOutputs tell the scheduler's statistics and nothing else."""
+    return not (
+        batch.outputs
+        or batch.utility_output
+        or batch.finished_requests
+        or batch.wave_complete is not None
+        or batch.start_wave is not None
+    )
+
+
+def only_gauges(batch: Any) -> bool:
+    """Whether the statistics are only levels: newer ones make them worthless. What we do not know
+    counts as more."""
+    from vllm.v1.metrics.stats import SchedulerStats
+
+    stats = batch.scheduler_stats
+    levels = {name: getattr(stats, name) for name in _LEVELS} if stats is not None else {}
+    return stats is None or bool(stats == SchedulerStats(**levels))

@@ -7,7 +7,8 @@ ZMQ DEALER (frontend) → ROUTER (decode worker, bound at `WorkerRecord.data`). 
     HELO  FrontendHello           (first)          HELO  DecodeWelcome, or NOPE text
     ADD   id, prompt as u32, EngineCoreRequest     OUT   EngineCoreOutputs frames
     ABRT  list[request id]                         EXPL  list[ExplainRecord]
-    UTIL  (call_id, method, args) frames           BACK  list[request id]: given up, send elsewhere
+    UTIL  (call_id, method, args) frames           LAST  EXPL's and OUT's, of requests that end
+                                                   BACK  list[request id]: given up, send elsewhere
     PING  every PING_INTERVAL_S, idle every 2nd    PONG
     BYE                                            DRAIN takes no new requests
                                                    GONE  we had dropped you: start anew
@@ -46,6 +47,7 @@ ABRT = b"ABRT"
 UTIL = b"UTIL"
 OUT = b"OUT"
 EXPL = b"EXPL"
+LAST = b"LAST"
 BACK = b"BACK"
 PING = b"PING"
 PONG = b"PONG"

@@ -273,12 +273,11 @@ class FakeDecode:
             decode_instance=self.instance_id,
             timings_ms=Timings(queue=1.5),
         )
-        self._send(active.identity, rpc.EXPL, rpc.encode_explain([record]))
-        self._out(active.identity, [out])
+        self._out(active.identity, [out], rpc.LAST, rpc.encode_explain([record]))
 
-    def _out(self, identity: bytes, outs: list[Output]) -> None:
+    def _out(self, identity: bytes, outs: list[Output], *kind: bytes) -> None:
         message = Outputs(outputs=outs, timestamp=time.monotonic() + self.ahead_s)
-        self._send(identity, rpc.OUT, msgspec.msgpack.encode(message))
+        self._send(identity, *(kind or (rpc.OUT,)), msgspec.msgpack.encode(message))
 
     def _send(self, identity: bytes, *frames: bytes) -> None:
         self._socket.send_multipart([identity, *frames])

@@ -150,6 +150,10 @@ async def test_one_worker_cannot_speak_for_another() -> None:
         (rpc.BACK, b"\x01"),
         (b"WHAT", b""),
         (rpc.EXPL,),
+        (rpc.LAST,),
+        (rpc.LAST, b"[]"),
+        (rpc.LAST, b"\x90", b"\xc1"),
+        (rpc.LAST, b"\xc1", b"\xc1"),
         (rpc.OUT, msgspec.msgpack.encode([0, [[1, 2]]])),
     ],
 )

@@ -2,158 +2,18 @@
 
 from __future__ import annotations
 
-import queue
-import threading
-from collections.abc import Callable, Generator, Iterator
-from types import SimpleNamespace
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import zmq
 
-from pullfill import wire
-from pullfill.decode_worker import shim as shims
-from pullfill.decode_worker.shim import FrontendShim
-from pullfill.decode_worker.story import Stories
 from pullfill.engine import rpc
-from pullfill.errors import BadMessage
-from tests.support.fakes import FakeClock
-
-LIMIT = 100
-
-
-class _Codec:
-    """Requests travel as `id`, prompt; outputs as they are."""
-
-    def request(self, frames: list[Any]) -> Any:
-        request_id = frames[0].bytes.decode()
-        if request_id.startswith("nonsense"):
-            raise BadMessage("nonsense")
-        request = SimpleNamespace(
-            request_id=request_id,
-            prompt_token_ids=None,
-            mm_features=request_id.startswith("picture"),
-            resumable=request_id.startswith("stream"),
-            client_index=0,
-            sampling_params=None,
-            _all_token_ids=[],
-            block_hashes=[],
-        )
-        return request, memoryview(frames[1].bytes)
-
-    def utility(self, frames: list[Any]) -> Any:
-        if not (method := frames[0].bytes.decode()):
-            raise BadMessage("nonsense")
-        return 1, method, []
-
-    def encode(self, obj: Any) -> list[bytes]:
-        return [str(obj).encode()]
-
-
-class _Core:
-    def __init__(self) -> None:
-        self.prepared: list[str] = []
-        self.added: list[str] = []
-        self.aborted: list[str] = []
-        self.request_block_hasher = None
-
-    def preprocess_add_request(self, request: Any) -> tuple[Any, int]:
-        self.prepared.append(request.request_id)
-        return request, 0
-
-    def add_request(self, request: Any) -> None:
-        self.added.append(request.request_id)
-
-    def reset_prefix_cache(self) -> bool:
-        self.added.append("(reset)")
-        return True
-
-    def abort_requests(self, request_ids: list[str]) -> None:
-        self.aborted += request_ids
-
-
-class Rig:
-    """A shim and one frontend connected to it. Its engine loop turns in `tell` and `settle`."""
-
-    def __init__(self, receive_limit: int = 0) -> None:
-        self.core = _Core()
-        self.clock = FakeClock()
-        self.todo: queue.SimpleQueue[Callable[[Any], None]] = queue.SimpleQueue()
-        host: Any = SimpleNamespace(
-            core=self.core, register=lambda *_: None, submit=self.todo.put, stepping=False
-        )
-        welcome = rpc.DecodeWelcome(
-            decode_instance="decode-1", incarnation="i0", vllm_version="0.32.0",
-            max_model_len=LIMIT, num_gpu_blocks=1, block_size=1, max_num_seqs=1,
-            max_num_batched_tokens=1, supported_tasks=[],
-        )  # fmt: skip
-        self.shim = FrontendShim(
-            host, Stories("decode-1"), welcome=lambda: welcome, models=["m"], clock=self.clock
-        )
-        self.shim.bind("127.0.0.1")
-        self.peer = zmq.Context.instance().socket(zmq.DEALER)
-        self.peer.setsockopt(zmq.LINGER, 0)
-        self.peer.setsockopt(zmq.RCVHWM, receive_limit)
-        self.peer.connect(self.shim.address)
-        self.hello()
-
-    def hello(self) -> None:
-        message = rpc.FrontendHello(frontend_instance="f", vllm_version="0.32.0", model="m")
-        assert self.ask(rpc.HELO, wire.encode(message))[0] == rpc.HELO
-
-    def tell(self, *frames: bytes, settle: bool = True) -> None:
-        self.peer.send_multipart(frames)
-        assert self.shim._socket.poll(5000)
-        self.shim.receive()
-        if settle:
-            self.settle()
-
-    def settle(self) -> None:
-        """Until everything that was put into the intake so far is with the engine."""
-        last: list[bool] = []
-
-        def barrier() -> Generator[None, None, Callable[[], None]]:
-            yield
-            return lambda: last.append(True)
-
-        self.shim.intake.put(barrier(), 0)
-        while not last:
-            self.todo.get(timeout=5)(self.core)
-
-    def hold_intake(self) -> threading.Event:
-        """The intake thread does nothing until the event is set."""
-        held, go = threading.Event(), threading.Event()
-
-        def hold() -> Generator[None, None, None]:
-            held.set()
-            go.wait(5)
-            yield
-
-        self.shim.intake.put(hold(), 0)
-        assert held.wait(5)
-        return go
-
-    def add(self, request_id: str, prompt: int = 10, *, settle: bool = True) -> None:
-        self.tell(rpc.ADD, request_id.encode(), bytes(4 * prompt), b"", settle=settle)
-
-    def ask(self, *frames: bytes) -> list[bytes]:
-        self.tell(*frames, settle=frames[0] == rpc.ADD)
-        assert self.peer.poll(5000), "no answer"
-        answer: list[bytes] = self.peer.recv_multipart()
-        return answer
-
-    def close(self) -> None:
-        self.peer.close(0)
-        self.shim.close()
+from tests.support.shim_rig import Rig, replace_codecs
 
 
 @pytest.fixture
 def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
-    monkeypatch.setattr(rpc, "WorkerCodec", _Codec)
-    monkeypatch.setattr(
-        shims.vllm_outputs, "error_outputs", lambda name, why, fault: f"error {name} {fault}"
-    )
-    monkeypatch.setattr(shims.vllm_outputs, "utility_outputs", lambda *told: told)
+    replace_codecs(monkeypatch)
     rig = Rig()
     yield rig
     rig.close()

@@ -1,0 +1,97 @@
+"""What the decode worker's shim does in one turn of its loop, and what it sends in one message."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.v1.metrics.stats import SchedulerStats
+
+from pullfill.decode_worker.router import Decision, Situation
+from pullfill.engine import rpc
+from tests.support.shim_rig import Rig, replace_codecs
+
+
+@pytest.fixture
+def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
+    replace_codecs(monkeypatch)
+    rig = Rig()
+    yield rig
+    rig.close()
+
+
+def test_one_small_message_of_a_turn_is_prepared_at_once(rig: Rig) -> None:
+    """Two wake-ups of threads cost more than it does. All others keep their order behind it."""
+    for name in ("a", "b"):
+        rig.peer.send_multipart((rpc.ADD, name.encode(), bytes(40), b""))
+    go = rig.hold_intake()
+    assert rig.shim._socket.poll(5000)
+    rig.shim.receive()
+    assert rig.core.prepared == [], "something waits before them"
+    go.set()
+    rig.settle()
+    assert rig.core.added == ["a", "b"]
+    rig.add("c", settle=False)
+    assert rig.core.prepared == ["a", "b", "c"]
+    assert not rig.todo.empty(), "the engine takes it in with its next step"
+    rig.settle()
+    assert rig.core.added == ["a", "b", "c"]
+
+
+def test_a_large_message_is_never_prepared_on_the_engine_thread(rig: Rig) -> None:
+    thread: list[str] = []
+    rig.core.preprocess_add_request = lambda request: (  # type: ignore[method-assign]
+        thread.append(threading.current_thread().name) or request,
+        0,
+    )
+    rig.shim._max_model_len = 1 << 20
+    rig.add("small", 100)
+    rig.add("large", 10_000)
+    rig.shim.host.stepping = True
+    rig.add("at work", 2_000)
+    assert thread == ["MainThread", "intake", "intake"]
+
+
+# ------------------------------------------------------------------ statistics without outputs
+
+
+def stats(running: int = 0, asked: int = 0) -> Any:
+    made = SchedulerStats(num_running_reqs=running)
+    made.prefix_cache_stats.requests = asked
+    return EngineCoreOutputs(scheduler_stats=made)
+
+
+def test_statistics_without_outputs_wait_for_the_next_output(rig: Rig) -> None:
+    sent: list[Any] = []
+    rig.shim._codec.encode = lambda batch: sent.append(batch) or [b""]  # type: ignore[assignment]
+    rig.shim.check_silent()
+    first, second, third, counted = stats(1), stats(2), stats(0, asked=1), stats(3)
+    for batch in (first, second, third, counted):
+        rig.shim.send_outputs({0: batch})
+    assert sent == []
+    output = EngineCoreOutputs(outputs=[EngineCoreOutput("r", [7])])
+    rig.shim.send_outputs({0: output})
+    assert sent == [third, counted, output], "levels are replaced, counts are not"
+    rig.shim.send_outputs({0: first})
+    rig.clock.advance(0.9)
+    rig.shim.check_silent()
+    assert sent[3:] == []
+    rig.clock.advance(0.2)
+    rig.shim.check_silent()
+    assert sent[3:] == [first]
+
+
+def test_the_end_of_a_request_brings_its_story_in_the_same_message(rig: Rig) -> None:
+    situation = Situation(10, 0, "")
+    rig.shim._stories.decided("r", situation, Decision(False, "short"))
+    end = EngineCoreOutput("r", [7], finish_reason=FinishReason.STOP)
+    rig.shim.send_outputs({0: EngineCoreOutputs(outputs=[end])})
+    assert rig.peer.poll(5000)
+    kind, story, _ = rig.peer.recv_multipart()
+    assert kind == rpc.LAST
+    [record] = rpc.decode_explain(story)
+    assert (record.request_id, record.reason) == ("r", "short")
+    assert not rig.peer.poll(50)
