@@ -1,11 +1,12 @@
 """Acks that wait to be sent, and those that were sent and are not confirmed yet.
 
-Who acks a job waits for no answer. While jobs are pulled one after the other an ack goes out with
-the next pull request, BUSY_S later at most: a write of its own would cost more than all the rest of
-it. Every CONFIRM_S the newest is sent once more, as a request: the server takes a connection's acks
-in order, so its answer confirms that it has read all before it. Acks that a connection took with it
-are sent again over the next. One that is lost all the same (a server that forgot deliveries, a
-change of leaders among several) costs a redelivery, whose claim is refused.
+Who acks a job waits for no answer. While pull requests follow each other within BUSY_S an ack goes
+out with the next one, BUSY_S later at most: a write of its own would cost more than all the rest of
+it. At a lower rate it goes out at once: a timer would wake the thread for it alone. Every CONFIRM_S
+the newest is sent once more, as a request: the server takes a connection's acks in order, so its
+answer confirms that it has read all before it. Acks that a connection took with it are sent again
+over the next. One that is lost all the same (a server that forgot deliveries, a change of leaders
+among several) costs a redelivery, whose claim is refused.
 
 Life: `Acks(...)` → `send`, `push` → `close`, which waits for what is open, for a bounded time.
 asyncio thread only.
@@ -61,6 +62,7 @@ class Acks:
         self._open: dict[str, _Open] = {}
         self._unsent: list[_Open] = []
         self._pushed_at = -math.inf
+        self._gap = math.inf
         self._late: asyncio.Task[None] | None = None
         self._timed = False
         self._some = asyncio.Event()
@@ -81,7 +83,7 @@ class Acks:
             self._task = asyncio.create_task(self._confirm_always(), name="queue-acks")
         self._some.set()
         loop = asyncio.get_running_loop()
-        if loop.time() - self._pushed_at > BUSY_S:
+        if max(self._gap, loop.time() - self._pushed_at) > BUSY_S:
             await self._tell(one)
             return
         self._unsent.append(one)
@@ -92,7 +94,8 @@ class Acks:
     async def push(self) -> None:
         """Send what was kept back, in front of a pull request; over a new connection all that is
         open, or the pull would bring those jobs again. Never raises."""
-        self._pushed_at = asyncio.get_running_loop().time()
+        now = asyncio.get_running_loop().time()
+        self._gap, self._pushed_at = now - self._pushed_at, now
         if self._pushed_over != self._link.generation:
             self._pushed_over, self._unsent = self._link.generation, list(self._open.values())
         await self._send_unsent()

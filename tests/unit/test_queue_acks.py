@@ -53,6 +53,27 @@ async def test_a_pull_over_a_new_connection_comes_after_all_open_acks() -> None:
     assert link.said == ["ack.1", "ack.2"] * 2
 
 
+async def test_an_ack_waits_only_while_pulls_follow_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else a timer would wake the thread for the ack alone."""
+    monkeypatch.setattr(acks, "BUSY_S", 0.2)
+    link = Link()
+    open_acks = made(link)
+    await open_acks.push()
+    await open_acks.send("this", "ack.1")
+    assert link.said == ["ack.1"], "nobody knows when the next pull comes"
+    await open_acks.push()
+    await open_acks.send("this", "ack.2")
+    assert link.said == ["ack.1"]
+    await open_acks.push()
+    assert link.said == ["ack.1", "ack.2"]
+    await asyncio.sleep(0.3)
+    await open_acks.push()
+    await open_acks.send("this", "ack.3")
+    assert link.said == ["ack.1", "ack.2", "ack.3"]
+
+
 async def test_a_delivery_of_another_stream_is_not_acked() -> None:
     link = Link()
     open_acks = made(link)
