@@ -103,6 +103,7 @@ class PrefillWorker:
             self._cluster.namespace,
             ["decode", "prefill"],
             ttl_s=self._options.lease_ttl_s,
+            beat_s=self._options.lease_ttl_s / 2,  # keep-alives of the lease come more often
         )
         await directory.start()
         self._directory = directory

@@ -16,7 +16,7 @@ from pullfill.wire import ALIVE_INTERVAL_S, SILENT_S
 
 __all__ = ["ALIVE_INTERVAL_S", "UNUSED_S", "due", "patience", "pause"]
 
-UNUSED_S = 10.0
+UNUSED_S = 3.0
 
 
 def pause(unasked_s: float) -> float:

@@ -32,7 +32,8 @@ _PING_S = 1.0
 
 
 class Directory:
-    """See the module. roles: which workers to know. ttl_s: the lease TTL the workers use."""
+    """See the module. roles: which workers to know. ttl_s: the lease TTL the workers use. beat_s:
+    etcd is asked for a sign of life when it has answered nothing for so long."""
 
     def __init__(
         self,
@@ -41,13 +42,14 @@ class Directory:
         roles: Iterable[str],
         *,
         ttl_s: float = 5.0,
+        beat_s: float = _BEAT_S,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._client = client
         self._namespace = namespace
         self._roles = frozenset(roles)
         self._grace_s = ttl_s + 2.0
-        self._beat_s = min(_BEAT_S, ttl_s / 4)
+        self._beat_s = beat_s
         self._clock = clock
         self._members: dict[bytes, WorkerRecord] = {}
         self._leaving: dict[bytes, asyncio.TimerHandle] = {}

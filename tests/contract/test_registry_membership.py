@@ -219,6 +219,33 @@ async def test_directory_follows(client: EtcdClient, ns: str) -> None:
     await directory.close()
 
 
+async def test_a_worker_whose_lease_is_kept_asks_etcd_for_no_other_sign_of_life(
+    client: EtcdClient, ns: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As prefill workers set it: keep-alives come each third of the TTL."""
+    asked: list[float] = []
+    real = EtcdClient.ping
+
+    async def ping(self: EtcdClient, timeout_s: float) -> None:
+        asked.append(timeout_s)
+        await real(self, timeout_s)
+
+    monkeypatch.setattr(EtcdClient, "ping", ping)
+    ttl_s = 6
+    here = member(client, ns, "prefill-1", ttl_s=ttl_s)
+    await here.join()
+    kept = Directory(client, ns, ["decode"], ttl_s=ttl_s, beat_s=ttl_s / 2)
+    await kept.start()
+    await asyncio.sleep(2.9)
+    assert asked == []
+    usual = Directory(client, ns, ["decode"], ttl_s=ttl_s)
+    await usual.start()
+    await eventually(lambda: bool(asked), within_s=5)
+    await usual.close()
+    await kept.close()
+    await here.leave()
+
+
 async def test_directory_ignores_malformed_records_and_says_so_once(
     client: EtcdClient, ns: str, caplog: pytest.LogCaptureFixture
 ) -> None:
