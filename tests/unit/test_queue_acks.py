@@ -58,6 +58,7 @@ async def test_an_ack_waits_only_while_pulls_follow_each_other(
 ) -> None:
     """Else a timer would wake the thread for the ack alone."""
     monkeypatch.setattr(acks, "BUSY_S", 0.2)
+    monkeypatch.setattr(acks, "CONFIRM_S", 60.0)
     link = Link()
     open_acks = made(link)
     await open_acks.push()
