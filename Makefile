@@ -40,8 +40,7 @@ lint: install ## ruff and mypy --strict
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: install lint ## All tests, quick ones first
-	$(BIN)/pytest -q tests/unit tests/contract $(PYTEST_ARGS)
+test: lint test-fast ## All tests, quick ones first
 	$(BIN)/pytest -q -m "not long" $(wildcard tests/integration tests/chaos tests/netns tests/gpu) $(PYTEST_ARGS)
 
 test-fast: install ## Unit and contract tests, under a minute
