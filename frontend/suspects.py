@@ -240,14 +240,17 @@ class Suspects:
 
     async def _judge(self, process: str) -> None:
         """Refuse who is charged with this death, unless another frontend may have caused it."""
-        name = self._charges[process].fingerprint
+        charged = self._charges.get(process)
+        if charged is None:
+            return  # the process is back
+        name = charged.fingerprint
         trial = self._others.mine(name)
         told = await self._others.testimony(instance_of(process), name)
         copies = process in self._copies
         self._copies.discard(process)
         suspect = self._charges.pop(process, None)
         if suspect is None:
-            return  # the process is back
+            return  # it came back meanwhile
         suspect.charged = False
         if suspect.refused_until:
             return  # another frontend was first

@@ -99,6 +99,18 @@ async def test_a_charge_falls_when_the_process_comes_back() -> None:
         assert court.refused == {"x"}
 
 
+async def test_a_process_that_comes_back_as_its_verdict_begins_had_not_died() -> None:
+    court = Court()
+    await court.death(A, "", "x")
+    court.court.on_death(B, [court.flights["x"]])
+    court.court.on_gone(B)
+    (verdict,) = court.court._verdicts.values()
+    court.court.on_return(B)
+    await verdict
+    assert not court.refused
+    assert court.suspected == "x"
+
+
 @pytest.mark.parametrize(
     ("says", "deaths"),
     [
