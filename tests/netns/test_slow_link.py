@@ -32,7 +32,7 @@ SHORT = 700
 def cluster(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SpreadCluster]:
     if reason := why_not():
         pytest.skip(reason)
-    hosts = Hosts(["servers", "front", "decode0", "prefill0"])
+    hosts = Hosts(["servers", "front", "decode0", "prefill0"], mtu=60_000)
     cluster = SpreadCluster(tmp_path_factory.mktemp("slow"), model_path, hosts)
     cluster.kv_mib = 256
     config = '{"mock": {%s, "prefill_tokens_per_s": %d}}'

@@ -22,7 +22,6 @@ from tests.support.nats import NatsServer
 from tests.support.wires import Wire, Wires
 
 _CLONE_NEWNET = 0x40000000
-_MTU = 9000
 TEST = "test"
 _serials = itertools.count()
 
@@ -64,15 +63,17 @@ def _inside(namespace: Path, do: Callable[[], None]) -> None:
 
 
 class Hosts:
-    """Named hosts in one network. Owns the namespaces and the wires; `close` removes them."""
+    """Named hosts in one network. Owns the namespaces and the wires; `close` removes them. mtu:
+    larger packets cost less; a wire that loses packets needs many."""
 
-    def __init__(self, names: Sequence[str]) -> None:
+    def __init__(self, names: Sequence[str], *, mtu: int = 9000) -> None:
         # A network of its own: two of one process, or two runs on one machine, do not meet.
         serial = next(_serials) % 16
         self._prefix = f"pf{os.getpid():x}{serial:x}"
         net = (16 * os.getpid() + serial) % 32_768
         self._base = f"10.{128 + (net >> 8)}.{net & 255}"
         self._numbers = {name: index for index, name in enumerate((TEST, *names), start=1)}
+        self._mtu = mtu
         self.wires = Wires()
         self._made: list[str] = []
         try:
@@ -126,7 +127,7 @@ class Hosts:
             where = ("-n", namespace)
             _ip(*where, "link", "set", "lo", "up")
         _ip(*where, "address", "add", f"{address}/24", "dev", device)
-        _ip(*where, "link", "set", device, "mtu", str(_MTU), "up")
+        _ip(*where, "link", "set", device, "mtu", str(self._mtu), "up")
 
 
 class SpreadCluster(Cluster):
