@@ -6,6 +6,7 @@ many workers fit on one machine. Measures
   tokens   CPU per request and per streamed token through the real frontend and both workers
   scale    1 … 64 decode and as many prefill workers: CPU per request, stages, idling
   idle     as many workers that nobody asks: CPU, threads, sockets, memory (only with --parts idle)
+  links    their control connections alone, in one process (only with --parts links)
 CPU "beside engines" is that of all processes, NATS and etcd and our half of a frontend included,
 without vLLM's scheduler and the mock. Writes results/control.json and .md after each part and each
 size. Exit status 1 when a target is missed.
@@ -20,20 +21,25 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks import machine
-from benchmarks.control import depth, idle, scale, tokens
+from benchmarks.control import depth, idle, links, scale, tokens
 from benchmarks.control.plant import plant
 from benchmarks.live import end_in_order
 from benchmarks.report import Row, finish, read_rows, write
 
 NAME, TITLE = "control", "The control plane as work grows, with mock engines"
 PARTS = ("depth", "tokens", "scale")
-MORE = ("idle",)
+MORE = ("idle", "links")
 QUICK, FULL = "1,4,16", "1,2,4,8,16,32,64"
 
 
 def measure(options: argparse.Namespace, base: Path, quiet: machine.Quiet) -> Iterator[list[Row]]:
     """The rows of one part, or one size, after the other."""
     quiet.look(1.0)
+    sizes = sorted(int(size) for size in options.sizes.split(","))
+    if "links" in options.parts:
+        yield links.run(sizes, options, quiet)
+    if options.parts == ["links"]:
+        return
     with plant(base) as servers:
         servers.profile = options.profile
         if "depth" in options.parts:
@@ -41,10 +47,10 @@ def measure(options: argparse.Namespace, base: Path, quiet: machine.Quiet) -> It
         if "tokens" in options.parts:
             yield tokens.run(servers, options.requests, options.rounds, quiet)
         if "scale" in options.parts:
-            for size in sorted(int(size) for size in options.sizes.split(",")):
+            for size in sizes:
                 yield scale.run(servers, size, options, quiet)
         if "idle" in options.parts:
-            for size in sorted(int(size) for size in options.sizes.split(",")):
+            for size in sizes:
                 yield idle.run(servers, size, options, quiet)
 
 

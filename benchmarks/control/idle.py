@@ -16,10 +16,12 @@ from pathlib import Path
 
 from benchmarks import machine
 from benchmarks.control.plant import Fleet, Plant, mock_flags, private_bytes
-from benchmarks.report import Row, row
+from benchmarks.report import Row, missing, row
 
 KV_BYTES = 1 << 20
-"""512 blocks of the mock's 2 KiB: 512 workers must fit into the memory of one machine."""
+"""512 blocks of the mock's 2 KiB: as many workers as possible must fit into one machine."""
+EACH_BYTES = 48_000_000
+"""Of one worker, most of it pages that it no longer shares with the process it was forked from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,12 @@ def kept_by(pids: Sequence[int]) -> Kept:
         sum(_sockets(pid) for pid in pids),
         sum(private_bytes(pid) for pid in pids) / 1e6,
     )
+
+
+def free_bytes() -> int:
+    """Memory that processes can have without swapping."""
+    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    return int(lines["MemAvailable"].split()[0]) << 10
 
 
 def _sockets(pid: int) -> int:
@@ -61,7 +69,13 @@ def rows_of(at: str, role: str, kept: Kept, workers: int) -> list[Row]:
 
 
 def run(plant: Plant, workers: int, options: argparse.Namespace, quiet: machine.Quiet) -> list[Row]:
-    """One size, with its rows printed. Raises BenchError."""
+    """One size, with its rows printed; one row that says so where it does not fit into memory.
+    Raises BenchError."""
+    needed, free = 2 * workers * EACH_BYTES, free_bytes()
+    if needed > free:
+        why = f"they need {needed / 1e9:.1f} GB of memory, {free / 1e9:.1f} are free"
+        print(f"  {workers}+{workers} idle workers: not measured, {why}", flush=True)
+        return [missing(f"{workers}+{workers} idle workers", "", why)]
     flags = mock_flags(KV_BYTES)
     fleet = Fleet(
         plant, f"idle{workers}", workers, workers,

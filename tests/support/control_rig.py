@@ -39,7 +39,7 @@ class Decode:
     def __init__(
         self, silent_s: float = SILENT_S, key: ClusterKey | None = None, name: str = "decode-1"
     ) -> None:
-        loop = asyncio.get_running_loop()
+        self._loop = asyncio.get_running_loop()
         self.name = name
         self.cancelled: list[object] = []
         self.nakked: list[str] = []
@@ -47,7 +47,7 @@ class Decode:
         self.ledger = Ledger(
             self.fences,
             incarnation="i0",
-            on_action=lambda: loop.call_soon_threadsafe(self.server.wake),
+            on_action=self._wake,
         )
         self.server = ControlServer(
             instance_id=name,
@@ -59,6 +59,9 @@ class Decode:
             silent_s=silent_s,
             key=key,
         )
+
+    def _wake(self) -> None:
+        self._loop.call_soon_threadsafe(self.server.wake)
 
     async def _cancel(self, receipt: object) -> None:
         self.cancelled.append(receipt)

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 
 from benchmarks import machine
-from benchmarks.control import idle, plant, probes, scale, tokens
+from benchmarks.control import idle, links, plant, probes, scale, tokens
 from benchmarks.control.driver import Sticky
 from benchmarks.control.plant import Use, mock_flags
 from pullfill.engine.mock.model import settings_of
@@ -203,3 +204,26 @@ def test_workers_of_a_fleet_start_in_groups(monkeypatch: pytest.MonkeyPatch) -> 
     assert fleet.decode + fleet.prefill == list(range(1, 41))
     assert slow.known == 40
     assert max(at_once) == plant.AT_ONCE
+
+
+async def test_the_control_links_of_an_idle_fleet_are_counted() -> None:
+    kept = await links.keep(3, 0.0, 0.05)
+    assert (kept.connections, kept.fewest) == (9, 3)
+    assert kept.sockets >= 3 + 2 * 9
+    assert kept.tasks >= 9 * 3
+    rows = {row.metric.partition(": ")[2]: row for row in links.rows_of(3, kept)}
+    assert rows["connections for each pair of workers"].value == 3
+    assert rows["fewest of one decode worker"].ok
+    assert not links.rows_of(3, replace(kept, fewest=2))[1].ok
+    assert not links.rows_of(3, replace(kept, connections=3 * 37))[0].ok
+
+
+def test_a_fleet_that_does_not_fit_is_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(idle, "Fleet", None)
+    free = idle.free_bytes()
+    assert free > 0
+    many = free // idle.EACH_BYTES
+    options: Any = SimpleNamespace()
+    (row,) = idle.run(SimpleNamespace(), many, options, machine.Quiet())  # type: ignore[arg-type]
+    assert row.value is None
+    assert "GB of memory" in row.unit
