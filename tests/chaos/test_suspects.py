@@ -25,7 +25,7 @@ from pullfill.engine.mock.model import MockSettings
 from tests.support import web
 from tests.support.cluster import MODEL, Cluster, Worker, until
 
-# tests/contract/test_frontend_refused.py is the short form, with workers that start at once.
+# tests/contract/test_frontend_probations.py is the short form, with workers that start at once.
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 FATAL = range(251, 261)
