@@ -49,4 +49,4 @@ def test_fuzz_no_request_ends_an_engine_and_each_gets_an_answer(
         chosen(given(request=REQUEST)(prop))()
     share = reached[True] / reached.total()
     print(f"{policy}: {reached.total()} requests, {share:.0%} served, the others refused")
-    assert 0.5 < share < 0.95, "most requests reach an engine, and some are refused"
+    assert 0.4 < share < 0.98, "most requests reach an engine, and some are refused"
