@@ -13,7 +13,7 @@ its place. With `most` prefill workers or fewer every pair is connected.
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import blake2b
 
 from pullfill.config import STANDING_LINKS
@@ -37,11 +37,11 @@ def rank(decode: int, prefill: int) -> int:
 
 @dataclass(slots=True)
 class _Place:
-    """Ours at one decode worker. ahead: prefill workers that rank higher there."""
+    """Ours at one decode worker. ahead: how many prefill workers rank higher there."""
 
     key: int
     rank: int
-    ahead: set[str] = field(default_factory=set)
+    ahead: int
 
 
 class Standing:
@@ -59,14 +59,13 @@ class Standing:
         if pulls == (name in self._others) or name == self._me:
             return
         if not pulls:
-            del self._others[name]
+            theirs = self._others.pop(name)
             for place in self._places.values():
-                place.ahead.discard(name)
+                place.ahead -= rank(place.key, theirs) > place.rank
             return
         theirs = self._others[name] = key(name)
         for place in self._places.values():
-            if rank(place.key, theirs) > place.rank:
-                place.ahead.add(name)
+            place.ahead += rank(place.key, theirs) > place.rank
 
     def decode(self, name: str, here: bool) -> None:
         """A decode worker can be connected, or no longer."""
@@ -75,7 +74,7 @@ class Standing:
         elif name not in self._places:
             decode = key(name)
             ours = rank(decode, self._key)
-            ahead = {other for other, theirs in self._others.items() if rank(decode, theirs) > ours}
+            ahead = sum(rank(decode, theirs) > ours for theirs in self._others.values())
             self._places[name] = _Place(decode, ours, ahead)
 
     @property
@@ -89,4 +88,4 @@ class Standing:
         """The decode workers to stay connected to."""
         places = self._places
         best = heapq.nlargest(min(LEAST, self._most), places, key=lambda d: places[d].rank)
-        return {d for d, place in places.items() if len(place.ahead) < self._most} | set(best)
+        return {d for d, place in places.items() if place.ahead < self._most} | set(best)
