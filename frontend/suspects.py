@@ -243,13 +243,11 @@ class Suspects:
         charged = self._charges.get(process)
         if charged is None:
             return  # the process is back
-        name = charged.fingerprint
-        trial = self._others.mine(name)
+        name, trial = charged.fingerprint, self._others.mine(charged.fingerprint)
         told = await self._others.testimony(instance_of(process), name)
         copies = process in self._copies
         self._copies.discard(process)
-        suspect = self._charges.pop(process, None)
-        if suspect is None:
+        if (suspect := self._charges.pop(process, None)) is None:
             return  # it came back meanwhile
         suspect.charged = False
         if suspect.refused_until:
@@ -260,7 +258,9 @@ class Suspects:
         unsure = not told.complete and (trial is None or not trial.sure)
         if copies and len(self._alone(suspect)) < 2:
             unsure = True
-        if unsure or told.tried or count == 1 or (told.others and count == 2):
+        # Where it had an output it was a bystander, however many deaths that were.
+        weight = sum(suspect.fingerprint in self._unproven.get(d, ()) for d in suspect.deaths)
+        if unsure or told.tried or count == 1 or (told.others and weight <= 2):
             suspect.not_before = self._loop.time() + random.uniform(0.0, APART_S)
             _log.warning("others than suspect %s may have killed %s", suspect.fingerprint, process)
             self._others.release(suspect.fingerprint)

@@ -99,6 +99,15 @@ async def test_a_charge_falls_when_the_process_comes_back() -> None:
         assert court.refused == {"x"}
 
 
+async def test_a_bystander_of_two_deaths_is_not_refused_for_another_frontends_request() -> None:
+    court = Court()
+    await court.death(A, "x", "y")
+    await court.death(B, "x", "z")
+    court.others.says = Silence(others=1)
+    await court.death(C, "", "x")
+    assert not court.refused
+
+
 async def test_a_process_that_comes_back_as_its_verdict_begins_had_not_died() -> None:
     court = Court()
     await court.death(A, "", "x")
