@@ -41,7 +41,7 @@ lint: install ## ruff and mypy --strict
 	$(BIN)/mypy
 
 test: lint test-fast ## All tests, quick ones first
-	$(BIN)/pytest -q -m "not long" $(wildcard tests/integration tests/chaos tests/netns tests/gpu) $(PYTEST_ARGS)
+	$(BIN)/pytest -q -n 2 --dist loadfile -m "not long" $(wildcard tests/integration tests/chaos tests/netns tests/gpu) $(PYTEST_ARGS)
 
 test-fast: install ## Unit and contract tests, under a minute
 	$(BIN)/pytest -q -n 4 --dist worksteal tests/unit tests/contract $(PYTEST_ARGS)

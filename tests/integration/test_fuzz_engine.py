@@ -130,7 +130,7 @@ class _Sent:
 
 @pytest.fixture
 def shim(codecs: tuple[rpc.WorkerCodec, rpc.FrontendCodec]) -> FrontendShim:
-    host: Any = SimpleNamespace(core=_Core(), submit=lambda work: work(None), stepping=False)
+    host: Any = SimpleNamespace(core=_Core(), submit=lambda work, **_: work(None), stepping=False)
     welcome = rpc.DecodeWelcome(
         decode_instance="decode-1", incarnation="i", vllm_version=check.PINNED_VLLM,
         max_model_len=100, num_gpu_blocks=1, block_size=1, max_num_seqs=1,
