@@ -43,7 +43,7 @@ lint: install ## ruff and mypy --strict
 test: lint test-fast ## All tests, quick ones first
 	$(BIN)/pytest -q -n 2 --dist loadfile -m "not long" $(wildcard tests/integration tests/chaos tests/netns tests/gpu) $(PYTEST_ARGS)
 
-test-fast: install ## Unit and contract tests, under a minute
+test-fast: install ## Unit and contract tests, in four processes
 	$(BIN)/pytest -q -n 4 --dist worksteal tests/unit tests/contract $(PYTEST_ARGS)
 
 flaky: install ## Repeat tests, list what differed: make flaky N=10 [ARGS="--busy 2 tests/chaos"]
