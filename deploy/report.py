@@ -123,9 +123,10 @@ def _ask_worker(http: str) -> picture.Report | None:
     return picture.read_report(body) if code == 200 else None
 
 
-def _workers_table(rows: list[dict[str, Any]]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for column in ("instance", "role", "state", "model", "host", "pid", "restarts", "load"):
+def _workers_table(rows: list[dict[str, Any]]) -> Group:
+    """A row for each worker, and below a line with its load: the two do not fit side by side."""
+    table, loads = Table(box=None, padding=(0, 2, 0, 0)), list[Text]()
+    for column in ("instance", "role", "state", "model", "host", "pid", "restarts"):
         table.add_column(column)
     for row in rows:
         load = row.get("load") or {}
@@ -137,15 +138,13 @@ def _workers_table(rows: list[dict[str, Any]]) -> Table:
             row["host"],
             str(row["pid"]),
             str(row.get("restarts", 0)),
-            " ".join(
-                f"{key}={_short(value)}"
-                for key, value in load.items()
-                if isinstance(value, int | float | str)
-            ),
         )
+        numbers = [f"{k}={_short(v)}" for k, v in load.items() if isinstance(v, int | float | str)]
+        if numbers:
+            loads.append(Text(f"{row['instance_id']}: {' '.join(numbers)}"))
     if not rows:
         table.add_row("(no workers)")
-    return table
+    return Group(table, *loads)
 
 
 def _short(value: Any) -> str:

@@ -187,6 +187,17 @@ def _worker(role: str, name: str, dtype: str = "float32") -> LiveWorker:
     return LiveWorker(record, 1, 1)
 
 
+def test_status_shows_names_and_loads_whole_at_80_columns() -> None:
+    row: dict[str, Any] = dict.fromkeys(("state", "model", "host", "pid"), "demo")
+    rows = [row | {"role": "decode", "instance_id": f"decode-4{n}f1a16d"} for n in range(2)]
+    rows[1]["load"] = {"running": 3, "quarantined_blocks": 12, "steps_s": 0.12345}
+    stream = io.StringIO()
+    Console(file=stream, width=80).print(report._workers_table(rows))
+    lines = stream.getvalue().splitlines()
+    assert [line.split()[0] for line in lines[1:3]] == ["decode-40f1a16d", "decode-41f1a16d"]
+    assert lines[3:] == ["decode-41f1a16d: running=3 quarantined_blocks=12 steps_s=0.123"]
+
+
 class TestDoctor:
     def test_workers_that_fit(self) -> None:
         found = list(doctor.fit([_worker("decode", "d"), _worker("prefill", "p")]))
