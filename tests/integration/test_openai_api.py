@@ -212,7 +212,12 @@ def test_live_ready_status(cluster: Cluster) -> None:
     assert web.get(f"{cluster.frontend_url}/live").status_code == 200
     ready = web.get(f"{cluster.frontend_url}/ready").json()
     assert ready["ready"] is True
-    assert ready["degraded"] is False
+
+    def well() -> bool:  # a server without a core for a second counts as away for as long
+        found = web.get(f"{cluster.frontend_url}/ready").json()
+        return found["degraded"] is False
+
+    until(well, 10, "not degraded")
     status = cluster.status()
     assert {w["role"] for w in status["workers"]} == {"decode", "prefill"}
     assert all(w["state"] == "ready" for w in status["workers"])
