@@ -18,8 +18,11 @@ class Arrivals(Book):
     def progress(
         self, job_id: str, attempt: int, incarnation: str, writer: str, blocks: int = 0
     ) -> None:
-        """The current attempt moved, and wrote `blocks` more: its job has `stall_s` from now on,
-        at least. So a deadline that was estimated too short ends no attempt that moves."""
+        """The current attempt has made progress: its job gets at least `stall_s` from now on. So a
+        deadline that was estimated too short does not end an attempt that makes progress.
+
+        blocks: how many it has written since it last said so.
+        """
         with self._lock:
             entry = self._current(job_id, attempt, incarnation, writer)
             if entry is not None and entry.state in (JobState.GRANTED, JobState.READING):

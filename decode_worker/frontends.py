@@ -15,7 +15,9 @@ UTILITIES = frozenset({
 })  # fmt: skip
 """What a frontend may call on the engine core."""
 _STATS_S = 0.5
+"""Statistics do not wait longer for an output; the engine thread looks once a second."""
 _MOST_STATS = 1000
+"""Steps whose statistics are kept at most."""
 
 
 @dataclass(slots=True, eq=False)
@@ -46,9 +48,9 @@ class Request:
 
 
 def check_fits(request: Any, prompt_tokens: int, max_model_len: int) -> None:
-    """What vLLM checks in its frontend only: a request that was accepted for another worker, and is
-    sent here after that one died, may not fit this one and would end the engine. Raises BadMessage.
-    """
+    """Refuse what would end the engine. vLLM checks this in its frontend only. But a request that
+    was accepted for another worker may be sent here after that one died, and not fit this one.
+    Raises BadMessage."""
     if request.resumable:
         raise BadMessage("streaming input is not supported")
     if prompt_tokens >= max_model_len:
@@ -56,16 +58,17 @@ def check_fits(request: Any, prompt_tokens: int, max_model_len: int) -> None:
 
 
 class HeldStats:
-    """Statistics of steps that had no output for anybody. A message of their own would wake several
-    threads here and in a frontend, so they go out in front of the next output, or a second later.
-    Gauges without counters are replaced by newer ones."""
+    """Statistics of steps that had no output for anybody. They are sent with the next output, or
+    after a second. A message for them alone would wake several threads here and in a frontend.
+    Of steps that count nothing, only the newest gauges are kept."""
 
     def __init__(self) -> None:
         self._held: list[Any] = []
         self._since = 0.0
 
     def hold(self, batch: Any, now: float) -> None:
-        """Keep it. Beyond _MOST_STATS the oldest are lost."""
+        """Keep the statistics of one step. now: seconds. With more than _MOST_STATS, the oldest are
+        dropped."""
         if not self._held:
             self._since = now
         elif outputs.only_gauges(self._held[-1]):
@@ -74,11 +77,11 @@ class HeldStats:
         del self._held[:-_MOST_STATS]
 
     def due(self, now: float) -> bool:
-        """Whether some wait for too long."""
+        """Whether the oldest have waited for longer than _STATS_S."""
         return bool(self._held) and now - self._since > _STATS_S
 
     def take(self) -> list[Any]:
-        """All of them, oldest first."""
+        """Hand over all that are kept, oldest first."""
         if not self._held:
             return []
         held, self._held = self._held, []

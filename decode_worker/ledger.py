@@ -359,7 +359,7 @@ class Ledger(Arrivals):
         return len(targets), sum(targets)
 
     def unwritten(self) -> int:
-        """Blocks that prefill workers have still to bring for the jobs they hold."""
+        """How many blocks prefill workers have still to write, over all jobs that they hold."""
         if not self._jobs:
             return 0
         with self._lock:

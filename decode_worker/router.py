@@ -20,14 +20,14 @@ SELF_CHECK_FAILED = "self_check_failed"
 SLOW_LINK = "slow_link"
 REMOTE_FULL = "remote_full"
 BY_FORECAST = frozenset({QUEUE_FULL, QUEUE_WAIT, SLOW_LINK, REMOTE_FULL})
-"""Reasons to keep a prompt here that some prefill worker could have computed."""
+"""Reasons to prefill locally although a prefill worker could have taken the job."""
 
 
 SLOW_TIMES = 3.0
-"""KV that takes that many times as long to be written as the prompt to be computed is not worth it.
-Here a prompt takes as long as on a prefill worker, and running streams pay for it."""
+"""A remote prefill is not worth it if writing its KV takes this many times as long as computing the
+prompt. Computing it here takes as long as there, but delays the streams that run here."""
 SLOW_S = 1.0
-"""Unless it takes no longer than this: shorter prompts go on measuring the link."""
+"""Writing KV for no longer than this is worth it. So short prompts keep measuring the link."""
 MAX_TIMEOUT_S = 3600.0
 
 

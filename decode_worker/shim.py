@@ -223,7 +223,8 @@ class FrontendShim:
         self._taken[request_id] = taken
 
     def _prepare(self, taken: Request, payload: list[Any]) -> Preparation:
-        """On the intake thread, or on the engine thread if it is small."""
+        """Decode and check a request. Runs on the intake thread; a small request's on the engine
+        thread. See `Preparation`."""
         try:
             request, tokens = self._codec.request(payload)
         except BadMessage as exc:

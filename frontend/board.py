@@ -5,36 +5,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
 
-
-class Probation(Protocol):
-    """One of ours. ready: the suspect may be sent to this worker. sure: all other frontends have
-    said that they have nothing unproven there."""
-
-    @property
-    def instance_id(self) -> str: ...
-
-    @property
-    def ready(self) -> bool: ...
-
-    @property
-    def sure(self) -> bool: ...
-
-
-class Told(Protocol):
-    """How many suspects, and how many other requests without an output, other frontends had at a
-    worker. complete: all of them have said it, or nobody can."""
-
-    @property
-    def tried(self) -> int: ...
-
-    @property
-    def others(self) -> int: ...
-
-    @property
-    def complete(self) -> bool: ...
+from pullfill.registry.probations import Probation, Told
 
 
 class Probations(Protocol):
@@ -105,15 +78,6 @@ class Board(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Silence:
-    """There is nobody who could say anything."""
-
-    tried: int = 0
-    others: int = 0
-    complete: bool = True
-
-
 class NoProbations:
     """There are no other frontends."""
 
@@ -127,7 +91,7 @@ class NoProbations:
     def retract(self, instance_id: str) -> None: ...
 
     async def testimony(self, instance_id: str, fingerprint: str) -> Told:
-        return Silence()
+        return Told()
 
     def elsewhere(self, fingerprint: str) -> bool:
         return False

@@ -1,9 +1,9 @@
 """This worker's connection to one decode worker: control channel, descriptor, mover.
 
-Made by `Links` when it is needed; reconnects while the decode worker is in the directory; closed
-when it is idle. A broken connection ends every task granted over it: the decode worker revokes them
-on its side at the same moment. So does one over which nothing is heard any more: a decode worker
-that is stopped takes no KV, and what waits for it must not keep others waiting.
+`Links` makes a link when it is needed and closes it when it is idle. A link connects again while
+the decode worker is in the directory. When a connection breaks, every task granted over it ends,
+and the decode worker revokes their grants. It also ends when nothing is heard over it for a while:
+a decode worker that is stopped takes no KV, and other workers' jobs must not wait for it.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ def measure(workers: int, rest_s: float, idle_s: float) -> Kept:
 
 
 def rows_of(workers: int, kept: Kept) -> list[Row]:
-    """For one worker, and as much of a decode worker as of a prefill worker."""
+    """The table's rows. Figures are for one worker: the mean of decode and prefill workers."""
     at, each = f"{workers}+{workers} idle workers' control links", 2 * workers
     found = [
         row(

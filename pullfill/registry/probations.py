@@ -80,7 +80,7 @@ class Listener(Protocol):
 @dataclass(frozen=True, slots=True)
 class Told:
     """How many suspects, and how many other requests without an output, other frontends had at a
-    worker. complete: all of them have said it, or nobody can."""
+    worker. By default nobody had any. complete: all of them have said it, or nobody can."""
 
     tried: int = 0
     others: int = 0
@@ -339,7 +339,10 @@ class Probations:
                 self._clear.setdefault(instance_id, {})[frontend] = int(event.value)
                 self._hear(instance_id)
             else:
-                self._clear.get(instance_id, {}).pop(frontend, None)
+                said = self._clear.get(instance_id, {})
+                said.pop(frontend, None)
+                if not said:
+                    self._clear.pop(instance_id, None)
             return
         if kind not in ("of", "at"):
             raise BadMessage(f"unknown kind {kind!r}")

@@ -6,9 +6,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from itertools import count
 from pathlib import Path
 
 import pytest
@@ -22,19 +21,7 @@ from tests.support.fake_vllm import answer, request
 from tests.support.frontend_pair import FATAL, SharedFleet, frontends_of
 from tests.support.frontend_rig import until
 
-_serial = count()
 ENOUGH_S = 40.0
-
-
-@pytest.fixture(scope="module")
-def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
-    with EtcdServer(tmp_path_factory.mktemp("etcd")) as server:
-        yield server
-
-
-@pytest.fixture
-def ns() -> str:
-    return f"ns{next(_serial)}"
 
 
 @pytest.fixture

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
-from itertools import count, product
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -22,19 +21,6 @@ from tests.support.fake_vllm import request
 from tests.support.frontend_http import Served, workers
 from tests.support.frontend_pair import FATAL, frontend
 from tests.support.frontend_rig import PATIENCE_S, Rig, until
-
-_serial = count()
-
-
-@pytest.fixture(scope="module")
-def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
-    with EtcdServer(tmp_path_factory.mktemp("etcd")) as server:
-        yield server
-
-
-@pytest.fixture
-def ns() -> str:
-    return f"ns{next(_serial)}"
 
 
 def deadly(*names: str) -> list[FakeDecode]:

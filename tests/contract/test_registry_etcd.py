@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterator
-from itertools import count
 
 import pytest
 
@@ -18,27 +16,6 @@ from pullfill.registry.watch import Delete, Put, Synced, WatchEvent, watch_prefi
 from pullfill.wire import RouterConfig, RouterPolicy
 from tests.support.etcd import EtcdServer, free_ports
 from tests.support.workers import eventually
-
-_serial = count()
-
-
-@pytest.fixture(scope="module")
-def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
-    with EtcdServer(tmp_path_factory.mktemp("etcd")) as server:
-        yield server
-
-
-@pytest.fixture
-async def client(etcd: EtcdServer) -> AsyncIterator[EtcdClient]:
-    client = await EtcdClient.connect(etcd.url, wait_s=10)
-    yield client
-    await client.close()
-
-
-@pytest.fixture
-def ns() -> str:
-    return f"ns{next(_serial)}"
-
 
 # ------------------------------------------------------------------ client
 

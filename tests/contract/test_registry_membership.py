@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterator
-from itertools import count
 from pathlib import Path
 
 import pytest
@@ -24,26 +22,6 @@ from pullfill.registry.watch import Put, watch_prefix
 from pullfill.wire import WorkerRecord, WorkerState, decode, encode
 from tests.support.etcd import EtcdServer
 from tests.support.workers import compat, eventually, member, record, region
-
-_serial = count()
-
-
-@pytest.fixture(scope="module")
-def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
-    with EtcdServer(tmp_path_factory.mktemp("etcd")) as server:
-        yield server
-
-
-@pytest.fixture
-async def client(etcd: EtcdServer) -> AsyncIterator[EtcdClient]:
-    client = await EtcdClient.connect(etcd.url, wait_s=10)
-    yield client
-    await client.close()
-
-
-@pytest.fixture
-def ns() -> str:
-    return f"ns{next(_serial)}"
 
 
 async def registered(client: EtcdClient, ns: str) -> dict[str, WorkerRecord]:

@@ -2,29 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
-
-import pytest
-
 from pullfill.registry import keys
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.self_checks import SelfChecks, clear, kept
 from pullfill.wire import SelfCheck
-from tests.support.etcd import EtcdServer
 from tests.support.workers import eventually
-
-
-@pytest.fixture(scope="module")
-def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
-    with EtcdServer(tmp_path_factory.mktemp("etcd")) as server:
-        yield server
-
-
-@pytest.fixture
-async def client(etcd: EtcdServer) -> AsyncIterator[EtcdClient]:
-    client = await EtcdClient.connect(etcd.url, wait_s=10)
-    yield client
-    await client.close()
 
 
 def result(passed: bool) -> SelfCheck:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pullfill.frontend.board import NoProbations, Silence
+from pullfill.frontend.board import NoProbations
+from pullfill.registry.probations import Told
 
 
 @dataclass
@@ -22,7 +23,7 @@ class Others(NoProbations):
     def __init__(self) -> None:
         self.trials: dict[str, Trial] = {}
         self.asked: list[str] = []
-        self.says = Silence()
+        self.says = Told()
 
     def mine(self, fingerprint: str) -> Trial | None:
         return self.trials.get(fingerprint)
@@ -34,5 +35,5 @@ class Others(NoProbations):
     def release(self, fingerprint: str) -> None:
         self.trials.pop(fingerprint, None)
 
-    async def testimony(self, instance_id: str, fingerprint: str) -> Silence:
+    async def testimony(self, instance_id: str, fingerprint: str) -> Told:
         return self.says

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from pullfill.frontend import suspects
-from pullfill.frontend.board import Alone, Silence
+from pullfill.frontend.board import Alone
 from pullfill.frontend.explain import Trace
 from pullfill.frontend.flight import Flight, name_of, needs_turn
 from pullfill.frontend.suspects import Suspects
+from pullfill.registry.probations import Told
 from tests.support.fake_board import Others
 from tests.support.fake_vllm import request
 
@@ -103,7 +104,7 @@ async def test_a_bystander_of_two_deaths_is_not_refused_for_another_frontends_re
     court = Court()
     await court.death(A, "x", "y")
     await court.death(B, "x", "z")
-    court.others.says = Silence(others=1)
+    court.others.says = Told(others=1)
     await court.death(C, "", "x")
     assert not court.refused
 
@@ -123,13 +124,13 @@ async def test_a_process_that_comes_back_as_its_verdict_begins_had_not_died() ->
 @pytest.mark.parametrize(
     ("says", "deaths"),
     [
-        (Silence(), 2),
-        (Silence(others=3), 3),
-        (Silence(tried=1), suspects.MAX_DEATHS),
-        (Silence(complete=False), suspects.MAX_DEATHS),
+        (Told(), 2),
+        (Told(others=3), 3),
+        (Told(tried=1), suspects.MAX_DEATHS),
+        (Told(complete=False), suspects.MAX_DEATHS),
     ],
 )
-async def test_what_other_frontends_had_there_counts(says: Silence, deaths: int) -> None:
+async def test_what_other_frontends_had_there_counts(says: Told, deaths: int) -> None:
     """A suspect of another one may be the killer; a request without a past is, less likely. Of who
     has not said anything, nobody knows."""
     court = Court()
