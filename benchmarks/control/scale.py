@@ -148,4 +148,17 @@ def run(plant: Plant, workers: int, options: argparse.Namespace, quiet: machine.
     for one in rows:
         print(f"  {one.metric:<60} {one.value:>10} {one.unit}", flush=True)
     print_threads(size)
+    print_paced(size)
     return rows
+
+
+def print_paced(size: Size) -> None:
+    """The same for the paced window, with all roles."""
+    for role in ROLES:
+        use, each = size.paced[role], 1e3 / size.paced_requests
+        parts = {name: round(cpu * each, 3) for name, cpu in use.threads.items()}
+        parts = {name: ms for name, ms in parts.items() if ms > 0.005}
+        print(
+            f"  PACED {role}: ms per request: ours {use.ours * each:.3f}, "
+            f"engine {use.engine * each:.3f}; by thread {parts}"
+        )
