@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 from pullfill import failpoints, log, metrics
@@ -50,6 +51,7 @@ from pullfill.wire import (
 logger = log.get("decode_worker.control")
 
 _COMPLAIN_EVERY_S = 60.0
+_GRANTED = metrics.CLAIM.labels("granted")
 
 
 class ControlServer:
@@ -91,6 +93,7 @@ class ControlServer:
         self._readers: set[PeerReader] = set()
         self.peers = Peers()
         self._serial = itertools.count(1)
+        self._loop: asyncio.AbstractEventLoop
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[object]] = set()
         self._serving: set[asyncio.Task[None]] = set()
@@ -105,7 +108,8 @@ class ControlServer:
 
     async def start(self, host: str, port: int = 0) -> None:
         """Listen (port 0: the OS picks one) and start the ledger's timer."""
-        self._server = await asyncio.start_server(self._serve, host, port)
+        self._loop = asyncio.get_running_loop()
+        self._server = await self._loop.create_server(lambda: Channel(self._opened), host, port)
         port = self._server.sockets[0].getsockname()[1]
         self.address = f"tcp://{host}:{port}"
         self._timers += map(asyncio.create_task, (self._run_ledger(), self._watch_silence()))
@@ -164,14 +168,13 @@ class ControlServer:
                     # so only while it lies here.
                     self._wake.set()
                     if (peer := self.peers.get(name)) is not None:
+                        incarnation = self._ledger.incarnation
                         peer.channel.write(
                             Revoke(
-                                job_id=job_id,
-                                attempt=attempt,
-                                incarnation=self._ledger.incarnation,
+                                job_id=job_id, attempt=attempt, incarnation=incarnation,
                                 reason=reason,
                             )
-                        )
+                        )  # fmt: skip
                 case CancelMessage(receipt):
                     self._spawn(self._cancel(receipt))
                 case NakDelivery(ack_subject, receipt):
@@ -190,17 +193,16 @@ class ControlServer:
     async def _watch_silence(self) -> None:
         """End the connection of a worker that is stopped or cut off: the kernel does not. Its jobs
         are handed on or served here; blocks it may be writing stay in quarantine."""
-        loop = asyncio.get_running_loop()
         pause = self._silent_s / 5
         while True:
-            before = loop.time()
+            before = self._loop.time()
             await asyncio.sleep(pause)
-            if loop.time() - before > 2 * pause:
+            if self._loop.time() - before > 2 * pause:
                 # We did not run either: what the workers said waits to be read.
                 for peer in self.peers.values():
-                    peer.heard = loop.time()
+                    peer.heard = self._loop.time()
             for peer in list(self.peers.values()):
-                now = loop.time()
+                now = self._loop.time()
                 if now - peer.heard > (patience := peer.patience(now, self._silent_s)):
                     logger.warning(
                         "prefill worker %s is silent for %.0f s: going on without it",
@@ -211,20 +213,18 @@ class ControlServer:
 
     # ------------------------------------------------------------------ the network's side
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        me = asyncio.current_task()
-        assert me is not None
-        self._serving.add(me)
-        me.add_done_callback(self._serving.discard)
+    def _opened(self, channel: Channel) -> None:
+        task = asyncio.create_task(self._serve(channel))
+        self._serving.add(task)
+        task.add_done_callback(self._serving.discard)
+
+    async def _serve(self, channel: Channel) -> None:
         peer: Peer | None = None
-        channel = Channel(reader, writer)
         try:
             peer = await self._greet(channel)
-            while peer is not None:
-                message: object = await channel.read(ToDecode)  # type: ignore[arg-type]
-                peer.heard = asyncio.get_running_loop().time()
-                self._dispatch(peer, message)
-                self._act()
+            if peer is not None:
+                channel.hear(ToDecode, partial(self._hears, peer))
+                await channel.ended()
         except EOFError:
             pass
         except AuthFailed as exc:
@@ -235,6 +235,8 @@ class ControlServer:
             self._complain("closed", channel.peer, exc)
         except asyncio.CancelledError:
             pass
+        except Exception:
+            logger.exception("a message of %s failed; ending its connection", channel.peer)
         finally:
             channel.close()
             if peer is not None:
@@ -256,23 +258,17 @@ class ControlServer:
         if hello.compat != self._compat.hash():
             channel.write(Goodbye(reason=f"compatibility hash differs: {hello.compat} is not ours"))
             return None
-        peer = Peer(
-            f"{hello.prefill_instance}#{next(self._serial)}",
-            hello.prefill_instance,
-            channel,
-            asyncio.get_running_loop().time(),
-            self._reader_of(hello),
-            hello.computes,
-        )
+        name = f"{hello.prefill_instance}#{next(self._serial)}"
+        now, reader = self._loop.time(), self._reader_of(hello)
+        peer = Peer(name, hello.prefill_instance, channel, now, reader, hello.computes)
         self.peers[peer.name] = peer
         for old in [p for p in self.peers.values() if p.instance_id == peer.instance_id]:
             if old is not peer:
                 old.channel.abort()  # a worker has one connection: it has left this one already
         self._count()
         self._ledger.prefill_joined()
-        channel.write(
-            Welcome(decode_instance=self._instance_id, incarnation=self._ledger.incarnation)
-        )
+        incarnation = self._ledger.incarnation
+        channel.write(Welcome(decode_instance=self._instance_id, incarnation=incarnation))
         logger.info("prefill worker %s connected", peer.instance_id)
         if self.checks is not None:
             self.checks.met(peer)
@@ -318,6 +314,11 @@ class ControlServer:
         """With no worker left that pulls, what nobody has claimed is served locally at once."""
         if self._pulling == 0 and self._ledger.open_jobs and not self.past_stream():
             self._ledger.give_up_all(Outcome.PREFILL_LOST, but_granted=True)
+
+    def _hears(self, peer: Peer, message: object) -> None:
+        peer.heard = self._loop.time()
+        self._dispatch(peer, message)
+        self._act()
 
     def _dispatch(self, peer: Peer, message: object) -> None:
         if isinstance(message, Claim | Commit | Ready):
@@ -383,15 +384,13 @@ class ControlServer:
                 metrics.STALE_REFUSED.labels("claim").inc()
             peer.channel.write(
                 Refused(
-                    rid=claim.rid,
-                    job_id=claim.job_id,
-                    reason=claimed.refused,
+                    rid=claim.rid, job_id=claim.job_id, reason=claimed.refused,
                     retry_after_s=claimed.retry_after_s,
-                ),
-            )
+                )
+            )  # fmt: skip
             return
         grant = claimed.grant
-        metrics.CLAIM.labels("granted").inc()
+        _GRANTED.inc()
         if (entry := self._ledger.find(claim.job_id)) is not None:
             self._stories.claimed(entry.request_id, grant.attempt, peer.instance_id, grant.queued_s)
         peer.channel.write(peer.grant(claim, self._ledger.incarnation, grant))

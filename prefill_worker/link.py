@@ -91,10 +91,12 @@ class DecodeLink:
         self._silent_s = silent_s
         self._on_idle = on_idle
         self._idle_s = idle_s
-        self._heard = self._asked_at = self._needed_at = asyncio.get_running_loop().time()
+        self._loop = asyncio.get_running_loop()
+        self._heard = self._asked_at = self._needed_at = self._loop.time()
         self._said = ""
         self._rids = itertools.count(1)
-        self._replies: dict[int, asyncio.Future[Any]] = {}
+        # With the time until which an answer is waited for.
+        self._replies: dict[int, tuple[asyncio.Future[Any], float]] = {}
         self._channel: Channel | None = None
         self._shared = SharedMover(lambda: open_mover(record), record.instance_id)
         self._up = asyncio.Event()
@@ -130,7 +132,7 @@ class DecodeLink:
 
     def _idle(self) -> bool:
         """Whether nothing needs this link, and nothing did for `idle_s`."""
-        now = asyncio.get_running_loop().time()
+        now = self._loop.time()
         if self.standing or self._replies or self._shared.in_use:
             self._needed_at = now
             return False
@@ -232,26 +234,26 @@ class DecodeLink:
         channel = self._channel
         if channel is None:
             raise PeerUnavailable(f"decode worker {self.record.instance_id} is not connected")
-        loop = asyncio.get_running_loop()
-        self._asked_at = loop.time()
-        future = self._replies[rid] = loop.create_future()
+        self._asked_at = self._loop.time()
+        future = self._loop.create_future()
+        self._replies[rid] = (future, self._asked_at + within_s)
         try:
-            channel.write(message)
-            async with asyncio.timeout(within_s):
-                return await future
+            channel.write(message, now=True)
+            return await future
         except asyncio.CancelledError:
             # The answer may have come in the same moment, and then nobody else knows of it.
             if _answered(future):
                 self._return_late(future.result())
             raise
-        except TimeoutError:
-            if _answered(future):
-                return future.result()
-            raise PeerUnavailable(
-                f"decode worker {self.record.instance_id} did not answer in {within_s:.0f} s"
-            ) from None
         finally:
             self._replies.pop(rid, None)
+
+    def _look_for_late(self, now: float) -> None:
+        """Wait no longer for answers that are overdue. A timer for each would cost more."""
+        for future, until in self._replies.values():
+            if now > until and not future.done():
+                who = f"decode worker {self.record.instance_id}"
+                future.set_exception(PeerUnavailable(f"{who} does not answer in time"))
 
     # ------------------------------------------------------------------ connection
 
@@ -289,13 +291,12 @@ class DecodeLink:
     async def _session(self) -> None:
         host, port = frames.split_address(self.record.control)
         async with asyncio.timeout(5.0):
-            reader, writer = await asyncio.open_connection(host, port)
-        channel = Channel(reader, writer)
+            _, channel = await self._loop.create_connection(Channel, host, port)
         try:
             first = await self._greet(channel)
             self._channel, self._said, self._silent = channel, "", False
             self._welcomed = True
-            self._asked_at = asyncio.get_running_loop().time()
+            self._asked_at = self._loop.time()
             self._shared.forgive()
             if self._leaving:
                 self.send(Leaving())
@@ -305,8 +306,8 @@ class DecodeLink:
             tell("connected to decode worker %s", first.decode_instance)
             beat = asyncio.create_task(self._say_alive(channel))
             try:
-                while True:
-                    self._dispatch(await channel.read(ToPrefill))  # type: ignore[arg-type]
+                channel.hear(ToPrefill, lambda message: self._dispatch(message))
+                await channel.ended()
             finally:
                 beat.cancel()
         finally:
@@ -316,7 +317,7 @@ class DecodeLink:
                 self._known.clear()
             self._channel = None
             channel.close()
-            for future in self._replies.values():
+            for future, _ in self._replies.values():
                 if not future.done():
                     future.set_exception(LinkLost(f"lost decode worker {self.record.instance_id}"))
             if was_up:
@@ -340,15 +341,15 @@ class DecodeLink:
         return first
 
     async def _say_alive(self, channel: Channel) -> None:
-        loop = asyncio.get_running_loop()
-        said = now = self._heard = loop.time()
+        said = now = self._heard = self._loop.time()
         channel.write(self._alive())
         while True:
             before, unasked = now, now - self._asked_at
             pause = alive.pause(unasked)
             patience = alive.patience(unasked, self._silent_s)
             await asyncio.sleep(alive.due(said, self._asked_at, pause) - now)
-            now = loop.time()
+            now = self._loop.time()
+            self._look_for_late(now)
             if self._idle():
                 self._on_idle(self)
                 return
@@ -370,20 +371,17 @@ class DecodeLink:
             self._channel.abort()
 
     def _dispatch(self, message: Any) -> None:
-        self._heard = asyncio.get_running_loop().time()
-        if isinstance(message, Alive):
-            return
-        if isinstance(message, Revoke):
+        self._heard = self._loop.time()
+        if isinstance(message, Grant | CommitReply | Refused):
+            future, _ = self._replies.get(message.rid, (None, 0.0))
+            if future is None or future.done():
+                self._return_late(message)
+            else:
+                future.set_result(message)
+        elif isinstance(message, Revoke):
             self._on_revoke(self, message)
-            return
-        if isinstance(message, Trial):
+        elif isinstance(message, Trial):
             self._on_trial(message)
-            return
-        future = self._replies.get(getattr(message, "rid", -1))
-        if future is None or future.done():
-            self._return_late(message)
-        else:
-            future.set_result(message)
 
     def _return_late(self, message: Any) -> None:
         """An answer nobody waits for. A grant is dead weight at the decode worker: give it back."""

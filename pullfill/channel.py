@@ -1,7 +1,9 @@
 """One connection of the control channel, plain or sealed with the cluster key.
 
-Life: made over an open stream; `accept` (decode worker) or `introduce` (prefill worker) opens it;
-then `read` and `write`; `close` or `abort`. Belongs to one loop; owns the writer.
+Life: made by the loop for a new connection; `accept` (decode worker) or `introduce` (prefill
+worker) opens it, with `read` and `write`. From `hear` on each message is handled in the callback
+that received its bytes: a task that reads would cost two more turns of the loop for each message.
+`close` or `abort` ends it; `ended` tells why. Belongs to one loop; owns the transport.
 
 With a cluster key each end proves to the other that it holds the key, bound to two fresh nonces and
 to its role, before anything else is said. From then on every frame carries a 16-byte seal: a keyed
@@ -16,7 +18,8 @@ import asyncio
 import hashlib
 import hmac
 import secrets
-from typing import TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -31,6 +34,8 @@ FIRST_FRAME = 64 << 10
 """Bytes of a frame from somebody who has not said who it is."""
 HELLO_FRAME = 2 << 20
 """Bytes of a frame with a `Hello`: it describes the memory of each rank, in some 800 bytes."""
+_AHEAD = HELLO_FRAME + (64 << 10)
+"""Bytes that are taken from the peer before anybody reads them."""
 _AT_ONCE = 64 << 10
 """Bytes that do not wait for the end of a turn of the loop."""
 
@@ -54,49 +59,135 @@ class Seal:
         return hashed.digest()
 
 
-class Channel:
-    """See the module. `peer`: the other end's address, for logs."""
+class Channel(asyncio.Protocol):
+    """See the module. `peer`: the other end's address, for logs. opened: called once connected."""
 
-    __slots__ = ("_in", "_out", "_reader", "_size", "_waiting", "_writer", "peer")
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        frames.tune(writer)
-        self._reader = reader
-        self._writer = writer
+    def __init__(self, opened: Callable[[Channel], object] = lambda _: None) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._opened = opened
+        self._transport: asyncio.Transport
         self._in: Seal | None = None
         self._out: Seal | None = None
+        self._arrived = frames.Cutter()
+        self._paused = False
+        self._more: asyncio.Future[None] | None = None
+        self._kind: Any = None
+        self._handler: Callable[[Any], object] | None = None
+        self._handling = False
         self._waiting: list[bytes] = []
         self._size = 0
-        name = writer.get_extra_info("peername")
+        self._why: Exception | None = None
+        self._ended = asyncio.Event()
+        self.peer = "?"
+
+    # ------------------------------------------------------------------ called by the loop
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        frames.tune(transport)
+        self._transport = transport
+        name = transport.get_extra_info("peername")
         self.peer = f"{name[0]}:{name[1]}" if isinstance(name, tuple) else str(name)
+        self._opened(self)
+
+    def data_received(self, data: bytes) -> None:
+        if self._why is not None:
+            return
+        self._arrived.feed(data)
+        if self._handler is not None:
+            self._handle()
+            return
+        if self._arrived.size > _AHEAD and not self._paused:
+            self._paused = True
+            self._transport.pause_reading()
+        self._wake()
+
+    def eof_received(self) -> None:
+        """The transport closes itself then."""
+        self._send()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._why = self._why or EOFError(str(exc or ""))
+        self._ended.set()
+        self._wake()
+
+    # ------------------------------------------------------------------ in
 
     async def read(self, kind: type[T], limit: int = frames.MAX_FRAME) -> T:
-        """The next message. Raises EOFError when the peer is gone, AuthFailed on a wrong seal,
-        BadMessage on anything else that is strange. The connection is of no use after either."""
-        body = await frames.read_body(self._reader, limit)
-        if self._in is not None:
-            seal, body = body[: Seal.BYTES], body[Seal.BYTES :]
-            if not hmac.compare_digest(seal, self._in.of_next(body)):
-                raise AuthFailed(f"a frame from {self.peer} has a wrong seal: forged or replayed")
-        return decode(body, kind)
+        """The next message; one caller at a time, before `hear`. Raises EOFError when the peer is
+        gone, AuthFailed on a wrong seal, BadMessage on anything else that is strange. The
+        connection is of no use after either."""
+        while (body := self._arrived.cut(limit)) is None:
+            if self._why is not None:
+                raise self._why
+            if self._paused:
+                self._paused = False
+                self._transport.resume_reading()
+            self._more = self._loop.create_future()
+            await self._more
+        return decode(self._unsealed(body), kind)
 
-    def write(self, message: msgspec.Struct) -> None:
+    def hear(self, kind: Any, handler: Callable[[Any], object]) -> None:
+        """Call `handler` with each message from now on, as it arrives. What `read` or the handler
+        would raise closes the connection, and `ended` raises it."""
+        self._kind, self._handler = kind, handler
+        if self._paused:
+            self._transport.resume_reading()
+        self._handle()
+
+    async def ended(self) -> None:
+        """Wait for the end of the connection. Raises why: as `read`, or what the handler raised."""
+        await self._ended.wait()
+        assert self._why is not None
+        raise self._why
+
+    def _handle(self) -> None:
+        """All messages that are there. What is said to the peer meanwhile leaves in one piece."""
+        assert self._handler is not None
+        self._handling = True
+        try:
+            while (body := self._arrived.cut(frames.MAX_FRAME)) is not None and self._why is None:
+                self._handler(decode(self._unsealed(body), self._kind))
+        except Exception as exc:
+            self._why = self._why or exc
+            self.close()
+        finally:
+            self._handling = False
+        if self._waiting:
+            self._send()
+
+    def _unsealed(self, body: bytes) -> bytes:
+        if self._in is None:
+            return body
+        seal, body = body[: Seal.BYTES], body[Seal.BYTES :]
+        if not hmac.compare_digest(seal, self._in.of_next(body)):
+            raise AuthFailed(f"a frame from {self.peer} has a wrong seal: forged or replayed")
+        return body
+
+    def _wake(self) -> None:
+        if self._more is not None and not self._more.done():
+            self._more.set_result(None)
+
+    # ------------------------------------------------------------------ out
+
+    def write(self, message: msgspec.Struct, *, now: bool = False) -> None:
         """Queue one message for sending; never blocks. Those of one turn of the loop leave at the
-        end of it, in one piece. A broken connection shows at the reader."""
+        end of it, in one piece; `now`: at once, where a turn more would only delay it. A broken
+        connection shows at the reader."""
         body = encode(message)
         if self._out is not None:
             body = self._out.of_next(body) + body
-        if not self._waiting:
-            asyncio.get_running_loop().call_soon(self._send)
+        if not self._waiting and not self._handling and not now:
+            self._loop.call_soon(self._send)
         self._waiting.append(body)
         self._size += len(body)
-        if self._size > _AT_ONCE:
+        if now or self._size > _AT_ONCE:
             self._send()
 
     def _send(self) -> None:
         waiting, self._waiting, self._size = self._waiting, [], 0
         if waiting:
-            frames.write_bodies(self._writer, waiting)
+            frames.write_bodies(self._transport, waiting)
 
     def seal(self, *, incoming: bytes, outgoing: bytes) -> None:
         """From the next frame on, in both directions."""
@@ -105,12 +196,13 @@ class Channel:
     def close(self) -> None:
         """Say what is queued, then end."""
         self._send()
-        self._writer.close()
+        self._transport.close()
 
     def abort(self) -> None:
-        """End now."""
+        """End now. What has arrived and was not handled is not handled any more."""
+        self._why = self._why or EOFError("ended here")
         self._waiting.clear()
-        self._writer.transport.abort()
+        self._transport.abort()
 
 
 # --------------------------------------------------------------------------- who are you

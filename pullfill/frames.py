@@ -20,36 +20,63 @@ MAX_BACKLOG = 4 << 20
 _LENGTH = struct.Struct("<I")
 
 
-async def read_body(reader: asyncio.StreamReader, limit: int = MAX_FRAME) -> bytes:
-    """The next frame, at most `limit` bytes. What was announced takes memory only as it arrives.
-    Raises EOFError when the peer is gone, BadMessage on a frame that is too long."""
-    try:
-        (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+class Cutter:
+    """Cuts the bytes of a stream into frames. What a frame announces takes memory only as it
+    arrives."""
+
+    __slots__ = ("_at", "_data", "_parts", "_wanted", "size")
+
+    def __init__(self) -> None:
+        self._data = b""
+        self._at = 0
+        self._parts: list[bytes] = []
+        self._wanted = 0
+        self.size = 0
+        """Bytes that are not cut yet."""
+
+    def feed(self, data: bytes) -> None:
+        """These have arrived."""
+        if self.size == 0:
+            self._data, self._at = data, 0
+        else:
+            self._parts.append(data)
+        self.size += len(data)
+
+    def cut(self, limit: int = MAX_FRAME) -> bytes | None:
+        """The next frame; None: it is not there yet. Raises BadMessage, before the frame is there,
+        if it has more than `limit` bytes."""
+        if self.size < max(self._wanted, _LENGTH.size):
+            return None
+        if self._parts:  # once for a frame that came in many pieces
+            self._data = b"".join([self._data[self._at :], *self._parts])
+            self._at = 0
+            self._parts.clear()
+        (length,) = _LENGTH.unpack_from(self._data, self._at)
         if length > limit:
             raise BadMessage(f"a frame of {length} bytes (at most {limit})")
-        return await reader.readexactly(length)
-    except (asyncio.IncompleteReadError, ConnectionError, OSError) as exc:
-        raise EOFError(str(exc)) from exc
+        begin = self._at + _LENGTH.size
+        if self.size < _LENGTH.size + length:
+            self._wanted = _LENGTH.size + length
+            return None
+        self._wanted = 0
+        self._at = begin + length
+        self.size -= _LENGTH.size + length
+        return self._data[begin : self._at]
 
 
-def write_body(writer: asyncio.StreamWriter, body: bytes) -> None:
-    """Queue one frame for sending: as `write_bodies`."""
-    write_bodies(writer, (body,))
-
-
-def write_bodies(writer: asyncio.StreamWriter, bodies: Sequence[bytes]) -> None:
+def write_bodies(transport: asyncio.WriteTransport, bodies: Sequence[bytes]) -> None:
     """Queue a frame of each for sending, as one write; never blocks. A broken connection shows at
     the reader, and a peer that does not read what it is sent gets a broken connection."""
     with contextlib.suppress(ConnectionError, OSError, RuntimeError):
-        if writer.transport.get_write_buffer_size() > MAX_BACKLOG:
-            writer.transport.abort()
+        if transport.get_write_buffer_size() > MAX_BACKLOG:
+            transport.abort()
             return
-        writer.write(b"".join([_LENGTH.pack(len(body)) + body for body in bodies]))
+        transport.write(b"".join([_LENGTH.pack(len(body)) + body for body in bodies]))
 
 
-def tune(writer: asyncio.StreamWriter, *, dead_after_s: float = 10.0) -> None:
+def tune(transport: asyncio.BaseTransport, *, dead_after_s: float = 10.0) -> None:
     """No Nagle delay; a peer that is cut off (not closed) counts as gone after `dead_after_s`."""
-    sock = writer.get_extra_info("socket")
+    sock = transport.get_extra_info("socket")
     if sock is None or sock.family not in (socket.AF_INET, socket.AF_INET6):
         return
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

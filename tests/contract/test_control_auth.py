@@ -147,12 +147,12 @@ class _OnThePath:
 
         async def up() -> None:
             while True:
-                for body in self.change(await frames.read_body(reader)):
-                    frames.write_body(there.writer, body)
+                for body in self.change(await framing.read_body(reader)):
+                    framing.write_body(there.writer, body)
 
         async def down() -> None:
             while True:
-                frames.write_body(writer, await frames.read_body(there.reader))
+                framing.write_body(writer, await framing.read_body(there.reader))
 
         self._tasks += [asyncio.create_task(up()), asyncio.create_task(down())]
         await asyncio.wait(self._tasks[-2:], return_when=asyncio.FIRST_COMPLETED)
@@ -211,7 +211,7 @@ async def test_what_was_recorded_cannot_be_played_to_a_new_connection(locked: De
     await path.stop()
     peer = await raw(locked)
     for body in recorded:
-        frames.write_body(peer.writer, body)
+        framing.write_body(peer.writer, body)
     await asyncio.wait_for(framing.read(peer.reader, AuthChallenge), 10)
     assert isinstance(await peer.hear(), Goodbye)
     assert await peer.ended()
@@ -243,34 +243,25 @@ async def test_noise_before_the_proof_ends_that_connection_only(
 
 async def test_a_peer_that_says_nothing_or_half_a_frame_is_ended() -> None:
     """A handshake has five seconds in all; here it is made short."""
-    reader, writer = asyncio.StreamReader(), None
-    reader.feed_data(b"\x10\0\0\0half")
-
-    class _Nowhere(Channel):
-        __slots__ = ()
-
-        def __init__(self) -> None:
-            self._reader, self._in, self.peer = reader, None, "nowhere"
-
+    channel, _ = framing.channel_of()
+    channel.data_received(b"\x10\0\0\0half")
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.05):
-            await accept(_Nowhere(), KEY)
-    assert writer is None
+            await accept(channel, KEY)
 
 
 async def test_what_a_seal_costs_is_microseconds() -> None:
     """A bound against accidents, not a benchmark: thousands of frames in a second."""
     left: list[Channel] = []
 
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        left.append(Channel(reader, writer))
-        await accept(left[0], KEY)
-
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(lambda: Channel(left.append), "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    right = Channel(*await asyncio.open_connection("127.0.0.1", port))
+    _, right = await loop.create_connection(Channel, "127.0.0.1", port)
+    await until(lambda: left)
+    accepting = asyncio.create_task(accept(left[0], KEY))
     await introduce(right, KEY, hello())
-    await until(lambda: left and left[0]._in is not None)
+    await accepting
     message = Quiet(job_id="j" * 32, attempt=1, incarnation="i" * 32)
     began = time.process_time()
     for _ in range(1000):

@@ -192,7 +192,7 @@ async def test_an_unreadable_frame_ends_the_control_connection(
     (link,) = holder.links._links.values()
     channel = link._channel if to == "decode" else peer.channel
     assert channel is not None
-    channel._writer.write(struct.pack("<I", sealed_length) + b"\xc1" * sealed_length)
+    channel._transport.write(struct.pack("<I", sealed_length) + b"\xc1" * sealed_length)
     await until(lambda: max(deliveries.values()) == 2)
     faults.resume()
     await settled(served)

@@ -3,21 +3,78 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TypeVar
+import struct
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import msgspec
 
 from pullfill import frames
+from pullfill.channel import Channel
+from pullfill.errors import BadMessage
 from pullfill.wire import decode, encode
 
 T = TypeVar("T")
 
 
+async def read_body(reader: asyncio.StreamReader, limit: int = frames.MAX_FRAME) -> bytes:
+    """The next frame. Raises EOFError, BadMessage."""
+    try:
+        (length,) = struct.unpack("<I", await reader.readexactly(4))
+        if length > limit:
+            raise BadMessage(f"a frame of {length} bytes")
+        return await reader.readexactly(length)
+    except (asyncio.IncompleteReadError, OSError) as exc:
+        raise EOFError(str(exc)) from exc
+
+
 async def read(reader: asyncio.StreamReader, kind: type[T]) -> T:
     """The next message. Raises EOFError, BadMessage."""
-    return decode(await frames.read_body(reader), kind)
+    return decode(await read_body(reader), kind)
+
+
+def write_body(writer: asyncio.StreamWriter, body: bytes) -> None:
+    """Queue one frame."""
+    frames.write_bodies(writer.transport, [body])
 
 
 def write(writer: asyncio.StreamWriter, message: msgspec.Struct) -> None:
     """Queue one message."""
-    frames.write_body(writer, encode(message))
+    write_body(writer, encode(message))
+
+
+class Wire:
+    """A transport that goes nowhere. pieces: what was written, each write by itself."""
+
+    def __init__(self) -> None:
+        self.pieces: list[bytes] = []
+        self.closed = self.aborted = self.paused = False
+        self.write: Callable[[bytes], Any] = self.pieces.append
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def get_extra_info(self, _: str) -> None:
+        return None
+
+    def pause_reading(self) -> None:
+        self.paused = True
+
+    def resume_reading(self) -> None:
+        self.paused = False
+
+    def close(self) -> None:
+        self.closed = True
+
+    def abort(self) -> None:
+        self.closed = self.aborted = True
+
+
+def channel_of(data: bytes | None = None, kind: type[Channel] = Channel) -> tuple[Channel, Wire]:
+    """A channel that is connected to nothing. data: what it received before the end, if any."""
+    channel, wire = kind(), Wire()
+    channel._transport = wire  # type: ignore[assignment]
+    if data is not None:
+        channel.data_received(data)
+        channel.connection_lost(None)
+    return channel, wire

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,11 +17,9 @@ from pullfill.wire import WIRE_VERSION, Hello, Quiet, ToDecode, encode
 from tests.support import framing
 
 
-def reader_of(data: bytes) -> asyncio.StreamReader:
-    reader = asyncio.StreamReader()
-    reader.feed_data(data)
-    reader.feed_eof()
-    return reader
+def channel_of(data: bytes) -> Channel:
+    """That received this, and then the end."""
+    return framing.channel_of(data)[0]
 
 
 def frame(body: bytes) -> bytes:
@@ -34,37 +31,37 @@ QUIET = Quiet(job_id="j", attempt=1, incarnation="i")
 
 
 async def test_messages_come_out_as_they_went_in_however_they_are_cut() -> None:
+    channel, _ = framing.channel_of()
     data = frame(encode(HELLO)) + frame(encode(QUIET))
-    reader = asyncio.StreamReader()
-    reading = asyncio.ensure_future(framing.read(reader, Hello))
+    reading = asyncio.ensure_future(channel.read(Hello))
     for i in range(len(data)):
-        reader.feed_data(data[i : i + 1])
         await asyncio.sleep(0)
-    reader.feed_eof()
+        channel.data_received(data[i : i + 1])
+    channel.connection_lost(None)
     assert await reading == HELLO
-    assert await framing.read(reader, ToDecode) == QUIET  # type: ignore[arg-type]
+    assert await channel.read(ToDecode) == QUIET  # type: ignore[arg-type]
     with pytest.raises(EOFError):
-        await framing.read(reader, Hello)
+        await channel.read(Hello)
 
 
 @pytest.mark.parametrize("cut", [0, 1, 3, 4, 5, 20])
 async def test_an_end_in_the_middle_is_an_end(cut: int) -> None:
     with pytest.raises(EOFError):
-        await framing.read(reader_of(frame(encode(HELLO))[:cut]), Hello)
+        await channel_of(frame(encode(HELLO))[:cut]).read(Hello)
 
 
 async def test_an_oversized_frame_is_refused_before_it_is_read() -> None:
     """Only the length is there: waiting for the body would be the bug."""
-    reader = asyncio.StreamReader()
-    reader.feed_data(struct.pack("<I", frames.MAX_FRAME + 1))
+    channel, _ = framing.channel_of()
+    channel.data_received(struct.pack("<I", frames.MAX_FRAME + 1))
     with pytest.raises(BadMessage, match="bytes"):
-        await asyncio.wait_for(framing.read(reader, Hello), 10)
+        await asyncio.wait_for(channel.read(Hello), 10)
 
 
 @pytest.mark.parametrize("body", [b"", b"\xc1", b"\x80", encode(QUIET), encode(HELLO) + b"\0"])
 async def test_what_is_not_the_message_is_refused(body: bytes) -> None:
     with pytest.raises(BadMessage):
-        await framing.read(reader_of(frame(body)), Hello)
+        await channel_of(frame(body)).read(Hello)
 
 
 async def test_another_version_or_an_unknown_field_is_refused() -> None:
@@ -72,17 +69,17 @@ async def test_another_version_or_an_unknown_field_is_refused() -> None:
     version = b"\xa1v" + bytes([WIRE_VERSION])
     assert version in text
     with pytest.raises(BadMessage):
-        await framing.read(reader_of(frame(text.replace(version, b"\xa1v\x63"))), Hello)
+        await channel_of(frame(text.replace(version, b"\xa1v\x63"))).read(Hello)
     with pytest.raises(BadMessage):
-        await framing.read(reader_of(frame(text.replace(version, b"\xa1w\x01"))), Hello)
+        await channel_of(frame(text.replace(version, b"\xa1w\x01"))).read(Hello)
 
 
 @given(st.binary(max_size=200))
 def test_garbage_is_refused_or_ended_never_anything_else(data: bytes) -> None:
     async def go() -> None:
-        reader = reader_of(data)
+        channel = channel_of(data)
         while True:
-            await framing.read(reader, ToDecode)  # type: ignore[arg-type]
+            await channel.read(ToDecode)  # type: ignore[arg-type]
 
     with pytest.raises((BadMessage, EOFError)):
         asyncio.run(go())
@@ -101,41 +98,125 @@ def test_addresses() -> None:
 
 async def test_what_is_written_in_one_turn_of_the_loop_leaves_in_one_piece() -> None:
     """A write wakes somebody else; that is most of what a message costs."""
-    pieces: list[bytes] = []
-    transport = SimpleNamespace(get_write_buffer_size=lambda: 0, abort=lambda: pieces.append(b"!"))
-    writer: Any = SimpleNamespace(
-        transport=transport, write=pieces.append, close=lambda: None, get_extra_info=lambda _: None
-    )
-    channel = Channel(asyncio.StreamReader(), writer)
+    channel, wire = framing.channel_of()
     for _ in range(3):
         channel.write(QUIET)
-    assert pieces == []
+    assert wire.pieces == []
     await asyncio.sleep(0)
-    assert pieces == [3 * frame(encode(QUIET))]
+    assert wire.pieces == [3 * frame(encode(QUIET))]
     channel.write(QUIET)
     channel.close()
     await asyncio.sleep(0)
-    assert pieces[1:] == [frame(encode(QUIET))], "what was said before the end is said"
+    assert wire.pieces[1:] == [frame(encode(QUIET))], "what was said before the end is said"
     channel.write(QUIET)
     channel.abort()
     await asyncio.sleep(0)
-    assert pieces[2:] == [b"!"]
+    assert wire.pieces[2:] == []
+    assert wire.aborted
+
+
+async def test_what_is_written_now_takes_along_what_waits() -> None:
+    channel, wire = framing.channel_of()
+    channel.write(HELLO)
+    channel.write(QUIET, now=True)
+    assert wire.pieces == [frame(encode(HELLO)) + frame(encode(QUIET))]
+    await asyncio.sleep(0)
+    assert len(wire.pieces) == 1
 
 
 async def test_much_at_once_does_not_wait_for_the_end_of_the_turn() -> None:
     """So that what a peer does not read stays bounded within a turn too."""
-    pieces: list[bytes] = []
-    transport = SimpleNamespace(get_write_buffer_size=lambda: 0)
-    writer: Any = SimpleNamespace(
-        transport=transport, write=pieces.append, get_extra_info=lambda _: None
-    )
-    channel = Channel(asyncio.StreamReader(), writer)
+    channel, wire = framing.channel_of()
     for _ in range(100):
         channel.write(Quiet(job_id="j" * 100, attempt=1, incarnation="i" * 4000))
-    assert pieces
-    assert max(map(len, pieces)) < 80_000
+    assert wire.pieces
+    assert max(map(len, wire.pieces)) < 80_000
     await asyncio.sleep(0)
-    assert sum(map(len, pieces)) > 400_000
+    assert sum(map(len, wire.pieces)) > 400_000
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 100, 10_000])
+async def test_messages_are_handled_as_they_arrive_however_they_are_cut(size: int) -> None:
+    """Within the callback that brought the last of their bytes, and answered in one piece."""
+    channel, wire = framing.channel_of()
+    heard: list[Any] = []
+
+    def answer(message: Any) -> None:
+        heard.append(message)
+        channel.write(QUIET)
+
+    sent = [HELLO, QUIET, HELLO]
+    data = b"".join(frame(encode(message)) for message in sent)
+    channel.hear(ToDecode, answer)
+    for begin in range(0, len(data), size):
+        before = len(wire.pieces)
+        channel.data_received(data[begin : begin + size])
+        assert len(wire.pieces) <= before + 1
+        assert sum(map(len, wire.pieces)) == len(heard) * len(frame(encode(QUIET)))
+    assert heard == sent
+
+
+async def test_what_came_before_anybody_listens_is_handled_first() -> None:
+    channel, _ = framing.channel_of()
+    channel.data_received(2 * frame(encode(HELLO)) + frame(encode(QUIET)))
+    assert await channel.read(Hello) == HELLO
+    heard: list[Any] = []
+    channel.hear(ToDecode, heard.append)
+    assert heard == [HELLO, QUIET]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [frame(b"\xc1"), struct.pack("<I", frames.MAX_FRAME + 1)],
+    ids=["unreadable", "too long"],
+)
+async def test_a_strange_frame_ends_the_connection_and_nothing_behind_it_counts(bad: bytes) -> None:
+    channel, wire = framing.channel_of()
+    heard: list[Any] = []
+
+    def answer(message: Any) -> None:
+        heard.append(message)
+        channel.write(QUIET)
+
+    channel.hear(ToDecode, answer)
+    channel.data_received(frame(encode(HELLO)) + bad + frame(encode(HELLO)))
+    assert heard == [HELLO]
+    assert wire.pieces == [frame(encode(QUIET))], "what was asked before it is answered"
+    assert wire.closed
+    channel.data_received(frame(encode(HELLO)))
+    assert heard == [HELLO]
+    channel.connection_lost(None)
+    with pytest.raises(BadMessage):
+        await channel.ended()
+
+
+async def test_nothing_is_handled_after_an_abort() -> None:
+    channel, _ = framing.channel_of()
+    heard: list[Any] = []
+
+    def leave(message: Any) -> None:
+        heard.append(message)
+        channel.abort()
+
+    channel.hear(ToDecode, leave)
+    channel.data_received(2 * frame(encode(HELLO)))
+    channel.data_received(frame(encode(HELLO)))
+    assert heard == [HELLO]
+    channel.connection_lost(None)
+    with pytest.raises(EOFError):
+        await channel.ended()
+
+
+async def test_who_says_too_much_before_it_is_listened_to_is_not_read() -> None:
+    """So it takes no memory, and goes on once somebody reads."""
+    channel, wire = framing.channel_of()
+    while not wire.paused:
+        channel.data_received(frame(encode(QUIET)))
+        assert channel._arrived.size < 3 << 20
+    heard: list[Any] = []
+    channel.hear(ToDecode, heard.append)
+    assert not wire.paused
+    assert len(heard) > 10_000
 
 
 async def test_a_peer_that_reads_nothing_gets_a_broken_connection() -> None:
@@ -151,7 +232,7 @@ async def test_a_peer_that_reads_nothing_gets_a_broken_connection() -> None:
     try:
         sent = 0
         while not writer.transport.is_closing():
-            frames.write_body(writer, bytes(1 << 20))
+            framing.write_body(writer, bytes(1 << 20))
             waiting = writer.transport.get_write_buffer_size()
             assert waiting <= frames.MAX_BACKLOG + (1 << 20) + 4
             sent += 1

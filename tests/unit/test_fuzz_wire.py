@@ -131,24 +131,14 @@ def test_lists_of_ids(examples: int) -> None:
 # ------------------------------------------------------------------ frames and handshakes
 
 
-def _reader(data: bytes) -> asyncio.StreamReader:
-    reader = asyncio.StreamReader()
-    reader.feed_data(data)
-    reader.feed_eof()
-    return reader
-
-
 class _Deaf(Channel):
     """Reads what it is given, says nothing."""
 
-    __slots__ = ()
+    def write(self, message: msgspec.Struct, *, now: bool = False) -> None: ...
 
-    def __init__(self, data: bytes, seal: bool = False) -> None:
-        self._reader, self._in, self._out, self.peer = _reader(data), None, None, "fuzz"
-        if seal:
-            self.seal(incoming=b"k" * 32, outgoing=b"k" * 32)
 
-    def write(self, message: msgspec.Struct) -> None: ...
+def _deaf(data: bytes) -> Channel:
+    return framing.channel_of(data, _Deaf)[0]
 
 
 def framed(body: bytes) -> bytes:
@@ -167,10 +157,10 @@ STREAMS = st.one_of(
 @EXAMPLES
 def test_streams_of_frames(examples: int) -> None:
     async def read_all(data: bytes) -> None:
-        reader = _reader(data)
+        channel = _deaf(data)
         with contextlib.suppress(EOFError, BadMessage):
             while True:
-                await framing.read(reader, wire.ToDecode)  # type: ignore[arg-type]
+                await channel.read(wire.ToDecode)  # type: ignore[arg-type]
 
     explore(examples, lambda data: asyncio.run(read_all(data)), data=STREAMS)
 
@@ -179,7 +169,7 @@ def test_streams_of_frames(examples: int) -> None:
 def test_nothing_but_the_key_passes_the_handshake(examples: int) -> None:
     async def knock(data: bytes) -> None:
         with pytest.raises((EOFError, BadMessage, AuthFailed)):
-            await accept(_Deaf(data), ClusterKey(b"k" * 32))
+            await accept(_deaf(data), ClusterKey(b"k" * 32))
 
     explore(examples, lambda data: asyncio.run(knock(data)), data=STREAMS)
 
@@ -187,7 +177,8 @@ def test_nothing_but_the_key_passes_the_handshake(examples: int) -> None:
 @EXAMPLES
 def test_nothing_unsealed_passes_for_sealed(examples: int) -> None:
     async def speak(data: bytes) -> None:
-        channel = _Deaf(data, seal=True)
+        channel = _deaf(data)
+        channel.seal(incoming=b"k" * 32, outgoing=b"k" * 32)
         with pytest.raises((EOFError, BadMessage, AuthFailed)):
             await channel.read(wire.ToDecode)  # type: ignore[arg-type]
 
@@ -198,7 +189,7 @@ def test_a_length_of_4_gib_takes_no_memory() -> None:
     async def read() -> None:
         for length in (2**32 - 1, frames.MAX_FRAME):
             with pytest.raises((EOFError, BadMessage)):
-                await frames.read_body(_reader(struct.pack("<I", length) + b"x"))
+                await _deaf(struct.pack("<I", length) + b"x").read(wire.Alive)
 
     with little_memory(1 << 20):
         asyncio.run(read())
