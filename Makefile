@@ -6,6 +6,7 @@ BIN := $(VENV)/bin
 MODEL ?= demo
 ARGS ?=
 PYTEST_ARGS ?=
+ENGINE_TESTS := $(wildcard tests/integration tests/chaos tests/netns tests/gpu)
 # How often `make flaky` runs its tests.
 N ?= 10
 # Without bytecode on disk, every process of a run would compile all it imports again.
@@ -41,7 +42,8 @@ lint: install ## ruff and mypy --strict
 	$(BIN)/mypy
 
 test: lint test-fast ## All tests, quick ones first
-	$(BIN)/pytest -q -n 2 --dist loadfile -m "not long" $(wildcard tests/integration tests/chaos tests/netns tests/gpu) $(PYTEST_ARGS)
+	$(BIN)/pytest -q -n 2 --dist loadfile -m "not long and not alone" $(ENGINE_TESTS) $(PYTEST_ARGS)
+	$(BIN)/pytest -q -m "alone and not long" tests/integration $(PYTEST_ARGS)
 
 test-fast: install ## Unit and contract tests, in four processes
 	$(BIN)/pytest -q -n 4 --dist worksteal tests/unit tests/contract $(PYTEST_ARGS)
