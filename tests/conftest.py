@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
+import gc
 import os
 import signal
 from asyncio.selector_events import BaseSelectorEventLoop
@@ -13,6 +15,7 @@ import pytest
 
 from pullfill.deploy.device import gpu_count
 from tests.support.checkpoint import tiny_checkpoint
+from tests.support.late import READ_WITH_TESTS, loaded_large
 from tests.support.oracle import Oracle
 
 # Tests name their clusters themselves; one of the developer's must not leak in.
@@ -23,6 +26,10 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Idle compute threads of several processes would take turns at spinning on the same cores.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# What is made while tests are collected stays until the end: collecting garbage in it finds none.
+gc.disable()
+atexit.register(gc.unfreeze)  # nanobind calls everything a leak that is still frozen then
 
 # A run that is told to end still ends what it started.
 signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -45,6 +52,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="no CUDA device on this machine"))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    session.config.stash[READ_WITH_TESTS] = loaded_large()
+    gc.enable()
+    gc.freeze()
 
 
 def _close_after_the_last_turns(loop: BaseSelectorEventLoop) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import httpx
 import msgspec
-import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -18,6 +17,9 @@ from pullfill.probe import ProbeServer
 from tests.support.fake_decode import FakeDecode
 from tests.support.fake_vllm import Output, Outputs
 from tests.support.frontend_http import PATIENCE_S, Served, expected, until, workers
+from tests.support.late import Late
+
+openai: Any = Late("openai")
 
 
 async def test_models_completions_and_tokenize(served: Served) -> None:

@@ -19,11 +19,10 @@ from base64 import b64decode
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import msgspec
-import openai
 from prometheus_client.parser import text_string_to_metric_families
 
 from pullfill.failpoints import parse as check_failpoints
@@ -34,6 +33,9 @@ from tests.support import web
 from tests.support.etcd import EtcdServer, free_ports
 from tests.support.nats import NatsServer
 from tests.support.zygote import Forked, zygote
+
+if TYPE_CHECKING:
+    import openai
 
 MODEL = "tiny"
 BLOCK = 32
@@ -268,12 +270,13 @@ class Cluster:
 
     def client(self) -> openai.OpenAI:
         """One client for all; closed with the cluster."""
+        import openai
+
         url = f"{self.frontend_url}/v1"
         if self._client is None or str(self._client.base_url).rstrip("/") != url:
             self._close_client()
-            self._client = openai.OpenAI(
-                base_url=url, api_key=self.api_key, timeout=60.0, max_retries=0
-            )
+            options: dict[str, Any] = {"timeout": 60.0, "max_retries": 0}
+            self._client = openai.OpenAI(base_url=url, api_key=self.api_key, **options)
         return self._client
 
     def _close_client(self) -> None:

@@ -13,10 +13,9 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
-import openai
 from tokenizers import Tokenizer
 
 from pullfill import wire
@@ -27,6 +26,9 @@ from tests.support.checkpoint import tiny_checkpoint
 from tests.support.etcd import EtcdServer
 from tests.support.fake_decode import FakeDecode
 from tests.support.fake_vllm import answer
+
+if TYPE_CHECKING:
+    import openai
 
 PATIENCE_S = 40.0
 START_S = 120.0
@@ -49,6 +51,8 @@ class Served:
     url: str
 
     def client(self, **options: Any) -> openai.AsyncOpenAI:
+        import openai  # two thirds of a second, in every test process
+
         return openai.AsyncOpenAI(
             base_url=f"{self.url}/v1", api_key="none", max_retries=0, **options
         )

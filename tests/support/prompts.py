@@ -6,13 +6,14 @@ import random
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
-
-import openai
+from typing import TYPE_CHECKING, Any
 
 from tests.support import web
 from tests.support.cluster import MODEL, Cluster
 from tests.support.oracle import Oracle
+
+if TYPE_CHECKING:
+    import openai
 
 FIRST_TOKEN, LAST_TOKEN = 10, 250
 """Ordinary byte tokens of the tiny checkpoint."""

@@ -9,21 +9,24 @@ import os
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import jinja2.sandbox
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from pullfill.engine import demo, demo_train
+from pullfill.engine import demo
 from pullfill.engine.demo_corpus import Entry, prose
-from pullfill.engine.demo_llama import EMBED, Llama, random_weights
 from pullfill.engine.demo_recipe import MARKUP_TOKENS, SPECIAL_TOKENS, Recipe
 from pullfill.engine.demo_tokenizer import CHAT_TEMPLATE, build_tokenizer
 from pullfill.errors import ConfigError
 from tests.support.checkpoint import TINY, tiny_checkpoint
+from tests.support.late import Late
+
+torch: Any = Late("torch")
+demo_llama: Any = Late("pullfill.engine.demo_llama")
 
 SMALL = Recipe(
     hidden=32, layers=1, heads=2, kv_heads=1, intermediate=32, vocab=268, max_positions=128
@@ -150,7 +153,8 @@ def test_another_recipe_replaces_the_model(tmp_path: Path) -> None:
     demo.ensure_demo_model(where, other)
     assert demo.is_ready(where, other)
     assert not demo.is_ready(where, SMALL)
-    assert torch.equal(Llama.load(other, where).weights[EMBED], random_weights(other)[EMBED])
+    loaded, made = demo_llama.Llama.load(other, where).weights, demo_llama.random_weights(other)
+    assert torch.equal(loaded[demo_llama.EMBED], made[demo_llama.EMBED])
     assert sorted(p.name for p in tmp_path.iterdir()) == [".m.lock", "m"]
 
 
@@ -166,7 +170,7 @@ def test_failed_build_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
         raise OSError("disk full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Llama, "save", broken)
+        patch.setattr(demo_llama.Llama, "save", broken)
         with pytest.raises(OSError, match="disk full"):
             demo.ensure_demo_model(tmp_path / "m", SMALL)
     assert [p.name for p in tmp_path.iterdir()] == [".m.lock"]
@@ -191,7 +195,7 @@ def _race(where: Path, log: Path, gate: object) -> None:
     demo._build = counted  # type: ignore[assignment]
     gate.wait()  # type: ignore[attr-defined]
     demo.ensure_demo_model(where, SMALL)
-    Llama.load(SMALL, where)  # complete as soon as ensure returns
+    demo_llama.Llama.load(SMALL, where)  # complete as soon as ensure returns
 
 
 def test_concurrent_callers_build_once(tmp_path: Path) -> None:
@@ -211,7 +215,7 @@ def test_concurrent_callers_build_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("length", [100, 500, 2000])
 def test_tiny_checkpoint_feels_a_changed_block(length: int) -> None:
-    model = Llama.load(TINY, tiny_checkpoint())
+    model = demo_llama.Llama.load(TINY, tiny_checkpoint())
     draw = torch.Generator().manual_seed(length)
     prompt = torch.randint(8, TINY.vocab, (length,), generator=draw)
     prompts = prompt.repeat(4, 1)
@@ -233,10 +237,10 @@ def test_trained_model_learns_and_feels_its_context(
         for a in animals
         for b in animals
     ]
-    monkeypatch.setattr(demo_train, "read_corpus", lambda: entries)
+    monkeypatch.setattr("pullfill.engine.demo_train.read_corpus", lambda: entries)
     recipe = replace(SMALL, layers=2, vocab=288, max_positions=2048, train_steps=3)
     where = demo.ensure_demo_model(tmp_path / "m", recipe)
-    model, text = Llama.load(recipe, where), "The cat of farm 3 sees the "
+    model, text = demo_llama.Llama.load(recipe, where), "The cat of farm 3 sees the "
     ids = Tokenizer.from_file(str(where / "tokenizer.json")).encode(text * 9).ids
     with torch.no_grad():
         logits = model.logits(torch.tensor([ids, [20, *ids[1:]]]))

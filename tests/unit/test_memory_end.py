@@ -15,9 +15,9 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
-import torch
 
 from pullfill.decode_worker import leave
 from pullfill.engine.host import EngineHost
@@ -28,8 +28,11 @@ from pullfill.prefill_worker.mover import Mover
 from pullfill.prefill_worker.task import PrefillTask
 from pullfill.transfer.contract import LocalMemory, MoveResult
 from pullfill.transfer.layout import dense_layout
-from pullfill.transfer.shm.pool import SharedKvPool, tell
 from pullfill.wire import FenceToken
+from tests.support.late import Late
+
+torch: Any = Late("torch")
+shm_pool: Any = Late("pullfill.transfer.shm.pool")
 
 LAYERS, BLOCKS, HEADS, ROWS, WIDTH = 2, 4, 2, 4, 8
 NBYTES = LAYERS * BLOCKS * HEADS * ROWS * WIDTH
@@ -41,7 +44,7 @@ PATIENCE_S = 20.0
 
 @pytest.mark.parametrize("fires", [True, False])
 def test_memory_once_told_outlives_vllm_s_tensors(tmp_path: Path, fires: bool) -> None:
-    pool = SharedKvPool("decode-a", 0, tmp_path)
+    pool = shm_pool.SharedKvPool("decode-a", 0, tmp_path)
     if fires:
         with pool:
             buffer = torch.zeros(NBYTES, dtype=torch.int8, device="cpu")
@@ -49,7 +52,7 @@ def test_memory_once_told_outlives_vllm_s_tensors(tmp_path: Path, fires: bool) -
         buffer = torch.zeros(NBYTES, dtype=torch.int8)
     views = buffer.view(LAYERS, BLOCKS, HEADS, ROWS, WIDTH)
     caches = {f"layers.{i}": views[i] for i in range(LAYERS)}
-    told = tell(pool, caches, BLOCKS).memory
+    told = shm_pool.tell(pool, caches, BLOCKS).memory
     assert told is not None
     views.fill_(7)
     caches.clear()

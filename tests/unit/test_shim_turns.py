@@ -7,12 +7,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
-from vllm.v1.metrics.stats import SchedulerStats
 
 from pullfill.decode_worker.router import Decision, Situation
 from pullfill.engine import rpc
+from tests.support.late import Late
 from tests.support.shim_rig import Rig, replace_codecs
+
+vllm_engine: Any = Late("vllm.v1.engine")
+vllm_stats: Any = Late("vllm.v1.metrics.stats")
 
 
 @pytest.fixture
@@ -59,9 +61,9 @@ def test_a_large_message_is_never_prepared_on_the_engine_thread(rig: Rig) -> Non
 
 
 def stats(running: int = 0, asked: int = 0) -> Any:
-    made = SchedulerStats(num_running_reqs=running)
+    made = vllm_stats.SchedulerStats(num_running_reqs=running)
     made.prefix_cache_stats.requests = asked
-    return EngineCoreOutputs(scheduler_stats=made)
+    return vllm_engine.EngineCoreOutputs(scheduler_stats=made)
 
 
 def test_statistics_without_outputs_wait_for_the_next_output(rig: Rig) -> None:
@@ -72,7 +74,7 @@ def test_statistics_without_outputs_wait_for_the_next_output(rig: Rig) -> None:
     for batch in (first, second, third, counted):
         rig.shim.send_outputs({0: batch})
     assert sent == []
-    output = EngineCoreOutputs(outputs=[EngineCoreOutput("r", [7])])
+    output = vllm_engine.EngineCoreOutputs(outputs=[vllm_engine.EngineCoreOutput("r", [7])])
     rig.shim.send_outputs({0: output})
     assert sent == [third, counted, output], "levels are replaced, counts are not"
     rig.shim.send_outputs({0: first})
@@ -87,8 +89,8 @@ def test_statistics_without_outputs_wait_for_the_next_output(rig: Rig) -> None:
 def test_the_end_of_a_request_brings_its_story_in_the_same_message(rig: Rig) -> None:
     situation = Situation(10, 0, "")
     rig.shim._stories.decided("r", situation, Decision(False, "short"))
-    end = EngineCoreOutput("r", [7], finish_reason=FinishReason.STOP)
-    rig.shim.send_outputs({0: EngineCoreOutputs(outputs=[end])})
+    end = vllm_engine.EngineCoreOutput("r", [7], finish_reason=vllm_engine.FinishReason.STOP)
+    rig.shim.send_outputs({0: vllm_engine.EngineCoreOutputs(outputs=[end])})
     assert rig.peer.poll(5000)
     kind, story, _ = rig.peer.recv_multipart()
     assert kind == rpc.LAST

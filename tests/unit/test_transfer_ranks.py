@@ -10,18 +10,21 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from pullfill.errors import IncompatibleError, PeerUnavailable
 from pullfill.transfer.contract import KvLayout, LocalMemory
 from pullfill.transfer.layout import dense_layout
 from pullfill.transfer.shm import ranks
 from pullfill.transfer.shm.files import RegionFiles, create_kv
-from pullfill.transfer.shm.pool import SharedKvPool, describe, tell
+from tests.support.late import Late
 from tests.support.transfer_rigs import pages
+
+torch: Any = Late("torch")
+shm_pool: Any = Late("pullfill.transfer.shm.pool")
 
 BLOCKS, HEADS, ROWS, WIDTH, LAYERS = 6, 2, 4, 8, 3
 REPO = Path(__file__).resolve().parents[2]
@@ -42,7 +45,7 @@ NBYTES = LAYERS * BLOCKS * HEADS * ROWS * WIDTH * 4
 
 
 def test_pool_backs_the_big_allocation_with_the_file(tmp_path: Path) -> None:
-    pool = SharedKvPool("decode-a", 1, tmp_path)
+    pool = shm_pool.SharedKvPool("decode-a", 1, tmp_path)
     with pool:
         other = torch.zeros(8, dtype=torch.int64, device="cpu")
         small = torch.zeros((2, 2), dtype=torch.int8)
@@ -55,7 +58,7 @@ def test_pool_backs_the_big_allocation_with_the_file(tmp_path: Path) -> None:
     assert second.data_ptr() != buffer.data_ptr()
     caches = views(buffer)
     caches["layers.0-again"] = caches["layers.0"]  # a layer that reuses another's cache
-    told = tell(pool, caches, BLOCKS)
+    told = shm_pool.tell(pool, caches, BLOCKS)
     assert told.memory is not None
     assert told.memory.layout == dense_layout(LAYERS, BLOCKS, HEADS, ROWS * WIDTH * 4)
     assert (told.memory.address, told.memory.nbytes) == (buffer.data_ptr(), NBYTES)
@@ -74,7 +77,7 @@ def test_pool_backs_the_big_allocation_with_the_file(tmp_path: Path) -> None:
 def test_pool_that_did_not_fire_moves_the_storage(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pool = SharedKvPool("decode-a", 0, tmp_path)
+    pool = shm_pool.SharedKvPool("decode-a", 0, tmp_path)
     buffer = torch.zeros(NBYTES, dtype=torch.int8)
     caches = views(buffer)
     caches["layers.2"][5, 0] = 3.25
@@ -93,13 +96,13 @@ def test_pool_that_did_not_fire_moves_the_storage(
 
 def test_memory_of_another_device_is_told_by_its_shape(tmp_path: Path) -> None:
     caches = {name: tensor.to("meta") for name, tensor in views(torch.zeros(NBYTES).char()).items()}
-    for pool in (None, SharedKvPool("decode-a", 0, tmp_path)):
-        told = tell(pool, caches, BLOCKS)
+    for pool in (None, shm_pool.SharedKvPool("decode-a", 0, tmp_path)):
+        told = shm_pool.tell(pool, caches, BLOCKS)
         assert (told.memory, told.device) == (None, "meta")
         assert (told.num_layers, told.page_bytes) == (LAYERS, ROWS * WIDTH * 4)
         assert ranks.attach({(0, 0): told}, HEADS) == []
     with pytest.raises(IncompatibleError):
-        tell(None, {}, BLOCKS)
+        shm_pool.tell(None, {}, BLOCKS)
 
 
 # --------------------------------------------------------------------------- ranks
@@ -222,7 +225,7 @@ def test_describe_reads_strides_and_offset() -> None:
     padded = torch.as_strided(
         buffer, (2, BLOCKS, HEADS, ROWS, WIDTH), (1000, 100, 40, WIDTH, 1), 10
     )
-    memory = describe({"a": padded[0], "b": padded[1]}, BLOCKS)
+    memory = shm_pool.describe({"a": padded[0], "b": padded[1]}, BLOCKS)
     assert memory.layout == KvLayout(
         base_offset=40,
         num_layers=2,
@@ -261,11 +264,11 @@ def test_describe_names_what_is_off(
     make: Callable[[dict[str, torch.Tensor]], object], field: str
 ) -> None:
     with pytest.raises(IncompatibleError) as caught:
-        describe(_broken(make))
+        shm_pool.describe(_broken(make))
     assert caught.value.field == field
 
 
 def test_describe_refuses_split_blocks() -> None:
     with pytest.raises(IncompatibleError, match="--block-size") as caught:
-        describe(_broken(lambda c: None), BLOCKS // 2)
+        shm_pool.describe(_broken(lambda c: None), BLOCKS // 2)
     assert caught.value.field == "block_size"

@@ -1,0 +1,38 @@
+"""Large modules, imported by the first test that uses them.
+
+vLLM takes five seconds to import and torch two. The test processes of one run all read every test
+file, and few of them run a test that needs such a module.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from importlib import import_module
+from typing import Any
+
+import pytest
+
+LARGE = ("openai", "torch", "transformers", "vllm")
+READ_WITH_TESTS = pytest.StashKey[list[str]]()
+"""Large modules that were imported by the time all tests were collected."""
+
+
+def loaded_large() -> list[str]:
+    return [name for name in LARGE if name in sys.modules]
+
+
+class Late:
+    """Stands for the module `name`, which is imported when one of its attributes is looked up."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("_"):  # pytest asks every global of a test file for such names
+            raise AttributeError(attribute)
+        new = self._name not in sys.modules
+        module = import_module(self._name)
+        if new:
+            gc.freeze()  # or every later collection looks at all objects of the module again
+        return getattr(module, attribute)
