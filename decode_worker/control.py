@@ -8,7 +8,6 @@ worker's asyncio loop; the ledger decides, this only speaks.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -27,6 +26,7 @@ from pullfill.decode_worker.story import Stories
 from pullfill.decode_worker.verify import Verifier
 from pullfill.errors import AuthFailed, BadMessage, Outcome, PullfillError
 from pullfill.security import ClusterKey
+from pullfill.waits import Bell
 from pullfill.wire import (
     SILENT_S,
     Alive,
@@ -98,7 +98,7 @@ class ControlServer:
         self._tasks: set[asyncio.Task[object]] = set()
         self._serving: set[asyncio.Task[None]] = set()
         self._timers: list[asyncio.Task[None]] = []
-        self._wake = asyncio.Event()
+        self._wake = Bell()
         self._seldom = log.Seldom(_COMPLAIN_EVERY_S)
         self._pulling = 0
         self.address = ""
@@ -137,7 +137,7 @@ class ControlServer:
 
     def wake(self) -> None:
         """The ledger has actions or new deadlines (asyncio thread)."""
-        self._wake.set()
+        self._wake.ring()
 
     # ------------------------------------------------------------------ the ledger's side
 
@@ -153,10 +153,7 @@ class ControlServer:
                 # Deadlines and proofs hang on this loop: it goes on whatever happened once.
                 logger.exception("the ledger's timer failed; going on")
                 soonest = 0.05
-            # Not wait_for: on 3.11 it swallows a cancellation that comes with the wake-up.
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(soonest):
-                    await self._wake.wait()
+            await self._wake.wait(soonest)
             self._wake.clear()
 
     def _act(self) -> None:
@@ -166,7 +163,7 @@ class ControlServer:
                     # The one action with which something is due earlier: a proof, or the claim of
                     # a job that is queued again. Whoever takes it tells the timer; the ledger does
                     # so only while it lies here.
-                    self._wake.set()
+                    self._wake.ring()
                     if (peer := self.peers.get(name)) is not None:
                         incarnation = self._ledger.incarnation
                         peer.channel.write(
@@ -296,12 +293,12 @@ class ControlServer:
         self._ledger.writer_lost(peer.name, others_alive=bool(self.peers))
         self._nobody_pulls()
         self._act()
-        self._wake.set()  # if it died, the kernel frees its locks: proof is there for the asking
+        self._wake.ring()  # if it died, the kernel frees its locks: proof is there for the asking
 
     def recount(self) -> None:
         """Prefill workers may, or may not, bring KV now."""
         self._count()
-        self._wake.set()
+        self._wake.ring()
 
     def _count(self) -> None:
         pulling = self.peers.pulling
@@ -338,7 +335,7 @@ class ControlServer:
                     if peer.pulls:
                         self._ledger.prefill_joined()
                     self._nobody_pulls()
-                    self._wake.set()
+                    self._wake.ring()
                 return
             # These four make nothing due earlier: the ledger's timer need not look.
             case Claim():
@@ -370,7 +367,7 @@ class ControlServer:
                 self._nobody_pulls()
             case _:
                 raise BadMessage("hello was already said")
-        self._wake.set()
+        self._wake.ring()
 
     def _on_claim(self, peer: Peer, claim: Claim) -> None:
         if self.checks is not None and not self.checks.may_claim(peer, claim):

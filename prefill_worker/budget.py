@@ -19,6 +19,7 @@ CLAIM_S = 0.05
 @dataclass(slots=True)
 class _Charge:
     tokens: int
+    timer: asyncio.TimerHandle
     counted: bool = True
     granted: bool = False
 
@@ -37,9 +38,9 @@ class Budget:
         return sum(not charge.granted for charge in self._charges.values())
 
     def pulled(self, job_id: str, tokens: int) -> None:
-        charge = self._charges[job_id] = _Charge(tokens)
+        timer = asyncio.get_running_loop().call_later(CLAIM_S, self._slow, job_id)
+        self._charges[job_id] = _Charge(tokens, timer)
         self.tokens += tokens
-        asyncio.get_running_loop().call_later(CLAIM_S, self._unanswered, charge)
 
     def waits(self, job_id: str) -> None:
         """Its decode worker cannot be asked now, or said to ask again later."""
@@ -47,13 +48,20 @@ class Budget:
 
     def granted(self, job_id: str) -> None:
         charge = self._charges[job_id]
+        charge.timer.cancel()
         charge.granted = True
         if not charge.counted:
             charge.counted = True
             self.tokens += charge.tokens
 
     def over(self, job_id: str) -> None:
-        self._discount(self._charges.pop(job_id))
+        charge = self._charges.pop(job_id)
+        charge.timer.cancel()
+        self._discount(charge)
+
+    def _slow(self, job_id: str) -> None:
+        """There is no answer to its claim yet."""
+        self._unanswered(self._charges[job_id])
 
     def _unanswered(self, charge: _Charge) -> None:
         if not charge.granted and charge.counted:

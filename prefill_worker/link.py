@@ -21,6 +21,7 @@ from pullfill.idle import IDLE_S
 from pullfill.prefill_worker.mover import Mover
 from pullfill.prefill_worker.shared_mover import SharedMover
 from pullfill.security import ClusterKey
+from pullfill.waits import Waits
 from pullfill.wire import (
     MAX_TEXT,
     SILENT_S,
@@ -95,8 +96,7 @@ class DecodeLink:
         self._heard = self._asked_at = self._needed_at = self._loop.time()
         self._said = ""
         self._rids = itertools.count(1)
-        # With the time until which an answer is waited for.
-        self._replies: dict[int, tuple[asyncio.Future[Any], float]] = {}
+        self._replies: Waits[int, Any] = Waits(self._late)
         self._channel: Channel | None = None
         self._shared = SharedMover(lambda: open_mover(record), record.instance_id)
         self._up = asyncio.Event()
@@ -145,9 +145,10 @@ class DecodeLink:
     async def wait_up(self, timeout_s: float) -> None:
         """Raises PeerUnavailable when the decode worker does not welcome us in time, and at once
         while it refuses to, is silent, or left the directory."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._known.wait()
+        if not self._known.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await self._known.wait()
         if not self._up.is_set():
             raise PeerUnavailable(
                 f"decode worker {self.record.instance_id} at {self.record.control} does not answer"
@@ -235,8 +236,7 @@ class DecodeLink:
         if channel is None:
             raise PeerUnavailable(f"decode worker {self.record.instance_id} is not connected")
         self._asked_at = self._loop.time()
-        future = self._loop.create_future()
-        self._replies[rid] = (future, self._asked_at + within_s)
+        future = self._replies.open(rid, within_s)
         try:
             channel.write(message, now=True)
             return await future
@@ -246,14 +246,10 @@ class DecodeLink:
                 self._return_late(future.result())
             raise
         finally:
-            self._replies.pop(rid, None)
+            self._replies.close(rid)
 
-    def _look_for_late(self, now: float) -> None:
-        """Wait no longer for answers that are overdue. A timer for each would cost more."""
-        for future, until in self._replies.values():
-            if now > until and not future.done():
-                who = f"decode worker {self.record.instance_id}"
-                future.set_exception(PeerUnavailable(f"{who} does not answer in time"))
+    def _late(self, _: int) -> PeerUnavailable:
+        return PeerUnavailable(f"decode worker {self.record.instance_id} does not answer in time")
 
     # ------------------------------------------------------------------ connection
 
@@ -317,7 +313,7 @@ class DecodeLink:
                 self._known.clear()
             self._channel = None
             channel.close()
-            for future, _ in self._replies.values():
+            for future in self._replies:
                 if not future.done():
                     future.set_exception(LinkLost(f"lost decode worker {self.record.instance_id}"))
             if was_up:
@@ -349,7 +345,6 @@ class DecodeLink:
             patience = alive.patience(unasked, self._silent_s)
             await asyncio.sleep(alive.due(said, self._asked_at, pause) - now)
             now = self._loop.time()
-            self._look_for_late(now)
             if self._idle():
                 self._on_idle(self)
                 return
@@ -373,11 +368,8 @@ class DecodeLink:
     def _dispatch(self, message: Any) -> None:
         self._heard = self._loop.time()
         if isinstance(message, Grant | CommitReply | Refused):
-            future, _ = self._replies.get(message.rid, (None, 0.0))
-            if future is None or future.done():
+            if not self._replies.answer(message.rid, message):
                 self._return_late(message)
-            else:
-                future.set_result(message)
         elif isinstance(message, Revoke):
             self._on_revoke(self, message)
         elif isinstance(message, Trial):

@@ -9,8 +9,6 @@ allow it more time, counted from that moment. An attempt that stands still ends 
 from __future__ import annotations
 
 import asyncio
-from types import TracebackType
-from typing import Self
 
 from pullfill.prefill_worker.link import DecodeLink
 from pullfill.prefill_worker.task import PrefillTask
@@ -22,43 +20,48 @@ _EVERY_S = 1.0
 
 
 class Pace:
-    """`async with`: raises TimeoutError at the deadline, like asyncio.timeout.
-
-    timeout_s: how long the attempt may stand still after it moved. task: set by the owner once it
-    is there.
-    """
+    """Starts to count when it is made. timeout_s: how long the attempt may stand still after it
+    moved."""
 
     def __init__(self, link: DecodeLink, grant: Grant, timeout_s: float) -> None:
         self._link, self._grant = link, grant
         self._still_s = max(grant.deadline_s, timeout_s)
         self._every_s = min(_EVERY_S, grant.deadline_s / _LOOKS)
-        self._timeout = asyncio.timeout(grant.deadline_s)
         self._loop = asyncio.get_running_loop()
-        self.task: PrefillTask | None = None
+        self._until = self._loop.time() + grant.deadline_s
+        self._timer: asyncio.TimerHandle | None = None
         self._computed = self._moved = self._written = 0
         self._write_s = 0.0
 
-    async def __aenter__(self) -> Self:
-        await self._timeout.__aenter__()
-        self._timer = self._loop.call_later(self._every_s, self._look)
-        return self
+    @property
+    def left_s(self) -> float:
+        """Seconds until the deadline."""
+        return max(0.0, self._until - self._loop.time())
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        exc: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._timer.cancel()
-        await self._timeout.__aexit__(kind, exc, trace)
+    def watch(self, task: PrefillTask, done: asyncio.Future[None]) -> None:
+        """Look at the task from now on, until `stop`. Once its time is over `done` raises
+        TimeoutError."""
+        self._task, self._done = task, done
+        self._next()
+
+    def stop(self) -> None:
+        """Idempotent."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _next(self) -> None:
+        self._timer = self._loop.call_later(min(self._every_s, self.left_s), self._look)
 
     def _look(self) -> None:
-        if self._timeout.expired():
+        if self._done.done():
             return
-        self._timer = self._loop.call_later(self._every_s, self._look)
-        if self.task is not None and self._has_moved(self.task):
-            self._tell(self.task)
-            self._timeout.reschedule(self._loop.time() + self._still_s)
+        if self._has_moved(self._task):
+            self._tell(self._task)
+            self._until = self._loop.time() + self._still_s
+        if self._loop.time() < self._until:
+            self._next()
+        else:
+            self._done.set_exception(TimeoutError())
 
     def _has_moved(self, task: PrefillTask) -> bool:
         """Since the last look: more was computed, or the link copied while the task waits for it.

@@ -18,6 +18,7 @@ from pullfill.errors import PullfillError
 from pullfill.prefill_worker.credits import Credits
 from pullfill.prefill_worker.runner import JobRunner
 from pullfill.queue.contract import JobConsumer
+from pullfill.waits import Bell
 from pullfill.wire import SILENT_S
 
 logger = log.get("prefill_worker.puller")
@@ -56,7 +57,7 @@ class Puller:
         self._patience_s = patience_s
         self._budget = budget_tokens
         self._max_jobs = max_jobs
-        self._room = asyncio.Event()
+        self._room = Bell()
         self._task: asyncio.Task[None] | None = None
         self._paused = False
 
@@ -65,12 +66,12 @@ class Puller:
 
     def changed(self) -> None:
         """A job ended, credits came back, or NATS answers again: a pull may bring something."""
-        self._room.set()
+        self._room.ring()
 
     def pause(self, paused: bool) -> None:
         """Take nothing for a while. What a pull under way still brings is given back."""
         self._paused = paused
-        self._room.set()
+        self._room.ring()
 
     async def stop(self) -> None:
         """Take nothing any more. Jobs under way go on."""
@@ -87,17 +88,15 @@ class Puller:
         if not (gone := self._credits.gone):
             return
         logger.info("pulling nothing: no KV credits left for %s", ", ".join(gone))
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._patience_s):
-                while self._credits.gone:
-                    self._room.clear()
-                    await self._room.wait()
+        loop = asyncio.get_running_loop()
+        until = loop.time() + self._patience_s
+        while self._credits.gone and (left := until - loop.time()) > 0:
+            self._room.clear()
+            await self._room.wait(left)
 
     async def _wait_for_room(self, at_most_s: float) -> None:
         self._room.clear()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(at_most_s):
-                await self._room.wait()
+        await self._room.wait(at_most_s)
 
     async def _run(self) -> None:
         pause = 0.1

@@ -18,13 +18,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from pullfill import failpoints, log, metrics, u32
-from pullfill.errors import (
-    BadMessage,
-    ClaimRefused,
-    Fenced,
-    PeerUnavailable,
-    PullfillError,
-)
+from pullfill.errors import BadMessage, ClaimRefused, Fenced, PeerUnavailable, PullfillError
 from pullfill.prefill_worker import attempt
 from pullfill.prefill_worker.budget import Budget
 from pullfill.prefill_worker.deliveries import Deliveries
@@ -346,23 +340,26 @@ class JobRunner:
     ) -> None:
         """From the grant to the commit, or whatever ends the attempt before."""
         task: PrefillTask | None = None
+        pace = Pace(link, grant, job.timeout_s)
         try:
-            async with Pace(link, grant, job.timeout_s) as pace:
-                if (mover := link.mover_there) is None:
+            if (mover := link.mover_there) is None:
+                async with asyncio.timeout(pace.left_s):
                     mover = await opening.unless_over(grant.attempt, link.mover())
-                if grant.incarnation != link.record.incarnation:
-                    # It has registered again and this link does not know yet: its memory would
-                    # refuse us, and only the next link can write.
-                    raise Renewed(f"{job.decode_instance} has registered again")
-                opening.check(grant.attempt)
-                self._opening.pop(job.job_id)
-                done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-                task = attempt.make_task(job, tokens, grant, mover, done, self._calls)
-                self._running[job.job_id] = pace.task = task
-                self._engine.submit(task, link.record.instance_id)
-                await done
+            if grant.incarnation != link.record.incarnation:
+                # It has registered again and this link does not know yet: its memory would refuse
+                # us, and only the next link can write.
+                raise Renewed(f"{job.decode_instance} has registered again")
+            opening.check(grant.attempt)
+            self._opening.pop(job.job_id)
+            done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            task = attempt.make_task(job, tokens, grant, mover, done, self._calls)
+            self._running[job.job_id] = task
+            pace.watch(task, done)
+            self._engine.submit(task, link.record.instance_id)
+            await done
             await self._commit(link, task, grant, delivery, claim_ms)
         finally:
+            pace.stop()
             if task is not None:
                 task.cancel()
                 self._running.pop(job.job_id, None)

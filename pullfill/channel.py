@@ -19,7 +19,7 @@ import hashlib
 import hmac
 import secrets
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 
@@ -83,9 +83,8 @@ class Channel(asyncio.Protocol):
     # ------------------------------------------------------------------ called by the loop
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
         frames.tune(transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)
         name = transport.get_extra_info("peername")
         self.peer = f"{name[0]}:{name[1]}" if isinstance(name, tuple) else str(name)
         self._opened(self)

@@ -21,21 +21,21 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Self
 
-from nats.aio.msg import Msg
-from nats.aio.subscription import Subscription
-
 from pullfill import log
 from pullfill.clock import SYSTEM_CLOCK
 from pullfill.errors import BadMessage, PullfillError, QueueUnavailable
 from pullfill.health import Health
 from pullfill.queue.acks import Acks
+from pullfill.queue.client import Message, Subscription
 from pullfill.queue.connection import Link, NoResponders, NotSent, OnEvent
 from pullfill.queue.contract import Delivery, OnDeadLetter, QueueConfig
 from pullfill.queue.deadletter import DeadLetters, MaxDeliveries
 from pullfill.queue.delivery import IN_PROGRESS, DirectDelivery, JetStreamDelivery
 from pullfill.queue.depth import moment
 from pullfill.queue.names import CONSUMER, MSG_ID, TAKEN, Names
+from pullfill.queue.protocol import STATUS
 from pullfill.queue.streams import NOT_SET, Streams
+from pullfill.waits import Bell
 from pullfill.wire import QueueSettings
 
 logger = log.get("queue")
@@ -72,7 +72,7 @@ class JetStreamConsumer:
         self._inbox = ""
         self._subscription: Subscription | None = None
         self._arrived: deque[JetStreamDelivery | DirectDelivery] = deque()
-        self._wake = asyncio.Event()
+        self._wake = Bell()
         self._pulling = asyncio.Lock()
         self._returns: set[asyncio.Task[None]] = set()
         self._waiting = False
@@ -101,7 +101,7 @@ class JetStreamConsumer:
         self.link = Link(
             url, "consumer", self._setup, on_event=on_event, connect_options=connect_options
         )
-        self.link.on_down = self._wake.set
+        self.link.on_down = self._wake.ring
         self.streams = Streams(self.link, self._names, config, settings)
         self.acks = Acks(self.link, lambda: self.stream_id)
         self.letters = DeadLetters(self.link, self._names, on_dead_letter)
@@ -143,13 +143,13 @@ class JetStreamConsumer:
 
     async def drain(self) -> None:
         self._draining = True
-        self._wake.set()
+        self._wake.ring()
         subscription, self._subscription = self._subscription, None
         if subscription is not None:
             # No interest, no delivery; what was already on its way is given back on arrival.
             with contextlib.suppress(Exception):
                 async with asyncio.timeout(2.0):
-                    await subscription.drain()  # type: ignore[no-untyped-call]
+                    await subscription.drain()
 
     # ------------------------------------------------------------------ pull
 
@@ -243,15 +243,14 @@ class JetStreamConsumer:
 
     async def _answered(self, until: float) -> bool:
         """Wait for a job, a status, drain, or a lost link; False when `until` passed first."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(max(0.0, until - SYSTEM_CLOCK.monotonic())):
-                while not (self._arrived or self._status or self._draining):
-                    if self._generation != self.link.generation or not self.link.up:
-                        return True
-                    self._wake.clear()
-                    await self._wake.wait()
+        while not (self._arrived or self._status or self._draining):
+            if self._generation != self.link.generation or not self.link.up:
                 return True
-        return False
+            left = until - SYSTEM_CLOCK.monotonic()
+            self._wake.clear()
+            if left <= 0 or not await self._wake.wait(left):
+                return False
+        return True
 
     async def _heal(self, deadline: float) -> None:
         """The request ended oddly (consumer or stream gone, server shutting down). A job that comes
@@ -262,7 +261,7 @@ class JetStreamConsumer:
         checking = self._checking = self._checking or asyncio.create_task(self.streams.ensure())
         while not (checking.done() or self._arrived or self._draining):
             self._wake.clear()
-            woken = asyncio.create_task(self._wake.wait())
+            woken = asyncio.create_task(self._wake.wait(None))
             try:
                 await asyncio.wait({checking, woken}, return_when=asyncio.FIRST_COMPLETED)
             finally:
@@ -281,34 +280,34 @@ class JetStreamConsumer:
         if not self._arrived:
             await asyncio.sleep(_HEAL_PAUSE_S)
 
-    async def _on_message(self, msg: Msg) -> None:
+    def _on_message(self, msg: Message) -> None:
         try:
             job = JetStreamDelivery(self, msg)
         except BadMessage:
             token = msg.subject.rpartition(".")[2]
             if token == str(self._request):
-                self._status = (msg.headers or {}).get("Status", "?")
+                self._status = msg.headers.get(STATUS, "?")
                 if self._status in (_NO_MESSAGES, _EXPIRED):
                     self.link.health.ok(PULLS)
                 self._live_until = 0.0
-                self._wake.set()
+                self._wake.ring()
             return
         self.link.health.ok(PULLS)
         self._live_until = 0.0
         if self._waiting and not self._draining:
             self._arrived.append(job)
-            self._wake.set()
+            self._wake.ring()
         else:
-            await job.nak()
+            self._give_back([job])
 
-    async def _on_direct(self, msg: Msg) -> None:
+    def _on_direct(self, msg: Message) -> None:
         """A job that the stream cannot take now; without a job: whether we would take one."""
         free = self._waiting and not self._draining and not self._arrived
-        if free and msg.headers and MSG_ID in msg.headers:
+        if free and MSG_ID in msg.headers:
             self._arrived.append(DirectDelivery(msg))
-            self._wake.set()
+            self._wake.ring()
         with contextlib.suppress(NotSent):
-            await self.link.publish(msg.reply, TAKEN if free else b"busy")
+            self.link.post(msg.reply, TAKEN if free else b"busy")
 
     def _give_back(self, jobs: list[Any]) -> None:
         for job in jobs:
@@ -330,8 +329,8 @@ class JetStreamConsumer:
         await self._moves.subscribe()
         if not self._draining:
             self._inbox = client.new_inbox()
-            self._subscription = await client.subscribe(f"{self._inbox}.*", cb=self._on_message)
-            await client.subscribe(self._names.direct, queue="pullfill", cb=self._on_direct)
+            self._subscription = client.subscribe(f"{self._inbox}.*", self._on_message)
+            client.subscribe(self._names.direct, self._on_direct, queue="pullfill")
         await self._renew()
 
     async def _renew(self) -> None:

@@ -45,6 +45,7 @@ from pullfill.queue.names import (
 )
 from pullfill.queue.shared_depth import SharedDepth
 from pullfill.queue.streams import NOT_SET, Streams
+from pullfill.waits import Bell
 from pullfill.wire import QueueSettings, QueueStatus
 
 logger = log.get("queue")
@@ -81,7 +82,7 @@ class JetStreamProducer:
         self._refused_at = -math.inf
         self._wanted = False
         self._loop = asyncio.get_running_loop()
-        self._kick = asyncio.Event()
+        self._kick = Bell()
         self._watcher: asyncio.Task[None] | None = None
 
     @classmethod
@@ -96,8 +97,8 @@ class JetStreamProducer:
         connect_options: Mapping[str, Any] | None = None,
     ) -> Self:
         """Connect and make the streams if they are not there; `on_event` gets a line for people
-        whenever the cause of waiting changes. `connect_options` go to `nats.connect` (user,
-        password, token, tls, …). Raises QueueUnavailable after `wait_s`, ConfigError."""
+        whenever the cause of waiting changes. connect_options: the login, as
+        `NatsSecurity.options` has it. Raises QueueUnavailable after `wait_s`, ConfigError."""
         self = cls(config)
         self._link = Link(
             url, "producer", self._setup, on_event=on_event, connect_options=connect_options
@@ -139,8 +140,8 @@ class JetStreamProducer:
 
     def look_again(self) -> None:
         self._refused_at = SYSTEM_CLOCK.monotonic()
-        if not self._kick.is_set():
-            self._loop.call_soon_threadsafe(self._kick.set)
+        if not self._kick.rung:
+            self._loop.call_soon_threadsafe(self._kick.ring)
 
     # ------------------------------------------------------------------ jobs
 
@@ -257,7 +258,7 @@ class JetStreamProducer:
         # `start` returns right after this: be usable then, without waiting for the watcher.
         self._depth.store(await self._ask(), SYSTEM_CLOCK.monotonic())
         self._answers()
-        self._kick.set()
+        self._kick.ring()
 
     def _on_down(self) -> None:
         self._answering = self._takers = False
@@ -274,13 +275,13 @@ class JetStreamProducer:
             )
         self._answering = False
         self._link.health.failed(str(why), JETSTREAM)
-        self._kick.set()
+        self._kick.ring()
 
     def _touch(self) -> None:
         rested = self._used_at
         self._used_at = SYSTEM_CLOCK.monotonic()
         if self._used_at - rested > BUSY_FOR_S:
-            self._kick.set()  # it may be due earlier now; else nothing is
+            self._kick.ring()  # it may be due earlier now; else nothing is
 
     async def _watch(self) -> None:
         while True:
@@ -324,7 +325,7 @@ class JetStreamProducer:
     def _on_want(self) -> None:
         """Another producer waits for our report."""
         self._wanted = True
-        self._kick.set()
+        self._kick.ring()
 
     def _on_report(self, snapshot: Snapshot, asked_at: float) -> None:
         """Another producer asked the server."""
@@ -339,9 +340,7 @@ class JetStreamProducer:
             await asyncio.sleep(BUSY_REFRESH_S)
         while (left := self._left()) > 0 and self._answering and not self._debts:
             self._kick.clear()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(left):
-                    await self._kick.wait()
+            await self._kick.wait(left)
         self._kick.clear()
         self._wanted = False
 
@@ -374,7 +373,7 @@ class JetStreamProducer:
     def _owe(self, job_id: str, receipt: Receipt | None) -> None:
         if len(self._debts) < MAX_DEBTS:
             self._debts[job_id] = receipt
-            self._kick.set()
+            self._kick.ring()
 
     async def _pay(self) -> None:
         """Remove jobs whose publish or cancel got no answer (names.py tells how)."""

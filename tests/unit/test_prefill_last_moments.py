@@ -58,7 +58,7 @@ async def test_an_answer_that_comes_with_the_timeout_counts(
     unused: Any = None
     record: Any = SimpleNamespace(instance_id="decode-1")
     link = DecodeLink(record, unused, unused, unused, unused)
-    monkeypatch.setattr(link, "_channel", SimpleNamespace(write=lambda _: None))
+    monkeypatch.setattr(link, "_channel", SimpleNamespace(write=lambda _, now: None))
     loop = asyncio.get_running_loop()
 
     def block() -> None:
