@@ -30,15 +30,10 @@ from pullfill.frontend import metrics
 from pullfill.frontend.board import Board
 from pullfill.frontend.calls import Calls
 from pullfill.frontend.explain import ExplainStore, Trace, key_of
-from pullfill.frontend.flight import Flight, Suspect, needs_turn, rank_of
+from pullfill.frontend.flight import Flight, Suspect, needs_turn, rank_of, sentence
 from pullfill.frontend.link import Link
 from pullfill.frontend.router import Router, Together
-from pullfill.frontend.suspects import (
-    CONFIRM_S,
-    MAX_DEATHS,
-    Suspects,
-    sentence,
-)
+from pullfill.frontend.suspects import CONFIRM_S, MAX_DEATHS, Suspects
 from pullfill.frontend.waiting import Waiting
 
 _log = log.get("frontend.dispatch")
@@ -111,6 +106,7 @@ class Dispatcher:
             self._patience_s,
             self._on_refused,
             self._waiting.all_soon,
+            self._recall,
             board,
             self._flights.values,
         )
@@ -159,10 +155,9 @@ class Dispatcher:
             self._waiting.drop(request_id)
             self.suspects.on_end(flight, finished=False)
             if flight.link is not None:
-                flight.link.flights.pop(flight.wire_id, None)
                 by_link.setdefault(flight.link, []).append(flight.wire_id)
         for link, ids in by_link.items():
-            link.send(rpc.ABRT, rpc.encode_ids(ids))
+            link.abort(ids)
 
     async def call(self, method: str, args: Sequence[Any], timeout_s: float) -> list[Any]:
         links = list(self._candidates())
@@ -282,9 +277,14 @@ class Dispatcher:
             self._fail(flight, explained(exc, "the frontend"), OURS)
 
     def _on_refused(self, suspect: Suspect) -> None:
-        """It is known who killed the workers: what waits of it ends."""
         for flight in self._waiting.of(suspect):
             self._fail(flight, sentence(suspect), REFUSED)
+
+    def _recall(self, flight: Flight) -> None:
+        """It waits for its turn on probation instead of its turn in the worker's queue."""
+        assert flight.link is not None
+        flight.link.abort([flight.wire_id])
+        self._try(flight, self._leave, flight.link, "had it when one like it was at a death")
 
     def _place(self, flight: Flight, now: float) -> None:
         """Send a request to a worker, or let it wait for one, or for its turn on probation."""

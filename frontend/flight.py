@@ -14,14 +14,20 @@ if TYPE_CHECKING:
 
 _log = log.get("frontend.flight")
 
+REFUSE_S = 600.0
+"""How long a fingerprint stays refused, and how long a suspicion is remembered."""
+
 
 @dataclass(slots=True, eq=False)
 class Suspect:
-    """What is known of one fingerprint. deaths: the processes that died with it and were blamed on
-    no other. likely: nothing had come of it from the last of them. seen_at: of the last death.
-    not_before: when it may be tried again (loop time). trying: the request of this
-    fingerprint that is tried, of this frontend. deaths_elsewhere: how many the frontend counts that
-    refused it first."""
+    """What is known of one fingerprint.
+
+    deaths: the processes that died with it and were blamed on no other. likely: nothing had come of
+    it from the last of them. seen_at: of the last death. not_before: when it may be tried again
+    (loop time). left: until when (loop time) the loss of a worker that it was taken back from may
+    be its doing. trying: the request of this fingerprint that is tried, of this frontend.
+    deaths_elsewhere: how many the frontend counts that refused it first.
+    """
 
     fingerprint: str
     prompt_tokens: int
@@ -34,6 +40,7 @@ class Suspect:
     refused_until: float = 0.0
     trying: Flight | None = None
     deaths_elsewhere: int = 0
+    left: dict[str, float] = field(default_factory=dict)
 
     @property
     def open(self) -> bool:
@@ -103,3 +110,20 @@ def rank_of(flight: Flight) -> tuple[int, bool, int]:
     if suspect is None or not suspect.open:
         return 0, False, 0
     return len(suspect.deaths), suspect.likely, -len(flight.tokens)
+
+
+def instance_of(process: str) -> str:
+    """The instance id in the name of a process (`link.process_of`)."""
+    return process.partition("@")[0]
+
+
+def sentence(suspect: Suspect) -> str:
+    """For the user of a request that is refused."""
+    workers = ", ".join(map(instance_of, suspect.deaths))
+    count = max(len(suspect.deaths), suspect.deaths_elsewhere)
+    return (
+        f"{count} decode workers died while this request was in flight ({workers}), "
+        f"so it is not sent again. Requests with its fingerprint {suspect.fingerprint} are refused "
+        f"for {REFUSE_S / 60:.0f} minutes; to allow it before: pullfill suspects clear "
+        f"{suspect.fingerprint}"
+    )

@@ -13,6 +13,7 @@ import asyncio
 import enum
 import secrets
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import zmq
@@ -150,6 +151,12 @@ class Link:
         # Sending may have swallowed the edge that announces a message to read.
         if self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
             self._loop.call_soon(self._on_readable)
+
+    def abort(self, wire_ids: Sequence[str]) -> None:
+        """Forget these requests, and let the worker do the same."""
+        for wire_id in wire_ids:
+            self.flights.pop(wire_id, None)
+        self.send(rpc.ABRT, rpc.encode_ids(wire_ids))
 
     def to_own_clock(self, outputs: Any) -> None:
         """Move the times in a far worker's outputs to this host's clock. vLLM takes differences,

@@ -7,11 +7,11 @@ one is on probation, and the others wait for what becomes of it.
 With other frontends, a grave suspect is sent only after they were told (`Board.probations`). They
 send neither its like anywhere, nor anything unproven to its worker.
 
-Waiting for a turn is bounded. An unproven request holds a worker for `turn_s` at most. A request
-that had outputs when its worker died waits at most STREAM_WAIT_S, and is then sent anyway. One
-that had none does not go to the last ready worker while others are served there, for `patience_s`
-after the last death. Requests without suspicion go to workers that have no probation. Where there
-are none they wait NEW_WAIT_S at most.
+Waiting for a turn is bounded. An unproven request keeps probations from its worker for `turn_s` at
+most. A request that had outputs when its worker died waits for its turn for STREAM_WAIT_S. Then it
+goes to any worker without a probation, as requests without suspicion do. Where there is none they
+wait LAST_WAIT_S at most. A suspect that had no output does not go to the last ready worker while
+others are served there, for `patience_s` after the last death.
 
 Owned by `Suspects`. Single event loop.
 """
@@ -26,16 +26,17 @@ from pullfill.frontend.flight import Flight, needs_turn
 from pullfill.frontend.link import Link
 
 STREAM_WAIT_S = 2.0
-"""How long an answer that is under way waits for its turn."""
+"""How long an answer that is under way waits for its turn on probation."""
 OTHERS_S = 1.0
 """Other frontends get so long to try their answers under way before we try a prompt that had no
 output, once a worker is ready after a death: the two must not meet at one worker."""
-NEW_WAIT_S = 1.0
-"""How long a request without suspicion waits, if all workers have a probation."""
-TURN_S = 2.0
+LAST_WAIT_S = 10.0
+"""How long other requests wait if all workers have a probation."""
+TURN_S = 10.0
+"""A turn at an idle worker takes one step. At a full one the request waits in the queue first."""
 TURN_TOKENS_PER_S = 500.0
-"""A turn on probation: TURN_S, and a second for so many prompt tokens."""
-VERDICT_S = 20.0
+"""A turn lasts a second longer for so many prompt tokens."""
+VERDICT_S = 30.0
 """A probation that other frontends were told of lasts so much longer than its turn at most: until
 all have answered, and until it is sure that the worker died."""
 
@@ -62,7 +63,11 @@ class Turns:
         if others := [w for w in workers if w not in slots and not self._taken(w)]:
             return others
         flight.asked_at = flight.asked_at or now
-        if now >= flight.asked_at + NEW_WAIT_S:
+        return self._beside(flight, workers, now)
+
+    def _beside(self, flight: Flight, workers: Sequence[Link], now: float) -> Sequence[Link]:
+        """Of these workers those without a probation. After LAST_WAIT_S all of them."""
+        if now >= flight.asked_at + LAST_WAIT_S:
             return workers
         free = [w for w in workers if not self._taken(w)]
         return [w for w in free if not any(map(_on_probation, w.flights.values()))]
@@ -76,7 +81,7 @@ class Turns:
         if now < suspect.not_before:
             return None
         if not suspect.grave and now >= flight.asked_at + STREAM_WAIT_S:
-            return min(workers, key=lambda w: len(w.flights))
+            return min(self._beside(flight, workers, now), key=_load, default=None)
         first = suspect.trying
         if first is not None and first is not flight and first.link is not None:
             if holds(first, now):
@@ -150,6 +155,10 @@ def turn_s(flight: Flight) -> float:
 def holds(flight: Flight, now: float) -> bool:
     """Whether it keeps others from starting a probation at its worker."""
     return not flight.proven and now < flight.sent_at + turn_s(flight)
+
+
+def _load(worker: Link) -> int:
+    return len(worker.flights)
 
 
 def _quiet(flights: Iterable[Flight], now: float) -> bool:

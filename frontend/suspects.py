@@ -17,9 +17,9 @@ A request is *unproven* at a worker until the worker sends an output of it. A wo
 request on probation, and none starts there while another request is unproven, so that a death names
 one fingerprint. Only then is it charged. A wrong suspicion costs a wait, never an answer.
 
-A request that arrives or is in flight elsewhere while one like it is suspected is the same suspect:
-only one of them is tried. Two deaths with no other unproven request name the suspect as well, also
-if two requests like it were in flight at the same time.
+A request that arrives or is in flight elsewhere while one like it is suspected is the same suspect.
+Only one of them is tried. The others that are unproven are taken back from their workers: they may
+still wait in a queue there. Two deaths with no other unproven request name the suspect as well.
 
 A frontend does not see the requests of others. So frontends tell each other their deaths and
 probations (`Board.probations`), and a suspect of one is a suspect of all. A charge ends when
@@ -41,13 +41,19 @@ from collections.abc import Callable, Iterable, Sequence
 from pullfill import log
 from pullfill.frontend import metrics
 from pullfill.frontend.board import Alone, Board
-from pullfill.frontend.flight import Flight, Suspect, name_of, needs_turn
+from pullfill.frontend.flight import (
+    REFUSE_S,
+    Flight,
+    Suspect,
+    instance_of,
+    name_of,
+    needs_turn,
+    sentence,
+)
 from pullfill.frontend.probation import Turns, holds
 
 _log = log.get("frontend.suspects")
 
-REFUSE_S = 600.0
-"""How long a fingerprint stays refused, and how long a suspicion is remembered."""
 CONFIRM_S = 8.0
 """How long the process of a lost worker may take to come back. Longer than a lease lives (5 s): a
 worker that died is dropped by the registry before."""
@@ -57,6 +63,9 @@ NOT_CLEARED = 3
 """After so many deaths without a culprit an output clears nobody any more."""
 MAX_DEATHS = 6
 """After so many a request is given up."""
+RECALL_S = 1.0
+"""A request that was taken back from a worker may have killed it if the worker is lost within this.
+It is not tried before."""
 MAX_KNOWN = 4096
 """Fingerprints remembered."""
 MAX_PROCESSES = 256
@@ -69,6 +78,7 @@ class Suspects:
     patience_s: how long it is worth waiting for another worker to come.
     on_refused: told of a fingerprint that is refused from now on.
     on_free: told when requests that wait for their turn may have one.
+    on_recalled: takes a request back from its worker; it waits for its turn then.
     flights: all requests of this frontend that have not ended.
     """
 
@@ -77,11 +87,13 @@ class Suspects:
         patience_s: float,
         on_refused: Callable[[Suspect], None],
         on_free: Callable[[], None],
+        on_recalled: Callable[[Flight], None],
         board: Board | None = None,
         flights: Callable[[], Iterable[Flight]] = tuple,
     ) -> None:
         self._on_refused = on_refused
         self._on_free = on_free
+        self._on_recalled = on_recalled
         self._board = Alone() if board is None else board
         self._others = self._board.probations
         self._flights = flights
@@ -137,11 +149,12 @@ class Suspects:
         """A worker was lost with these requests in flight."""
         now = self.turns.last_death = self._loop.time()
         unproven = {f for f in flights if not f.proven or _not_cleared(f)}
-        names = {name_of(f) for f in unproven}
-        if unproven or self._others.shared:  # "nothing" is worth saying, too
-            told = {f.fingerprint: needs_turn(f) for f in unproven}
+        told = {name_of(f): needs_turn(f) for f in unproven}
+        told |= {s.fingerprint: True for s in self._known.values() if s.left.get(process, 0) > now}
+        names = set(told)
+        self._add_unproven(process, names)
+        if names or self._others.shared:  # "nothing" is worth saying, too
             self._others.testify(process, instance_of(process), told)
-            self._add_unproven(process, names)
         only = self._known.get(next(iter(names))) if len(names) == 1 else None
         if only is not None and only.open and not only.charged:
             for flight in flights:
@@ -159,14 +172,18 @@ class Suspects:
             suspect.seen_at, suspect.cleared = now, False
             self._others.release(flight.fingerprint)
             self._suspect(flight, suspect)
-        self._include_copies(names)
-        self._bound()
+        self._recall(names, flights)
+        self._add_deaths(process, names.difference(map(name_of, flights)), True)
 
     def on_death_elsewhere(self, process: str, names: set[str], fresh: bool) -> None:
         """Another frontend had these at a worker that died, without an output. fresh: it died just
         now."""
-        now = self._loop.time()
         self._add_unproven(process, names)
+        self._add_deaths(process, names, fresh)
+        self._recall(names)
+
+    def _add_deaths(self, process: str, names: set[str], fresh: bool) -> None:
+        now = self._loop.time()
         for name in names:
             suspect = self._known.setdefault(name, Suspect(name, 0))
             if process in suspect.deaths or suspect.charged:
@@ -176,8 +193,8 @@ class Suspects:
             if fresh and len(self._alone(suspect)) > 1:
                 self._copies.add(process)
                 self._charge(suspect, process)
-        self._include_copies(names)
-        self._bound()
+        while len(self._known) > MAX_KNOWN:
+            del self._known[next(iter(self._known))]
 
     def on_absolved_elsewhere(self, process: str, names: set[str]) -> None:
         """They had an output at another worker, or that worker had not died."""
@@ -337,14 +354,18 @@ class Suspects:
         if needs_turn(flight):
             self.turns.open.add(flight)
 
-    def _include_copies(self, names: set[str]) -> None:
-        """Requests like these that are at other workers without an output are the same suspects."""
-        for flight in list(self._flights()):
-            if not flight.proven and flight.suspect is None and name_of(flight) in names:
-                suspect = self._known.get(flight.fingerprint)
-                self._suspect(flight, suspect)
-                if suspect is not None and suspect.trying is None and flight.link is not None:
-                    suspect.trying = flight
+    def _recall(self, names: set[str], lost: Sequence[Flight] = ()) -> None:
+        """Requests like these without an output are the same suspects: take them back from living
+        workers. lost: those of the worker that died."""
+        gone, now = set(lost), self._loop.time()
+        for flight in [f for f in self._flights() if not f.proven and f not in gone]:
+            suspect = self._known.get(name_of(flight))
+            if suspect is None or flight.fingerprint not in names:
+                continue
+            self._suspect(flight, suspect)
+            if flight.link is not None and suspect.open:
+                suspect.left[flight.link.process] = suspect.not_before = now + RECALL_S
+                self._on_recalled(flight)
 
     def _add_unproven(self, process: str, names: set[str]) -> None:
         self._unproven.setdefault(process, set()).update(names)
@@ -354,10 +375,6 @@ class Suspects:
     def _alone(self, suspect: Suspect) -> list[str]:
         """Its deaths where nothing else was unproven, at any frontend as far as they have said."""
         return [d for d in suspect.deaths if self._unproven.get(d) == {suspect.fingerprint}]
-
-    def _bound(self) -> None:
-        while len(self._known) > MAX_KNOWN:
-            del self._known[next(iter(self._known))]
 
     def _free_all(self) -> None:
         self.turns.open = {f for f in self.turns.open if needs_turn(f)}
@@ -377,23 +394,6 @@ class Suspects:
         suspect.deaths = [d for d in suspect.deaths if d not in self._explained]
         if not suspect.deaths:
             self._known.pop(suspect.fingerprint, None)
-
-
-def instance_of(process: str) -> str:
-    """The instance id in the name of a process (`link.process_of`)."""
-    return process.partition("@")[0]
-
-
-def sentence(suspect: Suspect) -> str:
-    """For the user of a request that is refused."""
-    workers = ", ".join(map(instance_of, suspect.deaths))
-    count = max(len(suspect.deaths), suspect.deaths_elsewhere)
-    return (
-        f"{count} decode workers died while this request was in flight ({workers}), "
-        f"so it is not sent again. Requests with its fingerprint {suspect.fingerprint} are refused "
-        f"for {REFUSE_S / 60:.0f} minutes; to allow it before: pullfill suspects clear "
-        f"{suspect.fingerprint}"
-    )
 
 
 def _not_cleared(flight: Flight) -> bool:

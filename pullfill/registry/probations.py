@@ -44,7 +44,7 @@ SETTLE_S = 0.2
 TELL_S = 3.0
 """The most that they get, if not all have said it."""
 ASK_S = 1.0
-CLEAR_S = 3.0
+CLEAR_S = 12.0
 """How long a probation waits for the answers of other frontends. Longer than a turn of a short
 prompt."""
 LOOK_S = 0.02

@@ -66,6 +66,48 @@ async def test_copies_sent_to_two_frontends_at_once_end_two_workers(
 
 
 @pytest.mark.usefixtures("quick")
+async def test_a_copy_in_the_queue_of_a_living_worker_is_taken_back(
+    etcd: EtcdServer, ns: str
+) -> None:
+    """Else it would end that worker when its turn comes, as the third one."""
+    async with frontends_of(etcd, ns, workers=2, slots=1) as ((one, two), fleet):
+        # Each frontend sends to the two workers in turn.
+        one.dispatcher.submit(request("short", [1], max_tokens=50))
+        one.dispatcher.submit(request("long", [2], max_tokens=800))
+        await until(lambda: len(one.sink.tokens) == 2)
+        two.dispatcher.submit(request("after short", [3], max_tokens=1))
+        one.dispatcher.submit(request("d", [FATAL]))
+        two.dispatcher.submit(request("copy", [FATAL]))
+        await until(lambda: [len(fake.added) for fake in fleet.all] == [3, 2])
+        await ended(fleet)
+        assert fleet.deaths == [(FATAL,)] * 2
+        assert not fleet.all[1].killed_by
+        assert (one.sink.refused, two.sink.refused) == ({"d"}, {"copy"})
+        assert one.sink.tokens["long"] == answer([2], 800)
+
+
+@pytest.mark.usefixtures("quick")
+async def test_a_suspect_is_not_tried_where_another_request_waits_in_the_queue(
+    etcd: EtcdServer, ns: str
+) -> None:
+    """Places of a full worker become free at the same time. Its death would not name the suspect,
+    and a third worker would die for the proof."""
+    async with frontends_of(etcd, ns, workers=1, slots=2) as ((one, two), fleet):
+        one.dispatcher.submit(request("d", [FATAL]))
+        await until(lambda: len(fleet.all) == 2)
+        fleet.all[1].hold = True
+        for name, prompt in (("long", [1]), ("as long", [2]), ("waits", [3])):
+            two.dispatcher.submit(request(name, prompt, max_tokens=700))
+        await until(lambda: len(fleet.all[1].added) == 3)
+        fleet.all[1].hold = False
+        await ended(fleet)
+        assert fleet.deaths == [(FATAL,)] * 2
+        assert two.sink.tokens == {
+            name: answer([i], 700) for i, name in enumerate(("long", "as long", "waits"), 1)
+        }
+
+
+@pytest.mark.usefixtures("quick")
 async def test_ten_deadly_prompts_at_both_frontends_end_two_workers_each(
     etcd: EtcdServer, ns: str
 ) -> None:

@@ -52,7 +52,8 @@ class FakeDecode:
     refuse: text of a NOPE to every HELO. hand_back: answer ADD with BACK. stop_after: tokens of an
     answer after which it gets no more, 0 for never. ahead_s: of our clock; it is on another host.
     fatal_token: it dies of a prompt with this token; fatal_length: when prompt and answer are that
-    long, else when the prompt comes. killed_by: that prompt.
+    long, else when the prompt comes. killed_by: that prompt. slots: requests that it works on at a
+    time, 0 for any number; the others wait in its queue, and it does not die of those.
     """
 
     instance_id: str = "decode-fake"
@@ -65,6 +66,7 @@ class FakeDecode:
     ahead_s: float = 0.0
     fatal_token: int = 0
     fatal_length: int = 0
+    slots: int = 0
     max_model_len: int = 4096
     cached_tokens: int = 0
     added: list[Request] = field(default_factory=list)
@@ -105,7 +107,7 @@ class FakeDecode:
     @property
     def active(self) -> list[_Active]:
         """Requests that are being answered now."""
-        return list(self._active.values())
+        return list(self._active.values())[: self.slots or None]
 
     def die(self) -> None:
         """As SIGKILL looks from outside: the connection breaks, nothing is said."""
@@ -188,7 +190,8 @@ class FakeDecode:
                 prompt = found.prompt_token_ids or []
                 active = _Active(identity, found, len(prompt), sum(prompt))
                 self._active[found.request_id] = active
-                self._fatal(active)
+                if active in self.active:
+                    self._fatal(active)
         elif kind == rpc.ABRT:
             for request_id in rpc.decode_ids(payload[0]):
                 self.aborted.append(request_id)
@@ -230,7 +233,7 @@ class FakeDecode:
     def _step(self) -> None:
         """One token for each active request, as one message per frontend."""
         steps: dict[bytes, list[Output]] = {}
-        for active in list(self._active.values()):
+        for active in self.active:
             if self.stop_after and active.sent == self.stop_after:
                 continue
             if self._fatal(active):

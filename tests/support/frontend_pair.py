@@ -50,16 +50,18 @@ async def frontend(
 
 class SharedFleet:
     """Decode workers that several frontends use. One that died leaves the registry of all after
-    20 ms; another one comes in its place."""
+    20 ms; another one comes in its place. slots: of each worker, see `FakeDecode`."""
 
-    def __init__(self, count: int, rigs: list[Rig]) -> None:
+    def __init__(self, count: int, rigs: list[Rig], slots: int = 0) -> None:
         self.rigs = rigs
+        self._slots = slots
         self.all: list[FakeDecode] = []
         self._living = [self._another() for _ in range(count)]
         self._task = asyncio.create_task(self._keep())
 
     def _another(self) -> FakeDecode:
-        fake = FakeDecode(f"decode-{len(self.all)}", step_s=0.004, fatal_token=FATAL).start()
+        name = f"decode-{len(self.all)}"
+        fake = FakeDecode(name, step_s=0.004, fatal_token=FATAL, slots=self._slots).start()
         self.all.append(fake)
         for r in self.rigs:
             r.add(fake)
@@ -92,7 +94,7 @@ class SharedFleet:
 
 @asynccontextmanager
 async def frontends_of(
-    etcd: EtcdServer, ns: str, *, frontends: int = 2, workers: int = 3
+    etcd: EtcdServer, ns: str, *, frontends: int = 2, workers: int = 3, slots: int = 0
 ) -> AsyncIterator[tuple[list[Rig], SharedFleet]]:
     """Several frontends over the same workers, which are started again when they die."""
     async with AsyncExitStack() as stack:
@@ -103,7 +105,7 @@ async def frontends_of(
             )
             r, _ = await stack.enter_async_context(made)
             rigs.append(r)
-        fleet = SharedFleet(workers, rigs)
+        fleet = SharedFleet(workers, rigs, slots)
         stack.push_async_callback(fleet.end)
         for r in rigs:
             await r.ready(workers)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from pullfill.frontend import suspects
 from pullfill.frontend.board import Alone
 from tests.support.fake_board import Others
 from tests.support.fake_decode import FakeDecode
@@ -246,8 +247,11 @@ async def test_two_copies_of_a_deadly_request_end_two_workers(later_s: float) ->
         assert r.sink.refused == {"a", "b"}
 
 
-async def test_of_copies_of_a_suspect_one_is_tried_and_its_output_clears_all() -> None:
-    """Also a copy that is at another worker already: then this one is the one that is tried."""
+async def test_of_copies_of_a_suspect_one_is_tried_and_its_output_clears_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A copy that is at another worker already is taken back before."""
+    monkeypatch.setattr(suspects, "RECALL_S", 0.1)
     fakes = [FakeDecode(f"decode-{i}", hold=True) for i in range(4)]
     async with rig(*fakes) as r:
         await r.ready(4)
@@ -258,8 +262,10 @@ async def test_of_copies_of_a_suspect_one_is_tried_and_its_output_clears_all() -
         first.die()
         await r.ready(3)
         r.dispatcher.submit(request("c", [1]))
+        await until(lambda: len(second.aborted) == 1)
+        await until(lambda: sum(len(f.added) for f in fakes) == 3)
         await asyncio.sleep(0.1)
-        assert sum(len(f.added) for f in fakes) == 2, "a and c wait for what becomes of b"
+        assert sum(len(f.added) for f in fakes) == 3, "two wait for what becomes of the third"
         for fake in fakes:
             fake.hold = False
         await until(lambda: len(r.sink.finished) == 3)

@@ -10,7 +10,7 @@ import pytest
 from pullfill.frontend import suspects
 from pullfill.frontend.board import Alone
 from pullfill.frontend.explain import Trace
-from pullfill.frontend.flight import Flight, name_of, needs_turn
+from pullfill.frontend.flight import Flight, name_of, needs_turn, sentence
 from pullfill.frontend.suspects import Suspects
 from pullfill.registry.probations import Told
 from tests.support.fake_board import Others
@@ -27,7 +27,12 @@ class Court:
         self.others = Others()
         self.flights: dict[str, Flight] = {}
         self.court = Suspects(
-            1.0, self._on_refused, lambda: None, Alone(self.others), self.flights.values
+            1.0,
+            self._on_refused,
+            lambda: None,
+            lambda _: None,
+            Alone(self.others),
+            self.flights.values,
         )
 
     def _on_refused(self, suspect: Any) -> None:
@@ -185,4 +190,4 @@ async def test_what_another_frontend_refuses_ends_here() -> None:
     assert court.refused == {"x"}
     suspect = court.flights["x"].suspect
     assert suspect is not None
-    assert suspects.sentence(suspect).startswith("2 decode workers died")
+    assert sentence(suspect).startswith("2 decode workers died")
