@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import json
+import marshal
 import os
 import signal
 import socket
@@ -45,6 +46,7 @@ ROUTER = {
     "max_queue_wait_s": 3600,
     "max_remote_kv_fraction": 1.0,
 }
+THREADS = ("loop", "engine")
 START_S = 120.0
 BATCH_S = 300.0
 AT_ONCE = 16
@@ -175,13 +177,16 @@ class Plant:
     def server_cpu(self) -> dict[str, float]:
         return {name: machine.cpu_seconds(pid) for name, pid in self._servers.items()}
 
-    def profiles(self, pids: list[int]) -> list[Path]:
-        """Profiles of the loops of these workers until now (`profile` was set before)."""
-        paths = [self._stats / f"{pid}.prof" for pid in pids]
+    def profiles(self, pids: list[int]) -> list[dict[Any, Any]]:
+        """Profiles of the loops and engine threads of these processes until now, as `pstats` keeps
+        them (`profile` was set before)."""
+        paths = [self._stats / f"{pid}.{name}.prof" for pid in pids for name in THREADS]
+        for path in paths:
+            path.unlink(missing_ok=True)
         for pid in pids:
             os.kill(pid, signal.SIGUSR2)
         wait_for(lambda: all(path.exists() for path in paths), 30.0, "profiles are written")
-        return paths
+        return [marshal.loads(path.read_bytes()) for path in paths]
 
     def ask(self, pids: list[int]) -> dict[int, dict[str, Any]]:
         """What the probes of each worker say now."""

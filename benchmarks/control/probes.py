@@ -10,6 +10,7 @@ from __future__ import annotations
 import cProfile
 import functools
 import json
+import marshal
 import os
 import signal
 import threading
@@ -122,16 +123,28 @@ def install(side_class: type[Any], where: Path) -> None:
 
 
 def profile(where: Path) -> None:
-    """Profile this thread, the loop's, from now on; SIGUSR2 writes `where`/PID.prof. It costs: do
-    not read CPU figures of the same run."""
-    profiler = cProfile.Profile()
+    """Profile this thread, the loop's, and the engine thread, from now on. SIGUSR2 writes
+    `where`/PID.loop.prof and PID.engine.prof: the CPU of each function since the start. It costs:
+    do not read CPU figures of the same run."""
+    from pullfill.engine.host import EngineHost
+
+    profilers = {"loop": cProfile.Profile(time.thread_time)}
+    run = EngineHost.run
+
+    def profiled(host: EngineHost, on_built: Callable[[Any], None]) -> None:
+        profilers["engine"] = cProfile.Profile(time.thread_time)
+        profilers["engine"].enable()
+        run(host, on_built)
+
+    EngineHost.run = profiled  # type: ignore[method-assign, assignment]
 
     def tell(*_: Any) -> None:
-        profiler.disable()
-        part = where / f"{os.getpid()}.part"
-        profiler.dump_stats(part)
-        part.rename(where / f"{os.getpid()}.prof")
-        profiler.enable()
+        for name, profiler in profilers.items():
+            # Not `dump_stats`: it stops the profiler, and works on its own thread only.
+            profiler.snapshot_stats()
+            part = where / f"{os.getpid()}.part"
+            part.write_bytes(marshal.dumps(profiler.stats))
+            part.rename(where / f"{os.getpid()}.{name}.prof")
 
     signal.signal(signal.SIGUSR2, tell)
-    profiler.enable()
+    profilers["loop"].enable()

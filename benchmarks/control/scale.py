@@ -8,12 +8,12 @@ closed loop (CPU).
 from __future__ import annotations
 
 import argparse
-import pstats
 import time
 from dataclasses import dataclass
+from typing import Any
 
 from benchmarks import machine
-from benchmarks.control.plant import Fleet, Plant, Use, mock_flags, private_bytes
+from benchmarks.control.plant import THREADS, Fleet, Plant, Use, mock_flags, private_bytes
 from benchmarks.report import Row, percentile, row
 
 STAGES = ("route", "queue", "claim", "prefix_read", "kv_write", "commit", "first_token")
@@ -73,16 +73,18 @@ def measure(plant: Plant, workers: int, options: argparse.Namespace, quiet: mach
         with quiet.window(everybody), fleet.window() as idle:
             time.sleep(options.idle)
         count = round(PACED_PER_S * options.paced)
+        one_of_each = [*fleet.decode[:1], *fleet.prefill[:1]]
+        before = plant.profiles(one_of_each) if plant.profile else []
         with quiet.window(everybody), fleet.window() as paced:
             slow = fleet.driver.do(
                 "load", conversations=count, at_once=10_000, rate=PACED_PER_S, seed=2
             )
+        if plant.profile:
+            print_profiles(before, plant.profiles(one_of_each), 2 * count // workers)
         with quiet.window(everybody), fleet.window() as use:
             fast = fleet.driver.do(
                 "load", conversations=options.conversations, at_once=options.at_once, seed=3
             )
-        if plant.profile:
-            print_profiles(plant, fleet)
     finally:
         fleet.close()
     return Size(
@@ -121,11 +123,24 @@ def rows_of(size: Size) -> list[Row]:
     return rows
 
 
-def print_profiles(plant: Plant, fleet: Fleet, lines: int = 40) -> None:
-    """What the loops of one worker of each role were busy with."""
-    for pids in (fleet.decode[:1], fleet.prefill[:1]):
-        for path in plant.profiles(pids):
-            pstats.Stats(str(path)).sort_stats("tottime").print_stats(lines)
+def print_profiles(
+    before: list[dict[Any, Any]], after: list[dict[Any, Any]], requests: int, lines: int = 600
+) -> None:
+    """Per request, what the loop and the engine thread of one worker of each role did between."""
+    names = [f"{role} {thread}" for role in ("decode", "prefill") for thread in THREADS]
+    for name, old, new in zip(names, before, after, strict=True):
+        found = []
+        for where, (_, calls, own, total, _) in new.items():
+            _, calls0, own0, total0, _ = old.get(where, (0, 0, 0.0, 0.0, {}))
+            if calls > calls0 or own > own0:
+                spent = [(calls - calls0, 1), (own - own0, 1e6), (total - total0, 1e6)]
+                found.append(([n * unit / requests for n, unit in spent], where))
+        found.sort(key=lambda one: -one[0][1])
+        calls, own = (sum(one[0][i] for one in found) for i in (0, 1))
+        print(f"{name}: per request {calls:.0f} calls, {own:.0f} us:  calls, own us, all us")
+        for (calls, own, total), (file, line, function) in found[:lines]:
+            at = "/".join(file.split("/")[-2:])
+            print(f"  {calls:8.2f} {own:8.1f} {total:8.1f}  {at}:{line} {function}")
 
 
 def print_threads(size: Size) -> None:
