@@ -14,8 +14,8 @@ UTILITIES = frozenset({
     "get_weight_version",
 })  # fmt: skip
 """What a frontend may call on the engine core."""
-_STATS_S = 0.5
-"""Statistics do not wait longer for an output; the engine thread looks once a second."""
+_STATS_S = 0.25
+"""Statistics wait for so long. Without an output the engine thread looks once a second."""
 _MOST_STATS = 1000
 """Steps whose statistics are kept at most."""
 
@@ -58,31 +58,31 @@ def check_fits(request: Any, prompt_tokens: int, max_model_len: int) -> None:
 
 
 class HeldStats:
-    """Statistics of steps that had no output for anybody. They are sent with the next output, or
-    after a second. A message for them alone would wake several threads here and in a frontend.
-    Of steps that count nothing, only the newest gauges are kept."""
+    """Statistics of steps until they are sent: with the first output after _STATS_S, or after a
+    second. To encode, send and decode those of each step costs more than its tokens. Those of
+    several steps become one; what vLLM cannot add up is sent with the next output."""
 
     def __init__(self) -> None:
         self._held: list[Any] = []
+        self._plain = True
         self._since = 0.0
 
-    def hold(self, batch: Any, now: float) -> None:
-        """Keep the statistics of one step. now: seconds. With more than _MOST_STATS, the oldest are
-        dropped."""
+    def hold(self, stats: Any, now: float) -> None:
+        """Keep the SchedulerStats of one step. now: seconds. With more than _MOST_STATS, the oldest
+        are dropped."""
         if not self._held:
             self._since = now
-        elif outputs.only_gauges(self._held[-1]):
-            del self._held[-1]
-        self._held.append(batch)
+        elif self._plain:
+            outputs.add_up(stats, self._held.pop())
+        self._held.append(stats)
+        self._plain = outputs.plain(stats)
         del self._held[:-_MOST_STATS]
 
     def due(self, now: float) -> bool:
-        """Whether the oldest have waited for longer than _STATS_S."""
-        return bool(self._held) and now - self._since > _STATS_S
+        """Whether they are to be sent with an output."""
+        return bool(self._held) and (now - self._since > _STATS_S or not self._plain)
 
     def take(self) -> list[Any]:
         """Hand over all that are kept, oldest first."""
-        if not self._held:
-            return []
         held, self._held = self._held, []
         return held

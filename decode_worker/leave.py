@@ -2,7 +2,7 @@
 continue them elsewhere. When the worker itself leaves, and when there is no room for them. And how
 its KV memory is left.
 
-Asyncio thread, but for `make_way`; the engine's own part runs on the engine thread.
+Asyncio thread, but for `look` and `make_way`; the engine's own part runs on the engine thread.
 """
 
 from __future__ import annotations
@@ -64,6 +64,14 @@ async def end_memory(engine: EngineThread, owner: Owner | None) -> None:
     if owner is not None:
         await asyncio.to_thread(owner.close)
     await engine.stop()
+
+
+def look(shim: FrontendShim, ledger: Ledger) -> None:
+    """What the engine thread does between steps, now and then: let go of frontends that are silent
+    and of requests that have no room, and be the ledger's clock if the asyncio thread hangs."""
+    shim.check_silent()
+    ledger.tick_overdue()
+    make_way(shim, ledger)
 
 
 def make_way(shim: FrontendShim, ledger: Ledger) -> None:

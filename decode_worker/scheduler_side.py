@@ -175,7 +175,7 @@ class SchedulerSide:
         be read by others now."""
         while len(self._scheduled) > running:
             self._publish(self._scheduled.popleft())
-        if not running:
+        if not running and self._unpublished:
             jobs, self._unpublished = self._unpublished, []
             self._publish(jobs)
 
@@ -188,6 +188,8 @@ class SchedulerSide:
         report in this step."""
         self._scheduled.append(self._unpublished)
         self._unpublished = []
+        if not self.has_work:
+            return [], []
         loaded = self.take_in()
         failed, self._failed = self._failed, []
         return loaded, failed

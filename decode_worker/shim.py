@@ -36,7 +36,6 @@ logger = log.get("decode_worker.shim")
 class FrontendShim:
     """All frontends of one decode worker. Engine thread only, but for `drain`'s flag and the
     preparations, which run on the intake thread.
-
     welcome: what a new frontend is told; models: names under which the model is known; key: a
     frontend that does not hold it is turned away.
     """
@@ -125,11 +124,8 @@ class FrontendShim:
     def receive(self) -> None:
         """Take everything that has arrived."""
         self._first = True
-        while True:
-            try:
-                message = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return
+        while rpc.readable(self._socket):
+            message = rpc.receive(self._socket)
             identity, kind = message[0].bytes, message[1].bytes if len(message) > 1 else b""
             try:
                 self._dispatch(identity, kind, message[2:])
@@ -326,14 +322,19 @@ class FrontendShim:
 
     def send_outputs(self, outputs: dict[int, Any]) -> None:
         """One step's outputs, to the frontend each request came from."""
+        now = self._clock.monotonic()
         for index, batch in outputs.items():
+            if batch.scheduler_stats is not None:
+                self._stats.hold(batch.scheduler_stats, now)
+                batch.scheduler_stats = None
             if vllm_outputs.only_stats(batch):
-                self._stats.hold(batch, self._clock.monotonic())
                 continue
             records = [r for r in map(self._look, batch.outputs) if r is not None]
             if (frontend := self._by_index.get(index)) is None:
                 continue
-            self._send_stats(frontend)
+            if self._stats.due(now):
+                *older, batch.scheduler_stats = self._stats.take()
+                self._send_stats(frontend, older)
             kind = (rpc.LAST, rpc.encode_explain(records)) if records else (rpc.OUT,)
             self._send(frontend, *kind, *self._codec.encode(batch))
 
@@ -347,9 +348,9 @@ class FrontendShim:
         self._forget(output.request_id)
         return self._stories.finish(output.request_id)
 
-    def _send_stats(self, frontend: Frontend) -> None:
-        for batch in self._stats.take():
-            self._send(frontend, rpc.OUT, *self._codec.encode(batch))
+    def _send_stats(self, frontend: Frontend, held: Iterable[Any]) -> None:
+        for made in map(vllm_outputs.stats_outputs, held):
+            self._send(frontend, rpc.OUT, *self._codec.encode(made))
 
     def check_silent(self) -> None:
         """Drop frontends that said nothing for too long; cheap, call often."""
@@ -358,7 +359,7 @@ class FrontendShim:
             return
         self._next_check = now + 1.0
         if self._frontends and self._stats.due(now):
-            self._send_stats(next(iter(self._frontends.values())))
+            self._send_stats(next(iter(self._frontends.values())), self._stats.take())
         if any(f.silent(now) for f in self._frontends.values()):
             self.receive()  # what waited while the engine was busy counts as heard
         for frontend in list(self._frontends.values()):
@@ -391,7 +392,7 @@ class FrontendShim:
     def _tell(self, identity: bytes, *parts: Any) -> bool:
         """False: too much waits for this peer already. A peer that is gone is told nothing."""
         try:
-            self._socket.send_multipart([identity, *parts], zmq.NOBLOCK)
+            rpc.send(self._socket, (identity, *parts))
         except zmq.Again:
             return False
         except zmq.ZMQError:

@@ -51,6 +51,12 @@ def _stage(name: str) -> Any:
     return metrics.HANDOFF_STAGE.labels(name)
 
 
+@cache
+def _decision(path: str, reason: str) -> Any:
+    """Both are from small fixed sets of words."""
+    return metrics.DECISION.labels(path, reason)
+
+
 @dataclass(slots=True)
 class _Story:
     situation: Situation
@@ -102,7 +108,7 @@ class Stories:
             if decision.reason in _BY_OUTAGE:
                 story.outage = self.outage() or None
         path = "remote" if decision.remote else "local"
-        metrics.DECISION.labels(path, decision.reason).inc()
+        _decision(path, decision.reason).inc()
 
     def claimed(self, request_id: str, attempt: int, instance: str, queued_s: float) -> None:
         """A prefill worker holds the job now."""

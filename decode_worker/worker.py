@@ -52,6 +52,8 @@ from pullfill.wire import (
 
 logger = log.get("decode_worker")
 
+_LOOK_S = 0.05  # what `leave.look` looks for takes a second or more to come about
+
 
 class DecodeWorker:
     """Lives on the process's asyncio loop; the engine has a thread of its own."""
@@ -75,6 +77,7 @@ class DecodeWorker:
         self._config: Any = None
         self._compat: Compat | None = None
         self._outlook: Outlook | None = None
+        self._look_at = 0.0
         self._key = cluster.security.cluster.load()
         self._context = DecodeContext(
             instance_id=self._instance_id,
@@ -237,9 +240,9 @@ class DecodeWorker:
     def _before_step(self) -> bool:
         assert self._shim is not None
         assert self._context.ledger is not None
-        self._shim.check_silent()
-        self._context.ledger.tick_overdue()  # if the asyncio thread hangs: nobody may wait for it
-        leave.make_way(self._shim, self._context.ledger)
+        if (now := time.monotonic()) >= self._look_at:
+            self._look_at = now + _LOOK_S
+            leave.look(self._shim, self._context.ledger)
         side = self._context.extra["scheduler_side"]
         if self._context.ledger.has_events and (loaded := side.take_in()):
             self._shim.host.received(loaded)

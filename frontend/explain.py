@@ -49,7 +49,7 @@ class ExplainStore:
     def __init__(self, limit: int = MAX_RECORDS) -> None:
         self._limit = limit
         self._open: OrderedDict[str, Trace] = OrderedDict()
-        self._records: OrderedDict[str, ExplainRecord] = OrderedDict()
+        self._records: OrderedDict[str, tuple[ExplainRecord, Trace]] = OrderedDict()
 
     def open(self, wire_id: str, trace: Trace) -> None:
         """Remember what request goes by `wire_id` at a worker, until its record comes."""
@@ -67,17 +67,8 @@ class ExplainStore:
         trace = self._open.pop(record.request_id, None)
         if trace is None:
             return
-        timings = msgspec.structs.replace(
-            record.timings_ms, route=trace.route_ms, first_token=trace.first_token_ms
-        )
         self._records.pop(trace.key, None)
-        self._records[trace.key] = msgspec.structs.replace(
-            record,
-            request_id=trace.key,
-            timings_ms=timings,
-            continued_from=tuple(trace.continued_from),
-            continued_tokens=trace.continued_tokens,
-        )
+        self._records[trace.key] = record, trace
         if len(self._records) > self._limit:
             self._records.popitem(last=False)
 
@@ -90,10 +81,23 @@ class ExplainStore:
             f"0_{response_id}-0",
             f"{response_id}_0",
         ):
-            record = self._records.get(key)
-            if record is not None:
-                return msgspec.structs.replace(record, request_id=response_id)
+            if (found := self._records.get(key)) is not None:
+                return _told(response_id, *found)
         return None
+
+
+def _told(response_id: str, record: ExplainRecord, trace: Trace) -> ExplainRecord:
+    """What a worker and this frontend know of one request. Put together when somebody asks."""
+    timings = msgspec.structs.replace(
+        record.timings_ms, route=trace.route_ms, first_token=trace.first_token_ms
+    )
+    return msgspec.structs.replace(
+        record,
+        request_id=response_id,
+        timings_ms=timings,
+        continued_from=tuple(trace.continued_from),
+        continued_tokens=trace.continued_tokens,
+    )
 
 
 def to_json(record: ExplainRecord) -> bytes:

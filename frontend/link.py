@@ -144,12 +144,12 @@ class Link:
         if self.state in (LinkState.CLOSED, LinkState.REFUSED):
             return
         try:
-            self._socket.send_multipart((kind, *frames), zmq.NOBLOCK, copy=False)
+            rpc.send(self._socket, (kind, *frames), copy=False)
         except zmq.Again:
             self._loop.call_soon(self.lose, "it does not take what it is sent")
             return
         # Sending may have swallowed the edge that announces a message to read.
-        if self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        if rpc.readable(self._socket):
             self._loop.call_soon(self._on_readable)
 
     def abort(self, wire_ids: Sequence[str]) -> None:
@@ -184,13 +184,9 @@ class Link:
 
     def _on_readable(self) -> None:
         for _ in range(_BATCH):
-            # Asking first costs a fifth of the exception that ends the reading otherwise.
-            if self._socket.closed or not self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            if self._socket.closed or not rpc.readable(self._socket):
                 return
-            try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return
+            frames = rpc.receive(self._socket)
             self.heard_at = self._loop.time()
             try:
                 self._handle(frames[0].bytes, frames[1:])

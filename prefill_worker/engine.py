@@ -67,7 +67,8 @@ class PrefillEngine:
             task.end(HandoffError(f"the engine refused the job: {exc}"))
 
     def _remove(self, core: Any, task: PrefillTask) -> None:
-        core.abort_requests([task.request_id])
+        if task.request_id in core.scheduler.requests:
+            core.abort_requests([task.request_id])
         self._context.tasks.pop(task.request_id, None)
 
     def on_outputs(self, outputs: dict[int, Any]) -> None:

@@ -1,7 +1,8 @@
 """Copies KV blocks between this worker and one decode worker, in a lane of its own.
 
 FIFO: a prefix read, then the writes of each chunk as it was computed. While a chunk is written the
-engine computes the next one (the copy runs outside the GIL); with `push` it waits. With `pull`
+engine computes the next one (the copy runs outside the GIL); with `push` it waits. A copy of less
+than a millisecond, with nothing before it, is made on the engine's own thread. With `pull`
 nothing is written: the blocks are kept, for the decode worker to read, until `let_go`. One mover
 per decode worker, so a stuck peer delays only its own jobs; it has a thread only while it has
 something to do (`lanes.py`). Every submitted operation ends with
@@ -22,9 +23,9 @@ from pullfill.errors import Fenced, HandoffError
 from pullfill.lanes import Lane
 from pullfill.prefill_worker.credits import Account
 from pullfill.prefill_worker.task import PrefillTask
-from pullfill.transfer.contract import LocalMemory, PeerSession
+from pullfill.transfer.contract import LocalMemory, MoveResult, PeerSession
 from pullfill.transfer.digest import DIGEST_BYTES, BlockDigester
-from pullfill.wire import KvMode
+from pullfill.wire import FenceToken, KvMode
 
 logger = log.get("prefill_worker.mover")
 
@@ -32,6 +33,7 @@ _PUSH_S = 30.0
 """How long an engine step may wait for its write. A dead or silent peer ends it sooner."""
 
 Done = Callable[[PrefillTask, BaseException | None], None]
+_Move = Callable[[FenceToken, Sequence[int], Sequence[int]], MoveResult | None]
 
 
 @cache
@@ -92,7 +94,7 @@ class Mover:
     def read(
         self, task: PrefillTask, remote: Sequence[int], local: Sequence[int], done: Done
     ) -> None:
-        """Fetch prefix blocks; `done` runs on a pool thread."""
+        """Fetch prefix blocks; `done` runs on a pool thread, or here before this returns."""
         self._submit(_Operation(task, "read", local, remote, False, done))
 
     def write(
@@ -189,11 +191,34 @@ class Mover:
         with operation.task.lock:
             operation.task.outstanding += 1
         operation.task.submit()
+        if self._moved_now(operation):
+            return
         self._charge(operation.verb, self._size(operation))
         with self._lock:
             taken = not self._closed and self._put(partial(self._do, operation))
         if not taken:
             self._finish(operation, HandoffError(_ENDED if self._closed else _NO_THREAD))
+
+    def _moved_now(self, operation: _Operation) -> bool:
+        """Do a small operation on the caller's thread if nothing is before it: to wake a thread and
+        to be woken by it takes longer than the copy. False: it is to wait for its turn."""
+        task, now = operation.task, operation.verb != "keep" and len(operation.remote) > 0
+        if not now or self._lane.busy or self._closed or task.cancelled or task.checked:
+            return False
+        if failpoints.armed():
+            return False  # a fault may hold it up
+        failure: BaseException | None = None
+        move = self._session.move_now
+        try:
+            if operation.verb == "read":
+                moved = self._read(operation, partial(move, "read"))
+            else:
+                moved = self._write(operation, partial(move, "write"))
+        except Exception as exc:
+            failure, moved = self._failure(operation, exc), True
+        if moved:
+            self._over(operation, failure)
+        return moved
 
     def _put(self, call: Callable[[], object]) -> bool:
         """False: there is no thread for it. Under the lock, so that nothing comes after the end."""
@@ -217,32 +242,41 @@ class Mover:
             if task.cancelled or self._closed:
                 failure = HandoffError("cancelled" if task.cancelled else _ENDED)
             elif operation.verb == "read":
-                self._read(operation)
+                self._read(operation, self._session.read_blocks)
             elif operation.verb == "write":
-                self._write(operation)
+                self._write(operation, self._session.write_blocks)
             elif task.checked:
                 self._take_digests(operation)
-        except Fenced as exc:
-            metrics.STALE_REFUSED.labels(operation.verb).inc()
-            failure = exc
         except Exception as exc:
-            failure = exc
+            failure = self._failure(operation, exc)
         self._finish(operation, failure)
 
-    def _read(self, operation: _Operation) -> None:
+    def _failure(self, operation: _Operation, exc: Exception) -> Exception:
+        if isinstance(exc, Fenced):
+            metrics.STALE_REFUSED.labels(operation.verb).inc()
+        return exc
+
+    def _read(self, operation: _Operation, move: _Move) -> bool:
+        """False: `move` did nothing."""
         task = operation.task
         failpoints.hit("prefill.before_read")
-        result = self._session.read_blocks(task.fence, operation.remote, operation.local)
+        result = move(task.fence, operation.remote, operation.local)
+        if result is None:
+            return False
         task.read_bytes += result.nbytes
         task.read_s += result.seconds
         _of(metrics.KV_READ_BYTES, self.transport).inc(result.nbytes)
         _of(metrics.KV_READ_SECONDS, self.transport).observe(result.seconds)
+        return True
 
-    def _write(self, operation: _Operation) -> None:
+    def _write(self, operation: _Operation, move: _Move) -> bool:
+        """False: `move` did nothing."""
         task = operation.task
         if operation.remote:
             failpoints.hit("prefill.before_write")
-            result = self._session.write_blocks(task.fence, operation.local, operation.remote)
+            result = move(task.fence, operation.local, operation.remote)
+            if result is None:
+                return False
             task.written_blocks += result.blocks
             task.written_bytes += result.nbytes
             task.write_s += result.seconds
@@ -251,6 +285,7 @@ class Mover:
             if task.checked:
                 self._take_digests(operation)
             failpoints.hit("prefill.after_write")
+        return True
 
     def _take_digests(self, operation: _Operation) -> None:
         """Now, of what was meant to be written: the source blocks may be reused afterwards."""
@@ -264,8 +299,11 @@ class Mover:
         metrics.KV_DIGEST_SECONDS.observe(time.perf_counter() - started)
 
     def _finish(self, operation: _Operation, failure: BaseException | None) -> None:
-        task, reads = operation.task, operation.verb == "read"
         self._charge(operation.verb, -self._size(operation))
+        self._over(operation, failure)
+
+    def _over(self, operation: _Operation, failure: BaseException | None) -> None:
+        task, reads = operation.task, operation.verb == "read"
         with task.lock:
             task.outstanding -= 1
         try:

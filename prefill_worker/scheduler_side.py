@@ -65,6 +65,7 @@ class SchedulerSide:
         self._block_size = block_size
         self._manager: Any = None
         self._reads_done: deque[tuple[PrefillTask, BaseException | None]] = deque()
+        self._reads_failed: list[PrefillTask] = []
         self._sends_done: deque[str] = deque()
         self._scheduled: deque[StepPlan] = deque()
 
@@ -75,7 +76,24 @@ class SchedulerSide:
     @property
     def has_work(self) -> bool:
         """Reports are waiting for a step."""
-        return bool(self._reads_done or self._sends_done)
+        return bool(self._reads_done or self._reads_failed or self._sends_done)
+
+    def take_in(self) -> tuple[set[str], set[str]]:
+        """Requests whose prefix was read, and finished ones whose blocks nobody reads any more:
+        taken between steps, vLLM is told without a step. Failed reads wait for `plan`."""
+        reads, sent = set[str](), set[str]()
+        while self._reads_done:
+            reader, failure = self._reads_done.popleft()
+            if failure is None:
+                reads.add(reader.request_id)
+                continue
+            self._reads_failed.append(reader)
+            if not reader.cancelled:
+                # The prefix can be computed here as well; the job goes on.
+                logger.warning("prefix read for job %s failed: %s", reader.job_id, failure)
+        while self._sends_done:
+            sent.add(self._sends_done.popleft())
+        return reads, sent
 
     def matched(self, request: Any, hit_tokens: int) -> tuple[int, bool]:
         """Tokens to read from the decode worker beyond this engine's own prefix hit."""
@@ -109,15 +127,10 @@ class SchedulerSide:
         """Once for each step, at the end of its scheduling: what is complete after the step
         described by vLLM's SchedulerOutput. Waits for copies from preempted requests' blocks."""
         plan = StepPlan()
-        reports = plan.reports
-        while self._reads_done:
-            reader, failure = self._reads_done.popleft()
-            if failure is not None and not reader.cancelled:
-                # The prefix can be computed here as well; the job goes on.
-                logger.warning("prefix read for job %s failed: %s", reader.job_id, failure)
-            (reports.read_failed if failure is not None else reports.read_ok).add(reader.request_id)
-        while self._sends_done:
-            reports.sent.add(self._sends_done.popleft())
+        if self.has_work:
+            plan.reports.read_ok, plan.reports.sent = self.take_in()
+            failed, self._reads_failed = self._reads_failed, []
+            plan.reports.read_failed.update(task.request_id for task in failed)
         for request_id in scheduler_output.preempted_req_ids or ():
             if (task := self._context.tasks.get(request_id)) is not None:
                 self._preempted(task)

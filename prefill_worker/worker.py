@@ -211,6 +211,7 @@ class PrefillWorker:
             on_outputs=self._on_outputs,
             before_step=self._before_step,
             after_step=lambda running: self._context.side.step_done(running),
+            log_stats=False,
         )
 
     def _on_built(self, host: EngineHost, core: Any) -> None:
@@ -229,7 +230,13 @@ class PrefillWorker:
             self._engine.on_outputs(outputs)
 
     def _before_step(self) -> bool:
-        return bool(self._context.side is not None and self._context.side.has_work)
+        side = self._context.side
+        if side is None or self._host is None or not side.has_work:
+            return False
+        reads, sent = side.take_in()
+        if reads or sent:
+            self._host.copied(reads, sent)
+        return bool(side.has_work)
 
     def _wake_engine(self) -> None:
         if self._host is not None:

@@ -80,6 +80,13 @@ _file = _File(_spec[1:]) if _spec.startswith("@") else None
 _active: dict[str, _Action] = {} if _file is not None else parse(_spec)
 
 
+def armed() -> bool:
+    """Whether any fault is set."""
+    if _file is not None:
+        _file.refresh()
+    return bool(_active)
+
+
 def hit(name: str) -> bool:
     """Do what the environment asks for at this point; nothing when it asks for nothing. True: the
     caller is to change a byte of what it just moved."""

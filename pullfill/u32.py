@@ -15,14 +15,20 @@ _PIECE = 8192
 def pack(values: Iterable[int]) -> bytes:
     """Raises OverflowError for a value outside u32. Other threads may run in between: 128k values
     in one go hold the GIL for 4 ms."""
+    if isinstance(values, (list, tuple)) and len(values) <= _PIECE:
+        return _packed(values)
     rest = iter(values)
     parts = []
     while piece := list(islice(rest, _PIECE)):
-        part = array("I", piece)
-        if sys.byteorder == "big":
-            part.byteswap()
-        parts.append(part.tobytes())
+        parts.append(_packed(piece))
     return b"".join(parts)
+
+
+def _packed(values: Iterable[int]) -> bytes:
+    out = array("I", values)
+    if sys.byteorder == "big":
+        out.byteswap()
+    return out.tobytes()
 
 
 def pieces(data: memoryview, count: int) -> Iterator[list[int]]:

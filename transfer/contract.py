@@ -16,9 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from pullfill.wire import FenceToken, RegionDescriptor
+
+Direction = Literal["write", "read"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +171,13 @@ class PeerSession(Protocol):
     ) -> MoveResult:
         """Copy remote blocks `source[i]` into local blocks `target[i]`, same rules; after Fenced
         the local target blocks hold garbage and must not be used."""
+        ...
+
+    def move_now(
+        self, verb: Direction, fence: FenceToken, source: Sequence[int], target: Sequence[int]
+    ) -> MoveResult | None:
+        """`write_blocks` or `read_blocks`, same rules, for callers that must not be held up: if it
+        takes less than a millisecond and waits for nobody. Else None, and nothing was moved."""
         ...
 
     def interrupt(self) -> None:

@@ -19,7 +19,7 @@ from functools import partial
 
 from pullfill.errors import Fenced
 from pullfill.lanes import POOL
-from pullfill.transfer.contract import MoveResult, PeerSession
+from pullfill.transfer.contract import Direction, MoveResult, PeerSession
 from pullfill.wire import FenceToken
 
 _Move = Callable[[PeerSession], MoveResult]
@@ -64,6 +64,12 @@ class GroupSession:
         """See PeerSession."""
         readers = [m.session for m in self._members if m.reads]
         return _move(readers, len(source), lambda s: s.read_blocks(fence, source, target))
+
+    def move_now(
+        self, verb: Direction, fence: FenceToken, source: Sequence[int], target: Sequence[int]
+    ) -> MoveResult | None:
+        """See PeerSession. Never: it would take as many moves as members."""
+        return None
 
     def interrupt(self) -> None:
         """See PeerSession."""

@@ -19,6 +19,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection
+from functools import cache
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import zmq
@@ -41,6 +43,16 @@ _MOMENT_S = 0.001
 """What a frontend needs for a first token."""
 
 
+@cache
+def _vllm() -> Any:
+    """Classes of vLLM's that steps need: its modules are imported late, and an import that finds
+    its module still costs more than the work around it."""
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import RequestStatus
+
+    return SimpleNamespace(Report=KVConnectorOutput, Status=RequestStatus)
+
+
 class EngineHost:
     """Owns the engine core and its thread's loop.
 
@@ -49,6 +61,7 @@ class EngineHost:
     engine must step even if nothing is scheduled (connector work is pending).
     after_step: called on the engine thread after each step with how many scheduled steps still run
     (0 but with pipeline parallelism): all scheduled before those have run, on every rank.
+    log_stats: whether steps make vLLM's statistics, which come with the outputs.
     """
 
     def __init__(
@@ -58,11 +71,13 @@ class EngineHost:
         on_outputs: Callable[[dict[int, EngineCoreOutputs]], None],
         before_step: Callable[[], bool] = lambda: False,
         after_step: Callable[[int], None] = lambda running: None,
+        log_stats: bool = True,
     ) -> None:
         self._config = config
         self._on_outputs = on_outputs
         self._before_step = before_step
         self._after_step = after_step
+        self._log_stats = log_stats
         self._todo: deque[Callable[[EngineCore], None]] = deque()
         self._wakefd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stopping = False
@@ -132,7 +147,7 @@ class EngineHost:
             with process.lazy_timers() if alone else contextlib.nullcontext():
                 return executor_class(config)
 
-        self.core = EngineCore(config, make_executor, log_stats=True)
+        self.core = EngineCore(config, make_executor, log_stats=self._log_stats)
         return self.core
 
     def run(self, on_built: Callable[[EngineCore], None] = lambda _core: None) -> None:
@@ -164,9 +179,9 @@ class EngineHost:
         timeout = 0
         while not self._stopping:
             rested = timeout > 0
-            self._take_in(core, timeout)
-            must_step = self._before_step()
-            if not must_step and not core.scheduler.has_requests() and not core.batch_queue:
+            came = self._take_in(core, timeout)
+            quiet = timeout == _IDLE_POLL_MS and not came
+            if not (self._before_step() or core.batch_queue or self._has_work(core, quiet)):
                 timeout = _IDLE_POLL_MS if not self._todo else 0
                 self._blocked_at = None
                 self.stepping = False
@@ -180,12 +195,20 @@ class EngineHost:
                 self._let_them_go(rested)
             core.post_step(executed)
             self._heap.after_step()
-            timeout = 0 if executed or core.batch_queue else self._pause(core)
+            timeout = 0 if core.batch_queue else self._pause(core, executed)
             self.stepping = timeout == 0
             if executed or timeout == _IDLE_POLL_MS:
                 self._blocked_at = None
             elif timeout == _BLOCKED_POLL_MS and self._blocked_at is None:
                 self._blocked_at = time.monotonic()
+
+    @staticmethod
+    def _has_work(core: EngineCore, quiet: bool) -> bool:
+        """Whether a step may do something. A step that would only tell the model runner which
+        requests have finished waits: the next step tells it as well. quiet: nothing has come for
+        _IDLE_POLL_MS, so there may be no next step for long."""
+        scheduler: Any = core.scheduler
+        return bool(scheduler.has_requests() if quiet else scheduler.requests)
 
     def _let_them_go(self, rested: bool) -> None:
         """After a step with first tokens of remote prefills: leave the core, if we have only one,
@@ -199,15 +222,18 @@ class EngineHost:
 
     def received(self, request_ids: Collection[str]) -> None:
         """The remote KV of these waiting requests is there (engine thread, between steps): the next
-        step runs them. By vLLM's own way, a connector's report of a step, it would be the one after
-        that."""
-        from vllm.v1.outputs import KVConnectorOutput
-
-        assert self.core is not None
+        step runs them, and brings their first tokens."""
         self._first_tokens = True
+        self.copied(received=request_ids)
+
+    def copied(self, received: Collection[str] = (), sent: Collection[str] = ()) -> None:
+        """Tell vLLM between steps (engine thread). By vLLM's own way, a connector's report, that
+        takes a step. received: waiting requests whose KV is there: the next step runs them. sent:
+        finished requests whose blocks nobody reads any more: they are free now."""
+        assert self.core is not None
         scheduler: Any = self.core.scheduler
         scheduler._update_from_kv_xfer_finished(
-            KVConnectorOutput(finished_recving=set(request_ids))
+            _vllm().Report(finished_recving=set(received), finished_sending=set(sent))
         )
 
     def waiting_for_blocks(self, longer_than_s: float) -> set[str]:
@@ -215,14 +241,14 @@ class EngineHost:
         enough free blocks for the first of them."""
         if self._blocked_at is None or time.monotonic() - self._blocked_at < longer_than_s:
             return set()
-        from vllm.v1.request import RequestStatus
-
+        status = _vllm().Status
         assert self.core is not None
-        waiting = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+        waiting = (status.WAITING, status.PREEMPTED)
         requests: Any = self.core.scheduler.requests
         return {r.request_id for r in requests.values() if r.status in waiting}
 
-    def _take_in(self, core: EngineCore, timeout_ms: int) -> None:
+    def _take_in(self, core: EngineCore, timeout_ms: int) -> bool:
+        """Wait for work, and do what was submitted. False: nothing has come."""
         assert self._poller is not None
         self._doing = ""
         events = self._poller.poll(timeout_ms)
@@ -230,24 +256,29 @@ class EngineHost:
         self._doing = "taking in work"
         for socket, _ in events:
             if socket == self._wakefd:
-                with contextlib.suppress(BlockingIOError):
+                try:
                     os.eventfd_read(self._wakefd)
+                except BlockingIOError:
+                    pass
             else:
                 self._fd_handlers[socket]()
+        came = bool(events or self._todo)
         while self._todo:
             self._todo.popleft()(core)
+        return came
 
-    def _pause(self, core: EngineCore) -> int:
-        """How long to sleep after a step that ran no model, ms. Requests that wait for remote KV
-        (and finished ones whose blocks wait for a report) end their wait by `wake`; a request
-        that waits for anything else (a grammar being compiled) is asked again soon."""
-        from vllm.v1.request import RequestStatus
-
+    def _pause(self, core: EngineCore, executed: bool) -> int:
+        """How long to sleep after a step, ms. Requests that wait for remote KV (and finished ones
+        whose blocks wait for a report) end their wait by `wake`; after a step that ran no model, a
+        request that waits for anything else (a grammar being compiled) is asked again soon."""
         scheduler: Any = core.scheduler
-        if scheduler.finished_recving_kv_req_ids or scheduler.finished_req_ids:
-            return 0  # the next step schedules or forgets them
-        remote = RequestStatus.WAITING_FOR_REMOTE_KVS
+        if executed and scheduler.running:
+            return 0
+        if scheduler.finished_recving_kv_req_ids:
+            return 0  # the next step schedules them
+        status = _vllm().Status
         for request in scheduler.requests.values():
-            if request.status is not remote and not RequestStatus.is_finished(request.status):
-                return _BLOCKED_POLL_MS
+            waits = request.status is status.WAITING_FOR_REMOTE_KVS
+            if not waits and not status.is_finished(request.status):
+                return 0 if executed else _BLOCKED_POLL_MS
         return _IDLE_POLL_MS

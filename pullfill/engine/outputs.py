@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import fields
+from functools import cache
+from operator import attrgetter
 from typing import Any
 
 from pullfill.engine import rpc
 from pullfill.engine.blame import Fault
 
-_LEVELS = (
+_LEVELS = frozenset({
     "num_running_reqs", "num_waiting_reqs", "num_skipped_waiting_reqs",
     "num_kv_fetch_reqs_by_stage", "kv_cache_usage", "waiting_lora_adapters",
     "running_lora_adapters",
+})  # fmt: skip
+"""Fields of vLLM's SchedulerStats of which the newest value alone counts."""
+_HITS = ("prefix_cache_stats", "connector_prefix_cache_stats")
+_COUNTS = (
+    "requests", "queries", "hits", "preempted_requests", "preempted_queries", "preempted_hits",
 )  # fmt: skip
+"""Fields of vLLM's PrefixCacheStats that add up."""
 
 
 def strip_transfer_params(request: Any) -> None:
@@ -90,11 +100,39 @@ def only_stats(batch: Any) -> bool:
     )
 
 
-def only_gauges(batch: Any) -> bool:
-    """Whether the statistics are only levels: newer ones make them worthless. What we do not know
-    counts as more."""
-    from vllm.v1.metrics.stats import SchedulerStats
+def stats_outputs(stats: Any) -> Any:
+    """EngineCoreOutputs that tell these statistics and nothing else."""
+    from vllm.v1.engine import EngineCoreOutputs
 
-    stats = batch.scheduler_stats
-    levels = {name: getattr(stats, name) for name in _LEVELS} if stats is not None else {}
-    return stats is None or bool(stats == SchedulerStats(**levels))
+    return EngineCoreOutputs(scheduler_stats=stats)
+
+
+def plain(stats: Any) -> bool:
+    """Whether SchedulerStats can be added to newer ones: they hold levels and prefix cache counts
+    only. What we do not know cannot be added."""
+    if any(_others(stats.__class__)(stats)):
+        return False
+    hits, more = stats.prefix_cache_stats, stats.connector_prefix_cache_stats
+    return not (hits.reset or (more is not None and more.reset))
+
+
+@cache
+def _others(kind: Any) -> Callable[[Any], tuple[Any, ...]]:
+    """Gets all other fields of SchedulerStats."""
+    return attrgetter(*[f.name for f in fields(kind) if f.name not in {*_LEVELS, *_HITS}])
+
+
+def add_up(newer: Any, older: Any) -> None:
+    """Add `plain` SchedulerStats of an older step to newer ones, which keep their levels."""
+    for name in _HITS:
+        more = getattr(older, name)
+        if more is None or not (more.requests or more.preempted_requests):
+            continue
+        total = getattr(newer, name)
+        if total is None or not (total.requests or total.preempted_requests):
+            setattr(newer, name, more)
+            continue
+        for count in _COUNTS:
+            setattr(total, count, getattr(total, count) + getattr(more, count))
+        for source, hits in more.hits_by_source.items():
+            total.hits_by_source[source] = total.hits_by_source.get(source, 0) + hits

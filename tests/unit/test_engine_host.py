@@ -5,16 +5,20 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
-from types import ModuleType, SimpleNamespace
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import zmq
 
+from pullfill.engine import host as hosts
 from pullfill.engine.heap import EVERY_S, Heap
 from pullfill.engine.host import EngineHost
 from tests.support.fakes import FakeClock
+from tests.support.waiting import eventually
 
 # Blocks of 16 KiB, every other one freed: holes, each with whole pages, and no end to cut off.
 CODE = """
@@ -66,7 +70,7 @@ class Core:
         self.batch_queue = None
         self._said, self._waits = said, waits
         self.scheduler = SimpleNamespace(
-            has_requests=lambda: self.left > 0,
+            requests=["a"],
             get_request_counts=lambda: (self.left, 0),
             _update_from_kv_xfer_finished=lambda told: None,
         )
@@ -74,6 +78,8 @@ class Core:
     def step_fn(self) -> tuple[dict[int, str], bool]:
         self._said.append("step")
         self.left -= 1
+        if not self.left:
+            self.scheduler.requests.clear()
         return {0: "tokens"}, not (self._waits and self.left == 2)
 
     def post_step(self, executed: bool) -> None:
@@ -82,11 +88,7 @@ class Core:
 
 def run(monkeypatch: pytest.MonkeyPatch, cores: set[int], waits: bool = True) -> list[str]:
     """What a loop of three steps does, in order; KV of a prompt has come before the second."""
-    outputs = ModuleType("vllm.v1.outputs")
-    outputs.KVConnectorOutput = SimpleNamespace  # type: ignore[attr-defined]
-    for name, module in (("vllm", ModuleType("vllm")), ("vllm.v1", ModuleType("vllm.v1"))):
-        monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setitem(sys.modules, "vllm.v1.outputs", outputs)
+    monkeypatch.setattr(hosts, "_vllm", lambda: SimpleNamespace(Report=SimpleNamespace))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: cores)
     monkeypatch.setattr(time, "sleep", lambda seconds: said.append("leaves its core"))
     said: list[str] = []
@@ -101,7 +103,7 @@ def run(monkeypatch: pytest.MonkeyPatch, cores: set[int], waits: bool = True) ->
 
     config: Any = None
     host = EngineHost(config, on_outputs=lambda _: said.append("outputs"), before_step=before_step)
-    monkeypatch.setattr(host, "_pause", lambda core: 1)
+    monkeypatch.setattr(host, "_pause", lambda core, executed: 0 if executed else 1)
     monkeypatch.setattr(host, "build", lambda: core)
     host._poller = zmq.Poller()
     host.core = core
@@ -125,3 +127,124 @@ def test_in_a_stream_of_steps_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_with_a_core_to_spare_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(monkeypatch, {2, 3}) == PLAIN * 3
+
+
+# ------------------------------------------------------------------ steps that do nothing
+
+
+REMOTE, WAITING, OVER = "waits for remote KV", "waits for blocks", "finished"
+STATUS = SimpleNamespace(WAITING_FOR_REMOTE_KVS=REMOTE, is_finished=lambda status: status is OVER)
+
+
+class Scheduler:
+    """Requests by id; `left`: steps that the running one still takes. Counts steps."""
+
+    def __init__(self) -> None:
+        self.requests: dict[str, Any] = {}
+        self.running: list[str] = []
+        self.finished_recving_kv_req_ids: set[str] = set()
+        self.finished: list[str] = []
+        self.told: list[list[str]] = []
+        self.batch_queue = None
+        self.scheduler = self
+
+    def has_requests(self) -> bool:
+        return bool(self.requests or self.finished)
+
+    def run(self, name: str, steps: int) -> None:
+        self.requests[name] = SimpleNamespace(status="runs", left=steps)
+        self.running.append(name)
+
+    def step_fn(self) -> tuple[dict[int, str], bool]:
+        self.told.append(self.finished)
+        self.finished = []
+        ran = list(self.running)
+        for name in ran:
+            self.requests[name].left -= 1
+            if not self.requests[name].left:
+                self.running.remove(name)
+                del self.requests[name]
+                self.finished.append(name)
+        return {}, bool(ran)
+
+    def post_step(self, executed: bool) -> None:
+        pass
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[EngineHost, Scheduler]]:
+    """A host whose loop runs, and its core."""
+    monkeypatch.setattr(hosts, "_vllm", lambda: SimpleNamespace(Status=STATUS))
+    config: Any = None
+    host, core = EngineHost(config, on_outputs=lambda _: None), Scheduler()
+    host._poller = zmq.Poller()
+    host._poller.register(host._wakefd, zmq.POLLIN)
+    loop: Any = host._loop
+    thread = threading.Thread(target=loop, args=(core,))
+    thread.start()
+    yield host, core
+    host.stop()
+    thread.join(10)
+
+
+def settled(host: EngineHost) -> None:
+    """The loop has done what was submitted, and what follows from it."""
+    done = threading.Event()
+    host.submit(lambda _: done.set())
+    assert done.wait(10)
+    time.sleep(0.02)
+
+
+def test_no_step_is_taken_to_tell_only_what_has_finished(
+    engine: tuple[EngineHost, Scheduler],
+) -> None:
+    """The model runner hears of it in the next step."""
+    host, core = engine
+    host.submit(lambda _: core.run("a", 2))
+    settled(host)
+    assert core.told == [[], []]
+    host.submit(lambda _: core.run("b", 1))
+    settled(host)
+    assert core.told == [[], [], ["a"]]
+
+
+def test_what_has_finished_is_told_in_the_end(
+    engine: tuple[EngineHost, Scheduler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hosts, "_IDLE_POLL_MS", 30)
+    host, core = engine
+    host.submit(lambda _: core.run("a", 1))
+    eventually(lambda: core.told == [[], ["a"]], "not told")
+    time.sleep(0.1)
+    assert core.told == [[], ["a"]], "told again and again"
+
+
+def test_after_the_last_running_request_those_without_kv_take_no_step(
+    engine: tuple[EngineHost, Scheduler],
+) -> None:
+    host, core = engine
+
+    def begin(_: Any) -> None:
+        core.requests["far"] = SimpleNamespace(status=REMOTE)
+        core.run("a", 2)
+
+    host.submit(begin)
+    eventually(lambda: len(core.told) == 2, "no steps")
+    time.sleep(0.05)
+    assert len(core.told) == 2
+
+
+def test_a_request_that_was_left_out_of_a_step_gets_the_next_one(
+    engine: tuple[EngineHost, Scheduler],
+) -> None:
+    """The blocks of the one that ended may be all that it waits for."""
+    host, core = engine
+
+    def begin(_: Any) -> None:
+        core.requests["next"] = SimpleNamespace(status=WAITING)
+        core.run("a", 1)
+
+    began = time.monotonic()
+    host.submit(begin)
+    eventually(lambda: len(core.told) > 3, "it waits")
+    assert time.monotonic() - began < 0.9, "it waited for the idle poll"

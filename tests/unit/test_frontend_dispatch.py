@@ -41,6 +41,17 @@ async def test_explain_record_has_the_frontends_own_timings() -> None:
         assert record.timings_ms.first_token >= record.timings_ms.route
 
 
+async def test_an_answer_of_one_token_has_the_time_of_its_first_token() -> None:
+    """Its story comes in the same message."""
+    async with rig(FakeDecode()) as r:
+        await r.ready(1)
+        r.dispatcher.submit(request("cmpl-x-0-1234abcd", max_tokens=1))
+        await until(lambda: "cmpl-x-0-1234abcd" in r.sink.finished)
+        record = r.explain.get("cmpl-x")
+        assert record is not None
+        assert record.timings_ms.first_token is not None
+
+
 async def test_requests_take_turns_over_ready_workers() -> None:
     one, two = FakeDecode("decode-1"), FakeDecode("decode-2")
     async with rig(one, two) as r:

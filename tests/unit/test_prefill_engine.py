@@ -25,7 +25,7 @@ class Core:
     def __init__(self) -> None:
         self.aborted: list[str] = []
         self.batch_queue = None
-        self.scheduler = SimpleNamespace(has_requests=lambda: False)
+        self.scheduler = SimpleNamespace(has_requests=lambda: False, requests={})
 
     def abort_requests(self, names: list[str]) -> None:
         self.aborted += names
@@ -65,6 +65,7 @@ def test_only_a_task_that_ended_well_is_forgotten_without_a_wake_up(how: str) ->
     engine.end(task)
     assert woken(host) == (how != "well")
     core: Any = Core()
+    core.scheduler.requests[task.request_id] = "it still runs"
     host._take_in(core, 0)
     assert core.aborted == [task.request_id]
     assert not context.tasks

@@ -205,6 +205,22 @@ def test_finished_with_writes_under_way_keeps_the_blocks_until_the_last() -> Non
     assert engine.run(0).reports.sent == set()
 
 
+def test_what_ended_between_two_steps_is_told_between_them() -> None:
+    """Once. Only a failed read has to wait for a step: vLLM takes it from nowhere else."""
+    engine = Engine(4 * BLOCK, hit=2 * BLOCK)
+    engine.admit()
+    engine.mover.finish()
+    assert engine.side.take_in() == ({"j.1"}, set())
+    assert not engine.side.has_work
+    assert engine.run(4 * BLOCK).reports.read_ok == set()
+    assert engine.side.finished("j.1") is True
+    engine.mover.flush()
+    assert engine.side.take_in() == (set(), {"j.1"})
+    assert engine.side.take_in() == (set(), set())
+    assert not engine.side.has_work
+    assert engine.run(0).reports.sent == set()
+
+
 def test_finished_when_all_is_written_frees_at_once() -> None:
     engine = Engine(4 * BLOCK)
     engine.admit()

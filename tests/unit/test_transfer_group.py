@@ -27,10 +27,11 @@ class _OpenGate:
         self.closed = 0
         self.fenced = False
 
-    def enter(self, token: FenceToken) -> None:
+    def enter(self, token: FenceToken, wait: bool = True) -> bool:
         if self.fenced:
             raise Fenced("revoked")
         self.entered += 1
+        return True
 
     def leave(self, token: FenceToken) -> None: ...
 

@@ -46,13 +46,15 @@ class IpcGate(ShmGate):
             super().close()
             raise
 
-    def enter(self, token: FenceToken) -> None:
+    def enter(self, token: FenceToken, wait: bool = True) -> bool:
         """Raises TransferFailed, too, when an earlier copy may still be in flight: the record
         names one slot, and must go on naming that one."""
         if not self._settled():
             raise TransferFailed("an earlier copy failed on the GPU; restart this worker")
-        super().enter(token)
+        if not super().enter(token, wait):
+            return False
         self._record.begin(token.slot)
+        return True
 
     def leave(self, token: FenceToken) -> None:
         if self._settled():

@@ -173,16 +173,19 @@ class ShmGate:
         self._words = memoryview(self._map).cast("Q")
         self._slots_used: dict[int, _Slot] = {}
 
-    def enter(self, token: FenceToken) -> None:
+    def enter(self, token: FenceToken, wait: bool = True) -> bool:
         word, take, _ = self._slots_used.get(token.slot) or self._prepare(token)
         words, epoch = self._words, token.epoch
         if words[word + 1] == epoch:
             raise Fenced("the grant is being revoked")
         if lock.call(*take):
+            if not wait:
+                return False
             self._wait_shared(word, token)
         if words[word] != epoch or words[_INCARNATION_AT] != self._word:
             self.leave(token)
             raise Fenced("the grant was revoked")
+        return True
 
     def _prepare(self, token: FenceToken) -> _Slot:
         """Kept, because a write is many batches of one slot; not for ever, because a session sees

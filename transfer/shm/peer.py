@@ -12,6 +12,7 @@ from pullfill.errors import BadMessage, PeerUnavailable
 from pullfill.host import host_id
 from pullfill.pages import make_present
 from pullfill.transfer.contract import LocalMemory, Part, PeerSession
+from pullfill.transfer.copying import copy_held
 from pullfill.transfer.layout import layout_of
 from pullfill.transfer.session import MappedSession
 from pullfill.transfer.shm.fence import ShmGate
@@ -74,8 +75,9 @@ class ShmTransport:
         make_present(mapping.address, endpoint.nbytes, parts=layout.num_layers, within_s=_MAP_S)
         try:
             return MappedSession(
-                self.name, local, layout, mapping.address, gate, part=part, on_close=mapping.close
-            )
+                self.name, local, layout, mapping.address, gate, part=part, now=copy_held,
+                on_close=mapping.close,
+            )  # fmt: skip
         except BaseException:
             mapping.close()
             gate.close()

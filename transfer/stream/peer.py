@@ -24,7 +24,7 @@ from pullfill.errors import (
     TransferFailed,
 )
 from pullfill.security import ClusterKey
-from pullfill.transfer.contract import LocalMemory, MoveResult, Part, PeerSession
+from pullfill.transfer.contract import Direction, LocalMemory, MoveResult, Part, PeerSession
 from pullfill.transfer.layout import check_bounds, check_pair, layout_of
 from pullfill.transfer.runs import Offsets, checked_ids
 from pullfill.transfer.stream import hello
@@ -171,6 +171,12 @@ class StreamSession:
         ours = checked_ids(target, self._local.layout.num_blocks, "target")
         _check_pairs(ours, theirs, ours)
         return self._move(Verb.READ, fence, ours, theirs, self._receive)
+
+    def move_now(
+        self, verb: Direction, fence: FenceToken, source: Sequence[int], target: Sequence[int]
+    ) -> MoveResult | None:
+        """See PeerSession. Never: the owner has to answer."""
+        return None
 
     def interrupt(self) -> None:
         """See PeerSession."""
