@@ -257,10 +257,12 @@ class Checks:
         # Special tokens, which some models give a meaning, are at either end of the vocabulary.
         ordinary = range(ours.vocabulary // 4, 3 * ours.vocabulary // 4)
         tokens = random.choices(ordinary, k=ours.blocks * ours.block_size)
-        local = await run(tokens, salt=new_job_id(), blocks=ours.blocks)
         salt, half = new_job_id(), ours.blocks // 2 * ours.block_size
+        # Side by side, on two workers. Of two that fail, the second ends by itself.
+        both = [run(tokens, salt=new_job_id(), blocks=ours.blocks)]
         if half:
-            await run(tokens[: half + 1], salt=salt, writer=peer.name)
+            both.append(run(tokens[: half + 1], salt=salt, writer=peer.name))
+        local, *_ = await asyncio.gather(*both)
         remote = await run(tokens, salt=salt, writer=peer.name, blocks=ours.blocks)
         if not local.pages or not remote.pages:
             raise Incomplete("the KV of the prompt could not be read")
