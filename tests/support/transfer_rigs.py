@@ -203,6 +203,7 @@ def stream_rig(
     ranks: int = 1,
 ) -> Rig:
     """Over a plane that works between plain memories of one process. The region is rank 0's."""
+    ranks_data: list[Bytes] = []  # a LocalMemory does not keep the bytes that it describes
 
     def make(
         layout: KvLayout, instance_id: str, incarnation: str, slots: int
@@ -211,7 +212,9 @@ def stream_rig(
         memory = memory_over(data, layout)
         files = RegionFiles(instance_id, directory)
         base = FenceOwner(files, layout.num_blocks, incarnation, slots=slots)
-        others = [memory_over(data.copy(), layout) for _ in range(ranks - 1)]
+        copies = [data.copy() for _ in range(ranks - 1)]
+        ranks_data.extend(copies)
+        others = [memory_over(copy, layout) for copy in copies]
         owner = CombinedOwner(
             base,
             [memory, *others],
