@@ -9,13 +9,15 @@ import os
 import signal
 from asyncio.selector_events import BaseSelectorEventLoop
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
+import typer.testing
 
 from pullfill.deploy.device import gpu_count
 from tests.support.checkpoint import tiny_checkpoint
-from tests.support.late import READ_WITH_TESTS, loaded_large
+from tests.support.late import READ_WITH_TESTS, loaded_large, uses_late
 from tests.support.oracle import Oracle
 
 # Tests name their clusters themselves; one of the developer's must not leak in.
@@ -31,6 +33,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 gc.disable()
 atexit.register(gc.unfreeze)  # nanobind calls everything a leak that is still frozen then
 
+# CliRunner builds the whole command line, 50 ms, each time that it runs one command.
+setattr(typer.testing, "_get_command", cache(typer.main.get_command))  # noqa: B010 (mypy)
+
 # A run that is told to end still ends what it started.
 signal.signal(signal.SIGTERM, signal.default_int_handler)
 
@@ -40,11 +45,15 @@ _ORDER = ("unit", "contract", "integration", "chaos", "netns", "gpu")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Quick tests first, whatever the order of the folders on the command line. Of several
     processes, the one that gets the first tests starts the frontend process for them: ten seconds,
-    in which the others have enough to do."""
+    in which the others have enough to do. Tests that import large modules stand together, so that
+    one process imports them."""
 
     def rank(item: pytest.Item) -> int:
-        if "PYTEST_XDIST_WORKER" in os.environ and "served" in getattr(item, "fixturenames", ()):
-            return -1
+        if "PYTEST_XDIST_WORKER" in os.environ:
+            if "served" in getattr(item, "fixturenames", ()):
+                return -2
+            if uses_late(getattr(item, "module", None)):
+                return -1
         return next((i for i, name in enumerate(_ORDER) if name in item.path.parts), len(_ORDER))
 
     items.sort(key=rank)

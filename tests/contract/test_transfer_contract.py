@@ -24,6 +24,7 @@ from pullfill.errors import (
 from pullfill.transfer.digest import BlockDigester
 from pullfill.transfer.layout import dense_layout
 from pullfill.wire import FenceToken
+from tests.support.fuzz import MANY
 from tests.support.leaks import grown, usage
 from tests.support.mapped_held import Held, start_held
 from tests.support.transfer_rigs import (
@@ -317,7 +318,7 @@ def test_many_connects_leave_nothing(rig: Rig) -> None:
     region, mine = rig.region(DENSE), rig.local(DENSE)
     token = region.owner.fences.open([0])
     before = usage()
-    for _ in range(CONNECTS.get(rig.name, 200)):
+    for _ in range(CONNECTS.get(rig.name, 200 if MANY else 60)):
         session = rig.connect(mine, region)
         session.write_blocks(token, [0], [0])
         session.close()

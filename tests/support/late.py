@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import gc
 import sys
+from functools import cache
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,6 +18,12 @@ import pytest
 LARGE = ("openai", "torch", "transformers", "vllm")
 READ_WITH_TESTS = pytest.StashKey[list[str]]()
 """Large modules that were imported by the time all tests were collected."""
+
+
+@cache
+def uses_late(module: ModuleType | None) -> bool:
+    """Whether a test file names a large module."""
+    return any(isinstance(value, Late) for value in vars(module).values()) if module else False
 
 
 def loaded_large() -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ ROWS = range(1, 30)
 _NAMED = re.compile(r"tests/chaos/(\w+\.py)::test_row_(\d+)_(\w+)")
 
 
+@cache
 def fault_tests() -> dict[int, set[str]]:
     """`file::name` of every test function in tests/chaos, by the row in its name."""
     found: dict[int, set[str]] = {}
@@ -25,6 +27,7 @@ def fault_tests() -> dict[int, set[str]]:
     return found
 
 
+@cache
 def documented() -> dict[int, set[str]]:
     """The same, as the table of faults names them."""
     text = (ROOT / "docs/failure-modes.md").read_text()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.support.fuzz import MANY
 from tests.support.ledger_machine import explore
 
 COMMON = {
@@ -17,11 +18,11 @@ COMMON = {
 """An exploration that does not come by these says little."""
 
 
-def test_any_order_of_events() -> None:
+def test_any_order_of_events() -> None:  # `make chaos` runs many more
     """What hypothesis draws depends on the modules loaded: go on until all of it was there."""
-    seen = explore(examples=100, steps=60)
-    for _ in range(9):
+    seen = explore(examples=MANY or 30, steps=60)
+    for _ in range(30):
         if seen >= COMMON:
             break
-        seen |= explore(examples=100, steps=60, repeat=False)
+        seen |= explore(examples=30, steps=60, repeat=False)
     assert seen >= COMMON

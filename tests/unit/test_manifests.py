@@ -9,6 +9,7 @@ import configparser
 import re
 import shlex
 import subprocess
+from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -32,7 +33,9 @@ ENGINE_FLAGS = {"served-model-name", "enforce-eager", "kv-cache-memory-bytes", "
 """vLLM's, as far as they are used here: what our own command line does not know goes to vLLM."""
 
 
+@cache
 def documents() -> list[dict[str, Any]]:
+    """All objects of all files. Do not change them."""
     return [d for f in FILES for d in yaml.safe_load_all(f.read_text())]
 
 
@@ -55,11 +58,15 @@ def config_maps() -> dict[str, dict[str, str]]:
     return {d["metadata"]["name"]: d["data"] for d in documents() if d["kind"] == "ConfigMap"}
 
 
+@cache
+def command_line() -> Any:
+    return typer.main.get_command(app)
+
+
 def parse(arguments: list[str]) -> dict[str, Any]:
     """Values of our options, by the real parser. What goes to vLLM must be a flag of vLLM's."""
     role = arguments[0]
-    command: Any = typer.main.get_command(app).commands[role]  # type: ignore[attr-defined]
-    context = command.make_context(role, arguments[1:])
+    context = command_line().commands[role].make_context(role, arguments[1:])
     for group in defaults.group_flags(context.args):
         name = group[0].split("=")[0].removeprefix("--")
         known = ENGINE_FLAGS | (defaults.FRONTEND_ONLY if role == "frontend" else set())
@@ -227,9 +234,8 @@ def test_the_servers_are_three_and_the_streams_have_as_many_replicas() -> None:
     container = the_container(job["spec"]["template"]["spec"])
     values = config_maps()["pullfill"]
     arguments = [expand(a, values, r"\$\((\w+)\)") for a in container["args"]]
-    command: Any = typer.main.get_command(app)
     assert arguments[:2] == ["config", "set"]
-    command = command.commands["config"].commands["set"]
+    command = command_line().commands["config"].commands["set"]
     told = command.make_context("set", arguments[2:]).params
     assert settings.find(told["key"]) == (QueueSettings, "replicas")
     assert settings._from_text(QueueSettings, "replicas", told["value"]) == 3
