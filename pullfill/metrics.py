@@ -3,7 +3,13 @@ the frontend adds `instance_id` and `role` when it merges what workers report.""
 
 from __future__ import annotations
 
-from prometheus_client import Counter, Gauge, Histogram
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.registry import Collector
 
 from pullfill.health import UP as UP
 
@@ -11,17 +17,49 @@ _STAGE_BUCKETS = (
     0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0,
 )  # fmt: skip
 
+
+class Histograms(Collector):
+    """Histograms of one name, one for each value of one label. `observe` is an eighth of the calls
+    that `Histogram.observe` makes; a remote prefill has seven of them. Each label's values must
+    come from one thread. Scrapes may come from any."""
+
+    def __init__(self, name: str, text: str, label: str, buckets: Sequence[float]) -> None:
+        self._name, self._text, self._label = name, text, label
+        self._labelnames = (label,)  # where prometheus_client's own metrics have them
+        self._bounds = tuple(buckets)
+        self._counts: dict[str, list[int]] = {}
+        self._sums: dict[str, float] = {}
+        REGISTRY.register(self)
+
+    def observe(self, label: str, value: float) -> None:
+        if (counts := self._counts.get(label)) is None:
+            self._sums[label] = 0.0
+            counts = self._counts[label] = [0] * (len(self._bounds) + 1)
+        counts[bisect_left(self._bounds, value)] += 1
+        self._sums[label] += value
+
+    def describe(self) -> list[HistogramMetricFamily]:
+        return [HistogramMetricFamily(self._name, self._text, labels=[self._label])]
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        family = HistogramMetricFamily(self._name, self._text, labels=[self._label])
+        for label, counts in list(self._counts.items()):
+            below, buckets = 0, list[Any]()
+            for bound, count in zip([*map(str, self._bounds), "+Inf"], list(counts), strict=True):
+                below += count
+                buckets.append((bound, below))
+            family.add_metric([label], buckets, self._sums[label])
+        yield family
+
+
 DECISION = Counter(
     "pullfill_decision", "Requests by where their prompt was prefilled and why", ["path", "reason"]
 )
 QUEUE_DEPTH_JOBS = Gauge("pullfill_queue_depth_jobs", "Prefill jobs pending or in flight")
 QUEUE_DEPTH_TOKENS = Gauge("pullfill_queue_depth_tokens", "Prompt tokens pending or in flight")
 QUEUE_OLDEST_AGE = Gauge("pullfill_queue_oldest_age_seconds", "Age of the oldest unsettled job")
-HANDOFF_STAGE = Histogram(
-    "pullfill_handoff_stage_seconds",
-    "Time per stage of a remote prefill",
-    ["stage"],
-    buckets=_STAGE_BUCKETS,
+HANDOFF_STAGE = Histograms(
+    "pullfill_handoff_stage_seconds", "Time per stage of a remote prefill", "stage", _STAGE_BUCKETS
 )
 CLAIM = Counter("pullfill_claim", "Claims by result", ["result"])
 KV_WRITE_BYTES = Counter("pullfill_kv_write_bytes", "KV bytes written one-sided", ["transport"])

@@ -235,7 +235,7 @@ def real_metrics() -> set[str]:
     found = set()
     for module in (metrics, frontend_metrics):
         for metric in vars(module).values():
-            if isinstance(metric, prometheus_client.metrics.MetricWrapperBase):
+            if isinstance(metric, prometheus_client.metrics.MetricWrapperBase | metrics.Histograms):
                 (family,) = metric.describe()
                 total = "_total" if family.type == "counter" else ""
                 found.add(family.name + total)
