@@ -41,7 +41,7 @@ class Publisher:
         self._control = control
         self._compat_hash = compat_hash
         self._block_size = block_size
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[str, asyncio.Task[None]] = {}
         self._submitted: deque[OpenedJob] = deque()
         self._woken = False
 
@@ -55,9 +55,8 @@ class Publisher:
     def _start(self) -> None:
         self._woken = False  # first: what comes from now on wakes the loop again
         while self._submitted:
-            task = self._loop.create_task(self._publish(self._submitted.popleft()))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            job = self._submitted.popleft()
+            self._tasks[job.job_id] = self._loop.create_task(self._publish(job))
 
     def encode(self, job: OpenedJob) -> bytes:
         """The job's body."""
@@ -81,9 +80,9 @@ class Publisher:
         )
 
     async def _publish(self, job: OpenedJob) -> None:
-        if self._ledger.find(job.job_id) is None:
-            return  # ended before it was published
         try:
+            if self._ledger.find(job.job_id) is None:
+                return  # ended before it was published
             body = self.encode(job)
             digest = job_digest(body)
             self._ledger.set_digest(job.job_id, digest)
@@ -100,3 +99,5 @@ class Publisher:
             self._ledger.publish_failed(job.job_id, Outcome.PUBLISH_FAILED)
         else:
             self._ledger.published(job.job_id, receipt, digest)
+        finally:
+            del self._tasks[job.job_id]  # not by a callback, which would cost a turn of the loop

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 
 from pullfill import u32
@@ -13,6 +12,7 @@ from pullfill.prefill_worker.mover import Mover
 from pullfill.prefill_worker.task import PrefillTask
 from pullfill.queue.contract import Delivery
 from pullfill.transfer.digest import sampled
+from pullfill.waits import Prompt
 from pullfill.wire import MAX_TEXT, Commit, FenceToken, Grant, PrefillJob, Ready, StageTimings
 
 
@@ -25,8 +25,12 @@ def check(
     that the decode worker published these IDs."""
     if job_digest(body) != grant.job_digest:
         raise BadMessage("the job differs from what the decode worker published")
-    blocks = len(u32.unpack(job.block_ids))
-    if blocks != -(-len(tokens) // job.block_size) or job.hit_tokens % job.block_size:
+    blocks = len(job.block_ids) // u32.SIZE
+    if (
+        len(job.block_ids) % u32.SIZE
+        or blocks != -(-len(tokens) // job.block_size)
+        or job.hit_tokens % job.block_size
+    ):
         raise BadMessage("the job's blocks do not match its tokens")
     if job.block_size != block_size or job.compat != compat_hash:
         raise BadMessage("block size or compatibility hash is not this worker's")
@@ -42,7 +46,7 @@ def make_task(
     tokens: list[int],
     grant: Grant,
     mover: Mover,
-    done: asyncio.Future[None],
+    done: Prompt[None],
     calls: Calls,
 ) -> PrefillTask:
     """`done` is resolved, through `calls`, when all is written (or kept), or the task failed."""

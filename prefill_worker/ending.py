@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from pullfill.errors import HandoffError, PeerUnavailable, PullfillError
 from pullfill.prefill_worker.link import DecodeLink, LinkLost
 from pullfill.prefill_worker.task import PrefillTask
+from pullfill.waits import Prompt
 from pullfill.wire import Grant, HandBack, Quiet
 
 T = TypeVar("T")
@@ -155,7 +156,7 @@ class Calls:
             self._calls.popleft()()
 
 
-def resolver(done: asyncio.Future[None], calls: Calls) -> Callable[[BaseException | None], None]:
+def resolver(done: Prompt[None], calls: Calls) -> Callable[[BaseException | None], None]:
     """Resolves `done` from any thread."""
 
     def resolve(failure: BaseException | None) -> None:

@@ -242,7 +242,7 @@ class DecodeLink:
             return await future
         except asyncio.CancelledError:
             # The answer may have come in the same moment, and then nobody else knows of it.
-            if _answered(future):
+            if future.answered():
                 self._return_late(future.result())
             raise
         finally:
@@ -383,7 +383,3 @@ class DecodeLink:
                 cause="answer came too late", retry=True,
             )  # fmt: skip
             self.send(back)
-
-
-def _answered(future: asyncio.Future[Any]) -> bool:
-    return future.done() and not future.cancelled() and future.exception() is None

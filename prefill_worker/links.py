@@ -8,6 +8,7 @@ needs for a minute is closed. In a cluster of few prefill workers all links stay
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable
 
 from msgspec.structs import replace
@@ -30,6 +31,8 @@ _APPEAR_S = 2.0
 _UNKNOWN_S = 0.1
 """How long it waits for a decode worker that was never there: the watch may be behind the job."""
 _REMEMBERED = 10_000
+LOAD_S = 0.1
+"""How old a report of this worker's load may be."""
 
 
 class Links:
@@ -72,6 +75,7 @@ class Links:
         self._started = False
         self._leaving = False
         self._why_not = ""
+        self._loaded, self._loaded_at = Load(), -math.inf
         self.activity: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self.load: Callable[[], Load] = Load
         """As of `DecodeLink`; set before `start`."""
@@ -172,7 +176,11 @@ class Links:
         return link
 
     def _load(self) -> Load:
-        return replace(self.load(), pool=self._standing.pool)
+        """As it is, or was within LOAD_S: it goes with each claim."""
+        now = asyncio.get_running_loop().time()
+        if now - self._loaded_at >= LOAD_S:
+            self._loaded, self._loaded_at = replace(self.load(), pool=self._standing.pool), now
+        return self._loaded
 
     def _refresh(self) -> None:
         """Bring the links to what is wanted. A link not wanted any more goes when it is idle."""

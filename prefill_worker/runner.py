@@ -35,11 +35,12 @@ from pullfill.prefill_worker.ending import (
     tell_quiet,
 )
 from pullfill.prefill_worker.link import DecodeLink, LinkLost
-from pullfill.prefill_worker.pace import Pace
+from pullfill.prefill_worker.pace import Pace, Paces
 from pullfill.prefill_worker.readers import Readers
 from pullfill.prefill_worker.shared_mover import OutOfReach
 from pullfill.prefill_worker.task import PrefillTask
 from pullfill.queue.contract import Delivery
+from pullfill.waits import Prompt
 from pullfill.wire import Grant, KvMode, PrefillJob, RefuseReason, Revoke, decode
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ logger = log.get("prefill_worker.runner")
 
 STALE = "stale"
 """What a decode worker says of a commit whose attempt is not the current one any more."""
+_GRANTED = metrics.CLAIM.labels("granted")
 _TRIES_OUT_OF_REACH = 2
 """Deliveries for which another worker may do better; then the decode worker computes it itself."""
 
@@ -77,9 +79,10 @@ class JobRunner:
         self._on_change = on_change
         self._running: dict[str, PrefillTask] = {}
         self._opening: dict[str, Opening] = {}
-        self._jobs: set[asyncio.Task[None]] = set()
+        self._jobs: dict[asyncio.Task[None], Delivery | None] = {}
         self._deliveries = Deliveries(heartbeat_s)
         self._calls = Calls()
+        self._paces = Paces()
         self._budget = Budget(on_change)
         self.completed = 0
         self.failed = 0
@@ -108,16 +111,14 @@ class JobRunner:
         self._budget.pulled(delivery.job_id, delivery.tokens)
         self.idle.clear()
         task = asyncio.create_task(self._run(delivery))
-        self._jobs.add(task)
+        self._jobs[task] = delivery
 
-        def done(_: asyncio.Task[None]) -> None:
-            self._budget.over(delivery.job_id)
-            if (newer := self._deliveries.end(delivery)) is not None:
-                self.start(newer)
-            self._over(task)
-            self._on_change()
-
-        task.add_done_callback(done)
+    def _ended(self, task: asyncio.Task[None], delivery: Delivery) -> None:
+        self._budget.over(delivery.job_id)
+        if (newer := self._deliveries.end(delivery)) is not None:
+            self.start(newer)
+        self._over(task)
+        self._on_change()
 
     async def abandon(self) -> None:
         """Stop now: hand every job back to the queue and to its decode worker."""
@@ -125,6 +126,9 @@ class JobRunner:
             for job in list(self._jobs):
                 job.cancel()
             await asyncio.gather(*self._jobs, return_exceptions=True)
+            for job, delivery in list(self._jobs.items()):
+                if job.done() and delivery is not None:
+                    self._ended(job, delivery)  # cancelled before it began
 
     def running(self) -> Iterable[Delivery]:
         """The deliveries that are worked on here."""
@@ -160,11 +164,11 @@ class JobRunner:
 
     def _keep(self, task: asyncio.Task[None]) -> None:
         """Count a task among what must end before this worker is idle."""
-        self._jobs.add(task)
+        self._jobs[task] = None
         task.add_done_callback(self._over)
 
     def _over(self, task: asyncio.Task[None]) -> None:
-        self._jobs.discard(task)
+        self._jobs.pop(task, None)
         if not self._jobs:
             self.idle.set()
 
@@ -186,6 +190,10 @@ class JobRunner:
             self.failed += 1
             logger.exception("job %s failed; giving it back", delivery.job_id)
             await self._deliveries.settle(delivery, "nak")
+        finally:
+            # Not a callback of the task: that would cost a turn of the loop.
+            if (me := asyncio.current_task()) is not None:
+                self._ended(me, delivery)
 
     async def _handle(self, delivery: Delivery) -> None:
         job = decode(delivery.body, PrefillJob)
@@ -202,7 +210,7 @@ class JobRunner:
             link, grant = await self._claim(link, job, delivery, opening)
             self._budget.granted(job.job_id)
             claim_ms = (time.monotonic() - started) * 1e3
-            metrics.CLAIM.labels("granted").inc()
+            _GRANTED.inc()
             await self._work(link, job, tokens, grant, delivery, claim_ms, opening)
         except ClaimRefused as exc:
             metrics.CLAIM.labels(exc.reason).inc()
@@ -303,13 +311,9 @@ class JobRunner:
             raise
 
     async def _fits(
-        self,
-        job: PrefillJob,
-        tokens: list[int],
-        grant: Grant,
-        delivery: Delivery,
+        self, job: PrefillJob, tokens: list[int], grant: Grant, delivery: Delivery,
         give_back: HandBackOnce,
-    ) -> bool:
+    ) -> bool:  # fmt: skip
         """Whether to go on. Raises BadMessage if the job is poison: nothing that happens later says
         so, for what is strange then was said by a peer."""
         try:
@@ -340,7 +344,7 @@ class JobRunner:
     ) -> None:
         """From the grant to the commit, or whatever ends the attempt before."""
         task: PrefillTask | None = None
-        pace = Pace(link, grant, job.timeout_s)
+        pace = Pace(self._paces, link, grant, job.timeout_s)
         try:
             if (mover := link.mover_there) is None:
                 async with asyncio.timeout(pace.left_s):
@@ -351,7 +355,7 @@ class JobRunner:
                 raise Renewed(f"{job.decode_instance} has registered again")
             opening.check(grant.attempt)
             self._opening.pop(job.job_id)
-            done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            done: Prompt[None] = Prompt(asyncio.get_running_loop())
             task = attempt.make_task(job, tokens, grant, mover, done, self._calls)
             self._running[job.job_id] = task
             pace.watch(task, done)

@@ -45,7 +45,7 @@ class PrefillTask:
     # mover, under lock; not to be confused with outstanding, which counts planned and kept ones too
     submitted: int = 0
     on_quiet: list[Callable[[], object]] = field(default_factory=list)
-    quiet: threading.Condition = field(init=False)
+    quiet: threading.Condition | None = None
     # engine thread
     request: Any = None
     scheduled_blocks: int = 0
@@ -73,7 +73,6 @@ class PrefillTask:
 
     def __post_init__(self) -> None:
         self.scheduled_blocks = self.first_target
-        self.quiet = threading.Condition(self.lock)
 
     @property
     def first_target(self) -> int:
@@ -108,15 +107,19 @@ class PrefillTask:
             calls: list[Callable[[], object]] = []
             if self.submitted == 0:
                 calls, self.on_quiet = self.on_quiet, calls
-                self.quiet.notify_all()
+                if self.quiet is not None:
+                    self.quiet.notify_all()
         for call in calls:
             call()
 
     def wait_quiet(self, timeout_s: float) -> bool:
         """Block until no submitted operation touches the task's blocks; at once if there is none,
         whatever the mover does for others. False: not in time."""
-        with self.quiet:
-            return self.quiet.wait_for(lambda: self.submitted == 0, timeout_s)
+        with self.lock:
+            if self.submitted == 0:
+                return True
+            quiet = self.quiet = self.quiet or threading.Condition(self.lock)
+            return quiet.wait_for(lambda: self.submitted == 0, timeout_s)
 
     def when_quiet(self, call: Callable[[], object]) -> None:
         """Have `call` run once that is so: now, or later on the mover's thread. Must not raise."""

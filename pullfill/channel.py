@@ -24,6 +24,7 @@ from typing import Any, TypeVar, cast
 import msgspec
 
 from pullfill import frames
+from pullfill.codec import decoder
 from pullfill.errors import AuthFailed, BadMessage, ConfigError, PeerUnavailable
 from pullfill.security import ClusterKey
 from pullfill.wire import AuthChallenge, AuthHello, AuthProof, Goodbye, Hello, decode, encode
@@ -71,7 +72,7 @@ class Channel(asyncio.Protocol):
         self._arrived = frames.Cutter()
         self._paused = False
         self._more: asyncio.Future[None] | None = None
-        self._kind: Any = None
+        self._decode: Callable[[bytes], Any]
         self._handler: Callable[[Any], object] | None = None
         self._handling = False
         self._waiting: list[bytes] = []
@@ -129,7 +130,7 @@ class Channel(asyncio.Protocol):
     def hear(self, kind: Any, handler: Callable[[Any], object]) -> None:
         """Call `handler` with each message from now on, as it arrives. What `read` or the handler
         would raise closes the connection, and `ended` raises it."""
-        self._kind, self._handler = kind, handler
+        self._decode, self._handler = decoder(kind), handler
         if self._paused:
             self._transport.resume_reading()
         self._handle()
@@ -146,7 +147,7 @@ class Channel(asyncio.Protocol):
         self._handling = True
         try:
             while (body := self._arrived.cut(frames.MAX_FRAME)) is not None and self._why is None:
-                self._handler(decode(self._unsealed(body), self._kind))
+                self._handler(self._decode(self._unsealed(body)))
         except Exception as exc:
             self._why = self._why or exc
             self.close()

@@ -7,7 +7,6 @@ which is what hands a dead prefill worker's jobs on within milliseconds.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
 import struct
 from collections.abc import Sequence
@@ -67,11 +66,13 @@ class Cutter:
 def write_bodies(transport: asyncio.WriteTransport, bodies: Sequence[bytes]) -> None:
     """Queue a frame of each for sending, as one write; never blocks. A broken connection shows at
     the reader, and a peer that does not read what it is sent gets a broken connection."""
-    with contextlib.suppress(ConnectionError, OSError, RuntimeError):
+    try:
         if transport.get_write_buffer_size() > MAX_BACKLOG:
             transport.abort()
             return
         transport.write(b"".join([_LENGTH.pack(len(body)) + body for body in bodies]))
+    except (OSError, RuntimeError):  # the transport has ended
+        pass
 
 
 def tune(transport: asyncio.BaseTransport, *, dead_after_s: float = 10.0) -> None:

@@ -21,13 +21,15 @@ class IdleTimer:
         self._let_go = let_go
         self._after_s = after_s
         self._users = 0
+        self._since = 0.0
+        # Set lazily: one that a user comes before looks again later. To cancel it for each user
+        # would cost more than all the rest.
         self._timer: asyncio.TimerHandle | None = None
 
     @contextmanager
     def used(self) -> Iterator[None]:
         """`let_go` is not called meanwhile. Begin before the thing is looked up."""
         self._users += 1
-        self.stop()
         try:
             yield
         finally:
@@ -41,9 +43,11 @@ class IdleTimer:
 
     def start(self) -> None:
         """Count from now on, if there is no user."""
-        self.stop()
         if not self._users:
-            self._timer = asyncio.get_running_loop().call_later(self._after_s, self._look)
+            loop = asyncio.get_running_loop()
+            self._since = loop.time()
+            if self._timer is None:
+                self._timer = loop.call_later(self._after_s, self._look)
 
     def stop(self) -> None:
         """Count no more. Idempotent."""
@@ -53,5 +57,11 @@ class IdleTimer:
 
     def _look(self) -> None:
         self._timer = None
-        if not self._let_go():
+        if self._users:
+            return  # counts again when the last one leaves
+        loop = asyncio.get_running_loop()
+        left = self._since + self._after_s - loop.time()
+        if left > 0:
+            self._timer = loop.call_later(left, self._look)
+        elif not self._let_go():
             self.start()

@@ -9,6 +9,7 @@ from itertools import islice
 
 from pullfill.errors import BadMessage
 
+SIZE = 4
 _PIECE = 8192
 
 

@@ -1,44 +1,137 @@
-"""Answers that somebody waits for, each until a time of its own, with one timer for all of them.
+"""Ways to wait that cost less than asyncio's own, for what happens several times in each job.
 
-A timer for each costs more than all the rest of a wait, and nearly none of them ever comes.
+Prompt  a future whose waiter goes on at once, not in the next turn of the loop
+Waits   answers, each waited for until a time of its own, with one timer for all of them
+Bell    an event that is waited for until a time, without a timer for each wait
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Iterator
-from typing import Generic, TypeVar
+from collections.abc import Callable, Generator, Iterator
+from contextvars import Context
+from typing import Any, Generic, TypeVar
 
 K = TypeVar("K")
 V = TypeVar("V")
+Callback = Callable[[Any], object]
+
+
+class Prompt(Generic[V]):
+    """A future for one waiter. Whoever sets it outside of any task, in a callback of the loop, runs
+    the waiter right then: let nothing follow that the waiter must not come before.
+
+    asyncio lets a task wait for any object with these methods (`asyncio.isfuture`).
+    """
+
+    __slots__ = ("_asyncio_future_blocking", "_done", "_failure", "_loop", "_value", "_waiter")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._asyncio_future_blocking = False
+        self._loop = loop
+        self._done = False
+        self._failure: BaseException | None = None
+        self._value: V
+        self._waiter: tuple[Callback, Context | None] | None = None
+
+    def __await__(self) -> Generator[Any, None, V]:
+        if not self._done:
+            self._asyncio_future_blocking = True
+            yield self
+        if self._failure is not None:
+            raise self._failure
+        return self._value
+
+    def get_loop(self) -> asyncio.AbstractEventLoop:
+        return self._loop
+
+    def done(self) -> bool:
+        return self._done
+
+    def answered(self) -> bool:
+        """Whether it has a result."""
+        return self._done and self._failure is None
+
+    def result(self) -> V:
+        if not self._done:
+            raise asyncio.InvalidStateError("there is no result yet")
+        if self._failure is not None:
+            raise self._failure
+        return self._value
+
+    def set_result(self, value: V) -> None:
+        if self._done:
+            raise asyncio.InvalidStateError("it is set already")
+        self._done, self._value = True, value
+        if self._waiter is not None:
+            self._tell(at_once=asyncio.current_task(self._loop) is None)
+
+    def set_exception(self, failure: BaseException) -> None:
+        if self._done:
+            raise asyncio.InvalidStateError("it is set already")
+        self._done, self._failure = True, failure
+        if self._waiter is not None:
+            self._tell(at_once=asyncio.current_task(self._loop) is None)
+
+    def cancel(self, msg: object = None) -> bool:
+        """Called by a task that waits for it and is cancelled."""
+        if self._done:
+            return False
+        self._done = True
+        self._failure = asyncio.CancelledError() if msg is None else asyncio.CancelledError(msg)
+        self._tell(at_once=False)
+        return True
+
+    def add_done_callback(self, call: Callback, *, context: Context | None = None) -> None:
+        assert self._waiter is None, "one waiter"
+        self._waiter = (call, context)
+        if self._done:
+            self._tell(at_once=False)
+
+    def remove_done_callback(self, call: Callback) -> int:
+        known = self._waiter is not None and self._waiter[0] == call
+        if known:
+            self._waiter = None
+        return int(known)
+
+    def _tell(self, at_once: bool) -> None:
+        waiter, self._waiter = self._waiter, None
+        if waiter is None:
+            return
+        call, context = waiter
+        if not at_once:
+            self._loop.call_soon(call, self, context=context)
+        elif context is None:
+            call(self)
+        else:
+            context.run(call, self)
 
 
 class Waits(Generic[K, V]):
-    """Belongs to the running loop. late: what the wait for a key raises when its time is over."""
+    """Belongs to the running loop. late: what the wait for a key raises when its time is over.
+
+    A timer for each costs more than all the rest of a wait, and nearly none of them ever comes.
+    """
 
     def __init__(self, late: Callable[[K], Exception]) -> None:
         self._loop = asyncio.get_running_loop()
         self._late = late
-        self._open: dict[K, tuple[asyncio.Future[V], float]] = {}
+        self._open: dict[K, tuple[Prompt[V], float]] = {}
         self._timer: asyncio.TimerHandle | None = None
 
     def __len__(self) -> int:
         return len(self._open)
 
-    def __iter__(self) -> Iterator[asyncio.Future[V]]:
+    def __iter__(self) -> Iterator[Prompt[V]]:
         return iter([future for future, _ in self._open.values()])
 
-    def open(self, key: K, within_s: float) -> asyncio.Future[V]:
+    def open(self, key: K, within_s: float) -> Prompt[V]:
         """Wait for this answer; who does must `close` it at the end."""
         until = self._loop.time() + within_s
-        future: asyncio.Future[V] = self._loop.create_future()
+        future: Prompt[V] = Prompt(self._loop)
         self._open[key] = (future, until)
-        timer = self._timer
-        if timer is None or until < timer.when():
-            if timer is not None:
-                timer.cancel()
-            self._timer = self._loop.call_at(until, self._look)
+        self._look_at(until)
         return future
 
     def close(self, key: K) -> None:
@@ -46,7 +139,7 @@ class Waits(Generic[K, V]):
         self._open.pop(key, None)
 
     def answer(self, key: K, value: V) -> bool:
-        """Here it is. False: nobody waits for it."""
+        """Here it is. False: nobody waits for it. As `Prompt.set_result`."""
         future, _ = self._open.get(key, (None, 0.0))
         if future is None or future.done():
             return False
@@ -65,17 +158,26 @@ class Waits(Generic[K, V]):
             elif soonest is None or until < soonest:
                 soonest = until
         if soonest is not None:
-            self._timer = self._loop.call_at(soonest, self._look)
+            self._look_at(soonest)
+
+    def _look_at(self, until: float) -> None:
+        timer = self._timer
+        if timer is None or until < timer.when():
+            if timer is not None:
+                timer.cancel()
+            self._timer = self._loop.call_at(until, self._look)
 
 
 class Bell:
-    """Like asyncio.Event, for one waiter who waits for a limited time."""
+    """Like asyncio.Event, for one waiter who waits for a limited time. prompt: the waiter goes on
+    as that of a `Prompt`."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, prompt: bool = False) -> None:
+        self._prompt = prompt
         self._loop = asyncio.get_running_loop()
         self.rung = False
         """Since the last `clear`; may be read on any thread."""
-        self._waiter: asyncio.Future[bool] | None = None
+        self._waiter: asyncio.Future[bool] | Prompt[bool] | None = None
         self._until = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
@@ -94,7 +196,7 @@ class Bell:
         if self.rung:
             return True
         assert self._waiter is None, "one waiter at a time"
-        self._waiter = self._loop.create_future()
+        self._waiter = Prompt(self._loop) if self._prompt else self._loop.create_future()
         self._until = self._loop.time() + (math.inf if within_s is None else within_s)
         timer = self._timer
         if self._until < math.inf and (timer is None or self._until < timer.when()):

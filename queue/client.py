@@ -148,13 +148,14 @@ class Client(asyncio.Protocol):
         self._greeting = self._loop.create_future()
         await self._loop.create_connection(lambda: self, host, port)
         await self._greeting  # its INFO
-        if self._info.get("tls_required"):
-            context = login.get("tls") or ssl.create_default_context()
+        wanted = login.get("tls")
+        if self._info.get("tls_required") or (wanted and self._info.get("tls_available")):
+            context = wanted or ssl.create_default_context()
             assert self._transport is not None
             self._transport = await self._loop.start_tls(
                 self._transport, self, context, server_hostname=host
             )
-        elif login.get("tls") is not None:
+        elif wanted is not None:
             raise NatsError("the server offers no TLS, and the configuration wants it")
         connect = _greeting(self._info, url, name, login)
         self._greeting = self._loop.create_future()

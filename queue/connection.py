@@ -1,10 +1,8 @@
 """One NATS connection that is always either up or being dialled.
 
 Life: `start` dials until the first success or `wait_s`; afterwards one task redials for ever,
-until `close`. We do not use the client's own reconnect: it gives up for good on some server
-errors, and against a stopped server it can wait for ever for its socket to drain. A fresh client
-per connection has one path for start, restart and hang. `setup` runs on each new connection
-before it counts as up: it makes streams and subscriptions.
+until `close`. A fresh client per connection has one path for start, restart and hang. `setup` runs
+on each new connection before it counts as up: it makes streams and subscriptions.
 
 Ownership: the link owns the client and its sockets; users only call `request`, `api`, `publish`.
 """
@@ -177,15 +175,18 @@ class Link:
         body = b"" if payload is None else msgspec.json.encode(payload)
         return read_reply(await self.request(f"$JS.API.{operation}", body, timeout_s))
 
-    async def publish(self, subject: str, payload: bytes, reply: str = "") -> None:
+    async def publish(
+        self, subject: str, payload: bytes, reply: str = "", *, now: bool = False
+    ) -> None:
         """As `post`. Never waits."""
-        self.post(subject, payload, reply)
+        self.post(subject, payload, reply, now=now)
 
-    def post(self, subject: str, payload: bytes, reply: str = "") -> None:
+    def post(self, subject: str, payload: bytes, reply: str = "", *, now: bool = False) -> None:
         """Send and forget. A request for an answer (`reply`) leaves at once, with what was sent
-        before it; the rest at the end of this turn of the loop. Raises NotSent."""
+        before it, and so does what is to leave `now`; the rest at the end of this turn of the loop.
+        Raises NotSent."""
         try:
-            self.client.publish(subject, payload, reply, now=bool(reply))
+            self.client.publish(subject, payload, reply, now=now or bool(reply))
         except NatsError as exc:
             raise NotSent(f"NATS at {self.shown_url}: {exc}") from exc
 

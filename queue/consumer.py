@@ -72,7 +72,7 @@ class JetStreamConsumer:
         self._inbox = ""
         self._subscription: Subscription | None = None
         self._arrived: deque[JetStreamDelivery | DirectDelivery] = deque()
-        self._wake = Bell()
+        self._wake = Bell(prompt=True)
         self._pulling = asyncio.Lock()
         self._returns: set[asyncio.Task[None]] = set()
         self._waiting = False
@@ -303,11 +303,11 @@ class JetStreamConsumer:
     def _on_direct(self, msg: Message) -> None:
         """A job that the stream cannot take now; without a job: whether we would take one."""
         free = self._waiting and not self._draining and not self._arrived
+        with contextlib.suppress(NotSent):
+            self.link.post(msg.reply, TAKEN if free else b"busy")
         if free and MSG_ID in msg.headers:
             self._arrived.append(DirectDelivery(msg))
             self._wake.ring()
-        with contextlib.suppress(NotSent):
-            self.link.post(msg.reply, TAKEN if free else b"busy")
 
     def _give_back(self, jobs: list[Any]) -> None:
         for job in jobs:

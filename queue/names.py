@@ -118,7 +118,7 @@ def parse_ack(subject: str) -> AckInfo:
     parts = subject.split(".")
     if subject.isprintable() and " " not in subject and parts[:2] == ["$JS", "ACK"]:
         fields = parts[2:] if len(parts) == 9 else parts[4:] if len(parts) >= 11 else []
-        if fields and all(part.isascii() and part.isdigit() for part in fields[2:6]):
+        if fields and subject.isascii() and all(map(str.isdigit, fields[2:6])):
             return AckInfo(fields[0], fields[1], int(fields[2]), int(fields[3]), int(fields[5]))
     raise BadMessage(f"not an ack subject: {subject[:200]!r}")
 

@@ -65,11 +65,10 @@ def pub(subject: str, reply: str, payload: bytes) -> bytes:
 
 def hpub(subject: str, reply: str, headers: dict[str, str], payload: bytes) -> bytes:
     """With headers. Raises ValueError if a subject or a header would break its line."""
-    lines = [f"{name}: {value}\r\n" for name, value in headers.items()]
-    for line in lines:
-        if line.find("\n") != len(line) - 1 or line.find("\r") != len(line) - 2:
-            raise ValueError(f"a header of more than one line: {line!r}")
-    head = f"NATS/1.0\r\n{''.join(lines)}\r\n".encode()
+    text = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
+    if not text.count("\r") == text.count("\n") == len(headers):
+        raise ValueError(f"a header of more than one line: {text!r}")
+    head = f"NATS/1.0\r\n{text}\r\n".encode()
     return b"HPUB %s%d %d\r\n%s%s\r\n" % (
         _subjects(subject, reply), len(head), len(head) + len(payload), head, payload,
     )  # fmt: skip

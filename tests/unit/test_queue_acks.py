@@ -24,7 +24,7 @@ class Link:
     async def wait_up(self, wait_s: float) -> bool:
         return True
 
-    async def publish(self, subject: str, payload: bytes) -> None:
+    async def publish(self, subject: str, payload: bytes, *, now: bool = False) -> None:
         self.said.append(subject)
 
     async def request(self, subject: str, payload: bytes, timeout_s: float) -> None:
