@@ -15,6 +15,7 @@ from pullfill.queue.contract import JobConsumer, JobProducer, QueueConfig
 from pullfill.queue.jetstream import JetStreamConsumer, JetStreamProducer
 from pullfill.queue.memory import MemoryQueue
 from pullfill.queue.names import round_up_tokens
+from pullfill.queue.producer import BUSY_REFRESH_S
 from tests.support.nats import NatsServer, until
 
 ACK_WAIT_S = 0.3
@@ -67,7 +68,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
 
 
 @pytest.fixture(params=["jetstream", "memory"])
-async def make(request: pytest.FixtureRequest, server: NatsServer) -> AsyncIterator[Make]:
+async def make(
+    request: pytest.FixtureRequest, server: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Make]:
+    monkeypatch.setattr("pullfill.queue.producer.STEADY_REFRESH_S", BUSY_REFRESH_S)
     opened: list[JobConsumer | JobProducer] = []
 
     async def jetstream(config: QueueConfig) -> Bench:
