@@ -26,7 +26,14 @@ from pullfill.transfer.shm import ranks
 from pullfill.transfer.shm.files import RegionFiles
 from pullfill.wire import RegionDescriptor
 from tests.support.fake_gpu import FakeDriver
-from tests.support.transfer_rigs import COMPAT, extent, memory_over, pages, random_bytes
+from tests.support.transfer_rigs import (
+    COMPAT,
+    assert_same,
+    extent,
+    memory_over,
+    pages,
+    random_bytes,
+)
 
 BLOCKS, LAYERS, HEADS, PAGE = 12, 3, 4, 64
 OPTIONS = SimpleNamespace(transports=None, host="127.0.0.1", kv_port=0, advertise_kv=None)
@@ -106,13 +113,13 @@ def test_every_head_gets_where_it_belongs(
     expected, token = decode.pages, owner.fences.open(target)
     session.write_blocks(token, source, target)
     expected[:, target] = prefill.pages[:, source]
-    np.testing.assert_array_equal(decode.pages, expected)
+    assert_same(decode.pages, expected)
     session.read_blocks(token, [5], [9])
-    np.testing.assert_array_equal(prefill.pages[:, 9], decode.pages[:, 5])
+    assert_same(prefill.pages[:, 9], decode.pages[:, 5])
     assert owner.fences.try_revoke(token)
     with pytest.raises(Fenced):
         session.write_blocks(token, [1], [2])
-    np.testing.assert_array_equal(decode.pages, expected)
+    assert_same(decode.pages, expected)
     session.close()
     owner.close()
     assert sum(driver.openings.values()) == openings

@@ -37,6 +37,7 @@ from tests.support.transfer_rigs import (
     Local,
     Region,
     Rig,
+    assert_same,
     check_moved,
     scattered,
 )
@@ -76,7 +77,7 @@ def test_write_moves_exactly_the_named_blocks(rig: Rig, local: str, remote: str)
     region.pages[:] = 0
     restored = np.frombuffer(gaps, np.uint8).copy()
     Region(region.owner, restored, region.memory, region.descriptor).pages[:] = 0
-    np.testing.assert_array_equal(region.data, restored)
+    assert_same(region.data, restored)
     assert region.owner.fences.try_revoke(token)
 
 
@@ -103,7 +104,7 @@ def test_neighbouring_blocks_move_as_one_run_per_layer(rig: Rig) -> None:
     assert session.write_blocks(token, range(5, 25), range(10, 30)).runs == 3
     assert session.write_blocks(token, [], []).nbytes == 0
     session.close()
-    np.testing.assert_array_equal(region.pages[:, 10:30], mine.pages[:, 5:25])
+    assert_same(region.pages[:, 10:30], mine.pages[:, 5:25])
 
 
 def test_block_ids_may_be_arrays_as_they_come_from_the_wire(rig: Rig) -> None:
@@ -113,7 +114,7 @@ def test_block_ids_may_be_arrays_as_they_come_from_the_wire(rig: Rig) -> None:
     token = region.owner.fences.open(ids)
     session.write_blocks(token, ids[::-1], ids)
     session.close()
-    np.testing.assert_array_equal(region.pages[:, ids], mine.pages[:, ids[::-1]])
+    assert_same(region.pages[:, ids], mine.pages[:, ids[::-1]])
     assert region.owner.fences.try_revoke(token)
 
 
@@ -124,11 +125,11 @@ def test_many_batches_and_long_runs(rig: Rig) -> None:
     token = region.owner.fences.open(range(96))
     source, target = scattered(6, 60, 96), scattered(7, 60, 96)
     session.write_blocks(token, source, target)
-    np.testing.assert_array_equal(region.pages[:, target], mine.pages[:, source])
+    assert_same(region.pages[:, target], mine.pages[:, source])
     session.write_blocks(token, range(96), range(96))
     session.read_blocks(token, range(3), range(3))
     session.close()
-    np.testing.assert_array_equal(region.pages, mine.pages)
+    assert_same(region.pages, mine.pages)
     assert session.moved_bytes == (60 + 96 + 3) * layout.block_bytes
 
 
@@ -146,8 +147,8 @@ def test_revoked_fence_refuses_both_ways(rig: Rig) -> None:
     with pytest.raises(Fenced):
         session.read_blocks(token, [1, 2], [1, 2])
     session.close()
-    np.testing.assert_array_equal(region.data, theirs)
-    np.testing.assert_array_equal(mine.data, ours)
+    assert_same(region.data, theirs)
+    assert_same(mine.data, ours)
 
 
 @pytest.mark.parametrize("rig", MAPPED, indirect=True)
@@ -241,8 +242,8 @@ def test_bad_block_ids_move_nothing(rig: Rig, source: list[int], target: list[in
         with pytest.raises(BadMessage):
             move(token, source, target)
     session.close()
-    np.testing.assert_array_equal(region.data, theirs)
-    np.testing.assert_array_equal(mine.data, ours)
+    assert_same(region.data, theirs)
+    assert_same(mine.data, ours)
     with pytest.raises(ConfigError):
         region.owner.fences.open([0, 40])
 
@@ -257,7 +258,7 @@ def test_other_incarnation_is_refused(rig: Rig) -> None:
     before = region.data.copy()
     with pytest.raises(Fenced):
         session.write_blocks(token, [0], [1])
-    np.testing.assert_array_equal(region.data, before)
+    assert_same(region.data, before)
     with pytest.raises(PeerUnavailable):
         rig.connect(mine, region)
     renewed = rig.connect(mine, region, incarnation="i2")
@@ -281,7 +282,7 @@ def test_restarted_owner_is_out_of_reach_of_an_old_descriptor(rig: Rig) -> None:
     with pytest.raises(Fenced):
         old_session.write_blocks(token, [0], [1])
     old_session.close()
-    np.testing.assert_array_equal(reborn.data, before)
+    assert_same(reborn.data, before)
 
 
 def test_closed_owner_proves_and_grants_nothing(rig: Rig) -> None:

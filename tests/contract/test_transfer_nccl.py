@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from pullfill.errors import ConfigError, Fenced, PeerUnavailable, TransferFailed
@@ -17,7 +16,7 @@ from pullfill.transfer.nccl.cuda import CudaGpus
 from pullfill.transfer.nccl.plane import NcclKind
 from pullfill.wire import FenceToken
 from tests.support.fake_nccl import FakeGpus, World
-from tests.support.transfer_rigs import DENSE, LAYOUTS, Local, Region, Rig, stream_rig
+from tests.support.transfer_rigs import DENSE, LAYOUTS, Local, Region, Rig, assert_same, stream_rig
 from tests.support.waiting import eventually
 
 LONG_S = 1000.0
@@ -174,7 +173,7 @@ def test_two_peers_at_once_have_a_communicator_each(make: Make) -> None:
         writers = [Writing(s, token, half) for s, half in zip(sessions, halves, strict=True)]
         assert [writer.end() for writer in writers] == [None, None]
     assert place.moved(halves[0])
-    np.testing.assert_array_equal(place.region.pages[:, 20:], other.pages[:, 20:])
+    assert_same(place.region.pages[:, 20:], other.pages[:, 20:])
     assert place.world.constructed == 4
     for session in sessions:
         session.close()
@@ -293,7 +292,7 @@ def test_a_refused_batch_costs_no_communicator_and_keeps_the_one_there_is(make: 
     before = place.region.data.copy()
     with pytest.raises(Fenced):
         session.write_blocks(dead, range(10, 40), range(10, 40))
-    np.testing.assert_array_equal(place.region.data, before)
+    assert_same(place.region.data, before)
     session.write_blocks(token, range(10, 40), range(10, 40))
     assert place.world.constructed == 2, "made again after a mere refusal"
     assert place.moved(range(40))
@@ -316,7 +315,7 @@ def test_long_operations_are_refused_between_batches(make: Make, tmp_path: Path)
     assert error is None or isinstance(error, Fenced)
     fresh = region.owner.fences.open(range(40))
     session.write_blocks(fresh, range(40), range(40))
-    np.testing.assert_array_equal(region.pages, mine.pages)
+    assert_same(region.pages, mine.pages)
     assert place.world.constructed in (made, made + 2)
     session.close()
     region.owner.close()

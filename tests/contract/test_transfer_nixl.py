@@ -25,7 +25,7 @@ from pullfill.transfer.nixl.agent import Agent
 from pullfill.transfer.nixl.plane import NixlKind, _checked
 from pullfill.transfer.nixl.wire import NixlRuns
 from pullfill.wire import FenceToken, encode
-from tests.support.transfer_rigs import DENSE, Local, Region, Rig, stream_rig
+from tests.support.transfer_rigs import DENSE, Local, Region, Rig, assert_same, stream_rig
 from tests.support.waiting import eventually
 
 REPO = Path(__file__).parents[2]
@@ -71,7 +71,7 @@ def test_agents_are_made_at_the_first_batch_and_dropped_when_idle(make: Make) ->
         blocks = range(first, first + 20)
         session.write_blocks(token, blocks, blocks)
         eventually(lambda: not agents(region, session), "an idle agent is kept")
-    np.testing.assert_array_equal(region.pages, mine.pages)
+    assert_same(region.pages, mine.pages)
     session.close()
 
 
@@ -87,9 +87,9 @@ def test_each_side_may_drop_its_agent_alone(make: Make, who: str) -> None:
     plane.release_if_idle(float("inf"))
     assert len(agents(region, session)) == 1
     session.write_blocks(token, range(20, 40), range(20, 40))
-    np.testing.assert_array_equal(region.pages, mine.pages)
+    assert_same(region.pages, mine.pages)
     session.read_blocks(token, [5], [6])
-    np.testing.assert_array_equal(mine.pages[:, 6], region.pages[:, 5])
+    assert_same(mine.pages[:, 6], region.pages[:, 5])
     session.close()
 
 

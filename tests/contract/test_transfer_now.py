@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 import pytest
 
 from pullfill.errors import BadMessage, Fenced, TransferFailed
@@ -14,7 +13,7 @@ from pullfill.transfer.layout import dense_layout
 from pullfill.transfer.session import NOW_BYTES, NOW_COPIES
 from pullfill.transfer.shm import lock
 from tests.support.mapped_held import Held, start_held
-from tests.support.transfer_rigs import DENSE, LAYOUTS, RIGS, Rig, check_moved, shm_rig
+from tests.support.transfer_rigs import DENSE, LAYOUTS, RIGS, Rig, assert_same, check_moved, shm_rig
 
 Verb = Literal["write", "read"]
 
@@ -39,7 +38,7 @@ def test_it_moves_exactly_the_named_blocks_or_nothing(
     wrote = session.move_now("write", token, source, target)
     assert (wrote is not None) == (kind == "shm")
     if wrote is None:
-        np.testing.assert_array_equal(region.pages, theirs)
+        assert_same(region.pages, theirs)
         assert session.moved_bytes == 0
     else:
         check_moved(theirs, region.pages, ours[:, source], target)
@@ -60,8 +59,8 @@ def test_a_dead_fence_refuses_it(rig: Rig, verb: Verb) -> None:
     theirs, ours = region.data.copy(), mine.data.copy()
     with pytest.raises(Fenced):
         session.move_now(verb, token, [1, 2], [1, 2])
-    np.testing.assert_array_equal(region.data, theirs)
-    np.testing.assert_array_equal(mine.data, ours)
+    assert_same(region.data, theirs)
+    assert_same(mine.data, ours)
 
 
 def test_the_fence_is_let_go_of(rig: Rig) -> None:
@@ -107,5 +106,5 @@ def test_more_than_a_little_is_left_to_others(rig: Rig, blocks: int, page: int) 
     token = region.owner.fences.open(ids)
     before = region.data.copy()
     assert session.move_now("write", token, ids, ids) is None
-    np.testing.assert_array_equal(region.data, before)
+    assert_same(region.data, before)
     assert session.move_now("write", token, ids[1:], ids[1:]) is not None

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from pullfill import frames
@@ -31,7 +30,7 @@ from pullfill.transfer.stream.peer import StreamSession, StreamTransport
 from pullfill.transfer.tcp.plane import TcpKind
 from pullfill.wire import FenceToken
 from tests.support.stream_held import Held, revoke, wait_for
-from tests.support.transfer_rigs import DENSE, Local, Region, Rig, stream_rig
+from tests.support.transfer_rigs import DENSE, Local, Region, Rig, assert_same, stream_rig
 
 LONG = dense_layout(2, 64, 2, 16 << 10)  # 4 MiB
 Make = Callable[..., Rig]
@@ -82,7 +81,7 @@ def test_a_revoke_does_not_wait_for_a_writer_that_says_nothing(make: Make) -> No
     assert isinstance(held.finish(), Fenced)
     assert (region.data == 7).all()
     session.write_blocks(reused, range(64), range(64))
-    np.testing.assert_array_equal(region.pages, mine.pages)
+    assert_same(region.pages, mine.pages)
     session.close()
 
 
@@ -97,7 +96,7 @@ def test_a_revoke_does_not_wait_for_a_reader_that_takes_nothing(make: Make) -> N
     assert isinstance(held.finish(), Fenced)
     token = region.owner.fences.open(range(64))
     session.read_blocks(token, range(64), range(64))
-    np.testing.assert_array_equal(region.pages, mine.pages)
+    assert_same(region.pages, mine.pages)
     session.close()
 
 
@@ -150,8 +149,8 @@ def test_a_block_outside_the_grant_is_refused(make: Make, verb: str) -> None:
     theirs, ours = region.data.copy(), mine.data.copy()
     with pytest.raises(BadMessage, match="outside the grant"):
         getattr(session, verb)(token, [1, 3], [1, 3])
-    np.testing.assert_array_equal(region.data, theirs)
-    np.testing.assert_array_equal(mine.data, ours)
+    assert_same(region.data, theirs)
+    assert_same(mine.data, ours)
     getattr(session, verb)(token, [1, 2], [1, 2])
     session.close()
 
@@ -162,11 +161,11 @@ def test_a_prefix_hit_is_read_and_never_written(make: Make) -> None:
     token, before = region.owner.fences.open([5, 1, 2], 1), region.data.copy()
     with pytest.raises(BadMessage, match="outside the grant"):
         session.write_blocks(token, [1, 5], [1, 5])
-    np.testing.assert_array_equal(region.data, before)
+    assert_same(region.data, before)
     session.read_blocks(token, [5, 1, 2], [7, 8, 9])
     session.write_blocks(token, [1, 2], [1, 2])
     for ours, theirs in ((7, 5), (1, 1), (2, 2)):
-        np.testing.assert_array_equal(mine.pages[:, ours], region.pages[:, theirs])
+        assert_same(mine.pages[:, ours], region.pages[:, theirs])
     session.close()
 
 
@@ -179,9 +178,9 @@ def test_a_part_of_the_heads_and_layers(make: Make) -> None:
     token = region.owner.fences.open(range(8))
     session.write_blocks(token, [3, 1], [5, 6])
     before[1:3, [5, 6], 2] = mine.pages[:, [3, 1], 1]
-    np.testing.assert_array_equal(region.pages, before)
+    assert_same(region.pages, before)
     session.read_blocks(token, [5, 6], [0, 7])
-    np.testing.assert_array_equal(mine.pages[:, [0, 7], 1], mine.pages[:, [3, 1], 1])
+    assert_same(mine.pages[:, [0, 7], 1], mine.pages[:, [3, 1], 1])
     session.close()
     outside = Part(local_head=0, remote_head=3, heads=2, local_layer=0, remote_layer=0, layers=1)
     with pytest.raises(IncompatibleError):
@@ -196,8 +195,8 @@ def test_one_port_serves_every_rank(make: Make) -> None:
     before = region.data.copy()
     session.write_blocks(token, [1], [2])
     session.read_blocks(token, [2], [3])
-    np.testing.assert_array_equal(region.data, before)
-    np.testing.assert_array_equal(mine.pages[:, 3], mine.pages[:, 1])
+    assert_same(region.data, before)
+    assert_same(mine.pages[:, 3], mine.pages[:, 1])
     session.close()
     with pytest.raises(IncompatibleError, match="no rank 2"):
         rig.connect(mine, region, rank=2)
@@ -227,7 +226,7 @@ def test_with_the_cluster_key_blocks_move_and_frames_are_sealed(make: Make) -> N
     session = transport.connect(mine.memory, region.descriptor)
     session.write_blocks(token, range(64), range(64))
     session.read_blocks(token, range(64), range(64))
-    np.testing.assert_array_equal(region.pages, mine.pages)
+    assert_same(region.pages, mine.pages)
     assert isinstance(session, StreamSession)
     link = session._link
     assert link is not None
@@ -237,7 +236,7 @@ def test_with_the_cluster_key_blocks_move_and_frames_are_sealed(make: Make) -> N
     mine.data[:] = 1
     with pytest.raises(TransferFailed):
         session.write_blocks(token, [0], [0])
-    np.testing.assert_array_equal(region.data, before)
+    assert_same(region.data, before)
     session.write_blocks(token, [0], [0])  # a new connection
     session.close()
 
@@ -279,7 +278,7 @@ def test_after_the_opening_its_limit_is_lifted(make: Make, monkeypatch: pytest.M
     time.sleep(0.35)
     session.write_blocks(token, range(64), range(64))
     assert session._link is link
-    np.testing.assert_array_equal(region.pages, mine.pages)
+    assert_same(region.pages, mine.pages)
     session.close()
 
 

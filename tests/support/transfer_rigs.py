@@ -86,11 +86,17 @@ def pages(data: Bytes, layout: KvLayout) -> Bytes:
     )
 
 
+def assert_same(found: np.ndarray, expected: np.ndarray) -> None:
+    """numpy's own assertion looks for NaN first: 0.2 s for 24 MiB of bytes that are the same."""
+    if not np.array_equal(found, expected):
+        np.testing.assert_array_equal(found, expected)
+
+
 def check_moved(before: np.ndarray, after: np.ndarray, new: np.ndarray, target: list[int]) -> None:
     """`target` blocks hold `new`; nothing else changed."""
     expected = before.copy()
     expected[:, target] = new
-    np.testing.assert_array_equal(after, expected)
+    assert_same(after, expected)
 
 
 def memory_over(data: Bytes, layout: KvLayout) -> LocalMemory:
@@ -100,7 +106,7 @@ def memory_over(data: Bytes, layout: KvLayout) -> LocalMemory:
 
 
 def random_bytes(nbytes: int, seed: int) -> Bytes:
-    return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
+    return np.frombuffer(bytearray(np.random.default_rng(seed).bytes(nbytes)), np.uint8)
 
 
 @dataclass
