@@ -84,7 +84,7 @@ class Acks:
         self._some.set()
         loop = asyncio.get_running_loop()
         if max(self._gap, loop.time() - self._pushed_at) > BUSY_S:
-            await self._tell(one, now=True)
+            await self._tell(one)
             return
         self._unsent.append(one)
         if not self._timed:
@@ -129,7 +129,7 @@ class Acks:
             await asyncio.wait({self._task}, timeout=ANSWER_S)  # the client may swallow it
             self._task = None
 
-    async def _tell(self, one: _Open, now: bool = False) -> None:
+    async def _tell(self, one: _Open) -> None:
         """Send it, if it has not gone out over this connection."""
         if not self._link.up or not self._stream_id():
             return
@@ -138,7 +138,7 @@ class Acks:
         if not self._moot(one):
             with contextlib.suppress(NotSent):
                 one.generation = self._link.generation
-                await self._link.publish(one.subject, _ACK, now=now)
+                await self._link.publish(one.subject, _ACK)
 
     def _moot(self, one: _Open) -> bool:
         """Whether its number means another job by now; then it is forgotten."""

@@ -61,7 +61,7 @@ async def survey(
         )
         queues = [await _report(link, Names(namespace, one)) for one in hashes]
         client = link.client
-        version = client.server_version
+        version = str(client.connected_server_version)
         return ServerReport(link.shown_url, version, client.max_payload, queues)
 
 

@@ -1,8 +1,10 @@
 """One NATS connection that is always either up or being dialled.
 
 Life: `start` dials until the first success or `wait_s`; afterwards one task redials for ever,
-until `close`. A fresh client per connection has one path for start, restart and hang. `setup` runs
-on each new connection before it counts as up: it makes streams and subscriptions.
+until `close`. We do not use the client's own reconnect: it gives up for good on some server
+errors, and against a stopped server it can wait for ever for its socket to drain. A fresh client
+per connection has one path for start, restart and hang. `setup` runs on each new connection
+before it counts as up: it makes streams and subscriptions.
 
 Ownership: the link owns the client and its sockets; users only call `request`, `api`, `publish`.
 """
@@ -19,15 +21,15 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
+import nats.errors
+from nats.aio.client import Client
+from nats.aio.msg import Msg
 
 from pullfill import log
 from pullfill.config import split_urls
 from pullfill.errors import ConfigError, PullfillError, QueueFull, QueueUnavailable
 from pullfill.health import Health
-from pullfill.queue.client import AuthRefused, Client, Message, NatsError, TooLarge
-from pullfill.queue.protocol import STATUS
 from pullfill.queue.pulse import watch_pulse
-from pullfill.waits import Waits
 
 logger = log.get("queue")
 
@@ -36,6 +38,8 @@ DIAL_TIMEOUT_S = 2.0
 API_TIMEOUT_S = 2.0
 _BACKOFF_S = (0.05, 0.1, 0.2, 0.5, 1.0)
 _NO_RESPONDERS = "503"
+_CLIENT_TASKS = ("_reading_task", "_flusher_task", "_ping_interval_task")
+_GONE = (nats.errors.UnexpectedEOF, nats.errors.StaleConnectionError, ConnectionError)
 
 
 class ApiError(QueueUnavailable):
@@ -85,9 +89,11 @@ class Link:
         self._client: Client | None = None
         self._ended = asyncio.Event()
         self._changed = asyncio.Event()
+        # Answers to requests of ours: the client's own way makes a random name, two more timers
+        # and a task for each.
         self._inbox = ""
         self._serial = itertools.count(1)
-        self._answers: Waits[str, Message] = Waits(lambda _: TimeoutError())
+        self._answers: dict[str, asyncio.Future[Msg]] = {}
         self._cause = "not connected yet"
         self._fatal: ConfigError | None = None
         self._started = False
@@ -137,15 +143,19 @@ class Link:
 
     async def request(
         self, subject: str, payload: bytes, timeout_s: float, headers: dict[str, str] | None = None
-    ) -> Message:
+    ) -> Msg:
         """One request and its answer. Raises NotSent, NoResponders, QueueUnavailable (sent, but no
         answer: it may have had its effect), QueueFull (larger than the server's max_payload)."""
         client, inbox = self.client, f"{self._inbox}.{next(self._serial)}"
-        answer = self._answers.open(inbox, timeout_s)
+        answer: asyncio.Future[Msg] = asyncio.get_running_loop().create_future()
+        self._answers[inbox] = answer
         try:
-            client.publish(subject, payload, inbox, headers, now=True)
-            msg = await answer
-        except TooLarge:
+            # Two timers: the client swallows the first if it comes while its send buffer is full.
+            async with asyncio.timeout(timeout_s):
+                await client.publish(subject, payload, reply=inbox, headers=headers)
+            async with asyncio.timeout(timeout_s):
+                msg = await answer
+        except nats.errors.MaxPayloadError:
             too_large = QueueFull(
                 f"{len(payload)} bytes are more than the max_payload of {client.max_payload} of "
                 f"NATS at {self.shown_url}: raise max_payload in its configuration (8MB is enough "
@@ -157,16 +167,18 @@ class Link:
             raise QueueUnavailable(
                 f"NATS at {self.shown_url} gave no answer within {timeout_s:g} s"
             ) from None
-        except NatsError as exc:
-            raise NotSent(f"NATS at {self.shown_url}: {exc}") from exc
+        except (nats.errors.Error, OSError) as exc:
+            raise QueueUnavailable(f"NATS at {self.shown_url}: {_say(exc)}") from exc
         finally:
-            self._answers.close(inbox)
-        if msg.headers.get(STATUS) == _NO_RESPONDERS:
+            del self._answers[inbox]
+        if msg.headers and msg.headers.get("Status") == _NO_RESPONDERS:
             raise NoResponders(f"NATS at {self.shown_url} has nobody on {subject}")
         return msg
 
-    def _on_answer(self, msg: Message) -> None:
-        self._answers.answer(msg.subject, msg)
+    async def _on_answer(self, msg: Msg) -> None:
+        answer = self._answers.get(msg.subject)
+        if answer is not None and not answer.done():
+            answer.set_result(msg)
 
     async def api(
         self, operation: str, payload: object = None, timeout_s: float = API_TIMEOUT_S
@@ -175,24 +187,17 @@ class Link:
         body = b"" if payload is None else msgspec.json.encode(payload)
         return read_reply(await self.request(f"$JS.API.{operation}", body, timeout_s))
 
-    async def publish(
-        self, subject: str, payload: bytes, reply: str = "", *, now: bool = False
-    ) -> None:
-        """As `post`. Never waits."""
-        self.post(subject, payload, reply, now=now)
-
-    def post(self, subject: str, payload: bytes, reply: str = "", *, now: bool = False) -> None:
-        """Send and forget. A request for an answer (`reply`) leaves at once, with what was sent
-        before it, and so does what is to leave `now`; the rest at the end of this turn of the loop.
-        Raises NotSent."""
+    async def publish(self, subject: str, payload: bytes, reply: str = "") -> None:
+        """Send and forget. Raises NotSent."""
+        client = self.client
         try:
-            self.client.publish(subject, payload, reply, now=now or bool(reply))
-        except NatsError as exc:
-            raise NotSent(f"NATS at {self.shown_url}: {exc}") from exc
+            await client.publish(subject, payload, reply=reply)
+        except (nats.errors.Error, OSError) as exc:
+            raise NotSent(f"NATS at {self.shown_url}: {_say(exc)}") from exc
 
     async def flush(self, timeout_s: float = 1.0) -> None:
         """Wait until the server has read what was published. Errors are not raised."""
-        with contextlib.suppress(TimeoutError, PullfillError):
+        with contextlib.suppress(nats.errors.Error, OSError, TimeoutError, PullfillError):
             async with asyncio.timeout(timeout_s):
                 await self.client.flush()
 
@@ -232,23 +237,39 @@ class Link:
 
     async def _dial(self) -> None:
         self._ended.clear()
+        self._client = client = Client()
+        options: dict[str, Any] = {
+            "name": f"pullfill-{self._name}",
+            "allow_reconnect": False,
+            "max_reconnect_attempts": 1,
+            "reconnect_time_wait": 0.05,
+            "connect_timeout": DIAL_TIMEOUT_S,
+            "ping_interval": 2,
+            "max_outstanding_pings": 2,
+            "flush_timeout": 0.5,
+            **self._options,
+        }
+        cause: list[Exception] = []
 
-        def on_end(why: NatsError) -> None:
-            self._cause = str(why)
+        async def on_error(exc: Exception) -> None:
+            cause.append(exc)
+            if isinstance(exc, _GONE):
+                self._cause = _say(exc)
+                self._ended.set()
+
+        async def on_closed() -> None:
             self._ended.set()
 
-        def on_error(why: NatsError) -> None:
-            logger.warning("NATS at %s complains: %s", self.shown_url, why)
-
         try:
-            self._client = client = await Client.connect(
-                self._urls, name=f"pullfill-{self._name}", timeout_s=DIAL_TIMEOUT_S,
-                on_end=on_end, on_error=on_error, **self._options,
-            )  # fmt: skip
-        except (NatsError, OSError) as exc:
+            async with asyncio.timeout((1 + len(self._urls)) * DIAL_TIMEOUT_S):
+                await client.connect(self._urls, error_cb=on_error, closed_cb=on_closed, **options)
+        except (nats.errors.NoServersError, TimeoutError):
+            raise self._meant(cause[-1] if cause else TimeoutError("no answer")) from None
+        except (nats.errors.Error, OSError) as exc:
             raise self._meant(exc) from None
+        self._ended.clear()
         self._inbox = client.new_inbox()
-        client.subscribe(f"{self._inbox}.*", self._on_answer)
+        await client.subscribe(f"{self._inbox}.*", cb=self._on_answer)
         self.generation += 1
         await self._setup()
         self.up = True
@@ -258,7 +279,7 @@ class Link:
     def _meant(self, cause: Exception) -> Exception:
         """A ConfigError for what no waiting mends: a login or a certificate that is refused."""
         text = _say(cause).lower()
-        if isinstance(cause, AuthRefused):
+        if isinstance(cause, nats.errors.AuthorizationError) or "authorization" in text:
             return ConfigError(
                 f"NATS at {self.shown_url} refuses the login: check credentials, user, "
                 "password_file or token_file of [nats] in the --security file"
@@ -276,7 +297,11 @@ class Link:
         assert client is not None
         pulse = asyncio.create_task(watch_pulse(client, self.health), name="nats-pulse")
         try:
-            await self._ended.wait()
+            # The client's callbacks can be stuck behind a socket that does not drain: also look.
+            while not self._ended.is_set() and client.is_connected:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(1.0):
+                        await self._ended.wait()
         finally:
             pulse.cancel()
             await asyncio.gather(pulse, return_exceptions=True)
@@ -289,7 +314,7 @@ class Link:
             self._changed.set()
             self.on_down()
         if client is not None:
-            task = asyncio.create_task(client.close())
+            task = asyncio.create_task(_bury(client))
             self._burials.add(task)
             task.add_done_callback(self._burials.discard)
 
@@ -305,7 +330,7 @@ class Link:
             logger.warning("NATS at %s: %s", self.shown_url, cause)
 
 
-def read_reply(reply: Message) -> dict[str, Any]:
+def read_reply(reply: Msg) -> dict[str, Any]:
     """The JSON of a JetStream answer. Raises ApiError."""
     try:
         answer = msgspec.json.decode(reply.data)
@@ -319,8 +344,26 @@ def read_reply(reply: Message) -> dict[str, Any]:
     return answer
 
 
+async def _bury(client: Client) -> None:
+    """Close a client, by force if its socket does not drain. One whose TLS handshake failed leaves
+    its plain socket open even if it closes."""
+    with contextlib.suppress(Exception):
+        async with asyncio.timeout(0.5):
+            await client.close()
+    for name in ("_io_writer", "_bare_io_writer"):
+        writer = getattr(getattr(client, "_transport", None), name, None)
+        if writer is not None:
+            writer.transport.abort()
+    tasks = [getattr(client, name, None) for name in _CLIENT_TASKS]
+    tasks += [sub._wait_for_msgs_task for sub in getattr(client, "_subs", {}).values()]
+    for task in tasks:
+        if isinstance(task, asyncio.Task):
+            task.cancel()
+
+
 def _say(exc: BaseException) -> str:
-    return str(exc) or type(exc).__name__
+    text = str(exc) or type(exc).__name__
+    return text.removeprefix("nats: ")
 
 
 def _without_credentials(urls: str) -> str:

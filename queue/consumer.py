@@ -21,19 +21,20 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Self
 
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+
 from pullfill import log
 from pullfill.clock import SYSTEM_CLOCK
 from pullfill.errors import BadMessage, PullfillError, QueueUnavailable
 from pullfill.health import Health
 from pullfill.queue.acks import Acks
-from pullfill.queue.client import Message, Subscription
 from pullfill.queue.connection import Link, NoResponders, NotSent, OnEvent
 from pullfill.queue.contract import Delivery, OnDeadLetter, QueueConfig
 from pullfill.queue.deadletter import DeadLetters, MaxDeliveries
 from pullfill.queue.delivery import IN_PROGRESS, DirectDelivery, JetStreamDelivery
 from pullfill.queue.depth import moment
 from pullfill.queue.names import CONSUMER, MSG_ID, TAKEN, Names
-from pullfill.queue.protocol import STATUS
 from pullfill.queue.streams import NOT_SET, Streams
 from pullfill.waits import Bell
 from pullfill.wire import QueueSettings
@@ -72,7 +73,7 @@ class JetStreamConsumer:
         self._inbox = ""
         self._subscription: Subscription | None = None
         self._arrived: deque[JetStreamDelivery | DirectDelivery] = deque()
-        self._wake = Bell(prompt=True)
+        self._wake = Bell()
         self._pulling = asyncio.Lock()
         self._returns: set[asyncio.Task[None]] = set()
         self._waiting = False
@@ -149,7 +150,7 @@ class JetStreamConsumer:
             # No interest, no delivery; what was already on its way is given back on arrival.
             with contextlib.suppress(Exception):
                 async with asyncio.timeout(2.0):
-                    await subscription.drain()
+                    await subscription.drain()  # type: ignore[no-untyped-call]
 
     # ------------------------------------------------------------------ pull
 
@@ -280,13 +281,13 @@ class JetStreamConsumer:
         if not self._arrived:
             await asyncio.sleep(_HEAL_PAUSE_S)
 
-    def _on_message(self, msg: Message) -> None:
+    async def _on_message(self, msg: Msg) -> None:
         try:
             job = JetStreamDelivery(self, msg)
         except BadMessage:
             token = msg.subject.rpartition(".")[2]
             if token == str(self._request):
-                self._status = msg.headers.get(STATUS, "?")
+                self._status = (msg.headers or {}).get("Status", "?")
                 if self._status in (_NO_MESSAGES, _EXPIRED):
                     self.link.health.ok(PULLS)
                 self._live_until = 0.0
@@ -298,16 +299,16 @@ class JetStreamConsumer:
             self._arrived.append(job)
             self._wake.ring()
         else:
-            self._give_back([job])
+            await job.nak()
 
-    def _on_direct(self, msg: Message) -> None:
+    async def _on_direct(self, msg: Msg) -> None:
         """A job that the stream cannot take now; without a job: whether we would take one."""
         free = self._waiting and not self._draining and not self._arrived
-        with contextlib.suppress(NotSent):
-            self.link.post(msg.reply, TAKEN if free else b"busy")
-        if free and MSG_ID in msg.headers:
+        if free and msg.headers and MSG_ID in msg.headers:
             self._arrived.append(DirectDelivery(msg))
             self._wake.ring()
+        with contextlib.suppress(NotSent):
+            await self.link.publish(msg.reply, TAKEN if free else b"busy")
 
     def _give_back(self, jobs: list[Any]) -> None:
         for job in jobs:
@@ -329,8 +330,8 @@ class JetStreamConsumer:
         await self._moves.subscribe()
         if not self._draining:
             self._inbox = client.new_inbox()
-            self._subscription = client.subscribe(f"{self._inbox}.*", self._on_message)
-            client.subscribe(self._names.direct, self._on_direct, queue="pullfill")
+            self._subscription = await client.subscribe(f"{self._inbox}.*", cb=self._on_message)
+            await client.subscribe(self._names.direct, queue="pullfill", cb=self._on_direct)
         await self._renew()
 
     async def _renew(self) -> None:

@@ -14,10 +14,10 @@ import contextlib
 from typing import Annotated, Any
 
 import msgspec
+from nats.aio.msg import Msg
 
 from pullfill import log, metrics
 from pullfill.errors import PullfillError
-from pullfill.queue.client import Message
 from pullfill.queue.connection import API_TIMEOUT_S, ApiError, Link, read_reply
 from pullfill.queue.contract import DeadLetter, OnDeadLetter
 from pullfill.queue.names import CONSUMER, DELIVERIES, JOB_ID, MSG_ID, REASON, Names
@@ -90,30 +90,26 @@ class MaxDeliveries:
         self._link = link
         self._names = names
         self._letters = letters
-        self._advised: asyncio.Queue[Message] = asyncio.Queue()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._task: asyncio.Task[None] | None = None
 
     async def subscribe(self) -> None:
         """Listen on the current connection (call after each connect)."""
         subject = f"$JS.EVENT.ADVISORY.CONSUMER.MAX_DELIVERIES.{self._names.stream}.{CONSUMER}"
-        self._link.client.subscribe(subject, self._advised.put_nowait, queue="pullfill")
-        if not self._tasks:
-            work = (self._sweep_for_ever(), self._follow_advice())
-            self._tasks += (asyncio.create_task(task, name="queue-sweep") for task in work)
+        await self._link.client.subscribe(subject, queue="pullfill", cb=self._on_advisory)
+        if self._task is None:
+            self._task = asyncio.create_task(self._sweep_for_ever(), name="queue-sweep")
 
     async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
 
-    async def _follow_advice(self) -> None:
-        while True:
-            msg = await self._advised.get()
-            try:
-                advisory = msgspec.json.decode(msg.data, type=_Advisory)
-                await self._move(advisory.stream_seq, advisory.deliveries)
-            except (PullfillError, msgspec.MsgspecError, KeyError, TypeError, ValueError) as exc:
-                logger.warning("could not move a job that used up its deliveries: %s", exc)
+    async def _on_advisory(self, msg: Msg) -> None:
+        try:
+            advisory = msgspec.json.decode(msg.data, type=_Advisory)
+            await self._move(advisory.stream_seq, advisory.deliveries)
+        except (PullfillError, msgspec.MsgspecError, KeyError, TypeError, ValueError) as exc:
+            logger.warning("could not move a job that used up its deliveries: %s", exc)
 
     async def _sweep_for_ever(self) -> None:
         while True:

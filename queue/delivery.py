@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+from nats.aio.msg import Msg
+
 from pullfill import log
 from pullfill.clock import SYSTEM_CLOCK
 from pullfill.queue.contract import DeadLetter
 from pullfill.queue.names import MSG_ID, TOKENS, parse_ack, subject_tokens
-from pullfill.queue.protocol import Message
 
 if TYPE_CHECKING:
     from pullfill.queue.consumer import JetStreamConsumer
@@ -27,8 +28,8 @@ class JetStreamDelivery:
     the same ack subject means another job, and this delivery settles nothing any more.
     """
 
-    def __init__(self, owner: JetStreamConsumer, msg: Message) -> None:
-        headers = msg.headers
+    def __init__(self, owner: JetStreamConsumer, msg: Msg) -> None:
+        headers = msg.headers or {}
         ack = parse_ack(msg.reply)
         self.job_id: str = (headers.get(MSG_ID) or f"seq-{ack.seq}")[:128]
         self.body: bytes = msg.data
@@ -76,8 +77,8 @@ class DirectDelivery:
     """A `Delivery` of a job that no stream holds. So there is nothing to settle: a job that is not
     done is served by its decode worker, after the claim timeout at the latest."""
 
-    def __init__(self, msg: Message) -> None:
-        headers = msg.headers
+    def __init__(self, msg: Msg) -> None:
+        headers = msg.headers or {}
         self.job_id: str = headers.get(MSG_ID, "")[:128]
         self.body: bytes = msg.data
         self.tokens: int = _tokens(msg)
@@ -102,8 +103,8 @@ class DirectDelivery:
         """Nothing to do."""
 
 
-def _tokens(msg: Message) -> int:
-    told = msg.headers.get(TOKENS, "")
+def _tokens(msg: Msg) -> int:
+    told = (msg.headers or {}).get(TOKENS, "")
     if told.isascii() and told.isdigit() and len(told) < 12:
         return int(told)
     return subject_tokens(msg.subject)

@@ -97,8 +97,8 @@ class JetStreamProducer:
         connect_options: Mapping[str, Any] | None = None,
     ) -> Self:
         """Connect and make the streams if they are not there; `on_event` gets a line for people
-        whenever the cause of waiting changes. connect_options: the login, as
-        `NatsSecurity.options` has it. Raises QueueUnavailable after `wait_s`, ConfigError."""
+        whenever the cause of waiting changes. `connect_options` go to `nats.connect` (user,
+        password, token, tls, …). Raises QueueUnavailable after `wait_s`, ConfigError."""
         self = cls(config)
         self._link = Link(
             url, "producer", self._setup, on_event=on_event, connect_options=connect_options

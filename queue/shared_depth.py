@@ -17,11 +17,14 @@ import contextlib
 import secrets
 from collections.abc import Callable
 
+import nats.errors
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+
 from pullfill import log
 from pullfill.clock import SYSTEM_CLOCK
 from pullfill.codec import decode, encode
 from pullfill.errors import BadMessage, QueueUnavailable
-from pullfill.queue.client import Message, NatsError, Subscription
 from pullfill.queue.connection import Link
 from pullfill.queue.depth import Snapshot
 from pullfill.queue.names import Names
@@ -62,21 +65,22 @@ class SharedDepth:
     async def subscribe(self) -> None:
         """On each new connection. Who was the asker before may be gone."""
         self._wants = None
-        self._link.client.subscribe(f"{self._names.depth}.report", self._on_report_message)
-        self._ask_from_now_on()
+        await self._link.client.subscribe(f"{self._names.depth}.report", cb=self._on_report_message)
+        await self._ask_from_now_on()
 
-    def _ask_from_now_on(self) -> None:
+    async def _ask_from_now_on(self) -> None:
         # Only askers listen to wants: with many decode workers each of them would hear all others'.
         self.asks = True
         if self._wants is None:
-            subject = f"{self._names.depth}.want"
-            self._wants = self._link.client.subscribe(subject, self._on_want_message)
+            self._wants = await self._link.client.subscribe(
+                f"{self._names.depth}.want", cb=self._on_want_message
+            )
 
-    def _leave_it_to_another(self) -> None:
+    async def _leave_it_to_another(self) -> None:
         self.asks = False
         wants, self._wants = self._wants, None
         if wants is not None:
-            wants.unsubscribe()
+            await wants.unsubscribe()
 
     async def want(self) -> bool:
         """Wait for a report of the asker. False: none came, or we are an asker."""
@@ -88,8 +92,8 @@ class SharedDepth:
                 await self._link.publish(f"{self._names.depth}.want", b"")
                 await self._heard.wait()
                 return True
-        with contextlib.suppress(QueueUnavailable, NatsError):
-            self._ask_from_now_on()
+        with contextlib.suppress(QueueUnavailable, nats.errors.Error):
+            await self._ask_from_now_on()
         return False
 
     async def tell(self, snapshot: Snapshot, asked_at: float) -> None:
@@ -109,11 +113,11 @@ class SharedDepth:
         with contextlib.suppress(QueueUnavailable):
             await self._link.publish(f"{self._names.depth}.report", encode(report))
 
-    def _on_want_message(self, _: Message) -> None:
+    async def _on_want_message(self, _: Msg) -> None:
         if self.asks:
             self._on_want()
 
-    def _on_report_message(self, msg: Message) -> None:
+    async def _on_report_message(self, msg: Msg) -> None:
         try:
             report = decode(msg.data, DepthReport)
         except BadMessage as exc:
@@ -123,7 +127,8 @@ class SharedDepth:
         if report.asker == self._id:
             return
         if report.asker < self._id and self.asks:
-            self._leave_it_to_another()
+            with contextlib.suppress(nats.errors.Error):
+                await self._leave_it_to_another()
         snapshot = Snapshot(
             report.jobs,
             report.tokens,

@@ -86,7 +86,7 @@ OWNER = SimpleNamespace(clock_offset_s=0.0, stream_id="")
 
 @EXAMPLES
 def test_deliveries(examples: int) -> None:
-    def check(reply: str, subject: str, headers: dict[str, str]) -> None:
+    def check(reply: str, subject: str, headers: dict[str, str] | None) -> None:
         subject_tokens(subject)
         with contextlib.suppress(BadMessage):
             parse_ack(reply)
@@ -96,7 +96,7 @@ def test_deliveries(examples: int) -> None:
         assert 0 < len(delivery.job_id) <= 128
 
     header = st.dictionaries(st.sampled_from([MSG_ID, TOKENS, "x"]), TEXT)
-    explore(examples, check, reply=TEXT, subject=TEXT, headers=header)
+    explore(examples, check, reply=TEXT, subject=TEXT, headers=st.none() | header)
 
 
 @EXAMPLES
