@@ -28,6 +28,8 @@ def test_one_small_message_of_a_turn_is_prepared_at_once(rig: Rig) -> None:
     go = rig.hold_intake()
     assert rig.shim._socket.poll(5000)
     rig.shim.receive()
+    if rig.shim._socket.poll(100):  # the second may come later
+        rig.shim.receive()
     assert rig.core.prepared == [], "something waits before them"
     go.set()
     rig.settle()
