@@ -60,11 +60,11 @@ def check_fits(request: Any, prompt_tokens: int, max_model_len: int) -> None:
 class HeldStats:
     """Statistics of steps until they are sent: with the first output after _STATS_S, or after a
     second. To encode, send and decode those of each step costs more than its tokens. Those of
-    several steps become one; what vLLM cannot add up is sent with the next output."""
+    several steps become one. As long as some do not add up they are sent with each output."""
 
     def __init__(self) -> None:
         self._held: list[Any] = []
-        self._plain = True
+        self._odd = False
         self._since = 0.0
 
     def hold(self, stats: Any, now: float) -> None:
@@ -72,17 +72,21 @@ class HeldStats:
         are dropped."""
         if not self._held:
             self._since = now
-        elif self._plain:
-            outputs.add_up(stats, self._held.pop())
         self._held.append(stats)
-        self._plain = outputs.plain(stats)
         del self._held[:-_MOST_STATS]
 
     def due(self, now: float) -> bool:
         """Whether they are to be sent with an output."""
-        return bool(self._held) and (now - self._since > _STATS_S or not self._plain)
+        return bool(self._held) and (now - self._since > _STATS_S or self._odd)
 
     def take(self) -> list[Any]:
-        """Hand over all that are kept, oldest first."""
-        held, self._held = self._held, []
-        return held
+        """Hand over all that are kept, added up as far as possible, oldest first."""
+        held, self._held, self._odd = self._held, [], False
+        told, plain = list[Any](), False
+        for stats in held:
+            if plain:
+                outputs.add_up(stats, told.pop())
+            told.append(stats)
+            plain = outputs.plain(stats)
+            self._odd |= not plain
+        return told

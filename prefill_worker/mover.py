@@ -42,7 +42,7 @@ def _of(metric: Any, label: str) -> Any:
     return metric.labels(label)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Operation:
     task: PrefillTask
     verb: str

@@ -70,16 +70,21 @@ def test_statistics_without_an_output_leave_after_a_second(rig: Rig, sent: list[
     assert [s.scheduler_stats.num_running_reqs for s in sent] == [1]
 
 
-def test_statistics_that_do_not_add_up_leave_at_once(rig: Rig, sent: list[Any]) -> None:
+def test_statistics_that_do_not_add_up_leave_with_each_output(rig: Rig, sent: list[Any]) -> None:
     odd = {"x": 1}
     rig.shim.send_outputs(step(stats(1, asked=1)))
     rig.shim.send_outputs(step(stats(2, more=odd)))
+    rig.clock.advance(0.3)
     rig.shim.send_outputs(step(stats(3, more=odd), output=True))
     found = [(s.scheduler_stats, len(s.outputs)) for s in sent]
     assert [(s.num_running_reqs, s.prefix_cache_stats.requests, n) for s, n in found] == [
         (2, 1, 0),
         (3, 0, 1),
     ]
+    for made in (stats(4, more=odd), stats(5), stats(6)):
+        rig.shim.send_outputs(step(made, output=True))
+    told = [s.scheduler_stats and s.scheduler_stats.num_running_reqs for s in sent[2:]]
+    assert told == [4, 5, None], "as long as there are such"
 
 
 def test_prefix_cache_counts_of_two_steps_add_up() -> None:

@@ -311,3 +311,13 @@ def test_other_hosts_are_out_of_reach(rig: Rig) -> None:
     with pytest.raises(PeerUnavailable, match="host"):
         rig.connect(mine, region, host_id="elsewhere")
     region.owner.close()
+
+
+def test_the_slot_that_was_freed_last_is_used_next(tmp_path: Path) -> None:
+    """Both ends keep what they need to lock a slot, for some slots."""
+    fences = shm_rig(tmp_path).region(dense_layout(1, 4, 1, 64)).owner.fences
+    first, second = fences.open([0]), fences.open([1])
+    assert fences.try_revoke(first)
+    again = fences.open([0])
+    assert (again.slot, again.epoch) == (first.slot, first.epoch + 1)
+    assert second.slot != first.slot

@@ -21,7 +21,6 @@ import secrets
 import struct
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from typing import TypeAlias
@@ -69,7 +68,7 @@ class ShmFences:
         self._slots = slots
         self._map = mmap.mmap(fd, _slot_at(slots))
         self._words = memoryview(self._map).cast("Q")
-        self._free = deque(range(slots))
+        self._free = [*reversed(range(slots))]  # last in, first out: what is kept of a slot is used
         self._mutex = threading.Lock()
         self._closed = False
         self.quiet: Callable[[int], bool] | None = None
@@ -108,7 +107,7 @@ class ShmFences:
                 raise ConfigError("the region is closed")
             if not self._free:
                 raise OverloadedError(f"all {self._slots} fence slots are in use")
-            slot = self._free.popleft()
+            slot = self._free.pop()
             return FenceToken(slot=slot, epoch=self._words[_slot_at(slot) // _WORD])
 
     def try_revoke(self, token: FenceToken) -> bool:
