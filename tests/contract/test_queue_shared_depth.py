@@ -69,7 +69,11 @@ async def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
     server = NatsServer(tmp_path)
     await server.start()
     watched = Watched(server)
-    await watched.start()
+    with monkeypatch.context() as soon:  # or it takes two seconds until they agree on one asker
+        for name in ("STEADY_REFRESH_S", "IDLE_REFRESH_S"):
+            soon.setattr(f"pullfill.queue.producer.{name}", 0.05)
+        await watched.start()
+        await until(lambda: len(watched.askers) == 1)
     yield watched
     await watched.stop()
     server.stop()
