@@ -2,13 +2,15 @@
 continue them elsewhere. When the worker itself leaves, and when there is no room for them. And how
 its KV memory is left.
 
-Asyncio thread, but for `look` and `make_way`; the engine's own part runs on the engine thread.
+Asyncio thread, but for `look`, `make_way` and `last_words`; the engine's own part runs on the
+engine thread.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from typing import Any
 
 from pullfill import log
@@ -54,6 +56,17 @@ async def hand_back(host: EngineHost, shim: FrontendShim) -> None:
         async with asyncio.timeout(_HAND_BACK_S):
             await done.wait()
             await asyncio.sleep(_FLUSH_S)
+
+
+def last_words(shim: FrontendShim | None, untouched: set[str]) -> None:
+    """A step has raised, so this worker ends (engine thread). untouched: requests in vLLM's queue
+    that were not in this step. They did not cause it and go back, so that no frontend suspects
+    them. It suspects the others when it notices that this process is gone."""
+    assert shim is not None
+    shim.start_drain()
+    shim.receive()  # what has arrived and was not read goes back, too
+    shim.hand_back(untouched | shim.coming())
+    time.sleep(_FLUSH_S)
 
 
 async def end_memory(engine: EngineThread, owner: Owner | None) -> None:

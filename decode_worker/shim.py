@@ -101,6 +101,10 @@ class FrontendShim:
         """Requests taken and not finished."""
         return len(self._taken)
 
+    def coming(self) -> set[str]:
+        """Requests that the engine has not been given yet."""
+        return {request.id for request in self._taken.values() if request.coming}
+
     def start_drain(self) -> None:
         """Tell every frontend; requests that still arrive are handed back."""
         self.draining = True
@@ -112,12 +116,9 @@ class FrontendShim:
         them elsewhere from the tokens they have. Whatever was sent before arrives before."""
         for frontend in self._frontends.values():
             mine = [r for r in frontend.requests if request_ids is None or r in request_ids]
-            if not mine:
-                continue
             self._abort(frontend, mine)
             for start in range(0, len(mine), rpc.MAX_IDS):
-                ids = mine[start : start + rpc.MAX_IDS]
-                self._send(frontend, rpc.BACK, rpc.encode_ids(ids))
+                self._send(frontend, rpc.BACK, rpc.encode_ids(mine[start : start + rpc.MAX_IDS]))
 
     # ------------------------------------------------------------------ in
 
@@ -149,11 +150,10 @@ class FrontendShim:
 
     def _unreadable(self, frontend: Frontend, kind: bytes, why: Exception) -> Callable[[], None]:
         """On the intake thread: what the engine thread is to do."""
-        text = f"sent something unreadable: {why}"
 
         def end() -> None:
             if self._frontends.get(frontend.identity) is frontend:
-                self._end(frontend.identity, kind, text)
+                self._end(frontend.identity, kind, f"sent something unreadable: {why}")
 
         return end
 

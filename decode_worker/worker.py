@@ -201,6 +201,7 @@ class DecodeWorker:
             on_outputs=self._on_outputs,
             before_step=self._before_step,
             after_step=lambda running: self._context.extra["scheduler_side"].step_done(running),
+            on_failed_step=lambda untouched: leave.last_words(self._shim, untouched),
         )
 
     def _on_built(self, host: EngineHost, core: Any) -> None:
@@ -264,8 +265,7 @@ class DecodeWorker:
     # ------------------------------------------------------------------ any thread
 
     def _wake_engine(self) -> None:
-        host = self._host
-        if host is not None:
+        if (host := self._host) is not None:
             host.wake()
 
     def _wake_control(self) -> None:

@@ -28,6 +28,7 @@ import zmq
 from pullfill import failpoints, log
 from pullfill.engine import process
 from pullfill.engine.heap import Heap
+from pullfill.engine.untouched import untouched
 from pullfill.engine.watchdog import Pulse
 
 if TYPE_CHECKING:
@@ -62,6 +63,8 @@ class EngineHost:
     after_step: called on the engine thread after each step with how many scheduled steps still run
     (0 but with pipeline parallelism): all scheduled before those have run, on every rank.
     log_stats: whether steps make vLLM's statistics, which come with the outputs.
+    on_failed_step: called on the engine thread when a step has raised and the loop is about to end,
+    with the requests that this step did not touch.
     """
 
     def __init__(
@@ -72,12 +75,14 @@ class EngineHost:
         before_step: Callable[[], bool] = lambda: False,
         after_step: Callable[[int], None] = lambda running: None,
         log_stats: bool = True,
+        on_failed_step: Callable[[set[str]], None] = lambda untouched: None,
     ) -> None:
         self._config = config
         self._on_outputs = on_outputs
         self._before_step = before_step
         self._after_step = after_step
         self._log_stats = log_stats
+        self._on_failed_step = on_failed_step
         self._todo: deque[Callable[[EngineCore], None]] = deque()
         self._wakefd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stopping = False
@@ -188,7 +193,11 @@ class EngineHost:
                 continue
             self._doing = "a step"
             failpoints.hit("engine.step")
-            outputs, executed = core.step_fn()
+            try:
+                outputs, executed = core.step_fn()
+            except Exception as exc:
+                self._tell_untouched(core, exc)
+                raise
             self._after_step(len(core.batch_queue or ()))
             if outputs:
                 self._on_outputs(outputs)
@@ -209,6 +218,12 @@ class EngineHost:
         _IDLE_POLL_MS, so there may be no next step for long."""
         scheduler: Any = core.scheduler
         return bool(scheduler.has_requests() if quiet else scheduler.requests)
+
+    def _tell_untouched(self, core: EngineCore, error: Exception) -> None:
+        try:
+            self._on_failed_step(untouched(core.scheduler, error))
+        except Exception:
+            logger.exception("nobody was told which requests the failed step did not touch")
 
     def _let_them_go(self, rested: bool) -> None:
         """After a step with first tokens of remote prefills: leave the core, if we have only one,

@@ -1,0 +1,106 @@
+"""Requests that a failed step did not touch, and what is done with them."""
+
+from __future__ import annotations
+
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.v1.request import RequestStatus
+
+from pullfill.decode_worker import leave
+from pullfill.engine.host import EngineHost
+from pullfill.engine.untouched import untouched
+
+
+class Queue(deque[Any]):
+    def peek_request(self) -> Any:
+        return self[0]
+
+
+class Scheduler:
+    """A queue as vLLM's. fails: while it schedules; else `run` fails."""
+
+    def __init__(self, *names: str, fails: bool) -> None:
+        self.waiting = Queue(waiting(name) for name in names)
+        self._fails = fails
+
+    def schedule(self) -> None:
+        if self._fails:
+            raise ValueError("while scheduling")
+
+    def run(self) -> None:
+        self.schedule()
+        raise ValueError("while the model ran")
+
+    def fail(self) -> Exception:
+        try:
+            self.run()
+        except ValueError as exc:
+            return exc
+        raise AssertionError
+
+
+def waiting(name: str, status: Any = RequestStatus.WAITING, computed: int = 0) -> Any:
+    return SimpleNamespace(request_id=name, status=status, num_computed_tokens=computed)
+
+
+@pytest.mark.parametrize(("fails", "found"), [(True, {"b", "c"}), (False, {"a", "b", "c"})])
+def test_all_of_the_queue_but_what_was_being_scheduled(fails: bool, found: set[str]) -> None:
+    scheduler = Scheduler("a", "b", "c", fails=fails)
+    assert untouched(scheduler, scheduler.fail()) == found
+
+
+def test_a_request_that_had_a_part_in_a_step_before_was_touched() -> None:
+    scheduler = Scheduler("a", fails=False)
+    scheduler.waiting.append(waiting("b", RequestStatus.PREEMPTED))
+    scheduler.waiting.append(waiting("c", RequestStatus.WAITING_FOR_REMOTE_KVS))
+    scheduler.waiting.append(waiting("d", computed=16))
+    assert untouched(scheduler, scheduler.fail()) == {"a"}
+
+
+def test_an_empty_queue() -> None:
+    scheduler = Scheduler(fails=True)
+    assert untouched(scheduler, scheduler.fail()) == set()
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_the_engine_tells_it_before_its_loop_ends(broken: bool) -> None:
+    """And ends with the failure of the step in any case."""
+    scheduler: Any = Scheduler("a", "b", fails=True)
+    scheduler.has_requests, scheduler.requests = lambda: True, {"a": 1, "b": 2}
+    told: list[set[str]] = []
+
+    def on_failed_step(found: set[str]) -> None:
+        told.append(found)
+        if broken:
+            raise RuntimeError("nobody can be told")
+
+    config: Any = SimpleNamespace()
+    host = EngineHost(config, on_outputs=lambda outputs: None, on_failed_step=on_failed_step)
+    core: Any = SimpleNamespace(scheduler=scheduler, batch_queue=None, step_fn=scheduler.run)
+
+    def build() -> Any:
+        import zmq
+
+        host._poller = zmq.Poller()
+        host.core = core
+        return core
+
+    host.build = build  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match="while scheduling"):
+        host.run()
+    assert told == [{"b"}]
+
+
+def test_a_worker_that_ends_hands_them_back_after_it_takes_no_more() -> None:
+    said: list[Any] = []
+    shim: Any = SimpleNamespace(
+        start_drain=lambda: said.append("drain"),
+        receive=lambda: said.append("receive"),
+        hand_back=lambda ids: said.append(ids),
+        coming=lambda: {"not yet in the engine"},
+    )
+    leave.last_words(shim, {"a"})
+    assert said == ["drain", "receive", {"a", "not yet in the engine"}]
