@@ -254,6 +254,8 @@ class TestDoctor:
 
         monkeypatch.setattr(doctor, "_workers", workers)
         monkeypatch.setattr(servers, "etcd_ready", lambda *_: None)
+        for where, name in ((doctor, "frontend_urls"), (doctor.self_checks, "findings")):
+            monkeypatch.setattr(where, name, lambda _: [])  # they would wait for etcd
         with monkeypatch.context() as first:
             first.setattr(doctor, "_dead_letters", lambda _: 1 / 0)
             told = [f.what for f in doctor.cluster(ref)]
