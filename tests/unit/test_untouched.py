@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
+from enum import Enum, auto
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm.v1.request import RequestStatus
 
 from pullfill.decode_worker import leave
 from pullfill.engine.host import EngineHost
 from pullfill.engine.untouched import untouched
+
+
+class RequestStatus(Enum):
+    """Some of vLLM's, whose import takes five seconds."""
+
+    WAITING = auto()
+    WAITING_FOR_REMOTE_KVS = auto()
+    PREEMPTED = auto()
+
+
+@pytest.fixture(autouse=True)
+def own_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = SimpleNamespace(RequestStatus=RequestStatus)
+    monkeypatch.setitem(sys.modules, "vllm.v1.request", own)
 
 
 class Queue(deque[Any]):
