@@ -30,6 +30,7 @@ from pullfill.config import split_urls
 from pullfill.errors import ConfigError, PullfillError, QueueFull, QueueUnavailable
 from pullfill.health import Health
 from pullfill.queue.pulse import watch_pulse
+from pullfill.waits import Waits
 
 logger = log.get("queue")
 
@@ -38,6 +39,8 @@ DIAL_TIMEOUT_S = 2.0
 API_TIMEOUT_S = 2.0
 _BACKOFF_S = (0.05, 0.1, 0.2, 0.5, 1.0)
 _NO_RESPONDERS = "503"
+_NEVER_WAITS = 1 << 20
+"""Bytes in the client's send buffer with which its `publish` never waits for room: half of it."""
 _CLIENT_TASKS = ("_reading_task", "_flusher_task", "_ping_interval_task")
 _GONE = (nats.errors.UnexpectedEOF, nats.errors.StaleConnectionError, ConnectionError)
 
@@ -89,11 +92,11 @@ class Link:
         self._client: Client | None = None
         self._ended = asyncio.Event()
         self._changed = asyncio.Event()
-        # Answers to requests of ours: the client's own way makes a random name, two more timers
-        # and a task for each.
+        # Answers to requests of ours: the client's own way makes a random name, two timers and a
+        # task for each.
         self._inbox = ""
         self._serial = itertools.count(1)
-        self._answers: dict[str, asyncio.Future[Msg]] = {}
+        self._answers: Waits[str, Msg] = Waits(lambda _: TimeoutError())
         self._cause = "not connected yet"
         self._fatal: ConfigError | None = None
         self._started = False
@@ -147,14 +150,15 @@ class Link:
         """One request and its answer. Raises NotSent, NoResponders, QueueUnavailable (sent, but no
         answer: it may have had its effect), QueueFull (larger than the server's max_payload)."""
         client, inbox = self.client, f"{self._inbox}.{next(self._serial)}"
-        answer: asyncio.Future[Msg] = asyncio.get_running_loop().create_future()
-        self._answers[inbox] = answer
+        answer = self._answers.open(inbox, timeout_s)
         try:
-            # Two timers: the client swallows the first if it comes while its send buffer is full.
-            async with asyncio.timeout(timeout_s):
+            if client.pending_data_size + len(payload) < _NEVER_WAITS:
                 await client.publish(subject, payload, reply=inbox, headers=headers)
-            async with asyncio.timeout(timeout_s):
-                msg = await answer
+            else:
+                # The client may swallow this timeout while it waits for room; `answer` ends it.
+                async with asyncio.timeout(timeout_s):
+                    await client.publish(subject, payload, reply=inbox, headers=headers)
+            msg = await answer
         except nats.errors.MaxPayloadError:
             too_large = QueueFull(
                 f"{len(payload)} bytes are more than the max_payload of {client.max_payload} of "
@@ -170,15 +174,13 @@ class Link:
         except (nats.errors.Error, OSError) as exc:
             raise QueueUnavailable(f"NATS at {self.shown_url}: {_say(exc)}") from exc
         finally:
-            del self._answers[inbox]
+            self._answers.close(inbox)
         if msg.headers and msg.headers.get("Status") == _NO_RESPONDERS:
             raise NoResponders(f"NATS at {self.shown_url} has nobody on {subject}")
         return msg
 
     async def _on_answer(self, msg: Msg) -> None:
-        answer = self._answers.get(msg.subject)
-        if answer is not None and not answer.done():
-            answer.set_result(msg)
+        self._answers.answer(msg.subject, msg)
 
     async def api(
         self, operation: str, payload: object = None, timeout_s: float = API_TIMEOUT_S

@@ -119,6 +119,7 @@ def test_a_budget() -> None:
         budget.pulled("prompt", 100)
         budget.granted("prompt")
         assert (budget.tokens, budget.waiting) == (4196, 1)
+        assert budget._charges["prompt"].timer.cancelled(), "it would wake the loop for nothing"
         async with asyncio.timeout(10):
             while budget.tokens != 100:  # noqa: ASYNC110
                 await asyncio.sleep(CLAIM_S / 2)

@@ -339,3 +339,15 @@ async def test_a_stale_commit_settles_nothing(reason: str, verbs: list[str]) -> 
     await worker.over()
     assert delivery.verbs == verbs
     assert worker.runner.completed == (not reason)
+
+
+async def test_who_stops_before_a_job_began_keeps_nothing_of_it() -> None:
+    """Its task was never entered, so nothing in it can say that it is over."""
+    worker, delivered = Worker(some_mover), Delivered()
+    worker.runner.start(delivered)
+    assert worker.runner.in_flight == 1
+    async with asyncio.timeout(10):
+        await worker.runner.abandon()
+    assert worker.runner.idle.is_set()
+    assert (worker.runner.in_flight, worker.runner.in_flight_tokens) == (0, 0)
+    assert list(worker.runner.running()) == []

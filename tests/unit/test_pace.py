@@ -1,0 +1,88 @@
+"""How long an attempt may take on the prefill worker: it ends at its deadline unless it moves."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pullfill.prefill_worker.pace import Pace, Paces
+from pullfill.waits import Prompt
+from pullfill.wire import FenceToken, Grant, Progress
+
+DEADLINE_S = 0.2
+
+
+class Attempt:
+    """One attempt, and what its decode worker was told."""
+
+    def __init__(self, paces: Paces, deadline_s: float = DEADLINE_S, still_s: float = 0.0) -> None:
+        self.told: list[Progress] = []
+        link: Any = SimpleNamespace(send=self.told.append)
+        grant = Grant(
+            rid=1, job_id="j", attempt=1, incarnation="i", deadline_s=deadline_s,
+            job_digest=b"d", fence=FenceToken(slot=0, epoch=0),
+        )  # fmt: skip
+        self.task: Any = SimpleNamespace(
+            job_id="j", attempt=1, scheduled_blocks=0, submitted=0, written_blocks=0, write_s=0.0,
+            mover=SimpleNamespace(moved_bytes=0),
+        )  # fmt: skip
+        self.done: Prompt[None] = Prompt(asyncio.get_running_loop())
+        self.pace = Pace(paces, link, grant, still_s)
+        self.pace.watch(self.task, self.done)
+
+
+async def took(attempt: Attempt) -> float:
+    """Seconds until it was ended."""
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(10):
+            await attempt.done
+    return loop.time() - began
+
+
+async def test_one_that_stands_still_ends_at_its_deadline() -> None:
+    attempt = Attempt(Paces())
+    assert 0.9 * DEADLINE_S <= await took(attempt) < 5
+    assert attempt.told == []
+
+
+async def test_one_that_moves_gets_more_time_and_says_so() -> None:
+    attempt = Attempt(Paces(), still_s=0.3)
+    attempt.task.scheduled_blocks = 2
+    attempt.task.written_blocks = 1
+    seconds = await took(attempt)
+    assert 0.3 <= seconds < 5, "0.3 s from the look that saw it"
+    assert [progress.blocks for progress in attempt.told] == [1]
+
+
+async def test_each_attempt_has_its_own_deadline() -> None:
+    paces = Paces()
+    long, short = Attempt(paces, 0.6), Attempt(paces, 0.1)
+    assert await took(short) < 0.5
+    assert not long.done.done()
+    assert 0.3 < await took(long)
+
+
+async def test_what_is_over_is_not_looked_at_and_one_timer_serves_all() -> None:
+    paces, loop = Paces(), asyncio.get_running_loop()
+    timers, real = list[float](), loop.call_at
+
+    def call_at(when: float, *rest: Any, **more: Any) -> asyncio.TimerHandle:
+        timers.append(when)
+        return real(when, *rest, **more)
+
+    loop.call_at = call_at  # type: ignore[method-assign]
+    attempts = [Attempt(paces) for _ in range(20)]
+    for attempt in attempts:
+        attempt.pace.stop()
+        attempt.pace.stop()
+    over = Attempt(paces)
+    over.done.set_result(None)
+    assert len(timers) == 1
+    await asyncio.sleep(1.5 * DEADLINE_S)
+    assert not any(attempt.done.done() for attempt in attempts)
+    assert not paces._watched
