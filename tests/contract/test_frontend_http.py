@@ -169,9 +169,9 @@ async def test_a_worker_lost_before_the_first_token_costs_nothing(served: Served
         ]
         await until(lambda: len(one.added) == len(two.added) == 2)
         await asyncio.to_thread(one.die)
-        await until(lambda: len(two.added) == 4)
         two.hold = False
         texts = {(await call).choices[0].text for call in calls}
+        assert len(two.added) >= 4
         assert texts == {expected(two.added[0].prompt_token_ids or [], 4)}
 
 

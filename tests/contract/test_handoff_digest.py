@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from pullfill import failpoints, metrics
+from pullfill.prefill_worker.runner import JobRunner
 from pullfill.wire import DigestMode, ExplainRecord
 from tests.support.handoff_rig import (
     Cluster,
@@ -160,7 +161,9 @@ class SlowCheck:
 
 
 @pytest.mark.parametrize("end", ["abort", "incarnation", "prefill_dies", "duplicate"])
-async def test_what_happens_while_a_commit_is_checked(tmp_path: Path, end: str) -> None:
+async def test_what_happens_while_a_commit_is_checked(
+    tmp_path: Path, end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with Cluster(tmp_path, kv_digest=FULL, ack_wait_s=0.2) as cluster:
         decode, prefill = await cluster.decode(), await cluster.prefill()
         check = SlowCheck(decode)
@@ -185,8 +188,12 @@ async def test_what_happens_while_a_commit_is_checked(tmp_path: Path, end: str) 
             await until(lambda: decode.control.prefill_workers == 0)
         else:  # the message is delivered again, to somebody else, while it is checked
             await prefill.puller.stop()
+            started, start = [], JobRunner.start
+            monkeypatch.setattr(
+                JobRunner, "start", lambda *args: (started.append(args), start(*args))
+            )
             second = await cluster.prefill()
-            await until(lambda: second.runner.in_flight)
+            await until(lambda: started)  # it may be over before anybody looks: it is refused
             assert second.engine.computed_tokens == 0
         check.go.set()
         await settled(served)
