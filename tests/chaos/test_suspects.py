@@ -118,6 +118,17 @@ def ask(url: str, prompt: list[int], count: int) -> tuple[int, dict[str, Any]]:
     return reply.status_code, reply.json()
 
 
+def ask_again(url: str, prompt: list[int]) -> tuple[int, dict[str, Any]]:
+    """A deadly prompt may come while no worker lives: then the frontend says so (503), and a client
+    asks again."""
+    deadline = time.monotonic() + ANSWER_S
+    while True:
+        code, body = ask(url, prompt, 4)
+        if code != 503 or time.monotonic() > deadline:
+            return code, body
+        time.sleep(0.2)
+
+
 def run(keeper: Keeper, urls: list[str], streams: int, deadly: int, tokens: int) -> None:
     """Through these frontends in turn. A deadly prompt is asked again at the next frontend half a
     second later, as an impatient user does."""
@@ -128,11 +139,11 @@ def run(keeper: Keeper, urls: list[str], streams: int, deadly: int, tokens: int)
         until(lambda: running(urls[0]) == streams, 30, "all streams run")
         killers = []
         for i, token in enumerate(FATAL[:deadly]):
-            killers.append(pool.submit(ask, urls[i % len(urls)], [token, 20], 4))
+            killers.append(pool.submit(ask_again, urls[i % len(urls)], [token, 20]))
             time.sleep(0.1)
         time.sleep(0.5)
         for i, token in enumerate(FATAL[:deadly] if several else ()):
-            killers.append(pool.submit(ask, urls[(i + 1) % len(urls)], [token, 20], 4))
+            killers.append(pool.submit(ask_again, urls[(i + 1) % len(urls)], [token, 20]))
         refused = [call.result() for call in killers]
         answers = [call.result() for call in calls]
     for code, body in answers:
