@@ -48,9 +48,10 @@ class Request:
 
 
 def check_fits(request: Any, prompt_tokens: int, max_model_len: int) -> None:
-    """Refuse what would end the engine. vLLM checks this in its frontend only. But a request that
-    was accepted for another worker may be sent here after that one died, and not fit this one.
-    Raises BadMessage."""
+    """Raises BadMessage if vLLM's engine would fail on the request, which would end this worker.
+
+    vLLM checks this only in its frontend, against the worker that was chosen first. If that worker
+    dies, the request comes here, and this worker's `max_model_len` may be smaller."""
     if request.resumable:
         raise BadMessage("streaming input is not supported")
     if prompt_tokens >= max_model_len:
@@ -58,9 +59,11 @@ def check_fits(request: Any, prompt_tokens: int, max_model_len: int) -> None:
 
 
 class HeldStats:
-    """Statistics of steps until they are sent: with the first output after _STATS_S, or after a
-    second. To encode, send and decode those of each step costs more than its tokens. Those of
-    several steps become one. As long as some do not add up they are sent with each output."""
+    """Keeps the statistics of engine steps until they are sent.
+
+    They are sent with the first output after _STATS_S, or after a second without an output.
+    Statistics of several steps are added up, because to send those of each step costs more than to
+    send its tokens. If some cannot be added up, they are sent with the next output."""
 
     def __init__(self) -> None:
         self._held: list[Any] = []
@@ -68,8 +71,8 @@ class HeldStats:
         self._since = 0.0
 
     def hold(self, stats: Any, now: float) -> None:
-        """Keep the SchedulerStats of one step. now: seconds. With more than _MOST_STATS, the oldest
-        are dropped."""
+        """Keep the SchedulerStats of one step. now: in seconds. Of more than _MOST_STATS steps the
+        oldest are dropped."""
         if not self._held:
             self._since = now
         self._held.append(stats)
@@ -80,7 +83,7 @@ class HeldStats:
         return bool(self._held) and (now - self._since > _STATS_S or self._odd)
 
     def take(self) -> list[Any]:
-        """Hand over all that are kept, added up as far as possible, oldest first."""
+        """Return all that are kept, oldest first, and keep none. Most are added up into one."""
         held, self._held, self._odd = self._held, [], False
         told, plain = list[Any](), False
         for stats in held:

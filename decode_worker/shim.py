@@ -102,7 +102,7 @@ class FrontendShim:
         return len(self._taken)
 
     def coming(self) -> set[str]:
-        """Requests that the engine has not been given yet."""
+        """IDs of the requests that have arrived, but are not in the engine yet."""
         return {request.id for request in self._taken.values() if request.coming}
 
     def start_drain(self) -> None:

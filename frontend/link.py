@@ -153,7 +153,7 @@ class Link:
             self._loop.call_soon(self._on_readable)
 
     def abort(self, wire_ids: Sequence[str]) -> None:
-        """Forget these requests, and let the worker do the same."""
+        """Forget these requests here, and tell the worker to abort them."""
         for wire_id in wire_ids:
             self.flights.pop(wire_id, None)
         self.send(rpc.ABRT, rpc.encode_ids(wire_ids))

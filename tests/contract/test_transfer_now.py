@@ -20,7 +20,8 @@ Verb = Literal["write", "read"]
 
 @pytest.fixture
 def rig(tmp_path: Path) -> Rig:
-    """Shared memory: who can do it. Closes nothing: each region dies with its test."""
+    """Shared memory, because it can move small copies at once. Nothing is closed here: the memory
+    of a test is freed with its objects."""
     return shm_rig(tmp_path)
 
 
