@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
-from pullfill import failpoints, log, metrics
+from pullfill import beat, failpoints, log, metrics
 from pullfill.channel import Channel, accept
 from pullfill.decode_worker.commits import Commits
 from pullfill.decode_worker.forecast import Forecaster
@@ -193,7 +193,7 @@ class ControlServer:
         pause = self._silent_s / 5
         while True:
             before = self._loop.time()
-            await asyncio.sleep(pause)
+            await asyncio.sleep(beat.left(before, pause))
             if self._loop.time() - before > 2 * pause:
                 # We did not run either: what the workers said waits to be read.
                 for peer in self.peers.values():

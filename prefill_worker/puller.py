@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-from pullfill import log
+from pullfill import beat, log
 from pullfill.errors import PullfillError
 from pullfill.prefill_worker.credits import Credits
 from pullfill.prefill_worker.runner import JobRunner
@@ -99,7 +99,7 @@ class Puller:
         await self._room.wait(at_most_s)
 
     async def _run(self) -> None:
-        pause = 0.1
+        loop, pause = asyncio.get_running_loop(), 0.1
         while True:
             await self._wait_for_credits()
             free_tokens = self._budget - self._runner.in_flight_tokens
@@ -111,7 +111,8 @@ class Puller:
             try:
                 # One: to ask for more would keep it waiting for the answer that there are none. The
                 # next pull finds the next one as soon.
-                deliveries = await self._consumer.pull(free_tokens, 1, _WAIT_S)
+                wait_s = beat.left(loop.time(), _WAIT_S)
+                deliveries = await self._consumer.pull(free_tokens, 1, wait_s)
                 pause = 0.1
             except Exception as exc:
                 level = logger.debug if isinstance(exc, PullfillError) else logger.exception

@@ -10,8 +10,7 @@ as long.
 
 from __future__ import annotations
 
-import math
-
+from pullfill import beat
 from pullfill.wire import ALIVE_INTERVAL_S, SILENT_S
 
 __all__ = ["ALIVE_INTERVAL_S", "UNUSED_S", "due", "patience", "pause"]
@@ -29,7 +28,7 @@ def due(said: float, asked: float, pause_s: float) -> float:
     it need be, so that a worker says it over many connections in one go: over those that are
     unused all at once, over the others four times in a pause."""
     grid = pause_s if pause_s > ALIVE_INTERVAL_S else pause_s / 4
-    return math.floor((max(said, asked) + pause_s) / grid) * grid
+    return beat.before(max(said, asked) + pause_s, grid)
 
 
 def patience(unasked_s: float, silent_s: float = SILENT_S) -> float:

@@ -38,6 +38,7 @@ OnEvent = Callable[[str], None]
 DIAL_TIMEOUT_S = 2.0
 API_TIMEOUT_S = 2.0
 _BACKOFF_S = (0.05, 0.1, 0.2, 0.5, 1.0)
+_NEVER_S = 10**6
 _NO_RESPONDERS = "503"
 _NEVER_WAITS = 1 << 20
 """Bytes in the client's send buffer with which its `publish` never waits for room: half of it."""
@@ -246,8 +247,7 @@ class Link:
             "max_reconnect_attempts": 1,
             "reconnect_time_wait": 0.05,
             "connect_timeout": DIAL_TIMEOUT_S,
-            "ping_interval": 2,
-            "max_outstanding_pings": 2,
+            "ping_interval": _NEVER_S,  # `watch_pulse` does
             "flush_timeout": 0.5,
             **self._options,
         }
@@ -298,15 +298,15 @@ class Link:
         client = self._client
         assert client is not None
         pulse = asyncio.create_task(watch_pulse(client, self.health), name="nats-pulse")
+        ended = asyncio.create_task(self._ended.wait(), name="nats-ended")
         try:
-            # The client's callbacks can be stuck behind a socket that does not drain: also look.
-            while not self._ended.is_set() and client.is_connected:
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(1.0):
-                        await self._ended.wait()
+            await asyncio.wait({pulse, ended}, return_when=asyncio.FIRST_COMPLETED)
+            if not ended.done() and (why := pulse.result()):
+                self._cause = why
         finally:
             pulse.cancel()
-            await asyncio.gather(pulse, return_exceptions=True)
+            ended.cancel()
+            await asyncio.gather(pulse, ended, return_exceptions=True)
 
     def _drop(self) -> None:
         client, self._client = self._client, None

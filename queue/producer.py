@@ -25,7 +25,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Self
 
-from pullfill import log
+from pullfill import beat, log
 from pullfill.clock import SYSTEM_CLOCK
 from pullfill.errors import BadMessage, ConfigError, QueueFull, QueueUnavailable
 from pullfill.health import Health
@@ -348,12 +348,12 @@ class JetStreamProducer:
         """Seconds until the next refresh."""
         now = SYSTEM_CLOCK.monotonic()
         if self._wanted or now - self._refused_at < BUSY_FOR_S:
-            pause = BUSY_REFRESH_S
-        elif self.depth().depth_jobs == 0 and now - self._used_at > BUSY_FOR_S:
+            return self._asked_at + BUSY_REFRESH_S - now
+        if self.depth().depth_jobs == 0 and now - self._used_at > BUSY_FOR_S:
             pause = IDLE_REFRESH_S
         else:
             pause = STEADY_REFRESH_S
-        return self._asked_at + pause - now
+        return beat.before(self._asked_at + pause, pause) - now
 
     async def _ask(self) -> Snapshot:
         names, timeout_s = self._names, self._config.publish_timeout_s

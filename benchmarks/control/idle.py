@@ -42,6 +42,15 @@ def kept_by(pids: Sequence[int]) -> Kept:
     )
 
 
+def wakeups(pids: Sequence[int]) -> int:
+    """How often their threads have gone to sleep since they began."""
+    return sum(
+        int(status.read_text().split("\nvoluntary_ctxt_switches:")[1].split()[0])
+        for pid in pids
+        for status in Path(f"/proc/{pid}/task").glob("*/status")
+    )
+
+
 def free_bytes() -> int:
     """Memory that processes can have without swapping."""
     lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
@@ -89,12 +98,16 @@ def run(plant: Plant, workers: int, options: argparse.Namespace, quiet: machine.
         for role, pids in roles.items():
             rows += rows_of(f"{workers}+{workers} workers just used", role, kept_by(pids), workers)
         time.sleep(options.rest)
+        before = {role: wakeups(pids) for role, pids in roles.items()}
         with quiet.window([*fleet.decode, *fleet.prefill, *plant.servers]), fleet.window() as use:
             time.sleep(options.idle)
+        woken = {role: wakeups(pids) - before[role] for role, pids in roles.items()}
         for role, pids in roles.items():
             rows += rows_of(at, role, kept_by(pids), workers)
             share = 100 * use[role].total / options.idle / workers
             rows.append(row(f"{at}: CPU of one {role} worker", share, "% of one core"))
+            each_s = woken[role] / options.idle / workers
+            rows.append(row(f"{at}: wake-ups of one {role} worker", each_s, "1/s"))
         for name in ("nats", "etcd"):
             share = 100 * use[name].total / options.idle / workers
             rows.append(row(f"{at}: CPU of {name}, per pair of workers", share, "% of one core"))

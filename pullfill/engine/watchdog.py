@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from pullfill import log
+from pullfill import beat, log
 from pullfill.clock import SYSTEM_CLOCK, Clock
 
 logger = log.get("engine.watchdog")
@@ -141,6 +141,7 @@ class EngineGuard:
             self._on_stuck(False)
 
     async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
         while self._dog.health is not Health.LOST:
-            await asyncio.sleep(self._dog.interval_s)
+            await asyncio.sleep(beat.left(loop.time(), self._dog.interval_s))
             self.look()

@@ -1,7 +1,7 @@
 """A lease kept alive, and how it ended: revoked by somebody, or lost to an outage of etcd.
 
-Lifecycle: `Lease.grant` → `start` → (keep-alive every TTL/3) → `wait` returns a `LeaseEnd`, or the
-owner calls `revoke`/`stop`. Owned by one `Membership`; one task.
+Lifecycle: `Lease.grant` → `start` → (keep-alive each TTL/3 or so) → `wait` returns a `LeaseEnd`, or
+the owner calls `revoke`/`stop`. Owned by one `Membership`; one task.
 
 The rule, in one place (`LeaseJudge`). A lease found gone was REVOKED only if the conversation with
 etcd was continuous since the last answered keep-alive:
@@ -25,7 +25,7 @@ import enum
 from dataclasses import dataclass
 from typing import Protocol
 
-from pullfill import log
+from pullfill import beat, log
 from pullfill.clock import BOOT_CLOCK, Clock
 from pullfill.errors import PullfillError
 from pullfill.registry.client import Header, KeepAlive
@@ -146,11 +146,11 @@ class Lease:
 
     async def _keep(self) -> LeaseEnd:
         judge, interval = self._judge, self._judge.ttl_s / 3
-        delay = interval
+        loop, delay = asyncio.get_running_loop(), 0.0
         while True:
             # Not wait_for: on 3.11 it swallows a cancellation that comes with the nudge.
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(delay):
+                async with asyncio.timeout(delay or beat.left(loop.time(), interval)):
                     await self._nudge.wait()
             self._nudge.clear()
             sent_at = self._clock.monotonic()
@@ -171,4 +171,4 @@ class Lease:
             if answer.ttl <= 0:
                 return judge.gone(self._clock.monotonic(), answer.header)
             judge.alive(sent_at, answer.header)
-            delay = interval
+            delay = 0.0

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pullfill import alive, frames
+from pullfill import alive, beat, frames
 from pullfill.decode_worker.breaker import STALLS
 from pullfill.errors import ClaimRefused, Outcome, PeerUnavailable
 from pullfill.wire import Alive, Claim, Grant, HandBack
@@ -187,7 +187,8 @@ def test_it_is_said_again_never_later_than_a_pause(said: float, since: float, pa
         assert due >= max(said, asked) + 0.7 * pause, "a question stands for it"
 
 
-def test_over_unused_links_it_is_said_in_one_go() -> None:
+def test_over_unused_links_it_is_said_in_one_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(beat, "_phase", 0.0)
     pause = alive.pause(1e9)
     assert len({alive.due(100 * pause + said, 0.0, pause) for said in (0.01, 0.5, 1.1, 1.9)}) == 1
 

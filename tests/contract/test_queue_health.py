@@ -8,6 +8,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -51,7 +52,7 @@ class Ends:
 
 @pytest.fixture
 async def ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Ends]:
-    monkeypatch.setattr(pulse, "EVERY_S", 0.1)
+    monkeypatch.setattr(pulse, "EVERY_S", 0.125)
     monkeypatch.setattr(pulse, "WAIT_S", 0.3)
     server = NatsServer(tmp_path)
     await server.start()
@@ -85,6 +86,35 @@ async def test_both_ends_say_that_nats_is_away_and_since_when(ends: Ends, how: s
     await until(lambda: ends.producer.available and ends.consumer.health.up, HANG_S)
     assert UP.labels("nats")._value.get() == 1
     assert ends.producer.health.status().error is None
+
+
+async def test_an_idle_connection_hardly_wakes_its_process(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A PING and its answer each second, and what the depth costs every other second."""
+    monkeypatch.setattr(pulse, "EVERY_S", 1.0)
+    await asyncio.sleep(2.5)  # the producer asks less often, and the pulse has looked once
+    selector: Any = asyncio.get_running_loop()._selector  # type: ignore[attr-defined]
+    real, waited = selector.select, list[float]()
+
+    def select(timeout: float | None = None) -> Any:
+        waited.append(time.monotonic())
+        return real(timeout)
+
+    with monkeypatch.context() as counting:
+        counting.setattr(selector, "select", select)
+        await asyncio.sleep(4.0)
+    moments = sum(after - before > 0.005 for before, after in pairwise(waited))
+    assert moments <= 4 * (1 + 1 + 0.5) + 4
+
+
+async def test_a_server_that_never_answers_again_is_given_up(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pulse, "WAIT_S", 0.1)
+    await ends.lose("pause")
+    await until(lambda: not ends.consumer.link.up, HANG_S)
+    assert "no answer to a PING" in str(ends.consumer.health.status().error)
 
 
 async def test_a_process_that_stood_still_does_not_blame_the_server(
