@@ -38,6 +38,7 @@ OnEvent = Callable[[str], None]
 DIAL_TIMEOUT_S = 2.0
 API_TIMEOUT_S = 2.0
 _BACKOFF_S = (0.05, 0.1, 0.2, 0.5, 1.0)
+_CANCEL_S = 0.5
 _NEVER_S = 10**6
 _NO_RESPONDERS = "503"
 _NEVER_WAITS = 1 << 20
@@ -132,8 +133,10 @@ class Link:
     async def close(self) -> None:
         """Stop dialling and close the socket. Idempotent; takes about a second at worst."""
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            # Again and again: the client dials by `wait_for`, which on Python 3.11 can lose one.
+            while not self._task.done():
+                self._task.cancel()
+                await asyncio.wait({self._task}, timeout=_CANCEL_S)
             self._task = None
         if self._burials:
             await asyncio.gather(*self._burials, return_exceptions=True)

@@ -15,12 +15,14 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
+from nats.aio.client import Client
 
 from pullfill.errors import PeerUnavailable, QueueUnavailable
 from pullfill.health import UP
 from pullfill.prefill_worker.links import Links
 from pullfill.prefill_worker.pulling import Pulling
 from pullfill.queue import pulse
+from pullfill.queue.connection import Link
 from pullfill.queue.contract import QueueConfig
 from pullfill.queue.jetstream import JetStreamConsumer, JetStreamProducer
 from tests.support.control_rig import Decode, hello
@@ -117,6 +119,27 @@ async def test_a_server_that_never_answers_again_is_given_up(
     assert "no answer to a PING" in str(ends.consumer.health.status().error)
 
 
+async def test_a_link_closes_though_its_dial_loses_a_cancellation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """asyncio.wait_for of Python 3.11 does, if what it waits for is done in that moment."""
+    lost: list[str] = []
+
+    async def connect(*_: object, **__: object) -> None:
+        try:
+            await asyncio.sleep(1.0)
+        except asyncio.CancelledError:
+            lost.append("cancellation")
+            await asyncio.sleep(HANG_S)
+
+    monkeypatch.setattr(Client, "connect", connect)
+    link = Link("nats://127.0.0.1:1", "test", setup=_unavailable)
+    async with asyncio.timeout(HANG_S / 3):
+        with pytest.raises(QueueUnavailable):
+            await link.start(0.05)
+    assert lost == ["cancellation"]
+
+
 async def test_a_process_that_stood_still_does_not_blame_the_server(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,5 +214,5 @@ async def test_a_connected_server_that_answers_no_pulls_is_away_for_a_prefill_wo
     assert consumer.health.up
 
 
-async def _unavailable(*_: object) -> str:
+async def _unavailable(*_: object) -> Any:
     raise QueueUnavailable("no quorum")
