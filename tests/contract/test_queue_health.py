@@ -120,20 +120,23 @@ async def test_a_server_that_never_answers_again_is_given_up(
 
 
 async def test_a_link_closes_though_its_dial_loses_a_cancellation(
-    monkeypatch: pytest.MonkeyPatch,
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """asyncio.wait_for of Python 3.11 does, if what it waits for is done in that moment."""
-    lost: list[str] = []
+    real, lost = Client.connect, list[str]()
 
-    async def connect(*_: object, **__: object) -> None:
+    async def connect(client: Client, *args: Any, **options: Any) -> None:
+        await real(client, *args, **options)
         try:
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(HANG_S)
         except asyncio.CancelledError:
             lost.append("cancellation")
-            await asyncio.sleep(HANG_S)
+
+    async def setup() -> None:
+        return
 
     monkeypatch.setattr(Client, "connect", connect)
-    link = Link("nats://127.0.0.1:1", "test", setup=_unavailable)
+    link = Link(ends.server.url, "test", setup)
     async with asyncio.timeout(HANG_S / 3):
         with pytest.raises(QueueUnavailable):
             await link.start(0.05)
@@ -214,5 +217,5 @@ async def test_a_connected_server_that_answers_no_pulls_is_away_for_a_prefill_wo
     assert consumer.health.up
 
 
-async def _unavailable(*_: object) -> Any:
+async def _unavailable(*_: object) -> str:
     raise QueueUnavailable("no quorum")
