@@ -7,6 +7,7 @@ many workers fit on one machine. Measures
   scale    1 … 64 decode and as many prefill workers: CPU per request, stages, idling
   idle     as many workers that nobody asks: CPU, threads, sockets, memory (only with --parts idle)
   links    their control connections alone, in one process (only with --parts links)
+  floor    the messages of a job alone, between two empty processes (only with --parts floor)
 CPU "beside engines" is that of all processes, NATS and etcd and our half of a frontend included,
 without vLLM's scheduler and the mock. Writes results/control.json and .md after each part and each
 size. Exit status 1 when a target is missed.
@@ -21,14 +22,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks import machine
-from benchmarks.control import depth, idle, links, scale, tokens
+from benchmarks.control import depth, floor, idle, links, scale, tokens
 from benchmarks.control.plant import plant
 from benchmarks.live import end_in_order
 from benchmarks.report import Row, finish, read_rows, write
 
 NAME, TITLE = "control", "The control plane as work grows, with mock engines"
 PARTS = ("depth", "tokens", "scale")
-MORE = ("idle", "links")
+MORE = ("idle", "links", "floor")
 QUICK, FULL = "1,4,16", "1,2,4,8,16,32,64"
 
 
@@ -49,6 +50,8 @@ def measure(options: argparse.Namespace, base: Path, quiet: machine.Quiet) -> It
         if "scale" in options.parts:
             for size in sizes:
                 yield scale.run(servers, size, options, quiet)
+        if "floor" in options.parts:
+            yield floor.run(servers.nats, servers.servers[0], options.rounds)
         if "idle" in options.parts:
             for size in sizes:
                 yield idle.run(servers, size, options, quiet)

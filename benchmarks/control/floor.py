@@ -1,0 +1,183 @@
+"""What a remote prefill would cost if pullfill did nothing: the CPU of its messages alone.
+
+Two Python processes and the same NATS server. For each job, a message of 1 KiB into a work-queue
+stream; its delivery to a pull; claim and grant, commit and its answer over TCP; the
+acknowledgement. nats-py and asyncio move them, nothing is encoded, checked, decided or copied, and
+there is no etcd, no frontend and no engine. So no control plane of these parts costs less, unless
+it sends less.
+
+    python -m benchmarks.control.floor prefill|decode NATS PORT PER_S JOBS WARM_UP
+
+is one of the two processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import nats
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+
+from benchmarks import machine
+from benchmarks.report import Row, row
+from pullfill.deploy.servers import free_port
+
+STREAM, SUBJECT = "floor", "floor.jobs"
+BODY, FRAME = bytes(1024), bytes(64)
+PER_S, JOBS, WARM_UP = 30.0, 300, 60
+ROLES = ("decode", "prefill")
+
+
+class Peer(asyncio.Protocol):
+    """One end of the TCP connection; calls `heard` for each frame."""
+
+    def __init__(self, heard: Callable[[Peer], None]) -> None:
+        self._heard, self._bytes = heard, 0
+
+    def connection_made(self, transport: Any) -> None:
+        self.transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._bytes += len(data)
+        while self._bytes >= len(FRAME):
+            self._bytes -= len(FRAME)
+            self._heard(self)
+
+    def say(self) -> None:
+        self.transport.write(FRAME)
+
+
+async def decode(client: Client, port: int, per_s: float, jobs: int, warm_up: int) -> float:
+    """Publishes, and answers what it hears. Returns the CPU in seconds of the jobs after the
+    warm-up."""
+    loop = asyncio.get_running_loop()
+    over, committed = asyncio.Event(), [0]
+
+    def heard(peer: Peer) -> None:
+        committed[0] += 1
+        peer.say()
+        if committed[0] == 2 * jobs:  # a claim and a commit of each
+            over.set()
+
+    server = await loop.create_server(lambda: Peer(heard), "127.0.0.1", port)
+    inbox = client.new_inbox()
+
+    async def stored(_: Msg) -> None:
+        pass
+
+    await client.subscribe(inbox, cb=stored)
+    start, before = loop.time() + 1.0, 0.0
+    for number in range(jobs):
+        await asyncio.sleep(start + number / per_s - loop.time())
+        if number == warm_up:
+            before = time.process_time()
+        await client.publish(SUBJECT, BODY, reply=inbox)
+    await over.wait()
+    used = time.process_time() - before
+    server.close()
+    return used
+
+
+async def prefill(client: Client, port: int, per_s: float, jobs: int, warm_up: int) -> float:
+    """Pulls, claims, commits and acknowledges. Returns the CPU as `decode`."""
+    loop = asyncio.get_running_loop()
+    inbox, ask = client.new_inbox(), f"$JS.API.CONSUMER.MSG.NEXT.{STREAM}.{STREAM}"
+    heard, over, reply = [0], asyncio.Event(), [""]
+    running: dict[int, asyncio.Task[None]] = {}
+    before = 0.0
+
+    def answered(peer: Peer) -> None:
+        heard[0] += 1
+        if heard[0] % 2:
+            peer.say()  # granted: commit
+        else:
+            running[0] = loop.create_task(acknowledge())
+
+    async def acknowledge() -> None:
+        nonlocal before
+        if heard[0] == 2 * warm_up:
+            before = time.process_time()
+        await client.publish(reply[0], b"+ACK")
+        if heard[0] == 2 * jobs:
+            over.set()
+        else:
+            await client.publish(ask, b'{"batch":1,"expires":60000000000}', reply=inbox)
+
+    async def delivered(msg: Msg) -> None:
+        reply[0] = msg.reply
+        peer.say()
+
+    peer: Peer
+    for _ in range(100):
+        try:
+            _, peer = await loop.create_connection(lambda: Peer(answered), "127.0.0.1", port)
+            break
+        except ConnectionError:
+            await asyncio.sleep(0.05)
+    await client.subscribe(inbox, cb=delivered)
+    await client.publish(ask, b'{"batch":1,"expires":60000000000}', reply=inbox)
+    await over.wait()
+    await client.flush()
+    return time.process_time() - before
+
+
+async def _make_stream(url: str) -> None:
+    async with await nats.connect(url) as client:
+        stream = {"name": STREAM, "subjects": [SUBJECT], "retention": "workqueue"}
+        config = {"durable_name": STREAM, "ack_policy": "explicit"}
+        for operation, body in (
+            (f"STREAM.CREATE.{STREAM}", stream),
+            (f"CONSUMER.DURABLE.CREATE.{STREAM}.{STREAM}",
+             {"stream_name": STREAM, "config": config}),
+        ):  # fmt: skip
+            answer = await client.request(f"$JS.API.{operation}", json.dumps(body).encode())
+            assert b'"error"' not in answer.data, answer.data
+
+
+def run(url: str, pid: int, rounds: int, jobs: int = JOBS, warm_up: int = WARM_UP) -> list[Row]:
+    """The medians of some rounds. url, pid: of a NATS server with JetStream that has no stream
+    named as ours yet."""
+    asyncio.run(_make_stream(url))
+    found: dict[str, list[float]] = {role: [] for role in (*ROLES, "nats")}
+    for _ in range(rounds):
+        order = [url, str(free_port()), str(PER_S), str(jobs), str(warm_up)]
+        command = [sys.executable, "-m", "benchmarks.control.floor"]
+        ends = {
+            role: subprocess.Popen([*command, role, *order], stdout=subprocess.PIPE, text=True)
+            for role in ROLES
+        }
+        time.sleep(2.0 + warm_up / PER_S)
+        before, begin = machine.cpu_seconds(pid), time.monotonic()
+        for role, end in ends.items():
+            out, _ = end.communicate(timeout=120.0)
+            found[role].append(float(out) / (jobs - warm_up))
+        seconds = time.monotonic() - begin
+        found["nats"].append((machine.cpu_seconds(pid) - before) / (seconds * PER_S))
+    rows = [
+        row(f"floor: CPU of {name} for a job of messages alone", 1e3 * median(each), "ms")
+        for name, each in found.items()
+    ]
+    whole = sum(1e3 * median(each) for each in found.values())
+    rows.insert(0, row(f"floor: CPU of a job at {PER_S:g}/s, messages alone", whole, "ms"))
+    for one in rows:
+        print(f"  {one.metric:<60} {one.value:>10} {one.unit}", flush=True)
+    return rows
+
+
+async def _one(role: str, url: str, port: int, per_s: float, jobs: int, warm_up: int) -> float:
+    client = await nats.connect(url)
+    work = decode if role == "decode" else prefill
+    return await work(client, port, per_s, jobs, warm_up)
+
+
+if __name__ == "__main__":
+    role, url, port, per_s, jobs, warm_up = sys.argv[1:]
+    print(asyncio.run(_one(role, url, int(port), float(per_s), int(jobs), int(warm_up))))
