@@ -25,11 +25,10 @@ from pullfill import pages
 from pullfill.decode_worker import context as contexts
 from pullfill.decode_worker import memory
 from pullfill.decode_worker.scheduler_side import SchedulerSide
-from pullfill.engine import kv
+from pullfill.engine import attention, kv
 from pullfill.engine.handshake import RankTold
 from pullfill.engine.ranks import bind_to_parent
 from pullfill.transfer.shm.pool import SharedKvPool, tell
-from pullfill.transfer.shm.ranks import RankRegion
 
 if TYPE_CHECKING:
     import torch
@@ -56,7 +55,7 @@ class DecodeConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._heads = kv.total_heads(vllm_config)
         self._side: SchedulerSide | None = None
         self._pool: SharedKvPool | None = None
-        self._told: RankRegion | None = None
+        self._told: RankTold | None = None
         if role is KVConnectorRole.SCHEDULER:
             context = contexts.current()
             self._side = SchedulerSide(context, vllm_config.cache_config.block_size)
@@ -84,12 +83,13 @@ class DecodeConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return self._pool
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self._told = tell(self._pool, kv_caches, self._kv_cache_config.num_blocks)
+        region = tell(self._pool, kv_caches, self._kv_cache_config.num_blocks)
+        self._told = RankTold(region, attention.of_rank(self._vllm_config, kv_caches))
         if self._pool is not None:
             pages.make_caches_present(kv_caches)
 
     def get_handshake_metadata(self) -> RankTold | None:
-        return RankTold(self._told)
+        return self._told
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Nothing is loaded from here: prefill workers write into the cache themselves."""
@@ -120,8 +120,9 @@ class DecodeConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], RankTold]
     ) -> None:
-        told = {rank: told.region for rank, told in metadata.items()}
-        memory.attach(contexts.current(), told, self._heads)
+        regions = {rank: told.region for rank, told in metadata.items()}
+        stored = {rank: told.attention for rank, told in metadata.items()}
+        memory.attach(contexts.current(), regions, self._heads, attention.join(stored, self._heads))
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)

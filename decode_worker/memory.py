@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from pullfill import log
 from pullfill.decode_worker.context import DecodeContext
+from pullfill.engine.attention import NO_MODEL, Attention
 from pullfill.engine.kv import Geometry
 from pullfill.errors import OverloadedError
 from pullfill.transfer.shm import ranks
@@ -27,12 +28,16 @@ def prepare(context: DecodeContext) -> dict[str, str]:
 
 
 def attach(
-    context: DecodeContext, told: Mapping[tuple[int, int], ranks.RankRegion], kv_heads: int
+    context: DecodeContext,
+    told: Mapping[tuple[int, int], ranks.RankRegion],
+    kv_heads: int,
+    attention: Attention = NO_MODEL,
 ) -> None:
     """Every rank has told its memory: map it, open it to peers, start the ledger. Memory that no
     transport reaches stays private: the worker serves, and prefills everything itself."""
     first = next(iter(told.values()))
-    context.geometry = Geometry(ranks.total_layers(told), first.page_bytes, first.device)
+    layers = ranks.total_layers(told)
+    context.geometry = Geometry(layers, first.page_bytes, first.device, attention)
     context.ranks = ranks.attach(told, kv_heads)
     if context.ranks and context.files is not None:
         base = ranks.base_owner(context.files, context.ranks, context.incarnation)

@@ -207,12 +207,7 @@ class DecodeWorker:
     def _on_built(self, host: EngineHost, core: Any) -> None:
         geometry = self._context.geometry
         assert geometry is not None, "vLLM registered no KV cache with the connector"
-        self._compat = compat.describe(
-            self._config,
-            self._served_name,
-            num_layers=geometry.num_layers,
-            page_bytes=geometry.page_bytes,
-        )
+        self._compat = compat.describe(self._config, self._served_name, geometry)
         self._shim = FrontendShim(
             host,
             self._stories,

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterable, Mapping
 
 from pullfill import log
+from pullfill.engine.attention import NO_MODEL, Attention
 from pullfill.engine.kv import Geometry
 from pullfill.engine.thread import EngineThread
 from pullfill.prefill_worker.context import PrefillContext
@@ -33,12 +34,16 @@ def prepare(context: PrefillContext) -> dict[str, str]:
 
 
 def attach(
-    context: PrefillContext, told: Mapping[tuple[int, int], ranks.RankRegion], kv_heads: int
+    context: PrefillContext,
+    told: Mapping[tuple[int, int], ranks.RankRegion],
+    kv_heads: int,
+    attention: Attention = NO_MODEL,
 ) -> None:
     """Every rank has told its memory: map it. Raises IncompatibleError. Memory that no transport
     reaches makes a worker that gets no jobs."""
     first = next(iter(told.values()))
-    context.geometry = Geometry(ranks.total_layers(told), first.page_bytes, first.device)
+    layers = ranks.total_layers(told)
+    context.geometry = Geometry(layers, first.page_bytes, first.device, attention)
     context.ranks = ranks.attach(told, kv_heads)
     if not context.ranks:
         why = first.why_not and f" ({first.why_not})"

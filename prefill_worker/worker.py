@@ -217,12 +217,7 @@ class PrefillWorker:
     def _on_built(self, host: EngineHost, core: Any) -> None:
         geometry = self._context.geometry
         assert geometry is not None, "vLLM registered no KV cache with the connector"
-        self._compat = compat.describe(
-            self._config,
-            self._served_name,
-            num_layers=geometry.num_layers,
-            page_bytes=geometry.page_bytes,
-        )
+        self._compat = compat.describe(self._config, self._served_name, geometry)
         self._host = host
 
     def _on_outputs(self, outputs: dict[int, Any]) -> None:

@@ -17,7 +17,7 @@ from msgspec import Meta
 
 from pullfill.errors import BadMessage
 
-WIRE_VERSION = 3
+WIRE_VERSION = 4
 
 U32 = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 Count = Annotated[int, Meta(ge=0)]
@@ -69,7 +69,10 @@ def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
 
 
 class Compat(Message, frozen=True, kw_only=True):
-    """What two workers must share to exchange KV bytes. Compared field by field at join."""
+    """What two workers must share to exchange KV bytes. Compared field by field at join.
+
+    attention, kv_scales: see engine/attention.py.
+    """
 
     model: str
     model_fingerprint: str
@@ -82,6 +85,8 @@ class Compat(Message, frozen=True, kw_only=True):
     num_kv_heads: Count
     page_bytes: Count
     isa: str
+    attention: str
+    kv_scales: str
 
     def hash(self) -> str:
         """16 hex digits over all fields; names the job stream."""

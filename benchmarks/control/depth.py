@@ -37,6 +37,7 @@ _HOURS_S = 3600.0
 _COMPAT = Compat(
     model="m", model_fingerprint="f", vllm="0", dtype="d", kv_cache_dtype="d", block_size=BLOCK,
     layout="LBHNC", num_layers=1, num_kv_heads=1, page_bytes=64, isa="x",
+    attention="a", kv_scales="1",
 )  # fmt: skip
 
 

@@ -14,6 +14,8 @@ from pullfill.wire import Compat
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+    from pullfill.engine.kv import Geometry
+
 _SAMPLE = 1 << 16
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 _NOT_THE_MODEL = ("_name_or_path", "transformers_version")
@@ -48,9 +50,8 @@ def model_fingerprint(model: str, revision: str | None = None) -> str:
     return digest.hexdigest()
 
 
-def describe(config: VllmConfig, served_name: str, *, num_layers: int, page_bytes: int) -> Compat:
-    """The record of this engine. num_layers, page_bytes: as register_kv_caches saw them (bytes of
-    one layer, block and KV head)."""
+def describe(config: VllmConfig, served_name: str, geometry: Geometry) -> Compat:
+    """The record of this engine. geometry: as its ranks told it."""
     import vllm
     from vllm.platforms import current_platform
 
@@ -67,10 +68,12 @@ def describe(config: VllmConfig, served_name: str, *, num_layers: int, page_byte
         kv_cache_dtype=str(config.cache_config.cache_dtype),
         block_size=int(config.cache_config.block_size),
         layout="LBHNC",
-        num_layers=num_layers,
+        num_layers=geometry.num_layers,
         num_kv_heads=model.get_total_num_kv_heads(),
-        page_bytes=page_bytes,
+        page_bytes=geometry.page_bytes,
         isa=computes,
+        attention=geometry.attention.backend,
+        kv_scales=geometry.attention.scales,
     )
 
 

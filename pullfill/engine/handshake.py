@@ -11,9 +11,12 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 
+from pullfill.engine.attention import RankAttention
+
 
 @dataclass
 class RankTold(KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """`region`: a `RankRegion` of the transfer room, opaque here."""
+    """`region`: a `RankRegion` of the transfer room, opaque here. `attention`: how KV is stored."""
 
     region: Any
+    attention: RankAttention

@@ -6,17 +6,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from pullfill.engine.attention import NO_MODEL, Attention
 from pullfill.errors import IncompatibleError
 
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
     """num_layers: distinct caches of the whole model. page_bytes: one layer, block and KV head, K
-    and V. device: torch's device type of the memory, e.g. `cpu`, `cuda`."""
+    and V. device: torch's device type of the memory, e.g. `cpu`, `cuda`. attention: what the bytes
+    of a page mean."""
 
     num_layers: int
     page_bytes: int
     device: str
+    attention: Attention = NO_MODEL
 
 
 def total_heads(vllm_config: Any) -> int:

@@ -53,6 +53,14 @@ def test_cold_prompts_of_every_length(cluster: Cluster, oracle: Oracle) -> None:
             assert told["attempts"] == 1
 
 
+def test_workers_publish_how_their_kv_is_stored(cluster: Cluster) -> None:
+    """Looked up in vLLM's own layers: a name that vLLM changes would leave `none` here."""
+    for role in ("decode", "prefill"):
+        for record in cluster.records(role).values():
+            assert record.compat is not None
+            assert (record.compat.attention, record.compat.kv_scales) == ("CPU_ATTN", "1")
+
+
 def test_prefix_hit_on_decode_is_read_by_the_prefill_worker(
     cluster: Cluster, oracle: Oracle
 ) -> None:

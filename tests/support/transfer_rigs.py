@@ -45,6 +45,8 @@ COMPAT = Compat(
     num_kv_heads=1,
     page_bytes=1,
     isa="x",
+    attention="a",
+    kv_scales="1",
 )
 
 PAGE = 512

@@ -25,6 +25,8 @@ COMPAT = Compat(
     num_kv_heads=2,
     page_bytes=4096,
     isa="avx2",
+    attention="a",
+    kv_scales="1",
 )
 
 

@@ -179,6 +179,7 @@ def _worker(role: str, name: str, dtype: str = "float32") -> LiveWorker:
     compat = wire.Compat(
         model="m", model_fingerprint="f", vllm="0", dtype=dtype, kv_cache_dtype="auto",
         block_size=16, layout="L", num_layers=1, num_kv_heads=1, page_bytes=1, isa="x",
+        attention="a", kv_scales="1",
     )  # fmt: skip
     record = wire.WorkerRecord(
         instance_id=name, incarnation="i", role=role, state=wire.WorkerState.READY, model="m",

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from pullfill.engine import compat
+from pullfill.engine.kv import Geometry
 from pullfill.engine.mock.model import MockModel, MockSettings, is_mock, settings_of
 from pullfill.errors import ConfigError
 
@@ -138,7 +139,7 @@ def record_of(monkeypatch: pytest.MonkeyPatch, backend: Any, *, cpu: bool = True
         cache_config=SimpleNamespace(cache_dtype="auto", block_size=16),
         parallel_config=SimpleNamespace(distributed_executor_backend=backend),
     )
-    return compat.describe(config, "m", num_layers=2, page_bytes=512)
+    return compat.describe(config, "m", Geometry(2, 512, "cpu"))
 
 
 @pytest.mark.parametrize("cpu", [True, False])

@@ -160,6 +160,8 @@ COMPAT = Compat(
     num_kv_heads=2,
     page_bytes=64,
     isa="i",
+    attention="a",
+    kv_scales="1",
 )
 
 
