@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator
 from itertools import count
 
@@ -9,16 +10,28 @@ import pytest
 
 from pullfill.registry.client import EtcdClient
 from tests.support.etcd import EtcdServer
-from tests.support.frontend_http import Served, serve
+from tests.support.nats import NatsServer
 
 _serial = count()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
-    """One etcd for all tests of a file."""
+    """One etcd for all tests of this process. Each keeps to its own namespace (`ns`), and one that
+    stops, pauses or sets up a server has a server of its own."""
     with EtcdServer(tmp_path_factory.mktemp("etcd")) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def nats(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
+    """One NATS for all tests of this process, as `etcd`. Each has a stream of its own."""
+    server = NatsServer(tmp_path_factory.mktemp("nats"))
+    try:
+        asyncio.run(server.start())
+        yield server
+    finally:
+        server.stop()
 
 
 @pytest.fixture
@@ -32,10 +45,3 @@ async def client(etcd: EtcdServer) -> AsyncIterator[EtcdClient]:
 def ns() -> str:
     """A namespace of this test's own."""
     return f"ns{next(_serial)}"
-
-
-@pytest.fixture(scope="session")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """One frontend process for all tests; each brings its own workers and takes them away again."""
-    with serve(tmp_path_factory.mktemp("frontend")) as frontend:
-        yield frontend

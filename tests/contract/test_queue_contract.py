@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import pytest
 
@@ -57,30 +56,20 @@ class Bench:
 Make = Callable[[QueueConfig], Awaitable[Bench]]
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
-    server = NatsServer(Path(tmp_path_factory.mktemp("nats")))
-    try:
-        asyncio.run(server.start())
-        yield server
-    finally:
-        server.stop()
-
-
 @pytest.fixture(params=["jetstream", "memory"])
 async def make(
-    request: pytest.FixtureRequest, server: NatsServer, monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest, nats: NatsServer, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Make]:
     monkeypatch.setattr("pullfill.queue.producer.STEADY_REFRESH_S", BUSY_REFRESH_S)
     opened: list[JobConsumer | JobProducer] = []
 
     async def jetstream(config: QueueConfig) -> Bench:
         async def add() -> JobConsumer:
-            consumer = await JetStreamConsumer.connect(server.url, config, wait_s=10)
+            consumer = await JetStreamConsumer.connect(nats.url, config, wait_s=10)
             opened.append(consumer)
             return consumer
 
-        producer = await JetStreamProducer.connect(server.url, config, wait_s=10)
+        producer = await JetStreamProducer.connect(nats.url, config, wait_s=10)
         opened.append(producer)
         return Bench(producer, await add(), add, asyncio.sleep)
 

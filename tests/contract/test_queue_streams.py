@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,23 +19,13 @@ from tests.support.nats import NatsServer, until
 HANG_S = 15.0
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
-    server = NatsServer(Path(tmp_path_factory.mktemp("nats")))
-    try:
-        asyncio.run(server.start())
-        yield server
-    finally:
-        server.stop()
-
-
 @pytest.fixture
 def config() -> QueueConfig:
     return QueueConfig("test", secrets.token_hex(8), ack_wait_s=0.5, publish_timeout_s=0.3)
 
 
 async def test_a_server_whose_clock_was_set_back_makes_no_delivery_stale(
-    server: NatsServer, config: QueueConfig, monkeypatch: pytest.MonkeyPatch
+    nats: NatsServer, config: QueueConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The stream was made before the clock was set back, so its jobs seem older than the stream.
 
@@ -52,8 +40,8 @@ async def test_a_server_whose_clock_was_set_back_makes_no_delivery_stale(
         return answer
 
     monkeypatch.setattr(Link, "api", api)
-    producer = await JetStreamProducer.connect(server.url, config, wait_s=HANG_S)
-    consumer = await JetStreamConsumer.connect(server.url, config, wait_s=HANG_S)
+    producer = await JetStreamProducer.connect(nats.url, config, wait_s=HANG_S)
+    consumer = await JetStreamConsumer.connect(nats.url, config, wait_s=HANG_S)
     receipts = [await producer.publish(name, b"", 10) for name in ("done", "poison", "held")]
     jobs = [job for _ in range(3) for job in await consumer.pull(1, 1, 5)]
     await jobs[0].ack()
@@ -71,9 +59,9 @@ async def test_a_server_whose_clock_was_set_back_makes_no_delivery_stale(
 
 
 async def test_while_the_stream_has_no_leader_a_job_goes_to_a_worker_that_waits(
-    server: NatsServer, config: QueueConfig, monkeypatch: pytest.MonkeyPatch
+    nats: NatsServer, config: QueueConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    producer, consumer = await both(server, config, QueueSettings())
+    producer, consumer = await both(nats, config, QueueSettings())
 
     async def no_leader(*_: object) -> Any:
         raise NoResponders("nobody there")
@@ -115,18 +103,18 @@ async def configs(link: Link, config: QueueConfig) -> Configs:
 
 
 async def both(
-    server: NatsServer, config: QueueConfig, settings: QueueSettings
+    nats: NatsServer, config: QueueConfig, settings: QueueSettings
 ) -> tuple[JetStreamProducer, JetStreamConsumer]:
     return (
-        await JetStreamProducer.connect(server.url, config, settings=settings, wait_s=HANG_S),
-        await JetStreamConsumer.connect(server.url, config, settings=settings, wait_s=HANG_S),
+        await JetStreamProducer.connect(nats.url, config, settings=settings, wait_s=HANG_S),
+        await JetStreamConsumer.connect(nats.url, config, settings=settings, wait_s=HANG_S),
     )
 
 
 async def test_what_an_operator_changed_outlives_every_start_and_reconnect(
-    server: NatsServer, config: QueueConfig
+    nats: NatsServer, config: QueueConfig
 ) -> None:
-    first = await both(server, config, QueueSettings())
+    first = await both(nats, config, QueueSettings())
     link, names = first[1].link, Names(config.namespace, config.compat_hash)
     jobs, consumer = await configs(link, config)
     assert (jobs["max_msgs"], consumer["max_deliver"]) == (config.max_jobs, config.max_deliver)
@@ -140,7 +128,7 @@ async def test_what_an_operator_changed_outlives_every_start_and_reconnect(
     )  # fmt: skip
     changed = await configs(link, config)
     assert changed[0]["metadata"]["team"] == "serving"
-    second = await both(server, config, QueueSettings(max_jobs=5))
+    second = await both(nats, config, QueueSettings(max_jobs=5))
     first[1].link.reset("the test")
     await until(lambda: first[1].link.generation == 2 and first[1].link.up)
     now = await configs(first[1].link, config)
@@ -151,9 +139,9 @@ async def test_what_an_operator_changed_outlives_every_start_and_reconnect(
 
 
 async def test_settings_act_on_running_workers_and_a_refused_one_harms_nobody(
-    server: NatsServer, config: QueueConfig, caplog: pytest.LogCaptureFixture
+    nats: NatsServer, config: QueueConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
-    producer, consumer = await both(server, config, QueueSettings(max_deliver=3))
+    producer, consumer = await both(nats, config, QueueSettings(max_deliver=3))
     before = await configs(consumer.link, config)
     assert (before[1]["max_deliver"], consumer.max_deliver) == (3, 3)
     new = QueueSettings(replicas=3, max_bytes=1 << 20, max_jobs=9, ack_wait_s=7.0, max_deliver=4)
@@ -172,10 +160,10 @@ async def test_settings_act_on_running_workers_and_a_refused_one_harms_nobody(
 
 
 async def test_workers_that_start_at_the_same_time_agree(
-    server: NatsServer, config: QueueConfig
+    nats: NatsServer, config: QueueConfig
 ) -> None:
     settings = QueueSettings(max_jobs=9, ack_wait_s=7.0)
-    pairs = await asyncio.gather(*(both(server, config, settings) for _ in range(4)))
+    pairs = await asyncio.gather(*(both(nats, config, settings) for _ in range(4)))
     jobs, consumer = await configs(pairs[0][1].link, config)
     assert (jobs["max_msgs"], consumer["ack_wait"]) == (9, 7 * 10**9)
     assert len({worker.streams.stream_id for pair in pairs for worker in pair}) == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from pathlib import Path
 
 import pytest
 
@@ -93,18 +94,17 @@ async def test_a_dead_endpoint_among_several_is_passed_over(etcd: EtcdServer, ns
         await client.get(ns)
 
 
-async def test_a_hung_etcd_times_out(etcd: EtcdServer, ns: str) -> None:
-    client = await EtcdClient.connect(etcd.url, wait_s=10, timeout_s=0.3)
-    etcd.pause()
-    try:
-        for call in (client.get(ns), client.put(ns, b""), client.grant_lease(5)):
+async def test_a_hung_etcd_times_out(tmp_path: Path) -> None:
+    with EtcdServer(tmp_path / "etcd") as etcd:
+        client = await EtcdClient.connect(etcd.url, wait_s=10, timeout_s=0.3)
+        etcd.pause()
+        for call in (client.get("a"), client.put("a", b""), client.grant_lease(5)):
             with pytest.raises(RegistryUnavailable, match="does not answer"):
                 await asyncio.wait_for(call, 10)
         assert client.last_failed_at > client.last_ok_at
-    finally:
         etcd.resume()
-    await client.ping(10)
-    await client.close()
+        await client.ping(10)
+        await client.close()
 
 
 # ------------------------------------------------------------------ leases

@@ -16,6 +16,7 @@ from pullfill.deploy import procs
 from pullfill.deploy.state import StateDir
 from tests.support import command_line
 from tests.support.cluster import Cluster
+from tests.support.frontend_http import Served, serve
 
 
 @pytest.fixture(scope="session")
@@ -54,3 +55,10 @@ def state(state_dir: Path) -> Iterator[Path]:
     for straggler in left:
         procs.send(straggler, signal.SIGKILL)
     assert not left, f"left running: {left}"
+
+
+@pytest.fixture(scope="session")
+def served(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A frontend without a cluster; each test brings fake workers and takes them away again."""
+    with serve(tmp_path_factory.mktemp("frontend"), model_path) as frontend:
+        yield frontend

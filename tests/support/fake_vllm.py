@@ -1,6 +1,6 @@
 """vLLM's engine structs as the wire carries them, and a model of one line, without vLLM.
 
-Field names and order are those of vLLM 0.32; `tests/contract/test_frontend_http.py` proves it by
+Field names and order are those of vLLM 0.32; `tests/integration/test_frontend_http.py` proves it by
 putting vLLM itself at the other end.
 """
 

@@ -1,13 +1,11 @@
 """The real frontend process (vLLM's app) over a real etcd and whatever fake decode workers a test
-brings. Importing vLLM takes most of its start, so one process serves all contract tests
-(`tests/contract/conftest.py`)."""
+brings. One process serves many tests (`tests/integration/conftest.py`)."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -22,10 +20,12 @@ from pullfill import wire
 from pullfill.registry import keys
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.directory import Directory
+from pullfill.wire import WorkerRecord
 from tests.support.checkpoint import tiny_checkpoint
 from tests.support.etcd import EtcdServer
 from tests.support.fake_decode import FakeDecode
 from tests.support.fake_vllm import answer
+from tests.support.zygote import Forked, zygote
 
 if TYPE_CHECKING:
     import openai
@@ -34,21 +34,14 @@ PATIENCE_S = 40.0
 START_S = 120.0
 """Importing vLLM takes ten seconds of a core that may be wanted by many."""
 NAMESPACE = "t"
-MAIN = """
-import sys
-from pullfill.config import ClusterRef, FrontendOptions
-from pullfill.frontend.main import run
-etcd, model, *flags = sys.argv[1:]
-options = FrontendOptions(model=model, port=0, instance_id="frontend-t", drain_timeout_s=20.0)
-sys.exit(run(ClusterRef("t", etcd, "nats://127.0.0.1:1"), options, flags))
-"""
 
 
 @dataclass
 class Served:
     etcd: EtcdServer
-    process: subprocess.Popen[bytes]
+    process: Forked
     url: str
+    instance_id: str
 
     def client(self, **options: Any) -> openai.AsyncOpenAI:
         import openai  # two thirds of a second, in every test process
@@ -59,31 +52,36 @@ class Served:
 
 
 @contextmanager
-def serve(directory: Path) -> Iterator[Served]:
+def serve(directory: Path, model: Path) -> Iterator[Served]:
     """A frontend over an etcd of its own; ends with SIGTERM and must exit 0."""
     (directory / "etcd").mkdir()
     with EtcdServer(directory / "etcd") as etcd:
         log = directory / "frontend.log"
-        flags = ["--served-model-name", "m", "--max-model-len", "1024"]
-        with log.open("wb") as out:
-            process = subprocess.Popen(
-                [sys.executable, "-c", MAIN, etcd.url, str(tiny_checkpoint()), *flags],
-                cwd=Path(__file__).parents[2],
-                stdout=out,
-                stderr=out,
-            )
+        log.touch()
+        command = [
+            "frontend",
+            "--model", str(model),
+            "--etcd", etcd.url,
+            "--nats", "nats://127.0.0.1:1",
+            "--namespace", NAMESPACE,
+            "--port", "0",
+            "--drain-timeout", "20",
+            "--served-model-name", "m",
+            "--max-model-len", "1024",
+        ]  # fmt: skip
+        process = zygote().spawn(command, os.environ, log)
         try:
-            yield Served(etcd, process, asyncio.run(frontend_url(etcd, process, log)))
+            record = asyncio.run(registered(etcd, process, log))
+            yield Served(etcd, process, record.http, record.instance_id)
             process.send_signal(signal.SIGTERM)
             assert process.wait(PATIENCE_S) == 0, log.read_text()[-3000:]
         finally:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
+            process.send_signal(signal.SIGKILL)
+            process.wait(PATIENCE_S)
 
 
-async def frontend_url(etcd: EtcdServer, process: subprocess.Popen[bytes], log: Path) -> str:
-    """Where it says in the registry that it listens; it registers once it is about to serve."""
+async def registered(etcd: EtcdServer, process: Forked, log: Path) -> WorkerRecord:
+    """What it says of itself in the registry; it registers once it is about to serve."""
     client = await EtcdClient.connect(etcd.url)
     directory = Directory(client, NAMESPACE, ["frontend"])
     try:
@@ -95,7 +93,7 @@ async def frontend_url(etcd: EtcdServer, process: subprocess.Popen[bytes], log: 
     finally:
         await directory.close()
         await client.close()
-    return found["frontend-t"].http
+    return next(iter(found.values()))
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -1,19 +1,30 @@
-"""The frontend process leaves. In a file of its own, after the others that share the process."""
+"""The frontend process leaves."""
 
 from __future__ import annotations
 
 import asyncio
 import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
 
 from pullfill import wire
 from pullfill.registry import keys
 from pullfill.registry.client import EtcdClient
 from tests.support.fake_decode import FakeDecode
-from tests.support.frontend_http import NAMESPACE, Served, expected, until
+from tests.support.frontend_http import NAMESPACE, Served, expected, serve, until
+
+
+@pytest.fixture
+def served(model_path: Path, tmp_path: Path) -> Iterator[Served]:
+    """A frontend of this test's own."""
+    with serve(tmp_path, model_path) as frontend:
+        yield frontend
 
 
 async def test_drain_finishes_open_streams_and_exits_0(served: Served) -> None:
-    """Its exit status is checked by the fixture."""
+    """Its exit status is checked by `serve`."""
     fake = FakeDecode("decode-1", model="m", max_model_len=512, step_s=0.01)
     etcd = await EtcdClient.connect(served.etcd.url)
     await etcd.put(keys.worker(NAMESPACE, "decode", "decode-1"), wire.encode(fake.start().record))
@@ -28,6 +39,6 @@ async def test_drain_finishes_open_streams_and_exits_0(served: Served) -> None:
             text += chunk.choices[0].text
         assert text == expected(fake.added[0].prompt_token_ids or [], 100)
     await until(lambda: served.process.poll() is not None)
-    assert await etcd.get(keys.worker(NAMESPACE, "frontend", "frontend-t")) is None
+    assert await etcd.get(keys.worker(NAMESPACE, "frontend", served.instance_id)) is None
     await etcd.close()
     await asyncio.to_thread(fake.die)
