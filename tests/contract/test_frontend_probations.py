@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from pullfill.engine.fingerprint import fingerprint
 from pullfill.frontend import probation
 from pullfill.registry import probations as module
 from pullfill.registry.client import EtcdClient
@@ -118,8 +119,16 @@ async def test_ten_deadly_prompts_at_both_frontends_end_two_workers_each(
         for i in range(10):
             rigs[i % 2].dispatcher.submit(request(f"d{i}", [i, FATAL]))
             await asyncio.sleep(0.01)
-        await until(lambda: len(fleet.deaths) > 2)
-        await asyncio.sleep(0.1)  # told by then
+        deadly = {fingerprint(request("", [i, FATAL])) for i in range(10)}
+
+        def all_known() -> bool:
+            """Whether the first frontend has heard of every deadly prompt."""
+            deadly.difference_update(
+                row["fingerprint"] for row in rigs[0].dispatcher.suspects.listed()
+            )
+            return not deadly
+
+        await until(all_known)
         for i in range(1, 10, 2):
             rigs[0].dispatcher.submit(request(f"copy{i}", [i, FATAL]))
         await ended(fleet)

@@ -13,7 +13,7 @@ from typing import Any
 
 import jinja2.sandbox
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
@@ -42,6 +42,8 @@ LEARNED = build_tokenizer(280, ["the theory of the thing is that the thing is th
 @settings(deadline=None, max_examples=60)
 @given(text=st.text(alphabet=st.characters(exclude_categories=["Cs"])))
 def test_text_round_trips(tokenizer: Tokenizer, text: str) -> None:
+    # Hypothesis also draws strings that stand in our source. Control tokens are not text.
+    assume(not any(token in text for token in SPECIAL_TOKENS))
     assert tokenizer.decode(tokenizer.encode(text).ids) == text
 
 
