@@ -45,8 +45,8 @@ test: lint test-fast ## All tests, quick ones first
 	$(BIN)/pytest -q -n 2 --dist loadfile -m "not long and not alone" $(ENGINE_TESTS) $(PYTEST_ARGS)
 	$(BIN)/pytest -q -m "alone and not long" tests/integration $(PYTEST_ARGS)
 
-test-fast: install ## Unit and contract tests, in six processes
-	$(BIN)/pytest -q -n 6 --dist worksteal tests/unit tests/contract $(PYTEST_ARGS)
+test-fast: install ## Unit and contract tests, in eight forked processes
+	$(BIN)/pytest -q --forks 8 tests/unit tests/contract $(PYTEST_ARGS)
 
 flaky: install ## Repeat tests, list what differed: make flaky N=10 [ARGS="--busy 2 tests/chaos"]
 	$(BIN)/python -m tests.flaky --runs $(N) $(ARGS)
@@ -54,7 +54,7 @@ flaky: install ## Repeat tests, list what differed: make flaky N=10 [ARGS="--bus
 chaos: install ## Fault tests: real processes, real servers, real engines
 	$(BIN)/pytest tests/chaos $(PYTEST_ARGS)
 	$(BIN)/pytest -m long tests/integration tests/netns $(PYTEST_ARGS)
-	FUZZ=1000 $(BIN)/pytest -q -n 2 tests/unit tests/contract tests/integration -k "fuzz or any_order_of_events or many_connects"
+	FUZZ=1000 $(BIN)/pytest -q -n 2 tests/unit tests/contract tests/integration -k "fuzz or any_order_of_events or many_connects or hypothesis"
 
 chaos-report: install ## One process killed under load: failures, recovery, freed blocks (10 minutes)
 	$(BIN)/python -m benchmarks.chaos_report $(ARGS)

@@ -14,9 +14,11 @@ from pathlib import Path
 
 import pytest
 import typer.testing
+from hypothesis import HealthCheck, settings
 
 from pullfill.deploy.device import gpu_count
 from tests.support.checkpoint import tiny_checkpoint
+from tests.support.forks import Forks
 from tests.support.late import READ_WITH_TESTS, loaded_large, uses_late
 from tests.support.oracle import Oracle
 
@@ -25,13 +27,18 @@ for _name in ("PULLFILL_STATE_DIR", "PULLFILL_FAILPOINTS", "PULLFILL_DEBUG", "PU
     os.environ.pop(_name, None)
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-if "PYTEST_XDIST_WORKER" in os.environ:
-    # Idle compute threads of several processes would take turns at spinning on the same cores.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-
 # What is made while tests are collected stays until the end: collecting garbage in it finds none.
 gc.disable()
 atexit.register(gc.unfreeze)  # nanobind calls everything a leak that is still frozen then
+
+# The same examples in each run, however long one takes on a busy machine. FUZZ=N: random ones.
+settings.register_profile(
+    "ours",
+    deadline=None,
+    derandomize="FUZZ" not in os.environ,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("ours")
 
 # CliRunner builds the whole command line, 50 ms, each time that it runs one command.
 setattr(typer.testing, "_get_command", cache(typer.main.get_command))  # noqa: B010 (mypy)
@@ -40,21 +47,42 @@ setattr(typer.testing, "_get_command", cache(typer.main.get_command))  # noqa: B
 signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 _ORDER = ("unit", "contract", "integration", "chaos", "netns", "gpu")
+_FORKED_ORDER = ("contract", "unit")
+"""Of several processes, none should still have long tests to run when the others have ended."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Quick tests first, whatever the order of the folders on the command line. Of several
-    processes, the one that gets the first tests starts the frontend process for them: ten seconds,
-    in which the others have enough to do. Tests that import large modules stand together, so that
-    one process imports them."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--forks", type=int, default=0, metavar="N", help="run tests in N processes (no xdist)"
+    )
+
+
+def _large(item: pytest.Item) -> str | None:
+    """The group of tests that import large modules: one process runs all of it."""
+    return "large" if uses_late(getattr(item, "module", None)) else None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    forks = config.getoption("forks")
+    if forks and config.getoption("numprocesses", None):
+        raise pytest.UsageError("give --forks or -n, not both")
+    if forks:
+        config.pluginmanager.register(Forks(forks, _large))
+    if forks or "PYTEST_XDIST_WORKER" in os.environ:
+        # Idle compute threads of several processes would take turns at spinning on the same cores.
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Quick tests first, whatever the order of the folders on the command line; with `--forks`,
+    those that import large modules first, then the longest."""
+    forked = bool(config.getoption("forks"))
+    order = _FORKED_ORDER if forked else _ORDER
 
     def rank(item: pytest.Item) -> int:
-        if "PYTEST_XDIST_WORKER" in os.environ:
-            if "served" in getattr(item, "fixturenames", ()):
-                return -2
-            if uses_late(getattr(item, "module", None)):
-                return -1
-        return next((i for i, name in enumerate(_ORDER) if name in item.path.parts), len(_ORDER))
+        if forked and _large(item):
+            return -1
+        return next((i for i, name in enumerate(order) if name in item.path.parts), len(order))
 
     items.sort(key=rank)
     if not gpu_count():  # transports into GPU memory have nothing to write to here

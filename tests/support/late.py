@@ -1,7 +1,7 @@
 """Large modules, imported by the first test that uses them.
 
-vLLM takes five seconds to import and torch two. The test processes of one run all read every test
-file, and few of them run a test that needs such a module.
+vLLM takes five seconds to import and torch two. A run of the quick tests reads all test files
+before it forks, and few of its processes run a test that needs such a module.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from tests.support.late import READ_WITH_TESTS, Late
 def test_reading_unit_and_contract_tests_imports_no_large_module(
     request: pytest.FixtureRequest,
 ) -> None:
-    """Each test process of `make test-fast` would pay for the import: vLLM takes five seconds."""
+    """`make test-fast` would pay for the import before it forks: vLLM takes five seconds."""
     folders = {path.name for path in (item.path.parent for item in request.session.items)}
     if folders - {"unit", "contract"}:
         pytest.skip("tests of other folders were read too")
