@@ -111,7 +111,7 @@ class Puller:
             try:
                 # One: to ask for more would keep it waiting for the answer that there are none. The
                 # next pull finds the next one as soon.
-                wait_s = beat.left(loop.time(), _WAIT_S)
+                wait_s = beat.before(loop.time() + _WAIT_S, _WAIT_S / 2) - loop.time()
                 deliveries = await self._consumer.pull(free_tokens, 1, wait_s)
                 pause = 0.1
             except Exception as exc:

@@ -41,7 +41,7 @@ from pullfill.wire import QueueSettings
 
 logger = log.get("queue")
 
-REQUEST_S = 2.5
+REQUEST_S = 2.0
 GRACE_S = 1.0
 SHORTEST_S = 0.02
 """The server does not answer requests that expire within a millisecond or so."""

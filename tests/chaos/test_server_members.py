@@ -174,11 +174,12 @@ class Trio(Cluster):
 
         async def names() -> list[str]:
             async with self.natses.client() as client:
-                found = await self.natses.api(client, "STREAM.NAMES")
-                return [name for name in found["streams"] if not name.endswith("-dead")]
+                found = (await self.natses.api(client, "STREAM.NAMES")).get("streams") or ()
+                return [name for name in found if not name.endswith("-dead")]
 
-        (name,) = asyncio.run(names())
-        return name
+        # A member hears of a new stream a little after its workers were told that it is there.
+        (name,) = wait(lambda: asyncio.run(names()), HANG_S, "the member knows the stream")
+        return str(name)
 
     def edit_stream(self, **fields: Any) -> dict[str, Any]:
         """As `nats stream edit` does. The configuration after it."""
