@@ -22,7 +22,7 @@ install: ## Make .venv and install everything into it (quick when nothing change
 	@$(PYTHON) -m pullfill.deploy.install
 
 install-nixl: install ## Add NIXL (UCX) to .venv: the nixl transport, 240 MB
-	$(BIN)/python -m pip install --no-deps "nixl>=1.5" "nixl-cu12>=1.5"
+	$(BIN)/python -m pip install --no-deps "nixl>=1.5" "nixl-cu13>=1.5"
 
 install-bench: install ## Add guidellm, for the rate sweep of bench-serving, beside .venv: 350 MB
 	$(BIN)/python -m benchmarks.serving.public_load install

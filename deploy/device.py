@@ -9,7 +9,8 @@ import subprocess
 from collections.abc import Mapping
 
 DEVICE_ENV = "PULLFILL_DEVICE"
-DEVICES = ("cpu", "cuda12", "cuda13")
+DEVICES = ("cpu", "cuda13")
+_CUDA = 13  # what the wheels of the pinned vLLM and its torch are built for
 
 
 def _nvidia_smi(*arguments: str) -> str:
@@ -44,16 +45,43 @@ def gpu_count() -> int:
 
 
 def detect() -> str:
-    """`cpu`, `cuda12` or `cuda13`: PULLFILL_DEVICE, else what nvidia-smi says of the driver.
+    """`cpu` or `cuda13`: PULLFILL_DEVICE, else what nvidia-smi says of the driver.
 
-    Raises ValueError when PULLFILL_DEVICE is none of them.
+    Raises ValueError, with what to do, when PULLFILL_DEVICE is neither or the driver is too old.
     """
     wanted = os.environ.get(DEVICE_ENV)
     if wanted:
         if wanted not in DEVICES:
             raise ValueError(f"{DEVICE_ENV}={wanted!r}: use one of {', '.join(DEVICES)}")
         return wanted
-    found = re.search(r"CUDA Version:\s*(\d+)", _nvidia_smi())
+    found = re.search(r"CUDA Version:\s*(\d+)([.]\d+)?", _nvidia_smi())
     if found is None:
         return "cpu"
-    return "cuda13" if int(found[1]) >= 13 else "cuda12"
+    if int(found[1]) < _CUDA:
+        raise ValueError(
+            f"NVIDIA's driver here is for CUDA {found[1]}{found[2] or ''}, vLLM's wheel for CUDA "
+            f"{_CUDA}: install driver 580 or newer, or the CPU build with {DEVICE_ENV}=cpu"
+        )
+    return f"cuda{_CUDA}"
+
+
+def why_not_mig() -> str | None:
+    """Why `up` cannot use GPUs that MIG has split, for people; None if it can.
+
+    Workers in one MIG instance share its memory. Between two instances no transport moves KV: CUDA
+    allows neither IPC nor copies there.
+    """
+    if os.environ.get(DEVICE_ENV) == "cpu":
+        return None
+    names = visible(os.environ)
+    if names is None:
+        split = any(line.lstrip().startswith("MIG ") for line in _nvidia_smi("-L").splitlines())
+    else:
+        split = len(names) > 1 and any(name.startswith("MIG-") for name in names)
+    if not split:
+        return None
+    return (
+        "MIG has split a GPU, and KV cannot move from one MIG instance to another: set "
+        "CUDA_VISIBLE_DEVICES to one instance (MIG-..., see nvidia-smi -L) for all workers, or to "
+        "whole GPUs"
+    )

@@ -197,7 +197,7 @@ class Installer:
             raise InstallError(
                 f"installed, but it does not import: {_last_line(done.stderr)}. Remove "
                 f"{self._venv} and run make install again; choose the build with {DEVICE_ENV}="
-                "cpu|cuda12|cuda13"
+                "cpu|cuda13"
             )
 
     # ------------------------------------------------------------------ pip

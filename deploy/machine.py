@@ -94,7 +94,8 @@ def compute() -> Iterator[Finding]:
     try:
         kind = device.detect()
     except ValueError as exc:
-        yield Finding(FAIL, str(exc), f"unset {device.DEVICE_ENV}")
+        wrong = os.environ.get(device.DEVICE_ENV)
+        yield Finding(FAIL, str(exc), f"unset {device.DEVICE_ENV}" if wrong else "")
         return
     gpus = device.gpu_count()
     cores = len(os.sched_getaffinity(0))

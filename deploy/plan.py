@@ -128,6 +128,8 @@ def check(options: UpOptions) -> None:
 
 def _check_gpus(options: UpOptions) -> None:
     """Workers of one GPU may share it. As soon as a worker spans GPUs, each has its own."""
+    if why := device.why_not_mig():
+        raise ConfigError(why)
     needed, here = worker_ranks(options), device.gpu_count()
     if here and max(needed, default=1) > 1 and sum(needed) > here:
         each = " + ".join(map(str, needed))
