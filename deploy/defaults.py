@@ -45,6 +45,8 @@ choose (without chunked prefill a whole prompt must fit). A file's flags would l
 GPU_MEMORY_SHARE = 0.88
 """Of one GPU, divided by the workers placed on it."""
 
+KV_BYTES = "kv-cache-memory-bytes"
+
 FRONTEND_ONLY = frozenset(
     """
     allow-credentials allowed-headers allowed-methods allowed-origins
@@ -105,10 +107,10 @@ def engine_flags(model: str, *, gpus: int, workers: int) -> list[str]:
     flags: list[str] = list(DEMO_FLAGS) if model == DEMO else []
     if not gpus:
         return flags + list(CPU_FLAGS[DEMO if model == DEMO else "other"])
+    # vLLM asks for this share to be free at start, also when the bytes of the KV cache are given.
     share = GPU_MEMORY_SHARE / max(1, math.ceil(workers / gpus))
-    if model == DEMO:
-        return [*flags, f"--kv-cache-memory-bytes={1 << 30}"]
-    return [*flags, f"--gpu-memory-utilization={share:.3f}"]
+    flags.append(f"--gpu-memory-utilization={share:.3f}")
+    return [*flags, f"--{KV_BYTES}={1 << 30}"] if model == DEMO else flags
 
 
 def role_flags(role: str, arguments: Sequence[str], *, gpus: int) -> list[str]:
@@ -159,6 +161,20 @@ def place(
         places.append(Placement(cores=tuple(cores[start : start + width]), ranks=count))
         start += width
     return places
+
+
+def starts_after(places: Sequence[Placement]) -> list[int | None]:
+    """For each worker, by index: the worker that must be ready before it starts, None if none.
+
+    vLLM sizes its KV cache by what the GPU's memory lost while it loaded its model. Of two workers
+    that load on one GPU at the same time, each would count the other's memory as its own.
+    """
+    last: dict[int, int] = {}
+    before: list[int | None] = []
+    for index, place in enumerate(places):
+        before.append(max((last[gpu] for gpu in place.gpus if gpu in last), default=None))
+        last.update(dict.fromkeys(place.gpus, index))
+    return before
 
 
 def other_cores(workers: Sequence[Placement], decode: int, cores: Sequence[int]) -> tuple[int, ...]:

@@ -66,7 +66,8 @@ class UpOptions:
 
 @dataclass(slots=True, kw_only=True)
 class ProcessSpec:
-    """One process to start. `url`: where a frontend answers, "" for others."""
+    """One process to start. `url`: where a frontend answers, "" for others. `after`: the name of
+    the worker on the same GPU that must be ready first, "" if none."""
 
     name: str
     role: str
@@ -74,6 +75,7 @@ class ProcessSpec:
     env: dict[str, str]
     instance_id: str | None = None
     url: str = ""
+    after: str = ""
 
 
 def frontend_url(host: str, port: int) -> str:
@@ -259,6 +261,16 @@ def renewed(spec: ProcessSpec) -> ProcessSpec:
     return replace(spec, argv=argv, instance_id=fresh)
 
 
+def _turns(options: UpOptions, places: Sequence[defaults.Placement]) -> list[int | None]:
+    """As `defaults.starts_after`; nobody waits when every worker was told the size of its KV."""
+    told = [
+        defaults.KV_BYTES in map(defaults.flag_name, worker_arguments(options, role))
+        for role in ("decode", "prefill")
+        if getattr(options, role)
+    ]
+    return [None] * len(places) if all(told) else defaults.starts_after(places)
+
+
 def worker_specs(options: UpOptions, cluster: ClusterRef, cluster_id: str) -> list[ProcessSpec]:
     """Decode workers, prefill workers and frontends, in that order."""
     model, local = resolve_model(options.model)
@@ -267,9 +279,10 @@ def worker_specs(options: UpOptions, cluster: ClusterRef, cluster_id: str) -> li
     names = [("decode", i) for i in range(options.decode)]
     names += [("prefill", i) for i in range(options.prefill)]
     places = placements(options)
+    turns = _turns(options, places)
     drain = ["--drain-timeout", str(options.drain_timeout_s)]
     specs: list[ProcessSpec] = []
-    for (role, index), place in zip(names, places, strict=True):
+    for (role, index), place, before in zip(names, places, turns, strict=True):
         instance = new_instance_id(role)
         extra = ["--instance-id", instance, *drain]
         extra += ["--engine-stall-timeout", str(options.engine_stall_s)]
@@ -289,6 +302,7 @@ def worker_specs(options: UpOptions, cluster: ClusterRef, cluster_id: str) -> li
                 + defaults.worker_flags(worker_arguments(options, role)),
                 env=defaults.worker_env(base, place, local_model=local),
                 instance_id=instance,
+                after="" if before is None else "{}-{}".format(*names[before]),
             )
         )
     for index in range(options.frontends):

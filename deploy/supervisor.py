@@ -137,7 +137,10 @@ class Supervisor:
         )
         specs = plan.worker_specs(options, ref, self._cluster_id)
         for spec in specs:
-            self._children.launch(spec)
+            if spec.after:
+                self._view.set(spec.name, "waiting", f"for {spec.after}, on the same GPU")
+            else:
+                self._children.launch(spec)
         if specs:
             await self._wait_ready(ref, specs)
             self._make_room()
@@ -216,12 +219,18 @@ class Supervisor:
             await asyncio.sleep(_POLL_S / 2)
 
     async def _wait_ready(self, ref: ClusterRef, specs: list[plan.ProcessSpec]) -> None:
+        """Until all are ready. Starts those that come after another."""
         waiting = {spec.name: spec for spec in specs}
         deadline = time.monotonic() + self._options.ready_timeout_s
         async with membership.Members(ref) as members:
             while waiting:
                 ready = await members.ready_instances()
                 for name, spec in list(waiting.items()):
+                    if spec.after in waiting:
+                        continue
+                    if name not in self._children.names:
+                        self._children.launch(spec)
+                        deadline = time.monotonic() + self._options.ready_timeout_s
                     self._children.raise_if_dead(name)
                     if spec.url:
                         done = await asyncio.to_thread(membership.frontend_ready, spec.url)

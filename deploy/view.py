@@ -12,8 +12,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-_BEGINNINGS = ("starting", "draining", "stopping")
+_BEGINNINGS = ("waiting", "starting", "draining", "stopping")
 _STYLES = {
+    "waiting": "dim",
     "starting": "yellow",
     "ready": "green",
     "draining": "yellow",

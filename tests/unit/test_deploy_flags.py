@@ -154,6 +154,27 @@ class TestRanks:
             assert "--gpu-memory-utilization=0.440" in spec.argv
 
     @pytest.mark.parametrize(
+        ("everyone", "prefill", "after"),
+        [
+            ([], [], ["", "decode-0"]),
+            (["--kv-cache-memory-bytes", "9"], [], ["", ""]),
+            ([], ["--kv_cache_memory_bytes=9"], ["", "decode-0"]),
+        ],
+    )
+    def test_they_start_in_turn_unless_all_were_told_their_bytes(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        everyone: list[str],
+        prefill: list[str],
+        after: list[str],
+    ) -> None:
+        self.devices(monkeypatch, "5")
+        options = plan.UpOptions(
+            model="org/m", frontends=0, vllm_args=everyone, role_args={"prefill": prefill}
+        )
+        assert [spec.after for spec in plan.worker_specs(options, REF, "id")] == after
+
+    @pytest.mark.parametrize(
         ("ranks", "cores", "one_core", "expected"),
         [
             ([2, 1], 4, True, [(0, 1), (2,)]),

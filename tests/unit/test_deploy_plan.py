@@ -52,6 +52,14 @@ class TestFlags:
         (flag,) = defaults.engine_flags("/m", gpus=2, workers=2)
         assert flag == "--gpu-memory-utilization=0.880"
 
+    def test_the_demo_leaves_room_for_the_others_of_its_gpu(self) -> None:
+        """vLLM refuses to start where less than its share is free, however little it needs."""
+        flags = defaults.engine_flags("demo", gpus=1, workers=2)
+        assert flags[-2:] == [
+            "--gpu-memory-utilization=0.440",
+            f"--kv-cache-memory-bytes={1 << 30}",
+        ]
+
     @pytest.mark.parametrize(
         ("role", "given", "gpus", "added"),
         [
@@ -111,6 +119,21 @@ class TestPlacement:
         places = defaults.place([1] * 3, cores=[0, 1], gpus=2, pin=True, one_core=True)
         assert [p.gpus for p in places] == [(0,), (1,), (0,)]
         assert not any(p.cores for p in places)
+        assert defaults.starts_after(places) == [None, None, 0]
+
+    @pytest.mark.parametrize(
+        ("gpus", "before"),
+        [
+            ([(0,), (0,), (0,)], [None, 0, 1]),
+            ([(0,), (1,), (0,), (1,)], [None, None, 0, 1]),
+            ([(0, 1), (2, 3)], [None, None]),
+            ([(), ()], [None, None]),
+        ],
+    )
+    def test_workers_on_one_gpu_start_in_turn(
+        self, gpus: list[tuple[int, ...]], before: list[int | None]
+    ) -> None:
+        assert defaults.starts_after([defaults.Placement(gpus=g) for g in gpus]) == before
 
     def test_environment(self) -> None:
         pinned = defaults.Placement(cores=(3,))
@@ -401,7 +424,7 @@ class TestDevice:
         options = plan.UpOptions(frontends=0)
         if not refused:
             return plan.check(options)
-        with pytest.raises(ConfigError, match="MIG .*set CUDA_VISIBLE_DEVICES to one") as why:
+        with pytest.raises(ConfigError, match=r"MIG .*set CUDA_VISIBLE_DEVICES to one") as why:
             plan.check(options)
         assert "\n" not in str(why.value)
         monkeypatch.setenv(device.DEVICE_ENV, "cpu")
