@@ -122,8 +122,12 @@ def _why_not_mapped(name: str, device: int | None) -> str | None:
     if device is None:
         return "this worker's KV memory is not on a GPU"
     from pullfill.transfer.cuda_ipc.writers import why_no_proof
+    from pullfill.transfer.gpu.cuda import load
 
-    return why_no_proof()
+    try:
+        return why_no_proof(load(), device)
+    except PullfillError as exc:
+        return str(exc)
 
 
 def _mapped(name: str, device: int | None) -> PeerTransport:

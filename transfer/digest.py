@@ -8,13 +8,15 @@ whatever it likes and send that digest.
 
 A block's pages lie apart, and hashing each would give up the GIL each time; beside a busy engine
 thread getting it back costs up to a switch interval (see copying.py). So blocks are gathered into a
-small buffer first, which stays in the CPU's cache, and hashed there, one call per block.
+small buffer first, which stays in the CPU's cache, and hashed there, one call per block. Blocks of
+a GPU are gathered on it before, and cross to the CPU in one copy.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -25,7 +27,6 @@ from pullfill.transfer.contract import LocalMemory
 from pullfill.transfer.copying import copy_batch
 from pullfill.transfer.layout import dense_layout
 from pullfill.transfer.runs import plan
-from pullfill.transfer.session import Copier
 from pullfill.transfer.topology import Rect, rects_of
 from pullfill.transfer.topology import plan as topology
 from pullfill.wire import DigestMode
@@ -66,7 +67,6 @@ class BlockDigester:
         self._stage_layout = replace(dense, num_blocks=self._at_once, block_stride=block)
         self._stage: memoryview | None = None
         self._address = 0
-        self._copiers = [_copier(memory) for memory in self._memories]
 
     def digest(self, block_ids: Sequence[int]) -> bytes:
         """DIGEST_BYTES per block, in the order of `block_ids`. Reads live memory: hold whatever
@@ -87,23 +87,27 @@ class BlockDigester:
         for first in range(0, len(block_ids), self._at_once):
             some = block_ids[first : first + self._at_once]
             for route in self._routes:
-                memory, copy = self._memories[route.source], self._copiers[route.source]
-                todo = plan(memory.layout, self._stage_layout, some, range(len(some)),
-                            part=route.part)  # fmt: skip
-                for batch in todo.batches():
-                    copy(memory.address, self._address, batch)
+                with _readable(self._memories[route.source], some) as (memory, ids):
+                    todo = plan(memory.layout, self._stage_layout, ids, range(len(some)),
+                                part=route.part)  # fmt: skip
+                    for batch in todo.batches():
+                        copy_batch(memory.address, self._address, batch)
             for at in range(0, len(some) * block, block):
                 yield self._stage[at : at + block]
 
 
-def _copier(memory: LocalMemory) -> Copier:
-    """Out of that memory into ours."""
+@contextmanager
+def _readable(
+    memory: LocalMemory, blocks: Sequence[int]
+) -> Iterator[tuple[LocalMemory, Sequence[int]]]:
+    """The blocks in memory of the CPU, and their ids there."""
     if memory.device is None:
-        return copy_batch
-    from pullfill.transfer.gpu.copies import GpuCopier
-    from pullfill.transfer.gpu.cuda import load
+        yield memory, blocks
+        return
+    from pullfill.transfer.gpu.copies import lane_of
 
-    return GpuCopier(load(), memory.device)
+    with lane_of(memory.device).fetched(memory, blocks) as copy:
+        yield copy, range(len(blocks))
 
 
 def sampled(mode: DigestMode, count: int, job_digest: bytes, attempt: int) -> list[int]:

@@ -20,6 +20,7 @@ from pullfill.transfer.contract import KvLayout, LocalMemory, Owner
 from pullfill.transfer.cuda_ipc import peer
 from pullfill.transfer.cuda_ipc.endpoint import IpcEndpoint
 from pullfill.transfer.cuda_ipc.peer import CudaIpcTransport
+from pullfill.transfer.gpu import cuda
 from pullfill.transfer.gpu import region as gpu_region
 from pullfill.transfer.layout import dense_layout, describe_region
 from pullfill.transfer.shm import ranks
@@ -106,7 +107,7 @@ def test_every_head_gets_where_it_belongs(
     decode, prefill = GpuRanks(driver, theirs, 1), GpuRanks(driver, mine, 50)
     base = ranks.base_owner(RegionFiles("decode-1", tmp_path), decode.mapped, "i1")
     owner = offer(base, decode.memories, instance_id="decode-1", options=OPTIONS, key=None)  # type: ignore[arg-type]
-    transport = CudaIpcTransport(0, lambda: driver, lambda *_: None)
+    transport = CudaIpcTransport(0, lambda: driver, driver.lane)
     openings = sum(driver.openings.values())
     session = connect(prefill.memories, described(owner, decode.memories), [transport])
     source, target = [7, 0, 3], [2, 11, 5]
@@ -125,14 +126,15 @@ def test_every_head_gets_where_it_belongs(
     assert sum(driver.openings.values()) == openings
     decode.close()
     prefill.close()
-    assert sum(driver.openings.values()) == driver.streams == 0
+    assert sum(driver.openings.values()) == 0
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_gpu_worker_reaches_others_over_cuda_ipc(
     driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peer, "load", lambda: driver)
+    for module in (peer, cuda):
+        monkeypatch.setattr(module, "load", lambda: driver)
     prefill = GpuRanks(driver, 1, 1)
     names = [t.name for t in catalogue.peers(None, prefill.memories[0], None)]
     assert names[0] == "cuda_ipc"

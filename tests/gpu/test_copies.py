@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
+import time
 
 import numpy as np
 import pytest
 import torch
 
-from pullfill.transfer.gpu.copies import BATCH_RUNS, GpuCopier, kernel_for
+from pullfill.transfer.contract import LocalMemory
+from pullfill.transfer.gpu.copies import GpuCopier, Lane, lane_of
 from pullfill.transfer.gpu.cuda import load, why_no_cuda
+from pullfill.transfer.gpu.link import BATCH_RUNS
+from pullfill.transfer.layout import dense_layout
 from pullfill.transfer.runs import Batch
 
 pytestmark = pytest.mark.gpu
@@ -40,12 +45,9 @@ def test_the_driver_is_there() -> None:
     ("length", "unit"), [(16, 16), (2048, 16), (65_536, 16), (300_000, 16), (1, 1), (4097, 1)]
 )
 def test_every_byte_and_no_other(way: str, length: int, unit: int) -> None:
-    driver = load()
-    copier = GpuCopier(driver, 0, small_run=1 << 30 if way == "kernel" else 0)
-    if way == "kernel":
-        kernel = kernel_for(0, copier.stream)
-        assert kernel is not None
-        copier.use_kernel(kernel)
+    lane = lane_of(0) if way == "kernel" else Lane(load(), 0, lambda *_: None)
+    assert lane.has_kernel == (way == "kernel")
+    copier = GpuCopier(lane)
     source = torch.randint(0, 256, (NBYTES,), dtype=torch.uint8, device="cuda:0")
     target = torch.randint(0, 256, (NBYTES,), dtype=torch.uint8, device="cuda:0")
     expected = target.clone()
@@ -58,12 +60,10 @@ def test_every_byte_and_no_other(way: str, length: int, unit: int) -> None:
     copier(source.data_ptr(), target.data_ptr(), batch)
     assert copier.settled
     assert torch.equal(target, expected)
-    copier.close()
 
 
 def test_as_many_runs_as_a_batch_can_hold() -> None:
-    copier = GpuCopier(load(), 0)
-    copier.use_kernel(kernel_for(0, copier.stream))
+    copier = GpuCopier(lane_of(0))
     source = torch.randint(0, 256, (BATCH_RUNS * 64,), dtype=torch.uint8, device="cuda:0")
     target = torch.zeros_like(source)
     at = np.arange(BATCH_RUNS, dtype=np.int64) * 64
@@ -74,16 +74,45 @@ def test_as_many_runs_as_a_batch_can_hold() -> None:
         Batch(at, at[::-1].copy(), np.full(BATCH_RUNS, 64, np.int64), BATCH_RUNS * 64),
     )
     assert torch.equal(target.view(-1, 64), source.view(-1, 64).flip(0))
-    copier.close()
 
 
-def test_to_host_memory() -> None:
-    """As digests are taken."""
-    copier = GpuCopier(load(), 0)
-    source = torch.randint(0, 256, (4096,), dtype=torch.uint8, device="cuda:0")
-    target = np.zeros(4096, np.uint8)
+def test_runs_longer_than_a_row_of_the_table() -> None:
+    """1 GiB in one run, and short ones beside it."""
+    source = torch.randint(-128, 128, (1 << 30,), dtype=torch.int8, device="cuda:0")
+    target = torch.zeros_like(source)
     torch.cuda.synchronize()
-    one = np.zeros(1, np.int64)
-    copier(source.data_ptr(), target.ctypes.data, Batch(one, one, one + 4096, 4096))
-    assert (target == source.cpu().numpy()).all()
-    copier.close()
+    lengths = np.array([(1 << 30) - (1 << 20), 1 << 19, 1 << 19], np.int64)
+    at = np.cumsum(lengths) - lengths
+    GpuCopier(lane_of(0))(
+        source.data_ptr(), target.data_ptr(), Batch(at, at, lengths, int(lengths.sum()))
+    )
+    assert torch.equal(target, source)
+
+
+def test_blocks_cross_to_the_cpu_in_one_copy() -> None:
+    """As digests are taken."""
+    layout = dense_layout(3, 40, 2, 4096)
+    nbytes = layout.num_layers * layout.layer_stride
+    source = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device="cuda:0")
+    torch.cuda.synchronize()
+    memory = LocalMemory(source.data_ptr(), nbytes, layout, device=0)
+    pages = source.cpu().numpy().reshape(3, 40, 2, 4096)
+    for blocks in ([7, 3, 39], [0]):
+        with lane_of(0).fetched(memory, blocks) as copy:
+            found = np.ctypeslib.as_array((ctypes.c_uint8 * copy.nbytes).from_address(copy.address))
+            assert (found.reshape(3, len(blocks), 2, 4096) == pages[:, blocks]).all()
+
+
+def test_whoever_waits_for_a_copy_sleeps() -> None:
+    """A gigabyte, many times over: the thread that waits uses a small part of a core."""
+    source, target = (torch.zeros(1 << 30, dtype=torch.uint8, device="cuda:0") for _ in range(2))
+    torch.cuda.synchronize()
+    stream, one = load().stream(0), np.ones(1, np.uint64)
+    columns = [one * np.uint64(n) for n in (target.data_ptr(), source.data_ptr(), 1 << 30)]
+    for _ in range(100):
+        stream.copy_batch(*columns)
+    wall, cpu = time.perf_counter(), time.thread_time()
+    stream.synchronize()
+    wall, cpu = time.perf_counter() - wall, time.thread_time() - cpu
+    assert cpu < wall / 2, (cpu, wall)
+    stream.close()

@@ -1,13 +1,26 @@
 """GPUs made of plain memory, with the driver's signatures: what the real one promises and no more.
 
-Device memory is a memfd, so that other processes can map it; a handle is a pid and a descriptor.
-Copies are queued and done when the stream is synchronised, so that nobody gets away with leaving a
-fence earlier. `FakeDriver.fail_sync` makes the next synchronisation fail, as a GPU error would.
+Device memory is a memfd, so that other processes can map it; a handle is a pid, a descriptor and
+the GPU. Each rule names the section of NVIDIA's CUDA Driver API manual that states it:
+
+- *Stream Management*: work of a stream is done in the order in which it was queued. Here it is done
+  when somebody waits for it, so that nobody gets away with leaving a fence earlier.
+- *Context Management*, cuCtxSynchronize: waits for the work of every stream.
+- *Data types used by CUDA driver*, CUresult: an error of the device (`fail_sync`) leaves the
+  process in an inconsistent state, and any further CUDA work returns the same error.
+- *Memory Management*, cuMemcpyBatchAsync: copies of a batch are in no order, so none may read what
+  another writes. Addresses are those of device memory or of page-locked memory of the CPU.
+- *Memory Management*, cuMemGetAddressRange: base and size around an address of whichever GPU.
+- *Unified Addressing*, cuPointerGetAttribute: the ordinal is that of the GPU that holds the memory,
+  also where another GPU has mapped it.
+- *Memory Management*, cuIpcOpenMemHandle: a handle opened again gives the same address and counts;
+  each opening needs its cuIpcCloseMemHandle; to free memory before that is undefined.
 """
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import mmap
 import os
 from collections import Counter
@@ -18,20 +31,31 @@ from numpy.typing import NDArray
 
 from pullfill.errors import TransferFailed
 from pullfill.transfer.gpu.contract import HANDLE_BYTES, Addresses, Allocation
+from pullfill.transfer.gpu.copies import Lane
+
+SETTINGS = 'EnableMSI: 1\nRegistryDwords: ""\n'
+_handles = itertools.count(1)
 
 
 @dataclass
 class DeviceMemory:
     """What `FakeDriver.allocate` gives: `data` is the bytes on the device."""
 
+    driver: FakeDriver
     fd: int
     base: int
     data: NDArray[np.uint8]
     device: int
     exportable: bool = True
 
+    @property
+    def handle(self) -> bytes:
+        name = self.driver.devices[self.device]
+        return f"{os.getpid()} {self.fd} {name}".encode().ljust(HANDLE_BYTES)
+
     def free(self) -> None:
         if self.fd >= 0:
+            assert not self.driver.maps(self.handle), "freed while it is mapped: undefined"
             os.close(self.fd)
             self.fd = -1
 
@@ -46,26 +70,63 @@ class _Opened:
 
 @dataclass
 class FakeDriver:
-    """GpuDriver. Sees the devices named in `devices`; `peers`: pairs that cannot reach each
-    other."""
+    """GpuDriver. Sees the devices named in `devices`. `apart`: pairs that cannot reach each other;
+    `nvlinks`: pairs joined by NVLink; `mps`: whether processes share contexts; `module`: the kernel
+    module's settings, None: unreadable."""
 
     devices: tuple[str, ...] = ("gpu-a", "gpu-b")
     apart: frozenset[tuple[int, int]] = frozenset()
+    nvlinks: frozenset[tuple[int, int]] = frozenset()
+    mps: bool = False
+    module: str | None = SETTINGS
     fail_sync: bool = False
-    streams: int = 0
+    error: str = ""
     copies: list[int] = field(default_factory=list)
-    """Runs of each batch that was synchronised."""
+    """Runs of each batch that was waited for."""
+    launched: list[int] = field(default_factory=list)
+    """Runs of each kernel."""
+    to_host: list[int] = field(default_factory=list)
+    """Bytes of each copy to memory of the CPU."""
     openings: Counter[int] = field(default_factory=Counter)
+    streams: dict[int, FakeStream] = field(default_factory=dict)
     _mine: dict[int, DeviceMemory] = field(default_factory=dict)
     _opened: dict[int, _Opened] = field(default_factory=dict)
+    _locked: dict[int, NDArray[np.uint8]] = field(default_factory=dict)
+    _lanes: dict[int, Lane] = field(default_factory=dict)
 
     def allocate(self, nbytes: int, device: int = 0, *, exportable: bool = True) -> DeviceMemory:
         fd = os.memfd_create("fake-gpu", os.MFD_CLOEXEC)
         os.ftruncate(fd, nbytes)
         data = np.frombuffer(mmap.mmap(fd, nbytes), np.uint8)
-        memory = DeviceMemory(fd, data.ctypes.data, data, device, exportable)
+        memory = DeviceMemory(self, fd, data.ctypes.data, data, device, exportable)
         self._mine[memory.base] = memory
         return memory
+
+    def lane(self, device: int) -> Lane:
+        """As `copies.lane_of`."""
+        if device not in self._lanes:
+            self._lanes[device] = Lane(self, device, lambda _, handle: FakeKernel(self, handle))
+        return self._lanes[device]
+
+    def maps(self, handle: bytes) -> bool:
+        return any(opened.handle == handle for opened in self._opened.values())
+
+    def check(self) -> None:
+        """Raises what an error of the device makes every later call return."""
+        if self.error:
+            raise TransferFailed(self.error)
+
+    def check_addresses(self, addresses: Addresses, nbytes: Addresses) -> None:
+        """All on a device, or in page-locked memory."""
+        regions = {base: len(mine.data) for base, mine in self._mine.items()}
+        regions |= {base: len(opened.data) for base, opened in self._opened.items()}
+        regions |= {base: len(data) for base, data in self._locked.items()}
+        for address, size in zip(addresses.tolist(), nbytes.tolist(), strict=True):
+            inside = (base <= address and address + size <= base + n for base, n in regions.items())
+            assert any(inside), f"{address:#x} + {size} is no memory of a GPU"
+
+    def to_device(self, address: int) -> bool:
+        return not any(b <= address < b + len(data) for b, data in self._locked.items())
 
     def count(self) -> int:
         return len(self.devices)
@@ -76,28 +137,54 @@ class FakeDriver:
     def can_map(self, device: int, other: int) -> bool:
         return (device, other) not in self.apart
 
+    def fast_link(self, device: int, other: int) -> bool:
+        return (device, other) in self.nvlinks
+
+    def shares_contexts(self, device: int) -> bool:
+        return self.mps
+
+    def settings(self) -> str:
+        if self.module is None:
+            raise TransferFailed("the NVIDIA driver's settings cannot be read: no such file")
+        return self.module
+
     def allocation(self, device: int, address: int) -> Allocation:
-        for base, mine in self._mine.items():
-            if mine.device == device and base <= address < base + len(mine.data):
-                return Allocation(base, len(mine.data), mine.exportable)
-        for base, opened in self._opened.items():
-            if base <= address < base + len(opened.data):
-                return Allocation(base, len(opened.data), False)
+        base, nbytes = self.extent(device, address)
+        if base in self._mine:
+            mine = self._mine[base]
+            if mine.device == device:
+                return Allocation(base, nbytes, mine.exportable)
+        elif self._opened[base].handle.split()[2].decode() == self.devices[device]:
+            return Allocation(base, nbytes, False)
         raise TransferFailed(f"the address is not memory of device {device}")
+
+    def extent(self, device: int, address: int) -> tuple[int, int]:
+        self.check()
+        for base, memory in [*self._mine.items(), *self._opened.items()]:
+            if base <= address < base + len(memory.data):
+                return base, len(memory.data)
+        raise TransferFailed("cuMemGetAddressRange: CUDA_ERROR_NOT_FOUND")
+
+    def stage(self, device: int, nbytes: int) -> tuple[int, int]:
+        self.check()
+        host = np.empty(nbytes, np.uint8)
+        self._locked[host.ctypes.data] = host
+        return self.allocate(nbytes, device).base, host.ctypes.data
 
     def export(self, device: int, base: int) -> bytes:
         mine = self._mine[base]
         assert mine.exportable
         assert mine.device == device
-        return f"{os.getpid()} {mine.fd}".encode().ljust(HANDLE_BYTES)
+        return mine.handle
 
     def open(self, device: int, handle: bytes) -> int:
+        self.check()
         for base, opened in self._opened.items():
             if (opened.handle, opened.device) == (handle, device):
                 self.openings[base] += 1
                 return base
-        pid, fd = handle.split()
         try:
+            pid, fd, _ = handle.split()
             with open(f"/proc/{int(pid)}/fd/{int(fd)}", "r+b", buffering=0) as file:
                 mapped = mmap.mmap(file.fileno(), 0)
         except (OSError, ValueError) as exc:
@@ -113,44 +200,75 @@ class FakeDriver:
         self.openings[base] -= 1
         if not self.openings[base]:
             opened = self._opened.pop(base)
+            assert opened.device == device
             opened.data = np.empty(0, np.uint8)
             opened.map.close()
 
     def stream(self, device: int) -> FakeStream:
+        self.check()
         return FakeStream(self, device)
+
+    def enter(self, device: int) -> None:
+        """CudaDriver's."""
+
+    def synchronize(self, device: int) -> None:
+        self.check()
+        for stream in [s for s in self.streams.values() if s.device == device]:
+            stream.synchronize()
 
 
 class FakeStream:
-    """Stream: copies happen in `synchronize`."""
+    """Stream."""
 
-    handle = 0
     batches = True
 
     def __init__(self, driver: FakeDriver, device: int) -> None:
         self._driver = driver
         self.device = device
-        self._queue: list[tuple[int, int, int]] = []
-        self._closed = False
-        driver.streams += 1
+        self.handle = next(_handles)
+        self.queued: list[list[tuple[int, int, int]]] = []
+        driver.streams[self.handle] = self
 
     def copy_batch(self, target: Addresses, source: Addresses, nbytes: Addresses) -> None:
-        assert not self._closed
+        driver = self._driver
+        driver.check()
+        assert self.handle in driver.streams, "closed"
         assert target.dtype == source.dtype == nbytes.dtype == np.uint64
+        driver.check_addresses(target, nbytes)
+        driver.check_addresses(source, nbytes)
         triples = zip(target.tolist(), source.tolist(), nbytes.tolist(), strict=True)
-        self._queue += list(triples)
-
-    launch = copy_batch  # also a kernel
+        self.queued.append(list(triples))
 
     def synchronize(self) -> None:
-        if self._driver.fail_sync:
-            raise TransferFailed("cuStreamSynchronize: CUDA_ERROR_ILLEGAL_ADDRESS")
-        for target, source, nbytes in self._queue:
-            ctypes.memmove(target, source, nbytes)
-        self._driver.copies.append(len(self._queue))
-        self._queue.clear()
+        driver = self._driver
+        driver.check()
+        if driver.fail_sync:
+            driver.error = "cuEventSynchronize: CUDA_ERROR_ILLEGAL_ADDRESS"
+        driver.check()
+        for batch in self.queued:
+            for target, source, nbytes in reversed(batch):
+                ctypes.memmove(target, source, nbytes)
+                if not driver.to_device(target):
+                    driver.to_host.append(nbytes)
+        driver.copies.append(sum(map(len, self.queued)))
+        self.queued.clear()
 
     def close(self) -> None:
-        assert not self._queue, "closed with copies in flight"
-        if not self._closed:
-            self._closed = True
-            self._driver.streams -= 1
+        assert not self.queued, "closed with copies in flight"
+        self._driver.streams.pop(self.handle, None)
+
+
+class FakeKernel:
+    """copies.Kernel on a stream. Its table is in use until the stream was waited for."""
+
+    def __init__(self, driver: FakeDriver, stream: int) -> None:
+        self._driver, self._stream = driver, driver.streams[stream]
+        self.error: Exception | None = None
+
+    def launch(self, target: Addresses, source: Addresses, nbytes: Addresses) -> None:
+        assert not self._stream.queued, "the table of an earlier launch is overwritten"
+        half = len(nbytes) // 2 if self.error else len(nbytes)
+        self._driver.launched.append(half)
+        self._stream.copy_batch(target[:half], source[:half], nbytes[:half])
+        if self.error:
+            raise self.error

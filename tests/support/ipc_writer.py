@@ -17,8 +17,6 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-
 from pullfill.errors import Fenced, PullfillError
 from pullfill.transfer.contract import PeerSession
 from pullfill.transfer.cuda_ipc.peer import CudaIpcTransport, IpcGate
@@ -34,11 +32,11 @@ class StoppingStream(FakeStream):
     """Its device never finishes once `stop` is set."""
 
     stop = False
-    queued = threading.Event()
+    waiting = threading.Event()
 
     def synchronize(self) -> None:
         if self.stop:
-            self.queued.set()
+            self.waiting.set()
             threading.Event().wait()
         super().synchronize()
 
@@ -64,7 +62,7 @@ def obey(line: str, driver: Driver, session: PeerSession, blocks: range) -> str:
     if verb == "start":
         StoppingStream.stop = True
         threading.Thread(target=write, args=(session, token, blocks), daemon=True).start()
-        assert StoppingStream.queued.wait(20)
+        assert StoppingStream.waiting.wait(20)
         return "queued"
     if verb == "unlock":
         assert isinstance(session, MappedSession)
@@ -82,9 +80,10 @@ def obey(line: str, driver: Driver, session: PeerSession, blocks: range) -> str:
 def main() -> None:
     descriptor = decode(Path(sys.argv[1]).read_bytes(), RegionDescriptor)
     layout = layout_of(descriptor)
-    data = np.full(descriptor.nbytes, int(sys.argv[2]), np.uint8)
     driver = Driver()
-    transport = CudaIpcTransport(0, lambda: driver, lambda *_: None)
+    data = driver.allocate(descriptor.nbytes).data
+    data[:] = int(sys.argv[2])
+    transport = CudaIpcTransport(0, lambda: driver, driver.lane)
     reason = transport.can_reach(descriptor)
     assert reason is None, reason
     session = transport.connect(replace(memory_over(data, layout), device=0), descriptor)

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from pullfill.host import host_id
 from pullfill.security import ClusterKey
 from pullfill.transfer.contract import KvLayout, LocalMemory, Owner, PeerSession, PeerTransport
+from pullfill.transfer.cuda_ipc.endpoint import IpcEndpoint
 from pullfill.transfer.cuda_ipc.peer import CudaIpcTransport
 from pullfill.transfer.gpu.region import export, make_gpu_owner
 from pullfill.transfer.layout import check_bounds, dense_layout, describe_region
@@ -269,13 +270,32 @@ def ipc_rig(directory: Path) -> Rig:
         files = RegionFiles(instance_id, directory)
         return make_gpu_owner(files, [memory], [exported], incarnation, slots), data
 
-    return _GpuRig("cuda_ipc", CudaIpcTransport(0, lambda: driver, lambda *_: None), make)
+    return _GpuRig("cuda_ipc", CudaIpcTransport(0, lambda: driver, driver.lane), make)
 
 
 class _GpuRig(Rig):
     def local(self, layout: KvLayout, seed: int = 2) -> Local:
-        plain = super().local(layout, seed)
-        return Local(plain.data, replace(plain.memory, device=0))
+        data = driver_of(self.transport).allocate(extent(layout)).data
+        data[:] = random_bytes(len(data), seed)
+        return Local(data, replace(memory_over(data, layout), device=0))
+
+
+def driver_of(transport: PeerTransport) -> FakeDriver:
+    """The GPUs of `ipc_rig`."""
+    assert isinstance(transport, CudaIpcTransport)
+    driver = transport._driver()
+    assert isinstance(driver, FakeDriver)
+    return driver
+
+
+def described(region: Region, **changes: object) -> RegionDescriptor:
+    """Of `ipc_rig`: its descriptor with other fields in the endpoint, `memory_X` or `X`."""
+    endpoint = IpcEndpoint.decode(region.descriptor.endpoints["cuda_ipc"])
+    inner = {n.removeprefix("memory_"): v for n, v in changes.items() if n.startswith("memory_")}
+    outer = {n: v for n, v in changes.items() if not n.startswith("memory_")}
+    memory = msgspec.structs.replace(endpoint.memory, **inner)
+    endpoint = msgspec.structs.replace(endpoint, memory=memory, **outer)
+    return msgspec.structs.replace(region.descriptor, endpoints={"cuda_ipc": endpoint.encode()})
 
 
 RIGS: dict[str, Callable[[Path], Rig]] = {

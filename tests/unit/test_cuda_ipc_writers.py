@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from pullfill.transfer.cuda_ipc.writers import (
     why_no_proof,
 )
 from pullfill.transfer.shm import lock
+from tests.support.fake_gpu import FakeDriver
 
 
 @pytest.fixture
@@ -164,13 +166,20 @@ def test_records_lie_between_the_header_and_the_slots(fds: list[int]) -> None:
     WriterRecord(fds[1]).close()
 
 
-def test_a_driver_that_frees_later_gives_no_proof(tmp_path: Path) -> None:
-    settings = tmp_path / "params"
-    assert why_no_proof(settings) is None
-    settings.write_text('EnableMSI: 1\nRegistryDwords: ""\n')
-    assert why_no_proof(settings) is None
-    settings.write_text('RegistryDwords: "RMClientListDeferredFree=1"\n')
-    assert "NVreg_RegistryDwords" in (why_no_proof(settings) or "")
+@pytest.mark.parametrize(
+    ("driver", "reason"),
+    [
+        (FakeDriver(), None),
+        (FakeDriver(module='RegistryDwords: "RMClientListDeferredFree=1"'), "NVreg_RegistryDwords"),
+        (FakeDriver(module=None), "is unknown: .* cannot be read"),
+        (FakeDriver(mps=True), "MPS runs here.*CUDA_MPS_PIPE_DIRECTORY"),
+    ],
+)
+def test_whether_the_end_of_a_process_ends_its_copies(
+    driver: FakeDriver, reason: str | None
+) -> None:
+    told = why_no_proof(driver, 0)
+    assert told is None if reason is None else re.search(reason, told or "")
 
 
 def test_the_pid_namespace_has_a_name() -> None:

@@ -3,42 +3,27 @@
 from __future__ import annotations
 
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
 from pullfill.errors import TransferFailed
 from pullfill.transfer.gpu import copies
-from pullfill.transfer.gpu.contract import Addresses
-from pullfill.transfer.gpu.copies import GpuCopier
+from pullfill.transfer.gpu.copies import GpuCopier, Lane
+from pullfill.transfer.gpu.link import SAME, Link
 from pullfill.transfer.runs import Batch, Rows
-from tests.support.fake_gpu import FakeDriver, FakeStream
+from tests.support.fake_gpu import FakeDriver, FakeKernel
+
+NEAR = Link("near", small_run=1024, batch_bytes=1 << 20)
 
 
-class FakeKernel:
-    """Launches on the copier's stream, as the real one does."""
-
-    def __init__(self, stream: FakeStream) -> None:
-        self.stream = stream
-        self.launched: list[int] = []
-        self.error: Exception | None = None
-
-    def launch(self, target: Addresses, source: Addresses, nbytes: Addresses) -> None:
-        half = len(nbytes) // 2 if self.error else len(nbytes)
-        self.launched.append(half)
-        self.stream.copy_batch(target[:half], source[:half], nbytes[:half])
-        if self.error:
-            raise self.error
-
-
-def rig(small_run: int = 1024) -> tuple[FakeDriver, GpuCopier, FakeKernel]:
+def rig(link: Link = NEAR) -> tuple[FakeDriver, GpuCopier, FakeKernel]:
     driver = FakeDriver()
-    copier = GpuCopier(driver, 0, small_run=small_run)
-    stream = copier._stream
-    assert isinstance(stream, FakeStream)
-    kernel = FakeKernel(stream)
-    copier.use_kernel(kernel)
-    return driver, copier, kernel
+    lane = driver.lane(0)
+    assert isinstance(lane._kernel, FakeKernel)
+    return driver, GpuCopier(lane, link), lane._kernel
 
 
 def batch(*triples: tuple[int, int, int], rows: Rows | None = None) -> Batch:
@@ -47,62 +32,81 @@ def batch(*triples: tuple[int, int, int], rows: Rows | None = None) -> Batch:
     return Batch(*columns, int(columns[2].sum()) * rows.count, rows)
 
 
-def move(copier: GpuCopier, todo: Batch, nbytes: int = 1 << 16) -> np.ndarray:
+def move(driver: FakeDriver, copier: GpuCopier, todo: Batch, nbytes: int = 1 << 16) -> None:
     """What `todo` makes of zeros, from bytes that all differ from zero."""
-    source = (np.arange(nbytes) % 255 + 1).astype(np.uint8)
-    target = np.zeros(nbytes, np.uint8)
+    source, target = (driver.allocate(nbytes).data for _ in range(2))
+    source[:] = np.arange(nbytes) % 255 + 1
     copier(source.ctypes.data, target.ctypes.data, todo)
     expected = np.zeros(nbytes, np.uint8)
     flat = todo.flat()
     for s, t, n in zip(flat.source, flat.target, flat.nbytes, strict=True):
         expected[t : t + n] = source[s : s + n]
     np.testing.assert_array_equal(target, expected)
-    return target
 
 
 def test_short_runs_go_through_the_kernel_and_long_ones_through_the_engines() -> None:
-    driver, copier, kernel = rig()
-    move(copier, batch((0, 5000, 4096), (9000, 20_000, 8192)))
-    assert (kernel.launched, driver.copies) == ([], [2])
-    move(copier, batch((0, 5000, 40), (9000, 20_000, 80)))
-    assert (kernel.launched, driver.copies) == ([2], [2, 2])
-    copier.use_kernel(None)
-    move(copier, batch((0, 5000, 40)))
-    assert (kernel.launched, driver.copies) == ([2], [2, 2, 1])
-    copier.close()
-    assert driver.streams == 0
+    driver, copier, _ = rig()
+    move(driver, copier, batch((0, 5000, 4096), (9000, 20_000, 8192)))
+    assert (driver.launched, driver.copies) == ([], [2])
+    move(driver, copier, batch((0, 5000, 40), (9000, 20_000, 80)))
+    assert (driver.launched, driver.copies) == ([2], [2, 2])
+
+
+def test_engines_where_there_is_no_kernel() -> None:
+    driver = FakeDriver()
+    copier = GpuCopier(Lane(driver, 0, lambda *_: None), SAME)
+    move(driver, copier, batch((0, 5000, 40)))
+    assert (driver.launched, driver.copies) == ([], [1])
 
 
 def test_rows_are_spelled_out() -> None:
-    driver, copier, _ = rig(small_run=0)
-    move(copier, batch((0, 100, 50), (700, 300, 20), rows=Rows((3,), (1000,), (2000,))))
+    driver, copier, _ = rig(SAME)
+    move(driver, copier, batch((0, 100, 50), (700, 300, 20), rows=Rows((3,), (1000,), (2000,))))
     assert driver.copies == [6]
-    copier.close()
 
 
 def test_settled_only_when_the_device_is_done() -> None:
     driver, copier, _ = rig()
     driver.fail_sync = True
     with pytest.raises(TransferFailed, match="ILLEGAL_ADDRESS"):
-        move(copier, batch((0, 0, 16)))
+        move(driver, copier, batch((0, 0, 16)))
     assert not copier.settled
-    driver.fail_sync = False
     with pytest.raises(TransferFailed, match="restart"):
-        move(copier, batch((0, 0, 16)))
-    copier.close()
-    assert driver.streams == 1, "a stream with copies in flight is left alone"
+        move(driver, copier, batch((0, 0, 16)))
+    other = GpuCopier(driver.lane(0))
+    with pytest.raises(TransferFailed, match="restart"):
+        move(driver, other, batch((0, 0, 16)))
+    assert other.settled, "it queued nothing"
 
 
 def test_a_launch_that_failed_half_way_is_waited_for() -> None:
     driver, copier, kernel = rig()
     kernel.error = RuntimeError("no kernel image")
     with pytest.raises(RuntimeError, match="no kernel image"):
-        move(copier, batch((0, 0, 16), (32, 32, 16)))
+        move(driver, copier, batch((0, 0, 16), (32, 32, 16)))
     assert copier.settled
     assert driver.copies == [1], "what was queued is over"
     kernel.error = None
-    move(copier, batch((0, 0, 16), (32, 32, 16)))
-    copier.close()
+    move(driver, copier, batch((0, 0, 16), (32, 32, 16)))
+
+
+def test_sessions_take_turns() -> None:
+    """They share the stream and the kernel's table."""
+    driver = FakeDriver()
+    inside, most = [], []
+
+    def queued() -> None:
+        inside.append(1)
+        time.sleep(0.01)
+        most.append(len(inside))
+        inside.pop()
+
+    copiers = [GpuCopier(driver.lane(0), queued=queued) for _ in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        for done in [pool.submit(move, driver, c, batch((0, 100, 50))) for c in copiers]:
+            done.result()
+    assert most == [1] * 4
+    assert len(driver.streams) == 1
 
 
 def test_no_kernel_where_triton_does_not_work(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,13 +20,17 @@ BASE = MEMORY.ctypes.data
 
 
 class Library:
-    """libcuda as ctypes shows it. Takes ctypes values only, as a C function would."""
+    """libcuda as ctypes shows it. Takes ctypes values only, as a C function would. Copies are done
+    when their event is waited for: an event stands for what was queued when it was recorded (CUDA
+    Driver API, Event Management)."""
 
     def __init__(self) -> None:
         self.current: int | None = None
         self.calls: list[str] = []
         self.codes: dict[str, int] = {}
-        self.exportable = 1
+        self.exportable, self.ordinal, self.mps = 1, 0, 0
+        self.queued: list[tuple[int, int, int]] = []
+        self.recorded = 0
 
     def __getattr__(self, name: str) -> Callable[..., int]:
         if not name.startswith("cu") or not hasattr(type(self), f"_{name}"):
@@ -65,9 +70,9 @@ class Library:
         self.current = context.value
 
     def _cuPointerGetAttribute(self, data: Any, attribute: int, pointer: ctypes.c_uint64) -> None:
-        assert self.current == 1100
+        assert self.current is not None
         inside = BASE <= pointer.value < BASE + len(MEMORY)
-        data._obj.value = {2: 2 if inside else 1, 9: 0, 10: self.exportable}[attribute]
+        data._obj.value = {2: 2 if inside else 1, 9: self.ordinal, 10: self.exportable}[attribute]
 
     def _cuMemGetAddressRange_v2(self, base: Any, size: Any, pointer: ctypes.c_uint64) -> None:
         base._obj.value, size._obj.value = BASE, len(MEMORY)
@@ -88,28 +93,63 @@ class Library:
         assert self.current is not None
         stream._obj.value = 77
 
-    def _cuStreamSynchronize(self, stream: ctypes.c_void_p) -> None:
-        assert stream.value == 77
+    def _cuDeviceGetAttribute(self, value: Any, attribute: int, device: ctypes.c_int) -> None:
+        assert attribute == 133
+        value._obj.value = self.mps
+
+    def _cuDeviceGetP2PAttribute(
+        self, value: Any, attribute: int, source: ctypes.c_int, target: ctypes.c_int
+    ) -> None:
+        assert attribute == 3
+        value._obj.value = source.value < target.value
+
+    def _cuCtxSynchronize(self) -> None:
+        self._do(len(self.queued))
+
+    def _cuMemAlloc_v2(self, address: Any, nbytes: ctypes.c_size_t) -> None:
+        address._obj.value = BASE
+
+    def _cuMemAllocHost_v2(self, address: Any, nbytes: ctypes.c_size_t) -> None:
+        address._obj.value = BASE + nbytes.value
+
+    def _cuEventCreate(self, event: Any, flags: int) -> None:
+        assert flags == 3, "whoever waits for it sleeps"
+        event._obj.value = 88
+
+    def _cuEventRecord(self, event: ctypes.c_void_p, stream: ctypes.c_void_p) -> None:
+        assert (event.value, stream.value) == (88, 77)
+        self.recorded = len(self.queued)
+
+    def _cuEventSynchronize(self, event: ctypes.c_void_p) -> None:
+        assert event.value == 88
+        self._do(self.recorded)
+
+    def _cuEventDestroy_v2(self, event: ctypes.c_void_p) -> None:
+        assert event.value == 88
+
+    def _do(self, count: int) -> None:
+        for target, source, nbytes in self.queued[:count]:
+            ctypes.memmove(target, source, nbytes)
+        del self.queued[:count]
 
     def _cuStreamDestroy_v2(self, stream: ctypes.c_void_p) -> None:
         assert stream.value == 77
 
     def _cuMemcpyAsync(self, target: Any, source: Any, nbytes: Any, stream: Any) -> None:
         assert (type(nbytes), stream.value) == (ctypes.c_size_t, 77)
-        ctypes.memmove(target.value, source.value, nbytes.value)
+        self.queued.append((target.value, source.value, nbytes.value))
 
     def _cuMemcpyBatchAsync(
         self, targets: Any, sources: Any, sizes: Any, count: Any, attributes: Any, firsts: Any,
         attribute_count: Any, failed: Any, stream: Any,
     ) -> None:  # fmt: skip
-        assert attributes._obj.source_access_order == 1
+        assert (attributes._obj.source_access_order, attributes._obj.flags) == (1, 1)
         assert (firsts._obj.value, attribute_count.value, stream.value) == (0, 1, 77)
         columns = [
             (ctypes.c_uint64 * count.value).from_address(array.value)
             for array in (targets, sources, sizes)
         ]
-        for target, source, nbytes in zip(*columns, strict=True):
-            ctypes.memmove(target, source, nbytes)
+        self.queued += zip(*columns, strict=True)
 
 
 @pytest.fixture
@@ -173,13 +213,16 @@ def test_copies_one_by_one_where_the_driver_has_no_batches(library: Library) -> 
     before = MEMORY.copy()
     for _ in range(2):
         stream.copy_batch(*triples((0, 5000, 100), (200, 6000, 50)))
+    stream.synchronize()
     assert (MEMORY[200:250] == before[6000:6050]).all()
     assert library.calls.count("cuMemcpyBatchAsync") == 1, "asked once"
     assert library.calls.count("cuMemcpyAsync") == 4
     assert not stream.batches
 
 
-@pytest.mark.parametrize("name", ["cuMemcpyBatchAsync", "cuStreamSynchronize", "cuStreamCreate"])
+@pytest.mark.parametrize(
+    "name", ["cuMemcpyBatchAsync", "cuEventRecord", "cuEventSynchronize", "cuStreamCreate"]
+)
 def test_errors_carry_cudas_name(library: Library, name: str) -> None:
     library.codes[name] = 700
 
@@ -190,6 +233,78 @@ def test_errors_carry_cudas_name(library: Library, name: str) -> None:
 
     with pytest.raises(TransferFailed, match=f"{name}: CUDA_ERROR_700"):
         copy()
+
+
+def test_a_waiting_thread_sleeps(library: Library) -> None:
+    """cuStreamSynchronize keeps a core busy unless the context was made otherwise."""
+    stream = CudaDriver().stream(0)
+    before = MEMORY.copy()
+    stream.copy_batch(*triples((0, 5000, 100)))
+    assert (MEMORY == before).all()
+    stream.synchronize()
+    assert (MEMORY[:100] == before[5000:5100]).all()
+    assert library.calls[-2:] == ["cuEventRecord", "cuEventSynchronize"]
+
+
+def test_the_whole_context_can_be_waited_for(library: Library) -> None:
+    driver = CudaDriver()
+    before = MEMORY.copy()
+    driver.stream(0).copy_batch(*triples((0, 5000, 100)))
+    driver.synchronize(0)
+    assert (MEMORY[:100] == before[5000:5100]).all()
+    library.codes["cuCtxSynchronize"] = 700
+    with pytest.raises(TransferFailed, match="cuCtxSynchronize: CUDA_ERROR_700"):
+        driver.synchronize(0)
+
+
+def test_memory_of_another_gpu_has_an_extent(library: Library) -> None:
+    library.ordinal = 1
+    driver = CudaDriver()
+    with pytest.raises(TransferFailed, match="not memory of device 0"):
+        driver.allocation(0, BASE)
+    assert driver.extent(0, BASE + 5) == (BASE, len(MEMORY))
+
+
+def test_links_and_buffers(library: Library) -> None:
+    driver = CudaDriver()
+    assert (driver.fast_link(0, 1), driver.fast_link(1, 0)) == (True, False)
+    assert driver.stage(0, 4096) == (BASE, BASE + 4096)
+
+
+def test_mps(library: Library, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    driver = CudaDriver()
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    (tmp_path / "control").touch()
+    assert not driver.shares_contexts(0), "the driver knows better"
+    library.mps = 1
+    assert driver.shares_contexts(0)
+    library.codes["cuDeviceGetAttribute"] = 1  # CUDA_ERROR_INVALID_VALUE: older than 12.2
+    assert driver.shares_contexts(0)
+    (tmp_path / "control").unlink()
+    assert not driver.shares_contexts(0)
+    monkeypatch.delenv("CUDA_MPS_PIPE_DIRECTORY")
+    monkeypatch.setattr(cuda, "_MPS_PIPES", ("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path / "none")))
+    assert not driver.shares_contexts(0)
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(cuda.os, "stat", refuse)
+    assert driver.shares_contexts(0), "it may be there"
+    library.codes["cuDeviceGetAttribute"] = 3
+    with pytest.raises(TransferFailed, match="cuDeviceGetAttribute: CUDA_ERROR_3"):
+        driver.shares_contexts(0)
+
+
+def test_settings_that_cannot_be_read(
+    library: Library, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    driver = CudaDriver()
+    monkeypatch.setattr(cuda, "_SETTINGS", tmp_path / "params")
+    with pytest.raises(TransferFailed, match="settings cannot be read"):
+        driver.settings()
+    (tmp_path / "params").write_text("EnableMSI: 1")
+    assert driver.settings() == "EnableMSI: 1"
 
 
 def test_structures_are_as_large_as_cudas() -> None:

@@ -112,8 +112,11 @@ def check_layouts(kernel, module) -> None:  # type: ignore[no-untyped-def]
 
 
 def check_limits(kernel, module) -> None:  # type: ignore[no-untyped-def]
-    """Nothing at all, as many runs as the table holds, and warming up."""
+    """Nothing at all, as many runs as the table holds, runs longer than a row, and warming up."""
     kernel.warm()
     none = np.empty(0, np.uint64)
     kernel.launch(none, none, none)
     copied(kernel, [(i * 64, i * 64, 32) for i in range(32)], 16)
+    module.SPAN, span = 4096, module.SPAN
+    copied(kernel, [(16, 32, 4096), (8192, 8192, 9000), (20_000, 20_000, 8192), (1, 1, 1)], 16)
+    module.SPAN = span

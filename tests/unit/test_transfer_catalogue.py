@@ -16,10 +16,11 @@ from pullfill.config import TRANSPORTS
 from pullfill.errors import ConfigError
 from pullfill.transfer import catalogue
 from pullfill.transfer.contract import LocalMemory
-from pullfill.transfer.cuda_ipc import writers
+from pullfill.transfer.gpu import cuda
 from pullfill.transfer.layout import dense_layout
 from pullfill.transfer.nixl import devices
 from pullfill.transfer.tcp.plane import TcpKind
+from tests.support.fake_gpu import FakeDriver
 
 ON_CPU = LocalMemory(0, 64, dense_layout(1, 1, 1, 64))
 
@@ -107,10 +108,16 @@ def test_every_transport_says_whether_it_works() -> None:
 def test_gpu_memory_is_mapped_only_where_deaths_can_be_proved(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    driver = FakeDriver()
+    monkeypatch.setattr(cuda, "load", lambda: driver)
     assert catalogue.survey(0)["cuda_ipc"] is None
     assert catalogue.survey(0)["shm"]
-    monkeypatch.setattr(writers, "why_no_proof", lambda: "the driver frees later")
-    assert catalogue.survey(0)["cuda_ipc"] == "the driver frees later"
+    driver.mps = True
+    assert "MPS runs here" in (catalogue.survey(0)["cuda_ipc"] or "")
+    monkeypatch.undo()
+    cuda.load.cache_clear()
+    if cuda.why_no_cuda() is not None:
+        assert "no CUDA driver" in (catalogue.survey(0)["cuda_ipc"] or "")
 
 
 def test_the_survey_of_this_machine_is_json() -> None:

@@ -1,7 +1,8 @@
 """The prefill worker's side of cuda_ipc: maps a decode worker's GPU memory, copies under its fence.
 
-A session owns one opening of the handle, one stream, and one open file description of the fence
-file. The stream is synchronised before the fence is left, so the fence covers every byte in flight.
+A session owns one opening of the handle and one open file description of the fence file. It copies
+on the stream that all sessions of the process share (gpu/copies.py), and waits for its batch before
+it leaves the fence, so the fence covers every byte in flight.
 When that fails (a GPU error), nobody knows what is in flight: then the fence is never left, and the
 end of this process is the only proof (writers.py). Such an error ends the engine too.
 """
@@ -19,18 +20,14 @@ from pullfill.transfer.contract import LocalMemory, Part, PeerSession
 from pullfill.transfer.cuda_ipc.endpoint import IpcEndpoint
 from pullfill.transfer.cuda_ipc.writers import WriterRecord, pid_namespace, why_no_proof
 from pullfill.transfer.gpu.contract import GpuDriver
-from pullfill.transfer.gpu.copies import BATCH_BYTES, BATCH_RUNS, GpuCopier, Kernel, kernel_for
+from pullfill.transfer.gpu.copies import GpuCopier, Lane, lane_of
 from pullfill.transfer.gpu.cuda import load
+from pullfill.transfer.gpu.link import link_to, visible
 from pullfill.transfer.layout import layout_of
 from pullfill.transfer.session import MappedSession
 from pullfill.transfer.shm.fence import ShmGate
 from pullfill.transfer.shm.files import open_same
 from pullfill.wire import FenceToken, RegionDescriptor
-
-_LIMITS = BATCH_BYTES, BATCH_RUNS, BATCH_BYTES
-"""Runs stay whole: each costs the GPU's copy engines the same, however long."""
-
-MakeKernel = Callable[[int, int], Kernel | None]
 
 
 class IpcGate(ShmGate):
@@ -85,12 +82,12 @@ class CudaIpcTransport:
         self,
         device: int | None,
         driver: Callable[[], GpuDriver] = load,
-        kernel: MakeKernel = kernel_for,
+        lane: Callable[[int], Lane] = lane_of,
     ) -> None:
         """`device`: which holds our KV memory (`LocalMemory.device`)."""
         self._device = device
         self._driver = driver
-        self._kernel = kernel
+        self._lane = lane
 
     def can_reach(self, descriptor: RegionDescriptor) -> str | None:
         """See PeerTransport. Maps the memory only if its device is not visible here."""
@@ -100,23 +97,29 @@ class CudaIpcTransport:
             return "it is on another host, or does not share /dev/shm with us"
         try:
             endpoint = IpcEndpoint.decode(descriptor.endpoints.get(self.name, ""))
-            if (reason := _why_not_here(endpoint)) is not None:
+            driver = self._driver()
+            if (reason := _why_not_here(endpoint, driver, self._device)) is not None:
                 return reason
             os.close(open_same(endpoint.fence, endpoint.fence_inode))
-            return self._why_no_path(self._driver(), self._device, endpoint)
+            return self._why_no_path(driver, self._device, endpoint)
         except (BadMessage, TransferFailed) as exc:
             return str(exc)
         except OSError as exc:
             return f"its fence cannot be opened: {exc}"
 
     def _why_no_path(self, driver: GpuDriver, device: int, endpoint: IpcEndpoint) -> str | None:
-        visible = {driver.uuid(number): number for number in range(driver.count())}
-        other = visible.get(endpoint.memory.device)
+        other = visible(driver).get(endpoint.memory.device)
         if other is not None:
             reach = driver.can_map(device, other)
             return None if reach else f"GPU {device} cannot reach memory of GPU {other} directly"
         # Hidden by CUDA_VISIBLE_DEVICES, but its handle may open all the same.
-        driver.close(device, driver.open(device, endpoint.memory.handle))
+        try:
+            driver.close(device, driver.open(device, endpoint.memory.handle))
+        except TransferFailed as exc:
+            return (
+                f"its memory, on a GPU that CUDA_VISIBLE_DEVICES hides, cannot be mapped ({exc}); "
+                "with MIG, both workers must be in one GPU instance"
+            )
         return None
 
     def connect(
@@ -129,24 +132,24 @@ class CudaIpcTransport:
             raise IncompatibleError("this worker's KV memory is not on a GPU", field="device")
         if descriptor.host_id != host_id():
             raise PeerUnavailable(f"{descriptor.instance_id} is on another host")
-        if (reason := _why_not_here(endpoint)) is not None:
+        driver, device = self._driver(), local.device
+        if (reason := _why_not_here(endpoint, driver, device)) is not None:
             raise PeerUnavailable(f"{descriptor.instance_id}: {reason}")
         if endpoint.memory.nbytes != descriptor.nbytes:
             raise BadMessage(
                 f"descriptor of {descriptor.nbytes} bytes, endpoint of {endpoint.memory.nbytes}"
             )
-        driver, device = self._driver(), local.device
+        link = link_to(driver, device, endpoint.memory.device)
+        copier = GpuCopier(
+            self._lane(device), link, queued=lambda: failpoints.hit("cuda_ipc.queued")
+        )
         with ExitStack() as undo:
-            copier = GpuCopier(driver, device)
-            undo.callback(copier.close)
-            copier.use_kernel(self._kernel(device, copier.stream))
             gate = _open_gate(endpoint, descriptor, copier)
             undo.callback(gate.close)
             base = _map(driver, device, endpoint, descriptor)
 
             def give_back() -> None:
                 if copier.settled:
-                    copier.close()
                     driver.close(device, base)
 
             undo.callback(driver.close, device, base)
@@ -159,7 +162,7 @@ class CudaIpcTransport:
                 gate,
                 part=part,
                 copier=copier,
-                limits=_LIMITS,
+                limits=link.limits,
                 on_close=give_back,
             )
             undo.pop_all()
@@ -188,12 +191,12 @@ def _map(
 
 
 def _check_size(driver: GpuDriver, device: int, base: int, endpoint: IpcEndpoint) -> None:
-    size = driver.allocation(device, base).nbytes
+    _, size = driver.extent(device, base)  # whichever GPU holds it
     if endpoint.memory.offset + endpoint.memory.nbytes > size:
         raise BadMessage(f"the endpoint reaches beyond its allocation of {size} bytes")
 
 
-def _why_not_here(endpoint: IpcEndpoint) -> str | None:
+def _why_not_here(endpoint: IpcEndpoint, driver: GpuDriver, device: int) -> str | None:
     if not endpoint.memory.pid_space or endpoint.memory.pid_space != pid_namespace():
         return (
             "it does not share our process ids, so the end of a process could not be proved; run "
@@ -201,4 +204,4 @@ def _why_not_here(endpoint: IpcEndpoint) -> str | None:
         )
     if endpoint.memory.pid == os.getpid():
         return "a process cannot map its own GPU memory again"
-    return why_no_proof()
+    return why_no_proof(driver, device)

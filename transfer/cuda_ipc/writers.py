@@ -12,8 +12,12 @@ copies may be in flight. The owner, once it has the slot's lock, looks for recor
 the slot: their writers lost the lock without finishing, so they are dying or dead. It takes the end
 of the *process* as the proof. That is enough, as the driver's published source has it: the kernel
 reports a process as ended (pidfd) after its last file was released, and the release of the driver's
-control file frees the process's channels before it returns. `why_no_proof` knows the one setting
-that changes this. A child forked without exec would keep the files open; workers make none.
+control file frees the process's channels before it returns. A child forked without exec would keep
+the files open; workers make none.
+
+It is not enough in two cases, which `why_no_proof` finds. Under MPS, the channels are those of a
+server that outlives its clients. And one setting makes the driver free channels some time later.
+MIG changes nothing: an instance's channels are freed in the same way.
 """
 
 from __future__ import annotations
@@ -26,7 +30,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from pullfill.errors import PeerUnavailable
+from pullfill.errors import PeerUnavailable, TransferFailed
+from pullfill.transfer.gpu.contract import GpuDriver
 from pullfill.transfer.shm import lock
 
 _AT = 1024
@@ -34,7 +39,6 @@ _RECORD_BYTES = 16
 RECORDS = (4096 - _AT) // _RECORD_BYTES
 """GPU sessions that one decode worker can have at a time."""
 _PID_BITS = 22  # the kernel's limit of pid_max
-_DRIVER_SETTINGS = Path("/proc/driver/nvidia/params")
 
 
 def pid_namespace() -> str:
@@ -45,13 +49,18 @@ def pid_namespace() -> str:
         return ""
 
 
-def why_no_proof(settings: Path = _DRIVER_SETTINGS) -> str | None:
-    """Why the end of a process would not prove the end of its copies here, for people."""
+def why_no_proof(driver: GpuDriver, device: int) -> str | None:
+    """Why the end of this process would not prove the end of its copies on `device`, for people."""
     try:
-        text = settings.read_text()
-    except OSError:
-        return None
-    if "clientlistdeferredfree" in text.lower():
+        shared, settings = driver.shares_contexts(device), driver.settings()
+    except TransferFailed as exc:
+        return f"whether the end of a process ends its copies is unknown: {exc}"
+    if shared:
+        return (
+            "MPS runs here, and its server may copy on for a process that has ended: stop it (echo "
+            "quit | nvidia-cuda-mps-control), or point CUDA_MPS_PIPE_DIRECTORY to an empty folder"
+        )
+    if "clientlistdeferredfree" in settings.lower():
         return (
             "the NVIDIA driver is set to free what dead processes held at some later time "
             "(RmClientListDeferredFree): remove that from the module's NVreg_RegistryDwords"

@@ -49,12 +49,12 @@ class Stream(Protocol):
         ...
 
     def copy_batch(self, target: Addresses, source: Addresses, nbytes: Addresses) -> None:
-        """Queue a copy for each triple, in no order among them. Device or host addresses; a copy
-        from or to pageable host memory may block until it is done."""
+        """Queue a copy for each triple, in no order among them, for the copy engines where the
+        driver lets us choose. Device or page-locked host addresses."""
         ...
 
     def synchronize(self) -> None:
-        """Block, without the GIL, until everything queued is done and visible to every device and
+        """Sleep, without the GIL, until everything queued is done and visible to every device and
         the CPU. If it raises, nothing is known about what was queued."""
         ...
 
@@ -77,8 +77,31 @@ class GpuDriver(Protocol):
         """Whether `device` can copy to memory of `other` directly."""
         ...
 
+    def fast_link(self, device: int, other: int) -> bool:
+        """Whether the two GPUs are joined by NVLink rather than by PCIe."""
+        ...
+
+    def shares_contexts(self, device: int) -> bool:
+        """Whether processes share one context on `device` (MPS). Where the driver cannot say:
+        whether MPS's control daemon is in reach, or may be."""
+        ...
+
+    def settings(self) -> str:
+        """Of the driver's kernel module. Raises TransferFailed when they cannot be read."""
+        ...
+
     def allocation(self, device: int, address: int) -> Allocation:
         """Raises TransferFailed when the address is not memory of `device`."""
+        ...
+
+    def extent(self, device: int, address: int) -> tuple[int, int]:
+        """Base and bytes of the allocation around an address that `device` can use, whichever
+        device holds it. Raises TransferFailed when there is none."""
+        ...
+
+    def stage(self, device: int, nbytes: int) -> tuple[int, int]:
+        """Addresses of so much new memory of `device`, and of so much page-locked memory of the
+        CPU. Both stay until the process ends."""
         ...
 
     def export(self, device: int, base: int) -> bytes:
@@ -96,3 +119,7 @@ class GpuDriver(Protocol):
         ...
 
     def stream(self, device: int) -> Stream: ...
+
+    def synchronize(self, device: int) -> None:
+        """Wait for all that anybody in this process has queued on `device`."""
+        ...

@@ -1,33 +1,36 @@
-"""Copies of many runs on one stream, done when the call returns: a session's `Copier` for GPUs.
+"""Copies of many runs on one GPU, done when the call returns: a session's `Copier` for GPUs.
 
-Two ways, by the mean length of a batch's runs. Long ones go through the copy engines in one batched
-call, without taking multiprocessors from the model. For many short ones the engines' cost per copy
-(about 1 us) dominates, so one kernel moves them all. `SMALL_RUN` is where the two meet; what
-`python -m benchmarks.bench_gpu` prints decides.
+One `Lane` for each GPU of a process has the stream, the kernel and the buffers. All sessions share
+it and take turns: one batch has the whole link anyway. A session's `GpuCopier` knows the link it
+copies over, and with it whether one kernel or the copy engines move a batch (`link.py`).
 
 `settled` is what a fence may stand on: False from the moment something may have been queued until
 the stream was synchronised. A copier that failed in between stays unsettled for good: nobody knows
-whether the device still writes.
+whether the device still writes. Its lane takes no more copies, of other sessions neither.
 """
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
 
 from pullfill import log
 from pullfill.errors import TransferFailed
+from pullfill.transfer.contract import LocalMemory
 from pullfill.transfer.gpu.contract import Addresses, GpuDriver
-from pullfill.transfer.runs import Batch
+from pullfill.transfer.gpu.cuda import load
+from pullfill.transfer.gpu.link import BATCH_RUNS, SAME, Link
+from pullfill.transfer.layout import dense_layout
+from pullfill.transfer.runs import Batch, plan
 
 logger = log.get("transfer.gpu")
 
-BATCH_BYTES = 64 << 20
-"""A fence is held for this: 0.2 ms within a GPU, 1-3 ms over PCIe."""
-BATCH_RUNS = 8192
-SMALL_RUN = 32 << 10
-"""Mean bytes of a run below which the kernel is used (a first estimate, see docs/gpu-results.md)"""
+_BROKEN = "an earlier copy failed on the GPU; restart this worker"
 
 
 class Kernel(Protocol):
@@ -36,59 +39,8 @@ class Kernel(Protocol):
     def launch(self, target: Addresses, source: Addresses, nbytes: Addresses) -> None: ...
 
 
-class GpuCopier:
-    """Callable (source address, target address, batch). Owns its stream; `close` gives it back.
-    One thread at a time."""
-
-    def __init__(
-        self,
-        driver: GpuDriver,
-        device: int,
-        *,
-        kernel: Kernel | None = None,
-        small_run: int = SMALL_RUN,
-    ) -> None:
-        """`kernel`: None = copy engines only."""
-        self._stream = driver.stream(device)
-        self._kernel = kernel
-        self._small_run = small_run
-        self.settled = True
-
-    @property
-    def stream(self) -> int:
-        """CUstream."""
-        return self._stream.handle
-
-    def use_kernel(self, kernel: Kernel | None) -> None:
-        """From the next batch on."""
-        self._kernel = kernel
-
-    def __call__(self, source: int, target: int, batch: Batch) -> None:
-        """Returns when all bytes are there. Raises TransferFailed."""
-        if not self.settled:
-            raise TransferFailed("an earlier copy failed on the GPU; restart this worker")
-        flat = batch.flat()
-        from_, to = _absolute(source, flat.source), _absolute(target, flat.target)
-        nbytes = flat.nbytes.astype(np.uint64)
-        kernel = self._kernel if int(nbytes.mean()) < self._small_run else None
-        self.settled = False
-        try:
-            if kernel is None:
-                self._stream.copy_batch(to, from_, nbytes)
-            else:
-                kernel.launch(to, from_, nbytes)
-        finally:  # also when it could queue a part only
-            self._stream.synchronize()
-            self.settled = True
-
-    def close(self) -> None:
-        """Idempotent. An unsettled stream is left alone: destroying it proves nothing."""
-        if self.settled:
-            self._stream.close()
-
-
-def _absolute(base: int, offsets: np.ndarray) -> Addresses:
-    return offsets.astype(np.uint64) + np.uint64(base)
+MakeKernel = Callable[[int, int], Kernel | None]
+"""From a device and a CUstream."""
 
 
 def kernel_for(device: int, stream: int) -> Kernel | None:
@@ -102,5 +54,126 @@ def kernel_for(device: int, stream: int) -> Kernel | None:
         kernel.warm()
         return kernel
     except Exception as exc:  # no triton, no compiler, torch without CUDA: each raises its own
-        logger.warning("short runs are copied one by one, Triton does not work here: %s", exc)
+        logger.warning("runs are copied one by one, Triton does not work here: %s", exc)
         return None
+
+
+class Lane:
+    """What this process copies with on one device. Whoever uses it holds `lock`, from the first
+    `queue` until `wait` has returned."""
+
+    def __init__(
+        self, driver: GpuDriver, device: int, make_kernel: MakeKernel = kernel_for
+    ) -> None:
+        self.lock = threading.Lock()
+        self._driver, self._device = driver, device
+        self._stream = driver.stream(device)
+        self._kernel = make_kernel(device, self._stream.handle)
+        self._broken = False
+        self._staged, self._stage = 0, (0, 0)
+
+    @property
+    def has_kernel(self) -> bool:
+        """Else every copy takes the copy engines."""
+        return self._kernel is not None
+
+    def queue(self, target: Addresses, source: Addresses, nbytes: Addresses, link: Link) -> None:
+        """Queue copies over a link, at most BATCH_RUNS. Raises TransferFailed; a part may be queued
+        then. `wait` is due before the next call that the kernel serves."""
+        if self._kernel is not None and int(nbytes.mean()) < link.small_run:
+            self._kernel.launch(target, source, nbytes)
+        else:
+            self._stream.copy_batch(target, source, nbytes)
+
+    def wait(self) -> None:
+        """Return when all that was queued is done. Raises TransferFailed; the lane is of no use
+        then."""
+        try:
+            self._stream.synchronize()
+        except BaseException:
+            self._broken = True
+            raise
+
+    def check(self) -> None:
+        """Raises TransferFailed when a `wait` has failed."""
+        if self._broken:
+            raise TransferFailed(_BROKEN)
+
+    @contextmanager
+    def fetched(self, memory: LocalMemory, blocks: Sequence[int]) -> Iterator[LocalMemory]:
+        """The blocks in memory of the CPU, side by side and numbered from 0, until the `with` ends.
+        They are gathered on the GPU and cross to the CPU in one copy."""
+        layout = memory.layout
+        nbytes = len(blocks) * layout.block_bytes
+        dense = dense_layout(layout.num_layers, len(blocks), layout.num_kv_heads, layout.page_bytes)
+        with self.lock:
+            self.check()
+            if nbytes > self._staged:
+                self._stage = self._driver.stage(self._device, nbytes)
+                self._staged = nbytes
+            there, here = self._stage
+            for batch in plan(layout, dense, blocks, range(len(blocks))).batches(*SAME.limits):
+                self._now(there, memory.address, batch)
+            one = np.ones(1, np.uint64)
+            self._stream.copy_batch(
+                one * np.uint64(here), one * np.uint64(there), one * np.uint64(nbytes)
+            )
+            self.wait()
+            yield replace(memory, address=here, nbytes=nbytes, layout=dense, device=None)
+
+    def _now(self, target: int, source: int, batch: Batch) -> None:
+        to, from_, nbytes = _absolute(target, source, batch)
+        try:
+            self.queue(to, from_, nbytes, SAME)
+        finally:
+            self.wait()
+
+
+_lanes: dict[int, Lane] = {}
+_making = threading.Lock()
+
+
+def lane_of(device: int) -> Lane:
+    """This process's lane on the device. The first call compiles the kernel, which takes seconds.
+    Raises TransferFailed."""
+    with _making:
+        if device not in _lanes:
+            _lanes[device] = Lane(load(), device)
+        return _lanes[device]
+
+
+class GpuCopier:
+    """Callable (source address, target address, batch). One thread at a time."""
+
+    def __init__(
+        self, lane: Lane, link: Link = SAME, *, queued: Callable[[], object] = lambda: None
+    ) -> None:
+        """queued: called after a batch was queued, before it is waited for."""
+        self._lane = lane
+        self._link = link
+        self._queued = queued
+        self.settled = True
+
+    def __call__(self, source: int, target: int, batch: Batch) -> None:
+        """Returns when all bytes are there. Raises TransferFailed."""
+        if not self.settled:
+            raise TransferFailed(_BROKEN)
+        to, from_, nbytes = _absolute(target, source, batch)
+        with self._lane.lock:
+            self._lane.check()
+            self.settled = False
+            try:
+                self._lane.queue(to, from_, nbytes, self._link)
+                self._queued()
+            finally:  # also when it could queue a part only
+                self._lane.wait()
+                self.settled = True
+
+
+def _absolute(target: int, source: int, batch: Batch) -> tuple[Addresses, Addresses, Addresses]:
+    flat = batch.flat()
+    return (
+        flat.target.astype(np.uint64) + np.uint64(target),
+        flat.source.astype(np.uint64) + np.uint64(source),
+        flat.nbytes.astype(np.uint64),
+    )

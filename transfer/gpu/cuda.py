@@ -11,8 +11,10 @@ ends, and made current on the calling thread before each call. torch uses the sa
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,12 +23,19 @@ from pullfill.errors import TransferFailed
 from pullfill.transfer.gpu.contract import HANDLE_BYTES, Addresses, Allocation, GpuDriver, Stream
 
 _LIBRARY = "libcuda.so.1"
+_SETTINGS = Path("/proc/driver/nvidia/params")
+_MPS_PIPES = "CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"
+"""Where MPS's control daemon listens, in `control`: the variable that names it, the default."""
 _PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: not ordered with the legacy default stream
+_BLOCKING_EVENT = 1 | 2  # CU_EVENT_BLOCKING_SYNC, CU_EVENT_DISABLE_TIMING
 _STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+_BESIDE_COMPUTE = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE: copy engines, from 13.1 on
+_MPS_ENABLED = 133  # CU_DEVICE_ATTRIBUTE_MPS_ENABLED
+_NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED: NVLink has them
 _MEMORY_TYPE, _DEVICE_ORDINAL, _IPC_CAPABLE = 2, 9, 10  # CUpointer_attribute
 _DEVICE_MEMORY = 2  # CU_MEMORYTYPE_DEVICE
-_NOT_SUPPORTED = 801
+_INVALID_VALUE, _NOT_SUPPORTED = 1, 801
 
 
 class _Handle(ctypes.Structure):
@@ -125,6 +134,36 @@ class CudaDriver(GpuDriver):
         self.check("cuDeviceCanAccessPeer", code)
         return bool(yes.value)
 
+    def fast_link(self, device: int, other: int) -> bool:
+        yes = ctypes.c_int()
+        code = self._quick.cuDeviceGetP2PAttribute(
+            ctypes.byref(yes), _NATIVE_ATOMICS, self._cu(device), self._cu(other)
+        )
+        self.check("cuDeviceGetP2PAttribute", code)
+        return bool(yes.value)
+
+    def shares_contexts(self, device: int) -> bool:
+        yes = ctypes.c_int()
+        code = self._quick.cuDeviceGetAttribute(ctypes.byref(yes), _MPS_ENABLED, self._cu(device))
+        if code != _INVALID_VALUE:
+            self.check("cuDeviceGetAttribute", code)
+            return bool(yes.value)
+        # A driver older than the attribute. CUDA uses MPS if its daemon answers.
+        variable, default = _MPS_PIPES
+        try:
+            os.stat(Path(os.environ.get(variable) or default, "control"))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError:
+            pass  # it may be there
+        return True
+
+    def settings(self) -> str:
+        try:
+            return _SETTINGS.read_text()
+        except OSError as exc:
+            raise TransferFailed(f"the NVIDIA driver's settings cannot be read: {exc}") from exc
+
     def allocation(self, device: int, address: int) -> Allocation:
         self.enter(device)
         pointer = ctypes.c_uint64(address)
@@ -136,10 +175,26 @@ class CudaDriver(GpuDriver):
             self.check("cuPointerGetAttribute", code)
         if kind.value != _DEVICE_MEMORY or where.value != device:
             raise TransferFailed(f"the address is not memory of device {device}")
+        base, size = self.extent(device, address)
+        return Allocation(base, size, bool(capable.value))
+
+    def extent(self, device: int, address: int) -> tuple[int, int]:
+        self.enter(device)
         base, size = ctypes.c_uint64(), ctypes.c_size_t()
-        code = self._quick.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), pointer)
+        code = self._quick.cuMemGetAddressRange_v2(
+            ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address)
+        )
         self.check("cuMemGetAddressRange", code)
-        return Allocation(base.value, size.value, bool(capable.value))
+        return base.value, size.value
+
+    def stage(self, device: int, nbytes: int) -> tuple[int, int]:
+        self.enter(device)
+        there, here = ctypes.c_uint64(), ctypes.c_void_p()
+        code = self._slow.cuMemAlloc_v2(ctypes.byref(there), ctypes.c_size_t(nbytes))
+        self.check("cuMemAlloc", code)
+        code = self._slow.cuMemAllocHost_v2(ctypes.byref(here), ctypes.c_size_t(nbytes))
+        self.check("cuMemAllocHost", code)
+        return there.value, here.value or 0
 
     def export(self, device: int, base: int) -> bytes:
         self.enter(device)
@@ -164,9 +219,14 @@ class CudaDriver(GpuDriver):
     def stream(self, device: int) -> Stream:
         return _CudaStream(self, self._quick, self._slow, device)
 
+    def synchronize(self, device: int) -> None:
+        self.enter(device)
+        self.check("cuCtxSynchronize", self._slow.cuCtxSynchronize())
+
 
 class _CudaStream:
-    """See Stream. Owns the CUstream."""
+    """See Stream. Owns the CUstream, and the event that a waiting thread sleeps on: to wait for the
+    stream itself keeps a core busy."""
 
     def __init__(self, driver: CudaDriver, quick: Any, slow: Any, device: int) -> None:
         self._driver, self._quick, self._slow = driver, quick, slow
@@ -175,7 +235,10 @@ class _CudaStream:
         self._stream = ctypes.c_void_p()
         code = slow.cuStreamCreate(ctypes.byref(self._stream), _NON_BLOCKING)
         driver.check("cuStreamCreate", code)
-        self._attributes = _CopyAttributes(source_access_order=_STREAM_ORDER)
+        self._done = ctypes.c_void_p()
+        code = slow.cuEventCreate(ctypes.byref(self._done), _BLOCKING_EVENT)
+        driver.check("cuEventCreate", code)
+        self._attributes = _CopyAttributes(source_access_order=_STREAM_ORDER, flags=_BESIDE_COMPUTE)
         self._first = ctypes.c_size_t(0)
         self._batch = getattr(slow, "cuMemcpyBatchAsync", None)
 
@@ -219,10 +282,12 @@ class _CudaStream:
 
     def synchronize(self) -> None:
         self._driver.enter(self.device)
-        self._driver.check("cuStreamSynchronize", self._slow.cuStreamSynchronize(self._stream))
+        self._driver.check("cuEventRecord", self._quick.cuEventRecord(self._done, self._stream))
+        self._driver.check("cuEventSynchronize", self._slow.cuEventSynchronize(self._done))
 
     def close(self) -> None:
         if self._stream.value:
             self._driver.enter(self.device)
+            self._driver.check("cuEventDestroy", self._slow.cuEventDestroy_v2(self._done))
             self._driver.check("cuStreamDestroy", self._slow.cuStreamDestroy_v2(self._stream))
             self._stream = ctypes.c_void_p()

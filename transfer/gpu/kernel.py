@@ -4,9 +4,11 @@ Gathering into a dense buffer, scattering out of one, and copying straight into 
 blocks are the same thing to it: addresses in a table. So a layout change (heads or layers at other
 distances) needs no kernel of its own, only other addresses.
 
-A program copies one piece of one run. Loads and stores are 16 bytes wide when 16 divides all
-addresses and lengths, as it does for KV pages, else a byte. Under `TRITON_INTERPRET=1` (set before
-import) it runs on plain CPU memory, which is how it is tested without a device.
+A program copies one piece of one run. Long runs stand in the table in several rows, so that a few
+of them do not make every short one launch as many programs. Loads and stores are 16 bytes wide when
+16 divides all addresses and lengths, as it does for KV pages, else a byte. Under
+`TRITON_INTERPRET=1` (set before import) it runs on plain CPU memory, which is how it is tested
+without a device.
 """
 
 from __future__ import annotations
@@ -24,13 +26,17 @@ from pullfill.transfer.gpu.contract import Addresses
 LANES = 1024
 """Words of 8 bytes that a program moves per step: 64 bytes per thread of 4 warps."""
 STEPS = 4
+SPAN = 256 << 10
+"""Bytes of a row at most, a multiple of 16."""
+ROOM = (4 << 30) // SPAN
+"""Rows that long runs add at most: 4 GiB of them."""
 _WIDTH = 3
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _copy_runs(table, WIDE: tl.constexpr, LANES: tl.constexpr, STEPS: tl.constexpr) -> None:  # type: ignore[no-untyped-def]
-    run = tl.program_id(0).to(tl.int64)
-    piece = tl.program_id(1).to(tl.int64)
+    piece = tl.program_id(0).to(tl.int64)
+    run = tl.program_id(1).to(tl.int64)
     source = tl.load(table + run * 3)
     target = tl.load(table + run * 3 + 1)
     words = tl.load(table + run * 3 + 2)
@@ -51,23 +57,26 @@ def _copy_runs(table, WIDE: tl.constexpr, LANES: tl.constexpr, STEPS: tl.constex
 
 
 class RunKernel:
-    """Launches the kernel on one device and stream, with a table of its own of at most `most` runs.
-    One thread at a time; the stream must be synchronised before the next launch."""
+    """Launches the kernel on one device and stream, with a table of its own. One thread at a time;
+    the stream must be synchronised before the next launch."""
 
     def __init__(self, device: torch.device, stream: int, most: int) -> None:
-        """`stream`: the CUstream, 0 on the CPU (the interpreter). Allocates 24 bytes per run."""
+        """`stream`: the CUstream, 0 on the CPU (the interpreter). `most`: runs of a launch, 49,000
+        at most (a grid is 65,535 high). Allocates 24 bytes for each and for each row of ROOM."""
         on_gpu = device.type == "cuda"
-        self._host = torch.empty((most, _WIDTH), dtype=torch.int64, pin_memory=on_gpu)
+        rows = most + ROOM
+        self._host = torch.empty((rows, _WIDTH), dtype=torch.int64, pin_memory=on_gpu)
         self._table = torch.empty_like(self._host, device=device) if on_gpu else self._host
         self._rows: NDArray[np.int64] = self._host.numpy()
         self._device = device
         self._stream: Any = torch.cuda.ExternalStream(stream, device) if on_gpu else None
 
     def launch(self, target: Addresses, source: Addresses, nbytes: Addresses) -> None:
-        """Queue the copies. Device addresses that this device can reach."""
-        count = len(nbytes)
-        if not count:
+        """Queue the copies, 4 GiB at most. Device addresses that this device can reach."""
+        if not len(nbytes):
             return
+        target, source, nbytes = _cut(target, source, nbytes)
+        count = len(nbytes)
         wide = not int(np.bitwise_or.reduce(target | source | nbytes)) & 15
         rows = self._rows[:count]
         rows[:, 0] = source
@@ -91,4 +100,19 @@ class RunKernel:
                 self._stream.synchronize()
 
     def _run(self, count: int, pieces: int, wide: bool) -> None:
-        _copy_runs[(count, pieces)](self._table, WIDE=wide, LANES=LANES, STEPS=STEPS)
+        # CUDA allows 65,535 in the second place only, and that many pieces are soon there.
+        _copy_runs[(pieces, count)](self._table, WIDE=wide, LANES=LANES, STEPS=STEPS)
+
+
+def _cut(
+    target: Addresses, source: Addresses, nbytes: Addresses
+) -> tuple[Addresses, Addresses, Addresses]:
+    """The same copies, none longer than SPAN."""
+    span = np.uint64(SPAN)
+    if int(nbytes.max()) <= SPAN:
+        return target, source, nbytes
+    parts = ((nbytes + span - np.uint64(1)) // span).astype(np.int64)
+    run = np.repeat(np.arange(len(parts)), parts)
+    first = np.repeat(np.cumsum(parts) - parts, parts)
+    done = (np.arange(len(run)) - first).astype(np.uint64) * span
+    return target[run] + done, source[run] + done, np.minimum(nbytes[run] - done, span)

@@ -17,8 +17,9 @@ from typing import Any
 from pullfill.errors import TransferFailed
 from pullfill.transfer.contract import LocalMemory
 from pullfill.transfer.gpu.contract import Stream as DriverStream
-from pullfill.transfer.gpu.copies import BATCH_RUNS, SMALL_RUN, Kernel, kernel_for
+from pullfill.transfer.gpu.copies import Kernel, kernel_for
 from pullfill.transfer.gpu.cuda import load, why_no_cuda
+from pullfill.transfer.gpu.link import BATCH_RUNS
 from pullfill.transfer.nccl.communicator import settle
 from pullfill.transfer.nccl.contract import Addresses, Copier, Gpu, Nccl, Stream
 from pullfill.transfer.nccl.plane import NcclKind
@@ -152,8 +153,8 @@ class _CupyStream:
 
 
 class _CudaCopier:
-    """Gathers and scatters on a stream of its own: short runs by the Triton kernel, long ones by
-    the copy engines, like GpuCopier does."""
+    """Gathers and scatters on a stream of its own, by the Triton kernel where there is one: within
+    one GPU it is faster than the copy engines."""
 
     def __init__(self, device: int) -> None:
         self._stream: DriverStream = load().stream(device)
@@ -166,9 +167,8 @@ class _CudaCopier:
             self._copy(target[part], source[part], nbytes[part])
 
     def _copy(self, target: Addresses, source: Addresses, nbytes: Addresses) -> None:
-        small = int(nbytes.mean()) < SMALL_RUN
         try:
-            if self._kernel is not None and small:
+            if self._kernel is not None:
                 self._kernel.launch(target, source, nbytes)
             else:
                 self._stream.copy_batch(target, source, nbytes)

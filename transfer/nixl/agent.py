@@ -7,7 +7,8 @@ cores (put back); its import sets up logging of its own (undone, the levels stay
 The proof that nothing lands any more. A transfer that is done is done. One that is given up may
 still be in a queue of UCX or of the network card, and releasing its handle does not promise to take
 it out. So the whole agent is dropped: its worker, its endpoints, its registration of the memory.
-Without those, neither UCX nor a card can write there.
+Without those, neither UCX nor a card can write there. On a GPU, UCX may have queued copies that run
+on without it: whoever drops an agent then waits for all that this process has queued there.
 
 An agent is used by one thread at a time. Everything of NIXL's is reached through here.
 """
@@ -40,7 +41,7 @@ log = logging.getLogger(__name__)
 
 _making = threading.Lock()
 """One agent at a time: what is put back afterwards belongs to the process or the thread."""
-_FAST_S, _SHORT_S, _LONG_S = 0.1, 50e-6, 500e-6
+_FAST_S, _SHORT_S, _LONG_S, _AGAIN_S = 0.1, 50e-6, 500e-6, 1.0
 
 
 @cache
@@ -101,7 +102,7 @@ class Agent:
         """Raises TransferFailed."""
         self._kind = "DRAM" if memory.device is None else "VRAM"
         self._device = memory.device or 0
-        self._enter: Callable[[], None] = _entering(memory.device)
+        self._enter, self._wait_for_gpu = _context(memory.device)
         self._remote: str | None = None
         with _failures("cannot make a NIXL agent"), _making, _same_affinity():
             self._enter()
@@ -163,7 +164,7 @@ class Agent:
 
     def drop(self) -> None:
         """Disconnect, deregister, destroy. When it returns, nothing moves under this agent any
-        more. Idempotent."""
+        more. After an error of the GPU it never returns, because nobody can know. Idempotent."""
         agent, self._agent = self._agent, None
         registered, self._registered = self._registered, None
         if agent is None:
@@ -177,16 +178,26 @@ class Agent:
         while core() is not None:
             gc.collect()
             time.sleep(_LONG_S)
+        told = False
+        while True:
+            try:
+                return self._wait_for_gpu()
+            except TransferFailed as exc:
+                if not told:
+                    log.error("NIXL may still copy into this worker, restart it: %s", exc)
+                told = True
+            time.sleep(_AGAIN_S)
 
 
-def _entering(device: int | None) -> Callable[[], None]:
-    """Makes the device's context the calling thread's: UCX copies GPU memory in whatever is."""
+def _context(device: int | None) -> tuple[Callable[[], None], Callable[[], None]]:
+    """Makes the device's context the calling thread's: UCX copies GPU memory in whatever is. And
+    waits for all that was queued in it, UCX's copies among them."""
     if device is None:
-        return lambda: None
+        return lambda: None, lambda: None
     from pullfill.transfer.gpu.cuda import load
 
     driver = load()
-    return lambda: driver.enter(device)
+    return lambda: driver.enter(device), lambda: driver.synchronize(device)
 
 
 def _undo(agent: Any, remote: str | None, registered: Any) -> None:

@@ -1,0 +1,166 @@
+"""What GPUs demand of cuda_ipc: a proof of a writer's end, one stream for all sessions, links
+between GPUs, copies in flight when something fails. The GPUs are plain memory (fake_gpu.py)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pullfill import failpoints
+from pullfill.errors import BadMessage, PeerUnavailable, TransferFailed
+from pullfill.failpoints import FailpointError
+from pullfill.transfer.digest import BlockDigester
+from pullfill.transfer.gpu import copies
+from pullfill.transfer.gpu.link import NVLINK, PCIE, SAME, Link, link_to
+from pullfill.transfer.gpu.region import export
+from pullfill.transfer.layout import dense_layout
+from tests.support.fake_gpu import FakeDriver
+from tests.support.transfer_rigs import (
+    DENSE,
+    Region,
+    Rig,
+    check_moved,
+    described,
+    driver_of,
+    extent,
+    ipc_rig,
+    memory_over,
+    pages,
+    random_bytes,
+)
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Rig:
+    return ipc_rig(tmp_path)
+
+
+@pytest.fixture
+def region(rig: Rig) -> Iterator[Region]:
+    made = rig.region(DENSE)
+    yield made
+    made.owner.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"mps": True}, "MPS runs here.*nvidia-cuda-mps-control"),
+        ({"module": None}, "settings cannot be read"),
+        ({"module": "RegistryDwords: RmClientListDeferredFree=1"}, "NVreg_RegistryDwords"),
+    ],
+)
+def test_no_copies_where_a_death_would_not_end_them(
+    rig: Rig, region: Region, changes: dict[str, object], reason: str
+) -> None:
+    for name, value in changes.items():
+        setattr(driver_of(rig.transport), name, value)
+    assert re.search(reason, rig.transport.can_reach(region.descriptor) or "")
+    with pytest.raises(PeerUnavailable, match=reason):
+        rig.connect(rig.local(DENSE), region)
+
+
+@pytest.mark.parametrize(
+    ("uuid", "link"), [("gpu-a", SAME), ("gpu-b", NVLINK), ("gpu-c", PCIE), ("hidden", PCIE)]
+)
+def test_links(uuid: str, link: Link) -> None:
+    driver = FakeDriver(devices=("gpu-a", "gpu-b", "gpu-c"), nvlinks=frozenset({(0, 1)}))
+    assert link_to(driver, 0, uuid) is link
+
+
+def test_within_one_gpu_the_kernel_moves_long_runs_too(rig: Rig, region: Region) -> None:
+    driver, token = driver_of(rig.transport), region.owner.fences.open(range(40))
+    session = rig.connect(rig.local(DENSE), region)
+    session.write_blocks(token, range(40), range(40))  # one run for each layer, or fewer
+    assert driver.launched == driver.copies
+    session.close()
+    # Over PCIe the engines move what is longer than their threshold, and the model keeps the GPU.
+    far = rig.transport.connect(rig.local(DENSE).memory, described(region, memory_device="gpu-b"))
+    far.write_blocks(token, range(40), range(40))
+    assert len(driver.launched) == 1
+    assert len(driver.copies) == 2
+    far.close()
+
+
+def test_digests_of_gpu_memory_are_those_of_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = FakeDriver()
+    monkeypatch.setattr(copies, "lane_of", driver.lane)
+    data = driver.allocate(extent(DENSE)).data
+    data[:] = random_bytes(len(data), 3)
+    memory = memory_over(data, DENSE)
+    on_gpu = BlockDigester(replace(memory, device=0))
+    assert on_gpu.digest([3, 1, 30]) == BlockDigester(memory).digest([3, 1, 30])
+    assert driver.to_host == [3 * DENSE.block_bytes], "one copy to the CPU for all blocks"
+    on_gpu.digest([5])
+    assert driver.to_host[1:] == [DENSE.block_bytes]
+    assert len(driver._locked) == 1, "one page-locked buffer"
+
+
+def test_digests_of_gpu_memory_of_several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver, layout = FakeDriver(), dense_layout(3, 40, 1, 512)
+    monkeypatch.setattr(copies, "lane_of", driver.lane)
+    data = [driver.allocate(extent(layout), device).data for device in (0, 1)]
+    memories = []
+    for rank, bytes_ in enumerate(data):
+        bytes_[:] = random_bytes(len(bytes_), rank)
+        memories.append(replace(memory_over(bytes_, layout), first_head=rank))
+    on_gpu = [replace(memory, device=rank) for rank, memory in enumerate(memories)]
+    assert BlockDigester(on_gpu).digest([3, 1]) == BlockDigester(memories).digest([3, 1])
+    assert len(driver.to_host) == 2, "one copy for each rank"
+
+
+def test_memory_of_another_gpu(rig: Rig, region: Region) -> None:
+    """cuPointerGetAttribute calls it memory of that GPU, here too. It is mapped all the same."""
+    driver, layout = driver_of(rig.transport), DENSE
+    block = driver.allocate(extent(layout), device=1)
+    block.data[:] = random_bytes(len(block.data), 5)
+    memory = replace(memory_over(block.data, layout), device=1)
+    exported = export(memory, driver)
+    descriptor = described(
+        region, memory_handle=exported.handle, memory_device="gpu-b", memory_offset=0
+    )
+    mine = rig.local(layout)
+    assert rig.transport.can_reach(descriptor) is None
+    session = rig.transport.connect(mine.memory, descriptor)
+    before, token = pages(block.data, layout).copy(), region.owner.fences.open([7])
+    session.write_blocks(token, [3], [7])
+    check_moved(before, pages(block.data, layout), mine.pages[:, [3]], [7])
+    session.close()
+    with pytest.raises(BadMessage, match="beyond its allocation"):
+        rig.transport.connect(mine.memory, described(
+            region, memory_handle=exported.handle, memory_device="gpu-b", memory_offset=1
+        ))  # fmt: skip
+    assert not driver.maps(exported.handle)
+
+
+def test_a_failed_copy_of_one_session_leaves_the_fences_of_others(rig: Rig, region: Region) -> None:
+    """They share a stream. The other session copies no more, but what it wrote is over."""
+    driver, fences = driver_of(rig.transport), region.owner.fences
+    one, two = (rig.connect(rig.local(DENSE), region) for _ in range(2))
+    first, second = fences.open([1]), fences.open([2])
+    two.write_blocks(second, [2], [2])
+    driver.fail_sync = True
+    with pytest.raises(TransferFailed, match="ILLEGAL_ADDRESS"):
+        one.write_blocks(first, [1], [1])
+    assert not fences.try_revoke(first)
+    with pytest.raises(TransferFailed, match="restart this worker"):
+        two.write_blocks(second, [2], [2])
+    assert fences.try_revoke(second)
+    two.close()
+
+
+def test_a_fault_with_copies_in_flight(
+    rig: Rig, region: Region, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The point between queueing a batch and waiting for it."""
+    monkeypatch.setattr(failpoints, "_active", failpoints.parse("cuda_ipc.queued=error:now"))
+    session, token = rig.connect(rig.local(DENSE), region), region.owner.fences.open([1])
+    with pytest.raises(FailpointError, match="now"):
+        session.write_blocks(token, [1], [1])
+    assert driver_of(rig.transport).copies, "the batch was waited for all the same"
+    assert region.owner.fences.try_revoke(token)
+    session.close()
