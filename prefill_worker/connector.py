@@ -18,7 +18,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorTransferResults,
 )
-from vllm.platforms import current_platform
 
 from pullfill import pages
 from pullfill.engine import attention, kv
@@ -61,7 +60,7 @@ class PrefillConnector(KVConnectorBase_V1):  # type: ignore[misc]
             context.side = self._maybe_side
             return
         bind_to_parent()
-        if current_platform.is_cpu():
+        if kv.device_of(vllm_config) == "cpu":
             place = vllm_config.kv_transfer_config.kv_connector_extra_config
             self._pool = SharedKvPool(
                 place["instance_id"], kv.rank_of(vllm_config), Path(place["directory"])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pullfill.config import NO_DATA_PARALLEL, NO_KV_OFFLOADING
 from pullfill.engine.names import check_worker
+from pullfill.engine.refusals import check_config, check_flags
 from pullfill.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -40,6 +42,7 @@ def build_config(
     check_worker()
     from vllm.config import KVTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.platforms import current_platform
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     if any(arg.split("=")[0] == _OURS for arg in vllm_args):
@@ -60,6 +63,7 @@ def build_config(
         raise ConfigError(f"data_parallel_size is {args.data_parallel_size}: {NO_DATA_PARALLEL}")
     if args.kv_offloading_size is not None:
         raise ConfigError(f"kv_offloading_size is set: {NO_KV_OFFLOADING}")
+    check_flags(args, current_platform.device_type, os.environ)
     args.kv_transfer_config = KVTransferConfig(
         kv_connector=connector,
         kv_connector_module_path=module,
@@ -78,6 +82,7 @@ def build_config(
         config = args.create_engine_config()
     except (ValueError, OSError, RuntimeError) as exc:
         raise ConfigError(f"cannot load model {model!r}: {_first_line(exc)}") from exc
+    check_config(config)
     if _is_cpu():
         _rotate_parts_of_heads_natively(config)
     names = namespace.served_model_name

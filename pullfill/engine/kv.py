@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pullfill.engine.attention import NO_MODEL, Attention
+from pullfill.engine.mock.model import is_mock, settings_of
 from pullfill.errors import IncompatibleError
 
 
@@ -34,6 +35,17 @@ def total_heads(vllm_config: Any) -> int:
         )
     model = vllm_config.model_config
     return 1 if model.use_mla else int(model.get_total_num_kv_heads())
+
+
+def device_of(vllm_config: Any) -> str:
+    """torch's device type of this engine's KV memory, e.g. `cpu`, `cuda`. Raises ConfigError."""
+    from vllm.platforms import current_platform
+
+    if is_mock(vllm_config.parallel_config.distributed_executor_backend):
+        wanted = settings_of(vllm_config.additional_config).device
+        if wanted != "auto":
+            return wanted
+    return str(current_platform.device_type)
 
 
 def rank_of(vllm_config: Any) -> int:

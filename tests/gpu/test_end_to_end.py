@@ -1,4 +1,6 @@
-"""Both workers on one GPU: tokens after a remote prefill equal those of one plain engine."""
+"""Both workers on one GPU: tokens after a remote prefill equal those of one plain engine.
+
+Workers are started, not forked: CUDA does not survive a fork."""
 
 from __future__ import annotations
 
@@ -19,9 +21,31 @@ FLAGS = (f"--attention-backend={BACKEND}", "--gpu-memory-utilization=0.2")
 STEPS = 6
 
 
+def test_a_pair_without_a_model_writes_over_cuda_ipc(tmp_path: Path, model_path: Path) -> None:
+    """Everything but the model: a failure here is none of vLLM's kernels."""
+    mock = ("--distributed-executor-backend", "pullfill.engine.mock.executor.MockExecutor")
+    cluster = Cluster(tmp_path / "mock", model_path, forked=False)
+    try:
+        cluster.start_servers()
+        cluster.launch("decode", *mock)
+        cluster.launch("prefill", *mock)
+        cluster.launch("frontend")
+        cluster.wait_ready(*cluster.workers)
+        cluster.set_router(policy="always_remote")
+        answer = ask(cluster, random_prompt(700, seed=1), STEPS)
+        told = cluster.explain(answer.request_id)
+        assert (told["path"], told["remote_tokens"]) == ("remote", 699), told
+        written = cluster.counter("pullfill_kv_write_bytes_total", transport="cuda_ipc")
+        assert written >= told["kv_bytes"] > 0
+        cluster.assert_clean()
+    finally:
+        cluster.stop()
+
+
 @pytest.fixture(scope="module")
 def gpu_cluster(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    cluster = Cluster(tmp_path_factory.mktemp("gpu"), model_path, kv_mib=256)
+    directory = tmp_path_factory.mktemp("gpu")
+    cluster = Cluster(directory, model_path, kv_mib=256, forked=False)
     try:
         cluster.start_servers()
         cluster.launch("decode", *FLAGS)

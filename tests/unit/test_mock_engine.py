@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pullfill.engine import compat
-from pullfill.engine.kv import Geometry
+from pullfill.engine.kv import Geometry, device_of
 from pullfill.engine.mock.model import MockModel, MockSettings, is_mock, settings_of
 from pullfill.errors import ConfigError
 
@@ -98,6 +98,8 @@ def test_settings_come_from_vllms_own_flag() -> None:
         ({"step_s": -1}, "at least 0"),
         ({"step_s": "fast"}, "must be a number"),
         ({"layers": True}, "must be a number"),
+        ({"device": "tpu"}, "one of auto, cpu, cuda"),
+        ({"device": 1}, "one of auto, cpu, cuda"),
         ("fast", "a table"),
     ],
 )
@@ -157,3 +159,53 @@ def test_a_worker_without_a_model_exchanges_nothing_with_one_that_has_it(
 @pytest.mark.parametrize("backend", ["uni", "mp", "ray", None, dict, "other.mock.Executor"])
 def test_other_executors_are_none_of_ours(backend: Any) -> None:
     assert not is_mock(backend)
+
+
+def config_of(backend: Any, settings: dict[str, Any]) -> Any:
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(distributed_executor_backend=backend),
+        additional_config={"mock": settings},
+    )
+
+
+@pytest.mark.parametrize("here", ["cpu", "cuda"])
+@pytest.mark.parametrize(
+    ("backend", "settings", "found"),
+    [
+        (NAMED, {}, None),
+        (NAMED, {"device": "cpu"}, "cpu"),
+        (NAMED, {"device": "cuda"}, "cuda"),
+        ("uni", {"device": "cpu"}, None),
+    ],
+)
+def test_where_the_kv_memory_is(
+    monkeypatch: pytest.MonkeyPatch, backend: str, settings: dict[str, Any], found: str, here: str
+) -> None:
+    """None: where vLLM computes here."""
+    platform = ModuleType("vllm.platforms")
+    platform.__dict__["current_platform"] = SimpleNamespace(device_type=here)
+    monkeypatch.setitem(sys.modules, "vllm.platforms", platform)
+    assert device_of(config_of(backend, settings)) == (found or here)
+
+
+def test_the_mock_needs_no_memory_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU the connector has none. `meta` stands for the GPU: a device without memory."""
+    import torch
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    from pullfill.engine.mock import executor
+
+    registered: dict[str, torch.Tensor] = {}
+    connector = SimpleNamespace(
+        get_mem_pool_context=lambda: None, register_kv_caches=registered.update
+    )
+    monkeypatch.setattr(KVConnectorFactory, "create_connector", lambda **_: connector)
+    monkeypatch.setattr(executor, "device_of", lambda config: "meta")
+    made = executor.MockExecutor.__new__(executor.MockExecutor)
+    made.vllm_config = SimpleNamespace(kv_transfer_config=object())
+    spec = SimpleNamespace(block_size=16, head_size=8, num_kv_heads=1, dtype=torch.bfloat16)
+    group = SimpleNamespace(kv_cache_spec=spec, layer_names=["a", "b"])
+    made.initialize_from_config([SimpleNamespace(kv_cache_groups=[group], num_blocks=3)])
+    assert {name: (t.device.type, t.shape) for name, t in registered.items()} == {
+        name: ("meta", (3, 1, 16, 16)) for name in ("a", "b")
+    }

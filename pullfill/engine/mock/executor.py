@@ -9,7 +9,9 @@ nothing, so only workers on the mock exchange it (compat.py). Each step takes as
 settings say, and every request that has computed all its tokens gets one more. So decisions, block
 ids, hits and frees are those of a real worker.
 
-Costs no GPU, no weights and, by default, 1 KiB of KV per block of 16 tokens. All methods are called
+Costs no weights and, by default, 1 KiB of KV per block of 16 tokens. It runs on any machine; where
+vLLM would compute on a GPU, the KV cache is GPU memory, so that the transports between GPUs can be
+tried without a model (`"device": "cpu"` keeps it off the GPU). All methods are called
 on the engine thread; a step sleeps there, as a model would compute there.
 """
 
@@ -18,6 +20,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -28,6 +31,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from pullfill import log
+from pullfill.engine.kv import device_of
 from pullfill.engine.mock.model import MockModel, settings_of
 
 logger = log.get("engine.mock")
@@ -86,16 +90,19 @@ class MockExecutor(Executor):  # type: ignore[misc]
         self._connector = KVConnectorFactory.create_connector(
             config=self.vllm_config, role=KVConnectorRole.WORKER, kv_cache_config=config
         )
-        with self._connector.get_mem_pool_context():
+        # The connector has a memory pool only for memory of the CPU.
+        with self._connector.get_mem_pool_context() or nullcontext():
             self._connector.register_kv_caches(self._allocate(config))
 
     def _allocate(self, config: Any) -> dict[str, torch.Tensor]:
-        """[block, head, token, K and V] for each layer, all in one buffer, layer after layer."""
+        """[block, head, token, K and V] for each layer, all in one buffer, layer after layer, on
+        the device of the settings."""
         spec = config.kv_cache_groups[0].kv_cache_spec
         names = config.kv_cache_groups[0].layer_names
         tokens, width = spec.block_size, 2 * spec.head_size
         shape = (len(names), config.num_blocks, spec.num_kv_heads, tokens, width)
-        buffer = torch.zeros(torch.Size(shape).numel() * spec.dtype.itemsize, dtype=torch.int8)
+        nbytes = torch.Size(shape).numel() * spec.dtype.itemsize
+        buffer = torch.zeros(nbytes, dtype=torch.int8, device=device_of(self.vllm_config))
         return dict(zip(names, buffer.view(spec.dtype).view(shape), strict=True))
 
     def compile_or_warm_up_model(self) -> None:

@@ -16,7 +16,8 @@ _PACKAGE = "pullfill.engine.mock."
 class MockSettings:
     """prefill_tokens_per_s: how fast prompts are computed; 0: at once. step_s: what a step costs
     besides, also when it only decodes. token: what is always sampled. layers, kv_heads, head_size:
-    the shape of the KV cache."""
+    the shape of the KV cache. device: where its memory is, `cpu` or `cuda`; `auto`: where vLLM
+    would put it here."""
 
     prefill_tokens_per_s: float = 0.0
     step_s: float = 0.0
@@ -24,6 +25,10 @@ class MockSettings:
     layers: int = 2
     kv_heads: int = 1
     head_size: int = 8
+    device: str = "auto"
+
+
+_DEVICES = ("auto", "cpu", "cuda")
 
 
 def settings_of(additional_config: Any) -> MockSettings:
@@ -37,7 +42,10 @@ def settings_of(additional_config: Any) -> MockSettings:
     for name, value in given.items():
         if name not in kinds:
             raise ConfigError(f"the mock backend has no setting {name!r}: use {', '.join(kinds)}")
-        if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+        if kinds[name] is str:
+            if value not in _DEVICES:
+                raise ConfigError(f"mock setting {name} must be one of {', '.join(_DEVICES)}")
+        elif isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
             raise ConfigError(f"mock setting {name} must be a number of at least 0, not {value!r}")
     return MockSettings(**{name: kinds[name](value) for name, value in given.items()})
 

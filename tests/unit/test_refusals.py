@@ -1,0 +1,74 @@
+"""What an engine must not be is said in one line that names it and what to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pullfill.engine import args as engine_args
+from pullfill.engine.refusals import check_config, check_flags
+from pullfill.errors import ConfigError
+
+PLAIN = {"enable_sleep_mode": False, "enable_cumem_allocator": False}
+
+
+@pytest.mark.parametrize(
+    ("device", "flags", "env", "says"),
+    [
+        ("", {}, {}, "no NVIDIA driver.*nvidia-smi.*PULLFILL_DEVICE=cpu"),
+        ("cuda", {"enable_sleep_mode": True}, {}, "--enable-sleep-mode.*remove"),
+        ("cpu", {"enable_sleep_mode": True}, {}, "--enable-sleep-mode.*remove"),
+        ("cuda", {"enable_cumem_allocator": True}, {}, "--enable-cumem-allocator.*remove"),
+        *(
+            ("cuda", {}, {name: f"max_split_size_mb:9, expandable_segments:{value}"}, f"{name} has")
+            for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+            for value in ("True", "true")
+        ),
+    ],
+)
+def test_refused(device: str, flags: dict[str, bool], env: dict[str, str], says: str) -> None:
+    with pytest.raises(ConfigError, match=says) as refused:
+        check_flags(SimpleNamespace(**PLAIN | flags), device, env)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("env", [{}, {"PYTORCH_ALLOC_CONF": "expandable_segments:False"}])
+def test_not_refused(env: dict[str, str]) -> None:
+    check_flags(SimpleNamespace(**PLAIN), "cuda", env)
+    check_flags(SimpleNamespace(**PLAIN), "cpu", {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
+
+
+@pytest.mark.parametrize(
+    ("kept", "refused"),
+    [("auto", False), ("fp8", False), ("int8_per_token_head", True), ("fp8_per_token_head", True)],
+)
+def test_scales_that_vllm_resets(kept: str, refused: bool) -> None:
+    config = SimpleNamespace(cache_config=SimpleNamespace(cache_dtype=kept))
+    if not refused:
+        return check_config(config)
+    with pytest.raises(ConfigError, match=f"--kv-cache-dtype {kept}: .*use fp8"):
+        check_config(config)
+
+
+def test_vllms_own_flags_and_platform_are_asked(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The names above are vLLM's, and build_config looks before the model is loaded."""
+    import vllm.platforms
+    from vllm.platforms.interface import UnspecifiedPlatform
+
+    def build(*flags: str) -> Any:
+        return engine_args.build_config(
+            str(tmp_path), flags, connector="c", module="m", kv_role="kv_both", engine_id="e"
+        )
+
+    with pytest.raises(ConfigError, match="--enable-sleep-mode: its memory"):
+        build("--enable-sleep-mode")
+    with pytest.raises(ConfigError, match="--enable-cumem-allocator: its memory"):
+        build("--enable-cumem-allocator")
+    monkeypatch.setattr(vllm.platforms, "_current_platform", UnspecifiedPlatform())
+    with pytest.raises(ConfigError, match="no NVIDIA driver"):
+        build()
