@@ -148,6 +148,13 @@ class JetStreamConsumer:
         subscription, self._subscription = self._subscription, None
         if subscription is not None:
             # No interest, no delivery; what was already on its way is given back on arrival.
+            # nats-py's own drain writes its PING past commands that wait to be written. The server
+            # may answer before it reads UNSUB, and what it sends until then is lost for `ack_wait`.
+            # A request is written after UNSUB, so nothing comes after its answer.
+            with contextlib.suppress(Exception):
+                async with asyncio.timeout(2.0):
+                    await self.link.client._send_unsubscribe(subscription._id)
+                    await self.link.api(f"STREAM.INFO.{self._names.stream}")
             with contextlib.suppress(Exception):
                 async with asyncio.timeout(2.0):
                     await subscription.drain()  # type: ignore[no-untyped-call]

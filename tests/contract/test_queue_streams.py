@@ -168,3 +168,28 @@ async def test_workers_that_start_at_the_same_time_agree(
     assert (jobs["max_msgs"], consumer["ack_wait"]) == (9, 7 * 10**9)
     assert len({worker.streams.stream_id for pair in pairs for worker in pair}) == 1
     await asyncio.gather(*(worker.close() for pair in pairs for worker in pair))
+
+
+async def test_a_worker_that_drains_takes_no_job_with_it(
+    nats: NatsServer, config: QueueConfig
+) -> None:
+    """Its pull is still open. Commands of nats-py wait to be written, but its PING does not: so the
+    server has answered a PING before it hears that nobody reads the pull's inbox any more."""
+    producer, leaving = await both(nats, config, QueueSettings())
+    other = await JetStreamConsumer.connect(nats.url, config, wait_s=HANG_S)
+    transport: Any = leaving.link.client._transport
+    write, loop = transport.writelines, asyncio.get_running_loop()
+    transport.writelines = lambda lines: loop.call_later(0.05, write, list(lines))
+    pulling = asyncio.create_task(leaving.pull(100, 1, 5.0))
+    consumer = f"CONSUMER.INFO.{Names(config.namespace, config.compat_hash).stream}.{CONSUMER}"
+    async with asyncio.timeout(HANG_S):
+        while (await producer._link.api(consumer))["num_waiting"] == 0:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    pulling.cancel()
+    await asyncio.gather(pulling, return_exceptions=True)
+    await leaving.drain()
+    await producer.publish("job", b"", 10)
+    [job] = await other.pull(100, 1, 5.0)
+    assert job.number == 1, "the first delivery was lost"
+    await job.ack()
+    await asyncio.gather(producer.close(), leaving.close(), other.close())
