@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from pullfill.decode_worker import entry
 from pullfill.errors import BadMessage
 from pullfill.prefill_worker.runner import JobRunner
 from pullfill.queue.contract import Delivery
@@ -47,7 +48,12 @@ async def server(tmp_path: Path) -> AsyncIterator[NatsServer]:
 
 
 @pytest.fixture
-async def cluster(tmp_path: Path, server: NatsServer) -> AsyncIterator[Cluster]:
+async def cluster(
+    tmp_path: Path, server: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Cluster]:
+    # A request whose writer stands still goes on locally after 0.1 s, and its message goes. On a
+    # busy machine the queue may take longer to deliver it again.
+    monkeypatch.setattr(entry, "NO_PROOF_S", 20.0)
     cluster = Cluster(tmp_path, server=server, ack_wait_s=ACK_WAIT_S, heartbeat_s=ACK_WAIT_S / 3)
     async with cluster:
         yield cluster
