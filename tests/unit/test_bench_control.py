@@ -170,7 +170,8 @@ def test_an_idle_fleet_is_seen_after_use_and_after_its_rest(
     servers: Any = SimpleNamespace(servers=[])
     rows = {row.metric: float(row.value) for row in idle.run(servers, 1, options, machine.Quiet())}
     assert [happened[0]["conversations"], *happened[1:]] == [3, 75.0, 4.0, "closed"]
-    assert len(rows) == 16
+    assert len(rows) == 18
+    assert rows["1+1 idle workers: wake-ups of one decode worker"] >= 0
     assert rows["1+1 idle workers: CPU of one decode worker"] == 0.5
     assert rows["1+1 idle workers: CPU of etcd, per pair of workers"] == 1.0
     assert rows["1+1 workers just used: threads of one prefill worker"] >= 1
