@@ -7,6 +7,9 @@ way synchronised with the device:
            of all bytes and against one queued copy per run; how long a batch holds the fence
   cross    the run length at which the copy engines overtake the kernel (`small_run` in gpu/link.py)
   gather   scattered runs into one dense buffer by the kernel, against one copy of as many bytes
+  slices   how long a kernel waits for its turn beside another process (gpu_serving.py)
+  serving  ITL of 16 streams beside 8,000-token prompts, prefilled by either worker, both on one
+           GPU; what the KV copies take of a prefill, and what copies alone do to the ITL
   nccl     bytes sent to ourselves within one group (needs cupy)
 
 Both memories are on the first GPU, or with `--peer` ours on the second. `--save` writes
@@ -26,18 +29,20 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import gpu_serving
+from benchmarks.live import BenchError, end_in_order
 from benchmarks.machine import Quiet
 from benchmarks.report import RESULTS, Row, finish, missing, row, versus
 from pullfill.transfer.gpu.copies import GpuCopier, Lane, lane_of
 from pullfill.transfer.gpu.cuda import load, why_no_cuda
-from pullfill.transfer.gpu.link import BATCH_RUNS, link_to
+from pullfill.transfer.gpu.link import BATCH_RUNS, Link, link_to
 from pullfill.transfer.layout import dense_layout
 from pullfill.transfer.runs import Batch
 
 KIB = 1 << 10
 PAGES = (4 * KIB, 16 * KIB, 32 * KIB, 64 * KIB, 256 * KIB, 1024 * KIB)
-LAYERS = 4
-PARTS = ("copies", "cross", "gather", "nccl")
+LAYERS = 32
+PARTS = ("copies", "cross", "gather", "nccl", "slices", "serving")
 PAYLOAD_GB_S, KERNEL_TARGET = 1000.0, 0.7
 """Of an H200, whose memory moves 4,800 GB/s: a copy reads and writes every byte."""
 HELD_MS = 4.0
@@ -68,7 +73,9 @@ class Device:
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.engines = GpuCopier(Lane(load(), number, lambda *_: None))
+        self.engines = GpuCopier(
+            Lane(load(), number, lambda *_: None), Link("copy engines", small_run=0, batch_bytes=0)
+        )
         self.kernel = GpuCopier(lane_of(number))
         self.has_kernel = lane_of(number).has_kernel
         self.stream = load().stream(number)
@@ -232,6 +239,16 @@ def measure(options: argparse.Namespace) -> list[Row]:
     for name, part in (("cross", cross_rows), ("gather", gather_rows), ("nccl", nccl_rows)):
         if name in options.parts:
             rows += part(device, moved, rounds, there.data_ptr(), here.data_ptr())
+    del there, here
+    torch.cuda.empty_cache()
+    if "slices" in options.parts:
+        rows += gpu_serving.slice_rows(5.0)
+    if "serving" in options.parts:
+        with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="bench-") as directory:
+            try:
+                rows += gpu_serving.serving_rows(Path(directory), options.seconds)
+            except BenchError as exc:  # what was measured before counts all the same
+                rows.append(Row(metric="serving", value=None, unit=f"failed: {exc}", ok=False))
     return rows
 
 
@@ -240,7 +257,8 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--seconds", type=float, default=30.0, help="of each window with streams")
     parser.add_argument("--mib", type=int, default=1024, help="bytes moved per measurement")
     parser.add_argument("--peer", action="store_const", const=1, default=0, help="use two GPUs")
     parser.add_argument("--save", action="store_true", help=f"write {RESULTS}/gpu.json")
@@ -248,6 +266,7 @@ def main() -> int:
     if (why := why_no_cuda()) is not None:
         print(f"no GPU to measure: {why}", file=sys.stderr)
         return 1
+    end_in_order()
     quiet = Quiet()
     with quiet.window([]):
         rows = measure(options)

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import http.client
-import json
 import signal
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 
 from tests.support.checked import Bound, checked
-from tests.support.cluster import MODEL, Cluster, Worker, until
+from tests.support.cluster import Cluster, Worker, until
 from tests.support.oracle import Oracle
-from tests.support.prompts import random_prompt
+from tests.support.prompts import going_away, random_prompt
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -156,18 +153,6 @@ def test_row_5_late_commit_is_refused(paired: Cluster, oracle: Oracle) -> None:
         assert (told["path"], told["fallback"]) == ("local", "timeout")
         assert paired.counter("pullfill_quarantined_blocks") == 0
         zombie.signal(signal.SIGCONT)
-
-
-@contextmanager
-def going_away(cluster: Cluster, prompt: list[int]) -> Iterator[None]:
-    """A request whose client goes away at the end of the block, whatever was answered by then."""
-    client = http.client.HTTPConnection(cluster.frontend_url.removeprefix("http://"))
-    body = json.dumps({"model": MODEL, "prompt": prompt, "max_tokens": 4})
-    client.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
-    try:
-        yield
-    finally:
-        client.close()
 
 
 def test_row_6_abort_while_queued(paired: Cluster, oracle: Oracle) -> None:

@@ -82,6 +82,7 @@ def test_within_one_gpu_the_kernel_moves_long_runs_too(rig: Rig, region: Region)
     far = rig.transport.connect(rig.local(DENSE).memory, described(region, memory_device="gpu-b"))
     far.write_blocks(token, range(40), range(40))
     assert len(driver.launched) == 1
+    assert driver.engines == [False, True]
     assert len(driver.copies) == 2
     far.close()
 

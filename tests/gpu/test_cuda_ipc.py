@@ -14,15 +14,21 @@ import msgspec
 import pytest
 import torch
 
+from pullfill import failpoints
 from pullfill.errors import BadMessage, Fenced, IncompatibleError, PeerUnavailable
 from pullfill.transfer.contract import Part, PeerSession
 from pullfill.transfer.cuda_ipc.peer import CudaIpcTransport
+from pullfill.transfer.cuda_ipc.writers import why_no_proof
 from pullfill.transfer.digest import BlockDigester
+from pullfill.transfer.gpu.cuda import load
 from pullfill.transfer.layout import dense_layout
 from tests.gpu.conftest import BLOCKS, LAYERS, LAYOUT, PAGE, SHAPE
 from tests.support.gpu_programs import GpuMemory, Program
 
 pytestmark = pytest.mark.gpu
+
+GIB = 4, 4096, 1, 64 << 10
+"""Layers, blocks, heads and page bytes of 1 GiB."""
 
 
 @pytest.fixture
@@ -123,27 +129,43 @@ def test_two_hundred_connects_leave_nothing(owner: Program, mine: GpuMemory) -> 
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_killed_writer_leaves_not_one_byte_after_the_proof(
-    owner: Program, tmp_path: Path
-) -> None:
-    """The writer never stops copying 256 batches of everything; it is killed at a random moment,
-    and the owner's memory stands still from the proof on."""
-    path = tmp_path / "descriptor"
-    path.write_text(owner.greeting)
-    for round_ in range(10):
-        token = owner.open()
-        with Program("writer", path, 7) as writer:
-            assert writer.greeting == "ready"
-            writer.tell("loop", token.slot, token.epoch)
-            time.sleep(random.Random(round_).random() * 0.05)
-            writer.process.kill()
-            deadline = time.monotonic() + 20
-            while not owner.revoke(token):
-                assert time.monotonic() < deadline, "a dead writer was never proved dead"
-            assert owner.ask("fill", 9) == "filled"
-            for _ in range(20):
-                assert owner.ask("others", 9) == "0"
+def test_the_end_of_a_process_ends_its_copies_here() -> None:
+    """No MPS, and a driver whose settings can be read: without both, nothing below is promised."""
+    assert why_no_proof(load(), 0) is None
+
+
+@pytest.mark.parametrize("when", ["at any moment", "with a batch queued"])
+def test_a_killed_writer_leaves_not_one_byte_after_the_proof(when: str, tmp_path: Path) -> None:
+    """The writer copies 1 GiB in one batch, about half a millisecond of the GPU, over and over. It
+    is killed, and the owner's memory stands still from the proof on."""
+    path, env = tmp_path / "descriptor", dict(os.environ)
+    if when == "with a batch queued":
+        env[failpoints.ENV] = "cuda_ipc.queued=kill@3"
+    with Program("owner", tmp_path, *GIB) as owner:
+        path.write_text(owner.greeting)
+        for round_ in range(10):
+            token = owner.open()
+            with Program("writer", path, 7, env=env) as writer:
+                assert writer.greeting == "ready"
+                writer.tell("loop", token.slot, token.epoch)
+                if when == "at any moment":
+                    time.sleep(random.Random(round_).random() * 0.05)
+                    writer.process.kill()
+                deadline = time.monotonic() + 20
+                # Not before: a token that is revoked while the writer lives is just refused.
+                while not (is_dying(writer) and owner.revoke(token)):
+                    assert time.monotonic() < deadline, "a dead writer was never proved dead"
+                assert owner.ask("fill", 9) == "filled"
+                for _ in range(20):
+                    assert owner.ask("others", 9) == "0"
     path.unlink()
+
+
+def is_dying(writer: Program) -> bool:
+    """From the moment when the kernel begins to take the process apart (PF_EXITING)."""
+    stat = Path(f"/proc/{writer.process.pid}/stat").read_text()
+    state, *rest = stat.rpartition(")")[2].split()
+    return state in "ZX" or bool(int(rest[5]) & 4)
 
 
 def test_a_stopped_writer_keeps_its_blocks(owner: Program, tmp_path: Path) -> None:

@@ -1,24 +1,39 @@
-"""Both workers on one GPU: tokens after a remote prefill equal those of one plain engine.
+"""Both workers on one GPU, over cuda_ipc: tokens after a remote prefill equal those of one plain
+engine, whatever was cached on either side, and whatever happens to the prefill worker.
 
 Workers are started, not forked: CUDA does not survive a fork."""
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.cluster import Cluster
+from tests.support.checked import checked
+from tests.support.cluster import BLOCK, Cluster, Worker, until
 from tests.support.oracle import Oracle
-from tests.support.prompts import ask, random_prompt, truth
+from tests.support.prompts import (
+    Answer,
+    ask,
+    ask_all,
+    forget_decode_prefixes,
+    going_away,
+    random_prompt,
+    truth,
+)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine, pytest.mark.slow]
 
 BACKEND = "TRITON_ATTN"
 """It computes in float32, as tokens are compared."""
 FLAGS = (f"--attention-backend={BACKEND}", "--gpu-memory-utilization=0.2")
+TRANSPORT = "cuda_ipc"
+IN_WRITE, IN_FLIGHT = "cuda_ipc.write.batch", "cuda_ipc.queued"
+"""Holding the fence: before a batch is queued, and after."""
 STEPS = 6
+START_S = 300.0
 
 
 def test_a_pair_without_a_model_writes_over_cuda_ipc(tmp_path: Path, model_path: Path) -> None:
@@ -35,7 +50,7 @@ def test_a_pair_without_a_model_writes_over_cuda_ipc(tmp_path: Path, model_path:
         answer = ask(cluster, random_prompt(700, seed=1), STEPS)
         told = cluster.explain(answer.request_id)
         assert (told["path"], told["remote_tokens"]) == ("remote", 699), told
-        written = cluster.counter("pullfill_kv_write_bytes_total", transport="cuda_ipc")
+        written = cluster.counter("pullfill_kv_write_bytes_total", transport=TRANSPORT)
         assert written >= told["kv_bytes"] > 0
         cluster.assert_clean()
     finally:
@@ -43,18 +58,28 @@ def test_a_pair_without_a_model_writes_over_cuda_ipc(tmp_path: Path, model_path:
 
 
 @pytest.fixture(scope="module")
-def gpu_cluster(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    directory = tmp_path_factory.mktemp("gpu")
-    cluster = Cluster(directory, model_path, kv_mib=256, forked=False)
+def shared(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    cluster = Cluster(tmp_path_factory.mktemp("gpu"), model_path, kv_mib=256, forked=False)
     try:
         cluster.start_servers()
-        cluster.launch("decode", *FLAGS)
-        cluster.launch("prefill", *FLAGS)
-        cluster.launch("frontend")
-        cluster.wait_ready(*cluster.workers, within_s=300.0)
+        # Development routes: a test empties the decode worker's prefix cache through them.
+        cluster.launch("frontend", env={"VLLM_SERVER_DEV_MODE": "1"})
+        for role in ("decode", "prefill"):  # one after the other: each looks at the free memory
+            cluster.launch(role, *FLAGS)
+            cluster.wait_ready(*cluster.workers, within_s=START_S)
         yield cluster
     finally:
         cluster.stop()
+
+
+@pytest.fixture
+def gpu_cluster(shared: Cluster) -> Cluster:
+    """Clean, everything prefilled remotely, one prefill worker."""
+    if not shared.of("prefill"):
+        shared.wait_ready(shared.launch("prefill", *FLAGS), within_s=START_S)
+    shared.set_router(policy="always_remote", remote_timeout_s=30)
+    shared.assert_clean()
+    return shared
 
 
 @pytest.fixture(scope="module")
@@ -63,32 +88,111 @@ def gpu_oracle(model_path: Path) -> Iterator[Oracle]:
         yield engine
 
 
+def only_prefill(cluster: Cluster) -> Worker:
+    (worker,) = cluster.of("prefill")
+    return worker
+
+
+def check(answers: list[Answer], prompts: list[list[int]], oracle: Oracle) -> None:
+    expected = truth(oracle, prompts, STEPS)
+    for prompt, answer, (tokens, _) in zip(prompts, answers, expected, strict=True):
+        assert answer.tokens == tokens, f"prompt of {len(prompt)} tokens"
+
+
 def test_equal_tokens_over_cuda_ipc(gpu_cluster: Cluster, gpu_oracle: Oracle) -> None:
-    gpu_cluster.set_router(policy="always_remote")
     prompts = [random_prompt(n, seed=1) for n in (2, 32, 33, 64, 200, 513, 1025, 2000)]
     answers = [ask(gpu_cluster, prompt, STEPS) for prompt in prompts]
     told = [gpu_cluster.explain(answer.request_id) for answer in answers]
     assert [t["path"] for t in told] == ["remote"] * len(prompts), told
-    expected = truth(gpu_oracle, prompts, STEPS)
-    for prompt, answer, (tokens, _) in zip(prompts, answers, expected, strict=True):
-        assert answer.tokens == tokens, f"prompt of {len(prompt)} tokens"
-    written = gpu_cluster.counter("pullfill_kv_write_bytes_total", transport="cuda_ipc")
+    check(answers, prompts, gpu_oracle)
+    written = gpu_cluster.counter("pullfill_kv_write_bytes_total", transport=TRANSPORT)
     assert written >= sum(t["kv_bytes"] for t in told) > 0
     gpu_cluster.assert_clean()
 
 
-def test_a_killed_prefill_worker_costs_an_answer_nothing(
+def test_a_prefix_that_only_the_decode_worker_has_is_read(
     gpu_cluster: Cluster, gpu_oracle: Oracle
 ) -> None:
-    """Killed holding its fence, with copies just queued or about to be."""
+    gpu_cluster.set_router(policy="always_local")
+    heads = [random_prompt(n, seed=2) for n in (32, 72, 256, 600)]
+    check(ask_all(gpu_cluster, heads, STEPS), heads, gpu_oracle)
     gpu_cluster.set_router(policy="always_remote")
-    (victim,) = gpu_cluster.of("prefill")
-    victim.arm("cuda_ipc.write.batch=kill@2")
-    prompt = random_prompt(1500, seed=2)
-    answer = ask(gpu_cluster, prompt, STEPS)
-    assert answer.tokens == truth(gpu_oracle, [prompt], STEPS)[0][0]
-    assert victim.process.wait(20) != 0
-    again = gpu_cluster.launch("prefill", *FLAGS)
-    gpu_cluster.wait_ready(again, within_s=300.0)
-    assert ask(gpu_cluster, prompt, STEPS).tokens == answer.tokens
+    before = gpu_cluster.counter("pullfill_kv_read_bytes_total", transport=TRANSPORT)
+    prompts = [head + random_prompt(n, seed=3) for head in heads for n in (1, 17, 300)]
+    answers = [ask(gpu_cluster, prompt, STEPS) for prompt in prompts]
+    check(answers, prompts, gpu_oracle)
+    for answer in answers:
+        assert gpu_cluster.explain(answer.request_id)["prefix_hit_tokens"] >= BLOCK
+    after = gpu_cluster.counter("pullfill_kv_read_bytes_total", transport=TRANSPORT)
+    assert after > before
     gpu_cluster.assert_clean()
+
+
+def test_a_prefix_that_only_the_prefill_worker_has_is_written(
+    gpu_cluster: Cluster, gpu_oracle: Oracle
+) -> None:
+    prompts = [random_prompt(n, seed=4) for n in (65, 257, 1200)]
+    check(ask_all(gpu_cluster, prompts, STEPS), prompts, gpu_oracle)
+    forget_decode_prefixes(gpu_cluster)
+    again = [prompt + random_prompt(40, seed=5) for prompt in prompts]
+    answers = ask_all(gpu_cluster, again, STEPS)
+    check(answers, again, gpu_oracle)
+    for prompt, answer in zip(again, answers, strict=True):
+        told = gpu_cluster.explain(answer.request_id)
+        assert (told["path"], told["remote_tokens"]) == ("remote", len(prompt) - 1)
+    gpu_cluster.assert_clean()
+
+
+def test_chunks_of_many_prompts_at_once(gpu_cluster: Cluster, gpu_oracle: Oracle) -> None:
+    """A step has 512 tokens, so a prompt comes in several writes, between those of others."""
+    prompts = [random_prompt(n, seed=7) for n in (5, 90, 600, 1100, 250, 1700, 32, 801)] * 2
+    check(ask_all(gpu_cluster, prompts, STEPS, at_once=16), prompts, gpu_oracle)
+    gpu_cluster.assert_clean()
+
+
+@pytest.mark.parametrize(("point", "seed"), [(IN_WRITE, 100), (IN_FLIGHT, 200)])
+def test_a_killed_prefill_worker_costs_an_answer_nothing(
+    point: str, seed: int, gpu_cluster: Cluster, gpu_oracle: Oracle
+) -> None:
+    """Killed holding its fence, with copies about to be queued or in flight."""
+    victim = only_prefill(gpu_cluster)
+    with checked(gpu_cluster, gpu_oracle, fallbacks={"prefill_lost": 1}) as check:
+        victim.arm(f"{point}=kill@2")
+        told = check.told(check.ask(random_prompt(1500, seed=seed)))
+        assert victim.process.wait(20) == -signal.SIGKILL
+        assert (told["path"], told["fallback"]) == ("local", "prefill_lost")
+        gpu_cluster.wait_ready(gpu_cluster.launch("prefill", *FLAGS), within_s=START_S)
+
+
+@pytest.mark.parametrize(("point", "seed"), [(IN_WRITE, 100), (IN_FLIGHT, 200)])
+def test_a_stopped_prefill_worker_holds_its_blocks_and_nobody_waits(
+    point: str, seed: int, gpu_cluster: Cluster, gpu_oracle: Oracle
+) -> None:
+    zombie = only_prefill(gpu_cluster)
+    late = dict.fromkeys(("revoked", "write"), (0, 1))
+    with checked(gpu_cluster, gpu_oracle, fallbacks={"timeout": 1}, stale=late) as check:
+        gpu_cluster.set_router(remote_timeout_s=1.5)
+        zombie.arm(f"{point}=stop@2")
+        told = check.told(check.ask(random_prompt(1800, seed=seed + 1)))
+        assert (told["path"], told["fallback"]) == ("local", "timeout")
+        assert gpu_cluster.counter("pullfill_quarantined_blocks") > 0, "time is no proof"
+        # Others compute in the meantime, and keep every byte of theirs.
+        gpu_cluster.set_router(policy="always_local")
+        for number in range(4):
+            check.ask(random_prompt(1500, seed=seed + 10 + number), steps=24)
+        zombie.signal(signal.SIGCONT)
+        until(lambda: not gpu_cluster.counter("pullfill_quarantined_blocks"), 10, "proved quiet")
+
+
+def test_a_client_that_leaves_revokes_a_write_under_way(
+    gpu_cluster: Cluster, gpu_oracle: Oracle
+) -> None:
+    worker = only_prefill(gpu_cluster)
+    late = dict.fromkeys(("revoked", "write"), (0, 1))
+    with checked(gpu_cluster, gpu_oracle, cancelled=1, stale=late):
+        worker.arm(f"{IN_FLIGHT}=stop@2")
+        with going_away(gpu_cluster, random_prompt(1500, seed=300)):
+            until(lambda: worker.stopped, 20, "stopped with copies in flight")
+        until(lambda: gpu_cluster.counter("pullfill_quarantined_blocks"), 10, "in quarantine")
+        worker.signal(signal.SIGCONT)
+        until(lambda: not gpu_cluster.counter("pullfill_quarantined_blocks"), 10, "proved quiet")

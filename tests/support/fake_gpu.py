@@ -83,6 +83,8 @@ class FakeDriver:
     error: str = ""
     copies: list[int] = field(default_factory=list)
     """Runs of each batch that was waited for."""
+    engines: list[bool] = field(default_factory=list)
+    """Of each batch, whether it was for the copy engines."""
     launched: list[int] = field(default_factory=list)
     """Runs of each kernel."""
     to_host: list[int] = field(default_factory=list)
@@ -229,8 +231,11 @@ class FakeStream:
         self.queued: list[list[tuple[int, int, int]]] = []
         driver.streams[self.handle] = self
 
-    def copy_batch(self, target: Addresses, source: Addresses, nbytes: Addresses) -> None:
+    def copy_batch(
+        self, target: Addresses, source: Addresses, nbytes: Addresses, *, engines: bool = False
+    ) -> None:
         driver = self._driver
+        driver.engines.append(engines)
         driver.check()
         assert self.handle in driver.streams, "closed"
         assert target.dtype == source.dtype == nbytes.dtype == np.uint64

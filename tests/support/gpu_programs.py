@@ -13,14 +13,16 @@ prints its region's descriptor as a line of JSON, or `refused TEXT`, then answer
 
     python -m tests.support.gpu_programs writer DESCRIPTOR_FILE FILL
 
-prints `ready`, then obeys `write SLOT EPOCH` and `loop SLOT EPOCH` (until fenced): writes all
-blocks from memory whose every byte is FILL; `done`, `fenced` or `failed TEXT`.
+prints `ready`, then obeys `write SLOT EPOCH` and, until fenced, `loop SLOT EPOCH` and `beat SLOT
+EPOCH` (five times a second): writes all blocks from memory whose every byte is FILL; `done`,
+`fenced` or `failed TEXT`.
 """
 
 from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -161,7 +163,8 @@ def writer(path: str, fill: str) -> None:
         token = FenceToken(slot=int(slot), epoch=int(epoch))
         try:
             session.write_blocks(token, blocks, blocks)
-            while verb == "loop":
+            while verb in ("loop", "beat"):
+                time.sleep(0.2 if verb == "beat" else 0)
                 session.write_blocks(token, blocks, blocks)
             print("done", flush=True)
         except Fenced:

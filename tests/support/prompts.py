@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import http.client
+import json
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -95,6 +98,18 @@ def sampled(
     """
     options: dict[str, Any] = {"ignore_eos": True, **SAMPLED, **more}
     return [oracle.generate([prompt], count, **options)[0].token_ids for prompt in prompts]
+
+
+@contextmanager
+def going_away(cluster: Cluster, prompt: list[int]) -> Iterator[None]:
+    """A request whose client goes away at the end of the block, whatever was answered by then."""
+    client = http.client.HTTPConnection(cluster.frontend_url.removeprefix("http://"))
+    body = json.dumps({"model": MODEL, "prompt": prompt, "max_tokens": 4})
+    client.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+    try:
+        yield
+    finally:
+        client.close()
 
 
 def forget_decode_prefixes(cluster: Cluster) -> None:

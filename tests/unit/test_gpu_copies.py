@@ -57,6 +57,7 @@ def test_engines_where_there_is_no_kernel() -> None:
     copier = GpuCopier(Lane(driver, 0, lambda *_: None), SAME)
     move(driver, copier, batch((0, 5000, 40)))
     assert (driver.launched, driver.copies) == ([], [1])
+    assert driver.engines == [False], "as the driver likes: the engines are slow within one GPU"
 
 
 def test_rows_are_spelled_out() -> None:

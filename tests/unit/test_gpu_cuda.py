@@ -30,7 +30,7 @@ class Library:
         self.codes: dict[str, int] = {}
         self.exportable, self.ordinal, self.mps = 1, 0, 0
         self.queued: list[tuple[int, int, int]] = []
-        self.recorded = 0
+        self.recorded = self.flags = 0
 
     def __getattr__(self, name: str) -> Callable[..., int]:
         if not name.startswith("cu") or not hasattr(type(self), f"_{name}"):
@@ -143,7 +143,7 @@ class Library:
         self, targets: Any, sources: Any, sizes: Any, count: Any, attributes: Any, firsts: Any,
         attribute_count: Any, failed: Any, stream: Any,
     ) -> None:  # fmt: skip
-        assert (attributes._obj.source_access_order, attributes._obj.flags) == (1, 1)
+        assert (attributes._obj.source_access_order, attributes._obj.flags) == (1, self.flags)
         assert (firsts._obj.value, attribute_count.value, stream.value) == (0, 1, 77)
         columns = [
             (ctypes.c_uint64 * count.value).from_address(array.value)
@@ -202,6 +202,8 @@ def test_copies_in_one_call(library: Library) -> None:
     assert (MEMORY[:100] == before[5000:5100]).all()
     assert (MEMORY[200:250] == before[6000:6050]).all()
     assert library.calls.count("cuMemcpyBatchAsync") == 1
+    library.flags = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
+    stream.copy_batch(*triples((0, 5000, 100)), engines=True)
     stream.close()
     stream.close()
     assert library.calls.count("cuStreamDestroy_v2") == 1

@@ -119,4 +119,5 @@ def check_limits(kernel, module) -> None:  # type: ignore[no-untyped-def]
     copied(kernel, [(i * 64, i * 64, 32) for i in range(32)], 16)
     module.SPAN, span = 4096, module.SPAN
     copied(kernel, [(16, 32, 4096), (8192, 8192, 9000), (20_000, 20_000, 8192), (1, 1, 1)], 16)
+    assert (kernel._rows[:7, 2] <= 4096).all(), "a long run stands in several rows"
     module.SPAN = span

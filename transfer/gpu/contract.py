@@ -48,9 +48,11 @@ class Stream(Protocol):
         """Whether `copy_batch` is one call of the driver (12.8 and newer), not a loop."""
         ...
 
-    def copy_batch(self, target: Addresses, source: Addresses, nbytes: Addresses) -> None:
-        """Queue a copy for each triple, in no order among them, for the copy engines where the
-        driver lets us choose. Device or page-locked host addresses."""
+    def copy_batch(
+        self, target: Addresses, source: Addresses, nbytes: Addresses, *, engines: bool = False
+    ) -> None:
+        """Queue a copy for each triple, in no order among them. Device or page-locked host
+        addresses. engines: by copy engines, where the driver lets us choose; else as it likes."""
         ...
 
     def synchronize(self) -> None:

@@ -83,7 +83,8 @@ class Lane:
         if self._kernel is not None and int(nbytes.mean()) < link.small_run:
             self._kernel.launch(target, source, nbytes)
         else:
-            self._stream.copy_batch(target, source, nbytes)
+            # Within one GPU, engines reach a small part of what the memory gives.
+            self._stream.copy_batch(target, source, nbytes, engines=link is not SAME)
 
     def wait(self) -> None:
         """Return when all that was queued is done. Raises TransferFailed; the lane is of no use
@@ -116,7 +117,7 @@ class Lane:
                 self._now(there, memory.address, batch)
             one = np.ones(1, np.uint64)
             self._stream.copy_batch(
-                one * np.uint64(here), one * np.uint64(there), one * np.uint64(nbytes)
+                one * np.uint64(here), one * np.uint64(there), one * np.uint64(nbytes), engines=True
             )
             self.wait()
             yield replace(memory, address=here, nbytes=nbytes, layout=dense, device=None)

@@ -238,7 +238,6 @@ class _CudaStream:
         self._done = ctypes.c_void_p()
         code = slow.cuEventCreate(ctypes.byref(self._done), _BLOCKING_EVENT)
         driver.check("cuEventCreate", code)
-        self._attributes = _CopyAttributes(source_access_order=_STREAM_ORDER, flags=_BESIDE_COMPUTE)
         self._first = ctypes.c_size_t(0)
         self._batch = getattr(slow, "cuMemcpyBatchAsync", None)
 
@@ -250,19 +249,26 @@ class _CudaStream:
     def batches(self) -> bool:
         return self._batch is not None
 
-    def copy_batch(self, target: Addresses, source: Addresses, nbytes: Addresses) -> None:
+    def copy_batch(
+        self, target: Addresses, source: Addresses, nbytes: Addresses, *, engines: bool = False
+    ) -> None:
         self._driver.enter(self.device)
-        if self._batch is None or not self._in_one_call(target, source, nbytes):
+        if self._batch is None or not self._in_one_call(target, source, nbytes, engines):
             self._one_by_one(target, source, nbytes)
 
-    def _in_one_call(self, target: Addresses, source: Addresses, nbytes: Addresses) -> bool:
+    def _in_one_call(
+        self, target: Addresses, source: Addresses, nbytes: Addresses, engines: bool
+    ) -> bool:
         failed = ctypes.c_size_t()
+        attributes = _CopyAttributes(
+            source_access_order=_STREAM_ORDER, flags=_BESIDE_COMPUTE if engines else 0
+        )
         arrays = [np.ascontiguousarray(a, np.uint64) for a in (target, source, nbytes)]
         assert self._batch is not None
         code = self._batch(
             *(ctypes.c_void_p(a.ctypes.data) for a in arrays),
             ctypes.c_size_t(len(nbytes)),
-            ctypes.byref(self._attributes),
+            ctypes.byref(attributes),
             ctypes.byref(self._first),
             ctypes.c_size_t(1),
             ctypes.byref(failed),
