@@ -162,9 +162,11 @@ class FakeDriver:
 
     def extent(self, device: int, address: int) -> tuple[int, int]:
         self.check()
-        for base, memory in [*self._mine.items(), *self._opened.items()]:
-            if base <= address < base + len(memory.data):
-                return base, len(memory.data)
+        known = {base: len(mine.data) for base, mine in self._mine.items()}
+        known |= {base: len(opened.data) for base, opened in self._opened.items()}
+        for base, nbytes in known.items():
+            if base <= address < base + nbytes:
+                return base, nbytes
         raise TransferFailed("cuMemGetAddressRange: CUDA_ERROR_NOT_FOUND")
 
     def stage(self, device: int, nbytes: int) -> tuple[int, int]:
