@@ -30,7 +30,7 @@ class Link:
         return self.batch_bytes, BATCH_RUNS, self.batch_bytes
 
 
-# Within one GPU, the engines take the copies of a batch one after the other. On CUDA 13.2 somebody
+# Within one GPU, the engines take the copies of a batch one after the other. On CUDA 13.2 a user
 # measured 87 GiB/s, and 1,627 by a kernel (github.com/NVIDIA/nccl issues 1932 and 2177).
 SAME = Link("one GPU", small_run=1 << 62, batch_bytes=2 << 30)
 # Between GPUs, engines reach the link's speed (354 GiB/s over NVLink, same place) and leave the
