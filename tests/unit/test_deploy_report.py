@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import io
+import sys
 import zipfile
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -327,6 +329,20 @@ class TestInstall:
         monkeypatch.setenv("PULLFILL_DEVICE", "cuda13")
         assert install.main() == 0
         assert ran == ["run", "run"]
+
+    @pytest.mark.parametrize(("cuda", "wrong"), [("13.0", False), (None, True)])
+    def test_a_cpu_build_of_torch_is_seen_beside_vllm_for_cuda(
+        self, monkeypatch: pytest.MonkeyPatch, cuda: str | None, wrong: bool
+    ) -> None:
+        for name in ("transformers", "vllm", "cupy"):
+            monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        torch: Any = ModuleType("torch")
+        torch.version = SimpleNamespace(cuda=cuda)
+        monkeypatch.setitem(sys.modules, "torch", torch)
+        if not wrong:
+            return exec(install.SMOKE["cuda"], {})
+        with pytest.raises(AssertionError, match="CPU build of torch"):
+            exec(install.SMOKE["cuda"], {})
 
     def test_a_bad_device_says_what_is_good(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -186,26 +186,3 @@ def test_where_the_kv_memory_is(
     platform.__dict__["current_platform"] = SimpleNamespace(device_type=here)
     monkeypatch.setitem(sys.modules, "vllm.platforms", platform)
     assert device_of(config_of(backend, settings)) == (found or here)
-
-
-def test_the_mock_needs_no_memory_pool(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU the connector has none. `meta` stands for the GPU: a device without memory."""
-    import torch
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-
-    from pullfill.engine.mock import executor
-
-    registered: dict[str, torch.Tensor] = {}
-    connector = SimpleNamespace(
-        get_mem_pool_context=lambda: None, register_kv_caches=registered.update
-    )
-    monkeypatch.setattr(KVConnectorFactory, "create_connector", lambda **_: connector)
-    monkeypatch.setattr(executor, "device_of", lambda config: "meta")
-    made = executor.MockExecutor.__new__(executor.MockExecutor)
-    made.vllm_config = SimpleNamespace(kv_transfer_config=object())
-    spec = SimpleNamespace(block_size=16, head_size=8, num_kv_heads=1, dtype=torch.bfloat16)
-    group = SimpleNamespace(kv_cache_spec=spec, layer_names=["a", "b"])
-    made.initialize_from_config([SimpleNamespace(kv_cache_groups=[group], num_blocks=3)])
-    assert {name: (t.device.type, t.shape) for name, t in registered.items()} == {
-        name: ("meta", (3, 1, 16, 16)) for name in ("a", "b")
-    }

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from pullfill.engine import args as engine_args
 from pullfill.engine.refusals import check_config, check_flags
 from pullfill.errors import ConfigError
 
@@ -51,24 +48,3 @@ def test_scales_that_vllm_resets(kept: str, refused: bool) -> None:
         return check_config(config)
     with pytest.raises(ConfigError, match=f"--kv-cache-dtype {kept}: .*use fp8"):
         check_config(config)
-
-
-def test_vllms_own_flags_and_platform_are_asked(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """The names above are vLLM's, and build_config looks before the model is loaded."""
-    import vllm.platforms
-    from vllm.platforms.interface import UnspecifiedPlatform
-
-    def build(*flags: str) -> Any:
-        return engine_args.build_config(
-            str(tmp_path), flags, connector="c", module="m", kv_role="kv_both", engine_id="e"
-        )
-
-    with pytest.raises(ConfigError, match="--enable-sleep-mode: its memory"):
-        build("--enable-sleep-mode")
-    with pytest.raises(ConfigError, match="--enable-cumem-allocator: its memory"):
-        build("--enable-cumem-allocator")
-    monkeypatch.setattr(vllm.platforms, "_current_platform", UnspecifiedPlatform())
-    with pytest.raises(ConfigError, match="no NVIDIA driver"):
-        build()
