@@ -182,5 +182,15 @@ def test_whether_the_end_of_a_process_ends_its_copies(
     assert told is None if reason is None else re.search(reason, told or "")
 
 
+def test_a_kernel_that_does_not_tell_of_ends_gives_no_proof(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(pid: int) -> int:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+    assert "pidfd_open: [Errno 38]" in (why_no_proof(FakeDriver(), 0) or "")
+
+
 def test_the_pid_namespace_has_a_name() -> None:
     assert pid_namespace().startswith("pid:[")

@@ -52,6 +52,10 @@ def pid_namespace() -> str:
 def why_no_proof(driver: GpuDriver, device: int) -> str | None:
     """Why the end of this process would not prove the end of its copies on `device`, for people."""
     try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError as exc:
+        return f"this kernel does not tell for certain when a process has ended (pidfd_open: {exc})"
+    try:
         shared, settings = driver.shares_contexts(device), driver.settings()
     except TransferFailed as exc:
         return f"whether the end of a process ends its copies is unknown: {exc}"
