@@ -77,7 +77,7 @@ bench-rates: install-bench ## Goodput at rising rates, measured by guidellm (15 
 bench-transfer: ## KV transfers against plain copies, sockets, NIXL; a real prefill (minutes)
 bench-transfer: override ARGS += --save
 bench-gpu: ## KV blocks between GPU memories against device copies (needs a GPU)
-bench-gpu: override ARGS += --save
+bench-gpu: override ARGS := $(or $(ARGS),--parts all) --save
 
 bench-%: install
 	$(BIN)/python -m benchmarks.bench_$(subst -,_,$*) $(ARGS)

@@ -13,7 +13,8 @@ way synchronised with the device:
   nccl     bytes sent to ourselves within one group (needs cupy)
 
 Both memories are on the first GPU, or with `--peer` ours on the second. `--save` writes
-benchmarks/results/gpu.json and .md. Says so and exits with 1 where there is no GPU.
+benchmarks/results/gpu.json and .md. Says so and exits with 1 where there is no GPU. All parts but
+serving are measured unless `--parts` says otherwise; `make bench-gpu` says `--parts all`.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ KIB = 1 << 10
 PAGES = (4 * KIB, 16 * KIB, 32 * KIB, 64 * KIB, 256 * KIB, 1024 * KIB)
 LAYERS = 32
 PARTS = ("copies", "cross", "gather", "nccl", "slices", "serving")
+QUICK = PARTS[:-1]
+"""What needs no engine."""
 PAYLOAD_GB_S, KERNEL_TARGET = 1000.0, 0.7
 """Of an H200, whose memory moves 4,800 GB/s: a copy reads and writes every byte."""
 HELD_MS = 4.0
@@ -252,17 +255,24 @@ def measure(options: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def main() -> int:
+def options_of(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--parts", nargs="+", choices=(*PARTS, "all"), default=QUICK)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--seconds", type=float, default=30.0, help="of each window with streams")
     parser.add_argument("--mib", type=int, default=1024, help="bytes moved per measurement")
     parser.add_argument("--peer", action="store_const", const=1, default=0, help="use two GPUs")
     parser.add_argument("--save", action="store_true", help=f"write {RESULTS}/gpu.json")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
+    if "all" in options.parts:
+        options.parts = PARTS
+    return options
+
+
+def main() -> int:
+    options = options_of(sys.argv[1:])
     if (why := why_no_cuda()) is not None:
         print(f"no GPU to measure: {why}", file=sys.stderr)
         return 1

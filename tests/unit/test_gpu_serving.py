@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import gpu_serving
+from benchmarks import bench_gpu, gpu_serving
 from benchmarks.gpu_serving import rows_of, shape_of_8b
 from benchmarks.live import BenchError
 from benchmarks.serving import model
@@ -84,3 +84,10 @@ def test_serving_is_a_part_of_the_gpu_benchmark() -> None:
 
     assert {"copies", "serving", "slices"} <= set(PARTS)
     assert set(gpu_serving.LONGS) <= set(gpu_serving.WINDOWS)
+
+
+def test_engines_are_started_only_when_asked_for() -> None:
+    """A run of minutes that ends early prints nothing, so the quick parts can run alone."""
+    assert "serving" not in bench_gpu.options_of([]).parts
+    assert "serving" in bench_gpu.options_of(["--parts", "all"]).parts
+    assert bench_gpu.options_of(["--parts", "copies"]).parts == ["copies"]
