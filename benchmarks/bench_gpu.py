@@ -10,7 +10,7 @@ way synchronised with the device:
   slices   how long a kernel waits for its turn beside another process (gpu_serving.py)
   serving  ITL of 16 streams beside 8,000-token prompts, prefilled by either worker, both on one
            GPU; what the KV copies take of a prefill, and what copies alone do to the ITL
-  nccl     bytes sent to ourselves within one group (needs cupy)
+  nccl     bytes sent to ourselves within one group
 
 Both memories are on the first GPU, or with `--peer` ours on the second. `--save` writes
 benchmarks/results/gpu.json and .md. Says so and exits with 1 where there is no GPU. All parts but
@@ -26,7 +26,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -199,27 +198,22 @@ def gather_rows(device: Device, moved: int, rounds: int, there: int, here: int) 
 
 
 def nccl_rows(device: Device, moved: int, rounds: int, there: int, here: int) -> Iterator[Row]:
-    try:
-        import cupy
-        from cupy.cuda import nccl
-    except ImportError as exc:
-        yield missing("NCCL to ourselves", "one device copy", str(exc))
+    from pullfill.transfer.nccl.cuda import CudaGpus
+    from tests.support.gpu_programs import NcclToItself
+
+    gpus = CudaGpus()
+    if (why := gpus.why_not()) is not None:
+        yield missing("NCCL to ourselves", "one device copy", why)
         return
-    with cupy.cuda.Device(device.number):
-        stream = cupy.cuda.Stream(non_blocking=True)
-        world: Any = nccl.NcclCommunicator(1, nccl.get_unique_id(), 0)
-
-        def send() -> None:
-            nccl.groupStart()
-            world.send(here, moved, nccl.NCCL_UINT8, 0, stream.ptr)
-            world.recv(there, moved, nccl.NCCL_UINT8, 0, stream.ptr)
-            nccl.groupEnd()
-            stream.synchronize()
-
-        took = interleaved({"send": send, "once": lambda: device.once(here, there, moved)}, rounds)
-        world.destroy()
+    nccl = NcclToItself(device.number)
+    ways: Ways = {
+        "send": lambda: nccl.move(here, there, moved),
+        "once": lambda: device.once(here, there, moved),
+    }
+    took = interleaved(ways, rounds)
+    nccl.close()
     yield versus(
-        f"NCCL {nccl.get_version()} to ourselves",
+        f"NCCL {gpus.version()} to ourselves",
         speed(moved, took["send"]),
         "GB/s",
         "one device copy",

@@ -68,6 +68,11 @@ def prepare(*, cpu: int | None, model: str, eager: bool = False, ranks: int = 1)
         put("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16")
         put("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         put("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
+    else:
+        # Streams share this many hardware queues, 8 by default. A kernel of NCCL's that waits for
+        # another worker holds up whatever is behind it in its queue: the engine's steps, if they
+        # share it. CUDA reads it once, when it starts.
+        put("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     # The engine thread is CPU-bound Python; the asyncio thread needs the GIL for microseconds.
     # With the default 5 ms, every hop of a claim or commit would wait that long.
     sys.setswitchinterval(0.0005)

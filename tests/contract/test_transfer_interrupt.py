@@ -19,12 +19,12 @@ from pullfill.prefill_worker.mover import Mover
 from pullfill.prefill_worker.task import PrefillTask
 from pullfill.transfer import owners
 from pullfill.transfer.layout import dense_layout
-from pullfill.transfer.nccl.plane import NcclKind
 from pullfill.transfer.stream import hello
 from pullfill.transfer.stream.peer import StreamSession
 from pullfill.transfer.tcp.plane import TcpKind
 from pullfill.wire import KvMode
-from tests.support.fake_nccl import FakeGpus, World
+from tests.support.fake_nccl import World
+from tests.support.nccl_gpus import PairKind
 from tests.support.transfer_rigs import DENSE, Local, Region, Rig, shm_rig, stream_rig
 
 LONG = dense_layout(2, 64, 2, 96 << 10)  # 24 MiB: more than the kernel keeps
@@ -56,7 +56,7 @@ def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stuck]:
 def rig(request: pytest.FixtureRequest, tmp_path: Path) -> Rig:
     if request.param == "tcp":
         return stream_rig(tmp_path, TcpKind(), stall_s=FOREVER_S)
-    return stream_rig(tmp_path, NcclKind(FakeGpus(World(), shared=True)), stall_s=FOREVER_S)
+    return stream_rig(tmp_path, PairKind(World()), stall_s=FOREVER_S)
 
 
 @pytest.fixture

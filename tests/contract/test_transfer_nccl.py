@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +16,10 @@ from pullfill.transfer.contract import PeerSession
 from pullfill.transfer.layout import dense_layout
 from pullfill.transfer.nccl.cuda import CudaGpus
 from pullfill.transfer.nccl.plane import NcclKind
+from pullfill.transfer.nccl.staging import TURNS
 from pullfill.wire import FenceToken
-from tests.support.fake_nccl import FakeGpus, World
+from tests.support.fake_nccl import World
+from tests.support.nccl_gpus import FakeGpus, PairKind
 from tests.support.transfer_rigs import DENSE, LAYOUTS, Local, Region, Rig, assert_same, stream_rig
 from tests.support.waiting import eventually
 
@@ -28,8 +31,7 @@ class Place:
     """A region, a peer's memory, and the world between them."""
 
     world: World
-    gpus: FakeGpus
-    kind: NcclKind
+    kind: PairKind
     rig: Rig
     region: Region
     mine: Local
@@ -52,24 +54,20 @@ def make(tmp_path: Path) -> Iterator[Make]:
     before = set(threading.enumerate())
     places: list[Place] = []
 
-    def build(
-        *, stall_s: float = 20.0, idle_s: float = LONG_S, shared: bool = True, layout: str = "dense"
-    ) -> Place:
+    def build(*, stall_s: float = 20.0, idle_s: float = LONG_S, layout: str = "dense") -> Place:
         world = World()
-        gpus = FakeGpus(world, shared=shared)
-        kind = NcclKind(gpus, message_bytes=8 << 10, batch_bytes=64 << 10, idle_s=idle_s)
+        kind = PairKind(world, message_bytes=8 << 10, batch_bytes=64 << 10, idle_s=idle_s)
         rig = stream_rig(tmp_path, kind, stall_s=stall_s)
-        place = Place(world, gpus, kind, rig, rig.region(LAYOUTS[layout]), rig.local(DENSE))
+        place = Place(world, kind, rig, rig.region(LAYOUTS[layout]), rig.local(DENSE))
         places.append(place)
         return place
 
     yield build
     for place in places:
-        place.world.set(hang_init=False, block_calls=False, dumb_streams=0)
+        place.world.set(hang_init=False, hang_issue=False, dumb_streams=0)
         place.region.owner.close()
-        eventually(lambda p=place: not p.world.alive, "a communicator is left")  # type: ignore[misc]
+        eventually(lambda p=place: not p.world.comms, "a communicator is left")  # type: ignore[misc]
         assert place.world.violations == []
-        assert place.world.memory == {}
         assert place.world.streams == {}
     eventually(lambda: set(threading.enumerate()) <= before, "a thread is left")
 
@@ -99,7 +97,7 @@ def hanging(place: Place, session: PeerSession, token: FenceToken) -> Writing:
     place.world.set(hang=True)
     writing = Writing(session, token, range(1, 40))
     eventually(
-        lambda: sum(stream._busy for stream in place.world.streams.values()) == 2,
+        lambda: place.world.waiting("GPU-0") == place.world.waiting("GPU-1") == 1,
         "the kernels do not start",
     )
     return writing
@@ -118,15 +116,14 @@ def test_no_communicator_before_the_first_batch_and_one_for_all_later_ones(make:
     assert place.world.constructed == 2
     assert place.moved(range(40))
     session.close()
-    eventually(lambda: not place.world.alive, "not given up with the connection")
+    eventually(lambda: not place.world.comms, "not given up with the connection")
 
 
 def test_an_idle_communicator_is_released_and_made_again_at_use(make: Make) -> None:
     place = make(idle_s=0.02)
     session, token = place.connect(), place.token()
     session.write_blocks(token, range(20), range(20))
-    eventually(lambda: not place.world.alive, "kept though idle")
-    eventually(lambda: not place.world.memory, "the staging ring is kept though idle")
+    eventually(lambda: not place.world.comms, "kept though idle")
     session.write_blocks(token, range(20, 40), range(20, 40))
     assert place.moved(range(40))
     assert place.world.constructed >= 4
@@ -141,7 +138,7 @@ def test_an_owner_that_let_go_first_says_so_and_the_next_operation_works(make: M
     server = place.region.owner._server  # type: ignore[attr-defined]
     (connection,) = server._connections
     connection._plane.release_if_idle(float("inf"))
-    assert len(place.world.alive) == 1
+    eventually(lambda: len(place.world.comms) == 1, "not freed")
     with pytest.raises(TransferFailed):
         session.write_blocks(token, range(40), range(40))
     session.write_blocks(token, range(40), range(40))
@@ -155,9 +152,9 @@ def test_what_is_in_use_is_not_released(make: Make) -> None:
     writing = hanging(place, session, token)
     for connection in list(place.region.owner._server._connections):  # type: ignore[attr-defined]
         connection._plane.release_if_idle(float("inf"))
-    assert len(place.world.alive) == 2
+    assert len(place.world.comms) == 2
     session._plane.release_if_idle(float("inf"))  # type: ignore[attr-defined]
-    assert len(place.world.alive) == 2
+    assert len(place.world.comms) == 2
     while not place.region.owner.fences.try_revoke(token):
         pass
     assert isinstance(writing.end(), Fenced)
@@ -186,10 +183,51 @@ def test_only_what_is_not_contiguous_is_staged(make: Make, layout: str, staged: 
     place = make(layout=layout)
     session, token = place.connect(), place.token()
     session.write_blocks(token, range(24), range(24))
-    assert (place.gpus.gpu.copies > 0) == staged
+    assert (place.kind.gpus.gpu.copies > 0) == staged
     assert place.world.sizes == [8 << 10] * 9
     assert place.moved(range(24))
     session.close()
+
+
+def test_few_kernels_wait_on_a_gpu_however_many_peers_there_are(make: Make) -> None:
+    place = make()
+    token = place.token()
+    others = [place.rig.local(DENSE, seed=n) for n in range(2 * TURNS)]
+    sessions = [place.rig.connect(other, place.region) for other in others]
+    for session in sessions:
+        session.write_blocks(token, [0], [0])
+    place.world.set(hang=True)
+    writers = [Writing(session, token, range(40)) for session in sessions]
+    eventually(lambda: place.world.waiting("GPU-0") == TURNS, "the kernels do not begin")
+    time.sleep(0.05)
+    assert place.world.most_waiting == TURNS
+    place.world.set(hang=False)
+    assert [writer.end() for writer in writers] == [None] * len(writers)
+    assert place.world.most_waiting == TURNS
+    for session in sessions:
+        session.close()
+
+
+def test_a_peer_killed_in_a_transfer_holds_up_no_other(make: Make) -> None:
+    """Its kernel waits on the owner's GPU until the revoke. Meanwhile the others go on, and one of
+    them closes its communicator, which frees memory of the GPU."""
+    place = make()
+    token, fences = place.token(), place.region.owner.fences
+    sessions = [place.rig.connect(place.rig.local(DENSE, seed=n), place.region) for n in (7, 8)]
+    for session in sessions:
+        session.write_blocks(token, [0], [0])
+    victim = hanging(place, sessions[0], fences.open(range(40)))
+    for comm in place.world.comms.values():
+        comm.dead = comm.dead or (comm.device == "GPU-1" and comm.pair.waiting != [])
+    place.world.set(hang=False)
+    sessions[1].close()
+    fresh = place.connect()
+    fresh.write_blocks(token, range(40), range(40))
+    assert place.moved(range(40))
+    assert victim.is_alive()
+    sessions[0].interrupt()
+    assert victim.end() is not None
+    fresh.close()
 
 
 # ---------------------------------------------------------------------- faults
@@ -215,10 +253,10 @@ def test_a_revoke_ends_a_transfer_that_hangs_and_nothing_lands_afterwards(make: 
 def test_no_proof_while_cuda_does_not_say_that_the_gpu_is_quiet(make: Make) -> None:
     place = make()
     session, token = place.connect(), place.token()
-    place.world.set(dumb_streams=10**6)
     writing = hanging(place, session, token)
+    place.world.set(dumb_streams=10**9)
     fences = place.region.owner.fences
-    while place.world.aborts == 0:
+    while place.world.revokes == 0:
         assert not fences.try_revoke(token)
     for _ in range(50):
         assert not fences.try_revoke(token)
@@ -254,19 +292,22 @@ def test_a_transfer_without_progress_ends_by_itself(make: Make) -> None:
     session, token = place.connect(), place.token()
     writing = hanging(place, session, token)
     assert isinstance(writing.end(), TransferFailed)
-    eventually(lambda: not place.world.alive, "a broken communicator is kept")
+    eventually(lambda: not place.world.comms, "a broken communicator is kept")
     place.world.set(hang=False)
     written(session, token)
     assert place.moved(range(40))
     session.close()
 
 
-def test_a_call_that_blocks_is_ended_by_a_revoke_too(make: Make) -> None:
+def test_a_group_that_is_never_launched_is_ended_by_a_revoke_too(make: Make) -> None:
     place = make()
     session, token = place.connect(), place.token()
-    place.world.set(block_calls=True)
+    place.world.set(hang_issue=True)
     writing = Writing(session, token, range(40))
-    eventually(lambda: place.world.blocked == 2, "the calls do not block")
+    eventually(
+        lambda: sum(comm.doing == "issue" for comm in place.world.comms.values()) == 2,
+        "the groups do not begin",
+    )
     fences = place.region.owner.fences
     eventually(lambda: fences.try_revoke(token), "never proved")
     assert isinstance(writing.end(), Fenced)
@@ -284,7 +325,6 @@ def test_a_communicator_that_never_comes_up_ends_the_operation_only(make: Make) 
     place.world.set(hang_init=False)
     written(session, place.token())
     assert place.moved(range(40))
-    eventually(lambda: place.kind.left_behind.count == 0, "threads stay behind")
     session.close()
 
 
@@ -333,11 +373,14 @@ def test_long_operations_are_refused_between_batches(make: Make, tmp_path: Path)
 # ---------------------------------------------------------------------- who can reach whom
 
 
-def test_both_on_one_gpu_is_refused_where_nccl_cannot(make: Make) -> None:
-    place = make(shared=False)
+def test_both_on_one_gpu_is_refused_where_nccl_cannot(tmp_path: Path) -> None:
+    kind = NcclKind(FakeGpus(World()))
+    rig = stream_rig(tmp_path, kind)
+    region, mine = rig.region(DENSE), rig.local(DENSE)
     with pytest.raises(PeerUnavailable, match="same GPU"):
-        place.connect()
-    reason = place.rig.transport.can_reach(place.region.descriptor)
+        rig.connect(mine, region)
+    reason = rig.transport.can_reach(region.descriptor)
+    region.owner.close()
     assert reason is not None
     assert "NCCL_MULTI_RANK_GPU_ENABLE" in reason
 
@@ -364,8 +407,8 @@ def test_without_a_gpu_the_reason_is_one_sentence_and_nothing_is_imported() -> N
     kind = NcclKind(CudaGpus())
     reason = kind.why_not()
     if reason is None:
-        pytest.skip("this machine has a CUDA device and cupy")
-    assert "CUDA" in reason or "cupy" in reason
+        pytest.skip("this machine has a CUDA device and NCCL")
+    assert "CUDA" in reason or "NCCL" in reason
     assert "\n" not in reason
 
 

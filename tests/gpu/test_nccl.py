@@ -1,26 +1,35 @@
-"""NCCL as cupy gives it: bytes to ourselves within one group, the form that one GPU allows."""
+"""libnccl through ctypes: bytes to ourselves within one group, the form that one GPU allows."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from pullfill.transfer.nccl.cuda import CudaGpus
+from pullfill.transfer.nccl.library import Nccl
+from tests.support.gpu_programs import NcclToItself
+
 pytestmark = pytest.mark.gpu
 
 
-def test_send_to_ourselves() -> None:
-    cupy = pytest.importorskip("cupy", reason="cupy is not installed")
-    nccl = cupy.cuda.nccl
+@pytest.fixture
+def nccl() -> NcclToItself:
+    if (reason := CudaGpus().why_not()) is not None:
+        pytest.skip(reason)
+    return NcclToItself(0)
+
+
+def test_send_to_ourselves(nccl: NcclToItself) -> None:
     source = torch.randint(0, 256, (1 << 20,), dtype=torch.uint8, device="cuda:0")
     target = torch.zeros_like(source)
     torch.cuda.synchronize()
-    with cupy.cuda.Device(0):
-        stream = cupy.cuda.Stream(non_blocking=True)
-        world = nccl.NcclCommunicator(1, nccl.get_unique_id(), 0)
-        nccl.groupStart()
-        world.send(source.data_ptr(), len(source), nccl.NCCL_UINT8, 0, stream.ptr)
-        world.recv(target.data_ptr(), len(target), nccl.NCCL_UINT8, 0, stream.ptr)
-        nccl.groupEnd()
-        stream.synchronize()
-        world.destroy()
+    nccl.move(source.data_ptr(), target.data_ptr(), len(source))
     assert torch.equal(source, target)
+    nccl.close()
+
+
+def test_the_library_is_the_one_that_torch_has(nccl: NcclToItself) -> None:
+    """Two copies of NCCL in a process would each keep a state of their own."""
+    major, minor, patch = torch.cuda.nccl.version()
+    assert Nccl(nccl.library).version() == 10000 * major + 100 * minor + patch
+    nccl.close()

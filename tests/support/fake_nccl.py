@@ -1,120 +1,121 @@
-"""NCCL and its GPUs made of plain memory and threads, with cupy's signatures. For tests.
+"""libnccl and CUDA streams over plain memory, with the rules of NCCL's manual and of CUDA's. For
+tests. The production code runs on it unchanged: same C names, ctypes arguments, result codes.
 
-What is kept of the real one: a constructor that blocks until both ranks are there; sends and
-receives that are queued on a stream, run in order on a thread of its own, and meet first in, first
-out, without tags; a group that runs its messages side by side; `abort` that ends whatever goes on,
-from any thread; a communicator that must not be touched after its abort. What is kinder: a size
-mismatch is an error on both sides (NCCL hangs or overwrites), and a use after abort is only noted
-(`World.violations`, empty at the end of each test).
+Nothing here has a thread. Kernels run when something changes (a group is issued, a fault is lifted)
+and meet first in, first out, without tags. Each rule says in a comment where the manual has it; the
+manual is NVIDIA's "NCCL documentation" 2.30. What breaks a rule and would crash or hang a process
+some day, but need not at once, is noted in `World.violations`, empty at the end of each test.
 
-Faults: `World.hang_init`, `World.hang` (kernels never finish), `World.block_calls` (a call that
-queues does not return), `World.kill(rank)`, `World.dumb_streams` (CUDA does not answer).
+Kinder than the real one: two sides that name different sizes both get an error.
+
+Faults: `World.hang_init`, `World.hang_issue` (a group stays in progress), `World.hang` (kernels
+never finish), `World.kill(device)`, `World.dumb_streams` (CUDA fails to say what a stream does, so
+many times), `World.fail(device)` (an error in the background).
 """
 
 from __future__ import annotations
 
 import ctypes
-import itertools
 import secrets
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from pullfill.transfer.contract import LocalMemory
-from pullfill.transfer.nccl.contract import Addresses
+from pullfill.transfer.nccl.library import MAGIC, UINT8, UNIQUE_ID_BYTES
 
 RANKS = 2
-
-
-class FakeNcclError(RuntimeError):
-    pass
-
-
-@dataclass
-class _Pair:
-    """Both ranks of one unique id. Everything is guarded by the world's condition."""
-
-    ranks: dict[int, FakeComm] = field(default_factory=dict)
-    queues: dict[int, deque[_Message]] = field(default_factory=lambda: {0: deque(), 1: deque()})
-    error: str | None = None
+SUCCESS, CUDA_ERROR, INVALID_ARGUMENT, INVALID_USAGE, REMOTE_ERROR, IN_PROGRESS = 0, 1, 4, 5, 6, 7
+VERSION = 23203
 
 
 @dataclass(eq=False)
 class _Message:
-    """One half of a transfer, queued under the rank that sends."""
+    """One half of a transfer."""
 
     send: bool
-    ptr: int
+    address: int
     nbytes: int
     over: bool = False
 
 
+@dataclass(eq=False)
+class _Pair:
+    """Both ranks of one unique id."""
+
+    ranks: dict[int, FakeComm] = field(default_factory=dict)
+    waiting: list[tuple[int, _Message]] = field(default_factory=list)
+    """Kernels that began and wait for the other side's: who sends, and the message."""
+
+
+@dataclass(eq=False)
+class FakeComm:
+    device: str
+    pair: _Pair
+    rank: int
+    blocking: bool
+    state: int = IN_PROGRESS
+    doing: str = "init"
+    """What goes on in the background while `state` is IN_PROGRESS."""
+    group: list[tuple[FakeStream, _Message]] = field(default_factory=list)
+    connected: bool = False
+    revoked: bool = False
+    gone: bool = False
+    dead: bool = False
+
+
+class FakeStream:
+    """contract.Stream."""
+
+    def __init__(self, world: World, device: str) -> None:
+        self._world, self.device = world, device
+        self.groups: deque[tuple[FakeComm, list[_Message]]] = deque()
+        self.running = False
+        with world.changed:
+            self.handle = world.number()
+            world.streams[self.handle] = self
+
+    @property
+    def done(self) -> bool:
+        # CUDA driver API, cuStreamQuery: CUDA_ERROR_NOT_READY, or the error of earlier work.
+        with self._world.changed:
+            if self._world.dumb_streams:
+                self._world.dumb_streams -= 1
+                raise RuntimeError("CUDA does not answer")
+            return not self.groups
+
+    def close(self) -> None:
+        with self._world.changed:
+            assert not self.groups
+            del self._world.streams[self.handle]
+
+
 class World:
-    """All communicators of a test, and its faults."""
+    """contract.Library, all communicators of a test, and its faults."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
         self.pairs: dict[bytes, _Pair] = {}
+        self.comms: dict[int, FakeComm] = {}
         self.streams: dict[int, FakeStream] = {}
         self.memory: dict[int, np.ndarray] = {}
-        self.alive: set[FakeComm] = set()
-        self.constructed = 0
-        self.aborts = 0
+        self.constructed = self.aborts = self.revokes = self.most_waiting = 0
         self.sizes: list[int] = []
-        self.blocked = 0
         self.violations: list[str] = []
-        """What would have crashed the process."""
-        self.hang_init = False
-        self.hang = False
-        self.block_calls = False
+        self.hang_init = self.hang_issue = self.hang = False
         self.dumb_streams = 0
-        self._numbers = itertools.count(1)
-        self._group = threading.local()
+        self._numbers = 0
+        self._mine = threading.local()
+        self._inside: dict[str, threading.Thread] = {}
+        self._owners: dict[str, threading.Thread] = {}
 
-    # ------------------------------------------------------------------ the module cupy.cuda.nccl
-
-    NCCL_UINT8 = 1
-
-    def get_unique_id(self) -> bytes:
-        return secrets.token_bytes(128)
-
-    def get_version(self) -> int:
-        return 23203
-
-    def NcclCommunicator(self, ndev: int, commId: bytes, rank: int) -> FakeComm:
-        assert ndev == RANKS
-        return FakeComm(self, commId, rank)
-
-    def groupStart(self) -> None:
-        self._group.calls = []
-
-    def groupEnd(self) -> None:
-        calls: list[tuple[FakeStream, FakeComm, _Message]] = self._group.calls
-        self._group.calls = None
-        by_stream: dict[FakeStream, list[tuple[FakeComm, _Message]]] = {}
-        for stream, comm, message in calls:
-            by_stream.setdefault(stream, []).append((comm, message))
-        for stream, group in by_stream.items():
-            stream.push(group)
-
-    def queue(self, comm: FakeComm, message: _Message, stream: int) -> None:
-        """A send or recv: into the group, or a group of its own."""
-        with self.changed:
-            if comm.aborted:
-                self.violations.append("queued on after its abort")
-            if self.block_calls:
-                self.blocked += 1
-                self.changed.wait_for(lambda: not self.block_calls or comm.aborted)
-                if comm.aborted:
-                    raise FakeNcclError("aborted")
-        one = (self.streams[stream], comm, message)
-        if getattr(self._group, "calls", None) is not None:
-            self._group.calls.append(one)
-        else:
-            one[0].push([(comm, message)])
+    def number(self) -> int:
+        self._numbers += 1
+        return self._numbers
 
     # ------------------------------------------------------------------ faults
 
@@ -123,204 +124,249 @@ class World:
             for name, value in faults.items():
                 assert hasattr(self, name)
                 setattr(self, name, value)
-            self.changed.notify_all()
+            self._run_kernels()
 
-    def kill(self, rank: int) -> None:
-        """The process of that rank dies: it does nothing any more, and nobody is told."""
+    def kill(self, device: str) -> None:
+        """The process on that GPU dies: nothing of it moves any more, and nobody is told."""
         with self.changed:
-            for pair in self.pairs.values():
-                if (comm := pair.ranks.get(rank)) is not None:
-                    comm.dead = True
+            for comm in self.comms.values():
+                comm.dead = comm.dead or comm.device == device
+            self._run_kernels()
+
+    def fail(self, device: str) -> None:
+        """The network of that GPU's communicators fails."""
+        # "Asynchronous errors and error handling": reported by ncclCommGetAsyncError; the
+        # operation usually does not progress and never completes.
+        with self.changed:
+            for comm in self.comms.values():
+                if comm.device == device:
+                    comm.state = REMOTE_ERROR
+
+    def waiting(self, device: str) -> int:
+        """Kernels on that GPU that have begun and not ended."""
+        with self.changed:
+            return sum(s.running for s in self.streams.values() if s.device == device)
+
+    # ------------------------------------------------------------------ rules for threads
+
+    def activate(self, device: str) -> None:
+        self._mine.device = device
+
+    @contextmanager
+    def _call(self) -> Iterator[str]:
+        """Inside NCCL, for the GPU that this thread made current, with `changed` held."""
+        # "Thread Safety": it is not safe to issue operations in parallel to communicators on the
+        # same device with multiple threads. "Fault Tolerance": no thread is calling any NCCL
+        # operation while ncclCommAbort is called.
+        me = threading.current_thread()
+        with self.changed:
+            device = getattr(self._mine, "device", None)
+            if device is None:
+                self.violations.append("a call on a thread without a device")
+                device = "none"
+            if device in self._inside:
+                self.violations.append(f"two threads inside for {device}")
+            owner = self._owners.setdefault(device, me)
+            if owner is not me and owner.is_alive():
+                self.violations.append(f"{me.name} calls for {device}, which {owner.name} owns")
+            self._owners[device] = self._inside[device] = me
+            try:
+                yield device
+            finally:
+                self._inside.pop(device, None)
+
+    def _comm(self, handle: Any, device: str, what: str) -> FakeComm | None:
+        comm = self.comms.get(handle.value)
+        if comm is None or comm.gone:
+            # "ncclCommAbort": it frees the communicator.
+            self.violations.append(f"{what} after the abort")
+            return None
+        if comm.device != device:
+            self.violations.append(f"{what} for {comm.device} with {device} current")
+        return comm
+
+    # ------------------------------------------------------------------ libnccl
+
+    def ncclGetVersion(self, version: Any) -> int:
+        version._obj.value = VERSION
+        return SUCCESS
+
+    def ncclGetErrorString(self, result: int) -> bytes:
+        return {
+            CUDA_ERROR: b"unhandled cuda error",
+            INVALID_ARGUMENT: b"invalid argument",
+            INVALID_USAGE: b"invalid usage",
+            REMOTE_ERROR: b"remote process exited or there was a network error",
+        }[result]
+
+    def ncclGetLastError(self, comm: Any) -> bytes | None:
+        return None
+
+    def ncclGetUniqueId(self, unique_id: Any) -> int:
+        with self._call():
+            ctypes.memmove(unique_id, secrets.token_bytes(UNIQUE_ID_BYTES), UNIQUE_ID_BYTES)
+        return SUCCESS
+
+    def ncclCommInitRankConfig(
+        self, comm: Any, nranks: int, unique_id: Any, rank: int, config: Any
+    ) -> int:
+        said = config._obj
+        # "Types", ncclConfig_t: size, magic and version are NCCL_CONFIG_INITIALIZER's.
+        if said.magic != MAGIC or said.size != ctypes.sizeof(said) or said.version < 21400:
+            return INVALID_ARGUMENT
+        with self._call() as device:
+            assert nranks == RANKS
+            pair = self.pairs.setdefault(bytes(unique_id), _Pair())
+            made = pair.ranks[rank] = FakeComm(device, pair, rank, said.blocking != 0)
+            comm._obj.value = self.number()
+            self.comms[comm._obj.value] = made
             self.changed.notify_all()
+            if made.blocking:
+                self.violations.append("a blocking communicator")
+            # "Creating a communicator with options": with blocking = 0 it returns at once, and the
+            # state is ncclInProgress until all ranks are there.
+            return IN_PROGRESS
 
+    def ncclCommGetAsyncError(self, comm: Any, state: Any) -> int:
+        with self._call() as device:
+            if (found := self._comm(comm, device, "ncclCommGetAsyncError")) is None:
+                return INVALID_ARGUMENT
+            if found.state == IN_PROGRESS:
+                self._advance(found)
+            state._obj.value = found.state
+        return SUCCESS
 
-class FakeComm:
-    """cupy's NcclCommunicator."""
+    def ncclGroupStart(self) -> int:
+        self._mine.group = []
+        return SUCCESS
 
-    def __init__(self, world: World, unique_id: bytes, rank: int) -> None:
-        self._world, self._rank = world, rank
-        self.aborted = self.dead = False
-        with world.changed:
-            pair = self._pair = world.pairs.setdefault(unique_id, _Pair())
-            pair.ranks[rank] = self
-            world.changed.notify_all()
-            world.changed.wait_for(lambda: len(pair.ranks) == RANKS and not world.hang_init)
-            world.alive.add(self)
-            world.constructed += 1
+    def ncclSend(self, *arguments: Any) -> int:
+        return self._queue(True, *arguments)
 
-    def send(self, ptr: int, count: int, datatype: int, peer: int, stream: int) -> None:
-        self._queue(True, ptr, count, datatype, peer, stream)
-
-    def recv(self, ptr: int, count: int, datatype: int, peer: int, stream: int) -> None:
-        self._queue(False, ptr, count, datatype, peer, stream)
-
-    def check_async_error(self) -> None:
-        with self._world.changed:
-            if self.aborted:
-                self._world.violations.append("asked for errors after its abort")
-            if self._pair.error:
-                raise FakeNcclError(self._pair.error)
-
-    def abort(self) -> None:
-        with self._world.changed:
-            if self.aborted:
-                self._world.violations.append("aborted twice")
-            self.aborted = True
-            self._world.aborts += 1
-            self._world.alive.discard(self)
-            self._world.changed.notify_all()
+    def ncclRecv(self, *arguments: Any) -> int:
+        return self._queue(False, *arguments)
 
     def _queue(
-        self, send: bool, ptr: int, count: int, datatype: int, peer: int, stream: int
-    ) -> None:
-        assert datatype == World.NCCL_UINT8
-        assert peer == RANKS - 1 - self._rank
-        assert count > 0
-        self._world.queue(self, _Message(send, ptr, count), stream)
+        self, send: bool, address: Any, count: Any, datatype: int, peer: int, comm: Any, stream: Any
+    ) -> int:
+        with self._call() as device:
+            if (found := self._comm(comm, device, "a send or receive")) is None:
+                return INVALID_ARGUMENT
+            if found.state != SUCCESS or found.revoked:
+                # "ncclCommGetAsyncError": after ncclInProgress, no other function before the
+                # state is ncclSuccess. "ncclCommRevoke": launching returns ncclInvalidUsage.
+                self.violations.append(f"queued while {found.doing} goes on, or after a revoke")
+                return INVALID_USAGE
+            assert (peer, datatype) == (RANKS - 1 - found.rank, UINT8)
+            # "Group Calls": calls inside a group may return without having enqueued anything.
+            message = _Message(send, address.value, count.value)
+            self._mine.group.append((found, self.streams[stream.value], message))
+        return SUCCESS
 
-    def post(self, message: _Message) -> None:
-        """The kernel of `message` begins; call with `changed` held."""
-        sender = self._rank if message.send else RANKS - 1 - self._rank
-        waiting = self._pair.queues[sender]
-        if self.dead or self._pair.error or self._world.hang:
-            return
-        other = next((m for m in waiting if m.send != message.send), None)
-        if other is None:
-            waiting.append(message)
-            return
-        waiting.remove(other)
-        source, target = (message, other) if message.send else (other, message)
-        if source.nbytes != target.nbytes:
-            self._pair.error = f"sent {source.nbytes} bytes, expected {target.nbytes}"
-        else:
-            ctypes.memmove(target.ptr, source.ptr, source.nbytes)
-            self._world.sizes.append(source.nbytes)
-            source.over = target.over = True
-        self._world.changed.notify_all()
+    def ncclGroupEnd(self) -> int:
+        with self._call():
+            group, self._mine.group = self._mine.group, None
+            for comm, stream, message in group:
+                comm.group.append((stream, message))
+                comm.state, comm.doing = IN_PROGRESS, "issue"
+        # "Nonblocking Group Operation": the kernels are issued to the streams in the background;
+        # until the state is ncclSuccess a stream does not know of them.
+        return IN_PROGRESS if group else SUCCESS
 
-    def withdraw(self, messages: list[_Message]) -> None:
-        """The kernels were aborted; call with `changed` held. The other side's wait on."""
-        for queue in self._pair.queues.values():
+    def ncclCommRevoke(self, comm: Any, flags: int) -> int:
+        with self._call() as device:
+            if (found := self._comm(comm, device, "ncclCommRevoke")) is None or flags:
+                return INVALID_ARGUMENT
+            if found.state == IN_PROGRESS:
+                # Source of NCCL 2.30.7, ncclCommEnsureReady: the group's task is freed and used.
+                self.violations.append(f"revoked while {found.doing} goes on")
+            # "ncclCommRevoke": ends what is in flight, destroys nothing; may be in progress.
+            self.revokes += 1
+            found.revoked, found.state, found.doing = True, IN_PROGRESS, "revoke"
+            return IN_PROGRESS
+
+    def ncclCommAbort(self, comm: Any) -> int:
+        with self._call() as device:
+            if (found := self._comm(comm, device, "ncclCommAbort")) is None:
+                return INVALID_ARGUMENT
+            found.revoked = True
+            self._run_kernels()
+            # "Fault Tolerance": all calls but destroy and abort are nonblocking. This one gives
+            # device memory back. CUDA C Programming Guide, "Implicit Synchronization"; cudaFree
+            # waits for all that runs on the device, also for other communicators' kernels.
+            self.changed.wait_for(lambda: not self.waiting(device))
+            found.gone = True
+            self.aborts += 1
+            del self.comms[comm.value]
+        return SUCCESS
+
+    # ------------------------------------------------------------------ in the background
+
+    def _advance(self, comm: FakeComm) -> None:
+        """What goes on for a communicator, when it is asked about."""
+        both = comm.pair.ranks.values()
+        if comm.doing == "init":
+            if len(both) == RANKS and not self.hang_init and not any(one.dead for one in both):
+                comm.state, self.constructed = SUCCESS, self.constructed + 1
+        elif comm.doing == "issue" and not self.hang_issue and not comm.dead:
+            # Environment variable NCCL_RUNTIME_CONNECT: the two sides connect with the first
+            # operation, so the first group is issued when both have one.
+            comm.connected = True
+            if all(other.connected for other in both):
+                comm.state = SUCCESS
+                for stream in {stream for stream, _ in comm.group}:
+                    stream.groups.append((comm, [m for s, m in comm.group if s is stream]))
+                comm.group = []
+                self._run_kernels()
+        elif comm.doing == "revoke":
+            comm.state = SUCCESS
+            self._run_kernels()
+
+    def _run_kernels(self) -> None:
+        """As far as they get."""
+        while any([self._run(stream) for stream in list(self.streams.values())]):
+            pass
+        on_gpus: dict[str, int] = {}
+        for stream in self.streams.values():
+            on_gpus[stream.device] = on_gpus.get(stream.device, 0) + stream.running
+        self.most_waiting = max(self.most_waiting, *on_gpus.values(), 0)
+        self.changed.notify_all()
+
+    def _run(self, stream: FakeStream) -> bool:
+        """Begin or end the first group of a stream: streams run in order. Whether one ended."""
+        if not stream.groups:
+            return False
+        comm, messages = stream.groups[0]
+        waiting = comm.pair.waiting
+        if not stream.running:
+            stream.running = True
             for message in messages:
-                if message in queue:
-                    queue.remove(message)
+                waiting.append((comm.rank if message.send else RANKS - 1 - comm.rank, message))
+        if comm.revoked:
+            comm.pair.waiting = [entry for entry in waiting if entry[1] not in messages]
+        else:
+            self._exchange(comm.pair)
+            if not all(message.over for message in messages):
+                return False
+        stream.groups.popleft()
+        stream.running = False
+        return True
 
-
-class FakeStream:
-    """Runs groups in order on a thread."""
-
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self._groups: deque[list[tuple[FakeComm, _Message]]] = deque()
-        self._busy = self._closed = False
-        self.ptr = next(world._numbers)
-        with world.changed:
-            world.streams[self.ptr] = self
-        self._thread = threading.Thread(target=self._run, name="fake-stream", daemon=True)
-        self._thread.start()
-
-    @property
-    def done(self) -> bool:
-        with self._world.changed:
-            return not self._groups and not self._busy
-
-    def synchronize(self) -> None:
-        with self._world.changed:
-            if self._world.dumb_streams:
-                self._world.dumb_streams -= 1
-                raise FakeNcclError("CUDA does not answer")
-            self._world.changed.wait_for(lambda: not self._groups and not self._busy)
-
-    def close(self) -> None:
-        with self._world.changed:
-            self._closed = True
-            self._world.streams.pop(self.ptr, None)
-            self._world.changed.notify_all()
-        self._thread.join(10)
-
-    def push(self, group: list[tuple[FakeComm, _Message]]) -> None:
-        with self._world.changed:
-            self._groups.append(group)
-            self._world.changed.notify_all()
-
-    def _run(self) -> None:
-        changed = self._world.changed
-        with changed:
-            while True:
-                changed.wait_for(lambda: self._groups or self._closed)
-                if not self._groups:
+    def _exchange(self, pair: _Pair) -> None:
+        if self.hang or any(c.dead or c.state == REMOTE_ERROR for c in pair.ranks.values()):
+            return
+        for sender in range(RANKS):
+            halves: dict[bool, list[_Message]] = {True: [], False: []}
+            for rank, message in pair.waiting:
+                if rank == sender and not message.over:
+                    halves[message.send].append(message)
+            for source, target in zip(halves[True], halves[False], strict=False):
+                if source.nbytes != target.nbytes:
+                    # "ncclSend": the same datatype and count on both sides. Kinder than NCCL.
+                    for comm in pair.ranks.values():
+                        comm.state = REMOTE_ERROR
                     return
-                group = self._groups.popleft()
-                self._busy = True
-                comm = group[0][0]
-                messages = [message for _, message in group]
-                for message in messages:
-                    comm.post(message)
-                changed.wait_for(all_over(comm, messages))
-                comm.withdraw(messages)
-                self._busy = False
-                changed.notify_all()
-
-
-def all_over(comm: FakeComm, messages: list[_Message]) -> Callable[[], bool]:
-    return lambda: comm.aborted or all(message.over for message in messages)
-
-
-class FakeGpu:
-    """contract.Gpu over this process's memory."""
-
-    def __init__(self, world: World, uuid: str) -> None:
-        self.nccl = world
-        self.uuid = uuid
-        self.copies = 0
-
-    def activate(self) -> None:
-        pass
-
-    def stream(self) -> FakeStream:
-        return FakeStream(self.nccl)
-
-    def copier(self) -> FakeGpu:
-        return self
-
-    def copy(self, target: Addresses, source: Addresses, nbytes: Addresses) -> None:
-        self.copies += 1
-        for t, s, n in zip(target.tolist(), source.tolist(), nbytes.tolist(), strict=True):
-            ctypes.memmove(t, s, n)
-
-    def close(self) -> None:
-        pass
-
-    def allocate(self, nbytes: int) -> int:
-        buffer = np.zeros(nbytes, np.uint8)
-        self.nccl.memory[buffer.ctypes.data] = buffer
-        return buffer.ctypes.data
-
-    def free(self, address: int) -> None:
-        del self.nccl.memory[address]
-
-
-class FakeGpus:
-    """contract.Gpus: memory is on the GPU that its `device` numbers; plain memory is on GPU 0 of
-    the owner and GPU 1 of the peer, as both live in one process."""
-
-    def __init__(self, world: World, mine: str = "GPU-0", *, shared: bool = False) -> None:
-        self.world = world
-        self.gpu = FakeGpu(world, mine)
-        self._shared = shared
-        self.reason: str | None = None
-
-    def why_not(self) -> str | None:
-        return self.reason
-
-    def version(self) -> int:
-        return self.world.get_version()
-
-    def shared(self) -> bool:
-        return self._shared
-
-    def uuids(self) -> list[str]:
-        return [self.gpu.uuid]
-
-    def of(self, memory: LocalMemory) -> FakeGpu | None:
-        return self.gpu
+                ctypes.memmove(target.address, source.address, source.nbytes)
+                self.sizes.append(source.nbytes)
+                source.over = target.over = True
+        pair.waiting = [entry for entry in pair.waiting if not entry[1].over]

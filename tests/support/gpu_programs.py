@@ -38,6 +38,8 @@ from pullfill.transfer.cuda_ipc.peer import CudaIpcTransport
 from pullfill.transfer.digest import BlockDigester
 from pullfill.transfer.gpu.region import make_gpu_owner, tell_gpu
 from pullfill.transfer.layout import dense_layout, describe_region, layout_of
+from pullfill.transfer.nccl.cuda import CudaGpu
+from pullfill.transfer.nccl.library import Message, Nccl
 from pullfill.transfer.shm.files import RegionFiles
 from pullfill.transfer.shm.pool import describe
 from pullfill.wire import FenceToken, RegionDescriptor
@@ -60,6 +62,36 @@ class GpuMemory:
         torch.manual_seed(seed)
         self.buffer.random_(-128, 128)
         torch.cuda.synchronize(self.buffer.device)
+
+
+class NcclToItself:
+    """A communicator of one rank on a GPU. NCCL moves bytes to ourselves if both halves are in one
+    group."""
+
+    def __init__(self, device: int) -> None:
+        gpu = CudaGpu(device)
+        self.library = gpu.library()
+        self.stream = gpu.stream()
+        self._nccl = Nccl(self.library)
+        gpu.activate()
+        self._comm = self._nccl.init(self._nccl.unique_id(), 0, ranks=1)
+        self._settle()
+
+    def _settle(self) -> None:
+        while self._nccl.busy(self._comm):
+            time.sleep(20e-6)
+
+    def move(self, source: int, target: int, nbytes: int) -> None:
+        """Returns when done."""
+        messages = [Message(True, source, nbytes), Message(False, target, nbytes)]
+        self._nccl.issue(self._comm, messages, 0, self.stream.handle)
+        self._settle()
+        while not self.stream.done:
+            time.sleep(20e-6)
+
+    def close(self) -> None:
+        self._nccl.abort(self._comm)
+        self.stream.close()
 
 
 class Program:

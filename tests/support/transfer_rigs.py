@@ -19,7 +19,6 @@ from pullfill.transfer.cuda_ipc.peer import CudaIpcTransport
 from pullfill.transfer.gpu.region import export, make_gpu_owner
 from pullfill.transfer.layout import check_bounds, dense_layout, describe_region
 from pullfill.transfer.loopback import LoopbackOwner, LoopbackTransport
-from pullfill.transfer.nccl.plane import NcclKind
 from pullfill.transfer.nixl.plane import NixlKind
 from pullfill.transfer.owners import CombinedOwner
 from pullfill.transfer.shm.files import RegionFiles
@@ -30,7 +29,8 @@ from pullfill.transfer.stream.peer import StreamTransport
 from pullfill.transfer.tcp.plane import TcpKind
 from pullfill.wire import Compat, RegionDescriptor
 from tests.support.fake_gpu import FakeDriver
-from tests.support.fake_nccl import FakeGpus, World
+from tests.support.fake_nccl import World
+from tests.support.nccl_gpus import PairKind
 
 Bytes = NDArray[np.uint8]
 
@@ -250,9 +250,9 @@ def nixl_rig(directory: Path) -> Rig:
 
 
 def nccl_rig(directory: Path) -> Rig:
-    """Over NCCL made of threads; small messages, so that some are contiguous and some are not."""
-    gpus = FakeGpus(World(), shared=True)
-    return stream_rig(directory, NcclKind(gpus, message_bytes=8 << 10, batch_bytes=1 << 20))
+    """Over a stand-in for NCCL. Small messages: some are contiguous and some are not."""
+    kind = PairKind(World(), message_bytes=8 << 10, batch_bytes=1 << 20)
+    return stream_rig(directory, kind)
 
 
 def ipc_rig(directory: Path) -> Rig:

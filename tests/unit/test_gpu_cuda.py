@@ -132,6 +132,9 @@ class Library:
             ctypes.memmove(target, source, nbytes)
         del self.queued[:count]
 
+    def _cuStreamQuery(self, stream: ctypes.c_void_p) -> None:
+        assert (stream.value, self.current) == (77, 1100)
+
     def _cuStreamDestroy_v2(self, stream: ctypes.c_void_p) -> None:
         assert stream.value == 77
 
@@ -246,6 +249,17 @@ def test_a_waiting_thread_sleeps(library: Library) -> None:
     stream.synchronize()
     assert (MEMORY[:100] == before[5000:5100]).all()
     assert library.calls[-2:] == ["cuEventRecord", "cuEventSynchronize"]
+
+
+def test_a_stream_is_done_or_busy_or_failed(library: Library) -> None:
+    """CUDA_ERROR_NOT_READY is 600; whatever else is no answer to wait on."""
+    stream = CudaDriver().stream(0)
+    assert stream.done
+    library.codes["cuStreamQuery"] = 600
+    assert not stream.done
+    library.codes["cuStreamQuery"] = 700
+    with pytest.raises(TransferFailed, match="cuStreamQuery: CUDA_ERROR_700"):
+        assert stream.done
 
 
 def test_the_whole_context_can_be_waited_for(library: Library) -> None:

@@ -52,7 +52,7 @@ class Planes(RuleBasedStateMachine):
         peer = self.sides.planes[1]
         if all(plane._comm is not None for plane in self.sides.planes):  # type: ignore[attr-defined]
             before = self.sides.datas[0].copy()
-            self.sides.both("discard", "send")
+            self.sides.refuse()
             np.testing.assert_array_equal(self.sides.datas[0], before)
             assert peer._comm is not None  # type: ignore[attr-defined]
 
@@ -92,15 +92,14 @@ class Planes(RuleBasedStateMachine):
             plane.close()
         for sock in self.sides.socks:
             sock.close()
-        eventually(lambda: not self.sides.world.alive, "a communicator is left")
-        assert self.sides.world.memory == {}
+        eventually(lambda: not self.sides.world.comms, "a communicator is left")
         assert self.sides.world.streams == {}
 
     @invariant()
     def nothing_would_have_crashed(self) -> None:
         if hasattr(self, "sides"):
             assert self.sides.world.violations == []
-            assert len(self.sides.world.alive) <= 2
+            assert len(self.sides.world.comms) <= 2
 
     def teardown(self) -> None:
         if hasattr(self, "sides"):

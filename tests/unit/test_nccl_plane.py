@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,16 +15,18 @@ from hypothesis import strategies as st
 
 from pullfill.codec import Message, decode, encode
 from pullfill.errors import AuthFailed, BadMessage, TransferFailed
-from pullfill.transfer.nccl.communicator import Communicator, LeftBehind
-from pullfill.transfer.nccl.plane import NcclKind
+from pullfill.transfer.nccl.staging import Laid, Turn
 from pullfill.transfer.nccl.wire import NcclStart, NcclUse
 from pullfill.transfer.stream.contract import Interjected, Plane, Runs
-from tests.support.fake_nccl import FakeGpus, World
+from tests.support.fake_nccl import World
+from tests.support.nccl_gpus import PairKind
 from tests.support.transfer_rigs import DENSE, memory_over, random_bytes
 from tests.support.waiting import eventually
 
 STEP = 8 << 10
 TOTAL = 20 << 10
+REFUSAL = NcclUse(generation=9, message_bytes=STEP)
+"""Any word that is none of the plane's own answers."""
 
 
 class PairLink:
@@ -56,11 +59,8 @@ class Sides:
             for data, cuts in zip(self.datas, [(5000, 5001), (8 << 10, 16 << 10)], strict=True)
         ]
         memory = memory_over(random_bytes(1 << 20, 3), DENSE)
-        self.planes: list[Plane] = []
-        for rank in (0, 1):
-            gpus = FakeGpus(self.world, f"GPU-{rank}")
-            kind = NcclKind(gpus, message_bytes=STEP, idle_s=1000.0)
-            self.planes.append(kind.make(memory, owner=rank == 0))
+        self.kind = PairKind(self.world, message_bytes=STEP, idle_s=1000.0)
+        self.planes: list[Plane] = [self.kind.make(memory, owner=owner) for owner in (True, False)]
         for plane, other, link in zip(self.planes, self.planes[::-1], self.links, strict=True):
             plane.start(link, other.setup)
 
@@ -78,9 +78,13 @@ class Sides:
                 getattr(self.planes[rank], name)(argument)
             except BaseException as exc:
                 errors.append(exc)
-                self.socks[rank].shutdown(socket.SHUT_RDWR)  # as whoever owns the plane does
+                if not isinstance(exc, Interjected):  # as whoever owns the plane does
+                    self.socks[rank].shutdown(socket.SHUT_RDWR)
 
-        threads = [threading.Thread(target=call, args=pair) for pair in ((0, owner), (1, peer))]
+        threads = [
+            threading.Thread(target=call, args=pair, daemon=True)
+            for pair in ((0, owner), (1, peer))
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -88,6 +92,13 @@ class Sides:
             assert not thread.is_alive()
         if errors:
             raise errors[0]
+
+    def refuse(self) -> None:
+        """The owner answers in place of its word, and takes nothing."""
+        self.say(0, REFUSAL)
+        with pytest.raises(Interjected) as caught:
+            self.both("discard", "send")
+        assert caught.value.frame == encode(REFUSAL)
 
 
 def runs(data: np.ndarray, cuts: tuple[int, ...]) -> Runs:
@@ -108,9 +119,9 @@ def sides() -> Iterator[Sides]:
         plane.close()
     for sock in made.socks:
         sock.close()
-    eventually(lambda: not made.world.alive, "a communicator is left")
+    eventually(lambda: not made.world.comms, "a communicator is left")
     assert made.world.violations == []
-    assert made.world.memory == {}
+    assert made.world.streams == {}
 
 
 def test_both_directions_and_a_discard_in_between(sides: Sides) -> None:
@@ -119,12 +130,12 @@ def test_both_directions_and_a_discard_in_between(sides: Sides) -> None:
     np.testing.assert_array_equal(sides.datas[0], theirs)
     sides.datas[0][:] = random_bytes(TOTAL, 9)
     ours = sides.datas[0].copy()
-    sides.both("discard", "send")
+    sides.refuse()
     np.testing.assert_array_equal(sides.datas[0], ours)
     sides.both("send", "receive")
     np.testing.assert_array_equal(sides.datas[1], ours)
     assert sides.world.constructed == 2
-    assert sides.world.sizes == [STEP, STEP, TOTAL - 2 * STEP] * 3
+    assert sides.world.sizes == [STEP, STEP, TOTAL - 2 * STEP] * 2
 
 
 def test_an_interrupt_alone_ends_a_receive(sides: Sides) -> None:
@@ -188,12 +199,8 @@ def test_whatever_a_peer_says_nothing_but_its_connection_ends(frame: bytes, cut:
 
 
 def test_an_answer_in_place_of_the_id_is_handed_on(sides: Sides) -> None:
-    said = NcclUse(generation=3, message_bytes=STEP)
-    sides.say(0, said)
-    with pytest.raises(Interjected) as caught:
-        sides.planes[1].send(sides.runs[1])
-    assert decode(caught.value.frame, NcclUse) == said
-    assert decode(sides.links[0].receive(), NcclUse).fresh
+    sides.refuse()
+    assert sides.world.constructed == 0
     sides.both("receive", "send")
 
 
@@ -206,20 +213,63 @@ def test_cuda_that_fails_while_copying_is_a_failed_transfer(
     sides: Sides, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
-        raise RuntimeError("cudaErrorMemoryAllocation: out of memory")
+        raise RuntimeError("CUDA_ERROR_LAUNCH_FAILED")
 
-    monkeypatch.setattr("tests.support.fake_nccl.FakeGpu.allocate", fail)
-    sides.say(1, NcclUse(generation=1, fresh=True, message_bytes=STEP))
-    other: list[Communicator] = []
+    sides.both("receive", "send")
+    monkeypatch.setattr(sides.kind.gpus.gpu, "copy", fail)
+    with pytest.raises(TransferFailed, match="LAUNCH_FAILED"):
+        sides.both("receive", "send")
 
-    def join() -> None:
-        unique_id = decode(sides.links[1].receive(), NcclStart).unique_id
-        gpu = FakeGpus(sides.world, "GPU-1").gpu
-        other.append(Communicator(gpu, unique_id, 1, LeftBehind()))
 
-    joining = threading.Thread(target=join)
-    joining.start()
-    with pytest.raises(TransferFailed, match="out of memory"):
-        sides.planes[0].receive(sides.runs[0])
-    joining.join(20)
-    other[0].close()
+def test_device_memory_is_taken_once_and_never_given_back(sides: Sides) -> None:
+    """A cudaFree would wait for other workers' kernels, so contract.Gpu has none."""
+    taken = dict(sides.world.memory)
+    assert len(taken) == 2
+    sides.both("receive", "send")
+    for plane in sides.planes:
+        plane.release_if_idle(float("inf"))  # type: ignore[attr-defined]
+    sides.both("send", "receive")
+    assert sides.kind.gpus.gpu.copies > 0
+    assert sides.world.memory.keys() == taken.keys()
+
+
+@pytest.mark.parametrize(("owner", "peer"), [("receive", "send"), ("send", "receive")])
+def test_no_kernel_waits_while_the_sender_still_gathers(
+    sides: Sides, owner: str, peer: str
+) -> None:
+    sides.runs[1] = runs(sides.datas[1], (5000, 5001))  # not contiguous in a message
+    sides.both(owner, peer)
+    sender = (sides.kind.gpus if owner == "send" else sides.kind.theirs).gpu
+    before = sender.copies
+    sender.hold.clear()
+    moving = threading.Thread(target=sides.both, args=(owner, peer), daemon=True)
+    moving.start()
+    eventually(lambda: sender.copies > before, "it does not gather")
+    time.sleep(0.1)
+    waiting = [sides.world.waiting(gpu) for gpu in ("GPU-0", "GPU-1")]
+    sender.hold.set()
+    moving.join(20)
+    assert waiting == [0, 0]
+    assert sides.world.most_waiting == 1
+
+
+def test_a_gpu_without_room_for_turns_offers_no_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = PairKind(World())
+
+    def refuse(_: int) -> int:
+        raise TransferFailed("cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY")
+
+    monkeypatch.setattr(kind.gpus.gpu, "allocate", refuse)
+    memory = memory_over(random_bytes(1 << 20, 3), DENSE)
+    assert kind.detail(memory) is None
+    with pytest.raises(TransferFailed, match=r"no 128 MiB .* --gpu-memory-utilization"):
+        kind.make(memory, owner=True)
+    monkeypatch.undo()
+    assert kind.detail(memory) is not None
+
+
+def test_a_batch_that_cannot_be_staged_is_refused(sides: Sides) -> None:
+    """Another worker may ask for larger batches than we do."""
+    turn = Turn(0, TOTAL - 1, sides.kind.gpus.gpu)
+    with pytest.raises(TransferFailed, match="can be staged"):
+        Laid(sides.runs[0], TOTAL, turn)

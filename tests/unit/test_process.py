@@ -78,6 +78,12 @@ def test_what_the_engine_runs_on(
     process.prepare(cpu=None, model="m")
     for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "VLLM_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS"):
         assert (name in process.os.environ) is on_cpu
+    # On 8 hardware queues, the default, a kernel that waits for another worker holds up others.
+    assert process.os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == (None if on_cpu else "32")
+    if not on_cpu:
+        process.os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "16"
+        process.prepare(cpu=None, model="m")
+        assert process.os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "16", "a user's own value wins"
 
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a Linux thread attribute")

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from pullfill.errors import TransferFailed
-from pullfill.transfer.gpu.contract import HANDLE_BYTES, Addresses, Allocation, GpuDriver, Stream
+from pullfill.transfer.gpu.contract import HANDLE_BYTES, Addresses, Allocation, GpuDriver
 
 _LIBRARY = "libcuda.so.1"
 _SETTINGS = Path("/proc/driver/nvidia/params")
@@ -35,7 +35,7 @@ _MPS_ENABLED = 133  # CU_DEVICE_ATTRIBUTE_MPS_ENABLED
 _NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED: NVLink has them
 _MEMORY_TYPE, _DEVICE_ORDINAL, _IPC_CAPABLE = 2, 9, 10  # CUpointer_attribute
 _DEVICE_MEMORY = 2  # CU_MEMORYTYPE_DEVICE
-_INVALID_VALUE, _NOT_SUPPORTED = 1, 801
+_INVALID_VALUE, _NOT_READY, _NOT_SUPPORTED = 1, 600, 801
 
 
 class _Handle(ctypes.Structure):
@@ -187,14 +187,19 @@ class CudaDriver(GpuDriver):
         self.check("cuMemGetAddressRange", code)
         return base.value, size.value
 
-    def stage(self, device: int, nbytes: int) -> tuple[int, int]:
+    def allocate(self, device: int, nbytes: int) -> int:
+        """The address of so much new memory of `device`. It stays until the process ends."""
         self.enter(device)
-        there, here = ctypes.c_uint64(), ctypes.c_void_p()
-        code = self._slow.cuMemAlloc_v2(ctypes.byref(there), ctypes.c_size_t(nbytes))
+        address = ctypes.c_uint64()
+        code = self._slow.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(nbytes))
         self.check("cuMemAlloc", code)
+        return address.value
+
+    def stage(self, device: int, nbytes: int) -> tuple[int, int]:
+        there, here = self.allocate(device, nbytes), ctypes.c_void_p()
         code = self._slow.cuMemAllocHost_v2(ctypes.byref(here), ctypes.c_size_t(nbytes))
         self.check("cuMemAllocHost", code)
-        return there.value, here.value or 0
+        return there, here.value or 0
 
     def export(self, device: int, base: int) -> bytes:
         self.enter(device)
@@ -216,15 +221,15 @@ class CudaDriver(GpuDriver):
         self.enter(device)
         self.check("cuIpcCloseMemHandle", self._slow.cuIpcCloseMemHandle(ctypes.c_uint64(base)))
 
-    def stream(self, device: int) -> Stream:
-        return _CudaStream(self, self._quick, self._slow, device)
+    def stream(self, device: int) -> CudaStream:
+        return CudaStream(self, self._quick, self._slow, device)
 
     def synchronize(self, device: int) -> None:
         self.enter(device)
         self.check("cuCtxSynchronize", self._slow.cuCtxSynchronize())
 
 
-class _CudaStream:
+class CudaStream:
     """See Stream. Owns the CUstream, and the event that a waiting thread sleeps on: to wait for the
     stream itself keeps a core busy."""
 
@@ -285,6 +290,17 @@ class _CudaStream:
         u64, size, stream = ctypes.c_uint64, ctypes.c_size_t, self._stream
         for t, s, n in zip(target.tolist(), source.tolist(), nbytes.tolist(), strict=True):
             self._driver.check("cuMemcpyAsync", copy(u64(t), u64(s), size(n), stream))
+
+    @property
+    def done(self) -> bool:
+        """Whether everything queued is done. Raises TransferFailed when the GPU or the driver
+        failed: then nothing is known about what was queued."""
+        self._driver.enter(self.device)
+        code = self._quick.cuStreamQuery(self._stream)
+        if code == _NOT_READY:
+            return False
+        self._driver.check("cuStreamQuery", code)
+        return True
 
     def synchronize(self) -> None:
         self._driver.enter(self.device)

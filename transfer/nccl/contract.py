@@ -1,95 +1,84 @@
 """What the nccl planes need of NCCL and of a GPU, so that all of it can be tested without one.
 
-`Nccl` has the names of `cupy.cuda.nccl`; `cuda.py` brings the real ones. Addresses are of the GPU's
-memory. Errors of NCCL and CUDA are exceptions of any class.
+`Library` is libnccl with its C names and ctypes arguments. `cuda.py` brings the real one, and
+`tests/support/fake_nccl.py` one that keeps the rules of NCCL's manual. Addresses are of the GPU's
+memory. Errors of CUDA are exceptions of any class.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pullfill.transfer.contract import LocalMemory
-
 Addresses = NDArray[np.uint64]
 
 
-class Comm(Protocol):
-    """cupy.cuda.nccl.NcclCommunicator. Point to point is first in, first out, without tags; both
-    sides must name the same number of bytes."""
+class Library(Protocol):
+    """libnccl as ctypes shows it. Each function but the two for texts returns an ncclResult_t."""
 
-    def send(self, ptr: int, count: int, datatype: int, peer: int, stream: int) -> None:
-        """Queue on `stream`. May block until the two sides are connected."""
-        ...
+    def ncclGetVersion(self, version: Any) -> int: ...
 
-    def recv(self, ptr: int, count: int, datatype: int, peer: int, stream: int) -> None: ...
+    def ncclGetErrorString(self, result: int) -> bytes: ...
 
-    def check_async_error(self) -> None:
-        """Raises if something went wrong in the background."""
-        ...
+    def ncclGetLastError(self, comm: Any) -> bytes | None: ...
 
-    def abort(self) -> None:
-        """End everything under way, on the GPU too, and free. The communicator is gone: nobody
-        may be about to use it, but a call that blocks in another thread ends with an error."""
-        ...
+    def ncclGetUniqueId(self, unique_id: Any) -> int: ...
 
+    def ncclCommInitRankConfig(
+        self, comm: Any, nranks: int, unique_id: Any, rank: int, config: Any
+    ) -> int: ...
 
-class Nccl(Protocol):
-    """The module cupy.cuda.nccl."""
+    def ncclCommGetAsyncError(self, comm: Any, state: Any) -> int: ...
 
-    NCCL_UINT8: int
+    def ncclGroupStart(self) -> int: ...
 
-    def get_unique_id(self) -> bytes: ...
+    def ncclGroupEnd(self) -> int: ...
 
-    def get_version(self) -> int: ...
+    def ncclSend(
+        self, address: Any, count: Any, datatype: int, peer: int, comm: Any, stream: Any
+    ) -> int: ...
 
-    def NcclCommunicator(self, ndev: int, commId: bytes, rank: int) -> Comm:
-        """Blocks until all ranks are there, without a limit."""
-        ...
+    def ncclRecv(
+        self, address: Any, count: Any, datatype: int, peer: int, comm: Any, stream: Any
+    ) -> int: ...
 
-    def groupStart(self) -> None: ...
+    def ncclCommRevoke(self, comm: Any, flags: int) -> int: ...
 
-    def groupEnd(self) -> None: ...
+    def ncclCommAbort(self, comm: Any) -> int: ...
 
 
 class Stream(Protocol):
     """A CUDA stream of one communicator."""
 
     @property
-    def ptr(self) -> int: ...
+    def handle(self) -> int: ...
 
     @property
     def done(self) -> bool:
-        """Whether everything queued is done. Raises when CUDA failed."""
-        ...
-
-    def synchronize(self) -> None:
-        """Wait for it. Raises when CUDA failed: then nothing is known about what was queued."""
+        """Whether everything queued is done. Raises when CUDA failed: then nothing is known about
+        what was queued."""
         ...
 
     def close(self) -> None: ...
 
 
 class Copier(Protocol):
-    """Copies within the GPU, many runs at a time: gather and scatter."""
+    """Copies within the GPU, many runs at a time: gather and scatter. Thread-safe."""
 
     def copy(self, target: Addresses, source: Addresses, nbytes: Addresses) -> None:
-        """Returns when all of it is done. Raises TransferFailed; then nothing is known."""
+        """Returns when all of it is done. Raises TransferFailed when nothing of it goes on."""
         ...
-
-    def close(self) -> None: ...
 
 
 class Gpu(Protocol):
-    """One GPU as one plane uses it."""
-
-    @property
-    def nccl(self) -> Nccl: ...
+    """One GPU of this process."""
 
     @property
     def uuid(self) -> str: ...
+
+    def library(self) -> Library: ...
 
     def activate(self) -> None:
         """Make it the calling thread's device."""
@@ -99,28 +88,7 @@ class Gpu(Protocol):
 
     def copier(self) -> Copier: ...
 
-    def allocate(self, nbytes: int) -> int: ...
-
-    def free(self, address: int) -> None: ...
-
-
-class Gpus(Protocol):
-    """The GPUs of this process."""
-
-    def why_not(self) -> str | None:
-        """Why NCCL cannot be used in this process, for people."""
-        ...
-
-    def version(self) -> int:
-        """NCCL's, as it writes it: 22903 is 2.29.3."""
-        ...
-
-    def shared(self) -> bool:
-        """Whether two ranks may be on one GPU."""
-        ...
-
-    def uuids(self) -> list[str]: ...
-
-    def of(self, memory: LocalMemory) -> Gpu | None:
-        """The Gpu that holds `memory`; None when it is not on one."""
+    def allocate(self, nbytes: int) -> int:
+        """For as long as the process lives: giving device memory back waits for everything that
+        runs on the GPU, also for a kernel that waits for another worker."""
         ...

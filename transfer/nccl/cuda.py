@@ -1,65 +1,61 @@
-"""The real GPUs and the real NCCL: cupy for NCCL and streams, `transfer/gpu` for the copies.
-
-Everything is imported when it is first needed, and nothing of it without a CUDA device.
-
-How many channels a communicator uses is NCCL's setting for the whole process, read when the first
-one is made: `NCCL_MAX_NCHANNELS` if it is set, else `CHANNELS` (about 6.5 MB of GPU memory each).
-"""
+"""The real GPUs and the real NCCL: libnccl and the CUDA driver through ctypes, `transfer/gpu` for
+the copies. Nothing is loaded before it is first needed, and nothing without a CUDA device."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import threading
+import time
+from collections.abc import Callable
 from functools import cache
-from typing import Any
 
+from pullfill import log
 from pullfill.errors import TransferFailed
 from pullfill.transfer.contract import LocalMemory
-from pullfill.transfer.gpu.contract import Stream as DriverStream
-from pullfill.transfer.gpu.copies import Kernel, kernel_for
+from pullfill.transfer.gpu.copies import lane_of
 from pullfill.transfer.gpu.cuda import load, why_no_cuda
-from pullfill.transfer.gpu.link import BATCH_RUNS
-from pullfill.transfer.nccl.communicator import settle
-from pullfill.transfer.nccl.contract import Addresses, Copier, Gpu, Nccl, Stream
+from pullfill.transfer.gpu.link import BATCH_RUNS, SAME
+from pullfill.transfer.nccl import library
+from pullfill.transfer.nccl.contract import Addresses, Copier, Library, Stream
+from pullfill.transfer.nccl.device import Device
 from pullfill.transfer.nccl.plane import NcclKind
 
-CHANNELS = 8
+logger = log.get("transfer.nccl")
+
 _SHARING_FROM = 23000
+_ASK_S = 0.05
 
 
 @cache
-def _nccl() -> Any:
-    os.environ.setdefault("NCCL_MAX_NCHANNELS", str(CHANNELS))
-    from cupy.cuda import nccl
+def _nccl() -> Library:
+    return library.load()
 
-    if not nccl.available:
-        raise ImportError("cupy finds no NCCL library")
-    return nccl
+
+def make_kind() -> NcclKind:
+    """The transport on this process's GPUs; its `why_not` says what is missing."""
+    return NcclKind(_gpus())
 
 
 class CudaGpus:
-    """contract.Gpus. One per process is enough. Thread-safe."""
+    """device.Gpus. One for the process: a GPU has one `Device`. Thread-safe."""
 
     def __init__(self) -> None:
-        self._gpus: dict[int, CudaGpu] = {}
+        self._devices: dict[int, Device] = {}
         self._mutex = threading.Lock()
 
     def why_not(self) -> str | None:
         """See Gpus."""
-        if (reason := why_no_cuda()) is not None:
+        if (reason := why_no_cuda() or library.blocking_forced()) is not None:
             return reason
-        if importlib.util.find_spec("cupy") is None:
-            return "cupy is not installed (pip install pullfill[cuda13], or [cuda12])"
         try:
             _nccl()
-        except Exception as exc:
-            return f"NCCL does not load: {exc}"
+        except TransferFailed as exc:
+            return str(exc)
         return None
 
     def version(self) -> int:
         """See Gpus."""
-        return int(_nccl().get_version())
+        return library.Nccl(_nccl()).version()
 
     def shared(self) -> bool:
         """See Gpus."""
@@ -71,19 +67,18 @@ class CudaGpus:
         driver = load()
         return [driver.uuid(device) for device in range(driver.count())]
 
-    def of(self, memory: LocalMemory) -> Gpu | None:
+    def of(self, memory: LocalMemory) -> Device | None:
         """See Gpus."""
-        if memory.device is None:
+        number = memory.device
+        if number is None:
             return None
         with self._mutex:
-            if memory.device not in self._gpus:
-                self._gpus[memory.device] = CudaGpu(memory.device)
-            return self._gpus[memory.device]
+            if number not in self._devices:
+                self._devices[number] = Device(CudaGpu(number))
+            return self._devices[number]
 
 
-def make_kind() -> NcclKind:
-    """The transport on this process's GPUs; its `why_not` says what is missing."""
-    return NcclKind(CudaGpus())
+_gpus = cache(CudaGpus)
 
 
 class CudaGpu:
@@ -93,89 +88,61 @@ class CudaGpu:
         self._device = device
         self.uuid = load().uuid(device)
 
-    @property
-    def nccl(self) -> Nccl:
-        """cupy's module."""
-        module: Nccl = _nccl()
-        return module
+    def library(self) -> Library:
+        """See Gpu."""
+        return _nccl()
 
     def activate(self) -> None:
-        """See Gpu."""
-        import cupy
-
-        cupy.cuda.runtime.setDevice(self._device)
+        """See Gpu. NCCL's CUDA runtime takes the driver's current context."""
+        load().enter(self._device)
 
     def stream(self) -> Stream:
         """See Gpu."""
-        return _CupyStream(self._device)
+        return load().stream(self._device)
 
     def copier(self) -> Copier:
         """See Gpu."""
         return _CudaCopier(self._device)
 
     def allocate(self, nbytes: int) -> int:
-        """See Gpu. Not from a pool: NCCL's kernels and ours use it on streams of their own."""
-        import cupy
-
-        self.activate()
-        return int(cupy.cuda.runtime.malloc(nbytes))
-
-    def free(self, address: int) -> None:
-        """See Gpu."""
-        import cupy
-
-        self.activate()
-        cupy.cuda.runtime.free(address)
-
-
-class _CupyStream:
-    """contract.Stream, on the owner thread of one communicator (which is on its device)."""
-
-    def __init__(self, device: int) -> None:
-        import cupy
-
-        with cupy.cuda.Device(device):
-            self._stream: Any = cupy.cuda.Stream(non_blocking=True)
-
-    @property
-    def ptr(self) -> int:
-        return int(self._stream.ptr)
-
-    @property
-    def done(self) -> bool:
-        return bool(self._stream.done)
-
-    def synchronize(self) -> None:
-        self._stream.synchronize()
-
-    def close(self) -> None:
-        self._stream = None
+        """See Gpu. Not from torch's pool, which orders memory by its own streams."""
+        return load().allocate(self._device, nbytes)
 
 
 class _CudaCopier:
-    """Gathers and scatters on a stream of its own, by the Triton kernel where there is one: within
-    one GPU it is faster than the copy engines."""
+    """Gathers and scatters on the GPU's lane, which all copies of this process share."""
 
     def __init__(self, device: int) -> None:
-        self._stream: DriverStream = load().stream(device)
-        self._kernel: Kernel | None = kernel_for(device, self._stream.handle)
+        self._lane = lane_of(device)
 
     def copy(self, target: Addresses, source: Addresses, nbytes: Addresses) -> None:
-        """See Copier. Returns or raises only when nothing is being copied any more."""
+        """See Copier."""
         for first in range(0, len(nbytes), BATCH_RUNS):
             part = slice(first, first + BATCH_RUNS)
-            self._copy(target[part], source[part], nbytes[part])
+            with self._lane.lock:
+                self._copy(target[part], source[part], nbytes[part])
 
     def _copy(self, target: Addresses, source: Addresses, nbytes: Addresses) -> None:
+        self._lane.check()
         try:
-            if self._kernel is not None:
-                self._kernel.launch(target, source, nbytes)
-            else:
-                self._stream.copy_batch(target, source, nbytes)
-            self._stream.synchronize()
+            try:
+                self._lane.queue(target, source, nbytes, SAME)
+            finally:  # also when it could queue a part only
+                self._lane.wait()
         except Exception as exc:
-            settle(self._stream.synchronize)
+            settle(self._lane.wait)
             raise TransferFailed(f"copying within the GPU failed: {exc}") from exc
 
-    def close(self) -> None:
-        self._stream.close()
+
+def settle(synchronize: Callable[[], None]) -> None:
+    """Wait, for as long as it takes, until nothing runs on a stream. Never raises: who cannot know
+    that the GPU is quiet must not let go of a fence."""
+    said = False
+    while True:
+        try:
+            return synchronize()
+        except Exception as exc:
+            if not said:
+                logger.error("a GPU does not say whether it still writes; waiting: %s", exc)
+            said = True
+            time.sleep(_ASK_S)

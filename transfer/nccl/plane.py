@@ -1,9 +1,10 @@
 """The payload through NCCL: each batch is one group of sends here and receives there.
 
 A batch is cut into messages of `MESSAGE_BYTES` at the same places on both sides. A message that is
-contiguous in a side's memory goes straight from or into the KV blocks; the others through a staging
-ring of that side, gathered or scattered there by one kernel. Neither side needs to know how the
-other does it.
+contiguous in a side's memory goes straight from or into the KV blocks; the others through memory of
+that side's turn (staging.py), gathered or scattered there by one kernel. Neither side needs to know
+how the other does it. Both queue their half when both have a turn and the bytes to send are in
+place, so that a kernel on either GPU waits for a message on the link and no longer.
 
 A communicator takes time and memory (some 50 MB), so it is made with the first batch, kept while
 batches come, and given up when idle or after any fault. The peer decides (`wire.py`): it lets go
@@ -17,16 +18,18 @@ import logging
 import select
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
+from pullfill import failpoints
 from pullfill.codec import decode, encode
 from pullfill.errors import BadMessage, ConfigError, PullfillError, TransferFailed
 from pullfill.transfer.contract import LocalMemory
 from pullfill.transfer.idle import Reaper
-from pullfill.transfer.nccl.communicator import Communicator, LeftBehind, Message
-from pullfill.transfer.nccl.contract import Gpu, Gpus
-from pullfill.transfer.nccl.staging import Laid, Staging
-from pullfill.transfer.nccl.wire import NcclStart, NcclUse
+from pullfill.transfer.nccl.device import Communicator, Device, Gpus
+from pullfill.transfer.nccl.library import Message
+from pullfill.transfer.nccl.staging import Laid
+from pullfill.transfer.nccl.wire import NcclReady, NcclStart, NcclUse
 from pullfill.transfer.stream.contract import Interjected, Link, Plane, Runs
 from pullfill.transfer.stream.link import SocketLink
 
@@ -36,6 +39,7 @@ IDLE_S = 60.0
 MESSAGE_BYTES = 4 << 20
 BATCH_BYTES = 32 << 20
 OWNER, PEER = 0, 1
+M = TypeVar("M", NcclStart, NcclReady)
 
 
 class _NcclPlane:
@@ -44,14 +48,13 @@ class _NcclPlane:
     rank: int
     patience = 1
 
-    def __init__(self, gpu: Gpu, kind: NcclKind) -> None:
-        self._gpu = gpu
+    def __init__(self, device: Device, kind: NcclKind) -> None:
+        self._device = device
         self._kind = kind
         self._held = threading.Lock()
         self._stop = threading.Event()
         self._comm: Communicator | None = None
         self._generation = 0
-        self._staging = Staging(gpu)
         self._step = kind.message_bytes
         self._used = 0.0
         self._link: Link | None = None
@@ -59,7 +62,7 @@ class _NcclPlane:
     @property
     def setup(self) -> bytes:
         """Which GPU this side is on."""
-        return self._gpu.uuid.encode()
+        return self._device.gpu.uuid.encode()
 
     def start(self, link: Link, theirs: bytes) -> None:
         """See Plane. The communicator waits for the first batch."""
@@ -69,19 +72,19 @@ class _NcclPlane:
 
     def send(self, runs: Runs) -> None:
         """See Plane."""
-        with self._call() as comm:
-            laid = Laid(runs, self._step, self._staging)
-            if len(laid.blocks):
-                self._staging.copy(laid.ring, laid.blocks)
+        with self._call() as comm, self._device.turns.take(self._watch()) as turn:
+            laid = Laid(runs, self._step, turn)
+            turn.copy(laid.ring, laid.blocks)
+            self._meet()
             comm.run([Message(True, *place) for place in laid.places], self._watch())
 
     def receive(self, runs: Runs) -> None:
-        """See Plane. However it ends, no kernel writes into `runs` any more: communicator.py."""
-        with self._call() as comm:
-            laid = Laid(runs, self._step, self._staging)
+        """See Plane. However it ends, no kernel writes into `runs` any more: device.py."""
+        with self._call() as comm, self._device.turns.take(self._watch()) as turn:
+            laid = Laid(runs, self._step, turn)
+            self._meet()
             comm.run([Message(False, *place) for place in laid.places], self._watch())
-            if len(laid.blocks):
-                self._staging.copy(laid.blocks, laid.ring)
+            turn.copy(laid.blocks, laid.ring)
 
     def interrupt(self) -> None:
         self._stop.set()
@@ -106,7 +109,7 @@ class _NcclPlane:
             self._held.release()
 
     @contextlib.contextmanager
-    def _call(self):  # type: ignore[no-untyped-def]
+    def _call(self) -> Iterator[Communicator]:
         with self._held:
             try:
                 yield self._agree()
@@ -116,7 +119,7 @@ class _NcclPlane:
             except PullfillError:  # also a wrong seal
                 self._drop()
                 raise
-            except Exception as exc:  # of CUDA, by way of cupy
+            except Exception as exc:  # of CUDA
                 self._drop()
                 raise TransferFailed(f"the GPU failed: {exc}") from exc
 
@@ -124,8 +127,12 @@ class _NcclPlane:
         """The communicator of this call, the same on both sides. The two planes below say how."""
         raise NotImplementedError  # this class is only ever a base
 
+    def _meet(self) -> None:
+        """Both sides have their turn and their bytes; what they queue now ends soon."""
+        raise NotImplementedError
+
     def _make(self, unique_id: bytes) -> Communicator:
-        self._comm = Communicator(self._gpu, unique_id, self.rank, self._kind.left_behind)
+        self._comm = self._device.communicator(unique_id, self.rank)
         self._comm.wait_ready(self._watch())
         self._used = time.monotonic()
         self._kind.reaper.watch(self)
@@ -135,7 +142,6 @@ class _NcclPlane:
         comm, self._comm = self._comm, None
         if comm is not None:
             comm.close()
-        self._staging.close()
 
     def _watch(self) -> Callable[[], None]:
         """Raises TransferFailed when it is called after an interrupt, the peer's end, or too
@@ -163,37 +169,28 @@ class OwnerPlane(_NcclPlane):
     patience = 2
 
     def discard(self, nbytes: int) -> None:
-        """See Plane. Into the staging ring; a communicator is not made for it."""
+        """See Plane. Nothing is sent: the peer waits for our word and hears the refusal instead."""
         with self._held:
-            said = self._hear()
-            if said.fresh:  # the peer waits for our id and hears the refusal instead
-                self._drop()
-                return
             try:
-                comm, at = self._same(said), self._staging.of(nbytes)
-                step = self._step
-                comm.run(
-                    [
-                        Message(False, at + first, min(step, nbytes - first))
-                        for first in range(0, nbytes, step)
-                    ],
-                    self._watch(),
-                )
+                if self._hear().fresh:
+                    self._drop()
             except BaseException:
                 self._drop()
                 raise
 
     def _agree(self) -> Communicator:
-        said = self._hear()
-        if not said.fresh:
-            return self._same(said)
-        self._drop()
-        self._generation = said.generation
         assert self._link is not None
-        self._gpu.activate()
-        unique_id = bytes(self._gpu.nccl.get_unique_id())
-        self._link.send(encode(NcclStart(unique_id=unique_id)))
-        return self._make(unique_id)
+        said = self._hear()
+        if said.fresh:
+            self._drop()
+            self._generation = said.generation
+            unique_id = self._device.unique_id()
+            self._link.send(encode(NcclStart(unique_id=unique_id)))
+            self._make(unique_id)
+            said = self._hear()
+        if self._comm is None or said.generation != self._generation or not self._comm.usable:
+            raise TransferFailed("the communicator was given up here; it is made anew")
+        return self._comm
 
     def _hear(self) -> NcclUse:
         assert self._link is not None
@@ -201,10 +198,9 @@ class OwnerPlane(_NcclPlane):
         self._step = said.message_bytes
         return said
 
-    def _same(self, said: NcclUse) -> Communicator:
-        if self._comm is None or said.generation != self._generation or not self._comm.usable:
-            raise TransferFailed("the communicator was given up here; it is made anew")
-        return self._comm
+    def _meet(self) -> None:
+        assert self._link is not None
+        self._link.send(encode(NcclReady()))
 
 
 class PeerPlane(_NcclPlane):
@@ -216,24 +212,25 @@ class PeerPlane(_NcclPlane):
         raise TransferFailed("the owner discards, the peer does not")
 
     def _agree(self) -> Communicator:
-        assert self._link is not None
         if self._comm is not None and self._comm.usable:
-            self._say(fresh=False)
             return self._comm
         self._drop()
         self._generation += 1
-        self._say(fresh=True)
-        answer = self._link.receive()
-        try:
-            unique_id = decode(answer, NcclStart).unique_id
-        except BadMessage:
-            raise Interjected(answer) from None
-        return self._make(unique_id)
+        return self._make(self._ask(NcclStart, fresh=True).unique_id)
 
-    def _say(self, *, fresh: bool) -> None:
+    def _meet(self) -> None:
+        self._ask(NcclReady, fresh=False)
+        failpoints.hit("nccl.ready")
+
+    def _ask(self, wanted: type[M], *, fresh: bool) -> M:
         assert self._link is not None
         use = NcclUse(generation=self._generation, fresh=fresh, message_bytes=self._step)
         self._link.send(encode(use))
+        answer = self._link.receive()
+        try:
+            return decode(answer, wanted)
+        except BadMessage:
+            raise Interjected(answer) from None
 
 
 SHARING = "NCCL 2.30 allows it with NCCL_MULTI_RANK_GPU_ENABLE=1 on both, older ones never"
@@ -259,7 +256,6 @@ class NcclKind:
         self.message_bytes = message_bytes
         self.idle_s = idle_s
         self.reaper = Reaper(idle_s / 2)
-        self.left_behind = LeftBehind()
 
     @property
     def shared(self) -> bool:
@@ -271,11 +267,17 @@ class NcclKind:
         return self._gpus.why_not()
 
     def detail(self, memory: LocalMemory) -> str | None:
-        """See PlaneKind: NCCL's version, the GPU, whether it may be shared."""
-        gpu = self._gpus.of(memory)
-        if gpu is None:
+        """See PlaneKind: NCCL's version, the GPU, whether it may be shared. Workers ask for it when
+        they start, so it also takes the memory for turns."""
+        device = self._gpus.of(memory)
+        if device is None:
             return None
-        return f"{self._gpus.version()}/{gpu.uuid}/{int(self.shared)}"
+        try:
+            device.turns.make(self.batch_bytes)
+        except TransferFailed as exc:
+            log.warning("nccl is not used: %s", exc)
+            return None
+        return f"{self._gpus.version()}/{device.gpu.uuid}/{int(self.shared)}"
 
     def can_reach(self, detail: str) -> str | None:
         """See PlaneKind. NCCL promises nothing between two versions."""
@@ -292,13 +294,14 @@ class NcclKind:
 
     def make(self, memory: LocalMemory, *, owner: bool) -> Plane:
         """See PlaneKind."""
-        gpu = self._gpus.of(memory)
-        if gpu is None:
+        device = self._gpus.of(memory)
+        if device is None:
             raise ConfigError("nccl moves GPU memory only")
-        return (OwnerPlane if owner else PeerPlane)(gpu, self)
+        device.turns.make(self.batch_bytes)
+        return (OwnerPlane if owner else PeerPlane)(device, self)
 
     def close(self) -> None:
-        """Threads left behind in a constructor end by themselves, if ever."""
+        """Turns stay: they are the GPU's."""
 
 
 def _dotted(version: int) -> str:

@@ -1,68 +1,109 @@
-"""A batch in a GPU's memory as NCCL messages: from the blocks, or by way of a staging ring."""
+"""Turns on a GPU: who has one may have a transfer waiting there, and has memory to stage it in.
+
+A kernel of NCCL's occupies multiprocessors while it waits for the other side, so only `TURNS` of
+them are on a GPU at a time. A peer takes its turn first and its owner then, so peers never wait for
+each other in a circle; a worker is one of the two, as nccl is not read over by decode workers.
+
+Turns are made when the worker starts and never given back: cudaFree waits for everything that runs
+on the GPU, also for a kernel that waits for another worker.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
 import numpy as np
 
+from pullfill.errors import TransferFailed
 from pullfill.transfer.iovecs import Iovec, messages
 from pullfill.transfer.nccl.contract import Copier, Gpu
 from pullfill.transfer.stream.contract import Runs
 
+TURNS = 4
+TICK_S = 0.02
+"""How often a waiting session looks at its connection."""
 
-class Staging:
-    """Device memory for messages that are not contiguous, grown as needed. Owned by its plane."""
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """`nbytes` of GPU memory at `address`."""
+
+    address: int
+    nbytes: int
+    copier: Copier
+
+    def copy(self, target: Iovec, source: Iovec) -> None:
+        """Runs of pairwise equal lengths. Returns when done. Raises TransferFailed."""
+        if len(target):
+            columns = (target[:, 0], source[:, 0], source[:, 1])
+            self.copier.copy(*(np.ascontiguousarray(column) for column in columns))
+
+
+class Turns:
+    """Those of one GPU. Thread-safe."""
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
-        self._address, self._nbytes = 0, 0
-        self._copier: Copier | None = None
+        self._free: queue.SimpleQueue[Turn] = queue.SimpleQueue()
+        self._mutex = threading.Lock()
+        self._made = False
 
-    def of(self, nbytes: int) -> int:
-        """The address of at least `nbytes`. Nothing may be in use."""
-        if nbytes > self._nbytes:
-            self._free()
-            self._gpu.activate()
-            self._address, self._nbytes = self._gpu.allocate(nbytes), nbytes
-        return self._address
+    def make(self, nbytes: int) -> None:
+        """With so much memory each; once. Raises TransferFailed when the GPU has too little."""
+        with self._mutex:
+            if self._made:
+                return
+            try:
+                first = self._gpu.allocate(TURNS * nbytes)
+            except Exception as exc:
+                raise TransferFailed(
+                    f"no {TURNS * nbytes >> 20} MiB of GPU memory to stage KV in "
+                    f"(a smaller --gpu-memory-utilization leaves more): {exc}"
+                ) from exc
+            copier = self._gpu.copier()
+            for number in range(TURNS):
+                self._free.put(Turn(first + number * nbytes, nbytes, copier))
+            self._made = True
 
-    def copy(self, target: Iovec, source: Iovec) -> None:
-        """Runs of pairwise equal lengths. Returns when done."""
-        if self._copier is None:
-            self._copier = self._gpu.copier()
-        self._copier.copy(
-            *(np.ascontiguousarray(a) for a in (target[:, 0], source[:, 0], source[:, 1]))
-        )
-
-    def close(self) -> None:
-        self._free()
-        if self._copier is not None:
-            self._copier.close()
-            self._copier = None
-
-    def _free(self) -> None:
-        if self._address:
-            self._gpu.free(self._address)
-        self._address, self._nbytes = 0, 0
+    @contextlib.contextmanager
+    def take(self, watch: Callable[[], None]) -> Iterator[Turn]:
+        """`watch` is called now and then and raises to give up. On leaving, nothing on the GPU may
+        use the turn's memory."""
+        while True:
+            try:
+                turn = self._free.get(timeout=TICK_S)
+                break
+            except queue.Empty:
+                watch()
+        try:
+            yield turn
+        finally:
+            self._free.put(turn)
 
 
 class Laid:
     """A batch as messages: what is sent from or received into where, and what is copied between
-    the blocks and the staging ring."""
+    the blocks and the turn's memory. Raises TransferFailed when that is too small."""
 
-    def __init__(self, runs: Runs, step: int, staging: Staging) -> None:
+    def __init__(self, runs: Runs, step: int, turn: Turn) -> None:
         pieces = messages(runs.iovec, step)
         staged = [piece for piece in pieces if len(piece) > 1]
         self.blocks: Iovec = np.concatenate(staged) if staged else runs.iovec[:0]
         self.ring = self.blocks.copy()
-        at = staging.of(int(self.blocks[:, 1].sum())) if staged else 0
-        if staged:
-            ends = np.cumsum(self.blocks[:, 1])
-            self.ring[:, 0] = np.uint64(at) + ends - self.blocks[:, 1]
+        nbytes, at = int(self.blocks[:, 1].sum()), turn.address
+        if nbytes > turn.nbytes:
+            raise TransferFailed(f"{nbytes} bytes in one batch, {turn.nbytes} can be staged")
+        ends = np.cumsum(self.blocks[:, 1])
+        self.ring[:, 0] = np.uint64(at) + ends - self.blocks[:, 1]
         self.places: list[tuple[int, int]] = []
         for piece in pieces:
-            nbytes = int(piece[:, 1].sum())
+            length = int(piece[:, 1].sum())
             if len(piece) == 1:
-                self.places.append((int(piece[0, 0]), nbytes))
+                self.places.append((int(piece[0, 0]), length))
             else:
-                self.places.append((at, nbytes))
-                at += nbytes
+                self.places.append((at, length))
+                at += length

@@ -1,5 +1,5 @@
 """What the two sides of a nccl plane say on the link (docs/wire.md). The peer speaks first, once
-per batch and before its payload; the owner answers only when a communicator is to be made.
+per batch and before its payload.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from pullfill.codec import WIRE_VERSION, Count, Message, Version
 
 
 class NcclUse(Message, tag="nccl_use", frozen=True, kw_only=True):
-    """This batch goes through the peer's communicator number `generation`. fresh: it is to be made
-    now; whatever came before is over. The batch is sent in messages of `message_bytes`, the last
-    one of what is left."""
+    """The next batch goes through the peer's communicator number `generation`, in messages of
+    `message_bytes`, the last one of what is left. fresh: the communicator is to be made now;
+    whatever came before is over, and the batch is announced once more when it is there."""
 
     v: Version = WIRE_VERSION
     generation: Count
@@ -27,3 +27,9 @@ class NcclStart(Message, tag="nccl_start", frozen=True, kw_only=True):
 
     v: Version = WIRE_VERSION
     unique_id: Annotated[bytes, Meta(min_length=1, max_length=256)]
+
+
+class NcclReady(Message, tag="nccl_ready", frozen=True, kw_only=True):
+    """The owner queues its half of the batch now, and so does the peer: neither GPU waits long."""
+
+    v: Version = WIRE_VERSION

@@ -1,0 +1,400 @@
+"""The one thread that makes a GPU's NCCL calls, over a library that keeps NCCL's rules."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from pullfill.errors import TransferFailed
+from pullfill.transfer.nccl import device as device_module
+from pullfill.transfer.nccl.device import Communicator, Device, State
+from pullfill.transfer.nccl.library import Message, Nccl
+from tests.support.fake_nccl import INVALID_USAGE, World
+from tests.support.nccl_gpus import FakeGpu
+from tests.support.waiting import eventually
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    made = World()
+    before = set(threading.enumerate())
+    yield made
+    made.set(hang_init=False, hang_issue=False, dumb_streams=0)
+    eventually(lambda: not made.comms, "a communicator is left")
+    eventually(lambda: set(threading.enumerate()) <= before, "a thread is left")
+    assert made.violations == []
+    assert made.streams == {}
+
+
+def patient() -> None:
+    """A watch that never gives up."""
+
+
+def impatient(seconds: float = 0.1) -> Callable[[], None]:
+    until = time.monotonic() + seconds
+
+    def watch() -> None:
+        if time.monotonic() > until:
+            raise TransferFailed("too late")
+
+    return watch
+
+
+class Here:
+    """One GPU, and a communicator to each of some other GPUs, whose processes are this one."""
+
+    def __init__(self, world: World, peers: int = 1) -> None:
+        self.world = world
+        self.devices = [Device(FakeGpu(world, f"GPU-{n}")) for n in range(1 + peers)]
+        self.begin()
+
+    def begin(self) -> None:
+        self.ours: list[Communicator] = []
+        self.theirs: list[Communicator] = []
+        for other in self.devices[1:]:
+            unique_id = self.devices[0].unique_id()
+            self.ours.append(self.devices[0].communicator(unique_id, 0))
+            self.theirs.append(other.communicator(unique_id, 1))
+
+    def wait_ready(self) -> None:
+        for comm in (*self.ours, *self.theirs):
+            comm.wait_ready(patient)
+
+    def move(self, number: int = 0) -> None:
+        """100 bytes from there to here."""
+        source, target = data(number, 100), np.zeros(100, np.uint8)
+        sending = Running(self.theirs[number], True, source)
+        assert Running(self.ours[number], False, target).end() is None
+        assert sending.end() is None
+        np.testing.assert_array_equal(source, target)
+
+    def receive_in_vain(self, number: int = 0) -> Running:
+        """A kernel that waits for a send; it begins before this returns."""
+        waiting = self.world.waiting("GPU-0")
+        sending = Running(self.theirs[number], True, data(1, 100))  # both connect with it
+        running = Running(self.ours[number], False, np.zeros(100, np.uint8))
+        eventually(lambda: self.world.waiting("GPU-0") > waiting, "no kernel begins")
+        running.other = sending
+        return running
+
+    def close(self) -> None:
+        for comm in (*self.ours, *self.theirs):
+            comm.close()
+            comm.close()
+
+
+class Running(threading.Thread):
+    """One `run` on a thread; `end` gives what it raised."""
+
+    other: Running | None = None
+
+    def __init__(self, comm: Communicator, send: bool, *arrays: np.ndarray) -> None:
+        super().__init__(daemon=True)
+        self.comm, self.arrays = comm, arrays
+        self.messages = [Message(send, a.ctypes.data, a.nbytes) for a in arrays]
+        self.stop = threading.Event()
+        self.error: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        def watch() -> None:
+            if self.stop.is_set():
+                raise TransferFailed("stopped")
+
+        try:
+            self.comm.run(self.messages, watch)
+        except BaseException as exc:
+            self.error = exc
+
+    def end(self) -> BaseException | None:
+        self.join(20)
+        assert not self.is_alive()
+        return self.error
+
+    def give_up(self) -> BaseException | None:
+        self.stop.set()
+        if self.other is not None:
+            self.other.stop.set()
+        return self.end()
+
+
+@pytest.fixture
+def here(world: World) -> Iterator[Here]:
+    made = Here(world)
+    made.wait_ready()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def three(world: World) -> Iterator[Here]:
+    made = Here(world, peers=3)
+    made.wait_ready()
+    for number in range(3):
+        made.move(number)
+    yield made
+    made.close()
+
+
+def data(seed: int, nbytes: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
+
+
+# ---------------------------------------------------------------------- work that goes well
+
+
+def test_messages_meet_first_in_first_out(here: Here) -> None:
+    sent = [data(seed, 100) for seed in range(3)]
+    got = [np.zeros(100, np.uint8) for _ in range(3)]
+    first = Running(here.theirs[0], True, sent[0], sent[1])
+    assert Running(here.ours[0], False, got[0], got[1]).end() is None
+    assert first.end() is None
+    second = Running(here.ours[0], True, sent[2])
+    assert Running(here.theirs[0], False, got[2]).end() is None
+    assert second.end() is None
+    np.testing.assert_array_equal(got, sent)
+
+
+def test_several_peers_at_once_and_one_thread_calls_for_all(three: Here) -> None:
+    callers = set(three.world._owners.values())
+    assert len(callers) == 4
+    targets = [np.zeros(100, np.uint8) for _ in range(3)]
+    receiving = [Running(c, False, t) for c, t in zip(three.ours, targets, strict=True)]
+    sending = [Running(c, True, data(5, 100)) for c in three.theirs]
+    assert [running.end() for running in (*receiving, *sending)] == [None] * 6
+    np.testing.assert_array_equal(targets, [data(5, 100)] * 3)
+    assert set(three.world._owners.values()) == callers
+
+
+def test_two_hundred_leave_nothing(world: World) -> None:
+    here = Here(world)
+    here.wait_ready()
+    here.close()
+    for _ in range(200):
+        here.begin()
+        here.wait_ready()
+        here.move()
+        here.close()
+    eventually(lambda: world.aborts == 402, "some are not freed")
+    assert world.revokes == 0
+
+
+# ---------------------------------------------------------------------- faults
+
+
+def test_another_size_is_a_fault_on_both_sides_and_the_end_of_the_communicator(here: Here) -> None:
+    sender = Running(here.theirs[0], True, data(1, 100))
+    target = np.zeros(99, np.uint8)
+    assert isinstance(Running(here.ours[0], False, target).end(), TransferFailed)
+    assert isinstance(sender.end(), TransferFailed)
+    assert not target.any()
+    for comm in (here.ours[0], here.theirs[0]):
+        assert not comm.usable
+        with pytest.raises(TransferFailed, match="over"):
+            comm.run([], patient)
+    eventually(lambda: here.world.aborts == 2, "not freed")
+
+
+def test_an_error_in_the_background_ends_the_transfer(here: Here) -> None:
+    here.move()
+    here.world.set(hang=True)
+    receiving = here.receive_in_vain()
+    here.world.fail("GPU-0")
+    assert "remote process exited" in str(receiving.end())
+    assert receiving.other is not None
+    assert receiving.other.give_up() is not None
+
+
+def test_giving_up_ends_what_runs_on_the_gpu(here: Here) -> None:
+    """The other side never sends. When `run` is back nothing is written, even if it sends then."""
+    here.move()
+    target = np.zeros(100, np.uint8)
+    receiving = Running(here.ours[0], False, target)
+    eventually(lambda: here.world.waiting("GPU-0") == 1, "no kernel begins")
+    assert "stopped" in str(receiving.give_up())
+    late = Running(here.theirs[0], True, data(1, 100))
+    assert late.give_up() is not None
+    assert not target.any()
+
+
+def test_a_group_that_never_gets_to_the_stream_is_given_up(here: Here) -> None:
+    """NCCL connects the two sides with the first group; the other side never has one."""
+    receiving = Running(here.ours[0], False, np.zeros(100, np.uint8))
+    receiving.join(0.05)
+    assert receiving.is_alive()
+    assert "stopped" in str(receiving.give_up())
+    assert here.world.aborts == 1
+    assert here.world.revokes == 0
+
+
+def test_run_is_not_back_before_the_gpu_is_known_to_be_quiet(here: Here) -> None:
+    here.world.set(hang=True)
+    receiving = here.receive_in_vain()
+    here.world.set(dumb_streams=10**9)
+    receiving.stop.set()
+    eventually(lambda: here.world.revokes > 0, "not revoked")
+    receiving.join(0.1)
+    assert receiving.is_alive()
+    here.world.set(dumb_streams=0)
+    assert receiving.give_up() is not None
+
+
+def test_a_stream_that_fails_is_a_failed_transfer_and_not_busy_for_ever(here: Here) -> None:
+    here.world.set(hang=True)
+    receiving = here.receive_in_vain()
+    here.world.set(dumb_streams=1)
+    ended = [receiving.comm, receiving.other.comm if receiving.other else None]
+    eventually(lambda: any(c is not None and not c.usable for c in ended), "reads as busy")
+    assert here.world.revokes > 0
+    receiving.give_up()
+
+
+def test_a_peer_that_dies_in_a_transfer_is_only_noticed_by_the_watch(here: Here) -> None:
+    here.world.set(hang=True)
+    receiving = here.receive_in_vain()
+    here.world.kill("GPU-1")
+    here.world.set(hang=False)
+    receiving.join(0.05)
+    assert receiving.is_alive()
+    assert receiving.give_up() is not None
+    assert not receiving.arrays[0].any()
+
+
+def test_nccl_that_cannot_revoke_is_aborted(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    here.world.set(hang=True)
+    receiving = here.receive_in_vain()
+    monkeypatch.setattr(here.world, "ncclCommRevoke", lambda *_: INVALID_USAGE)
+    assert "stopped" in str(receiving.give_up())
+    assert here.world.aborts >= 1
+
+
+# ---------------------------------------------------------------------- one GPU, several peers
+
+
+def test_a_peer_that_hangs_holds_up_no_other_and_no_abort(three: Here) -> None:
+    """An abort frees memory and so waits for every kernel on the GPU: it comes when nothing else
+    runs there. Whoever hangs can be ended all the same."""
+    three.world.kill("GPU-1")
+    hanging = Running(three.ours[0], False, np.zeros(100, np.uint8))
+    eventually(lambda: three.world.waiting("GPU-0") == 1, "no kernel begins")
+    three.ours[1].close()
+    three.theirs[1].close()
+    three.move(2)
+    assert "stopped" in str(hanging.give_up())
+    eventually(lambda: three.world.aborts == 3, "not freed when the GPU is quiet")
+    three.move(2)
+
+
+def test_two_that_hang_are_both_ended(three: Here) -> None:
+    for number in (1, 2):
+        three.world.kill(f"GPU-{number}")
+    hanging = [Running(three.ours[n], False, np.zeros(100, np.uint8)) for n in (0, 1)]
+    eventually(lambda: three.world.waiting("GPU-0") == 2, "the kernels do not begin")
+    assert "stopped" in str(hanging[0].give_up())
+    assert "stopped" in str(hanging[1].give_up())
+    three.move(2)
+
+
+def test_nothing_new_begins_while_somebody_waits_for_an_abort(world: World) -> None:
+    """Else a GPU that is never quiet would never free what its communicators hold."""
+    here = Here(world, peers=2)
+    here.wait_ready()
+    here.move(1)
+    connecting = Running(here.ours[0], False, np.zeros(100, np.uint8))
+    world.kill("GPU-2")
+    hanging = Running(here.ours[1], False, np.zeros(100, np.uint8))
+    eventually(lambda: world.waiting("GPU-0") == 1, "no kernel begins")
+    connecting.stop.set()
+    connecting.join(0.1)
+    assert connecting.is_alive(), "its group may be launched at any time"
+    assert "stopped" in str(hanging.give_up())
+    assert "stopped" in str(connecting.end())
+    here.close()
+
+
+def test_the_dead_do_not_pile_up_on_a_busy_gpu(world: World) -> None:
+    here = Here(world, peers=device_module.DEAD + 2)
+    here.wait_ready()
+    here.move(0)
+    here.move(1)
+    world.set(hang=True)
+    busy = here.receive_in_vain()
+    for comm in here.ours[2:]:
+        comm.close()
+    eventually(lambda: all(c.state is State.DEAD for c in here.ours[2:]), "not given up")
+    waiting = Running(here.ours[1], False, np.zeros(100, np.uint8))
+    sending = Running(here.theirs[1], True, data(1, 100))
+    time.sleep(0.05)
+    assert world.waiting("GPU-0") == 1, "a new group begins though many wait to be freed"
+    world.set(hang=False)
+    assert [running.end() for running in (busy, waiting, sending)] == [None] * 3
+    eventually(lambda: world.aborts >= device_module.DEAD, "not freed")
+    here.close()
+
+
+# ---------------------------------------------------------------------- how they begin and end
+
+
+def test_one_that_never_comes_up_is_given_up_at_once_and_freed(world: World) -> None:
+    world.set(hang_init=True)
+    here = Here(world)
+    for comm in (here.ours[0], here.theirs[0]):
+        with pytest.raises(TransferFailed, match="too late"):
+            comm.wait_ready(impatient())
+        assert not comm.usable
+    eventually(lambda: world.aborts == 2, "not freed")
+
+
+def test_one_that_cannot_be_made_says_so(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(world, "ncclCommInitRankConfig", lambda *_: 1)
+    here = Here(world)
+    for comm in (here.ours[0], here.theirs[0]):
+        with pytest.raises(TransferFailed, match="unhandled cuda error"):
+            comm.wait_ready(patient)
+        assert not comm.usable
+
+
+def test_an_owner_thread_begins_only_when_the_last_one_has_ended(world: World) -> None:
+    device = Device(FakeGpu(world, "GPU-0"))
+    go_on = threading.Event()
+    device._last = threading.Thread(target=go_on.wait)
+    device._last.start()
+    asking = threading.Thread(target=device.unique_id)
+    asking.start()
+    asking.join(0.1)
+    assert asking.is_alive()
+    go_on.set()
+    asking.join(20)
+    assert not asking.is_alive()
+
+
+def test_closing_a_healthy_one_waits_for_nobody(here: Here) -> None:
+    here.ours[0].close()
+    eventually(lambda: here.world.aborts == 1, "not freed")
+    assert here.theirs[0].usable, "NCCL does not tell the other side"
+
+
+# ---------------------------------------------------------------------- the rules are kept by force
+
+
+def test_the_library_for_tests_notices_what_the_manual_forbids(world: World) -> None:
+    """Calls as the code made them before: a second thread, and a stream asked too early."""
+    here = Here(world)
+    here.wait_ready()
+    comm = here.ours[0].comm
+    assert comm is not None
+    world.activate("GPU-0")
+    Nccl(world).busy(comm)
+    assert any("which kv-nccl owns" in text for text in world.violations)
+    world.violations.clear()
+    here.close()
+    eventually(lambda: not world.comms, "not freed")
+    world.violations.clear()
+    with pytest.raises(TransferFailed):
+        Nccl(world).revoke(comm)
+    assert world.violations == ["ncclCommRevoke after the abort"]
+    world.violations.clear()

@@ -1,0 +1,124 @@
+"""Which libnccl is taken, and what is said where it is of no use."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from typing import Any
+
+import pytest
+
+from pullfill.errors import TransferFailed
+from pullfill.transfer.nccl import library
+from pullfill.transfer.nccl.cuda import settle
+from pullfill.transfer.nccl.device import Device
+from pullfill.transfer.nccl.library import nonblocking
+from tests.support.fake_nccl import World
+from tests.support.nccl_gpus import FakeGpu
+
+
+class Found:
+    """A library that has some of the functions."""
+
+    def __init__(self, *missing: str) -> None:
+        for name in set(library._TYPES) - set(missing):
+            setattr(self, name, lambda *_: 0)
+
+
+class Loader:
+    """What ctypes finds: `loaded` is in the process already."""
+
+    def __init__(self, files: dict[str, Found], loaded: bool = False) -> None:
+        self.files, self.loaded = files, loaded
+        self.asked: list[str] = []
+
+    def __call__(self, name: str, mode: int = 0) -> Any:
+        if mode & os.RTLD_NOLOAD:
+            if self.loaded:
+                return Found()
+            raise OSError("not loaded")
+        self.asked.append(name)
+        if name not in self.files:
+            raise OSError(f"{name}: cannot open shared object file")
+        return self.files[name]
+
+    def use(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(ctypes, "CDLL", self)
+        monkeypatch.setattr(ctypes, "PyDLL", self)
+
+
+def test_the_one_that_is_loaded_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """LD_PRELOAD or torch brought it: two of them in a process would not know each other."""
+    loader = Loader({"libnccl.so.2": Found(), "/wheel/libnccl.so.2": Found()}, loaded=True)
+    loader.use(monkeypatch)
+    monkeypatch.setattr(library, "_packaged", lambda: "/wheel/libnccl.so.2")
+    library.load()
+    assert set(loader.asked) == {"libnccl.so.2"}
+
+
+def test_then_the_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = Loader({"libnccl.so.2": Found(), "/wheel/libnccl.so.2": Found()})
+    loader.use(monkeypatch)
+    monkeypatch.setattr(library, "_packaged", lambda: "/wheel/libnccl.so.2")
+    library.load()
+    assert set(loader.asked) == {"/wheel/libnccl.so.2"}
+
+
+def test_none_says_what_brings_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    Loader({}).use(monkeypatch)
+    monkeypatch.setattr(library, "_packaged", lambda: None)
+    with pytest.raises(TransferFailed, match="nvidia-nccl-cu13"):
+        library.load()
+
+
+def test_one_that_is_too_old_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    Loader({"libnccl.so.2": Found("ncclCommRevoke")}).use(monkeypatch)
+    monkeypatch.setattr(library, "_packaged", lambda: None)
+    with pytest.raises(TransferFailed, match=r"2\.28\.7 or newer"):
+        library.load()
+
+
+def test_blocking_communicators_by_force_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_COMM_BLOCKING", "0")
+    assert library.blocking_forced() is None
+    monkeypatch.setenv("NCCL_COMM_BLOCKING", "1")
+    assert "unset it" in str(library.blocking_forced())
+
+
+def test_the_config_is_one_that_nccl_takes() -> None:
+    """Offsets of nccl.h; NCCL reads `size` bytes and refuses another magic."""
+    config = nonblocking()
+    offsets = {name: getattr(type(config), name).offset for name, *_ in config._fields_}
+    assert offsets == {
+        "size": 0, "magic": 8, "version": 12, "blocking": 16, "cga_cluster_size": 20,
+        "min_ctas": 24, "max_ctas": 28, "net_name": 32,
+    }  # fmt: skip
+    said = (config.size, config.magic, config.version, config.blocking)
+    assert said == (40, 0xCAFEBEEF, 21700, 0)
+
+
+def test_an_id_that_cannot_be_made_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    monkeypatch.setattr(world, "ncclGetUniqueId", lambda *_: 1)
+    with pytest.raises(TransferFailed, match="unhandled cuda error"):
+        Device(FakeGpu(world, "GPU-0")).unique_id()
+
+
+def test_an_id_of_another_length_is_refused() -> None:
+    comm = Device(FakeGpu(World(), "GPU-0")).communicator(b"x", 1)
+    with pytest.raises(TransferFailed, match="128 bytes"):
+        comm.wait_ready(lambda: None)
+
+
+def test_settle_goes_on_until_the_gpu_answers() -> None:
+    answers = iter([RuntimeError("no"), RuntimeError("no"), None])
+    asked = []
+
+    def synchronize() -> None:
+        answer = next(answers)
+        asked.append(answer)
+        if answer is not None:
+            raise answer
+
+    settle(synchronize)
+    assert len(asked) == 3

@@ -1,0 +1,328 @@
+"""All NCCL calls of one GPU, on one thread: communicators between two ranks, from birth to abort.
+
+    making --both there--> idle --run--> issuing --on the stream--> running --done--> idle
+      |                     |               |                          | fault, given up
+      |                     |               |                       revoking
+      | fault, given up     | closed        | fault, given up          | nothing runs any more
+      +---------------------+---------------+--------> dead <----------+
+                                                        | nothing else runs on the GPU
+                                                       freed
+
+NCCL's manual ("Thread Safety", "Fault Tolerance") wants no two threads in calls for one GPU, and an
+abort only while no other thread is inside. So sessions only leave notes at their communicator; the
+owner thread reads them, and looks at every communicator until each is idle. No call of NCCL's waits
+for another worker there, because all communicators are nonblocking.
+
+An abort is the exception. It gives device memory back, and that waits for every kernel on the GPU,
+also one that waits for a worker that died, which only the owner thread could end. So whatever runs
+is first *revoked*, which ends it and frees nothing. The abort comes when nothing else runs; if
+somebody waits for it, or `DEAD` communicators do, no new group begins meanwhile.
+
+`run` comes back only when nothing of its messages goes on: the kernel has ended, or it was never
+launched and the communicator is gone. If CUDA cannot even say that, `run` does not come back: its
+caller holds a fence.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from pullfill.errors import TransferFailed
+from pullfill.transfer.contract import LocalMemory
+from pullfill.transfer.nccl.contract import Gpu, Stream
+from pullfill.transfer.nccl.library import RANKS, Message, Nccl
+from pullfill.transfer.nccl.staging import Turns
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.02
+"""How often a waiting session looks at its connection."""
+DEAD = 4
+"""So many communicators at most wait to be freed before new groups wait for them."""
+_PAUSES_S = (20e-6, 500e-6)
+_FAST_POLLS = 200
+
+
+class State(enum.Enum):
+    """See the module."""
+
+    MAKING = enum.auto()
+    IDLE = enum.auto()
+    ISSUING = enum.auto()
+    RUNNING = enum.auto()
+    REVOKING = enum.auto()
+    DEAD = enum.auto()
+    FREED = enum.auto()
+
+
+_ON_THE_GPU = (State.ISSUING, State.RUNNING, State.REVOKING)
+
+
+class Communicator:
+    """One side of one pair. `wait_ready`, `run` and `close` by one thread at a time."""
+
+    def __init__(self, device: Device, unique_id: bytes, rank: int) -> None:
+        self._device = device
+        self.unique_id, self.rank = unique_id, rank
+        self.ready = threading.Event()
+        """Made, or failed."""
+        self.settled = threading.Event()
+        """Nothing of `messages` goes on, whatever became of them."""
+        self.given_up = threading.Event()
+        self.error: Exception | None = None
+        # What follows belongs to the owner thread; `run` hands it `messages` while it is idle.
+        self.unsure = False
+        self.state = State.MAKING
+        self.messages: Sequence[Message] | None = None
+        self.comm: int | None = None
+        self.stream: Stream | None = None
+
+    @property
+    def usable(self) -> bool:
+        """No fault so far, and not closed."""
+        return self.error is None and not self.given_up.is_set()
+
+    def wait_ready(self, watch: Callable[[], None]) -> None:
+        """Until both ranks are there. `watch` is called now and then and raises to give up; then
+        the communicator is over. Raises TransferFailed."""
+        self._wait(self.ready, watch)
+        if self.error is not None:
+            raise TransferFailed(f"no NCCL communicator: {self.error}")
+
+    def run(self, messages: Sequence[Message], watch: Callable[[], None]) -> None:
+        """Do all of them, in order, as one group. Returns when they are done; raises when nothing
+        of them goes on any more, and the communicator is over. Raises TransferFailed."""
+        if not self.usable:
+            raise TransferFailed("the communicator is over")
+        self.settled.clear()
+        self.messages = messages
+        self._device.wake()
+        try:
+            self._wait(self.settled, watch)
+        except BaseException:
+            self.settled.wait()
+            raise
+        if self.error is not None:
+            raise TransferFailed(f"NCCL failed: {self.error}")
+
+    def close(self) -> None:
+        """It is freed when the GPU allows it; nobody waits for that. Idempotent."""
+        self.given_up.set()
+        self._device.wake()
+
+    def _wait(self, event: threading.Event, watch: Callable[[], None]) -> None:
+        try:
+            while not event.wait(TICK_S):
+                watch()
+        except BaseException:
+            self.close()
+            raise
+
+
+class Device:
+    """One GPU: its turns, and its owner thread, which is there while there are communicators.
+    One per GPU and process. Thread-safe."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu = gpu
+        self.turns = Turns(gpu)
+        self.nccl = Nccl(gpu.library())
+        self._changed = threading.Condition()
+        self._asked: list[Callable[[], None]] = []
+        self._comms: list[Communicator] = []
+        self._thread: threading.Thread | None = None
+        self._last: threading.Thread | None = None
+        self._polls = 0
+
+    def communicator(self, unique_id: bytes, rank: int) -> Communicator:
+        """Begin to make one."""
+        made = Communicator(self, unique_id, rank)
+        self._ask(lambda: self._comms.append(made))
+        return made
+
+    def unique_id(self) -> bytes:
+        """For a communicator of ours and one of another worker. Raises TransferFailed."""
+        answered = threading.Event()
+        answer: list[bytes | Exception] = []
+
+        def ask() -> None:
+            try:
+                self.gpu.activate()
+                answer.append(self.nccl.unique_id())
+            except Exception as exc:
+                answer.append(exc)
+            answered.set()
+
+        self._ask(ask)
+        answered.wait()
+        if isinstance(answer[0], Exception):
+            raise TransferFailed(f"no NCCL communicator: {answer[0]}") from answer[0]
+        return answer[0]
+
+    def wake(self) -> None:
+        """There is a note at a communicator."""
+        self._ask(lambda: None)
+
+    def _ask(self, do: Callable[[], None]) -> None:
+        with self._changed:
+            self._asked.append(do)
+            self._changed.notify_all()
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._main, args=(self._last,), name="kv-nccl", daemon=True
+                )
+                self._last = self._thread
+                self._thread.start()
+
+    # ------------------------------------------------------------------ the owner thread
+
+    def _main(self, before: threading.Thread | None) -> None:
+        if before is not None:
+            before.join()
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._asked, self._pause())
+                asked, self._asked = self._asked, []
+                if not asked and not self._comms:
+                    self._thread = None
+                    return
+            self._polls = 0 if asked else self._polls + 1
+            for do in asked:
+                do()
+            for comm in self._comms:
+                try:
+                    self._step(comm)
+                except Exception as exc:
+                    self._fail(comm, exc)
+            self._bury()
+            self._comms = [comm for comm in self._comms if comm.state is not State.FREED]
+
+    def _pause(self) -> float | None:
+        """None: nothing changes by itself."""
+        if not self._comms:
+            return 0.0
+        if all(comm.state is State.IDLE and comm.messages is None for comm in self._comms):
+            return None
+        return _PAUSES_S[self._polls > _FAST_POLLS]
+
+    def _step(self, comm: Communicator) -> None:
+        """Whatever it raises is a fault of `comm`."""
+        if comm.state is State.DEAD:
+            return
+        if comm.given_up.is_set() and comm.state is not State.REVOKING:
+            raise TransferFailed("given up")
+        if comm.comm is None:
+            self.gpu.activate()
+            comm.stream = comm.stream or self.gpu.stream()
+            comm.comm = self.nccl.init(comm.unique_id, comm.rank)
+        match comm.state:
+            case State.MAKING:
+                if not self.nccl.busy(comm.comm):
+                    comm.state = State.IDLE
+                    comm.ready.set()
+            case State.IDLE:
+                if comm.messages is not None and not self._somebody_waits_to_be_freed():
+                    assert comm.stream is not None
+                    comm.state = State.ISSUING
+                    peer = RANKS - 1 - comm.rank
+                    self.nccl.issue(comm.comm, comm.messages, peer, comm.stream.handle)
+            case State.ISSUING:
+                if not self.nccl.busy(comm.comm):
+                    comm.state = State.RUNNING
+            case State.RUNNING:
+                if self._is_quiet(comm):
+                    self._settle(comm, State.IDLE)
+                else:
+                    self.nccl.busy(comm.comm)  # raises what went wrong in the background
+            case State.REVOKING:
+                if not self.nccl.busy(comm.comm) and self._is_quiet(comm):
+                    self._settle(comm, State.DEAD)
+
+    def _fail(self, comm: Communicator, exc: Exception) -> None:
+        if comm.error is None:
+            comm.error = exc
+            log.debug("a communicator is over: %s", exc)
+        match comm.state:
+            case State.RUNNING:
+                comm.state = State.REVOKING
+                try:
+                    assert comm.comm is not None
+                    self.nccl.revoke(comm.comm)
+                except TransferFailed as worse:
+                    log.warning("NCCL does not end a transfer, aborting: %s", worse)
+                    comm.state = State.DEAD
+            case State.REVOKING if self._is_quiet(comm):  # what failed may be what was revoked
+                self._settle(comm, State.DEAD)
+            case State.REVOKING:
+                log.warning("NCCL does not end a transfer, aborting: %s", exc)
+                comm.state = State.DEAD
+            case State.MAKING | State.IDLE:  # nothing was queued
+                self._settle(comm, State.DEAD)
+            case State.ISSUING:  # nobody knows what was queued
+                comm.state = State.DEAD
+        comm.ready.set()
+
+    def _settle(self, comm: Communicator, state: State) -> None:
+        comm.state, comm.messages = state, None
+        comm.settled.set()
+
+    def _is_quiet(self, comm: Communicator) -> bool:
+        """Whether the stream is done. Where CUDA does not say it, it is not, and what is under way
+        has failed."""
+        assert comm.stream is not None
+        try:
+            return comm.stream.done
+        except Exception as exc:
+            if comm.state is State.RUNNING:
+                raise
+            if not comm.unsure:
+                log.error("a GPU does not say whether it still writes; waiting: %s", exc)
+            comm.unsure = True
+            return False
+
+    def _somebody_waits_to_be_freed(self) -> bool:
+        dead = [comm for comm in self._comms if comm.state is State.DEAD]
+        return len(dead) >= DEAD or any(comm.messages is not None for comm in dead)
+
+    def _bury(self) -> None:
+        """Free the dead when nothing else runs on this GPU; first whom somebody waits for."""
+        if any(comm.state in _ON_THE_GPU for comm in self._comms):
+            return
+        dead = [comm for comm in self._comms if comm.state is State.DEAD]
+        for comm in sorted(dead, key=lambda comm: comm.messages is None):
+            if comm.comm is not None:
+                handle, comm.comm = comm.comm, None
+                try:
+                    self.nccl.abort(handle)
+                except TransferFailed as exc:
+                    log.warning("NCCL could not free a communicator: %s", exc)
+            if comm.stream is None or self._is_quiet(comm):
+                if comm.stream is not None:
+                    comm.stream.close()
+                self._settle(comm, State.FREED)
+
+
+class Gpus(Protocol):
+    """The GPUs of this process."""
+
+    def why_not(self) -> str | None:
+        """Why NCCL cannot be used in this process, for people."""
+        ...
+
+    def version(self) -> int:
+        """NCCL's, as it writes it: 22903 is 2.29.3."""
+        ...
+
+    def shared(self) -> bool:
+        """Whether two ranks may be on one GPU."""
+        ...
+
+    def uuids(self) -> list[str]: ...
+
+    def of(self, memory: LocalMemory) -> Device | None:
+        """The GPU that holds `memory`, the same object each time; None when it is not on one."""
+        ...

@@ -1,0 +1,225 @@
+"""libnccl through ctypes: the calls that a two-rank, nonblocking communicator takes.
+
+Every communicator is made with `blocking = 0`, because NCCL allows an abort at any moment only then
+(NCCL's manual, "Fault Tolerance"). A call that cannot end at once returns ncclInProgress and goes
+on in a thread of NCCL's; `Nccl.busy` tells when it has ended.
+
+Not thread-safe for one GPU: `device.py` has the one thread that calls it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pullfill.errors import TransferFailed
+from pullfill.transfer.nccl.contract import Library
+
+RANKS = 2
+MAX_CTAS = 8
+"""Thread blocks, one to a multiprocessor, that a communicator's kernel has at most. Each also costs
+about 6.5 MB of GPU memory. NCCL_MAX_CTAS in the environment overrides it."""
+SUCCESS, IN_PROGRESS = 0, 7  # ncclResult_t
+UINT8 = 1  # ncclDataType_t
+MAGIC = 0xCAFEBEEF  # NCCL_API_MAGIC
+UNDEFINED = -(1 << 31)  # NCCL_CONFIG_UNDEF_INT
+UNIQUE_ID_BYTES = 128
+_SONAME = "libnccl.so.2"
+_QUICK = ("ncclCommGetAsyncError", "ncclGroupStart", "ncclGroupEnd", "ncclSend", "ncclRecv")
+_INT = ctypes.c_int
+_COMM = _STREAM = ctypes.c_void_p
+
+
+class UniqueId(ctypes.Structure):
+    """ncclUniqueId: passed by value."""
+
+    _fields_ = (("internal", ctypes.c_byte * UNIQUE_ID_BYTES),)
+
+
+class Config(ctypes.Structure):
+    """ncclConfig_t as it was in NCCL 2.17. Newer releases read it too: `version` and `size` say
+    which fields it has, and the others keep their defaults."""
+
+    _fields_ = (
+        ("size", ctypes.c_size_t),
+        ("magic", ctypes.c_uint),
+        ("version", ctypes.c_uint),
+        ("blocking", _INT),
+        ("cga_cluster_size", _INT),
+        ("min_ctas", _INT),
+        ("max_ctas", _INT),
+        ("net_name", ctypes.c_char_p),
+    )
+
+
+CONFIG_VERSION = 21700
+
+
+def nonblocking() -> Config:
+    """NCCL_CONFIG_INITIALIZER, with what we want to be different."""
+    return Config(
+        size=ctypes.sizeof(Config), magic=MAGIC, version=CONFIG_VERSION, blocking=0,
+        cga_cluster_size=UNDEFINED, min_ctas=UNDEFINED, max_ctas=MAX_CTAS, net_name=None,
+    )  # fmt: skip
+
+
+_TYPES: dict[str, tuple[Any, ...]] = {
+    "ncclGetVersion": (ctypes.c_void_p,),
+    "ncclGetErrorString": (_INT,),
+    "ncclGetLastError": (_COMM,),
+    "ncclGetUniqueId": (ctypes.c_void_p,),
+    "ncclCommInitRankConfig": (ctypes.c_void_p, _INT, UniqueId, _INT, ctypes.c_void_p),
+    "ncclCommGetAsyncError": (_COMM, ctypes.c_void_p),
+    "ncclGroupStart": (),
+    "ncclGroupEnd": (),
+    "ncclSend": (ctypes.c_void_p, ctypes.c_size_t, _INT, _INT, _COMM, _STREAM),
+    "ncclRecv": (ctypes.c_void_p, ctypes.c_size_t, _INT, _INT, _COMM, _STREAM),
+    "ncclCommRevoke": (_COMM, _INT),
+    "ncclCommAbort": (_COMM,),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One send or receive of NCCL: `nbytes` at `address`."""
+
+    send: bool
+    address: int
+    nbytes: int
+
+
+def load() -> Library:
+    """The libnccl of this process: the one that torch or LD_PRELOAD brought, else that of the
+    nvidia-nccl package, else the system's. Raises TransferFailed."""
+    try:
+        path, already = _SONAME, ctypes.CDLL(_SONAME, os.RTLD_NOLOAD | os.RTLD_NOW)
+        del already
+    except OSError:
+        path = _packaged() or _SONAME
+    try:
+        # Calls that return at once keep the GIL: giving it up costs up to a switch interval beside
+        # a busy engine thread.
+        library, quick = ctypes.CDLL(path), ctypes.PyDLL(path)
+    except OSError as exc:
+        raise TransferFailed(
+            f"NCCL does not load ({exc}): torch for CUDA brings it, or install nvidia-nccl-cu13"
+        ) from exc
+    for name, types in _TYPES.items():
+        try:
+            function = getattr(quick if name in _QUICK else library, name)
+        except AttributeError as exc:
+            raise TransferFailed(f"NCCL 2.28.7 or newer is needed: this one has no {name}") from exc
+        function.argtypes = types
+        setattr(library, name, function)
+    for name in ("ncclGetErrorString", "ncclGetLastError"):
+        getattr(library, name).restype = ctypes.c_char_p
+    loaded: Any = library
+    return loaded  # type: ignore[no-any-return]
+
+
+def _packaged() -> str | None:
+    """The library file of the nvidia-nccl-cu12 or -cu13 package."""
+    try:
+        found = importlib.util.find_spec("nvidia.nccl")
+    except ModuleNotFoundError:
+        return None
+    for folder in (found.submodule_search_locations or ()) if found is not None else ():
+        if (path := Path(folder, "lib", _SONAME)).exists():
+            return str(path)
+    return None
+
+
+def blocking_forced() -> str | None:
+    """Why communicators cannot be nonblocking here, for people."""
+    if os.environ.get("NCCL_COMM_BLOCKING", "0") != "0":
+        return (
+            "NCCL_COMM_BLOCKING is set, and a blocking communicator cannot be aborted safely: "
+            "unset it"
+        )
+    return None
+
+
+class Nccl:
+    """The library with Python's types. Raises TransferFailed with NCCL's words for an error; the
+    communicator must then be aborted. Raises nothing else."""
+
+    def __init__(self, library: Library) -> None:
+        self._library = library
+
+    def version(self) -> int:
+        """22903 is 2.29.3. Any thread."""
+        number = _INT()
+        self._check("ncclGetVersion", self._library.ncclGetVersion(ctypes.byref(number)))
+        return number.value
+
+    def unique_id(self) -> bytes:
+        """Under which both ranks meet. Opens a port."""
+        made = UniqueId()
+        self._check("ncclGetUniqueId", self._library.ncclGetUniqueId(ctypes.byref(made)))
+        return bytes(made)
+
+    def init(self, unique_id: bytes, rank: int, ranks: int = RANKS) -> int:
+        """Begin to make a communicator on the thread's GPU; it is there when it is not `busy`."""
+        if len(unique_id) != UNIQUE_ID_BYTES:
+            raise TransferFailed(f"an NCCL id has {UNIQUE_ID_BYTES} bytes, not {len(unique_id)}")
+        comm, config = ctypes.c_void_p(), nonblocking()
+        code = self._library.ncclCommInitRankConfig(
+            ctypes.byref(comm),
+            ranks,
+            UniqueId.from_buffer_copy(unique_id),
+            rank,
+            ctypes.byref(config),
+        )
+        if code not in (SUCCESS, IN_PROGRESS) and comm.value:
+            self._library.ncclCommAbort(comm)
+        self._check("ncclCommInitRankConfig", code)
+        assert comm.value is not None
+        return comm.value
+
+    def busy(self, comm: int) -> bool:
+        """Whether the last call on `comm` still goes on in the background. Raises also when
+        something that was queued earlier failed."""
+        state = _INT()
+        code = self._library.ncclCommGetAsyncError(ctypes.c_void_p(comm), ctypes.byref(state))
+        self._check("ncclCommGetAsyncError", code)
+        self._check("NCCL", state.value)
+        return state.value == IN_PROGRESS
+
+    def issue(self, comm: int, messages: Sequence[Message], peer: int, stream: int) -> None:
+        """Begin to queue all of them as one group. They are on the stream when it is not `busy`;
+        until then the stream says nothing."""
+        library, handle, on = self._library, ctypes.c_void_p(comm), ctypes.c_void_p(stream)
+        self._check("ncclGroupStart", library.ncclGroupStart())
+        code = SUCCESS
+        for message in messages:
+            move = library.ncclSend if message.send else library.ncclRecv
+            address, count = ctypes.c_void_p(message.address), ctypes.c_size_t(message.nbytes)
+            code = move(address, count, UINT8, peer, handle, on)
+            if code not in (SUCCESS, IN_PROGRESS):
+                break
+        ended = library.ncclGroupEnd()  # also after an error: a group is the thread's
+        self._check("ncclSend or ncclRecv", code)
+        self._check("ncclGroupEnd", ended)
+
+    def revoke(self, comm: int) -> None:
+        """Begin to end what runs on the GPU; it has ended when it is not `busy`. Frees nothing.
+        Not while an `init` or `issue` is under way: NCCL 2.30.7 then uses its own task after it
+        freed it (ncclCommEnsureReady)."""
+        self._check("ncclCommRevoke", self._library.ncclCommRevoke(ctypes.c_void_p(comm), 0))
+
+    def abort(self, comm: int) -> None:
+        """End everything and free, whatever goes on. Blocks until every kernel on the GPU has
+        ended, because it gives memory back. `comm` is gone, also if this raises."""
+        self._check("ncclCommAbort", self._library.ncclCommAbort(ctypes.c_void_p(comm)))
+
+    def _check(self, what: str, code: int) -> None:
+        if code in (SUCCESS, IN_PROGRESS):
+            return
+        text = self._library.ncclGetErrorString(code).decode(errors="replace")
+        last = (self._library.ncclGetLastError(None) or b"").decode(errors="replace").strip()
+        raise TransferFailed(f"{what}: {text}" + (f" ({last})" if last else ""))
