@@ -20,6 +20,7 @@ import marshal
 import os
 import signal
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -36,8 +37,9 @@ PIECE = 8
 some processes without work at the end."""
 NUMBER = 4
 """Bytes of the number of a piece in the pipe. A pipe holds 64 KiB, so 16,000 pieces."""
-END_S = 30.0
-"""A child that is told to end takes down its fixtures in this time, or it is killed."""
+END_S, AGAIN_S = 30.0, 1.0
+"""A child that is told to end takes down its fixtures in this time, or it is killed. It is told
+again and again."""
 
 Together = Callable[[pytest.Item], Hashable]
 """None, or a name that neighbours share which must be one piece."""
@@ -194,13 +196,17 @@ class Forks:
 
     def _end_all(self) -> None:
         """After an interrupt or an error. A child has its fixtures end what they started."""
+        give_up = time.monotonic() + END_S
         for pid in self._children:
             os.kill(pid, signal.SIGTERM)
         for child in list(self._children.values()):
             with DefaultSelector() as selector:
                 selector.register(child.end, EVENT_READ)
-                if not selector.select(END_S):
-                    os.kill(child.pid, signal.SIGKILL)
+                # Again: a callback of C code or a `__del__` may swallow the KeyboardInterrupt. A
+                # child that has seen it ignores the signal from then on.
+                while not selector.select(AGAIN_S):
+                    late = time.monotonic() > give_up
+                    os.kill(child.pid, signal.SIGKILL if late else signal.SIGTERM)
             self._reap(child)
 
     def _fork(self, first: list[int]) -> None:

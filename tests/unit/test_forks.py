@@ -113,8 +113,28 @@ def test_long(n, held):
             assert time.monotonic() < give_up
             time.sleep(0.01)
         process.send_signal(signal.SIGINT)
-        assert "KeyboardInterrupt" in process.communicate(timeout=30)[0]
+        assert "KeyboardInterrupt" in process.communicate(timeout=60)[0]
     assert process.returncode == 2
+    assert (tmp_path / "ended").read_text() == "xx"
+
+
+def test_a_test_that_swallows_the_first_interrupt_gets_another(tmp_path: Path) -> None:
+    tests = """
+@pytest.mark.parametrize("n", range(20))
+def test_long(n, held):
+    with open(f"begun{n}", "w"): pass
+    try:
+        time.sleep(60)
+    except KeyboardInterrupt:
+        time.sleep(60)
+"""
+    with start(tmp_path, tests) as process:
+        give_up = time.monotonic() + 30
+        while len(list(tmp_path.glob("begun*"))) < 2:
+            assert time.monotonic() < give_up
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        assert "KeyboardInterrupt" in process.communicate(timeout=25)[0]
     assert (tmp_path / "ended").read_text() == "xx"
 
 
