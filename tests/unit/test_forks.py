@@ -19,9 +19,12 @@ from tests.support.forks import PIECE, pieces
 
 ROOT = Path(__file__).parents[2]
 CONFTEST = """
-import pytest
+import pytest, signal
 from pathlib import Path
 from tests.support.forks import Forks
+
+# A shell's background job is started with SIGINT ignored, and so is all that it starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def pytest_configure(config):
     config.pluginmanager.register(Forks(2, lambda item: None))
