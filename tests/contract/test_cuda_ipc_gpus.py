@@ -98,7 +98,8 @@ def test_digests_of_gpu_memory_are_those_of_its_bytes(monkeypatch: pytest.Monkey
     assert driver.to_host == [3 * DENSE.block_bytes], "one copy to the CPU for all blocks"
     on_gpu.digest([5])
     assert driver.to_host[1:] == [DENSE.block_bytes]
-    assert len(driver._locked) == 1, "one page-locked buffer"
+    on_gpu.digest(range(20))
+    assert len(driver._locked) == 1, "one page-locked buffer, also when more is asked for later"
 
 
 def test_digests_of_gpu_memory_of_several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

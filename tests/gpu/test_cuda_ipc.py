@@ -63,7 +63,7 @@ def test_writes_land_in_the_named_blocks_and_nowhere_else(
     assert (result.blocks, result.nbytes) == (17, 17 * LAYOUT.block_bytes)
     assert theirs(owner, target) == BlockDigester(mine.memory).digest(source)
     assert theirs(owner, rest) == untouched
-    # One run of neighbours: the copy engines instead of the kernel.
+    # One run of neighbours in each layer.
     session.write_blocks(token, range(BLOCKS), range(BLOCKS))
     assert theirs(owner, range(BLOCKS)) == BlockDigester(mine.memory).digest(range(BLOCKS))
     assert owner.revoke(token)

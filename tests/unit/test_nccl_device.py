@@ -382,7 +382,7 @@ def test_closing_a_healthy_one_waits_for_nobody(here: Here) -> None:
 
 
 def test_the_library_for_tests_notices_what_the_manual_forbids(world: World) -> None:
-    """Calls as the code made them before: a second thread, and a stream asked too early."""
+    """Calls as the code made them before: from a second thread, and after the abort."""
     here = Here(world)
     here.wait_ready()
     comm = here.ours[0].comm

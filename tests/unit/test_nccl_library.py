@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ from pullfill.transfer.nccl import library
 from pullfill.transfer.nccl.cuda import settle
 from pullfill.transfer.nccl.device import Device
 from pullfill.transfer.nccl.library import nonblocking
-from tests.support.fake_nccl import World
+from tests.support.fake_nccl import FakeStream, World
 from tests.support.nccl_gpus import FakeGpu
+from tests.support.waiting import eventually
 
 
 class Found:
@@ -108,6 +110,28 @@ def test_an_id_of_another_length_is_refused() -> None:
     comm = Device(FakeGpu(World(), "GPU-0")).communicator(b"x", 1)
     with pytest.raises(TransferFailed, match="128 bytes"):
         comm.wait_ready(lambda: None)
+
+
+def test_a_stream_that_cannot_be_destroyed_ends_no_owner_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(stream: FakeStream) -> None:
+        raise TransferFailed("cuStreamDestroy: CUDA_ERROR_ILLEGAL_ADDRESS")
+
+    def give_up() -> None:
+        raise TransferFailed("too late")
+
+    monkeypatch.setattr(FakeStream, "close", fail)
+    world = World()
+    device = Device(FakeGpu(world, "GPU-0"))
+    alone = device.communicator(device.unique_id(), 0)
+    with pytest.raises(TransferFailed, match="too late"):
+        alone.wait_ready(give_up)
+    eventually(lambda: world.aborts == 1, "not freed")
+    asking = threading.Thread(target=device.unique_id, daemon=True)
+    asking.start()
+    asking.join(20)
+    assert not asking.is_alive()
 
 
 def test_settle_goes_on_until_the_gpu_answers() -> None:

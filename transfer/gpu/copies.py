@@ -31,6 +31,7 @@ from pullfill.transfer.runs import Batch, plan
 logger = log.get("transfer.gpu")
 
 _BROKEN = "an earlier copy failed on the GPU; restart this worker"
+_STAGE_BYTES = 1 << 20
 
 
 class Kernel(Protocol):
@@ -110,8 +111,9 @@ class Lane:
         with self.lock:
             self.check()
             if nbytes > self._staged:
-                self._stage = self._driver.stage(self._device, nbytes)
-                self._staged = nbytes
+                # Never given back, so not a little more each time.
+                size = max(1 << (nbytes - 1).bit_length(), _STAGE_BYTES)
+                self._stage, self._staged = self._driver.stage(self._device, size), size
             there, here = self._stage
             for batch in plan(layout, dense, blocks, range(len(blocks))).batches(*SAME.limits):
                 self._now(there, memory.address, batch)

@@ -302,7 +302,10 @@ class Device:
                     log.warning("NCCL could not free a communicator: %s", exc)
             if comm.stream is None or self._is_quiet(comm):
                 if comm.stream is not None:
-                    comm.stream.close()
+                    try:
+                        comm.stream.close()
+                    except Exception as exc:  # the thread must go on: others wait for it
+                        log.warning("a stream could not be destroyed: %s", exc)
                 self._settle(comm, State.FREED)
 
 
