@@ -194,7 +194,8 @@ def test_row_7_abort_mid_write(paired: Cluster, oracle: Oracle) -> None:
 
 def test_row_12_duplicate_delivery(paired: Cluster, oracle: Oracle) -> None:
     """No heartbeat, and a prefill longer than `ack_wait`: the queue gives the job to another
-    worker. The first one is alive, so the job stays with it; the other one is told so."""
+    worker. The first one is alive, so the job stays with it; the other one is told so. The first
+    one drains meanwhile, since a worker that still pulls may get the redelivery itself."""
     first, second = only_prefill(paired), paired.launch("prefill")
     paired.wait_ready(first, second)
     with checked(paired, oracle) as check:
@@ -205,8 +206,10 @@ def test_row_12_duplicate_delivery(paired: Cluster, oracle: Oracle) -> None:
             until(lambda: holders(paired, first, second), 10, "one of them has it")
             (slow,) = holders(paired, first, second)
             (second if slow is first else first).arm("")
+            slow.signal(signal.SIGTERM)
             until(lambda: load.done, 30, "answered")
             told = check.told(load.done[0][1])
+        assert slow.process.wait(20) == 0
         assert (told["path"], told["attempts"]) == ("remote", 1)
         assert told["prefill_instance"] == slow.instance_id
         assert paired.counter("pullfill_claim_total", result="in_progress") > refused
