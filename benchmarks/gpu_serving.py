@@ -1,17 +1,18 @@
-"""What 8,000-token prompts cost 16 running streams when both workers share one GPU: the parts
-`serving` and `slices` of `make bench-gpu`.
+"""How much 8,000-token prompts slow 16 running streams down when both workers share one GPU.
 
-The model is a Llama of 8B's shape with random weights. Windows of load, one after the other:
+These are the parts `serving` and `slices` of `make bench-gpu`.
+
+The model has the shape of Llama 8B and random weights. Windows of load, one after the other:
 
   alone    the streams only
   copies   the streams, and another process that copies 1 GiB five times a second
   local    the streams, and a long prompt every two seconds, prefilled by the decode worker
   remote   the same, prefilled by the prefill worker and written over cuda_ipc
 
-Processes that share a GPU without MPS take turns on it: while one has it, the other's kernels wait.
-`slices` measures these turns, with a small kernel in this process beside one that never pauses. So
-a remote prefill is not free here. What it costs the streams is turns, what a local one costs them
-is steps with a prompt in them.
+Processes that share a GPU without MPS take turns on it: while one runs, the kernels of the other
+wait. `slices` measures how long: it times a small kernel in this process while another process
+keeps the GPU busy. So a remote prefill also delays the streams here, because they wait for their
+turn. A local prefill delays them because their decode steps also compute a part of the prompt.
 """
 
 from __future__ import annotations
@@ -37,8 +38,10 @@ from benchmarks.serving.workloads import Longs, Prompts, interference
 
 STREAMS, LONG = 16, Longs(8000, 2.0)
 COPY_SHARE, ITL_BESIDE_COPIES = 0.02, 1.1
+"""Targets. The KV copy of a remote prompt may take at most this share of its prefill time, and the
+ITL p99 of `copies` may be at most this many times that of `alone`."""
 GIB = 4, 4096, 1, 64 << 10
-"""Layers, blocks, heads and page bytes of what is copied beside the streams."""
+"""Layers, blocks, heads and page bytes of the KV memory that `copies` copies: 1 GiB."""
 WINDOWS = {
     "alone": ("always_local", None),
     "copies": ("always_local", None),
@@ -61,12 +64,14 @@ FLAGS = (
     '{"mode":0,"cudagraph_mode":"FULL_DECODE_ONLY","cudagraph_capture_sizes":[1,2,4,8,16,24,32]}',
 )
 _STALL = 10.0
-"""A kernel that takes this many times its usual time waited for another process."""
+"""A kernel counts as stalled if it takes more than this many times its median time alone. It has
+then waited for its process's turn on the GPU."""
 
 
 def shape_of_8b(base: Path) -> Path:
-    """A checkpoint without weights, for `--load-format=dummy`. Its vocabulary is the small one of
-    the serving benchmark's model."""
+    """Make a checkpoint without weights, for `--load-format=dummy`. Returns its directory.
+
+    Its vocabulary is the small one of the serving benchmark's model."""
     recipe = replace(
         model.RECIPE, hidden=4096, layers=32, heads=32, kv_heads=8, head_dim=128,
         intermediate=14336, max_positions=32768,
@@ -82,7 +87,9 @@ def shape_of_8b(base: Path) -> Path:
 def serving_rows(
     base: Path, seconds: float, checkpoint: Path | None = None, flags: tuple[str, ...] = FLAGS
 ) -> Iterator[Row]:
-    """Raises BenchError when a window is not what it should be."""
+    """Run all windows and yield their rows. Raises BenchError as `rows_of` does.
+
+    seconds: length of each window."""
     told = ["--model", str(checkpoint or shape_of_8b(base)), *flags]
     with running(base / "cluster", *told) as live:
         wait_for(live.linked, 60.0, "the prefill worker is connected to the decode worker")
@@ -101,7 +108,10 @@ def serving_rows(
 
 
 def rows_of(windows: dict[str, Window]) -> Iterator[Row]:
-    """Raises BenchError when an answer failed or a prompt took another path than it should."""
+    """Yield the rows of the measured windows.
+
+    Raises BenchError if an answer failed, or if a long prompt was not prefilled where its window
+    says."""
     itl = {label: [1e3 * gap for gap in window.gaps()] for label, window in windows.items()}
     alone = percentile(itl["alone"], 0.99)
     yield row(f"ITL p50 of {STREAMS} streams alone", percentile(itl["alone"], 0.5), "ms")
@@ -124,7 +134,10 @@ def rows_of(windows: dict[str, Window]) -> Iterator[Row]:
 
 
 def stages_of(window: Window, path: str) -> list[dict[str, float]]:
-    """Of its long prompts, all of which took this path. Raises BenchError."""
+    """Return the stage times, in ms, of each long prompt of the window.
+
+    path: `local` or `remote`. Raises BenchError if a long prompt was prefilled on another path, or
+    if no long prompt has a record."""
     longs = {a.request_id for a in window.answers if a.ask.kind is Kind.LONG}
     told: list[dict[str, Any]] = [window.explained[i] for i in longs if i in window.explained]
     if not told or {record["path"] for record in told} != {path}:
@@ -134,7 +147,7 @@ def stages_of(window: Window, path: str) -> list[dict[str, float]]:
 
 @contextmanager
 def copies(base: Path) -> Iterator[None]:
-    """1 GiB from one process to another, five times a second."""
+    """Copy 1 GiB of GPU memory from one process to another, five times a second."""
     from tests.support.gpu_programs import Program
 
     path = base / "descriptor"
@@ -150,7 +163,7 @@ def copies(base: Path) -> Iterator[None]:
 
 
 def slice_rows(seconds: float) -> Iterator[Row]:
-    """How long a kernel waits for its turn beside a process that keeps the GPU busy."""
+    """Measure how long a kernel waits for its turn while another process keeps the GPU busy."""
     usual = median(kernel_times(1.0))
     with burning():
         beside = kernel_times(seconds)
@@ -162,7 +175,7 @@ def slice_rows(seconds: float) -> Iterator[Row]:
 
 
 def kernel_times(seconds: float) -> list[float]:
-    """Of one small kernel after the other, each waited for."""
+    """Run small kernels one after the other for `seconds`. Returns the seconds each took."""
     import torch
 
     small, found = torch.zeros(1024, device="cuda:0"), []
@@ -176,7 +189,7 @@ def kernel_times(seconds: float) -> list[float]:
 
 @contextmanager
 def burning() -> Iterator[None]:
-    """A process that always has a large product of matrices queued on the first GPU."""
+    """Keep the first GPU busy in the `with` block: a child process runs `burn`."""
     command = [sys.executable, "-m", "benchmarks.gpu_serving"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         try:
@@ -189,13 +202,15 @@ def burning() -> Iterator[None]:
 
 
 def burn() -> None:
-    """Until killed."""
+    """Multiply large matrices on the first GPU, without a pause, until killed.
+
+    Prints `burning` once the GPU is busy."""
     import torch
 
     one = torch.zeros(4096, 4096, dtype=torch.bfloat16, device="cuda:0")
     events = [torch.cuda.Event() for _ in range(4)]
     for turn in range(1 << 60):
-        events[turn % 4].synchronize()  # four turns are queued, not more
+        events[turn % 4].synchronize()  # at most four turns are queued
         for _ in range(8):
             torch.mm(one, one)
         events[turn % 4].record()

@@ -1,4 +1,4 @@
-"""What the shim keeps of one frontend and of one request."""
+"""What the shim stores about one frontend, about one request, and of the engine's statistics."""
 
 from __future__ import annotations
 
@@ -13,16 +13,19 @@ UTILITIES = frozenset({
     "is_sleeping", "profile", "is_scheduler_paused", "get_kv_cache_group_metadata",
     "get_weight_version",
 })  # fmt: skip
-"""What a frontend may call on the engine core."""
+"""Methods of the engine core that a frontend may call."""
 _STATS_S = 0.25
-"""Statistics wait for so long. Without an output the engine thread looks once a second."""
+"""Statistics are held back for this many seconds, so that one message carries those of several
+steps. While there is no output, the engine thread looks for held statistics once a second."""
 _MOST_STATS = 1000
-"""Steps whose statistics are kept at most."""
+"""The statistics of at most this many steps are held."""
 
 
 @dataclass(slots=True, eq=False)
 class Frontend:
-    """One connection. clogged: it has not read what it was sent."""
+    """One connection.
+
+    clogged: its send queue is full, because the frontend does not read."""
 
     identity: bytes
     index: int
@@ -32,14 +35,19 @@ class Frontend:
     requests: set[str] = field(default_factory=set)
 
     def silent(self, now: float) -> bool:
-        """Whether it is taken for gone. One without requests says PING half as often."""
+        """Whether nothing came from the frontend for so long that it counts as gone.
+
+        A frontend without requests sends PING half as often, so it gets more time."""
         more = 0.0 if self.requests else rpc.PING_INTERVAL_S
         return now - self.last_seen > rpc.SILENCE_S + more
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One request that was taken. coming: not yet in the engine. wanted: not aborted since."""
+    """One request that the shim has accepted.
+
+    coming: it is not in the engine yet.
+    wanted: it was not aborted since it was accepted."""
 
     id: str
     frontend: Frontend
@@ -48,10 +56,11 @@ class Request:
 
 
 def check_fits(request: Any, prompt_tokens: int, max_model_len: int) -> None:
-    """Raises BadMessage if vLLM's engine would fail on the request, which would end this worker.
+    """Refuse a request on which vLLM's engine would fail. Such a failure would end this worker.
 
-    vLLM checks this only in its frontend, against the worker that was chosen first. If that worker
-    dies, the request comes here, and this worker's `max_model_len` may be smaller."""
+    vLLM makes these checks only in the frontend, with the limits of the worker that was chosen
+    first. If that worker dies, the request comes here, and this worker's `max_model_len` may be
+    smaller. Raises BadMessage."""
     if request.resumable:
         raise BadMessage("streaming input is not supported")
     if prompt_tokens >= max_model_len:
@@ -59,11 +68,12 @@ def check_fits(request: Any, prompt_tokens: int, max_model_len: int) -> None:
 
 
 class HeldStats:
-    """Keeps the statistics of engine steps until they are sent.
+    """Holds the statistics of engine steps until they are sent.
 
-    They are sent with the first output after _STATS_S, or after a second without an output.
-    Statistics of several steps are added up, because to send those of each step costs more than to
-    send its tokens. If some cannot be added up, they are sent with the next output."""
+    They are sent with the first output after _STATS_S, or after a second without an output. The
+    statistics of several steps are added up into one, because a message per step costs more than
+    the step's tokens. Once a step's statistics could not be added to others, all are sent with the
+    next output."""
 
     def __init__(self) -> None:
         self._held: list[Any] = []
@@ -71,19 +81,20 @@ class HeldStats:
         self._since = 0.0
 
     def hold(self, stats: Any, now: float) -> None:
-        """Keep the SchedulerStats of one step. now: in seconds. Of more than _MOST_STATS steps the
-        oldest are dropped."""
+        """Hold the SchedulerStats of one step. Beyond _MOST_STATS steps the oldest are dropped.
+
+        now: seconds of a monotonic clock."""
         if not self._held:
             self._since = now
         self._held.append(stats)
         del self._held[:-_MOST_STATS]
 
     def due(self, now: float) -> bool:
-        """Whether they are to be sent with an output."""
+        """Whether the statistics must be sent with the next output. now: as for `hold`."""
         return bool(self._held) and (now - self._since > _STATS_S or self._odd)
 
     def take(self) -> list[Any]:
-        """Return all that are kept, oldest first, and keep none. Most are added up into one."""
+        """Remove and return everything held, oldest first. What can be added up is one entry."""
         held, self._held, self._odd = self._held, [], False
         told, plain = list[Any](), False
         for stats in held:

@@ -1,9 +1,9 @@
-"""How requests leave a decode worker before they end: it hands them back to their frontends, which
-continue them elsewhere. When the worker itself leaves, and when there is no room for them. And how
-its KV memory is left.
+"""Hands unfinished requests back to their frontends, which continue them on other decode workers.
 
-Asyncio thread, but for `look`, `make_way` and `last_words`; the engine's own part runs on the
-engine thread.
+This happens when this worker shuts down, when its engine fails, and when requests find no free
+blocks (`make_way`). `end_memory` closes the KV memory at the end of the process.
+
+`look`, `make_way` and `last_words` run on the engine thread, all else on the asyncio thread.
 """
 
 from __future__ import annotations
@@ -23,17 +23,19 @@ from pullfill.transfer.contract import Owner
 logger = log.get("decode_worker.leave")
 
 NO_ROOM_S = 5.0
-"""How long requests may wait for blocks, with none running, while blocks are in quarantine."""
+"""How long requests may wait for free blocks while no request runs and blocks are in quarantine."""
 _HAND_BACK_S = 1.0
-"""How long an engine that must stop may take to hand its requests back."""
+"""How long the engine thread may take to hand its requests back."""
 _FLUSH_S = 0.1
-"""Between handing requests back and closing the socket they go out on."""
+"""Pause after the messages that hand requests back, before the socket is closed."""
 
 
 async def idle(engine: EngineThread, shim: FrontendShim, ledger: Ledger) -> None:
-    """Until no request is left, here or in a job, twice in a row: outputs are sent by then. Blocks
-    in quarantine are not waited for: this process ends, and nobody else ever gets their memory. A
-    writer that wakes up later writes into its own mapping of a file that has no name any more."""
+    """Wait until two checks in a row find no request, here or in a job.
+
+    By the second check all outputs are sent. Blocks in quarantine do not matter: this process ends,
+    and their memory is never reused. A writer that wakes up later writes into its own mapping of an
+    unlinked file."""
     quiet = 0
     while quiet < 2 and not engine.dead.is_set():
         busy = shim.active_requests or ledger.waiting_requests
@@ -42,8 +44,9 @@ async def idle(engine: EngineThread, shim: FrontendShim, ledger: Ledger) -> None
 
 
 async def hand_back(host: EngineHost, shim: FrontendShim) -> None:
-    """Let the frontends continue elsewhere what does not end here. An engine that is stuck cannot;
-    they notice when this process is gone."""
+    """Hand all requests back to their frontends, within _HAND_BACK_S.
+
+    A stuck engine thread cannot do it. Then the frontends notice when this process has ended."""
     loop = asyncio.get_running_loop()
     done = asyncio.Event()
 
@@ -59,37 +62,44 @@ async def hand_back(host: EngineHost, shim: FrontendShim) -> None:
 
 
 def last_words(shim: FrontendShim | None, untouched: set[str]) -> None:
-    """A step has raised, so this worker ends (engine thread). untouched: requests in vLLM's queue
-    that were not in this step. They did not cause it and go back, so that no frontend suspects
-    them. It suspects the others when it notices that this process is gone."""
+    """Hand back the requests that cannot have caused the failure of this engine step.
+
+    The step has raised, so this worker ends. The frontends suspect the requests that were in the
+    step, once they notice that this process has ended. Engine thread.
+
+    untouched: IDs of the requests that wait in vLLM's queue and were not in the step."""
     assert shim is not None
     shim.start_drain()
-    shim.receive()  # what has arrived and was not read goes back, too
+    shim.receive()  # requests that have arrived and were not read yet are handed back, too
     shim.hand_back(untouched | shim.coming())
     time.sleep(_FLUSH_S)
 
 
 async def end_memory(engine: EngineThread, owner: Owner | None) -> None:
-    """End what still touches the KV memory, then the engine. The control server is stopped: nobody
-    reads or checks. The engine asks the fences for proofs as long as it runs, so it halts before
-    they close; its memory outlives the threads that receive into it."""
-    await engine.halt()
+    """Stop everything that uses the KV memory, then free it. The control server must be stopped.
+
+    owner: closes the fences and the threads that receive into the memory. None: there are none."""
+    await engine.halt()  # first: a running engine asks the fences for proofs
     if owner is not None:
         await asyncio.to_thread(owner.close)
-    await engine.stop()
+    await engine.stop()  # last: this frees the memory
 
 
 def look(shim: FrontendShim, ledger: Ledger) -> None:
-    """What the engine thread does between steps, now and then: let go of frontends that are silent
-    and of requests that have no room, and be the ledger's clock if the asyncio thread hangs."""
+    """Periodic work of the engine thread between its steps.
+
+    Drops silent frontends, hands back requests that find no blocks, and handles the ledger's
+    deadlines if the asyncio thread, which does so otherwise, hangs."""
     shim.check_silent()
     ledger.tick_overdue()
     make_way(shim, ledger)
 
 
 def make_way(shim: FrontendShim, ledger: Ledger) -> None:
-    """Hand back what has no room because of blocks in quarantine: their writer may be stopped for
-    ever, and vLLM would wait for as long (engine thread, before each step)."""
+    """Hand back requests that wait for blocks while blocks are in quarantine.
+
+    The writer of these blocks may be stopped for ever, and vLLM would wait as long. Engine thread,
+    before each step."""
     ids = shim.host.waiting_for_blocks(NO_ROOM_S)
     if ids and (blocks := ledger.quarantined_blocks):
         logger.warning(

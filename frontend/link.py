@@ -62,11 +62,13 @@ class LinkOwner(Protocol):
 
 
 class Link:
-    """A DEALER connected to `record.data`; sends HELO at once.
+    """A DEALER socket connected to `record.data`. It sends HELO at once.
 
-    flights: requests that are at this worker now, by the id they go by there.
-    listed: whether the registry still names the worker. key: what the worker must hold, and we
-    show. trouble: for people, why it is still connecting. far: on a host with another clock.
+    flights: requests that this worker has now, by the ID they have at the worker.
+    listed: whether the registry still lists the worker.
+    key: the cluster key. The worker must hold the same one.
+    trouble: why the link is still connecting, in words for people.
+    far: whether the worker runs on another host, whose clock differs.
     """
 
     __slots__ = (
@@ -114,7 +116,7 @@ class Link:
         )
         if key is not None:
             curve.present(self._socket, key)
-            # A handshake that fails is tried again by ZMQ, for ever: not too often.
+            # ZMQ repeats a failed handshake without end. This makes the pauses longer.
             self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
         self._monitor = self._socket.get_monitor_socket(
             zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | curve.HANDSHAKE_FAILED
@@ -148,19 +150,23 @@ class Link:
         except zmq.Again:
             self._loop.call_soon(self.lose, "it does not take what it is sent")
             return
-        # Sending may have swallowed the edge that announces a message to read.
+        # ZMQ's file descriptor announces a message once, and sending may have used that up.
         if rpc.readable(self._socket):
             self._loop.call_soon(self._on_readable)
 
     def abort(self, wire_ids: Sequence[str]) -> None:
-        """Forget these requests here, and tell the worker to abort them."""
+        """Tell the worker to abort these requests, and stop tracking them on this link.
+
+        wire_ids: the IDs under which the requests were sent to the worker."""
         for wire_id in wire_ids:
             self.flights.pop(wire_id, None)
         self.send(rpc.ABRT, rpc.encode_ids(wire_ids))
 
     def to_own_clock(self, outputs: Any) -> None:
-        """Move the times in a far worker's outputs to this host's clock. vLLM takes differences,
-        and those of a continued answer span two workers. Late by the first message's delay."""
+        """Convert the times in a far worker's outputs to this host's clock.
+
+        vLLM subtracts these times from each other, and an answer that was continued has times of
+        two workers. The converted times are late by the delay of the first message."""
         if self._ahead is None:
             self._ahead = outputs.timestamp - time.monotonic()
         outputs.timestamp -= self._ahead
@@ -169,7 +175,9 @@ class Link:
                 event.timestamp -= self._ahead
 
     def close(self, state: LinkState = LinkState.CLOSED) -> None:
-        """Say BYE if the worker knows us, and free the sockets. Idempotent; tells nobody."""
+        """Say BYE if the worker knows us, and free the sockets.
+
+        Idempotent. The owner is not told."""
         if self._socket.closed:
             self.state = state
             return
@@ -191,7 +199,7 @@ class Link:
             try:
                 self._handle(frames[0].bytes, frames[1:])
             except Exception as exc:
-                # Some answer may lack what was in it, so nothing more of it may follow from here.
+                # The message may have held a part of an answer. So no later part may be used.
                 if not isinstance(exc, BadMessage):
                     _log.exception("a message of %s could not be handled", self.instance_id)
                 self.lose(f"it sent something unreadable: {exc}", died=False)
@@ -245,8 +253,10 @@ class Link:
                 return
 
     def _on_handshake_failed(self, event: int) -> None:
-        """The two ends do not hold the same key, or the worker died in between: only an answer
-        in so many words (`PROTOCOL`, `AUTH`) is final, after the rest ZMQ tries again."""
+        """The keys of the two ends differ, or the worker died during the handshake.
+
+        An error that names the cause (`PROTOCOL`, `AUTH`) is final. After any other error ZMQ
+        tries again."""
         if self._key is None:
             trouble = "it ends the handshake: has it a cluster key? Set [cluster] key_file here too"
         else:
@@ -262,8 +272,9 @@ class Link:
             _log.warning("decode worker %s: %s", self.instance_id, trouble)
 
     def lose(self, reason: str, died: bool = True) -> None:
-        """Close, and tell the owner once that the worker cannot be reached over this link. died:
-        for all we know its process may have."""
+        """Close the link, and tell the owner once that the worker cannot be reached over it.
+
+        died: whether the worker's process may have died."""
         if self.state in (LinkState.CLOSED, LinkState.REFUSED):
             return
         self.close()

@@ -1,8 +1,11 @@
-"""The deliveries of the jobs that run on this worker: kept alive, and settled at most once.
+"""Queue messages of the jobs that run on this worker. Keeps each alive and settles it at most once.
 
-Life of one: `take` when it was pulled → `settle` once, or never → `end` when its run is over. A run
-that ends without a settlement leaves the message to somebody else: to the job's holder, or to the
-decode worker, which hands a lost holder's delivery back. asyncio thread only.
+A delivery is one message that this worker has pulled. Its life: `take` when it was pulled →
+`settle` once, or never → `end` when the job's run is over. To settle is to `ack`, `term` or `nak`
+the message. A run may end without that, where somebody else settles the message: the worker that
+holds the job, or the decode worker, which naks the delivery of a holder that it lost.
+
+asyncio thread only.
 """
 
 from __future__ import annotations
@@ -18,7 +21,9 @@ logger = log.get("prefill_worker.deliveries")
 
 
 class Deliveries:
-    """heartbeat_s: seconds between two signs of life to the queue for each job."""
+    """See the module.
+
+    heartbeat_s: returns the seconds between two heartbeats to the queue for each job."""
 
     def __init__(self, heartbeat_s: Callable[[], float]) -> None:
         self._latest: dict[str, Delivery] = {}
@@ -26,21 +31,25 @@ class Deliveries:
         self._heartbeat = Heartbeat(heartbeat_s, self._latest)
 
     def take(self, delivery: Delivery) -> bool:
-        """Whether a run must begin. If the job runs here already, its run gets this newer delivery
-        to settle."""
+        """Register a pulled delivery. Returns whether the caller must start a run for it.
+
+        False: the job runs here already. That run will settle this newer delivery instead of the
+        one it began with."""
         runs = delivery.job_id in self._latest
         self._latest[delivery.job_id] = delivery
         self._heartbeat.start()
         return not runs
 
     def running(self) -> Iterable[Delivery]:
-        """The newest delivery of each job that runs here and is not settled."""
+        """Return the newest delivery of each job that runs here, unless it is settled."""
         return [d for d in self._latest.values() if d is not self._settled.get(d.job_id)]
 
     async def settle(
         self, delivery: Delivery, verb: str, reason: str = "", delay_s: float = 0.0
     ) -> None:
-        """`ack`, `term` or `nak` the job's newest delivery."""
+        """Settle the job's newest delivery. A failure is logged, not raised.
+
+        verb: `ack`, `term` or `nak`. reason: for `term`. delay_s: for `nak`."""
         current = self._latest.get(delivery.job_id, delivery)
         self._settled[delivery.job_id] = current
         try:
@@ -51,12 +60,13 @@ class Deliveries:
             else:
                 await current.nak(delay_s)
         except PullfillError as exc:
-            # It will be redelivered and refused at the claim, or served by another worker.
+            # The queue delivers the message again. Then the claim is refused, or the job runs.
             logger.warning("could not %s job %s: %s", verb, delivery.job_id, exc)
 
     def end(self, delivery: Delivery) -> Delivery | None:
-        """The run is over. Returns a newer delivery that came meanwhile and that it did not settle:
-        this worker pulled it, so it must run."""
+        """Forget the job, whose run is over. Returns the delivery that must run next, or None.
+
+        That is a newer delivery of the job, which came during the run and was not settled."""
         latest = self._latest.pop(delivery.job_id)
         settled = self._settled.pop(delivery.job_id, delivery)
         return None if latest is settled else latest

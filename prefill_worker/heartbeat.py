@@ -1,7 +1,7 @@
-"""Tells the queue that jobs are still worked on: one timer for all that run here.
+"""Sends heartbeats to the queue, so that it does not give running jobs to another worker.
 
-It is set by the first job and goes on while there is any. A job that comes in between is told of
-earlier than it need be, none ever later than `every_s` after its start or the last time.
+One timer serves all jobs. The first job starts it, and it repeats while any job runs. A job that
+starts mid-interval gets its first heartbeat early. The gap never exceeds `every_s`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from pullfill.queue.contract import Delivery
 
 
 class Heartbeat:
-    """deliveries: of the jobs that run now, by job id; its owner calls `start` after it put one in
-    and need not say when it took one out. every_s: asked for each time, since settings change.
-    asyncio thread only."""
+    """See the module. asyncio thread only.
+
+    every_s: returns the seconds between two heartbeats. Called each time, as settings change.
+    deliveries: one for each running job, by job id. Its owner calls `start` after it added one. It
+    may remove one at any time without a call."""
 
     def __init__(self, every_s: Callable[[], float], deliveries: Mapping[str, Delivery]) -> None:
         self._every_s = every_s
@@ -26,7 +28,7 @@ class Heartbeat:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """A job began."""
+        """Start the timer unless it runs. Call it after a delivery was added."""
         if not self._going:
             self._going = True
             loop = asyncio.get_running_loop()

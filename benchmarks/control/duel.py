@@ -1,11 +1,11 @@
-"""The CPU of a remote prefill in two checkouts, side by side:
+"""Compares the CPU time of a remote prefill in two checkouts:
 
     python -m benchmarks.control.duel OLD NEW [--windows 12] [--seconds 3]
 
-From one run to the next the same code differs by a third on a shared machine. So both clusters (one
-mock worker of each kind, real NATS and etcd) are up at the same time, and windows of requests go to
-one and the other in turns. Prints the median of each side and the median ratio of the pairs, for
-each role and thread; `ours` is without what `probes` counts as vLLM's.
+On a shared machine two runs of the same code differ by a third. So one cluster of each checkout
+(one mock worker of each kind, real NATS and etcd) runs at the same time, and the load goes to the
+two in turns, one window after the other. Prints the median of each side and the median ratio of
+the pairs, for each role and thread. `ours` leaves out what `probes` counts as vLLM's.
 """
 
 from __future__ import annotations
@@ -21,14 +21,18 @@ from statistics import median
 from typing import Any
 
 PACED_PER_S = 15.0
-"""Conversations; each has two requests."""
+"""Conversations started per second. Each has two requests."""
 CONVERSATIONS, AT_ONCE = 250, 32
-"""Of a window of the closed loop."""
+"""In a window of the closed loop: all conversations, and those under way at the same time."""
 LEAST_MS = 0.02
+"""Figures below this many ms per request are not printed."""
 
 
 def serve() -> None:
-    """One side: answers each line of stdin, an order, with the CPU per request in ms."""
+    """Run the cluster of one side.
+
+    Prints one empty JSON object when it is ready. Then each line of stdin holds the arguments of
+    one window of load, in JSON, and is answered with the CPU time per request, in ms."""
     from benchmarks.control.plant import Fleet, mock_flags, plant
 
     with tempfile.TemporaryDirectory(prefix="pullfill-duel-") as base, plant(Path(base)) as servers:
@@ -60,7 +64,10 @@ def _told(used: dict[str, Any], requests: int) -> dict[str, float]:
 
 
 class Side:
-    """A cluster of one checkout. `ask` after the construction of both: they start side by side."""
+    """The cluster of one checkout, in a child process.
+
+    The constructor does not wait: construct both sides, then call `wait_ready` on each. So the two
+    clusters start at the same time."""
 
     def __init__(self, tree: Path) -> None:
         self._process = subprocess.Popen(
@@ -69,15 +76,23 @@ class Side:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
 
+    def wait_ready(self) -> None:
+        """Wait until the cluster takes requests."""
+        self._answer()
+
     def ask(self, **order: float) -> dict[str, float]:
-        """One window; without an order, wait until it is ready."""
+        """Run one window of load. Returns the CPU time per request in ms, by name.
+
+        order: arguments of the driver's `load`."""
         assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> dict[str, float]:
         assert self._process.stdout is not None
-        if order:
-            self._process.stdin.write(json.dumps(order) + "\n")
-            self._process.stdin.flush()
         while line := self._process.stdout.readline():
-            if line.startswith("{"):  # libraries print
+            if line.startswith("{"):  # other lines are printed by libraries
                 return dict(json.loads(line))
         raise SystemExit("a side ended: its error is above")
 
@@ -88,7 +103,7 @@ class Side:
 
 
 def compare(sides: tuple[Side, Side], windows: int, **order: float) -> None:
-    """Print the medians of `windows` windows on each side."""
+    """Run `windows` windows on each side, and print the medians and their ratio."""
     found: tuple[list[dict[str, float]], list[dict[str, float]]] = ([], [])
     for number in range(windows):
         for which in (0, 1) if number % 2 else (1, 0):
@@ -104,15 +119,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("old", type=Path, help="a checkout")
-    parser.add_argument("new", type=Path)
-    parser.add_argument("--windows", type=int, default=12)
-    parser.add_argument("--seconds", type=float, default=3.0, help="of a paced window")
+    parser.add_argument("old", type=Path, help="root of the first checkout")
+    parser.add_argument("new", type=Path, help="root of the second checkout")
+    parser.add_argument(
+        "--windows", type=int, default=12, help="windows of paced load on each side"
+    )
+    parser.add_argument("--seconds", type=float, default=3.0, help="length of a paced window")
     options = parser.parse_args()
     sides = Side(options.old.resolve()), Side(options.new.resolve())
     try:
         for side in sides:
-            side.ask()
+            side.wait_ready()
         print(f"ms per request at {2 * PACED_PER_S:g} requests/s")
         count = round(PACED_PER_S * options.seconds)
         compare(sides, options.windows, conversations=count, at_once=10_000, rate=PACED_PER_S)

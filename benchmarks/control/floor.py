@@ -1,14 +1,19 @@
-"""What a remote prefill would cost if pullfill did nothing: the CPU of its messages alone.
+"""The lower bound of a remote prefill's CPU time: only its messages are sent, nothing else is done.
 
-Two Python processes and the same NATS server. For each job, a message of 1 KiB into a work-queue
-stream; its delivery to a pull; claim and grant, commit and its answer over TCP; the
-acknowledgement. nats-py and asyncio move them, nothing is encoded, checked, decided or copied, and
-there is no etcd, no frontend and no engine. So no control plane of these parts costs less, unless
-it sends less.
+Two Python processes use the NATS server that the benchmark's cluster uses. For each job:
+
+1. `decode` publishes a message of 1 KiB to a work-queue stream.
+2. `prefill` pulls it.
+3. They exchange claim, grant, commit and reply over TCP, in frames of 64 bytes.
+4. `prefill` acknowledges the message.
+
+nats-py and asyncio carry the messages. Nothing is encoded, checked, decided or copied. There is no
+etcd, no frontend and no engine. So any control plane in Python that sends these messages with
+these libraries costs at least this much.
+
+This command runs one of the two processes:
 
     python -m benchmarks.control.floor prefill|decode NATS PORT PER_S JOBS WARM_UP
-
-is one of the two processes.
 """
 
 from __future__ import annotations
@@ -33,11 +38,12 @@ from pullfill.deploy.servers import free_port
 STREAM, SUBJECT = "floor", "floor.jobs"
 BODY, FRAME = bytes(1024), bytes(64)
 PER_S, JOBS, WARM_UP = 30.0, 300, 60
+"""Jobs per second, jobs in all, and how many of them come before the measurement."""
 ROLES = ("decode", "prefill")
 
 
 class Peer(asyncio.Protocol):
-    """One end of the TCP connection; calls `heard` for each frame."""
+    """One end of the TCP connection. Calls `heard` for each frame that arrives."""
 
     def __init__(self, heard: Callable[[Peer], None]) -> None:
         self._heard, self._bytes = heard, 0
@@ -56,15 +62,17 @@ class Peer(asyncio.Protocol):
 
 
 async def decode(client: Client, port: int, per_s: float, jobs: int, warm_up: int) -> float:
-    """Publishes, and answers what it hears. Returns the CPU in seconds of the jobs after the
-    warm-up."""
+    """Publish the jobs, and answer each frame of the other process with a frame.
+
+    Returns the CPU seconds used after the warm-up."""
     loop = asyncio.get_running_loop()
-    over, committed = asyncio.Event(), [0]
+    over, frames = asyncio.Event(), 0
 
     def heard(peer: Peer) -> None:
-        committed[0] += 1
+        nonlocal frames
+        frames += 1
         peer.say()
-        if committed[0] == 2 * jobs:  # a claim and a commit of each
+        if frames == 2 * jobs:  # a claim and a commit of each job
             over.set()
 
     server = await loop.create_server(lambda: Peer(heard), "127.0.0.1", port)
@@ -87,33 +95,36 @@ async def decode(client: Client, port: int, per_s: float, jobs: int, warm_up: in
 
 
 async def prefill(client: Client, port: int, per_s: float, jobs: int, warm_up: int) -> float:
-    """Pulls, claims, commits and acknowledges. Returns the CPU as `decode`."""
+    """Pull, claim, commit and acknowledge one job after the other.
+
+    Returns the CPU seconds used after the warm-up."""
     loop = asyncio.get_running_loop()
     inbox, ask = client.new_inbox(), f"$JS.API.CONSUMER.MSG.NEXT.{STREAM}.{STREAM}"
-    heard, over, reply = [0], asyncio.Event(), [""]
-    running: dict[int, asyncio.Task[None]] = {}
-    before = 0.0
+    over, frames, ack_subject, before = asyncio.Event(), 0, "", 0.0
+    acknowledging: asyncio.Task[None]  # asyncio holds tasks weakly, so something must hold this one
 
     def answered(peer: Peer) -> None:
-        heard[0] += 1
-        if heard[0] % 2:
-            peer.say()  # granted: commit
+        nonlocal acknowledging, frames
+        frames += 1
+        if frames % 2:
+            peer.say()  # that was the grant; this is the commit
         else:
-            running[0] = loop.create_task(acknowledge())
+            acknowledging = loop.create_task(acknowledge())
 
     async def acknowledge() -> None:
         nonlocal before
-        if heard[0] == 2 * warm_up:
+        if frames == 2 * warm_up:
             before = time.process_time()
-        await client.publish(reply[0], b"+ACK")
-        if heard[0] == 2 * jobs:
+        await client.publish(ack_subject, b"+ACK")
+        if frames == 2 * jobs:
             over.set()
         else:
             await client.publish(ask, b'{"batch":1,"expires":60000000000}', reply=inbox)
 
     async def delivered(msg: Msg) -> None:
-        reply[0] = msg.reply
-        peer.say()
+        nonlocal ack_subject
+        ack_subject = msg.reply
+        peer.say()  # the claim
 
     peer: Peer
     for _ in range(100):
@@ -143,8 +154,10 @@ async def _make_stream(url: str) -> None:
 
 
 def run(url: str, pid: int, rounds: int, jobs: int = JOBS, warm_up: int = WARM_UP) -> list[Row]:
-    """The medians of some rounds. url, pid: of a NATS server with JetStream that has no stream
-    named as ours yet."""
+    """Run `rounds` rounds. Returns the medians, per job.
+
+    url, pid: of a NATS server with JetStream, which must not have a stream named STREAM yet.
+    jobs, warm_up: as JOBS and WARM_UP."""
     asyncio.run(_make_stream(url))
     found: dict[str, list[float]] = {role: [] for role in (*ROLES, "nats")}
     for _ in range(rounds):

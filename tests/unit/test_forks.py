@@ -103,41 +103,33 @@ def test_many(n, held):
     assert (tmp_path / "ended").read_text() == "xx"
 
 
-def test_an_interrupt_takes_fixtures_down(tmp_path: Path) -> None:
-    tests = """
+LONG = """
 @pytest.mark.parametrize("n", range(20))
 def test_long(n, held):
     with open(f"begun{n}", "w"): pass
+"""
+SLEEPS = """
     time.sleep(60)
 """
-    with start(tmp_path, tests) as process:
-        give_up = time.monotonic() + 30
-        while len(list(tmp_path.glob("begun*"))) < 2:
-            assert time.monotonic() < give_up
-            time.sleep(0.01)
-        process.send_signal(signal.SIGINT)
-        assert "KeyboardInterrupt" in process.communicate(timeout=60)[0]
-    assert process.returncode == 2
-    assert (tmp_path / "ended").read_text() == "xx"
-
-
-def test_a_test_that_swallows_the_first_interrupt_gets_another(tmp_path: Path) -> None:
-    tests = """
-@pytest.mark.parametrize("n", range(20))
-def test_long(n, held):
-    with open(f"begun{n}", "w"): pass
+SWALLOWS_THE_FIRST = """
     try:
         time.sleep(60)
     except KeyboardInterrupt:
         time.sleep(60)
 """
-    with start(tmp_path, tests) as process:
+
+
+@pytest.mark.parametrize("waits", [SLEEPS, SWALLOWS_THE_FIRST], ids=["sleeps", "swallows"])
+def test_an_interrupt_takes_fixtures_down(tmp_path: Path, waits: str) -> None:
+    """A test that swallows the first interrupt gets another."""
+    with start(tmp_path, LONG + waits) as process:
         give_up = time.monotonic() + 30
         while len(list(tmp_path.glob("begun*"))) < 2:
             assert time.monotonic() < give_up
             time.sleep(0.01)
         process.send_signal(signal.SIGINT)
         assert "KeyboardInterrupt" in process.communicate(timeout=25)[0]
+    assert process.returncode == 2
     assert (tmp_path / "ended").read_text() == "xx"
 
 
