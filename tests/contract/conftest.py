@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterator
 from itertools import count
+from typing import Any
 
 import pytest
 
+from pullfill import frames
 from pullfill.registry.client import EtcdClient
+from tests.support.control_rig import Decode, Prefill, Raw
 from tests.support.etcd import EtcdServer
 from tests.support.nats import NatsServer
 
@@ -45,3 +49,34 @@ async def client(etcd: EtcdServer) -> AsyncIterator[EtcdClient]:
 def ns() -> str:
     """A namespace of this test's own."""
     return f"ns{next(_serial)}"
+
+
+@pytest.fixture
+async def decode() -> AsyncIterator[Decode]:
+    """A decode worker's control server, on loopback TCP."""
+    decode = Decode()
+    await decode.server.start("127.0.0.1")
+    yield decode
+    await decode.server.stop()
+
+
+@pytest.fixture
+async def connect(decode: Decode) -> AsyncIterator[Callable[..., Any]]:
+    """Connects a prefill worker to `decode`; waits until it is connected."""
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def make(name: str = "prefill-1") -> Prefill:
+            prefill = Prefill(decode, name)
+            stack.push_async_callback(prefill.link.close)
+            await prefill.link.wait_up(10)
+            return prefill
+
+        yield make
+
+
+@pytest.fixture
+async def raw(decode: Decode) -> AsyncIterator[Raw]:
+    """A bare connection to `decode`, over which the test says what it wants."""
+    reader, writer = await asyncio.open_connection(*frames.split_address(decode.server.address))
+    yield Raw(reader, writer)
+    writer.close()

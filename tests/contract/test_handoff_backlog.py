@@ -19,7 +19,8 @@ from pullfill import u32
 from pullfill.prefill_worker.budget import CLAIM_S, Budget
 from pullfill.prefill_worker.puller import MAX_WAITING
 from pullfill.wire import PrefillJob, encode
-from tests.support.handoff_rig import COMPATIBLE, Cluster, prompt, settled, until
+from tests.support.handoff_decode import COMPATIBLE
+from tests.support.handoff_rig import Cluster, prompt, settled, until
 from tests.support.kv_engine import BLOCK
 from tests.support.nats import NatsServer
 

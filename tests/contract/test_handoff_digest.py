@@ -11,16 +11,8 @@ import pytest
 from pullfill import failpoints, metrics
 from pullfill.prefill_worker.runner import JobRunner
 from pullfill.wire import DigestMode, ExplainRecord
-from tests.support.handoff_rig import (
-    Cluster,
-    DecodeHalf,
-    Served,
-    hold,
-    prompt,
-    settled,
-    stuck_in_a_write,
-    until,
-)
+from tests.support.handoff_decode import DecodeHalf, Served
+from tests.support.handoff_rig import Cluster, hold, prompt, settled, stuck_in_a_write, until
 from tests.support.kv_engine import BLOCK
 
 FULL, SAMPLE, OFF = DigestMode.FULL, DigestMode.SAMPLE, DigestMode.OFF

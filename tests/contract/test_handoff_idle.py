@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from pullfill.wire import KvMode
-from tests.support.handoff_rig import Cluster, DecodeHalf, PrefillHalf, prompt, settled, until
+from tests.support.handoff_decode import DecodeHalf
+from tests.support.handoff_rig import Cluster, PrefillHalf, prompt, settled, until
 
 
 def idle_after(prefill: PrefillHalf, decode: DecodeHalf, seconds: float) -> Any:

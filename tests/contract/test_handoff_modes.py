@@ -12,9 +12,9 @@ from pullfill import metrics
 from pullfill.errors import PeerUnavailable
 from pullfill.wire import DigestMode, KvMode
 from tests.support.fakes import FakeClock
+from tests.support.handoff_decode import DecodeHalf
 from tests.support.handoff_rig import (
     Cluster,
-    DecodeHalf,
     PrefillHalf,
     hold,
     prompt,

@@ -14,14 +14,8 @@ import pytest
 from pullfill.wire import KvMode, RouterConfig, RouterPolicy
 from tests.contract.test_admission import looking
 from tests.support.fakes import FakeRequest
-from tests.support.handoff_rig import (
-    Cluster,
-    DecodeHalf,
-    PrefillHalf,
-    prompt,
-    settled,
-    until,
-)
+from tests.support.handoff_decode import DecodeHalf
+from tests.support.handoff_rig import Cluster, PrefillHalf, prompt, settled, until
 from tests.support.kv_engine import BLOCK, LAYOUT
 
 TIMEOUT_S = 1.0

@@ -16,7 +16,8 @@ from pullfill.prefill_worker.mover import Mover
 from pullfill.wire import PrefillJob, encode
 from tests.support.control_rig import Raw
 from tests.support.fakes import FakeClock
-from tests.support.handoff_rig import COMPATIBLE, Cluster, PrefillHalf, prompt, settled, until
+from tests.support.handoff_decode import COMPATIBLE
+from tests.support.handoff_rig import Cluster, PrefillHalf, prompt, settled, until
 from tests.support.kv_engine import BLOCK
 
 # ------------------------------------------------------------------ before the task is there

@@ -14,7 +14,8 @@ from pullfill.errors import PeerUnavailable
 from pullfill.transfer.contract import PeerSession
 from pullfill.wire import KvMode
 from tests.support.fakes import FakeClock
-from tests.support.handoff_rig import Cluster, DecodeHalf, prompt, settled, until
+from tests.support.handoff_decode import DecodeHalf
+from tests.support.handoff_rig import Cluster, prompt, settled, until
 
 
 class Route:

@@ -23,11 +23,10 @@ from pullfill.queue.delivery import JetStreamDelivery
 from pullfill.transfer.stream.link import SocketLink
 from pullfill.transfer.stream.wire import Answer, Operation
 from pullfill.wire import decode as decode_as
+from tests.support.handoff_decode import DecodeHalf, Served
 from tests.support.handoff_rig import (
     Cluster,
-    DecodeHalf,
     PrefillHalf,
-    Served,
     hold,
     prompt,
     settled,

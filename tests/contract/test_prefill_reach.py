@@ -20,7 +20,7 @@ from pullfill.transfer.shm.owner import ShmOwner
 from pullfill.transfer.stream.peer import StreamTransport
 from pullfill.transfer.tcp.plane import TcpKind
 from pullfill.wire import RegionDescriptor, WorkerRecord, WorkerState
-from tests.support.handoff_rig import COMPATIBLE
+from tests.support.handoff_decode import COMPATIBLE
 from tests.support.transfer_rigs import DENSE, shm_rig
 
 RECORD = WorkerRecord(

@@ -20,17 +20,9 @@ from pullfill.prefill_worker.links import Links
 from pullfill.prefill_worker.standing import LEAST
 from pullfill.wire import Hello, WorkerRecord, WorkerState
 from tests.support.control_rig import Decode, until
+from tests.support.handoff_decode import COMPATIBLE, DecodeHalf
 from tests.support.handoff_directory import FakeDirectory
-from tests.support.handoff_rig import (
-    COMPATIBLE,
-    Cluster,
-    DecodeHalf,
-    PrefillHalf,
-    hold,
-    prompt,
-    settled,
-    stuck_in_a_write,
-)
+from tests.support.handoff_rig import Cluster, PrefillHalf, hold, prompt, settled, stuck_in_a_write
 from tests.support.transfer_rigs import COMPAT
 
 SOON_S = 0.05

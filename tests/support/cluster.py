@@ -31,6 +31,7 @@ from pullfill.transfer.shm.files import shm_dir, sweep
 from pullfill.wire import RouterConfig, WorkerRecord, decode
 from tests.support import web
 from tests.support.etcd import EtcdServer, free_ports
+from tests.support.leaks import left_in
 from tests.support.nats import NatsServer
 from tests.support.zygote import Forked, zygote
 
@@ -354,32 +355,12 @@ class Cluster:
         last: list[str] = []
 
         def clean() -> bool:
-            last[:] = self._dirt()
+            last[:] = left_in(self.status())
             return not last
 
         with contextlib.suppress(AssertionError):
             until(clean, within_s, "clean")
         assert not last, f"left behind: {last}"
-
-    def _dirt(self) -> list[str]:
-        status, found = self.status(), list[str]()
-        if status["queue"] is None:
-            return ["the queue is unknown"]
-        for key in ("depth_jobs", "in_flight", "depth_tokens"):
-            if status["queue"][key]:
-                found.append(f"queue {key}={status['queue'][key]}")
-        for worker in status["workers"]:
-            if worker["state"] == "lost":
-                continue
-            name, load = worker["instance_id"], worker["load"]
-            for key in ("open_jobs", "quarantined_blocks", "requests", "jobs", "running"):
-                if load.get(key):
-                    found.append(f"{name} {key}={load[key]}")
-            if role_blocks := load.get("kv_blocks"):
-                free = load["kv_free_blocks"]
-                if free != role_blocks - 1:  # one block is vLLM's null block, never free
-                    found.append(f"{name} free blocks {free} of {role_blocks - 1}")
-        return found
 
     def log_errors(self) -> list[str]:
         """Lines of the workers' logs that tell of an error nobody expected."""

@@ -7,7 +7,6 @@ each move what must always hold. Driven by the state machine and the directed te
 from __future__ import annotations
 
 import math
-from collections.abc import Set
 
 from pullfill.decode_worker.context import DecodeContext, OpenedJob
 from pullfill.decode_worker.entry import UNDER_WAY
@@ -26,6 +25,7 @@ from pullfill.decode_worker.story import Stories
 from pullfill.errors import Fenced, Outcome
 from pullfill.transfer.loopback import LoopbackFences
 from pullfill.wire import DigestMode, RefuseReason, RouterConfig, RouterPolicy
+from tests.support import handoff_invariants
 from tests.support.fakes import FakeClock, FakePool, FakeRequest
 from tests.support.handoff_jobs import (
     BLOCK,
@@ -37,11 +37,17 @@ from tests.support.handoff_jobs import (
     Job,
 )
 
-PROOF_S = 0.1
-"""A writer's last batch is over in milliseconds: a proof is asked for at least as often as this,
-and no request waits for it longer."""
-
-__all__ = ["BLOCK", "CLAIM_S", "NUM_BLOCKS", "PREFIX", "TIMEOUT_S", "Grant", "HandoffModel", "Job"]
+__all__ = [
+    "BLOCK",
+    "CLAIM_S",
+    "NUM_BLOCKS",
+    "PREFIX",
+    "TIMEOUT_S",
+    "Grant",
+    "HandoffModel",
+    "Job",
+    "granted",
+]
 
 
 class HandoffModel:
@@ -313,24 +319,9 @@ class HandoffModel:
     def tick(self, seconds: float = 0.0) -> float | None:
         self.clock.advance(seconds)
         soonest = self.ledger.tick()
-        self._check_timer(math.inf if soonest is None else soonest)
+        handoff_invariants.check_timer(self, math.inf if soonest is None else soonest)
         self.act()
         return soonest
-
-    def _check_timer(self, soonest: float) -> None:
-        """The next look comes in time for everything that is open."""
-        now = self.clock.monotonic()
-        for job_id, job in self.jobs.items():
-            entry = self.ledger.find(job_id)
-            if entry is None:
-                continue
-            if not entry.settled:
-                assert now < min(entry.due, job.deadline), "waits although its time is up"
-                assert soonest <= min(entry.due, job.deadline) - now, "nobody looks in time"
-            if entry.state is JobState.QUARANTINED:
-                waited_s = now - entry.quarantined_at
-                assert entry.settled or waited_s < PROOF_S, "a request waits for a stopped writer"
-                assert soonest <= PROOF_S, "nobody asks for the proof"
 
     # ------------------------------------------------------------------ what always holds
 
@@ -342,38 +333,7 @@ class HandoffModel:
         return [g.targets for g in self.grants if self.is_live(g)]
 
     def check(self) -> None:
-        live = self.live_targets()
-        assert len(live) == self.fences.in_use, "a fence is in use that nobody was granted"
-        union: set[int] = set()
-        for targets in live:
-            assert not union & targets, "two writers hold one block"
-            union |= targets
-        assert not union & self.pool.free, "a block that may still be written is free"
-        for grant in self.grants:
-            # Who reads a prefix under a fence that was not proved dead believes what he read.
-            if self.is_live(grant) or (grant.in_batch and grant.reads):
-                assert not grant.hits & self.pool.free, "a block that may still be read is free"
-            if grant.in_batch and not grant.reads:
-                self._check_lands(grant.job_id, grant.targets)
-        for read in self.reads:
-            assert not set(read.blocks) & union, "a writer holds what we read into"
-            self._check_lands(read.job_id, set(read.blocks))
-        if self.ledger.quarantined_blocks:
-            self.seen.add("quarantined")
-        for verify in self.verifying:
-            if self.ledger.find(verify.job_id) is not None:
-                blocks = set(verify.blocks)
-                assert not blocks & (union | self.pool.free), "blocks that are checked change"
-        for job in self.jobs.values():
-            if job.reports and job.reports[0]:
-                assert job.committed, "loaded without a commit"
-
-    def _check_lands(self, owner: str, targets: Set[int]) -> None:
-        """Bytes land in these blocks right now, whatever the ledger believes."""
-        assert not targets & self.pool.free, "bytes land in free blocks"
-        for job_id, job in self.jobs.items():
-            if job_id != owner and not job.freed:
-                assert not targets & set(job.blocks), "bytes land in another's blocks"
+        handoff_invariants.check(self)
 
     def drain(self) -> None:
         """Writers fall quiet, time passes, requests end: everything must come back."""
@@ -395,13 +355,13 @@ class HandoffModel:
                 assert job.cancelled_in_queue, "the message of a closed job stays in the queue"
         for verify in self.verifying:
             assert self.verdict(verify, good=True) == "stale"
-        assert self.ledger.open_jobs == 0
-        assert self.ledger.quarantined_blocks == 0
-        assert self.fences.in_use == 0
-        assert self.pool.free == set(range(NUM_BLOCKS)) - set(PREFIX)
-        assert not self.ledger.has_events
-        assert not self.ledger.take_actions()
-        assert self.ledger.tick() is None
-        self.seen |= {f"ended {outcome}" for _, outcome in self.outcomes}
-        ended = [job_id for job_id, _ in self.outcomes]
-        assert sorted(ended) == sorted(self.jobs), "one outcome per job"
+        handoff_invariants.check_drained(self)
+
+
+def granted(model: HandoffModel, *, targets: int = 2, hits: int = 1) -> tuple[Job, Grant]:
+    """Open and publish a job; writer `a` claims it."""
+    job = model.open(targets, hits)
+    assert job is not None
+    model.publish(job)
+    assert model.claim(job, "a").grant is not None
+    return job, model.grants[-1]

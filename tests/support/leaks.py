@@ -1,4 +1,4 @@
-"""What this process holds that connections could leave behind."""
+"""What connections could leave behind in this process, and requests in a cluster."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import gc
 import os
 import threading
 from pathlib import Path
+from typing import Any
 
 
 def usage() -> tuple[int, int, int]:
@@ -20,3 +21,25 @@ def grown(before: tuple[int, int, int]) -> list[str]:
     kinds = ("descriptors", "mappings", "threads")
     now = zip(kinds, before, usage(), strict=True)
     return [f"{kind}: {was} before, {is_now} now" for kind, was, is_now in now if is_now > was]
+
+
+def left_in(status: dict[str, Any]) -> list[str]:
+    """What is not as in a cluster without requests. status: as of `/pullfill/status`."""
+    if status["queue"] is None:
+        return ["the queue is unknown"]
+    found = []
+    for key in ("depth_jobs", "in_flight", "depth_tokens"):
+        if status["queue"][key]:
+            found.append(f"queue {key}={status['queue'][key]}")
+    for worker in status["workers"]:
+        if worker["state"] == "lost":
+            continue
+        name, load = worker["instance_id"], worker["load"]
+        for key in ("open_jobs", "quarantined_blocks", "requests", "jobs", "running"):
+            if load.get(key):
+                found.append(f"{name} {key}={load[key]}")
+        if role_blocks := load.get("kv_blocks"):
+            free = load["kv_free_blocks"]
+            if free != role_blocks - 1:  # one block is vLLM's null block, never free
+                found.append(f"{name} free blocks {free} of {role_blocks - 1}")
+    return found

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import socket
-import threading
 from pathlib import Path
 
 import pytest
 
 from pullfill.config import ClusterRef
-from pullfill.deploy import defaults, device, plan, servers
+from pullfill.deploy import defaults, device, plan
 from pullfill.deploy.procs import CLUSTER_ENV
 from pullfill.errors import ConfigError
 from pullfill.wire import DigestMode, KvMode
 
-_HEALTHY = b'HTTP/1.0 200 OK\r\n\r\n{"health":"true"}'
 REF = ClusterRef("blue", "http://127.0.0.1:2", "nats://127.0.0.1:1", Path("/state"))
 
 
@@ -288,156 +286,3 @@ class TestSpecs:
     )
     def test_where_clients_go(self, host: str, url: str) -> None:
         assert plan.frontend_url(host, 1) == url
-
-
-class TestServers:
-    def test_commands(self, tmp_path: Path) -> None:
-        argv = servers.nats_command(tmp_path / 'a "b"', 4000)
-        config = Path(argv[2]).read_text()
-        assert "jetstream" in config
-        assert 'store_dir: "' in config
-        assert f"max_payload: {8 << 20}" in config
-        assert '\\"b\\"' in config
-        argv = servers.etcd_command(tmp_path, 5000, 5001)
-        assert Path(argv[0]).read_bytes()[:4] == b"\x7fELF"
-        assert all("0.0.0.0" not in argument for argument in argv)
-
-    @pytest.mark.parametrize(
-        ("url", "expected"),
-        [
-            ("nats://h:1", ("h", 1)),
-            ("nats://user:pw@h:1", ("h", 1)),
-            ("h", ("h", 9)),
-            ("nats://[::1]:5", ("::1", 5)),
-            ("http://h:2/path", ("h", 2)),
-        ],
-    )
-    def test_split_url(self, url: str, expected: tuple[str, int]) -> None:
-        assert servers.split_url(url, 9) == expected
-
-    def test_something_else_is_no_nats(self) -> None:
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            listener.listen()
-            why = servers.nats_ready(f"nats://127.0.0.1:{listener.getsockname()[1]}", 0.2)
-        assert why is not None
-
-    def test_what_is_said_of_a_server_keeps_its_login(self) -> None:
-        nobody = f"127.0.0.1:{servers.free_port()}"
-        told = [
-            servers.nats_ready(f"nats://ann:secret@{nobody}"),
-            servers.nats_ready(f"secret@{nobody}"),
-            servers.etcd_ready(f"http://ann:secret@{nobody}"),
-        ]
-        for text in told:
-            assert text is not None
-            assert nobody in text
-            assert "secret" not in text
-
-    def test_one_member_of_several_is_enough(self) -> None:
-        closed, heard = servers.free_port(), []
-
-        def problem(url: str) -> str | None:
-            heard.append(url)
-            return None if url == "b" else f"no {url}"
-
-        assert servers._any_ready("a, b,c", problem) is None
-        assert heard == ["a", "b"]
-        assert servers._any_ready("c,a", problem) == "no c"
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            listener.listen()
-            here = f"127.0.0.1:{listener.getsockname()[1]}"
-
-            def answer() -> None:
-                for text in (b'INFO {"jetstream":true}\r\n', _HEALTHY):
-                    conn, _ = listener.accept()
-                    with conn:
-                        if text is _HEALTHY:
-                            conn.recv(65536)
-                        conn.sendall(text)
-
-            thread = threading.Thread(target=answer)
-            thread.start()
-            assert servers.nats_ready(f"nats://127.0.0.1:{closed},nats://{here}", 5.0) is None
-            assert servers.etcd_ready(f"http://127.0.0.1:{closed},http://{here}", 5.0) is None
-            thread.join()
-
-    def test_a_port_nobody_may_use(self) -> None:
-        assert servers.port_problem("127.0.0.1", servers.free_port()) is None
-        assert servers.port_problem("203.0.113.1", 8000) is not None
-
-
-class TestDevice:
-    def machine(
-        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, driver: str, *devices: str
-    ) -> None:
-        """A machine whose nvidia-smi says this."""
-        tool = tmp_path / "nvidia-smi"
-        lines = "\n".join(devices)
-        tool.write_text(
-            f"#!/bin/sh\nif [ \"$1\" = -L ]; then cat <<'E'\n{lines}\nE\n"
-            f"else echo '| NVIDIA-SMI 1  CUDA Version: {driver} |'; fi\n"
-        )
-        tool.chmod(0o755)
-        monkeypatch.delenv(device.DEVICE_ENV, raising=False)
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-        monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-
-    @pytest.mark.parametrize("name", ["tpu", "cuda12"])
-    def test_an_unknown_device_is_refused(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-        monkeypatch.setenv(device.DEVICE_ENV, name)
-        with pytest.raises(ValueError, match="use one of cpu, cuda13"):
-            device.detect()
-
-    def test_a_driver_too_old_for_vllm_is_refused(
-        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-    ) -> None:
-        self.machine(monkeypatch, tmp_path, "12.9", "GPU 0: A")
-        with pytest.raises(ValueError, match=r"CUDA 12\.9.*driver 580.*PULLFILL_DEVICE=cpu") as why:
-            device.detect()
-        assert "\n" not in str(why.value)
-        monkeypatch.setenv(device.DEVICE_ENV, "cuda13")
-        assert device.detect() == "cuda13"
-
-    @pytest.mark.parametrize(
-        ("visible", "refused"),
-        [
-            (None, True),
-            ("0", False),
-            ("GPU-a", False),
-            ("MIG-a", False),
-            ("MIG-a,MIG-b", True),
-            ("GPU-a,MIG-b", True),
-        ],
-    )
-    def test_kv_stays_within_one_instance_of_mig(
-        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, visible: str | None, refused: bool
-    ) -> None:
-        instances = (
-            "  MIG 3g.71gb Device 0: (UUID: MIG-a)",
-            "  MIG 3g.71gb Device 1: (UUID: MIG-b)",
-        )
-        self.machine(monkeypatch, tmp_path, "13.0", "GPU 0: H200 (UUID: GPU-a)", *instances)
-        if visible is not None:
-            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        options = plan.UpOptions(frontends=0)
-        if not refused:
-            return plan.check(options)
-        with pytest.raises(ConfigError, match=r"MIG .*set CUDA_VISIBLE_DEVICES to one") as why:
-            plan.check(options)
-        assert "\n" not in str(why.value)
-        monkeypatch.setenv(device.DEVICE_ENV, "cpu")
-        plan.check(options)
-
-    @pytest.mark.parametrize("driver", ["13.0", "13.2", "14.0"])
-    def test_nvidia_smi_decides(
-        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, driver: str
-    ) -> None:
-        self.machine(monkeypatch, tmp_path, driver, "GPU 0: A", "GPU 1: B")
-        assert device.detect() == "cuda13"
-        assert device.gpu_count() == 2
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-        assert device.gpu_count() == 1
-        monkeypatch.setenv(device.DEVICE_ENV, "cpu")
-        assert (device.detect(), device.gpu_count()) == ("cpu", 0)

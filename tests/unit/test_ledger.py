@@ -12,15 +12,7 @@ from pullfill.errors import Outcome
 from pullfill.transfer.loopback import LoopbackFences
 from pullfill.wire import DigestMode, RefuseReason
 from tests.support.fakes import FakeClock
-from tests.support.handoff_model import CLAIM_S, TIMEOUT_S, Grant, HandoffModel, Job
-
-
-def granted(model: HandoffModel, *, targets: int = 2, hits: int = 1) -> tuple[Job, Grant]:
-    job = model.open(targets, hits)
-    assert job is not None
-    model.publish(job)
-    assert model.claim(job, "a").grant is not None
-    return job, model.grants[-1]
+from tests.support.handoff_model import CLAIM_S, TIMEOUT_S, HandoffModel, Job, granted
 
 
 def state(model: HandoffModel, job: Job) -> JobState | None:
@@ -116,30 +108,6 @@ def test_each_wait_for_a_claim_has_its_time_and_the_whole_is_bounded() -> None:
     assert second.deadline_s == pytest.approx(TIMEOUT_S - 2 * CLAIM_S - 1)
     model.tick(second.deadline_s)
     assert told(model) == [Settle(job.request.request_id, False, Outcome.TIMEOUT)]
-
-
-def test_another_thread_sees_that_the_timer_hangs() -> None:
-    model = HandoffModel()
-    assert not model.ledger.overdue
-    assert model.open(2) is not None
-    model.clock.advance(CLAIM_S)
-    assert not model.ledger.overdue, "a little late is nothing"
-    model.clock.advance(1.1)
-    assert model.ledger.overdue
-    model.tick()
-    assert not model.ledger.overdue
-
-
-def test_open_jobs_bind_their_targets_until_the_writer_is_quiet() -> None:
-    model = HandoffModel()
-    job, grant = granted(model, targets=3, hits=2)
-    assert model.ledger.target_blocks == 3
-    assert model.begin_batch(grant)
-    model.abort(job)
-    assert model.ledger.target_blocks == 3
-    model.end_batch(grant)
-    model.tick()
-    assert model.ledger.target_blocks == 0
 
 
 def test_unknown_job() -> None:
@@ -370,22 +338,6 @@ def test_a_proof_in_the_last_moment_lets_the_job_go_on() -> None:
 # ------------------------------------------------------------------ what once slipped through
 
 
-def test_opening_a_job_wakes_the_timer_that_gives_it_up() -> None:
-    """With nothing open the asyncio thread sleeps without end; a job that nobody ever claims
-    causes no other wake-up."""
-    woken: list[str] = []
-    ledger = Ledger(
-        LoopbackFences(8, 2),
-        incarnation="i0",
-        clock=FakeClock(),
-        on_action=lambda: woken.append("action"),
-    )
-    assert ledger.tick() is None
-    ledger.open("j", "r", (1, 2), first_target=0, hit_tokens=0, timeout_s=5.0)
-    assert woken == ["action"]
-    assert ledger.tick() == pytest.approx(5.0)
-
-
 def test_a_publish_that_ends_after_its_job_was_given_up_is_cancelled() -> None:
     """Also while the blocks are still in quarantine."""
     model = HandoffModel()
@@ -413,19 +365,6 @@ def test_with_the_last_worker_gone_nobody_waits_for_its_deadline() -> None:
     assert queued.reports == [False]
     assert again.reports == [False]
     assert not set(again.job.blocks) & model.pool.free
-    model.drain()
-
-
-def test_asking_a_stopped_writer_for_proof_gets_rarer_but_never_stops() -> None:
-    model = HandoffModel()
-    _, grant = granted(model)
-    assert model.begin_batch(grant)
-    model.hand_back(grant, retry=False)
-    first = model.tick()
-    later = model.tick(60.0)
-    assert first is not None
-    assert later is not None
-    assert first < 0.01 < later <= 0.1
     model.drain()
 
 

@@ -12,6 +12,7 @@ from pullfill.decode_worker.moves import NakDelivery, Settle
 from pullfill.errors import Outcome
 from pullfill.transfer.loopback import LoopbackFences
 from tests.support.fakes import FakeClock
+from tests.support.handoff_model import CLAIM_S, HandoffModel, granted
 
 MANY = 2_000
 
@@ -210,3 +211,56 @@ def test_a_dead_writer_whose_job_no_stream_holds_costs_the_claim_timeout_at_most
     ledger.tick()
     (settled,) = [e for e in ledger.take_events() if isinstance(e, Settle)]
     assert (settled.loaded, settled.outcome) == (False, Outcome.CLAIM_TIMEOUT)
+
+
+def test_another_thread_sees_that_the_timer_hangs() -> None:
+    model = HandoffModel()
+    assert not model.ledger.overdue
+    assert model.open(2) is not None
+    model.clock.advance(CLAIM_S)
+    assert not model.ledger.overdue, "a little late is nothing"
+    model.clock.advance(1.1)
+    assert model.ledger.overdue
+    model.tick()
+    assert not model.ledger.overdue
+
+
+def test_open_jobs_bind_their_targets_until_the_writer_is_quiet() -> None:
+    model = HandoffModel()
+    job, grant = granted(model, targets=3, hits=2)
+    assert model.ledger.target_blocks == 3
+    assert model.begin_batch(grant)
+    model.abort(job)
+    assert model.ledger.target_blocks == 3
+    model.end_batch(grant)
+    model.tick()
+    assert model.ledger.target_blocks == 0
+
+
+def test_opening_a_job_wakes_the_timer_that_gives_it_up() -> None:
+    """With nothing open the asyncio thread sleeps without end; a job that nobody ever claims
+    causes no other wake-up."""
+    woken: list[str] = []
+    ledger = Ledger(
+        LoopbackFences(8, 2),
+        incarnation="i0",
+        clock=FakeClock(),
+        on_action=lambda: woken.append("action"),
+    )
+    assert ledger.tick() is None
+    ledger.open("j", "r", (1, 2), first_target=0, hit_tokens=0, timeout_s=5.0)
+    assert woken == ["action"]
+    assert ledger.tick() == pytest.approx(5.0)
+
+
+def test_asking_a_stopped_writer_for_proof_gets_rarer_but_never_stops() -> None:
+    model = HandoffModel()
+    _, grant = granted(model)
+    assert model.begin_batch(grant)
+    model.hand_back(grant, retry=False)
+    first = model.tick()
+    later = model.tick(60.0)
+    assert first is not None
+    assert later is not None
+    assert first < 0.01 < later <= 0.1
+    model.drain()

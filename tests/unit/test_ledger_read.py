@@ -8,16 +8,12 @@ from pullfill.decode_worker.entry import JobState
 from pullfill.decode_worker.moves import Read, Verify
 from pullfill.errors import Outcome
 from pullfill.wire import DigestMode, KvMode
-from tests.support.handoff_model import TIMEOUT_S, Grant, HandoffModel, Job
+from tests.support.handoff_model import TIMEOUT_S, Grant, HandoffModel, Job, granted
 
 
 def model_with_grant(hits: int = 0) -> tuple[HandoffModel, Job, Grant]:
     model = HandoffModel()
-    job = model.open(3, hits)
-    assert job is not None
-    model.publish(job)
-    model.claim(job, "a")
-    return model, job, model.grants[-1]
+    return model, *granted(model, targets=3, hits=hits)
 
 
 def test_the_grant_says_how(monkeypatch: pytest.MonkeyPatch) -> None:

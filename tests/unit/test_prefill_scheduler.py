@@ -105,20 +105,15 @@ def test_a_block_is_written_only_when_it_is_whole() -> None:
     assert engine.run(1).writes[0].local == [LOCAL + 1]
 
 
-def test_blocks_hit_on_this_side_only_are_written_too() -> None:
-    engine = Engine(4 * BLOCK, local_hit=3 * BLOCK)
-    assert engine.admit() == 0
-    engine.run(BLOCK)
-    engine.mover.flush()
-    assert engine.written == [0, 1, 2, 3]
-
-
-def test_a_hit_on_both_sides_writes_what_the_decode_worker_lacks() -> None:
-    engine = Engine(4 * BLOCK, hit=2 * BLOCK, local_hit=3 * BLOCK)
+@pytest.mark.parametrize(("remote_hit", "written"), [(0, [0, 1, 2, 3]), (2, [2, 3])])
+def test_blocks_hit_here_are_written_if_the_decode_worker_lacks_them(
+    remote_hit: int, written: list[int]
+) -> None:
+    engine = Engine(4 * BLOCK, hit=remote_hit * BLOCK, local_hit=3 * BLOCK)
     assert engine.admit() == 0, "this side has the whole hit"
     engine.run(BLOCK)
     engine.mover.flush()
-    assert engine.written == [2, 3]
+    assert engine.written == written
 
 
 @pytest.mark.parametrize("local_hit", [0, BLOCK])

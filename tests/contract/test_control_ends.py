@@ -1,0 +1,157 @@
+"""The control channel when a connection, a waiting claim or the server itself ends."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from pullfill.errors import Outcome, PeerUnavailable
+from pullfill.prefill_worker.link import DecodeLink
+from pullfill.wire import Claim, Grant, Hello, Welcome
+from tests.support import framing
+from tests.support.control_rig import Decode, Prefill, Raw, hello, until
+
+
+async def test_a_lost_connection_hands_the_job_on_at_once(decode: Decode, connect: Any) -> None:
+    one, two = await connect("prefill-1"), await connect("prefill-2")
+    decode.open()
+    grant = await one.claim()
+    await one.link.close()
+    assert one.lost == 1
+    await until(lambda: decode.nakked == ["ack.j"])
+    assert decode.settled() == [], "the request waits for the other worker"
+    assert (await two.claim()).attempt == 2
+    with pytest.raises(PeerUnavailable):
+        await one.commit(grant)
+
+
+async def test_the_last_lost_connection_serves_everything_locally(
+    decode: Decode, connect: Any
+) -> None:
+    prefill = await connect()
+    decode.open("claimed")
+    decode.open("queued")
+    decode.ledger.published("queued", "receipt", b"digest")
+    await prefill.claim("claimed")
+    await prefill.link.close()
+    await until(lambda: decode.ledger.open_jobs == 0)
+    assert {(e.request_id, e.loaded, e.outcome) for e in decode.settled()} == {
+        ("r-claimed", False, Outcome.PREFILL_LOST),
+        ("r-queued", False, Outcome.PREFILL_LOST),
+    }
+    await until(lambda: decode.cancelled == ["receipt"])
+    assert decode.nakked == []
+
+
+async def test_a_link_comes_back_after_its_connection_broke(decode: Decode, connect: Any) -> None:
+    prefill = await connect()
+    decode.open()
+    await prefill.claim()
+    for peer in list(decode.server.peers.values()):
+        peer.channel.close()
+    await until(lambda: prefill.lost == 1)
+    await prefill.link.wait_up(10)
+    decode.open("k")
+    assert (await prefill.commit(await prefill.claim("k"))).ok
+
+
+async def test_an_unanswered_claim_fails_when_the_connection_breaks(decode: Decode) -> None:
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await framing.read(reader, Hello)
+        framing.write(writer, Welcome(decode_instance="decode-1", incarnation="i0"))
+        await reader.readexactly(4)
+        writer.close()
+
+    server = await asyncio.start_server(silent, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    prefill = Prefill(decode)
+    await prefill.link.close()
+    prefill.link = DecodeLink(
+        decode.record(f"tcp://127.0.0.1:{port}"),
+        hello(),
+        prefill._no_mover,
+        lambda *_: None,
+        prefill._lost,
+    )
+    await prefill.link.wait_up(10)
+    with pytest.raises(PeerUnavailable, match="lost"):
+        await asyncio.wait_for(prefill.claim(), 10)
+    await prefill.link.close()
+    server.close()
+    with pytest.raises(PeerUnavailable):
+        await prefill.claim()
+
+
+async def test_a_late_grant_is_handed_back(decode: Decode, connect: Any) -> None:
+    """Nobody waits for the answer any more: the job must not be held until its deadline."""
+    prefill = await connect()
+    other = await connect("prefill-2")
+    decode.open()
+    asking = asyncio.ensure_future(prefill.claim())
+    await asyncio.sleep(0)
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    await until(lambda: decode.ledger.find("j").attempt == 1)  # type: ignore[union-attr]
+    await until(lambda: decode.fences.in_use == 0)
+    assert (await other.claim()).attempt == 2
+
+
+async def test_a_grant_that_comes_with_the_cancellation_is_handed_back(
+    decode: Decode, connect: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dispatch = DecodeLink._dispatch
+    asking: list[asyncio.Future[Grant]] = []
+
+    def dispatch_and_cancel(link: DecodeLink, message: Any) -> None:
+        dispatch(link, message)
+        asking[0].cancel()
+
+    monkeypatch.setattr(DecodeLink, "_dispatch", dispatch_and_cancel)
+    prefill = await connect()
+    decode.open()
+    asking.append(asyncio.ensure_future(prefill.claim()))
+    with pytest.raises(asyncio.CancelledError):
+        await asking[0]
+    await until(lambda: decode.ledger.find("j").attempt == 1)  # type: ignore[union-attr]
+    await until(lambda: decode.fences.in_use == 0)
+
+
+async def test_stop_does_not_miss_its_own_cancellation(decode: Decode) -> None:
+    """A wake-up in the same moment once swallowed it, and the process never left."""
+    await asyncio.sleep(0.01)
+    decode.server.wake()
+    await asyncio.wait_for(decode.server.stop(), 10)
+
+
+async def test_stop_settles_what_hangs_on_the_connections(decode: Decode, connect: Any) -> None:
+    """The fences are closed after it: nothing may ask them for a proof later."""
+    prefill = await connect()
+    decode.open()
+    decode.ledger.published("j", "receipt", b"digest")
+    await prefill.claim()
+    await decode.server.stop()
+    assert decode.ledger.open_jobs == 0
+    assert decode.cancelled == ["receipt"]
+    assert decode.server.prefill_workers == 0
+
+
+async def test_a_worker_that_connects_anew_has_left_its_old_connection(
+    decode: Decode, connect: Any, raw: Raw
+) -> None:
+    """The old connection may seem to stand for seconds; its jobs go on over the new one."""
+    decode.server._silent_s = 3600.0  # its silence says nothing in this test
+    other = await connect("prefill-2")
+    decode.open()
+    raw.say(hello("prefill-1"))
+    assert isinstance(await raw.hear(), Welcome)
+    raw.say(Claim(rid=1, job_id="j", incarnation="i0", delivery=1, ack_subject="ack.j"))
+    assert isinstance(await raw.hear(), Grant)
+    again = await connect("prefill-1")
+    assert await raw.ended()
+    await until(lambda: decode.nakked == ["ack.j"])
+    assert decode.server.peers.instances == ["prefill-1", "prefill-2"]
+    assert (await again.claim()).attempt == 2
+    assert other.lost == again.lost == 0

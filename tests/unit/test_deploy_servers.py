@@ -1,0 +1,91 @@
+"""NATS and etcd as `pullfill up` sees them: their commands, URLs, and whether one answers."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+
+from pullfill.deploy import servers
+
+_HEALTHY = b'HTTP/1.0 200 OK\r\n\r\n{"health":"true"}'
+
+
+class TestServers:
+    def test_commands(self, tmp_path: Path) -> None:
+        argv = servers.nats_command(tmp_path / 'a "b"', 4000)
+        config = Path(argv[2]).read_text()
+        assert "jetstream" in config
+        assert 'store_dir: "' in config
+        assert f"max_payload: {8 << 20}" in config
+        assert '\\"b\\"' in config
+        argv = servers.etcd_command(tmp_path, 5000, 5001)
+        assert Path(argv[0]).read_bytes()[:4] == b"\x7fELF"
+        assert all("0.0.0.0" not in argument for argument in argv)
+
+    @pytest.mark.parametrize(
+        ("url", "expected"),
+        [
+            ("nats://h:1", ("h", 1)),
+            ("nats://user:pw@h:1", ("h", 1)),
+            ("h", ("h", 9)),
+            ("nats://[::1]:5", ("::1", 5)),
+            ("http://h:2/path", ("h", 2)),
+        ],
+    )
+    def test_split_url(self, url: str, expected: tuple[str, int]) -> None:
+        assert servers.split_url(url, 9) == expected
+
+    def test_something_else_is_no_nats(self) -> None:
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            listener.listen()
+            why = servers.nats_ready(f"nats://127.0.0.1:{listener.getsockname()[1]}", 0.2)
+        assert why is not None
+
+    def test_what_is_said_of_a_server_keeps_its_login(self) -> None:
+        nobody = f"127.0.0.1:{servers.free_port()}"
+        told = [
+            servers.nats_ready(f"nats://ann:secret@{nobody}"),
+            servers.nats_ready(f"secret@{nobody}"),
+            servers.etcd_ready(f"http://ann:secret@{nobody}"),
+        ]
+        for text in told:
+            assert text is not None
+            assert nobody in text
+            assert "secret" not in text
+
+    def test_one_member_of_several_is_enough(self) -> None:
+        closed, heard = servers.free_port(), []
+
+        def problem(url: str) -> str | None:
+            heard.append(url)
+            return None if url == "b" else f"no {url}"
+
+        assert servers._any_ready("a, b,c", problem) is None
+        assert heard == ["a", "b"]
+        assert servers._any_ready("c,a", problem) == "no c"
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            listener.listen()
+            here = f"127.0.0.1:{listener.getsockname()[1]}"
+
+            def answer() -> None:
+                for text in (b'INFO {"jetstream":true}\r\n', _HEALTHY):
+                    conn, _ = listener.accept()
+                    with conn:
+                        if text is _HEALTHY:
+                            conn.recv(65536)
+                        conn.sendall(text)
+
+            thread = threading.Thread(target=answer)
+            thread.start()
+            assert servers.nats_ready(f"nats://127.0.0.1:{closed},nats://{here}", 5.0) is None
+            assert servers.etcd_ready(f"http://127.0.0.1:{closed},http://{here}", 5.0) is None
+            thread.join()
+
+    def test_a_port_nobody_may_use(self) -> None:
+        assert servers.port_problem("127.0.0.1", servers.free_port()) is None
+        assert servers.port_problem("203.0.113.1", 8000) is not None
