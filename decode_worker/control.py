@@ -25,6 +25,7 @@ from pullfill.decode_worker.self_check import Checks
 from pullfill.decode_worker.story import Stories
 from pullfill.decode_worker.verify import Verifier
 from pullfill.errors import AuthFailed, BadMessage, Outcome, PullfillError
+from pullfill.lifecycle import stop_listening
 from pullfill.security import ClusterKey
 from pullfill.waits import Bell
 from pullfill.wire import (
@@ -119,7 +120,7 @@ class ControlServer:
         the messages of the jobs that ended with the connections were cancelled, if the queue
         answered within a second."""
         if self._server is not None:
-            self._server.close()
+            await stop_listening(self._server)
         if self.checks is not None:
             await self.checks.close()
         for task in [*self._serving, *self._timers]:

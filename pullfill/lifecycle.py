@@ -1,4 +1,5 @@
-"""How a process is asked to leave: first signal drains, the second one forces. And that it goes."""
+"""How a process is asked to leave: first signal drains, the second one forces. And that it goes,
+with all of its connections."""
 
 from __future__ import annotations
 
@@ -98,6 +99,20 @@ def leave(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+async def stop_listening(server: asyncio.Server) -> None:
+    """Close `server`. Nothing is accepted any more, and what was accepted has reached its protocol.
+
+    `Server.close` alone loses a connection that is between the two (python/cpython#109564): nobody
+    knows its socket, so the peer waits until the garbage collector closes it.
+    """
+    loop = server.get_loop()
+    for listener in server.sockets:
+        loop.remove_reader(listener)
+    for _ in range(3):  # its transport is made, its protocol gets it, a handler's task begins
+        await asyncio.sleep(0)
+    server.close()
 
 
 async def until(*events: asyncio.Event) -> None:

@@ -14,6 +14,7 @@ from pullfill import frames, metrics
 from pullfill.channel import Channel, accept, introduce
 from pullfill.decode_worker.ledger import JobState
 from pullfill.errors import AuthFailed, PeerUnavailable
+from pullfill.lifecycle import stop_listening
 from pullfill.security import ClusterKey
 from pullfill.wire import AuthChallenge, AuthHello, AuthProof, Goodbye, Quiet
 from tests.support import framing
@@ -160,7 +161,7 @@ class _OnThePath:
         there.writer.close()
 
     async def stop(self) -> None:
-        self.server.close()
+        await stop_listening(self.server)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -274,4 +275,4 @@ async def test_what_a_seal_costs_is_microseconds() -> None:
         await left[0].read(Quiet)
     left[0].close()
     right.close()
-    server.close()
+    await stop_listening(server)

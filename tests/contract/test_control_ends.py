@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from pullfill.prefill_worker.link import DecodeLink
 from pullfill.wire import Claim, Grant, Hello, Welcome
 from tests.support import framing
 from tests.support.control_rig import Decode, Prefill, Raw, hello, until
+from tests.support.listening import listening
 
 
 async def test_a_lost_connection_hands_the_job_on_at_once(decode: Decode, connect: Any) -> None:
@@ -64,22 +67,20 @@ async def test_an_unanswered_claim_fails_when_the_connection_breaks(decode: Deco
         await reader.readexactly(4)
         writer.close()
 
-    server = await asyncio.start_server(silent, "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
     prefill = Prefill(decode)
     await prefill.link.close()
-    prefill.link = DecodeLink(
-        decode.record(f"tcp://127.0.0.1:{port}"),
-        hello(),
-        prefill._no_mover,
-        lambda *_: None,
-        prefill._lost,
-    )
-    await prefill.link.wait_up(10)
-    with pytest.raises(PeerUnavailable, match="lost"):
-        await asyncio.wait_for(prefill.claim(), 10)
-    await prefill.link.close()
-    server.close()
+    async with listening(silent) as (host, port):
+        prefill.link = DecodeLink(
+            decode.record(f"tcp://{host}:{port}"),
+            hello(),
+            prefill._no_mover,
+            lambda *_: None,
+            prefill._lost,
+        )
+        await prefill.link.wait_up(10)
+        with pytest.raises(PeerUnavailable, match="lost"):
+            await asyncio.wait_for(prefill.claim(), 10)
+        await prefill.link.close()
     with pytest.raises(PeerUnavailable):
         await prefill.claim()
 
@@ -155,3 +156,18 @@ async def test_a_worker_that_connects_anew_has_left_its_old_connection(
     assert decode.server.peers.instances == ["prefill-1", "prefill-2"]
     assert (await again.claim()).attempt == 2
     assert other.lost == again.lost == 0
+
+
+@pytest.mark.parametrize("turns", range(6))
+async def test_a_server_that_stops_closes_what_just_connected(turns: int) -> None:
+    """turns: of the loop, from the connect to the stop."""
+    decode = Decode()
+    await decode.server.start("127.0.0.1")
+    host, port = decode.server.address.removeprefix("tcp://").split(":")
+    with socket.create_connection((host, int(port))) as peer:
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await decode.server.stop()
+        peer.settimeout(5.0)
+        with contextlib.suppress(ConnectionResetError):
+            assert await asyncio.to_thread(peer.recv, 1) == b""

@@ -14,6 +14,7 @@ from pullfill.frontend.cluster import ClusterView
 from pullfill.health import Health
 from pullfill.probe import ProbeServer
 from pullfill.wire import WorkerRecord
+from tests.support.listening import listening
 from tests.support.workers import record
 
 AWAY = {"up": False, "since_s": 5.0, "error": "nats://h:1: refused"}
@@ -70,11 +71,8 @@ async def hanging() -> AsyncIterator[tuple[str, asyncio.Event]]:
         given_up.set()
         writer.close()
 
-    server = await asyncio.start_server(hold, "127.0.0.1", 0)
-    try:
-        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", given_up
-    finally:
-        server.close()
+    async with listening(hold) as (host, port):
+        yield f"http://{host}:{port}", given_up
 
 
 async def test_a_worker_that_hangs_does_not_hold_up_ready(monkeypatch: pytest.MonkeyPatch) -> None:

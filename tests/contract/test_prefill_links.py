@@ -24,6 +24,7 @@ from pullfill.transfer.shm.files import ShmEndpoint
 from pullfill.wire import Hello, encode
 from tests.support.control_rig import Decode, until
 from tests.support.handoff_directory import FakeDirectory
+from tests.support.listening import listening
 from tests.support.transfer_rigs import COMPAT, DENSE, shm_rig
 
 
@@ -94,17 +95,14 @@ async def test_a_greeting_without_an_answer_is_told_to_people(
         await reader.read(1)
         writer.close()
 
-    server = await asyncio.start_server(hang_up, "127.0.0.1", 0)
-    address = f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    record = Decode().record(address)
-    link = DecodeLink(record, greeting(tmp_path, 1), no_mover, lambda *_: None, lambda *_: None)
-    try:
-        await until(lambda: "without a welcome" in caplog.text)
-        assert caplog.records[-1].levelno == logging.WARNING
-    finally:
-        await link.close()
-        server.close()
-        await server.wait_closed()
+    async with listening(hang_up) as (host, port):
+        record = Decode().record(f"tcp://{host}:{port}")
+        link = DecodeLink(record, greeting(tmp_path, 1), no_mover, lambda *_: None, lambda *_: None)
+        try:
+            await until(lambda: "without a welcome" in caplog.text)
+            assert caplog.records[-1].levelno == logging.WARNING
+        finally:
+            await link.close()
 
 
 async def test_a_new_welcome_forgives_and_the_end_closes_what_there_is(tmp_path: Path) -> None:

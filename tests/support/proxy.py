@@ -17,6 +17,8 @@ from collections.abc import Callable, Coroutine
 from types import TracebackType
 from typing import Any, Literal, Self
 
+from pullfill.lifecycle import stop_listening
+
 Direction = Literal["up", "down"]
 _CHUNK = 64 << 10
 _RESET = struct.pack("ii", 1, 0)
@@ -132,7 +134,7 @@ class Proxy:
 
     async def _stop(self) -> None:
         assert self._server is not None
-        self._server.close()
+        await stop_listening(self._server)
         for task in list(self._serving):
             task.cancel()
         await asyncio.gather(*self._serving, return_exceptions=True)

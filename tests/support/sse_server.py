@@ -9,6 +9,8 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
+from tests.support.listening import listening
+
 Step = bytes | float
 """Bytes to write, or seconds to wait. b"" breaks the connection off."""
 Script = Callable[[dict[str, Any]], Sequence[Step]]
@@ -58,9 +60,8 @@ class SseServer:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[SseServer]:
-        server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        async with server:
-            self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        async with listening(self._serve) as (host, port):
+            self.url = f"http://{host}:{port}"
             yield self
 
     @contextmanager

@@ -35,6 +35,7 @@ from benchmarks.chaos_scenarios import (
     Run,
     Scenario,
 )
+from tests.support.listening import serving
 
 
 def steady(rate: float, begin: float, end: float) -> list[float]:
@@ -283,13 +284,8 @@ async def server(answer: Answer) -> AsyncIterator[str]:
 
     app = web.Application()
     app.router.add_post("/v1/completions", handle)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
+    async with serving(app) as url:
+        yield url
 
 
 def chunk(*tokens: int, end: bool = False) -> bytes:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
 import pytest
@@ -15,6 +15,7 @@ from aiohttp import web
 from benchmarks import bench_frontend_requests as requests
 from benchmarks.bench_frontend_requests import KINDS, Kind, Taken
 from benchmarks.live import BenchError
+from tests.support import listening
 
 
 @dataclass
@@ -45,20 +46,12 @@ class Server:
 
 @asynccontextmanager
 async def serving(*servers: Server) -> AsyncIterator[None]:
-    runners = []
-    for server in servers:
-        app = web.Application()
-        app.router.add_post("/v1/completions", server.answer)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        server.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        runners.append(runner)
-    try:
+    async with AsyncExitStack() as stack:
+        for server in servers:
+            app = web.Application()
+            app.router.add_post("/v1/completions", server.answer)
+            server.url = await stack.enter_async_context(listening.serving(app))
         yield
-    finally:
-        for runner in runners:
-            await runner.cleanup()
 
 
 class TestRequests:

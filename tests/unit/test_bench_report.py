@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import bench_cluster, bench_frontend, live, machine, report
+from tests.support.listening import serving
 
 SPIN = """
 import time
@@ -209,17 +210,10 @@ class TestFrontendBench:
 
         app = web.Application()
         app.router.add_post("/v1/completions", answer)  # type: ignore[arg-type]
-        runner = web.AppRunner(app)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        try:
-            url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        async with serving(app) as url:
             assert await bench_frontend.load(url, "completions", 3, 20) == 60
             with pytest.raises(live.BenchError, match="404"):
                 await bench_frontend.load(url, "chat", 1, 5)
-        finally:
-            await runner.cleanup()
 
 
 class TestWaiting:

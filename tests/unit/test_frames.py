@@ -15,6 +15,7 @@ from pullfill.channel import Channel
 from pullfill.errors import BadMessage
 from pullfill.wire import WIRE_VERSION, Hello, Quiet, ToDecode, encode
 from tests.support import framing
+from tests.support.listening import listening
 
 
 def channel_of(data: bytes) -> Channel:
@@ -227,19 +228,18 @@ async def test_a_peer_that_reads_nothing_gets_a_broken_connection() -> None:
         await over.wait()
         writer.transport.abort()
 
-    server = await asyncio.start_server(never_reads, "127.0.0.1", 0)
-    reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname()[:2])
-    try:
-        sent = 0
-        while not writer.transport.is_closing():
-            framing.write_body(writer, bytes(1 << 20))
-            waiting = writer.transport.get_write_buffer_size()
-            assert waiting <= frames.MAX_BACKLOG + (1 << 20) + 4
-            sent += 1
-            assert sent < 200
-        with pytest.raises(EOFError):
-            await asyncio.wait_for(framing.read(reader, Hello), 10)
-    finally:
-        over.set()
-        writer.transport.abort()
-        server.close()
+    async with listening(never_reads) as address:
+        reader, writer = await asyncio.open_connection(*address)
+        try:
+            sent = 0
+            while not writer.transport.is_closing():
+                framing.write_body(writer, bytes(1 << 20))
+                waiting = writer.transport.get_write_buffer_size()
+                assert waiting <= frames.MAX_BACKLOG + (1 << 20) + 4
+                sent += 1
+                assert sent < 200
+            with pytest.raises(EOFError):
+                await asyncio.wait_for(framing.read(reader, Hello), 10)
+        finally:
+            over.set()
+            writer.transport.abort()

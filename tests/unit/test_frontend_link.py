@@ -14,6 +14,7 @@ from pullfill.frontend.link import LinkState
 from tests.support.fake_decode import FakeDecode
 from tests.support.fake_vllm import request
 from tests.support.frontend_rig import rig, until
+from tests.support.listening import listening
 
 
 class _Cutter:
@@ -54,10 +55,8 @@ async def test_a_hello_lost_in_flight_is_sent_again() -> None:
     """Also after a handshake that failed, which alone is for ZMQ to try again."""
     worker = FakeDecode("decode-1")  # reads nothing before it is started
     cutter = _Cutter(int(worker.record.data.rpartition(":")[2]))
-    server = await asyncio.start_server(cutter, "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
-    record = msgspec.structs.replace(worker.record, data=f"tcp://127.0.0.1:{port}")
-    async with rig() as r:
+    async with listening(cutter) as (host, port), rig() as r:
+        record = msgspec.structs.replace(worker.record, data=f"tcp://{host}:{port}")
         r.directory.put(record)
         await until(lambda: any("handshake" in line for line in r.pool.refusals()))
         await until(lambda: not r.pool.refusals())
@@ -67,7 +66,6 @@ async def test_a_hello_lost_in_flight_is_sent_again() -> None:
         await until(lambda: cutter.connections == 3)
         worker.start()
         await r.ready(1)
-    server.close()
     worker.die()
 
 

@@ -12,6 +12,7 @@ import pytest
 from aiohttp import ClientConnectionError, ClientPayloadError, ClientSession
 
 from benchmarks.serving import proxies
+from tests.support.listening import listening, until_closed
 
 LIMIT_S = 20.0
 Reply = Callable[[proxies.Request, asyncio.StreamWriter], Coroutine[Any, Any, None]]
@@ -44,18 +45,17 @@ class Server:
 
 
 @asynccontextmanager
-async def listening(reply: Reply) -> AsyncIterator[Server]:
+async def answering(reply: Reply) -> AsyncIterator[Server]:
     server = Server(reply)
-    async with await asyncio.start_server(server, "127.0.0.1", 0) as listener:
-        server.address = listener.sockets[0].getsockname()[:2]
+    async with listening(server) as server.address:
         yield server
 
 
 @asynccontextmanager
 async def proxy(policy: proxies.Policy) -> AsyncIterator[str]:
     """The URL of a running proxy."""
-    async with await proxies.Proxy(policy).start("127.0.0.1", 0) as listener:
-        yield f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+    async with until_closed(await proxies.Proxy(policy).start("127.0.0.1", 0)) as (host, port):
+        yield f"http://{host}:{port}"
 
 
 @asynccontextmanager
@@ -100,7 +100,7 @@ class TestPassingOn:
                 await seen.acquire()  # not before the client has it
             writer.write(b"0\r\n\r\n")
 
-        async with listening(reply) as server, proxy(proxies.RoundRobin([server.address])) as url:
+        async with answering(reply) as server, proxy(proxies.RoundRobin([server.address])) as url:
             async with client() as session, session.post(url + "/v1/completions", data=b"x") as got:
                 for number in range(5):
                     assert await got.content.readuntil(b"\n\n") == b"data: %d\n\n" % number
@@ -109,7 +109,7 @@ class TestPassingOn:
 
     async def test_the_request_arrives_as_it_was_sent(self) -> None:
         prompt = json.dumps({"prompt": list(range(40_000))}).encode()
-        async with listening(says("yes")) as server:
+        async with answering(says("yes")) as server:
             async with proxy(proxies.RoundRobin([server.address])) as url, client() as session:
                 async with session.post(
                     url + "/v1/completions?a=b", data=prompt, headers={"X-Request-Id": "r7"}
@@ -121,7 +121,7 @@ class TestPassingOn:
         assert request.headers["connection"] == "close"
 
     async def test_a_refusal_of_the_server_is_the_clients(self) -> None:
-        async with listening(says({"error": "busy"}, "429 Too Many Requests")) as server:
+        async with answering(says({"error": "busy"}, "429 Too Many Requests")) as server:
             async with proxy(proxies.RoundRobin([server.address])) as url, client() as session:
                 async with session.post(url, data=b"x") as got:
                     assert (got.status, await got.json()) == (429, {"error": "busy"})
@@ -131,7 +131,7 @@ class TestPassingOn:
             writer.write(HEAD + event("data: 0\n\n"))
             await asyncio.Event().wait()
 
-        async with listening(reply) as server, proxy(proxies.RoundRobin([server.address])) as url:
+        async with answering(reply) as server, proxy(proxies.RoundRobin([server.address])) as url:
             async with client() as session, session.post(url, data=b"x") as got:
                 await got.content.readuntil(b"\n\n")
                 got.close()
@@ -143,7 +143,7 @@ class TestPassingOn:
             await writer.drain()
             writer.transport.abort()
 
-        async with listening(reply) as server, proxy(proxies.RoundRobin([server.address])) as url:
+        async with answering(reply) as server, proxy(proxies.RoundRobin([server.address])) as url:
             async with client() as session:
                 with pytest.raises((ClientPayloadError, ClientConnectionError)):
                     async with session.post(url, data=b"x") as got:
@@ -169,7 +169,7 @@ class TestPassingOn:
 
 class TestRoundRobin:
     async def test_requests_take_turns_and_looks_do_not_count(self) -> None:
-        async with listening(says("a")) as a, listening(says("b")) as b:
+        async with answering(says("a")) as a, answering(says("b")) as b:
             robin = proxies.RoundRobin([a.address, b.address])
             async with proxy(robin) as url, client() as session:
                 order = []
@@ -181,7 +181,7 @@ class TestRoundRobin:
         assert order == ["a", "b", "a", "b"]
 
     async def test_a_dead_server_is_passed_over(self) -> None:
-        async with listening(says("alive")) as alive:
+        async with answering(says("alive")) as alive:
             robin = proxies.RoundRobin([await unused(), alive.address])
             async with proxy(robin) as url, client() as session:
                 for _ in range(3):
@@ -217,7 +217,7 @@ class TestNixl:
             decoded.set()
             writer.write(HEAD + event("data: 0\n\n") + b"0\r\n\r\n")
 
-        async with listening(prefilled) as prefill, listening(decoding) as decode:
+        async with answering(prefilled) as prefill, answering(decoding) as decode:
             nixl = proxies.Nixl(prefill.address, decode.address)
             async with proxy(nixl) as url, client() as session:
                 async with session.post(url + "/v1/completions", json=ASKED) as got:
@@ -232,8 +232,8 @@ class TestNixl:
         assert len(ids) == 1
 
     async def test_a_refused_prefill_is_the_answer(self) -> None:
-        async with listening(says({"error": "no"}, "400 Bad Request")) as prefill:
-            async with listening(says("never")) as decode:
+        async with answering(says({"error": "no"}, "400 Bad Request")) as prefill:
+            async with answering(says("never")) as decode:
                 nixl = proxies.Nixl(prefill.address, decode.address)
                 async with proxy(nixl) as url, client() as session:
                     async with session.post(url + "/v1/completions", json=ASKED) as got:
@@ -244,7 +244,7 @@ class TestNixl:
         async def dies(_: proxies.Request, writer: asyncio.StreamWriter) -> None:
             writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\n{")
 
-        async with listening(dies) as prefill, listening(says("never")) as decode:
+        async with answering(dies) as prefill, answering(says("never")) as decode:
             nixl = proxies.Nixl(prefill.address, decode.address)
             async with proxy(nixl) as url, client() as session:
                 async with session.post(url + "/v1/completions", json=ASKED) as got:
@@ -252,8 +252,8 @@ class TestNixl:
             assert not decode.asked
 
     async def test_short_prompts_and_looks_go_to_decode_alone(self) -> None:
-        async with listening(says({"kv_transfer_params": PARAMS})) as prefill:
-            async with listening(says("decode")) as decode:
+        async with answering(says({"kv_transfer_params": PARAMS})) as prefill:
+            async with answering(says("decode")) as decode:
                 nixl = proxies.Nixl(prefill.address, decode.address, direct_below=4)
                 async with proxy(nixl) as url, client() as session:
                     async with session.get(url + "/health") as got:
