@@ -30,12 +30,8 @@ def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
 @pytest.fixture(scope="session")
 def nats(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
     """One NATS for all tests of this process, as `etcd`. Each has a stream of its own."""
-    server = NatsServer(tmp_path_factory.mktemp("nats"))
-    try:
-        asyncio.run(server.start())
+    with NatsServer(tmp_path_factory.mktemp("nats")) as server:
         yield server
-    finally:
-        server.stop()
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,12 +21,8 @@ Pair = tuple[JetStreamProducer, JetStreamConsumer]
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
-    server = NatsServer(Path(tmp_path_factory.mktemp("nats")))
-    try:
-        asyncio.run(server.start())
+    with NatsServer(tmp_path_factory.mktemp("nats")) as server:
         yield server
-    finally:
-        server.stop()
 
 
 @pytest.fixture

@@ -15,15 +15,13 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.metrics.stats import PrefixCacheStats, SchedulerStats
 
 from pullfill.engine import outputs
-from tests.support.shim_rig import Rig, replace_codecs
+from tests.support.shim_rig import Rig, rigged
 
 
 @pytest.fixture
 def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
-    replace_codecs(monkeypatch)
-    rig = Rig()
-    yield rig
-    rig.close()
+    with rigged(monkeypatch) as rig:
+        yield rig
 
 
 def stats(running: int = 0, asked: int = 0, more: Any = None) -> Any:

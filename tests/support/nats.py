@@ -109,6 +109,18 @@ class NatsServer:
                 return True
         return False
 
+    def __enter__(self) -> NatsServer:
+        """Start it, outside of any event loop."""
+        try:
+            asyncio.run(self.start())
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
+
     def kill(self) -> None:
         """SIGKILL and reap."""
         self._end(signal.SIGKILL)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -148,10 +149,14 @@ class Rig:
         self.shim.close()
 
 
-def replace_codecs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before a Rig is made."""
+@contextmanager
+def rigged(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
+    """A rig whose messages tests can write and read without vLLM."""
     monkeypatch.setattr(rpc, "WorkerCodec", _Codec)
     monkeypatch.setattr(
         shims.vllm_outputs, "error_outputs", lambda name, why, fault: f"error {name} {fault}"
     )
     monkeypatch.setattr(shims.vllm_outputs, "utility_outputs", lambda *told: told)
+    rig = Rig()
+    yield rig
+    rig.close()

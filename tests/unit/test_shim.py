@@ -8,15 +8,13 @@ from typing import Any
 import pytest
 
 from pullfill.engine import rpc
-from tests.support.shim_rig import Rig, replace_codecs
+from tests.support.shim_rig import Rig, rigged
 
 
 @pytest.fixture
 def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
-    replace_codecs(monkeypatch)
-    rig = Rig()
-    yield rig
-    rig.close()
+    with rigged(monkeypatch) as rig:
+        yield rig
 
 
 def test_the_port_asked_for(rig: Rig) -> None:

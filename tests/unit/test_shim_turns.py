@@ -10,15 +10,13 @@ import pytest
 from pullfill.decode_worker.router import Decision, Situation
 from pullfill.engine import rpc
 from tests.support.fake_vllm import STOP, Output, Outputs
-from tests.support.shim_rig import Rig, replace_codecs
+from tests.support.shim_rig import Rig, rigged
 
 
 @pytest.fixture
 def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
-    replace_codecs(monkeypatch)
-    rig = Rig()
-    yield rig
-    rig.close()
+    with rigged(monkeypatch) as rig:
+        yield rig
 
 
 def test_one_small_message_of_a_turn_is_prepared_at_once(rig: Rig) -> None:
