@@ -28,7 +28,7 @@ def writer(cluster: Cluster) -> Iterator[Worker]:
 def test_a_stopped_writer_keeps_no_blocks(cluster: Cluster, writer: Worker, oracle: Oracle) -> None:
     stale = {"revoked": (0, 1), "write": (0, 1)}  # whichever it meets first
     with checked(cluster, oracle, fallbacks={"timeout": 1}, stale=stale) as check:
-        cluster.set_router(remote_timeout_s=1.5)
+        cluster.set_router(remote_timeout_s=4.0)  # the writer must get there before
         writer.arm("stream.write.batch=stop@1")
         prompt = random_prompt(1800, seed=9600)
         told = check.told(check.ask(prompt))
