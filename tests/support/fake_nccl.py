@@ -1,10 +1,10 @@
 """libnccl and CUDA streams over plain memory, with the rules of NCCL's manual and of CUDA's. For
 tests. The production code runs on it unchanged: same C names, ctypes arguments, result codes.
 
-Nothing here has a thread. Kernels run when something changes (a group is issued, a fault is lifted)
-and meet first in, first out, without tags. Each rule says in a comment where the manual has it; the
-manual is NVIDIA's "NCCL documentation" 2.30. What breaks a rule and would crash or hang a process
-some day, but need not at once, is noted in `World.violations`, empty at the end of each test.
+Nothing here has a thread. What happens on the GPUs is in `fake_kernels.py`. Each rule says in a
+comment where the manual has it; the manual is NVIDIA's "NCCL documentation" 2.30. What breaks a
+rule and would crash or hang a process some day, but need not at once, is noted in
+`World.violations`, empty at the end of each test.
 
 Kinder than the real one: two sides that name different sizes both get an error.
 
@@ -18,104 +18,52 @@ from __future__ import annotations
 import ctypes
 import secrets
 import threading
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from pullfill.transfer.nccl.library import MAGIC, UINT8, UNIQUE_ID_BYTES
+from tests.support.fake_kernels import (
+    IN_PROGRESS,
+    RANKS,
+    REMOTE_ERROR,
+    SUCCESS,
+    FakeComm,
+    FakeMessage,
+    FakePair,
+    FakeStream,
+    Kernels,
+)
 
-RANKS = 2
-SUCCESS, CUDA_ERROR, INVALID_ARGUMENT, INVALID_USAGE, REMOTE_ERROR, IN_PROGRESS = 0, 1, 4, 5, 6, 7
+CUDA_ERROR, INVALID_ARGUMENT, INVALID_USAGE = 1, 4, 5  # ncclResult_t
 VERSION = 23203
 
 
-@dataclass(eq=False)
-class _Message:
-    """One half of a transfer."""
+class _Mine(threading.local):
+    """What CUDA and NCCL keep of a thread: its device, the group that it has open, its aborts."""
 
-    send: bool
-    address: int
-    nbytes: int
-    over: bool = False
+    device: str | None = None
+    group: list[tuple[FakeComm, FakeStream, FakeMessage]] | None = None
 
-
-@dataclass(eq=False)
-class _Pair:
-    """Both ranks of one unique id."""
-
-    ranks: dict[int, FakeComm] = field(default_factory=dict)
-    waiting: list[tuple[int, _Message]] = field(default_factory=list)
-    """Kernels that began and wait for the other side's: who sends, and the message."""
+    def __init__(self) -> None:
+        self.aborts: list[FakeComm] = []
 
 
-@dataclass(eq=False)
-class FakeComm:
-    device: str
-    pair: _Pair
-    rank: int
-    blocking: bool
-    state: int = IN_PROGRESS
-    doing: str = "init"
-    """What goes on in the background while `state` is IN_PROGRESS."""
-    group: list[tuple[FakeStream, _Message]] = field(default_factory=list)
-    connected: bool = False
-    revoked: bool = False
-    gone: bool = False
-    dead: bool = False
-
-
-class FakeStream:
-    """contract.Stream."""
-
-    def __init__(self, world: World, device: str) -> None:
-        self._world, self.device = world, device
-        self.groups: deque[tuple[FakeComm, list[_Message]]] = deque()
-        self.running = False
-        with world.changed:
-            self.handle = world.number()
-            world.streams[self.handle] = self
-
-    @property
-    def done(self) -> bool:
-        # CUDA driver API, cuStreamQuery: CUDA_ERROR_NOT_READY, or the error of earlier work.
-        with self._world.changed:
-            if self._world.dumb_streams:
-                self._world.dumb_streams -= 1
-                raise RuntimeError("CUDA does not answer")
-            return not self.groups
-
-    def close(self) -> None:
-        with self._world.changed:
-            assert not self.groups
-            del self._world.streams[self.handle]
-
-
-class World:
+class World(Kernels):
     """contract.Library, all communicators of a test, and its faults."""
 
     def __init__(self) -> None:
-        self.changed = threading.Condition()
-        self.pairs: dict[bytes, _Pair] = {}
-        self.comms: dict[int, FakeComm] = {}
-        self.streams: dict[int, FakeStream] = {}
+        super().__init__()
+        self.pairs: dict[bytes, FakePair] = {}
         self.memory: dict[int, np.ndarray] = {}
-        self.constructed = self.aborts = self.revokes = self.most_waiting = 0
-        self.sizes: list[int] = []
+        self.constructed = self.aborts = self.revokes = 0
         self.violations: list[str] = []
-        self.hang_init = self.hang_issue = self.hang = False
-        self.dumb_streams = 0
-        self._numbers = 0
-        self._mine = threading.local()
+        self.hang_init = False
+        self._mine = _Mine()
         self._inside: dict[str, threading.Thread] = {}
         self._owners: dict[str, threading.Thread] = {}
-
-    def number(self) -> int:
-        self._numbers += 1
-        return self._numbers
 
     # ------------------------------------------------------------------ faults
 
@@ -142,11 +90,6 @@ class World:
                 if comm.device == device:
                     comm.state = REMOTE_ERROR
 
-    def waiting(self, device: str) -> int:
-        """Kernels on that GPU that have begun and not ended."""
-        with self.changed:
-            return sum(s.running for s in self.streams.values() if s.device == device)
-
     # ------------------------------------------------------------------ rules for threads
 
     def activate(self, device: str) -> None:
@@ -160,8 +103,7 @@ class World:
         # operation while ncclCommAbort is called.
         me = threading.current_thread()
         with self.changed:
-            device = getattr(self._mine, "device", None)
-            if device is None:
+            if (device := self._mine.device) is None:
                 self.violations.append("a call on a thread without a device")
                 device = "none"
             if device in self._inside:
@@ -216,7 +158,7 @@ class World:
             return INVALID_ARGUMENT
         with self._call() as device:
             assert nranks == RANKS
-            pair = self.pairs.setdefault(bytes(unique_id), _Pair())
+            pair = self.pairs.setdefault(bytes(unique_id), FakePair())
             made = pair.ranks[rank] = FakeComm(device, pair, rank, said.blocking != 0)
             comm._obj.value = self.number()
             self.comms[comm._obj.value] = made
@@ -259,16 +201,25 @@ class World:
                 return INVALID_USAGE
             assert (peer, datatype) == (RANKS - 1 - found.rank, UINT8)
             # "Group Calls": calls inside a group may return without having enqueued anything.
-            message = _Message(send, address.value, count.value)
+            message = FakeMessage(send, address.value, count.value)
+            assert self._mine.group is not None
             self._mine.group.append((found, self.streams[stream.value], message))
         return SUCCESS
 
     def ncclGroupEnd(self) -> int:
-        with self._call():
+        if self._mine.aborts:
+            # Not NCCL's rule but Python's: who waits with the GIL stops the process.
+            self.violations.append("a group of aborts ends with the GIL held")
+        return self.ncclGroupEndOfAborts()
+
+    def ncclGroupEndOfAborts(self) -> int:
+        with self._call() as device:
             group, self._mine.group = self._mine.group, None
-            for comm, stream, message in group:
+            for comm, stream, message in group or ():
                 comm.group.append((stream, message))
                 comm.state, comm.doing = IN_PROGRESS, "issue"
+            self._free(device)
+            self._run_kernels()
         # "Nonblocking Group Operation": the kernels are issued to the streams in the background;
         # until the state is ncclSuccess a stream does not know of them.
         return IN_PROGRESS if group else SUCCESS
@@ -289,16 +240,32 @@ class World:
         with self._call() as device:
             if (found := self._comm(comm, device, "ncclCommAbort")) is None:
                 return INVALID_ARGUMENT
+            # Source of NCCL 2.30.7, ncclCommAbort: it tells the kernel to stop, then waits for the
+            # thread that launches a group. That thread allocates GPU memory, which CUDA may hold up
+            # until kernels of others have ended (CUDA C Programming Guide, "Implicit
+            # Synchronization").
             found.revoked = True
             self._run_kernels()
+            if found.state == IN_PROGRESS and found.doing != "revoke":
+                self.changed.wait_for(lambda: not self.waiting(device))
+            found.gone = True
+            del self.comms[comm.value]
+            # Release notes of 2.22 (ncclGroupStart/End for ncclCommAbort): in a group, nothing is
+            # freed before the group ends.
+            self._mine.aborts.append(found)
+            if self._mine.group is None:
+                self._free(device)
+        return SUCCESS
+
+    def _free(self, device: str) -> None:
+        """What the thread has aborted."""
+        aborted, self._mine.aborts = self._mine.aborts, []
+        if aborted:
             # "Fault Tolerance": all calls but destroy and abort are nonblocking. This one gives
             # device memory back. CUDA C Programming Guide, "Implicit Synchronization"; cudaFree
             # waits for all that runs on the device, also for other communicators' kernels.
             self.changed.wait_for(lambda: not self.waiting(device))
-            found.gone = True
-            self.aborts += 1
-            del self.comms[comm.value]
-        return SUCCESS
+            self.aborts += len(aborted)
 
     # ------------------------------------------------------------------ in the background
 
@@ -308,65 +275,6 @@ class World:
         if comm.doing == "init":
             if len(both) == RANKS and not self.hang_init and not any(one.dead for one in both):
                 comm.state, self.constructed = SUCCESS, self.constructed + 1
-        elif comm.doing == "issue" and not self.hang_issue and not comm.dead:
-            # Environment variable NCCL_RUNTIME_CONNECT: the two sides connect with the first
-            # operation, so the first group is issued when both have one.
-            comm.connected = True
-            if all(other.connected for other in both):
-                comm.state = SUCCESS
-                for stream in {stream for stream, _ in comm.group}:
-                    stream.groups.append((comm, [m for s, m in comm.group if s is stream]))
-                comm.group = []
-                self._run_kernels()
         elif comm.doing == "revoke":
             comm.state = SUCCESS
             self._run_kernels()
-
-    def _run_kernels(self) -> None:
-        """As far as they get."""
-        while any([self._run(stream) for stream in list(self.streams.values())]):
-            pass
-        on_gpus: dict[str, int] = {}
-        for stream in self.streams.values():
-            on_gpus[stream.device] = on_gpus.get(stream.device, 0) + stream.running
-        self.most_waiting = max(self.most_waiting, *on_gpus.values(), 0)
-        self.changed.notify_all()
-
-    def _run(self, stream: FakeStream) -> bool:
-        """Begin or end the first group of a stream: streams run in order. Whether one ended."""
-        if not stream.groups:
-            return False
-        comm, messages = stream.groups[0]
-        waiting = comm.pair.waiting
-        if not stream.running:
-            stream.running = True
-            for message in messages:
-                waiting.append((comm.rank if message.send else RANKS - 1 - comm.rank, message))
-        if comm.revoked:
-            comm.pair.waiting = [entry for entry in waiting if entry[1] not in messages]
-        else:
-            self._exchange(comm.pair)
-            if not all(message.over for message in messages):
-                return False
-        stream.groups.popleft()
-        stream.running = False
-        return True
-
-    def _exchange(self, pair: _Pair) -> None:
-        if self.hang or any(c.dead or c.state == REMOTE_ERROR for c in pair.ranks.values()):
-            return
-        for sender in range(RANKS):
-            halves: dict[bool, list[_Message]] = {True: [], False: []}
-            for rank, message in pair.waiting:
-                if rank == sender and not message.over:
-                    halves[message.send].append(message)
-            for source, target in zip(halves[True], halves[False], strict=False):
-                if source.nbytes != target.nbytes:
-                    # "ncclSend": the same datatype and count on both sides. Kinder than NCCL.
-                    for comm in pair.ranks.values():
-                        comm.state = REMOTE_ERROR
-                    return
-                ctypes.memmove(target.address, source.address, source.nbytes)
-                self.sizes.append(source.nbytes)
-                source.over = target.over = True
-        pair.waiting = [entry for entry in pair.waiting if not entry[1].over]

@@ -74,7 +74,11 @@ class NcclToItself:
         self.stream = gpu.stream()
         self._nccl = Nccl(self.library)
         gpu.activate()
-        self._comm = self._nccl.init(self._nccl.unique_id(), 0, ranks=1)
+        comm, error = self._nccl.init(self._nccl.unique_id(), 0, ranks=1)
+        if error is not None:
+            raise error
+        assert comm is not None
+        self._comm = comm
         self._settle()
 
     def _settle(self) -> None:
@@ -90,7 +94,7 @@ class NcclToItself:
             time.sleep(20e-6)
 
     def close(self) -> None:
-        self._nccl.abort(self._comm)
+        self._nccl.abort([self._comm])
         self.stream.close()
 
 

@@ -13,7 +13,8 @@ from pullfill.transfer.nccl.contract import Addresses
 from pullfill.transfer.nccl.device import Device
 from pullfill.transfer.nccl.plane import NcclKind
 from pullfill.transfer.stream.contract import Plane
-from tests.support.fake_nccl import FakeStream, World
+from tests.support.fake_kernels import FakeStream
+from tests.support.fake_nccl import World
 
 
 class FakeGpu:

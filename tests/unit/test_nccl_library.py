@@ -14,7 +14,8 @@ from pullfill.transfer.nccl import library
 from pullfill.transfer.nccl.cuda import settle
 from pullfill.transfer.nccl.device import Device
 from pullfill.transfer.nccl.library import nonblocking
-from tests.support.fake_nccl import FakeStream, World
+from tests.support.fake_kernels import FakeStream
+from tests.support.fake_nccl import World
 from tests.support.nccl_gpus import FakeGpu
 from tests.support.waiting import eventually
 
@@ -24,7 +25,7 @@ class Found:
 
     def __init__(self, *missing: str) -> None:
         for name in set(library._TYPES) - set(missing):
-            setattr(self, name, lambda *_: 0)
+            setattr(self, library._REAL_NAMES.get(name, name), lambda *_: 0)
 
 
 class Loader:
@@ -56,6 +57,16 @@ def test_the_one_that_is_loaded_comes_first(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(library, "_packaged", lambda: "/wheel/libnccl.so.2")
     library.load()
     assert set(loader.asked) == {"libnccl.so.2"}
+
+
+def test_calls_that_wait_for_the_gpu_give_up_the_gil(monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting, quick = Found(), Found()
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_: waiting)
+    monkeypatch.setattr(ctypes, "PyDLL", lambda *_: quick)
+    found = library.load()
+    assert found.ncclGroupEnd is quick.ncclGroupEnd  # type: ignore[attr-defined]
+    assert found.ncclGroupEndOfAborts is waiting.ncclGroupEnd  # type: ignore[attr-defined]
+    assert found.ncclCommAbort is waiting.ncclCommAbort  # type: ignore[attr-defined]
 
 
 def test_then_the_packages(monkeypatch: pytest.MonkeyPatch) -> None:

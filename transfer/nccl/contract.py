@@ -34,7 +34,13 @@ class Library(Protocol):
 
     def ncclGroupStart(self) -> int: ...
 
-    def ncclGroupEnd(self) -> int: ...
+    def ncclGroupEnd(self) -> int:
+        """Keeps the GIL: for groups that return at once."""
+        ...
+
+    def ncclGroupEndOfAborts(self) -> int:
+        """ncclGroupEnd without the GIL: a group of aborts waits for the GPU."""
+        ...
 
     def ncclSend(
         self, address: Any, count: Any, datatype: int, peer: int, comm: Any, stream: Any

@@ -13,10 +13,14 @@ abort only while no other thread is inside. So sessions only leave notes at thei
 owner thread reads them, and looks at every communicator until each is idle. No call of NCCL's waits
 for another worker there, because all communicators are nonblocking.
 
-An abort is the exception. It gives device memory back, and that waits for every kernel on the GPU,
-also one that waits for a worker that died, which only the owner thread could end. So whatever runs
-is first *revoked*, which ends it and frees nothing. The abort comes when nothing else runs; if
-somebody waits for it, or `DEAD` communicators do, no new group begins meanwhile.
+An abort is the exception. It frees GPU memory, and that waits for every kernel on the GPU, also for
+one that waits for a dead worker. Only the owner thread could stop that kernel. So a running
+transfer is first *revoked*, which stops its kernel and frees nothing. The abort comes when nothing
+else runs. No new group begins while somebody waits for an abort, or while `DEAD` communicators do.
+
+NCCL may still launch a group that was given up while it was `issuing`. Such a group cannot be
+revoked. So all dead communicators are aborted together, in one group of NCCL's: it stops all their
+kernels before it frees anything.
 
 `run` comes back only when nothing of its messages goes on: the kernel has ended, or it was never
 launched and the communicator is gone. If CUDA cannot even say that, `run` does not come back: its
@@ -218,7 +222,10 @@ class Device:
         if comm.comm is None:
             self.gpu.activate()
             comm.stream = comm.stream or self.gpu.stream()
-            comm.comm = self.nccl.init(comm.unique_id, comm.rank)
+            comm.comm, error = self.nccl.init(comm.unique_id, comm.rank)
+            if error is not None:
+                raise error
+        assert comm.comm is not None
         match comm.state:
             case State.MAKING:
                 if not self.nccl.busy(comm.comm):
@@ -289,17 +296,22 @@ class Device:
         return len(dead) >= DEAD or any(comm.messages is not None for comm in dead)
 
     def _bury(self) -> None:
-        """Free the dead when nothing else runs on this GPU; first whom somebody waits for."""
+        """Free the dead communicators when nothing else runs on this GPU."""
         if any(comm.state in _ON_THE_GPU for comm in self._comms):
             return
         dead = [comm for comm in self._comms if comm.state is State.DEAD]
-        for comm in sorted(dead, key=lambda comm: comm.messages is None):
-            if comm.comm is not None:
-                handle, comm.comm = comm.comm, None
-                try:
-                    self.nccl.abort(handle)
-                except TransferFailed as exc:
-                    log.warning("NCCL could not free a communicator: %s", exc)
+        # Launched groups first: to abort one that is not means to wait for its launch, and CUDA may
+        # hold up a launch until running kernels have ended.
+        dead.sort(key=self._still_launching)
+        handles = [comm.comm for comm in dead if comm.comm is not None]
+        for comm in dead:
+            comm.comm = None
+        if handles:
+            try:
+                self.nccl.abort(handles)
+            except TransferFailed as exc:
+                log.warning("NCCL could not free a communicator: %s", exc)
+        for comm in dead:
             if comm.stream is None or self._is_quiet(comm):
                 if comm.stream is not None:
                     try:
@@ -307,6 +319,12 @@ class Device:
                     except Exception as exc:  # the thread must go on: others wait for it
                         log.warning("a stream could not be destroyed: %s", exc)
                 self._settle(comm, State.FREED)
+
+    def _still_launching(self, comm: Communicator) -> bool:
+        try:
+            return comm.comm is not None and self.nccl.busy(comm.comm)
+        except TransferFailed:
+            return False
 
 
 class Gpus(Protocol):

@@ -15,6 +15,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from pullfill.errors import TransferFailed
@@ -29,6 +30,7 @@ UINT8 = 1  # ncclDataType_t
 MAGIC = 0xCAFEBEEF  # NCCL_API_MAGIC
 UNDEFINED = -(1 << 31)  # NCCL_CONFIG_UNDEF_INT
 UNIQUE_ID_BYTES = 128
+_REAL_NAMES = {"ncclGroupEndOfAborts": "ncclGroupEnd"}
 _SONAME = "libnccl.so.2"
 _QUICK = ("ncclCommGetAsyncError", "ncclGroupStart", "ncclGroupEnd", "ncclSend", "ncclRecv")
 _INT = ctypes.c_int
@@ -77,6 +79,7 @@ _TYPES: dict[str, tuple[Any, ...]] = {
     "ncclCommGetAsyncError": (_COMM, ctypes.c_void_p),
     "ncclGroupStart": (),
     "ncclGroupEnd": (),
+    "ncclGroupEndOfAborts": (),
     "ncclSend": (ctypes.c_void_p, ctypes.c_size_t, _INT, _INT, _COMM, _STREAM),
     "ncclRecv": (ctypes.c_void_p, ctypes.c_size_t, _INT, _INT, _COMM, _STREAM),
     "ncclCommRevoke": (_COMM, _INT),
@@ -109,16 +112,16 @@ def load() -> Library:
         raise TransferFailed(
             f"NCCL does not load ({exc}): torch for CUDA brings it, or install nvidia-nccl-cu13"
         ) from exc
+    loaded: Any = SimpleNamespace()
     for name, types in _TYPES.items():
         try:
-            function = getattr(quick if name in _QUICK else library, name)
+            function = getattr(quick if name in _QUICK else library, _REAL_NAMES.get(name, name))
         except AttributeError as exc:
             raise TransferFailed(f"NCCL 2.28.7 or newer is needed: this one has no {name}") from exc
         function.argtypes = types
-        setattr(library, name, function)
+        setattr(loaded, name, function)
     for name in ("ncclGetErrorString", "ncclGetLastError"):
-        getattr(library, name).restype = ctypes.c_char_p
-    loaded: Any = library
+        getattr(loaded, name).restype = ctypes.c_char_p
     return loaded  # type: ignore[no-any-return]
 
 
@@ -163,8 +166,14 @@ class Nccl:
         self._check("ncclGetUniqueId", self._library.ncclGetUniqueId(ctypes.byref(made)))
         return bytes(made)
 
-    def init(self, unique_id: bytes, rank: int, ranks: int = RANKS) -> int:
-        """Begin to make a communicator on the thread's GPU; it is there when it is not `busy`."""
+    def init(
+        self, unique_id: bytes, rank: int, ranks: int = RANKS
+    ) -> tuple[int | None, TransferFailed | None]:
+        """Begin to make a communicator on the thread's GPU. It is ready when it is not `busy`.
+
+        Returns the communicator, and the error if NCCL reported one. After an error there may be a
+        communicator all the same: `abort` frees it.
+        """
         if len(unique_id) != UNIQUE_ID_BYTES:
             raise TransferFailed(f"an NCCL id has {UNIQUE_ID_BYTES} bytes, not {len(unique_id)}")
         comm, config = ctypes.c_void_p(), nonblocking()
@@ -175,11 +184,11 @@ class Nccl:
             rank,
             ctypes.byref(config),
         )
-        if code not in (SUCCESS, IN_PROGRESS) and comm.value:
-            self._library.ncclCommAbort(comm)
-        self._check("ncclCommInitRankConfig", code)
-        assert comm.value is not None
-        return comm.value
+        try:
+            self._check("ncclCommInitRankConfig", code)
+        except TransferFailed as exc:
+            return comm.value, exc
+        return comm.value, None
 
     def busy(self, comm: int) -> bool:
         """Whether the last call on `comm` still goes on in the background. Raises also when
@@ -212,10 +221,22 @@ class Nccl:
         freed it (ncclCommEnsureReady)."""
         self._check("ncclCommRevoke", self._library.ncclCommRevoke(ctypes.c_void_p(comm), 0))
 
-    def abort(self, comm: int) -> None:
-        """End everything and free, whatever goes on. Blocks until every kernel on the GPU has
-        ended, because it gives memory back. `comm` is gone, also if this raises."""
-        self._check("ncclCommAbort", self._library.ncclCommAbort(ctypes.c_void_p(comm)))
+    def abort(self, comms: Sequence[int]) -> None:
+        """Stop everything that these communicators do, and free them. They are gone afterwards,
+        also if this raises. Blocks until every kernel on the GPU has ended, because it frees GPU
+        memory.
+
+        All aborts are one group, so that none of them waits for a kernel that another one stops
+        (NCCL 2.22 and newer). `ncclCommAbort` only stops the kernel and waits for the thread that
+        launches it. `ncclGroupEnd` frees.
+        """
+        library = self._library
+        self._check("ncclGroupStart", library.ncclGroupStart())
+        codes = [library.ncclCommAbort(ctypes.c_void_p(comm)) for comm in comms]
+        ended = library.ncclGroupEndOfAborts()
+        for code in codes:
+            self._check("ncclCommAbort", code)
+        self._check("ncclGroupEnd", ended)
 
     def _check(self, what: str, code: int) -> None:
         if code in (SUCCESS, IN_PROGRESS):

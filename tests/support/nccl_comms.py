@@ -1,0 +1,126 @@
+"""Communicators over fake_nccl.py, and transfers that go on in threads."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+
+from pullfill.errors import TransferFailed
+from pullfill.transfer.nccl.device import Communicator, Device
+from pullfill.transfer.nccl.library import Message
+from tests.support.fake_nccl import World
+from tests.support.nccl_gpus import FakeGpu
+from tests.support.waiting import eventually
+
+
+@contextmanager
+def clean_world() -> Iterator[World]:
+    """A world in which the test leaves nothing: no communicator, thread, stream or violation."""
+    made = World()
+    before = set(threading.enumerate())
+    yield made
+    made.set(hang_init=False, hang_issue=False, dumb_streams=0)
+    eventually(lambda: not made.comms, "a communicator is left")
+    eventually(lambda: set(threading.enumerate()) <= before, "a thread is left")
+    assert made.violations == []
+    assert made.streams == {}
+
+
+def data(seed: int, nbytes: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
+
+
+def patient() -> None:
+    """A watch that never gives up."""
+
+
+def impatient(seconds: float = 0.1) -> Callable[[], None]:
+    until = time.monotonic() + seconds
+
+    def watch() -> None:
+        if time.monotonic() > until:
+            raise TransferFailed("too late")
+
+    return watch
+
+
+class Here:
+    """One GPU, and a communicator to each of some other GPUs, whose processes are this one."""
+
+    def __init__(self, world: World, peers: int = 1) -> None:
+        self.world = world
+        self.devices = [Device(FakeGpu(world, f"GPU-{n}")) for n in range(1 + peers)]
+        self.begin()
+
+    def begin(self) -> None:
+        self.ours: list[Communicator] = []
+        self.theirs: list[Communicator] = []
+        for other in self.devices[1:]:
+            unique_id = self.devices[0].unique_id()
+            self.ours.append(self.devices[0].communicator(unique_id, 0))
+            self.theirs.append(other.communicator(unique_id, 1))
+
+    def wait_ready(self) -> None:
+        for comm in (*self.ours, *self.theirs):
+            comm.wait_ready(patient)
+
+    def move(self, number: int = 0) -> None:
+        """100 bytes from there to here."""
+        source, target = data(number, 100), np.zeros(100, np.uint8)
+        sending = Running(self.theirs[number], True, source)
+        assert Running(self.ours[number], False, target).end() is None
+        assert sending.end() is None
+        np.testing.assert_array_equal(source, target)
+
+    def receive_in_vain(self, number: int = 0) -> Running:
+        """A kernel that waits for a send; it begins before this returns."""
+        waiting = self.world.waiting("GPU-0")
+        sending = Running(self.theirs[number], True, data(1, 100))  # both connect with it
+        running = Running(self.ours[number], False, np.zeros(100, np.uint8))
+        eventually(lambda: self.world.waiting("GPU-0") > waiting, "no kernel begins")
+        running.other = sending
+        return running
+
+    def close(self) -> None:
+        for comm in (*self.ours, *self.theirs):
+            comm.close()
+            comm.close()
+
+
+class Running(threading.Thread):
+    """One `run` on a thread; `end` gives what it raised."""
+
+    other: Running | None = None
+
+    def __init__(self, comm: Communicator, send: bool, *arrays: np.ndarray) -> None:
+        super().__init__(daemon=True)
+        self.comm, self.arrays = comm, arrays
+        self.messages = [Message(send, a.ctypes.data, a.nbytes) for a in arrays]
+        self.stop = threading.Event()
+        self.error: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        def watch() -> None:
+            if self.stop.is_set():
+                raise TransferFailed("stopped")
+
+        try:
+            self.comm.run(self.messages, watch)
+        except BaseException as exc:
+            self.error = exc
+
+    def end(self) -> BaseException | None:
+        self.join(20)
+        assert not self.is_alive()
+        return self.error
+
+    def give_up(self) -> BaseException | None:
+        self.stop.set()
+        if self.other is not None:
+            self.other.stop.set()
+        return self.end()
