@@ -32,14 +32,15 @@ _REMEMBERED = 16_384
 
 
 class Book:
-    """What `Ledger` keeps, and how one entry goes from state to state.
+    """The state of a `Ledger`, and the moves of one entry from state to state.
 
-    kv_digest: what of a commit's bytes must be verified before the request is told. kv_mode: what
-    the grants say about how they come.
-    on_event / on_action: called (under no lock) after something was queued for the engine thread /
-    the asyncio thread; they must only wake that thread. tell_opens: wake the asyncio thread for
-    every job that is opened, not only for one that is due before it wants to look: set while there
-    is nobody to claim it.
+    kv_digest: which of the written blocks must be verified before the request is told.
+    kv_mode: how the KV gets into the blocks. Grants tell it to the prefill worker.
+    on_event: called, with no lock held, after an event was queued for the engine thread. It must
+    only wake that thread.
+    on_action: the same for actions and the asyncio thread.
+    tell_opens: wake the asyncio thread on every open, not only when the next deadline moves
+    earlier. Set while no prefill worker pulls.
     """
 
     def __init__(

@@ -73,7 +73,7 @@ StallOption = Annotated[
         "--engine-stall-timeout",
         metavar="S",
         min=1,
-        help="An engine that takes no step for so long while requests wait is stuck",
+        help="Give up an engine that takes no step for this long while requests wait",
     ),
 ]
 InflightOption = Annotated[
@@ -91,7 +91,7 @@ RestartWaitOption = Annotated[
         "--restart-wait",
         metavar="S",
         min=0,
-        help="A request whose decode worker died waits so long for one that is being started",
+        help="How long a request whose decode worker died waits for one that is being started",
     ),
 ]
 KvDigestOption = Annotated[
@@ -107,7 +107,8 @@ KvModeOption = Annotated[
     typer.Option(
         "--kv-mode",
         metavar="push_async|push|pull",
-        help="Prefill workers write KV while they compute, write and then compute, or are read",
+        help="push_async: prefill workers write KV while they compute the next chunk; push: they"
+        " write, then compute; pull: the decode worker reads it",
     ),
 ]
 KvCreditsOption = Annotated[
@@ -116,7 +117,8 @@ KvCreditsOption = Annotated[
         "--kv-credits",
         metavar="MIB",
         min=1,
-        help="KV computed for one decode worker and not yet there, from which on no job is pulled"
+        help="Stop pulling jobs while this much KV (MiB) for one decode worker is computed but not"
+        " delivered"
         "  [default: 256, or the KV of a whole prefill budget if that is more]",
     ),
 ]
@@ -135,20 +137,18 @@ TransportsOption = Annotated[
     typer.Option(
         "--transports",
         metavar="NAME,...",
-        help="Which may move KV: cuda_ipc, shm, nccl, nixl, tcp"
+        help="Transports that may move KV: cuda_ipc, shm, nccl, nixl, tcp"
         "  [default: all that work here but nixl]",
     ),
 ]
 KvPortOption = Annotated[
     int,
-    typer.Option(
-        "--kv-port", min=0, max=65535, help="Where KV is written to us, or read, over tcp; 0: any"
-    ),
+    typer.Option("--kv-port", min=0, max=65535, help="Port for KV over tcp; 0: any"),
 ]
 HttpPortOption = Annotated[
     int,
     typer.Option(
-        "--http-port", min=0, max=65535, help="Of /live, /ready, /metrics and /status; 0: any"
+        "--http-port", min=0, max=65535, help="Port of /live, /ready, /metrics and /status; 0: any"
     ),
 ]
 AdvertiseKvOption = Annotated[

@@ -1,14 +1,16 @@
-"""HTTP admission: who may use an engine, before anything is answered.
+"""HTTP admission control: refuses requests before vLLM sees them.
 
-A request that needs an engine is counted from its head to the end of its answer, with the bytes of
-its body, and refused with 429 while `max_inflight` are counted. It is read whole (bounded in time
-and size), and refused with 503 while no decode worker can take it: a streamed request would
-otherwise be answered 200 before vLLM finds that there is nobody to send it to. Everything else
-(health, metrics, status, tokenizing) passes.
+Only requests that need an engine are checked. Health, metrics, status and tokenizing pass.
 
-A client that takes nothing of its answer any more is left, or it would keep its place for ever.
+429: `max_inflight` requests are being served. A request counts from its headers to the end of its
+answer, and so do the bytes of its body.
 
-ASGI middleware: a clock read per streamed chunk. Single event loop.
+503: no decode worker can take the request. Its body is read first, bounded in time and size.
+Without this check a streamed request would get 200 before vLLM finds that there is no worker.
+
+Clients that stop reading for SEND_S seconds are disconnected. This frees their admission slot.
+
+ASGI middleware. It costs one clock read per streamed chunk. Single event loop.
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
-"""How much KV may be computed for a decode worker and not be in its memory yet.
+"""Limits the KV that is computed for a decode worker but not in its memory yet.
 
-Each decode worker has an account (its mover's). A write is charged when the mover gets it, or, in
-pull mode, blocks when they are kept, and given back when that ended, however. Once an account
-holds the limit the puller takes no more jobs: it cannot choose for whom they are. What was pulled
-before, or comes with a pull under way, is computed all the same, so an account may go beyond the
-limit by the prefill budget.
+Each decode worker has an account, which its mover uses. A write is charged when it is submitted to
+the mover, and refunded when it finishes or fails. In pull mode blocks are charged while they are
+kept for the decode worker.
 
-Thread-safe: movers charge and give back, the puller (asyncio) waits.
+While an account has reached the limit, the puller pulls no jobs at all: it cannot choose for which
+decode worker a job is. Jobs that were pulled before are computed all the same. So an account may
+exceed the limit by the prefill budget.
+
+Thread-safe: movers charge and refund on their threads, the puller waits on the asyncio thread.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from pullfill import metrics
 
 
 class Account:
-    """One decode worker's share. Ends with `close`; what is given back later counts nowhere."""
+    """The account of one decode worker. After `close` charges and refunds have no effect."""
 
     def __init__(self, credits: Credits, peer: str) -> None:
         self._credits = credits
@@ -33,13 +35,15 @@ class Account:
         self._credits._move(self, -nbytes)
 
     def close(self) -> None:
-        """Write off what is still charged. Idempotent."""
+        """Refund everything that is still charged, and end the account. Idempotent."""
         self._credits._close(self)
 
 
 class Credits:
-    """`limit_bytes` for each decode worker. on_room: called on any thread, under no lock, when the
-    last account that had none left has some again."""
+    """All accounts of a prefill worker.
+
+    limit_bytes: for each decode worker.
+    on_room: called when no account is at its limit any more. Any thread, no lock held."""
 
     def __init__(
         self,

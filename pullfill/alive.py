@@ -1,11 +1,13 @@
-"""How often a prefill worker says on a control connection that it lives, and how long either end
-may say nothing: in both cases a stall of SILENT_S - ALIVE_INTERVAL_S is forgiven.
+"""When a prefill worker sends `Alive` on a control connection, and how long silence may last.
 
-There is a connection for each pair of workers, and most pairs have nothing to do with each other.
-Over one on which nothing was asked for UNUSED_S it is said half as often. Each end counts that
-time by itself: from the welcome, and from each claim, commit or ready. A claim, a commit or a
-ready says as well that its sender lives, so an `Alive` follows them only if there was no other for
-as long.
+A worker that stalls for SILENT_S - ALIVE_INTERVAL_S seconds at most is not taken for gone.
+
+Each pair of a decode and a prefill worker has a connection, and most pairs rarely use theirs. A
+connection is unused after UNUSED_S without a claim, commit or ready. There `Alive` is sent half as
+often. Each end measures this time by itself, and it begins with the welcome.
+
+A claim, commit or ready also proves that its sender is alive. So the next `Alive` is due one
+interval after it.
 """
 
 from __future__ import annotations
@@ -19,18 +21,27 @@ UNUSED_S = 3.0
 
 
 def pause(unasked_s: float) -> float:
-    """Seconds to the next Alive, `unasked_s` after the last question."""
+    """Seconds from one Alive to the next.
+
+    unasked_s: seconds since the last claim, commit or ready."""
     return ALIVE_INTERVAL_S if unasked_s < UNUSED_S else 2 * ALIVE_INTERVAL_S
 
 
 def due(said: float, asked: float, pause_s: float) -> float:
-    """When to say it next: `said` it was last, `asked` was the last question. A little sooner than
-    it need be, so that a worker says it over many connections in one go: over those that are
-    unused all at once, over the others four times in a pause."""
+    """When to send the next Alive.
+
+    Send times are rounded down to a grid, so heartbeats of many connections share one wake-up. The
+    grid of unused connections has one point per pause, that of the others four.
+
+    said: when the last Alive was sent.
+    asked: when the last claim, commit or ready was sent.
+    pause_s: as of `pause`."""
     grid = pause_s if pause_s > ALIVE_INTERVAL_S else pause_s / 4
     return beat.before(max(said, asked) + pause_s, grid)
 
 
 def patience(unasked_s: float, silent_s: float = SILENT_S) -> float:
-    """Seconds without a word after which the other end is gone; `silent_s`: while it is used."""
+    """Seconds of silence after which the other end counts as gone.
+
+    unasked_s: as for `pause`. silent_s: the result for a connection in use."""
     return silent_s + pause(unasked_s) - ALIVE_INTERVAL_S

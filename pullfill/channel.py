@@ -8,8 +8,8 @@ that received its bytes: a task that reads would cost two more turns of the loop
 With a cluster key each end proves to the other that it holds the key, bound to two fresh nonces and
 to its role, before anything else is said. From then on every frame carries a 16-byte seal: a keyed
 hash over its number and its body, with a key per direction that both nonces go into. So nobody on
-the path can forge, change, repeat, drop in the middle or reflect a claim or a commit. What is said
-is not hidden: there are ids and block numbers, no prompt and no KV.
+the path can forge, change, repeat, drop in the middle or reflect a claim or a commit. Messages are
+not encrypted: they hold ids and block numbers, but no prompt and no KV.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ FIRST_FRAME = 64 << 10
 HELLO_FRAME = 2 << 20
 """Bytes of a frame with a `Hello`: it describes the memory of each rank, in some 800 bytes."""
 _AHEAD = HELLO_FRAME + (64 << 10)
-"""Bytes that are taken from the peer before anybody reads them."""
+"""Received bytes that are buffered at most before `read` or `hear` takes them."""
 _AT_ONCE = 64 << 10
 """Bytes that do not wait for the end of a turn of the loop."""
 
@@ -61,7 +61,10 @@ class Seal:
 
 
 class Channel(asyncio.Protocol):
-    """See the module. `peer`: the other end's address, for logs. opened: called once connected."""
+    """See the module.
+
+    opened: called once the channel is connected.
+    peer: the other end's address, for logs."""
 
     def __init__(self, opened: Callable[[Channel], object] = lambda _: None) -> None:
         self._loop = asyncio.get_running_loop()
@@ -114,9 +117,10 @@ class Channel(asyncio.Protocol):
     # ------------------------------------------------------------------ in
 
     async def read(self, kind: type[T], limit: int = frames.MAX_FRAME) -> T:
-        """The next message; one caller at a time, before `hear`. Raises EOFError when the peer is
-        gone, AuthFailed on a wrong seal, BadMessage on anything else that is strange. The
-        connection is of no use after either."""
+        """Return the next message. One caller at a time, and only before `hear`.
+
+        Raises EOFError if the peer has closed, AuthFailed on a wrong seal, BadMessage on a message
+        that cannot be decoded. Close the connection after any of them."""
         while (body := self._arrived.cut(limit)) is None:
             if self._why is not None:
                 raise self._why
@@ -128,21 +132,25 @@ class Channel(asyncio.Protocol):
         return decode(self._unsealed(body), kind)
 
     def hear(self, kind: Any, handler: Callable[[Any], object]) -> None:
-        """Call `handler` with each message from now on, as it arrives. What `read` or the handler
-        would raise closes the connection, and `ended` raises it."""
+        """Call `handler` with each message that arrives from now on.
+
+        An error of the handler, or one that `read` would raise, closes the connection. `ended` then
+        raises it."""
         self._decode, self._handler = decoder(kind), handler
         if self._paused:
             self._transport.resume_reading()
         self._handle()
 
     async def ended(self) -> None:
-        """Wait for the end of the connection. Raises why: as `read`, or what the handler raised."""
+        """Wait until the connection has ended, then raise the reason.
+
+        That is an error as of `read`, or the one that the handler raised."""
         await self._ended.wait()
         assert self._why is not None
         raise self._why
 
     def _handle(self) -> None:
-        """All messages that are there. What is said to the peer meanwhile leaves in one piece."""
+        """Handle all messages that have arrived. The replies are sent in one piece."""
         assert self._handler is not None
         self._handling = True
         try:
@@ -171,9 +179,11 @@ class Channel(asyncio.Protocol):
     # ------------------------------------------------------------------ out
 
     def write(self, message: msgspec.Struct, *, now: bool = False) -> None:
-        """Queue one message for sending; never blocks. Those of one turn of the loop leave at the
-        end of it, in one piece; `now`: at once, where a turn more would only delay it. A broken
-        connection shows at the reader."""
+        """Queue one message for sending. Never blocks, and never raises on a broken connection.
+
+        The messages of one turn of the event loop are sent at its end, in one piece.
+
+        now: send at once."""
         body = encode(message)
         if self._out is not None:
             body = self._out.of_next(body) + body
@@ -199,7 +209,7 @@ class Channel(asyncio.Protocol):
         self._transport.close()
 
     def abort(self) -> None:
-        """End now. What has arrived and was not handled is not handled any more."""
+        """Close at once. Messages that have arrived but were not handled are dropped."""
         self._why = self._why or EOFError("ended here")
         self._waiting.clear()
         self._transport.abort()

@@ -50,7 +50,9 @@ def decode(data: bytes | bytearray | memoryview, kind: type[T]) -> T:
 
 
 def decoder(kind: Any) -> Callable[[bytes], Any]:
-    """`decode` of one kind, for who decodes many: to look a union up costs as much as to decode."""
+    """Return `decode` for one kind. Use it where many messages of this kind are decoded.
+
+    It saves `decode`'s search for the decoder of a union, which costs as much as the decoding."""
     known, name = _decoder(kind), getattr(kind, "__name__", kind)
 
     def decode_one(data: bytes) -> Any:

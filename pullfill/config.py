@@ -42,10 +42,14 @@ class NoCluster(ConfigError):
 
 
 class ProcessEntry(msgspec.Struct, kw_only=True):
-    """One process of a local cluster. `started`: the kernel's start time (clock ticks since boot,
-    field 22 of /proc/PID/stat), which together with `pid` names a process for good. `url`: where a
-    frontend answers. `restarts`: how often it died and was started again. `gave_up`: why it is not
-    started again any more, with the last lines of its log; "" while it is."""
+    """One process of a local cluster.
+
+    started: the kernel's start time in clock ticks since boot (field 22 of /proc/PID/stat). A pid
+    may be used again, but not with the same start time.
+    url: where a frontend answers.
+    restarts: how often the process died and was started again.
+    gave_up: why it is not started again any more, with the last lines of its log. Empty while it
+    is restarted."""
 
     name: str
     role: str
@@ -197,7 +201,7 @@ def check_url(flag: str, url: str | None) -> str | None:
 
 
 STANDING_LINKS = 32
-"""Prefill workers that stay connected to one decode worker."""
+"""How many prefill workers stay connected to one decode worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,18 +209,27 @@ class WorkerOptions:
     """Options of a decode or prefill worker besides vLLM's own flags.
 
     host: address to bind and publish (loopback unless told otherwise).
-    cpu: pin the process to this core (None: leave it). drain_timeout_s: SIGTERM deadline.
-    engine_stall_s: an engine without a step for so long while requests wait is stuck.
-    Decode workers: kv_digest: what of the written KV is checked; data_port (where frontends send
-    requests), control_port: 0 for any;
-    advertise_control: published for claims instead of the bound address (a forwarded port).
-    kv_mode: how KV comes into a decode worker's blocks. Prefill workers: kv_credits: bytes that may
-    be computed for one decode worker and not be there yet (None: 256 MiB, or the KV of a whole
-    prefill budget if that is more); standing_links: prefill workers that stay connected to one
-    decode worker, the same for all.
-    transports: names of those that may move KV (None: all that work here but nixl). kv_port,
-    advertise_kv: as above, for the KV that goes through a port: into decode workers, and out of
-    prefill workers that are read (`kv_mode` pull). http_port: of the probe server, 0 for any.
+    cpu: pin the process to this core. None: do not pin it.
+    drain_timeout_s: how long a drain after SIGTERM may take.
+    engine_stall_s: an engine that takes no step for this long while requests wait is stuck.
+    transports: names of the transports that may move KV. None: all that work here, except nixl.
+    kv_port: port for KV over tcp, 0 for any. Decode workers use it, and with `kv_mode` pull also
+    prefill workers.
+    advertise_kv: address for KV to publish instead of the bound one.
+    http_port: port of the probe server, 0 for any.
+
+    Decode workers only:
+    kv_digest: which of the written KV is compared with digests.
+    kv_mode: how KV gets into the decode worker's blocks.
+    data_port: port for the requests of frontends, 0 for any.
+    control_port: port for the claims of prefill workers, 0 for any.
+    advertise_control: address for claims to publish instead of the bound one (a forwarded port).
+
+    Prefill workers only:
+    kv_credits: bytes of KV that may be computed for one decode worker but not delivered. None: 256
+    MiB, or the KV of a whole prefill budget if that is more.
+    standing_links: how many prefill workers stay connected to one decode worker. Must be the same
+    for all prefill workers.
     """
 
     model: str
@@ -242,10 +255,13 @@ class WorkerOptions:
 
 @dataclass(frozen=True, slots=True)
 class FrontendOptions:
-    """Options of a frontend besides vLLM's own flags. port 0: let the OS pick.
-    max_inflight: requests served at once; more are refused with 429. restart_wait_s: how long a
-    request whose decode worker was lost waits for one that is being started, if no other is ready.
-    advertise: the URL to publish instead of the bound address."""
+    """Options of a frontend besides vLLM's own flags.
+
+    port: 0 for any.
+    max_inflight: requests served at once. More are refused with 429.
+    restart_wait_s: how long a request whose decode worker was lost waits for one that is being
+    started, if no other is ready.
+    advertise: URL to publish instead of the bound address."""
 
     model: str
     host: str = "127.0.0.1"

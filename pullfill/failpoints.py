@@ -81,7 +81,7 @@ _active: dict[str, _Action] = {} if _file is not None else parse(_spec)
 
 
 def armed() -> bool:
-    """Whether any fault is set."""
+    """Whether any failpoint is set."""
     if _file is not None:
         _file.refresh()
     return bool(_active)

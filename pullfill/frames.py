@@ -20,8 +20,9 @@ _LENGTH = struct.Struct("<I")
 
 
 class Cutter:
-    """Cuts the bytes of a stream into frames. What a frame announces takes memory only as it
-    arrives."""
+    """Cuts the bytes of a stream into frames.
+
+    Memory is used only for bytes that have arrived, not for the length that a frame announces."""
 
     __slots__ = ("_at", "_data", "_parts", "_wanted", "size")
 
@@ -31,10 +32,10 @@ class Cutter:
         self._parts: list[bytes] = []
         self._wanted = 0
         self.size = 0
-        """Bytes that are not cut yet."""
+        """Number of bytes that were fed and not cut yet."""
 
     def feed(self, data: bytes) -> None:
-        """These have arrived."""
+        """Add bytes that have arrived."""
         if self.size == 0:
             self._data, self._at = data, 0
         else:
@@ -42,8 +43,9 @@ class Cutter:
         self.size += len(data)
 
     def cut(self, limit: int = MAX_FRAME) -> bytes | None:
-        """The next frame; None: it is not there yet. Raises BadMessage, before the frame is there,
-        if it has more than `limit` bytes."""
+        """Return the next frame, or None if it has not arrived completely.
+
+        Raises BadMessage if it has more than `limit` bytes, as soon as its length has arrived."""
         if self.size < max(self._wanted, _LENGTH.size):
             return None
         if self._parts:  # once for a frame that came in many pieces

@@ -23,9 +23,12 @@ CONNECTION = "connection"
 class Health:
     """The state of one server as this process sees it.
 
-    server: "nats" or "etcd". where: its address without a login. It is up while no part of it
-    fails; a part is what is asked in its own way (the connection, JetStream, pulls).
-    on_change: called on the loop each time that it goes down or comes up.
+    A server has parts that are checked separately: the connection, JetStream, pulls. It is up while
+    no part fails.
+
+    server: "nats" or "etcd".
+    where: its address, without a login.
+    on_change: called on the loop each time the server goes down or comes up.
     """
 
     def __init__(self, server: str, where: str = "", clock: Clock = SYSTEM_CLOCK) -> None:
@@ -42,12 +45,12 @@ class Health:
         return not self._errors
 
     def ok(self, part: str = CONNECTION) -> None:
-        """`part` answered."""
+        """Note that `part` answered."""
         if self._errors.pop(part, None) is not None and self.up:
             self._turn()
 
     def failed(self, cause: str, part: str = CONNECTION) -> None:
-        """`part` did not answer; `cause` is for people."""
+        """Note that `part` did not answer. cause: for people."""
         was_up = self.up
         name = f"{NAMES[self.server]} at {self.where}"
         self._errors[part] = f"{self.where}: {cause.removeprefix(name).lstrip(': ')}"

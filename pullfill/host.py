@@ -12,7 +12,7 @@ from pathlib import Path
 
 SHM_DIR_ENV = "PULLFILL_SHM_DIR"
 _OPEN_FILES = 1 << 16
-"""Enough for 32,000 KV connections; some programs walk through all that are allowed."""
+"""Enough for 32,000 KV connections. Not more: some programs loop over all allowed numbers."""
 
 
 def shm_dir() -> Path:

@@ -1,4 +1,4 @@
-"""Lets go of what nobody has used for a while."""
+"""A timer that calls a function once something has been unused for a while."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 IDLE_S = 60.0
-"""A KV session that no job has used for so long is closed by the worker that opened it."""
+"""A worker closes a KV session that it opened after this many seconds without a job."""
 
 
 class IdleTimer:
@@ -22,13 +22,13 @@ class IdleTimer:
         self._after_s = after_s
         self._users = 0
         self._since = 0.0
-        # Set lazily: one that a user comes before looks again later. To cancel it for each user
-        # would cost more than all the rest.
+        # A user does not cancel the timer, which would cost more than everything else here. If
+        # the timer fires too early, it is set again.
         self._timer: asyncio.TimerHandle | None = None
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """`let_go` is not called meanwhile. Begin before the thing is looked up."""
+        """`let_go` is not called inside the `with` block. Enter it before you look the thing up."""
         self._users += 1
         try:
             yield
@@ -38,11 +38,11 @@ class IdleTimer:
 
     @property
     def in_use(self) -> bool:
-        """Whether there is a user now."""
+        """Whether anybody is inside `used` now."""
         return self._users > 0
 
     def start(self) -> None:
-        """Count from now on, if there is no user."""
+        """Start the timer, unless somebody is inside `used`."""
         if not self._users:
             loop = asyncio.get_running_loop()
             self._since = loop.time()
@@ -50,7 +50,7 @@ class IdleTimer:
                 self._timer = loop.call_later(self._after_s, self._look)
 
     def stop(self) -> None:
-        """Count no more. Idempotent."""
+        """Stop the timer. Idempotent."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

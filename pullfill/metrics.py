@@ -19,13 +19,16 @@ _STAGE_BUCKETS = (
 
 
 class Histograms(Collector):
-    """Histograms of one name, one for each value of one label. `observe` is an eighth of the calls
-    that `Histogram.observe` makes; a remote prefill has seven of them. Each label's values must
-    come from one thread. Scrapes may come from any."""
+    """A histogram with one label, cheaper than prometheus_client's.
+
+    A remote prefill is observed seven times. `observe` makes an eighth of the function calls of
+    `Histogram.observe`.
+
+    All values of a label must be observed on one thread. Scrapes may come from any thread."""
 
     def __init__(self, name: str, text: str, label: str, buckets: Sequence[float]) -> None:
         self._name, self._text, self._label = name, text, label
-        self._labelnames = (label,)  # where prometheus_client's own metrics have them
+        self._labelnames = (label,)  # prometheus_client's metrics have this attribute
         self._bounds = tuple(buckets)
         self._counts: dict[str, list[int]] = {}
         self._sums: dict[str, float] = {}

@@ -101,10 +101,10 @@ class RouterConfig(Message, frozen=True, kw_only=True):
     prefill stays local.
     max_queue_wait_s: prefill stays local if a job is expected to wait longer in the queue.
     max_remote_kv_fraction: share of the KV cache that open remote prefills may bind.
-    remote_timeout_s: how long a remote prefill may take before it is done locally, or longer if
-    that is expected.
-    claim_timeout_s: how long of that it may wait for a prefill worker to claim it, or longer if
-    that is expected.
+    remote_timeout_s: how long a remote prefill may take before the prompt is prefilled locally. If
+    it is expected to take long, it gets more time.
+    claim_timeout_s: how long of that it may wait for a prefill worker to claim it. If it is
+    expected to wait long, it gets more time.
     """
 
     policy: RouterPolicy = RouterPolicy.CONDITIONAL
@@ -244,12 +244,15 @@ class Timings(Message, frozen=True, kw_only=True):
 
 
 class Expected(Message, frozen=True, kw_only=True):
-    """What was expected of one remote prefill when it was decided, in seconds. None: nobody had
-    measured it, and it counted as 0.
+    """How long one remote prefill was expected to take when the decision was made, in seconds.
 
-    queue: the wait for a prefill worker. prefill: the computation. kv_write: the writing of the KV,
-    most of it beside the computation. claim_timeout, timeout: how long the job had, or would have
-    had, to be claimed and to be committed, if nothing of it moved.
+    None: it was not measured yet, and the decision counted it as 0.
+
+    queue: the wait for a prefill worker.
+    prefill: the computation.
+    kv_write: the writing of the KV. Most of it happens during the computation.
+    claim_timeout, timeout: how long the job had, or would have had, to be claimed and to be
+    committed, if it made no progress.
     """
 
     queue: Finite | None = None
@@ -262,14 +265,16 @@ class Expected(Message, frozen=True, kw_only=True):
 class ExplainRecord(Message, frozen=True, kw_only=True):
     """Why and how one request was served (`pullfill explain`, GET /pullfill/requests/{id}).
 
-    continued_from: decode workers that had it before and left, oldest first (the frontend's own
-    knowledge). continued_tokens: how much of the answer was out when the last of them left; these
-    are part of `prompt_tokens` here, since `decode_instance` got them as prompt.
-    expected_s: what the decision was made on, where a remote prefill could have been had: those
-    sent away, and those kept here for the queue, the link or the share of the KV cache.
-    transport: what the KV came over; why_not_better: "name: reason" for each better one.
-    outage: what was unreachable, and for how long, when the prompt was kept here or taken back;
-    also what a self-check found that kept it here.
+    continued_from: decode workers that had the request before and are gone, oldest first. The
+    frontend adds them.
+    continued_tokens: tokens of the answer that the client had when the last of them was lost. They
+    are part of `prompt_tokens`, because `decode_instance` got them as prompt.
+    expected_s: the times that the decision was made on. Set for remote prefills, and for prompts
+    kept local because of the queue, the link or the share of the KV cache.
+    transport: the transport that carried the KV.
+    why_not_better: "name: reason" for each better transport.
+    outage: what was unreachable, and for how long, when the prompt was kept local or taken back.
+    Or the result of the self-check that kept it local.
     """
 
     request_id: str
@@ -293,10 +298,12 @@ class ExplainRecord(Message, frozen=True, kw_only=True):
 
 
 class DepthReport(Message, frozen=True, kw_only=True):
-    """What NATS said of the queue to one decode worker, for the others of its model.
+    """The depth of the queue, as NATS told it to one decode worker, for the others of its model.
 
-    asker: says who, for this process only. stream_id: when the stream was made. last_seq: of the
-    newest job counted. asked_s: how long ago the server was asked.
+    asker: id of that decode worker's process.
+    stream_id: when the stream was made.
+    last_seq: sequence number of the newest job counted.
+    asked_s: seconds since NATS was asked.
     """
 
     v: Version = WIRE_VERSION
@@ -311,8 +318,10 @@ class DepthReport(Message, frozen=True, kw_only=True):
 
 
 class QueueStatus(Message, frozen=True, kw_only=True):
-    """The job queue as one number each; `oldest_age_s` 0 when empty. age_s: how old these figures
-    are."""
+    """The job queue in figures.
+
+    oldest_age_s: 0 when the queue is empty.
+    age_s: how old these figures are."""
 
     depth_jobs: int = 0
     depth_tokens: int = 0
@@ -322,8 +331,10 @@ class QueueStatus(Message, frozen=True, kw_only=True):
 
 
 class ServerStatus(Message, frozen=True, kw_only=True):
-    """Whether NATS or etcd answers. since_s: how long it has been so. error: why not, with the
-    address, for people; None while it is up."""
+    """Whether NATS or etcd answers.
+
+    since_s: seconds since it last came up or went down.
+    error: why it does not answer, with its address, for people. None while it is up."""
 
     up: bool
     since_s: Finite

@@ -1,8 +1,8 @@
-"""Ways to wait that cost less than asyncio's own, for what happens several times in each job.
+"""Futures, events and timeouts that cost less than asyncio's. Each job needs several of them.
 
-Prompt  a future whose waiter goes on at once, not in the next turn of the loop
-Waits   answers, each waited for until a time of its own, with one timer for all of them
-Bell    an event that is waited for until a time, without a timer for each wait
+Prompt  a future whose waiter resumes at once, not in the next turn of the event loop
+Waits   pending answers by key. Each has its own timeout, all share one timer
+Bell    an event with a timeout, which does not need a new timer for each wait
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ Callback = Callable[[Any], object]
 
 
 class Prompt(Generic[V]):
-    """A future for one waiter. Whoever sets it outside of any task, in a callback of the loop, runs
-    the waiter right then: let nothing follow that the waiter must not come before.
+    """A future for one waiter.
+
+    If it is set in a callback of the event loop, outside of any task, the waiter runs inside
+    `set_result` or `set_exception`. So the caller must first finish what the waiter relies on.
 
     asyncio lets a task wait for any object with these methods (`asyncio.isfuture`).
     """
@@ -75,7 +77,7 @@ class Prompt(Generic[V]):
             self._tell(at_once=asyncio.current_task(self._loop) is None)
 
     def cancel(self, msg: object = None) -> bool:
-        """Called by a task that waits for it and is cancelled."""
+        """asyncio calls this when the task that waits is cancelled."""
         if self._done:
             return False
         self._done = True
@@ -109,9 +111,12 @@ class Prompt(Generic[V]):
 
 
 class Waits(Generic[K, V]):
-    """Belongs to the running loop. late: what the wait for a key raises when its time is over.
+    """Pending answers by key. Belongs to the running loop.
 
-    A timer for each costs more than all the rest of a wait, and nearly none of them ever comes.
+    All waits share one timer. A timer for each would cost more than the rest of the wait, and
+    nearly all of them would be cancelled.
+
+    late: makes the exception that a wait raises when its time is over.
     """
 
     def __init__(self, late: Callable[[K], Exception]) -> None:
@@ -127,7 +132,7 @@ class Waits(Generic[K, V]):
         return iter([future for future, _ in self._open.values()])
 
     def open(self, key: K, within_s: float) -> Prompt[V]:
-        """Wait for this answer; who does must `close` it at the end."""
+        """Begin to wait for the answer to `key`. The caller must `close` the key at the end."""
         until = self._loop.time() + within_s
         future: Prompt[V] = Prompt(self._loop)
         self._open[key] = (future, until)
@@ -135,11 +140,11 @@ class Waits(Generic[K, V]):
         return future
 
     def close(self, key: K) -> None:
-        """Nobody waits for it any more. Idempotent."""
+        """End the wait for `key`. Idempotent."""
         self._open.pop(key, None)
 
     def answer(self, key: K, value: V) -> bool:
-        """Here it is. False: nobody waits for it. As `Prompt.set_result`."""
+        """Set the answer to `key`, as by `Prompt.set_result`. False: nobody waits for it."""
         future, _ = self._open.get(key, (None, 0.0))
         if future is None or future.done():
             return False
@@ -169,20 +174,21 @@ class Waits(Generic[K, V]):
 
 
 class Bell:
-    """Like asyncio.Event, for one waiter who waits for a limited time. prompt: the waiter goes on
-    as that of a `Prompt`."""
+    """Like asyncio.Event, for one waiter and with a timeout.
+
+    prompt: resume the waiter as a `Prompt` does."""
 
     def __init__(self, *, prompt: bool = False) -> None:
         self._prompt = prompt
         self._loop = asyncio.get_running_loop()
         self.rung = False
-        """Since the last `clear`; may be read on any thread."""
+        """Whether it rang since the last `clear`. Any thread may read it."""
         self._waiter: asyncio.Future[bool] | Prompt[bool] | None = None
         self._until = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
     def ring(self) -> None:
-        """Wake the waiter, or the next one at once."""
+        """Wake the waiter. If nobody waits, the next `wait` returns at once."""
         self.rung = True
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(True)
@@ -192,7 +198,9 @@ class Bell:
         self.rung = False
 
     async def wait(self, within_s: float | None) -> bool:
-        """Whether it rings, or has rung since `clear`. None: wait for ever."""
+        """Wait until it rings. Returns False if `within_s` passed first. None: no time limit.
+
+        Returns True at once if it has rung since the last `clear`."""
         if self.rung:
             return True
         assert self._waiter is None, "one waiter at a time"

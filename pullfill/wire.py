@@ -45,63 +45,15 @@ from pullfill.records import (
 )
 
 __all__ = [
-    "ALIVE_INTERVAL_S",
-    "MAX_TEXT",
-    "SILENT_S",
-    "U32",
-    "WIRE_VERSION",
-    "Alive",
-    "AuthChallenge",
-    "AuthHello",
-    "AuthProof",
-    "Claim",
-    "Commit",
-    "CommitReply",
-    "Compat",
-    "Count",
-    "DepthReport",
-    "DigestMode",
-    "Expected",
-    "ExplainRecord",
-    "FenceToken",
-    "Finite",
-    "Goodbye",
-    "Grant",
-    "HandBack",
-    "Hello",
-    "Id",
-    "KvMode",
-    "Leaving",
-    "Load",
-    "Message",
-    "PrefillJob",
-    "Progress",
-    "QueueSettings",
-    "QueueStatus",
-    "Quiet",
-    "Ready",
-    "RefuseReason",
-    "Refused",
-    "RegionDescriptor",
-    "Revoke",
-    "RouterConfig",
-    "RouterPolicy",
-    "SelfCheck",
-    "ServerStatus",
-    "StageTimings",
-    "SuspectRecord",
-    "Text",
-    "Timings",
-    "ToDecode",
-    "ToPrefill",
-    "Trial",
-    "Version",
-    "Welcome",
-    "WorkerRecord",
-    "WorkerState",
-    "decode",
-    "encode",
-]
+    "ALIVE_INTERVAL_S", "MAX_TEXT", "SILENT_S", "U32", "WIRE_VERSION", "Alive", "AuthChallenge",
+    "AuthHello", "AuthProof", "Claim", "Commit", "CommitReply", "Compat", "Count",
+    "DepthReport", "DigestMode", "Expected", "ExplainRecord", "FenceToken", "Finite", "Goodbye",
+    "Grant", "HandBack", "Hello", "Id", "KvMode", "Leaving", "Load", "Message", "PrefillJob",
+    "Progress", "QueueSettings", "QueueStatus", "Quiet", "Ready", "RefuseReason", "Refused",
+    "RegionDescriptor", "Revoke", "RouterConfig", "RouterPolicy", "SelfCheck", "ServerStatus",
+    "StageTimings", "SuspectRecord", "Text", "Timings", "ToDecode", "ToPrefill", "Trial",
+    "Version", "Welcome", "WorkerRecord", "WorkerState", "decode", "encode",
+]  # fmt: skip
 
 ALIVE_INTERVAL_S = 1.0
 SILENT_S = 5.0
@@ -201,9 +153,12 @@ class AuthProof(Message, tag="auth_proof", frozen=True, kw_only=True):
 
 
 class Hello(Message, tag="hello", frozen=True, kw_only=True):
-    """First message of a prefill worker on a control connection. `regions`: its own KV memory, one
-    for each rank, for decode workers that pull; none if nobody can read it. `computes`: a digest of
-    what decides how this worker rounds (engine/computes.py); empty: it is never checked."""
+    """First message of a prefill worker on a control connection.
+
+    regions: the worker's own KV memory, one region for each rank, for decode workers that pull.
+    Empty: nobody can read it.
+    computes: digest of everything that decides how this worker rounds (engine/computes.py). Empty:
+    its prefills are never checked."""
 
     v: Version = WIRE_VERSION
     prefill_instance: Id
@@ -229,9 +184,11 @@ class Goodbye(Message, tag="goodbye", frozen=True, kw_only=True):
 
 
 class Load(Message, frozen=True, kw_only=True):
-    """What a prefill worker does. tokens_per_s: prompt tokens that it computes in a second of work;
-    0: it has computed nothing yet. done_tokens: computed, of jobs not committed yet. pool: prefill
-    workers that take jobs; 0: all of them are connected to each decode worker."""
+    """The load of a prefill worker.
+
+    tokens_per_s: prompt tokens that it computes in a second of work. 0: it has computed none yet.
+    done_tokens: tokens that are computed and belong to jobs that are not committed.
+    pool: number of prefill workers that take jobs. 0: the decode worker is connected to all."""
 
     tokens_per_s: Finite = 0.0
     done_tokens: Count = 0
@@ -251,11 +208,15 @@ class Claim(Message, tag="claim", frozen=True, kw_only=True):
 
 
 class Grant(Message, tag="grant", frozen=True, kw_only=True):
-    """The right to write the job's blocks, and to read those of its prefix hit, for at most
-    `deadline_s` from receipt, while `fence` is valid. `job_digest`: over the published body, so
-    over its block IDs too. A prefill worker whose body has another digest touches no block.
-    `kv_digest`: which digest of the written blocks the commit must carry. `mode`: whether to write
-    at all, or to say `Ready`."""
+    """The right to write the job's blocks, and to read the blocks of its prefix hit.
+
+    It holds for at most `deadline_s` from receipt, while `fence` is valid.
+
+    job_digest: digest of the published body, which includes the block IDs. A prefill worker whose
+    body has another digest must touch no block.
+    kv_digest: which digest of the written blocks the commit must carry.
+    mode: how the KV gets into the blocks. With `pull` the prefill worker writes nothing and sends
+    `Ready`."""
 
     rid: Count
     job_id: Id
@@ -269,8 +230,10 @@ class Grant(Message, tag="grant", frozen=True, kw_only=True):
 
 
 class Refused(Message, tag="refused", frozen=True, kw_only=True):
-    """No grant. `retry_after_s` None: settle the job (ack), because it needs nobody any more; only
-    with the reason `in_progress` its holder settles it."""
+    """No grant.
+
+    retry_after_s: claim again after this time. None: do not claim again, and ack the delivery. With
+    the reason `in_progress` do not ack it either: the worker that holds the job will."""
 
     rid: Count
     job_id: Id
@@ -336,8 +299,10 @@ class CommitReply(Message, tag="commit_reply", frozen=True, kw_only=True):
 
 
 class Progress(Message, tag="progress", frozen=True, kw_only=True):
-    """Something of the attempt was computed or copied since the last one: it gets more time.
-    blocks, write_s: written since then, and in how many seconds."""
+    """A part of the attempt was computed or copied since the last `Progress`. Extends its deadline.
+
+    blocks: number of blocks written since then.
+    write_s: seconds that these writes took."""
 
     job_id: Id
     attempt: Count
@@ -378,11 +343,15 @@ class Leaving(Message, tag="leaving", frozen=True, kw_only=True):
 
 
 class Alive(Message, tag="alive", frozen=True, kw_only=True):
-    """A prefill worker sends it regularly (alive.py), and the decode worker sends it back. Either
-    side treats the other as gone when it hears nothing for SILENT_S or a little more. pulls: False
-    while its engine is stuck or NATS does not answer it; said at once when it changes. why: the
-    reason, for people. busy: it computes for some decode worker, or has since the last Alive of
-    this connection, so a job that nobody claims may just wait its turn."""
+    """Heartbeat. A prefill worker sends it regularly (alive.py), and the decode worker returns it.
+
+    Each side treats the other as gone when it hears nothing for SILENT_S or a little more.
+
+    pulls: False while the prefill worker's engine is stuck or NATS does not answer it. A change is
+    sent at once.
+    why: the reason if `pulls` is False, for people.
+    busy: the prefill worker computes for some decode worker, or has since the last Alive of this
+    connection. Then a job that nobody claims may just wait for its turn."""
 
     pulls: bool = True
     why: Text = ""
@@ -391,7 +360,7 @@ class Alive(Message, tag="alive", frozen=True, kw_only=True):
 
 
 class Trial(Message, tag="trial", frozen=True, kw_only=True):
-    """A job of the self-check, encoded as on the stream. Only the worker that gets it runs it."""
+    """A job of the self-check, encoded as on the stream. Only its receiver runs it."""
 
     job: bytes
 

@@ -27,7 +27,8 @@ from pullfill.errors import TransferFailed
 from pullfill.transfer.runs import Batch, Flat, Rows
 
 _LONG_CALL = 1 << 20
-"""Bytes per call from which on giving up the GIL costs little."""
+"""Calls that copy at least this many bytes release the GIL: they take so long that the cost of
+releasing it does not matter."""
 _WATCH_EVERY = 8
 _SLOW_S, _SLOW_BYTES_PER_S = 1e-3, 1 << 30
 """So many calls took longer than that: look why."""

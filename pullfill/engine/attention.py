@@ -27,8 +27,10 @@ Scales = dict[str, tuple[list[float], list[float]]]
 
 @dataclass(frozen=True, slots=True)
 class RankAttention:
-    """What one rank tells. backends: vLLM's names. scales: of K and of V for each of its layers,
-    one number, or one for each KV head of the rank. Plain: it is sent between processes."""
+    """What one rank knows about its layers. Holds plain types only: it is sent between processes.
+
+    backends: vLLM's names of the attention backends.
+    scales: for each layer, the scales of K and of V: one number, or one per KV head of the rank."""
 
     backends: frozenset[str] = frozenset()
     scales: Scales | None = None
@@ -36,8 +38,10 @@ class RankAttention:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """backend: vLLM's name, several joined by `+`; `none` without a model. scales: `1` where
-    nothing is scaled, else 16 hex digits over the scales of all layers."""
+    """How the whole model stores KV.
+
+    backend: vLLM's name of the attention backend, or several joined by `+`. `none` without a model.
+    scales: `1` if nothing is scaled, else 16 hex digits: a digest of the scales of all layers."""
 
     backend: str = NO_ATTENTION
     scales: str = UNSCALED
@@ -47,7 +51,7 @@ NO_MODEL = Attention()
 
 
 def of_rank(vllm_config: Any, layer_names: Iterable[str]) -> RankAttention:
-    """The layers of this process that own a KV cache. Without a model there are none."""
+    """Describe the layers of this process that own a KV cache. Without a model there are none."""
     layers = vllm_config.compilation_config.static_forward_context
     found = {name: layers[name] for name in layer_names if name in layers}
     return RankAttention(
@@ -61,9 +65,10 @@ def of_rank(vllm_config: Any, layer_names: Iterable[str]) -> RankAttention:
 
 
 def join(ranks: Mapping[tuple[int, int], RankAttention], kv_heads: int) -> Attention:
-    """Of the whole model, equal for equal models however they are split over ranks.
+    """Join what the ranks know. The result does not depend on how the model is split over ranks.
 
-    ranks: by (pipeline rank, tensor-parallel rank). kv_heads: of the whole model.
+    ranks: by (pipeline rank, tensor-parallel rank).
+    kv_heads: number of KV heads of the whole model.
     """
     backends = sorted(frozenset[str]().union(*(rank.backends for rank in ranks.values())))
     tp_size = 1 + max(tp for _, tp in ranks)
@@ -80,8 +85,10 @@ def join(ranks: Mapping[tuple[int, int], RankAttention], kv_heads: int) -> Atten
 
 
 def _whole(parts: Sequence[list[float]], tp_size: int, kv_heads: int) -> list[float]:
-    """One layer's scales by KV head, from its tensor-parallel ranks; a single number if all are
-    equal. With more ranks than KV heads, neighbours hold the same head: one of them counts."""
+    """Return one layer's scales, one per KV head, or a single number if all are equal.
+
+    parts: the layer's scales on each tensor-parallel rank. With more ranks than KV heads several
+    neighbours hold the same head. Then one of them counts."""
     copies = max(1, tp_size * len(parts[0]) // kv_heads)
     heads = [scale for part in parts[::copies] for scale in part]
     return heads[:1] if len(set(heads)) == 1 else heads

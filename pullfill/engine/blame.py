@@ -33,8 +33,9 @@ class Fault(enum.StrEnum):
 
 
 def fault_of(exc: BaseException) -> Fault:
-    """REQUEST for an error of vLLM's validation, or one that we raised to refuse the request. Else
-    OURS: in particular for a ValueError that comes from pullfill's own code."""
+    """Return REQUEST for an error of vLLM's validation, or one that we raised as a refusal.
+
+    Otherwise OURS. A ValueError of pullfill's own code is OURS, too."""
     if isinstance(exc, _OWN) or any(c.__name__ == _CLIENT_ERROR for c in type(exc).__mro__):
         return Fault.REQUEST
     if isinstance(exc, _VALIDATION) and _raised_by_vllm(exc):
@@ -43,7 +44,9 @@ def fault_of(exc: BaseException) -> Fault:
 
 
 def explained(exc: BaseException, where: str) -> str:
-    """For the user of a request that ends by a bug. where: whose log has the traceback."""
+    """Return the message for the user of a request that failed by a bug.
+
+    where: the process whose log has the traceback."""
     return (
         f"the server failed while it took this request in ({type(exc).__name__}: {exc}). This is a "
         f"bug in pullfill or vLLM, not a mistake in the request. The log of {where} has the "
@@ -52,8 +55,7 @@ def explained(exc: BaseException, where: str) -> str:
 
 
 def _raised_by_vllm(exc: BaseException) -> bool:
-    """Whether vLLM's code raised it, or what vLLM's code calls, and not code of ours that vLLM
-    calls."""
+    """Whether vLLM, or a library that vLLM called, raised it. False for our code below vLLM's."""
     rooms, tb = [], exc.__traceback__
     while tb is not None:
         rooms.append(str(tb.tb_frame.f_globals.get("__name__", "")).partition(".")[0])

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class RewindableGenerator(torch.Generator):  # type: ignore[misc]
-    """A CPU generator that `set_offset` takes back to the last `mark`, whatever was drawn since."""
+    """A CPU generator. `set_offset` restores the state of the last `mark`, whatever the offset."""
 
     _marked: torch.Tensor
 

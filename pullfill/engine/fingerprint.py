@@ -1,4 +1,4 @@
-"""One name for all requests that make an engine compute the same.
+"""A fingerprint of a request, equal for all requests that make an engine compute the same.
 
 Two requests share a fingerprint when their prompts and what the engine is asked to do with them are
 equal. A request that is sent again by its user has the fingerprint of the first one, whatever its
@@ -25,11 +25,11 @@ _NOT_OF_THE_ENGINE = frozenset({
     "skip_clone", "n",
 })  # fmt: skip
 _SIZE = 8
-"""Bytes. People type it."""
+"""Bytes. Short, because people type the fingerprint."""
 
 
 def fingerprint(request: Any) -> str:
-    """16 hex digits for an EngineCoreRequest. Costs one pass over the prompt."""
+    """Return 16 hex digits for an EngineCoreRequest. Costs one pass over the prompt."""
     hashed = hashlib.blake2b(digest_size=_SIZE)
 
     def add(name: str, data: bytes | memoryview) -> None:
@@ -57,7 +57,7 @@ def _tokens(tokens: Any) -> bytes:
     try:
         return u32.pack(tokens)
     except (OverflowError, ValueError, TypeError):
-        return repr(tokens).encode()  # fits no wire either, but may be asked for its name
+        return repr(tokens).encode()  # no valid token ids, but the request still gets a name
 
 
 def _tensor(tensor: Any) -> bytes:

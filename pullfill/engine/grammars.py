@@ -22,7 +22,8 @@ from pullfill import log
 logger = log.get("engine.grammars")
 
 SLOW_S = 0.25
-"""CPU time for one mask or one token. Usual ones take microseconds; a busy machine adds nothing."""
+"""Most CPU seconds for one mask or one token. Usual ones take microseconds. A busy machine does not
+change the CPU time."""
 SLOW = (
     f"the structured output of the request is too complex: one token takes more than {SLOW_S:g} s. "
     "Use fewer nested repetitions and alternatives"
@@ -34,7 +35,9 @@ class TooSlow(Exception):
 
 
 class BoundedGrammar(StructuredOutputGrammar):  # type: ignore[misc]
-    """Another grammar, timed. slow: it took too long once, and accepts nothing more."""
+    """Wraps a grammar and measures its CPU time.
+
+    slow: it has taken too long once. From then on it accepts no token."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner

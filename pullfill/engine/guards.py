@@ -1,6 +1,6 @@
-"""Requests that vLLM's checks let through and that then fail, or hold up an engine.
+"""Refuses requests that pass vLLM's checks but then fail, or block an engine for seconds.
 
-The frontend refuses them. Each guard says what vLLM does with such a request, and
+The frontend calls this. The comment at each guard says what vLLM would do with such a request, and
 `tests/integration/test_odd_requests.py` sends one. No vLLM import here.
 """
 
@@ -10,17 +10,19 @@ import json
 from typing import Any
 
 MAX_STRUCTURED = 128 << 10
-"""Characters of a schema, grammar, regex or all choices: compiling takes seconds of the core that
-the engine runs on, and much more than in proportion."""
+"""Characters of a schema, grammar, regex, or of all choices together. To compile more takes seconds
+on the engine's core, and the time grows faster than the size."""
 MAX_CHOICES = 2000
-"""Choices of a structured output: 20,000 compiled for more than a minute."""
+"""Choices of a structured output. 20,000 took more than a minute to compile."""
 MAX_STOPS = 256
 """Stop strings of a request. The frontend looks for each of them after each token."""
 _TRANSFER_KEYS = ("kv_transfer_params", "ec_transfer_params")
 
 
 def why_refused(params: Any) -> str:
-    """The reason for the user, or "". params: vLLM's SamplingParams or PoolingParams."""
+    """Return why the request is refused, for the user. Empty: it is not.
+
+    params: vLLM's SamplingParams or PoolingParams."""
     extra = getattr(params, "extra_args", None) or {}
     for key in _TRANSFER_KEYS:
         # vLLM reads entries of it before we can drop it: AttributeError in the frontend.

@@ -16,7 +16,10 @@ from pullfill.engine.attention import RankAttention
 
 @dataclass
 class RankTold(KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """`region`: a `RankRegion` of the transfer room, opaque here. `attention`: how KV is stored."""
+    """What a rank tells the main process when it is ready.
+
+    region: a `RankRegion` of the transfer room, opaque here.
+    attention: how the rank stores KV."""
 
     region: Any
     attention: RankAttention

@@ -1,5 +1,7 @@
-"""The memory of an engine's process: what malloc holds between its blocks goes back to the kernel,
-twice a minute of work, and the garbage collector does not walk through long prompts."""
+"""Keeps the memory of an engine's process small, and its garbage collections short.
+
+`Heap` gives malloc's free pages back to the kernel, twice a minute while the engine works.
+`untrack` keeps the garbage collector away from long prompts."""
 
 from __future__ import annotations
 
@@ -13,24 +15,30 @@ EVERY_S = 30.0
 
 
 def trim() -> None:
-    """glibc's `malloc_trim`: the free pages of all arenas, holes included. Takes milliseconds and
-    does not hold the GIL; without glibc it does nothing."""
+    """Give the free pages of all malloc arenas back to the kernel (glibc's `malloc_trim`).
+
+    Takes milliseconds and does not hold the GIL. Without glibc it does nothing."""
     give_back = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if give_back is not None:
         give_back(ctypes.c_size_t(0))
 
 
 def untrack(plain: list[Any]) -> None:
-    """Take a list out of the garbage collector's sight. For long lists of what holds no references
-    (integers, bytes): the collector visits each element while every thread waits, and such a list
-    is part of no cycle. It is freed by its reference count as before."""
+    """Exclude a list from garbage collection. Its reference count still frees it.
+
+    The collector visits each element of a list, and all threads wait meanwhile.
+
+    plain: a long list whose elements hold no references (integers, bytes). Such a list cannot be
+    part of a reference cycle."""
     ctypes.pythonapi.PyObject_GC_UnTrack(ctypes.py_object(plain))
 
 
 class Heap:
-    """Of a process whose engine makes and drops kernels and activations of ever other sizes: the
-    holes between them are as many as ever were needed, and which ones were is chance. So memory in
-    use looked like a leak that never ended. Who is idle does not grow, and is left alone.
+    """Trims the heap of an engine's process.
+
+    The engine allocates and frees kernels and activations of many sizes. The free holes between
+    them add up, and malloc keeps them, so the process grows as if it had a leak. An idle process
+    does not grow, so it is not trimmed.
     """
 
     def __init__(self, clock: Clock = SYSTEM_CLOCK, trim: Callable[[], None] = trim) -> None:
@@ -39,8 +47,9 @@ class Heap:
         self._due = clock.monotonic() + EVERY_S
 
     def after_step(self) -> None:
-        """Trim if it is time. Engine thread, between steps: for as long as a decode step, twice a
-        minute."""
+        """Trim if EVERY_S have passed since the last time. Takes about as long as a decode step.
+
+        Call it on the engine thread, between steps."""
         if self._clock.monotonic() >= self._due:
             self._trim()
             self._due = self._clock.monotonic() + EVERY_S

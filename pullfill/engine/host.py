@@ -46,8 +46,7 @@ _MOMENT_S = 0.001
 
 @cache
 def _vllm() -> Any:
-    """Classes of vLLM's that steps need: its modules are imported late, and an import that finds
-    its module still costs more than the work around it."""
+    """vLLM's classes that steps use. Cached, since even a repeated `import` is slow for a step."""
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import RequestStatus
 
@@ -57,14 +56,16 @@ def _vllm() -> Any:
 class EngineHost:
     """Owns the engine core and its thread's loop.
 
-    on_outputs: called on the engine thread after each step with {client index: outputs}.
-    before_step: called on the engine thread before each step or sleep; returns True when the
-    engine must step even if nothing is scheduled (connector work is pending).
-    after_step: called on the engine thread after each step with how many scheduled steps still run
-    (0 but with pipeline parallelism): all scheduled before those have run, on every rank.
-    log_stats: whether steps make vLLM's statistics, which come with the outputs.
-    on_failed_step: called on the engine thread when a step has raised and the loop is about to end,
-    with the requests that this step did not touch.
+    All callbacks run on the engine thread.
+
+    on_outputs: called after each step with {client index: outputs}.
+    before_step: called before each step or sleep. Returns True if the engine must take a step even
+    when nothing is scheduled, because the connector has work.
+    after_step: called after each step with the number of scheduled steps that still run. That is 0
+    without pipeline parallelism. All earlier steps have run, on every rank.
+    log_stats: whether vLLM collects statistics in each step. They come with the outputs.
+    on_failed_step: called when a step has raised and the loop is about to end, with the IDs of the
+    requests that the step did not touch.
     """
 
     def __init__(
@@ -103,8 +104,9 @@ class EngineHost:
     # ------------------------------------------------------------------ any thread
 
     def submit(self, work: Callable[[EngineCore], None], *, wake: bool = True) -> None:
-        """Run `work(core)` on the engine thread before its next step. wake: or for that alone; else
-        within a second."""
+        """Run `work(core)` on the engine thread, before its next step.
+
+        wake: wake an idle engine for it. Otherwise the work may wait for up to a second."""
         self._todo.append(work)
         if wake:
             self.wake()
@@ -213,9 +215,13 @@ class EngineHost:
 
     @staticmethod
     def _has_work(core: EngineCore, quiet: bool) -> bool:
-        """Whether a step may do something. A step that would only tell the model runner which
-        requests have finished waits: the next step tells it as well. quiet: nothing has come for
-        _IDLE_POLL_MS, so there may be no next step for long."""
+        """Whether to take a step.
+
+        A step that would only tell the model runner which requests have finished is skipped: the
+        next step that has requests tells it as well.
+
+        quiet: nothing has come for _IDLE_POLL_MS. Then such a step is taken, because the next
+        request may be far away."""
         scheduler: Any = core.scheduler
         return bool(scheduler.has_requests() if quiet else scheduler.requests)
 
@@ -226,25 +232,31 @@ class EngineHost:
             logger.exception("nobody was told which requests the failed step did not touch")
 
     def _let_them_go(self, rested: bool) -> None:
-        """After a step with first tokens of remote prefills: leave the core, if we have only one,
-        to the threads and the frontend that bring them to the client. If we have slept before it,
-        the kernel has us all woken at the same moment and is fair, so they would wait for a slice
-        of our next step, about 3 ms; `sched_yield` changes nothing for those that it takes to be
-        ahead of us. In a stream of steps they come in between by themselves."""
+        """Sleep for a moment after a step that made the first tokens of remote prefills.
+
+        With one core, the threads and the frontend that bring these tokens to the client would
+        otherwise wait for about 3 ms, a time slice of the next step. `sched_yield` does not help.
+
+        rested: whether the engine slept before this step. If not, the others already get their
+        turns between the steps, and there is no need to sleep."""
         if self._first_tokens and rested and self._one_core:
             time.sleep(_MOMENT_S)
         self._first_tokens = False
 
     def received(self, request_ids: Collection[str]) -> None:
-        """The remote KV of these waiting requests is there (engine thread, between steps): the next
-        step runs them, and brings their first tokens."""
+        """Tell vLLM that the remote KV of these waiting requests has arrived.
+
+        The next step runs them and makes their first tokens. Engine thread, between steps."""
         self._first_tokens = True
         self.copied(received=request_ids)
 
     def copied(self, received: Collection[str] = (), sent: Collection[str] = ()) -> None:
-        """Tell vLLM between steps (engine thread). By vLLM's own way, a connector's report, that
-        takes a step. received: waiting requests whose KV is there: the next step runs them. sent:
-        finished requests whose blocks nobody reads any more: they are free now."""
+        """Tell vLLM which copies of KV are done. Engine thread, between steps.
+
+        This calls vLLM's scheduler directly. A connector's report, vLLM's own way, takes a step.
+
+        received: waiting requests whose KV has arrived. The next step runs them.
+        sent: finished requests whose blocks nobody reads any more. vLLM frees the blocks."""
         assert self.core is not None
         scheduler: Any = self.core.scheduler
         scheduler._update_from_kv_xfer_finished(
@@ -252,8 +264,9 @@ class EngineHost:
         )
 
     def waiting_for_blocks(self, longer_than_s: float) -> set[str]:
-        """Requests in vLLM's queue, if for so long no step ran any (engine thread): there are not
-        enough free blocks for the first of them."""
+        """Return the requests that wait because the first of them finds too few free blocks.
+
+        Empty unless no step has run any request for `longer_than_s`. Engine thread."""
         if self._blocked_at is None or time.monotonic() - self._blocked_at < longer_than_s:
             return set()
         status = _vllm().Status
@@ -263,7 +276,7 @@ class EngineHost:
         return {r.request_id for r in requests.values() if r.status in waiting}
 
     def _take_in(self, core: EngineCore, timeout_ms: int) -> bool:
-        """Wait for work, and do what was submitted. False: nothing has come."""
+        """Wait for work, and run what was submitted. Returns False if nothing came."""
         assert self._poller is not None
         self._doing = ""
         events = self._poller.poll(timeout_ms)
@@ -283,9 +296,13 @@ class EngineHost:
         return came
 
     def _pause(self, core: EngineCore, executed: bool) -> int:
-        """How long to sleep after a step, ms. Requests that wait for remote KV (and finished ones
-        whose blocks wait for a report) end their wait by `wake`; after a step that ran no model, a
-        request that waits for anything else (a grammar being compiled) is asked again soon."""
+        """Return how long to sleep after a step, in ms.
+
+        Requests that wait for remote KV, and finished requests whose blocks wait for a report, need
+        no polling: `wake` ends the sleep. A request that waits for anything else, such as a grammar
+        that is compiled, is looked at again soon.
+
+        executed: whether the step ran the model."""
         scheduler: Any = core.scheduler
         if executed and scheduler.running:
             return 0

@@ -13,9 +13,12 @@ from pullfill.errors import IncompatibleError
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """num_layers: distinct caches of the whole model. page_bytes: one layer, block and KV head, K
-    and V. device: torch's device type of the memory, e.g. `cpu`, `cuda`. attention: what the bytes
-    of a page mean."""
+    """The shape of the KV cache.
+
+    num_layers: number of distinct caches in the whole model.
+    page_bytes: bytes of K and V of one layer, block and KV head.
+    device: torch's device type of the memory, e.g. `cpu`, `cuda`.
+    attention: how the bytes of a page are stored."""
 
     num_layers: int
     page_bytes: int
@@ -66,9 +69,11 @@ def require_one_group(kv_cache_config: Any) -> None:
 
 
 def skipped_of(kv_cache_manager: Any) -> Callable[[int], int]:
-    """Of a prompt of so many tokens: how many leading ones attention never looks at again, so that
-    vLLM keeps no block for them (a sliding window, chunked local attention). 0 with full
-    attention, also where it stands in for a window."""
+    """Return a function from a number of prompt tokens to the number of tokens without a block.
+
+    With a sliding window or chunked local attention, attention never looks at the first tokens of a
+    long prompt again, so vLLM keeps no blocks for them. With full attention the number is 0, also
+    where vLLM uses full attention in place of a window."""
     (manager,) = kv_cache_manager.coordinator.single_type_managers
     skipped: Callable[[int], int] = manager.get_num_skipped_tokens
     return skipped

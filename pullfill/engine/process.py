@@ -61,17 +61,17 @@ def prepare(*, cpu: int | None, model: str, eager: bool = False, ranks: int = 1)
     if cpu is not None and ranks == 1:
         os.sched_setaffinity(0, {cpu % (os.cpu_count() or 1)})
     if computes_on_cpu():
-        # vLLM keeps compiled oneDNN kernels, 0.3 MiB each, for the last 32 numbers of tokens in a
-        # step and each weight shape. oneDNN's own cache holds what was asked of it last, 1024 by
-        # default, which vLLM does only for those it has not: not the same ones, so it brings
-        # nothing there and the worker grows. A few are for layers that torch computes.
+        # Size of oneDNN's own cache of compiled kernels (0.3 MiB each), 1024 by default. vLLM
+        # caches them too: for each weight shape, those of the last 32 token counts of a step.
+        # oneDNN only sees what misses vLLM's cache. The two caches end up holding different
+        # kernels, and memory grows to the sum of both. 16 are left for layers that torch computes.
         put("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16")
         put("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         put("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
     else:
-        # Streams share this many hardware queues, 8 by default. A kernel of NCCL's that waits for
-        # another worker holds up whatever is behind it in its queue: the engine's steps, if they
-        # share it. CUDA reads it once, when it starts.
+        # Number of hardware queues that CUDA streams share, 8 by default. An NCCL kernel that waits
+        # for another worker blocks everything behind it in its queue, maybe the engine's steps.
+        # CUDA reads this once, when it starts.
         put("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     # The engine thread is CPU-bound Python; the asyncio thread needs the GIL for microseconds.
     # With the default 5 ms, every hop of a claim or commit would wait that long.

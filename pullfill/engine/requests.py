@@ -1,8 +1,8 @@
-"""Makers of vLLM engine requests, so that rooms need not import vLLM.
+"""Makes vLLM's engine requests, so that rooms need not import vLLM.
 
 `prepare` makes the Request that a scheduler takes. For a prompt of 128k tokens that is 40 ms of
-Python, most of it block hashes, and each hash holds the GIL. So `prepare` works in short slices:
-whoever runs it on a thread of its own can let the engine thread go first.
+Python, most of it block hashes, and each hash holds the GIL. So `prepare` is a generator that works
+in short slices. Its caller can let the engine thread run in between.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from pullfill.engine.heap import untrack
 _SLICE = 1024
 """Prompt tokens in one slice: 0.1 to 0.3 ms."""
 TRACKED = 256
-"""Prompts of so many tokens cost the garbage collector less than it costs to spare it them."""
+"""Longer prompts, in tokens, are kept from the garbage collector (`untrack`). For shorter
+ones that costs more than it saves."""
 
 
 def prefill_request(
@@ -59,8 +60,10 @@ def _one_token() -> Any:
 def trial_request(
     request_id: str, token_ids: Sequence[int], *, cache_salt: str, client: int, logprobs: int | None
 ) -> Any:
-    """An EngineCoreRequest of the decode worker's own: it samples one token. client: the index
-    under which its outputs come. logprobs: of how many best tokens."""
+    """Return an EngineCoreRequest for the self-check. It samples one token.
+
+    client: the client index of its outputs.
+    logprobs: how many of the most likely tokens get a log probability."""
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine import EngineCoreRequest
 
@@ -88,7 +91,7 @@ def is_error(output: Any) -> bool:
 
 
 class _Head:
-    """A vLLM Request of which only the first `num_tokens` tokens are seen."""
+    """Shows the first `num_tokens` tokens of a vLLM Request."""
 
     __slots__ = ("_request", "num_tokens")
 
@@ -101,8 +104,7 @@ class _Head:
 
 
 def prepare(core: Any, request: Any, tokens: memoryview) -> Generator[None, None, Any]:
-    """vLLM's Request with all its block hashes, made slice by slice: the value that the generator
-    returns.
+    """Make vLLM's Request with all its block hashes, slice by slice. The generator returns it.
 
     core: vLLM's EngineCore. Only the thread that runs `prepare` may call
     `core.preprocess_add_request`.

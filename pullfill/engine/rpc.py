@@ -11,7 +11,7 @@ ZMQ DEALER (frontend) → ROUTER (decode worker, bound at `WorkerRecord.data`). 
                                                    BACK  list[request id]: given up, send elsewhere
     PING  every PING_INTERVAL_S, idle every 2nd    PONG
     BYE                                            DRAIN takes no new requests
-                                                   GONE  we had dropped you: start anew
+                                                   GONE  the worker had dropped this frontend
 
 Life of a connection: the frontend connects under a routing id it never uses again, sends HELO and
 PING, and sends requests only after the welcome. A connection that breaks is over: messages may be
@@ -132,20 +132,21 @@ def set_options(socket: Any) -> None:
 
 
 def send(socket: Any, parts: Sequence[Any], copy: bool = True) -> None:
-    """Queue one message; never blocks. copy: at once, whatever its size. Raises zmq.Again when
-    there is no room for it, and other ZMQErrors."""
+    """Queue one message. Never blocks. Raises zmq.Again if the queue is full, or another ZMQError.
+
+    copy: copy the parts now, whatever their size."""
     for part in parts[:-1]:
         socket.send(part, _NOW_AND_MORE, copy)
     socket.send(parts[-1], _NOW, copy)
 
 
 def readable(socket: Any) -> bool:
-    """Whether a message can be received now. Asking costs a fifth of the exception otherwise."""
+    """Whether a message can be received now. A fifth of the cost of catching zmq.Again."""
     return bool(zmq_poll(((socket, _POLLIN),), 0))  # `getsockopt` goes through enums
 
 
 def receive(socket: Any) -> list[zmq.Frame]:
-    """One message, of a socket that is `readable`. Raises ZMQError."""
+    """Return one message. The socket must be `readable`. Raises ZMQError."""
     frame = socket.recv(_NOW, False)
     frames = [frame]
     while frame.more:
@@ -168,7 +169,7 @@ def decode_ids(data: Any) -> list[str]:
 
 
 def request_id(frames: Frames) -> str:
-    """Of an ADD payload. Raises BadMessage."""
+    """Return the request id of an ADD payload. Raises BadMessage."""
     try:
         return str(_bytes(frames[0]), "utf-8")
     except ValueError as exc:
@@ -186,14 +187,18 @@ def decode_explain(data: Any) -> list[ExplainRecord]:
 
 
 def fault_mark(fault: Fault) -> dict[str, Any] | None:
-    """`kv_transfer_params` of an EngineCoreOutput that ends a request with an error. vLLM's struct
-    has no field for whose fault it is, and an error has no KV to transfer."""
+    """Return the `kv_transfer_params` of an EngineCoreOutput that ends a request with an error.
+
+    They say whose fault it is: vLLM's struct has no other field for that, and an error has no KV to
+    transfer."""
     return {"fault": Fault.OURS.value} if fault is Fault.OURS else None
 
 
 def fault_of(output: Any) -> Fault | None:
-    """Whose fault it is that a decode worker did not take a request, by its finished
-    EngineCoreOutput. The reason is `stop_reason`. None: the output is no such error."""
+    """Return whose fault it is that a decode worker did not take a request.
+
+    output: the request's last EngineCoreOutput. Its `stop_reason` holds the reason. Returns None if
+    it is no such error."""
     if output.finish_reason != _ERROR or not isinstance(output.stop_reason, str):
         return None
     return Fault.OURS if output.kv_transfer_params == fault_mark(Fault.OURS) else Fault.REQUEST
@@ -221,7 +226,9 @@ class FrontendCodec:
         self._request_type = EngineCoreRequest
 
     def encode(self, obj: Any) -> Frames:
-        """Payload of ADD for an EngineCoreRequest, which stays as it is; of UTIL for a call."""
+        """Return the payload of ADD for an EngineCoreRequest, or of UTIL for a call.
+
+        The request is not changed."""
         if not isinstance(obj, self._request_type):
             return self._encode(obj)
         rest: Any = copy.copy(obj)
@@ -239,8 +246,9 @@ class FrontendCodec:
 
 
 class WorkerCodec:
-    """vLLM's codec as a decode worker needs it. Imports vLLM. `encode` may be used by one thread
-    and the other methods by another."""
+    """vLLM's codec for a decode worker. Imports vLLM.
+
+    One thread may call `encode` while another calls the other methods."""
 
     def __init__(self) -> None:
         from vllm.v1.engine import EngineCoreRequest
@@ -251,8 +259,8 @@ class WorkerCodec:
         self._generic = MsgpackDecoder().decode
 
     def request(self, frames: Frames) -> tuple[Any, memoryview]:
-        """An ADD payload: EngineCoreRequest without its prompt, token ids of the prompt as u32.
-        Raises BadMessage."""
+        """Decode an ADD payload. Returns the EngineCoreRequest without its prompt, and the prompt's
+        token ids as u32. Raises BadMessage."""
         if len(frames) < 3:
             raise BadMessage("an ADD has at least three parts")
         try:

@@ -23,18 +23,19 @@ from pullfill.errors import ConfigError, EngineStuck, PullfillError
 logger = log.get("engine.thread")
 
 HALT_S = 5.0
-"""For the step under way to end."""
+"""How long `halt` waits for the current step to end."""
 STOP_S = 4.0
-"""For vLLM to drop what it has, and the thread to end."""
+"""How long `stop` waits for vLLM to free its memory and for the thread to end."""
 
 
 class EngineThread:
     """Runs `make` (which imports vLLM and returns a host) and the host's loop on one thread.
 
     on_built: called on the engine thread once the engine exists, before `ready` resolves.
-    `dead` is set when the engine takes no more steps, wanted or not, and calls nobody any more, or
-    when it was given up; `failure` says why if it was not wanted. `hangs`: given up, so nobody may
-    wait for it or touch what it uses.
+    dead: set once the engine loop has ended (normally, by error, or given up by the watchdog).
+    failure: why it ended, unless it was asked to.
+    hangs: the watchdog gave it up. The thread may still run, so do not wait for it, and do not
+    touch the memory that it uses.
     """
 
     def __init__(
@@ -56,8 +57,9 @@ class EngineThread:
         self._thread.start()
 
     async def halt(self, timeout_s: float = HALT_S) -> None:
-        """Leave the loop. When this returns the engine calls nobody any more, unless a step under
-        way takes longer than that, or it hangs. All its memory stays."""
+        """Ask the engine loop to end, and wait for it, at most `timeout_s`. Frees no memory.
+
+        After this no callback of the engine is called, unless its step took longer."""
         if self.host is not None:
             self.host.stop()
         with contextlib.suppress(TimeoutError):
@@ -65,8 +67,9 @@ class EngineThread:
                 await self.dead.wait()
 
     async def stop(self, timeout_s: float = STOP_S) -> None:
-        """Nobody copies from or to the engine's memory any more: let it go, and wait for the
-        thread."""
+        """Free the engine's memory and wait for the thread, at most `timeout_s`.
+
+        Nothing may copy from or to that memory any more. Does nothing if the engine hangs."""
         if self.hangs:
             return
         if self._ranks is not None:

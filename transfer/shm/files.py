@@ -82,7 +82,9 @@ def open_same(path: str, expected: tuple[int, int] | None = None) -> int:
     info = os.fstat(fd)
     if unnamed and info.st_nlink:
         os.close(fd)
-        raise PermissionError(f"{path} leads to a file that has a name")
+        raise PermissionError(
+            f"{path} must be a /proc link to an unlinked file, but its target still exists on disk"
+        )
     if expected is not None and (info.st_dev, info.st_ino) != tuple(expected):
         os.close(fd)
         raise FileNotFoundError(f"{path} is another file now: its owner restarted")

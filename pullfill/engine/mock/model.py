@@ -14,10 +14,13 @@ _PACKAGE = "pullfill.engine.mock."
 
 @dataclass(frozen=True, slots=True)
 class MockSettings:
-    """prefill_tokens_per_s: how fast prompts are computed; 0: at once. step_s: what a step costs
-    besides, also when it only decodes. token: what is always sampled. layers, kv_heads, head_size:
-    the shape of the KV cache. device: where its memory is, `cpu` or `cuda`; `auto`: where vLLM
-    would put it here."""
+    """Settings of the mock model.
+
+    prefill_tokens_per_s: how fast prompts are computed. 0: in no time.
+    step_s: seconds that each step takes besides, also if it only decodes.
+    token: the token that is always sampled.
+    layers, kv_heads, head_size: the shape of the KV cache.
+    device: where the KV cache is: `cpu`, `cuda`, or `auto` for where vLLM would put it here."""
 
     prefill_tokens_per_s: float = 0.0
     step_s: float = 0.0
