@@ -60,7 +60,7 @@ class Here:
         self.ours: list[Communicator] = []
         self.theirs: list[Communicator] = []
         for other in self.devices[1:]:
-            unique_id = self.devices[0].unique_id()
+            unique_id = self.devices[0].unique_id(patient)
             self.ours.append(self.devices[0].communicator(unique_id, 0))
             self.theirs.append(other.communicator(unique_id, 1))
 

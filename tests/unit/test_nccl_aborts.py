@@ -11,7 +11,7 @@ import pytest
 from pullfill.errors import TransferFailed
 from pullfill.transfer.nccl.device import State
 from tests.support.fake_nccl import CUDA_ERROR, World
-from tests.support.nccl_comms import Here, Running, clean_world, impatient
+from tests.support.nccl_comms import Here, Running, clean_world, impatient, patient
 from tests.support.waiting import eventually
 
 
@@ -75,7 +75,7 @@ def test_one_that_cannot_be_made_is_freed_when_nothing_else_runs(
 
     monkeypatch.setattr(world, "ncclCommInitRankConfig", fail)
     device = here.devices[0]
-    refused = device.communicator(device.unique_id(), 0)
+    refused = device.communicator(device.unique_id(patient), 0)
     with pytest.raises(TransferFailed, match="unhandled cuda error"):
         refused.wait_ready(impatient(5.0))
     assert "stopped" in str(busy.give_up())

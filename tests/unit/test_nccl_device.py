@@ -262,7 +262,7 @@ def test_an_owner_thread_begins_only_when_the_last_one_has_ended(world: World) -
     go_on = threading.Event()
     device._last = threading.Thread(target=go_on.wait)
     device._last.start()
-    asking = threading.Thread(target=device.unique_id)
+    asking = threading.Thread(target=device.unique_id, args=(patient,))
     asking.start()
     asking.join(0.1)
     assert asking.is_alive()

@@ -5,17 +5,19 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pullfill.errors import TransferFailed
-from pullfill.transfer.nccl import library
-from pullfill.transfer.nccl.cuda import settle
+from pullfill.transfer.nccl import library, settings
+from pullfill.transfer.nccl.cuda import CudaGpus, settle
 from pullfill.transfer.nccl.device import Device
 from pullfill.transfer.nccl.library import nonblocking
 from tests.support.fake_kernels import FakeStream
 from tests.support.fake_nccl import World
+from tests.support.nccl_comms import impatient, patient
 from tests.support.nccl_gpus import FakeGpu
 from tests.support.waiting import eventually
 
@@ -92,10 +94,55 @@ def test_one_that_is_too_old_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_blocking_communicators_by_force_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NCCL_COMM_BLOCKING", "0")
-    assert library.blocking_forced() is None
+    for value in ("0", ""):
+        monkeypatch.setenv("NCCL_COMM_BLOCKING", value)
+        assert library.blocking_forced() is None
     monkeypatch.setenv("NCCL_COMM_BLOCKING", "1")
-    assert "unset it" in str(library.blocking_forced())
+    assert "NCCL_COMM_BLOCKING=1 in the environment" in str(library.blocking_forced())
+
+
+@pytest.fixture
+def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where NCCL's files may be: `home`, `etc`, `own`. None is there."""
+    (tmp_path / "home").mkdir()
+    for name in ("NCCL_COMM_BLOCKING", "NCCL_MULTI_RANK_GPU_ENABLE", "NCCL_CONF_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(settings, "_home_of_user", lambda: None)
+    monkeypatch.setattr(settings, "SYSTEM", tmp_path / "etc")
+    return tmp_path
+
+
+@pytest.mark.parametrize("place", ["home/.nccl.conf", "etc", "own"])
+def test_they_are_refused_too_where_a_file_of_nccl_forces_them(
+    places: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if place == "own":
+        monkeypatch.setenv("NCCL_CONF_FILE", str(places / "own"))
+    assert library.blocking_forced() is None
+    (places / place).write_text(
+        "#NCCL_COMM_BLOCKING=0\r\nNCCL_DEBUG=WARN\nNCCL_COMM_BLOCKING=1\r\n"
+    )
+    assert f"NCCL_COMM_BLOCKING=1 in {places / place}" in str(library.blocking_forced())
+    monkeypatch.setenv("NCCL_COMM_BLOCKING", "0")
+    assert library.blocking_forced() is None, "the environment comes first"
+
+
+def test_the_first_file_that_says_it_counts(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (places / "home" / ".nccl.conf").write_text("NCCL_COMM_BLOCKING=0\n")
+    (places / "etc").write_text("NCCL_COMM_BLOCKING=1\n")
+    assert library.blocking_forced() is None
+    monkeypatch.setenv("NCCL_CONF_FILE", str(places))  # a folder: NCCL goes on with /etc
+    assert "etc" in str(library.blocking_forced())
+
+
+def test_sharing_a_gpu_may_be_allowed_by_a_file(
+    places: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CudaGpus, "version", lambda _: 23007)
+    assert not CudaGpus().shared()
+    (places / "etc").write_text("NCCL_MULTI_RANK_GPU_ENABLE=1\n")
+    assert CudaGpus().shared()
 
 
 def test_the_config_is_one_that_nccl_takes() -> None:
@@ -114,7 +161,33 @@ def test_an_id_that_cannot_be_made_says_so(monkeypatch: pytest.MonkeyPatch) -> N
     world = World()
     monkeypatch.setattr(world, "ncclGetUniqueId", lambda *_: 1)
     with pytest.raises(TransferFailed, match="unhandled cuda error"):
-        Device(FakeGpu(world, "GPU-0")).unique_id()
+        Device(FakeGpu(world, "GPU-0")).unique_id(patient)
+
+
+def test_an_id_that_nccl_does_not_make_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, go_on = World(), threading.Event()
+    monkeypatch.setattr(world, "ncclGetUniqueId", lambda *_: go_on.wait(20) and 1)
+    with pytest.raises(TransferFailed, match="too late"):
+        Device(FakeGpu(world, "GPU-0")).unique_id(impatient())
+    go_on.set()
+
+
+def test_who_waits_for_a_dead_owner_thread_hears_of_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(device: Device) -> None:
+        raise MemoryError("no more")
+
+    world = World()
+    device = Device(FakeGpu(world, "GPU-0"))
+    waiting = device.communicator(device.unique_id(patient), 0)
+    monkeypatch.setattr(Device, "_bury", fail)
+    device.wake()
+    with pytest.raises(TransferFailed, match="restart this worker"):
+        waiting.wait_ready(impatient(20))
+    with pytest.raises(TransferFailed, match="restart this worker"):
+        device.unique_id(impatient(20))
+    assert "no more" in caplog.text
 
 
 def test_an_id_of_another_length_is_refused() -> None:
@@ -135,11 +208,11 @@ def test_a_stream_that_cannot_be_destroyed_ends_no_owner_thread(
     monkeypatch.setattr(FakeStream, "close", fail)
     world = World()
     device = Device(FakeGpu(world, "GPU-0"))
-    alone = device.communicator(device.unique_id(), 0)
+    alone = device.communicator(device.unique_id(patient), 0)
     with pytest.raises(TransferFailed, match="too late"):
         alone.wait_ready(give_up)
     eventually(lambda: world.aborts == 1, "not freed")
-    asking = threading.Thread(target=device.unique_id, daemon=True)
+    asking = threading.Thread(target=device.unique_id, args=(patient,), daemon=True)
     asking.start()
     asking.join(20)
     assert not asking.is_alive()

@@ -3,7 +3,6 @@ the copies. Nothing is loaded before it is first needed, and nothing without a C
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from pullfill.transfer.nccl import library
 from pullfill.transfer.nccl.contract import Addresses, Copier, Library, Stream
 from pullfill.transfer.nccl.device import Device
 from pullfill.transfer.nccl.plane import NcclKind
+from pullfill.transfer.nccl.settings import setting
 
 logger = log.get("transfer.nccl")
 
@@ -59,8 +59,8 @@ class CudaGpus:
 
     def shared(self) -> bool:
         """See Gpus."""
-        allowed = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
-        return allowed and self.version() >= _SHARING_FROM
+        value, _ = setting("NCCL_MULTI_RANK_GPU_ENABLE") or ("", "")
+        return value == "1" and self.version() >= _SHARING_FROM
 
     def uuids(self) -> list[str]:
         """See Gpus."""

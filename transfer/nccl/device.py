@@ -122,6 +122,7 @@ class Communicator:
         try:
             while not event.wait(TICK_S):
                 watch()
+                self._device.check()
         except BaseException:
             self.close()
             raise
@@ -148,8 +149,11 @@ class Device:
         self._ask(lambda: self._comms.append(made))
         return made
 
-    def unique_id(self) -> bytes:
-        """For a communicator of ours and one of another worker. Raises TransferFailed."""
+    def unique_id(self, watch: Callable[[], None]) -> bytes:
+        """For a communicator of ours and one of another worker. Raises TransferFailed.
+
+        watch: called now and then; raises to give up.
+        """
         answered = threading.Event()
         answer: list[bytes | Exception] = []
 
@@ -162,7 +166,9 @@ class Device:
             answered.set()
 
         self._ask(ask)
-        answered.wait()
+        while not answered.wait(TICK_S):
+            watch()
+            self.check()
         if isinstance(answer[0], Exception):
             raise TransferFailed(f"no NCCL communicator: {answer[0]}") from answer[0]
         return answer[0]
@@ -176,17 +182,32 @@ class Device:
             self._asked.append(do)
             self._changed.notify_all()
             if self._thread is None:
-                self._thread = threading.Thread(
+                thread = threading.Thread(
                     target=self._main, args=(self._last,), name="kv-nccl", daemon=True
                 )
-                self._last = self._thread
-                self._thread.start()
+                thread.start()
+                self._thread = self._last = thread
+
+    def check(self) -> None:
+        """Raises TransferFailed if the owner thread has died: then nobody does what was asked."""
+        with self._changed:
+            if self._thread is not None and not self._thread.is_alive():
+                raise TransferFailed(
+                    "the thread that makes this GPU's NCCL calls has died (see the log); "
+                    "restart this worker"
+                )
 
     # ------------------------------------------------------------------ the owner thread
 
     def _main(self, before: threading.Thread | None) -> None:
         if before is not None:
             before.join()
+        try:
+            self._serve()
+        except BaseException:  # a bug; `check` tells whoever waits
+            log.critical("the thread that makes a GPU's NCCL calls has died", exc_info=True)
+
+    def _serve(self) -> None:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._asked, self._pause())

@@ -20,6 +20,7 @@ from typing import Any
 
 from pullfill.errors import TransferFailed
 from pullfill.transfer.nccl.contract import Library
+from pullfill.transfer.nccl.settings import setting
 
 RANKS = 2
 MAX_CTAS = 8
@@ -139,12 +140,13 @@ def _packaged() -> str | None:
 
 def blocking_forced() -> str | None:
     """Why communicators cannot be nonblocking here, for people."""
-    if os.environ.get("NCCL_COMM_BLOCKING", "0") != "0":
-        return (
-            "NCCL_COMM_BLOCKING is set, and a blocking communicator cannot be aborted safely: "
-            "unset it"
-        )
-    return None
+    value, where = setting("NCCL_COMM_BLOCKING") or ("", "")
+    if value in ("", "0"):
+        return None
+    return (
+        f"NCCL_COMM_BLOCKING={value} in {where}, and a blocking communicator cannot be aborted "
+        "safely: remove it there"
+    )
 
 
 class Nccl:

@@ -184,7 +184,7 @@ class OwnerPlane(_NcclPlane):
         if said.fresh:
             self._drop()
             self._generation = said.generation
-            unique_id = self._device.unique_id()
+            unique_id = self._device.unique_id(self._watch())
             self._link.send(encode(NcclStart(unique_id=unique_id)))
             self._make(unique_id)
             said = self._hear()
