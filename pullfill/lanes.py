@@ -1,9 +1,11 @@
 """Threads for work that may wait for a peer: a pool, and lanes that keep order on it.
 
-The rule: a lane with work takes an idle thread, or starts one. The number of threads at work has no
-bound here, so a stuck peer holds one thread and delays nobody else. Who submits bounds it: a
-prefill worker by the jobs it has grants for, a decode worker by its open jobs. The bound is on idle
-threads: at most `most_idle` wait for work, each for `linger_s`. A lane without work has no thread.
+A lane with work takes an idle thread of the pool, or starts a new one. A lane without work has no
+thread. Only idle threads are limited: at most `most_idle` wait for work, each for `linger_s`.
+
+Busy threads are not limited here, so a stuck peer blocks one thread and delays nobody else. The
+callers limit them: a prefill worker by the jobs that it has grants for, a decode worker by its open
+jobs.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ Call = Callable[[], object]
 
 
 class Pool:
-    """Daemon threads, started on demand. Thread-safe. Not to be used on both sides of a fork."""
+    """Daemon threads, started on demand. Thread-safe.
+
+    After a fork only one of the two processes may use it."""
 
     def __init__(self, name: str, most_idle: int = 8, linger_s: float = 60.0) -> None:
         self._name = name
@@ -36,10 +40,11 @@ class Pool:
         self._started = 0
 
     def run(self, call: Call) -> None:
-        """Run `call` at once on a thread that does nothing else meanwhile. Raises RuntimeError when
-        the system starts no more threads."""
+        """Run `call` at once, on a thread of its own.
+
+        Raises RuntimeError if the system cannot start a thread."""
         with self._lock:
-            # The one that became idle last: the others can time out.
+            # Take the one that became idle last, so that the others can time out.
             inbox = self._idle.pop() if self._idle else None
             self._started += inbox is None
             number = self._started
@@ -56,7 +61,7 @@ class Pool:
                 call()
             except Exception:
                 logger.exception("work on a pool thread failed")
-            del call  # what it refers to may be large
+            del call  # it may hold large objects
             with self._lock:
                 if len(self._idle) >= self._most_idle:
                     return
@@ -72,7 +77,7 @@ class Pool:
 
 
 POOL = Pool("kv-copy")
-"""The process's threads that move KV."""
+"""The threads of this process that copy KV."""
 
 
 class Lane(Executor):
@@ -93,7 +98,7 @@ class Lane(Executor):
         return self._running
 
     def put(self, call: Call, future: Future[Any] | None = None) -> None:
-        """Have `call` run. Raises RuntimeError after `shutdown`, and when it cannot be run."""
+        """Queue `call`. Raises RuntimeError after `shutdown`, or if no thread can be started."""
         with self._lock:
             if self._shut:
                 raise RuntimeError("this lane is shut")
@@ -126,7 +131,7 @@ class Lane(Executor):
         return future
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Block until nothing runs or waits. False: not in time."""
+        """Block until no call runs or waits. Returns False if that took longer than `timeout_s`."""
         with self._lock:
             self._waiters += 1
             try:

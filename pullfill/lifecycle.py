@@ -1,5 +1,6 @@
-"""How a process is asked to leave: first signal drains, the second one forces. And that it goes,
-with all of its connections."""
+"""How a process ends: the first signal drains it, the second one stops it at once.
+
+Also makes sure that it really ends, and that its connections are closed."""
 
 from __future__ import annotations
 
@@ -102,15 +103,16 @@ def leave(code: int) -> NoReturn:
 
 
 async def stop_listening(server: asyncio.Server) -> None:
-    """Close `server`. Nothing is accepted any more, and what was accepted has reached its protocol.
+    """Close `server`, and wait until each accepted connection has reached its protocol.
 
-    `Server.close` alone loses a connection that is between the two (python/cpython#109564): nobody
-    knows its socket, so the peer waits until the garbage collector closes it.
+    `Server.close` alone can lose a connection that was accepted just before it
+    (python/cpython#109564). No object closes its socket, and the peer waits until the garbage
+    collector does.
     """
     loop = server.get_loop()
     for listener in server.sockets:
         loop.remove_reader(listener)
-    for _ in range(3):  # its transport is made, its protocol gets it, a handler's task begins
+    for _ in range(3):  # turns of the loop: make the transport, call the protocol, start a task
         await asyncio.sleep(0)
     server.close()
 

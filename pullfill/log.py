@@ -17,9 +17,9 @@ _KEYS = 256
 
 
 def setup(role: str, level: str | None = None) -> None:
-    """Configure the `pullfill` logger of this process. Idempotent; leaves vLLM's logging alone.
+    """Configure the `pullfill` logger of this process. Idempotent. Does not change vLLM's logging.
 
-    Raises ConfigError for a level that there is not."""
+    Raises ConfigError for an unknown level."""
     logger = logging.getLogger("pullfill")
     wanted = level or os.environ.get(LEVEL_ENV) or "INFO"
     try:
@@ -37,8 +37,9 @@ def setup(role: str, level: str | None = None) -> None:
 
 
 def complain(error: BaseException, text: str = "") -> None:
-    """Print `error: ...` on stderr, after the traceback if PULLFILL_DEBUG is set. text: what it is
-    in words, if it does not say so itself."""
+    """Print `error: ...` on stderr, and before it the traceback if PULLFILL_DEBUG is set.
+
+    text: the message. Empty: that of `error`."""
     if os.environ.get(DEBUG_ENV):
         traceback.print_exception(error)
     print(f"error: {text or error}", file=sys.stderr)

@@ -1,7 +1,7 @@
-"""What workers report, put together: is NATS up, how long is the queue, who is cut off.
+"""Combines the reports of all workers: is NATS up, how long is the queue, which worker is cut off.
 
-A report is what a worker's `/status` answered. Frontends use this for `/pullfill/status` and
-`/ready`, the command line where no frontend answers.
+A report is a worker's answer to `/status`. Frontends use this for `/pullfill/status` and `/ready`.
+The command line uses it when no frontend answers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NOT_LINKED = "no decode worker is connected to it"
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What one worker said, and when, by the clock of this process."""
+    """The answer of one worker, and when it came, by the clock of this process."""
 
     said: Mapping[str, Any]
     at: float
@@ -40,7 +40,7 @@ class Report:
         return load if isinstance(load, dict) else {}
 
     def server(self, name: str) -> ServerStatus | None:
-        """How this worker sees NATS or etcd."""
+        """The status of NATS or etcd, as this worker sees it."""
         servers = self.said.get("servers")
         return _read(servers if isinstance(servers, dict) else {}, name, ServerStatus)
 
@@ -52,7 +52,7 @@ Reports = Sequence[tuple[WorkerRecord, Report | None]]
 
 
 def read_report(body: bytes) -> Report | None:
-    """From the body of `/status`, just received. None: it is no JSON object."""
+    """Make a report from the body of a `/status` answer. Returns None if it is no JSON object."""
     try:
         said = json.loads(body)
     except ValueError:
@@ -61,14 +61,14 @@ def read_report(body: bytes) -> Report | None:
 
 
 def nats_of(reports: Reports) -> ServerStatus | None:
-    """NATS is up if it answers any worker. None: no worker tells."""
+    """The status of NATS: up if it answers any worker. None: no worker reports it."""
     told = [s for _, report in reports if report and (s := report.server("nats"))]
     up = [status for status in told if status.up]
     return max(up or told, key=lambda status: status.since_s, default=None)
 
 
 def queue_of(reports: Reports) -> QueueStatus | None:
-    """The longest of the queues that decode workers know now; None if none knows any."""
+    """The longest queue that any decode worker reports. None: no decode worker knows its queue."""
     found = [
         queue
         for record, report in reports
@@ -78,7 +78,7 @@ def queue_of(reports: Reports) -> QueueStatus | None:
 
 
 def troubles_of(reports: Reports) -> dict[str, list[str]]:
-    """Instance id -> what keeps this worker from its part, one line each; of all who report."""
+    """Instance id -> reasons why this worker cannot work, one line each. For all that report."""
     decode = [report for record, report in reports if record.role == "decode" and report]
     linked = {name for report in decode for name in report.load.get("prefill_workers", ())}
     checks = [check for report in decode for check in report.load.get("self_checks", ())]
@@ -101,7 +101,7 @@ def troubles_of(reports: Reports) -> dict[str, list[str]]:
 
 
 def status_of(reports: Reports, etcd: ServerStatus, workers_age_s: float) -> dict[str, Any]:
-    """The object of `GET /pullfill/status`. workers_age_s: how long ago etcd last answered."""
+    """The object of `GET /pullfill/status`. workers_age_s: seconds since etcd last answered."""
     troubles = troubles_of(reports)
     nats = nats_of(reports) or ServerStatus(up=False, since_s=0.0, error=UNTOLD)
     return {
@@ -113,7 +113,7 @@ def status_of(reports: Reports, etcd: ServerStatus, workers_age_s: float) -> dic
 
 
 def row_of(record: WorkerRecord, report: Report | None, troubles: Sequence[str]) -> dict[str, Any]:
-    """One of `workers`. age_s: of its load."""
+    """One entry of `workers`. Its `age_s` is the age of its load."""
     return {
         "instance_id": record.instance_id,
         "role": record.role,
@@ -130,8 +130,9 @@ def row_of(record: WorkerRecord, report: Report | None, troubles: Sequence[str])
 
 
 def reasons_of(reports: Reports, etcd: ServerStatus) -> list[str]:
-    """Why the cluster is degraded, for /ready: servers first. What no worker reaches is named once,
-    not again by each of them."""
+    """Why the cluster is degraded, for /ready. Servers come first.
+
+    A server that no worker reaches is named once, not once per worker."""
     servers = [outage_of("etcd", etcd)]
     servers.append(outage_of("nats", nats) if (nats := nats_of(reports)) else "")
     away = tuple(line.partition(" ")[0] for line in servers if line)

@@ -14,8 +14,9 @@ _PIECE = 8192
 
 
 def pack(values: Iterable[int]) -> bytes:
-    """Raises OverflowError for a value outside u32. Other threads may run in between: 128k values
-    in one go hold the GIL for 4 ms."""
+    """Encode as little-endian u32. Raises OverflowError for a value outside u32.
+
+    Packs in pieces, so that other threads can run: 128k values at once hold the GIL for 4 ms."""
     if isinstance(values, (list, tuple)) and len(values) <= _PIECE:
         return _packed(values)
     rest = iter(values)
@@ -33,7 +34,7 @@ def _packed(values: Iterable[int]) -> bytes:
 
 
 def pieces(data: memoryview, count: int) -> Iterator[list[int]]:
-    """`unpack` in lists of `count`, so that the caller can pause in between."""
+    """Decode in lists of `count` values, so that the caller can pause in between."""
     for start in range(0, len(data), 4 * count):
         yield unpack(data[start : start + 4 * count])
 

@@ -1,12 +1,17 @@
-"""Acks that wait to be sent, and those that were sent and are not confirmed yet.
+"""Sends acks, and sends them again until the server has confirmed them.
 
-Who acks a job waits for no answer. While pull requests follow each other within BUSY_S an ack goes
-out with the next one, BUSY_S later at most: a write of its own would cost more than all the rest of
-it. At a lower rate it goes out at once: a timer would wake the thread for it alone. Every CONFIRM_S
-the newest is sent once more, as a request: the server takes a connection's acks in order, so its
-answer confirms that it has read all before it. Acks that a connection took with it are sent again
-over the next. One that is lost all the same (a server that forgot deliveries, a change of leaders
-among several) costs a redelivery, whose claim is refused.
+`send` does not wait for the server.
+
+When an ack is sent: while pull requests follow each other within BUSY_S, with the next pull
+request, and at most BUSY_S later. A socket write of its own would cost more than the rest of the
+ack. At a lower rate it is sent at once, because a timer would wake the thread for it alone.
+
+How it is confirmed: every CONFIRM_S the newest ack is sent once more, as a request. The server
+reads the acks of a connection in order, so its answer confirms all earlier ones. Acks that were not
+confirmed when a connection broke are sent again over the next one.
+
+An ack can still be lost: the server may have forgotten its deliveries, or the leader of a cluster
+has changed. Then the job is delivered again, and its claim is refused.
 
 Life: `Acks(...)` → `send`, `push` → `close`, which waits for what is open, for a bounded time.
 asyncio thread only.
@@ -43,8 +48,10 @@ _ACK = b"+ACK"
 
 @dataclass(slots=True, eq=False)
 class _Open:
-    """stream_id: of the stream that the delivery was pulled from. generation: of the connection
-    that it was sent over; 0: over none that counts."""
+    """An ack that is not confirmed.
+
+    stream_id: the stream that the delivery was pulled from.
+    generation: the connection that the ack was sent over. 0: it must be sent (again)."""
 
     stream_id: str
     subject: str
@@ -53,8 +60,10 @@ class _Open:
 
 
 class Acks:
-    """See the module text. stream_id: of the stream as it is now. A delivery from another stream is
-    not acked: its number means another job. While it is "" (unknown), acks wait."""
+    """See the module.
+
+    stream_id: returns the id of the current stream. A delivery of another stream is not acked,
+    because its sequence number now means another job. While the id is unknown (""), acks wait."""
 
     def __init__(self, link: Link, stream_id: Callable[[], str]) -> None:
         self._link = link
@@ -75,7 +84,7 @@ class Acks:
         return len(self._open)
 
     async def send(self, stream_id: str, subject: str) -> None:
-        """Ack a delivery from this stream, now or with the next pull request. Never raises."""
+        """Ack a delivery of this stream, now or with the next pull request. Never raises."""
         one = self._open[subject] = _Open(stream_id, subject)
         if len(self._open) > MAX_OPEN:
             del self._open[next(iter(self._open))]

@@ -42,7 +42,7 @@ _CANCEL_S = 0.5
 _NEVER_S = 10**6
 _NO_RESPONDERS = "503"
 _NEVER_WAITS = 1 << 20
-"""Bytes in the client's send buffer with which its `publish` never waits for room: half of it."""
+"""While nats-py's send buffer holds at most this much (half its size), `publish` does not wait."""
 _CLIENT_TASKS = ("_reading_task", "_flusher_task", "_ping_interval_task")
 _GONE = (nats.errors.UnexpectedEOF, nats.errors.StaleConnectionError, ConnectionError)
 
@@ -66,9 +66,10 @@ class NoResponders(NotSent):
 
 
 class Link:
-    """See the module text. All methods belong to one asyncio loop; `up` may be read anywhere.
+    """See the module. All methods belong to one asyncio loop. Any thread may read `up`.
 
-    url: of one server, or `URL,URL` of a cluster's, of which whichever answers is taken.
+    url: URL of the server, or `URL,URL` of several servers of a cluster. The first that answers is
+    used.
     """
 
     def __init__(
@@ -94,8 +95,8 @@ class Link:
         self._client: Client | None = None
         self._ended = asyncio.Event()
         self._changed = asyncio.Event()
-        # Answers to requests of ours: the client's own way makes a random name, two timers and a
-        # task for each.
+        # Pending answers to our requests. nats-py's own `request` costs a random name, two timers
+        # and a task each time.
         self._inbox = ""
         self._serial = itertools.count(1)
         self._answers: Waits[str, Msg] = Waits(lambda _: TimeoutError())
@@ -133,7 +134,8 @@ class Link:
     async def close(self) -> None:
         """Stop dialling and close the socket. Idempotent; takes about a second at worst."""
         if self._task is not None:
-            # Again and again: the client dials by `wait_for`, which on Python 3.11 can lose one.
+            # Cancel repeatedly: the client dials in a `wait_for`, which can lose a cancellation on
+            # Python 3.11.
             while not self._task.done():
                 self._task.cancel()
                 await asyncio.wait({self._task}, timeout=_CANCEL_S)
@@ -159,7 +161,8 @@ class Link:
             if client.pending_data_size + len(payload) < _NEVER_WAITS:
                 await client.publish(subject, payload, reply=inbox, headers=headers)
             else:
-                # The client may swallow this timeout while it waits for room; `answer` ends it.
+                # The client may swallow this timeout while its buffer is full. Then `answer` ends
+                # the wait.
                 async with asyncio.timeout(timeout_s):
                     await client.publish(subject, payload, reply=inbox, headers=headers)
             msg = await answer
@@ -250,7 +253,7 @@ class Link:
             "max_reconnect_attempts": 1,
             "reconnect_time_wait": 0.05,
             "connect_timeout": DIAL_TIMEOUT_S,
-            "ping_interval": _NEVER_S,  # `watch_pulse` does
+            "ping_interval": _NEVER_S,  # `watch_pulse` sends PINGs instead
             "flush_timeout": 0.5,
             **self._options,
         }

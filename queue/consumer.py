@@ -48,7 +48,7 @@ SHORTEST_S = 0.02
 SETTLE_TRY_S = 1.0
 SETTLE_TRIES = 2
 PULLS = "pulls"
-"""A part of the server's health: it answers pull requests."""
+"""The part of the server's health that says whether it answers pull requests."""
 _HEAL_PAUSE_S = 0.05
 _NO_MESSAGES = "404"
 _EXPIRED = "408"
@@ -57,8 +57,8 @@ _EXPIRED = "408"
 class JetStreamConsumer:
     """A `JobConsumer`. See the contract for what each method promises.
 
-    clock_offset_s: the server's clock minus ours, for the age of jobs. streams: configure them
-    when the settings change.
+    clock_offset_s: the server's clock minus ours, for the age of jobs.
+    streams: call `streams.configure` when the settings change.
     """
 
     def __init__(self, config: QueueConfig) -> None:
@@ -112,7 +112,7 @@ class JetStreamConsumer:
 
     @property
     def stream_id(self) -> str:
-        """Identity of the job stream that deliveries now come from."""
+        """Id of the job stream that deliveries come from now."""
         return self.streams.stream_id
 
     @property
@@ -148,9 +148,10 @@ class JetStreamConsumer:
         subscription, self._subscription = self._subscription, None
         if subscription is not None:
             # No interest, no delivery; what was already on its way is given back on arrival.
-            # nats-py's own drain writes its PING past commands that wait to be written. The server
-            # may answer before it reads UNSUB, and what it sends until then is lost for `ack_wait`.
-            # A request is written after UNSUB, so nothing comes after its answer.
+            # nats-py's own drain writes its PING before commands that wait in its buffer. So the
+            # server may answer before it reads UNSUB. A job that it sends in between is lost until
+            # `ack_wait_s` have passed. A request is written after UNSUB, so after its answer no job
+            # comes.
             with contextlib.suppress(Exception):
                 async with asyncio.timeout(2.0):
                     await self.link.client._send_unsubscribe(subscription._id)
@@ -174,7 +175,9 @@ class JetStreamConsumer:
                     taken.append(job)
                     tokens += job.tokens
             except QueueUnavailable as exc:
-                if self.link.up and self.link.health.up:  # connected, and yet: JetStream
+                if (
+                    self.link.up and self.link.health.up
+                ):  # the connection works, so JetStream does not
                     self.link.health.failed(str(exc), PULLS)
                 if not taken:
                     raise
@@ -261,8 +264,10 @@ class JetStreamConsumer:
         return True
 
     async def _heal(self, deadline: float) -> None:
-        """The request ended oddly (consumer or stream gone, server shutting down). A job that comes
-        meanwhile ends the wait."""
+        """Check and repair the stream after a pull ended with an unexpected status.
+
+        The consumer or stream is gone, or the server shuts down. Returns earlier if a job arrives
+        meanwhile."""
         status, self._status = self._status, ""
         logger.debug("pull ended with %s; checking the stream", status)
         unknown = not self.stream_id
@@ -275,7 +280,7 @@ class JetStreamConsumer:
             finally:
                 woken.cancel()
         if not checking.done():
-            return  # the next pull goes on with it
+            return  # the next pull waits for the same check
         self._checking = None
         try:
             checking.result()
@@ -309,7 +314,9 @@ class JetStreamConsumer:
             await job.nak()
 
     async def _on_direct(self, msg: Msg) -> None:
-        """A job that the stream cannot take now; without a job: whether we would take one."""
+        """Answer a job that comes past the stream, or the question whether we would take one.
+
+        The question is a message without a job."""
         free = self._waiting and not self._draining and not self._arrived
         if free and msg.headers and MSG_ID in msg.headers:
             self._arrived.append(DirectDelivery(msg))
@@ -342,8 +349,9 @@ class JetStreamConsumer:
         await self._renew()
 
     async def _renew(self) -> None:
-        """Tell the server, before anything is pulled over this connection, that the deliveries it
-        gave us are worked on. Waits for its answer to the last sign: it reads them in order."""
+        """Send a heartbeat for each running delivery over a new connection, before the first pull.
+
+        Waits for the answer to the last one only. The server reads them in order."""
         signs = [
             d.ack_subject
             for d in self.running()
@@ -356,7 +364,7 @@ class JetStreamConsumer:
                 await self.link.request(subject, IN_PROGRESS, SETTLE_TRY_S)
 
     async def tell(self, stream_id: str, ack_subject: str, verdict: bytes) -> None:
-        """Tell the server if it is there and still has the stream."""
+        """Send `verdict`, if the server is connected and still has the stream."""
         if self.link.up and stream_id == self.stream_id:
             with contextlib.suppress(NotSent):
                 await self.link.publish(ack_subject, verdict)

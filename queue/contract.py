@@ -22,12 +22,14 @@ from pullfill.wire import QueueStatus
 class QueueConfig:
     """One job stream, named by (namespace, compatibility hash); the hash covers the model.
 
-    It says how a new stream and consumer are made. Those that exist keep what they have, but for
-    what `QueueSettings` sets.
+    A new stream and consumer are made with these values. Existing ones keep theirs, except for the
+    fields that `QueueSettings` sets.
 
-    max_jobs: pending + in flight. max_bytes: of all jobs; -1: no limit. max_in_flight: over all
-    workers. max_age_s: a job of which nobody will ask any more disappears after this. replicas: of
-    the streams, in a NATS cluster.
+    max_jobs: jobs pending and in flight.
+    max_bytes: size of all jobs. -1: no limit.
+    max_in_flight: deliveries in flight, over all workers.
+    max_age_s: a job is removed after this time. By then nobody waits for it.
+    replicas: number of servers of a NATS cluster that hold each stream.
     """
 
     namespace: str
@@ -143,23 +145,26 @@ class JobProducer(Protocol):
         ...
 
     def committed(self, receipt: Receipt) -> None:
-        """The job is done and its message about to be acked: `depth` counts it no more."""
+        """Stop counting the job in `depth`. It is done, and its message will be acked soon."""
         ...
 
     async def hand_back(self, ack_subject: str, receipt: Receipt | None) -> None:
-        """NAK a delivery on behalf of a worker that died holding it.
+        """NAK a delivery on behalf of a worker that died with it.
 
-        receipt: of the job. Nothing is sent without one, or if the stream is another by now: the
-        job then comes back after `ack_wait_s`. Raises BadMessage unless `ack_subject` is one of
-        this queue's and of this job (it came over a wire).
+        receipt: of the job. Without one, or if the stream was made anew since, nothing is sent, and
+        the job is delivered again after `ack_wait_s`.
+
+        Raises BadMessage if `ack_subject`, which came over the network, is not of this queue and
+        this job.
         """
         ...
 
     def depth(self) -> QueueStatus:
-        """Jobs and tokens pending + in flight, from a cache at most ~1.3 s old while the
-        queue moves; own publishes, commits and cancels count at once. Tokens are
-        rounded up by at most 1/16 per job. Never does I/O; the last known state while the
-        server is away."""
+        """Return the jobs and tokens that are pending or in flight. Does no I/O.
+
+        The figures come from a cache. While the queue moves it is at most about 1.3 s old. Own
+        publishes, commits and cancels count at once. Tokens are rounded up by at most 1/16 per job.
+        While the server is away, this is the last known state."""
         ...
 
     def look_again(self) -> None:
@@ -182,19 +187,19 @@ class JobProducer(Protocol):
 class JobConsumer(Protocol):
     """The prefill worker's side.
 
-    running: set by whoever pulls; the deliveries it works on. Over a new connection the server gets
-    a sign of life for each of them before the next pull."""
+    running: returns the deliveries that are worked on. Set by the owner. Over a new connection a
+    heartbeat is sent for each of them before the next pull."""
 
     running: Callable[[], Iterable[Delivery]]
 
     @property
     def ack_wait_s(self) -> float:
-        """Silence after which a job is delivered again."""
+        """Seconds without a heartbeat after which a job is delivered again."""
         ...
 
     @property
     def max_deliver(self) -> int:
-        """Deliveries of one job, after which it is a dead letter."""
+        """Number of deliveries of one job, after which it becomes a dead letter."""
         ...
 
     async def pull(self, budget_tokens: int, max_jobs: int, wait_s: float) -> list[Delivery]:

@@ -22,10 +22,10 @@ IN_PROGRESS = b"+WPI"
 
 
 class JetStreamDelivery:
-    """A `Delivery`. Usable over reconnects: its ack subject names the message for good.
+    """A `Delivery` of the job stream. It can be settled after a reconnect, too.
 
-    It remembers the identity of the stream that it was pulled from. After the server lost its data
-    the same ack subject means another job, and this delivery settles nothing any more.
+    It remembers the id of the stream that it was pulled from. If the server loses its data, the
+    same ack subject may mean another job. Then this delivery settles nothing.
     """
 
     def __init__(self, owner: JetStreamConsumer, msg: Msg) -> None:
@@ -69,13 +69,14 @@ class JetStreamDelivery:
             await self._owner.tell(self._stream_id, self.ack_subject, IN_PROGRESS)
 
     def obsolete(self, stream_id: str) -> bool:
-        """Whether there is nothing more to say of it: it is settled, or from another stream."""
+        """Whether it needs no heartbeat: it is settled, or its stream is gone."""
         return self._settled or self._stream_id != stream_id
 
 
 class DirectDelivery:
-    """A `Delivery` of a job that no stream holds. So there is nothing to settle: a job that is not
-    done is served by its decode worker, after the claim timeout at the latest."""
+    """A `Delivery` of a job that came past the stream. There is no message to settle.
+
+    If the job is not done, its decode worker serves it, after the claim timeout at the latest."""
 
     def __init__(self, msg: Msg) -> None:
         headers = msg.headers or {}

@@ -75,7 +75,7 @@ class DepthCache:
             self._shift(1, rounded)
 
     def cancelled(self, seq: int, tokens: int) -> None:
-        """Our job `seq` was there and is gone, or about to go."""
+        """Stop counting our job `seq`. Its message is removed, or will be soon."""
         ours = self._ours.pop(seq, None)
         if ours is not None:
             self._shift(-1, -ours[0])
@@ -98,7 +98,7 @@ class DepthCache:
         )
 
     def hear(self, snapshot: Snapshot, asked_at: float) -> bool:
-        """Take a snapshot that another process asked for; False: ours is newer."""
+        """Take a snapshot that another process got from the server. False: ours is newer."""
         mine = self._snapshot
         if snapshot.stream_id == mine.stream_id and snapshot.last_seq < mine.last_seq:
             return False
@@ -111,7 +111,7 @@ class DepthCache:
         depth = max(0, snapshot.jobs + jobs)
         figures_age = max(0.0, self._clock.monotonic() - self._taken)
         age = snapshot.oldest_age_s + figures_age
-        if not snapshot.jobs:  # the oldest of ours, which the server has not counted yet
+        if not snapshot.jobs:  # then the oldest is one of ours that the server has not counted yet
             age = self._age_of_ours()
         return QueueStatus(
             depth_jobs=depth,
@@ -124,7 +124,7 @@ class DepthCache:
     def _age_of_ours(self) -> float:
         try:
             _, at = next(iter(self._ours.values()), (0, self._clock.monotonic()))
-        except RuntimeError:  # the loop changed it in this moment
+        except RuntimeError:  # the loop changed the dict during the iteration
             return 0.0
         return self._clock.monotonic() - at
 

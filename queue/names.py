@@ -9,13 +9,14 @@
     consumer          prefill (durable, shared by all prefill workers)
 
 The token count is the last subject token because the server then counts jobs per token count for
-us: depth in tokens is one STREAM.INFO away, right after any restart and with any number of
-publishers. `round_up_tokens` bounds the number of subjects (464 up to 2**32 tokens) for at most
-1/16 of overstatement; the exact count travels in a header.
+us. One STREAM.INFO tells the depth in tokens, right after any restart and with any number of
+publishers. `round_up_tokens` bounds the number of subjects: 464 up to 2**32 tokens. So the depth is
+overstated by at most 1/16. The exact count is in a header.
 
-No consumer reads the void subject. A publish there with the `Nats-Msg-Id` of a job whose fate is
-unknown either finds the job (duplicate: the answer carries its sequence) or takes its place, so
-that a late original is refused as the duplicate. Either way the id is settled and can be deleted.
+The void subject is for jobs whose publish got no answer. No consumer reads it. A publish there with
+the job's `Nats-Msg-Id` has one of two results. The job is stored: then this is a duplicate, and the
+answer carries the job's sequence number. Or the job is not stored: then this message takes its id,
+and the job is refused as a duplicate if it arrives later. In both cases the message can be deleted.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ TOKENS = "Pullfill-Tokens"
 JOB_ID = "Pullfill-Job"
 REASON = "Pullfill-Reason"
 TAKEN = b"+OK"
-"""Answer on the direct subject of a prefill worker that takes the job, or would."""
+"""The answer of a prefill worker, on the direct subject, that takes the job or would take one."""
 DELIVERIES = "Pullfill-Deliveries"
 
 
@@ -91,7 +92,7 @@ class Names:
 
     @property
     def depth(self) -> str:
-        """Before the last word of both depth subjects."""
+        """The common part of both depth subjects, without the last word."""
         return f"{self.root}.depth"
 
     def job(self, tokens: int) -> str:
@@ -100,10 +101,10 @@ class Names:
 
 @dataclass(frozen=True, slots=True)
 class AckInfo:
-    """What the server wrote into a delivery's ack subject.
+    """The fields of a delivery's ack subject, which the server wrote.
 
-    stored_ns: the server's clock when the job was published. It only tells ages: the clock may be
-    set back, so it does not tell from which stream the delivery is.
+    stored_ns: the server's clock when the job was published. Use it for ages only: the clock may be
+    set back, so it does not identify the stream.
     """
 
     stream: str

@@ -1,20 +1,21 @@
 """The decode worker's end of the queue on JetStream.
 
-Life: `connect` → `publish`/`cancel`/`hand_back` → `close`. One background task watches the queue:
-it refreshes the depth, and with the same requests finds out whether the server answers. That is
-the circuit breaker: one publish or refresh without an answer opens it (`available` is False and
-nothing is tried), the next answered refresh closes it. So a stopped server costs one
-`publish_timeout_s`, once. While the queue is open only one producer of the model asks the server
-for the depth and tells the others (shared_depth.py); one whose breaker is open asks by itself.
+Life: `connect` → `publish`/`cancel`/`hand_back` → `close`.
 
-While the stream has no leader, a job goes past the stream: its server died, and NATS takes 4 to
-9 s to elect another. The job is then a request on the direct subject, and one prefill worker that
-waits for a job takes it. The watch task asks there first, without a job. Until a worker says that
-it would take one, `available` stays False. Nothing stores such a job: if it is lost, its decode
-worker serves it locally.
+Refresh: a background task asks the server for the queue's depth regularly. Normally one producer of
+the model asks and tells the others (shared_depth.py).
 
-What could not be settled while the server was away (a publish without an answer, a cancel) is
-remembered as a debt and paid at the next answered refresh.
+Circuit breaker: one publish or refresh without an answer opens it. Then `available` is False and
+nothing is published. The next answered refresh closes it. So a stopped server costs one
+`publish_timeout_s`, once. A producer whose breaker is open asks the server itself.
+
+Jobs past the stream: if the server that leads the stream dies, NATS takes 4 to 9 s to elect another
+leader. Meanwhile a job is sent as a request on the direct subject, and one prefill worker that
+waits for a job takes it. `available` stays False until a worker has answered that it would take
+one. Nothing stores such a job: if it is lost, its decode worker serves it locally.
+
+Debts: a publish without an answer, or a cancel that could not be sent, is remembered. The next
+answered refresh settles it.
 """
 
 from __future__ import annotations
@@ -51,17 +52,18 @@ from pullfill.wire import QueueSettings, QueueStatus
 logger = log.get("queue")
 
 BUSY_REFRESH_S = 0.2
-"""While the server does not answer, for BUSY_FOR_S after a job was not published because of the
-count, and when another producer wants to know it."""
+"""Seconds between refreshes while the server does not answer, for BUSY_FOR_S after the depth has
+kept a job local, and when another producer wants to know the depth."""
 STEADY_REFRESH_S = 1.0
-"""While jobs wait, or some were published lately. Our own jobs are counted in between."""
+"""Seconds between refreshes while jobs wait, or if some were published lately. Own publishes and
+commits are counted in between."""
 IDLE_REFRESH_S = 2.0
 BUSY_FOR_S = 2.0
 MAX_DEBTS = 100_000
 JETSTREAM = "jetstream"
-"""A part of the server's health: it stores and counts jobs."""
+"""The part of the server's health that says whether it stores and counts jobs."""
 _NO_STREAM = "direct"
-"""Instead of a stream's identity, for a job that went past the stream."""
+"""The stream id in the receipt of a job that went past the stream."""
 
 
 class JetStreamProducer:
@@ -126,8 +128,8 @@ class JetStreamProducer:
 
     @property
     def past_stream(self) -> bool:
-        """Whether jobs go past the stream now: `depth` is old, and who waits for jobs says so by
-        itself."""
+        """Whether jobs go past the stream now. Then `depth` is old, and must not keep jobs local:
+        prefill workers themselves answer whether they would take one."""
         return self._takers and not self._answering and self._link.up
 
     @property
@@ -155,7 +157,7 @@ class JetStreamProducer:
         try:
             answer = await self._store(job_id, body, tokens)
         except NoResponders as exc:
-            # The stream has no leader, or is gone: then the watch task makes it again.
+            # The stream has no leader, or is gone. Then the background task makes it again.
             self._trip(exc)
             return await self._hand_over(job_id, body, tokens)
         except NotSent as exc:
@@ -221,9 +223,9 @@ class JetStreamProducer:
         return read_reply(reply)
 
     async def _hand_over(self, job_id: str, body: bytes, tokens: int) -> Receipt:
-        """Give a job to a prefill worker that waits for one, past the stream, which cannot take it.
-        Nothing stores it: if the worker dies, the job is served locally. Raises QueueUnavailable
-        if no worker waits."""
+        """Give a job directly to a prefill worker that waits for one. Nothing stores the job.
+
+        Raises QueueUnavailable if no worker waits."""
         headers = {MSG_ID: job_id, TOKENS: str(tokens)}
         self._takers = await self._ask_takers(body, headers)
         if not self._takers:
@@ -231,7 +233,7 @@ class JetStreamProducer:
         return Receipt(job_id, 0, stream_id=_NO_STREAM, tokens=tokens)
 
     async def _ask_takers(self, body: bytes, headers: dict[str, str] | None = None) -> bool:
-        """Whether a prefill worker takes this job; without a body: would take one."""
+        """Whether a prefill worker takes this job. Without a body: whether one would take a job."""
         with contextlib.suppress(QueueUnavailable):
             reply = await self._link.request(
                 self._names.direct, body, self._config.publish_timeout_s, headers
@@ -281,7 +283,7 @@ class JetStreamProducer:
         rested = self._used_at
         self._used_at = SYSTEM_CLOCK.monotonic()
         if self._used_at - rested > BUSY_FOR_S:
-            self._kick.ring()  # it may be due earlier now; else nothing is
+            self._kick.ring()  # this may make a refresh due earlier
 
     async def _watch(self) -> None:
         while True:
@@ -295,12 +297,12 @@ class JetStreamProducer:
                 except QueueUnavailable as exc:
                     self._trip(exc)
                 self._takers = not self._answering and await self._ask_takers(b"")
-            except Exception as exc:  # this task opens the queue again: it must not end
+            except Exception as exc:  # without this task the breaker would stay open
                 logger.exception("an answer of the job queue makes no sense")
                 self._trip(exc)
 
     async def _look(self) -> None:
-        """Learn the depth; open the queue again if it was shut; remove what is owed."""
+        """Refresh the depth. If the server answers, close the breaker and settle the debts."""
         if self._answering and not self._debts and await self._shared.want():
             return
         asked_at = self._asked_at = SYSTEM_CLOCK.monotonic()
@@ -323,19 +325,20 @@ class JetStreamProducer:
         await self._pay()
 
     def _on_want(self) -> None:
-        """Another producer waits for our report."""
+        """Another producer wants a report of ours."""
         self._wanted = True
         self._kick.ring()
 
     def _on_report(self, snapshot: Snapshot, asked_at: float) -> None:
-        """Another producer asked the server."""
+        """Another producer has reported the depth."""
         if self._answering and self._depth.hear(snapshot, asked_at):
             self._asked_at = asked_at
             self.streams.stream_id = snapshot.stream_id
 
     async def _pause(self) -> None:
-        """Until the count is worth a refresh, which costs as much as a job. The report of another
-        producer puts it off."""
+        """Sleep until the next refresh is due. A refresh costs as much as a job.
+
+        The report of another producer postpones it."""
         if self._debts or not self._answering:
             await asyncio.sleep(BUSY_REFRESH_S)
         while (left := self._left()) > 0 and self._answering and not self._debts:

@@ -1,9 +1,9 @@
-"""Notices within about a second that a connected NATS server answers no more.
+"""Notices within about a second that a connected NATS server has stopped answering.
 
-A server that is stopped, or behind a cable that is cut, keeps its connection open. So each
-connection is looked at every EVERY_S, twice as often while it is used. If no message came since the
-last look, the server is sent a PING of NATS's own protocol (6 bytes each way). One that does not
-answer for WAIT_S counts as away. Its connection stays for some seconds more: a short hang costs no
+A server that is stopped, or behind a cut cable, keeps its connection open. So each connection is
+checked every EVERY_S, twice as often while it is used. If no message came since the last check, the
+server is sent a PING of NATS's own protocol (6 bytes each way). A server that does not answer for
+WAIT_S counts as away. Its connection is kept for some seconds more, so a short hang costs no
 reconnect.
 """
 
@@ -20,14 +20,15 @@ EVERY_S = 1.0
 WAIT_S = 0.6
 SLICES = 6
 GIVE_UP_AFTER = 5
-"""Looks without an answer."""
+"""Checks without an answer, after which the connection is given up."""
 _HOPELESS_S = 3600
 
 
 async def watch_pulse(client: Client, health: Health) -> str:
-    """Keep `health` true for one connection. Returns why to give the connection up; "" if the
-    client has ended it. The client's callbacks do not always tell: they can be stuck behind a
-    socket that does not drain."""
+    """Keep `health` up to date for one connection, until the connection must be given up.
+
+    Returns the reason, or "" if the client has closed the connection. The client's callbacks alone
+    are not enough: they can be stuck behind a socket that does not drain."""
     loop = asyncio.get_running_loop()
     heard = client.stats["in_msgs"]
     ping: asyncio.Task[None] | None = None
@@ -40,10 +41,12 @@ async def watch_pulse(client: Client, health: Health) -> str:
             if used and ping is None:
                 health.ok()
                 continue
-            # One at a time, and never cancelled while the connection stands: the client fails on
-            # the answer to a PING whose waiter is gone.
+            # One PING at a time, and not cancelled while the connection is open: the client fails
+            # on the answer to a PING whose waiter is gone.
             ping = ping or asyncio.create_task(client.flush(timeout=_HOPELESS_S))
-            for _ in range(SLICES):  # time in which this process stood still counts as one slice
+            for _ in range(
+                SLICES
+            ):  # if this process is stopped for a while, that counts as one slice
                 if (await asyncio.wait({ping}, timeout=WAIT_S / SLICES))[0]:
                     break
             else:
@@ -54,7 +57,7 @@ async def watch_pulse(client: Client, health: Health) -> str:
                 continue
             if ping.exception() is None:
                 health.ok()
-            ping, missed = None, 0  # one that failed: the connection ends by itself
+            ping, missed = None, 0  # a failed PING: the connection ends by itself
         return ""
     finally:
         if ping is not None:

@@ -1,13 +1,14 @@
-"""One decode worker asks the server for the depth and tells the others of its model.
+"""One decode worker, the asker, asks NATS for the queue's depth and tells the others of its model.
 
-    {root}.depth.want      empty: somebody wants to know the depth now
-    {root}.depth.report    DepthReport: what the server said to the asker
+    {root}.depth.want      empty: a producer wants to know the depth now
+    {root}.depth.report    DepthReport: the asker's answer from NATS
 
-Nobody is elected. Each producer starts as an asker. An asker that hears a report of a smaller id
-stops. A producer that is none says `want` and waits for a report. If none comes within REPORT_S, it
-is an asker from then on. So an asker that dies is replaced the next time anybody wants to know.
+There is no election. Each producer starts as an asker. An asker stops when it receives a report of
+an asker with a smaller id. Any other producer sends `want` and waits for a report. If none comes
+within REPORT_S, it becomes an asker. So an asker that dies is replaced the next time a producer
+wants to know the depth.
 
-These are plain NATS messages, at most once: a lost one costs a question to the server.
+These are plain NATS messages, delivered at most once. A lost one costs one request to NATS.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from pullfill.queue.names import Names
 from pullfill.wire import DepthReport
 
 REPORT_S = 0.3
-"""More than an asker waits between two questions, and the answer's way."""
+"""Longer than the time between two requests of an asker plus the way of its report."""
 _LOG_EVERY_S = 60.0
 
 logger = log.get("queue")
@@ -40,8 +41,8 @@ logger = log.get("queue")
 class SharedDepth:
     """Lives as long as its producer; belongs to its loop.
 
-    on_report: (snapshot, when the server was asked for it by our clock). on_want: somebody wants a
-    report of ours.
+    on_report: called with a snapshot and the time, by our clock, at which the server was asked.
+    on_want: called when another producer wants a report of ours.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class SharedDepth:
         on_want: Callable[[], None],
     ) -> None:
         self.asks = True
-        """Whether we are an asker."""
+        """Whether this producer is an asker."""
         self._link = link
         self._names = names
         self._on_report = on_report
@@ -63,13 +64,13 @@ class SharedDepth:
         self._wants: Subscription | None = None
 
     async def subscribe(self) -> None:
-        """On each new connection. Who was the asker before may be gone."""
+        """Subscribe on a new connection. Become an asker again: the old asker may be gone."""
         self._wants = None
         await self._link.client.subscribe(f"{self._names.depth}.report", cb=self._on_report_message)
         await self._ask_from_now_on()
 
     async def _ask_from_now_on(self) -> None:
-        # Only askers listen to wants: with many decode workers each of them would hear all others'.
+        # Only askers subscribe to wants. Otherwise each decode worker would receive those of all.
         self.asks = True
         if self._wants is None:
             self._wants = await self._link.client.subscribe(
@@ -83,7 +84,7 @@ class SharedDepth:
             await wants.unsubscribe()
 
     async def want(self) -> bool:
-        """Wait for a report of the asker. False: none came, or we are an asker."""
+        """Ask for a report and wait for it. False: none came, or this producer is an asker."""
         if self.asks:
             return False
         self._heard.clear()
@@ -97,7 +98,7 @@ class SharedDepth:
         return False
 
     async def tell(self, snapshot: Snapshot, asked_at: float) -> None:
-        """What the server said, if we are an asker."""
+        """Send a report, if this producer is an asker."""
         if not self.asks:
             return
         report = DepthReport(

@@ -1,11 +1,11 @@
-"""The streams and the consumer of one queue: made by whoever comes first, checked by everyone.
+"""Makes and checks the streams and the consumer of one queue, over each new connection.
 
-Each connection makes what is not there. So a server that came back empty is repaired by the first
-worker that reconnects. `QueueConfig` says how new ones are made.
+What is missing is made, as `QueueConfig` says. So if a server comes back without its data, the
+first worker that reconnects repairs it.
 
-Of a stream or consumer that exists, only the fields that `queue.*` sets are changed. Everything
-else stays as it is, so what an operator changed with NATS' own tools lasts. Storage and retention
-cannot be changed and must match.
+Of an existing stream or consumer only the fields that `queue.*` sets are changed. Everything else
+stays as it is, so an operator's changes with NATS's own tools last. Storage and retention cannot be
+changed, and must match.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ logger = log.get("queue")
 
 NOT_SET = QueueSettings()
 RECONNECT_S = 0.5
-"""A connection without JetStream is of use, too: jobs go past the stream."""
+"""How long a new connection waits for JetStream. After that it is used without JetStream: jobs go
+past the stream."""
 DUPLICATE_WINDOW_S = 120.0
 DEAD_MAX = 1000
 DEAD_MAX_BYTES = 256 << 20
@@ -37,7 +38,7 @@ FULL = frozenset({10077, 10047, 10023, 10028, 10002})
 _STREAM_EXISTS = 10058
 _CONSUMER_EXISTS = frozenset({10013, 10105, 10148})
 _NO_PEERS = 10005
-"""Too few servers are up for the replicas that are asked for."""
+"""Error code of NATS: too few servers are up for the requested replicas."""
 
 
 def _ns(seconds: float) -> int:
@@ -100,11 +101,12 @@ def consumer(names: Names, config: QueueConfig) -> dict[str, Any]:
 
 
 class Streams:
-    """The streams and the consumer of one queue, as one connection of this process keeps them.
+    """The streams and the consumer of one queue, over the connection of one producer or consumer.
 
-    settings: what `queue.*` sets now; `configure` changes them. stream_id: identity of the job
-    stream: the time of its creation as the server writes it. It is only compared for equality.
-    After the server lost its data it is another one. ack_wait_s, max_deliver: of the consumer.
+    settings: the values of `queue.*`. `configure` changes them.
+    stream_id: the time at which the job stream was made, as the server writes it. It identifies the
+    stream: a stream that is made again after a loss of data has another one.
+    ack_wait_s, max_deliver: as the consumer on the server has them.
     """
 
     def __init__(
@@ -121,7 +123,7 @@ class Streams:
         self._task: asyncio.Task[None] | None = None
 
     def configure(self, settings: QueueSettings) -> None:
-        """Apply these settings, now or with the next connection. Returns at once."""
+        """Apply these settings now, or over the next connection. Returns at once."""
         self._settings = settings
         if self._link.up and not self.busy:
             self._task = asyncio.create_task(self._apply(), name="queue-settings")
@@ -137,7 +139,8 @@ class Streams:
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def _apply(self) -> None:
-        """Until what was applied is what is set. A failure is left to the next connection."""
+        """Apply the settings, again if they changed meanwhile. After a failure the next connection
+        applies them."""
         applied = None
         try:
             while applied != self._settings:
@@ -147,8 +150,10 @@ class Streams:
             logger.warning("the queue settings are not applied yet: %s", exc)
 
     async def reconnected(self) -> bool:
-        """`ensure` for a new connection. False: JetStream does not answer now, so nobody knows
-        which stream there is; `ensure` must be tried again. The first time that raises."""
+        """Call `ensure` over a new connection.
+
+        Returns False if JetStream does not answer. Then the stream is unknown, and `ensure` must be
+        called again later. Over the first connection of all an error is raised instead."""
         self.stream_id = ""
         try:
             async with asyncio.timeout(RECONNECT_S if self._known_once else None):
@@ -161,7 +166,7 @@ class Streams:
         return True
 
     async def ensure(self) -> None:
-        """Make what is not there; change what exists only where `queue.*` sets it.
+        """Make the streams and the consumer if missing. Else change the fields that `queue.*` sets.
 
         Raises ConfigError, QueueUnavailable.
         """
@@ -181,7 +186,10 @@ class Streams:
         self.max_deliver = terms.get("max_deliver", config.max_deliver)
 
     async def _ensure_stream(self, new: dict[str, Any], owned: dict[str, Any]) -> dict[str, Any]:
-        """The stream's info. new: its configuration if it does not exist."""
+        """Return the stream's info.
+
+        new: its configuration if it must be made.
+        owned: the fields to change if it exists."""
         name = new["name"]
         info = await self._info(f"STREAM.INFO.{name}", STREAM_NOT_FOUND)
         if info is None:
@@ -199,7 +207,7 @@ class Streams:
                     f"{new[field]!r} and cannot be changed. Use another --namespace, or delete it "
                     f"(`nats stream rm {name}`)"
                 )
-        # Not a setting: without them jobs have nowhere to go, or push others out.
+        # Not settings: without these values jobs would not be stored, or push out others.
         owned = owned | {"discard": new["discard"]}
         missing = [one for one in new["subjects"] if one not in has.get("subjects", ())]
         if missing:
@@ -218,7 +226,7 @@ class Streams:
         return info
 
     async def _ensure_consumer(self, owned: dict[str, Any]) -> dict[str, Any]:
-        """The consumer's configuration."""
+        """Return the consumer's configuration. owned: the fields to change if it exists."""
         names, stream = self._names, self._names.stream
         new = consumer(names, self._config)
         create = f"CONSUMER.CREATE.{stream}.{CONSUMER}.{names.jobs}"
@@ -259,7 +267,7 @@ class Streams:
         return None
 
     def _unusable(self, why: ApiError | str) -> Exception:
-        """What to raise for a consumer that cannot be made or used."""
+        """Return the error to raise for a consumer that cannot be made or used."""
         if isinstance(why, ApiError):
             if why.code == 503 or why.err_code in (STREAM_NOT_FOUND, _NO_PEERS):
                 return why
@@ -272,7 +280,7 @@ class Streams:
 
 
 def _set_fields(**fields: int | None) -> dict[str, Any]:
-    """Those that somebody set."""
+    """Return the fields that are set."""
     return {name: value for name, value in fields.items() if value is not None}
 
 

@@ -1,4 +1,4 @@
-"""Work on etcd that nobody waits for: tasks that are ended together, and writes tried again."""
+"""Background tasks that write to etcd: writes are tried again, and all tasks end together."""
 
 from __future__ import annotations
 
@@ -37,8 +37,9 @@ class Background:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def put(self, key: str, value: bytes, ttl_s: float) -> None:
-        """Write a key on a lease of its own. While etcd does not answer, try again until the key
-        would have ended."""
+        """Write a key that lives for `ttl_s`, on a lease of its own.
+
+        While etcd does not answer, try again, until `ttl_s` have passed."""
         end = time.monotonic() + ttl_s
         while (left_s := end - time.monotonic()) > 1:
             try:

@@ -28,9 +28,9 @@ TIMEOUT_S = 2.0
 
 
 class Header(msgspec.Struct, frozen=True):
-    """Who answered, and how far its store was.
+    """The header of an answer of etcd: which member answered, and the revision of its store.
 
-    date: etcd's clock when it answered, in whole seconds since 1970. 0: not told.
+    date: etcd's clock when it answered, in whole seconds since 1970. 0: unknown.
     """
 
     cluster_id: int = 0
@@ -123,7 +123,7 @@ class EtcdClient:
 
     @property
     def health(self) -> Health:
-        """Whether etcd answered last time it was asked, and since when."""
+        """Whether etcd answered the last request, and since when that is so."""
         return self._rpc.health
 
     @property
@@ -242,7 +242,7 @@ class EtcdClient:
         return msgspec.structs.replace(line.result, header=self._dated(line.result.header))
 
     def _dated(self, header: Header) -> Header:
-        """`header` with the date of the answer that was just read."""
+        """Return `header` with the date of the answer that was just read."""
         with contextlib.suppress(ValueError):
             date = parsedate_to_datetime(self._rpc.last_date).timestamp()
             return msgspec.structs.replace(header, date=date)

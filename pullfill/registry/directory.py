@@ -32,8 +32,11 @@ _PING_S = 1.0
 
 
 class Directory:
-    """See the module. roles: which workers to know. ttl_s: the lease TTL the workers use. beat_s:
-    etcd is asked for a sign of life when it has answered nothing for so long."""
+    """See the module.
+
+    roles: which workers to watch.
+    ttl_s: the lease TTL of the workers.
+    beat_s: ask etcd for a sign of life when it has answered nothing for this long."""
 
     def __init__(
         self,
@@ -86,7 +89,7 @@ class Directory:
 
     @property
     def age_s(self) -> float:
-        """Seconds since etcd last answered: so old is the list of workers at most."""
+        """Seconds since etcd last answered. The list of workers is at most this old."""
         return self._clock.monotonic() - self._client.last_ok_at
 
     def workers(self, role: str) -> dict[str, WorkerRecord]:

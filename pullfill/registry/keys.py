@@ -89,22 +89,22 @@ def deaths_prefix(namespace: str, instance_id: str) -> str:
 
 
 def death(namespace: str, instance_id: str, frontend: str) -> str:
-    """What one frontend had at a worker that died."""
+    """Key of the requests that one frontend had at a worker that died."""
     return f"{deaths_prefix(namespace, instance_id)}{_checked(frontend, 'instance id')}"
 
 
 def probation_of(namespace: str, fingerprint: str) -> str:
-    """A request is on probation."""
+    """Key that exists while requests with this fingerprint have a probation."""
     return f"{probations_prefix(namespace)}of/{_checked(fingerprint, 'fingerprint')}"
 
 
 def probation_at(namespace: str, instance_id: str) -> str:
-    """A worker has a probation."""
+    """Key that exists while this worker has a probation."""
     return f"{probations_prefix(namespace)}at/{_checked(instance_id, 'instance id')}"
 
 
 def probation_clear(namespace: str, instance_id: str, frontend: str) -> str:
-    """A frontend has no request without an output at that worker."""
+    """Key by which a frontend says that it has no request without an output at this worker."""
     instance_id = _checked(instance_id, "instance id")
     prefix = f"{probations_prefix(namespace)}clear/{instance_id}/"
     return f"{prefix}{_checked(frontend, 'instance id')}"

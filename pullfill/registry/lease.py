@@ -80,7 +80,7 @@ class LeaseJudge:
         continuous = (
             self.broken_at is None
             and not self.expired(now)
-            # A clock of etcd that was set back says nothing about how much time passed.
+            # If etcd's clock was set back, the difference says nothing about the time that passed.
             and 0 <= header.date - before.date < self.ttl_s
             and header.cluster_id == before.cluster_id
             and header.raft_term == before.raft_term

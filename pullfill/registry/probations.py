@@ -40,32 +40,35 @@ from pullfill.wire import decode, encode
 _log = log.get("registry.probations")
 
 SETTLE_S = 0.2
-"""Other frontends notice the loss of a worker when we do, and get so long to say what they had."""
+"""How long other frontends get to write down which requests they had at a lost worker. They notice
+the loss when we do."""
 TELL_S = 3.0
-"""The most that they get, if not all have said it."""
+"""The longest wait for them, if some have not written it by then."""
 ASK_S = 1.0
 CLEAR_S = 12.0
 """How long a probation waits for the answers of other frontends. Longer than a turn of a short
 prompt."""
 LOOK_S = 0.02
-"""How often a frontend that was asked looks whether its requests at that worker have outputs."""
+"""How often a frontend checks whether its requests at a worker with a probation have outputs."""
 SOON_S = 0.05
-"""Changes of one death record within this are one write."""
+"""Changes of one death record within this time are written together."""
 DEATH_TTL_S = 60
 MAX_DEATHS = 256
-"""Own deaths that are remembered."""
+"""How many of the deaths that this frontend noticed are remembered."""
 
 
 class Listener(Protocol):
-    """Who hears about other frontends. Called on the loop."""
+    """Is told about other frontends. Called on the loop."""
 
     def on_death_elsewhere(self, process: str, names: set[str], fresh: bool) -> None:
-        """Another frontend had requests with these fingerprints, without an output, at a worker
-        that died. fresh: it has just said so."""
+        """Another frontend had requests without an output at a worker that died.
+
+        names: their fingerprints.
+        fresh: the other frontend has written this just now."""
         ...
 
     def on_absolved_elsewhere(self, process: str, names: set[str]) -> None:
-        """Another frontend found that these did not kill that worker."""
+        """Another frontend found that these requests did not kill that worker."""
         ...
 
     def on_probations(self) -> None:
@@ -73,14 +76,17 @@ class Listener(Protocol):
         ...
 
     def quiet(self, instance_id: str) -> bool:
-        """Whether no request of ours at that worker could be taken for its killer."""
+        """Whether all our requests at that worker have an output, so that none is a suspect."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """How many suspects, and how many other requests without an output, other frontends had at a
-    worker. By default nobody had any. complete: all of them have said it, or nobody can."""
+    """What the other frontends had at a worker that was lost. By default nothing.
+
+    tried: number of suspects.
+    others: number of other requests without an output.
+    complete: whether all frontends have answered, or none can (etcd is away)."""
 
     tried: int = 0
     others: int = 0
@@ -89,8 +95,10 @@ class Told:
 
 @dataclass(slots=True, eq=False)
 class Probation:
-    """One of our own. ready: the suspect may be sent to this worker. sure: all other frontends have
-    said that they have nothing unproven there."""
+    """A probation of this frontend.
+
+    ready: the suspect may be sent to this worker now.
+    sure: all other frontends have answered that they have no request without an output there."""
 
     fingerprint: str
     instance_id: str
@@ -102,15 +110,17 @@ class Probation:
 
 @dataclass(slots=True)
 class _Death:
-    """What we had at a worker that died, by fingerprint: whether it was a suspect before."""
+    """Our requests at a worker that died. By fingerprint: whether it was a suspect before."""
 
     process: str
     names: dict[str, bool]
 
 
 class Probations:
-    """See the module. frontend: our instance id. frontends: how many there are, ourselves
-    included."""
+    """See the module.
+
+    frontend: our instance id.
+    frontends: returns the number of frontends, this one included."""
 
     def __init__(
         self, client: EtcdClient, namespace: str, frontend: str, frontends: Callable[[], int]
@@ -159,29 +169,34 @@ class Probations:
 
     def testify(self, process: str, instance_id: str, names: dict[str, bool]) -> None:
         """Tell other frontends which requests without an output we had at a worker that died.
-        Returns at once. names: their fingerprints, and whether each was a suspect before."""
+
+        Returns at once. names: by fingerprint, whether the request was a suspect before."""
         self._own[instance_id] = _Death(process, dict(names))
         while len(self._own) > MAX_DEATHS:
             del self._own[next(iter(self._own))]
         self._write(instance_id)
 
     def absolve(self, fingerprint: str) -> None:
-        """It has not killed the workers that we said it was at. Returns at once."""
+        """Tell other frontends that this request did not kill the workers named with it.
+
+        Returns at once."""
         for instance_id, death in self._own.items():
             if death.names.pop(fingerprint, None) is not None:
                 loop = asyncio.get_running_loop()
                 loop.call_later(SOON_S, self._write, instance_id)
 
     def retract(self, instance_id: str) -> None:
-        """That worker had not died. Returns at once."""
+        """Take back `testify`: this worker had not died. Returns at once."""
         if (death := self._own.get(instance_id)) is not None:
             death.names.clear()
             self._write(instance_id)
 
     async def testimony(self, instance_id: str, fingerprint: str) -> Told:
-        """What all other frontends had at a worker that was lost. Waits SETTLE_S at least, and
-        TELL_S at most for those that have not said it. fingerprint: requests like this do not
-        count."""
+        """Return what all other frontends had at a worker that was lost.
+
+        Waits SETTLE_S at least, and TELL_S at most for frontends that have not written it yet.
+
+        fingerprint: requests with this fingerprint are left out."""
         own = keys.death(self._namespace, instance_id, self._frontend).encode()
         prefix = keys.deaths_prefix(self._namespace, instance_id)
         end = asyncio.get_running_loop().time() + TELL_S
@@ -208,7 +223,7 @@ class Probations:
     # ---------------------------------------------------------------- probations
 
     def elsewhere(self, fingerprint: str) -> bool:
-        """Whether another frontend has such a request on probation."""
+        """Whether another frontend has a request with this fingerprint on probation."""
         record = self._of.get(fingerprint)
         return record is not None and record.frontend != self._frontend
 
@@ -225,17 +240,18 @@ class Probations:
         return bool(self._at or self._mine)
 
     def mine(self, fingerprint: str) -> Probation | None:
-        """Our own of this fingerprint."""
+        """Our probation of this fingerprint, or None."""
         return self._mine.get(fingerprint)
 
     def take(self, fingerprint: str, instance_id: str, ttl_s: float) -> None:
-        """Ask for a probation. Returns at once. `mine` shows it until it is refused, or released.
-        ttl_s: it ends after this in any case."""
+        """Ask for a probation. Returns at once. `mine` returns it until it is refused or released.
+
+        ttl_s: the probation ends after this time in any case."""
         trial = self._mine[fingerprint] = Probation(fingerprint, instance_id)
         self._background.run(self._take(trial, int(ttl_s) + 1), f"probation-{fingerprint}")
 
     def release(self, fingerprint: str) -> None:
-        """End ours of this fingerprint, if there is one. Returns at once."""
+        """End our probation of this fingerprint, if there is one. Returns at once."""
         trial = self._mine.pop(fingerprint, None)
         if trial is not None and trial.lease:
             self._background.run(self._revoke(trial.lease), f"release-{fingerprint}")
@@ -247,7 +263,7 @@ class Probations:
         try:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(ASK_S):
-                    await self._written.wait()  # others must know why before they see it
+                    await self._written.wait()  # other frontends must read the death record first
             lease, _, _ = await self._client.grant_lease(ttl_s)
             value = encode(ProbationRecord(fingerprint=name, frontend=self._frontend, lease=lease))
             both = [
@@ -278,7 +294,7 @@ class Probations:
             await self._client.revoke_lease(lease)
 
     def _hear(self, instance_id: str) -> None:
-        """Whether all other frontends have answered to our probation at this worker."""
+        """Whether all other frontends have answered our probation at this worker."""
         for trial in self._mine.values():
             if trial.instance_id == instance_id and trial.lease:
                 said = self._clear.get(instance_id, {})
@@ -326,7 +342,7 @@ class Probations:
                 _log.warning("ignoring %s: %s", event.key.decode(errors="replace"), exc)
 
     def _on_event(self, kind: str, names: list[str], event: Put | Delete) -> None:
-        """Raises BadMessage, or ValueError, on what cannot be read."""
+        """Handle one change in etcd. Raises BadMessage or ValueError if it cannot be read."""
         put = isinstance(event, Put)
         if kind == "deaths":
             instance_id, frontend = names
@@ -371,7 +387,7 @@ class Probations:
             self._listener.on_absolved_elsewhere(record.process, gone)
 
     async def _answer(self, instance_id: str, record: ProbationRecord) -> None:
-        """Say so once we have no request without an output at this worker."""
+        """Write `clear` once we have no request without an output at this worker."""
         assert self._listener is not None
         while not self._listener.quiet(instance_id):
             await asyncio.sleep(LOOK_S)

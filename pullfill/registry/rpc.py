@@ -65,7 +65,8 @@ class _Api(AioClient):  # type: ignore[misc]
 
 
 PROBE = {"key": b"/pullfill/", "count_only": True}
-"""Read to see that etcd answers: no key of ours, but one that etcdctl can grant by name."""
+"""A request that only checks that etcd answers. It reads a key that does not exist, and whose name
+an operator can grant with etcdctl."""
 
 
 class _Version(msgspec.Struct):

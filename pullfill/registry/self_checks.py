@@ -1,7 +1,8 @@
-"""Results of self-checks at `self_checks/{pair}`: kept for ever, watched by decode workers.
+"""Results of self-checks at `self_checks/{pair}`. They have no lease. Decode workers watch them.
 
-A pair is two kinds of workers, so a result outlives the workers that made it. Lifecycle: `started`
-→ `current` follows etcd by itself → `close`. `kept` and `clear` are for the command line.
+A pair names two kinds of workers, not two processes, so a result outlives the workers that made it.
+Lifecycle: `started` → `current` follows etcd by itself → `close`. `kept` and `clear` are for the
+command line.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ _RETRY_S = 2.0
 
 
 class SelfChecks:
-    """on_change: called on the loop with (pair, its result or None when the key is gone)."""
+    """See the module.
+
+    on_change: called on the loop with a pair and its result, or None when the key is gone."""
 
     def __init__(self, client: EtcdClient, namespace: str) -> None:
         self._client = client
@@ -38,7 +41,7 @@ class SelfChecks:
     async def started(
         cls, client: EtcdClient, namespace: str, timeout_s: float = 30.0
     ) -> SelfChecks:
-        """Watched, and `current` is what etcd holds. Raises RegistryUnavailable."""
+        """Return results that are watched, and read once. Raises RegistryUnavailable."""
         checks = cls(client, namespace)
         task = asyncio.create_task(checks._follow(), name="self-checks")
         checks._tasks.add(task)
@@ -46,15 +49,16 @@ class SelfChecks:
         return checks
 
     async def close(self) -> None:
-        """End the watch and what is still to be written. Idempotent."""
+        """End the watch, and drop what is not written yet. Idempotent."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks.clear()
 
     def keep(self, pair: str, result: SelfCheck) -> None:
-        """Write a result, again and again while etcd is away. A kept failure is never replaced by
-        a success: somebody has to clear it."""
+        """Write a result. While etcd is away, try again.
+
+        A success never replaces a failure in etcd: somebody has to clear the failure."""
         task = asyncio.create_task(self._keep(pair, result))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -96,7 +100,7 @@ def _parsed(pair: str, value: bytes) -> SelfCheck | None:
 
 
 async def kept(client: EtcdClient, namespace: str) -> dict[str, SelfCheck]:
-    """All results that can be read, by pair."""
+    """Return all readable results, by pair."""
     prefix = keys.self_checks_prefix(namespace)
     found, _ = await client.get_prefix(prefix)
     results = {kv.name.removeprefix(prefix): kv.value for kv in found}
@@ -105,7 +109,7 @@ async def kept(client: EtcdClient, namespace: str) -> dict[str, SelfCheck]:
 
 
 async def clear(client: EtcdClient, namespace: str) -> list[str]:
-    """Remove all results that say "failed"; the workers then check again. Returns their pairs."""
+    """Remove all failed results, so that workers check again. Returns their pairs."""
     failed = [pair for pair, r in (await kept(client, namespace)).items() if not r.passed]
     for pair in failed:
         await client.delete(keys.self_check(namespace, pair))

@@ -1,9 +1,9 @@
 """The hot settings at `config/router` and `config/queue`: watched by workers, written by the
 command line.
 
-Each key holds a JSON object with any of the fields of `RouterConfig` or `QueueSettings`; what it
-leaves out, or the key itself missing, means the default. Lifecycle: `start` → `current` changes by
-itself → `close`. `set` and `get_all` need no `start`.
+Each key holds a JSON object with any of the fields of `RouterConfig` or `QueueSettings`. A missing
+field, or a missing key, means the default. Lifecycle: `start` → `current` changes by itself →
+`close`. `set` and `get_all` need no `start`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ T = TypeVar("T", bound=Message)
 
 _log = log.get("registry.settings")
 UNSET = "unset"
-"""Given as a value: the setting goes back to its default."""
+"""A value that sets a setting back to its default."""
 _ROOT: dict[type[Message], str] = {RouterConfig: "router", QueueSettings: "queue"}
 _KEY: dict[type[Message], Callable[[str], str]] = {
     RouterConfig: keys.router_config,
@@ -80,7 +80,7 @@ def root_of(kind: type[Message]) -> str:
 
 
 class Settings(Generic[T]):
-    """See the module. kind: of the two, whose settings these are."""
+    """See the module. kind: RouterConfig or QueueSettings."""
 
     def __init__(self, client: EtcdClient, namespace: str, kind: type[T]) -> None:
         self._client = client
@@ -103,7 +103,7 @@ class Settings(Generic[T]):
 
     @classmethod
     async def started(cls, client: EtcdClient, namespace: str, kind: type[T]) -> Settings[T]:
-        """New settings that are followed already. Raises RegistryUnavailable."""
+        """Return started settings. Raises RegistryUnavailable."""
         self = cls(client, namespace, kind)
         await self.start()
         return self
@@ -149,7 +149,7 @@ class Settings(Generic[T]):
                 _log.exception("a subscriber failed")
 
     async def get_all(self) -> dict[str, Any]:
-        """`ROOT.FIELD` -> value as etcd holds it now. Raises ConfigError when that is bad."""
+        """Return `ROOT.FIELD` -> value, as in etcd now. Raises ConfigError on bad values there."""
         kv = await self._client.get(self._key)
         config = self._kind() if kv is None else parse(kv.value, self._kind)
         return {
@@ -157,10 +157,10 @@ class Settings(Generic[T]):
         }
 
     async def set(self, name: str, text: str) -> T:
-        """Store one field, leaving the others; `UNSET` removes it. Returns the new whole.
+        """Store one field, or remove it if `text` is `UNSET`. Returns all settings after that.
 
-        Raises ConfigError with what is allowed; nothing is written then. Others may write at the
-        same time: each keeps its field.
+        Other fields are not changed, also if others write them at the same time. Raises ConfigError
+        for a bad value, and says which are allowed. Then nothing is written.
         """
         value = None if text == UNSET else _from_text(self._kind, name, text)
         for _ in range(10):

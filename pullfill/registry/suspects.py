@@ -1,12 +1,12 @@
 """Requests that killed decode workers, as all frontends know them.
 
-`suspects/{fingerprint}` exists while requests with this fingerprint are refused. It hangs on a
-lease of its own, so it ends by itself; `clear` ends it before. What frontends tell each other
-before a request is refused: `probations`.
+The key `suspects/{fingerprint}` exists while requests with this fingerprint are refused. It has a
+lease of its own, so it ends by itself. `clear` ends it earlier. `probations` has what frontends
+tell each other before a request is refused.
 
 Lifecycle of a board: `start` → `left_s` is always current → `close`. No call waits for etcd.
-Without etcd the last known entries stay, and what is posted is tried again until it would have
-ended.
+While etcd is away the last known entries stay, and new ones are written again and again until they
+would have ended.
 """
 
 from __future__ import annotations
@@ -27,23 +27,26 @@ from pullfill.wire import SuspectRecord, decode, encode
 _log = log.get("registry.suspects")
 
 MAX_POSTED = 1000
-"""Fingerprints in etcd. A frontend keeps what goes beyond that to itself."""
+"""Most fingerprints in etcd. A frontend refuses further ones alone, without telling the others."""
 
 
 class Listener(probations.Listener, Protocol):
-    """Who hears about other frontends. Called on the loop."""
+    """Is told about other frontends. Called on the loop."""
 
     def forget(self, name: str) -> None:
         """Requests with this fingerprint are not refused any more."""
         ...
 
     def on_refused_elsewhere(self, name: str, left_s: float, deaths: int) -> None:
-        """Requests with this fingerprint are refused from now on, by whomever."""
+        """Requests with this fingerprint are refused from now on. Any frontend may decide that."""
         ...
 
 
 class SuspectBoard:
-    """See the module. frontend: our instance id. frontends: how many there are."""
+    """See the module.
+
+    frontend: our instance id.
+    frontends: returns the number of frontends."""
 
     def __init__(
         self,
@@ -80,12 +83,14 @@ class SuspectBoard:
         return [row_of(record) for record in self.records()]
 
     def left_s(self, fingerprint: str) -> float:
-        """How long it is refused, at least 1 s while its key lives; 0 if it is not."""
+        """Return how long the fingerprint is refused: 0, or at least 1 s while its key lives."""
         record = self._records.get(fingerprint)
         return max(1.0, record.until - time.time()) if record is not None else 0.0
 
     def post(self, fingerprint: str, deaths: int, prompt_tokens: int, ttl_s: float) -> None:
-        """Refuse it at every frontend. Returns at once; tried again while etcd does not answer."""
+        """Refuse the fingerprint at every frontend, for `ttl_s`.
+
+        Returns at once. While etcd does not answer, the write is tried again."""
         if len(self._records) >= MAX_POSTED:
             _log.warning("%s stays here: %d suspects are in etcd", fingerprint, MAX_POSTED)
             return
@@ -128,7 +133,7 @@ def row_of(record: SuspectRecord) -> dict[str, object]:
 
 
 async def posted(client: EtcdClient, namespace: str) -> list[SuspectRecord]:
-    """What is refused now, for the command line; unreadable entries are left out."""
+    """Return what is refused now, for the command line. Unreadable entries are left out."""
     found = []
     for kv in (await client.get_prefix(keys.suspects_prefix(namespace)))[0]:
         with contextlib.suppress(BadMessage):
@@ -137,7 +142,9 @@ async def posted(client: EtcdClient, namespace: str) -> list[SuspectRecord]:
 
 
 async def clear(client: EtcdClient, namespace: str, fingerprint: str) -> bool:
-    """Allow it again at every frontend. False: it was not refused. Raises ConfigError."""
+    """Allow the fingerprint again, at every frontend. Returns False if it was not refused.
+
+    Raises ConfigError if it cannot be a fingerprint."""
     key = keys.suspect(namespace, fingerprint)
     if await client.get(key) is None:
         return False
