@@ -1,6 +1,6 @@
 """The nccl transport between two processes: on two GPUs where there are two, else on one, which
 NCCL 2.30 and newer allow with NCCL_MULTI_RANK_GPU_ENABLE=1. The same with a fake of NCCL, and many
-more faults, in tests/contract/test_transfer_nccl.py."""
+more faults, in tests/contract/test_transfer_nccl_faults.py."""
 
 from __future__ import annotations
 
