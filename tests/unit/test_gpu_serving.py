@@ -91,3 +91,10 @@ def test_engines_are_started_only_when_asked_for() -> None:
     assert "serving" not in bench_gpu.options_of([]).parts
     assert "serving" in bench_gpu.options_of(["--parts", "all"]).parts
     assert bench_gpu.options_of(["--parts", "copies"]).parts == ["copies"]
+
+
+def test_the_payload_target_is_for_long_runs_in_large_batches() -> None:
+    """Short runs: the CPU takes longer to plan them than the GPU may take to copy them."""
+    targets = {page >> 10: bench_gpu.payload_target(1 << 30, page) for page in bench_gpu.PAGES}
+    assert targets == {4: None, 16: None, 32: None, 64: None, 256: 1000.0, 1024: 1000.0}
+    assert bench_gpu.payload_target(1 << 29, 1 << 20) is None
