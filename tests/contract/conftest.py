@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from pullfill.registry.client import EtcdClient
 from tests.support.control_rig import Decode, Prefill, Raw
 from tests.support.etcd import EtcdServer
 from tests.support.nats import NatsServer
+from tests.support.transfer_rigs import DENSE, Region, Rig, ipc_rig
 
 _serial = count()
 
@@ -76,3 +78,16 @@ async def raw(decode: Decode) -> AsyncIterator[Raw]:
     reader, writer = await asyncio.open_connection(*frames.split_address(decode.server.address))
     yield Raw(reader, writer)
     writer.close()
+
+
+@pytest.fixture
+def gpu_rig(tmp_path: Path) -> Rig:
+    """cuda_ipc over GPUs of plain memory."""
+    return ipc_rig(tmp_path)
+
+
+@pytest.fixture
+def gpu_region(gpu_rig: Rig) -> Iterator[Region]:
+    made = gpu_rig.region(DENSE)
+    yield made
+    made.owner.close()

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +16,7 @@ import pytest
 from pullfill.errors import BadMessage, ConfigError, IncompatibleError, PeerUnavailable
 from pullfill.transfer.cuda_ipc.endpoint import IpcEndpoint
 from pullfill.transfer.cuda_ipc.peer import CudaIpcTransport
-from pullfill.transfer.gpu import region as gpu_region
+from pullfill.transfer.gpu import region as regions
 from pullfill.transfer.gpu.region import GpuMapping, export, make_gpu_owner
 from pullfill.transfer.layout import dense_layout
 from pullfill.transfer.shm import ranks
@@ -31,25 +30,12 @@ from tests.support.transfer_rigs import (
     described,
     driver_of,
     extent,
-    ipc_rig,
     memory_over,
 )
 
 BLOCKS = range(DENSE.num_blocks)
 OWN_PID = -1
 """Stands for the process that runs the test. Another process may have collected it."""
-
-
-@pytest.fixture
-def rig(tmp_path: Path) -> Rig:
-    return ipc_rig(tmp_path)
-
-
-@pytest.fixture
-def region(rig: Rig) -> Iterator[Region]:
-    made = rig.region(DENSE)
-    yield made
-    made.owner.close()
 
 
 class Writer:
@@ -92,12 +78,12 @@ class Writer:
         self.process.communicate()
 
 
-def test_a_writer_of_another_process(region: Region, tmp_path: Path) -> None:
-    fences = region.owner.fences
-    with Writer(region, tmp_path, 7) as writer:
+def test_a_writer_of_another_process(gpu_region: Region, tmp_path: Path) -> None:
+    fences = gpu_region.owner.fences
+    with Writer(gpu_region, tmp_path, 7) as writer:
         token = fences.open(BLOCKS)
         assert writer.ask("write", token) == "done"
-        assert (region.pages == 7).all()
+        assert (gpu_region.pages == 7).all()
         assert fences.try_revoke(token)
         assert writer.ask("write", token) == "fenced"
         assert writer.ask("close") == "closed"
@@ -105,12 +91,12 @@ def test_a_writer_of_another_process(region: Region, tmp_path: Path) -> None:
 
 @pytest.mark.timeout(60)
 def test_a_free_lock_proves_nothing_before_the_writers_process_has_ended(
-    region: Region, tmp_path: Path
+    gpu_region: Region, tmp_path: Path
 ) -> None:
     """A killed process loses its locks when its files are closed; its device may copy on until the
     driver has ended its context. The time between is made long here."""
-    fences = region.owner.fences
-    with Writer(region, tmp_path, 7) as writer:
+    fences = gpu_region.owner.fences
+    with Writer(gpu_region, tmp_path, 7) as writer:
         token, other = fences.open(BLOCKS), fences.open([])
         assert writer.ask("start", token) == "queued"
         assert not fences.try_revoke(token), "the lock is held"
@@ -129,24 +115,24 @@ def test_a_free_lock_proves_nothing_before_the_writers_process_has_ended(
 
 
 def test_a_stopped_writer_holds_its_blocks_and_a_killed_one_frees_them(
-    region: Region, tmp_path: Path
+    gpu_region: Region, tmp_path: Path
 ) -> None:
-    fences = region.owner.fences
-    with Writer(region, tmp_path, 7) as writer:
+    fences = gpu_region.owner.fences
+    with Writer(gpu_region, tmp_path, 7) as writer:
         token = fences.open(BLOCKS)
         assert writer.ask("start", token) == "queued"
         writer.process.send_signal(signal.SIGSTOP)
         assert not fences.try_revoke(token)
         writer.end()
         assert fences.try_revoke(token)
-    assert not (region.pages == 7).all()
+    assert not (gpu_region.pages == 7).all()
 
 
 def test_after_a_gpu_error_only_the_end_of_the_process_is_proof(
-    region: Region, tmp_path: Path
+    gpu_region: Region, tmp_path: Path
 ) -> None:
-    fences = region.owner.fences
-    with Writer(region, tmp_path, 7) as writer:
+    fences = gpu_region.owner.fences
+    with Writer(gpu_region, tmp_path, 7) as writer:
         token, next_one = fences.open(BLOCKS), fences.open(BLOCKS)
         assert writer.ask("break", token).startswith("failed cuEventSynchronize")
         assert writer.ask("write", next_one).startswith("failed an earlier copy failed")
@@ -160,25 +146,27 @@ def test_after_a_gpu_error_only_the_end_of_the_process_is_proof(
         assert fences.try_revoke(next_one)
 
 
-def test_every_opening_is_given_back_and_sessions_share_a_stream(rig: Rig, region: Region) -> None:
-    driver, mine = driver_of(rig.transport), rig.local(DENSE)
-    sessions = [rig.connect(mine, region) for _ in range(3)]
+def test_every_opening_is_given_back_and_sessions_share_a_stream(
+    gpu_rig: Rig, gpu_region: Region
+) -> None:
+    driver, mine = driver_of(gpu_rig.transport), gpu_rig.local(DENSE)
+    sessions = [gpu_rig.connect(mine, gpu_region) for _ in range(3)]
     assert (sum(driver.openings.values()), len(driver.streams)) == (3, 1), "one stream for all"
     for changes in ({"num_layers": 1}, {"incarnation": "no"}):
         with pytest.raises((PeerUnavailable, IncompatibleError)):
-            rig.connect(mine, region, **changes)
+            gpu_rig.connect(mine, gpu_region, **changes)
     with pytest.raises(BadMessage, match="beyond its allocation"):
-        rig.transport.connect(mine.memory, described(region, memory_offset=4097))
+        gpu_rig.transport.connect(mine.memory, described(gpu_region, memory_offset=4097))
     assert sum(driver.openings.values()) == 3
     for session in sessions:
         session.close()
     assert (sum(driver.openings.values()), len(driver.streams)) == (0, 1)
 
 
-def test_nothing_is_copied_outside_the_fence(rig: Rig, region: Region) -> None:
+def test_nothing_is_copied_outside_the_fence(gpu_rig: Rig, gpu_region: Region) -> None:
     """Many batches: each is over (synchronised) when its fence is left."""
-    driver, mine = driver_of(rig.transport), rig.local(DENSE)
-    session = rig.connect(mine, region)
+    driver, mine = driver_of(gpu_rig.transport), gpu_rig.local(DENSE)
+    session = gpu_rig.connect(mine, gpu_region)
     session._limits = 4096, 8, 4096  # type: ignore[attr-defined]
     gate, left = session._gate, []  # type: ignore[attr-defined]
     leave = gate.leave
@@ -188,7 +176,7 @@ def test_nothing_is_copied_outside_the_fence(rig: Rig, region: Region) -> None:
         leave(token)
 
     gate.leave = watched
-    token = region.owner.fences.open(BLOCKS)
+    token = gpu_region.owner.fences.open(BLOCKS)
     session.write_blocks(token, [1, 5, 9, 30], [2, 4, 8, 16])
     assert left == list(range(1, len(left) + 1))
     assert len(left) > 1
@@ -208,38 +196,38 @@ def test_nothing_is_copied_outside_the_fence(rig: Rig, region: Region) -> None:
     ],
 )
 def test_out_of_reach_and_why(
-    rig: Rig, region: Region, changes: dict[str, object], reason: str
+    gpu_rig: Rig, gpu_region: Region, changes: dict[str, object], reason: str
 ) -> None:
-    driver_of(rig.transport).apart = frozenset({(0, 1)})
+    driver_of(gpu_rig.transport).apart = frozenset({(0, 1)})
     if changes.get("memory_pid") == OWN_PID:
         changes = {"memory_pid": os.getpid()}
-    assert reason in (rig.transport.can_reach(described(region, **changes)) or "reachable")
+    assert reason in (gpu_rig.transport.can_reach(described(gpu_region, **changes)) or "reachable")
 
 
-def test_within_reach(rig: Rig, region: Region) -> None:
-    assert rig.transport.can_reach(region.descriptor) is None
+def test_within_reach(gpu_rig: Rig, gpu_region: Region) -> None:
+    assert gpu_rig.transport.can_reach(gpu_region.descriptor) is None
     # A device that CUDA_VISIBLE_DEVICES hides from us: its handle may open all the same.
-    assert rig.transport.can_reach(described(region, memory_device="hidden")) is None
-    assert sum(driver_of(rig.transport).openings.values()) == 0
+    assert gpu_rig.transport.can_reach(described(gpu_region, memory_device="hidden")) is None
+    assert sum(driver_of(gpu_rig.transport).openings.values()) == 0
 
 
-def test_out_of_reach_of_other_hosts_and_of_cpu_memory(rig: Rig, region: Region) -> None:
-    elsewhere = msgspec.structs.replace(region.descriptor, host_id="other")
-    assert "another host" in (rig.transport.can_reach(elsewhere) or "")
+def test_out_of_reach_of_other_hosts_and_of_cpu_memory(gpu_rig: Rig, gpu_region: Region) -> None:
+    elsewhere = msgspec.structs.replace(gpu_region.descriptor, host_id="other")
+    assert "another host" in (gpu_rig.transport.can_reach(elsewhere) or "")
     with pytest.raises(PeerUnavailable, match="another host"):
-        rig.transport.connect(rig.local(DENSE).memory, elsewhere)
-    on_cpu = CudaIpcTransport(None, lambda: driver_of(rig.transport))
-    assert "not on a GPU" in (on_cpu.can_reach(region.descriptor) or "")
+        gpu_rig.transport.connect(gpu_rig.local(DENSE).memory, elsewhere)
+    on_cpu = CudaIpcTransport(None, lambda: driver_of(gpu_rig.transport))
+    assert "not on a GPU" in (on_cpu.can_reach(gpu_region.descriptor) or "")
     with pytest.raises(IncompatibleError):
-        on_cpu.connect(replace(rig.local(DENSE).memory, device=None), region.descriptor)
+        on_cpu.connect(replace(gpu_rig.local(DENSE).memory, device=None), gpu_region.descriptor)
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '{"v":1}', "\x00", '{"v":1,"memory":{}}'])
-def test_garbage_for_an_endpoint(rig: Rig, region: Region, text: str) -> None:
-    descriptor = msgspec.structs.replace(region.descriptor, endpoints={"cuda_ipc": text})
-    assert rig.transport.can_reach(descriptor) is not None
+def test_garbage_for_an_endpoint(gpu_rig: Rig, gpu_region: Region, text: str) -> None:
+    descriptor = msgspec.structs.replace(gpu_region.descriptor, endpoints={"cuda_ipc": text})
+    assert gpu_rig.transport.can_reach(descriptor) is not None
     with pytest.raises(BadMessage):
-        rig.transport.connect(rig.local(DENSE).memory, descriptor)
+        gpu_rig.transport.connect(gpu_rig.local(DENSE).memory, descriptor)
 
 
 def test_mapped_physical_pages_are_refused_with_what_to_do() -> None:
@@ -301,10 +289,10 @@ def test_ranks_tell_their_gpu_memory_and_the_main_process_offers_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver, layout = FakeDriver(), dense_layout(2, 4, 1, 64)
-    monkeypatch.setattr(gpu_region, "load", lambda: driver)
+    monkeypatch.setattr(regions, "load", lambda: driver)
     blocks = [driver.allocate(extent(layout), device) for device in (0, 1)]
     memories = [replace(memory_over(b.data, layout), device=b.device) for b in blocks]
-    told = {(0, tp): gpu_region.tell_gpu(memory) for tp, memory in enumerate(memories)}
+    told = {(0, tp): regions.tell_gpu(memory) for tp, memory in enumerate(memories)}
     # Rank 0 lives in the main process, rank 1 in one of its own.
     told[0, 1] = replace(told[0, 1], pid=1)
     mapped = ranks.attach(told, kv_heads=2)
@@ -327,7 +315,7 @@ def test_a_rank_whose_memory_has_no_handle(
 ) -> None:
     driver, layout = FakeDriver(), dense_layout(2, 4, 1, 64)
     pages = driver.allocate(extent(layout), exportable=False)
-    told = gpu_region.tell_gpu(replace(memory_over(pages.data, layout), device=0), driver)
+    told = regions.tell_gpu(replace(memory_over(pages.data, layout), device=0), driver)
     assert "expandable_segments" in told.why_not
     assert "expandable_segments" in caplog.text
     assert len(ranks.attach({(0, 0): told}, 1)) == 1, "still there for copies made by this process"

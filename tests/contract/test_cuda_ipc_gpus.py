@@ -4,9 +4,7 @@ between GPUs, copies in flight when something fails. The GPUs are plain memory (
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -27,23 +25,10 @@ from tests.support.transfer_rigs import (
     described,
     driver_of,
     extent,
-    ipc_rig,
     memory_over,
     pages,
     random_bytes,
 )
-
-
-@pytest.fixture
-def rig(tmp_path: Path) -> Rig:
-    return ipc_rig(tmp_path)
-
-
-@pytest.fixture
-def region(rig: Rig) -> Iterator[Region]:
-    made = rig.region(DENSE)
-    yield made
-    made.owner.close()
 
 
 @pytest.mark.parametrize(
@@ -55,13 +40,13 @@ def region(rig: Rig) -> Iterator[Region]:
     ],
 )
 def test_no_copies_where_a_death_would_not_end_them(
-    rig: Rig, region: Region, changes: dict[str, object], reason: str
+    gpu_rig: Rig, gpu_region: Region, changes: dict[str, object], reason: str
 ) -> None:
     for name, value in changes.items():
-        setattr(driver_of(rig.transport), name, value)
-    assert re.search(reason, rig.transport.can_reach(region.descriptor) or "")
+        setattr(driver_of(gpu_rig.transport), name, value)
+    assert re.search(reason, gpu_rig.transport.can_reach(gpu_region.descriptor) or "")
     with pytest.raises(PeerUnavailable, match=reason):
-        rig.connect(rig.local(DENSE), region)
+        gpu_rig.connect(gpu_rig.local(DENSE), gpu_region)
 
 
 @pytest.mark.parametrize(
@@ -72,14 +57,16 @@ def test_links(uuid: str, link: Link) -> None:
     assert link_to(driver, 0, uuid) is link
 
 
-def test_within_one_gpu_the_kernel_moves_long_runs_too(rig: Rig, region: Region) -> None:
-    driver, token = driver_of(rig.transport), region.owner.fences.open(range(40))
-    session = rig.connect(rig.local(DENSE), region)
+def test_within_one_gpu_the_kernel_moves_long_runs_too(gpu_rig: Rig, gpu_region: Region) -> None:
+    driver, token = driver_of(gpu_rig.transport), gpu_region.owner.fences.open(range(40))
+    session = gpu_rig.connect(gpu_rig.local(DENSE), gpu_region)
     session.write_blocks(token, range(40), range(40))  # one run for each layer, or fewer
     assert driver.launched == driver.copies
     session.close()
     # Over PCIe the engines move what is longer than their threshold, and the model keeps the GPU.
-    far = rig.transport.connect(rig.local(DENSE).memory, described(region, memory_device="gpu-b"))
+    far = gpu_rig.transport.connect(
+        gpu_rig.local(DENSE).memory, described(gpu_region, memory_device="gpu-b")
+    )
     far.write_blocks(token, range(40), range(40))
     assert len(driver.launched) == 1
     assert driver.engines == [False, True]
@@ -115,34 +102,36 @@ def test_digests_of_gpu_memory_of_several_ranks(monkeypatch: pytest.MonkeyPatch)
     assert len(driver.to_host) == 2, "one copy for each rank"
 
 
-def test_memory_of_another_gpu(rig: Rig, region: Region) -> None:
+def test_memory_of_another_gpu(gpu_rig: Rig, gpu_region: Region) -> None:
     """cuPointerGetAttribute calls it memory of that GPU, here too. It is mapped all the same."""
-    driver, layout = driver_of(rig.transport), DENSE
+    driver, layout = driver_of(gpu_rig.transport), DENSE
     block = driver.allocate(extent(layout), device=1)
     block.data[:] = random_bytes(len(block.data), 5)
     memory = replace(memory_over(block.data, layout), device=1)
     exported = export(memory, driver)
     descriptor = described(
-        region, memory_handle=exported.handle, memory_device="gpu-b", memory_offset=0
+        gpu_region, memory_handle=exported.handle, memory_device="gpu-b", memory_offset=0
     )
-    mine = rig.local(layout)
-    assert rig.transport.can_reach(descriptor) is None
-    session = rig.transport.connect(mine.memory, descriptor)
-    before, token = pages(block.data, layout).copy(), region.owner.fences.open([7])
+    mine = gpu_rig.local(layout)
+    assert gpu_rig.transport.can_reach(descriptor) is None
+    session = gpu_rig.transport.connect(mine.memory, descriptor)
+    before, token = pages(block.data, layout).copy(), gpu_region.owner.fences.open([7])
     session.write_blocks(token, [3], [7])
     check_moved(before, pages(block.data, layout), mine.pages[:, [3]], [7])
     session.close()
     with pytest.raises(BadMessage, match="beyond its allocation"):
-        rig.transport.connect(mine.memory, described(
-            region, memory_handle=exported.handle, memory_device="gpu-b", memory_offset=1
+        gpu_rig.transport.connect(mine.memory, described(
+            gpu_region, memory_handle=exported.handle, memory_device="gpu-b", memory_offset=1
         ))  # fmt: skip
     assert not driver.maps(exported.handle)
 
 
-def test_a_failed_copy_of_one_session_leaves_the_fences_of_others(rig: Rig, region: Region) -> None:
+def test_a_failed_copy_of_one_session_leaves_the_fences_of_others(
+    gpu_rig: Rig, gpu_region: Region
+) -> None:
     """They share a stream. The other session copies no more, but what it wrote is over."""
-    driver, fences = driver_of(rig.transport), region.owner.fences
-    one, two = (rig.connect(rig.local(DENSE), region) for _ in range(2))
+    driver, fences = driver_of(gpu_rig.transport), gpu_region.owner.fences
+    one, two = (gpu_rig.connect(gpu_rig.local(DENSE), gpu_region) for _ in range(2))
     first, second = fences.open([1]), fences.open([2])
     two.write_blocks(second, [2], [2])
     driver.fail_sync = True
@@ -156,13 +145,14 @@ def test_a_failed_copy_of_one_session_leaves_the_fences_of_others(rig: Rig, regi
 
 
 def test_a_fault_with_copies_in_flight(
-    rig: Rig, region: Region, monkeypatch: pytest.MonkeyPatch
+    gpu_rig: Rig, gpu_region: Region, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The point between queueing a batch and waiting for it."""
     monkeypatch.setattr(failpoints, "_active", failpoints.parse("cuda_ipc.queued=error:now"))
-    session, token = rig.connect(rig.local(DENSE), region), region.owner.fences.open([1])
+    session = gpu_rig.connect(gpu_rig.local(DENSE), gpu_region)
+    token = gpu_region.owner.fences.open([1])
     with pytest.raises(FailpointError, match="now"):
         session.write_blocks(token, [1], [1])
-    assert driver_of(rig.transport).copies, "the batch was waited for all the same"
-    assert region.owner.fences.try_revoke(token)
+    assert driver_of(gpu_rig.transport).copies, "the batch was waited for all the same"
+    assert gpu_region.owner.fences.try_revoke(token)
     session.close()

@@ -1,7 +1,5 @@
 """Both workers on one GPU, over cuda_ipc: tokens after a remote prefill equal those of one plain
-engine, whatever was cached on either side, and whatever happens to the prefill worker.
-
-Workers are started, not forked: CUDA does not survive a fork."""
+engine, whatever was cached on either side, and whatever happens to the prefill worker."""
 
 from __future__ import annotations
 
@@ -12,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.checked import checked
-from tests.support.cluster import BLOCK, Cluster, Worker, until
+from tests.support.cluster import BLOCK, Cluster, until
+from tests.support.gpu_pairs import STEPS, GpuPair, gpu_pair, plain_engine
 from tests.support.oracle import Oracle
 from tests.support.prompts import (
     Answer,
@@ -26,14 +25,9 @@ from tests.support.prompts import (
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine, pytest.mark.slow]
 
-BACKEND = "TRITON_ATTN"
-"""It computes in float32, as tokens are compared."""
-FLAGS = (f"--attention-backend={BACKEND}", "--gpu-memory-utilization=0.2")
 TRANSPORT = "cuda_ipc"
 IN_WRITE, IN_FLIGHT = "cuda_ipc.write.batch", "cuda_ipc.queued"
 """Holding the fence: before a batch is queued, and after."""
-STEPS = 6
-START_S = 300.0
 
 
 def test_a_pair_without_a_model_writes_over_cuda_ipc(tmp_path: Path, model_path: Path) -> None:
@@ -58,39 +52,23 @@ def test_a_pair_without_a_model_writes_over_cuda_ipc(tmp_path: Path, model_path:
 
 
 @pytest.fixture(scope="module")
-def shared(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    cluster = Cluster(tmp_path_factory.mktemp("gpu"), model_path, kv_mib=256, forked=False)
-    try:
-        cluster.start_servers()
-        # Development routes: a test empties the decode worker's prefix cache through them.
-        cluster.launch("frontend", env={"VLLM_SERVER_DEV_MODE": "1"})
-        for role in ("decode", "prefill"):  # one after the other: each looks at the free memory
-            cluster.launch(role, *FLAGS)
-            cluster.wait_ready(*cluster.workers, within_s=START_S)
-        yield cluster
-    finally:
-        cluster.stop()
+def shared(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[GpuPair]:
+    # Development routes: a test empties the decode worker's prefix cache through them.
+    env = {"frontend": {"VLLM_SERVER_DEV_MODE": "1"}}
+    with gpu_pair(tmp_path_factory.mktemp("gpu"), model_path, env=env) as pair:
+        yield pair
 
 
 @pytest.fixture
-def gpu_cluster(shared: Cluster) -> Cluster:
-    """Clean, everything prefilled remotely, one prefill worker."""
-    if not shared.of("prefill"):
-        shared.wait_ready(shared.launch("prefill", *FLAGS), within_s=START_S)
-    shared.set_router(policy="always_remote", remote_timeout_s=30)
-    shared.assert_clean()
+def gpu_cluster(shared: GpuPair) -> GpuPair:
+    shared.refresh(remote_timeout_s=30)
     return shared
 
 
 @pytest.fixture(scope="module")
 def gpu_oracle(model_path: Path) -> Iterator[Oracle]:
-    with Oracle(model_path, gpu_memory_utilization=0.2, attention_backend=BACKEND) as engine:
+    with plain_engine(model_path) as engine:
         yield engine
-
-
-def only_prefill(cluster: Cluster) -> Worker:
-    (worker,) = cluster.of("prefill")
-    return worker
 
 
 def check(answers: list[Answer], prompts: list[list[int]], oracle: Oracle) -> None:
@@ -99,7 +77,7 @@ def check(answers: list[Answer], prompts: list[list[int]], oracle: Oracle) -> No
         assert answer.tokens == tokens, f"prompt of {len(prompt)} tokens"
 
 
-def test_equal_tokens_over_cuda_ipc(gpu_cluster: Cluster, gpu_oracle: Oracle) -> None:
+def test_equal_tokens_over_cuda_ipc(gpu_cluster: GpuPair, gpu_oracle: Oracle) -> None:
     prompts = [random_prompt(n, seed=1) for n in (2, 32, 33, 64, 200, 513, 1025, 2000)]
     answers = [ask(gpu_cluster, prompt, STEPS) for prompt in prompts]
     told = [gpu_cluster.explain(answer.request_id) for answer in answers]
@@ -111,7 +89,7 @@ def test_equal_tokens_over_cuda_ipc(gpu_cluster: Cluster, gpu_oracle: Oracle) ->
 
 
 def test_a_prefix_that_only_the_decode_worker_has_is_read(
-    gpu_cluster: Cluster, gpu_oracle: Oracle
+    gpu_cluster: GpuPair, gpu_oracle: Oracle
 ) -> None:
     gpu_cluster.set_router(policy="always_local")
     heads = [random_prompt(n, seed=2) for n in (32, 72, 256, 600)]
@@ -129,7 +107,7 @@ def test_a_prefix_that_only_the_decode_worker_has_is_read(
 
 
 def test_a_prefix_that_only_the_prefill_worker_has_is_written(
-    gpu_cluster: Cluster, gpu_oracle: Oracle
+    gpu_cluster: GpuPair, gpu_oracle: Oracle
 ) -> None:
     prompts = [random_prompt(n, seed=4) for n in (65, 257, 1200)]
     check(ask_all(gpu_cluster, prompts, STEPS), prompts, gpu_oracle)
@@ -143,7 +121,7 @@ def test_a_prefix_that_only_the_prefill_worker_has_is_written(
     gpu_cluster.assert_clean()
 
 
-def test_chunks_of_many_prompts_at_once(gpu_cluster: Cluster, gpu_oracle: Oracle) -> None:
+def test_chunks_of_many_prompts_at_once(gpu_cluster: GpuPair, gpu_oracle: Oracle) -> None:
     """A step has 512 tokens, so a prompt comes in several writes, between those of others."""
     prompts = [random_prompt(n, seed=7) for n in (5, 90, 600, 1100, 250, 1700, 32, 801)] * 2
     check(ask_all(gpu_cluster, prompts, STEPS, at_once=16), prompts, gpu_oracle)
@@ -152,23 +130,17 @@ def test_chunks_of_many_prompts_at_once(gpu_cluster: Cluster, gpu_oracle: Oracle
 
 @pytest.mark.parametrize(("point", "seed"), [(IN_WRITE, 100), (IN_FLIGHT, 200)])
 def test_a_killed_prefill_worker_costs_an_answer_nothing(
-    point: str, seed: int, gpu_cluster: Cluster, gpu_oracle: Oracle
+    point: str, seed: int, gpu_cluster: GpuPair, gpu_oracle: Oracle
 ) -> None:
     """Killed holding its fence, with copies about to be queued or in flight."""
-    victim = only_prefill(gpu_cluster)
-    with checked(gpu_cluster, gpu_oracle, fallbacks={"prefill_lost": 1}) as check:
-        victim.arm(f"{point}=kill@2")
-        told = check.told(check.ask(random_prompt(1500, seed=seed)))
-        assert victim.process.wait(20) == -signal.SIGKILL
-        assert (told["path"], told["fallback"]) == ("local", "prefill_lost")
-        gpu_cluster.wait_ready(gpu_cluster.launch("prefill", *FLAGS), within_s=START_S)
+    gpu_cluster.kill_prefill_at(f"{point}=kill@2", gpu_oracle, seed)
 
 
 @pytest.mark.parametrize(("point", "seed"), [(IN_WRITE, 100), (IN_FLIGHT, 200)])
 def test_a_stopped_prefill_worker_holds_its_blocks_and_nobody_waits(
-    point: str, seed: int, gpu_cluster: Cluster, gpu_oracle: Oracle
+    point: str, seed: int, gpu_cluster: GpuPair, gpu_oracle: Oracle
 ) -> None:
-    zombie = only_prefill(gpu_cluster)
+    zombie = gpu_cluster.prefill
     late = dict.fromkeys(("revoked", "write"), (0, 1))
     with checked(gpu_cluster, gpu_oracle, fallbacks={"timeout": 1}, stale=late) as check:
         gpu_cluster.set_router(remote_timeout_s=1.5)
@@ -185,9 +157,9 @@ def test_a_stopped_prefill_worker_holds_its_blocks_and_nobody_waits(
 
 
 def test_a_client_that_leaves_revokes_a_write_under_way(
-    gpu_cluster: Cluster, gpu_oracle: Oracle
+    gpu_cluster: GpuPair, gpu_oracle: Oracle
 ) -> None:
-    worker = only_prefill(gpu_cluster)
+    worker = gpu_cluster.prefill
     late = dict.fromkeys(("revoked", "write"), (0, 1))
     with checked(gpu_cluster, gpu_oracle, cancelled=1, stale=late):
         worker.arm(f"{IN_FLIGHT}=stop@2")

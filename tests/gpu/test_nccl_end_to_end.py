@@ -14,19 +14,15 @@ import pytest
 from pullfill.deploy.device import gpu_count
 from pullfill.transfer.nccl.cuda import CudaGpus
 from tests.support.checked import checked
-from tests.support.cluster import BLOCK, Cluster, Worker, until
+from tests.support.cluster import BLOCK, until
+from tests.support.gpu_pairs import STEPS, GpuPair, gpu_pair, plain_engine
 from tests.support.oracle import Oracle
 from tests.support.prompts import ask, ask_all, random_prompt, truth
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine, pytest.mark.slow]
 
-BACKEND = "TRITON_ATTN"
-"""It computes in float32, as tokens are compared."""
-FLAGS = (f"--attention-backend={BACKEND}", "--gpu-memory-utilization=0.2", "--transports", "nccl")
 ASKED, WAITED_FOR = "stream.write.batch", "nccl.ready"
 """Before the batch is announced, and when the owner's kernel waits for it."""
-STEPS = 6
-START_S = 300.0
 QUIET_S = 20.0
 
 
@@ -43,47 +39,30 @@ def placed() -> dict[str, dict[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def shared(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def shared(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[GpuPair]:
     gpus = CudaGpus()
     if (reason := gpus.why_not()) is not None:
         pytest.skip(reason)
     if gpu_count() < 2 and gpus.version() < 23000:
         pytest.skip("one GPU, and this NCCL is older than 2.30: it allows one rank on each")
-    cluster = Cluster(tmp_path_factory.mktemp("nccl"), model_path, kv_mib=256, forked=False)
-    try:
-        cluster.start_servers()
-        cluster.launch("frontend")
-        for role in ("decode", "prefill"):  # one after the other: each looks at the free memory
-            cluster.launch(role, *FLAGS, env=placed()[role])
-            cluster.wait_ready(*cluster.workers, within_s=START_S)
-        yield cluster
-    finally:
-        cluster.stop()
+    directory = tmp_path_factory.mktemp("nccl")
+    with gpu_pair(directory, model_path, "--transports", "nccl", env=placed()) as pair:
+        yield pair
 
 
 @pytest.fixture
-def pair(shared: Cluster) -> Cluster:
-    """Clean, everything prefilled remotely, one prefill worker."""
-    if not shared.of("prefill"):
-        again = shared.launch("prefill", *FLAGS, env=placed()["prefill"])
-        shared.wait_ready(again, within_s=START_S)
-    shared.set_router(policy="always_remote", remote_timeout_s=60)
-    shared.assert_clean()
+def pair(shared: GpuPair) -> GpuPair:
+    shared.refresh(remote_timeout_s=60)
     return shared
 
 
 @pytest.fixture(scope="module")
 def plain(model_path: Path) -> Iterator[Oracle]:
-    with Oracle(model_path, gpu_memory_utilization=0.2, attention_backend=BACKEND) as engine:
+    with plain_engine(model_path) as engine:
         yield engine
 
 
-def only_prefill(cluster: Cluster) -> Worker:
-    (worker,) = cluster.of("prefill")
-    return worker
-
-
-def test_equal_tokens_over_nccl(pair: Cluster, plain: Oracle) -> None:
+def test_equal_tokens_over_nccl(pair: GpuPair, plain: Oracle) -> None:
     """One after the other, then many at once in chunks of 512 tokens."""
     prompts = [random_prompt(n, seed=31) for n in (2, 32, 33, 64, 200, 513, 1025, 2000)]
     answers = [ask(pair, prompt, STEPS) for prompt in prompts]
@@ -97,7 +76,7 @@ def test_equal_tokens_over_nccl(pair: Cluster, plain: Oracle) -> None:
     pair.assert_clean()
 
 
-def test_a_prefix_that_only_the_decode_worker_has_is_read(pair: Cluster, plain: Oracle) -> None:
+def test_a_prefix_that_only_the_decode_worker_has_is_read(pair: GpuPair, plain: Oracle) -> None:
     pair.set_router(policy="always_local")
     heads = [random_prompt(n, seed=33) for n in (32, 72, 600)]
     ask_all(pair, heads, STEPS)
@@ -114,24 +93,17 @@ def test_a_prefix_that_only_the_decode_worker_has_is_read(pair: Cluster, plain: 
 
 @pytest.mark.parametrize(("point", "seed"), [(ASKED, 400), (WAITED_FOR, 500)])
 def test_a_killed_prefill_worker_costs_an_answer_nothing(
-    pair: Cluster, plain: Oracle, point: str, seed: int
+    pair: GpuPair, plain: Oracle, point: str, seed: int
 ) -> None:
-    victim = only_prefill(pair)
-    with checked(pair, plain, fallbacks={"prefill_lost": 1}) as check:
-        victim.arm(f"{point}=kill@1")
-        told = check.told(check.ask(random_prompt(1500, seed=seed)))
-        assert victim.process.wait(QUIET_S) == -signal.SIGKILL
-        assert (told["path"], told["fallback"]) == ("local", "prefill_lost")
-        again = pair.launch("prefill", *FLAGS, env=placed()["prefill"])
-        pair.wait_ready(again, within_s=START_S)
+    pair.kill_prefill_at(f"{point}=kill@1", plain, seed)
 
 
 @pytest.mark.parametrize(("point", "seed"), [(ASKED, 600), (WAITED_FOR, 700)])
 def test_a_stopped_prefill_worker_holds_no_blocks(
-    pair: Cluster, plain: Oracle, point: str, seed: int
+    pair: GpuPair, plain: Oracle, point: str, seed: int
 ) -> None:
     """The decode worker ends its own receive, on the GPU too, and proves it quiet."""
-    zombie = only_prefill(pair)
+    zombie = pair.prefill
     late = dict.fromkeys(("revoked", "write"), (0, 1))
     with checked(pair, plain, fallbacks={"timeout": 1}, stale=late) as check:
         check.ask(random_prompt(300, seed=seed + 1))  # the communicator is there
