@@ -4,6 +4,7 @@ between GPUs, copies in flight when something fails. The GPUs are plain memory (
 from __future__ import annotations
 
 import re
+import subprocess
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from pullfill import failpoints
 from pullfill.errors import BadMessage, PeerUnavailable, TransferFailed
 from pullfill.failpoints import FailpointError
+from pullfill.transfer.cuda_ipc.endpoint import IpcEndpoint
 from pullfill.transfer.digest import BlockDigester
 from pullfill.transfer.gpu import copies
 from pullfill.transfer.gpu.link import NVLINK, PCIE, SAME, Link, link_to
@@ -156,3 +158,26 @@ def test_a_fault_with_copies_in_flight(
     assert driver_of(gpu_rig.transport).copies, "the batch was waited for all the same"
     assert gpu_region.owner.fences.try_revoke(token)
     session.close()
+
+
+def test_nothing_is_copied_to_memory_of_a_dead_owner(gpu_rig: Rig, gpu_region: Region) -> None:
+    """CUDA frees it with its process. What a copy would break then, it breaks for all sessions."""
+    driver, fences = driver_of(gpu_rig.transport), gpu_region.owner.fences
+    handle = IpcEndpoint.decode(gpu_region.descriptor.endpoints["cuda_ipc"]).memory.handle
+    fd = int(handle.split()[1])
+    with subprocess.Popen(["sleep", "60"], pass_fds=[fd]) as process:
+        handle = f"{process.pid} {fd} gpu-a".encode().ljust(len(handle))
+        theirs = described(gpu_region, memory_pid=process.pid, memory_handle=handle)
+        mine = gpu_rig.local(DENSE)
+        session = gpu_rig.transport.connect(mine.memory, theirs)
+        session.write_blocks(fences.open([1]), [1], [1])
+        process.kill()
+    other = gpu_rig.connect(mine, gpu_region)
+    with pytest.raises(TransferFailed, match="owned the GPU memory has ended"):
+        session.write_blocks(fences.open([2]), [2], [2])
+    other.write_blocks(fences.open([3]), [3], [3])
+    with pytest.raises(PeerUnavailable, match="owns the GPU memory"):
+        gpu_rig.transport.connect(mine.memory, theirs)
+    for one in (session, other):
+        one.close()
+    assert sum(driver.openings.values()) == 0

@@ -6,8 +6,10 @@ from __future__ import annotations
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -15,7 +17,13 @@ import pytest
 import torch
 
 from pullfill import failpoints
-from pullfill.errors import BadMessage, Fenced, IncompatibleError, PeerUnavailable
+from pullfill.errors import (
+    BadMessage,
+    Fenced,
+    IncompatibleError,
+    PeerUnavailable,
+    TransferFailed,
+)
 from pullfill.transfer.contract import Part, PeerSession
 from pullfill.transfer.cuda_ipc.peer import CudaIpcTransport
 from pullfill.transfer.cuda_ipc.writers import why_no_proof
@@ -215,13 +223,17 @@ def test_memory_of_sleep_mode_is_refused() -> None:
 def test_an_owner_that_dies_takes_nobody_with_it(
     owner: Program, mine: GpuMemory, session: PeerSession
 ) -> None:
-    """Its memory is mapped here: writing there is for nothing, but our own work must go on."""
+    """Its memory is mapped here, and copies are under way when it dies. Our own work must go on."""
     token = owner.open()
     session.write_blocks(token, range(BLOCKS), range(BLOCKS))
     before = BlockDigester(mine.memory).digest(range(BLOCKS))
-    owner.process.kill()
-    owner.process.wait()
-    for _ in range(20):
+    killing = threading.Timer(0.2, owner.process.kill)
+    killing.start()
+    while owner.process.poll() is None:
+        with suppress(TransferFailed):  # the owner ended in the middle
+            session.write_blocks(token, range(BLOCKS), range(BLOCKS))
+    killing.join()
+    with pytest.raises(TransferFailed, match="owned the GPU memory has ended"):
         session.write_blocks(token, range(BLOCKS), range(BLOCKS))
     assert BlockDigester(mine.memory).digest(range(BLOCKS)) == before
     assert int((mine.buffer + 1 - mine.buffer).sum(dtype=torch.int64)) == mine.buffer.numel()

@@ -15,6 +15,9 @@ the GPU. Each rule names the section of NVIDIA's CUDA Driver API manual that sta
   also where another GPU has mapped it.
 - *Memory Management*, cuIpcOpenMemHandle: a handle opened again gives the same address and counts;
   each opening needs its cuIpcCloseMemHandle; to free memory before that is undefined.
+- *Context Management*, cuCtxDestroy: the memory of a context goes with it, and the end of a process
+  ends its contexts. So to copy from or to mapped memory of a process that has ended is undefined.
+  Here it is the worst of what may happen: an error of the device.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import ctypes
 import itertools
 import mmap
 import os
+import select
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -62,10 +66,21 @@ class DeviceMemory:
 
 @dataclass
 class _Opened:
+    """`owner`: a pidfd of the process that exported it."""
+
     map: mmap.mmap
     data: NDArray[np.uint8]
     device: int
     handle: bytes
+    owner: int
+
+    @property
+    def freed(self) -> bool:
+        return bool(select.select([self.owner], [], [], 0)[0])
+
+    def holds(self, address: int) -> bool:
+        base = self.data.ctypes.data
+        return base <= address < base + len(self.data)
 
 
 @dataclass
@@ -126,6 +141,12 @@ class FakeDriver:
         for address, size in zip(addresses.tolist(), nbytes.tolist(), strict=True):
             inside = (base <= address and address + size <= base + n for base, n in regions.items())
             assert any(inside), f"{address:#x} + {size} is no memory of a GPU"
+
+    def undefined(self, copy: tuple[int, int, int]) -> bool:
+        """Whether a copy's target or source is memory of a process that has ended."""
+        target, source, _ = copy
+        gone = [opened for opened in self._opened.values() if opened.freed]
+        return any(opened.holds(target) or opened.holds(source) for opened in gone)
 
     def to_device(self, address: int) -> bool:
         return not any(b <= address < b + len(data) for b, data in self._locked.items())
@@ -191,11 +212,12 @@ class FakeDriver:
             pid, fd, _ = handle.split()
             with open(f"/proc/{int(pid)}/fd/{int(fd)}", "r+b", buffering=0) as file:
                 mapped = mmap.mmap(file.fileno(), 0)
+            owner = os.pidfd_open(int(pid))
         except (OSError, ValueError) as exc:
             raise TransferFailed("cuIpcOpenMemHandle: CUDA_ERROR_INVALID_VALUE") from exc
         data = np.frombuffer(mapped, np.uint8)
         base = data.ctypes.data
-        self._opened[base] = _Opened(mapped, data, device, handle)
+        self._opened[base] = _Opened(mapped, data, device, handle, owner)
         self.openings[base] += 1
         return base
 
@@ -207,6 +229,7 @@ class FakeDriver:
             assert opened.device == device
             opened.data = np.empty(0, np.uint8)
             opened.map.close()
+            os.close(opened.owner)
 
     def stream(self, device: int) -> FakeStream:
         self.check()
@@ -249,7 +272,8 @@ class FakeStream:
     def synchronize(self) -> None:
         driver = self._driver
         driver.check()
-        if driver.fail_sync:
+        copies = [copy for batch in self.queued for copy in batch]
+        if driver.fail_sync or any(map(driver.undefined, copies)):
             driver.error = "cuEventSynchronize: CUDA_ERROR_ILLEGAL_ADDRESS"
         driver.check()
         for batch in self.queued:

@@ -4,7 +4,8 @@ A session owns one opening of the handle and one open file description of the fe
 on the stream that all sessions of the process share (gpu/copies.py), and waits for its batch before
 it leaves the fence, so the fence covers every byte in flight.
 When that fails (a GPU error), nobody knows what is in flight: then the fence is never left, and the
-end of this process is the only proof (writers.py). Such an error ends the engine too.
+end of this process is the only proof (writers.py). Such an error ends the engine too. To copy to
+memory of a dead owner could be such an error, so each batch first looks whether the owner lives.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pullfill import failpoints
 from pullfill.errors import BadMessage, IncompatibleError, PeerUnavailable, TransferFailed
 from pullfill.host import host_id
 from pullfill.transfer.contract import LocalMemory, Part, PeerSession
+from pullfill.transfer.cuda_ipc.alive import Process
 from pullfill.transfer.cuda_ipc.endpoint import IpcEndpoint
 from pullfill.transfer.cuda_ipc.writers import WriterRecord, pid_namespace, why_no_proof
 from pullfill.transfer.gpu.contract import GpuDriver
@@ -33,21 +35,28 @@ from pullfill.wire import FenceToken, RegionDescriptor
 class IpcGate(ShmGate):
     """The fence of a writer whose copies outlive its locks. See writers.py."""
 
-    def __init__(self, fd: int, incarnation: str, settled: Callable[[], bool]) -> None:
-        """Owns `fd`. `settled`: whether no copy can be in flight. Raises PeerUnavailable."""
+    def __init__(self, fd: int, incarnation: str, settled: Callable[[], bool], pid: int) -> None:
+        """Owns `fd`. Raises PeerUnavailable.
+
+        settled: whether no copy can be in flight.
+        pid: the process that owns the GPU memory.
+        """
         super().__init__(fd, incarnation)
         self._settled = settled
-        try:
+        with ExitStack() as undo:
+            undo.callback(super().close)
+            self._owner = Process(pid)
+            undo.callback(self._owner.close)
             self._record = WriterRecord(fd)
-        except BaseException:
-            super().close()
-            raise
+            undo.pop_all()
 
     def enter(self, token: FenceToken, wait: bool = True) -> bool:
-        """Raises TransferFailed, too, when an earlier copy may still be in flight: the record
-        names one slot, and must go on naming that one."""
+        """Raises TransferFailed, too, when the owner has ended, or when an earlier copy may still
+        be in flight: the record names one slot, and must go on naming that one."""
         if not self._settled():
             raise TransferFailed("an earlier copy failed on the GPU; restart this worker")
+        if self._owner.ended:
+            raise TransferFailed("the process that owned the GPU memory has ended")
         if not super().enter(token, wait):
             return False
         self._record.begin(token.slot)
@@ -68,6 +77,7 @@ class IpcGate(ShmGate):
         """Holding the fence; the bytes are on a GPU, out of reach of a failpoint."""
 
     def close(self) -> None:
+        self._owner.close()
         if self._settled():  # else the descriptor, and so the lock, stays until the process ends
             self._record.close()
             super().close()
@@ -176,7 +186,7 @@ def _open_gate(endpoint: IpcEndpoint, descriptor: RegionDescriptor, copier: GpuC
         raise PeerUnavailable(
             f"the fence of {descriptor.instance_id} cannot be opened: {exc}"
         ) from exc
-    return IpcGate(fd, descriptor.incarnation, lambda: copier.settled)
+    return IpcGate(fd, descriptor.incarnation, lambda: copier.settled, endpoint.memory.pid)
 
 
 def _map(
