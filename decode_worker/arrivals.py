@@ -18,10 +18,11 @@ class Arrivals(Book):
     def progress(
         self, job_id: str, attempt: int, incarnation: str, writer: str, blocks: int = 0
     ) -> None:
-        """The current attempt has made progress: its job gets at least `stall_s` from now on. So a
-        deadline that was estimated too short does not end an attempt that makes progress.
+        """Note that the current attempt has made progress. Its job gets `stall_s` from now.
 
-        blocks: how many it has written since it last said so.
+        So a deadline that was estimated too short does not end an attempt that makes progress.
+
+        blocks: number of blocks written since the last report.
         """
         with self._lock:
             entry = self._current(job_id, attempt, incarnation, writer)

@@ -25,7 +25,7 @@ TRIAL_SHARE = 0.2
 
 
 class ClaimBreaker:
-    """Lives in the ledger, whose clock it uses. It knows of jobs only what it is told."""
+    """See the module. Owned by the ledger, which tells it about jobs and gives it the clock."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -42,16 +42,16 @@ class ClaimBreaker:
         return until is not None and (bool(self._trial) or self._clock.monotonic() < until)
 
     def queued(self, job_id: str) -> bool:
-        """A job is queued. True: it is the trial."""
+        """Note that a job is queued. Returns True if it is the trial."""
         if self._open_until is None or self.stalled:
             return False
         self._trial = job_id
         return True
 
     def moving(self) -> None:
-        """A connected prefill worker is busy. Timeouts now are no stalls: the jobs wait their turn.
+        """Note that a connected prefill worker is busy. Claim timeouts do not count as stalls then.
 
-        An open breaker stays open. Only a claim of our own job closes it.
+        An open breaker stays open. Only a claim of a job of this decode worker closes it.
         """
         self._moved_at, self._stalls = self._clock.monotonic(), 0
 
@@ -62,8 +62,11 @@ class ClaimBreaker:
         self._open_until, self._trial = None, ""
 
     def timed_out(self, job_id: str, queued_at: float, *, computing: bool) -> bool:
-        """Nobody claimed the job in time. True: the breaker opens now, so what is still queued
-        need not wait either. computing: a prefill worker holds a grant of this decode worker."""
+        """Note that nobody claimed the job in time.
+
+        Returns True if the breaker opens now. Then other queued jobs need not wait either.
+
+        computing: whether a prefill worker holds a grant of this decode worker."""
         if self._open_until is not None:
             if job_id == self._trial:
                 self._pause_s = min(2 * self._pause_s, PAUSE_S[1])
@@ -78,12 +81,12 @@ class ClaimBreaker:
         return True
 
     def ended(self, job_id: str) -> None:
-        """The job is over. A trial that ends without a verdict leaves its place to the next."""
+        """Note that the job is over. After a trial without a result the next job is the trial."""
         if job_id == self._trial:
             self._trial = ""
 
     def retry(self) -> None:
-        """A prefill worker connected, or pulls again: the next prompt is the trial."""
+        """Make the next prompt the trial: a prefill worker has connected, or pulls again."""
         if self._open_until is not None:
             self._open_until = self._clock.monotonic()
 

@@ -36,8 +36,9 @@ _OURS = frozenset({Outcome.DIGEST_MISMATCH.value, "read_failed"})
 class Commits:
     """Takes `Commit` and `Ready` messages.
 
-    spawn: run something beside the connection. act: carry out what the ledger asks for.
-    committed: called with the queue's receipt of each job that ended well.
+    spawn: runs a task that may outlast the handling of a message.
+    act: carries out the actions that the ledger has queued.
+    committed: called with the queue's receipt of each committed job.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class Commits:
             self._answer(peer, commit, answer, entry)
 
     def progress(self, peer: Peer, progress: Progress) -> None:
-        """It says that an attempt moved."""
+        """Handle `Progress`."""
         self._forecaster.wrote(peer.instance_id, progress.blocks, progress.write_s)
         self._ledger.progress(
             progress.job_id, progress.attempt, progress.incarnation, peer.name, progress.blocks
@@ -144,7 +145,7 @@ class Commits:
         self._act()
 
     async def _watch(self, peer: Peer, ready: Ready, stall_s: float) -> None:
-        """While its blocks are read: whether anything is."""
+        """While the blocks are read: tell the ledger each time that some bytes have arrived."""
         assert peer.reader is not None
         moved = peer.reader.moved_bytes
         while True:

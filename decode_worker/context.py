@@ -42,15 +42,19 @@ class OpenedJob:
 
 @dataclass(slots=True)
 class DecodeContext:
-    """Filled in two steps: identity by main, memory and ledger once the engine has registered its
-    KV cache.
+    """What the connector needs from the rest of the process.
 
-    situation: fills in what the process knows (workers, queue) around (prompt, hit, ineligible).
-    publish: hand an opened job to the asyncio thread; must not block.
-    queue_full: told when a prompt stays here for the depth of the queue; must not block.
-    files: of the KV memory, made before the engine. ranks: the memory of each rank as this process
-    maps it; empty where no transport reaches it. trials: requests of the self-check, once
-    any can be made. offer: opens the fence and the memories to peers.
+    Filled in two steps: identity by main, memory and ledger once the engine has registered its KV
+    cache.
+
+    situation: takes (prompt tokens, hit tokens, ineligible) and adds what the process knows about
+    workers and queue.
+    publish: hands an opened job to the asyncio thread. Must not block.
+    queue_full: called when a prompt stays local because of the queue's depth. Must not block.
+    files: the files of the KV memory, made before the engine.
+    ranks: the memory of each rank, as this process maps it. Empty if no transport reaches it.
+    trials: requests of the self-check. None until they can be made.
+    offer: opens the fences and the memories to peers.
     """
 
     instance_id: str

@@ -58,11 +58,14 @@ _GRANTED = metrics.CLAIM.labels("granted")
 class ControlServer:
     """Serves claims and commits, and carries out what the ledger asks of the network.
 
-    cancel, hand_back: the queue's. verifier: needed if the ledger asks for digests;
-    closed by `stop`. key: a prefill worker that does not hold it is refused. reach: how to read a
-    prefill worker's memory; where grants say pull, who cannot be read writes instead. checks: set
-    before `start`; without it every prefill worker may bring KV. prefill_workers: those that pull
-    and may bring KV. forecaster: is told how long the writing of KV took.
+    cancel, hand_back: methods of the queue's producer.
+    verifier: compares digests. Needed if the ledger asks for them. `stop` closes it.
+    key: the cluster key. A prefill worker that does not hold it is refused.
+    reach: opens a prefill worker's memory for reading. In pull mode a prefill worker whose memory
+    cannot be read writes instead.
+    checks: the self-check, set before `start`. Without it every prefill worker may bring KV.
+    prefill_workers: number of prefill workers that pull and may bring KV.
+    forecaster: is told how long the writing of KV took.
     """
 
     def __init__(
@@ -104,7 +107,9 @@ class ControlServer:
         self._pulling = 0
         self.address = ""
         self.prefill_workers = 0
-        self.past_stream: Callable[[], bool] = lambda: False  # then workers wait that pull nothing
+        self.past_stream: Callable[[], bool] = lambda: (
+            False
+        )  # if so, workers that say they do not pull still take jobs
         self.checks: Checks | None = None
 
     async def start(self, host: str, port: int = 0) -> None:
@@ -262,7 +267,7 @@ class ControlServer:
         self.peers[peer.name] = peer
         for old in [p for p in self.peers.values() if p.instance_id == peer.instance_id]:
             if old is not peer:
-                old.channel.abort()  # a worker has one connection: it has left this one already
+                old.channel.abort()  # a worker has one connection, so this one is dead
         self._count()
         self._ledger.prefill_joined()
         incarnation = self._ledger.incarnation
@@ -294,10 +299,10 @@ class ControlServer:
         self._ledger.writer_lost(peer.name, others_alive=bool(self.peers))
         self._nobody_pulls()
         self._act()
-        self._wake.ring()  # if it died, the kernel frees its locks: proof is there for the asking
+        self._wake.ring()  # if the worker died, the kernel has freed its locks: ask for the proof
 
     def recount(self) -> None:
-        """Prefill workers may, or may not, bring KV now."""
+        """Count the prefill workers again, after the self-check has changed who may bring KV."""
         self._count()
         self._wake.ring()
 
@@ -338,7 +343,7 @@ class ControlServer:
                     self._nobody_pulls()
                     self._wake.ring()
                 return
-            # These four make nothing due earlier: the ledger's timer need not look.
+            # These four messages make no deadline earlier, so the ledger's timer need not run.
             case Claim():
                 self._on_claim(peer, message)
                 return

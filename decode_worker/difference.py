@@ -1,8 +1,8 @@
-"""How far two prefills of the same tokens are apart, and how far rounding may drive them.
+"""How much two prefills of the same tokens differ, and how much rounding can explain.
 
-KV is compared block by block and layer by layer, as numbers: the same tokens computed in other
-steps, or by another kernel, get other last digits, never other values. The measure is the
-Euclidean norm of the difference divided by the norm of the local KV.
+KV is compared as numbers, block by block and layer by layer. If the same tokens are computed in
+other steps, or by another kernel, only the last digits differ. The measure is the Euclidean norm of
+the difference, divided by the norm of the local KV.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 Pages = NDArray[np.uint8]
-"""One row of bytes for each block; its layers lie one after another."""
+"""One row of bytes for each block. A row holds the block's layers, one after another."""
 
 WORST = 1e9
-"""Stands for "not a number"."""
+"""The difference if a value is not a number."""
 
 _KV_TOLERANCE = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.1}
 _FP8_TOLERANCE = 0.2
@@ -24,17 +24,17 @@ _LOGPROB_TOLERANCE = {"float32": 1e-2, "float16": 0.25, "bfloat16": 0.5}
 
 
 def kv_tolerance(dtype: str) -> float:
-    """What rounding explains, relative. dtype: vLLM's name."""
+    """The largest relative difference that rounding explains. dtype: vLLM's name."""
     return _KV_TOLERANCE.get(dtype, _FP8_TOLERANCE)
 
 
 def logprob_tolerance(model_dtype: str) -> float:
-    """What rounding explains, absolute."""
+    """The largest absolute difference that rounding explains."""
     return _LOGPROB_TOLERANCE.get(model_dtype, _LOGPROB_TOLERANCE["bfloat16"])
 
 
 def kv_difference(local: Pages, remote: Pages, dtype: str, layers: int) -> float | None:
-    """The largest of all blocks and layers; None for a type that this cannot read."""
+    """The largest difference of a block in a layer. None for a dtype that this cannot read."""
     ours, theirs = _numbers(local, dtype), _numbers(remote, dtype)
     if ours is None or theirs is None:
         return None
@@ -70,7 +70,7 @@ def _numbers(pages: Pages, dtype: str) -> NDArray[np.float32] | None:
 
 
 def _e4m3() -> NDArray[np.float32]:
-    """Value of each byte: sign, 4 bits of exponent, 3 of mantissa; no infinity, one NaN."""
+    """The value of each byte in float8 e4m3fn: sign, 4 bits of exponent, 3 of mantissa."""
     code = np.arange(256)
     exponent, mantissa = (code >> 3) & 15, code & 7
     value = np.where(

@@ -19,8 +19,8 @@ class JobState(enum.StrEnum):
 
 
 NO_PROOF_S = 0.1
-"""How long a request waits for the proof that its revoked writer is quiet. A batch that runs ends
-within milliseconds; a writer that is stopped inside one may never end it."""
+"""How long a request waits for the proof that its revoked writer is quiet. A running batch ends
+within milliseconds. A writer whose process is stopped in a batch may never end it."""
 
 UNDER_WAY = frozenset({JobState.GRANTED, JobState.READING, JobState.VERIFYING})
 """Some prefill worker has computed for it, or does."""
@@ -28,15 +28,18 @@ UNDER_WAY = frozenset({JobState.GRANTED, JobState.READING, JobState.VERIFYING})
 
 @dataclass(slots=True)
 class Entry:
-    """One job. `blocks`: all blocks of the prompt on this worker, hit blocks first; the writer may
-    touch `blocks[first_target:]` only.
+    """One job.
 
-    deadline: of the whole, by the ledger's clock. stall_s: an attempt that moved is not ended
-    before it has stood still for so long. claim_timeout_s, queued_at: nobody may let it
-    wait longer for a claim, counted anew each time it is queued.
-    written: target blocks that the current attempt said it has written.
-    reading: our own reader copies into its blocks, or is about to: they are nobody else's until it
-    says that it is over, whatever became of the job."""
+    blocks: all blocks of the prompt on this worker, hit blocks first. The writer may touch only
+    `blocks[first_target:]`.
+    deadline: when the whole job ends, by the ledger's clock.
+    stall_s: an attempt that makes progress ends only after this long without progress, also beyond
+    the deadline.
+    queued_at, claim_timeout_s: when the job was last queued, and how long it may then wait for a
+    claim.
+    written: number of target blocks that the current attempt has reported as written.
+    reading: whether our own reader copies into the blocks, or will. Until it says that it is done,
+    the blocks are not free, even if the job has ended."""
 
     job_id: str
     request_id: str

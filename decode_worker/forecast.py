@@ -1,11 +1,13 @@
-"""How long a remote prefill will take: what prefill workers report, and what past commits took.
+"""Forecasts how long a remote prefill takes, from the reports of prefill workers and past commits.
 
-Measured, for the decision: the wait in the queue (tokens in front of it, over the tokens per second
-of all prefill workers that pull, or the KV in front of it that is not written yet, whichever takes
-longer), the computation, and the writing of the KV. What nobody has
-measured yet counts as 0 there, so the first prompts go out. For deadlines the same sum is doubled,
-the slowest link counts, and assumed rates stand in for what is not measured: a deadline that is too
-long costs little, since a worker that dies or falls silent is noticed by its connection.
+For the decision three times are added: the wait in the queue, the computation, and the writing of
+the KV. The wait is the longer of two: the tokens in front of the prompt, over the tokens per second
+of all prefill workers that pull; and the KV in front of it that is not written yet, over the rate
+of the link. What is not measured yet counts as 0, so the first prompts go out.
+
+For deadlines the sum is doubled, the slowest link counts, and assumed rates replace what is not
+measured. A deadline that is too long costs little: a worker that dies or falls silent is noticed by
+its connection.
 """
 
 from __future__ import annotations
@@ -21,23 +23,25 @@ from pullfill.decode_worker.router import Forecast
 from pullfill.wire import Load
 
 MARGIN = 2.0
-"""Of a deadline over what is expected."""
+"""A deadline is this many times the expected time."""
 ASSUMED_TOKENS_PER_S = 2_000.0
 ASSUMED_BYTES_PER_S = 125e6
-"""A link of 1 Gbit/s."""
+"""The rate of a link that is not measured yet: 1 Gbit/s."""
 FORGET_S = 300.0
-"""A measured link counts for decisions that long: no job would measure it again after a bad one."""
+"""How long a measured link counts for decisions. After a bad measurement no job would go there and
+measure it again."""
 _WRITES = 8
-"""The median of the last ones of a link counts: one that was held up says nothing of the next."""
+"""How many of the last writes over a link are kept. Their median counts, so a single slow one does
+not matter."""
 _SURE = 3
-"""Fewer writes of a link say nothing for decisions: one that was held up must not keep all long
-prompts here until it is forgotten."""
+"""Decisions ignore a link with fewer writes. Otherwise a single slow one would keep all long
+prompts local for FORGET_S."""
 _MOST_LINKS = 4096
 
 
 @dataclass(slots=True)
 class _Link:
-    """To one prefill worker. writes: seconds for each block, of the last ones."""
+    """The link to one prefill worker. writes: seconds per block, of the last writes."""
 
     writes: deque[float] = field(default_factory=lambda: deque(maxlen=_WRITES))
     per_block_s: float = 0.0
@@ -45,14 +49,14 @@ class _Link:
 
 
 class Forecaster:
-    """`wrote` belongs to the asyncio thread, `forecast` to the engine thread."""
+    """See the module. Call `wrote` on the asyncio thread and `forecast` on the engine thread."""
 
     def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
         self._clock = clock
         self._links: dict[str, _Link] = {}
 
     def wrote(self, instance_id: str, blocks: int, seconds: float) -> None:
-        """A prefill worker has written that many blocks in that time."""
+        """Note that a prefill worker has written `blocks` blocks in `seconds`."""
         if blocks <= 0 or not 0 < seconds < math.inf:
             return
         if len(self._links) >= _MOST_LINKS:
@@ -74,12 +78,14 @@ class Forecaster:
         own_tokens: int,
         own_unwritten: int = 0,
     ) -> Forecast:
-        """For a prompt of which `tokens` are to be computed, `blocks` with `kv_bytes`.
+        """Forecast the remote prefill of one prompt.
 
-        workers: prefill workers that pull. loads: the reports of those that are connected.
-        depth_tokens: of all jobs in the queue, those in work too. own_tokens: of our own jobs that
-        nobody has claimed. own_unwritten: blocks that prefill workers have still to write for jobs
-        that they hold.
+        tokens, blocks, kv_bytes: how much of the prompt must be computed and written.
+        workers: number of prefill workers that pull.
+        loads: the reports of those that are connected.
+        depth_tokens: tokens of all jobs in the queue, including those in work.
+        own_tokens: tokens of our own jobs that nobody has claimed.
+        own_unwritten: blocks of claimed jobs of ours that are not written yet.
         """
         rates = [load.tokens_per_s for load in loads if load.tokens_per_s > 0]
         each = sum(rates) / len(rates) if rates else 0.0
@@ -93,8 +99,8 @@ class Forecaster:
         recent = [link.per_block_s for link in sure_of]
         per_block_s = sum(recent) / len(recent) if recent else 0.0
         wait_s = ahead / (each * workers) if each and workers else 0.0
-        # What is computed and not written yet is in front of it too, whether the prefill worker
-        # takes the job at once or waits until it may compute more for us (credits.py).
+        # KV that is computed but not written yet is also in front of it. It delays the job in the
+        # prefill worker, or before it, while the worker has no credit left for us (credits.py).
         wait_s = max(wait_s, own_unwritten * per_block_s / max(1, workers))
         prefill_s = tokens / each if each else 0.0
         write_s = blocks * per_block_s

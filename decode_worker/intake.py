@@ -1,4 +1,4 @@
-"""Makes what frontends send ready for the engine, on a thread of its own.
+"""Prepares the requests of frontends for the engine, on a thread of its own.
 
 The engine thread receives messages and puts the expensive ones here: decoding, our checks and
 vLLM's block hashes of a prompt of 128k tokens take 50 ms. Results come back in the order in which
@@ -29,22 +29,23 @@ logger = log.get("decode_worker.intake")
 
 SLICE_S = 0.0005
 SMALL_BYTES = 4 << 10
-"""A prompt of 1,000 tokens: about 0.2 ms."""
+"""Messages up to this size may be prepared on the engine thread. 4 KiB is a prompt of 1,000 tokens,
+about 0.2 ms of work."""
 SMALL_AT_REST_BYTES = 16 << 10
-"""While the engine takes no steps."""
+"""The same limit while the engine takes no steps."""
 MAX_BYTES = 1 << 30
-"""Of messages that wait: 2,000 prompts of 128k tokens."""
+"""Most bytes of messages that wait: 2,000 prompts of 128k tokens."""
 
 Preparation = Generator[None, None, Callable[[], None] | None]
-"""Yields between slices; returns what the engine thread is to do."""
+"""Yields between slices. Returns a function that the engine thread must run, or None."""
 
 
 class Intake:
     """A queue of preparations and the thread that runs them one after another.
 
-    submit: runs a function on the engine thread before its next step, and wakes that thread if
-    told to.
-    busy: whether the engine takes steps now.
+    submit: takes a function, which the engine thread runs before its next step, and whether to wake
+    that thread.
+    busy: returns whether the engine takes steps now.
     """
 
     def __init__(
@@ -64,8 +65,10 @@ class Intake:
         self._waiting.put(None)
 
     def put(self, preparation: Preparation, size: int, *, here: bool = False) -> bool:
-        """False: too much waits already, and the preparation is dropped. size: bytes. here: it may
-        be prepared at once, by the caller (engine thread only)."""
+        """Queue a preparation. Returns False, and drops it, if too much waits already.
+
+        size: bytes of the message.
+        here: the caller is the engine thread, and the preparation may run at once inside `put`."""
         small = SMALL_BYTES if self._busy() else SMALL_AT_REST_BYTES
         if here and size <= small and self._given == self._taken:
             self._prepare(preparation, here=True)
@@ -79,7 +82,7 @@ class Intake:
 
     @property
     def idle(self) -> bool:
-        """Nothing waits."""
+        """Whether no preparation waits."""
         return self._waiting.empty()
 
     def _run(self) -> None:
@@ -87,7 +90,7 @@ class Intake:
             pass
 
     def work(self) -> bool:
-        """Take the next one, or wait for it, and run it. False: closed."""
+        """Wait for the next preparation and run it. Returns False after `close`."""
         rested = self.idle
         taken = self._waiting.get()
         if rested:
@@ -117,6 +120,6 @@ class Intake:
     def _pause(self) -> None:
         if time.perf_counter() - self._since < SLICE_S:
             return
-        # 0 lets go of the GIL as well, for the asyncio thread.
+        # A sleep of 0 s also releases the GIL, for the asyncio thread.
         time.sleep(SLICE_S if self._busy() else 0)
         self._since = time.perf_counter()

@@ -15,15 +15,15 @@ Two things end separately. The *request* is settled exactly once (loaded, or rec
 *blocks* go back to the pool only when the fence is proved dead (transfer/contract.py). When the
 request is settled while its writer may still write, the engine is told to hold the blocks first.
 A request waits for the proof for 0.1 s at most, then it is settled: recompute locally.
-While a job is VERIFYING its writer is proved quiet already: it can end like one nobody claimed,
-and a verdict that comes later finds nothing.
+While a job is VERIFYING its writer is already proved quiet. So the job can end like one that nobody
+claimed, and a verdict that comes later has no effect.
 
 In pull mode the writer does not write. It says that its blocks are ready, and we read them:
 
     GRANTED(n) ──ready(n)──▶ READING(n) ──read──▶ as after a commit; not readable: CLOSED
 
-Whoever gives a job up that is READING holds its blocks as for any writer; the proof that this one
-is quiet is its own word (`read_over`), for it is a thread of this process.
+A job that is given up while READING keeps its blocks held, as with any writer. The reader is a
+thread of this process, so its own `read_over` is the proof that it is quiet.
 
 Pure state: no I/O, no vLLM. Time comes from a Clock, fences from an OwnerFences. Methods may be
 called from the engine thread and from the asyncio thread; each takes the one lock for
@@ -77,10 +77,15 @@ class Ledger(Arrivals):
         claim_timeout_s: float | None = None,
         stall_s: float | None = None,
     ) -> None:
-        """Register a job before it is published. timeout_s bounds the whole, claim_timeout_s each
-        wait for a claim, stall_s the time without `progress` after which an attempt beyond
-        timeout_s ends (None: as the whole). Its request waits until it is settled, so the
-        asyncio thread is woken to time the deadline if it sleeps for longer, or for ever."""
+        """Register a job before it is published.
+
+        Its request waits until the job is settled. So the asyncio thread is woken if it would sleep
+        beyond the new deadline.
+
+        timeout_s: most seconds for the whole job.
+        claim_timeout_s: most seconds for each wait for a claim.
+        stall_s: an attempt that makes progress goes on beyond timeout_s, and ends after this many
+        seconds without progress. None: as timeout_s."""
         now = self._clock.monotonic()
         entry = Entry(
             job_id,
@@ -159,8 +164,9 @@ class Ledger(Arrivals):
     # ------------------------------------------------------------------ prefill workers
 
     def claim(self, job_id: str, incarnation: str, writer: str, ack_subject: str = "") -> Claimed:
-        """Grant the job to `writer` (a control connection), or say why not. A job that another
-        writer holds stays with that writer."""
+        """Grant the job to a writer, or refuse. A job that another writer holds stays there.
+
+        writer: name of a control connection."""
         try:
             with self._lock:
                 return self._claim(job_id, incarnation, writer, ack_subject)
@@ -224,16 +230,21 @@ class Ledger(Arrivals):
         self._wake()
 
     def writer_lost(self, writer: str, *, others_alive: bool) -> None:
-        """A control connection ended. Its jobs go to another worker if one is connected: their
-        deliveries are handed back to the queue here, and not by the prefill worker, which may be
-        dead. If none is connected, every open job is served locally, also those nobody has claimed:
-        waiting for a worker that may never come would cost each of them its whole deadline. Blocks
-        stay held until the writes into them are proved over."""
+        """Handle the end of a control connection.
+
+        The blocks of its jobs stay held until the writer is proved quiet.
+
+        If another prefill worker is connected, the jobs of this one go back to the queue. We hand
+        their deliveries back, because the prefill worker may be dead.
+
+        If no other is connected, every open job is served locally, even if nobody had claimed it.
+        To wait for a worker that may never come would cost each job its whole deadline."""
         with self._lock:
             for entry in list(self._jobs.values()):
                 if entry.state in (JobState.READING, JobState.VERIFYING):
-                    # Nothing more is wanted of its writer, or of any other: what cannot be read
-                    # is computed here. So the message goes, which the writer cannot ack any more.
+                    # We still read from the lost writer's memory. If that fails, the prompt is
+                    # computed here. So no other writer is needed, and the message is removed: the
+                    # lost writer cannot ack it.
                     if entry.writer == writer:
                         self._forget_message(entry)
                     continue
@@ -279,7 +290,7 @@ class Ledger(Arrivals):
         return self._clock.monotonic() > self._next_tick + _LATE_S
 
     def tick_overdue(self) -> None:
-        """`tick` if it is overdue. What fails is logged, and tried again with the next call."""
+        """Call `tick` if it is overdue. An error is logged, and the next call tries again."""
         if self.overdue:
             try:
                 self.tick()
@@ -296,12 +307,12 @@ class Ledger(Arrivals):
         self._wake()
 
     def prefill_works(self) -> None:
-        """A connected prefill worker computes, for this decode worker or for others."""
+        """Note that a connected prefill worker computes, for this decode worker or another."""
         with self._lock:
             self.claims.moving()
 
     def prefill_joined(self) -> None:
-        """A prefill worker connected, or pulls again: do not wait for the end of a pause."""
+        """Note that a prefill worker has connected, or pulls again. Ends the breaker's pause."""
         with self._lock:
             self.claims.retry()
 
@@ -346,12 +357,12 @@ class Ledger(Arrivals):
 
     @property
     def waiting_requests(self) -> int:
-        """Requests that wait for a job; a job may stay open for its blocks alone."""
+        """Number of requests that wait for a job. A settled job may be open for its blocks only."""
         with self._lock:
             return sum(not entry.settled for entry in self._jobs.values())
 
     def queued(self) -> tuple[int, int]:
-        """Jobs that nobody has claimed, and the blocks that they wait for."""
+        """Number of jobs that nobody has claimed, and of the blocks that they wait for."""
         if not self._jobs:
             return 0, 0
         with self._lock:
@@ -359,7 +370,7 @@ class Ledger(Arrivals):
         return len(targets), sum(targets)
 
     def unwritten(self) -> int:
-        """How many blocks prefill workers have still to write, over all jobs that they hold."""
+        """Number of blocks that are not written yet, over all jobs that prefill workers hold."""
         if not self._jobs:
             return 0
         with self._lock:

@@ -44,8 +44,9 @@ class CancelMessage:
 
 @dataclass(frozen=True, slots=True)
 class NakDelivery:
-    """Asyncio: give a dead worker's delivery back to the queue at once (`receipt` is the queue's,
-    None before the queue confirmed the job)."""
+    """Asyncio thread: nak the delivery of a lost worker, so that the queue delivers it again.
+
+    receipt: of the queue. None if the queue has not confirmed the job yet."""
 
     ack_subject: str
     receipt: object | None

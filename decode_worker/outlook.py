@@ -1,6 +1,6 @@
-"""What this process knows of queue, prefill workers and blocks when the router decides.
+"""Collects what the router decides on: the state of the queue, the prefill workers and the blocks.
 
-Made once all parts are there; reads them from the engine thread, does no I/O.
+Made once all parts of the process exist. Reads them on the engine thread, without I/O.
 """
 
 from __future__ import annotations
@@ -24,8 +24,12 @@ _QUARANTINE_SHARE = 0.25
 
 @dataclass(slots=True)
 class Outlook:
-    """cache: vLLM's cache configuration; kv_bytes: of all its blocks. within_reach: whether some
-    transport reaches the KV memory. draining: whether this worker takes nothing new."""
+    """See the module.
+
+    cache: vLLM's cache configuration.
+    kv_bytes: bytes of all its blocks.
+    within_reach: whether any transport reaches the KV memory.
+    draining: returns whether this worker refuses new requests."""
 
     ledger: Ledger
     producer: JetStreamProducer
@@ -37,21 +41,22 @@ class Outlook:
     draining: Callable[[], bool]
 
     def situation(self, prompt_tokens: int, hit_tokens: int, ineligible: str) -> Situation:
-        """Everything that `decide` may look at."""
+        """Return everything that `decide` may look at."""
         ledger, blocks = self.ledger, self.cache.num_gpu_blocks
         tokens = max(0, prompt_tokens - 1 - hit_tokens)
         more = -(-tokens // self.cache.block_size)
         self_check = self.control.checks.reason if self.control.checks else ""
         past_stream = self.producer.past_stream and not self_check
         depth = self.producer.depth()
-        # Our own jobs count from the moment they are opened: the queue hears of them later.
+        # Our own jobs count once they are opened. They reach the queue later.
         own_jobs, own_blocks = ledger.queued()
         pulling = [peer for peer in self.control.peers.pulling if peer.cleared]
         return Situation(
             prompt_tokens=prompt_tokens,
             hit_tokens=hit_tokens,
             ineligible=ineligible or ("" if self.within_reach else "no_transport"),
-            # Those that do not reach the stream say that they pull nothing, and yet wait for jobs.
+            # Workers that cannot reach the stream report that they do not pull. They still take
+            # jobs that come past the stream.
             prefill_workers=self.control.prefill_workers or int(past_stream),
             self_check=self_check,
             queue_available=self.producer.available,
@@ -73,16 +78,16 @@ class Outlook:
         )
 
     def outage(self) -> str:
-        """Why prompts cannot be prefilled remotely now, for people; "" if nothing is known."""
+        """Why prompts cannot be prefilled remotely now, for people. Empty: no reason is known."""
         not_pulling = self.control.peers.not_pulling
         said = [self.producer.health.outage(), *not_pulling, *self._failed_checks]
         if self.ledger.claims.stalled:
             said.append("no prefill worker claims the jobs of this decode worker")
-        # A prefill worker asks etcd when it first meets a decode worker.
+        # A prefill worker needs etcd when it first connects to a decode worker.
         return "; ".join(filter(None, [*said, self.etcd.outage()]))
 
     def reasons(self) -> list[str]:
-        """For /ready: why this worker is degraded."""
+        """Why this worker is degraded, for /ready."""
         not_pulling = self.control.peers.not_pulling
         reasons = [self.producer.health.outage(), self.etcd.outage(), *not_pulling]
         reasons += self._failed_checks
@@ -103,11 +108,11 @@ class Outlook:
 
     @property
     def _known(self) -> bool:
-        """Whether the queue's figures are of now."""
+        """Whether the queue's figures are up to date."""
         return self.producer.available and not self.producer.past_stream
 
     def refresh_metrics(self) -> None:
-        """The gauges; those of the queue are not a number while NATS does not answer."""
+        """Set the gauges. Those of the queue are NaN while NATS does not answer."""
         metrics.QUARANTINED_BLOCKS.set(self.ledger.quarantined_blocks)
         depth = self.producer.depth()
         known = self._known

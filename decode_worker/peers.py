@@ -1,4 +1,4 @@
-"""What the control server keeps of connected prefill workers."""
+"""What the control server stores about connected prefill workers."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from pullfill.wire import Claim, Grant, KvMode, Load
 class Peer:
     """One connected prefill worker. `name` is unique per connection and is the ledger's writer.
 
-    reader: reads its KV memory, where grants say pull and it can be reached; made when the worker
-    connects, ended when it is lost. computes: how it rounds; cleared: whether it may bring KV
-    (self_check.py). While it is not `within_reach`, grants do not say pull.
-    heard, asked_at: when it said anything, and when it was welcomed or asked for something last, by
-    the loop's clock."""
+    reader: reads the worker's KV memory in pull mode, if it can be reached. Made when the worker
+    connects, closed when it is lost.
+    within_reach: whether the reader can reach that memory now. If not, grants do not say pull.
+    computes: digest of how the worker rounds.
+    cleared: whether the worker may bring KV (self_check.py).
+    heard: when the last message came, by the loop's clock.
+    asked_at: when the worker was welcomed, or sent its last claim, commit or ready."""
 
     name: str
     instance_id: str
@@ -42,7 +44,7 @@ class Peer:
         return alive.patience(now - self.asked_at, silent_s)
 
     def grant(self, claim: Claim, incarnation: str, grant: GrantView) -> Grant:
-        """The answer to its claim."""
+        """Make the answer to a claim of this worker."""
         mode = grant.mode
         if mode is KvMode.PULL and (self.reader is None or not self.reader.within_reach()):
             mode = KvMode.PUSH_ASYNC
@@ -60,11 +62,11 @@ class Peer:
 
 
 class Peers(dict[str, Peer]):
-    """By name. Changed on the asyncio thread; the properties may be read from any."""
+    """Peers by name. Change it on the asyncio thread. Any thread may read the properties."""
 
     @property
     def instances(self) -> list[str]:
-        """Those that may bring KV."""
+        """Instance ids of those that may bring KV."""
         return sorted({p.instance_id for p in list(self.values()) if p.cleared})
 
     @property
@@ -73,8 +75,10 @@ class Peers(dict[str, Peer]):
 
     @property
     def pool(self) -> int:
-        """How many prefill workers pull. In a large cluster most of them are not connected: they
-        are told of by those that are, and pull in the same share."""
+        """Number of prefill workers in the cluster that pull.
+
+        In a large cluster only some are connected. They report how many there are, and the same
+        share of all is assumed to pull."""
         peers = list(self.values())
         pulling = sum(peer.pulls and not peer.leaving for peer in peers)
         told = max((peer.load.pool for peer in peers), default=0)

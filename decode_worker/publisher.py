@@ -59,7 +59,7 @@ class Publisher:
             self._tasks[job.job_id] = self._loop.create_task(self._publish(job))
 
     def encode(self, job: OpenedJob) -> bytes:
-        """The job's body."""
+        """Encode a job for the stream."""
         return encode(
             PrefillJob(
                 job_id=job.job_id,
@@ -82,7 +82,7 @@ class Publisher:
     async def _publish(self, job: OpenedJob) -> None:
         try:
             if self._ledger.find(job.job_id) is None:
-                return  # ended before it was published
+                return  # the job ended before it was published
             body = self.encode(job)
             digest = job_digest(body)
             self._ledger.set_digest(job.job_id, digest)
@@ -100,4 +100,4 @@ class Publisher:
         else:
             self._ledger.published(job.job_id, receipt, digest)
         finally:
-            del self._tasks[job.job_id]  # not by a callback, which would cost a turn of the loop
+            del self._tasks[job.job_id]  # a done callback would cost a turn of the loop

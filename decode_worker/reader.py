@@ -1,14 +1,18 @@
 """Reads finished blocks out of a prefill worker's KV memory into ours (`--kv-mode pull`).
 
-One lane for each connected prefill worker, so that a slow one delays only its own jobs. The
-session is made at the first read, and again at the first one after `IDLE_S` without any. A read
-always ends: it is answered, refused by the prefill worker's fence, or broken, and a transport that
-waits for bytes gives up by itself. A worker whose memory cannot be reached writes; as long as jobs
-go to it, it is looked for again now and then, and read again once it is found, at no job's cost.
+Each connected prefill worker has a lane (lanes.py) of its own, so a slow worker delays only its own
+jobs. The session to a worker is opened at the first read. It is closed after `IDLE_S` without a
+read, and opened again at the next one.
 
-Lifecycle: made by the control server when a worker connects that can be read; `leave` when its
-connection ends (what was ready is still read: shared memory outlives its owner); `close` when we
-leave ourselves. Our KV memory must live until `close` returned.
+A read always ends: it succeeds, the prefill worker's fence refuses it, or the connection breaks. A
+transport that waits for bytes gives up by itself.
+
+If a worker's memory cannot be reached, grants tell the worker to write instead. While it gets jobs,
+the lane tries from time to time to reach it again. No job waits for that.
+
+Lifecycle: made by the control server when a worker connects that can be read → `leave` when its
+connection ends; reads that were asked for still run, because shared memory outlives its owner →
+`close` when this process ends. Our KV memory must live until `close` has returned.
 """
 
 from __future__ import annotations
@@ -43,7 +47,7 @@ Reach = Callable[[Sequence[RegionDescriptor]], Open]
 
 
 class PeerReader:
-    """One prefill worker's memory and the lane in which it is read."""
+    """The memory of one prefill worker, and the lane in which it is read."""
 
     def __init__(
         self,
@@ -65,7 +69,7 @@ class PeerReader:
 
     @property
     def moved_bytes(self) -> int:
-        """See PeerSession; of the session there is now."""
+        """See PeerSession. Of the current session."""
         session = self._session
         return 0 if session is None else session.moved_bytes
 
@@ -81,10 +85,12 @@ class PeerReader:
     async def fetch(
         self, ready: Ready, blocks: Sequence[int], wanted: Callable[[], bool]
     ) -> tuple[MoveResult, str]:
-        """Copy the blocks of `ready` into our `blocks`, unless by its turn it is not `wanted` any
-        more. Returns what moved, and over which transport. Raises HandoffError, BadMessage and
-        whatever `open_session` raises; when it returns or raises no thread touches the blocks any
-        more. Cancelled it still does."""
+        """Copy the blocks of `ready` into our `blocks`. Returns what moved, and the transport.
+
+        After it has returned or raised, no thread touches the blocks. If it is cancelled, the copy
+        goes on. Raises HandoffError, BadMessage and whatever `open_session` raises.
+
+        wanted: called when the lane gets to this read. False: do not read."""
         loop = asyncio.get_running_loop()
         source = u32.unpack(ready.block_ids)
         with self._idle.used():
@@ -93,15 +99,17 @@ class PeerReader:
             )
 
     def leave(self, over: Callable[[], None]) -> None:
-        """What was asked so far ends by itself, then the session is closed and `over` is called, in
-        the lane. Does not block."""
+        """Take no more reads. Does not block.
+
+        over: called in the lane, once the reads so far have ended and the session is closed."""
         self._left = True
         self._lane.submit(self._let_go).add_done_callback(lambda _: over())
         self._lane.shutdown(wait=False)
 
     def close(self) -> None:
-        """Drop what has not begun, wait for what has, which ends soon if it waits for the prefill
-        worker. Nothing is read afterwards. Idempotent, also after `leave`."""
+        """Drop the reads that have not begun, interrupt the current one and wait for its end.
+
+        Nothing is read afterwards. Idempotent, also after `leave`."""
         self._closing = self._left = True
         if (session := self._session) is not None:
             session.interrupt()
@@ -109,7 +117,7 @@ class PeerReader:
         self._let_go()
 
     def _rest(self) -> bool:
-        """Not used for a while. In the lane: a read that comes now opens the session again."""
+        """Close the unused session, in the lane. The next read opens it again."""
         if not self._left and self._session is not None:
             self._lane.put(self._let_go)
             logger.debug("closing the idle session to %s", self._instance_id)
@@ -122,7 +130,7 @@ class PeerReader:
         target: Sequence[int],
         wanted: Callable[[], bool],
     ) -> tuple[MoveResult, str]:
-        """In the lane."""
+        """Do one read. In the lane."""
         if not wanted():
             raise HandoffError("its job ended before it was read")
         failpoints.hit("decode.before_read")
@@ -156,7 +164,7 @@ class PeerReader:
         return session
 
     def _look_again(self) -> None:
-        """In the lane."""
+        """Try to reach the memory again. In the lane."""
         if self._closing or self._session is not None:
             return
         try:

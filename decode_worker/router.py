@@ -1,8 +1,10 @@
-"""The conditional router: local or remote prefill, as a pure function with its reason.
+"""The conditional router: decides between local and remote prefill, and gives the reason.
 
-`decide` sees everything it may look at in `Situation`; it does no I/O and keeps no state. What it
-gets and returns are msgspec structs: making a frozen dataclass takes ten times as long. Order
-matters: first what makes remote impossible, then the policy, then length and load.
+`decide` is a pure function of a `Situation` and the settings. The order of its checks matters:
+first what makes a remote prefill impossible, then the policy, then length and load.
+
+Its arguments and results are msgspec structs, because a frozen dataclass takes ten times as long to
+make.
 """
 
 from __future__ import annotations
@@ -21,23 +23,26 @@ SELF_CHECK_FAILED = "self_check_failed"
 SLOW_LINK = "slow_link"
 REMOTE_FULL = "remote_full"
 BY_FORECAST = frozenset({QUEUE_FULL, QUEUE_WAIT, SLOW_LINK, REMOTE_FULL})
-"""Reasons to prefill locally although a prefill worker could have taken the job."""
+"""Reasons for a local prefill although a prefill worker could have taken the job."""
 
 
 SLOW_TIMES = 3.0
-"""A remote prefill is not worth it if writing its KV takes this many times as long as computing the
-prompt. Computing it here takes as long as there, but delays the streams that run here."""
+"""If writing the KV takes this many times as long as computing the prompt, the prefill stays local.
+A local prefill computes as long as a remote one, but delays the streams that run here."""
 SLOW_S = 1.0
-"""Writing KV for no longer than this is worth it. So short prompts keep measuring the link."""
+"""A remote prefill whose KV is written within this time is not kept local for a slow link. So short
+prompts measure the link again and again."""
 MAX_TIMEOUT_S = 3600.0
 
 
 class Forecast(msgspec.Struct, frozen=True):
-    """Of one remote prefill (forecast.py), seconds; 0: not known.
+    """How long one remote prefill is expected to take (forecast.py), in seconds. 0: unknown.
 
-    wait_s: in the queue. prefill_s: for a prefill worker to compute it. write_s: for its KV to be
-    written, while it is computed. claim_within_s, commit_within_s: what deadlines must allow at
-    least, from the moment it is queued.
+    wait_s: in the queue.
+    prefill_s: the computation by a prefill worker.
+    write_s: the writing of the KV, which happens during the computation.
+    claim_within_s, commit_within_s: the least time, from the moment it is queued, that the
+    deadlines for its claim and its commit must allow.
     """
 
     wait_s: float = 0.0
@@ -50,12 +55,14 @@ class Forecast(msgspec.Struct, frozen=True):
 class Situation(msgspec.Struct, frozen=True):
     """What the decode scheduler knows about one request at decision time.
 
-    prompt_tokens: all tokens of the prompt. hit_tokens: leading ones in the local prefix cache.
-    ineligible: why this request can never go remote ("" if it can). queue_jobs: those that wait,
-    not those in work. remote_kv: share of the KV
-    cache that open remote prefills would bind with this one. claims_stalled: jobs were queued and
-    nobody claimed them (breaker.py). prefill_workers: those that pull and may bring KV. self_check:
-    why none may that could ("" if there is no such reason).
+    prompt_tokens: all tokens of the prompt.
+    hit_tokens: its leading tokens that are in the local prefix cache.
+    ineligible: why this request can never go remote. Empty: it can.
+    queue_jobs: jobs that wait, without those in work.
+    remote_kv: share of the KV cache that open remote prefills would hold, this one included.
+    claims_stalled: jobs were queued and nobody claimed them (breaker.py).
+    prefill_workers: number of prefill workers that pull and may bring KV.
+    self_check: why the self-check lets no prefill worker bring KV. Empty: there is no such reason.
     """
 
     prompt_tokens: int
@@ -98,7 +105,7 @@ def decide(now: Situation, config: RouterConfig) -> Decision:
         return Decision(False, "prefix_hit" if now.hit_tokens else "short_prompt")
     if now.draining:
         return Decision(False, "draining")
-    # First the queue: while it is away no prefill worker pulls either.
+    # The queue comes first, because while it is away no prefill worker pulls either.
     if not now.queue_available:
         return Decision(False, QUEUE_UNAVAILABLE)
     if now.prefill_workers == 0:
@@ -124,15 +131,17 @@ def _slow_link(forecast: Forecast) -> bool:
 
 
 def timeouts(forecast: Forecast, config: RouterConfig) -> tuple[float, float]:
-    """(remote, claim): how long a job may take until its commit, and until its claim. The settings
-    are what it gets at least. Pure."""
+    """Return (remote, claim): how long a job may take until its commit, and until its claim.
+
+    It gets at least what the settings say, and more if the forecast is longer. Pure."""
     remote = max(config.remote_timeout_s, forecast.commit_within_s)
     return min(remote, MAX_TIMEOUT_S), max(config.claim_timeout_s, forecast.claim_within_s)
 
 
 def expected(now: Situation, decision: Decision, config: RouterConfig) -> Expected | None:
-    """What `pullfill explain` shows of the forecast; None if the decision did not depend on it.
-    Pure."""
+    """Return what `pullfill explain` shows of the forecast. Pure.
+
+    None if the decision did not depend on it."""
     if not decision.remote and decision.reason not in BY_FORECAST:
         return None
     forecast, (remote, claim) = now.forecast, timeouts(now.forecast, config)

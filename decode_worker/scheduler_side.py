@@ -53,11 +53,13 @@ class SchedulerSide:
         self._pool = pool
 
     def bind_skipped(self, skipped: Callable[[int], int]) -> None:
-        """Of a prompt of so many tokens: how many leading ones vLLM keeps no block for."""
+        """Set the function of `engine.kv.skipped_of`."""
         self._skipped = skipped
 
     def longest_kept(self, tokens: int) -> int:
-        """The longest prompt, up to `tokens` by whole blocks, of which vLLM keeps every block."""
+        """Return the longest prompt, of `tokens` at most, of which vLLM keeps every block.
+
+        In tokens, rounded down to whole blocks."""
         lengths = range(tokens, 0, -self._block_size)
         return next((length for length in lengths if self._skipped(length) <= 0), 0)
 
@@ -100,7 +102,7 @@ class SchedulerSide:
         if request.skip_reading_prefix_cache:
             return "prompt_logprobs"
         if self._skipped(request.num_prompt_tokens) > 0:
-            return "sliding_window"  # its block ids name one and the same empty block many times
+            return "sliding_window"  # its first block ids all name the same empty block
         if request.mm_features:
             return "multimodal"
         if request.prompt_embeds is not None or request.prompt_token_ids is None:

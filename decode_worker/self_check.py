@@ -5,12 +5,13 @@
                                    no: one prompt of random tokens, prefilled here, then by it;
                                        KV and log probabilities compared; the result kept in etcd
 
-Until there is a result it is given no jobs, and prompts are prefilled here. A comparison that could
-not be made is made again after a pause; only values that differ are a failure.
+Until there is a result the prefill worker gets no jobs. A comparison that could not be made is made
+again after a pause. Only values that differ are a failure.
 
 The remote prefill is made in two steps: half of the prompt, then all of it. So the prefill worker
-computes the second half on top of a context, as it does for a prompt in chunks. asyncio thread,
-but where a method says otherwise.
+computes the second half on top of a context, as it does for a prompt in chunks.
+
+asyncio thread only, except where a method says otherwise.
 """
 
 from __future__ import annotations
@@ -45,19 +46,22 @@ if TYPE_CHECKING:
 logger = log.get("decode_worker.self_check")
 
 BLOCKS = 4
-"""Blocks of the prompt that is compared."""
+"""Length of the compared prompt, in blocks."""
 _BEST = 5
-"""Tokens whose log probabilities are compared."""
+"""How many of the most likely tokens have their log probabilities compared."""
 LONGEST_S = 30.0
-"""A comparison that takes longer is given up, and made again."""
+"""A comparison that takes longer is given up and repeated."""
 _PAUSES_S = (0.5, 30.0)
-"""Before the second try and, doubled each time, at most."""
+"""Pause before the second try, and the longest pause. It doubles each time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ours:
-    """What the comparison must know of this worker. computes: see engine/computes.py; "": nothing
-    is compared, and every prefill worker may bring KV. blocks: of the prompt."""
+    """What the comparison needs to know about this worker.
+
+    computes: see engine/computes.py. Empty: nothing is compared, and every prefill worker may bring
+    KV.
+    blocks: length of the compared prompt."""
 
     instance_id: str
     compat_hash: str
@@ -71,8 +75,10 @@ class Ours:
 
 
 class Checks:
-    """All pairs of this worker. encode: the job's body, as on the stream. on_change: prefill
-    workers may, or may not, bring KV now."""
+    """The self-checks of this decode worker with all kinds of prefill workers.
+
+    encode: encodes a job as on the stream.
+    on_change: called when it has changed which prefill workers may bring KV."""
 
     def __init__(
         self,
@@ -99,7 +105,7 @@ class Checks:
         trials.send = self._send
 
     async def close(self) -> None:
-        """End what runs."""
+        """Cancel the comparisons under way."""
         self._closed = True
         for task in self._running.values():
             task.cancel()
@@ -108,18 +114,20 @@ class Checks:
     # ------------------------------------------------------------------ prefill workers
 
     def met(self, peer: Peer) -> None:
-        """A prefill worker connected: say whether it may bring KV, or find out."""
+        """Handle a new prefill worker: set whether it may bring KV, or begin a comparison."""
         if not self._ours.computes or not peer.computes:
             return
         self._peers[peer.name] = peer, self._pair(peer)
         self._judge()
 
     def lost(self, peer: Peer) -> None:
-        """Its connection ended."""
+        """Forget a prefill worker whose connection has ended."""
         self._peers.pop(peer.name, None)
 
     def may_claim(self, peer: Peer, claim: Claim) -> bool:
-        """Whether it may have the job. If not it is told so, and the job is done here."""
+        """Whether the prefill worker may have the job.
+
+        If not, its claim is refused, and the prompt is prefilled here."""
         if peer.cleared or self._jobs.get(claim.job_id) == peer.name:
             return True
         entry = self._ledger.find(claim.job_id)
@@ -135,7 +143,7 @@ class Checks:
         return blake2b(text.encode(), digest_size=8).hexdigest()
 
     def _judge(self) -> None:
-        """Bring every peer to what is known of its pair; check the pairs of which nothing is."""
+        """Set for each peer whether it may bring KV. Compare the pairs without a result."""
         for peer, pair in self._peers.values():
             result = self._results.get(pair)
             peer.cleared = result is not None and result.passed
@@ -144,8 +152,10 @@ class Checks:
         self._on_change()
 
     def _changed(self, pair: str, result: SelfCheck | None) -> None:
-        """etcd holds another result. One that is gone was cleared, if it was a failure; a success
-        was lost with etcd's store, and is written again."""
+        """Handle a result that has changed in etcd.
+
+        A failure that is gone was cleared by somebody. A success that is gone was lost with etcd's
+        data, and is written again."""
         ours = self._results.get(pair)
         if result is not None:
             self._results[pair] = result
@@ -159,7 +169,7 @@ class Checks:
 
     @property
     def failures(self) -> list[str]:
-        """One line for each connected prefill worker that differs. Any thread."""
+        """One line for each connected prefill worker whose check has failed. Any thread."""
         return [
             self._advice(peer, result)
             for peer, pair in list(self._peers.values())
@@ -171,15 +181,16 @@ class Checks:
 
     @property
     def reason(self) -> str:
-        """Why nobody may bring KV though somebody could, "" if there is no such reason. Any
-        thread."""
+        """Why the self-check lets no prefill worker bring KV. Empty: there is no such reason.
+
+        Any thread."""
         peers = list(self._peers.values())
         if not peers or any(peer.cleared for peer, _ in peers):
             return ""
         return PENDING if any(pair not in self._results for _, pair in peers) else FAILED
 
     def told(self) -> dict[str, object]:
-        """For /status."""
+        """The state of the self-checks, for /status."""
         return {
             "self_check": self.reason or "passed",
             "self_checks": [
@@ -213,7 +224,7 @@ class Checks:
         found[0].channel.write(TrialJob(job=body))
 
     async def _find_out(self, pair: str) -> None:
-        """Until there is a result, or nobody of this pair is connected."""
+        """Compare until there is a result, or no prefill worker of this pair is connected."""
         pause = _PAUSES_S[0]
         try:
             while pair not in self._results:
@@ -253,12 +264,12 @@ class Checks:
 
     async def _compare(self, peer: Peer) -> SelfCheck:
         ours, run = self._ours, self._trials.run
-        self._jobs.clear()  # those of the comparison before
-        # Special tokens, which some models give a meaning, are at either end of the vocabulary.
+        self._jobs.clear()  # of the last comparison
+        # Not the first and last tokens of the vocabulary: there are the special tokens.
         ordinary = range(ours.vocabulary // 4, 3 * ours.vocabulary // 4)
         tokens = random.choices(ordinary, k=ours.blocks * ours.block_size)
         salt, half = new_job_id(), ours.blocks // 2 * ours.block_size
-        # Side by side, on two workers. Of two that fail, the second ends by itself.
+        # At the same time, on two workers. If both fail, the second ends by itself.
         both = [run(tokens, salt=new_job_id(), blocks=ours.blocks)]
         if half:
             both.append(run(tokens[: half + 1], salt=salt, writer=peer.name))
@@ -306,9 +317,10 @@ def checks_for(
     on_change: Callable[[], None],
     encode: Callable[[OpenedJob], bytes],
 ) -> Checks | None:
-    """The self-check of this worker. None where there is nothing to compare: no transport reaches
-    the KV memory, there is no model or one that generates nothing, or no prompt of whole blocks may
-    be prefilled remotely."""
+    """Make the self-check of this worker, or return None if nothing can be compared.
+
+    That is so if no transport reaches the KV memory, if there is no model or it generates no text,
+    or if no prompt of whole blocks may be prefilled remotely."""
     block_size = config.cache_config.block_size
     fits = context.extra["scheduler_side"].longest_kept(BLOCKS * block_size)
     blocks = min(fits, config.model_config.max_model_len - 2) // block_size

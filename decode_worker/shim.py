@@ -1,9 +1,9 @@
 """Serves frontends: the ROUTER end of engine/rpc.py, on the engine thread.
 
-The engine thread itself receives messages between steps and sends each step's outputs, so a token
-waits for no hand-over. What a new request costs (decoding, checks, block hashes) is paid on the
-intake thread (intake.py) unless it is little; utility calls go through it too, so that they keep
-their place.
+The engine thread itself receives messages between steps and sends the outputs of each step, so no
+token waits for another thread. The intake thread (intake.py) does the expensive work for a new
+request: decoding, checks, block hashes. Small requests are prepared on the engine thread. Utility
+calls also go through the intake thread, so that their order with the requests is kept.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ logger = log.get("decode_worker.shim")
 
 
 class FrontendShim:
-    """All frontends of one decode worker. Engine thread only, but for `drain`'s flag and the
-    preparations, which run on the intake thread.
-    welcome: what a new frontend is told; models: names under which the model is known; key: a
-    frontend that does not hold it is turned away.
+    """Serves all frontends of one decode worker.
+
+    Engine thread only, except for preparations (intake thread) and reads of `draining` (any).
+    welcome: returns the message for a new frontend. models: names under which the model is served.
+    key: the cluster key. A frontend that does not hold it is refused.
     """
 
     def __init__(
@@ -138,8 +139,7 @@ class FrontendShim:
                 self._end(identity, kind, f"sent something that failed: {exc!r}")
 
     def _end(self, identity: bytes, kind: bytes, why: str) -> None:
-        """End this frontend's connection: nobody knows what its message asked for. Its requests
-        here are aborted, and it continues them elsewhere."""
+        """End the connection of a frontend that sent nonsense, and abort its requests here."""
         if (frontend := self._frontends.get(identity)) is not None:
             self._drop(frontend, why)
             self._tell(identity, rpc.GONE)
@@ -149,7 +149,7 @@ class FrontendShim:
             logger.warning("a frontend that is not connected %s", why)
 
     def _unreadable(self, frontend: Frontend, kind: bytes, why: Exception) -> Callable[[], None]:
-        """On the intake thread: what the engine thread is to do."""
+        """Return a function for the engine thread that ends the connection. Intake thread."""
 
         def end() -> None:
             if self._frontends.get(frontend.identity) is frontend:
@@ -212,15 +212,14 @@ class FrontendShim:
         taken = Request(request_id, frontend)
         here, self._first = self._first, False
         if not self.intake.put(self._prepare(taken, payload), sum(map(len, payload)), here=here):
-            # Not the request's fault, and another worker may have room.
+            # Too much waits here. Another worker may have room.
             self._send(frontend, rpc.BACK, rpc.encode_ids([request_id]))
             return
         frontend.requests.add(request_id)
         self._taken[request_id] = taken
 
     def _prepare(self, taken: Request, payload: list[Any]) -> Preparation:
-        """Decode and check a request. Runs on the intake thread; a small request's on the engine
-        thread. See `Preparation`."""
+        """Decode and check a request. See `Preparation`."""
         try:
             request, tokens = self._codec.request(payload)
         except BadMessage as exc:
@@ -228,14 +227,16 @@ class FrontendShim:
         yield
         try:
             if not taken.wanted and not request.mm_features:
-                return None  # those enter vLLM's cache of inputs, by which later requests name them
+                return (
+                    None  # multimodal inputs must enter vLLM's cache: later requests refer to them
+                )
             check_fits(request, len(tokens) // 4, self._max_model_len)
             request.client_index = taken.frontend.index
             vllm_outputs.strip_transfer_params(request)
             failpoints.hit("decode.intake")
             made = yield from requests.prepare(self.host.core, request, tokens)
         except Exception as exc:
-            failure = exc  # `exc` is gone when the engine thread asks
+            failure = exc  # Python deletes `exc` at the end of this block
             return lambda: self._enter(taken, None, failure)
         return lambda: self._enter(taken, made, None)
 
@@ -279,8 +280,7 @@ class FrontendShim:
             if (record := self._stories.finish(request_id)) is not None:
                 records.append(record)
         if records:
-            # A stop string is found in the frontend and comes here as an abort; such a request
-            # is to be explained like any other.
+            # A stop string ends a request by an abort. It must be explained like any other.
             self._send(frontend, rpc.EXPL, rpc.encode_explain(records))
 
     def _utility(self, frontend: Frontend, payload: list[Any]) -> None:
@@ -288,7 +288,7 @@ class FrontendShim:
             raise BadMessage("too many requests wait before a utility call")
 
     def _prepare_utility(self, frontend: Frontend, payload: list[Any]) -> Preparation:
-        """On the intake thread."""
+        """Decode a utility call. Runs on the intake thread."""
         try:
             call = self._codec.utility(payload)
         except BadMessage as exc:
@@ -321,7 +321,7 @@ class FrontendShim:
     # ------------------------------------------------------------------ out
 
     def send_outputs(self, outputs: dict[int, Any]) -> None:
-        """One step's outputs, to the frontend each request came from."""
+        """Send one step's outputs, each to the frontend that its request came from."""
         now = self._clock.monotonic()
         for index, batch in outputs.items():
             if batch.scheduler_stats is not None:
@@ -339,7 +339,7 @@ class FrontendShim:
             self._send(frontend, *kind, *self._codec.encode(batch))
 
     def _look(self, output: Any) -> ExplainRecord | None:
-        """Mend an output; the story of its request if it is the last one."""
+        """Correct an output. Returns its request's record if it is the last output."""
         vllm_outputs.correct_cached_tokens(output)
         if output.finish_reason is None:
             return None
@@ -384,13 +384,13 @@ class FrontendShim:
             taken.frontend.requests.discard(request_id)
 
     def _send(self, frontend: Frontend, *parts: Any) -> None:
-        """Never blocks. After a message that found no room nothing is sent any more: what the
-        frontend has of each answer must be its beginning."""
+        """Never blocks. Once a message found no room, nothing more is sent: a frontend must not miss
+        a part in the middle of an answer."""
         if not frontend.clogged:
             frontend.clogged = not self._tell(frontend.identity, *parts)
 
     def _tell(self, identity: bytes, *parts: Any) -> bool:
-        """False: too much waits for this peer already. A peer that is gone is told nothing."""
+        """Returns False if too much waits for this peer. If the peer is gone, nothing happens."""
         try:
             rpc.send(self._socket, (identity, *parts))
         except zmq.Again:

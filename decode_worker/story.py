@@ -46,12 +46,12 @@ _AFTER_OUTAGE = frozenset(Outcome) - {
 
 
 _observe = metrics.HANDOFF_STAGE.observe
-"""claim to tail on the asyncio thread, commit on the engine thread."""
+"""Stages `claim` to `tail` are observed on the asyncio thread, `commit` on the engine thread."""
 
 
 @cache
 def _decision(path: str, reason: str) -> Any:
-    """Both are from small fixed sets of words."""
+    """Return the counter of a decision, cached. Both labels have few values."""
     return metrics.DECISION.labels(path, reason)
 
 
@@ -77,9 +77,9 @@ class _Story:
 class Stories:
     """All requests of this worker that were decided and are not finished.
 
-    outage: what is unreachable now, for people, "" if nothing is. Set by the process.
-    apart: requests of the worker itself, which are not recorded and move no counter; what is called
-    when their remote prefill is settled, with whether it was loaded.
+    outage: returns what is unreachable now, for people. Empty: nothing. Set by the process.
+    apart: requests of the self-check. They are not recorded and not counted. By request id: a
+    function that is called when the remote prefill is settled, with whether the KV was loaded.
     """
 
     def __init__(self, instance_id: str, clock: Clock = SYSTEM_CLOCK) -> None:

@@ -1,9 +1,10 @@
 """Requests that the decode worker sends its own engine for the self-check (self_check.py).
 
-They take the path of any request: vLLM's scheduler, the ledger, a prefill worker's claim, writes
-and commit. Three things differ. The router is not asked; the job goes over the control channel to
-the one prefill worker that is checked; and no counter of requests moves. When a request ends, its
-KV is copied on the engine thread, before any step can overwrite it.
+They take the same path as any request: vLLM's scheduler, the ledger, a prefill worker's claim,
+writes and commit. Three things differ. The router is not asked. The job goes over the control
+channel to the prefill worker that is checked. The requests are not counted in metrics.
+
+When a request ends, its KV is copied on the engine thread, before any step can overwrite it.
 """
 
 from __future__ import annotations
@@ -26,18 +27,21 @@ if TYPE_CHECKING:
     from pullfill.transfer.contract import LocalMemory
 
 CLIENT = -1
-"""The client index of these requests: no frontend has it."""
+"""The client index of these requests. No frontend has it."""
 REASON = "self_check"
 
 
 class Incomplete(Exception):
-    """The comparison could not be made. Says why."""
+    """The comparison could not be made. The message says why."""
 
 
 @dataclass(slots=True, eq=False)
 class Trial:
-    """One request. writer: the prefill worker's connection; "": prefilled here. blocks: how many
-    leading blocks to copy. pages: of each rank that holds the same heads, one copy."""
+    """One request.
+
+    writer: name of the prefill worker's connection. Empty: prefilled here.
+    blocks: how many of its first blocks are copied.
+    pages: the copied KV, once for each group of ranks that hold the same heads."""
 
     request_id: str
     writer: str
@@ -50,8 +54,10 @@ class Trial:
 
 
 class Trials:
-    """asyncio thread, but where a heading says otherwise. send: called on the loop with a job and
-    the connection that it goes to. logprobs: of how many best tokens; None: of none."""
+    """See the module. asyncio thread only, except where a heading says otherwise.
+
+    send: called on the loop with a job and the connection that it goes to.
+    logprobs: how many of the most likely tokens get a log probability. None: no tokens."""
 
     def __init__(
         self,
@@ -101,7 +107,7 @@ class Trials:
         return trial
 
     def _end(self, trial: Trial, failure: Exception | None) -> None:
-        """Any thread."""
+        """End the wait for a trial. failure: raised there. Any thread."""
 
         def tell() -> None:
             if trial.done.done():
@@ -116,15 +122,16 @@ class Trials:
     # ------------------------------------------------------------------ engine thread
 
     def decision(self, request_id: str) -> Decision | None:
-        """Where to prefill it, the first time it is asked; None for the requests of others. What
-        comes back unserved is prefilled here."""
+        """Return where to prefill a request of the self-check. None: it is no such request.
+
+        If it is asked again, because the remote prefill failed, the answer is local."""
         trial = self._open.get(request_id)
         if trial is None:
             return None
         return Decision(bool(trial.writer) and not trial.opened, REASON)
 
     def publish(self, job: OpenedJob) -> bool:
-        """Whether the job is one of ours: then `send` takes it to the worker that is checked."""
+        """Send the job if it belongs to the self-check. Returns whether it does."""
         trial = self._open.get(job.request_id)
         if trial is None:
             return False
@@ -132,20 +139,21 @@ class Trials:
         return True
 
     def opened(self, request_id: str) -> None:
-        """Its job is open."""
+        """Note that the request's job is open."""
         if (trial := self._open.get(request_id)) is not None:
             trial.opened = True
 
     def finished(self, request_id: str, block_ids: Sequence[int]) -> None:
-        """vLLM is done with it, and its blocks still hold what was computed: copy them."""
+        """Copy the request's blocks. vLLM is done with it, and has not reused them yet."""
         trial = self._open.get(request_id)
         if trial is None or not trial.blocks or len(block_ids) < trial.blocks:
             return
         trial.pages = [reader.pages(block_ids[: trial.blocks]) for reader in self._readers]
 
     def take(self, outputs: dict[int, Any]) -> None:
-        """Remove what is ours from the outputs of a step. Statistics of the step go to the next
-        best frontend."""
+        """Remove our requests from the outputs of a step.
+
+        If the step's statistics come with our outputs, they are moved to any frontend's."""
         batch = outputs.pop(CLIENT, None)
         if batch is None:
             return
@@ -163,7 +171,7 @@ class Trials:
             break
 
     def _forget(self, core: Any, request_id: str) -> None:
-        """An aborted request is settled later, with its job: the ledger still knows it then."""
+        """Drop an aborted request. Its job is settled later, and the ledger keeps it until then."""
         core.abort_requests([request_id])
         self._open.pop(request_id, None)
         self.loop.call_soon_threadsafe(self.loop.call_later, 60.0, self._forget_story, request_id)

@@ -52,7 +52,7 @@ from pullfill.wire import (
 
 logger = log.get("decode_worker")
 
-_LOOK_S = 0.05  # what `leave.look` looks for takes a second or more to come about
+_LOOK_S = 0.05  # nothing that `leave.look` checks needs a faster reaction
 
 
 class DecodeWorker:
