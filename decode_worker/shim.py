@@ -384,8 +384,8 @@ class FrontendShim:
             taken.frontend.requests.discard(request_id)
 
     def _send(self, frontend: Frontend, *parts: Any) -> None:
-        """Never blocks. Once a message found no room, nothing more is sent: a frontend must not miss
-        a part in the middle of an answer."""
+        """Never blocks. After a message that found no room nothing more is sent, so that no answer
+        misses a part."""
         if not frontend.clogged:
             frontend.clogged = not self._tell(frontend.identity, *parts)
 

@@ -20,9 +20,10 @@ def check(
     job: PrefillJob, body: bytes, tokens: list[int], grant: Grant, *, block_size: int,
     compat_hash: str, max_prompt_tokens: int,
 ) -> None:  # fmt: skip
-    """Whether the pulled job is the one the decode worker granted, and fits here. Raises BadMessage
-    and TooLong. The grant names no blocks: the job's own are written, because equal digests prove
-    that the decode worker published these IDs."""
+    """Check that the pulled job is the one that the decode worker granted, and that it fits here.
+
+    A grant names no blocks. The block IDs of the job are used, because equal digests prove that the
+    decode worker published them. Raises BadMessage or TooLong."""
     if job_digest(body) != grant.job_digest:
         raise BadMessage("the job differs from what the decode worker published")
     blocks = len(job.block_ids) // u32.SIZE

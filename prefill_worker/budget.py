@@ -1,10 +1,12 @@
 """Which deliveries count against this worker's token budget, and how many only wait.
 
-A job counts from its grant to its end. While its claim is under way a delivery counts for CLAIM_S
-at most: the usual quick answer keeps the puller from taking more than the budget. A claim without
-an answer counts nothing, nor does a delivery that waits for a link that was lost or cannot be made.
-So the backlog of a decode worker that is gone keeps no job of another one waiting. asyncio thread
-only.
+A job counts from its grant to its end. Before the grant a delivery counts for CLAIM_S at most.
+Usually the claim is answered within that time, so the puller does not exceed the budget.
+
+A delivery whose claim gets no answer does not count, nor does one that waits for a link. So jobs of
+a decode worker that is gone do not keep jobs of other decode workers waiting.
+
+asyncio thread only.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 CLAIM_S = 0.05
+"""How long a delivery counts without a grant."""
 
 
 @dataclass(slots=True)
@@ -25,7 +28,7 @@ class _Charge:
 
 
 class Budget:
-    """on_room: called when less counts than before."""
+    """See the module. on_room: called when `tokens` has become less."""
 
     def __init__(self, on_room: Callable[[], None]) -> None:
         self._on_room = on_room
@@ -34,7 +37,7 @@ class Budget:
 
     @property
     def waiting(self) -> int:
-        """Deliveries in hand that have no grant."""
+        """Number of deliveries without a grant."""
         return sum(not charge.granted for charge in self._charges.values())
 
     def pulled(self, job_id: str, tokens: int) -> None:
@@ -43,7 +46,7 @@ class Budget:
         self.tokens += tokens
 
     def waits(self, job_id: str) -> None:
-        """Its decode worker cannot be asked now, or said to ask again later."""
+        """Note that the job must wait before it can be claimed (again)."""
         self._unanswered(self._charges[job_id])
 
     def granted(self, job_id: str) -> None:
@@ -60,7 +63,7 @@ class Budget:
         self._discount(charge)
 
     def _slow(self, job_id: str) -> None:
-        """There is no answer to its claim yet."""
+        """CLAIM_S have passed without a grant."""
         self._unanswered(self._charges[job_id])
 
     def _unanswered(self, charge: _Charge) -> None:

@@ -19,10 +19,14 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class PrefillContext:
-    """tasks: request id → task, written by the asyncio thread before the request is submitted.
-    wake: make the engine loop look around. files: of the KV memory, made before the engine.
-    ranks: the memory of each rank as this process maps it. owner: lets decode workers read them.
-    meter: of what the engine computes."""
+    """What the connector shares with the rest of the process.
+
+    tasks: tasks by request id. The asyncio thread writes an entry before it submits the request.
+    wake: wakes the engine loop.
+    files: the files of the KV memory, made before the engine.
+    ranks: the memory of each rank, as this process maps it.
+    owner: lets decode workers read that memory.
+    meter: measures what the engine computes."""
 
     instance_id: str
     wake: Callable[[], None]

@@ -18,14 +18,14 @@ from pullfill.wire import Grant, HandBack, Quiet
 T = TypeVar("T")
 
 AGAIN_S = 0.05
-"""How long the queue keeps a job whose attempt failed here, at least."""
+"""The least time before the queue delivers a job again whose attempt failed here."""
 _NAK_SOONEST_S = 0.5
 _QUIET_S = 30.0
-"""How long a drain waits for a revoked copy that does not end."""
+"""How long a drain waits for a revoked copy to end."""
 
 
 class Renewed(PeerUnavailable):
-    """The decode worker has a new incarnation, and our connection is to the old one still."""
+    """The decode worker has a new incarnation, but our connection was made to the old one."""
 
 
 class TooLong(HandoffError):
@@ -55,7 +55,7 @@ class Opening:
         self.changed.set()
 
     def check(self, attempt: int) -> None:
-        """Raises Revoked or LinkLost if the attempt ended before it began."""
+        """Raise Revoked or LinkLost if the attempt ended before it began."""
         if attempt in self.revoked:
             raise Revoked("revoked before it began")
         if self.lost:
@@ -82,18 +82,18 @@ class Opening:
 
 
 def again_s(failure: BaseException) -> float:
-    """How long the queue keeps a job whose attempt failed here. A link to a decode worker that has
-    registered again takes as long as the registry's watch may."""
+    """Return the seconds after which the queue delivers a job again whose attempt failed here.
+
+    After Renewed that is long enough for the registry's watch to show the new incarnation."""
     return 0.5 if isinstance(failure, Renewed) else AGAIN_S
 
 
 def patience(timeout_s: float, delivery: int, max_deliver: int) -> float | None:
-    """How long the queue should keep a job whose decode worker cannot be reached from here.
+    """Return how long the queue must hold back a job whose decode worker cannot be reached.
 
-    At first short: another worker may reach it. The last wait is all of `timeout_s`, the job's
-    own: after it the decode worker has given the job up. Then None: settle it, as nobody needs it
-    any more. How old the job is does not count, since only NATS' clock tells that, and somebody
-    may have set that clock.
+    The first times are short: another worker may reach it. The last one is the job's `timeout_s`,
+    after which the decode worker has given the job up. Then None: nobody needs the job, so settle
+    it. The age of the job is not used, because it depends on NATS's clock, which may be set.
     """
     if delivery >= max_deliver:
         return None
@@ -123,8 +123,9 @@ class HandBackOnce:
 
 
 async def tell_quiet(link: DecodeLink, task: PrefillTask, incarnation: str) -> None:
-    """Answer a revoke as soon as no copy of the task runs. No thread waits: there may be as many
-    revokes as jobs."""
+    """Answer a revoke as soon as no copy of the task runs.
+
+    No thread waits for that, because there may be as many revokes as jobs."""
     loop = asyncio.get_running_loop()
     over: asyncio.Future[None] = loop.create_future()
     task.when_quiet(lambda: loop.call_soon_threadsafe(over.set_result, None))

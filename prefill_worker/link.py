@@ -1,9 +1,11 @@
 """This worker's connection to one decode worker: control channel, descriptor, mover.
 
 `Links` makes a link when it is needed and closes it when it is idle. A link connects again while
-the decode worker is in the directory. When a connection breaks, every task granted over it ends,
-and the decode worker revokes their grants. It also ends when nothing is heard over it for a while:
-a decode worker that is stopped takes no KV, and other workers' jobs must not wait for it.
+the decode worker is in the directory.
+
+When a connection breaks, every task granted over it ends, and the decode worker revokes their
+grants. A connection is also ended when nothing is heard over it for a while: a decode worker that
+is stopped takes no KV, and jobs of other decode workers must not wait for it.
 """
 
 from __future__ import annotations
@@ -50,24 +52,30 @@ logger = log.get("prefill_worker.link")
 
 _REPLY_S = 10.0
 _READ_S = 24 * 3600.0
-"""Only a safety net: each read ends, and the decode worker says so or its connection ends."""
+"""A safety net. Normally the decode worker replies when its read ends, or the connection ends."""
 _RECONNECT_S = 0.05
 
 
 class LinkLost(PeerUnavailable):
-    """The connection ended while a claim, a grant or a commit was under way. The decode worker
-    hands the delivery back to the queue if it had granted the job; this worker never does."""
+    """The connection ended while a claim, a grant or a commit was under way.
+
+    If the job was granted, the decode worker, not this one, hands its delivery back."""
 
 
 class DecodeLink:
     """One decode worker, by instance id. asyncio thread only.
 
-    open_mover: connects to the decode worker's KV memory (blocking work done in a thread).
-    on_revoke: called with each Revoke. on_lost: called when the connection ends.
-    on_trial: called with each job of a self-check. key: what the decode worker must hold, and we
-    show. on_idle: called when no job has needed the link for `idle_s`, unless it is `standing`; the
-    owner closes it then. activity: how many jobs this worker has completed, for whomever, and how
-    many it holds a grant for; load: what it reports; all three set by the owner.
+    open_mover: connects to the decode worker's KV memory. Its blocking work runs in a thread.
+    on_revoke: called with each Revoke.
+    on_lost: called when the connection ends.
+    on_trial: called with each job of a self-check.
+    key: the cluster key. The decode worker must hold the same one.
+
+    Set by the owner:
+    on_idle: called when no job has needed the link for `idle_s`, unless the link is `standing`. The
+    owner then closes the link.
+    activity: returns how many jobs this worker has completed, and how many it has a grant for.
+    load: returns the load that this worker reports.
     """
 
     def __init__(
@@ -100,7 +108,7 @@ class DecodeLink:
         self._channel: Channel | None = None
         self._shared = SharedMover(lambda: open_mover(record), record.instance_id)
         self._up = asyncio.Event()
-        # Set while up, and while the last attempt to connect failed: nobody waits for the next one.
+        # Set while the link is up, and after a failed attempt to connect: nobody waits for another.
         self._known = asyncio.Event()
         self._welcomed = False
         self._silent = False
@@ -120,18 +128,19 @@ class DecodeLink:
             await self._task
 
     def when_over(self, call: Callable[[DecodeLink], None]) -> None:
-        """Call `call` when this link has ended."""
+        """Have `call` called when this link has ended."""
         self._task.add_done_callback(lambda _: call(self))
 
     def retire(self) -> None:
-        """The decode worker left the directory: it drains, or it is dead. What was granted goes on
-        while the connection stands; there is no reconnect."""
+        """Connect no more: the decode worker has left the directory, because it drains or is dead.
+
+        Granted jobs go on."""
         self.retired = True
         if not self.connected:
             self._task.cancel()
 
     def _idle(self) -> bool:
-        """Whether nothing needs this link, and nothing did for `idle_s`."""
+        """Whether nothing has needed this link for `idle_s`."""
         now = self._loop.time()
         if self.standing or self._replies or self._shared.in_use:
             self._needed_at = now
@@ -143,8 +152,10 @@ class DecodeLink:
         return self._up.is_set()
 
     async def wait_up(self, timeout_s: float) -> None:
-        """Raises PeerUnavailable when the decode worker does not welcome us in time, and at once
-        while it refuses to, is silent, or left the directory."""
+        """Wait until the decode worker has welcomed us.
+
+        Raises PeerUnavailable after `timeout_s`. Raises it at once if the decode worker refuses us,
+        is silent, or has left the directory."""
         if not self._known.is_set():
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(timeout_s):
@@ -182,9 +193,12 @@ class DecodeLink:
         return reply
 
     async def ready(self, make: Callable[[int], Ready]) -> CommitReply:
-        """Say that all is computed (made with the request id given). The answer comes when the
-        decode worker has read it, or does not need it; only the decode worker knows how long a
-        read may take."""
+        """Tell the decode worker that it can read the KV, and wait for its reply.
+
+        The reply comes when the read is over, or was not needed. There is no timeout here, because
+        only the decode worker knows how long a read may take.
+
+        make: makes the message with a given request id."""
         rid = next(self._rids)
         reply = await self._ask(rid, make(rid), _READ_S)
         assert isinstance(reply, CommitReply)
@@ -196,8 +210,9 @@ class DecodeLink:
         self.send(Leaving())
 
     def pause(self, why: str) -> None:
-        """Say at once, and with every Alive from now on, why this worker pulls no jobs. "": it
-        pulls."""
+        """Tell the decode worker why this worker pulls no jobs, now and with every Alive.
+
+        why: empty if it pulls."""
         self._why_not = why[:MAX_TEXT]
         self.send(self._alive())
 
@@ -217,7 +232,7 @@ class DecodeLink:
         return self._shared.route
 
     def mover_held(self) -> contextlib.AbstractContextManager[None]:
-        """The copier is not closed as idle meanwhile: for as long as a job needs it."""
+        """Keep the mover open inside the `with` block."""
         return self._shared.held()
 
     @property

@@ -1,8 +1,8 @@
-"""The links to decode workers of our model, as the directory sees them come and go.
+"""The links to all decode workers of our model that the directory lists.
 
-A link is made when one of two things needs it: this worker is one of those that stay connected to
-the decode worker (standing.py), or a job of that decode worker was pulled. A link that neither
-needs for a minute is closed. In a cluster of few prefill workers all links stay.
+A link is made in two cases: this worker is one of those that stay connected to the decode worker
+(standing.py), or a job of that decode worker was pulled. If it is needed for neither for a minute,
+it is closed. In a cluster of few prefill workers all links stay open.
 """
 
 from __future__ import annotations
@@ -29,18 +29,19 @@ logger = log.get("prefill_worker.links")
 _APPEAR_S = 2.0
 """How long a job waits for the link to a decode worker that is in the directory."""
 _UNKNOWN_S = 0.1
-"""How long it waits for a decode worker that was never there: the watch may be behind the job."""
+"""How long a job waits for a decode worker that the directory never listed. The directory may learn
+of it a little later than the job comes."""
 _REMEMBERED = 10_000
 LOAD_S = 0.1
-"""How old a report of this worker's load may be."""
+"""A report of this worker's load is used again for this long."""
 
 
 class Links:
-    """asyncio thread only.
+    """See the module. asyncio thread only.
 
-    compat: decode workers of another one are never connected.
-    most: prefill workers that stay connected to one decode worker.
-    idle_s: a link that nothing needs is closed after so long.
+    compat: decode workers with another one are never connected.
+    most: number of prefill workers that stay connected to one decode worker.
+    idle_s: a link that nothing needs is closed after this long.
     """
 
     def __init__(
@@ -68,7 +69,8 @@ class Links:
         self._standing = Standing(hello.prefill_instance, most)
         self._records: dict[str, WorkerRecord] = {}
         self._links: dict[str, DecodeLink] = {}
-        # Decode workers that left the directory. A record: it may drain, and nobody has tried yet.
+        # Decode workers that left the directory. With a record: it may still drain, so one attempt
+        # to connect is made. None: that was tried.
         self._gone: dict[str, WorkerRecord | None] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
@@ -78,11 +80,11 @@ class Links:
         self._loaded, self._loaded_at = Load(), -math.inf
         self.activity: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self.load: Callable[[], Load] = Load
-        """As of `DecodeLink`; set before `start`."""
+        """As in `DecodeLink`. Set both before `start`."""
         self._closed = False
 
     def start(self) -> None:
-        """Connect to those known now and follow who comes."""
+        """Connect to the decode workers in the directory, and follow its changes."""
         self._directory.subscribe(self._on_change)
         for role in ("prefill", "decode"):
             for record in self._directory.workers(role).values():
@@ -97,7 +99,7 @@ class Links:
             link.leave()
 
     def pause(self, why: str) -> None:
-        """Tell every decode worker why this worker pulls no jobs for now. "": it pulls again."""
+        """Tell every decode worker why this worker pulls no jobs. Empty: it pulls again."""
         self._why_not = why
         for link in self._links.values():
             link.pause(why)
@@ -109,7 +111,7 @@ class Links:
         await asyncio.gather(*self._closing, return_exceptions=True)
 
     def knows(self, instance_id: str) -> bool:
-        """Whether the decode worker is (still) in the directory, as far as etcd can tell."""
+        """Whether the decode worker is in the directory, as far as etcd tells."""
         return instance_id in self._records or not self._directory.reachable
 
     @property
@@ -123,14 +125,15 @@ class Links:
         return {name: route for name, route in routes.items() if route is not None}
 
     def is_up(self, instance_id: str) -> bool:
-        """Whether `find` finds it within a moment: it is connected, or nobody has tried yet."""
+        """Whether `find` may succeed at once: it is connected, or nobody has tried yet."""
         link = self._links.get(instance_id)
         return instance_id in self._records if link is None else link.connected
 
     async def find(self, instance_id: str) -> DecodeLink:
-        """The connected link to a decode worker, made now if there is none. Waits briefly for a
-        decode worker that is just appearing, and not for one that left the directory. Raises
-        PeerUnavailable."""
+        """Return the connected link to a decode worker. Makes it if there is none.
+
+        Waits briefly for a decode worker that the directory does not list yet, but not for one that
+        has left it. Raises PeerUnavailable."""
         deadline = asyncio.get_running_loop().time() + _UNKNOWN_S
         while (link := self._link_to(instance_id)) is None:
             if instance_id in self._gone:
@@ -146,13 +149,13 @@ class Links:
         return link
 
     def _link_to(self, instance_id: str) -> DecodeLink | None:
-        """The link there is, or a new one."""
+        """Return the link, or make one."""
         if (link := self._links.get(instance_id)) is not None or self._closed:
             return link
         if (record := self._records.get(instance_id)) is not None:
             return self._open(record)
         if (record := self._gone.get(instance_id)) is not None:
-            # It is dead, or it drains and has jobs left. One attempt to connect shows which.
+            # It is dead, or it drains and still has jobs. One attempt to connect tells which.
             self._gone[instance_id] = None
             link = self._open(record)
             link.retired = True
@@ -176,14 +179,14 @@ class Links:
         return link
 
     def _load(self) -> Load:
-        """As it is, or was within LOAD_S: it goes with each claim."""
+        """Return this worker's load, at most LOAD_S old. Each claim carries it."""
         now = asyncio.get_running_loop().time()
         if now - self._loaded_at >= LOAD_S:
             self._loaded, self._loaded_at = replace(self.load(), pool=self._standing.pool), now
         return self._loaded
 
     def _refresh(self) -> None:
-        """Bring the links to what is wanted. A link not wanted any more goes when it is idle."""
+        """Make the standing links. Links that are not standing any more end when they are idle."""
         if not self._started or self._closed:
             return
         wanted = self._standing.wanted()
@@ -193,7 +196,7 @@ class Links:
             self._open(self._records[name], standing=True)
 
     def _on_idle(self, link: DecodeLink) -> None:
-        """Nothing needs it."""
+        """Close a link that nothing needs."""
         if self._links.get(link.record.instance_id) is link:
             logger.debug("closing the idle link to %s", link.record.instance_id)
             del self._links[link.record.instance_id]
@@ -205,7 +208,7 @@ class Links:
         task.add_done_callback(self._closing.discard)
 
     def _on_end(self, link: DecodeLink) -> None:
-        """It ended by itself: its decode worker is gone."""
+        """Handle a link that has ended by itself, because its decode worker is gone."""
         if self._links.get(link.record.instance_id) is link:
             del self._links[link.record.instance_id]
             if not link.retired:  # the key came back while the link was ending
@@ -241,7 +244,7 @@ class Links:
             link.retire()
 
     def _came(self, new: WorkerRecord) -> None:
-        """It is new, or its record has changed."""
+        """Handle a decode worker that is new, or whose record has changed."""
         name = new.instance_id
         self._gone.pop(name, None)
         link = self._links.get(name)
@@ -261,7 +264,7 @@ class Links:
             self._close(link)
 
     def _warn(self, record: WorkerRecord) -> None:
-        """About a decode worker of our model that differs."""
+        """Warn about a decode worker that serves our model but is not compatible."""
         theirs = record.compat
         if theirs is None or theirs.model != self._compat.model:
             return

@@ -1,4 +1,4 @@
-"""How many prompt tokens this worker computes in a second of work, lately."""
+"""Measures how many prompt tokens this worker computes in a second of work."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pullfill.prefill_worker.task import PrefillTask
 from pullfill.wire import Load
 
 HALF_S = 10.0
-"""Of work, after which an older measurement counts half."""
+"""After this many seconds of work an older measurement counts half."""
 
 
 class Meter:
-    """`step` belongs to the engine thread; `load` may be called by any."""
+    """Call `step` on the engine thread. Any thread may call `load`."""
 
     def __init__(self) -> None:
         self._tokens = 0.0
@@ -20,8 +20,10 @@ class Meter:
         self._until = 0.0
 
     def step(self, tokens: int, planned: float, done: float) -> None:
-        """A step computed so many tokens. planned, done: when it was scheduled and had run; steps
-        in flight together share the time."""
+        """Note that a step computed `tokens` tokens.
+
+        planned, done: when the step was scheduled, and when it had run. Steps that are in flight at
+        the same time share that time."""
         seconds = done - max(planned, self._until)
         self._until = done
         if tokens and seconds > 0:
@@ -30,7 +32,7 @@ class Meter:
             self._seconds = self._seconds * weight + seconds
 
     def load(self, tasks: Iterable[PrefillTask]) -> Load:
-        """For decode workers. tasks: all under way."""
+        """Return the load to report to decode workers. tasks: all tasks under way."""
         done = sum((t.scheduled_blocks - t.first_target) * t.block_size for t in tasks)
         rate = self._tokens / self._seconds if self._seconds else 0.0
         return Load(tokens_per_s=min(rate, 1e12), done_tokens=max(0, done))

@@ -1,12 +1,14 @@
 """Copies KV blocks between this worker and one decode worker, in a lane of its own.
 
-FIFO: a prefix read, then the writes of each chunk as it was computed. While a chunk is written the
-engine computes the next one (the copy runs outside the GIL); with `push` it waits. A copy of less
-than a millisecond, with nothing before it, is made on the engine's own thread. With `pull`
-nothing is written: the blocks are kept, for the decode worker to read, until `let_go`. One mover
-per decode worker, so a stuck peer delays only its own jobs; it has a thread only while it has
-something to do (`lanes.py`). Every submitted operation ends with
-exactly one callback; that of the last kept one comes with `let_go`.
+Operations run in order: a prefix read, then the writes of each chunk once it is computed. While a
+chunk is written the engine computes the next one, because the copy does not hold the GIL. With
+`push` the engine waits instead. A copy of less than a millisecond, with nothing before it, is made
+on the engine's own thread. With `pull` nothing is written: the blocks are kept until `let_go`, for
+the decode worker to read.
+
+Each decode worker has a mover of its own, so a stuck peer delays only its own jobs. A mover has a
+thread only while it has work (`lanes.py`). Every submitted operation ends with exactly one
+callback. With `pull` the last callback comes with `let_go`.
 """
 
 from __future__ import annotations
@@ -53,10 +55,13 @@ class _Operation:
 
 
 class Mover:
-    """Owns one session. `close` ends it; operations still queued fail, and so do those submitted
-    later, at once and on the caller's thread. `memories`: what the session copies
-    from, of all ranks, for digests and credits. `why_not_better`: why no transport better than
-    the session's, for people."""
+    """Owns one session.
+
+    `close` ends it. Operations that are queued then fail. Operations that are submitted later fail
+    at once, on the caller's thread.
+
+    memories: the memory of each rank that the session copies from, for digests and credits.
+    why_not_better: why no better transport than the session's is used, for people."""
 
     def __init__(
         self,
@@ -83,7 +88,7 @@ class Mover:
 
     @property
     def moved_bytes(self) -> int:
-        """See PeerSession: whether the link copies anything, for whichever job."""
+        """See PeerSession. Grows while the session copies anything, for any job."""
         return self._session.moved_bytes
 
     @property
@@ -94,7 +99,7 @@ class Mover:
     def read(
         self, task: PrefillTask, remote: Sequence[int], local: Sequence[int], done: Done
     ) -> None:
-        """Fetch prefix blocks; `done` runs on a pool thread, or here before this returns."""
+        """Read prefix blocks. `done` runs on a pool thread, or inside this call."""
         self._submit(_Operation(task, "read", local, remote, False, done))
 
     def write(
@@ -200,13 +205,14 @@ class Mover:
             self._finish(operation, HandoffError(_ENDED if self._closed else _NO_THREAD))
 
     def _moved_now(self, operation: _Operation) -> bool:
-        """Do a small operation on the caller's thread if nothing is before it: to wake a thread and
-        to be woken by it takes longer than the copy. False: it is to wait for its turn."""
+        """Do a small operation on the caller's thread if nothing is queued before it.
+
+        Two wake-ups of threads take longer than the copy. Returns False if it must be queued."""
         task, now = operation.task, operation.verb != "keep" and len(operation.remote) > 0
         if not now or self._lane.busy or self._closed or task.cancelled or task.checked:
             return False
         if failpoints.armed():
-            return False  # a fault may hold it up
+            return False  # a failpoint may block the copy
         failure: BaseException | None = None
         move = self._session.move_now
         try:
@@ -221,7 +227,8 @@ class Mover:
         return moved
 
     def _put(self, call: Callable[[], object]) -> bool:
-        """False: there is no thread for it. Under the lock, so that nothing comes after the end."""
+        """Queue a call. Returns False if no thread can be started. Call it with the lock held, so
+        that nothing is queued after the end."""
         try:
             self._lane.put(call)
         except RuntimeError as exc:
@@ -257,7 +264,7 @@ class Mover:
         return exc
 
     def _read(self, operation: _Operation, move: _Move) -> bool:
-        """False: `move` did nothing."""
+        """Returns False if `move` did nothing."""
         task = operation.task
         failpoints.hit("prefill.before_read")
         result = move(task.fence, operation.remote, operation.local)
@@ -270,7 +277,7 @@ class Mover:
         return True
 
     def _write(self, operation: _Operation, move: _Move) -> bool:
-        """False: `move` did nothing."""
+        """Returns False if `move` did nothing."""
         task = operation.task
         if operation.remote:
             failpoints.hit("prefill.before_write")

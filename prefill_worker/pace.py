@@ -1,9 +1,10 @@
-"""How long one attempt may take: until its deadline, or for as long as it moves.
+"""Extends the deadline of an attempt while it makes progress.
 
-The deadline of a grant is an estimate. Nobody may have measured the link yet, or it may have become
-slower. An attempt that moves all the time would lose all its work by a deadline. So this worker
-looks at it several times before the deadline, and tells the decode worker that it moved. Both then
-allow it more time, counted from that moment. An attempt that stands still ends as before.
+The deadline of a grant is an estimate: the link may not be measured yet, or may have become slower.
+An attempt that makes progress must not lose its work to a wrong estimate. So this worker checks
+each attempt several times before its deadline. If it has made progress, the decode worker is told.
+Both then give it more time, counted from that moment. An attempt without progress ends at its
+deadline.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from pullfill.waits import Prompt
 from pullfill.wire import Grant, Progress
 
 _LOOKS = 4
-"""Looks before the deadline, at least."""
+"""The least number of checks before the deadline."""
 _EVERY_S = 1.0
 
 
 class Paces:
-    """Looks at all attempts of this worker, with one timer: nearly every attempt ends before its
-    first look. asyncio thread only."""
+    """Checks all attempts of this worker, with one timer: nearly all end before their first check.
+
+    asyncio thread only."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -54,8 +56,10 @@ class Paces:
 
 
 class Pace:
-    """Starts to count when it is made. timeout_s: how long the attempt may stand still after it
-    moved. look_at: when to look next."""
+    """The deadline of one attempt. Its time begins when this object is made.
+
+    timeout_s: how long the attempt may go on without progress after it has made some.
+    look_at: when the next check is due."""
 
     def __init__(self, paces: Paces, link: DecodeLink, grant: Grant, timeout_s: float) -> None:
         self._paces, self._link, self._grant = paces, link, grant
@@ -73,8 +77,7 @@ class Pace:
         return max(0.0, self._until - self._loop.time())
 
     def watch(self, task: PrefillTask, done: Prompt[None]) -> None:
-        """Look at the task from now on, until `stop`. Once its time is over `done` raises
-        TimeoutError."""
+        """Check the task until `stop`. After its deadline `done` raises TimeoutError."""
         self._task, self._done = task, done
         self.look_at = min(self._loop.time() + self._every_s, self._until)
         self._paces.add(self)
@@ -84,7 +87,7 @@ class Pace:
         self._paces.remove(self)
 
     def look(self) -> None:
-        """It is time to."""
+        """Check now."""
         if self._done.done():
             self.stop()
             return
@@ -99,8 +102,10 @@ class Pace:
             self._done.set_exception(TimeoutError())
 
     def _has_moved(self, task: PrefillTask) -> bool:
-        """Since the last look: more was computed, or the link copied while the task waits for it.
-        Copies for other jobs count too, since they are in front of it."""
+        """Whether the task has made progress since the last check.
+
+        It has if more was computed, or if the link has copied while the task waits for the link.
+        Copies for other jobs count, too, because they are in front of it."""
         computed, moved = task.scheduled_blocks, task.mover.moved_bytes
         more = computed > self._computed or (task.submitted > 0 and moved > self._moved)
         self._computed, self._moved = computed, moved

@@ -1,12 +1,15 @@
-"""Pulls jobs while there is budget, in tokens: enough that the engine has the next prompt while the
-last one's blocks are being written, and no more, so that other workers get the rest. Behind a
-prompt as long as the whole budget nothing is pulled: whoever is free sooner may have the next.
-Jobs count from their grant on (budget.py). Deliveries without one are bounded by their number.
+"""Pulls jobs while there is budget, in prompt tokens.
 
-While a decode worker has no KV credit left (credits.py) nothing is pulled: the next job may be its
-own. That lasts `patience_s` at most, then there is one more pull, whose jobs may be for others. One
-that says nothing for as long loses its link (link.py), and its credits are written off. So a slow
-decode worker delays the others by that long at a time, a stopped one by that long once."""
+The budget is large enough that the engine has the next prompt while the blocks of the last one are
+written. It is not larger, so that other workers get the rest. A prompt that fills the budget stops
+the pulling: a worker that is free sooner may take the next job. Jobs count from their grant
+(budget.py). The number of deliveries without a grant is limited, too.
+
+While a decode worker has no KV credit left (credits.py), nothing is pulled, because the next job
+may be of that decode worker. After `patience_s` there is one more pull all the same. So a slow
+decode worker delays the jobs of others by `patience_s` each time. A stopped one does so only once:
+its link ends after that time of silence (link.py), and its credits are written off.
+"""
 
 from __future__ import annotations
 
@@ -24,16 +27,18 @@ from pullfill.wire import SILENT_S
 logger = log.get("prefill_worker.puller")
 
 MAX_WAITING = 64
-"""Deliveries without a grant at which to stop pulling."""
+"""Stop pulling at this many deliveries without a grant."""
 _WAIT_S = 2.0
 _LEAST_TOKENS = 4096
 
 
 def budget_of(step_tokens: int) -> int:
-    """Prompt tokens under way at which to stop pulling. step_tokens: what a step computes at most.
+    """Return the budget of the puller.
 
-    Two steps' worth: while one prompt is written, the next is computed. But steps may be small, and
-    prompts are none the shorter for it.
+    Two steps' worth: while one prompt is written, the next is computed. But at least _LEAST_TOKENS,
+    because small steps do not make prompts shorter.
+
+    step_tokens: most tokens in a step.
     """
     return max(_LEAST_TOKENS, 2 * step_tokens)
 
@@ -65,16 +70,16 @@ class Puller:
         self._task = asyncio.create_task(self._run())
 
     def changed(self) -> None:
-        """A job ended, credits came back, or NATS answers again: a pull may bring something."""
+        """Pull soon: a job has ended, there is credit again, or NATS answers again."""
         self._room.ring()
 
     def pause(self, paused: bool) -> None:
-        """Take nothing for a while. What a pull under way still brings is given back."""
+        """Stop or continue pulling. While paused, jobs of a pull under way are given back."""
         self._paused = paused
         self._room.ring()
 
     async def stop(self) -> None:
-        """Take nothing any more. Jobs under way go on."""
+        """Stop pulling for good. Jobs under way go on."""
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -84,7 +89,7 @@ class Puller:
             await self._consumer.drain()
 
     async def _wait_for_credits(self) -> None:
-        """Until every decode worker has some, `patience_s` at most."""
+        """Wait until every decode worker has credit, `patience_s` at most."""
         if not (gone := self._credits.gone):
             return
         logger.info("pulling nothing: no KV credits left for %s", ", ".join(gone))
@@ -109,8 +114,8 @@ class Puller:
                 await self._wait_for_room(_WAIT_S)
                 continue
             try:
-                # One: to ask for more would keep it waiting for the answer that there are none. The
-                # next pull finds the next one as soon.
+                # One job per pull. A pull for more would wait until it knows that there are no
+                # more. The next pull gets the next job just as soon.
                 wait_s = beat.before(loop.time() + _WAIT_S, _WAIT_S / 2) - loop.time()
                 deliveries = await self._consumer.pull(free_tokens, 1, wait_s)
                 pause = 0.1
@@ -122,7 +127,9 @@ class Puller:
                 continue
             for delivery in deliveries:
                 if self._paused:
-                    with contextlib.suppress(PullfillError):  # it comes again by itself
+                    with contextlib.suppress(
+                        PullfillError
+                    ):  # if this fails, the queue delivers it again
                         await delivery.nak()
                 else:
                     self._runner.start(delivery)

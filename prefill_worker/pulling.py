@@ -1,7 +1,7 @@
-"""Whether this worker can pull jobs; those who must know are told at once, by `Alive`.
+"""Tells decode workers at once, by `Alive`, when this worker can pull no jobs, or can again.
 
-A worker that cannot pull must not count: decode workers would queue jobs that nobody takes.
-asyncio thread only.
+Decode workers must not count a worker that cannot pull. Otherwise they would queue jobs that nobody
+takes. asyncio thread only.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ logger = log.get("prefill_worker")
 
 
 class Pulling:
-    """Follows NATS and the engine for as long as the worker lives."""
+    """Watches NATS and the engine. Lives as long as the worker."""
 
     def __init__(self, links: Links, puller: Puller, nats: Health) -> None:
         self._links = links
@@ -27,7 +27,7 @@ class Pulling:
         self._look()
 
     def engine_stuck(self, stuck: bool) -> None:
-        """The engine takes no steps, or does again."""
+        """Note that the engine is stuck, or takes steps again."""
         self._stuck = stuck
         self._puller.pause(stuck)
         self._look()

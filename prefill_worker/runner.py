@@ -1,12 +1,13 @@
-"""One pulled job from delivery to settlement, and all that are under way.
+"""Runs pulled jobs, each from its delivery until its message is settled.
 
     deliver → check → claim → (prefix read, compute, write: engine and mover) → commit → ack
 
-The message is settled once: ack when the job is committed or nobody needs it any more, nak when
-another worker may do better, term when it is poison. It is left alone where somebody else settles
-it: another worker that holds the job, or the decode worker, when the link to it broke. While a job
-runs a heartbeat keeps the queue from handing it to another worker. Nothing here is trusted twice:
-the job's blocks are written only under a grant whose digest says that they are the published ones.
+The message is settled once: ack when the job is committed or not needed any more, nak when another
+worker may succeed, term when the job is poison. It is not settled here if somebody else does:
+another worker that holds the job, or the decode worker when the link to it broke.
+
+While a job runs, a heartbeat keeps the queue from giving it to another worker. Blocks are written
+only under a grant, whose digest proves that the decode worker published these block IDs.
 """
 
 from __future__ import annotations
@@ -53,12 +54,14 @@ STALE = "stale"
 """What a decode worker says of a commit whose attempt is not the current one any more."""
 _GRANTED = metrics.CLAIM.labels("granted")
 _TRIES_OUT_OF_REACH = 2
-"""Deliveries for which another worker may do better; then the decode worker computes it itself."""
+"""After this many deliveries the decode worker computes the prompt itself."""
 
 
 class JobRunner:
-    """Runs deliveries as asyncio tasks. `idle` is set while none is under way. heartbeat_s,
-    max_deliver: as the queue has them now. readers: who may read our own memory."""
+    """Runs deliveries as asyncio tasks. `idle` is set while none is under way.
+
+    heartbeat_s, max_deliver: return the current settings of the queue. readers: decode workers that
+    read our memory. on_change: called when a job has ended or the budget has room."""
 
     def __init__(
         self,
@@ -95,17 +98,16 @@ class JobRunner:
 
     @property
     def waiting(self) -> int:
-        """Deliveries in hand that have no grant."""
+        """Number of deliveries without a grant."""
         return self._budget.waiting
 
     @property
     def in_flight_tokens(self) -> int:
-        """What counts against the budget (budget.py)."""
+        """Tokens that count against the budget (budget.py)."""
         return self._budget.tokens
 
     def start(self, delivery: Delivery) -> None:
-        """Run a delivery. A second delivery of a job that runs here replaces the handle that is
-        settled at the end."""
+        """Run a delivery. If its job runs here already, that run settles this newer one."""
         if not self._deliveries.take(delivery):
             return
         self._budget.pulled(delivery.job_id, delivery.tokens)
@@ -121,23 +123,23 @@ class JobRunner:
         self._on_change()
 
     async def abandon(self) -> None:
-        """Stop now: hand every job back to the queue and to its decode worker."""
+        """Stop now. Hands every job back to the queue and to its decode worker."""
         while self._jobs:
             for job in list(self._jobs):
                 job.cancel()
             await asyncio.gather(*self._jobs, return_exceptions=True)
             for job, delivery in list(self._jobs.items()):
                 if job.done() and delivery is not None:
-                    self._ended(job, delivery)  # cancelled before it began
+                    self._ended(job, delivery)  # the task was cancelled before it began
 
     def running(self) -> Iterable[Delivery]:
-        """The deliveries that are worked on here."""
+        """The deliveries that this worker works on."""
         return self._deliveries.running()
 
     # ------------------------------------------------------------------ events from links
 
     def revoked(self, link: DecodeLink, revoke: Revoke) -> None:
-        """The decode worker takes the grant back: stop, then say so when no copy runs."""
+        """Stop an attempt that the decode worker revokes. Answer once no copy runs."""
         if (opening := self._opening.get(revoke.job_id)) is not None:
             metrics.STALE_REFUSED.labels("revoked").inc()
             opening.revoke(revoke.attempt)
@@ -179,7 +181,7 @@ class JobRunner:
             await self._handle(delivery)
         except asyncio.CancelledError:
             with contextlib.suppress(Exception):
-                # The delay lets the HandBack arrive before another worker's claim.
+                # The delay lets our HandBack reach the decode worker before another claim does.
                 await self._deliveries.settle(delivery, "nak", delay_s=AGAIN_S)
             raise
         except BadMessage as exc:
@@ -191,7 +193,7 @@ class JobRunner:
             logger.exception("job %s failed; giving it back", delivery.job_id)
             await self._deliveries.settle(delivery, "nak")
         finally:
-            # Not a callback of the task: that would cost a turn of the loop.
+            # A done callback would cost a turn of the loop.
             if (me := asyncio.current_task()) is not None:
                 self._ended(me, delivery)
 
@@ -214,8 +216,8 @@ class JobRunner:
             await self._work(link, job, tokens, grant, delivery, claim_ms, opening)
         except ClaimRefused as exc:
             metrics.CLAIM.labels(exc.reason).inc()
-            # The holder of a job in progress keeps its message alive and settles it. The queue
-            # delivers no message again after the last delivery; it would become a dead letter.
+            # The worker that holds a job in progress keeps its message alive and settles it. But
+            # the last delivery is acked here: without that it would become a dead letter.
             if exc.reason != RefuseReason.IN_PROGRESS or delivery.number >= self._max_deliver():
                 await self._deliveries.settle(delivery, "ack")
         except LinkLost as exc:
@@ -228,11 +230,11 @@ class JobRunner:
     async def _out_of_reach(
         self, job: PrefillJob, delivery: Delivery, why: PeerUnavailable
     ) -> None:
-        """No claim, because the decode worker does not answer. It deletes the job when it gives it
-        up: a job that nobody can claim must last until then, and is no dead letter."""
+        """Settle a job that could not be claimed, because its decode worker cannot be reached. It
+        must stay in the queue, and be no dead letter, until the decode worker deletes it."""
         delay_s: float | None = None
-        # A decode worker that is not in the directory is gone. Or it is not in ours yet, or it
-        # drains and others have a link to it: so the first delivery is left to others.
+        # A decode worker that our directory does not list may be gone. Or it is not listed yet, or
+        # it drains and others have a link to it. So the first delivery is left to other workers.
         if self._links.knows(job.decode_instance) or delivery.number == 1:
             delay_s = patience(job.timeout_s, delivery.number, self._max_deliver())
         logger.info("job %s: %s%s", job.job_id, why, "" if delay_s else "; dropped")
@@ -241,7 +243,7 @@ class JobRunner:
     async def _claim(
         self, link: DecodeLink, job: PrefillJob, delivery: Delivery, opening: Opening
     ) -> tuple[DecodeLink, Grant]:
-        """A grant, and the link that it came over. Raises ClaimRefused, PeerUnavailable."""
+        """Claim the job. Returns the grant and its link. Raises ClaimRefused, PeerUnavailable."""
         give_up = time.monotonic() + job.timeout_s
         while True:
             opening.lost = False
@@ -250,8 +252,7 @@ class JobRunner:
                     job.job_id, job.incarnation, delivery.number, delivery.ack_subject
                 )
             except LinkLost as lost:
-                # Nobody here knows whether the job was granted. A claim over a new link finds out.
-                try:
+                try:  # the job may have been granted: a claim over a new link tells
                     link = await self._links.find(job.decode_instance)
                 except PeerUnavailable:
                     raise lost from None
@@ -285,8 +286,7 @@ class JobRunner:
             give_back("stopping", retry=True)
             raise
         except (Revoked, Fenced) as exc:
-            # The message is not ours to settle any more: it was deleted, or another worker has a
-            # newer delivery of it.
+            # Do not settle the message: it was deleted, or another worker has a newer delivery.
             self.failed += 1
             give_back(str(exc), retry=True)
             logger.info("job %s attempt %d: %s", job.job_id, grant.attempt, exc)
@@ -314,8 +314,8 @@ class JobRunner:
         self, job: PrefillJob, tokens: list[int], grant: Grant, delivery: Delivery,
         give_back: HandBackOnce,
     ) -> bool:  # fmt: skip
-        """Whether to go on. Raises BadMessage if the job is poison: nothing that happens later says
-        so, for what is strange then was said by a peer."""
+        """Whether the job can run here. If not, it is handed back and acked. Raises BadMessage if
+        the job is poison. Only this check may say so: later errors are caused by peers."""
         try:
             attempt.check(
                 job, delivery.body, tokens, grant, block_size=self._engine.block_size,
@@ -350,8 +350,8 @@ class JobRunner:
                 async with asyncio.timeout(pace.left_s):
                     mover = await opening.unless_over(grant.attempt, link.mover())
             if grant.incarnation != link.record.incarnation:
-                # It has registered again and this link does not know yet: its memory would refuse
-                # us, and only the next link can write.
+                # The decode worker has registered again since this link was made: only a new link
+                # can write into its memory.
                 raise Renewed(f"{job.decode_instance} has registered again")
             opening.check(grant.attempt)
             self._opening.pop(job.job_id)
@@ -387,7 +387,7 @@ class JobRunner:
         else:
             reply = await link.commit(
                 lambda rid: attempt.commit(rid, task, grant, measured),
-                # With digests it may have gigabytes to read, but no longer than it has for the job.
+                # To compare digests it may read gigabytes. It has until the job's deadline.
                 check_s=grant.deadline_s if task.digest is not None else 0.0,
             )
         failpoints.hit("prefill.before_ack")
@@ -396,5 +396,5 @@ class JobRunner:
         else:
             self.failed += 1
             logger.warning("commit of job %s refused: %s", task.job_id, reply.reason)
-        if reply.reason != STALE:  # else as after a revoke: the message may be another worker's now
+        if reply.reason != STALE:  # if stale, another worker may have the message
             await self._deliveries.settle(delivery, "ack")

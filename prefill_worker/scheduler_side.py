@@ -47,8 +47,11 @@ class Reports:
 
 @dataclass(slots=True)
 class StepPlan:
-    """What one step brings: writes of what it computes, and prefix reads that wait for it.
-    tokens, planned: how many it computes, and when it was scheduled."""
+    """What to do when one step has run: write the blocks that it computes, and begin prefix reads
+    that had to wait for it.
+
+    tokens: number of tokens that it computes.
+    planned: when it was scheduled."""
 
     writes: list[Write] = field(default_factory=list)
     reads: list[Write] = field(default_factory=list)
@@ -79,8 +82,9 @@ class SchedulerSide:
         return bool(self._reads_done or self._reads_failed or self._sends_done)
 
     def take_in(self) -> tuple[set[str], set[str]]:
-        """Requests whose prefix was read, and finished ones whose blocks nobody reads any more:
-        taken between steps, vLLM is told without a step. Failed reads wait for `plan`."""
+        """Return requests whose prefix was read, and finished ones whose blocks nobody reads.
+
+        Called between steps, so that vLLM is told without a step. Failed reads wait for `plan`."""
         reads, sent = set[str](), set[str]()
         while self._reads_done:
             reader, failure = self._reads_done.popleft()
@@ -89,7 +93,7 @@ class SchedulerSide:
                 continue
             self._reads_failed.append(reader)
             if not reader.cancelled:
-                # The prefix can be computed here as well; the job goes on.
+                # The job goes on: the prefix is computed here.
                 logger.warning("prefix read for job %s failed: %s", reader.job_id, failure)
         while self._sends_done:
             sent.add(self._sends_done.popleft())

@@ -1,9 +1,11 @@
 """One decode worker's mover, shared by all jobs that write to it; connected at first use.
 
-A KV port that drops packets, or accepts and says nothing, takes seconds to give up. Jobs of this
-decode worker wait for one attempt together, and share its failure for a while after it: they go
-back to the queue at once, and this worker's places go to jobs of others. A mover that no job has
-used for `IDLE_S` is closed, and made again at the next use. asyncio thread only.
+If a KV port drops packets, or accepts and then says nothing, an attempt to connect takes seconds to
+fail. So all jobs of the decode worker wait for one attempt. For a while after it failed, its jobs
+fail at once and go back to the queue, so that this worker can serve other decode workers.
+
+A mover that no job has used for `IDLE_S` is closed, and made again at the next use. asyncio thread
+only.
 """
 
 from __future__ import annotations
@@ -52,13 +54,14 @@ class SharedMover:
 
     @property
     def current(self) -> Mover | None:
-        """None before the first success, after `drop`, and while idle."""
+        """The mover. None before the first success, after `drop`, and if closed as idle."""
         return self._mover
 
     @property
     def route(self) -> dict[str, object] | None:
-        """Over what it writes, or wrote before it was closed as idle, and why over nothing
-        better; None before the first write."""
+        """The transport that it uses, or used before it was closed as idle, and why no better one.
+
+        None before the first write."""
         return _route_of(self._mover) if self._mover is not None else self._rested
 
     @property
@@ -67,8 +70,9 @@ class SharedMover:
         return self._idle.in_use or (self._mover is not None and self._mover.busy)
 
     def held(self) -> AbstractContextManager[None]:
-        """The mover is not closed as idle meanwhile. A job takes this before it asks for the
-        mover, and keeps it until it submits nothing more."""
+        """Keep the mover open inside the `with` block.
+
+        A job enters it before it asks for the mover, and leaves it after its last operation."""
         return self._idle.used()
 
     async def get(self) -> Mover:
@@ -104,7 +108,7 @@ class SharedMover:
         self.drop()
 
     def _rest(self) -> bool:
-        """Nobody has held the mover for a while."""
+        """Close the mover, which nobody has held for a while."""
         mover = self._mover
         if mover is not None and mover.busy:
             return False
@@ -134,7 +138,7 @@ class SharedMover:
             else:
                 self._mover = mover
                 self.forgive()
-                self._idle.start()  # those who asked may all have left
+                self._idle.start()  # all jobs that asked may have left
         finally:
             self._attempt = None
 

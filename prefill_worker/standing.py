@@ -1,13 +1,14 @@
 """Which decode workers a prefill worker stays connected to while it has no job of them.
 
-A connection for each pair of workers would be 65,536 of them with 256 workers of each kind. So each
-decode worker is connected to the `most` prefill workers that rank highest for it, and each prefill
-worker to its own `LEAST` best decode workers, however many prefill workers there are. Everything
-else is connected when a job needs it (links.py).
+With 256 workers of each kind, a connection for each pair would be 65,536 connections. So each
+decode worker stays connected to the `most` prefill workers that rank highest for it. In addition
+each prefill worker stays connected to the `LEAST` decode workers that rank highest for it. Other
+pairs connect when a job needs it (links.py). With `most` prefill workers or fewer every pair is
+connected.
 
-The rank of a pair is a hash of the two names (rendezvous hashing). So all prefill workers agree
-without a word, and a worker that comes or goes changes only its own connections and those that take
-its place. With `most` prefill workers or fewer every pair is connected.
+The rank of a pair is a hash of the two names (rendezvous hashing). So all prefill workers compute
+the same ranks without talking to each other. A worker that comes or goes changes only its own
+connections and those that replace them.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from hashlib import blake2b
 from pullfill.config import STANDING_LINKS
 
 LEAST = 4
-"""Decode workers that a prefill worker stays connected to. So one that no decode worker can reach
-shows, in a fleet of far more prefill workers than decode workers too."""
+"""How many decode workers a prefill worker stays connected to at least. So a prefill worker that no
+decode worker can reach is noticed, also if there are far more prefill than decode workers."""
 
 
 def key(name: str) -> int:
