@@ -1,6 +1,6 @@
-"""The processes of one `up`: started, and recorded in cluster.json.
+"""Starts the processes of one `up` and records them in cluster.json.
 
-Owner: the Supervisor, which holds the lock of the state directory whenever it starts one.
+Owner: the Supervisor. It holds the lock of the state directory while it starts a process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class StartFailed(UnavailableError):
 
 
 class Children:
-    """cluster: what cluster.json says; written after every change."""
+    """See the module. cluster: the content of cluster.json, which is written after every change."""
 
     def __init__(self, cluster: ClusterFile, state: StateDir, view: ProcessView) -> None:
         self.cluster = cluster
@@ -38,11 +38,11 @@ class Children:
         return list(self._running)
 
     def spec(self, name: str) -> ProcessSpec:
-        """How the process was started last."""
+        """Return how the process was last started."""
         return self._specs[name]
 
     def entry(self, name: str) -> ProcessEntry:
-        """Its record in cluster.json."""
+        """Return the process's record in cluster.json."""
         return next(entry for entry in self.cluster.processes if entry.name == name)
 
     def launch(self, spec: ProcessSpec, note: str = "", restarts: int = 0) -> ProcessEntry:
@@ -65,7 +65,7 @@ class Children:
             restarts=restarts,
         )
         entries = {e.name: e for e in self.cluster.processes}
-        entries[spec.name] = entry  # in the place it had
+        entries[spec.name] = entry  # keeps its place
         self.cluster.processes = list(entries.values())
         self._state.write_cluster(self.cluster)
         again = f"pid {child.pid}, restarts: {restarts}" if restarts else ""
@@ -73,26 +73,26 @@ class Children:
         return entry
 
     def raise_if_dead(self, name: str) -> None:
-        """Raises StartFailed with the end of its log when the process has ended."""
+        """Raise StartFailed, with the end of its log, if the process has ended."""
         code = self._running[name].poll()
         if code is not None:
             self._view.set(name, "failed", exit_words(code))
             raise StartFailed(self.describe(name, f"died while starting ({exit_words(code)})"))
 
     def describe(self, name: str, what: str) -> str:
-        """`what` happened to the process, and the end of its log."""
+        """Return a message: `what` happened to the process, and the end of its log."""
         log = self._state.log_of(name)
         lines = "".join(f"\n    {line}" for line in tail(log))
         return f"{name} {what}; its log ends with:{lines}\n  whole log: {log}"
 
     def let_go(self) -> None:
-        """The processes go on without this one."""
+        """Let the processes outlive this one."""
         for child in self._running.values():
-            # They are init's from now on; do not warn that they still run.
+            # Popen would warn that they still run.
             child.returncode = child.poll() or 0
 
     def reap(self) -> None:
-        """Collect what has ended."""
+        """Reap the children that have ended."""
         for child in self._running.values():
             with suppress(subprocess.TimeoutExpired):
                 child.wait(timeout=1)

@@ -279,7 +279,7 @@ cli_roles.register(app)
 
 
 def _in_words(exc: OSError) -> str:
-    """What the system refused, and what to do about it."""
+    """Return what the system refused, and what to do about it."""
     what = f"{exc.filename}: {exc.strerror}" if exc.filename else str(exc.strerror)
     if exc.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"{what}. Free some space, or choose another disk: --state-dir DIR"

@@ -107,7 +107,7 @@ def engine_flags(model: str, *, gpus: int, workers: int) -> list[str]:
     flags: list[str] = list(DEMO_FLAGS) if model == DEMO else []
     if not gpus:
         return flags + list(CPU_FLAGS[DEMO if model == DEMO else "other"])
-    # vLLM asks for this share to be free at start, also when the bytes of the KV cache are given.
+    # vLLM refuses to start unless this share is free, also if the KV cache's size is given.
     share = GPU_MEMORY_SHARE / max(1, math.ceil(workers / gpus))
     flags.append(f"--gpu-memory-utilization={share:.3f}")
     return [*flags, f"--{KV_BYTES}={1 << 30}"] if model == DEMO else flags
@@ -124,8 +124,11 @@ def role_flags(role: str, arguments: Sequence[str], *, gpus: int) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where one worker runs: CPU cores (empty: anywhere) and GPUs, by their index among those that
-    this process may use. ranks: processes that compute; they share the cores."""
+    """Where one worker runs.
+
+    cores: CPU cores. Empty: any. The worker's ranks share them.
+    gpus: indices among the GPUs that this process may use.
+    ranks: number of processes that compute."""
 
     cores: tuple[int, ...] = ()
     gpus: tuple[int, ...] = ()
@@ -135,11 +138,15 @@ class Placement:
 def place(
     ranks: Sequence[int], *, cores: Sequence[int], gpus: int, pin: bool, one_core: bool
 ) -> list[Placement]:
-    """One placement for each worker. ranks: TP x PP of each.
+    """Return a placement for each worker.
 
-    GPUs: each rank has one of its own. Workers of one rank share GPUs when there are too few.
-    On CPU a worker that shares cores with another loses more to the fight than it wins by more
-    threads: each gets its own share, one core for each rank of a small model (`one_core`).
+    On GPUs each rank gets a GPU of its own. Workers of one rank share GPUs if there are too few.
+
+    On CPU each worker gets cores of its own: to share cores with another worker costs more than
+    more threads bring.
+
+    ranks: TP x PP of each worker.
+    one_core: give each rank one core only, for a small model.
     """
     if gpus:
         firsts = [sum(ranks[:index]) for index in range(len(ranks))]
@@ -164,7 +171,7 @@ def place(
 
 
 def starts_after(places: Sequence[Placement]) -> list[int | None]:
-    """For each worker, by index: the worker that must be ready before it starts, None if none.
+    """For each worker, return the index of the worker that must be ready before it starts, or None.
 
     vLLM sizes its KV cache by what the GPU's memory lost while it loaded its model. Of two workers
     that load on one GPU at the same time, each would count the other's memory as its own.
@@ -195,9 +202,9 @@ def other_cores(workers: Sequence[Placement], decode: int, cores: Sequence[int])
 def worker_env(
     base: Mapping[str, str], placement: Placement, *, local_model: bool
 ) -> dict[str, str]:
-    """Environment of a worker or frontend; what the user set stays.
+    """Return the environment of a worker or frontend. Variables that the user has set stay.
 
-    GPU: the worker sees its own devices only.
+    On GPUs a worker sees only its own devices.
     """
     env = dict(base)
     env.setdefault("VLLM_NO_USAGE_STATS", "1")

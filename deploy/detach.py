@@ -1,8 +1,8 @@
-"""`up --detach`: the cluster's supervisor goes on in the background, the command returns.
+"""`up --detach`: the command returns, and the cluster's supervisor goes on in the background.
 
-The command forks before it starts anything. The child is the supervisor; it has a session of its
-own and keeps the output until it calls `Background.ready`. The parent passes signals on and returns
-what became of the start.
+The command forks before it starts anything. The child is the supervisor. It has a session of its
+own, and writes to the terminal until it calls `Background.ready`. The parent passes signals to it,
+and its exit code tells whether the cluster has started.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Background:
         self._pipe = pipe
 
     def ready(self, log: Path) -> None:
-        """Let the parent return; output goes to `log` from now on."""
+        """Let the parent return. Output goes to `log` from now on."""
         sys.stdout.flush()
         sys.stderr.flush()
         try:
@@ -44,10 +44,11 @@ class Background:
 
 
 def to_background() -> Background | int:
-    """Fork. In the child a Background; in the parent, once the child is ready or has ended, the
-    exit code of the command. Nothing may run in this process but the calling thread.
+    """Fork. No other thread may run in this process.
 
-    Raises UnavailableError in the parent when the child was killed before it was ready.
+    In the child, return a Background. In the parent, wait until the child is ready or has ended,
+    and return the command's exit code. The parent raises UnavailableError if the child was killed
+    before it was ready.
     """
     reading, writing = os.pipe()
     sys.stdout.flush()
@@ -57,7 +58,7 @@ def to_background() -> Background | int:
         os.setsid()
         stdin = os.open(os.devnull, os.O_RDONLY)
         os.dup2(stdin, 0)
-        # What the caller had open, e.g. a lock or a pipe, must not stay open with the cluster.
+        # Close what the caller had open, such as a lock or a pipe. The cluster must not keep it.
         os.closerange(3, writing)
         os.closerange(writing + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         return Background(writing)

@@ -45,9 +45,9 @@ def gpu_count() -> int:
 
 
 def detect() -> str:
-    """`cpu` or `cuda13`: PULLFILL_DEVICE, else what nvidia-smi says of the driver.
+    """Return `cpu` or `cuda13`: PULLFILL_DEVICE if set, else by the driver that nvidia-smi reports.
 
-    Raises ValueError, with what to do, when PULLFILL_DEVICE is neither or the driver is too old.
+    Raises ValueError, which says what to do, if PULLFILL_DEVICE is neither or the driver too old.
     """
     wanted = os.environ.get(DEVICE_ENV)
     if wanted:
@@ -66,7 +66,7 @@ def detect() -> str:
 
 
 def why_not_mig() -> str | None:
-    """Why `up` cannot use GPUs that MIG has split, for people; None if it can.
+    """Return why `up` cannot use GPUs that MIG has split, for people. None: it can.
 
     Workers in one MIG instance share its memory. Between two instances no transport moves KV: CUDA
     allows neither IPC nor copies there.

@@ -200,9 +200,9 @@ async def _dead_letters(ref: ClusterRef) -> dict[str, int]:
     import nats
 
     async def quiet(_: Exception) -> None:
-        """What matters is raised; the client would also print a traceback."""
+        """Keep the client from printing tracebacks. Errors that matter are raised."""
 
-    # Without a bound the first dial is tried 60 times, two seconds apart.
+    # Without a limit the client tries the first connection 60 times, every two seconds.
     client = await nats.connect(
         split_urls(ref.nats_url),
         connect_timeout=2,

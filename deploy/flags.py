@@ -1,4 +1,4 @@
-"""Checks of the vLLM flags that the user gave. Each refusal is one line, before anything starts."""
+"""Checks the user's vLLM flags before anything starts. Each refusal is one line."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ _SIZE = ("data-parallel-size", "dp")
 
 
 def check(arguments: Sequence[str]) -> None:
-    """Raises ConfigError for a stray word, for a flag that pullfill sets itself, and for what
-    workers cannot do."""
+    """Refuse stray words, flags that pullfill sets itself, and flags that workers do not support.
+
+    Raises ConfigError."""
     try:
         groups = group_flags(arguments)
     except ValueError as exc:
@@ -36,8 +37,8 @@ def check(arguments: Sequence[str]) -> None:
 
 
 def check_plain_http(arguments: Sequence[str]) -> None:
-    """`up` could not ask a frontend that speaks TLS whether it is ready: it does not know whose
-    certificate to believe."""
+    """Refuse TLS flags for `up`: it does not know which certificate to trust, so it could not ask a
+    frontend whether it is ready. Raises ConfigError."""
     for flag in (argument.split("=", 1)[0].replace("_", "-") for argument in arguments):
         if flag.startswith("--ssl-"):
             raise ConfigError(
@@ -47,10 +48,9 @@ def check_plain_http(arguments: Sequence[str]) -> None:
 
 
 def of_role(option: str, text: str | None, own: Collection[str]) -> list[str]:
-    """The vLLM flags in the value of `--decode-args` or `--prefill-args`.
+    """Return the vLLM flags in the value of `--decode-args` or `--prefill-args`.
 
-    own: options of pullfill itself. They are refused, as those are not vLLM's to read.
-    Raises ConfigError, one line.
+    own: options of pullfill itself. They are refused here. Raises ConfigError, one line.
     """
     try:
         arguments = shlex.split(text or "")

@@ -35,7 +35,7 @@ VENV_ENV = "PULLFILL_VENV"
 TRAP = ("torchvision", "torchaudio", "torchcodec")
 SMOKE = {
     "cpu": "import torch, transformers, vllm, nats, etcd3, typer",
-    # Where a package index has CPU builds as well, pip prefers them: 2.13.0+cpu is after 2.13.0.
+    # If a package index also has CPU builds, pip prefers them: 2.13.0+cpu sorts after 2.13.0.
     "cuda": "import torch; assert torch.version.cuda, 'pip found a CPU build of torch'; "
     "import transformers, vllm, nats, etcd3, typer, cupy",
 }

@@ -1,6 +1,6 @@
-"""Starts again what died, for as long as `up` is there: pauses that grow, and an end to them.
+"""Restarts processes that died, while `up` runs. Pauses grow, and after many deaths it gives up.
 
-Nothing here polls: a pidfd tells when a process has ended. Each start happens under the lock of the
+Nothing polls: a pidfd tells when a process has ended. Each start happens under the lock of the
 state directory, so `pullfill down` never misses a process.
 """
 
@@ -28,14 +28,14 @@ _LOCK_POLL_S = 0.1
 
 
 class Deaths:
-    """When one process died, and what follows from that."""
+    """The deaths of one process."""
 
     def __init__(self) -> None:
         self._at: deque[float] = deque(maxlen=MAX_DEATHS)
         self._pause = 0.0
 
     def pause(self, now: float) -> float | None:
-        """The process died at `now`: seconds to wait before it is started again.
+        """Note a death at `now`. Returns the seconds to wait before the process is started again.
 
         Pauses double until the process has run for WINDOW_S. None: give up, since the process died
         MAX_DEATHS times within WINDOW_S.
@@ -52,7 +52,7 @@ class Deaths:
 class Keeper:
     """Watches the children of one `up`.
 
-    stop: set by a signal; nothing is started again from then on.
+    stop: set by a signal. Nothing is started after that.
     """
 
     def __init__(
@@ -73,17 +73,17 @@ class Keeper:
         self.gave_up: set[str] = set()
 
     def stopped(self) -> bool:
-        """Processes end because somebody asked: by a signal, or with `pullfill down`."""
+        """Whether the cluster is being stopped, by a signal or by `pullfill down`."""
         return self._stop.is_set() or self.stopped_by_down()
 
     def stopped_by_down(self) -> bool:
-        """`pullfill down` is at work, or is done and has removed the record of this cluster."""
+        """Whether `pullfill down` runs, or has run and removed the record of this cluster."""
         launch = self._state.launch()
         gone = launch is None or launch.cluster_id != self._cluster_id
         return gone or self._state.stopping()
 
     async def keep(self, name: str) -> None:
-        """Returns when the process has ended and is not to be started again."""
+        """Restart the process whenever it dies. Returns when it is not started again."""
         deaths = Deaths()
         while True:
             code = await wait_exit(self._children[name])
@@ -101,7 +101,7 @@ class Keeper:
                 return
 
     async def _revive(self, name: str, deaths: Deaths) -> bool:
-        """Start the process again after a pause. False: it was given up, or the cluster stops."""
+        """Start the process again after a pause. False: it is given up, or the cluster stops."""
         while (pause := deaths.pause(time.monotonic())) is not None:
             await self._sleep(pause)
             try:
@@ -126,7 +126,7 @@ class Keeper:
         self.gave_up.add(name)
         self._children.entry(name).gave_up = "\n".join([what, *lines])
         self._say(self._children.describe(name, what), "bold red")
-        with suppress(OSError):  # a full disk: then only the lines above tell it
+        with suppress(OSError):  # a full disk: the lines above were printed at least
             self._state.write_cluster(self._children.cluster)
         self._tell_loss(name)
 
@@ -136,7 +136,7 @@ class Keeper:
             self._say(f"  without {name} serving goes on, but {lost} stops until `up` again")
 
     async def _locked(self, work: Callable[[], None]) -> bool:
-        """Do `work` under the lock of the state directory. False: the cluster stops instead."""
+        """Do `work` under the lock of the state directory. False: not done, the cluster stops."""
         while not self.stopped():
             try:
                 with self._state.locked():
@@ -149,7 +149,7 @@ class Keeper:
         return False
 
     async def _sleep(self, seconds: float) -> None:
-        """Until `stop` at most."""
+        """Sleep, but end at `stop`."""
         try:
             async with asyncio.timeout(seconds):
                 await self._stop.wait()

@@ -1,4 +1,4 @@
-"""What the state directory says of the processes that `pullfill up` started on this machine."""
+"""Reads from the state directory which processes `pullfill up` has started on this machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pullfill.errors import ConfigError
 
 
 def processes(ref: ClusterRef) -> dict[str, Any]:
-    """`processes` and `supervisor` of `pullfill status --json`; {} without a state directory."""
+    """Return `processes` and `supervisor` of `pullfill status --json`. {}: nothing is recorded."""
     if ref.state_dir is None:
         return {}
     state = StateDir(ref.state_dir)
@@ -41,7 +41,7 @@ def processes(ref: ClusterRef) -> dict[str, Any]:
 
 
 def lines(found: dict[str, Any]) -> Iterator[str]:
-    """For people: what ended, what was started again, and whether anything would be."""
+    """Yield lines for people: what has ended, what was restarted, and whether restarts are on."""
     for row in found.get("processes", ()):
         if row["gave_up"]:
             yield f"{row['name']}: " + row["gave_up"].replace("\n", "\n    ")

@@ -117,7 +117,7 @@ def compute() -> Iterator[Finding]:
 
 
 def shared_memory() -> Iterator[Finding]:
-    """The directory of shared KV files has room, and nothing of dead workers lies in it."""
+    """Check that the directory of shared KV files has room, and holds no files of dead workers."""
     shm = shm_dir()
     if not shm.is_dir():
         advice = f"mount a tmpfs there, or name another with {SHM_DIR_ENV}: workers share KV in it"

@@ -28,7 +28,7 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+\Z")
 
 
 RESTART_WAIT_S = 30.0
-"""How long requests wait for a decode worker that is started again: longer than most starts."""
+"""How long requests wait for a decode worker that is restarted. Longer than most starts take."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -56,7 +56,7 @@ class UpOptions:
     transports: str | None = None
     vllm_args: list[str] = field(default_factory=list)
     role_args: dict[str, list[str]] = field(default_factory=dict)
-    """vLLM flags of one role, which come after those of all."""
+    """vLLM flags by role. They come after the flags for all roles."""
 
     @property
     def frontend_url(self) -> str:
@@ -66,8 +66,10 @@ class UpOptions:
 
 @dataclass(slots=True, kw_only=True)
 class ProcessSpec:
-    """One process to start. `url`: where a frontend answers, "" for others. `after`: the name of
-    the worker on the same GPU that must be ready first, "" if none."""
+    """One process to start.
+
+    url: where a frontend answers. Empty for others.
+    after: name of the worker on the same GPU that must be ready first. Empty: none."""
 
     name: str
     role: str
@@ -129,7 +131,7 @@ def check(options: UpOptions) -> None:
 
 
 def _check_gpus(options: UpOptions) -> None:
-    """Workers of one GPU may share it. As soon as a worker spans GPUs, each has its own."""
+    """Refuse too few GPUs. Workers may share a GPU only if none of them needs several."""
     if why := device.why_not_mig():
         raise ConfigError(why)
     needed, here = worker_ranks(options), device.gpu_count()
@@ -213,12 +215,12 @@ def engine_arguments(options: UpOptions) -> list[str]:
 
 
 def worker_arguments(options: UpOptions, role: str) -> list[str]:
-    """vLLM flags of every worker of the role."""
+    """Return the vLLM flags of every worker of the role."""
     return engine_arguments(options) + options.role_args.get(role, [])
 
 
 def worker_ranks(options: UpOptions) -> list[int]:
-    """TP x PP of the decode workers, then of the prefill workers."""
+    """Return TP x PP of each worker, first the decode workers."""
     decode, prefill = (ranks_of(worker_arguments(options, r)) for r in ("decode", "prefill"))
     return [decode] * options.decode + [prefill] * options.prefill
 
@@ -253,7 +255,7 @@ def other_cores(options: UpOptions) -> tuple[int, ...]:
 
 
 def renewed(spec: ProcessSpec) -> ProcessSpec:
-    """The same process once more. A worker or frontend has a new instance id at every start."""
+    """Return the spec to start the process again. Workers and frontends get a new instance id."""
     if spec.instance_id is None:
         return spec
     fresh = new_instance_id(spec.role)
@@ -262,7 +264,7 @@ def renewed(spec: ProcessSpec) -> ProcessSpec:
 
 
 def _turns(options: UpOptions, places: Sequence[defaults.Placement]) -> list[int | None]:
-    """As `defaults.starts_after`; nobody waits when every worker was told the size of its KV."""
+    """As `defaults.starts_after`. No worker waits if all were given the size of their KV cache."""
     told = [
         defaults.KV_BYTES in map(defaults.flag_name, worker_arguments(options, role))
         for role in ("decode", "prefill")

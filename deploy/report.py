@@ -31,8 +31,9 @@ _CERTIFICATE = (
 
 
 def frontend_urls(ref: ClusterRef) -> Iterator[str]:
-    """Where frontends answer: those of the state directory, then those registered in etcd, which is
-    asked only when the first are used up."""
+    """Yield the URLs of frontends: first those of the state directory, then those in etcd.
+
+    etcd is asked only when the caller has tried all of the first."""
     urls: list[str] = []
     if ref.state_dir is not None:
         try:
@@ -124,7 +125,7 @@ def _ask_worker(http: str) -> picture.Report | None:
 
 
 def _workers_table(rows: list[dict[str, Any]]) -> Group:
-    """A row for each worker, and below a line with its load: the two do not fit side by side."""
+    """Return a table with a row for each worker, and a line with its load below the row."""
     table, loads = Table(box=None, padding=(0, 2, 0, 0)), list[Text]()
     for column in ("instance", "role", "state", "model", "host", "pid", "restarts"):
         table.add_column(column)
@@ -152,7 +153,7 @@ def _short(value: Any) -> str:
 
 
 def _state_lines(state: dict[str, Any]) -> Iterator[Text]:
-    """Servers, queue, and what is wrong with a worker."""
+    """Yield lines about servers, the queue, and workers in trouble."""
     servers = {
         name: msgspec.convert(server, ServerStatus)
         for name, server in state.get("servers", {}).items()
@@ -266,7 +267,7 @@ def _what_happened(record: ExplainRecord) -> str:
 
 
 def _expected(told: Expected) -> str:
-    """In seconds, as it was when the request was decided."""
+    """Return the expected times in words."""
     parts = (
         ("in the queue", told.queue),
         ("to compute", told.prefill),

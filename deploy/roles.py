@@ -129,9 +129,10 @@ def run_frontend(command: RoleCommand) -> int:
 
 
 def _check_ports(command: RoleCommand) -> None:
-    """A worker could listen where it is told, known before the model is loaded. Puts the address of
-    a host name in its place: the socket for frontends binds IPv4 addresses only. Raises
-    ConfigError."""
+    """Check, before the model is loaded, that the worker can listen where it is told.
+
+    Replaces a host name by its address, since the socket for frontends binds IPv4 addresses only.
+    Raises ConfigError."""
     given = command.host
     try:
         found = socket.getaddrinfo(given, None, socket.AF_INET, socket.SOCK_STREAM)
@@ -167,7 +168,7 @@ def _check_ports(command: RoleCommand) -> None:
 
 
 def _warn_if_unreachable(role: str, host: str, ref: ClusterRef) -> None:
-    """A worker on loopback in a cluster of several machines."""
+    """Warn if a worker listens on loopback in a cluster of several machines."""
     servers = [split_url(url, 0)[0] for url in split_urls(ref.etcd_url)]
     if _is_loopback(host) and not any(map(_is_loopback, servers)):
         print(
@@ -186,7 +187,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _warn_if_exposed(role: str, host: str, security: Security) -> None:
-    """Beyond loopback everybody who reaches the port is a peer, unless there are keys."""
+    """Warn if the worker listens beyond loopback without keys: anybody could connect as a peer."""
     if _is_loopback(host):
         return
     if role == "frontend" and security.frontend.api_key_file is None:

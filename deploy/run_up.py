@@ -25,12 +25,13 @@ from pullfill.host import host_id
 SUPERVISOR_LOG = "supervisor"
 _LOG_WIDTH = 200
 _PATIENCE_S = 0.5
-"""A supervisor that starts one process again holds the lock for less than this."""
+"""How long to wait for the lock. A supervisor that restarts a process holds it for less."""
 
 
 def up(options: UpOptions, state_dir: str | None, *, detach: bool) -> int:
-    """Start a cluster, and start again what dies. Detached, return when it is ready: a supervisor
-    stays in the background. Else stay until the cluster is stopped."""
+    """Start a cluster and restart processes that die, until the cluster is stopped.
+
+    detach: return when the cluster is ready. A supervisor goes on in the background."""
     background: Background | None = None
     if detach and options.restart:
         found = to_background()

@@ -1,4 +1,4 @@
-"""What workers found when they compared remote with local prefills: for `doctor` and `recheck`."""
+"""The results of self-checks (remote compared with local prefills), for `doctor` and `recheck`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pullfill.wire import SelfCheck
 
 
 def findings(ref: ClusterRef) -> Iterator[Finding]:
-    """One line for each kept failure, or one that says how many pairs of workers passed."""
+    """Yield a line for each failed check. If none has failed, say how many pairs have passed."""
     try:
         results = asyncio.run(_kept(ref))
     except PullfillError as exc:
@@ -31,7 +31,7 @@ def findings(ref: ClusterRef) -> Iterator[Finding]:
 
 
 def recheck(ref: ClusterRef) -> int:
-    """Remove kept failures. Connected workers compare again at once."""
+    """Remove all failures. Connected workers compare again at once."""
     cleared = asyncio.run(_clear(ref))
     text = "no self-check has failed: nothing to do"
     if cleared:

@@ -115,7 +115,7 @@ def etcd_command(directory: Path, port: int, peer_port: int) -> list[str]:
 
 
 def _any_ready(urls: str, problem: Callable[[str], str | None]) -> str | None:
-    """None when one of `URL,URL` has no problem, else that of the first."""
+    """Return None if any of `URL,URL` has no problem, else the problem of the first."""
     why = None
     for url in split_urls(urls) or [urls]:
         if (found := problem(url)) is None:
@@ -125,7 +125,7 @@ def _any_ready(urls: str, problem: Callable[[str], str | None]) -> str | None:
 
 
 def nats_ready(urls: str, timeout_s: float = 1.0) -> str | None:
-    """None when a JetStream server answers at one of `URL,URL`, else why not."""
+    """Return None if a JetStream server answers at any of `URL,URL`, else why not."""
     return _any_ready(urls, lambda url: _nats_problem(url, timeout_s))
 
 
@@ -150,7 +150,7 @@ def _nats_problem(url: str, timeout_s: float) -> str | None:
 
 
 def etcd_ready(urls: str, timeout_s: float = 1.0, tls: ssl.SSLContext | None = None) -> str | None:
-    """None when an etcd with a leader answers at one of `URL,URL`, else why not."""
+    """Return None if an etcd with a leader answers at any of `URL,URL`, else why not."""
     return _any_ready(urls, lambda url: _etcd_problem(url, timeout_s, tls))
 
 
@@ -167,14 +167,14 @@ def _etcd_problem(url: str, timeout_s: float, tls: ssl.SSLContext | None) -> str
 
 
 def shown(url: str) -> str:
-    """The URL as people may read it: without user and password."""
+    """Return the URL without user and password."""
     scheme, found, rest = url.partition("://")
     host = (rest if found else scheme).rpartition("@")[2]
     return f"{scheme}://{host}" if found else host
 
 
 def _without_login(url: str) -> str:
-    """`scheme://host:port` without a user and password, which urllib would take for the host."""
+    """Return `scheme://host:port` without a login, which urllib would take for the host."""
     host = shown(url)
     return host if "://" in host else f"http://{host}"
 

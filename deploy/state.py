@@ -35,7 +35,7 @@ STOPPING_FILE = "stopping"
 
 
 class Locked(ConfigError):
-    """Another `up` or `down` works on the directory now: waiting can help."""
+    """Another `up` or `down` works on the directory now. It may help to wait."""
 
 
 class Launch(msgspec.Struct, kw_only=True, frozen=True):
@@ -51,7 +51,7 @@ class Launch(msgspec.Struct, kw_only=True, frozen=True):
 
     @property
     def supervisor(self) -> ProcessId:
-        """The `up` that starts again what dies, if it still runs."""
+        """The `up` that restarts processes, if it still runs."""
         return ProcessId(self.supervisor_pid, self.supervisor_started)
 
 
@@ -75,8 +75,10 @@ class StateDir:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the directory. Raises Locked at once when another up/down works on it, ConfigError
-        when it cannot be written to."""
+        """Hold the lock of the directory.
+
+        Raises Locked at once if another `up` or `down` holds it, ConfigError if the directory
+        cannot be written to."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -103,8 +105,9 @@ class StateDir:
             os.close(fd)
 
     def cluster(self) -> ClusterFile | None:
-        """What cluster.json says; None if there is none. Raises ConfigError when it cannot be read
-        or is damaged."""
+        """Return the content of cluster.json, or None if there is none.
+
+        Raises ConfigError if it cannot be read or is damaged."""
         try:
             return read_cluster_file(self.path)
         except NoCluster:

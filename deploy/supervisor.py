@@ -1,9 +1,9 @@
 """`pullfill up`: starts everything, waits until it is ready, then keeps it running.
 
 Life: check → lock the state directory → servers → workers and frontends in parallel → ready →
-start again what dies, until Ctrl-C, SIGTERM, `pullfill down`, or the end of every process → drain.
-Each child is recorded in cluster.json right after it was started, so `pullfill down` finds it also
-when this process is killed. A failed start stops what was started and leaves nothing running.
+restart what dies, until Ctrl-C, SIGTERM, `pullfill down`, or the end of every process → drain.
+Each child is recorded in cluster.json right after its start. So `pullfill down` finds it even if
+this process was killed. A failed start stops everything and leaves nothing running.
 """
 
 from __future__ import annotations
@@ -91,10 +91,12 @@ class Supervisor:
                 raise
 
     async def watch(self, *, detached: bool) -> None:
-        """Start again what dies, until a signal, `pullfill down`, or the end of every process; then
-        drain the rest. Returns when nothing runs any more.
+        """Restart what dies, until a signal, `pullfill down`, or the end of every process.
 
-        detached: stay while `pullfill status` has something to say about what was given up.
+        Then drain the rest. Returns when nothing runs any more.
+
+        detached: also stay, with no process left, so that `pullfill status` can show what was given
+        up.
         """
         loop = asyncio.get_running_loop()
         watches = [loop.create_task(self._keeper.keep(name)) for name in self._children.names]
@@ -116,7 +118,7 @@ class Supervisor:
         self._children.reap()
 
     def let_go(self) -> None:
-        """The children go on without us."""
+        """Let the children outlive this process."""
         self._children.let_go()
 
     # ------------------------------------------------------------------ start
@@ -219,7 +221,7 @@ class Supervisor:
             await asyncio.sleep(_POLL_S / 2)
 
     async def _wait_ready(self, ref: ClusterRef, specs: list[plan.ProcessSpec]) -> None:
-        """Until all are ready. Starts those that come after another."""
+        """Wait until all are ready. Start workers that had to wait for another on their GPU."""
         waiting = {spec.name: spec for spec in specs}
         deadline = time.monotonic() + self._options.ready_timeout_s
         async with membership.Members(ref) as members:

@@ -1,4 +1,4 @@
-"""`pullfill suspects`: which requests are refused because decode workers died with them."""
+"""`pullfill suspects`: lists and clears requests that killed decode workers and are refused."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pullfill.registry import suspects as board
 
 
 def show(ref: ClusterRef, as_json: bool) -> None:
-    """Print what is refused. Raises RegistryUnavailable."""
+    """Print the refused requests. Raises RegistryUnavailable."""
     rows = posted(ref)
     if as_json:
         print(json.dumps(rows))
@@ -25,12 +25,14 @@ def show(ref: ClusterRef, as_json: bool) -> None:
 
 
 def clear(ref: ClusterRef, fingerprint: str | None) -> None:
-    """Allow one again, or all. Raises ConfigError for one that is not refused."""
+    """Allow a request again. Raises ConfigError if it is not refused.
+
+    fingerprint: of the request. None: allow all."""
     print(asyncio.run(_allow(ref, fingerprint)))
 
 
 def posted(ref: ClusterRef) -> list[dict[str, Any]]:
-    """What all frontends refuse, as etcd has it. Raises RegistryUnavailable."""
+    """Return the requests that all frontends refuse, from etcd. Raises RegistryUnavailable."""
 
     async def ask() -> list[dict[str, Any]]:
         async with Members(ref) as members:
@@ -52,7 +54,7 @@ async def _allow(ref: ClusterRef, fingerprint: str | None) -> str:
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
-    """The entries of `suspects` in `GET /pullfill/status`."""
+    """Return a table of the entries of `suspects` in `GET /pullfill/status`."""
     result = Table(box=None, padding=(0, 2, 0, 0))
     for column in ("suspect", "state", "deaths", "prompt tokens", "for another"):
         result.add_column(column)

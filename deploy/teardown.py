@@ -110,10 +110,11 @@ async def take_down(
     drain_s: float,
     force: Callable[[], bool] = lambda: False,
 ) -> list[str]:
-    """Stop everything of this state directory and forget it; returns the names killed.
+    """Stop all processes of this state directory and remove its record.
 
-    The caller holds the lock of `state`, so nothing is started again meanwhile. The supervisor goes
-    first; it sees the mark and leaves the rest to the caller.
+    Returns the names of those that had to be killed. The caller holds the lock of `state`, so
+    nothing is restarted meanwhile. The supervisor ends first: it sees the mark of `down`, and
+    leaves the other processes to this function.
     """
     state.mark_stopping()
     launch = state.launch()
@@ -133,7 +134,7 @@ async def take_down(
 
 
 async def _wait_for_supervisor(supervisor: ProcessId) -> None:
-    """It ends by itself when its children have ended."""
+    """Wait for the supervisor, which ends by itself when its children have ended."""
     deadline = time.monotonic() + SUPERVISOR_DEADLINE_S
     while is_alive(supervisor):
         if time.monotonic() > deadline:

@@ -24,9 +24,12 @@ NO_PREFILL = (
 
 @dataclass(slots=True)
 class Admin:
-    """Read-only views. suspected, refused: entries of `suspects` of this frontend and of all; the
-    latter win. settle: called before the metrics are read. `draining` is set by the
-    process when it takes no new requests."""
+    """Read-only views.
+
+    suspected: returns the entries of `suspects` of this frontend.
+    refused: returns those of all frontends. They replace entries of the same fingerprint.
+    settle: called before the metrics are read.
+    draining: set by the process when it takes no new requests."""
 
     pool: WorkerPool
     view: ClusterView

@@ -1,6 +1,6 @@
-"""What `Suspects` needs of other frontends. `registry.suspects.SuspectBoard` implements it.
+"""The port through which `Suspects` works with other frontends.
 
-`Alone` is the board of a frontend that has no others.
+`registry.suspects.SuspectBoard` implements it. `Alone` is for a frontend without others.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from pullfill.registry.probations import Probation, Told
 
 
 class Probations(Protocol):
-    """Deaths and probations of all frontends: `registry.probations`. No call waits but
-    `testimony`."""
+    """Deaths and probations of all frontends. See `registry.probations`.
+
+    No call waits, except `testimony`."""
 
     @property
     def shared(self) -> bool:
@@ -29,19 +30,19 @@ class Probations(Protocol):
         ...
 
     def absolve(self, fingerprint: str) -> None:
-        """It has not killed the workers that we said it was at."""
+        """Tell other frontends that this request did not kill the workers named with it."""
         ...
 
     def retract(self, instance_id: str) -> None:
-        """That worker had not died."""
+        """Take back `testify`: this worker had not died."""
         ...
 
     async def testimony(self, instance_id: str, fingerprint: str) -> Told:
-        """What other frontends had at that worker. fingerprint: requests like this do not count."""
+        """Return what other frontends had at that worker, except requests of this fingerprint."""
         ...
 
     def elsewhere(self, fingerprint: str) -> bool:
-        """Whether another frontend has such a request on probation."""
+        """Whether another frontend has a request with this fingerprint on probation."""
         ...
 
     def taken(self, instance_id: str) -> bool:
@@ -49,15 +50,15 @@ class Probations(Protocol):
         ...
 
     def mine(self, fingerprint: str) -> Probation | None:
-        """Our own of this fingerprint."""
+        """Our probation of this fingerprint, or None."""
         ...
 
     def take(self, fingerprint: str, instance_id: str, ttl_s: float) -> None:
-        """Ask for a probation. `mine` shows it until it is refused, or released."""
+        """Ask for a probation. `mine` returns it until it is refused or released."""
         ...
 
     def release(self, fingerprint: str) -> None:
-        """End ours of this fingerprint, if there is one."""
+        """End our probation of this fingerprint, if there is one."""
         ...
 
 
@@ -70,11 +71,11 @@ class Board(Protocol):
     def __len__(self) -> int: ...
 
     def left_s(self, fingerprint: str) -> float:
-        """How long it is refused; 0 if it is not."""
+        """Return how long the fingerprint is refused. 0: it is not."""
         ...
 
     def post(self, fingerprint: str, deaths: int, prompt_tokens: int, ttl_s: float) -> None:
-        """Refuse it at every frontend. Returns at once."""
+        """Refuse the fingerprint at every frontend. Returns at once."""
         ...
 
 

@@ -33,7 +33,9 @@ _SUFFIX = re.compile(r"_(total|created|bucket|sum|count|info)\Z")
 
 
 class ClusterView:
-    """One HTTP session to all workers. `close` when done. etcd: as this process sees it."""
+    """Fetches the reports of all workers, over one HTTP session. `close` it at the end.
+
+    etcd: the health of etcd, as this process sees it."""
 
     def __init__(self, directory: Any, etcd: Health) -> None:
         self._directory = directory
@@ -63,8 +65,9 @@ class ClusterView:
         return picture.status_of(told, self._etcd.status(), self._directory.age_s)
 
     async def reasons(self) -> list[str]:
-        """For /ready: what is away or cut off. A worker that hangs delays this by READY_S at most;
-        what a worker last said counts for FRESH_S."""
+        """Return which servers and workers are away or cut off, for /ready.
+
+        A worker that hangs delays this by READY_S at most. Its last report is used for FRESH_S."""
         if SYSTEM_CLOCK.monotonic() - self._asked_at > AGAIN_S:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(READY_S):
@@ -87,7 +90,7 @@ class ClusterView:
         return merged.text()
 
     def _look(self) -> asyncio.Task[dict[str, picture.Report]]:
-        """The reports of all workers that answer; who asks while a look is under way shares it."""
+        """Return a task that fetches all reports. Calls during a fetch share it."""
         if self._looking is None or self._looking.done():
             self._looking = asyncio.create_task(self._ask_all())
         return self._looking

@@ -52,14 +52,14 @@ STALL_S = 4.5
 LAST_TRY_S = 0.25
 """What is left then to be sent to a worker that is ready."""
 MAX_MOVES = 20
-"""The most workers that a request leaves, by whatever way."""
+"""A request may move from one worker to another at most this often."""
 LOOK_S = 0.1
-"""How often a suspect that waits for its turn looks whether waiting has become pointless."""
+"""How often a suspect that waits for a turn checks whether it still makes sense to wait."""
 NO_WORKER = "no decode worker is ready: start one with `pullfill decode` (or `pullfill up`)"
 REFUSED = "refused"
-"""How a request ends that is itself the reason: it cannot be served, or it kills workers."""
+"""Outcome of a request that cannot be served as it is, or that kills workers."""
 OURS = "failed"
-"""How a request ends by a bug of ours."""
+"""Outcome of a request that failed by a bug of the server."""
 _FAULTS = {REFUSED: Fault.REQUEST, OURS: Fault.OURS}
 _ABORTED = 2
 """vLLM's FinishReason.ABORT."""
@@ -68,10 +68,10 @@ _ABORTED = 2
 class Dispatcher:
     """Implements `engine.front_ports.DecodePort`.
 
-    codec: `rpc.FrontendCodec` or the like. candidates: connections that may take requests.
-    never: why no answer can be continued with this configuration, if so. restart_wait_s: how long
-    a request whose worker was lost waits for one that is being started. board: what other frontends
-    refuse.
+    codec: `rpc.FrontendCodec` or a fake. candidates: returns connections that may take requests.
+    never: why no answer can be continued with this configuration. Empty: it can. restart_wait_s:
+    how long a request whose worker was lost waits for one that is being started. board: as of
+    `Suspects`.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class Dispatcher:
         self._waiting.all_soon()
 
     def on_lost(self, link: Link, reason: str, died: bool = True) -> None:
-        """A connection is gone: move or fail its requests and calls. died: the worker may have."""
+        """Move or fail the requests of a lost connection. died: the worker may have died."""
         flights, link.flights = list(link.flights.values()), {}
         self.sink.left(link.instance_id)
         self._calls.on_lost(link, reason)
@@ -248,8 +248,8 @@ class Dispatcher:
     # ---------------------------------------------------------------- inside
 
     def _finish(self, link: Link, flight: Flight, out: Any) -> bool:
-        """Forget a finished request. False: the worker cut it short, and it goes on elsewhere, or
-        refused it."""
+        """Forget a finished request. False: the worker cut it short, so it goes on elsewhere, or
+        the worker refused it."""
         if flight.request.resumable:
             return True
         del link.flights[flight.wire_id]
@@ -281,15 +281,15 @@ class Dispatcher:
             self._fail(flight, sentence(suspect), REFUSED)
 
     def _recall(self, flight: Flight) -> None:
-        """It waits for its turn on probation instead of its turn in the worker's queue."""
+        """Take a request back from its worker's queue. It waits for a turn on probation instead."""
         assert flight.link is not None
         flight.link.abort([flight.wire_id])
         self._try(flight, self._leave, flight.link, "had it when one like it was at a death")
 
     def _place(self, flight: Flight, now: float) -> None:
-        """Send a request to a worker, or let it wait for one, or for its turn on probation."""
+        """Send a request to a worker, or let it wait for one, or for a turn on probation."""
         if flight.suspect is not None and flight.suspect.charged:
-            flight.deadline = now + 2 * CONFIRM_S  # Suspects ends this wait before
+            flight.deadline = now + 2 * CONFIRM_S  # Suspects ends this wait earlier
             self._waiting.hold(flight)
             return
         workers = ready = [w for w in self._candidates() if w is not flight.avoid]
@@ -299,7 +299,7 @@ class Dispatcher:
             if ready:
                 room = f"no other has room for {flight.room} tokens"
                 flight.failure = flight.failure.replace(NO_WORKER, room)
-            if flight.asked_at:  # the last worker went while it waited for its turn
+            if flight.asked_at:  # the last worker was lost during the wait
                 flight.asked_at, flight.deadline = 0.0, now + self._patience_s
             self._waiting.hold(flight)
             return
@@ -333,7 +333,7 @@ class Dispatcher:
         flight.wire_id = request.request_id = rpc.attempt_id(flight.request_id, flight.attempt)
         try:
             frames = self._codec.encode(request)
-        except (ValueError, OverflowError) as exc:  # e.g. an integer that no wire type holds
+        except (ValueError, OverflowError) as exc:  # e.g. an integer too large for msgpack
             self._fail(flight, f"the request cannot be sent to a decode worker: {exc}", REFUSED)
             return
         flight.link, flight.sent_at, flight.asked_at, flight.proven = link, now, 0.0, False

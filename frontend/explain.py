@@ -87,7 +87,7 @@ class ExplainStore:
 
 
 def _told(response_id: str, record: ExplainRecord, trace: Trace) -> ExplainRecord:
-    """What a worker and this frontend know of one request. Put together when somebody asks."""
+    """Combine what a worker and this frontend know about one request. Done when it is asked for."""
     timings = msgspec.structs.replace(
         record.timings_ms, route=trace.route_ms, first_token=trace.first_token_ms
     )

@@ -15,18 +15,20 @@ if TYPE_CHECKING:
 _log = log.get("frontend.flight")
 
 REFUSE_S = 600.0
-"""How long a fingerprint stays refused, and how long a suspicion is remembered."""
+"""How long a fingerprint is refused, and how long a suspicion is remembered."""
 
 
 @dataclass(slots=True, eq=False)
 class Suspect:
-    """What is known of one fingerprint.
+    """What is known about one fingerprint. Times are loop times.
 
-    deaths: the processes that died with it and were blamed on no other. likely: nothing had come of
-    it from the last of them. seen_at: of the last death. not_before: when it may be tried again
-    (loop time). left: until when (loop time) the loss of a worker that it was taken back from may
-    be its doing. trying: the request of this fingerprint that is tried, of this frontend.
-    deaths_elsewhere: how many the frontend counts that refused it first.
+    deaths: the processes that died with it, except those that another request has caused.
+    likely: whether it had no output from the last process that died.
+    seen_at: when the last of them died.
+    not_before: when it may be tried again.
+    left: by process, until when the loss of a worker that it was taken back from may be its doing.
+    trying: the request of this frontend with this fingerprint that is on probation.
+    deaths_elsewhere: number of deaths that another frontend counted when it refused it.
     """
 
     fingerprint: str
@@ -44,7 +46,7 @@ class Suspect:
 
     @property
     def open(self) -> bool:
-        """Whether it has to be tried on probation."""
+        """Whether it may only be sent on probation."""
         return bool(self.deaths) and not self.cleared
 
     @property
@@ -89,7 +91,7 @@ class Flight:
 
 
 def name_of(flight: Flight) -> str:
-    """Its fingerprint. A request that has none goes by its own id."""
+    """Return the request's fingerprint, or its own id if that cannot be computed."""
     if not flight.fingerprint:
         try:
             flight.fingerprint = fingerprint(flight.request)
@@ -100,12 +102,12 @@ def name_of(flight: Flight) -> str:
 
 
 def needs_turn(flight: Flight) -> bool:
-    """Whether it may only be sent on probation, or is on probation."""
+    """Whether the request may only be sent on probation, or is on probation."""
     return flight.suspect is not None and flight.suspect.open
 
 
 def rank_of(flight: Flight) -> tuple[int, bool, int]:
-    """Who goes first: the least suspicious, so that answers under way go on soonest."""
+    """Sort key for turns. The least suspicious goes first, then the longest answer under way."""
     suspect = flight.suspect
     if suspect is None or not suspect.open:
         return 0, False, 0
@@ -118,7 +120,7 @@ def instance_of(process: str) -> str:
 
 
 def sentence(suspect: Suspect) -> str:
-    """For the user of a request that is refused."""
+    """Return the message for the user of a refused request."""
     workers = ", ".join(map(instance_of, suspect.deaths))
     count = max(len(suspect.deaths), suspect.deaths_elsewhere)
     return (

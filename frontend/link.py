@@ -43,7 +43,7 @@ class LinkState(enum.StrEnum):
 
 
 def process_of(record: wire.WorkerRecord) -> str:
-    """Names a process: another one under the same instance id has another name."""
+    """Return a name of the worker's process. It changes if a worker restarts with the same id."""
     return f"{record.instance_id}@{record.pid}.{record.started_at}"
 
 
@@ -133,7 +133,7 @@ class Link:
 
     @property
     def process(self) -> str:
-        """Names the worker's process."""
+        """See `process_of`."""
         return process_of(self.record)
 
     @property

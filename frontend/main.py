@@ -87,7 +87,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def url_of(listener: socket.socket, *, tls: bool) -> str:
-    """Where a bound socket is reached."""
+    """Return the URL of a bound socket."""
     host, port = listener.getsockname()[:2]
     return f"http{'s' * tls}://{f'[{host}]' if ':' in host else host}:{port}"
 

@@ -1,17 +1,17 @@
 """When and where a suspect is sent again.
 
 A worker has at most one request on probation, and no probation starts while another request there
-is unproven. So the death of the worker names one request. Of several requests with one fingerprint
-one is on probation, and the others wait for what becomes of it.
+is unproven. So the death of the worker points to one request. Of several requests with the same
+fingerprint one is on probation, and the others wait for its result.
 
-With other frontends, a grave suspect is sent only after they were told (`Board.probations`). They
-send neither its like anywhere, nor anything unproven to its worker.
+With other frontends, a grave suspect is sent only after they were told (`Board.probations`). Until
+its probation ends they send no request with its fingerprint, and no new request to its worker.
 
-Waiting for a turn is bounded. An unproven request keeps probations from its worker for `turn_s` at
-most. A request that had outputs when its worker died waits for its turn for STREAM_WAIT_S. Then it
-goes to any worker without a probation, as requests without suspicion do. Where there is none they
-wait LAST_WAIT_S at most. A suspect that had no output does not go to the last ready worker while
-others are served there, for `patience_s` after the last death.
+All waits are bounded. An unproven request prevents probations at its worker for `turn_s` at most. A
+request that had outputs when its worker died waits for a turn for STREAM_WAIT_S. Then it goes to
+any worker without a probation, like a request without suspicion. If all workers have a probation,
+both wait LAST_WAIT_S at most. A suspect without an output does not go to the only ready worker
+while others are served there, for `patience_s` after the last death.
 
 Owned by `Suspects`. Single event loop.
 """
@@ -26,37 +26,42 @@ from pullfill.frontend.flight import Flight, needs_turn
 from pullfill.frontend.link import Link
 
 STREAM_WAIT_S = 2.0
-"""How long an answer that is under way waits for its turn on probation."""
+"""How long an answer that is under way waits for a turn on probation."""
 OTHERS_S = 1.0
-"""Other frontends get so long to try their answers under way before we try a prompt that had no
-output, once a worker is ready after a death: the two must not meet at one worker."""
+"""When a worker is ready after a death, frontends first try their answers under way. A prompt
+without an output waits for this long, so that the two do not meet at one worker."""
 LAST_WAIT_S = 10.0
 """How long other requests wait if all workers have a probation."""
 TURN_S = 10.0
-"""A turn at an idle worker takes one step. At a full one the request waits in the queue first."""
+"""Longest turn, plus time for the prompt. At an idle worker a turn takes one step, but at a full
+one the request waits in a queue first."""
 TURN_TOKENS_PER_S = 500.0
-"""A turn lasts a second longer for so many prompt tokens."""
+"""For this many prompt tokens a turn may take a second longer."""
 VERDICT_S = 30.0
-"""A probation that other frontends were told of lasts so much longer than its turn at most: until
-all have answered, and until it is sure that the worker died."""
+"""A probation that other frontends were told of may last this much longer than its turn: until all
+have answered, and until it is certain that the worker died."""
 
 
 class Turns:
-    """See the module. patience_s: how long it is worth waiting for another worker to come. open:
-    the requests that wait for their turn or are on probation. last_death: loop time."""
+    """See the module.
+
+    patience_s: how long it is worth waiting for another worker.
+    open: the requests that wait for a turn or are on probation.
+    last_death: loop time of the last death."""
 
     def __init__(self, patience_s: float, probations: Probations) -> None:
         self._patience_s = patience_s
         self._probations = probations
-        # Two frontends that try their suspects at the same workers in the same order learn nothing.
+        # Random: if two frontends try their suspects at the same workers in the same order, each
+        # death points to both.
         self._salt = random.random()
-        # Of hundreds that ask in one turn of the loop only the first looks at every request.
+        # Cached for one turn of the loop, in which hundreds of requests may ask.
         self._full_at = 0.0
         self.open: set[Flight] = set()
         self.last_death = 0.0
 
     def around(self, flight: Flight, workers: Sequence[Link], now: float) -> Sequence[Link]:
-        """Of these workers those that a request without suspicion may use; none: it has to wait."""
+        """Return the workers that a request without suspicion may use. Empty: it has to wait."""
         if not self.open and not self._probations.any:
             return workers
         slots = self._slots(workers) if self.open else ()
@@ -66,14 +71,16 @@ class Turns:
         return self._beside(flight, workers, now)
 
     def _beside(self, flight: Flight, workers: Sequence[Link], now: float) -> Sequence[Link]:
-        """Of these workers those without a probation. After LAST_WAIT_S all of them."""
+        """Return the workers without a probation. After LAST_WAIT_S return all of them."""
         if now >= flight.asked_at + LAST_WAIT_S:
             return workers
         free = [w for w in workers if not self._taken(w)]
         return [w for w in free if not any(map(_on_probation, w.flights.values()))]
 
     def turn(self, flight: Flight, workers: Sequence[Link], now: float) -> Link | None:
-        """Where a suspect may go now; None: it has to wait. `workers` is never empty."""
+        """Return the worker that a suspect may go to now. None: it has to wait.
+
+        workers: must not be empty."""
         suspect = flight.suspect
         assert suspect is not None
         flight.asked_at = flight.asked_at or now
@@ -104,7 +111,7 @@ class Turns:
         return found
 
     def _announced(self, flight: Flight, workers: Sequence[Link], now: float) -> Link | None:
-        """The worker that other frontends leave to this suspect; None: they are asked first."""
+        """Return the worker that other frontends leave to this suspect. None: ask them first."""
         name = flight.fingerprint
         if self._probations.elsewhere(name):
             return None
@@ -121,7 +128,7 @@ class Turns:
         return None
 
     def _free(self, workers: Sequence[Link], now: float) -> Link | None:
-        """A worker where a probation may start."""
+        """Return a worker where a probation may start, or None."""
         for worker in self._slots(workers):
             if _quiet(worker.flights.values(), now) and not self._taken(worker):
                 return worker
@@ -132,7 +139,9 @@ class Turns:
         return self._probations.taken(worker.instance_id)
 
     def _slots(self, workers: Sequence[Link]) -> Sequence[Link]:
-        """The workers for probations: those with the fewest requests, and all but one at most."""
+        """Return the workers for probations: those with the fewest unproven requests.
+
+        Of several workers at least one is left out."""
 
         def rank(worker: Link) -> tuple[bool, int, int, int]:
             flights = worker.flights.values()
@@ -145,7 +154,7 @@ class Turns:
 
 
 def turn_s(flight: Flight) -> float:
-    """How long a request may keep others from starting a probation at its worker."""
+    """Return how long an unproven request may prevent probations at its worker."""
     seconds = TURN_S + len(flight.request.prompt_token_ids or ()) / TURN_TOKENS_PER_S
     if flight.suspect is not None and len(flight.suspect.deaths) > 1:
         seconds *= 4
@@ -153,7 +162,7 @@ def turn_s(flight: Flight) -> float:
 
 
 def holds(flight: Flight, now: float) -> bool:
-    """Whether it keeps others from starting a probation at its worker."""
+    """Whether the request prevents probations at its worker."""
     return not flight.proven and now < flight.sent_at + turn_s(flight)
 
 

@@ -16,13 +16,14 @@ class Candidate(Protocol):
 C = TypeVar("C", bound=Candidate)
 
 MAX_TOGETHER = 1024
-"""Answers of several choices whose worker is remembered."""
+"""For how many answers with several choices the chosen worker is remembered."""
 
 
 class Router(Protocol):
-    """Chooses among workers that can all serve the request. Called once per engine request, so
-    once per prompt of a batch, and for `n` > 1 once for all choices (`Together`); must not
-    block."""
+    """Chooses among workers that can all serve the request. Must not block.
+
+    Called once per prompt of a batch. For `n` > 1 it is called once for all choices (`Together`).
+    """
 
     def choose(self, prompt_token_ids: Sequence[int] | None, workers: Sequence[C]) -> C:
         """One of `workers`, which is never empty."""
@@ -46,8 +47,9 @@ class RoundRobin:
 
 
 class Together:
-    """Sends all choices of one answer (`n` > 1) to the worker of the first one. A prompt that kills
-    workers then kills one and not several at once, and its prefix is computed once."""
+    """Sends all choices of one answer (`n` > 1) to the worker of the first one.
+
+    So a prompt that kills workers kills only one at a time, and its prefix is computed once."""
 
     def __init__(self, router: Router) -> None:
         self._router = router
@@ -56,7 +58,7 @@ class Together:
     def choose(
         self, answer: str, prompt_token_ids: Sequence[int] | None, workers: Sequence[C]
     ) -> C:
-        """One of `workers`, which is never empty. answer: names the answer."""
+        """Return one of `workers`, which must not be empty. answer: id of the answer."""
         before = self._chosen.pop(answer, None)
         chosen = next((w for w in workers if w.instance_id == before), None)
         if chosen is None:

@@ -1,8 +1,8 @@
-"""Which request killed a decode worker, and how a suspect is tried again.
+"""Finds the request that killed a decode worker, and refuses it.
 
-A worker died when its connection was lost and its process does not come back over a new one. Every
-request that was in flight there is a suspect. What is known is kept for each fingerprint
-(`engine.fingerprint`), so the second try of a user counts as a second try.
+A worker has died if its connection was lost and its process does not connect again. Every request
+that was in flight there is a suspect. Suspects are known by fingerprint (`engine.fingerprint`), so
+a request that its user sends again is the same suspect.
 
     unknown ──a worker dies with it──▶ suspected ──its turn comes──▶ on probation
     on probation ──an output comes──▶ cleared: it goes on like any other request
@@ -14,22 +14,22 @@ request that was in flight there is a suspect. What is known is kept for each fi
     refused ──REFUSE_S pass, or `pullfill suspects clear`──▶ unknown
 
 A request is *unproven* at a worker until the worker sends an output of it. A worker has at most one
-request on probation, and none starts there while another request is unproven, so that a death names
-one fingerprint. Only then is it charged. A wrong suspicion costs a wait, never an answer.
+request on probation, and none starts there while another request is unproven. So a death points to
+one fingerprint, and only then is it charged. A wrong suspicion costs a wait, never an answer.
 
-A request that arrives or is in flight elsewhere while one like it is suspected is the same suspect.
-Only one of them is tried. The others that are unproven are taken back from their workers: they may
-still wait in a queue there. Two deaths with no other unproven request name the suspect as well.
+Requests with the same fingerprint are the same suspect. Only one of them is tried at a time. The
+others that are unproven are taken back from their workers, where they may still wait in a queue.
+Two deaths at which no other request was unproven also lead to a charge.
 
 A frontend does not see the requests of others. So frontends tell each other their deaths and
-probations (`Board.probations`), and a suspect of one is a suspect of all. A charge ends when
-another frontend had a suspect at the same worker, or does not say what it had there. An unproven
-request that was no suspect ends the first charge only.
+probations (`Board.probations`), and a suspect of one is a suspect of all. A charge is dropped if
+another frontend had a suspect at the same worker, or does not tell what it had there. If it had an
+unproven request that was no suspect, only the first charge is dropped.
 
-Whoever is refused explains all deaths that it was at: they no longer count against those that are
-cleared. Who is not cleared yet still has to be, for two at one worker may both be deadly.
+When a request is refused, its deaths no longer count against other requests that were cleared.
+Requests that are not cleared yet stay suspects: two requests at one worker may both be deadly.
 
-Single event loop. The per-step path is not touched: one call for each request's first output.
+Single event loop. Costs nothing per engine step, only one call per request, at its first output.
 """
 
 from __future__ import annotations
@@ -55,31 +55,31 @@ from pullfill.frontend.probation import Turns, holds
 _log = log.get("frontend.suspects")
 
 CONFIRM_S = 8.0
-"""How long the process of a lost worker may take to come back. Longer than a lease lives (5 s): a
-worker that died is dropped by the registry before."""
+"""How long the process of a lost worker may take to connect again. Longer than a lease (5 s), so
+the registry drops a worker that died before this has passed."""
 APART_S = 2.0
-"""Two frontends that had a suspect at one death try them again at different times within this."""
+"""Frontends that each had a suspect at one death try again after random times within this."""
 NOT_CLEARED = 3
-"""After so many deaths without a culprit an output clears nobody any more."""
+"""A request that was at this many unexplained deaths is not cleared by an output any more."""
 MAX_DEATHS = 6
-"""After so many a request is given up."""
+"""After this many deaths a request is given up."""
 RECALL_S = 1.0
-"""A request that was taken back from a worker may have killed it if the worker is lost within this.
-It is not tried before."""
+"""A request that was taken back from a worker is a suspect if the worker is lost within this time.
+It is not tried again before."""
 MAX_KNOWN = 4096
-"""Fingerprints remembered."""
+"""How many fingerprints are remembered."""
 MAX_PROCESSES = 256
-"""Dead workers that are remembered, with what was unproven there."""
+"""How many dead workers are remembered, with the requests that were unproven there."""
 
 
 class Suspects:
     """See the module. Implements `registry.suspects.Listener`.
 
-    patience_s: how long it is worth waiting for another worker to come.
-    on_refused: told of a fingerprint that is refused from now on.
-    on_free: told when requests that wait for their turn may have one.
-    on_recalled: takes a request back from its worker; it waits for its turn then.
-    flights: all requests of this frontend that have not ended.
+    patience_s: how long it is worth waiting for another worker.
+    on_refused: called with a fingerprint that is refused from now on.
+    on_free: called when requests that wait for a turn on probation may have one.
+    on_recalled: takes a request back from its worker, to wait for a turn.
+    flights: returns all requests of this frontend that have not ended.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Suspects:
         self.turns = Turns(patience_s, self._others)
 
     def listed(self) -> list[dict[str, object]]:
-        """What is suspected here and not cleared, for people."""
+        """The suspects of this frontend that are not cleared, for people."""
         now = self._loop.time()
         return [
             {
@@ -125,7 +125,7 @@ class Suspects:
     # ---------------------------------------------------------------- what happens
 
     def meet(self, flight: Flight) -> str:
-        """A new request. Why it is refused; "" if it is not."""
+        """Check a new request. Returns why it is refused. Empty: it is not."""
         if not self._known and not len(self._board):
             return ""
         name, now = name_of(flight), self._loop.time()
@@ -153,7 +153,7 @@ class Suspects:
         told |= {s.fingerprint: True for s in self._known.values() if s.left.get(process, 0) > now}
         names = set(told)
         self._add_unproven(process, names)
-        if names or self._others.shared:  # "nothing" is worth saying, too
+        if names or self._others.shared:  # others must know, even if there were none
             self._others.testify(process, instance_of(process), told)
         only = self._known.get(next(iter(names))) if len(names) == 1 else None
         if only is not None and only.open and not only.charged:
@@ -176,8 +176,8 @@ class Suspects:
         self._add_deaths(process, names.difference(map(name_of, flights)), True)
 
     def on_death_elsewhere(self, process: str, names: set[str], fresh: bool) -> None:
-        """Another frontend had these at a worker that died, without an output. fresh: it died just
-        now."""
+        """Another frontend had these requests, without an output, at a worker that died.
+        fresh: it died just now."""
         self._add_unproven(process, names)
         self._add_deaths(process, names, fresh)
         self._recall(names)
@@ -197,7 +197,7 @@ class Suspects:
             del self._known[next(iter(self._known))]
 
     def on_absolved_elsewhere(self, process: str, names: set[str]) -> None:
-        """They had an output at another worker, or that worker had not died."""
+        """These requests had an output at another worker, or that worker had not died."""
         self._unproven.get(process, set()).difference_update(names)
         for name in names:
             suspect = self._known.get(name)
@@ -208,21 +208,21 @@ class Suspects:
         self._free_all()
 
     def on_refused_elsewhere(self, name: str, left_s: float, deaths: int) -> None:
-        """All frontends refuse this one from now on. Some frontend has said so, maybe this one.
-        deaths: as that one counts them."""
+        """A frontend, maybe this one, has decided that all refuse this request from now on.
+        deaths: number of deaths, as that frontend counts them."""
         suspect = self._known.get(name)
         if suspect is not None and not suspect.refused_until:
             suspect.refused_until = self._loop.time() + left_s
             suspect.charged, suspect.deaths_elsewhere = False, deaths
             self._settle(suspect)
-        self._others.release(name)  # not before all know: they would try it
+        self._others.release(name)  # only now: others that did not know would try it
 
     def on_probations(self) -> None:
         """A probation of any frontend began, became ready or ended."""
         self._on_free()
 
     def quiet(self, instance_id: str) -> bool:
-        """Whether no request of ours at that worker could be taken for its killer."""
+        """Whether none of our requests at that worker could be suspected if it died now."""
         now = self._loop.time()
         return not any(
             flight.link is not None and flight.link.instance_id == instance_id
@@ -246,7 +246,7 @@ class Suspects:
         self._free_all()
 
     def on_gone(self, process: str) -> None:
-        """The registry has dropped the worker, or it had time enough to come back: it did die."""
+        """The worker has died: the registry has dropped it, or it did not come back in time."""
         self._gone[process] = None
         if len(self._gone) > MAX_PROCESSES:
             del self._gone[next(iter(self._gone))]
@@ -256,7 +256,7 @@ class Suspects:
             task.add_done_callback(lambda _: self._verdicts.pop(process, None))
 
     async def _judge(self, process: str) -> None:
-        """Refuse who is charged with this death, unless another frontend may have caused it."""
+        """Refuse the request charged with this death, unless one of another frontend may be it."""
         charged = self._charges.get(process)
         if charged is None:
             return  # the process is back
@@ -265,17 +265,17 @@ class Suspects:
         copies = process in self._copies
         self._copies.discard(process)
         if (suspect := self._charges.pop(process, None)) is None:
-            return  # it came back meanwhile
+            return  # the process came back meanwhile
         suspect.charged = False
         if suspect.refused_until:
-            return  # another frontend was first
+            return  # another frontend has refused it
         if process not in suspect.deaths:
             suspect.deaths.append(process)
         count = len(suspect.deaths)
         unsure = not told.complete and (trial is None or not trial.sure)
         if copies and len(self._alone(suspect)) < 2:
             unsure = True
-        # Where it had an output it was a bystander, however many deaths that were.
+        # Count only the deaths at which it had no output.
         weight = sum(suspect.fingerprint in self._unproven.get(d, ()) for d in suspect.deaths)
         if unsure or told.tried or count == 1 or (told.others and weight <= 2):
             suspect.not_before = self._loop.time() + random.uniform(0.0, APART_S)
@@ -290,7 +290,7 @@ class Suspects:
         self._settle(suspect)
 
     def _settle(self, suspect: Suspect) -> None:
-        """It is refused now. Its deaths are explained, and who waits like it is told."""
+        """Handle a refusal: end waiting requests like it, and count its deaths against no other."""
         self._on_refused(suspect)
         self._explained.update(dict.fromkeys(suspect.deaths))
         while len(self._explained) > MAX_KNOWN:
@@ -301,7 +301,7 @@ class Suspects:
         self._on_free()
 
     def on_output(self, flight: Flight) -> None:
-        """The first output of a request from the worker it is at."""
+        """Handle the first output of a request from its current worker."""
         flight.proven = True
         suspect = flight.suspect
         if suspect is not None and suspect.open and not _not_cleared(flight):
@@ -315,7 +315,7 @@ class Suspects:
             self._on_free()
 
     def on_end(self, flight: Flight, finished: bool) -> None:
-        """The request has ended; finished: as its engine meant it to."""
+        """Handle the end of a request. finished: whether its answer was completed."""
         suspect = flight.suspect
         if suspect is not None and not (suspect.charged or suspect.refused_until):
             if finished:
@@ -330,7 +330,7 @@ class Suspects:
             self._on_free()
 
     def forget(self, name: str) -> None:
-        """The command has cleared this fingerprint, or the registry's entry has run out."""
+        """Forget a fingerprint: it was cleared by command, or its registry entry has expired."""
         suspect = self._known.pop(name, None)
         if suspect is not None:
             suspect.deaths.clear()
@@ -349,14 +349,14 @@ class Suspects:
 
     def _suspect(self, flight: Flight, suspect: Suspect | None) -> None:
         flight.suspect = suspect
-        if suspect is not None and not suspect.prompt_tokens:  # another frontend told of it
+        if suspect is not None and not suspect.prompt_tokens:  # known from another frontend
             suspect.prompt_tokens = len(flight.request.prompt_token_ids or ())
         if needs_turn(flight):
             self.turns.open.add(flight)
 
     def _recall(self, names: set[str], lost: Sequence[Flight] = ()) -> None:
-        """Requests like these without an output are the same suspects: take them back from living
-        workers. lost: those of the worker that died."""
+        """Take unproven requests with these fingerprints back from living workers.
+        lost: the requests of the worker that died."""
         gone, now = set(lost), self._loop.time()
         for flight in [f for f in self._flights() if not f.proven and f not in gone]:
             suspect = self._known.get(name_of(flight))
@@ -373,7 +373,7 @@ class Suspects:
             del self._unproven[next(iter(self._unproven))]
 
     def _alone(self, suspect: Suspect) -> list[str]:
-        """Its deaths where nothing else was unproven, at any frontend as far as they have said."""
+        """Its deaths at which no other request was unproven, at any frontend that has answered."""
         return [d for d in suspect.deaths if self._unproven.get(d) == {suspect.fingerprint}]
 
     def _free_all(self) -> None:
@@ -390,7 +390,7 @@ class Suspects:
             self._loop.call_later(CONFIRM_S, self.on_gone, process)
 
     def _explain(self, suspect: Suspect) -> None:
-        """Forget those of its deaths that are another's."""
+        """Drop those of its deaths that another request has caused."""
         suspect.deaths = [d for d in suspect.deaths if d not in self._explained]
         if not suspect.deaths:
             self._known.pop(suspect.fingerprint, None)

@@ -1,8 +1,8 @@
-"""Requests that are at no decode worker: each is placed, or told that its time is over.
+"""Requests that wait because they are at no decode worker.
 
-Owned by the `Dispatcher`, single event loop. A request is added with `hold`, taken out with `drop`.
-In between `place` is called for it whenever it may be sent: by `soon`, by `all_soon`, and at its
-deadline while it waits for its turn on probation. Else `expire` is called at its deadline.
+Owned by the `Dispatcher`, single event loop. A request is added with `hold` and removed with
+`drop`. In between `soon` and `all_soon` call `place` for it. At its deadline `expire` is called, or
+`place` if it waits for a turn on probation.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from pullfill.frontend.flight import Flight, Suspect, rank_of
 
 _TURN_S = 0.005
-"""How long requests are placed before other callbacks of the loop get a turn."""
+"""How long requests are placed before other callbacks of the event loop run."""
 
 
 class Waiting:
@@ -33,12 +33,12 @@ class Waiting:
         self._all = False
 
     def hold(self, flight: Flight) -> None:
-        """It waits until `flight.deadline`."""
+        """Add a request, which waits until `flight.deadline`."""
         self._held[flight.request_id] = flight
         self._arm(flight.deadline)
 
     def drop(self, request_id: str) -> None:
-        """It waits no more. No error if it did not."""
+        """Remove a request. No error if it did not wait."""
         self._held.pop(request_id, None)
 
     def of(self, suspect: Suspect) -> list[Flight]:
@@ -46,14 +46,14 @@ class Waiting:
         return [f for f in self._held.values() if f.suspect is suspect]
 
     def soon(self, flights: Iterable[Flight]) -> None:
-        """Place these, a few milliseconds at a time: a lost worker may leave hundreds."""
+        """Place these requests soon. A lost worker may leave hundreds, so in slices of _TURN_S."""
         idle = not self._queue
         self._queue.extend(flights)
         if idle and self._queue:
             self._loop.call_soon(self._some)
 
     def all_soon(self) -> None:
-        """Place all, the least suspicious first. Many calls in one turn of the loop are one."""
+        """Place all soon, the least suspicious first. Calls in one turn of the loop are merged."""
         if self._held and not self._all:
             self._all = True
             self._loop.call_soon(self._every)
@@ -76,7 +76,7 @@ class Waiting:
                 self._loop.call_soon(self._some)
 
     def _arm(self, deadline: float) -> None:
-        """Look at what waits then, or before."""
+        """Set the timer to `deadline`, unless it is set earlier."""
         at = deadline + 0.005
         if self._timer is not None:
             if self._timer.when() <= at:

@@ -62,7 +62,7 @@ class Readers:
         task.mover.let_go(task)
 
     def _proved(self, task: PrefillTask) -> bool:
-        """As `_revoked`. False after a system error: the blocks are kept, and it is called again."""
+        """As `_revoked`. False after a system error: the blocks are kept, and it is tried again."""
         try:
             return self._revoked(task)
         except OSError:
