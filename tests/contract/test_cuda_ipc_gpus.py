@@ -181,3 +181,12 @@ def test_nothing_is_copied_to_memory_of_a_dead_owner(gpu_rig: Rig, gpu_region: R
     for one in (session, other):
         one.close()
     assert sum(driver.openings.values()) == 0
+
+
+def test_a_session_closes_where_cuda_does_not_unmap(
+    gpu_rig: Rig, gpu_region: Region, caplog: pytest.LogCaptureFixture
+) -> None:
+    session = gpu_rig.connect(gpu_rig.local(DENSE), gpu_region)
+    driver_of(gpu_rig.transport).error = "cuIpcCloseMemHandle: CUDA_ERROR_MAP_FAILED"
+    session.close()
+    assert "stays mapped: cuIpcCloseMemHandle" in caplog.text

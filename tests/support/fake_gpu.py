@@ -230,6 +230,7 @@ class FakeDriver:
             opened.data = np.empty(0, np.uint8)
             opened.map.close()
             os.close(opened.owner)
+        self.check()
 
     def stream(self, device: int) -> FakeStream:
         self.check()

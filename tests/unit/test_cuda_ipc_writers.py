@@ -102,6 +102,17 @@ def test_many_descriptors_open(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not has_ended(process_word(os.getpid()))
 
 
+def test_a_process_that_proc_hides_has_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """/proc may be mounted so that it shows no processes of other users (hidepid=2)."""
+    word = process_word(os.getpid())
+
+    def hidden(pid: int) -> int:
+        raise ProcessLookupError(f"no process {pid}")
+
+    monkeypatch.setattr(writers, "_started", hidden)
+    assert not has_ended(word)
+
+
 def test_a_record_names_its_slot_while_copies_may_be_in_flight(fds: list[int]) -> None:
     table, record, other = WriterTable(fds[0]), WriterRecord(fds[1]), WriterRecord(fds[2])
     assert table.quiet(3)

@@ -13,6 +13,7 @@ from pullfill.errors import TransferFailed
 from pullfill.transfer.nccl import device as device_module
 from pullfill.transfer.nccl.device import Device, State
 from pullfill.transfer.nccl.library import Nccl
+from tests.support.fake_kernels import FakeStream
 from tests.support.fake_nccl import INVALID_USAGE, World
 from tests.support.nccl_comms import Here, Running, clean_world, data, impatient, patient
 from tests.support.nccl_gpus import FakeGpu
@@ -106,6 +107,27 @@ def test_an_error_in_the_background_ends_the_transfer(here: Here) -> None:
     assert "remote process exited" in str(receiving.end())
     assert receiving.other is not None
     assert receiving.other.give_up() is not None
+
+
+def test_an_error_that_comes_with_the_end_of_the_kernel_is_an_error(
+    here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL's manual: after an error nothing can be assumed about the bytes."""
+    here.move()
+    done = FakeStream.done.fget
+    assert done is not None
+
+    def done_and_failed(stream: FakeStream) -> bool:
+        if stream.device == "GPU-0" and (ended := done(stream)):
+            here.world.fail("GPU-0")
+            return ended
+        return bool(done(stream))
+
+    monkeypatch.setattr(FakeStream, "done", property(done_and_failed))
+    sending = Running(here.theirs[0], True, data(1, 100))
+    receiving = Running(here.ours[0], False, np.zeros(100, np.uint8))
+    assert "remote process exited" in str(receiving.end())
+    sending.give_up()
 
 
 def test_giving_up_ends_what_runs_on_the_gpu(here: Here) -> None:

@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from pullfill import failpoints
+from pullfill import failpoints, log
 from pullfill.errors import BadMessage, IncompatibleError, PeerUnavailable, TransferFailed
 from pullfill.host import host_id
 from pullfill.transfer.contract import LocalMemory, Part, PeerSession
@@ -30,6 +30,8 @@ from pullfill.transfer.session import MappedSession
 from pullfill.transfer.shm.fence import ShmGate
 from pullfill.transfer.shm.files import open_same
 from pullfill.wire import FenceToken, RegionDescriptor
+
+logger = log.get("transfer.cuda_ipc")
 
 
 class IpcGate(ShmGate):
@@ -160,7 +162,10 @@ class CudaIpcTransport:
 
             def give_back() -> None:
                 if copier.settled:
-                    driver.close(device, base)
+                    try:
+                        driver.close(device, base)
+                    except TransferFailed as exc:  # CUDA does not say what a dead owner changes
+                        logger.warning("GPU memory of another worker stays mapped: %s", exc)
 
             undo.callback(driver.close, device, base)
             _check_size(driver, device, base, endpoint)

@@ -89,18 +89,16 @@ def has_ended(word: int) -> bool:
     except OSError:
         return False
     try:
-        if _started(pid) != word >> _PID_BITS:
-            return True  # somebody else has the number now
-        return bool(select.select([fd], [], [], 0)[0]) if fd < 1024 else _poll(fd)
-    except ProcessLookupError:
-        return True
-    except OSError:
-        return False
+        if _is_readable(fd):
+            return True  # and so has whoever had the number before
+        return _started(pid) != word >> _PID_BITS  # somebody else has the number now
+    except OSError:  # it ended just now, or /proc hides it from us (hidepid)
+        return _is_readable(fd)
     finally:
         os.close(fd)
 
 
-def _poll(fd: int) -> bool:
+def _is_readable(fd: int) -> bool:
     poll = select.poll()
     poll.register(fd, select.POLLIN)
     return bool(poll.poll(0))

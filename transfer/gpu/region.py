@@ -62,7 +62,7 @@ def export(memory: LocalMemory, driver: GpuDriver | None = None) -> Exported:
         raise ConfigError(
             "CUDA IPC cannot share the KV cache: it is made of mapped physical pages (VMM) or is "
             "from a memory pool. Remove expandable_segments and cudaMallocAsync from "
-            "PYTORCH_CUDA_ALLOC_CONF and do not use --enable-sleep-mode"
+            "PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF, and do not use --enable-sleep-mode"
         )
     offset = memory.address - whole.base
     if offset + memory.nbytes > whole.nbytes:

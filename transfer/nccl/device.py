@@ -262,10 +262,12 @@ class Device:
                 if not self.nccl.busy(comm.comm):
                     comm.state = State.RUNNING
             case State.RUNNING:
-                if self._is_quiet(comm):
+                quiet = self._is_quiet(comm)
+                # Raises what went wrong in the background. Then nothing is known about the bytes,
+                # also if the stream is done (NCCL's manual, "ncclCommGetAsyncError").
+                self.nccl.busy(comm.comm)
+                if quiet:
                     self._settle(comm, State.IDLE)
-                else:
-                    self.nccl.busy(comm.comm)  # raises what went wrong in the background
             case State.REVOKING:
                 if not self.nccl.busy(comm.comm) and self._is_quiet(comm):
                     self._settle(comm, State.DEAD)

@@ -287,7 +287,10 @@ class NcclKind:
             return "its nccl endpoint says no version"
         ours = self._gpus.version()
         if int(version) // 100 != ours // 100:
-            return f"it has NCCL {_dotted(int(version))}, we have {_dotted(ours)}"
+            return (
+                f"it has NCCL {_dotted(int(version))}, we have {_dotted(ours)}: "
+                "install the same release on both"
+            )
         if self._gpus.uuids() == [uuid] and not (self.shared and shared == "1"):
             return f"it is on the same GPU as we are ({SHARING})"
         return None
