@@ -1,16 +1,16 @@
-"""What the control plane costs as work grows: `make bench-control`.
+"""Measures the cost of the control plane as work grows: `make bench-control`.
 
-Real NATS, etcd, frontends and workers; only the model is a mock (pullfill/engine/mock/), so that
-many workers fit on one machine. Measures
+NATS, etcd, frontends and workers are real. Only the model is a mock (pullfill/engine/mock/), so
+that many workers fit on one machine. Parts:
   depth    a decision with ten and with ten thousand jobs waiting, in turns
   tokens   CPU per request and per streamed token through the real frontend and both workers
   scale    1 … 64 decode and as many prefill workers: CPU per request, stages, idling
-  idle     as many workers that nobody asks: CPU, threads, sockets, memory (only with --parts idle)
-  links    their control connections alone, in one process (only with --parts links)
-  floor    the messages of a job alone, between two empty processes (only with --parts floor)
-CPU "beside engines" is that of all processes, NATS and etcd and our half of a frontend included,
-without vLLM's scheduler and the mock. Writes results/control.json and .md after each part and each
-size. Exit status 1 when a target is missed.
+  idle     as many idle workers: CPU, threads, sockets, memory (only with --parts idle)
+  links    the control connections of idle workers, in one process (only with --parts links)
+  floor    only the messages of a job, between two empty processes (only with --parts floor)
+CPU "beside engines" is the CPU time of all processes, including NATS, etcd and our part of a
+frontend, without vLLM's scheduler and the mock. Writes results/control.json and .md after each part
+and each size. Exit status 1 when a target is missed.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""What our frontend costs, against vLLM's own API server: `make bench-frontend`.
+"""Compares our frontend with vLLM's own API server: `make bench-frontend`.
 
-Both run at the same time over an engine of their own: same model, same flags, same core for the
-engine and same cores for the HTTP process, one thread of compute. The same client sends the same
-load to one and to the other in turn (the order changes from round to round):
-  streams   many at once; the CPU time per token of the HTTP process alone, never of the engine
-  requests  one at a time; what the client waits, and the CPU for each (bench_frontend_requests)
+Both run at the same time, each with an engine of its own: same model, same flags, same core for the
+engine, same cores for the HTTP process, one compute thread. The same client sends the same load to
+both in turns. The order changes from round to round.
+  streams   many at once: CPU time per token of the HTTP process, without the engine
+  requests  one at a time: latency, and CPU time per request (bench_frontend_requests)
 Medians over the rounds. Writes results/frontend.json and .md. Exit status 1 when a target is
 missed.
 """

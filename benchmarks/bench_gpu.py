@@ -8,13 +8,13 @@ way synchronised with the device:
   cross    the run length at which the copy engines overtake the kernel (`small_run` in gpu/link.py)
   gather   scattered runs into one dense buffer by the kernel, against one copy of as many bytes
   slices   how long a kernel waits for its turn beside another process (gpu_serving.py)
-  serving  ITL of 16 streams beside 8,000-token prompts, prefilled by either worker, both on one
-           GPU; what the KV copies take of a prefill, and what copies alone do to the ITL
-  nccl     bytes sent to ourselves within one group
+  serving  ITL of 16 streams beside 8,000-token prompts, which either worker prefills, both on one
+           GPU; the KV copies as a share of a prefill; the ITL beside copies only
+  nccl     bytes sent to this process itself, within one NCCL group
 
-Both memories are on the first GPU, or with `--peer` ours on the second. `--save` writes
-benchmarks/results/gpu.json and .md. Says so and exits with 1 where there is no GPU. All parts but
-serving are measured unless `--parts` says otherwise; `make bench-gpu` says `--parts all`.
+Both memories are on the first GPU. With `--peer` the memory of this process is on the second.
+`--save` writes benchmarks/results/gpu.json and .md. Without a GPU it says so and exits with 1. All
+parts except serving are measured unless `--parts` names others. `make bench-gpu` measures all.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ PAGES = (4 * KIB, 16 * KIB, 32 * KIB, 64 * KIB, 256 * KIB, 1024 * KIB)
 LAYERS = 32
 PARTS = ("copies", "cross", "gather", "nccl", "slices", "serving")
 QUICK = PARTS[:-1]
-"""What needs no engine."""
+"""The parts that need no engine."""
 PAYLOAD_GB_S, KERNEL_TARGET = 1000.0, 0.7
-"""Of an H200, whose memory moves 4,800 GB/s: a copy reads and writes every byte."""
+"""Target for an H200. Its memory moves 4,800 GB/s, and a copy reads and writes every byte."""
 PAYLOAD_BYTES, PAYLOAD_RUN = 1 << 30, 256 * KIB
 """The payload has a target from these sizes on. The CPU plans a write before the GPU copies: 1 GiB
 in 0.2 ms in runs of 256 KiB, but in 7 ms in runs of 4 KiB (measured on one core of a CPU machine).
 The copy itself takes 1 ms at the target."""
 HELD_MS = 4.0
-"""Twice what a batch is meant to take."""
+"""Target for the time that a batch holds the fence: twice its intended duration."""
 
 Ways = dict[str, Callable[[], object]]
 
@@ -113,7 +113,7 @@ def scattered(moved: int, page: int, seed: int, room: int) -> Batch:
 
 
 def payload_target(moved: int, page: int) -> float | None:
-    """GB/s that an H200 must copy within itself, `moved` bytes in runs of `page`."""
+    """Return the target in GB/s for copying `moved` bytes in runs of `page` bytes on an H200."""
     return PAYLOAD_GB_S if moved >= PAYLOAD_BYTES and page >= PAYLOAD_RUN else None
 
 
@@ -253,7 +253,7 @@ def measure(options: argparse.Namespace) -> list[Row]:
         with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="bench-") as directory:
             try:
                 rows += gpu_serving.serving_rows(Path(directory), options.seconds)
-            except BenchError as exc:  # what was measured before counts all the same
+            except BenchError as exc:  # keep the rows measured before
                 rows.append(Row(metric="serving", value=None, unit=f"failed: {exc}", ok=False))
     return rows
 

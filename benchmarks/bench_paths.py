@@ -52,7 +52,7 @@ LONG, LONG_OUT, LONG_EVERY_S = 3000, 4, 2.0
 BURST = 3
 LENGTHS = (256, 512, 1024, 2048, 4096)
 HOPS = ("queue", "claim", "tail", "commit")
-"""Of a remote prompt's stages those that a local one has not, beside the computation."""
+"""Stages that only a remote prompt has, besides the computation."""
 STAGES = ("route", "queue", "claim", "prefix_read", "prefill", "kv_write", "tail", "commit")
 
 
@@ -159,7 +159,7 @@ def explained(live: Live, heard: Heard) -> dict[str, Any]:
 
 
 def served(live: Live, heard: Heard, path: str) -> dict[str, Any]:
-    """The record of a request that must have taken this path. Raises BenchError."""
+    """Return the record of a request. Raises BenchError if it did not take this path."""
     record = explained(live, heard)
     if record["path"] != path:
         raise BenchError(f"a {path} prefill was wanted, it was {record['path']}: {record}")
@@ -168,8 +168,9 @@ def served(live: Live, heard: Heard, path: str) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class Pair:
-    """TTFT of one prompt prefilled here and one there, one after the other; ms. prefill: the remote
-    one's stage of that name; hops: its stages on the way there and back."""
+    """TTFT in ms of a local and a remote prompt, measured one after the other.
+
+    prefill: the `prefill` stage of the remote prompt. hops: its HOPS."""
 
     local: float
     remote: float
@@ -261,15 +262,18 @@ def hop_rows(live: Live, heard: Sequence[Heard]) -> list[Row]:
 
 
 def copies() -> dict[int, float]:
-    """ms that a copy of the KV of each length takes this machine, from one shared memory to
-    another, by its bytes."""
+    """Measure how long this machine copies the KV of each length from one shared memory to another.
+
+    Returns ms by number of bytes."""
     sizes = [length * model.kv_bytes_per_token() for length in LENGTHS]
     return {size: 1e3 * size / copy_rate(size) for size in sizes}
 
 
 def length_rows(found: dict[int, list[Pair]], copy_ms: dict[int, float]) -> list[Row]:
-    """Remote less local TTFT, and what it is made of; the target allows 15 ms and the copying of
-    the KV bytes. A local prompt's time has the frontend's part in it, a prefill stage has not."""
+    """Return the rows of remote minus local TTFT, and its parts.
+
+    The target allows 15 ms plus the copying of the KV bytes. The time of a local prompt includes
+    the frontend's share, that of a prefill stage does not."""
     rows = []
     for length, pairs in found.items():
         at, limit = f"TTFT of {length}", 15.0 + copy_ms[length * model.kv_bytes_per_token()]
@@ -333,7 +337,7 @@ def run(options: argparse.Namespace, base: Path) -> tuple[list[Row], machine.Qui
             turns = [range(first, end) for first, end in pairwise(ends)]
             pairs = measure_lengths(live, turns[0])
     for number, some in enumerate(turns[1:], 1):
-        # Two processes differ in where their memory lies, for as long as they live.
+        # Several clusters, because processes differ in the placement of their memory.
         with (
             cluster(base / f"again-{number}", options.flags) as live,
             quiet.window(live.pids()),

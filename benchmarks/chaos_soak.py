@@ -10,18 +10,20 @@ one client in ten hangs up somewhere. Meanwhile, about every --every seconds, on
   kill-nats, hang-nats            SIGKILL and restart; SIGSTOP for up to six seconds
   kill-etcd, hang-etcd            the same; up to nine seconds, more than the leases live
 
-Kinds and moments follow from --seed. One decode worker, one prefill worker and both frontends live
-through all of it: a decode worker is always left, so no request may fail. The private memory
-(resident, without the shared KV) of those four is sampled every second; over the last half it does
-not grow when the slope of what is left after each trim of the heap (the least in each half minute,
-a straight line by least squares) is at most two standard errors above zero, or below --slope-floor.
-What grows up to a bound must not look like a leak. So before the clock starts, each frontend gets
-as many short requests as it keeps records of; and for --warm-up seconds there is load without
-faults, by four times the clients and without pauses: half of the time every prompt is prefilled by
-the decode workers, half of it by the prefill workers. Before that come, one at a time, prompts of
-more lengths than vLLM's CPU build keeps oneDNN kernels for: it makes one for each weight and number
-of tokens in a step, keeps those of the last 32 numbers, and so grows for as long as there are new
-ones.
+Kinds and moments follow from --seed. One decode worker, one prefill worker and both frontends are
+never hit. So a decode worker is always left, and no request may fail.
+
+The private memory of these four (resident, without the shared KV) is sampled every second. It must
+not grow in the last half of the run. The measure is the lowest sample of each half minute, taken
+after the heap was trimmed, and a straight line through these samples by least squares. Its slope
+must be at most two standard errors above zero, or below --slope-floor.
+
+Caches that fill up must not look like a leak. So they are filled before the measurement starts:
+  - prompts of more lengths than vLLM's CPU build keeps oneDNN kernels for, one at a time. It keeps
+    the kernels of the last 32 numbers of tokens in a step, for each weight;
+  - load without faults for --warm-up seconds, from four times the clients and without pauses. Half
+    of the time the decode workers prefill every prompt, half of the time the prefill workers;
+  - for each frontend as many short requests as it keeps records of.
 
 Writes results/chaos-soak.json and .md, and the table in docs/failure-modes.md, with --save.
 Exit status 1 when anything failed, was wrong, or is left behind.
@@ -61,9 +63,9 @@ MAX_TOKENS = 24
 PROMPTS = 400
 CUT_SHARE = 0.1
 KERNELS = 32
-"""Numbers of tokens for which vLLM keeps a oneDNN kernel of each weight."""
+"""For how many token counts vLLM keeps the oneDNN kernel of each weight."""
 STEPS = {"always_local": range(1024, 1536), "always_remote": range(512, 1024)}
-"""Lengths of prompts for them: of the longest steps that the load has on either kind of worker."""
+"""Prompt lengths that fill this cache: as long as the longest steps of each kind of worker."""
 POLICY_S = 1.0
 """For a router setting to arrive."""
 STOP_S, NATS_S, ETCD_S = 8.0, 6.0, 9.0
@@ -191,8 +193,10 @@ def warm_up(cluster: ChaosCluster, load: Load, seconds: float) -> None:
 
 
 def fill_kernels(url: str, lengths: Sequence[int]) -> None:
-    """One after the other, so that each is a step of its own: prompts of more lengths than vLLM
-    keeps kernels for, many more because two workers share them by chance."""
+    """Send prompts of many lengths, one after the other, so that each is a step of its own.
+
+    There are many more lengths than vLLM keeps kernels for, because two workers share the prompts
+    by chance."""
     with httpx.Client(timeout=60.0) as http:
         for length in random.Random(1).sample(lengths, 4 * KERNELS):
             prompt = random_prompt(length, seed=length)

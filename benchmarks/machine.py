@@ -136,7 +136,7 @@ class Quiet:
 
 
 def _ended() -> float:
-    """CPU seconds of our own children that have ended, commands that we ran and waited for."""
+    """Return the CPU seconds of our children that have ended and were waited for."""
     use = resource.getrusage(resource.RUSAGE_CHILDREN)
     return use.ru_utime + use.ru_stime
 

@@ -142,8 +142,8 @@ def finish(
 ) -> int:
     """Print the table, write both files if `save`. Returns 0 if every row is ok, else 1.
 
-    Not quiet: the files of the last run stay as they are, and the status is 1; even_if_busy writes
-    them with the mark, and lets the rows alone decide."""
+    If the machine was not quiet, nothing is written, and the status is 1. With even_if_busy the
+    files are written and marked, and only the rows decide about the status."""
     shown, below = table(rows), _below(quiet)
     print(f"\n{shown}\n\n{below}")
     believed = quiet or even_if_busy

@@ -150,8 +150,9 @@ class PeerSession(Protocol):
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes of all batches that were copied or handed to the network so far, those of a move
-        under way too. Never goes down. From any thread. While it rises, the link is alive."""
+        """Bytes of all batches that were copied or sent so far, including those of a running move.
+
+        It never decreases. While it grows, the link is alive. Any thread may read it."""
         ...
 
     def write_blocks(
@@ -176,8 +177,10 @@ class PeerSession(Protocol):
     def move_now(
         self, verb: Direction, fence: FenceToken, source: Sequence[int], target: Sequence[int]
     ) -> MoveResult | None:
-        """`write_blocks` or `read_blocks`, same rules, for callers that must not be held up: if it
-        takes less than a millisecond and waits for nobody. Else None, and nothing was moved."""
+        """As `write_blocks` or `read_blocks`, for callers that must not wait.
+
+        Moves the blocks if that takes less than a millisecond and waits for nobody. Otherwise
+        returns None, and nothing was moved."""
         ...
 
     def interrupt(self) -> None:

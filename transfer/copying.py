@@ -74,8 +74,7 @@ def copy_batch(source: int, target: int, batch: Batch) -> None:
 
 
 def copy_held(source: int, target: int, batch: Batch) -> None:
-    """`copy_batch` without giving up the GIL: for so few bytes that it takes less time than to get
-    the GIL back."""
+    """As `copy_batch`, but keeps the GIL. For few bytes: to get the GIL back would take longer."""
     for src, dst, nbytes in zip(batch.source, batch.target, batch.nbytes, strict=True):
         for src_row, dst_row in _displacements(batch.rows):
             _memmove_held(target + dst + dst_row, source + src + src_row, nbytes)
@@ -83,8 +82,9 @@ def copy_held(source: int, target: int, batch: Batch) -> None:
 
 @lru_cache(maxsize=64)
 def _displacements(rows: Rows) -> list[tuple[int, int]]:
-    """Of each row, in the source and in the target. Kept: each session has the same few rows, and
-    numpy would cost more than the copies."""
+    """Return the offset of each row in the source and in the target.
+
+    Cached: a session has the same few rows each time, and numpy costs more than the copies."""
     source, target = rows.steps()
     return list(zip(source.tolist(), target.tolist(), strict=True))
 

@@ -1,15 +1,14 @@
 """Digests of KV blocks, equal on both ends for equal bytes whatever the strides are.
 
-Each block has a digest of its own, over all layers and heads of the model in that order, whatever
-ranks hold them: so the chunks a prompt was computed
-in, a block written twice and the order of writes do not matter, and a mismatch names its block.
-They guard against bytes that changed on the way, not against a writer that lies: it may write
-whatever it likes and send that digest.
+Each block has a digest of its own, over all layers and then all heads of the model, whichever ranks
+hold them. So it does not matter in which chunks a prompt was computed, whether a block was written
+twice, or in which order. A mismatch names its block. Digests detect bytes that changed on the way.
+They do not protect against a writer that lies, which can send the digest of whatever it wrote.
 
-A block's pages lie apart, and hashing each would give up the GIL each time; beside a busy engine
-thread getting it back costs up to a switch interval (see copying.py). So blocks are gathered into a
-small buffer first, which stays in the CPU's cache, and hashed there, one call per block. Blocks of
-a GPU are gathered on it before, and cross to the CPU in one copy.
+The pages of a block are not contiguous. To hash each page would release the GIL each time, and to
+get it back beside a busy engine thread takes up to a switch interval (see copying.py). So each
+block is gathered into a small buffer, which stays in the CPU's cache, and hashed in one call.
+Blocks of a GPU are gathered on the GPU first, and copied to the CPU in one piece.
 """
 
 from __future__ import annotations
@@ -74,12 +73,12 @@ class BlockDigester:
         return b"".join(blake3(page).digest(DIGEST_BYTES) for page in self._gathered(block_ids))
 
     def pages(self, block_ids: Sequence[int]) -> NDArray[np.uint8]:
-        """A copy of the blocks: one row each, all heads of all layers in order. See `digest`."""
+        """Return a copy of the blocks, one row each: all layers, and in each all heads."""
         rows = [np.frombuffer(page, np.uint8).copy() for page in self._gathered(block_ids)]
         return np.stack(rows)
 
     def _gathered(self, block_ids: Sequence[int]) -> Iterator[memoryview]:
-        """The bytes of each block, in a buffer that the next ones overwrite."""
+        """Yield the bytes of each block, in a buffer that later blocks overwrite."""
         block = self._block
         if self._stage is None:
             buffer = np.empty(self._at_once * block, np.uint8)
@@ -100,7 +99,7 @@ class BlockDigester:
 def _readable(
     memory: LocalMemory, blocks: Sequence[int]
 ) -> Iterator[tuple[LocalMemory, Sequence[int]]]:
-    """The blocks in memory of the CPU, and their ids there."""
+    """Return memory of the CPU that holds the blocks, and their ids there."""
     if memory.device is None:
         yield memory, blocks
         return

@@ -1,12 +1,12 @@
-"""One PeerSession over several: what a mover sees when workers split the model differently.
+"""A PeerSession made of several sessions, for workers that split the model over ranks.
 
-A member moves one part of each block between one rank here and one rank there (`topology.py`). A
-part may be needed for writing, for reading or for both: the decode worker's replicas must all be
-written, but only one of them needs to be read, and the same the other way round.
+A member session moves one part of each block, between one rank here and one rank there
+(`topology.py`). A part may be needed for writing, for reading or for both: all replicas of a KV
+head must be written, but only one of them needs to be read.
 
-The group owns its members from construction on and closes them. One move at a time; in a move all
-members copy side by side, under the same fence (one fence covers all ranks of its owner). A move
-returns or raises only after every member's part has ended: then no member reads or writes any more.
+The group owns its members and closes them. It does one move at a time. In a move all members copy
+at the same time, under the same fence, which covers all ranks of its owner. A move returns or
+raises only after the parts of all members have ended. Then no member reads or writes any more.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class GroupSession:
     def write_blocks(
         self, fence: FenceToken, source: Sequence[int], target: Sequence[int]
     ) -> MoveResult:
-        """See PeerSession. A failure of one member fails the move, after the others have ended;
-        they may have written."""
+        """See PeerSession. If a member fails, the move fails once the others have ended. They may
+        have written."""
         writers = [m.session for m in self._members if m.writes]
         return _move(writers, len(source), lambda s: s.write_blocks(fence, source, target))
 
@@ -68,7 +68,7 @@ class GroupSession:
     def move_now(
         self, verb: Direction, fence: FenceToken, source: Sequence[int], target: Sequence[int]
     ) -> MoveResult | None:
-        """See PeerSession. Never: it would take as many moves as members."""
+        """See PeerSession. Always None: it would take one move per member."""
         return None
 
     def interrupt(self) -> None:
@@ -100,11 +100,11 @@ def _move(sessions: Sequence[PeerSession], blocks: int, move: _Move) -> MoveResu
 
 
 def _side_by_side(parts: Sequence[Callable[[], MoveResult]]) -> list[MoveResult]:
-    """Run all parts at the same time, the first on this thread, and wait for all of them. Raises
-    what failed: Fenced before anything else, because only it says that the grant is gone.
+    """Run all parts at the same time, the first on this thread, and wait for all of them.
 
-    A failed part does not interrupt the others: an interrupt is for good, and the next job needs
-    the sessions. Each part is bounded by itself.
+    Raises the error of a part that failed. Fenced goes first, because only it tells that the grant
+    is gone. The other parts are not interrupted, because a session cannot be used after an
+    interrupt, and the next job needs it. Each part has a time limit of its own.
     """
     results: list[MoveResult] = []
     failures: list[BaseException] = []
@@ -121,7 +121,7 @@ def _side_by_side(parts: Sequence[Callable[[], MoveResult]]) -> list[MoveResult]
     for part in parts[1:]:
         try:
             POOL.run(partial(run, part))
-        except RuntimeError:  # no thread to be had
+        except RuntimeError:  # no thread can be started
             run(part)
     if parts:
         run(parts[0])

@@ -25,7 +25,7 @@ from pullfill.wire import FenceToken
 Copier = Callable[[int, int, Batch], None]
 
 NOW_BYTES = 256 << 10
-"""Moved by `move_now` at most: 0.05 ms at 5 GB/s."""
+"""Most bytes that `move_now` moves: 0.05 ms at 5 GB/s."""
 NOW_COPIES = 64
 
 
@@ -33,8 +33,9 @@ class Gate(Protocol):
     """Holds a fence while a batch is copied."""
 
     def enter(self, token: FenceToken, wait: bool = True) -> bool:
-        """Hold the fence. Raises Fenced (not held) when the token is not valid any more. False: it
-        is not held, because the owner is at it just now (only with `wait` False)."""
+        """Hold the fence. Raises Fenced, without holding it, if the token is not valid any more.
+
+        wait: if False, and the owner uses the fence in this moment, return False."""
         ...
 
     def leave(self, token: FenceToken) -> None:
@@ -155,8 +156,10 @@ class MappedSession:
     def _batches(
         self, verb: Direction, fence: FenceToken, todo: CopyPlan, copy: Copier, wait: bool = True
     ) -> bool:
-        """All of a plan, nothing else running. False: nothing was moved (only with `wait` False,
-        for a plan of one batch)."""
+        """Move all batches of a plan. No other move may run.
+
+        wait: as for `enter`. False is for plans of one batch only. If it returns False, nothing was
+        moved."""
         if self._closed:
             raise TransferFailed("the session is closed")
         gate, src, dst = self._gate, self._local.address, self._remote_address

@@ -199,7 +199,7 @@ def _stages(records: list[Any]) -> dict[str, list[float]]:
 
 
 def _print_waits() -> None:
-    """What everybody waits for, into the log."""
+    """Print the stacks of all tasks, for the log."""
     for task in asyncio.all_tasks():
         task.print_stack(file=sys.stderr)
 
@@ -227,7 +227,7 @@ def run(cluster: ClusterRef, model: str, path: Path, router: dict[str, Any]) -> 
 
         server = await asyncio.start_unix_server(serve, path)
         await over.wait()
-        server.close()  # until then it must be held: one that nobody has listens to nobody
+        server.close()  # keep a reference until here, or the server stops listening
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(main())

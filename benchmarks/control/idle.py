@@ -1,8 +1,8 @@
-"""n decode and n prefill workers that nobody asks anything: what each of them keeps.
+"""Measures the CPU, threads, sockets and memory of idle workers, in fleets of n of each kind.
 
-Each size is a fleet of its own. Workers first meet over some requests, so that KV sessions and
-threads of the pool exist. Then nobody asks anything for `--rest` seconds, which is longer than KV
-sessions stay open. What is left is measured: CPU, threads, sockets, memory of a worker.
+Each size is a fleet of its own. First some requests make the workers open KV sessions and start
+threads. Then there are no requests for `--rest` seconds, which is longer than KV sessions stay
+open. After that one worker's share is measured.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from benchmarks.control.plant import Fleet, Plant, mock_flags, private_bytes
 from benchmarks.report import Row, missing, row
 
 KV_BYTES = 1 << 20
-"""512 blocks of the mock's 2 KiB: as many workers as possible must fit into one machine."""
+"""512 blocks of the mock's 2 KiB. Small, so that many workers fit into one machine."""
 EACH_BYTES = 48_000_000
-"""Of one worker, most of it pages that it no longer shares with the process it was forked from."""
+"""Memory for each worker. Most of it are pages that it no longer shares with its zygote."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Of some processes together."""
+    """What some processes use together."""
 
     threads: int
     sockets: int
@@ -34,7 +34,7 @@ class Kept:
 
 
 def kept_by(pids: Sequence[int]) -> Kept:
-    """What these processes hold now."""
+    """Return what these processes use now."""
     return Kept(
         sum(len(os.listdir(f"/proc/{pid}/task")) for pid in pids),
         sum(_sockets(pid) for pid in pids),
@@ -43,7 +43,7 @@ def kept_by(pids: Sequence[int]) -> Kept:
 
 
 def wakeups(pids: Sequence[int]) -> int:
-    """How often their threads have gone to sleep since they began."""
+    """Return how often the threads of these processes have gone to sleep so far."""
     return sum(
         int(status.read_text().split("\nvoluntary_ctxt_switches:")[1].split()[0])
         for pid in pids
@@ -52,7 +52,7 @@ def wakeups(pids: Sequence[int]) -> int:
 
 
 def free_bytes() -> int:
-    """Memory that processes can have without swapping."""
+    """Return the memory that is available without swapping."""
     lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     return int(lines["MemAvailable"].split()[0]) << 10
 
@@ -62,13 +62,13 @@ def _sockets(pid: int) -> int:
     for entry in Path(f"/proc/{pid}/fd").iterdir():
         try:
             found += os.readlink(entry).startswith("socket:")
-        except FileNotFoundError:  # closed meanwhile
+        except FileNotFoundError:  # was closed meanwhile
             continue
     return found
 
 
 def rows_of(at: str, role: str, kept: Kept, workers: int) -> list[Row]:
-    """For one worker of a role. Linear in workers: these stay as they are when the fleet grows."""
+    """Return the rows for one worker of a role. They must not grow with the size of the fleet."""
     of = f"of one {role} worker"
     return [
         row(f"{at}: threads {of}", kept.threads / workers, ""),
@@ -78,7 +78,8 @@ def rows_of(at: str, role: str, kept: Kept, workers: int) -> list[Row]:
 
 
 def run(plant: Plant, workers: int, options: argparse.Namespace, quiet: machine.Quiet) -> list[Row]:
-    """One size, with its rows printed; one row that says so where it does not fit into memory.
+    """Measure one size and print its rows. If it does not fit into memory, the one row says so.
+
     Raises BenchError."""
     needed, free = 2 * workers * EACH_BYTES, free_bytes()
     if needed > free:

@@ -1,9 +1,8 @@
-"""The control connections of n decode and n prefill workers that nobody asks anything.
+"""Measures the control connections of n idle decode workers and n idle prefill workers.
 
-Each worker's real `ControlServer` or `Links`, over TCP. All of them share one process and one event
-loop, because 512 worker processes need more memory than the machines these figures are from have.
-So a size is measured in a process of its own, and the figures are shares of that process. What a
-whole worker keeps besides is in the part `idle`.
+Each worker is only its real `ControlServer` or `Links`, over TCP. All of one size share one process
+and one event loop, because 512 worker processes did not fit into memory. The figures are shares of
+that process. The part `idle` measures whole workers.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ START_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Of all workers together. cpu: of one core."""
+    """What all workers use together. cpu: share of one core."""
 
     connections: int
     fewest: int
@@ -50,7 +49,7 @@ class Kept:
 
 
 async def keep(workers: int, rest_s: float, idle_s: float) -> Kept:
-    """Connect as many workers of each kind, let them rest, and look what there is."""
+    """Connect `workers` workers of each kind, let them idle, and measure."""
     directory: Any = FakeDirectory()
     gc.collect()
     before, memory = _sockets(), _memory()
@@ -103,7 +102,7 @@ def _memory() -> int:
 
 
 def measure(workers: int, rest_s: float, idle_s: float) -> Kept:
-    """`keep` on a loop of its own."""
+    """Run `keep` on an event loop of its own."""
     return asyncio.run(keep(workers, rest_s, idle_s))
 
 
@@ -135,12 +134,12 @@ def rows_of(workers: int, kept: Kept) -> list[Row]:
 
 
 def run(sizes: Sequence[int], options: argparse.Namespace, quiet: machine.Quiet) -> list[Row]:
-    """All sizes, each in a process of its own."""
+    """Measure all sizes, each in a process of its own."""
     found = list[Row]()
     for size in sizes:
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(1, context) as pool, quiet.window([os.getpid()]):
-            # Longer than unused links say that they are alive every second (alive.py).
+            # After this time unused links send Alive less often (alive.py).
             kept = pool.submit(measure, size, 15.0, options.idle).result()
         found += rows_of(size, kept)
     return found

@@ -64,7 +64,7 @@ def mock_flags(kv_bytes: int = KV_BYTES, **settings: float) -> list[str]:
 
 @dataclass(slots=True)
 class Use:
-    """CPU seconds in a window. ours: beside what `probes` counts as the engine's."""
+    """CPU seconds in a window. ours: without those that `probes` counts as the engine's."""
 
     total: float = 0.0
     engine: float = 0.0
@@ -161,7 +161,7 @@ class Plant:
         self._order(end=pids)
 
     def registered(self, namespace: str) -> int:
-        """Workers and frontends of a namespace that etcd knows."""
+        """Return how many workers and frontends of a namespace are registered in etcd."""
         prefix = keys.workers_prefix(namespace).encode()
         end = prefix[:-1] + bytes([prefix[-1] + 1])
         asked = {"key": _text(prefix), "range_end": _text(end), "count_only": True}
@@ -178,8 +178,9 @@ class Plant:
         return {name: machine.cpu_seconds(pid) for name, pid in self._servers.items()}
 
     def profiles(self, pids: list[int]) -> list[dict[Any, Any]]:
-        """Profiles of the loops and engine threads of these processes until now, as `pstats` keeps
-        them (`profile` was set before)."""
+        """Return profiles of the loops and engine threads of these processes, as of `pstats`.
+
+        `profile` must have been set before the processes were started."""
         paths = [self._stats / f"{pid}.{name}.prof" for pid in pids for name in THREADS]
         for path in paths:
             path.unlink(missing_ok=True)

@@ -123,9 +123,10 @@ def install(side_class: type[Any], where: Path) -> None:
 
 
 def profile(where: Path) -> None:
-    """Profile this thread, the loop's, and the engine thread, from now on. SIGUSR2 writes
-    `where`/PID.loop.prof and PID.engine.prof: the CPU of each function since the start. It costs:
-    do not read CPU figures of the same run."""
+    """Profile this thread (the loop's) and the engine thread from now on.
+
+    SIGUSR2 writes the CPU time of each function so far to `where`/PID.loop.prof and
+    PID.engine.prof. Profiling costs CPU, so do not use CPU figures of the same run."""
     from pullfill.engine.host import EngineHost
 
     profilers = {"loop": cProfile.Profile(time.thread_time)}
@@ -140,7 +141,7 @@ def profile(where: Path) -> None:
 
     def tell(*_: Any) -> None:
         for name, profiler in profilers.items():
-            # Not `dump_stats`: it stops the profiler, and works on its own thread only.
+            # `dump_stats` cannot be used: it stops the profiler, and must run on its thread.
             profiler.snapshot_stats()
             part = where / f"{os.getpid()}.part"
             part.write_bytes(marshal.dumps(profiler.stats))

@@ -1,8 +1,8 @@
-"""n decode and n prefill workers: CPU per request, how long stages take, what idle workers cost.
+"""Measures CPU per request, stage times and idle CPU, for n decode and n prefill workers.
 
-Each size is a fleet of its own, one after the other on the same servers. In each: a warm-up until
-nearly everybody has met everybody, an idle window, requests at a low fixed rate (stages), and a
-closed loop (CPU).
+Each size is a fleet of its own, one after the other on the same servers. Each has a warm-up until
+nearly all pairs of workers have shared a job, an idle window, requests at a low fixed rate (for the
+stages), and a closed loop (for the CPU).
 """
 
 from __future__ import annotations
@@ -51,9 +51,10 @@ class Size:
 
 
 def warm_up(workers: int) -> list[int]:
-    """Conversations, in portions that end in time. Who prefills is chance, and the first job
-    between two workers costs more than others (descriptor, mapping, thread): with three requests
-    for each pair, one pair in twenty has not met."""
+    """Return numbers of conversations for the warm-up, in portions that end within the time limit.
+
+    The first job between two workers costs more than others (descriptor, mapping, thread). Which
+    worker prefills is chance: with three requests for each pair, one pair in twenty has no job."""
     wanted = 40 + 3 * workers**2 // 2
     return [min(PORTION, wanted - done) for done in range(0, wanted, PORTION)]
 
@@ -126,7 +127,7 @@ def rows_of(size: Size) -> list[Row]:
 def print_profiles(
     before: list[dict[Any, Any]], after: list[dict[Any, Any]], requests: int, lines: int = 600
 ) -> None:
-    """Per request, what the loop and the engine thread of one worker of each role did between."""
+    """Print, per request, where one worker of each role used CPU between two profiles."""
     names = [f"{role} {thread}" for role in ("decode", "prefill") for thread in THREADS]
     for name, old, new in zip(names, before, after, strict=True):
         found = []
@@ -168,7 +169,7 @@ def run(plant: Plant, workers: int, options: argparse.Namespace, quiet: machine.
 
 
 def print_paced(size: Size) -> None:
-    """The same for the paced window, with all roles."""
+    """Print the same for the paced window, for all roles."""
     for role in ROLES:
         use, each = size.paced[role], 1e3 / size.paced_requests
         parts = {name: round(cpu * each, 3) for name, cpu in use.threads.items()}

@@ -4,8 +4,8 @@ Reads one JSON command per line on stdin and answers each with a line on stdout:
     {"fork": "decode"|"prefill"|"driver", "namespace": …, "log": FILE, …} → {"pid": …}
 Kills its children at the end of stdin, and ends.
 
-A forked worker is a whole worker process: its own loop, threads, sockets, memory and signals. What
-it shares are the pages of the imports, 0.6 GB that 128 processes could not have each.
+A forked worker is a whole worker process, with its own loop, threads, sockets, memory and signals.
+It shares only the memory pages of the imports, 0.6 GB, which 128 processes could not each have.
 """
 
 from __future__ import annotations
@@ -91,8 +91,10 @@ def _serve(order: dict[str, Any], model: str, flags: list[str]) -> None:
 
 
 def _end(children: list[int]) -> None:
-    """At once. vLLM's orderly end collects garbage among all objects, also those that are still
-    shared: 128 workers would need 20 GB for it, and minutes."""
+    """Kill all children at once.
+
+    A normal end of vLLM runs the garbage collector, which writes to pages that are still shared.
+    128 workers would need 20 GB and minutes for that."""
     for pid in children:
         _signal(pid, signal.SIGKILL)
     for pid in children:

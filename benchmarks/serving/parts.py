@@ -71,7 +71,9 @@ QUICK = Scale(
 
 @dataclass(slots=True)
 class Session:
-    """One start of one system. say: one line of progress. windows: of the whole campaign."""
+    """One start of one system.
+
+    say: prints a line of progress. windows: the windows of the whole campaign so far."""
 
     system: System
     running: Running

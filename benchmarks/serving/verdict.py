@@ -23,7 +23,7 @@ BUSY = " [machine not quiet]"
 HANDOFF_MS = 15.0
 STALL_S = 0.05
 LONG_TOKENS = 1024
-"""From here on a prompt is long."""
+"""Prompts of at least this many tokens are long."""
 NOISE = 0.3
 """Repeats of one control window whose ITL p50 differ by more, relative to their median, were not
 measured on a quiet machine."""
@@ -59,7 +59,7 @@ def cost(window: Window) -> float:
 
 
 def ttft_of(length: int, window: Window) -> float:
-    """ms, of prompts of so many tokens."""
+    """Return the median TTFT, in ms, of prompts of `length` tokens."""
     good = [a for a in stats.good(window.answers) if len(a.ask.prompt) == length]
     return median([1e3 * stats.ttft(a) for a in good]) if good else math.nan
 
@@ -210,7 +210,7 @@ class Verdict:
         return [*rows, versus(name, 100 * mine, unit, rival, 100 * other, at_most=1 / 20)]
 
     def _alone_beside(self, rival: str) -> list[Row]:
-        """The same prompts one at a time: a load that both keep up with."""
+        """Compare TTFT with a rival when prompts come one at a time, so that no queue forms."""
         ours, theirs = (Name.PULLFILL, "solo", REMOTE), (rival, "solo", "")
         if not self._m.of(*ours) or not self._m.of(*theirs):
             return []
@@ -324,8 +324,9 @@ class Verdict:
 
 
 def difference(metric: str, far: list[float], near: list[float], at_most: float) -> Row:
-    """Median of the differences of pairs that were measured one after the other, in ms, and how
-    far they lie apart; of the medians, where an answer is missing."""
+    """Return a row with the median difference, in ms, of pairs measured one after the other.
+
+    Its unit tells the quartiles. If an answer is missing, the difference of the medians is used."""
     if len(far) != len(near):
         return row(metric, median(far) - median(near), "ms", at_most)
     pairs = [f - n for f, n in zip(far, near, strict=True)]

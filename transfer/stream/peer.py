@@ -175,7 +175,7 @@ class StreamSession:
     def move_now(
         self, verb: Direction, fence: FenceToken, source: Sequence[int], target: Sequence[int]
     ) -> MoveResult | None:
-        """See PeerSession. Never: the owner has to answer."""
+        """See PeerSession. Always None: the owner has to answer."""
         return None
 
     def interrupt(self) -> None:

@@ -34,14 +34,14 @@ from pullfill.wire import FenceToken
 log = logging.getLogger(__name__)
 
 FILES_EACH = 2
-"""Descriptors that one connection holds: its socket and its gate."""
+"""File descriptors of one connection: its socket and its gate."""
 FILES_SPARED = 256
-"""Descriptors of the process that KV connections leave to everything else."""
+"""File descriptors that KV connections must leave for the rest of the process."""
 MAX_STRANGERS = 64
-"""Connections that have not yet said hello."""
+"""Most connections that have not sent their hello yet."""
 STRANGERS_S = 1.0
-"""So long the next connection waits for one of them to say hello, then it is refused. A fleet that
-connects at once is served in turn."""
+"""How long a further connection waits until one of them has sent its hello. Then it is refused. So
+a fleet that connects at the same time is served one after the other."""
 PATIENCE_S = 0.02
 """A batch of a peer that is alive ends within this; after it, a revoke interrupts. Decides when a
 connection is given up, never that anything is proved."""
@@ -169,7 +169,7 @@ class StreamServer:
             link.close()
 
     def _check_room(self) -> None:
-        """With the mutex held. Raises TransferFailed when there is no room for one more."""
+        """Raise TransferFailed if there is no room for another connection. Mutex held."""
         held = len(self._connections) + len(self._strangers)
         most = (machine.open_files() - FILES_SPARED) // FILES_EACH
         if held >= most:
