@@ -28,6 +28,19 @@ def test_send_to_ourselves(nccl: NcclToItself) -> None:
     nccl.close()
 
 
+def test_two_communicators_are_freed_in_one_group(nccl: NcclToItself) -> None:
+    """And others work afterwards."""
+    source = torch.randint(0, 256, (1 << 20,), dtype=torch.uint8, device="cuda:0")
+    for _ in range(2):
+        other, target = NcclToItself(0), torch.zeros_like(source)
+        torch.cuda.synchronize()
+        other.move(source.data_ptr(), target.data_ptr(), len(source))
+        assert torch.equal(source, target)
+        nccl.close(other)
+        nccl = NcclToItself(0)
+    nccl.close()
+
+
 def test_the_library_is_the_one_that_torch_has(nccl: NcclToItself) -> None:
     """Two copies of NCCL in a process would each keep a state of their own."""
     major, minor, patch = torch.cuda.nccl.version()

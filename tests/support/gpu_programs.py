@@ -93,9 +93,12 @@ class NcclToItself:
         while not self.stream.done:
             time.sleep(20e-6)
 
-    def close(self) -> None:
-        self._nccl.abort([self._comm])
-        self.stream.close()
+    def close(self, *others: NcclToItself) -> None:
+        """All in one group."""
+        every = (self, *others)
+        self._nccl.abort([one._comm for one in every])
+        for one in every:
+            one.stream.close()
 
 
 class Program:

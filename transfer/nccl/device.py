@@ -8,10 +8,11 @@
                                                         | nothing else runs on the GPU
                                                        freed
 
-NCCL's manual ("Thread Safety", "Fault Tolerance") wants no two threads in calls for one GPU, and an
-abort only while no other thread is inside. So sessions only leave notes at their communicator; the
-owner thread reads them, and looks at every communicator until each is idle. No call of NCCL's waits
-for another worker there, because all communicators are nonblocking.
+NCCL's manual forbids calls for one GPU from two threads at once ("Thread Safety"), and allows an
+abort only while no other thread is in a call ("Fault Tolerance"). So sessions never call NCCL. They
+leave a request at their communicator. The GPU's owner thread does what is asked, and polls every
+communicator until it is idle. Its calls do not wait for other workers, because all communicators
+are nonblocking.
 
 An abort is the exception. It frees GPU memory, and that waits for every kernel on the GPU, also for
 one that waits for a dead worker. Only the owner thread could stop that kernel. So a running
@@ -22,9 +23,9 @@ NCCL may still launch a group that was given up while it was `issuing`. Such a g
 revoked. So all dead communicators are aborted together, in one group of NCCL's: it stops all their
 kernels before it frees anything.
 
-`run` comes back only when nothing of its messages goes on: the kernel has ended, or it was never
-launched and the communicator is gone. If CUDA cannot even say that, `run` does not come back: its
-caller holds a fence.
+`run` returns only when the GPU does nothing more with its messages: the kernel has ended, or it was
+never launched and the communicator is gone. While CUDA cannot tell, `run` does not return, because
+its caller holds a fence.
 """
 
 from __future__ import annotations
@@ -73,9 +74,9 @@ class Communicator:
         self._device = device
         self.unique_id, self.rank = unique_id, rank
         self.ready = threading.Event()
-        """Made, or failed."""
+        """Set when the communicator is made, or has failed."""
         self.settled = threading.Event()
-        """Nothing of `messages` goes on, whatever became of them."""
+        """Set when the GPU does nothing more with `messages`, whether they arrived or not."""
         self.given_up = threading.Event()
         self.error: Exception | None = None
         # What follows belongs to the owner thread; `run` hands it `messages` while it is idle.
@@ -91,15 +92,21 @@ class Communicator:
         return self.error is None and not self.given_up.is_set()
 
     def wait_ready(self, watch: Callable[[], None]) -> None:
-        """Until both ranks are there. `watch` is called now and then and raises to give up; then
-        the communicator is over. Raises TransferFailed."""
+        """Wait until both ranks are there. Raises TransferFailed; then the communicator is over.
+
+        watch: called now and then; raises to give up.
+        """
         self._wait(self.ready, watch)
         if self.error is not None:
             raise TransferFailed(f"no NCCL communicator: {self.error}")
 
     def run(self, messages: Sequence[Message], watch: Callable[[], None]) -> None:
-        """Do all of them, in order, as one group. Returns when they are done; raises when nothing
-        of them goes on any more, and the communicator is over. Raises TransferFailed."""
+        """Send and receive all messages, in order, as one group. Returns when they have arrived.
+        Raises TransferFailed when the GPU does nothing more with them; then the communicator is
+        over.
+
+        watch: called now and then; raises to give up.
+        """
         if not self.usable:
             raise TransferFailed("the communicator is over")
         self.settled.clear()
@@ -114,7 +121,8 @@ class Communicator:
             raise TransferFailed(f"NCCL failed: {self.error}")
 
     def close(self) -> None:
-        """It is freed when the GPU allows it; nobody waits for that. Idempotent."""
+        """Ask for its end, and return at once. It is freed when nothing else runs on the GPU.
+        Idempotent."""
         self.given_up.set()
         self._device.wake()
 
@@ -174,7 +182,7 @@ class Device:
         return answer[0]
 
     def wake(self) -> None:
-        """There is a note at a communicator."""
+        """Let the owner thread look at its communicators now."""
         self._ask(lambda: None)
 
     def _ask(self, do: Callable[[], None]) -> None:
@@ -301,8 +309,8 @@ class Device:
         comm.settled.set()
 
     def _is_quiet(self, comm: Communicator) -> bool:
-        """Whether the stream is done. Where CUDA does not say it, it is not, and what is under way
-        has failed."""
+        """Whether the stream is done. When CUDA fails to say it, a running transfer has failed, and
+        the exception is raised. Any other stream counts as not done."""
         assert comm.stream is not None
         try:
             return comm.stream.done
