@@ -81,8 +81,8 @@ def wires(wired: Wires) -> Iterator[Wires]:
 def cut_in_a_handoff(
     wires: Wires, check: Checked, cut: Callable[[], None], seed: int
 ) -> dict[str, Any]:
-    """One request, whose prefill worker stands before its first write when `cut` happens. What is
-    told of it."""
+    """Send a request, and call `cut` while its prefill worker is stopped before its first write.
+    Returns the request's record."""
     wires.prefill.arm("prefill.before_write=stop@1")
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(check.ask, random_prompt(900, seed=seed))
@@ -131,8 +131,8 @@ def test_row_18_delay(wires: Wires, oracle: Oracle) -> None:
 
 
 def test_row_15_prefill_worker_cut_off_from_nats(wires: Wires, oracle: Oracle) -> None:
-    """It says that it cannot pull, so the first prompt is taken back and the next ones are local.
-    Back again, it pulls again."""
+    """It tells the decode worker that it cannot pull. So the first prompt is taken back, and later
+    ones stay local. When NATS is back, it pulls again."""
     with checked(
         wires.cluster, oracle, fallbacks={"prefill_lost": (0, 1)}, stale={"claim": (0, 1)}
     ) as check:
@@ -144,7 +144,7 @@ def test_row_15_prefill_worker_cut_off_from_nats(wires: Wires, oracle: Oracle) -
 
 
 def test_row_15_decode_worker_cut_off_from_nats(wires: Wires, oracle: Oracle) -> None:
-    """One publish finds out, or none; from then on prompts are local at once."""
+    """At most one publish fails. After that prompts are local at once."""
     with checked(
         wires.cluster, oracle, fallbacks={"publish_failed": (0, 1)}, stale={"claim": (0, 1)}
     ) as check:

@@ -1,4 +1,4 @@
-"""A step of a real engine fails: who was not in it is no suspect."""
+"""A step of a real engine fails. Requests that were not in it are no suspects."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ ONE_AT_A_TIME = ("--max-num-seqs", "1")
 def test_who_waits_in_the_queue_of_a_failed_engine_goes_on_elsewhere(
     tmp_path: Path, model_path: Path
 ) -> None:
-    """One request runs, one that ends the engine waits for its place, and others wait behind."""
+    """One request runs. The one that kills the engine waits for a slot, and others wait behind
+    it."""
     cluster = Cluster(tmp_path / "cluster", model_path)
     try:
         cluster.start_servers()

@@ -1,7 +1,7 @@
-"""Servers and prefill workers that are away: who says so, and what a prompt pays for it.
+"""Servers and prefill workers that are away: which process tells it, and how long prompts wait.
 
-Mock engines: all is about who knows what. Each prefill worker reaches NATS, and all reach the
-decode worker, through a proxy of its own.
+The engines are mocks. Each prefill worker reaches NATS through a proxy of its own, and all reach
+the decode worker through one.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ USUAL: dict[str, object] = {
     "claim_timeout_s": 10,
 }
 NEVER_S = 60.0
-"""Bound on hangs."""
+"""Longest wait of a test before it fails."""
 
 
 @dataclass
@@ -52,7 +52,7 @@ class Wires:
         return worker
 
     def ask(self) -> tuple[float, dict[str, Any]]:
-        """A prompt nobody has seen: seconds until its answer, and what is told of it."""
+        """Send a new prompt. Returns the seconds until its answer, and its record."""
         self.asked += 1
         begin = time.monotonic()
         answer = self.cluster.client().completions.create(
@@ -158,8 +158,8 @@ def pause_deliveries(cluster: Cluster, seconds: float) -> None:
 
 
 def test_row_28_claims_that_time_out_stop_the_queueing(wires: Wires) -> None:
-    """Everybody is connected and pulls, and no job arrives anywhere. Only the first three prompts
-    wait the claim timeout; afterwards one at a time finds out, and waits far less."""
+    """All workers are connected and pull, but no job arrives anywhere. Only the first three prompts
+    wait for the claim timeout. After that one prompt at a time is a trial, and waits far less."""
     wires.cluster.set_router(claim_timeout_s=1.5)
     pause_deliveries(wires.cluster, 600)
     try:
@@ -180,7 +180,7 @@ def test_row_28_claims_that_time_out_stop_the_queueing(wires: Wires) -> None:
 
 
 def told_of(wires: Wires, server: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Everybody who is asked says that it is unreachable, and for how long; the time goes on."""
+    """Every interface tells that it is unreachable, and for how long. That time grows."""
     line = f"{name} unreachable for "
 
     def named() -> bool:
@@ -265,7 +265,7 @@ def test_row_17_etcd_that_is_away_is_told(
 
 
 def test_row_18_a_prefill_worker_that_no_decode_worker_reaches_is_told(wires: Wires) -> None:
-    """It is registered and answers, and has no control link."""
+    """The prefill worker is registered and answers HTTP, but has no control connection."""
     wires.control.blackhole()
     wires.control.reset()
     line = "no decode worker is connected to it"

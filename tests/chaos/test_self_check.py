@@ -1,5 +1,5 @@
-"""Row 29: a pair of workers whose remote prefills differ hands nothing over; the result is kept,
-told, and cleared by a command."""
+"""Row 29: if the remote prefills of a pair of workers differ from local ones, prompts stay local.
+The result is kept and shown, and a command clears it."""
 
 from __future__ import annotations
 

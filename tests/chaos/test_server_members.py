@@ -42,8 +42,10 @@ hangs: NATS itself takes 4 to 9 s to elect the next leader of a stream."""
 
 
 class Traffic:
-    """Publishes a job every 10 ms and acks what it pulls. failed: publishes that were refused, as a
-    decode worker finds out when it prefills locally. pulled: when each job came."""
+    """Publishes a job every 10 ms, and acks the jobs that it pulls.
+
+    failed: publishes that failed. A decode worker would prefill these prompts locally.
+    pulled: when each job arrived."""
 
     def __init__(self, producer: JetStreamProducer, consumer: JetStreamConsumer) -> None:
         self.producer, self.consumer = producer, consumer
@@ -213,8 +215,9 @@ def trio(tmp_path_factory: pytest.TempPathFactory, model_path: Path) -> Iterator
 
 
 class Requests:
-    """Clients that ask one after the other until `stop`. done: when each request was sent, and
-    whether its prefill was remote."""
+    """Clients, each of which sends one request after the other until `stop`.
+
+    done: when each request was sent, and whether its prefill was remote."""
 
     def __init__(self, cluster: Cluster, clients: int = 3) -> None:
         self.done: list[tuple[float, bool]] = []

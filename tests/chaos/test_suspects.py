@@ -1,4 +1,4 @@
-"""Requests that end every engine they reach, with real workers: the fleet and all others live on.
+"""Requests that kill every engine they reach, with real workers. All other requests are answered.
 
 The workers run without a model (mock executor), so that many can be started again. A failpoint ends
 the engine when it schedules a prompt that begins with a token of FATAL.
@@ -130,8 +130,8 @@ def ask_again(url: str, prompt: list[int]) -> tuple[int, dict[str, Any]]:
 
 
 def run(keeper: Keeper, urls: list[str], streams: int, deadly: int, tokens: int) -> None:
-    """Through these frontends in turn. A deadly prompt is asked again at the next frontend half a
-    second later, as an impatient user does."""
+    """Send prompts to these frontends in turns. A deadly prompt is sent again to the next frontend
+    after half a second, as an impatient user does."""
     several = len(urls) > 1
     asked = [(urls[i % len(urls)], [30 + i, i + 11]) for i in range(streams)]
     with ThreadPoolExecutor(streams + 2 * deadly) as pool:
@@ -187,7 +187,7 @@ def check_refused_and_clear(keeper: Keeper, urls: list[str], deadly: int) -> Non
 
 
 def test_three_deadly_prompts_at_two_frontends(tmp_path: Path, model_path: Path) -> None:
-    """The short form of ten. The streams leave no place free at the workers that live on."""
+    """The short form of the test with ten. The streams fill all slots of the surviving workers."""
     with fleet(tmp_path / "fleet", model_path) as (keeper, urls):
         keeper.start()
         run(keeper, urls, streams=40, deadly=3, tokens=150)

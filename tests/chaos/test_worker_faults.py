@@ -25,7 +25,7 @@ from tests.support.prompts import ask, random_prompt, sample, sampled, truth
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 SLOW = "engine.step=sleep:0.02"
-"""4000 tokens take more than a minute: what ends sooner was ended."""
+"""4000 tokens take more than a minute, so a request that ends sooner was ended by the test."""
 
 
 def another_decode(cluster: Cluster, *flags: str) -> Worker:
@@ -105,8 +105,8 @@ def test_row_10_decode_restarts_under_the_same_address(paired: Cluster, oracle: 
 
 @pytest.mark.parametrize("role", ["decode", "prefill"])
 def test_row_11_engine_dies_inside_a_worker(role: str, paired: Cluster, oracle: Oracle) -> None:
-    """The process does not linger without its engine: it leaves, and others serve. Its lease is
-    revoked: left to itself it would stand for a minute."""
+    """The process ends without its engine, and others serve. It revokes its lease, which would
+    otherwise last for a minute."""
     victim = paired.launch(role, "--lease-ttl=60")
     paired.wait_ready(victim)
     assert victim.instance_id in paired.records(role)
@@ -161,7 +161,7 @@ def test_row_20_lease_revoked_mid_write(paired: Cluster, oracle: Oracle) -> None
 
 
 def test_row_21_sigterm_finishes_running_streams(paired: Cluster, oracle: Oracle) -> None:
-    """At the worker that is leaving: none is continued elsewhere."""
+    """The draining worker finishes its answers. None is continued elsewhere."""
     leaving = another_decode(paired)
     prompts = [random_prompt(60, seed=13_300 + i) for i in range(2)]
     continued = "pullfill_frontend_continued_total"
@@ -183,8 +183,9 @@ def test_row_21_sigterm_finishes_running_streams(paired: Cluster, oracle: Oracle
 
 @pytest.mark.long
 def test_row_21_a_drain_does_not_wait_for_a_stopped_writer(paired: Cluster, oracle: Oracle) -> None:
-    """The request of the stopped writer is over; its blocks are in quarantine for as long as the
-    writer is stopped. The decode worker leaves all the same, and the writer harms nobody then."""
+    """The request of a stopped writer has ended, and its blocks are in quarantine while the writer
+    is stopped. The decode worker must end all the same. When the writer goes on, it harms
+    nothing."""
     writers = [*paired.of("prefill"), paired.launch("prefill")]
     decodes = [*paired.of("decode"), another_decode(paired)]
     paired.wait_ready(*writers)

@@ -23,15 +23,16 @@ _serial = count()
 
 @pytest.fixture(scope="session")
 def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
-    """One etcd for all tests of this process. Each keeps to its own namespace (`ns`), and one that
-    stops, pauses or sets up a server has a server of its own."""
+    """One etcd for all tests of this process. Each test uses a namespace of its own (`ns`).
+
+    A test that stops, pauses or configures a server must start its own."""
     with EtcdServer(tmp_path_factory.mktemp("etcd")) as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def nats(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
-    """One NATS for all tests of this process, as `etcd`. Each has a stream of its own."""
+    """One NATS for all tests of this process, as `etcd`. Each test uses a stream of its own."""
     with NatsServer(tmp_path_factory.mktemp("nats")) as server:
         yield server
 

@@ -14,11 +14,11 @@ from tests.support.handoff_rig import Cluster, PrefillHalf, prompt, settled, unt
 from tests.support.kv_engine import BLOCK
 
 TOKENS = 10 * BLOCK
-"""Of each prompt, for a prefill worker."""
+"""Tokens of each prompt that a prefill worker must compute."""
 
 
 def looking(decode: DecodeHalf) -> None:
-    """Let the decode worker decide by what it really knows."""
+    """Make the decode worker decide on its real state, not on the rig's."""
     cache = SimpleNamespace(num_gpu_blocks=1_000_000, block_size=BLOCK)
     unused: Any = None
     producer: Any = SimpleNamespace(available=True, past_stream=False, depth=decode.producer.depth)
@@ -47,7 +47,7 @@ async def test_a_burst_is_admitted_up_to_the_expected_wait(tmp_path: Path) -> No
         prefill.puller.pause(True)
         served = [decode.send(prompt(TOKENS + 1, seed=n)) for n in range(4)]
         assert remote(decode, 4), "nobody has measured anything yet"
-        # 4 s for each: the next one would wait for 16 s.
+        # Each takes 4 s, so the next one would wait for 16 s.
         await reported(decode, prefill, Load(tokens_per_s=TOKENS / 4))
         assert not remote(decode, 5)
         decode.abort(served.pop())

@@ -86,7 +86,7 @@ async def test_an_unanswered_claim_fails_when_the_connection_breaks(decode: Deco
 
 
 async def test_a_late_grant_is_handed_back(decode: Decode, connect: Any) -> None:
-    """Nobody waits for the answer any more: the job must not be held until its deadline."""
+    """The caller of `claim` was cancelled. The job must not be held until its deadline."""
     prefill = await connect()
     other = await connect("prefill-2")
     decode.open()
@@ -121,14 +121,14 @@ async def test_a_grant_that_comes_with_the_cancellation_is_handed_back(
 
 
 async def test_stop_does_not_miss_its_own_cancellation(decode: Decode) -> None:
-    """A wake-up in the same moment once swallowed it, and the process never left."""
+    """Once a wake-up in the same moment swallowed it, and the process never ended."""
     await asyncio.sleep(0.01)
     decode.server.wake()
     await asyncio.wait_for(decode.server.stop(), 10)
 
 
 async def test_stop_settles_what_hangs_on_the_connections(decode: Decode, connect: Any) -> None:
-    """The fences are closed after it: nothing may ask them for a proof later."""
+    """The fences are closed after `stop`, so nothing may ask them for a proof any more."""
     prefill = await connect()
     decode.open()
     decode.ledger.published("j", "receipt", b"digest")
@@ -142,8 +142,8 @@ async def test_stop_settles_what_hangs_on_the_connections(decode: Decode, connec
 async def test_a_worker_that_connects_anew_has_left_its_old_connection(
     decode: Decode, connect: Any, raw: Raw
 ) -> None:
-    """The old connection may seem to stand for seconds; its jobs go on over the new one."""
-    decode.server._silent_s = 3600.0  # its silence says nothing in this test
+    """The old connection may look alive for seconds. Its jobs are claimed over the new one."""
+    decode.server._silent_s = 3600.0  # do not end connections for silence
     other = await connect("prefill-2")
     decode.open()
     raw.say(hello("prefill-1"))

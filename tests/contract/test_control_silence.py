@@ -272,7 +272,8 @@ async def test_a_worker_that_pulls_nothing_for_now_is_not_counted() -> None:
 
 
 async def test_a_worker_that_pulls_nothing_may_claim_a_job_that_went_past_the_stream() -> None:
-    """The stream has no leader, so the worker cannot pull; it waits for such jobs all the same."""
+    """Without a leader of the stream the worker cannot pull, but still takes jobs past the
+    stream."""
     decode = Decode()
     await decode.server.start("127.0.0.1")
     prefill = Prefill(decode)
@@ -295,7 +296,7 @@ async def test_a_worker_that_pulls_nothing_may_claim_a_job_that_went_past_the_st
 
 
 async def test_a_prefill_worker_that_is_busy_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The decode worker then counts no claim timeout as a stall: its jobs wait their turn."""
+    """Then the decode worker counts no claim timeout as a stall, because its jobs wait in line."""
     monkeypatch.setattr("pullfill.alive.ALIVE_INTERVAL_S", 0.03)
     decode = Decode()
     await decode.server.start("127.0.0.1")

@@ -50,7 +50,8 @@ async def worker_process() -> AsyncIterator[tuple[asyncio.subprocess.Process, Wo
 
 @asynccontextmanager
 async def stopwatch() -> AsyncIterator[Callable[[], float]]:
-    """Seconds in which this loop ran. Those in which a busy machine did not let it do not count."""
+    """Measures seconds in which this event loop could run. A busy machine may stop it for
+    others."""
     passed_s = 0.0
 
     async def tick() -> None:

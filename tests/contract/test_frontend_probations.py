@@ -1,4 +1,4 @@
-"""Several frontends over the same workers: what one suspects, all suspect.
+"""Several frontends with the same workers: a suspect of one frontend is a suspect of all.
 
 Real etcd, real ZMQ, fake workers that can die."""
 
@@ -27,7 +27,7 @@ ENOUGH_S = 40.0
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing here takes as long as with real workers."""
+    """Shorten the waits, since fake workers need less time than real ones."""
     monkeypatch.setattr(probation, "OTHERS_S", 0.2)
     monkeypatch.setattr(module, "SETTLE_S", 0.05)
 
@@ -42,7 +42,7 @@ async def ended(fleet: SharedFleet) -> None:
 async def test_a_deadly_request_and_its_copy_at_the_other_frontend_end_two_workers(
     etcd: EtcdServer, ns: str
 ) -> None:
-    """The copy comes while the first one waits to be tried again."""
+    """The copy arrives while the first request waits for its probation."""
     async with frontends_of(etcd, ns) as ((one, two), fleet):
         one.dispatcher.submit(request("d", [FATAL]))
         await until(lambda: bool(two.dispatcher.suspects.listed()))
@@ -70,7 +70,7 @@ async def test_copies_sent_to_two_frontends_at_once_end_two_workers(
 async def test_a_copy_in_the_queue_of_a_living_worker_is_taken_back(
     etcd: EtcdServer, ns: str
 ) -> None:
-    """Else it would end that worker when its turn comes, as the third one."""
+    """Otherwise it would kill that worker, the third one, when its turn comes in the queue."""
     async with frontends_of(etcd, ns, workers=2, slots=1) as ((one, two), fleet):
         # Each frontend sends to the two workers in turn.
         one.dispatcher.submit(request("short", [1], max_tokens=50))
@@ -91,8 +91,8 @@ async def test_a_copy_in_the_queue_of_a_living_worker_is_taken_back(
 async def test_a_suspect_is_not_tried_where_another_request_waits_in_the_queue(
     etcd: EtcdServer, ns: str
 ) -> None:
-    """Places of a full worker become free at the same time. Its death would not name the suspect,
-    and a third worker would die for the proof."""
+    """Several requests may leave a full worker's queue at the same time. If it then dies, the
+    suspect is not proved, and a third worker would have to die."""
     async with frontends_of(etcd, ns, workers=1, slots=2) as ((one, two), fleet):
         one.dispatcher.submit(request("d", [FATAL]))
         await until(lambda: len(fleet.all) == 2)
@@ -112,7 +112,7 @@ async def test_a_suspect_is_not_tried_where_another_request_waits_in_the_queue(
 async def test_ten_deadly_prompts_at_both_frontends_end_two_workers_each(
     etcd: EtcdServer, ns: str
 ) -> None:
-    """Every second one comes again, to the other frontend. Forty streams outlive all of it."""
+    """Every second deadly request is sent again, to the other frontend. Forty streams survive."""
     async with frontends_of(etcd, ns) as (rigs, fleet):
         for i in range(40):
             rigs[i % 2].dispatcher.submit(request(f"s{i}", [i], max_tokens=60))
@@ -153,7 +153,7 @@ async def test_what_one_frontend_has_cleared_is_no_suspect_of_the_other(
         (held,) = [fake for fake in fleet.all if fake.added]
         for fake in fleet.all:
             fake.hold = False
-        held.killed_by = [0]  # by something else
+        held.killed_by = [0]  # killed by something else
         held.die()
         await until(lambda: bool(two.dispatcher.suspects.listed()))
         await until(lambda: "a" in one.sink.finished)

@@ -1,4 +1,4 @@
-"""What one frontend refuses, all refuse: real etcd, real ZMQ, fake workers that can die."""
+"""All frontends refuse what one has refused: real etcd, real ZMQ, fake workers that can die."""
 
 from __future__ import annotations
 
@@ -86,9 +86,9 @@ async def test_a_refusal_waits_for_etcd_and_serving_does_not(tmp_path: Path, ns:
 async def test_two_frontends_that_suspect_one_request_each_lose_no_answer(
     etcd: EtcdServer, ns: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both requests are at the first two workers that die. Only one is deadly. Each frontend takes
-    itself for the only one, so it did not announce its probation, but it hears of the other's
-    suspect before it refuses its own."""
+    """Both requests are at the first two workers that die, but only one is deadly. Each frontend
+    believes that it is the only one, so it does not announce its probation. But it learns of the
+    other's suspect before it refuses its own."""
     monkeypatch.setattr(probations, "SETTLE_S", 2.0)  # a busy machine writes late
     fakes = [FakeDecode(f"decode-{i}", hold=i < 2, fatal_token=FATAL).start() for i in range(6)]
     async with (

@@ -46,7 +46,7 @@ async def viewed(*urls: str) -> AsyncIterator[ClusterView]:
 
 @asynccontextmanager
 async def answering(said: dict[str, Any]) -> AsyncIterator[tuple[str, list[int]]]:
-    """Where a worker answers, and how often it was asked."""
+    """The URL of a worker that answers, and a count of its requests."""
     asked: list[int] = []
 
     def status() -> dict[str, Any]:
@@ -63,7 +63,7 @@ async def answering(said: dict[str, Any]) -> AsyncIterator[tuple[str, list[int]]
 
 @asynccontextmanager
 async def hanging() -> AsyncIterator[tuple[str, asyncio.Event]]:
-    """Where a worker is stopped, and whether somebody who asked there has given up."""
+    """The URL of a worker that hangs, and whether a client has given up."""
     given_up = asyncio.Event()
 
     async def hold(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -76,7 +76,8 @@ async def hanging() -> AsyncIterator[tuple[str, asyncio.Event]]:
 
 
 async def test_a_worker_that_hangs_does_not_hold_up_ready(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A readiness probe gives up after a second. The others are heard all the same."""
+    """A readiness probe gives up after a second, so one hanging worker must not delay the
+    answer."""
     monkeypatch.setattr(cluster, "READY_S", 0.2)
     monkeypatch.setattr(cluster, "FETCH_TIMEOUT_S", 0.6)
     said = {"load": {}, "servers": {"nats": AWAY}}

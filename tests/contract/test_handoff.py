@@ -172,9 +172,9 @@ async def test_the_only_worker_dies(tmp_path: Path) -> None:
 
 
 async def test_duplicate_deliveries_leave_the_job_with_its_writer(tmp_path: Path) -> None:
-    """No sign of life reaches the queue, which delivers the job to the other worker again and
-    again. That one is told who works on it, and leaves the message alone. The last delivery is
-    settled: after it the job would be a dead letter."""
+    """No heartbeat reaches the queue, so it delivers the job to the other worker again and again.
+    Its claims are refused, and it does not settle the message. Only the last delivery is acked:
+    otherwise the job would become a dead letter."""
     clock = FakeClock()
     async with Cluster(tmp_path, clock=clock, ack_wait_s=1.0) as cluster:
         decode, first = await cluster.decode(), await cluster.prefill(chunk=5)

@@ -1,7 +1,7 @@
-"""Jobs of a decode worker that is gone, in front of a live one's, on a real NATS server.
+"""The queue holds jobs of a decode worker that is gone, before jobs of one that is alive.
 
-Two prefill workers without vLLM, real otherwise. The jobs of the one that is gone cost them
-nothing: those of the live one begin as soon as without them.
+Two prefill workers without vLLM, otherwise real, on a real NATS server. Jobs of the dead decode
+worker must not delay those of the live one.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ async def publish_backlog(cluster: Cluster, jobs: int = JOBS) -> None:
 async def test_the_backlog_of_a_decode_worker_that_is_gone_costs_nothing(
     cluster: Cluster, how: str
 ) -> None:
-    """left: its key went. never_known: it went before these prefill workers came. dead: its key
-    is still there, its control port refuses connections."""
+    """left: its key was removed. never_known: that was before these prefill workers started. dead:
+    its key still exists, but its control port refuses connections."""
     live = await cluster.decode()
     prefills = [await cluster.prefill(pull=False) for _ in range(2)]
     if how != "never_known":
@@ -84,7 +84,7 @@ async def test_the_backlog_of_a_decode_worker_that_is_gone_costs_nothing(
 
 
 async def test_deliveries_that_wait_are_bounded_by_their_number(cluster: Cluster) -> None:
-    """A decode worker that answers no claim: its jobs cost no budget, but no worker hoards them."""
+    """A decode worker answers no claim. Its jobs use no budget, but no worker pulls all of them."""
     live = await cluster.decode()
     prefills = [await cluster.prefill(pull=False) for _ in range(2)]
     answer = asyncio.Event()
@@ -111,7 +111,7 @@ async def test_deliveries_that_wait_are_bounded_by_their_number(cluster: Cluster
 
 
 def test_a_budget() -> None:
-    """Counted until the answer is late, and again from the grant on."""
+    """A claim counts against the budget until its answer is late, and again from the grant."""
 
     async def go() -> None:
         rooms: list[int] = []

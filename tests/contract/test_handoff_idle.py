@@ -1,4 +1,4 @@
-"""KV sessions that no job uses are closed, and no job ever fails because of it."""
+"""KV sessions that no job uses are closed. No job may fail because of that."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def test_an_idle_connection_is_closed_and_made_again(
 async def test_no_job_fails_though_sessions_are_closed_all_the_time(
     tmp_path: Path, transport: str
 ) -> None:
-    """Closed in the very moment in which the last job lets go, while others ask for it."""
+    """The session is closed in the moment in which its last job ends and other jobs ask for it."""
     async with Cluster(tmp_path, transport) as cluster:
         decode = await cluster.decode()
         prefill = await cluster.prefill(chunk=8)
@@ -97,7 +97,8 @@ async def test_a_reader_closes_an_idle_session_and_opens_it_again(tmp_path: Path
 
 
 async def test_a_fleet_keeps_no_connection_or_thread_for_pairs(tmp_path: Path) -> None:
-    """Once all have met: three connections and three threads at each decode worker, then none."""
+    """Once each pair has shared a job, each decode worker has three connections and three threads.
+    Later it has none."""
     async with Cluster(tmp_path, "tcp") as cluster:
         decodes = [await cluster.decode(f"decode-{number}") for number in range(3)]
         prefills = [await cluster.prefill(chunk=5, pull=False) for _ in range(3)]

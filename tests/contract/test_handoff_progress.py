@@ -1,4 +1,4 @@
-"""A deadline is an estimate: what moves is not ended by it, what stands still is.
+"""An attempt that makes progress goes on beyond its deadline. One without progress ends.
 
 Real control channel, ledger, runner and mover. The link copies one batch after another, slowly.
 """
@@ -19,15 +19,16 @@ from tests.support.handoff_rig import Cluster, PrefillHalf, prompt, settled, unt
 from tests.support.kv_engine import BLOCK, LAYOUT
 
 TIMEOUT_S = 1.0
-"""`remote_timeout_s`, and the whole deadline: nobody has measured the link."""
+"""`remote_timeout_s`. It is also the whole deadline, because the link is not measured yet."""
 BLOCKS = 16
 BATCH_S = 0.2
 LONG = prompt(BLOCKS * BLOCK + 1)
 
 
 def slow(cluster: Cluster, half: DecodeHalf | PrefillHalf, stands_after: int = 10_000) -> None:
-    """Whoever copies to or from `half` moves one block in each BATCH_S; after `stands_after` of
-    them only after a longer time than anybody waits."""
+    """Slow down the copies to or from `half` to one block per BATCH_S.
+
+    stands_after: after this many blocks the copies stop."""
     transport: Any = cluster.rig.transport
     connect, batches = transport.connect, 0
 
@@ -50,7 +51,7 @@ def slow(cluster: Cluster, half: DecodeHalf | PrefillHalf, stands_after: int = 1
 async def test_a_job_that_moves_is_never_timed_out_and_started_again(
     tmp_path: Path, mode: KvMode, chunk: int
 ) -> None:
-    """It takes three times as long as its deadline, in one copy."""
+    """One copy takes three times as long as the deadline."""
     async with Cluster(tmp_path, timeout_s=TIMEOUT_S, kv_mode=mode) as cluster:
         decode, prefill = await cluster.decode(), await cluster.prefill(chunk=chunk)
         slow(cluster, prefill if mode is KvMode.PULL else decode)
@@ -91,8 +92,8 @@ async def test_a_job_that_stands_still_is_given_up(tmp_path: Path, mode: KvMode)
 
 
 async def test_a_prompt_behind_a_slow_link_is_not_sent_to_wait_there(tmp_path: Path) -> None:
-    """The KV of the first job is computed and not written: the next one would wait for that. The
-    link is measured while that KV is written, long before the first commit."""
+    """The KV of the first job is computed but not written yet, and the next job would wait for
+    that. The link is measured while that KV is written, long before the first commit."""
     async with Cluster(tmp_path, timeout_s=TIMEOUT_S) as cluster:
         decode, prefill = await cluster.decode(), await cluster.prefill(chunk=BLOCK)
         slow(cluster, decode)

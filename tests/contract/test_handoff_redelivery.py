@@ -1,7 +1,7 @@
-"""One job, delivered twice by a real NATS server, while its writer is alive.
+"""A real NATS server delivers a job twice, while the first worker is alive.
 
-Two prefill workers and a decode worker without vLLM, real otherwise. A job whose writer is alive
-stays with it; a link that breaks brings one more delivery, and not one from each side.
+Two prefill workers and a decode worker without vLLM, otherwise real. A job stays with a worker that
+is alive. A link that breaks causes one more delivery, not one from each end.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ async def server(tmp_path: Path) -> AsyncIterator[NatsServer]:
 async def cluster(
     tmp_path: Path, server: NatsServer, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Cluster]:
-    # A request whose writer stands still goes on locally after 0.1 s, and its message goes. On a
-    # busy machine the queue may take longer to deliver it again.
+    # After 0.1 s a request whose writer is stopped goes on locally, and its message is deleted. A
+    # busy machine may take longer than that to deliver the message again.
     monkeypatch.setattr(entry, "NO_PROOF_S", 20.0)
     cluster = Cluster(tmp_path, server=server, ack_wait_s=ACK_WAIT_S, heartbeat_s=ACK_WAIT_S / 3)
     async with cluster:
@@ -61,8 +61,8 @@ async def cluster(
 
 @pytest.fixture
 def deliveries(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often each job was taken up, by job id, over all prefill workers. What the last pull of a
-    worker that stopped still brings is given back, and not counted."""
+    """Count, by job id, how often prefill workers have started the job. Jobs that the last pull of
+    a stopped worker brings are given back and do not count."""
     seen: Counter[str] = Counter()
     numbers = set()
     real = JobRunner.start
@@ -82,7 +82,7 @@ async def nothing(*_: object) -> None: ...
 async def a_writer_at_work(
     cluster: Cluster,
 ) -> tuple[DecodeHalf, PrefillHalf, PrefillHalf, Served, Any]:
-    """A decode worker, the prefill worker that stands in a write for it, another one that pulls."""
+    """A decode worker, a prefill worker that is stopped inside a write, and one that pulls."""
     decode, holder = await cluster.decode(), await cluster.prefill(chunk=5)
     faults = hold(decode)
     served = decode.send(prompt(30))
@@ -93,17 +93,17 @@ async def a_writer_at_work(
 async def test_a_nats_outage_takes_no_job_from_its_writer(
     cluster: Cluster, server: NatsServer, deliveries: Counter[str]
 ) -> None:
-    """The server hangs for longer than `ack_wait` and hears of nobody: it delivers again."""
+    """The server hangs for longer than `ack_wait`, gets no heartbeat and delivers the job again."""
     decode, holder, other, served, faults = await a_writer_at_work(cluster)
     await holder.puller.stop()
-    with pytest.MonkeyPatch.context() as lost:  # what the outage swallows
+    with pytest.MonkeyPatch.context() as lost:  # heartbeats get lost in the outage
         lost.setattr(JetStreamDelivery, "in_progress", nothing)
         server.pause()
         await asyncio.sleep(1.5 * ACK_WAIT_S)
         server.resume()
         await until(lambda: max(deliveries.values()) == 2)
     await until(lambda: other.runner.in_flight == 0)
-    await asyncio.sleep(1.5 * ACK_WAIT_S)  # the writer's signs of life keep the message it left
+    await asyncio.sleep(1.5 * ACK_WAIT_S)  # the writer's heartbeats keep its message
     assert max(deliveries.values()) == 2
     faults.resume()
     await settled(served)
@@ -116,7 +116,7 @@ async def test_a_nats_outage_takes_no_job_from_its_writer(
 async def test_a_link_that_breaks_brings_one_more_delivery(
     cluster: Cluster, deliveries: Counter[str]
 ) -> None:
-    """Both ends see the reset; the decode worker hands the delivery back, and nobody else."""
+    """Both ends see the reset. Only the decode worker hands the delivery back."""
     decode, holder, other, served, faults = await a_writer_at_work(cluster)
     await holder.puller.stop()
     (peer,) = [p for p in decode.control.peers.values() if p.instance_id == holder.name]
@@ -134,7 +134,7 @@ async def test_a_link_that_breaks_brings_one_more_delivery(
 async def test_a_job_that_comes_back_to_the_worker_that_lost_its_link_runs_again(
     cluster: Cluster, deliveries: Counter[str]
 ) -> None:
-    """The queue may deliver it before the first run is over: that run does not settle it."""
+    """The queue may deliver it before the first run is over. That run must not settle it."""
     decode, holder, other, served, faults = await a_writer_at_work(cluster)
     await other.puller.stop()
     real, lost = holder.runner.link_lost, asyncio.Event()

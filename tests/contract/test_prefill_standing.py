@@ -1,4 +1,4 @@
-"""Connections between many decode and many prefill workers: few stand, others come when needed."""
+"""Connections in a large fleet: few stay open, others are made when a job needs them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SOON_S = 0.05
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Links look every 20 ms whether they are idle, and not every second."""
+    """Links check every 20 ms whether they are idle, not every second."""
     monkeypatch.setattr(alive, "pause", lambda unasked_s: 0.02)
 
 
@@ -53,7 +53,7 @@ class Fleet:
 
     @property
     def settled(self) -> bool:
-        """Whether both ends have the connections that are to stand, and no others."""
+        """Whether both ends have exactly the standing connections."""
         wanted = {name: links._standing.wanted() for name, links in self.prefill.items()}
         return self.sockets == sum(map(len, wanted.values())) and all(
             links.connected == sorted(wanted[name]) for name, links in self.prefill.items()
@@ -87,7 +87,7 @@ async def fleet(decode: int, prefill: int, most: int, idle_s: float = 60.0) -> A
 
 
 async def test_the_connections_of_a_fleet_are_bounded() -> None:
-    """Of 20 x 16 pairs only a few for each worker stand, and every worker has some."""
+    """Of 20 x 16 pairs each worker keeps only a few connections, but at least one."""
     async with fleet(20, 16, most=3) as workers:
         await until(lambda: workers.settled)
         assert workers.sockets <= 20 * 3 + 16 * LEAST
@@ -133,8 +133,8 @@ async def test_who_cannot_pull_says_so_over_a_new_connection_at_once() -> None:
 
 
 async def test_a_decode_worker_that_left_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may drain, and its last jobs are pulled by workers that are not connected to it. If it is
-    dead, nobody waits for it again."""
+    """A decode worker may drain while workers that are not connected to it pull its last jobs. If
+    it is dead, no job waits for it a second time."""
     async with fleet(8, 6, most=1) as workers:
         await until(lambda: workers.settled)
         links = workers.prefill["prefill-0"]
@@ -226,7 +226,7 @@ async def test_no_job_fails_though_links_are_closed_all_the_time(
 
 
 async def test_a_link_stays_while_its_job_runs(tmp_path: Path, quick: None) -> None:
-    """A copy may take longer than an idle link lives; so may one whose job has ended."""
+    """A copy may take longer than `idle_s`, also a copy whose job has ended."""
     async with far_apart(tmp_path) as (cluster, decode, prefill):
         faults = hold(decode)
         served = decode.send(prompt(30))
@@ -245,7 +245,7 @@ async def test_a_link_stays_while_its_job_runs(tmp_path: Path, quick: None) -> N
 async def test_jobs_that_bring_their_connection_count_against_the_budget(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else a worker would take jobs that others could begin, as long as it connects."""
+    """Otherwise a worker that still connects would pull jobs that others could begin."""
     async with far_apart(tmp_path) as (cluster, _, prefill):
         under_way: list[int] = []
         start = prefill.runner.start

@@ -1,4 +1,4 @@
-"""NATS that hangs or dies is noticed by each end of the queue, and by those who count on it."""
+"""Both ends of the queue notice a NATS that hangs or dies, and tell whoever depends on it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Ends:
     consumer: JetStreamConsumer
 
     async def lose(self, how: str) -> None:
-        """Both connections are up and hear nothing more."""
+        """Wait until both connections are up and nothing arrives any more."""
         assert self.producer.health.up
         assert self.consumer.health.up
         getattr(self.server, how)()
@@ -70,7 +70,7 @@ async def ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
 
 @pytest.mark.parametrize("how", ["pause", "kill"])
 async def test_both_ends_say_that_nats_is_away_and_since_when(ends: Ends, how: str) -> None:
-    """One that hangs keeps its connection; it is noticed long before that is given up."""
+    """A server that hangs keeps its connection. It is noticed long before that is given up."""
     await ends.lose(how)
     await until(lambda: not (ends.producer.health.up or ends.consumer.health.up), HANG_S)
     if how == "pause":
@@ -93,7 +93,7 @@ async def test_both_ends_say_that_nats_is_away_and_since_when(ends: Ends, how: s
 async def test_an_idle_connection_hardly_wakes_its_process(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A PING and its answer each second, and what the depth costs every other second."""
+    """A PING and its answer each second, and the messages for the depth every other second."""
     monkeypatch.setattr(pulse, "EVERY_S", 1.0)
     await asyncio.sleep(2.5)  # the producer asks less often, and the pulse has looked once
     selector: Any = asyncio.get_running_loop()._selector  # type: ignore[attr-defined]

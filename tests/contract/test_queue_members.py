@@ -1,4 +1,4 @@
-"""What a producer makes of NATS: `--nats URL,URL`, and answers that make no sense."""
+"""A producer with several NATS servers (`--nats URL,URL`), and with answers that make no sense."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def test_one_member_of_a_cluster_that_answers_is_enough(tmp_path: Path) ->
 async def test_an_answer_that_makes_no_sense_does_not_keep_the_queue_shut(
     asked_for: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What asks for the depth is also what opens the queue again: it outlives such an answer."""
+    """The task that asks for the depth must survive such an answer: it also closes the breaker."""
     server, config = NatsServer(tmp_path), QueueConfig("test", secrets.token_hex(8))
     await server.start()
     producer = await JetStreamProducer.connect(server.url, config, wait_s=HANG_S)

@@ -173,8 +173,8 @@ async def test_workers_that_start_at_the_same_time_agree(
 async def test_a_worker_that_drains_takes_no_job_with_it(
     nats: NatsServer, config: QueueConfig
 ) -> None:
-    """Its pull is still open. Commands of nats-py wait to be written, but its PING does not: so the
-    server has answered a PING before it hears that nobody reads the pull's inbox any more."""
+    """Its pull is still open. nats-py buffers its commands, but not its PING. So the server answers
+    a PING before it learns that the pull's inbox is not read any more."""
     producer, leaving = await both(nats, config, QueueSettings())
     other = await JetStreamConsumer.connect(nats.url, config, wait_s=HANG_S)
     transport: Any = leaving.link.client._transport

@@ -1,4 +1,4 @@
-"""How many connections a KV port takes: as many as there are open files, and few strangers."""
+"""How many connections a KV port accepts: limited by open files, and few that sent no hello."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is sent away, and how much time it gets: workers on the mock backend, KV over a slow link.
+"""Which prompts go remote over a slow link, and which deadlines they get: mock engines.
 
 Everything but the model is real. A proxy between the two workers forwards 64 KiB at a time.
 """
@@ -48,7 +48,7 @@ def slow(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 def measure(cluster: Cluster, proxy: Proxy, delay_s: float, seed: int) -> None:
-    """Short prompts, until what was measured before counts little."""
+    """Send short prompts until earlier measurements of the link hardly count."""
     proxy.delay(delay_s)
     cluster.set_router(
         policy="always_remote", remote_timeout_s=30, claim_timeout_s=30, max_remote_kv_fraction=1

@@ -53,8 +53,9 @@ print(json.dumps({"first": full - begin, "then": used() - full}))
 @pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="vLLM's CPU build only")
 @pytest.mark.parametrize(("capacity", "grows"), [("", False), ("128", True)])
 def test_kernels_for_numbers_of_tokens_do_not_pile_up(capacity: str, grows: bool) -> None:
-    """Those of the load come and go for as long as it lasts: some always, others now and then. With
-    a larger cache of oneDNN's own they do pile up: else there is nothing to prevent any more."""
+    """Memory does not grow while some token counts come in every step and others now and then.
+
+    With a larger cache of oneDNN's own it does grow. If not, the setting has become useless."""
     command = [sys.executable, "-W", "ignore", "-c", STEPS]
     env = {k: v for k, v in os.environ.items() if k != CAPACITY}
     env |= {CAPACITY: capacity} if capacity else {}

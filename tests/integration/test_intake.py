@@ -127,10 +127,10 @@ def test_a_prepared_request_has_the_block_hashes_of_vllm(length: int, salt: str 
 def test_running_streams_do_not_notice_a_burst_of_long_prompts(
     peer: Peer, rounds: int, count: int
 ) -> None:
-    """All slots are taken by streams, so the prompts cost what it costs to take them in.
+    """Streams take all slots, so the prompts cost only their preparation.
 
-    Calm and bursts alternate. Other processes take the cores in some rounds only. But prompts that
-    are taken in between two steps would make a gap of five steps each, in every round.
+    Calm rounds and bursts alternate. Other processes use the cores in some rounds only. But if
+    prompts were prepared between two steps, each would make a gap of five steps, in every round.
     """
     prompt = random_prompt(PROMPT, seed=1)
     for i in range(STREAMS):

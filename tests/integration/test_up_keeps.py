@@ -1,4 +1,4 @@
-"""`pullfill up` starts again what died: real servers, and workers on the mock backend."""
+"""`pullfill up` restarts processes that die: real servers, workers with mock engines."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Models whose layers look at a window only: which prompts vLLM keeps every block of, asked of its
-own cache manager, and what workers make of it."""
+"""Models in which every layer has a window: for which prompts vLLM's cache manager keeps every
+block, and how workers use that."""
 
 from __future__ import annotations
 

@@ -50,13 +50,13 @@ def cluster(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 
 def measure(cluster: SpreadCluster, seed: int) -> None:
-    """Short prompts, until what was measured before counts no more."""
+    """Send short prompts until earlier measurements of the link do not count any more."""
     for i in range(8):
         assert ask(cluster, random_prompt(SHORT, seed=seed + i), 1)[1]["path"] == "remote"
 
 
 def decided(cluster: SpreadCluster, seed: int) -> dict[str, Any]:
-    """How a long prompt was served."""
+    """Send a long prompt and return its record."""
     return ask(cluster, random_prompt(LONG, seed=seed), 1)[1]
 
 

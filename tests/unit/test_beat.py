@@ -1,4 +1,4 @@
-"""The moments at which a process does what it repeats."""
+"""The grid of a process's periodic timers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_who_is_late_stays_on_the_grid(now: float, late_s: float) -> None:
 
 
 def test_seconds_halves_and_doubles_fall_together() -> None:
-    """To the bit: a loop runs timers of the same moment in one wake-up."""
+    """Exactly, to the last bit: a loop runs timers of the same time in one wake-up."""
     seconds = {beat.at(1000.0 + n, 1.0) for n in range(8)}
     halves = {beat.at(1000.0 + n / 2, 0.5) for n in range(20)}
     assert seconds <= halves
@@ -42,7 +42,7 @@ def test_before_is_the_last_beat(until: float, every_s: float) -> None:
 
 
 def test_a_forked_process_has_moments_of_its_own() -> None:
-    """A fleet that is started in one moment would ask its servers in one moment."""
+    """Otherwise a fleet that starts together would reach its servers at the same times."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:

@@ -178,8 +178,8 @@ def test_an_idle_fleet_is_seen_after_use_and_after_its_rest(
 
 
 def test_workers_of_a_fleet_start_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All at once they would starve etcd, and lose their leases. The next group starts when etcd
-    knows the last one."""
+    """All at once would starve etcd, and workers would lose their leases. So a group starts when
+    the one before it is registered."""
     at_once: list[int] = []
 
     class Slow:

@@ -22,7 +22,7 @@ CLAIM_S = 10.0
 
 
 class Decode:
-    """Prompts one after another: each is queued if the router says so."""
+    """Sends prompts one after another. Each is queued if the router decides so."""
 
     def __init__(self) -> None:
         self.clock = FakeClock()
@@ -35,7 +35,7 @@ class Decode:
         return decide(now, RouterConfig()).reason
 
     def prompt(self) -> str | None:
-        """The id of its job; None if it is prefilled here."""
+        """Send a prompt. Returns the id of its job, or None if it is prefilled locally."""
         if self.decide() != "long_prompt":
             return None
         job = f"j{next(self._jobs)}"
@@ -52,7 +52,7 @@ class Decode:
         assert self.ledger.commit(job, 1, "i", "prefill-1", 2) is None
 
     def waited(self, job: str) -> float:
-        """Seconds until the request is told, with nobody to claim it."""
+        """Return the seconds until a request ends whose job no worker claims."""
         begin = self.clock.now
         while (soonest := self.ledger.tick()) is not None and self.ledger.find(job):
             self.clock.advance(max(soonest, 0.001))
@@ -126,7 +126,7 @@ def test_a_timeout_is_no_stall_if_something_was_claimed_meanwhile() -> None:
 
 
 def test_prefill_workers_that_are_busy_for_others_are_no_stall() -> None:
-    """Many decode workers, one queue: this one's jobs all time out before their turn."""
+    """Many decode workers share a queue, and all jobs of this one time out before their turn."""
     decode = Decode()
     for _ in range(4 * STALLS):
         job = decode.prompt()
@@ -171,8 +171,8 @@ def test_a_prefill_worker_that_joins_ends_the_pause() -> None:
     at_once=st.integers(1, 3),
 )
 def test_overload_never_opens_it(service_s: float, every_s: float, at_once: int) -> None:
-    """One prefill worker that computes `at_once` prompts, each for `service_s`, oldest first, while
-    prompts come far faster: most time out, and every one of them is queued all the same."""
+    """One prefill worker computes `at_once` prompts at a time, oldest first, each for `service_s`.
+    Prompts come far faster. Most of them time out, but all of them must still be queued."""
     decode = Decode()
     computing: list[tuple[float, str]] = []
     waiting: list[str] = []

@@ -1,4 +1,4 @@
-"""Which delivery of a job is kept alive and settled, when more than one comes."""
+"""Which delivery gets heartbeats and is settled, if a job is delivered more than once."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def test_the_newest_delivery_is_settled_and_kept_alive() -> None:
 
 
 async def test_a_delivery_that_its_run_did_not_settle_runs_again() -> None:
-    """It came while a run ended without a settlement, or after that run gave the job back."""
+    """A newer delivery that came while its run ended without settling it, or after a nak."""
     deliveries = Deliveries(lambda: 60.0)
     first: Any = Delivered()
     second: Any = Delivered()

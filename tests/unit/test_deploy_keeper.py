@@ -1,4 +1,4 @@
-"""What `up` does about a process that ends: real processes, pauses cut short."""
+"""How `up` restarts processes that end: real processes, shortened pauses."""
 
 from __future__ import annotations
 

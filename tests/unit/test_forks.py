@@ -1,4 +1,4 @@
-"""A run with `--forks` says the same as a run in one process."""
+"""A run with `--forks` has the same results and output as a run in one process."""
 
 from __future__ import annotations
 

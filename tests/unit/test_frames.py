@@ -138,7 +138,8 @@ async def test_much_at_once_does_not_wait_for_the_end_of_the_turn() -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 100, 10_000])
 async def test_messages_are_handled_as_they_arrive_however_they_are_cut(size: int) -> None:
-    """Within the callback that brought the last of their bytes, and answered in one piece."""
+    """They are handled in the callback that received their last byte. Replies are sent in one
+    piece."""
     channel, wire = framing.channel_of()
     heard: list[Any] = []
 
@@ -209,7 +210,7 @@ async def test_nothing_is_handled_after_an_abort() -> None:
 
 
 async def test_who_says_too_much_before_it_is_listened_to_is_not_read() -> None:
-    """So it takes no memory, and goes on once somebody reads."""
+    """So a peer cannot fill our memory. Reading goes on once somebody reads the channel."""
     channel, wire = framing.channel_of()
     while not wire.paused:
         channel.data_received(frame(encode(QUIET)))

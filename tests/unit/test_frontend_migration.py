@@ -56,7 +56,7 @@ async def test_an_answer_goes_on_from_the_tokens_that_are_out(how: str) -> None:
 async def test_an_unreadable_message_moves_the_answers_of_its_worker(
     frames: tuple[bytes, ...],
 ) -> None:
-    """Tokens may have been in it: nothing that follows may be put behind the gap."""
+    """The lost message may have held tokens. Later tokens must not be appended after the gap."""
     one, two = FakeDecode("decode-1", step_s=0.005), FakeDecode("decode-2")
     async with rig(one, two) as r:
         await r.ready(2)
@@ -315,7 +315,7 @@ async def test_no_token_is_lost_or_repeated_whatever_goes_when(seed: int) -> Non
             r.add(started[-1])
             victim = workers.pop(rng.randrange(len(workers)))
             workers.append(started[-1])
-            # Who is alone on probation when a second worker dies is blamed.
+            # If a second worker dies with one request on probation, that request is charged.
             await until(lambda: not r.dispatcher.suspects.listed())
             (victim.die if i < 5 else victim.leave)()
         await until(lambda: len(r.sink.finished) == len(wanted))

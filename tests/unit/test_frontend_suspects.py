@@ -1,4 +1,4 @@
-"""One deadly request must not take the fleet with it: real ZMQ, fake workers that die of it."""
+"""One deadly request must not kill the whole fleet: real ZMQ, fake workers that die of it."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ async def test_a_connection_that_breaks_and_comes_back_is_no_death() -> None:
 
 
 async def test_a_request_without_suspicion_waits_a_moment_for_a_probation() -> None:
-    """Only where every worker has one. So a death still names one request."""
+    """It waits only if every worker has a probation. So a death still points to one request."""
     one, two = FakeDecode("decode-1", hold=True), FakeDecode("decode-2", hold=True)
     async with rig(one, two) as r:
         await r.ready(2)
@@ -236,8 +236,8 @@ async def test_the_choices_of_a_deadly_answer_end_two_workers() -> None:
 
 @pytest.mark.parametrize("later_s", [0.0, 0.01])
 async def test_two_copies_of_a_deadly_request_end_two_workers(later_s: float) -> None:
-    """They are sent to two workers before it is known that they are deadly, or one of them a
-    moment after the first one has killed."""
+    """They are sent to two workers before it is known that they are deadly. Or the second is sent a
+    moment after the first has killed a worker."""
     async with fleet_of(5) as (r, fleet):
         r.dispatcher.submit(request("a", [FATAL]))
         await asyncio.sleep(later_s)

@@ -1,4 +1,4 @@
-"""Which deaths of decode workers blame which request."""
+"""Which request is charged after which deaths of decode workers."""
 
 from __future__ import annotations
 
@@ -136,8 +136,8 @@ async def test_a_process_that_comes_back_as_its_verdict_begins_had_not_died() ->
     ],
 )
 async def test_what_other_frontends_had_there_counts(says: Told, deaths: int) -> None:
-    """A suspect of another one may be the killer; a request without a past is, less likely. Of who
-    has not said anything, nobody knows."""
+    """A suspect of another frontend may be the cause. A request that was no suspect may be, but
+    less likely. If a frontend has not answered, nothing is known about its requests."""
     court = Court()
     court.others.says = says
     count = 0
@@ -167,8 +167,8 @@ async def test_a_suspect_of_another_frontend_is_tried_here_only_on_probation() -
 
 
 async def test_two_deaths_with_no_other_request_blame_copies_at_two_frontends() -> None:
-    """Neither frontend has tried it after the other's death. An old death is not enough: it may
-    have been cleared since."""
+    """Neither frontend has tried it after the death that the other one saw. An old death is not
+    enough, because the request may have been cleared since."""
     for fresh, more, refused in ((True, (), {"x"}), (True, ("y",), set()), (False, (), set())):
         court = Court()
         await court.death(A, "", "x")

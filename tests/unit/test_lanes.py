@@ -1,4 +1,4 @@
-"""Lanes keep order, a stuck one delays nobody, and none has a thread while it has no work."""
+"""Lanes keep order, a stuck lane delays no other, and a lane without work has no thread."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_calls_of_a_lane_run_in_order_and_one_at_a_time() -> None:
 
 
 def test_stuck_lanes_delay_nobody_and_leave_few_threads() -> None:
-    """There is no bound on what waits for a peer: only on threads without work."""
+    """The number of busy threads is not limited, only the number of idle ones."""
     pool, gate = Pool("stuck", most_idle=2, linger_s=0.05), threading.Event()
     stuck = [Lane(pool) for _ in range(40)]
     for lane in stuck:
@@ -59,7 +59,7 @@ def test_lanes_that_take_turns_share_a_thread() -> None:
 
 
 def test_a_thread_that_gives_up_waiting_loses_no_call() -> None:
-    """Chosen in the moment in which its time was over."""
+    """A thread gets work in the moment in which its idle time ends."""
     pool, done = Pool("linger", linger_s=0.0), []
     lane = Lane(pool)
     for number in range(500):

@@ -1,4 +1,4 @@
-"""How long an attempt may take on the prefill worker: it ends at its deadline unless it moves."""
+"""An attempt on the prefill worker ends at its deadline unless it makes progress."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine must not be is said in one line that names it and what to do."""
+"""Refused engine settings get one line that names the setting and says what to do."""
 
 from __future__ import annotations
 

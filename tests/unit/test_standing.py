@@ -1,4 +1,4 @@
-"""Which pairs of workers stay connected: enough for everybody, few in all."""
+"""Which pairs of workers stay connected: some for each worker, few in all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests that a failed step did not touch, and what is done with them."""
+"""Requests that a failed engine step did not touch are found and handed back."""
 
 from __future__ import annotations
 

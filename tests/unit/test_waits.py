@@ -1,4 +1,4 @@
-"""Ways to wait: who goes on when, what a timer does, and that nothing is lost by a cancellation."""
+"""`Prompt`, `Waits` and `Bell`: when a waiter resumes, timeouts, and cancellation."""
 
 from __future__ import annotations
 
