@@ -33,6 +33,11 @@ def logprob_tolerance(model_dtype: str) -> float:
     return _LOGPROB_TOLERANCE.get(model_dtype, _LOGPROB_TOLERANCE["bfloat16"])
 
 
+def readable(dtype: str) -> bool:
+    """Whether `kv_difference` can compare KV of this type."""
+    return _numbers(np.zeros((1, 4), np.uint8), dtype) is not None
+
+
 def kv_difference(local: Pages, remote: Pages, dtype: str, layers: int) -> float | None:
     """The largest difference of a block in a layer. None for a dtype that this cannot read."""
     ours, theirs = _numbers(local, dtype), _numbers(remote, dtype)

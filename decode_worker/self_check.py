@@ -290,6 +290,8 @@ class Checks:
         logprob = None
         if local.logprobs:
             logprob = difference.logprob_difference(local.logprobs, remote.logprobs)
+        if kv is None and logprob is None:
+            raise Incomplete(f"neither {ours.kv_dtype} KV nor log probabilities could be compared")
         kv_most = difference.kv_tolerance(ours.kv_dtype)
         logprob_most = difference.logprob_tolerance(ours.model_dtype)
         return SelfCheck(
@@ -306,6 +308,14 @@ class Checks:
 
 def _word(result: SelfCheck) -> str:
     return "passed" if result.passed else "failed"
+
+
+def logprobs_to_ask(kv_dtype: str) -> int | None:
+    """How many log probabilities a comparison asks for; None: it compares KV only."""
+    # If the KV cannot be read as numbers, nothing else is left. Then the seconds that vLLM may
+    # compile for are spent.
+    wanted = computes.logprobs_are_cheap() or not difference.readable(kv_dtype)
+    return _BEST if wanted else None
 
 
 def checks_for(
@@ -330,9 +340,10 @@ def checks_for(
         return None
     assert context.ledger is not None
     assert context.geometry is not None
+    kv_dtype = computes.dtype_of_kv(config)
     context.trials = Trials(
         asyncio.get_running_loop(), host, context.stories, context.memories,
-        logprobs=_BEST if computes.logprobs_are_cheap() else None,
+        logprobs=logprobs_to_ask(kv_dtype),
     )  # fmt: skip
     ours = Ours(
         instance_id=context.instance_id,
@@ -342,7 +353,7 @@ def checks_for(
         blocks=blocks,
         vocabulary=config.model_config.get_vocab_size(),
         layers=context.geometry.num_layers,
-        kv_dtype=computes.dtype_of_kv(config),
+        kv_dtype=kv_dtype,
         model_dtype=compat.dtype,
     )
     return Checks(ours, context.trials, kept, context.ledger, encode, on_change)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import numpy as np
@@ -15,6 +15,7 @@ from pullfill.decode_worker.entry import JobState
 from pullfill.decode_worker.peers import Peer
 from pullfill.decode_worker.self_check import Checks, Ours
 from pullfill.decode_worker.trial import Incomplete
+from pullfill.engine import computes
 from pullfill.errors import Outcome
 from pullfill.wire import Claim, Refused, SelfCheck
 from tests.support.workers import eventually
@@ -33,6 +34,7 @@ class Engine:
 
     wrong = 0.0
     absent = 0
+    logprobs: Mapping[int, float] = {}
 
     def __init__(self) -> None:
         self.asked: list[tuple[int, str]] = []
@@ -47,7 +49,7 @@ class Engine:
             raise Incomplete("gone")
         kv = np.ones((4, 8), np.float32)
         kv[2, 3] += self.wrong if writer else 0.0
-        return Made([kv.view(np.uint8)])
+        return Made([kv.view(np.uint8)], dict(self.logprobs))
 
 
 class Kept:
@@ -148,6 +150,32 @@ async def test_what_could_not_be_compared_is_no_failure(monkeypatch: pytest.Monk
     await eventually(lambda: peer.cleared)
     assert rig.checks.failures == []
     await rig.checks.close()
+
+
+async def test_nobody_passes_of_whom_nothing_was_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """KV of that type is no numbers, and at first there are no log probabilities either."""
+    monkeypatch.setattr(self_check, "_PAUSES_S", (0.01, 0.01))
+    rig = Rig(replace(OURS, kv_dtype="fp8_ds_mla"))
+    peer = rig.meet()
+    await eventually(lambda: len(rig.engine.asked) > 3)
+    assert not peer.cleared
+    assert rig.checks.reason == "self_check_pending"
+    rig.engine.logprobs = {1: -0.5}
+    await eventually(lambda: peer.cleared)
+    (result,) = rig.kept.current.values()
+    assert (result.kv_difference, result.logprob_difference) == (None, 0.0)
+    await rig.checks.close()
+
+
+@pytest.mark.parametrize(
+    ("kv_dtype", "cheap", "asked"),
+    [("float32", True, 5), ("float32", False, None), ("nvfp4", False, 5)],
+)
+def test_log_probabilities_are_asked_where_they_are_cheap_or_nothing_else_can_be_compared(
+    monkeypatch: pytest.MonkeyPatch, kv_dtype: str, cheap: bool, asked: int | None
+) -> None:
+    monkeypatch.setattr(computes, "logprobs_are_cheap", lambda: cheap)
+    assert self_check.logprobs_to_ask(kv_dtype) == asked
 
 
 async def test_a_passed_result_that_etcd_lost_is_written_again() -> None:
