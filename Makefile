@@ -48,7 +48,7 @@ test: lint test-fast ## All tests, quick ones first
 test-fast: install ## Unit and contract tests, in eight forked processes
 	$(BIN)/pytest -q --forks 8 tests/unit tests/contract $(PYTEST_ARGS)
 
-flaky: install ## Repeat tests, list what differed: make flaky N=10 [ARGS="--busy 2 tests/chaos"]
+flaky: install ## Repeat make test, list what differed: make flaky N=10 [ARGS="--busy 2 tests/chaos"]
 	$(BIN)/python -m tests.flaky --runs $(N) $(ARGS)
 
 chaos: install ## Fault tests: real processes, real servers, real engines

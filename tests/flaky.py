@@ -1,6 +1,7 @@
 """Repeat tests and list what differed between the runs: `make flaky N=10 ARGS="tests/chaos"`.
 
-Each run is a pytest process of its own. The report names every test that failed in any run, with
+Without ARGS each run is all of `make test`. Each run is a pytest process of its own, or one for
+each part of `make test`. The report names every test that failed in any run, with
 the first line of each failure, and every test whose outcome changed. With --busy, processes that
 compute all the time share the cores with the tests: a machine that others use.
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -26,6 +28,13 @@ from xml.etree import ElementTree
 
 MARKS = ("failure", "error", "skipped")
 SLOWEST = 10
+WHOLE = (
+    "--forks 8 tests/unit tests/contract",
+    "-n 2 --dist loadfile -m 'not long and not alone' "
+    "tests/integration tests/chaos tests/netns tests/gpu",
+    "-m 'alone and not long' tests/integration",
+)
+"""What pytest is given in `make test`, part by part."""
 _SPIN = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: sum(range(100_000))"
 
 
@@ -47,12 +56,13 @@ class Runs:
     broken: list[int] = field(default_factory=list)
     """Numbers of the runs that pytest ended without a usable report."""
 
-    def add(self, report: Path, seconds: float) -> Counter[str]:
-        """Take in one JUnit report. Returns how many tests had which outcome.
+    def add(self, reports: Sequence[Path], seconds: float) -> Counter[str]:
+        """Take in the JUnit reports of one run. Returns how many tests had which outcome.
 
-        Raises ElementTree.ParseError or OSError when there is no report, AssertionError when it
-        names no test."""
-        cases = ElementTree.parse(report).getroot().findall(".//testcase")
+        Raises ElementTree.ParseError or OSError when one is missing, AssertionError when they name
+        no test."""
+        roots = [ElementTree.parse(report).getroot() for report in reports]
+        cases = [case for root in roots for case in root.findall(".//testcase")]
         assert cases, "no test ran"
         found: dict[str, str] = {}
         for case in cases:
@@ -113,16 +123,19 @@ def busy(processes: int) -> Iterator[None]:
             process.wait()
 
 
-def run_once(number: int, folder: Path, args: Sequence[str], runs: Runs) -> None:
-    """One pytest run; its output is kept only if it failed."""
-    report, log = folder / f"run-{number}.xml", folder / f"run-{number}.log"
-    command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", *args]
+def run_once(number: int, folder: Path, parts: Sequence[Sequence[str]], runs: Runs) -> None:
+    """Run pytest once for each part; the output is kept only if one failed."""
+    log, reports, code = folder / f"run-{number}.log", list[Path](), 0
     started = time.monotonic()
     with log.open("wb") as out:
-        code = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, check=False).returncode
+        for index, args in enumerate(parts):
+            reports.append(folder / f"run-{number}-{index}.xml")
+            command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={reports[-1]}", *args]
+            done = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, check=False)
+            code = code or done.returncode
     seconds = time.monotonic() - started
     try:
-        counts = runs.add(report, seconds)
+        counts = runs.add(reports, seconds)
     except (OSError, ElementTree.ParseError, AssertionError):
         runs.broken.append(number)
         counts = Counter()
@@ -142,12 +155,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen, rest = parser.parse_known_args(argv)
     if chosen.runs < 1:
         parser.error("--runs must be at least 1")
-    rest = rest or ["-m", "not long", "tests"]
+    parts = [rest] if rest else [shlex.split(part) for part in WHOLE]
     folder = Path(tempfile.mkdtemp(prefix="pullfill-flaky-"))
     runs = Runs()
     with busy(chosen.busy), contextlib.suppress(KeyboardInterrupt):
         for number in range(1, chosen.runs + 1):
-            run_once(number, folder, rest, runs)
+            run_once(number, folder, parts, runs)
     print("\n".join(runs.lines()))
     print(f"{'steady' if runs.good else 'NOT steady'}; logs of failed runs: {folder}")
     return 0 if runs.good else 1

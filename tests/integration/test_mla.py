@@ -16,7 +16,7 @@ from tests.support.cluster import Cluster
 from tests.support.prompts import Answer, ask, random_prompt
 
 STEPS = 6
-LENGTHS = (5, 16, 17, 40, 300, 1100)
+LENGTHS = (5, 16, 17, 40, 300, 1100, 3200)
 CLOSE = 2e-3
 """Largest difference of two log probabilities. Measured: 2e-4 between vLLM and transformers, 3 and
 more with a wrong rotary embedding."""
@@ -36,11 +36,17 @@ print(json.dumps(answers))
 """
 
 
-@pytest.fixture(scope="module")
-def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    cluster = Cluster(tmp_path_factory.mktemp("mla"), deepseek_checkpoint())
+@pytest.fixture(params=[(), pytest.param(("--no-enable-prefix-caching",), marks=pytest.mark.long)])
+def deepseek(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    """Its workers have these flags."""
+    cluster = Cluster(tmp_path, deepseek_checkpoint())
     try:
-        yield cluster.start()
+        cluster.start_servers()
+        for role in ("decode", "prefill"):
+            cluster.launch(role, *request.param)
+        cluster.launch("frontend")
+        cluster.wait_ready(*cluster.workers)
+        yield cluster
     finally:
         cluster.stop()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -27,7 +28,7 @@ def _runs(tmp_path: Path, *runs: Sequence[tuple[str, str]]) -> flaky.Runs:
     for tests in runs:
         cases = [f'<testcase classname="t" name="{n}" time="1">{m}</testcase>' for n, m in tests]
         report.write_text(f"<testsuites><testsuite>{''.join(cases)}</testsuite></testsuites>")
-        seen.add(report, 2.0)
+        seen.add([report], 2.0)
     return seen
 
 
@@ -83,3 +84,22 @@ def test_a_run_without_a_test_is_not_steady(tmp_path: Path) -> None:
 def test_busy_processes_end() -> None:
     with flaky.busy(2):
         pass  # each was killed and waited for, or this would not end
+
+
+def test_without_arguments_the_parts_of_make_test_are_repeated() -> None:
+    lines = (Path(__file__).parents[2] / "Makefile").read_text().splitlines()
+    tests = " ".join(next(line for line in lines if line.startswith("ENGINE_TESTS")).split()[3:])
+    recipes = [
+        line.partition("pytest -q ")[2].replace("$(ENGINE_TESTS)", tests.rstrip(")"))
+        for start in ("test-fast:", "test:")
+        for line in recipe(lines, start)
+    ]
+    assert [r.removesuffix(" $(PYTEST_ARGS)").replace('"', "'") for r in recipes] == list(
+        flaky.WHOLE
+    )
+
+
+def recipe(lines: list[str], start: str) -> list[str]:
+    """What the Makefile's target does."""
+    rest = lines[next(i for i, line in enumerate(lines) if line.startswith(start)) + 1 :]
+    return list(itertools.takewhile(lambda line: line.startswith("\t"), rest))
