@@ -16,9 +16,11 @@ import msgspec
 import pytest
 
 from pullfill import u32
+from pullfill.decode_worker.moves import Claimed
+from pullfill.prefill_worker import budget as budgets
 from pullfill.prefill_worker.budget import CLAIM_S, Budget
 from pullfill.prefill_worker.puller import MAX_WAITING
-from pullfill.wire import PrefillJob, encode
+from pullfill.wire import PrefillJob, RefuseReason, encode
 from tests.support.handoff_decode import COMPATIBLE
 from tests.support.handoff_rig import Cluster, prompt, settled, until
 from tests.support.kv_engine import BLOCK
@@ -105,6 +107,29 @@ async def test_deliveries_that_wait_are_bounded_by_their_number(cluster: Cluster
     assert [p.runner.waiting for p in prefills] == [MAX_WAITING] * 2
     answer.set()
     served = live.send(prompt(30))
+    await settled(served)
+    assert live.right(served)
+    await cluster.check_clean()
+
+
+async def test_a_job_whose_blocks_are_still_held_uses_no_budget(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The decode worker waits for the proof that its last writer writes no more."""
+    monkeypatch.setattr(budgets, "CLAIM_S", 60.0)  # so that only the refusal takes the charge back
+    live = await cluster.decode()
+    claim, held = live.ledger.claim, [True]
+
+    def refusing(*args: Any) -> Claimed:
+        if held[0]:
+            return Claimed(refused=RefuseReason.HELD, retry_after_s=0.05)
+        return claim(*args)
+
+    monkeypatch.setattr(live.ledger, "claim", refusing)
+    prefill = await cluster.prefill()
+    served = live.send(prompt(30))
+    await until(lambda: prefill.runner.waiting == 1 and not prefill.runner.in_flight_tokens)
+    held[0] = False
     await settled(served)
     assert live.right(served)
     await cluster.check_clean()
