@@ -295,7 +295,7 @@ class Ledger(Arrivals):
             try:
                 self.tick()
             except Exception:
-                logger.exception("not everything that is due was done")
+                logger.exception("a tick of the ledger failed; the next one tries again")
 
     def give_up_all(self, outcome: Outcome, *, but_granted: bool = False) -> None:
         """Serve every open job locally; `but_granted`: those under way may end."""

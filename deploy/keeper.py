@@ -132,8 +132,10 @@ class Keeper:
 
     def _tell_loss(self, name: str) -> None:
         if name in SERVERS:
-            lost = "remote prefill" if name == "nats" else "joining, leaving and settings"
-            self._say(f"  without {name} serving goes on, but {lost} stops until `up` again")
+            lost = "remote prefill" if name == "nats" else "joining, leaving or change of settings"
+            self._say(
+                f"  serving goes on, but without {name} no {lost} until the next `pullfill up`"
+            )
 
     async def _locked(self, work: Callable[[], None]) -> bool:
         """Do `work` under the lock of the state directory. False: not done, the cluster stops."""

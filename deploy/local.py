@@ -51,9 +51,10 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
             yield f"{row['name']} (pid {row['pid']}) runs, restarts: {row['restarts']}"
     supervisor = found.get("supervisor", {"alive": True, "restart": True})
     if not supervisor["restart"]:
-        yield "what dies is not started again (--no-restart)"
+        yield "processes that die are not started again (--no-restart)"
     elif not supervisor["alive"]:
         yield (
-            f"what dies is not started again: the supervisor (pid {supervisor['pid']}) is gone. To "
+            f"processes that die are not started again: the supervisor (pid {supervisor['pid']}) "
+            "is gone. To "
             "have one, use `pullfill down`, then `pullfill up`"
         )

@@ -108,7 +108,8 @@ def _from_registry(ref: ClusterRef) -> dict[str, Any]:
         workers = asyncio.run(_workers(ref))
     except PullfillError as exc:
         raise UnavailableError(
-            f"neither a frontend nor etcd answers ({exc}), so nobody tells who is in the cluster: "
+            f"neither a frontend nor etcd answers ({exc}), so the members of the cluster are "
+            "unknown: "
             "name its state directory with --state-dir, or try `pullfill doctor`"
         ) from exc
     records = [worker.record for worker in workers if worker.record.role != "frontend"]

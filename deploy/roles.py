@@ -144,7 +144,8 @@ def _check_ports(command: RoleCommand) -> None:
     command.host = str(found[0][4][0])
     if ipaddress.ip_address(command.host).is_unspecified:
         raise ConfigError(
-            f"--host {given!r} is also what others are told: give this machine's address, e.g. "
+            f"--host {given!r} is also the address that others get: give one of this machine's, "
+            "e.g. "
             "--host 10.0.0.5"
         )
     flags = {

@@ -150,7 +150,7 @@ async def _locked_for_down(
                 patient = time.monotonic() < began + _PATIENCE_S
                 if launch and not told and not patient and not state.stopping():
                     pid = launch.supervisor_pid
-                    console.print(f"stopping the `pullfill up` that starts (pid {pid})")
+                    console.print(f"stopping the `pullfill up` that is starting (pid {pid})")
                     told = send(launch.supervisor, signal.SIGTERM)
                 await asyncio.sleep(0.1)
                 continue

@@ -84,8 +84,8 @@ class StateDir:
             fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as exc:
             raise ConfigError(
-                f"cannot write to {self.path} ({exc.strerror}): choose another --state-dir, or be "
-                "the user whose it is"
+                f"cannot write to {self.path} ({exc.strerror}): choose another --state-dir, or run "
+                "as its owner"
             ) from exc
         try:
             try:

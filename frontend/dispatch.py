@@ -284,7 +284,7 @@ class Dispatcher:
         """Take a request back from its worker's queue. It waits for a turn on probation instead."""
         assert flight.link is not None
         flight.link.abort([flight.wire_id])
-        self._try(flight, self._leave, flight.link, "had it when one like it was at a death")
+        self._try(flight, self._leave, flight.link, "had it queued when a copy was at a death")
 
     def _place(self, flight: Flight, now: float) -> None:
         """Send a request to a worker, or let it wait for one, or for a turn on probation."""

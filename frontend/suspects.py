@@ -279,7 +279,7 @@ class Suspects:
         weight = sum(suspect.fingerprint in self._unproven.get(d, ()) for d in suspect.deaths)
         if unsure or told.tried or count == 1 or (told.others and weight <= 2):
             suspect.not_before = self._loop.time() + random.uniform(0.0, APART_S)
-            _log.warning("others than suspect %s may have killed %s", suspect.fingerprint, process)
+            _log.warning("suspect %s may not have killed %s", suspect.fingerprint, process)
             self._others.release(suspect.fingerprint)
             self._on_free()
             return

@@ -66,7 +66,9 @@ class Readers:
         try:
             return self._revoked(task)
         except OSError:
-            logger.exception("job %s: its fence cannot be looked at; again soon", task.job_id)
+            logger.exception(
+                "job %s: its fence could not be checked; trying again soon", task.job_id
+            )
             return False
 
     def _revoked(self, task: PrefillTask) -> bool:

@@ -126,7 +126,8 @@ def read_cluster_file(directory: Path) -> ClusterFile:
         ) from None
     except OSError as exc:
         raise ConfigError(
-            f"cannot read {path} ({exc.strerror}): be the user who started the cluster, or name "
+            f"cannot read {path} ({exc.strerror}): run as the user who started the cluster, or "
+            "name "
             "another with --state-dir DIR or --etcd URL --nats URL"
         ) from exc
     except (msgspec.MsgspecError, ValueError, RecursionError) as exc:

@@ -95,7 +95,7 @@ KV_CONNECTIONS = Gauge(
     "pullfill_kv_connections", "Connections of other workers to this worker's KV port"
 )
 KV_REFUSED = Counter(
-    "pullfill_kv_connections_refused", "KV connections refused because a bound was met", ["why"]
+    "pullfill_kv_connections_refused", "KV connections refused because a limit was reached", ["why"]
 )
 KV_DIGEST = Counter(
     "pullfill_kv_digest", "Commits whose blocks were checked against their digest", ["result"]

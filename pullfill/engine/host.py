@@ -229,7 +229,7 @@ class EngineHost:
         try:
             self._on_failed_step(untouched(core.scheduler, error))
         except Exception:
-            logger.exception("nobody was told which requests the failed step did not touch")
+            logger.exception("could not hand back the requests that the failed step did not touch")
 
     def _let_them_go(self, rested: bool) -> None:
         """Sleep for a moment after a step that made the first tokens of remote prefills.

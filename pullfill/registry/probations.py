@@ -285,7 +285,7 @@ class Probations:
                     await trial.heard.wait()
                     trial.sure = True
         except PullfillError as exc:
-            _log.debug("no probation of %s is announced: %s", name, exc)
+            _log.debug("could not announce a probation of %s: %s", name, exc)
         trial.ready = True
         self._tell()
 

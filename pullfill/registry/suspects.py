@@ -92,7 +92,11 @@ class SuspectBoard:
 
         Returns at once. While etcd does not answer, the write is tried again."""
         if len(self._records) >= MAX_POSTED:
-            _log.warning("%s stays here: %d suspects are in etcd", fingerprint, MAX_POSTED)
+            _log.warning(
+                "suspect %s is refused by this frontend only: etcd holds %d already",
+                fingerprint,
+                MAX_POSTED,
+            )
             return
         until = time.time() + ttl_s
         record = SuspectRecord(

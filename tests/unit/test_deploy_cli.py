@@ -277,7 +277,7 @@ class TestRoles:
     @pytest.mark.parametrize(
         ("host", "why"),
         [
-            ("0.0.0.0", "others are told"),
+            ("0.0.0.0", "address that others get"),
             ("::", "no IPv4 address"),
             ("::1", "no IPv4 address"),
             ("203.0.113.1", "cannot listen on --host 203.0.113.1"),

@@ -172,7 +172,7 @@ async def test_no_restart(rig: Rig) -> None:
     async with rig.keeping("etcd") as task:
         await asyncio.wait_for(task, PATIENCE_S)
     assert rig.entry("etcd").restarts == 0
-    assert "joining, leaving and settings stops" in rig.said.getvalue()
+    assert "without etcd no joining, leaving or change of settings" in rig.said.getvalue()
 
 
 @pytest.mark.parametrize("how", ["down", "signal"])

@@ -182,7 +182,7 @@ class StreamServer:
             lambda: self._closed or len(self._strangers) < MAX_STRANGERS, STRANGERS_S
         ):
             KV_REFUSED.labels("strangers").inc()
-            raise TransferFailed(f"{MAX_STRANGERS} others connected and have not said hello")
+            raise TransferFailed(f"{MAX_STRANGERS} other connections have not sent their hello")
         if self._closed:
             raise TransferFailed("this worker leaves")
 
