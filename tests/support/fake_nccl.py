@@ -194,11 +194,15 @@ class World(Kernels):
         with self._call() as device:
             if (found := self._comm(comm, device, "a send or receive")) is None:
                 return INVALID_ARGUMENT
-            if found.state != SUCCESS or found.revoked:
+            if found.state == IN_PROGRESS or found.revoked:
                 # "ncclCommGetAsyncError": after ncclInProgress, no other function before the
                 # state is ncclSuccess. "ncclCommRevoke": launching returns ncclInvalidUsage.
                 self.violations.append(f"queued while {found.doing} goes on, or after a revoke")
                 return INVALID_USAGE
+            if found.state != SUCCESS:
+                # "ncclCommGetAsyncError": after an error, the communicator is to be aborted.
+                self.violations.append("queued after an error")
+                return found.state
             assert (peer, datatype) == (RANKS - 1 - found.rank, UINT8)
             # "Group Calls": calls inside a group may return without having enqueued anything.
             message = FakeMessage(send, address.value, count.value)

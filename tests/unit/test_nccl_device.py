@@ -130,6 +130,13 @@ def test_an_error_that_comes_with_the_end_of_the_kernel_is_an_error(
     sending.give_up()
 
 
+def test_nothing_is_queued_after_an_error_that_came_while_idle(here: Here) -> None:
+    here.move()
+    here.world.fail("GPU-0")
+    receiving = Running(here.ours[0], False, np.zeros(100, np.uint8))
+    assert "remote process exited" in str(receiving.end())
+
+
 def test_giving_up_ends_what_runs_on_the_gpu(here: Here) -> None:
     """The other side never sends. When `run` is back nothing is written, even if it sends then."""
     here.move()

@@ -263,6 +263,7 @@ class Device:
             case State.IDLE:
                 if comm.messages is not None and not self._somebody_waits_to_be_freed():
                     assert comm.stream is not None
+                    self.nccl.busy(comm.comm)  # raises what has failed while it was idle
                     comm.state = State.ISSUING
                     peer = RANKS - 1 - comm.rank
                     self.nccl.issue(comm.comm, comm.messages, peer, comm.stream.handle)
