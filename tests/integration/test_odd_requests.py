@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.checkpoint import TINY
 from tests.support.cluster import MODEL, Cluster
 from tests.support.odd import message_of, send, unharmed, wrong_with
 from tests.support.oracle import Oracle
@@ -65,6 +66,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"structured_outputs": {"json": {"enum": [f"v{i}" for i in range(20_000)]}}},
         "characters",
     ),
+    "many stop strings": (
+        COMPLETIONS, {"stop": [f"end {i}" for i in range(100_000)]}, "'max_length': 4",
+    ),
+    "many bad words": (
+        COMPLETIONS, {"bad_words": [f"word {i}" for i in range(100_000)]}, "max number",
+    ),
     "many choices of an answer": (COMPLETIONS, {"n": 16_000}, "n must be at most 128"),
     "a number that no wire can carry": (COMPLETIONS, {"top_k": 10**30}, "cannot be sent"),
 }  # fmt: skip
@@ -83,6 +90,17 @@ def test_a_request_that_cannot_be_served_gets_400_and_a_reason(
         assert wrong_with(answer) == ""
         assert answer.status_code == (200 if body.get("stream") else 400), answer.text
         assert words in message_of(answer)
+
+
+def test_a_bias_for_every_token_of_the_vocabulary_is_served(
+    cluster: Cluster, oracle: Oracle
+) -> None:
+    with unharmed(cluster, oracle):
+        bias = {str(token): token % 100 for token in range(TINY.vocab)}
+        answer = send(
+            cluster, COMPLETIONS, {"prompt": "hello", "max_tokens": 3, "logit_bias": bias}
+        )
+        assert answer.status_code == 200, answer.text
 
 
 @pytest.mark.parametrize("point", ["frontend.submit", "decode.intake"])
