@@ -78,12 +78,14 @@ def workers(frontend: Cluster, request: pytest.FixtureRequest) -> Iterator[Pair]
     # Every block is compared on arrival, in every rank that has it.
     decode = frontend.launch("decode", *for_decode, "--kv-digest=full")
     prefill = frontend.launch("prefill", *for_prefill, env=NO_COMPILER)
-    frontend.wait_ready(*frontend.workers)
-    split = [w for w, flags in ((decode, for_decode), (prefill, for_prefill)) if flags]
-    yield Pair(frontend, decode, prefill, split)
-    for worker in (decode, prefill):
-        worker.kill()
-        frontend.workers.remove(worker)
+    try:
+        frontend.wait_ready(*frontend.workers)
+        split = [w for w, flags in ((decode, for_decode), (prefill, for_prefill)) if flags]
+        yield Pair(frontend, decode, prefill, split)
+    finally:
+        for worker in (decode, prefill):
+            worker.kill()
+            frontend.workers.remove(worker)
 
 
 @pytest.fixture
