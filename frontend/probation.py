@@ -7,11 +7,14 @@ fingerprint one is on probation, and the others wait for its result.
 With other frontends, a grave suspect is sent only after they were told (`Board.probations`). Until
 its probation ends they send no request with its fingerprint, and no new request to its worker.
 
-All waits are bounded. An unproven request prevents probations at its worker for `turn_s` at most. A
-request that had outputs when its worker died waits for a turn for STREAM_WAIT_S. Then it goes to
+All waits are bounded. An unproven request prevents probations at its worker for `turn_s` at most.
+At a full worker requests wait for longer. A death beside them would prove nothing, and the suspect
+would need another one. So for `patience_s` after the last death a suspect without an output goes
+nowhere where a request is unproven, and not to the only ready worker while others are served there.
+
+A request that had outputs when its worker died waits for a turn for STREAM_WAIT_S. Then it goes to
 any worker without a probation, like a request without suspicion. If all workers have a probation,
-both wait LAST_WAIT_S at most. A suspect without an output does not go to the only ready worker
-while others are served there, for `patience_s` after the last death.
+both wait LAST_WAIT_S at most.
 
 Owned by `Suspects`. Single event loop.
 """
@@ -19,7 +22,7 @@ Owned by `Suspects`. Single event loop.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from pullfill.frontend.board import Probations
 from pullfill.frontend.flight import Flight, needs_turn
@@ -97,43 +100,51 @@ class Turns:
         shared = self._probations.shared
         if suspect.grave and now < since + OTHERS_S and shared:
             return None
-        if suspect.grave and len(workers) == 1 and workers[0].flights:
-            if now < since + self._patience_s:
-                return None
+        patient = suspect.grave and now < since + self._patience_s
+        if patient and len(workers) == 1 and workers[0].flights:
+            return None
         if suspect.grave and shared:
-            found = self._announced(flight, workers, now)
+            found = self._announced(flight, workers, now, patient)
         elif now == self._full_at:
             return None
         else:
-            found = self._free(workers, now)
+            found = self._free(workers, now, patient)
         if found is not None:
             suspect.trying = flight
         return found
 
-    def _announced(self, flight: Flight, workers: Sequence[Link], now: float) -> Link | None:
+    def _announced(
+        self, flight: Flight, workers: Sequence[Link], now: float, patient: bool
+    ) -> Link | None:
         """Return the worker that other frontends leave to this suspect. None: ask them first."""
         name = flight.fingerprint
         if self._probations.elsewhere(name):
             return None
         mine = self._probations.mine(name)
         if mine is None:
-            if now != self._full_at and (worker := self._free(workers, now)) is not None:
+            if now != self._full_at and (worker := self._free(workers, now, patient)) is not None:
                 ttl_s = turn_s(flight) + VERDICT_S
                 self._probations.take(name, worker.instance_id, ttl_s)
             return None
         for worker in workers:
-            if worker.instance_id == mine.instance_id and _quiet(worker.flights.values(), now):
-                return worker if mine.ready else None
-        self._probations.release(name)  # the worker has gone, or is not quiet any more
+            if worker.instance_id == mine.instance_id and _quiet(worker, now, patient):
+                if not (patient and mine.late):
+                    return worker if mine.ready else None
+        self._probations.release(name)  # the worker has gone, or it is not quiet
         return None
 
-    def _free(self, workers: Sequence[Link], now: float) -> Link | None:
+    def _free(self, workers: Sequence[Link], now: float, patient: bool) -> Link | None:
         """Return a worker where a probation may start, or None."""
         for worker in self._slots(workers):
-            if _quiet(worker.flights.values(), now) and not self._taken(worker):
+            if _quiet(worker, now, patient) and not self._taken(worker):
                 return worker
         self._full_at = now
         return None
+
+    def prevents(self, flight: Flight, now: float) -> bool:
+        """Whether the request prevents a probation of another frontend at its worker."""
+        patient = now < self.last_death + self._patience_s
+        return holds(flight, now) or (patient and not flight.proven)
 
     def _taken(self, worker: Link) -> bool:
         return self._probations.taken(worker.instance_id)
@@ -170,8 +181,12 @@ def _load(worker: Link) -> int:
     return len(worker.flights)
 
 
-def _quiet(flights: Iterable[Flight], now: float) -> bool:
-    return not any(holds(flight, now) for flight in flights)
+def _quiet(worker: Link, now: float, patient: bool) -> bool:
+    """Whether a probation may start there. patient: not beside any unproven request, however long
+    it has been there."""
+    return not any(
+        holds(flight, now) or (patient and not flight.proven) for flight in worker.flights.values()
+    )
 
 
 def _on_probation(flight: Flight) -> bool:

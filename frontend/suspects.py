@@ -50,7 +50,7 @@ from pullfill.frontend.flight import (
     needs_turn,
     sentence,
 )
-from pullfill.frontend.probation import Turns, holds
+from pullfill.frontend.probation import Turns
 
 _log = log.get("frontend.suspects")
 
@@ -227,7 +227,7 @@ class Suspects:
         return not any(
             flight.link is not None and flight.link.instance_id == instance_id
             for flight in self._flights()
-            if holds(flight, now)
+            if self.turns.prevents(flight, now)
         )
 
     def on_return(self, process: str) -> None:

@@ -40,14 +40,12 @@ from pullfill.wire import decode, encode
 _log = log.get("registry.probations")
 
 SETTLE_S = 0.2
-"""How long other frontends get to write down which requests they had at a lost worker. They notice
-the loss when we do."""
+"""How long other frontends, which notice a loss when we do, get to write what they had there."""
 TELL_S = 3.0
 """The longest wait for them, if some have not written it by then."""
 ASK_S = 1.0
 CLEAR_S = 12.0
-"""How long a probation waits for the answers of other frontends. Longer than a turn of a short
-prompt."""
+"""How long a probation waits for other frontends. Longer than a turn of a short prompt."""
 LOOK_S = 0.02
 """How often a frontend checks whether its requests at a worker with a probation have outputs."""
 SOON_S = 0.05
@@ -98,12 +96,14 @@ class Probation:
     """A probation of this frontend.
 
     ready: the suspect may be sent to this worker now.
-    sure: all other frontends have answered that they have no request without an output there."""
+    sure: all other frontends have answered that they have no request without an output there.
+    late: not all have answered within CLEAR_S."""
 
     fingerprint: str
     instance_id: str
     ready: bool = False
     sure: bool = False
+    late: bool = False
     lease: int = 0
     heard: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -279,11 +279,13 @@ class Probations:
             if self._mine.get(name) is not trial:  # released meanwhile
                 await self._revoke(lease)
                 return
-            with contextlib.suppress(TimeoutError):
+            try:
                 async with asyncio.timeout(CLEAR_S):
                     self._hear(instance_id)
                     await trial.heard.wait()
                     trial.sure = True
+            except TimeoutError:
+                trial.late = True
         except PullfillError as exc:
             _log.debug("could not announce a probation of %s: %s", name, exc)
         trial.ready = True

@@ -267,6 +267,7 @@ async def test_watch_misses_nothing_over_restarts(
 
     writer_client = await EtcdClient.connect(etcd.url, wait_s=10)
     watcher = asyncio.create_task(watch())
+    await eventually(lambda: bool(events))  # it has synced: what is deleted from now on, it sees
     writer = asyncio.create_task(write(writer_client, range(count), stop=stop))
     try:
         for _ in range(2):

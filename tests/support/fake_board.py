@@ -13,6 +13,7 @@ class Trial:
     instance_id: str
     ready: bool = True
     sure: bool = True
+    late: bool = False
 
 
 class Others(NoProbations):
