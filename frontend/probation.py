@@ -9,8 +9,9 @@ its probation ends they send no request with its fingerprint, and no new request
 
 All waits are bounded. An unproven request prevents probations at its worker for `turn_s` at most.
 At a full worker requests wait for longer. A death beside them would prove nothing, and the suspect
-would need another one. So for `patience_s` after the last death a suspect without an output goes
-nowhere where a request is unproven, and not to the only ready worker while others are served there.
+would need another one. So for CROWDED_S after the last death a suspect without an output goes to no
+worker with an unproven request. For `patience_s` after the last death it does not go to the only
+ready worker while others are served there.
 
 A request that had outputs when its worker died waits for a turn for STREAM_WAIT_S. Then it goes to
 any worker without a probation, like a request without suspicion. If all workers have a probation,
@@ -40,6 +41,9 @@ TURN_S = 10.0
 one the request waits in a queue first."""
 TURN_TOKENS_PER_S = 500.0
 """For this many prompt tokens a turn may take a second longer."""
+CROWDED_S = 60.0
+"""How long after the last death a prompt without an output is tried only where no other request is
+without one. Requests wait for longer than TURN_S at a full worker."""
 VERDICT_S = 30.0
 """A probation that other frontends were told of may last this much longer than its turn: until all
 have answered, and until it is certain that the worker died."""
@@ -100,9 +104,10 @@ class Turns:
         shared = self._probations.shared
         if suspect.grave and now < since + OTHERS_S and shared:
             return None
-        patient = suspect.grave and now < since + self._patience_s
-        if patient and len(workers) == 1 and workers[0].flights:
-            return None
+        if suspect.grave and len(workers) == 1 and workers[0].flights:
+            if now < since + self._patience_s:
+                return None
+        patient = suspect.grave and now < since + CROWDED_S
         if suspect.grave and shared:
             found = self._announced(flight, workers, now, patient)
         elif now == self._full_at:
@@ -143,7 +148,7 @@ class Turns:
 
     def prevents(self, flight: Flight, now: float) -> bool:
         """Whether the request prevents a probation of another frontend at its worker."""
-        patient = now < self.last_death + self._patience_s
+        patient = now < self.last_death + CROWDED_S
         return holds(flight, now) or (patient and not flight.proven)
 
     def _taken(self, worker: Link) -> bool:

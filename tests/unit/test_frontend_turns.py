@@ -71,44 +71,34 @@ def test_no_probation_starts_where_a_request_waits_in_the_queue() -> None:
 def test_a_request_that_never_shows_an_output_does_not_keep_probations_away_for_ever() -> None:
     one, two = Worker("a").has(flight("x")), Worker("b").has(flight("y"))
     turns, d = Turns(0.0, Others()), suspect("d", likely=True)
-    turn(turns, d, NOW + probation.turn_s(flight("x")) + 0.1, one, two)
-    turn(turns, d, NOW + probation.turn_s(flight("x")) + probation.OTHERS_S + 0.2, one, two)
+    turn(turns, d, NOW, one, two)
+    turn(turns, d, NOW + probation.CROWDED_S + 0.1, one, two)
     assert turns._probations.mine(d.fingerprint)
+    assert not turns.prevents(one.flights["x"], NOW + probation.CROWDED_S + 0.1)
 
 
 def test_a_suspect_does_not_join_those_who_wait_at_a_full_worker() -> None:
-    """They have waited there for longer than a turn. A death beside them would prove nothing. It
-    waits for another worker first, as long as that is worth it."""
+    """They have waited there for longer than a turn. A death beside them would prove nothing."""
     full, other = Worker("full").has(flight("x"), flight("y", proven=True)), Worker("other")
     other.has(flight("z"))
-    turns, d = Turns(30.0, Others()), suspect("d", likely=True)
+    turns, d = Turns(0.0, Others()), suspect("d", likely=True)
     turns.last_death = NOW
-    for seconds in (0.0, probation.turn_s(flight("x")) + probation.OTHERS_S + 0.2, 29.0):
+    for seconds in (0.0, probation.turn_s(flight("x")) + probation.OTHERS_S + 0.2, 59.0):
         assert turn(turns, d, NOW + seconds, full, other) is None
         assert turns._probations.mine(d.fingerprint) is None
         assert turns.prevents(full.flights["x"], NOW + seconds), "also where others ask"
         assert not turns.prevents(full.flights["y"], NOW + seconds)
     other.flights.clear()
-    turn(turns, d, NOW + 29.1, full, other)
+    turn(turns, d, NOW + 59.1, full, other)
     trial = turns._probations.mine(d.fingerprint)
     assert trial is not None
     assert trial.instance_id == "other"
 
 
-def test_patience_with_those_who_wait_at_full_workers_ends() -> None:
-    one, two = Worker("a").has(flight("x")), Worker("b").has(flight("y"))
-    turns, d = Turns(30.0, Others()), suspect("d", likely=True)
-    turns.last_death = NOW
-    turn(turns, d, NOW, one, two)
-    turn(turns, d, NOW + 30.1, one, two)
-    assert turns._probations.mine(d.fingerprint)
-    assert not turns.prevents(one.flights["x"], NOW + 30.1)
-
-
 def test_a_probation_that_others_did_not_agree_to_begins_again_elsewhere() -> None:
-    """In the first seconds after a death; then it starts all the same."""
+    """In the first minute after a death; then it starts all the same."""
     others = Others()
-    turns, d = Turns(30.0, others), suspect("d", likely=True)
+    turns, d = Turns(0.0, others), suspect("d", likely=True)
     turns.last_death = NOW
     workers = (Worker("a"), Worker("b"))
     turn(turns, d, NOW + 1.1, *workers)
@@ -119,7 +109,7 @@ def test_a_probation_that_others_did_not_agree_to_begins_again_elsewhere() -> No
     turn(turns, d, NOW + 14.1, *workers)
     assert others.asked == [d.fingerprint] * 2
     others.trials[d.fingerprint].late = True
-    assert turn(turns, d, NOW + 31.2, *workers) in workers
+    assert turn(turns, d, NOW + 61.2, *workers) in workers
 
 
 def test_a_request_without_suspicion_does_not_join_a_probation_soon() -> None:
