@@ -23,17 +23,11 @@ from pullfill.config import ClusterRef
 from pullfill.deploy import suspects as command
 from pullfill.engine.mock.model import MockSettings
 from tests.support import web
-from tests.support.cluster import MODEL, Cluster, Worker, until
+from tests.support.cluster import Cluster, Worker, until
+from tests.support.deadly import DIES, FATAL, MOCK, SLOW, ask, ask_again
 
 # tests/contract/test_frontend_probations.py does the same with workers that start at once.
 pytestmark = pytest.mark.engine
-
-FATAL = range(251, 261)
-"""A worker dies when it schedules a prompt that begins with one of these tokens, and logs which."""
-DIES = ";".join(f"decode.prompt.{token}=error:killed by {token}" for token in FATAL)
-MOCK = ("--distributed-executor-backend", "pullfill.engine.mock.executor.MockExecutor")
-SLOW = ("--additional-config", '{"mock": {"step_s": 0.02}}')
-ANSWER_S = 300.0
 
 
 class Keeper:
@@ -106,27 +100,6 @@ def ready(url: str) -> int:
     except httpx.HTTPError:
         return -1
     return count
-
-
-def ask(url: str, prompt: list[int], count: int) -> tuple[int, dict[str, Any]]:
-    """(HTTP status, body) of a greedy completion."""
-    body = {
-        "model": MODEL, "prompt": prompt, "max_tokens": count, "temperature": 0,
-        "return_token_ids": True, "ignore_eos": True,
-    }  # fmt: skip
-    reply = web.post(f"{url}/v1/completions", json=body, timeout=ANSWER_S)
-    return reply.status_code, reply.json()
-
-
-def ask_again(url: str, prompt: list[int]) -> tuple[int, dict[str, Any]]:
-    """A deadly prompt may come while no worker lives: then the frontend says so (503), and a client
-    asks again."""
-    deadline = time.monotonic() + ANSWER_S
-    while True:
-        code, body = ask(url, prompt, 4)
-        if code != 503 or time.monotonic() > deadline:
-            return code, body
-        time.sleep(0.2)
 
 
 def run(keeper: Keeper, urls: list[str], streams: int, deadly: int, tokens: int) -> None:

@@ -8,7 +8,9 @@ import os
 import re
 import signal
 import time
+from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,15 +19,16 @@ import httpx
 import nats
 import pytest
 
+from pullfill import failpoints
 from pullfill.deploy import procs, servers
 from pullfill.deploy.state import Launch, StateDir, identity
+from pullfill.engine.mock.model import MockSettings
 from pullfill.registry.client import EtcdClient
 from tests.support import web
 from tests.support.cluster import FLAGS, MODEL
 from tests.support.command_line import SERVERS_ONLY, cluster, read_until, run, start, wait_for
+from tests.support.deadly import DIES, FATAL, MOCK, SLOW, ask, ask_again
 from tests.support.prompts import random_prompt
-
-MOCK = ("--distributed-executor-backend", "pullfill.engine.mock.executor.MockExecutor")
 
 
 @contextmanager
@@ -233,3 +236,37 @@ def test_workers_and_frontends_come_back_but_not_who_was_drained(
         assert entry(state, "prefill-0") == drained
         assert answer(), "prompts are prefilled locally"
         assert rows() == {"decode": kept}, "its lease is kept"
+
+
+@pytest.mark.long
+@pytest.mark.engine
+@pytest.mark.timeout(420)
+def test_no_worker_is_given_up_for_deadly_prompts(
+    state: Path, model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forty streams, more than the workers have places for, and ten deadly prompts. Each prompt
+    ends two workers at most. `up` starts all of them again, and every stream is answered."""
+    monkeypatch.setenv(failpoints.ENV, DIES)
+    small = "--kv-cache-memory-bytes=67108864"
+    flags = ("--model", str(model_path), "--port", "0", "--decode", "3", "--prefill", "0")
+    with detached(state, *flags, *MOCK, *SLOW, *FLAGS, small):
+        url = cluster(state)["frontend_url"]
+        with ThreadPoolExecutor(40 + len(FATAL)) as pool:
+            streams = [pool.submit(ask, url, [30 + i, i + 11], 400) for i in range(40)]
+            time.sleep(2.0)
+            killers = [pool.submit(ask_again, url, [token, 20]) for token in FATAL]
+            refused = [call.result() for call in killers]
+            answers = [call.result() for call in streams]
+        for code, body in answers:
+            assert code == 200, body
+            assert body["choices"][0]["token_ids"] == [MockSettings().token] * 400
+        assert {code for code, _ in refused} == {400}, refused
+        names = [f"decode-{i}" for i in range(3)]
+        logs = [(state / "logs" / f"{name}.log").read_text() for name in names]
+        deaths = Counter(
+            t for log in logs for t in re.findall(r"Error: killed by (\d+)$", log, re.M)
+        )
+        assert set(deaths) == set(map(str, FATAL))
+        assert max(deaths.values()) == 2, deaths
+        wait_for(lambda: web.get(f"{url}/ready").json()["decode"] == 3, "all are back", 90)
+        assert not any(entry(state, name)["gave_up"] for name in names), said(state)
