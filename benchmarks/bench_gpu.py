@@ -7,7 +7,7 @@ way synchronised with the device:
            of all bytes and against one queued copy per run; how long a batch holds the fence
   cross    the run length at which the copy engines overtake the kernel (`small_run` in gpu/link.py)
   gather   scattered runs into one dense buffer by the kernel, against one copy of as many bytes
-  slices   how long a kernel waits for its turn beside another process (gpu_serving.py)
+  slices   how long a kernel waits while another process computes on the GPU (gpu_serving.py)
   serving  ITL of 16 streams beside 8,000-token prompts, which either worker prefills, both on one
            GPU; the KV copies as a share of a prefill; the ITL beside copies only
   nccl     bytes sent to this process itself, within one NCCL group
@@ -46,11 +46,15 @@ PARTS = ("copies", "cross", "gather", "nccl", "slices", "serving")
 QUICK = PARTS[:-1]
 """The parts that need no engine."""
 PAYLOAD_GB_S, KERNEL_TARGET = 1000.0, 0.7
-"""Target for an H200. Its memory moves 4,800 GB/s, and a copy reads and writes every byte."""
+"""Targets for an H200: GB/s of payload, and the kernel's share of one plain copy's speed.
+
+The memory of an H200 moves 4,800 GB/s. A copy reads and writes every byte, so its payload can reach
+2,400 GB/s at most."""
 PAYLOAD_BYTES, PAYLOAD_RUN = 1 << 30, 256 * KIB
-"""The payload has a target from these sizes on. The CPU plans a write before the GPU copies: 1 GiB
-in 0.2 ms in runs of 256 KiB, but in 7 ms in runs of 4 KiB (measured on one core of a CPU machine).
-The copy itself takes 1 ms at the target."""
+"""The payload target applies to writes and runs of at least these sizes, in bytes.
+
+The CPU plans each run of a write before the GPU copies it. 1 GiB in runs of 4 KiB is 64 times as
+many runs as in 256 KiB, while the copy itself takes 1 ms at the target."""
 HELD_MS = 4.0
 """Target for the time that a batch holds the fence: twice its intended duration."""
 

@@ -163,7 +163,7 @@ def copies(base: Path) -> Iterator[None]:
 
 
 def slice_rows(seconds: float) -> Iterator[Row]:
-    """Measure how long a kernel waits for its turn while another process keeps the GPU busy."""
+    """Measure how long a small kernel waits while another process computes on the same GPU."""
     usual = median(kernel_times(1.0))
     with burning():
         beside = kernel_times(seconds)

@@ -3,9 +3,9 @@
 A lane with work takes an idle thread of the pool, or starts a new one. A lane without work has no
 thread. Only idle threads are limited: at most `most_idle` wait for work, each for `linger_s`.
 
-Busy threads are not limited here, so a stuck peer blocks one thread and delays nobody else. The
-callers limit them: a prefill worker by the jobs that it has grants for, a decode worker by its open
-jobs.
+This module sets no limit for busy threads. So if a peer hangs, one thread waits for it, and the
+work for other peers continues. The callers set the limit: a prefill worker by the number of its
+jobs with a grant, a decode worker by the number of its open jobs.
 """
 
 from __future__ import annotations

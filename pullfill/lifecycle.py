@@ -1,6 +1,9 @@
-"""How a process ends: the first signal drains it, the second one stops it at once.
+"""How a worker process ends.
 
-Also makes sure that it really ends, and that its connections are closed."""
+The first SIGTERM or SIGINT starts a drain: the worker takes no new work and finishes what it has.
+The second one ends the process at once. `exit_within` ends a process whose way out hangs.
+`stop_listening` closes a server without losing a connection that it is accepting.
+"""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ class Prompt(Generic[V]):
 
 
 class Waits(Generic[K, V]):
-    """Pending answers by key. Belongs to the running loop.
+    """Answers that somebody waits for, by key. Belongs to the running loop.
 
     All waits share one timer. A timer for each would cost more than the rest of the wait, and
     nearly all of them would be cancelled.
@@ -132,7 +132,9 @@ class Waits(Generic[K, V]):
         return iter([future for future, _ in self._open.values()])
 
     def open(self, key: K, within_s: float) -> Prompt[V]:
-        """Begin to wait for the answer to `key`. The caller must `close` the key at the end."""
+        """Begin to wait for the answer to `key`, for at most `within_s` seconds.
+
+        The caller must call `close(key)` once it has the answer or an exception."""
         until = self._loop.time() + within_s
         future: Prompt[V] = Prompt(self._loop)
         self._open[key] = (future, until)

@@ -91,8 +91,20 @@ class Here:
             comm.close()
 
 
-class Running(threading.Thread):
-    """One `run` on a thread; `end` gives what it raised."""
+class Calling(threading.Thread):
+    """A call on a thread of its own. Subclasses store in `error` what the call raised."""
+
+    error: BaseException | None = None
+
+    def end(self) -> BaseException | None:
+        """Wait for the end of the call. Returns what it raised, or None."""
+        self.join(20)
+        assert not self.is_alive()
+        return self.error
+
+
+class Running(Calling):
+    """One `Communicator.run`."""
 
     other: Running | None = None
 
@@ -101,7 +113,6 @@ class Running(threading.Thread):
         self.comm, self.arrays = comm, arrays
         self.messages = [Message(send, a.ctypes.data, a.nbytes) for a in arrays]
         self.stop = threading.Event()
-        self.error: BaseException | None = None
         self.start()
 
     def run(self) -> None:
@@ -113,11 +124,6 @@ class Running(threading.Thread):
             self.comm.run(self.messages, watch)
         except BaseException as exc:
             self.error = exc
-
-    def end(self) -> BaseException | None:
-        self.join(20)
-        assert not self.is_alive()
-        return self.error
 
     def give_up(self) -> BaseException | None:
         self.stop.set()

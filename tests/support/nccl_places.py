@@ -11,6 +11,7 @@ from pathlib import Path
 from pullfill.transfer.contract import PeerSession
 from pullfill.wire import FenceToken
 from tests.support.fake_nccl import World
+from tests.support.nccl_comms import Calling
 from tests.support.nccl_gpus import PairKind
 from tests.support.transfer_rigs import DENSE, LAYOUTS, Local, Region, Rig, stream_rig
 from tests.support.waiting import eventually
@@ -76,11 +77,12 @@ def places(directory: Path) -> Iterator[Make]:
     eventually(lambda: set(threading.enumerate()) <= before, "a thread is left")
 
 
-class Writing(threading.Thread):
+class Writing(Calling):
+    """One `write_blocks`."""
+
     def __init__(self, session: PeerSession, token: FenceToken, blocks: range) -> None:
         super().__init__()
         self.session, self.token, self.blocks = session, token, blocks
-        self.error: BaseException | None = None
         self.start()
 
     def run(self) -> None:
@@ -88,11 +90,6 @@ class Writing(threading.Thread):
             self.session.write_blocks(self.token, self.blocks, self.blocks)
         except BaseException as exc:
             self.error = exc
-
-    def end(self) -> BaseException | None:
-        self.join(20)
-        assert not self.is_alive()
-        return self.error
 
 
 def hanging(place: Place, session: PeerSession, token: FenceToken) -> Writing:
