@@ -6,9 +6,10 @@ Off unless `PULLFILL_FAILPOINTS` is set before start, e.g.
 `PULLFILL_FAILPOINTS=@FILE` reads the same text from a file, again whenever the file is replaced, so
 that a test can arm a process that runs already; a missing file means none.
 
-Actions: `kill` (SIGKILL to this process), `stop` (SIGSTOP), `sleep:SECONDS`, `error:TEXT`
-(raises `FailpointError`), `corrupt` (at points that follow a copy: one byte arrives wrong).
-`kill@N` acts on the N-th hit only (1-based). Cost when off: one look at an empty dict.
+Actions: `kill` (SIGKILL to this process), `stop` (SIGSTOP), `sleep:SECONDS`, `hold` (wait until the
+file no longer says so), `error:TEXT` (raises `FailpointError`), `corrupt` (at points that follow a
+copy: one byte arrives wrong). `kill@N` acts on the N-th hit only (1-based), and a line in the log
+says so. Cost when off: one look at an empty dict.
 """
 
 from __future__ import annotations
@@ -20,9 +21,13 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from pullfill import log
 from pullfill.errors import ConfigError
 
+logger = log.get("failpoints")
 ENV = "PULLFILL_FAILPOINTS"
+VERBS = ("kill", "stop", "sleep", "hold", "error", "corrupt")
+HOLD_LOOKS_EVERY_S = 0.01
 
 
 class FailpointError(RuntimeError):
@@ -44,9 +49,10 @@ def parse(spec: str) -> dict[str, _Action]:
         name, _, action = item.partition("=")
         action, _, nth = action.partition("@")
         verb, _, argument = action.partition(":")
-        if verb not in {"kill", "stop", "sleep", "error", "corrupt"} or (nth and not nth.isdigit()):
+        if verb not in VERBS or (nth and not nth.isdigit()):
             raise ConfigError(
-                f"{ENV}: cannot read {item!r}; use NAME=kill|stop|sleep:S|error:TEXT|corrupt[@N]"
+                f"{ENV}: cannot read {item!r}; use NAME={'|'.join(VERBS)}[@N], sleep:SECONDS, "
+                "error:TEXT"
             )
         actions[name] = _Action(verb, argument, int(nth or 0))
     return actions
@@ -101,6 +107,8 @@ def hit(name: str) -> bool:
         action.hits += 1
         if action.on_hit and action.hits != action.on_hit:
             return False
+    if action.on_hit:
+        logger.warning("failpoint %s acts: %s", name, action.verb)
     if action.verb == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif action.verb == "stop":
@@ -108,6 +116,10 @@ def hit(name: str) -> bool:
         time.sleep(0.1)  # another thread may take the signal: stay at this point until it acts
     elif action.verb == "sleep":
         time.sleep(float(action.argument))
+    elif action.verb == "hold":
+        while _active.get(name) is action:
+            time.sleep(HOLD_LOOKS_EVERY_S)
+            armed()
     elif action.verb == "error":
         raise FailpointError(action.argument or name)
     return action.verb == "corrupt"

@@ -130,6 +130,7 @@ class QueueSettings(Message, frozen=True, kw_only=True):
     max_jobs: jobs pending and in flight above which a new job is refused.
     ack_wait_s: silence of a prefill worker after which NATS delivers its job again.
     max_deliver: deliveries of one job, after which it is a dead letter.
+    publish_timeout_s: silence of NATS after which a decode worker prefills locally.
     """
 
     replicas: Annotated[int, Meta(ge=1, le=5)] | None = None
@@ -137,6 +138,7 @@ class QueueSettings(Message, frozen=True, kw_only=True):
     max_jobs: Annotated[int, Meta(ge=1)] | None = None
     ack_wait_s: Annotated[float, Meta(ge=1, le=3600)] | None = None
     max_deliver: Annotated[int, Meta(ge=1, le=100)] | None = None
+    publish_timeout_s: Annotated[float, Meta(ge=0.05, le=60)] | None = None
 
 
 # --------------------------------------------------------------------------- suspects

@@ -218,7 +218,7 @@ class JetStreamProducer:
             EXPECTED_STREAM: self._names.stream,
         }
         reply = await self._link.request(
-            self._names.job(tokens), body, self._config.publish_timeout_s, headers
+            self._names.job(tokens), body, self.streams.publish_timeout_s, headers
         )
         return read_reply(reply)
 
@@ -236,7 +236,7 @@ class JetStreamProducer:
         """Whether a prefill worker takes this job. Without a body: whether one would take a job."""
         with contextlib.suppress(QueueUnavailable):
             reply = await self._link.request(
-                self._names.direct, body, self._config.publish_timeout_s, headers
+                self._names.direct, body, self.streams.publish_timeout_s, headers
             )
             return bool(reply.data == TAKEN)
         return False
@@ -244,7 +244,7 @@ class JetStreamProducer:
     async def _remove(self, receipt: Receipt) -> bool:
         """Delete one job of the current stream."""
         there = await delete_message(
-            self._link, self._names.stream, receipt.seq, self._config.publish_timeout_s
+            self._link, self._names.stream, receipt.seq, self.streams.publish_timeout_s
         )
         if there:
             self._depth.cancelled(receipt.seq, receipt.tokens)
@@ -359,7 +359,7 @@ class JetStreamProducer:
         return beat.before(self._asked_at + pause, pause) - now
 
     async def _ask(self) -> Snapshot:
-        names, timeout_s = self._names, self._config.publish_timeout_s
+        names, timeout_s = self._names, self.streams.publish_timeout_s
         stream, consumer = await asyncio.gather(
             self._link.api(
                 f"STREAM.INFO.{names.stream}", {"subjects_filter": names.jobs}, timeout_s
@@ -385,7 +385,7 @@ class JetStreamProducer:
                 if receipt is None:
                     headers = {MSG_ID: job_id, EXPECTED_STREAM: self._names.stream}
                     reply = await self._link.request(
-                        self._names.void, b"", self._config.publish_timeout_s, headers
+                        self._names.void, b"", self.streams.publish_timeout_s, headers
                     )
                     answer = read_reply(reply)
                     receipt = Receipt(job_id, int(answer["seq"]), True, self.streams.stream_id)

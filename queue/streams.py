@@ -107,6 +107,7 @@ class Streams:
     stream_id: the time at which the job stream was made, as the server writes it. It identifies the
     stream: a stream that is made again after a loss of data has another one.
     ack_wait_s, max_deliver: as the consumer on the server has them.
+    publish_timeout_s: how long a producer waits for an answer.
     """
 
     def __init__(
@@ -121,6 +122,10 @@ class Streams:
         self._settings = settings
         self._known_once = False
         self._task: asyncio.Task[None] | None = None
+
+    @property
+    def publish_timeout_s(self) -> float:
+        return self._settings.publish_timeout_s or self._config.publish_timeout_s
 
     def configure(self, settings: QueueSettings) -> None:
         """Apply these settings now, or over the next connection. Returns at once."""

@@ -44,6 +44,7 @@ _ALLOWED = {
     "max_jobs": "a whole number of jobs, 1 or more",
     "ack_wait_s": "seconds, 1 to 3600",
     "max_deliver": "a whole number of deliveries, 1 to 100",
+    "publish_timeout_s": "seconds, 0.05 to 60",
 }
 
 

@@ -161,7 +161,7 @@ def test_row_6_abort_while_queued(paired: Cluster, oracle: Oracle) -> None:
     with checked(paired, oracle, cancelled=6) as check:
         before = paired.load_of(worker)["completed"]
         # Two prompts fill the worker's budget of tokens: what comes after them stays in the queue.
-        worker.arm("prefill.before_write=sleep:2")
+        worker.arm("prefill.before_write=hold@1")
         with check.load(threads=2, lengths=(2100,), seed=8300) as load:
             until(lambda: paired.load_of(worker)["jobs"] == 2, 10, "the worker is busy")
             with ExitStack() as clients:
@@ -200,19 +200,24 @@ def test_row_12_duplicate_delivery(paired: Cluster, oracle: Oracle) -> None:
     paired.wait_ready(first, second)
     with checked(paired, oracle) as check:
         for worker in (first, second):  # whoever gets it first is the slow one
-            worker.arm("prefill.heartbeat=error;prefill.before_write=sleep:8@1")
+            worker.arm("prefill.heartbeat=error;prefill.before_write=hold@1")
         refused = paired.counter("pullfill_claim_total", result="in_progress")
         with check.load(threads=1, lengths=(1500,), seed=8500) as load:
             until(lambda: holders(paired, first, second), 10, "one of them has it")
             (slow,) = holders(paired, first, second)
             (second if slow is first else first).arm("")
             slow.signal(signal.SIGTERM)
+            until(
+                lambda: paired.counter("pullfill_claim_total", result="in_progress") > refused,
+                30,
+                "the other one is told",
+            )
+            slow.arm("")
             until(lambda: load.done, 30, "answered")
             told = check.told(load.done[0][1])
         assert slow.process.wait(20) == 0
         assert (told["path"], told["attempts"]) == ("remote", 1)
         assert told["prefill_instance"] == slow.instance_id
-        assert paired.counter("pullfill_claim_total", result="in_progress") > refused
 
 
 def holders(cluster: Cluster, *workers: Worker) -> list[Worker]:

@@ -210,13 +210,14 @@ def test_row_25_a_job_changed_in_the_stream(target: Target, oracle: Oracle) -> N
 
     with checked(cluster, oracle, fallbacks={"prefill_failed": 1}, dead_letters=1) as check:
         # Busy with prompts that fill its budget, the worker leaves the next job in the stream.
-        worker.arm("prefill.before_write=sleep:0.7")
+        worker.arm("prefill.before_write=hold@1")
         written = cluster.counter(WRITTEN)
         with check.load(threads=2, lengths=(2100,), max_tokens=1, seed=9400) as decoy:
             until(lambda: cluster.load_of(worker)["jobs"] == 2, 10, "the worker is busy")
             with check.load(threads=1, lengths=(900,), max_tokens=1, seed=9410) as load:
                 until(lambda: cluster.status()["queue"]["depth_jobs"] == 3, 10, "in the stream")
                 target.replace_stored(moved)
+                worker.arm("")
                 until(lambda: load.done, 30, "answered")
         told = [check.told(answer) for _, answer in (*decoy.done, *load.done)]
         assert decoy.done
@@ -268,13 +269,13 @@ async def mallory(target: Target, job_id: str) -> list[str]:
 def test_row_25_forged_claims_and_commits(target: Target, oracle: Oracle) -> None:
     cluster, worker = target.cluster, target.prefill
     with checked(cluster, oracle, stale={"claim": 2, "commit": 4}) as check:
-        worker.arm("prefill.before_write=sleep:3")
+        worker.arm("prefill.before_write=hold@1")
         with check.load(threads=1, lengths=(900,), max_tokens=1, seed=9500) as load:
             until(lambda: cluster.load_of(worker)["jobs"], 10, "the worker holds the job")
             job_id, _ = target.take_stored()
             answers = asyncio.run(mallory(target, job_id))
-            until(lambda: load.done, 30, "answered")
             worker.arm("")
+            until(lambda: load.done, 30, "answered")
         assert answers == [
             "unknown_job", "stale_incarnation", "stale", "stale", "stale", "in_progress", "stale"
         ]  # fmt: skip

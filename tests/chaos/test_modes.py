@@ -109,13 +109,13 @@ def test_row_2_prefill_dies_while_it_is_read(pulling: Cluster, oracle: Oracle) -
     (decode,), (victim,) = pulling.of("decode"), pulling.of("prefill")
     prompt = random_prompt(1500, seed=9300)
     with checked(pulling, oracle, stale={"claim": (0, 1)}) as check:
-        decode.arm("shm.read.batch=sleep:2@1")
+        decode.arm("shm.read.batch=hold@1")
         asking = Asking(pulling, prompt)
         until(lambda: reads(pulling), 20, "the decode worker reads them")
         assert kept(pulling) > 0
         victim.kill()
-        asking.join()
         decode.arm("")
+        asking.join()
         assert asking.answer is not None, asking.error
         assert asking.answer.tokens == truth(oracle, [prompt], STEPS)[0][0]
         told = check.told(asking.answer)

@@ -17,13 +17,7 @@ VOID: dict[str, Bound] = {"claim": (0, MANY), "commit": (0, 3), "revoked": (0, 3
 """Grants of an old incarnation end in one of these; load has two of them open, and the one that is
 held is refused at its write."""
 LOST: dict[str, Bound] = {"prefill_lost": (1, 3)}
-
-
-def hold_grants(cluster: Cluster) -> None:
-    """Both clients of the load wait for a write that goes on in some seconds."""
-    (worker,) = cluster.of("prefill")
-    worker.arm("prefill.before_write=sleep:6@1")
-    until(lambda: cluster.load_of(worker)["jobs"] == 2, 10, "both have a grant")
+WRITE = "prefill.before_write"
 
 
 def test_row_14_nats_killed_and_restarted(paired: Cluster, oracle: Oracle) -> None:
@@ -53,6 +47,7 @@ def test_row_15_nats_hangs(paired: Cluster, oracle: Oracle) -> None:
 
 def test_row_17_etcd_down_longer_than_the_ttl(paired: Cluster, oracle: Oracle) -> None:
     """Serving goes on; both workers register again, and what was granted before is void."""
+    (writer,) = paired.of("prefill")
     with checked(paired, oracle, fallbacks=LOST, stale=VOID) as check:
         before = paired.incarnations()
         assert len(before) == 2
@@ -62,18 +57,21 @@ def test_row_17_etcd_down_longer_than_the_ttl(paired: Cluster, oracle: Oracle) -
             time.sleep(2 * paired.lease_ttl_s)
             done = len(load.done)
             until(lambda: len(load.done) > done + 3, 30, "served without etcd")
-            hold_grants(paired)
+            writer.hold(WRITE)
             paired.etcd.resume()
             until(lambda: len(paired.incarnations() - before) == 2, 30, "registered again")
+            writer.arm("")
         assert not paired.incarnations() & before
 
 
 def test_row_17_etcd_killed_and_back_empty(paired: Cluster, oracle: Oracle) -> None:
+    (writer,) = paired.of("prefill")
     with checked(paired, oracle, fallbacks=LOST, stale=VOID) as check:
         before = paired.incarnations()
         with check.load(threads=2, seed=9200) as load:
             until(lambda: len(load.done) > 3, 30, "load runs")
-            hold_grants(paired)
+            writer.hold(WRITE)
             paired.etcd.restart(empty=True)
             until(lambda: len(paired.incarnations()) == 2, 30, "registered again")
+            writer.arm("")
         assert not paired.incarnations() & before

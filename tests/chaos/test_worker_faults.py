@@ -150,10 +150,12 @@ def test_row_20_lease_revoked_mid_write(paired: Cluster, oracle: Oracle) -> None
     """A drain: what was granted is finished, the process exits with 0."""
     (worker,) = paired.of("prefill")
     with checked(paired, oracle) as check, ThreadPoolExecutor(1) as pool:
-        worker.arm("prefill.before_write=sleep:0.5")
+        worker.arm("prefill.before_write=hold@1")
         answer = pool.submit(check.ask, random_prompt(1900, seed=13_200))
         until(lambda: paired.load_of(worker)["jobs"], 10, "it was claimed")
         paired.revoke_lease(worker)
+        until(lambda: "lease revoked: draining" in worker.log.read_text(), 10, "it drains")
+        worker.arm("")
         assert worker.process.wait(30) == 0
         told = check.told(answer.result(30))
         assert (told["path"], told["attempts"]) == ("remote", 1)

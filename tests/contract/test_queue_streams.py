@@ -144,14 +144,19 @@ async def test_settings_act_on_running_workers_and_a_refused_one_harms_nobody(
     producer, consumer = await both(nats, config, QueueSettings(max_deliver=3))
     before = await configs(consumer.link, config)
     assert (before[1]["max_deliver"], consumer.max_deliver) == (3, 3)
-    new = QueueSettings(replicas=3, max_bytes=1 << 20, max_jobs=9, ack_wait_s=7.0, max_deliver=4)
+    new = QueueSettings(
+        replicas=3, max_bytes=1 << 20, max_jobs=9, ack_wait_s=7.0, max_deliver=4,
+        publish_timeout_s=9.0,
+    )  # fmt: skip
     for worker in (producer, consumer):  # each tells the other's server the same
         worker.streams.configure(new)
+        assert worker.streams.publish_timeout_s == 9.0
     await until(lambda: consumer.ack_wait_s == 7.0)
     assert "NATS refuses" in caplog.text, "one server holds no three replicas"
     for worker in (producer, consumer):
         worker.streams.configure(QueueSettings(max_bytes=1 << 20, max_jobs=9))
     await until(lambda: not producer.streams.busy and not consumer.streams.busy)
+    assert producer.streams.publish_timeout_s == config.publish_timeout_s
     after = await configs(consumer.link, config)
     assert after[0] == before[0] | {"max_bytes": 1 << 20, "max_msgs": 9}
     assert after[1] == before[1] | {"ack_wait": 7 * 10**9, "max_deliver": 4}

@@ -50,6 +50,8 @@ FLAGS = (
     f"--block-size={BLOCK}",
     f"--served-model-name={MODEL}",
 )
+PATIENT = '{"publish_timeout_s": 3.0}'
+"""Queue settings: a test machine may stand still for longer than NATS takes to store a job."""
 _MAIN = "from pullfill.deploy.cli import main; main()"
 
 
@@ -99,6 +101,13 @@ class Worker:
         """Set its failpoints, now, whatever they were; hits are counted from here."""
         self.armed = spec
         _write_failpoints(self.log, spec)
+
+    def hold(self, failpoint: str, within_s: float = 20.0) -> None:
+        """Hold it at its next hit of a failpoint. Returns when it is there; `arm` lets it go."""
+        line = f"failpoint {failpoint} acts: hold".encode()
+        before = self.log.read_bytes().count(line)
+        self.arm(f"{failpoint}=hold@1")
+        until(lambda: self.log.read_bytes().count(line) > before, within_s, f"held at {failpoint}")
 
     def signal(self, number: int) -> None:
         if self.alive:
@@ -158,6 +167,7 @@ class Cluster:
     def start_servers(self) -> None:
         self.etcd.start()
         asyncio.run(self.nats.start())
+        self.etcd.ctl("put", keys.queue_config(self.namespace), PATIENT)
 
     def launch(
         self,

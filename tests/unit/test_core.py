@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -196,6 +197,20 @@ class TestFailpoints:
         path.unlink()
         failpoints.hit("a")
         failpoints.hit("a")
+
+    def test_hold_waits_until_the_file_says_otherwise(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        path = tmp_path / "points"
+        path.write_text("a=hold@1")
+        monkeypatch.setattr(failpoints, "_file", failpoints._File(str(path)))
+        held = threading.Thread(target=failpoints.hit, args=("a",))
+        held.start()
+        held.join(0.1)
+        assert held.is_alive()
+        path.write_text("b=hold")
+        held.join(10)
+        assert not held.is_alive()
 
     def test_kill_ends_the_process(self) -> None:
         code = "from pullfill import failpoints; failpoints.hit('x'); print('alive')"

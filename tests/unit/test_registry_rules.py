@@ -265,7 +265,7 @@ def test_a_queue_setting_is_only_found_by_its_whole_name() -> None:
     ("name", "text"),
     [("replicas", "0"), ("replicas", "6"), ("max_bytes", "-1"), ("max_bytes", "1G"),
      ("max_jobs", "0"), ("ack_wait_s", "0.1"), ("ack_wait_s", "nan"), ("max_deliver", "none"),
-     ("max_deliver", "null")],
+     ("max_deliver", "null"), ("publish_timeout_s", "0"), ("publish_timeout_s", "61")],
 )  # fmt: skip
 def test_queue_settings_refuse_bad_text(name: str, text: str) -> None:
     with pytest.raises(ConfigError, match=f"queue.{name}.*must be .*unset"):
