@@ -33,7 +33,9 @@ MORE = ("idle", "links", "floor")
 QUICK, FULL = "1,4,16", "1,2,4,8,16,32,64"
 
 
-def measure(options: argparse.Namespace, base: Path, quiet: machine.Quiet) -> Iterator[list[Row]]:
+def measure(
+    options: argparse.Namespace, base: Path, quiet: machine.DrainAck
+) -> Iterator[list[Row]]:
     """The rows of one part, or one size, after the other."""
     quiet.look(1.0)
     sizes = sorted(int(size) for size in options.sizes.split(","))
@@ -82,7 +84,7 @@ def main() -> int:
     options.sizes = options.sizes or (QUICK if options.quick else FULL)
     options.rounds = options.rounds or (3 if options.quick else 7)
     end_in_order()
-    quiet, rows = machine.Quiet(), list[Row]()
+    quiet, rows = machine.DrainAck(), list[Row]()
     kept = read_rows(NAME) if options.keep else []
     with tempfile.TemporaryDirectory(prefix="pullfill-bench-") as directory:
         for found in measure(options, Path(directory), quiet):

@@ -31,11 +31,11 @@ import numpy as np
 
 from benchmarks import gpu_serving
 from benchmarks.live import BenchError, end_in_order
-from benchmarks.machine import Quiet
+from benchmarks.machine import DrainAck
 from benchmarks.report import RESULTS, Row, finish, missing, row, versus
 from pullfill.transfer.gpu.copies import GpuCopier, Lane, lane_of
 from pullfill.transfer.gpu.cuda import load, why_no_cuda
-from pullfill.transfer.gpu.link import BATCH_RUNS, Link, link_to
+from pullfill.transfer.gpu.interconnect import BATCH_RUNS, Interconnect, link_to
 from pullfill.transfer.layout import dense_layout
 from pullfill.transfer.runs import Batch
 
@@ -84,7 +84,8 @@ class Device:
     def __init__(self, number: int) -> None:
         self.number = number
         self.engines = GpuCopier(
-            Lane(load(), number, lambda *_: None), Link("copy engines", small_run=0, batch_bytes=0)
+            Lane(load(), number, lambda *_: None),
+            Interconnect("copy engines", small_run=0, batch_bytes=0),
         )
         self.kernel = GpuCopier(lane_of(number))
         self.has_kernel = lane_of(number).has_kernel
@@ -211,7 +212,7 @@ def gather_rows(device: Device, moved: int, rounds: int, there: int, here: int) 
 
 
 def nccl_rows(device: Device, moved: int, rounds: int, there: int, here: int) -> Iterator[Row]:
-    from pullfill.transfer.nccl.cuda import CudaGpus
+    from pullfill.transfer.nccl.nccl_cuda import CudaGpus
     from tests.support.gpu_programs import NcclToItself
 
     gpus = CudaGpus()
@@ -284,7 +285,7 @@ def main() -> int:
         print(f"no GPU to measure: {why}", file=sys.stderr)
         return 1
     end_in_order()
-    quiet = Quiet()
+    quiet = DrainAck()
     with quiet.window([]):
         rows = measure(options)
     print(quiet)

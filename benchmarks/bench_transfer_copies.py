@@ -27,7 +27,7 @@ from pullfill.transfer.digest import BlockDigester, sampled
 from pullfill.transfer.layout import dense_layout
 from pullfill.transfer.runs import plan
 from pullfill.transfer.session import MappedSession
-from pullfill.transfer.shm.fence import ShmGate
+from pullfill.transfer.shm.fence import ShmHold
 from pullfill.wire import DigestMode, FenceToken
 from tests.support.transfer_rigs import Local, Region, Rig
 
@@ -196,7 +196,7 @@ def fence_rows(rig: Rig, rounds: int, clock: Clock) -> list[Row]:
     with session_of(rig, region, local) as (session, token):
         assert isinstance(session, MappedSession)
         gate = session._gate
-        assert isinstance(gate, ShmGate)
+        assert isinstance(gate, ShmHold)
         src, dst = local.memory.address, region.memory.address
 
         def fences() -> None:

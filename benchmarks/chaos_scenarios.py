@@ -299,7 +299,7 @@ class Stage:
         known = [(a, t) for a, t in told if t is not None]
         run.remote_before = _share([t["path"] for a, t in known if a.ended < killed])
         run.remote_after = _share([t["path"] for a, t in known if a.began > killed + 0.5])
-        run.continued = sum(bool(t["continued_from"]) for _, t in known)
+        run.continued = sum(bool(t["migrated_from"]) for _, t in known)
         run.fallbacks = dict(Counter(t["fallback"] for _, t in known if t["fallback"]))
 
 

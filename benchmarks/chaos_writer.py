@@ -14,10 +14,10 @@ import sys
 
 import numpy as np
 
-from pullfill import u32, wire
+from pullfill import wire
 from pullfill.errors import ClaimRefused, Fenced, PeerUnavailable, QueueUnavailable
-from pullfill.host import host_id
-from pullfill.prefill_worker.links import Links
+from pullfill.net.this_host import host_id
+from pullfill.prefill_worker.control_connections import ControlConnections
 from pullfill.queue.contract import QueueConfig
 from pullfill.queue.jetstream import JetStreamConsumer
 from pullfill.registry.client import EtcdClient
@@ -25,6 +25,7 @@ from pullfill.registry.directory import Directory
 from pullfill.transfer.contract import PeerSession
 from pullfill.transfer.layout import dense_layout
 from pullfill.transfer.shm.peer import ShmTransport
+from pullfill.wire import u32
 from tests.support.transfer_rigs import extent, memory_over
 
 RUBBISH = 0xA5
@@ -66,7 +67,7 @@ async def main(etcd_url: str, nats_url: str, namespace: str, name: str) -> None:
     async def nothing(_: wire.WorkerRecord) -> object:
         raise PeerUnavailable("it copies by itself")
 
-    links = Links(directory, hello, compat, nothing, lambda *_: None, lambda *_: None)  # type: ignore[arg-type]
+    links = ControlConnections(directory, hello, compat, nothing, lambda *_: None, lambda *_: None)  # type: ignore[arg-type]
     links.start()
     while True:
         try:

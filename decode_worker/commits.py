@@ -1,7 +1,7 @@
 """How a prefill worker ends an attempt well, from its message to our answer.
 
     Commit → ledger ─────────────────────────────────▶ CommitReply
-    Ready  → ledger → read its blocks (reader.py) ─┐  ▲
+    Ready  → ledger → read its blocks (kv_reader.py) ─┐  ▲
                                                    └──┤ with digests: verify.py first
 
 asyncio thread only. Owns nothing: the control server starts the work and stops it.
@@ -16,16 +16,16 @@ from typing import Any
 
 import msgspec
 
-from pullfill import failpoints, log, metrics, u32
 from pullfill.decode_worker.entry import Entry, JobState
 from pullfill.decode_worker.forecast import Forecaster
 from pullfill.decode_worker.ledger import Ledger
 from pullfill.decode_worker.moves import Read, Verify
 from pullfill.decode_worker.peers import Peer
-from pullfill.decode_worker.story import Stories
+from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.decode_worker.verify import Verifier
 from pullfill.errors import BadMessage, Fenced, Outcome, PullfillError
-from pullfill.wire import Commit, CommitReply, Progress, Ready
+from pullfill.runtime import failpoints, log, metrics
+from pullfill.wire import Commit, CommitReply, Progress, Ready, u32
 
 logger = log.get("decode_worker.control")
 
@@ -44,14 +44,14 @@ class Commits:
     def __init__(
         self,
         ledger: Ledger,
-        stories: Stories,
+        traces: RequestTraces,
         verifier: Verifier | None,
         forecaster: Forecaster,
         spawn: Callable[[Awaitable[object]], None],
         act: Callable[[], None],
     ) -> None:
         self._ledger = ledger
-        self._stories = stories
+        self._traces = traces
         self._verifier = verifier
         self._forecaster = forecaster
         self._spawn = spawn
@@ -64,7 +64,7 @@ class Commits:
         entry = self._ledger.find(commit.job_id)
         if entry is not None and (entry.attempt, entry.writer) == (commit.attempt, peer.name):
             # Before the commit: the engine thread may settle the request the moment it is done.
-            self._stories.committed(
+            self._traces.committed(
                 entry.request_id,
                 commit.timings,
                 commit.kv_bytes,
@@ -133,7 +133,7 @@ class Commits:
                 tail_ms=ready.timings.tail_ms + took_ms,
             )
             failpoints.hit("decode.before_commit")
-            self._stories.committed(entry.request_id, timings, moved.nbytes, transport)
+            self._traces.committed(entry.request_id, timings, moved.nbytes, transport)
             self._forecaster.wrote(peer.instance_id, len(read.blocks), moved.seconds)
         finally:
             watch.cancel()

@@ -1,9 +1,9 @@
 """The connector that stock vLLM loads in a decode worker (`kv_connector_module_path`).
 
-A thin shell: vLLM's calls on one side, scheduler_side.py and memory.py on the other. The scheduler
-half lives in the worker's main process, the worker half in the process of each rank (with one rank:
-the same), where it only says where the KV cache is. The metadata of each step carries the reports
-from the scheduler half to the worker half, because vLLM accepts them only from there.
+A thin shell: vLLM's calls on one side, connector_scheduler.py and memory.py on the other. The
+scheduler half lives in the worker's main process, the worker half in the process of each rank (with
+one rank: the same), where it only says where the KV cache is. The metadata of each step carries the
+reports from the scheduler half to the worker half, because vLLM accepts them only from there.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
 )
 
-from pullfill import pages
 from pullfill.decode_worker import context as contexts
 from pullfill.decode_worker import memory
-from pullfill.decode_worker.scheduler_side import SchedulerSide
+from pullfill.decode_worker.connector_scheduler import ConnectorScheduler
 from pullfill.engine import attention, kv
 from pullfill.engine.handshake import RankTold
-from pullfill.engine.ranks import bind_to_parent
-from pullfill.transfer.shm.pool import SharedKvPool, tell
+from pullfill.engine.rank_processes import bind_to_parent
+from pullfill.runtime import pages
+from pullfill.transfer.shm.kv_pool import SharedKvPool, tell
 
 if TYPE_CHECKING:
     import torch
@@ -52,13 +52,13 @@ class DecodeConnector(KVConnectorBase_V1):  # type: ignore[misc]
         super().__init__(vllm_config, role, kv_cache_config)
         kv.require_one_group(kv_cache_config)
         self._heads = kv.total_heads(vllm_config)
-        self._side: SchedulerSide | None = None
+        self._side: ConnectorScheduler | None = None
         self._pool: SharedKvPool | None = None
         self._told: RankTold | None = None
         if role is KVConnectorRole.SCHEDULER:
             context = contexts.current()
-            self._side = SchedulerSide(context, vllm_config.cache_config.block_size)
-            context.extra["scheduler_side"] = self._side
+            self._side = ConnectorScheduler(context, vllm_config.cache_config.block_size)
+            context.extra["connector_scheduler"] = self._side
             return
         bind_to_parent()
         if kv.device_of(vllm_config) == "cpu":

@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pullfill.decode_worker.router import Situation
+from pullfill.decode_worker.conditional_router import Situation
 from pullfill.errors import ConfigError
 
 if TYPE_CHECKING:
     from pullfill.decode_worker.ledger import Ledger
-    from pullfill.decode_worker.story import Stories
-    from pullfill.decode_worker.trial import Trials
+    from pullfill.decode_worker.request_trace import RequestTraces
+    from pullfill.decode_worker.self_check_requests import Trials
     from pullfill.engine.kv import Geometry
     from pullfill.transfer.contract import LocalMemory, Owner, OwnerFences
     from pullfill.transfer.shm.files import RegionFiles
@@ -62,7 +62,7 @@ class DecodeContext:
     router_config: Callable[[], RouterConfig]
     situation: Callable[[int, int, str], Situation]
     publish: Callable[[OpenedJob], None]
-    stories: Stories
+    traces: RequestTraces
     make_ledger: Callable[[OwnerFences], Ledger]
     queue_full: Callable[[], None] = lambda: None
     offer: Callable[[FenceOwner, Sequence[LocalMemory]], Owner | None] = lambda base, _: base

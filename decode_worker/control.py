@@ -13,34 +13,34 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
-from pullfill import beat, failpoints, log, metrics
-from pullfill.channel import Channel, accept
 from pullfill.decode_worker.commits import Commits
 from pullfill.decode_worker.forecast import Forecaster
+from pullfill.decode_worker.kv_reader import KvReader, Reach
 from pullfill.decode_worker.ledger import Ledger
 from pullfill.decode_worker.moves import CancelMessage, NakDelivery, SendRevoke
 from pullfill.decode_worker.peers import Peer, Peers
-from pullfill.decode_worker.reader import PeerReader, Reach
+from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.decode_worker.self_check import Checks
-from pullfill.decode_worker.story import Stories
 from pullfill.decode_worker.verify import Verifier
 from pullfill.errors import AuthFailed, BadMessage, Outcome, PullfillError
-from pullfill.lifecycle import stop_listening
-from pullfill.security import ClusterKey
-from pullfill.waits import Bell
+from pullfill.net.channel import Channel, accept
+from pullfill.net.security import ClusterKey
+from pullfill.runtime import failpoints, log, metrics, timer_grid
+from pullfill.runtime.lifecycle import stop_listening
+from pullfill.runtime.waits import Bell
 from pullfill.wire import (
     SILENT_S,
-    Alive,
     Claim,
     Commit,
     Compat,
+    DrainAck,
+    Draining,
+    GiveUp,
     Goodbye,
-    HandBack,
+    Heartbeat,
     Hello,
     KvMode,
-    Leaving,
     Progress,
-    Quiet,
     Ready,
     Refused,
     RefuseReason,
@@ -58,7 +58,7 @@ _GRANTED = metrics.CLAIM.labels("granted")
 class ControlServer:
     """Serves claims and commits, and carries out what the ledger asks of the network.
 
-    cancel, hand_back: methods of the queue's producer.
+    cancel, nak: methods of the queue's producer.
     verifier: compares digests. Needed if the ledger asks for them. `stop` closes it.
     key: the cluster key. A prefill worker that does not hold it is refused.
     reach: opens a prefill worker's memory for reading. In pull mode a prefill worker whose memory
@@ -74,9 +74,9 @@ class ControlServer:
         instance_id: str,
         compat: Compat,
         ledger: Ledger,
-        stories: Stories,
+        traces: RequestTraces,
         cancel: Callable[[object], Awaitable[object]],
-        hand_back: Callable[[str, Any], Awaitable[None]],
+        nak: Callable[[str, Any], Awaitable[None]],
         verifier: Verifier | None = None,
         silent_s: float = SILENT_S,
         key: ClusterKey | None = None,
@@ -85,16 +85,16 @@ class ControlServer:
         self._instance_id = instance_id
         self._compat = compat
         self._ledger = ledger
-        self._stories = stories
+        self._traces = traces
         self.forecaster = Forecaster()
-        self.commits = Commits(ledger, stories, verifier, self.forecaster, self._spawn, self._act)
+        self.commits = Commits(ledger, traces, verifier, self.forecaster, self._spawn, self._act)
         self._cancel = cancel
-        self._hand_back = hand_back
+        self._nak = nak
         self._verifier = verifier
         self._silent_s = silent_s
         self._key = key
         self._reach = reach
-        self._readers: set[PeerReader] = set()
+        self._readers: set[KvReader] = set()
         self.peers = Peers()
         self._serial = itertools.count(1)
         self._loop: asyncio.AbstractEventLoop
@@ -181,7 +181,7 @@ class ControlServer:
                 case CancelMessage(receipt):
                     self._spawn(self._cancel(receipt))
                 case NakDelivery(ack_subject, receipt):
-                    self._spawn(self._hand_back(ack_subject, receipt))
+                    self._spawn(self._nak(ack_subject, receipt))
 
     def _spawn(self, work: Awaitable[object]) -> None:
         task = asyncio.ensure_future(work)
@@ -199,7 +199,7 @@ class ControlServer:
         pause = self._silent_s / 5
         while True:
             before = self._loop.time()
-            await asyncio.sleep(beat.left(before, pause))
+            await asyncio.sleep(timer_grid.left(before, pause))
             if self._loop.time() - before > 2 * pause:
                 # We did not run either: what the workers said waits to be read.
                 for peer in self.peers.values():
@@ -277,11 +277,11 @@ class ControlServer:
             self.checks.met(peer)
         return peer
 
-    def _reader_of(self, hello: Hello) -> PeerReader | None:
+    def _reader_of(self, hello: Hello) -> KvReader | None:
         if self._reach is None or self._ledger.kv_mode is not KvMode.PULL:
             return None
         try:
-            reader = PeerReader(hello.prefill_instance, self._reach(hello.regions))
+            reader = KvReader(hello.prefill_instance, self._reach(hello.regions))
         except PullfillError as exc:
             logger.warning("%s writes, we cannot read it: %s", hello.prefill_instance, exc)
             return None
@@ -326,10 +326,10 @@ class ControlServer:
     def _dispatch(self, peer: Peer, message: object) -> None:
         if isinstance(message, Claim | Commit | Ready):
             peer.asked_at = peer.heard
-        if isinstance(message, Claim | Alive):
+        if isinstance(message, Claim | Heartbeat):
             peer.load = message.load
         match message:
-            case Alive():
+            case Heartbeat():
                 peer.channel.write(message)
                 if message.busy:
                     self._ledger.prefill_works()
@@ -356,8 +356,8 @@ class ControlServer:
             case Ready():
                 self.commits.ready(peer, message)
                 return
-            case HandBack():
-                self._ledger.hand_back(
+            case GiveUp():
+                self._ledger.gave_up(
                     message.job_id,
                     message.attempt,
                     message.incarnation,
@@ -365,9 +365,9 @@ class ControlServer:
                     message.cause,
                     message.retry,
                 )
-            case Quiet():
+            case DrainAck():
                 self._ledger.tick()  # ask for the proof now instead of at the next tick
-            case Leaving():
+            case Draining():
                 peer.leaving = True
                 self._count()
                 self._nobody_pulls()
@@ -395,5 +395,5 @@ class ControlServer:
         grant = claimed.grant
         _GRANTED.inc()
         if (entry := self._ledger.find(claim.job_id)) is not None:
-            self._stories.claimed(entry.request_id, grant.attempt, peer.instance_id, grant.queued_s)
+            self._traces.claimed(entry.request_id, grant.attempt, peer.instance_id, grant.queued_s)
         peer.channel.write(peer.grant(claim, self._ledger.incarnation, grant))

@@ -1,11 +1,12 @@
-"""What the shim stores about one frontend, about one request, and of the engine's statistics."""
+"""What the request server stores about one frontend, about one request, and of the engine's
+statistics."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
 
-from pullfill.engine import outputs, rpc
+from pullfill.engine import front_wire, outputs
 from pullfill.errors import BadMessage
 
 UTILITIES = frozenset({
@@ -38,13 +39,13 @@ class Frontend:
         """Whether nothing came from the frontend for so long that it counts as gone.
 
         A frontend without requests sends PING half as often, so it gets more time."""
-        more = 0.0 if self.requests else rpc.PING_INTERVAL_S
-        return now - self.last_seen > rpc.SILENCE_S + more
+        more = 0.0 if self.requests else front_wire.PING_INTERVAL_S
+        return now - self.last_seen > front_wire.SILENCE_S + more
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One request that the shim has accepted.
+    """One request that the request server has accepted.
 
     coming: it is not in the engine yet.
     wanted: it was not aborted since it was accepted."""

@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Generator
 from typing import Any
 
-from pullfill import log
+from pullfill.runtime import log
 
 logger = log.get("decode_worker.intake")
 

@@ -13,11 +13,11 @@ import contextlib
 import time
 from typing import Any
 
-from pullfill import log
 from pullfill.decode_worker.ledger import Ledger
-from pullfill.decode_worker.shim import FrontendShim
+from pullfill.decode_worker.request_server import RequestServer
 from pullfill.engine.host import EngineHost
 from pullfill.engine.thread import EngineThread
+from pullfill.runtime import log
 from pullfill.transfer.contract import Owner
 
 logger = log.get("decode_worker.leave")
@@ -30,7 +30,7 @@ _FLUSH_S = 0.1
 """Pause after the messages that hand requests back, before the socket is closed."""
 
 
-async def idle(engine: EngineThread, shim: FrontendShim, ledger: Ledger) -> None:
+async def idle(engine: EngineThread, request_server: RequestServer, ledger: Ledger) -> None:
     """Wait until two checks in a row find no request, here or in a job.
 
     By the second check all outputs are sent. Blocks in quarantine do not matter: this process ends,
@@ -38,12 +38,12 @@ async def idle(engine: EngineThread, shim: FrontendShim, ledger: Ledger) -> None
     unlinked file."""
     quiet = 0
     while quiet < 2 and not engine.dead.is_set():
-        busy = shim.active_requests or ledger.waiting_requests
+        busy = request_server.active_requests or ledger.waiting_requests
         quiet = 0 if busy else quiet + 1
         await asyncio.sleep(0.05)
 
 
-async def hand_back(host: EngineHost, shim: FrontendShim) -> None:
+async def migrate_unfinished(host: EngineHost, request_server: RequestServer) -> None:
     """Hand all requests back to their frontends, within _HAND_BACK_S.
 
     A stuck engine thread cannot do it. Then the frontends notice when this process has ended."""
@@ -51,7 +51,7 @@ async def hand_back(host: EngineHost, shim: FrontendShim) -> None:
     done = asyncio.Event()
 
     def work(_: Any) -> None:
-        shim.hand_back()
+        request_server.migrate()
         loop.call_soon_threadsafe(done.set)
 
     host.submit(work)
@@ -61,17 +61,17 @@ async def hand_back(host: EngineHost, shim: FrontendShim) -> None:
             await asyncio.sleep(_FLUSH_S)
 
 
-def last_words(shim: FrontendShim | None, untouched: set[str]) -> None:
+def last_words(request_server: RequestServer | None, untouched: set[str]) -> None:
     """Hand back the requests that cannot have caused the failure of this engine step.
 
     The step has raised, so this worker ends. The frontends suspect the requests that were in the
     step, once they notice that this process has ended. Engine thread.
 
     untouched: IDs of the requests that wait in vLLM's queue and were not in the step."""
-    assert shim is not None
-    shim.start_drain()
-    shim.receive()  # requests that have arrived and were not read yet are handed back, too
-    shim.hand_back(untouched | shim.coming())
+    assert request_server is not None
+    request_server.start_drain()
+    request_server.receive()  # Requests that have arrived, but were not read yet, migrate, too.
+    request_server.migrate(untouched | request_server.coming())
     time.sleep(_FLUSH_S)
 
 
@@ -85,22 +85,22 @@ async def end_memory(engine: EngineThread, owner: Owner | None) -> None:
     await engine.stop()  # last: this frees the memory
 
 
-def look(shim: FrontendShim, ledger: Ledger) -> None:
+def look(request_server: RequestServer, ledger: Ledger) -> None:
     """Periodic work of the engine thread between its steps.
 
     Drops silent frontends, hands back requests that find no blocks, and handles the ledger's
     deadlines if the asyncio thread, which does so otherwise, hangs."""
-    shim.check_silent()
+    request_server.check_silent()
     ledger.tick_overdue()
-    make_way(shim, ledger)
+    make_way(request_server, ledger)
 
 
-def make_way(shim: FrontendShim, ledger: Ledger) -> None:
+def make_way(request_server: RequestServer, ledger: Ledger) -> None:
     """Hand back requests that wait for blocks while blocks are in quarantine.
 
     The writer of these blocks may be stopped for ever, and vLLM would wait as long. Engine thread,
     before each step."""
-    ids = shim.host.waiting_for_blocks(NO_ROOM_S)
+    ids = request_server.host.waiting_for_blocks(NO_ROOM_S)
     if ids and (blocks := ledger.quarantined_blocks):
         logger.warning(
             "handing back %d requests: no room for them while %d blocks are in quarantine; "
@@ -108,4 +108,4 @@ def make_way(shim: FrontendShim, ledger: Ledger) -> None:
             len(ids),
             blocks,
         )
-        shim.hand_back(ids)
+        request_server.migrate(ids)

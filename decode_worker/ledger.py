@@ -35,7 +35,6 @@ from __future__ import annotations
 
 import math
 
-from pullfill import log
 from pullfill.decode_worker.arrivals import Arrivals
 from pullfill.decode_worker.breaker import TRIAL_SHARE
 from pullfill.decode_worker.entry import UNDER_WAY, Entry, JobState
@@ -48,6 +47,7 @@ from pullfill.decode_worker.moves import (
     NakDelivery,
 )
 from pullfill.errors import Outcome, OverloadedError
+from pullfill.runtime import log
 from pullfill.wire import RefuseReason
 
 __all__ = ["Entry", "JobState", "Ledger"]
@@ -216,7 +216,7 @@ class Ledger(Arrivals):
             )
         )
 
-    def hand_back(
+    def gave_up(
         self, job_id: str, attempt: int, incarnation: str, writer: str, cause: str, retry: bool
     ) -> None:
         """The writer gives up and is quiet: try another worker, or serve locally."""

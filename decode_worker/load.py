@@ -7,7 +7,7 @@ from typing import Any
 from pullfill.decode_worker.control import ControlServer
 from pullfill.decode_worker.entry import UNDER_WAY, JobState
 from pullfill.decode_worker.ledger import Ledger
-from pullfill.decode_worker.shim import FrontendShim
+from pullfill.decode_worker.request_server import RequestServer
 from pullfill.engine import kv
 
 _REMOTE = (JobState.QUEUED, *UNDER_WAY)
@@ -16,7 +16,7 @@ _REMOTE = (JobState.QUEUED, *UNDER_WAY)
 def load_of(
     core: Any,
     ledger: Ledger | None,
-    shim: FrontendShim | None,
+    request_server: RequestServer | None,
     control: ControlServer | None,
     kv_blocks: int,
 ) -> dict[str, Any]:
@@ -26,7 +26,7 @@ def load_of(
     return {
         "running": running,
         "waiting": waiting,
-        "requests": shim.active_requests if shim else 0,
+        "requests": request_server.active_requests if request_server else 0,
         "remote_prefills": sum(counts.get(state, 0) for state in _REMOTE),
         "kv_reads": counts.get(JobState.READING, 0),
         "quarantined_blocks": ledger.quarantined_blocks if ledger else 0,

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from pullfill import log
 from pullfill.decode_worker.context import DecodeContext
 from pullfill.engine.attention import NO_MODEL, Attention
 from pullfill.engine.kv import Geometry
 from pullfill.errors import OverloadedError
+from pullfill.runtime import log
 from pullfill.transfer.shm import ranks
 from pullfill.transfer.shm.files import RegionFiles
 from pullfill.wire import FenceToken

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pullfill import log
 from pullfill.config import WorkerOptions
 from pullfill.errors import ConfigError
-from pullfill.security import ClusterKey
+from pullfill.net.security import ClusterKey
+from pullfill.runtime import log
 from pullfill.transfer import catalogue
 from pullfill.transfer.contract import LocalMemory, Owner
 from pullfill.transfer.owners import CombinedOwner
@@ -31,7 +31,7 @@ def offer(
         base,
         memories,
         instance_id=instance_id,
-        kinds=catalogue.planes(options.transports, memories[0], options.host),
+        kinds=catalogue.backends(options.transports, memories[0], options.host),
         key=key,
         offered=options.transports,
     )

@@ -12,12 +12,12 @@ from typing import Any
 
 import msgspec
 
-from pullfill import metrics
+from pullfill.decode_worker.conditional_router import Situation
 from pullfill.decode_worker.control import ControlServer
 from pullfill.decode_worker.ledger import Ledger
-from pullfill.decode_worker.router import Situation
-from pullfill.health import Health, servers_json
 from pullfill.queue.jetstream import JetStreamProducer
+from pullfill.runtime import metrics
+from pullfill.runtime.health import Health, servers_json
 
 _QUARANTINE_SHARE = 0.25
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pullfill import alive
-from pullfill.channel import Channel
+from pullfill.decode_worker.kv_reader import KvReader
 from pullfill.decode_worker.moves import GrantView
-from pullfill.decode_worker.reader import PeerReader
+from pullfill.net import heartbeat
+from pullfill.net.channel import Channel
 from pullfill.wire import Claim, Grant, KvMode, Load
 
 
@@ -27,7 +27,7 @@ class Peer:
     instance_id: str
     channel: Channel
     heard: float
-    reader: PeerReader | None = None
+    reader: KvReader | None = None
     computes: str = ""
     cleared: bool = True
     leaving: bool = False
@@ -41,7 +41,7 @@ class Peer:
 
     def patience(self, now: float, silent_s: float) -> float:
         """Seconds for which it may say nothing; `silent_s`: while it asks for things."""
-        return alive.patience(now - self.asked_at, silent_s)
+        return heartbeat.patience(now - self.asked_at, silent_s)
 
     def grant(self, claim: Claim, incarnation: str, grant: GrantView) -> Grant:
         """Make the answer to a claim of this worker."""

@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-from pullfill import failpoints, log, u32
 from pullfill.decode_worker.context import OpenedJob
 from pullfill.decode_worker.ledger import Ledger
 from pullfill.errors import Outcome, PullfillError, QueueFull
 from pullfill.ids import job_digest
 from pullfill.queue.contract import JobProducer
-from pullfill.wire import MAX_TEXT, PrefillJob, encode
+from pullfill.runtime import failpoints, log
+from pullfill.wire import MAX_TEXT, PrefillJob, encode, u32
 
 logger = log.get("decode_worker.publisher")
 

@@ -24,19 +24,19 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
-from pullfill import log, metrics
 from pullfill.decode_worker import difference
+from pullfill.decode_worker.conditional_router import SELF_CHECK_FAILED as FAILED
+from pullfill.decode_worker.conditional_router import SELF_CHECK_PENDING as PENDING
 from pullfill.decode_worker.context import DecodeContext, OpenedJob
 from pullfill.decode_worker.entry import JobState
 from pullfill.decode_worker.ledger import Ledger
 from pullfill.decode_worker.peers import Peer
-from pullfill.decode_worker.router import SELF_CHECK_FAILED as FAILED
-from pullfill.decode_worker.router import SELF_CHECK_PENDING as PENDING
-from pullfill.decode_worker.trial import Incomplete, Trial, Trials
+from pullfill.decode_worker.self_check_requests import Incomplete, Trial, Trials
 from pullfill.engine import computes
 from pullfill.errors import Outcome
 from pullfill.ids import job_digest, new_job_id
 from pullfill.registry.self_checks import SelfChecks
+from pullfill.runtime import log, metrics
 from pullfill.wire import Claim, Compat, Refused, RefuseReason, SelfCheck
 from pullfill.wire import Trial as TrialJob
 
@@ -332,7 +332,7 @@ def checks_for(
     That is so if no transport reaches the KV memory, if there is no model or it generates no text,
     or if no prompt of whole blocks may be prefilled remotely."""
     block_size = config.cache_config.block_size
-    fits = context.extra["scheduler_side"].longest_kept(BLOCKS * block_size)
+    fits = context.extra["connector_scheduler"].longest_kept(BLOCKS * block_size)
     blocks = min(fits, config.model_config.max_model_len - 2) // block_size
     how = computes.digest(config)
     generates = config.model_config.runner_type == "generate"
@@ -342,7 +342,7 @@ def checks_for(
     assert context.geometry is not None
     kv_dtype = computes.dtype_of_kv(config)
     context.trials = Trials(
-        asyncio.get_running_loop(), host, context.stories, context.memories,
+        asyncio.get_running_loop(), host, context.traces, context.memories,
         logprobs=logprobs_to_ask(kv_dtype),
     )  # fmt: skip
     ours = Ours(

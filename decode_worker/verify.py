@@ -15,10 +15,10 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from pullfill import log, metrics
 from pullfill.decode_worker.ledger import Ledger
 from pullfill.decode_worker.moves import Verify
 from pullfill.errors import Outcome
+from pullfill.runtime import log, metrics
 from pullfill.transfer.contract import LocalMemory
 from pullfill.transfer.digest import DIGEST_BYTES, BlockDigester, copies_of, sampled
 from pullfill.wire import DigestMode

@@ -8,38 +8,39 @@ import time
 from functools import partial
 from typing import Any
 
-from pullfill import __version__, log
+from pullfill import __version__
 from pullfill.config import ClusterRef, WorkerOptions, restarts_so_far
 from pullfill.decode_worker import context as contexts
-from pullfill.decode_worker import leave, memory, regions
+from pullfill.decode_worker import descriptors, leave, memory
+from pullfill.decode_worker.conditional_router import Situation
 from pullfill.decode_worker.context import DecodeContext
 from pullfill.decode_worker.control import ControlServer
+from pullfill.decode_worker.kv_reader import reach_for
 from pullfill.decode_worker.ledger import Ledger
 from pullfill.decode_worker.load import load_of
 from pullfill.decode_worker.offers import offer
 from pullfill.decode_worker.outlook import Outlook
 from pullfill.decode_worker.publisher import Publisher
-from pullfill.decode_worker.reader import reach_for
-from pullfill.decode_worker.router import Situation
+from pullfill.decode_worker.request_server import RequestServer
+from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.decode_worker.self_check import checks_for
-from pullfill.decode_worker.shim import FrontendShim
-from pullfill.decode_worker.story import Stories
 from pullfill.decode_worker.verify import verifier_for
-from pullfill.engine import args, compat, rpc
+from pullfill.engine import args, compat, front_wire
 from pullfill.engine.host import EngineHost
 from pullfill.engine.thread import EngineThread
-from pullfill.engine.watchdog import EngineGuard
+from pullfill.engine.watchdog import EngineWatchdog
 from pullfill.errors import Outcome
-from pullfill.host import host_id
 from pullfill.ids import new_incarnation, new_instance_id
-from pullfill.lifecycle import EXIT_S, Stop, exit_within, until
-from pullfill.probe import ProbeServer
+from pullfill.net.this_host import host_id
 from pullfill.queue.contract import QueueConfig
 from pullfill.queue.jetstream import JetStreamProducer
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.membership import Membership
 from pullfill.registry.self_checks import SelfChecks
 from pullfill.registry.settings import Settings
+from pullfill.runtime import log
+from pullfill.runtime.lifecycle import EXIT_S, Stop, exit_within, until
+from pullfill.runtime.probe import ProbeServer
 from pullfill.transfer.contract import OwnerFences
 from pullfill.wire import (
     Compat,
@@ -63,7 +64,7 @@ class DecodeWorker:
         self._options = options
         self._vllm_args = vllm_args
         self._instance_id = options.instance_id or new_instance_id("decode")
-        self._stories = Stories(self._instance_id)
+        self._traces = RequestTraces(self._instance_id)
         self._stop = Stop()
         self._started_at = time.time()
         self._state = WorkerState.READY
@@ -72,7 +73,7 @@ class DecodeWorker:
         self._control: ControlServer | None = None
         self._publisher: Publisher | None = None
         self._membership: Membership | None = None
-        self._shim: FrontendShim | None = None
+        self._request_server: RequestServer | None = None
         self._served_name = ""
         self._config: Any = None
         self._compat: Compat | None = None
@@ -85,7 +86,7 @@ class DecodeWorker:
             router_config=self._router_config,
             situation=self._situation,
             publish=self._publish,
-            stories=self._stories,
+            traces=self._traces,
             make_ledger=self._make_ledger,
             offer=partial(
                 offer, instance_id=self._instance_id, options=self._options, key=self._key
@@ -111,7 +112,7 @@ class DecodeWorker:
         self._settings = await Settings.started(etcd, self._cluster.namespace, RouterConfig)
         queue = await Settings.started(etcd, self._cluster.namespace, QueueSettings)
         host = await engine.ready
-        self._guard = EngineGuard(engine, self._options.engine_stall_s, self._on_stuck)
+        self._guard = EngineWatchdog(engine, self._options.engine_stall_s, self._on_stuck)
         await self._open_queue(queue, kept)
         probe = ProbeServer(self._options.host, self._ready, self._status, self._refresh_metrics)
         await probe.start(self._options.http_port)
@@ -147,19 +148,19 @@ class DecodeWorker:
         if engine.dead.is_set():
             return self._engine_gone(engine)
         assert self._membership is not None
-        assert self._shim is not None
+        assert self._request_server is not None
         if self._membership.revoked.is_set():
             self._stop.ask("lease revoked")
         self._state = WorkerState.DRAINING
-        shim = self._shim
-        host.submit(lambda _: shim.start_drain())
+        request_server = self._request_server
+        host.submit(lambda _: request_server.start_drain())
         await self._membership.set_state(WorkerState.DRAINING)
         assert self._context.ledger is not None
-        ended = leave.idle(engine, shim, self._context.ledger)
+        ended = leave.idle(engine, request_server, self._context.ledger)
         finished = await self._stop.race(ended, self._options.drain_timeout_s)
         if not finished:
-            logger.warning("handing back %d unfinished requests", shim.active_requests)
-            await leave.hand_back(host, shim)
+            logger.warning("handing back %d unfinished requests", request_server.active_requests)
+            await leave.migrate_unfinished(host, request_server)
         if engine.dead.is_set():
             return self._engine_gone(engine)
         logger.info("drained")
@@ -167,9 +168,9 @@ class DecodeWorker:
 
     def _engine_gone(self, engine: EngineThread) -> int:
         logger.error("the engine is gone (%r): leaving", engine.failure)
-        assert self._shim is not None
+        assert self._request_server is not None
         if not engine.hangs:
-            self._shim.close()  # its thread is over; frontends notice now, not when we are done
+            self._request_server.close()  # its thread is over; so frontends notice now
         return 1
 
     def _on_stuck(self, stuck: bool) -> None:
@@ -200,22 +201,24 @@ class DecodeWorker:
             self._config,
             on_outputs=self._on_outputs,
             before_step=self._before_step,
-            after_step=lambda running: self._context.extra["scheduler_side"].step_done(running),
-            on_failed_step=lambda untouched: leave.last_words(self._shim, untouched),
+            after_step=lambda running: self._context.extra["connector_scheduler"].step_done(
+                running
+            ),
+            on_failed_step=lambda untouched: leave.last_words(self._request_server, untouched),
         )
 
     def _on_built(self, host: EngineHost, core: Any) -> None:
         geometry = self._context.geometry
         assert geometry is not None, "vLLM registered no KV cache with the connector"
         self._compat = compat.describe(self._config, self._served_name, geometry)
-        self._shim = FrontendShim(
+        self._request_server = RequestServer(
             host,
-            self._stories,
+            self._traces,
             welcome=lambda: self._welcome(core),
             models=[self._served_name, self._options.model],
             key=self._key,
         )
-        self._shim.bind(self._options.host, self._options.data_port)
+        self._request_server.bind(self._options.host, self._options.data_port)
 
     def _make_ledger(self, fences: OwnerFences) -> Ledger:
         return Ledger(
@@ -228,20 +231,20 @@ class DecodeWorker:
         )
 
     def _on_outputs(self, outputs: dict[int, Any]) -> None:
-        assert self._shim is not None
+        assert self._request_server is not None
         if self._context.trials is not None:
             self._context.trials.take(outputs)
-        self._shim.send_outputs(outputs)
+        self._request_server.send_outputs(outputs)
 
     def _before_step(self) -> bool:
-        assert self._shim is not None
+        assert self._request_server is not None
         assert self._context.ledger is not None
         if (now := time.monotonic()) >= self._look_at:
             self._look_at = now + _LOOK_S
-            leave.look(self._shim, self._context.ledger)
-        side = self._context.extra["scheduler_side"]
+            leave.look(self._request_server, self._context.ledger)
+        side = self._context.extra["connector_scheduler"]
         if self._context.ledger.has_events and (loaded := side.take_in()):
-            self._shim.host.received(loaded)
+            self._request_server.host.received(loaded)
         return bool(side.has_work)
 
     def _publish(self, job: contexts.OpenedJob) -> None:
@@ -269,7 +272,7 @@ class DecodeWorker:
 
     @property
     def _host(self) -> EngineHost | None:
-        return None if self._shim is None else self._shim.host
+        return None if self._request_server is None else self._request_server.host
 
     # ------------------------------------------------------------------ asyncio thread
 
@@ -291,17 +294,17 @@ class DecodeWorker:
             instance_id=self._instance_id,
             compat=self._compat,
             ledger=self._context.ledger,
-            stories=self._stories,
+            traces=self._traces,
             cancel=producer.cancel,  # type: ignore[arg-type]
-            hand_back=producer.hand_back,
+            nak=producer.nak,
             key=self._key,
             verifier=verifier_for(self._context.ledger, memories),
             reach=reach_for(memories, self._options, self._key),
         )
-        assert self._shim is not None
+        assert self._request_server is not None
         control.checks = checks_for(
-            self._context, self._config, self._compat, self._shim.host, kept, control.recount,
-            lambda job: publisher.encode(job),
+            self._context, self._config, self._compat, self._request_server.host, kept,
+            control.recount, lambda job: publisher.encode(job),
         )  # fmt: skip
         await control.start(self._options.host, self._options.control_port)
         publisher = self._publisher = Publisher(
@@ -323,14 +326,14 @@ class DecodeWorker:
             within_reach=self._context.owner is not None,
             draining=lambda: self._state is not WorkerState.READY,
         )
-        self._stories.outage = self._outlook.outage
+        self._traces.outage = self._outlook.outage
 
     def _make_record(self, incarnation: str) -> tuple[WorkerRecord, list[RegionDescriptor]]:
         """What we publish under a new incarnation. Everything granted before it is void."""
         context, config = self._context, self._config
         assert context.ledger is not None
         assert self._compat is not None
-        assert self._shim is not None
+        assert self._request_server is not None
         assert self._control is not None
         context.incarnation = incarnation
         context.ledger.new_incarnation(incarnation)
@@ -347,7 +350,7 @@ class DecodeWorker:
             pid=os.getpid(),
             started_at=self._started_at,
             http=self._probe.url,
-            data=self._shim.address,
+            data=self._request_server.address,
             control=self._options.advertise_control or self._control.address,
             max_model_len=config.model_config.max_model_len,
             world_size=max(1, len(context.ranks)),
@@ -355,11 +358,11 @@ class DecodeWorker:
             restarts=restarts_so_far(),
         )
         block_size = config.cache_config.block_size
-        return record, regions.describe(context, incarnation, self._compat, block_size)
+        return record, descriptors.describe(context, incarnation, self._compat, block_size)
 
-    def _welcome(self, core: Any) -> rpc.DecodeWelcome:
+    def _welcome(self, core: Any) -> front_wire.DecodeWelcome:
         config = self._config
-        return rpc.DecodeWelcome(
+        return front_wire.DecodeWelcome(
             decode_instance=self._instance_id,
             incarnation=self._context.incarnation,
             vllm_version=self._compat.vllm if self._compat else "",
@@ -382,7 +385,9 @@ class DecodeWorker:
         blocks = self._config.cache_config.num_gpu_blocks if self._config else 0
         return {
             "state": self._state,
-            "load": load_of(core, self._context.ledger, self._shim, self._control, blocks),
+            "load": load_of(
+                core, self._context.ledger, self._request_server, self._control, blocks
+            ),
             **(self._outlook.servers() if self._outlook is not None else {}),
         }
 

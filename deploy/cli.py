@@ -33,7 +33,7 @@ from pullfill.deploy.options import (
     own_options,
 )
 from pullfill.errors import ConfigError, IncompatibleError, PullfillError
-from pullfill.log import DEBUG_ENV, complain
+from pullfill.runtime.log import DEBUG_ENV, complain
 from pullfill.wire import DigestMode, KvMode
 
 app = typer.Typer(
@@ -117,7 +117,7 @@ def up(
     """
     from pullfill.deploy import flags, run_up
     from pullfill.deploy.plan import UpOptions
-    from pullfill.security import load
+    from pullfill.net.security import load
 
     own = own_options(context, "up", "decode", "prefill")
     options = UpOptions(
@@ -236,10 +236,10 @@ def recheck(
     security: SecurityOption = None,
 ) -> None:
     """Forget failed self-checks, so that workers compare their prefills again."""
-    from pullfill.deploy import self_checks
+    from pullfill.deploy import recheck
 
     ref = find_cluster(state_dir, etcd, nats, namespace, security)
-    raise typer.Exit(self_checks.recheck(ref))
+    raise typer.Exit(recheck.recheck(ref))
 
 
 @config_app.command("get")

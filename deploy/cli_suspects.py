@@ -35,9 +35,9 @@ def _list(
 ) -> None:
     if context.invoked_subcommand is not None:
         return
-    from pullfill.deploy import suspects
+    from pullfill.deploy import suspects_report
 
-    suspects.show(find_cluster(state_dir, etcd, nats, namespace, security), as_json)
+    suspects_report.show(find_cluster(state_dir, etcd, nats, namespace, security), as_json)
 
 
 @app.command("clear")
@@ -53,6 +53,6 @@ def _clear(
     """Allow a refused request again, at all frontends."""
     if (fingerprint is None) != every:
         raise ConfigError("name one FINGERPRINT (`pullfill suspects` lists them), or --all")
-    from pullfill.deploy import suspects
+    from pullfill.deploy import suspects_report
 
-    suspects.clear(find_cluster(state_dir, etcd, nats, namespace, security), fingerprint)
+    suspects_report.clear(find_cluster(state_dir, etcd, nats, namespace, security), fingerprint)

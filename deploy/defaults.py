@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from pullfill.deploy import device
+from pullfill.deploy import accelerator
 
 DEMO = "demo"
 
@@ -213,7 +213,7 @@ def worker_env(
     if local_model:
         env.setdefault("HF_HUB_OFFLINE", "1")
     if placement.gpus:
-        visible = device.visible(base)
+        visible = accelerator.visible(base)
         names = [visible[gpu] if visible else str(gpu) for gpu in placement.gpus]
         env["CUDA_VISIBLE_DEVICES"] = ",".join(names)
     if placement.cores:

@@ -16,15 +16,15 @@ from rich.console import Console
 from rich.text import Text
 
 from pullfill.config import ClusterRef, ProcessEntry, split_urls
-from pullfill.deploy import machine, routes, self_checks, servers
+from pullfill.deploy import machine, recheck, servers, transports
 from pullfill.deploy.machine import FAIL, OK, WARN, Finding
-from pullfill.deploy.membership import Members, http_get
+from pullfill.deploy.members import Members, http_get
 from pullfill.deploy.options import find_cluster
 from pullfill.deploy.procs import is_alive
 from pullfill.deploy.report import frontend_urls
 from pullfill.deploy.state import StateDir, identity
 from pullfill.errors import ConfigError, PullfillError, UnavailableError
-from pullfill.registry.admin import LiveWorker
+from pullfill.registry.orders import LiveWorker
 
 _STYLES = {OK: "green", WARN: "yellow", FAIL: "bold red"}
 
@@ -40,7 +40,7 @@ def run(where: tuple[str | None, ...]) -> int:
         machine.server_binaries,
         machine.compute,
         machine.shared_memory,
-        routes.transports,
+        transports.transports,
     ]
     try:
         ref = find_cluster(*where)
@@ -118,8 +118,8 @@ def cluster(ref: ClusterRef) -> Iterator[Finding]:
         yield Finding(FAIL, f"the registry cannot be read: {exc}", "see etcd above")
         return
     yield from fit(workers)
-    yield from routes.pairs(workers)
-    yield from self_checks.findings(ref)
+    yield from transports.pairs(workers)
+    yield from recheck.findings(ref)
     yield from keys(ref, workers)
     if not any(w.record.role == "frontend" for w in workers) and not any(frontend_urls(ref)):
         yield Finding(WARN, "no frontend", "start one: pullfill frontend")

@@ -24,7 +24,7 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from pullfill.deploy.device import DEVICE_ENV, detect
+from pullfill.deploy.accelerator import DEVICE_ENV, detect
 
 ROOT = Path(__file__).resolve().parent.parent
 MINIMUM = (3, 11)

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from pullfill.deploy import device, install, servers
+from pullfill.deploy import accelerator, install, servers
 from pullfill.errors import ConfigError
-from pullfill.host import SHM_DIR_ENV, shm_dir
+from pullfill.net.this_host import SHM_DIR_ENV, shm_dir
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 _SHM_FREE_WANTED = 512 << 20
@@ -92,12 +92,12 @@ def server_binaries() -> Iterator[Finding]:
 def compute() -> Iterator[Finding]:
     """GPUs, or cores."""
     try:
-        kind = device.detect()
+        kind = accelerator.detect()
     except ValueError as exc:
-        wrong = os.environ.get(device.DEVICE_ENV)
-        yield Finding(FAIL, str(exc), f"unset {device.DEVICE_ENV}" if wrong else "")
+        wrong = os.environ.get(accelerator.DEVICE_ENV)
+        yield Finding(FAIL, str(exc), f"unset {accelerator.DEVICE_ENV}" if wrong else "")
         return
-    gpus = device.gpu_count()
+    gpus = accelerator.gpu_count()
     cores = len(os.sched_getaffinity(0))
     build = (installed("torch") or "").partition("+")[2]
     if gpus and build == "cpu":

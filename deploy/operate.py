@@ -8,11 +8,11 @@ import time
 from rich.console import Console
 
 from pullfill.config import ClusterRef
-from pullfill.deploy.membership import Members, http_get
+from pullfill.deploy.members import Members, http_get
 from pullfill.deploy.procs import ProcessId, identify, is_alive
 from pullfill.errors import ConfigError, UnavailableError
-from pullfill.host import host_id
-from pullfill.registry.admin import LiveWorker, revoke_worker
+from pullfill.net.this_host import host_id
+from pullfill.registry.orders import LiveWorker, revoke_worker
 from pullfill.registry.settings import UNSET, Settings, find, root_of
 from pullfill.wire import Message, QueueSettings, RouterConfig
 

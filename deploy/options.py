@@ -8,7 +8,7 @@ import typer
 
 from pullfill.config import STATE_DIR_ENV, ClusterRef
 from pullfill.errors import ConfigError
-from pullfill.security import SECURITY_ENV
+from pullfill.net.security import SECURITY_ENV
 from pullfill.wire import DigestMode, KvMode
 
 StateDirOption = Annotated[

@@ -17,11 +17,11 @@ from pathlib import Path
 
 import pullfill
 from pullfill.config import ClusterRef, parse_transports, ranks_of
-from pullfill.deploy import defaults, device, flags, servers
+from pullfill.deploy import accelerator, defaults, flags, servers
 from pullfill.deploy.procs import CLUSTER_ENV, spawn
 from pullfill.errors import ConfigError
 from pullfill.ids import is_name, new_instance_id
-from pullfill.security import OPEN, Security
+from pullfill.net.security import OPEN, Security
 from pullfill.wire import DigestMode, KvMode
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+\Z")
@@ -132,9 +132,9 @@ def check(options: UpOptions) -> None:
 
 def _check_gpus(options: UpOptions) -> None:
     """Refuse too few GPUs. Workers may share a GPU only if none of them needs several."""
-    if why := device.why_not_mig():
+    if why := accelerator.why_not_mig():
         raise ConfigError(why)
-    needed, here = worker_ranks(options), device.gpu_count()
+    needed, here = worker_ranks(options), accelerator.gpu_count()
     if here and max(needed, default=1) > 1 and sum(needed) > here:
         each = " + ".join(map(str, needed))
         raise ConfigError(
@@ -210,7 +210,7 @@ def _existing(path: Path) -> Path:
 def engine_arguments(options: UpOptions) -> list[str]:
     """vLLM flags of every process: the defaults, then the user's."""
     workers = options.decode + options.prefill
-    base = defaults.engine_flags(options.model, gpus=device.gpu_count(), workers=workers)
+    base = defaults.engine_flags(options.model, gpus=accelerator.gpu_count(), workers=workers)
     return base + options.vllm_args
 
 
@@ -243,7 +243,7 @@ def placements(options: UpOptions) -> list[defaults.Placement]:
     return defaults.place(
         worker_ranks(options),
         cores=defaults.usable_cores(),
-        gpus=device.gpu_count(),
+        gpus=accelerator.gpu_count(),
         pin=options.pin,
         one_core=options.model == defaults.DEMO,
     )

@@ -13,13 +13,13 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from pullfill import picture
+from pullfill import cluster_status
 from pullfill.config import ClusterRef, read_cluster_file
-from pullfill.deploy import local, suspects
-from pullfill.deploy.membership import Members, http_get, http_json
+from pullfill.deploy import local, suspects_report
+from pullfill.deploy.members import Members, http_get, http_json
 from pullfill.errors import ConfigError, PullfillError, UnavailableError
-from pullfill.health import outage_of
-from pullfill.registry.admin import LiveWorker
+from pullfill.registry.orders import LiveWorker
+from pullfill.runtime.health import outage_of
 from pullfill.wire import Expected, ExplainRecord, ServerStatus
 
 _STATE_STYLES = {"ready": "green", "draining": "yellow", "lost": "red"}
@@ -74,7 +74,7 @@ def status(ref: ClusterRef, as_json: bool) -> int:
     source = "frontend"
     if state is None:
         state, source = _from_registry(ref), "etcd (no frontend answers)"
-        state["suspects"] = suspects.posted(ref)
+        state["suspects"] = suspects_report.posted(ref)
     here = local.processes(ref)
     if as_json:
         print(json.dumps(state | here))
@@ -86,7 +86,7 @@ def status(ref: ClusterRef, as_json: bool) -> int:
     for line in local.lines(here):
         console.print(line, style="yellow", highlight=False, markup=False, soft_wrap=True)
     if rows := state.get("suspects"):
-        console.print(suspects.table(rows))
+        console.print(suspects_report.table(rows))
     if source != "frontend":
         console.print(f"as told by {source}", style="yellow")
     return 0
@@ -114,15 +114,15 @@ def _from_registry(ref: ClusterRef) -> dict[str, Any]:
         ) from exc
     records = [worker.record for worker in workers if worker.record.role != "frontend"]
     reports = [(record, _ask_worker(record.http)) for record in records]
-    return picture.status_of(reports, ServerStatus(up=True, since_s=0.0), 0.0)
+    return cluster_status.status_of(reports, ServerStatus(up=True, since_s=0.0), 0.0)
 
 
-def _ask_worker(http: str) -> picture.Report | None:
+def _ask_worker(http: str) -> cluster_status.Report | None:
     try:
         code, body = http_get(f"{http}/status", 2.0)
     except UnavailableError:
         return None
-    return picture.read_report(body) if code == 200 else None
+    return cluster_status.read_report(body) if code == 200 else None
 
 
 def _workers_table(rows: list[dict[str, Any]]) -> Group:
@@ -210,7 +210,7 @@ def explain(ref: ClusterRef, request_id: str, as_json: bool) -> int:
                 print(json.dumps(body))
             else:
                 record = msgspec.convert(body, type=ExplainRecord)
-                Console().print(story(record), soft_wrap=True, highlight=False)
+                Console().print(trace(record), soft_wrap=True, highlight=False)
             return 0
     if not answered:
         raise UnavailableError(
@@ -223,7 +223,7 @@ def explain(ref: ClusterRef, request_id: str, as_json: bool) -> int:
     )
 
 
-def story(record: ExplainRecord) -> Group:
+def trace(record: ExplainRecord) -> Group:
     """The life of one request in words, and a bar per stage."""
     lines: list[Text | Table] = [
         Text(f"request {record.request_id}", style="bold"),
@@ -239,9 +239,9 @@ def story(record: ExplainRecord) -> Group:
         lines.append(Text(f"  expected: {_expected(record.expected_s)}"))
     if record.outage:
         lines.append(Text(f"  at that time: {record.outage}", style="red"))
-    if record.continued_from:
-        out = f", from {record.continued_tokens} tokens on" if record.continued_tokens else ""
-        lines.append(Text(f"  continued after: {', '.join(record.continued_from)}{out}"))
+    if record.migrated_from:
+        out = f", from {record.migrated_tokens} tokens on" if record.migrated_tokens else ""
+        lines.append(Text(f"  continued after: {', '.join(record.migrated_from)}{out}"))
     if record.prefill_instance:
         plural = "" if record.attempts == 1 else "s"
         lines.append(

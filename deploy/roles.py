@@ -26,12 +26,12 @@ from pullfill.config import (
     ranks_of,
     split_urls,
 )
-from pullfill.deploy import defaults, device, flags, plan
+from pullfill.deploy import accelerator, defaults, flags, plan
 from pullfill.deploy.servers import port_problem, split_url
 from pullfill.deploy.state import Launch, StateDir
 from pullfill.errors import ConfigError
 from pullfill.ids import is_name
-from pullfill.security import Security
+from pullfill.net.security import Security
 from pullfill.wire import DigestMode, KvMode
 
 
@@ -97,7 +97,7 @@ def run_worker(role: str, command: RoleCommand) -> int:
         data_port=command.data_port,
         advertise_kv=check_address("--advertise-kv", command.advertise_kv),
     )
-    extra = defaults.role_flags(role, arguments, gpus=device.gpu_count())
+    extra = defaults.role_flags(role, arguments, gpus=accelerator.gpu_count())
     return _entry(role)(ref, options, extra + defaults.worker_flags(arguments))
 
 
@@ -259,7 +259,7 @@ def _model_and_flags(
         return model, [*launch.engine_args, *own, *command.vllm_args]
     base: list[str] = []
     if model == defaults.DEMO:
-        base = defaults.engine_flags(model, gpus=device.gpu_count(), workers=2)
+        base = defaults.engine_flags(model, gpus=accelerator.gpu_count(), workers=2)
     return model, base + command.vllm_args
 
 
@@ -274,7 +274,7 @@ def cores_of(command: RoleCommand, ref: ClusterRef, *, small: bool) -> tuple[int
             raise ConfigError(f"--cpu: there is no core {missing[0]} here (0-{os.cpu_count()})")
         return cores
     usable = defaults.usable_cores()
-    if not small or not command.pin or len(usable) < 2 or device.gpu_count():
+    if not small or not command.pin or len(usable) < 2 or accelerator.gpu_count():
         return ()
     return (_quietest_core(usable, ref),)
 

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 from pullfill.config import ClusterFile, ClusterRef
-from pullfill.deploy import membership, plan, servers
+from pullfill.deploy import members, plan, servers
 from pullfill.deploy.children import Children, StartFailed
 from pullfill.deploy.keeper import Keeper
 from pullfill.deploy.procs import CLUSTER_ENV, confine, start_time, tail, wait_exit
@@ -224,9 +224,9 @@ class Supervisor:
         """Wait until all are ready. Start workers that had to wait for another on their GPU."""
         waiting = {spec.name: spec for spec in specs}
         deadline = time.monotonic() + self._options.ready_timeout_s
-        async with membership.Members(ref) as members:
+        async with members.Members(ref) as found:
             while waiting:
-                ready = await members.ready_instances()
+                ready = await found.ready_instances()
                 for name, spec in list(waiting.items()):
                     if spec.after in waiting:
                         continue
@@ -235,7 +235,7 @@ class Supervisor:
                         deadline = time.monotonic() + self._options.ready_timeout_s
                     self._children.raise_if_dead(name)
                     if spec.url:
-                        done = await asyncio.to_thread(membership.frontend_ready, spec.url)
+                        done = await asyncio.to_thread(members.frontend_ready, spec.url)
                     else:
                         done = spec.instance_id in ready
                     if done:

@@ -16,7 +16,7 @@ from pullfill.config import ProcessEntry
 from pullfill.deploy.procs import ProcessId, is_alive, send, tagged
 from pullfill.deploy.state import StateDir, identity
 from pullfill.deploy.view import ProcessView
-from pullfill.host import shm_dir
+from pullfill.net.this_host import shm_dir
 
 WORKERS = ("decode", "prefill")
 SERVERS = ("etcd", "nats")

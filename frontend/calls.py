@@ -9,9 +9,9 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from pullfill.engine import rpc
+from pullfill.engine import front_wire
 from pullfill.errors import PeerUnavailable
-from pullfill.frontend.link import Link
+from pullfill.frontend.decode_connection import DecodeConnection
 
 
 class Calls:
@@ -20,11 +20,11 @@ class Calls:
     def __init__(self, codec: Any) -> None:
         self._codec = codec
         self._loop = asyncio.get_running_loop()
-        self._open: dict[int, tuple[Link, asyncio.Future[Any]]] = {}
+        self._open: dict[int, tuple[DecodeConnection, asyncio.Future[Any]]] = {}
         self._next_id = 1
 
     async def call(
-        self, links: Sequence[Link], method: str, args: Sequence[Any], timeout_s: float
+        self, links: Sequence[DecodeConnection], method: str, args: Sequence[Any], timeout_s: float
     ) -> list[Any]:
         """One result per link, in no order. Raises PeerUnavailable: no answer in time, a worker
         was lost, or it reported a failure."""
@@ -34,7 +34,7 @@ class Calls:
             call_id, self._next_id = self._next_id, self._next_id + 1
             future = self._loop.create_future()
             self._open[call_id] = (link, future)
-            link.send(rpc.UTIL, *self._codec.encode((call_id, method, tuple(args))))
+            link.send(front_wire.UTIL, *self._codec.encode((call_id, method, tuple(args))))
             futures.append(future)
             ids.append(call_id)
         try:
@@ -46,13 +46,13 @@ class Calls:
             for call_id in ids:
                 self._open.pop(call_id, None)
 
-    def on_lost(self, link: Link, reason: str) -> None:
+    def on_lost(self, link: DecodeConnection, reason: str) -> None:
         """A connection is gone: its calls fail."""
         for other, future in list(self._open.values()):
             if other is link and not future.done():
                 future.set_exception(PeerUnavailable(f"decode worker {link.instance_id}: {reason}"))
 
-    def on_result(self, link: Link, result: Any) -> None:
+    def on_result(self, link: DecodeConnection, result: Any) -> None:
         """vLLM's UtilityOutput from a worker; one that answers for another is ignored."""
         owner, future = self._open.get(result.call_id, (None, None))
         if future is None or owner is not link or future.done():

@@ -16,9 +16,9 @@ from typing import Any
 
 import aiohttp
 
-from pullfill import picture
+from pullfill import cluster_status
 from pullfill.clock import SYSTEM_CLOCK
-from pullfill.health import Health
+from pullfill.runtime.health import Health
 from pullfill.wire import WorkerRecord, WorkerState
 
 FETCH_TIMEOUT_S = 1.0
@@ -41,8 +41,8 @@ class ClusterView:
         self._directory = directory
         self._etcd = etcd
         self._session: aiohttp.ClientSession | None = None
-        self._looking: asyncio.Task[dict[str, picture.Report]] | None = None
-        self._last: dict[str, picture.Report] = {}
+        self._looking: asyncio.Task[dict[str, cluster_status.Report]] | None = None
+        self._last: dict[str, cluster_status.Report] = {}
         self._asked_at = -math.inf
 
     async def close(self) -> None:
@@ -62,7 +62,7 @@ class ClusterView:
         """The object of `GET /pullfill/status` (design.md §5)."""
         reports = await self._look()
         told = [(record, reports.get(record.instance_id)) for record in self.records()]
-        return picture.status_of(told, self._etcd.status(), self._directory.age_s)
+        return cluster_status.status_of(told, self._etcd.status(), self._directory.age_s)
 
     async def reasons(self) -> list[str]:
         """Return which servers and workers are away or cut off, for /ready.
@@ -74,7 +74,7 @@ class ClusterView:
                     await asyncio.shield(self._look())
         told = [(record, self._last.get(record.instance_id)) for record in self.records()]
         fresh = [(r, s if s is not None and s.age_s < FRESH_S else None) for r, s in told]
-        return picture.reasons_of(fresh, self._etcd.status())
+        return cluster_status.reasons_of(fresh, self._etcd.status())
 
     async def metrics(self, own: str) -> str:
         """`own` (this process, Prometheus text) and every worker's metrics as one text."""
@@ -89,22 +89,22 @@ class ClusterView:
                 merged.add(labels, body.decode("utf-8", "replace"))
         return merged.text()
 
-    def _look(self) -> asyncio.Task[dict[str, picture.Report]]:
+    def _look(self) -> asyncio.Task[dict[str, cluster_status.Report]]:
         """Return a task that fetches all reports. Calls during a fetch share it."""
         if self._looking is None or self._looking.done():
             self._looking = asyncio.create_task(self._ask_all())
         return self._looking
 
-    async def _ask_all(self) -> dict[str, picture.Report]:
+    async def _ask_all(self) -> dict[str, cluster_status.Report]:
         self._asked_at = SYSTEM_CLOCK.monotonic()
         records = {record.instance_id: record for record in self.records()}
         self._last = {i: last for i, last in self._last.items() if i in records}
         found = await asyncio.gather(*(self._ask(record) for record in records.values()))
         return {i: report for i, report in zip(records, found, strict=True) if report is not None}
 
-    async def _ask(self, record: WorkerRecord) -> picture.Report | None:
+    async def _ask(self, record: WorkerRecord) -> cluster_status.Report | None:
         body = await self._fetch(record.http + "/status") if record.http else None
-        report = picture.read_report(body or b"")
+        report = cluster_status.read_report(body or b"")
         if report is not None:
             self._last[record.instance_id] = report
         return report

@@ -3,12 +3,11 @@
 Life of a request here: `submit` → waiting (no worker can take it) or at a worker → finished, failed
 or aborted. It leaves a worker unfinished when the worker is lost or hands it back. Then it goes to
 another worker under a new id: from the start if no token of it is out, else from the tokens that
-are out (`engine.continuation`). Where that would not be exact it fails with a message that says
+are out (`engine.migration`). Where that would not be exact it fails with a message that says
 why. Waiting is bounded, so every request ends.
 
 A token counts as out when it is given to the sink. What a worker says about a request that has left
-it is dropped, so no token comes twice; a finish that was passed on is final.
-
+it is dropped, so no token comes twice.
 Single event loop. `on_outputs` is the per-step path: one decode, one dict lookup and one
 list.extend per output.
 """
@@ -21,20 +20,20 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pullfill import log
-from pullfill.engine import continuation, rpc
+from pullfill.engine import front_wire, migration
 from pullfill.engine.blame import Fault, explained
 from pullfill.engine.front_ports import OutputSink
 from pullfill.errors import BadMessage, PeerUnavailable
 from pullfill.frontend import metrics
 from pullfill.frontend.board import Board
 from pullfill.frontend.calls import Calls
+from pullfill.frontend.decode_connection import DecodeConnection
 from pullfill.frontend.explain import ExplainStore, Trace, key_of
 from pullfill.frontend.flight import Flight, Suspect, needs_turn, rank_of, sentence
-from pullfill.frontend.link import Link
 from pullfill.frontend.router import Router, Together
 from pullfill.frontend.suspects import CONFIRM_S, MAX_DEATHS, Suspects
 from pullfill.frontend.waiting import Waiting
+from pullfill.runtime import log
 
 _log = log.get("frontend.dispatch")
 
@@ -51,8 +50,7 @@ STALL_S = 4.5
 """The most from there on for one worker lost after another, with no token in between."""
 LAST_TRY_S = 0.25
 """What is left then to be sent to a worker that is ready."""
-MAX_MOVES = 20
-"""A request may move from one worker to another at most this often."""
+MAX_MOVES = 20  # from one worker to another, per request
 LOOK_S = 0.1
 """How often a suspect that waits for a turn checks whether it still makes sense to wait."""
 NO_WORKER = "no decode worker is ready: start one with `pullfill decode` (or `pullfill up`)"
@@ -63,6 +61,7 @@ OURS = "failed"
 _FAULTS = {REFUSED: Fault.REQUEST, OURS: Fault.OURS}
 _ABORTED = 2
 """vLLM's FinishReason.ABORT."""
+Links = Sequence[DecodeConnection]
 
 
 class Dispatcher:
@@ -79,7 +78,7 @@ class Dispatcher:
         codec: Any,
         router: Router,
         explain: ExplainStore,
-        candidates: Callable[[], Sequence[Link]],
+        candidates: Callable[[], Links],
         *,
         never: str = "",
         restart_wait_s: float = 0.0,
@@ -133,7 +132,7 @@ class Dispatcher:
         if known is not None:  # a further part of a streaming input goes where the first went
             known.request = request
             if known.link is not None:
-                known.link.send(rpc.ADD, *self._codec.encode(request))
+                known.link.send(front_wire.ADD, *self._codec.encode(request))
             return
         now, submitted = self._loop.time(), time.monotonic()
         trace = Trace(key_of(request_id, request.external_req_id))
@@ -147,7 +146,7 @@ class Dispatcher:
             self._try(flight, self._place, now)
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        by_link: dict[Link, list[str]] = {}
+        by_link: dict[DecodeConnection, list[str]] = {}
         for request_id in request_ids:
             flight = self._flights.pop(request_id, None)
             if flight is None:
@@ -170,7 +169,7 @@ class Dispatcher:
 
     # ---------------------------------------------------------------- from the pool
 
-    def on_ready(self, link: Link) -> None:
+    def on_ready(self, link: DecodeConnection) -> None:
         """A connection takes requests now: send it what waits."""
         assert link.welcome is not None
         self._tasks = self._tasks or tuple(link.welcome.supported_tasks)
@@ -178,7 +177,7 @@ class Dispatcher:
         self.suspects.on_return(link.process)
         self._waiting.all_soon()
 
-    def on_lost(self, link: Link, reason: str, died: bool = True) -> None:
+    def on_lost(self, link: DecodeConnection, reason: str, died: bool = True) -> None:
         """Move or fail the requests of a lost connection. died: the worker may have died."""
         flights, link.flights = list(link.flights.values()), {}
         self.sink.left(link.instance_id)
@@ -188,20 +187,20 @@ class Dispatcher:
         for flight in sorted(flights, key=rank_of):
             self._try(flight, self._leave, link, f"was lost ({reason})", True)
 
-    def on_message(self, link: Link, kind: bytes, frames: list[Any]) -> None:
+    def on_message(self, link: DecodeConnection, kind: bytes, frames: list[Any]) -> None:
         """Raises BadMessage on what cannot be read."""
-        if kind == rpc.LAST and len(frames) > 1:
+        if kind == front_wire.LAST and len(frames) > 1:
             self._explain.take(frames[0])
-            kind, frames = rpc.OUT, frames[1:]
-        if kind == rpc.OUT:
+            kind, frames = front_wire.OUT, frames[1:]
+        if kind == front_wire.OUT:
             self.on_outputs(link, frames)
             return
         if len(frames) != 1:
             raise BadMessage(f"{kind[:8]!r} with {len(frames)} frames")
-        if kind == rpc.EXPL:
+        if kind == front_wire.EXPL:
             self._explain.take(frames[0])
-        elif kind == rpc.BACK:
-            for wire_id in rpc.decode_ids(frames[0]):
+        elif kind == front_wire.BACK:
+            for wire_id in front_wire.decode_ids(frames[0]):
                 flight = link.flights.pop(wire_id, None)
                 if flight is not None:
                     flight.avoid = link
@@ -210,7 +209,7 @@ class Dispatcher:
         else:
             raise BadMessage(f"unknown kind {kind[:8]!r}")
 
-    def on_outputs(self, link: Link, frames: list[Any]) -> None:
+    def on_outputs(self, link: DecodeConnection, frames: list[Any]) -> None:
         """One engine step's outputs of one worker."""
         outputs = self._codec.outputs(frames)
         if outputs.utility_output is not None:
@@ -237,7 +236,7 @@ class Dispatcher:
             if flight.attempt:
                 flight.stalled_at = 0.0
                 out.request_id = flight.request_id
-                if flight.trace.continued_tokens:
+                if flight.trace.migrated_tokens:
                     out.events = None  # vLLM has those of the first worker: queued, scheduled
             kept.append(out)
         if len(kept) != len(outputs.outputs):
@@ -247,13 +246,13 @@ class Dispatcher:
 
     # ---------------------------------------------------------------- inside
 
-    def _finish(self, link: Link, flight: Flight, out: Any) -> bool:
+    def _finish(self, link: DecodeConnection, flight: Flight, out: Any) -> bool:
         """Forget a finished request. False: the worker cut it short, so it goes on elsewhere, or
         the worker refused it."""
         if flight.request.resumable:
             return True
         del link.flights[flight.wire_id]
-        fault, out.kv_transfer_params = rpc.fault_of(out), None
+        fault, out.kv_transfer_params = front_wire.fault_of(out), None
         if out.finish_reason == _ABORTED and not link.usable:
             # Our own aborts forget the flight first, so this one was cut by the worker's drain.
             self._try(flight, self._leave, link, "stopped before it was done")
@@ -311,7 +310,7 @@ class Dispatcher:
         self._waiting.drop(flight.request_id)
         self._send(flight, link, now)
 
-    def _choose(self, flight: Flight, workers: Sequence[Link], now: float) -> Link | None:
+    def _choose(self, flight: Flight, workers: Links, now: float) -> DecodeConnection | None:
         if needs_turn(flight):
             return self.suspects.turns.turn(flight, workers, now)
         prompt = flight.request.prompt_token_ids
@@ -321,16 +320,17 @@ class Dispatcher:
         if not around:
             return None
         request = flight.request
-        if continuation.choice_of(request.request_id, request.external_req_id):
+        if migration.choice_of(request.request_id, request.external_req_id):
             return self._together.choose(request.external_req_id, prompt, around)
         return self._router.choose(prompt, around)
 
-    def _send(self, flight: Flight, link: Link, now: float) -> None:
+    def _send(self, flight: Flight, link: DecodeConnection, now: float) -> None:
         if flight.tokens:
-            request = continuation.continuation(flight.request, flight.tokens)
+            request = migration.continuation(flight.request, flight.tokens)
         else:
             request = copy.copy(flight.request)
-        flight.wire_id = request.request_id = rpc.attempt_id(flight.request_id, flight.attempt)
+        flight.wire_id = front_wire.attempt_id(flight.request_id, flight.attempt)
+        request.request_id = flight.wire_id
         try:
             frames = self._codec.encode(request)
         except (ValueError, OverflowError) as exc:  # e.g. an integer too large for msgpack
@@ -339,7 +339,7 @@ class Dispatcher:
         flight.link, flight.sent_at, flight.asked_at, flight.proven = link, now, 0.0, False
         link.flights[flight.wire_id] = flight
         self._explain.open(flight.wire_id, flight.trace)
-        link.send(rpc.ADD, *frames)
+        link.send(front_wire.ADD, *frames)
         if flight.tokens:
             metrics.CONTINUED.labels("sent").inc()
         elif flight.attempt:
@@ -347,17 +347,17 @@ class Dispatcher:
         if flight.trace.route_ms is None:
             flight.trace.route_ms = (time.monotonic() - flight.submitted) * 1000.0
 
-    def _leave(self, flight: Flight, link: Link, how: str, lost: bool = False) -> None:
+    def _leave(self, flight: Flight, link: DecodeConnection, how: str, lost: bool = False) -> None:
         """`link` will not finish the flight: it is gone, or has forgotten the flight. It goes to
         another worker, or fails."""
         flight.link = None
         flight.attempt += 1
-        flight.trace.continued_from.append(link.instance_id)
+        flight.trace.migrated_from.append(link.instance_id)
         reason = f"decode worker {link.instance_id} {how}"
         if flight.tokens:
-            flight.trace.continued_tokens = len(flight.tokens)
+            flight.trace.migrated_tokens = len(flight.tokens)
             reason += f" after {len(flight.tokens)} tokens of this answer"
-            why = self._never or continuation.why_not(flight.request, flight.tokens)
+            why = self._never or migration.why_not(flight.request, flight.tokens)
             if why:
                 message = f"{reason}, and another cannot continue it exactly: {why}; send it again"
                 self._fail(flight, message, "not_exact")
@@ -371,7 +371,7 @@ class Dispatcher:
             self._fail(flight, f"{reason}; given up after {flight.attempt} attempts", "given_up")
             return
         if not flight.room and link.welcome is not None:
-            flight.room = min(continuation.room_for(flight.request), link.welcome.max_model_len)
+            flight.room = min(migration.room_for(flight.request), link.welcome.max_model_len)
         now = self._loop.time()
         wait = max(RESEND_WAIT_S, min(RESEND_WAIT_MAX_S, link.heard_at + SILENT_WAIT_S - now))
         if not lost or not flight.stalled_at:

@@ -16,8 +16,8 @@ from typing import Any
 
 import msgspec
 
-from pullfill.engine import rpc
-from pullfill.engine.continuation import choice_of
+from pullfill.engine import front_wire
+from pullfill.engine.migration import choice_of
 from pullfill.wire import ExplainRecord
 
 MAX_RECORDS = 10_000
@@ -25,14 +25,14 @@ MAX_RECORDS = 10_000
 
 @dataclass(slots=True)
 class Trace:
-    """What the frontend itself knows of one engine request. continued_from: the decode workers it
-    has left; continued_tokens: tokens that were out when it left the last one."""
+    """What the frontend itself knows of one engine request. migrated_from: the decode workers it
+    has left; migrated_tokens: tokens that were out when it left the last one."""
 
     key: str
     route_ms: float | None = None
     first_token_ms: float | None = None
-    continued_from: list[str] = field(default_factory=list)
-    continued_tokens: int = 0
+    migrated_from: list[str] = field(default_factory=list)
+    migrated_tokens: int = 0
 
 
 def key_of(request_id: str, external_id: str | None) -> str:
@@ -59,7 +59,7 @@ class ExplainStore:
 
     def take(self, payload: Any) -> None:
         """Keep the records that a worker sent. Raises BadMessage."""
-        for record in rpc.decode_explain(payload):
+        for record in front_wire.decode_explain(payload):
             self.put(record)
 
     def put(self, record: ExplainRecord) -> None:
@@ -95,8 +95,8 @@ def _told(response_id: str, record: ExplainRecord, trace: Trace) -> ExplainRecor
         record,
         request_id=response_id,
         timings_ms=timings,
-        continued_from=tuple(trace.continued_from),
-        continued_tokens=trace.continued_tokens,
+        migrated_from=tuple(trace.migrated_from),
+        migrated_tokens=trace.migrated_tokens,
     )
 
 

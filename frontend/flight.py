@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pullfill import log
 from pullfill.engine.fingerprint import fingerprint
 from pullfill.frontend.explain import Trace
+from pullfill.runtime import log
 
 if TYPE_CHECKING:
-    from pullfill.frontend.link import Link
+    from pullfill.frontend.decode_connection import DecodeConnection
 
 _log = log.get("frontend.flight")
 
@@ -75,11 +75,11 @@ class Flight:
     arrived: float
     submitted: float
     failure: str
-    link: Link | None = None
+    link: DecodeConnection | None = None
     wire_id: str = ""
     tokens: list[int] = field(default_factory=list)
     attempt: int = 0
-    avoid: Link | None = None
+    avoid: DecodeConnection | None = None
     room: int = 0
     deadline: float = 0.0
     stalled_at: float = 0.0

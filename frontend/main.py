@@ -22,26 +22,26 @@ from typing import Any, NoReturn
 
 import uvicorn
 
-from pullfill import log
 from pullfill.config import ClusterRef, FrontendOptions, restarts_so_far
-from pullfill.engine import check, front_app, rpc
+from pullfill.engine import check, front_app, front_wire
 from pullfill.errors import ConfigError, IncompatibleError, PullfillError
-from pullfill.frontend.admin import Admin
+from pullfill.frontend.admission import Admission
 from pullfill.frontend.cluster import ROLES, ClusterView
+from pullfill.frontend.decode_pool import WorkerPool
 from pullfill.frontend.dispatch import Dispatcher
 from pullfill.frontend.explain import ExplainStore
-from pullfill.frontend.gate import Gate
-from pullfill.frontend.guard import Guard
-from pullfill.frontend.pool import WorkerPool
+from pullfill.frontend.http_auth import HttpAuth
 from pullfill.frontend.router import RoundRobin
-from pullfill.host import host_id
+from pullfill.frontend.routes import Admin
 from pullfill.ids import new_instance_id
-from pullfill.lifecycle import EXIT_S, Stop, exit_within, leave
+from pullfill.net.security import FrontendSecurity
+from pullfill.net.this_host import host_id
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.directory import Directory
 from pullfill.registry.membership import Membership
-from pullfill.registry.suspects import SuspectBoard
-from pullfill.security import FrontendSecurity
+from pullfill.registry.suspect_records import SuspectBoard
+from pullfill.runtime import log
+from pullfill.runtime.lifecycle import EXIT_S, Stop, exit_within, leave
 from pullfill.wire import RegionDescriptor, WorkerRecord, WorkerState
 
 _log = log.get("frontend")
@@ -203,7 +203,7 @@ class _Frontend:
             stack.push_async_callback(directory.close)
             view = ClusterView(directory, client.health)
             stack.push_async_callback(view.close)
-            hello = rpc.FrontendHello(
+            hello = front_wire.FrontendHello(
                 frontend_instance=self._instance_id,
                 vllm_version=check.require_version(),
                 model=prepared.names[0],
@@ -223,7 +223,7 @@ class _Frontend:
             )
             stack.push_async_callback(board.close)
             dispatcher = Dispatcher(
-                rpc.FrontendCodec(),
+                front_wire.FrontendCodec(),
                 RoundRobin(),
                 explain,
                 pool.candidates,
@@ -241,8 +241,8 @@ class _Frontend:
                 pool, view, explain, front.settle, dispatcher.suspects.listed, board.listed
             )
             admin.attach(front.app)
-            gate = Gate(front.app, pool.wait_ready, options.max_inflight)
-            app = Guard(gate, *keys, root_path=prepared.args.root_path or "")
+            gate = Admission(front.app, pool.wait_ready, options.max_inflight)
+            app = HttpAuth(gate, *keys, root_path=prepared.args.root_path or "")
             membership = Membership(
                 client, cluster.namespace, options.lease_ttl_s, self._make_record(prepared.names[0])
             )
@@ -271,7 +271,9 @@ class _Frontend:
 
         return make
 
-    async def _http(self, app: Guard, prepared: Any, admin: Admin, membership: Membership) -> int:
+    async def _http(
+        self, app: HttpAuth, prepared: Any, admin: Admin, membership: Membership
+    ) -> int:
         args = prepared.args
         config = uvicorn.Config(
             app,

@@ -1,18 +1,18 @@
 """The frontend's own `pullfill_frontend_*` metrics. The workers' metrics are merged in by
-`cluster.merge_metrics`; this process does not import `pullfill.metrics`, so it never exports
-zeroes under their names."""
+`cluster.merge_metrics`. This process does not import `pullfill.runtime.metrics`, so it never
+exports zeroes under their names."""
 
 from __future__ import annotations
 
 from prometheus_client import Counter, Gauge
 
-from pullfill.health import UP as UP
+from pullfill.runtime.health import UP as UP
 
 RESENT = Counter(
     "pullfill_frontend_resent", "Requests sent to another decode worker before their first token"
 )
 CONTINUED = Counter(
-    "pullfill_frontend_continued",
+    "pullfill_frontend_migrated",
     "Answers whose decode worker left before their end, by what became of them: sent (to another "
     "decode worker), not_exact, no_worker, given_up, failed",
     ["result"],

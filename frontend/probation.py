@@ -26,8 +26,8 @@ import random
 from collections.abc import Sequence
 
 from pullfill.frontend.board import Probations
+from pullfill.frontend.decode_connection import DecodeConnection
 from pullfill.frontend.flight import Flight, needs_turn
-from pullfill.frontend.link import Link
 
 STREAM_WAIT_S = 2.0
 """How long an answer that is under way waits for a turn on probation."""
@@ -67,7 +67,9 @@ class Turns:
         self.open: set[Flight] = set()
         self.last_death = 0.0
 
-    def around(self, flight: Flight, workers: Sequence[Link], now: float) -> Sequence[Link]:
+    def around(
+        self, flight: Flight, workers: Sequence[DecodeConnection], now: float
+    ) -> Sequence[DecodeConnection]:
         """Return the workers that a request without suspicion may use. Empty: it has to wait."""
         if not self.open and not self._probations.any:
             return workers
@@ -77,14 +79,18 @@ class Turns:
         flight.asked_at = flight.asked_at or now
         return self._beside(flight, workers, now)
 
-    def _beside(self, flight: Flight, workers: Sequence[Link], now: float) -> Sequence[Link]:
+    def _beside(
+        self, flight: Flight, workers: Sequence[DecodeConnection], now: float
+    ) -> Sequence[DecodeConnection]:
         """Return the workers without a probation. After LAST_WAIT_S return all of them."""
         if now >= flight.asked_at + LAST_WAIT_S:
             return workers
         free = [w for w in workers if not self._taken(w)]
         return [w for w in free if not any(map(_on_probation, w.flights.values()))]
 
-    def turn(self, flight: Flight, workers: Sequence[Link], now: float) -> Link | None:
+    def turn(
+        self, flight: Flight, workers: Sequence[DecodeConnection], now: float
+    ) -> DecodeConnection | None:
         """Return the worker that a suspect may go to now. None: it has to wait.
 
         workers: must not be empty."""
@@ -119,8 +125,8 @@ class Turns:
         return found
 
     def _announced(
-        self, flight: Flight, workers: Sequence[Link], now: float, patient: bool
-    ) -> Link | None:
+        self, flight: Flight, workers: Sequence[DecodeConnection], now: float, patient: bool
+    ) -> DecodeConnection | None:
         """Return the worker that other frontends leave to this suspect. None: ask them first."""
         name = flight.fingerprint
         if self._probations.elsewhere(name):
@@ -138,7 +144,9 @@ class Turns:
         self._probations.release(name)  # the worker has gone, or it is not quiet
         return None
 
-    def _free(self, workers: Sequence[Link], now: float, patient: bool) -> Link | None:
+    def _free(
+        self, workers: Sequence[DecodeConnection], now: float, patient: bool
+    ) -> DecodeConnection | None:
         """Return a worker where a probation may start, or None."""
         for worker in self._slots(workers):
             if _quiet(worker, now, patient) and not self._taken(worker):
@@ -151,15 +159,15 @@ class Turns:
         patient = now < self.last_death + CROWDED_S
         return holds(flight, now) or (patient and not flight.proven)
 
-    def _taken(self, worker: Link) -> bool:
+    def _taken(self, worker: DecodeConnection) -> bool:
         return self._probations.taken(worker.instance_id)
 
-    def _slots(self, workers: Sequence[Link]) -> Sequence[Link]:
+    def _slots(self, workers: Sequence[DecodeConnection]) -> Sequence[DecodeConnection]:
         """Return the workers for probations: those with the fewest unproven requests.
 
         Of several workers at least one is left out."""
 
-        def rank(worker: Link) -> tuple[bool, int, int, int]:
+        def rank(worker: DecodeConnection) -> tuple[bool, int, int, int]:
             flights = worker.flights.values()
             free = not any(map(_on_probation, flights)) and not self._taken(worker)
             unproven = sum(not f.proven for f in flights)
@@ -182,11 +190,11 @@ def holds(flight: Flight, now: float) -> bool:
     return not flight.proven and now < flight.sent_at + turn_s(flight)
 
 
-def _load(worker: Link) -> int:
+def _load(worker: DecodeConnection) -> int:
     return len(worker.flights)
 
 
-def _quiet(worker: Link, now: float, patient: bool) -> bool:
+def _quiet(worker: DecodeConnection, now: float, patient: bool) -> bool:
     """Whether a probation may start there. patient: not beside any unproven request, however long
     it has been there."""
     return not any(

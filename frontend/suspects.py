@@ -38,7 +38,6 @@ import asyncio
 import random
 from collections.abc import Callable, Iterable, Sequence
 
-from pullfill import log
 from pullfill.frontend import metrics
 from pullfill.frontend.board import Alone, Board
 from pullfill.frontend.flight import (
@@ -51,6 +50,7 @@ from pullfill.frontend.flight import (
     sentence,
 )
 from pullfill.frontend.probation import Turns
+from pullfill.runtime import log
 
 _log = log.get("frontend.suspects")
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import time
 
-from pullfill import u32
 from pullfill.errors import BadMessage
 from pullfill.ids import job_digest
 from pullfill.prefill_worker.ending import Calls, TooLong, resolver
-from pullfill.prefill_worker.mover import Mover
 from pullfill.prefill_worker.task import PrefillTask
+from pullfill.prefill_worker.transfer_worker import TransferWorker
 from pullfill.queue.contract import Delivery
+from pullfill.runtime.waits import Prompt
 from pullfill.transfer.digest import sampled
-from pullfill.waits import Prompt
-from pullfill.wire import MAX_TEXT, Commit, FenceToken, Grant, PrefillJob, Ready, StageTimings
+from pullfill.wire import MAX_TEXT, Commit, FenceToken, Grant, PrefillJob, Ready, StageTimings, u32
 
 
 def check(
@@ -46,7 +45,7 @@ def make_task(
     job: PrefillJob,
     tokens: list[int],
     grant: Grant,
-    mover: Mover,
+    transfer_worker: TransferWorker,
     done: Prompt[None],
     calls: Calls,
 ) -> PrefillTask:
@@ -65,7 +64,7 @@ def make_task(
         fence=grant.fence,
         cache_salt=job.cache_salt,
         priority=job.priority,
-        mover=mover,
+        transfer_worker=transfer_worker,
         on_done=resolver(done, calls),
         checked=frozenset(targets[index] for index in checked),
         mode=grant.mode,
@@ -97,8 +96,8 @@ def commit(rid: int, task: PrefillTask, grant: Grant, measured: StageTimings) ->
         prefix_read_bytes=task.read_bytes,
         timings=measured,
         digest=task.digest,
-        transport=task.mover.transport[:MAX_TEXT],
-        why_not_better=tuple(task.mover.why_not_better),
+        transport=task.transfer_worker.transport[:MAX_TEXT],
+        why_not_better=tuple(task.transfer_worker.why_not_better),
     )
 
 

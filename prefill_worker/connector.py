@@ -1,8 +1,8 @@
 """The connector that stock vLLM loads in a prefill worker (`kv_connector_module_path`).
 
-A thin shell around scheduler_side.py; the copies run on the movers' threads (mover.py), in the
-worker's main process, where the scheduler half lives. The worker half lives in the process of each
-rank (with one rank: the same) and only says where the KV cache is.
+A thin shell around connector_scheduler.py. The copies run on the threads of transfer_worker.py, in
+the worker's main process, where the scheduler half lives. The worker half lives in the process of
+each rank (with one rank: the same) and only says where the KV cache is.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
 )
 
-from pullfill import pages
 from pullfill.engine import attention, kv
 from pullfill.engine.handshake import RankTold
-from pullfill.engine.ranks import bind_to_parent
+from pullfill.engine.rank_processes import bind_to_parent
 from pullfill.prefill_worker import context as contexts
 from pullfill.prefill_worker import memory
-from pullfill.prefill_worker.scheduler_side import Reports, SchedulerSide
-from pullfill.transfer.shm.pool import SharedKvPool, tell
+from pullfill.prefill_worker.connector_scheduler import ConnectorScheduler, Reports
+from pullfill.runtime import pages
+from pullfill.transfer.shm.kv_pool import SharedKvPool, tell
 
 if TYPE_CHECKING:
     import torch
@@ -51,12 +51,12 @@ class PrefillConnector(KVConnectorBase_V1):  # type: ignore[misc]
         super().__init__(vllm_config, role, kv_cache_config)
         kv.require_one_group(kv_cache_config)
         self._heads = kv.total_heads(vllm_config)
-        self._maybe_side: SchedulerSide | None = None
+        self._maybe_side: ConnectorScheduler | None = None
         self._pool: SharedKvPool | None = None
         self._told: RankTold | None = None
         if role is KVConnectorRole.SCHEDULER:
             context = contexts.current()
-            self._maybe_side = SchedulerSide(context, vllm_config.cache_config.block_size)
+            self._maybe_side = ConnectorScheduler(context, vllm_config.cache_config.block_size)
             context.side = self._maybe_side
             return
         bind_to_parent()
@@ -67,7 +67,7 @@ class PrefillConnector(KVConnectorBase_V1):  # type: ignore[misc]
             )
 
     @property
-    def _side(self) -> SchedulerSide:
+    def _side(self) -> ConnectorScheduler:
         assert self._maybe_side is not None, "the scheduler's half only"
         return self._maybe_side
 

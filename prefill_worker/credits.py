@@ -1,14 +1,15 @@
 """Limits the KV that is computed for a decode worker but not in its memory yet.
 
-Each decode worker has an account, which its mover uses. A write is charged when it is submitted to
-the mover, and refunded when it finishes or fails. In pull mode blocks are charged while they are
-kept for the decode worker.
+Each decode worker has an account, which its transfer worker uses. A write is charged when it is
+submitted to the transfer worker, and refunded when it finishes or fails. In pull mode blocks are
+charged while they are kept for the decode worker.
 
 While an account has reached the limit, the puller pulls no jobs at all: it cannot choose for which
 decode worker a job is. Jobs that were pulled before are computed all the same. So an account may
 exceed the limit by the prefill budget.
 
-Thread-safe: movers charge and refund on their threads, the puller waits on the asyncio thread.
+Thread-safe: transfer workers charge and refund on their threads, the puller waits on the asyncio
+thread.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from pullfill import metrics
+from pullfill.runtime import metrics
 
 
 class Account:

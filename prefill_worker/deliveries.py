@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from pullfill import log
 from pullfill.errors import PullfillError
-from pullfill.prefill_worker.heartbeat import Heartbeat
+from pullfill.prefill_worker.queue_heartbeat import QueueHeartbeat
 from pullfill.queue.contract import Delivery
+from pullfill.runtime import log
 
 logger = log.get("prefill_worker.deliveries")
 
@@ -28,7 +28,7 @@ class Deliveries:
     def __init__(self, heartbeat_s: Callable[[], float]) -> None:
         self._latest: dict[str, Delivery] = {}
         self._settled: dict[str, Delivery] = {}
-        self._heartbeat = Heartbeat(heartbeat_s, self._latest)
+        self._heartbeat = QueueHeartbeat(heartbeat_s, self._latest)
 
     def take(self, delivery: Delivery) -> bool:
         """Register a pulled delivery. Returns whether the caller must start a run for it.

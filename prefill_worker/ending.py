@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from pullfill.errors import HandoffError, PeerUnavailable, PullfillError
-from pullfill.prefill_worker.link import DecodeLink, LinkLost
+from pullfill.prefill_worker.control_connection import ConnectionLost, ControlConnection
 from pullfill.prefill_worker.task import PrefillTask
-from pullfill.waits import Prompt
-from pullfill.wire import Grant, HandBack, Quiet
+from pullfill.runtime.waits import Prompt
+from pullfill.wire import DrainAck, GiveUp, Grant
 
 T = TypeVar("T")
 
@@ -55,11 +55,11 @@ class Opening:
         self.changed.set()
 
     def check(self, attempt: int) -> None:
-        """Raise Revoked or LinkLost if the attempt ended before it began."""
+        """Raise Revoked or ConnectionLost if the attempt ended before it began."""
         if attempt in self.revoked:
             raise Revoked("revoked before it began")
         if self.lost:
-            raise LinkLost(f"lost decode worker {self.decode_instance}")
+            raise ConnectionLost(f"lost decode worker {self.decode_instance}")
 
     async def unless_over(self, attempt: int, work: Coroutine[Any, Any, T]) -> T:
         """What `work` brings, cancelled and as `check` if the attempt ends before it is there."""
@@ -101,10 +101,10 @@ def patience(timeout_s: float, delivery: int, max_deliver: int) -> float | None:
     return max(_NAK_SOONEST_S, timeout_s / float(share))
 
 
-class HandBackOnce:
+class GiveUpOnce:
     """Tells the decode worker, at most once, that the attempt is over here."""
 
-    def __init__(self, link: DecodeLink, grant: Grant) -> None:
+    def __init__(self, link: ControlConnection, grant: Grant) -> None:
         self._link = link
         self._grant: Grant | None = grant
 
@@ -112,7 +112,7 @@ class HandBackOnce:
         grant, self._grant = self._grant, None
         if grant is not None:
             self._link.send(
-                HandBack(
+                GiveUp(
                     job_id=grant.job_id,
                     attempt=grant.attempt,
                     incarnation=grant.incarnation,
@@ -122,7 +122,7 @@ class HandBackOnce:
             )
 
 
-async def tell_quiet(link: DecodeLink, task: PrefillTask, incarnation: str) -> None:
+async def tell_quiet(link: ControlConnection, task: PrefillTask, incarnation: str) -> None:
     """Answer a revoke as soon as no copy of the task runs.
 
     No thread waits for that, because there may be as many revokes as jobs."""
@@ -132,7 +132,7 @@ async def tell_quiet(link: DecodeLink, task: PrefillTask, incarnation: str) -> N
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_QUIET_S):
             await asyncio.shield(over)
-            link.send(Quiet(job_id=task.job_id, attempt=task.attempt, incarnation=incarnation))
+            link.send(DrainAck(job_id=task.job_id, attempt=task.attempt, incarnation=incarnation))
 
 
 class Calls:

@@ -1,7 +1,7 @@
 """The prefill worker's engine: tasks in, finished blocks out through the connector.
 
 asyncio side of EngineHost. A task becomes a vLLM request with one token to sample (thrown away);
-its KV leaves through the movers while it runs.
+its KV leaves through the transfer workers while it runs.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from pullfill import log
 from pullfill.engine import requests
 from pullfill.engine.host import EngineHost
 from pullfill.errors import HandoffError
 from pullfill.prefill_worker.context import PrefillContext
 from pullfill.prefill_worker.task import PrefillTask
+from pullfill.runtime import log
 
 logger = log.get("prefill_worker.engine")
 

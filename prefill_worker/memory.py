@@ -1,5 +1,5 @@
-"""The prefill worker's own KV cache: read from and written into by its movers, and
-read by decode workers that pull (region.py).
+"""The prefill worker's own KV cache: read from and written into by its transfer workers, and
+read by decode workers that pull (readable_memory.py).
 
 Life as in the decode worker: `prepare` takes the names before the engine is built, each rank's
 process backs its cache with a file and tells where it is, `attach` maps every rank in the main
@@ -12,19 +12,19 @@ import asyncio
 import time
 from collections.abc import Iterable, Mapping
 
-from pullfill import log
 from pullfill.engine.attention import NO_MODEL, Attention
 from pullfill.engine.kv import Geometry
 from pullfill.engine.thread import EngineThread
 from pullfill.prefill_worker.context import PrefillContext
-from pullfill.prefill_worker.mover import Mover
+from pullfill.prefill_worker.transfer_worker import TransferWorker
+from pullfill.runtime import log
 from pullfill.transfer.shm import ranks
 from pullfill.transfer.shm.files import RegionFiles
 
 logger = log.get("prefill_worker.memory")
 
 _COPIES_S = 3.0
-"""For the movers' last copies, all together."""
+"""For the transfer workers' last copies, all together."""
 
 
 def prepare(context: PrefillContext) -> dict[str, str]:
@@ -52,23 +52,31 @@ def attach(
         )
 
 
-async def end(engine: EngineThread, context: PrefillContext, movers: Iterable[Mover]) -> None:
-    """End what still touches the KV memory, then the engine. movers: all there are, closed."""
+async def end(
+    engine: EngineThread, context: PrefillContext, transfer_workers: Iterable[TransferWorker]
+) -> None:
+    """End what still touches the KV memory, then the engine. transfer workers: all there are,
+    closed."""
     await engine.halt()
-    if not await asyncio.to_thread(_wait_for, list(movers)):
+    if not await asyncio.to_thread(_wait_for, list(transfer_workers)):
         logger.warning("leaving in the middle of a copy")
     await asyncio.to_thread(close, context)
     await engine.stop()
 
 
-def _wait_for(movers: list[Mover]) -> bool:
+def _wait_for(transfer_workers: list[TransferWorker]) -> bool:
     until = time.monotonic() + _COPIES_S
-    return all([mover.join(max(0.0, until - time.monotonic())) for mover in movers])
+    return all(
+        [
+            transfer_worker.join(max(0.0, until - time.monotonic()))
+            for transfer_worker in transfer_workers
+        ]
+    )
 
 
 def close(context: PrefillContext) -> None:
-    """Nobody can read any more; remove the files. The mappings go with the process: a mover may
-    still be in a copy."""
+    """Nobody can read any more; remove the files. The mappings go with the process: a transfer
+    worker may still be in a copy."""
     if context.owner is not None:
         context.owner.close()
     if context.files is not None:

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import asyncio
 
-from pullfill.prefill_worker.link import DecodeLink
+from pullfill.prefill_worker.control_connection import ControlConnection
 from pullfill.prefill_worker.task import PrefillTask
-from pullfill.waits import Prompt
+from pullfill.runtime.waits import Prompt
 from pullfill.wire import Grant, Progress
 
 _LOOKS = 4
@@ -61,7 +61,9 @@ class Pace:
     timeout_s: how long the attempt may go on without progress after it has made some.
     look_at: when the next check is due."""
 
-    def __init__(self, paces: Paces, link: DecodeLink, grant: Grant, timeout_s: float) -> None:
+    def __init__(
+        self, paces: Paces, link: ControlConnection, grant: Grant, timeout_s: float
+    ) -> None:
         self._paces, self._link, self._grant = paces, link, grant
         self._still_s = max(grant.deadline_s, timeout_s)
         self._every_s = min(_EVERY_S, grant.deadline_s / _LOOKS)
@@ -106,7 +108,7 @@ class Pace:
 
         It has if more was computed, or if the link has copied while the task waits for the link.
         Copies for other jobs count, too, because they are in front of it."""
-        computed, moved = task.scheduled_blocks, task.mover.moved_bytes
+        computed, moved = task.scheduled_blocks, task.transfer_worker.moved_bytes
         more = computed > self._computed or (task.submitted > 0 and moved > self._moved)
         self._computed, self._moved = computed, moved
         return more

@@ -8,7 +8,7 @@ the pulling: a worker that is free sooner may take the next job. Jobs count from
 While a decode worker has no KV credit left (credits.py), nothing is pulled, because the next job
 may be of that decode worker. After `patience_s` there is one more pull all the same. So a slow
 decode worker delays the jobs of others by `patience_s` each time. A stopped one does so only once:
-its link ends after that time of silence (link.py), and its credits are written off.
+its link ends after that time of silence (control_connection.py), and its credits are written off.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-from pullfill import beat, log
 from pullfill.errors import PullfillError
 from pullfill.prefill_worker.credits import Credits
 from pullfill.prefill_worker.runner import JobRunner
 from pullfill.queue.contract import JobConsumer
-from pullfill.waits import Bell
+from pullfill.runtime import log, timer_grid
+from pullfill.runtime.waits import Bell
 from pullfill.wire import SILENT_S
 
 logger = log.get("prefill_worker.puller")
@@ -116,7 +116,7 @@ class Puller:
             try:
                 # One job per pull. A pull for more would wait until it knows that there are no
                 # more. The next pull gets the next job just as soon.
-                wait_s = beat.before(loop.time() + _WAIT_S, _WAIT_S / 2) - loop.time()
+                wait_s = timer_grid.before(loop.time() + _WAIT_S, _WAIT_S / 2) - loop.time()
                 deliveries = await self._consumer.pull(free_tokens, 1, wait_s)
                 pause = 0.1
             except Exception as exc:

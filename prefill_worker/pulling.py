@@ -1,4 +1,4 @@
-"""Tells decode workers at once, by `Alive`, when this worker can pull no jobs, or can again.
+"""Tells decode workers at once, by `Heartbeat`, when this worker can pull no jobs, or can again.
 
 Decode workers must not count a worker that cannot pull. Otherwise they would queue jobs that nobody
 takes. asyncio thread only.
@@ -6,10 +6,10 @@ takes. asyncio thread only.
 
 from __future__ import annotations
 
-from pullfill import log
-from pullfill.health import Health
-from pullfill.prefill_worker.links import Links
+from pullfill.prefill_worker.control_connections import ControlConnections
 from pullfill.prefill_worker.puller import Puller
+from pullfill.runtime import log
+from pullfill.runtime.health import Health
 
 logger = log.get("prefill_worker")
 
@@ -17,7 +17,7 @@ logger = log.get("prefill_worker")
 class Pulling:
     """Watches NATS and the engine. Lives as long as the worker."""
 
-    def __init__(self, links: Links, puller: Puller, nats: Health) -> None:
+    def __init__(self, links: ControlConnections, puller: Puller, nats: Health) -> None:
         self._links = links
         self._puller = puller
         self._nats = nats

@@ -1,7 +1,7 @@
 """How this worker reaches a decode worker's KV memory: descriptors, transports, sessions.
 
 Each rank of the decode worker has a region of its own, and so does each rank here; all are mapped
-in this process. The mover sees one session over all of them (`transfer/connect.py`).
+in this process. The transfer worker sees one session over all of them (`transfer/connect.py`).
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from pullfill import log
 from pullfill.errors import BadMessage, IncompatibleError, PeerUnavailable
 from pullfill.prefill_worker.context import PrefillContext
 from pullfill.prefill_worker.credits import Credits
-from pullfill.prefill_worker.mover import Mover
+from pullfill.prefill_worker.transfer_worker import TransferWorker
 from pullfill.registry.directory import Directory
+from pullfill.runtime import log
 from pullfill.transfer.choose import why_not_better
 from pullfill.transfer.connect import connect
 from pullfill.transfer.contract import PeerTransport
@@ -28,7 +28,7 @@ MAX_RANKS = 1024
 NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
-async def open_mover(
+async def open_transfer_worker(
     record: WorkerRecord,
     context: PrefillContext,
     directory: Directory,
@@ -36,7 +36,7 @@ async def open_mover(
     transports: Sequence[PeerTransport],
     credits: Credits | None = None,
     absent: Mapping[str, str] = NOTHING,
-) -> Mover:
+) -> TransferWorker:
     """Connect to a decode worker's KV memory by its descriptors from the registry, each rank over
     the best of `transports`. absent: why others are not among them, for people. Raises
     IncompatibleError, PeerUnavailable, TransferFailed. Whatever is strange about the descriptors,
@@ -56,7 +56,7 @@ async def _open(
     transports: Sequence[PeerTransport],
     credits: Credits | None,
     absent: Mapping[str, str],
-) -> Mover:
+) -> TransferWorker:
     memories = context.memories
     if not memories:
         raise IncompatibleError("no transport reaches this worker's KV memory", field="device")
@@ -71,4 +71,4 @@ async def _open(
     better = await asyncio.to_thread(why_not_better, first, transports, absent)
     logger.info("writing to %s over %s", name, session.transport)
     account = credits.open(name) if credits is not None else None
-    return Mover(session, name, memories, account, better)
+    return TransferWorker(session, name, memories, account, better)

@@ -1,13 +1,12 @@
 """Runs pulled jobs, each from its delivery until its message is settled.
 
-    deliver → check → claim → (prefix read, compute, write: engine and mover) → commit → ack
+    deliver → check → claim → (prefix read, compute, write) → commit → ack
 
 The message is settled once: ack when the job is committed or not needed any more, nak when another
 worker may succeed, term when the job is poison. It is not settled here if somebody else does:
 another worker that holds the job, or the decode worker when the link to it broke.
 
-While a job runs, a heartbeat keeps the queue from giving it to another worker. Blocks are written
-only under a grant, whose digest proves that the decode worker published these block IDs.
+While a job runs, a heartbeat keeps the queue from giving it to another worker.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from pullfill import failpoints, log, metrics, u32
 from pullfill.errors import BadMessage, ClaimRefused, Fenced, PeerUnavailable, PullfillError
 from pullfill.prefill_worker import attempt
 from pullfill.prefill_worker.budget import Budget
+from pullfill.prefill_worker.control_connection import ConnectionLost, ControlConnection
 from pullfill.prefill_worker.deliveries import Deliveries
 from pullfill.prefill_worker.ending import (
     AGAIN_S,
     Calls,
-    HandBackOnce,
+    GiveUpOnce,
     Opening,
     Renewed,
     Revoked,
@@ -34,27 +33,26 @@ from pullfill.prefill_worker.ending import (
     again_s,
     patience,
     tell_quiet,
-)
-from pullfill.prefill_worker.link import DecodeLink, LinkLost
+)  # fmt: skip
 from pullfill.prefill_worker.pace import Pace, Paces
-from pullfill.prefill_worker.readers import Readers
-from pullfill.prefill_worker.shared_mover import OutOfReach
+from pullfill.prefill_worker.read_grants import ReadGrants
+from pullfill.prefill_worker.shared_transfer_worker import OutOfReach
 from pullfill.prefill_worker.task import PrefillTask
 from pullfill.queue.contract import Delivery
-from pullfill.waits import Prompt
-from pullfill.wire import Grant, KvMode, PrefillJob, RefuseReason, Revoke, decode
+from pullfill.runtime import failpoints, log, metrics
+from pullfill.runtime.waits import Prompt
+from pullfill.wire import Grant, KvMode, PrefillJob, RefuseReason, Revoke, decode, u32
 
 if TYPE_CHECKING:
+    from pullfill.prefill_worker.control_connections import ControlConnections
     from pullfill.prefill_worker.engine import PrefillEngine
-    from pullfill.prefill_worker.links import Links
 
 logger = log.get("prefill_worker.runner")
 
 STALE = "stale"
 """What a decode worker says of a commit whose attempt is not the current one any more."""
 _GRANTED = metrics.CLAIM.labels("granted")
-_TRIES_OUT_OF_REACH = 2
-"""After this many deliveries the decode worker computes the prompt itself."""
+_TRIES_OUT_OF_REACH = 2  # deliveries; after them the decode worker computes the prompt itself
 
 
 class JobRunner:
@@ -65,20 +63,20 @@ class JobRunner:
 
     def __init__(
         self,
-        links: Links,
+        links: ControlConnections,
         engine: PrefillEngine,
         *,
         heartbeat_s: Callable[[], float],
         max_prompt_tokens: int,
         max_deliver: Callable[[], int],
-        readers: Readers | None = None,
+        readers: ReadGrants | None = None,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
         self._links = links
         self._engine = engine
         self._max_prompt_tokens = max_prompt_tokens
         self._max_deliver = max_deliver
-        self._readers = readers or Readers(None)
+        self._readers = readers or ReadGrants(None)
         self._on_change = on_change
         self._running: dict[str, PrefillTask] = {}
         self._opening: dict[str, Opening] = {}
@@ -138,7 +136,7 @@ class JobRunner:
 
     # ------------------------------------------------------------------ events from links
 
-    def revoked(self, link: DecodeLink, revoke: Revoke) -> None:
+    def revoked(self, link: ControlConnection, revoke: Revoke) -> None:
         """Stop an attempt that the decode worker revokes. Answer once no copy runs."""
         if (opening := self._opening.get(revoke.job_id)) is not None:
             metrics.STALE_REFUSED.labels("revoked").inc()
@@ -153,7 +151,7 @@ class JobRunner:
         self._readers.stop(task)
         self._keep(asyncio.create_task(tell_quiet(link, task, revoke.incarnation)))
 
-    def link_lost(self, link: DecodeLink) -> None:
+    def link_lost(self, link: ControlConnection) -> None:
         """Every task granted over this connection is over."""
         instance = link.record.instance_id
         for opening in self._opening.values():
@@ -162,7 +160,7 @@ class JobRunner:
         for task in list(self._running.values()):
             if self._engine.decode_instance_of(task) == instance:
                 task.cancel()
-                task.end(LinkLost(f"lost decode worker {instance}"))
+                task.end(ConnectionLost(f"lost decode worker {instance}"))
 
     def _keep(self, task: asyncio.Task[None]) -> None:
         """Count a task among what must end before this worker is idle."""
@@ -181,7 +179,7 @@ class JobRunner:
             await self._handle(delivery)
         except asyncio.CancelledError:
             with contextlib.suppress(Exception):
-                # The delay lets our HandBack reach the decode worker before another claim does.
+                # The delay lets our GiveUp reach the decode worker before another claim does.
                 await self._deliveries.settle(delivery, "nak", delay_s=AGAIN_S)
             raise
         except BadMessage as exc:
@@ -220,7 +218,7 @@ class JobRunner:
             # the last delivery is acked here: without that it would become a dead letter.
             if exc.reason != RefuseReason.IN_PROGRESS or delivery.number >= self._max_deliver():
                 await self._deliveries.settle(delivery, "ack")
-        except LinkLost as exc:
+        except ConnectionLost as exc:
             logger.info("job %s: %s; the decode worker hands it back", job.job_id, exc)
         except PeerUnavailable as exc:
             await self._out_of_reach(job, delivery, exc)
@@ -241,8 +239,8 @@ class JobRunner:
         await self._deliveries.settle(delivery, "nak" if delay_s else "ack", delay_s=delay_s or 0.0)
 
     async def _claim(
-        self, link: DecodeLink, job: PrefillJob, delivery: Delivery, opening: Opening
-    ) -> tuple[DecodeLink, Grant]:
+        self, link: ControlConnection, job: PrefillJob, delivery: Delivery, opening: Opening
+    ) -> tuple[ControlConnection, Grant]:
         """Claim the job. Returns the grant and its link. Raises ClaimRefused, PeerUnavailable."""
         give_up = time.monotonic() + job.timeout_s
         while True:
@@ -251,7 +249,7 @@ class JobRunner:
                 return link, await link.claim(
                     job.job_id, job.incarnation, delivery.number, delivery.ack_subject
                 )
-            except LinkLost as lost:
+            except ConnectionLost as lost:
                 try:  # the job may have been granted: a claim over a new link tells
                     link = await self._links.find(job.decode_instance)
                 except PeerUnavailable:
@@ -267,7 +265,7 @@ class JobRunner:
 
     async def _work(
         self,
-        link: DecodeLink,
+        link: ControlConnection,
         job: PrefillJob,
         tokens: list[int],
         grant: Grant,
@@ -276,11 +274,11 @@ class JobRunner:
         opening: Opening,
     ) -> None:
         failpoints.hit("prefill.after_claim")
-        give_back = HandBackOnce(link, grant)
+        give_back = GiveUpOnce(link, grant)
         if not await self._fits(job, tokens, grant, delivery, give_back):
             return
         try:
-            with link.mover_held():
+            with link.transfer_worker_held():
                 await self._compute(link, job, tokens, grant, delivery, claim_ms, opening)
         except asyncio.CancelledError:
             give_back("stopping", retry=True)
@@ -290,7 +288,7 @@ class JobRunner:
             self.failed += 1
             give_back(str(exc), retry=True)
             logger.info("job %s attempt %d: %s", job.job_id, grant.attempt, exc)
-        except LinkLost:
+        except ConnectionLost:
             self.failed += 1
             raise
         except OutOfReach as exc:
@@ -312,7 +310,7 @@ class JobRunner:
 
     async def _fits(
         self, job: PrefillJob, tokens: list[int], grant: Grant, delivery: Delivery,
-        give_back: HandBackOnce,
+        give_back: GiveUpOnce,
     ) -> bool:  # fmt: skip
         """Whether the job can run here. If not, it is handed back and acked. Raises BadMessage if
         the job is poison. Only this check may say so: later errors are caused by peers."""
@@ -334,7 +332,7 @@ class JobRunner:
 
     async def _compute(
         self,
-        link: DecodeLink,
+        link: ControlConnection,
         job: PrefillJob,
         tokens: list[int],
         grant: Grant,
@@ -346,9 +344,11 @@ class JobRunner:
         task: PrefillTask | None = None
         pace = Pace(self._paces, link, grant, job.timeout_s)
         try:
-            if (mover := link.mover_there) is None:
+            if (transfer_worker := link.transfer_worker_there) is None:
                 async with asyncio.timeout(pace.left_s):
-                    mover = await opening.unless_over(grant.attempt, link.mover())
+                    transfer_worker = await opening.unless_over(
+                        grant.attempt, link.transfer_worker()
+                    )
             if grant.incarnation != link.record.incarnation:
                 # The decode worker has registered again since this link was made: only a new link
                 # can write into its memory.
@@ -356,7 +356,7 @@ class JobRunner:
             opening.check(grant.attempt)
             self._opening.pop(job.job_id)
             done: Prompt[None] = Prompt(asyncio.get_running_loop())
-            task = attempt.make_task(job, tokens, grant, mover, done, self._calls)
+            task = attempt.make_task(job, tokens, grant, transfer_worker, done, self._calls)
             self._running[job.job_id] = task
             pace.watch(task, done)
             self._engine.submit(task, link.record.instance_id)
@@ -373,7 +373,7 @@ class JobRunner:
 
     async def _commit(
         self,
-        link: DecodeLink,
+        link: ControlConnection,
         task: PrefillTask,
         grant: Grant,
         delivery: Delivery,

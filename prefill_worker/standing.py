@@ -3,8 +3,8 @@
 With 256 workers of each kind, a connection for each pair would be 65,536 connections. So each
 decode worker stays connected to the `most` prefill workers that rank highest for it. In addition
 each prefill worker stays connected to the `LEAST` decode workers that rank highest for it. Other
-pairs connect when a job needs it (links.py). With `most` prefill workers or fewer every pair is
-connected.
+pairs connect when a job needs it (control_connections.py). With `most` prefill workers or fewer
+every pair is connected.
 
 The rank of a pair is a hash of the two names (rendezvous hashing). So all prefill workers compute
 the same ranks without talking to each other. A worker that comes or goes changes only its own

@@ -1,7 +1,7 @@
 """One granted prefill on this worker, from claim to commit.
 
-Shared by three threads: asyncio (owner, creates and ends it), engine (schedules blocks), mover
-(copies them). Fields say who writes them; `lock` guards the counters two threads touch.
+Shared by three threads: asyncio (owner, creates and ends it), engine (schedules blocks), transfer
+worker (copies them). Fields say who writes them; `lock` guards the counters two threads touch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class PrefillTask:
     made so far (a block written again after a preemption gets a new one). on_done: called once,
     from any thread, with None when all blocks are written (or kept, in pull mode), else with the
     failure; well: it was None. kept: in pull mode, our block for each target block, and their
-    bytes; they stay ours to read until `Mover.let_go`, which calls on_let_go.
+    bytes; they stay ours to read until `TransferWorker.let_go`, which calls on_let_go.
     """
 
     request_id: str
@@ -37,12 +37,13 @@ class PrefillTask:
     fence: FenceToken
     cache_salt: str | None
     priority: int
-    mover: Any
+    transfer_worker: Any
     on_done: Callable[[BaseException | None], None]
     checked: frozenset[int] = frozenset()
     mode: KvMode = KvMode.PUSH_ASYNC
     lock: threading.Lock = field(default_factory=threading.Lock)
-    # mover, under lock; not to be confused with outstanding, which counts planned and kept ones too
+    # transfer worker, under lock; not to be confused with outstanding, which counts planned and
+    # kept ones too
     submitted: int = 0
     on_quiet: list[Callable[[], object]] = field(default_factory=list)
     quiet: threading.Condition | None = None
@@ -52,7 +53,7 @@ class PrefillTask:
     read_asked: bool = False
     freed_by_report: bool = False
     parts: int = 0
-    # engine and mover threads, under lock
+    # engine and transfer worker threads, under lock
     outstanding: int = 0
     cancelled: bool = False
     ended: bool = False
@@ -96,7 +97,7 @@ class PrefillTask:
         return [self.kept[block] for block in self.remote_blocks[self.first_target :]]
 
     def submit(self) -> None:
-        """The mover has one more operation of this task."""
+        """The transfer worker has one more operation of this task."""
         with self.lock:
             self.submitted += 1
 
@@ -114,7 +115,7 @@ class PrefillTask:
 
     def wait_quiet(self, timeout_s: float) -> bool:
         """Block until no submitted operation touches the task's blocks; at once if there is none,
-        whatever the mover does for others. False: not in time."""
+        whatever the transfer worker does for others. False: not in time."""
         with self.lock:
             if self.submitted == 0:
                 return True
@@ -122,7 +123,8 @@ class PrefillTask:
             return quiet.wait_for(lambda: self.submitted == 0, timeout_s)
 
     def when_quiet(self, call: Callable[[], object]) -> None:
-        """Have `call` run once that is so: now, or later on the mover's thread. Must not raise."""
+        """Have `call` run once that is so: now, or later on the transfer worker's thread. Must not
+        raise."""
         with self.lock:
             if self.submitted:
                 self.on_quiet.append(call)

@@ -8,36 +8,37 @@ import time
 import weakref
 from typing import Any
 
-from pullfill import __version__, log
+from pullfill import __version__
 from pullfill.config import ClusterRef, WorkerOptions, restarts_so_far
 from pullfill.engine import args, compat, computes, kv
 from pullfill.engine.host import EngineHost
 from pullfill.engine.thread import EngineThread
-from pullfill.engine.watchdog import EngineGuard
-from pullfill.health import Health, servers_json
-from pullfill.host import host_id
+from pullfill.engine.watchdog import EngineWatchdog
 from pullfill.ids import new_instance_id
-from pullfill.lifecycle import EXIT_S, Stop, exit_within, until
+from pullfill.net.this_host import host_id
 from pullfill.prefill_worker import context as contexts
-from pullfill.prefill_worker import memory, reach, region
+from pullfill.prefill_worker import memory, reach, readable_memory
 from pullfill.prefill_worker.context import PrefillContext
+from pullfill.prefill_worker.control_connection import ControlConnection
+from pullfill.prefill_worker.control_connections import ControlConnections
 from pullfill.prefill_worker.credits import Credits
 from pullfill.prefill_worker.engine import PrefillEngine
-from pullfill.prefill_worker.link import DecodeLink
-from pullfill.prefill_worker.links import Links
-from pullfill.prefill_worker.mover import Mover
 from pullfill.prefill_worker.puller import Puller, budget_of
 from pullfill.prefill_worker.pulling import Pulling
-from pullfill.prefill_worker.readers import Readers
+from pullfill.prefill_worker.read_grants import ReadGrants
 from pullfill.prefill_worker.runner import JobRunner
-from pullfill.prefill_worker.trial import delivery_of
-from pullfill.probe import ProbeServer
+from pullfill.prefill_worker.self_check_job import delivery_of
+from pullfill.prefill_worker.transfer_worker import TransferWorker
 from pullfill.queue.contract import QueueConfig
 from pullfill.queue.jetstream import JetStreamConsumer
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.directory import Directory
 from pullfill.registry.membership import Membership
 from pullfill.registry.settings import Settings
+from pullfill.runtime import log
+from pullfill.runtime.health import Health, servers_json
+from pullfill.runtime.lifecycle import EXIT_S, Stop, exit_within, until
+from pullfill.runtime.probe import ProbeServer
 from pullfill.transfer import catalogue
 from pullfill.transfer.contract import PeerTransport
 from pullfill.wire import (
@@ -58,7 +59,8 @@ _CREDITS = 256 << 20
 
 
 class PrefillWorker:
-    """Lives on the process's asyncio loop; the engine and each mover have threads of their own."""
+    """Lives on the process's asyncio loop; the engine and each transfer worker have threads of
+    their own."""
 
     def __init__(self, cluster: ClusterRef, options: WorkerOptions, vllm_args: list[str]) -> None:
         self._cluster = cluster
@@ -74,14 +76,14 @@ class PrefillWorker:
         self._directory: Directory | None = None
         self._runner: JobRunner | None = None
         self._credits: Credits | None = None
-        self._links: Links | None = None
+        self._links: ControlConnections | None = None
         self._engine: PrefillEngine | None = None
         self._host: EngineHost | None = None
         self._probe: ProbeServer | None = None
         self._transports: list[PeerTransport] = []
         self._absent: dict[str, str] = {}
         self._healths: list[Health] = []
-        self._movers: weakref.WeakSet[Mover] = weakref.WeakSet()
+        self._transfer_workers: weakref.WeakSet[TransferWorker] = weakref.WeakSet()
         self._key = cluster.security.cluster.load()
         self._context = PrefillContext(self._instance_id, wake=self._wake_engine)
 
@@ -108,7 +110,7 @@ class PrefillWorker:
         await directory.start()
         self._directory = directory
         host = await engine.ready
-        self._guard = EngineGuard(engine, self._options.engine_stall_s, self._on_stuck)
+        self._guard = EngineWatchdog(engine, self._options.engine_stall_s, self._on_stuck)
         assert self._compat is not None
         settings = await Settings.started(etcd, self._cluster.namespace, QueueSettings)
         consumer = await JetStreamConsumer.connect(
@@ -151,7 +153,7 @@ class PrefillWorker:
             await self._runner.abandon()
             await self._links.close()
             await probe.stop()
-            await memory.end(engine, self._context, self._movers)
+            await memory.end(engine, self._context, self._transfer_workers)
             await settings.close()
             await consumer.close()
             await directory.close()
@@ -253,14 +255,14 @@ class PrefillWorker:
             block_size=config.cache_config.block_size,
             compat_hash=self._compat.hash(),
         )
-        self._links = Links(
+        self._links = ControlConnections(
             self._directory,
             Hello(
                 prefill_instance=self._instance_id,
                 host_id=host_id(),
                 compat=self._compat.hash(),
                 transports=[t.name for t in self._transports],
-                regions=region.open_region(
+                regions=readable_memory.open_region(
                     self._context,
                     self._compat,
                     config.cache_config.block_size,
@@ -273,7 +275,7 @@ class PrefillWorker:
                 computes=computes.digest(config),
             ),
             self._compat,
-            self._open_mover,
+            self._open_transfer_worker,
             self._on_revoke,
             self._on_lost,
             self._key,
@@ -286,7 +288,7 @@ class PrefillWorker:
             heartbeat_s=lambda: consumer.ack_wait_s / 3,
             max_prompt_tokens=config.model_config.max_model_len - 1,
             max_deliver=lambda: consumer.max_deliver,
-            readers=Readers(self._context.owner.fences if self._context.owner else None),
+            readers=ReadGrants(self._context.owner.fences if self._context.owner else None),
             on_change=lambda: puller.changed(),
         )
         runner = self._runner
@@ -312,11 +314,11 @@ class PrefillWorker:
         blocks: int = -(-tokens // self._config.cache_config.block_size)
         return blocks * sum(memory.layout.block_bytes for memory in self._context.memories)
 
-    async def _open_mover(self, record: WorkerRecord) -> Mover:
+    async def _open_transfer_worker(self, record: WorkerRecord) -> TransferWorker:
         """Connect to a decode worker's KV memory by its descriptor from the registry."""
         assert self._directory is not None
         assert self._compat is not None
-        mover = await reach.open_mover(
+        transfer_worker = await reach.open_transfer_worker(
             record,
             self._context,
             self._directory,
@@ -325,10 +327,10 @@ class PrefillWorker:
             self._credits,
             self._absent,
         )
-        self._movers.add(mover)
-        return mover
+        self._transfer_workers.add(transfer_worker)
+        return transfer_worker
 
-    def _on_revoke(self, link: DecodeLink, revoke: Revoke) -> None:
+    def _on_revoke(self, link: ControlConnection, revoke: Revoke) -> None:
         assert self._runner is not None
         self._runner.revoked(link, revoke)
 
@@ -336,7 +338,7 @@ class PrefillWorker:
         assert self._runner is not None
         self._runner.start(delivery_of(job.job))
 
-    def _on_lost(self, link: DecodeLink) -> None:
+    def _on_lost(self, link: ControlConnection) -> None:
         assert self._runner is not None
         self._runner.link_lost(link)
 

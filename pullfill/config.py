@@ -15,7 +15,7 @@ import msgspec
 
 from pullfill.errors import ConfigError
 from pullfill.ids import is_name
-from pullfill.security import OPEN, Security, load
+from pullfill.net.security import OPEN, Security, load
 from pullfill.wire import DigestMode, KvMode
 
 DEFAULT_STATE_DIR = ".pullfill"

@@ -25,9 +25,9 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pullfill import log
 from pullfill.errors import QueueUnavailable
-from pullfill.queue.connection import Link, NoResponders, NotSent
+from pullfill.queue.nats_connection import NatsConnection, NoResponders, NotSent
+from pullfill.runtime import log
 
 logger = log.get("queue")
 
@@ -65,7 +65,7 @@ class Acks:
     stream_id: returns the id of the current stream. A delivery of another stream is not acked,
     because its sequence number now means another job. While the id is unknown (""), acks wait."""
 
-    def __init__(self, link: Link, stream_id: Callable[[], str]) -> None:
+    def __init__(self, link: NatsConnection, stream_id: Callable[[], str]) -> None:
         self._link = link
         self._stream_id = stream_id
         self._open: dict[str, _Open] = {}

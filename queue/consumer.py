@@ -24,19 +24,19 @@ from typing import Any, Self
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
-from pullfill import log
 from pullfill.clock import SYSTEM_CLOCK
 from pullfill.errors import BadMessage, PullfillError, QueueUnavailable
-from pullfill.health import Health
 from pullfill.queue.acks import Acks
-from pullfill.queue.connection import Link, NoResponders, NotSent, OnEvent
 from pullfill.queue.contract import Delivery, OnDeadLetter, QueueConfig
 from pullfill.queue.deadletter import DeadLetters, MaxDeliveries
 from pullfill.queue.delivery import IN_PROGRESS, DirectDelivery, JetStreamDelivery
 from pullfill.queue.depth import moment
 from pullfill.queue.names import CONSUMER, MSG_ID, TAKEN, Names
+from pullfill.queue.nats_connection import NatsConnection, NoResponders, NotSent, OnEvent
 from pullfill.queue.streams import NOT_SET, Streams
-from pullfill.waits import Bell
+from pullfill.runtime import log
+from pullfill.runtime.health import Health
+from pullfill.runtime.waits import Bell
 from pullfill.wire import QueueSettings
 
 logger = log.get("queue")
@@ -64,7 +64,7 @@ class JetStreamConsumer:
     def __init__(self, config: QueueConfig) -> None:
         self.clock_offset_s = 0.0
         self.running: Callable[[], Iterable[Delivery]] = tuple
-        self.link: Link
+        self.link: NatsConnection
         self.letters: DeadLetters
         self.acks: Acks
         self.streams: Streams
@@ -99,7 +99,7 @@ class JetStreamConsumer:
     ) -> Self:
         """As `JetStreamProducer.connect`; `on_dead_letter` hears of each new dead letter."""
         self = cls(config)
-        self.link = Link(
+        self.link = NatsConnection(
             url, "consumer", self._setup, on_event=on_event, connect_options=connect_options
         )
         self.link.on_down = self._wake.ring

@@ -100,7 +100,7 @@ class Delivery(Protocol):
 
     @property
     def ack_subject(self) -> str:
-        """Whoever knows it can settle this delivery (`JobProducer.hand_back`)."""
+        """Whoever knows it can settle this delivery (`JobProducer.nak`)."""
         ...
 
     async def ack(self) -> None:
@@ -148,7 +148,7 @@ class JobProducer(Protocol):
         """Stop counting the job in `depth`. It is done, and its message will be acked soon."""
         ...
 
-    async def hand_back(self, ack_subject: str, receipt: Receipt | None) -> None:
+    async def nak(self, ack_subject: str, receipt: Receipt | None) -> None:
         """NAK a delivery on behalf of a worker that died with it.
 
         receipt: of the job. Without one, or if the stream was made anew since, nothing is sent, and

@@ -16,11 +16,11 @@ from typing import Annotated, Any
 import msgspec
 from nats.aio.msg import Msg
 
-from pullfill import log, metrics
 from pullfill.errors import PullfillError
-from pullfill.queue.connection import API_TIMEOUT_S, ApiError, Link, read_reply
 from pullfill.queue.contract import DeadLetter, OnDeadLetter
 from pullfill.queue.names import CONSUMER, DELIVERIES, JOB_ID, MSG_ID, REASON, Names
+from pullfill.queue.nats_connection import API_TIMEOUT_S, ApiError, NatsConnection, read_reply
+from pullfill.runtime import log, metrics
 
 logger = log.get("queue")
 
@@ -32,7 +32,9 @@ _HEADER_ROOM = 4096
 class DeadLetters:
     """Writes and reads the dead stream of one queue."""
 
-    def __init__(self, link: Link, names: Names, on_dead_letter: OnDeadLetter | None) -> None:
+    def __init__(
+        self, link: NatsConnection, names: Names, on_dead_letter: OnDeadLetter | None
+    ) -> None:
         self._link = link
         self._names = names
         self._on_dead_letter = on_dead_letter
@@ -86,7 +88,7 @@ class DeadLetters:
 class MaxDeliveries:
     """Moves jobs that used up their deliveries. Owned by a consumer; `close` stops the sweep."""
 
-    def __init__(self, link: Link, names: Names, letters: DeadLetters) -> None:
+    def __init__(self, link: NatsConnection, names: Names, letters: DeadLetters) -> None:
         self._link = link
         self._names = names
         self._letters = letters
@@ -156,7 +158,9 @@ class MaxDeliveries:
         await delete_message(self._link, self._names.stream, seq)
 
 
-async def get_message(link: Link, stream: str, seq: int) -> tuple[dict[str, str], bytes] | None:
+async def get_message(
+    link: NatsConnection, stream: str, seq: int
+) -> tuple[dict[str, str], bytes] | None:
     """Headers and body of one stored message; None if it is not there."""
     try:
         answer = await link.api(f"STREAM.MSG.GET.{stream}", {"seq": seq})
@@ -172,7 +176,7 @@ async def get_message(link: Link, stream: str, seq: int) -> tuple[dict[str, str]
 
 
 async def delete_message(
-    link: Link, stream: str, seq: int, timeout_s: float = API_TIMEOUT_S
+    link: NatsConnection, stream: str, seq: int, timeout_s: float = API_TIMEOUT_S
 ) -> bool:
     """Remove one stored message, in flight or not. False: it was not there."""
     ask = {"seq": seq, "no_erase": True}

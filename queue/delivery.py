@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from nats.aio.msg import Msg
 
-from pullfill import log
 from pullfill.clock import SYSTEM_CLOCK
 from pullfill.queue.contract import DeadLetter
 from pullfill.queue.names import MSG_ID, TOKENS, parse_ack, subject_tokens
+from pullfill.runtime import log
 
 if TYPE_CHECKING:
     from pullfill.queue.consumer import JetStreamConsumer

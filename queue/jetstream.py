@@ -1,7 +1,7 @@
 """The job queue on NATS JetStream: `JetStreamProducer` (decode), `JetStreamConsumer` (prefill).
 
 names.py       names of streams and subjects, token counts in subjects, ack subjects
-connection.py  one connection, redialled for ever
+nats_connection.py  one connection, redialled for ever
 streams.py     what the streams and the consumer look like; making and checking them
 producer.py    publish, cancel, depth, circuit breaker
 consumer.py    pull, drain, settling

@@ -232,7 +232,7 @@ class MemoryProducer:
     def committed(self, receipt: Receipt) -> None:
         """The depth is exact as it is."""
 
-    async def hand_back(self, ack_subject: str, receipt: Receipt | None) -> None:
+    async def nak(self, ack_subject: str, receipt: Receipt | None) -> None:
         root, _, rest = ack_subject.partition(".")
         seq, _, number = rest.partition(".")
         if root != "memory" or not (seq.isdigit() and number.isdigit()):

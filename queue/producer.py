@@ -1,6 +1,6 @@
 """The decode worker's end of the queue on JetStream.
 
-Life: `connect` → `publish`/`cancel`/`hand_back` → `close`.
+Life: `connect` → `publish`/`cancel`/`nak` → `close`.
 
 Refresh: a background task asks the server for the queue's depth regularly. Normally one producer of
 the model asks and tells the others (shared_depth.py).
@@ -26,27 +26,26 @@ import math
 from collections.abc import Mapping
 from typing import Any, Self
 
-from pullfill import beat, log
 from pullfill.clock import SYSTEM_CLOCK
 from pullfill.errors import BadMessage, ConfigError, QueueFull, QueueUnavailable
-from pullfill.health import Health
 from pullfill.queue import streams
-from pullfill.queue.connection import ApiError, Link, NoResponders, NotSent, OnEvent, read_reply
 from pullfill.queue.contract import DeadLetter, QueueConfig, Receipt
 from pullfill.queue.deadletter import DeadLetters, delete_message
 from pullfill.queue.depth import DepthCache, Snapshot, read_snapshot
-from pullfill.queue.names import (
-    CONSUMER,
-    EXPECTED_STREAM,
-    MSG_ID,
-    TAKEN,
-    TOKENS,
-    Names,
-    parse_ack,
+from pullfill.queue.names import CONSUMER, EXPECTED_STREAM, MSG_ID, TAKEN, TOKENS, Names, parse_ack
+from pullfill.queue.nats_connection import (
+    ApiError,
+    NatsConnection,
+    NoResponders,
+    NotSent,
+    OnEvent,
+    read_reply,
 )
 from pullfill.queue.shared_depth import SharedDepth
 from pullfill.queue.streams import NOT_SET, Streams
-from pullfill.waits import Bell
+from pullfill.runtime import log, timer_grid
+from pullfill.runtime.health import Health
+from pullfill.runtime.waits import Bell
 from pullfill.wire import QueueSettings, QueueStatus
 
 logger = log.get("queue")
@@ -72,7 +71,7 @@ class JetStreamProducer:
     def __init__(self, config: QueueConfig) -> None:
         self._config = config
         self._names = Names(config.namespace, config.compat_hash)
-        self._link: Link
+        self._link: NatsConnection
         self._letters: DeadLetters
         self._shared: SharedDepth
         self._depth = DepthCache()
@@ -102,7 +101,7 @@ class JetStreamProducer:
         whenever the cause of waiting changes. `connect_options` go to `nats.connect` (user,
         password, token, tls, …). Raises QueueUnavailable after `wait_s`, ConfigError."""
         self = cls(config)
-        self._link = Link(
+        self._link = NatsConnection(
             url, "producer", self._setup, on_event=on_event, connect_options=connect_options
         )
         self._link.on_down = self._on_down
@@ -196,7 +195,7 @@ class JetStreamProducer:
         if receipt.stream_id == self.streams.stream_id:
             self._depth.cancelled(receipt.seq, receipt.tokens)
 
-    async def hand_back(self, ack_subject: str, receipt: Receipt | None) -> None:
+    async def nak(self, ack_subject: str, receipt: Receipt | None) -> None:
         ack = parse_ack(ack_subject)
         if (ack.stream, ack.consumer) != (self._names.stream, CONSUMER):
             raise BadMessage(f"ack subject of another queue: {ack_subject[:200]!r}")
@@ -212,11 +211,7 @@ class JetStreamProducer:
         return await self._letters.read(limit)
 
     async def _store(self, job_id: str, body: bytes, tokens: int) -> dict[str, Any]:
-        headers = {
-            MSG_ID: job_id,
-            TOKENS: str(tokens),
-            EXPECTED_STREAM: self._names.stream,
-        }
+        headers = {MSG_ID: job_id, TOKENS: str(tokens), EXPECTED_STREAM: self._names.stream}
         reply = await self._link.request(
             self._names.job(tokens), body, self.streams.publish_timeout_s, headers
         )
@@ -356,7 +351,7 @@ class JetStreamProducer:
             pause = IDLE_REFRESH_S
         else:
             pause = STEADY_REFRESH_S
-        return beat.before(self._asked_at + pause, pause) - now
+        return timer_grid.before(self._asked_at + pause, pause) - now
 
     async def _ask(self) -> Snapshot:
         names, timeout_s = self._names, self.streams.publish_timeout_s

@@ -13,8 +13,8 @@ import asyncio
 
 from nats.aio.client import Client
 
-from pullfill import beat
-from pullfill.health import Health
+from pullfill.runtime import timer_grid
+from pullfill.runtime.health import Health
 
 EVERY_S = 1.0
 WAIT_S = 0.6
@@ -35,7 +35,7 @@ async def watch_pulse(client: Client, health: Health) -> str:
     missed, used = 0, False
     try:
         while client.is_connected:
-            await asyncio.sleep(beat.left(loop.time(), EVERY_S / 2 if used else EVERY_S))
+            await asyncio.sleep(timer_grid.left(loop.time(), EVERY_S / 2 if used else EVERY_S))
             used = client.stats["in_msgs"] != heard
             heard = client.stats["in_msgs"]
             if used and ping is None:

@@ -22,14 +22,14 @@ import nats.errors
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
-from pullfill import log
 from pullfill.clock import SYSTEM_CLOCK
-from pullfill.codec import decode, encode
 from pullfill.errors import BadMessage, QueueUnavailable
-from pullfill.queue.connection import Link
 from pullfill.queue.depth import Snapshot
 from pullfill.queue.names import Names
+from pullfill.queue.nats_connection import NatsConnection
+from pullfill.runtime import log
 from pullfill.wire import DepthReport
+from pullfill.wire.codec import decode, encode
 
 REPORT_S = 0.3
 """Longer than the time between two requests of an asker plus the way of its report."""
@@ -47,7 +47,7 @@ class SharedDepth:
 
     def __init__(
         self,
-        link: Link,
+        link: NatsConnection,
         names: Names,
         on_report: Callable[[Snapshot, float], None],
         on_want: Callable[[], None],

@@ -13,11 +13,11 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from pullfill import log
 from pullfill.errors import ConfigError, QueueUnavailable
-from pullfill.queue.connection import ApiError, Link
 from pullfill.queue.contract import QueueConfig
 from pullfill.queue.names import CONSUMER, Names
+from pullfill.queue.nats_connection import ApiError, NatsConnection
+from pullfill.runtime import log
 from pullfill.wire import QueueSettings
 
 logger = log.get("queue")
@@ -111,7 +111,7 @@ class Streams:
     """
 
     def __init__(
-        self, link: Link, names: Names, config: QueueConfig, settings: QueueSettings
+        self, link: NatsConnection, names: Names, config: QueueConfig, settings: QueueSettings
     ) -> None:
         self.stream_id = ""
         self.ack_wait_s = config.ack_wait_s

@@ -16,7 +16,7 @@ import pytest
 import typer.testing
 from hypothesis import HealthCheck, settings
 
-from pullfill.deploy.device import gpu_count
+from pullfill.deploy.accelerator import gpu_count
 from tests.support.checkpoint import tiny_checkpoint
 from tests.support.forks import Forks
 from tests.support.late import READ_WITH_TESTS, loaded_large, uses_late

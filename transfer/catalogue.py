@@ -16,16 +16,16 @@ from collections.abc import Collection, Iterable, Mapping
 
 from pullfill.config import TRANSPORTS
 from pullfill.errors import ConfigError, PullfillError
-from pullfill.security import ClusterKey
+from pullfill.net.security import ClusterKey
 from pullfill.transfer.contract import LocalMemory, PeerTransport
 from pullfill.transfer.nixl.devices import confine
-from pullfill.transfer.stream.contract import PlaneKind
+from pullfill.transfer.stream.backend_contract import BackendKind
 from pullfill.transfer.stream.peer import StreamTransport
 
 _PLANES = {
-    "nccl": ("pullfill.transfer.nccl.cuda", "make_kind"),
-    "nixl": ("pullfill.transfer.nixl.plane", "NixlKind"),
-    "tcp": ("pullfill.transfer.tcp.plane", "TcpKind"),
+    "nccl": ("pullfill.transfer.nccl.nccl_cuda", "make_kind"),
+    "nixl": ("pullfill.transfer.nixl.backend", "NixlKind"),
+    "tcp": ("pullfill.transfer.tcp.backend", "TcpKind"),
 }
 BY_NAME = frozenset({"nixl"})
 """Used and offered only where `--transports` names them."""
@@ -33,19 +33,19 @@ _ONLY_BY_NAME = "only with --transports nixl: its UCX listens outside pullfill's
 _NO_MEMORY = "it does not move memory of this kind"
 
 
-def planes(
+def backends(
     chosen: Collection[str] | None, memory: LocalMemory, host: str = "127.0.0.1"
-) -> dict[str, PlaneKind]:
-    """The planes of the stream protocol that work here, for memory like this, by name. The caller
-    closes them. host: the address this worker binds; what a plane opens by itself stays there
+) -> dict[str, BackendKind]:
+    """The backends of the stream protocol that work here, for memory like this, by name. The caller
+    closes them. host: the address this worker binds; what a backend opens by itself stays there
     where it can. Raises ConfigError when one was asked for by name and does not work."""
-    found: dict[str, PlaneKind] = {}
+    found: dict[str, BackendKind] = {}
     for name in _PLANES:
         if name not in (set(_PLANES) - BY_NAME if chosen is None else chosen):
             continue
         if name == "nixl":
             confine(host)
-        kind, why = _plane(name)
+        kind, why = _backend(name)
         if kind is not None and why is None and kind.detail(memory) is None:
             why = _NO_MEMORY
         if kind is not None and why is None:
@@ -67,7 +67,7 @@ def peers(
     host: str = "127.0.0.1",
 ) -> list[PeerTransport]:
     """How a worker with memory like this reaches others, best first. Raises ConfigError as
-    `planes`."""
+    `backends`."""
     mapped = {name: _why_not_mapped(name, memory.device) for name in ("cuda_ipc", "shm")}
     if chosen is not None:
         for name in (n for n in mapped if n in chosen and mapped[n] is not None):
@@ -77,7 +77,7 @@ def peers(
         for name, why in mapped.items()
         if why is None and (chosen is None or name in chosen)
     ]
-    kinds = planes(chosen, memory, host)
+    kinds = backends(chosen, memory, host)
     return transports + [StreamTransport(kind, key) for kind in kinds.values()]
 
 
@@ -99,7 +99,7 @@ def survey(device: int | None, names: Iterable[str] = TRANSPORTS) -> Mapping[str
         if name not in _PLANES:
             answers[name] = _why_not_mapped(name, device)
             continue
-        kind, answers[name] = _plane(name)
+        kind, answers[name] = _backend(name)
         if kind is not None:
             kind.close()
         if name == "tcp" and device is not None:
@@ -107,10 +107,10 @@ def survey(device: int | None, names: Iterable[str] = TRANSPORTS) -> Mapping[str
     return answers
 
 
-def _plane(name: str) -> tuple[PlaneKind | None, str | None]:
+def _backend(name: str) -> tuple[BackendKind | None, str | None]:
     module, made = _PLANES[name]
     try:
-        kind: PlaneKind = getattr(importlib.import_module(module), made)()
+        kind: BackendKind = getattr(importlib.import_module(module), made)()
         return kind, kind.why_not()
     except (ImportError, AttributeError, PullfillError) as exc:
         return None, f"not installed ({exc})"

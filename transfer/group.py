@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from pullfill.errors import Fenced
-from pullfill.lanes import POOL
+from pullfill.runtime.lanes import POOL
 from pullfill.transfer.contract import Direction, MoveResult, PeerSession
 from pullfill.wire import FenceToken
 

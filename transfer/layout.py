@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pullfill.errors import BadMessage, IncompatibleError
-from pullfill.host import host_id as this_host
+from pullfill.net.this_host import host_id as this_host
 from pullfill.transfer.contract import KvLayout, LocalMemory, Owner, Part
 from pullfill.wire import Compat, RegionDescriptor
 

@@ -12,17 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from pullfill import failpoints
-from pullfill.security import ClusterKey
+from pullfill.net.security import ClusterKey
+from pullfill.runtime import failpoints
 from pullfill.transfer.contract import LocalMemory, OwnerFences
 from pullfill.transfer.copying import corrupt
-from pullfill.transfer.session import Gate
-from pullfill.transfer.shm.fence import ShmGate
+from pullfill.transfer.session import FenceHold
+from pullfill.transfer.shm.fence import ShmHold
 from pullfill.transfer.shm.owner import FenceOwner
-from pullfill.transfer.stream.contract import PlaneKind
-from pullfill.transfer.stream.link import STALL_S
+from pullfill.transfer.stream.backend_contract import BackendKind
 from pullfill.transfer.stream.peer import endpoint_of
 from pullfill.transfer.stream.server import StreamServer
+from pullfill.transfer.stream.socket_connection import STALL_S
 from pullfill.wire import FenceToken
 
 
@@ -35,12 +35,12 @@ class CombinedOwner:
         memories: Sequence[LocalMemory],
         *,
         instance_id: str,
-        kinds: Mapping[str, PlaneKind] | None = None,
+        kinds: Mapping[str, BackendKind] | None = None,
         key: ClusterKey | None = None,
         offered: frozenset[str] | None = None,
         stall_s: float = STALL_S,
     ) -> None:
-        """memories: by rank, each as this process maps it. kinds: the planes to serve, by name.
+        """memories: by rank, each as this process maps it. kinds: the backends to serve, by name.
         offered: names of transports to publish (None: all that work)."""
         self._base = base
         self._memories = list(memories)
@@ -63,8 +63,8 @@ class CombinedOwner:
         self._fences = _Fences(base.fences, self._server)
 
     def listen(self, host: str, port: int = 0, advertise: str | None = None) -> None:
-        """Serve the planes, if there are any. advertise: published instead of the bound address (a
-        forwarded port). Raises ConfigError."""
+        """Serve the backends, if there are any. advertise: published instead of the bound address
+        (a forwarded port). Raises ConfigError."""
         if self._kinds:
             self._server.start(host, port)
             self._advertised = advertise or self._server.address
@@ -103,8 +103,8 @@ class CombinedOwner:
             kind.close()
         self._base.close()
 
-    def _open_gate(self, incarnation: str) -> Gate:
-        return _ReceiverGate(self._base.open_fence(), incarnation)
+    def _open_gate(self, incarnation: str) -> FenceHold:
+        return _ReceiverHold(self._base.open_fence(), incarnation)
 
 
 _NOTHING: tuple[int, frozenset[int], frozenset[int]] = (-1, frozenset(), frozenset())
@@ -154,7 +154,7 @@ class _Fences:
         self._fences.close()
 
 
-class _ReceiverGate(ShmGate):
+class _ReceiverHold(ShmHold):
     """The gate of one of our own receiving threads, with failpoints of its own."""
 
     def before_batch(self, verb: str) -> None:

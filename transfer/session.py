@@ -1,7 +1,8 @@
 """The part of a peer session that every address-mapped transport shares.
 
 A transport that can see the owner's memory at an address (shm, loopback, later CUDA IPC with its
-own copier) supplies a `Gate` and the address; planning, batching, fencing and accounting are here.
+own copier) supplies a `FenceHold` and the address; planning, batching, fencing and accounting are
+here.
 
 Order inside one batch: enter the gate (which refuses a dead fence) → copy → leave. Nothing is
 copied outside a gate. `close` waits for a batch under way, because letting go of the lock or of
@@ -29,7 +30,7 @@ NOW_BYTES = 256 << 10
 NOW_COPIES = 64
 
 
-class Gate(Protocol):
+class FenceHold(Protocol):
     """Holds a fence while a batch is copied."""
 
     def enter(self, token: FenceToken, wait: bool = True) -> bool:
@@ -66,7 +67,7 @@ class MappedSession:
         local: LocalMemory,
         remote: KvLayout,
         remote_address: int,
-        gate: Gate,
+        gate: FenceHold,
         *,
         part: Part | None = None,
         copier: Copier = copy_batch,

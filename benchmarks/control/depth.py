@@ -16,12 +16,12 @@ from typing import Any
 
 from benchmarks.control.plant import Plant
 from benchmarks.report import Row, median, row, versus
+from pullfill.decode_worker.connector_scheduler import ConnectorScheduler
 from pullfill.decode_worker.context import DecodeContext
 from pullfill.decode_worker.control import ControlServer
 from pullfill.decode_worker.ledger import Ledger
 from pullfill.decode_worker.publisher import Publisher
-from pullfill.decode_worker.scheduler_side import SchedulerSide
-from pullfill.decode_worker.story import Stories
+from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.decode_worker.worker import DecodeWorker
 from pullfill.queue.contract import QueueConfig
 from pullfill.queue.jetstream import JetStreamProducer
@@ -55,7 +55,7 @@ class Half:
     def __init__(self, producer: JetStreamProducer, name: str) -> None:
         self._name, self._serial = name, 0
         self.producer = producer
-        self.stories = Stories(name)
+        self.traces = RequestTraces(name)
         self.open: list[str] = []
         config = RouterConfig(
             policy=RouterPolicy.ALWAYS_REMOTE, max_prefill_queue_size=10**6,
@@ -68,8 +68,8 @@ class Half:
 
         self.ledger = Ledger(LoopbackFences(64, 8), incarnation="i", on_action=wake)
         self.control = ControlServer(
-            instance_id=name, compat=_COMPAT, ledger=self.ledger, stories=self.stories,
-            cancel=producer.cancel, hand_back=producer.hand_back,  # type: ignore[arg-type]
+            instance_id=name, compat=_COMPAT, ledger=self.ledger, traces=self.traces,
+            cancel=producer.cancel, nak=producer.nak,  # type: ignore[arg-type]
         )  # fmt: skip
         self.publisher = Publisher(
             loop, producer, self.ledger, instance_id=name, control="tcp://127.0.0.1:1",
@@ -85,12 +85,12 @@ class Half:
         self.context: Any = DecodeContext(
             instance_id=name, incarnation="i", router_config=lambda: config,
             situation=lambda *asked: DecodeWorker._situation(worker, *asked),
-            publish=self.publisher.submit, stories=self.stories,
+            publish=self.publisher.submit, traces=self.traces,
             make_ledger=lambda _: self.ledger, offer=lambda *_: None,
         )  # fmt: skip
         worker._context = SimpleNamespace(ledger=self.ledger, owner=self)
         self.context.ledger = self.ledger
-        self.side = SchedulerSide(self.context, BLOCK)
+        self.side = ConnectorScheduler(self.context, BLOCK)
 
     async def start(self) -> None:
         await self.control.start("127.0.0.1")

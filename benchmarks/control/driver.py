@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from pullfill.config import ClusterRef
-from pullfill.engine import check, rpc
+from pullfill.engine import check, front_wire
 from pullfill.engine.blame import Fault
+from pullfill.frontend.decode_pool import WorkerPool
 from pullfill.frontend.dispatch import Dispatcher
 from pullfill.frontend.explain import ExplainStore
-from pullfill.frontend.pool import WorkerPool
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.directory import Directory
 from pullfill.registry.settings import Settings
@@ -63,14 +63,16 @@ class Driver:
             await settings.set(key, str(value))
         directory = Directory(client, cluster.namespace, ["decode", "prefill"])
         await directory.start()
-        hello = rpc.FrontendHello(
+        hello = front_wire.FrontendHello(
             frontend_instance=f"driver-{random.randrange(1 << 32):08x}",
             vllm_version=check.require_version(),
             model="demo",
         )
         self.pool = WorkerPool(directory, hello, ("demo", model), None)
         self._explain = ExplainStore(limit=100_000)
-        self._port = Dispatcher(rpc.FrontendCodec(), Sticky(), self._explain, self.pool.candidates)
+        self._port = Dispatcher(
+            front_wire.FrontendCodec(), Sticky(), self._explain, self.pool.candidates
+        )
         self._port.bind(self)
         await self.pool.start(self._port)
 

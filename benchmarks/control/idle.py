@@ -77,7 +77,9 @@ def rows_of(at: str, role: str, kept: Kept, workers: int) -> list[Row]:
     ]
 
 
-def run(plant: Plant, workers: int, options: argparse.Namespace, quiet: machine.Quiet) -> list[Row]:
+def run(
+    plant: Plant, workers: int, options: argparse.Namespace, quiet: machine.DrainAck
+) -> list[Row]:
     """Measure one size and print its rows. If it does not fit into memory, the one row says so.
 
     Raises BenchError."""

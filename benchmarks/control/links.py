@@ -1,8 +1,8 @@
 """Measures the control connections of n idle decode workers and n idle prefill workers.
 
-Each worker is only its real `ControlServer` or `Links`, over TCP. All of one size share one process
-and one event loop, because 512 worker processes did not fit into memory. The figures are shares of
-that process. The part `idle` measures whole workers.
+Each worker is only its real `ControlServer` or `ControlConnections`, over TCP. All of one size
+share one process and one event loop, because 512 worker processes did not fit into memory. The
+figures are shares of that process. The part `idle` measures whole workers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from msgspec.structs import replace
 from benchmarks import machine
 from benchmarks.report import Row, row
 from pullfill.config import STANDING_LINKS
-from pullfill.prefill_worker.links import Links
+from pullfill.prefill_worker.control_connections import ControlConnections
 from pullfill.prefill_worker.standing import LEAST
 from pullfill.wire import Hello
 from tests.support.control_rig import Decode, until
@@ -84,12 +84,12 @@ async def keep(workers: int, rest_s: float, idle_s: float) -> Kept:
         )
 
 
-def _links(directory: Any, name: str) -> Links:
+def _links(directory: Any, name: str) -> ControlConnections:
     async def nothing(_: Any) -> Any:
         raise AssertionError("nothing is moved")
 
     hello = Hello(prefill_instance=name, host_id="h", compat=COMPAT.hash(), transports=[])
-    return Links(directory, hello, COMPAT, nothing, lambda *_: None, lambda *_: None)
+    return ControlConnections(directory, hello, COMPAT, nothing, lambda *_: None, lambda *_: None)
 
 
 def _sockets() -> int:
@@ -133,13 +133,13 @@ def rows_of(workers: int, kept: Kept) -> list[Row]:
     return found
 
 
-def run(sizes: Sequence[int], options: argparse.Namespace, quiet: machine.Quiet) -> list[Row]:
+def run(sizes: Sequence[int], options: argparse.Namespace, quiet: machine.DrainAck) -> list[Row]:
     """Measure all sizes, each in a process of its own."""
     found = list[Row]()
     for size in sizes:
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(1, context) as pool, quiet.window([os.getpid()]):
-            # After this time unused links send Alive less often (alive.py).
+            # After this time unused links send Heartbeat less often (alive.py).
             kept = pool.submit(measure, size, 15.0, options.idle).result()
         found += rows_of(size, kept)
     return found

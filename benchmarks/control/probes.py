@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 _ENGINE_CALLS = ("step_fn", "add_request", "preprocess_add_request", "abort_requests")
-"""What the host and the shim call on the core."""
+"""What the host and the request server call on the core."""
 _SIDE_CALLS = ("matched", "allocated", "collect", "plan", "finished")
 """Our code that vLLM's scheduler calls in the middle of its own."""
 

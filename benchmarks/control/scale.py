@@ -59,7 +59,9 @@ def warm_up(workers: int) -> list[int]:
     return [min(PORTION, wanted - done) for done in range(0, wanted, PORTION)]
 
 
-def measure(plant: Plant, workers: int, options: argparse.Namespace, quiet: machine.Quiet) -> Size:
+def measure(
+    plant: Plant, workers: int, options: argparse.Namespace, quiet: machine.DrainAck
+) -> Size:
     """One size. Raises BenchError."""
     fleet = Fleet(
         plant, f"scale{workers}", workers, workers,
@@ -157,7 +159,9 @@ def print_threads(size: Size) -> None:
         print(f"  {role}: ms per request by thread: {parts}; engine {engine:.3f}")
 
 
-def run(plant: Plant, workers: int, options: argparse.Namespace, quiet: machine.Quiet) -> list[Row]:
+def run(
+    plant: Plant, workers: int, options: argparse.Namespace, quiet: machine.DrainAck
+) -> list[Row]:
     """One size, with its rows printed. Raises BenchError."""
     size = measure(plant, workers, options, quiet)
     rows = rows_of(size)

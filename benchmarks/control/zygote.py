@@ -78,15 +78,15 @@ def _serve(order: dict[str, Any], model: str, flags: list[str]) -> None:
         probes.profile(stats)
     options = WorkerOptions(model=model, engine_stall_s=600.0, drain_timeout_s=3.0)
     if order["fork"] == "decode":
-        from pullfill.decode_worker import main, scheduler_side
+        from pullfill.decode_worker import connector_scheduler, main
 
-        probes.install(scheduler_side.SchedulerSide, stats)
+        probes.install(connector_scheduler.ConnectorScheduler, stats)
         main.run(cluster, options, flags)
     else:
+        from pullfill.prefill_worker import connector_scheduler as prefill_side
         from pullfill.prefill_worker import main as prefill_main
-        from pullfill.prefill_worker import scheduler_side as prefill_side
 
-        probes.install(prefill_side.SchedulerSide, stats)
+        probes.install(prefill_side.ConnectorScheduler, stats)
         prefill_main.run(cluster, options, flags)
 
 

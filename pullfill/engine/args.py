@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pullfill.config import NO_DATA_PARALLEL, NO_KV_OFFLOADING
-from pullfill.engine.names import check_worker
 from pullfill.engine.refusals import check_config, check_flags
+from pullfill.engine.vllm_names import check_worker
 from pullfill.errors import ConfigError
 
 if TYPE_CHECKING:

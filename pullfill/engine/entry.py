@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, NoReturn
 
-from pullfill import log
 from pullfill.config import WorkerOptions, ranks_of
 from pullfill.engine import check, process
 from pullfill.errors import ConfigError, IncompatibleError, PullfillError
-from pullfill.host import allow_open_files
-from pullfill.lifecycle import leave
+from pullfill.net.this_host import allow_open_files
+from pullfill.runtime import log
+from pullfill.runtime.lifecycle import leave
 
 
 def run_worker(

@@ -14,8 +14,8 @@ from typing import Any
 
 import msgspec
 
-from pullfill import u32
-from pullfill.engine.continuation import choice_of
+from pullfill.engine.migration import choice_of
+from pullfill.wire import u32
 
 _NOT_OF_THE_ENGINE = frozenset({
     # What vLLM's frontend does with the tokens.

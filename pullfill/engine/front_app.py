@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.routing import Match
 
-from pullfill import log
 from pullfill.engine import check
 from pullfill.engine.front_ports import DecodePort
 from pullfill.errors import ConfigError
+from pullfill.runtime import log
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -84,11 +84,11 @@ def prepare(model: str, vllm_args: Sequence[str], host: str, port: int) -> Prepa
     Flags that only concern an engine are accepted and unused, so that all roles can be given the
     same ones. Raises ConfigError (bad flag, bad model path), IncompatibleError (other vLLM).
     """
-    from pullfill.engine import continuation, front_client
+    from pullfill.engine import front_client, migration
 
     check.require_names(_REQUIRED_NAMES)
     check.require_names(front_client.REQUIRED_NAMES)
-    check.require_names(continuation.REQUIRED_NAMES)
+    check.require_names(migration.REQUIRED_NAMES)
     args = _parse(model, vllm_args)
     args.host, args.port = host, port
     from vllm.config import VllmConfig
@@ -112,7 +112,7 @@ def prepare(model: str, vllm_args: Sequence[str], host: str, port: int) -> Prepa
             setattr(config.scheduler_config, name, value)
     served = args.served_model_name or [args.model]
     names = tuple([served] if isinstance(served, str) else served)
-    never = continuation.why_never(args, SamplingParams.__struct_fields__)
+    never = migration.why_never(args, SamplingParams.__struct_fields__)
     return Prepared(args, config, names, never)
 
 

@@ -26,12 +26,12 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from pullfill import failpoints, log
 from pullfill.engine import guards
 from pullfill.engine.blame import Fault, explained, fault_of
 from pullfill.engine.front_ports import DecodePort
-from pullfill.engine.rpc import DecodeWelcome
+from pullfill.engine.front_wire import DecodeWelcome
 from pullfill.errors import PeerUnavailable
+from pullfill.runtime import failpoints, log
 
 _log = log.get("engine.front_client")
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from pullfill.engine.blame import Fault
-from pullfill.engine.rpc import DecodeWelcome
+from pullfill.engine.front_wire import DecodeWelcome
 
 
 class DecodePort(Protocol):

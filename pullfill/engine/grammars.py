@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 
-from pullfill import log
+from pullfill.runtime import log
 
 logger = log.get("engine.grammars")
 

@@ -25,11 +25,11 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
-from pullfill import failpoints, log
 from pullfill.engine import process
 from pullfill.engine.heap import Heap
 from pullfill.engine.untouched import untouched
 from pullfill.engine.watchdog import Pulse
+from pullfill.runtime import failpoints, log
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

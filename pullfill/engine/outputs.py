@@ -8,7 +8,7 @@ from functools import cache
 from operator import attrgetter
 from typing import Any
 
-from pullfill.engine import rpc
+from pullfill.engine import front_wire
 from pullfill.engine.blame import Fault
 
 _LEVELS = frozenset({
@@ -51,7 +51,7 @@ def error_outputs(request_id: str, why: str, fault: Fault = Fault.REQUEST) -> An
                 new_token_ids=[],
                 finish_reason=FinishReason.ERROR,
                 stop_reason=why,
-                kv_transfer_params=rpc.fault_mark(fault),
+                kv_transfer_params=front_wire.fault_mark(fault),
             )
         ]
     )

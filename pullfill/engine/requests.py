@@ -13,8 +13,8 @@ from collections.abc import Generator, Sequence
 from functools import cache
 from typing import Any
 
-from pullfill import u32
 from pullfill.engine.heap import untrack
+from pullfill.wire import u32
 
 _SLICE = 1024
 """Prompt tokens in one slice: 0.1 to 0.3 ms."""

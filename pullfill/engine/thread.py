@@ -14,11 +14,11 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from pullfill import log
 from pullfill.engine.host import EngineHost
-from pullfill.engine.ranks import RankWatch, sentinels_of
+from pullfill.engine.rank_processes import RankWatch, sentinels_of
 from pullfill.engine.watchdog import Pulse
 from pullfill.errors import ConfigError, EngineStuck, PullfillError
+from pullfill.runtime import log
 
 logger = log.get("engine.thread")
 

@@ -1,6 +1,6 @@
 """Whether an engine is stuck, and what the worker around it is told.
 
-`Watchdog` decides, from nothing but looks at a counter and a clock; `EngineGuard` looks, on the
+`Watchdog` decides, from nothing but looks at a counter and a clock; `EngineWatchdog` looks, on the
 worker's asyncio loop, from the time the engine is built (loading and warm-up are not watched).
 
     WELL ──no beat for stall_s while busy──▶ STUCK ──as long again──▶ LOST (for good)
@@ -19,8 +19,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from pullfill import beat, log
 from pullfill.clock import SYSTEM_CLOCK, Clock
+from pullfill.runtime import log, timer_grid
 
 logger = log.get("engine.watchdog")
 
@@ -84,7 +84,7 @@ class Watchdog:
         return self.health
 
 
-class EngineGuard:
+class EngineWatchdog:
     """Watches one engine until `stop`. on_stuck: called on the loop with True when the engine is
     found stuck, with False when it has recovered; a lost engine is told `give_up` instead."""
 
@@ -143,5 +143,5 @@ class EngineGuard:
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
         while self._dog.health is not Health.LOST:
-            await asyncio.sleep(beat.left(loop.time(), self._dog.interval_s))
+            await asyncio.sleep(timer_grid.left(loop.time(), self._dog.interval_s))
             self.look()

@@ -7,9 +7,9 @@ import time
 from collections.abc import Coroutine
 from typing import Any
 
-from pullfill import log
 from pullfill.errors import PullfillError
 from pullfill.registry.client import EtcdClient
+from pullfill.runtime import log
 
 _log = log.get("registry.background")
 

@@ -18,9 +18,9 @@ import msgspec
 
 from pullfill.clock import SYSTEM_CLOCK, Clock
 from pullfill.errors import RegistryUnavailable
-from pullfill.health import Health
-from pullfill.registry.rpc import PROBE, EtcdRpc, LeaseNotFound, RevisionLost, _Failure
-from pullfill.security import OPEN, EtcdSecurity
+from pullfill.net.security import OPEN, EtcdSecurity
+from pullfill.registry.gateway import PROBE, EtcdRpc, LeaseNotFound, RevisionLost, _Failure
+from pullfill.runtime.health import Health
 
 __all__ = ["EtcdClient", "KeepAlive", "KeyValue", "LeaseNotFound", "RevisionLost", "prefix_end"]
 

@@ -16,13 +16,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 
-from pullfill import log
 from pullfill.clock import SYSTEM_CLOCK, Clock
 from pullfill.errors import BadMessage, IncompatibleError, PeerUnavailable, PullfillError
 from pullfill.registry import keys
-from pullfill.registry.admin import decode_worker_record
 from pullfill.registry.client import EtcdClient
+from pullfill.registry.orders import decode_worker_record
 from pullfill.registry.watch import Delete, Put, until_synced, watch_prefix
+from pullfill.runtime import log
 from pullfill.wire import Compat, RegionDescriptor, WorkerRecord, decode
 
 OnChange = Callable[[WorkerRecord | None, WorkerRecord | None], None]

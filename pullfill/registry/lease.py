@@ -25,10 +25,10 @@ import enum
 from dataclasses import dataclass
 from typing import Protocol
 
-from pullfill import beat, log
 from pullfill.clock import BOOT_CLOCK, Clock
 from pullfill.errors import PullfillError
 from pullfill.registry.client import Header, KeepAlive
+from pullfill.runtime import log, timer_grid
 
 _log = log.get("registry.lease")
 RETRY_S = 0.2
@@ -150,7 +150,7 @@ class Lease:
         while True:
             # Not wait_for: on 3.11 it swallows a cancellation that comes with the nudge.
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(delay or beat.left(loop.time(), interval)):
+                async with asyncio.timeout(delay or timer_grid.left(loop.time(), interval)):
                     await self._nudge.wait()
             self._nudge.clear()
             sent_at = self._clock.monotonic()

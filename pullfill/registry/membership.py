@@ -19,15 +19,15 @@ from collections.abc import Callable
 
 import msgspec
 
-from pullfill import log
 from pullfill.clock import BOOT_CLOCK, Clock
 from pullfill.errors import ConfigError, IncompatibleError, PullfillError, RegistryUnavailable
 from pullfill.ids import new_incarnation
 from pullfill.registry import keys
-from pullfill.registry.admin import refuse_if_incompatible
 from pullfill.registry.client import EtcdClient, LeaseNotFound
 from pullfill.registry.lease import Lease, LeaseEnd
+from pullfill.registry.orders import refuse_if_incompatible
 from pullfill.registry.watch import Put, Synced, watch_prefix
+from pullfill.runtime import log
 from pullfill.wire import RegionDescriptor, WorkerRecord, WorkerState, encode
 
 Make = Callable[[str], tuple[WorkerRecord, list[RegionDescriptor]]]

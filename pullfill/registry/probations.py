@@ -28,14 +28,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from pullfill import log
 from pullfill.errors import BadMessage, PullfillError
-from pullfill.records import DeathRecord, ProbationRecord
 from pullfill.registry import keys
 from pullfill.registry.background import Background
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.watch import Delete, Put, Synced, watch_prefix
+from pullfill.runtime import log
 from pullfill.wire import decode, encode
+from pullfill.wire.records import DeathRecord, ProbationRecord
 
 _log = log.get("registry.probations")
 

@@ -12,11 +12,11 @@ from collections.abc import Callable
 
 import msgspec
 
-from pullfill import log
 from pullfill.errors import PullfillError
 from pullfill.registry import keys
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.watch import Put, Synced, until_synced, watch_prefix
+from pullfill.runtime import log
 from pullfill.wire import SelfCheck
 
 _log = log.get("registry.self_checks")

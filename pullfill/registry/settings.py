@@ -14,11 +14,11 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from pullfill import log
 from pullfill.errors import ConfigError, RegistryUnavailable
 from pullfill.registry import keys
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.watch import Put, Synced, until_synced, watch_prefix
+from pullfill.runtime import log
 from pullfill.wire import Message, QueueSettings, RouterConfig, RouterPolicy
 
 T = TypeVar("T", bound=Message)

@@ -21,10 +21,10 @@ from dataclasses import dataclass
 
 import msgspec
 
-from pullfill import log
 from pullfill.errors import ConfigError, RegistryUnavailable
 from pullfill.registry.client import EtcdClient, Header, KeyValue, RevisionLost, as_key, prefix_end
-from pullfill.registry.rpc import _Failure
+from pullfill.registry.gateway import _Failure
+from pullfill.runtime import log
 
 IDLE_S = 60.0
 RETRY_S = (0.05, 0.5)

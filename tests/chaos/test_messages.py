@@ -13,7 +13,7 @@ import nats
 import pytest
 from nats.js import JetStreamContext
 
-from pullfill import frames, u32
+from pullfill.net import frames
 from pullfill.queue.names import EXPECTED_STREAM, MSG_ID, TOKENS, Names
 from pullfill.wire import (
     Claim,
@@ -26,6 +26,7 @@ from pullfill.wire import (
     Welcome,
     decode,
     encode,
+    u32,
 )
 from tests.support import framing
 from tests.support.checked import checked

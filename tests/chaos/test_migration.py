@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 TOKENS = 250
 LONG = 800
-METRIC = "pullfill_frontend_continued_total"
+METRIC = "pullfill_frontend_migrated_total"
 
 
 @dataclass
@@ -89,10 +89,10 @@ def under_way(cluster: Cluster, victim: Worker, answers: list[Heard], requests: 
 def continued(cluster: Cluster, asked: list[Asked], victim: Worker) -> int:
     """How many were continued, all of them after the victim."""
     told = [cluster.explain(a.heard.request_id) for a in asked]
-    found = [t for t in told if t["continued_from"]]
-    assert all(t["continued_from"] == [victim.instance_id] for t in found)
+    found = [t for t in told if t["migrated_from"]]
+    assert all(t["migrated_from"] == [victim.instance_id] for t in found)
     assert all(t["decode_instance"] != victim.instance_id for t in found)
-    assert all(t["continued_tokens"] > 0 for t in found)
+    assert all(t["migrated_tokens"] > 0 for t in found)
     return len(found)
 
 
@@ -106,7 +106,7 @@ def test_row_9_a_killed_workers_answers_go_on_in_every_form(
     paired: Cluster, oracle: Oracle
 ) -> None:
     """Killed in the middle of eight answers, four of them its own, and of one that it would not
-    be exact to continue. The continuations are prefilled remotely like any long prompt."""
+    be exact to continue. The migrations are prefilled remotely like any long prompt."""
     victim = another(paired)
     for i in range(2):
         late_stop(oracle, random_prompt(90, seed=41_100 + i))  # thought of before the fault

@@ -133,10 +133,10 @@ def test_row_15_a_prefill_worker_cut_off_from_nats_does_not_count(wires: Wires) 
     second.blackhole()
     until(lambda: wires.pulling() == 0, NEVER_S, "both say so")
     for _ in range(3):
-        _, story = wires.ask()
-        assert (story["path"], story["reason"]) == ("local", "no_prefill_worker")
-        assert story["fallback"] is None, "nothing was queued, so nothing waited"
-        assert "pulls no jobs: NATS does not answer it" in story["outage"]
+        _, trace = wires.ask()
+        assert (trace["path"], trace["reason"]) == ("local", "no_prefill_worker")
+        assert trace["fallback"] is None, "nothing was queued, so nothing waited"
+        assert "pulls no jobs: NATS does not answer it" in trace["outage"]
 
 
 def pause_deliveries(cluster: Cluster, seconds: float) -> None:
@@ -164,17 +164,17 @@ def test_row_28_claims_that_time_out_stop_the_queueing(wires: Wires) -> None:
     pause_deliveries(wires.cluster, 600)
     try:
         paid = [wires.ask() for _ in range(3)]
-        assert [story["fallback"] for _, story in paid] == ["claim_timeout"] * 3
+        assert [trace["fallback"] for _, trace in paid] == ["claim_timeout"] * 3
         later = [wires.ask() for _ in range(20)]
     finally:
         pause_deliveries(wires.cluster, -1)
     least = min(seconds for seconds, _ in paid)
     assert max(seconds for seconds, _ in later) < 0.7 * least
-    stalled = [story for _, story in later if story["reason"] == "claims_stalled"]
-    trials = [story for _, story in later if story["fallback"]]
+    stalled = [trace for _, trace in later if trace["reason"] == "claims_stalled"]
+    trials = [trace for _, trace in later if trace["fallback"]]
     assert len(stalled) + len(trials) == len(later)
     assert len(trials) < len(stalled)
-    assert all("claims" in story["outage"] for _, story in later)
+    assert all("claims" in trace["outage"] for _, trace in later)
     until(lambda: wires.ask()[1]["path"] == "remote", NEVER_S, "a trial is claimed")
     assert [wires.ask()[1]["path"] for _ in range(3)] == ["remote"] * 3
 
@@ -225,9 +225,9 @@ def test_row_14_nats_that_is_away_is_told(
         depth = wires.cluster.samples("pullfill_queue_depth_jobs")
         of_decode = [v for k, v in depth.items() if ("role", "decode") in k]
         assert all(value != value for value in of_decode), "not a number"
-        _, story = wires.ask()
-        assert (story["path"], story["reason"]) == ("local", "queue_unavailable")
-        assert story["outage"].startswith("NATS unreachable for ")
+        _, trace = wires.ask()
+        assert (trace["path"], trace["reason"]) == ("local", "queue_unavailable")
+        assert trace["outage"].startswith("NATS unreachable for ")
     finally:
         if how == "kill":
             asyncio.run(server.start())
@@ -252,8 +252,8 @@ def test_row_17_etcd_that_is_away_is_told(
         assert state["workers_age_s"] > before + state["servers"]["etcd"]["since_s"] / 2
         assert len(state["workers"]) == 3, "as last known"
         assert re.search(r"the list of workers is \d+ s old", wires.printed(capsys))
-        _, story = wires.ask()
-        assert story["path"] == "remote" or "etcd unreachable" in story["outage"], (
+        _, trace = wires.ask()
+        assert trace["path"] == "remote" or "etcd unreachable" in trace["outage"], (
             "only a prefill worker that met the decode worker before needs no etcd"
         )
     finally:

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pullfill.failpoints import ENV
+from pullfill.runtime.failpoints import ENV
 from pullfill.transfer.contract import KvLayout
 from pullfill.transfer.runs import BATCH_RUNS, plan
 from pullfill.transfer.shm.files import sweep

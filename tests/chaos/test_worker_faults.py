@@ -166,7 +166,7 @@ def test_row_21_sigterm_finishes_running_streams(paired: Cluster, oracle: Oracle
     """The draining worker finishes its answers. None is continued elsewhere."""
     leaving = another_decode(paired)
     prompts = [random_prompt(60, seed=13_300 + i) for i in range(2)]
-    continued = "pullfill_frontend_continued_total"
+    continued = "pullfill_frontend_migrated_total"
     with checked(paired, oracle):
         elsewhere = paired.counter(continued)
         leaving.arm(SLOW)

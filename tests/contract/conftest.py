@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pullfill import frames
+from pullfill.net import frames
 from pullfill.registry.client import EtcdClient
 from tests.support.control_rig import Decode, Prefill, Raw
 from tests.support.etcd import EtcdServer

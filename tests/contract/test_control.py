@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 
-from pullfill import frames, metrics
 from pullfill.errors import ClaimRefused, Outcome, PeerUnavailable
+from pullfill.net import frames
+from pullfill.runtime import metrics
 from pullfill.wire import (
     Claim,
+    DrainAck,
+    GiveUp,
     Goodbye,
     Grant,
-    HandBack,
-    Quiet,
     RefuseReason,
 )
 from tests.support.control_rig import BLOCKS, Decode, Prefill, Raw, commit_of, hello, until
@@ -85,7 +86,7 @@ async def test_nobody_commits_in_anothers_name(decode: Decode, connect: Any, raw
     raw.say(commit_of(grant, rid=7))
     reply = await raw.hear()
     assert (reply.rid, reply.ok, reply.reason) == (7, False, "stale")
-    raw.say(HandBack(job_id="j", attempt=1, incarnation=grant.incarnation, cause="x", retry=False))
+    raw.say(GiveUp(job_id="j", attempt=1, incarnation=grant.incarnation, cause="x", retry=False))
     raw.say(commit_of(grant, rid=8))
     assert not (await raw.hear()).ok
     assert (await prefill.commit(grant)).ok
@@ -164,7 +165,7 @@ async def test_revoke_then_quiet_frees_the_blocks(decode: Decode, connect: Any) 
     assert decode.ledger.quarantined_blocks == len(BLOCKS)
     with decode.fences.changed:
         slot.holders -= 1
-    prefill.link.send(Quiet(job_id="j", attempt=1, incarnation="i0"))
+    prefill.link.send(DrainAck(job_id="j", attempt=1, incarnation="i0"))
     await until(lambda: decode.ledger.open_jobs == 0)
     (release,) = decode.settled()
     assert release.job_id == "j"

@@ -10,13 +10,14 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from pullfill import frames, metrics
-from pullfill.channel import Channel, accept, introduce
 from pullfill.decode_worker.ledger import JobState
 from pullfill.errors import AuthFailed, PeerUnavailable
-from pullfill.lifecycle import stop_listening
-from pullfill.security import ClusterKey
-from pullfill.wire import AuthChallenge, AuthHello, AuthProof, Goodbye, Quiet
+from pullfill.net import frames
+from pullfill.net.channel import Channel, accept, introduce
+from pullfill.net.security import ClusterKey
+from pullfill.runtime import metrics
+from pullfill.runtime.lifecycle import stop_listening
+from pullfill.wire import AuthChallenge, AuthHello, AuthProof, DrainAck, Goodbye
 from tests.support import framing
 from tests.support.control_rig import Decode, Prefill, Raw, hello, until
 
@@ -174,7 +175,7 @@ def flip(body: bytes) -> list[bytes]:
 def forge(body: bytes) -> list[bytes]:
     from pullfill.wire import encode
 
-    return [b"\0" * 16 + encode(Quiet(job_id="j", attempt=1, incarnation="i0")), body]
+    return [b"\0" * 16 + encode(DrainAck(job_id="j", attempt=1, incarnation="i0")), body]
 
 
 @pytest.mark.parametrize(
@@ -263,16 +264,16 @@ async def test_what_a_seal_costs_is_microseconds() -> None:
     accepting = asyncio.create_task(accept(left[0], KEY))
     await introduce(right, KEY, hello())
     await accepting
-    message = Quiet(job_id="j" * 32, attempt=1, incarnation="i" * 32)
+    message = DrainAck(job_id="j" * 32, attempt=1, incarnation="i" * 32)
     began = time.process_time()
     for _ in range(1000):
         right.write(message)
-        assert await left[0].read(Quiet) == message
+        assert await left[0].read(DrainAck) == message
     assert (time.process_time() - began) / 1000 < 5e-3
     right._out._number += 1  # type: ignore[union-attr]
     right.write(message)
     with pytest.raises(AuthFailed):
-        await left[0].read(Quiet)
+        await left[0].read(DrainAck)
     left[0].close()
     right.close()
     await stop_listening(server)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pullfill.errors import Outcome, PeerUnavailable
-from pullfill.prefill_worker.link import DecodeLink
+from pullfill.prefill_worker.control_connection import ControlConnection
 from pullfill.wire import Claim, Grant, Hello, Welcome
 from tests.support import framing
 from tests.support.control_rig import Decode, Prefill, Raw, hello, until
@@ -70,10 +70,10 @@ async def test_an_unanswered_claim_fails_when_the_connection_breaks(decode: Deco
     prefill = Prefill(decode)
     await prefill.link.close()
     async with listening(silent) as (host, port):
-        prefill.link = DecodeLink(
+        prefill.link = ControlConnection(
             decode.record(f"tcp://{host}:{port}"),
             hello(),
-            prefill._no_mover,
+            prefill._no_transfer_worker,
             lambda *_: None,
             prefill._lost,
         )
@@ -103,14 +103,14 @@ async def test_a_late_grant_is_handed_back(decode: Decode, connect: Any) -> None
 async def test_a_grant_that_comes_with_the_cancellation_is_handed_back(
     decode: Decode, connect: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dispatch = DecodeLink._dispatch
+    dispatch = ControlConnection._dispatch
     asking: list[asyncio.Future[Grant]] = []
 
-    def dispatch_and_cancel(link: DecodeLink, message: Any) -> None:
+    def dispatch_and_cancel(link: ControlConnection, message: Any) -> None:
         dispatch(link, message)
         asking[0].cancel()
 
-    monkeypatch.setattr(DecodeLink, "_dispatch", dispatch_and_cancel)
+    monkeypatch.setattr(ControlConnection, "_dispatch", dispatch_and_cancel)
     prefill = await connect()
     decode.open()
     asking.append(asyncio.ensure_future(prefill.claim()))

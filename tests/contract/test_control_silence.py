@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pullfill import alive, beat, frames
 from pullfill.decode_worker.breaker import STALLS
 from pullfill.errors import ClaimRefused, Outcome, PeerUnavailable
-from pullfill.wire import Alive, Claim, Grant, HandBack
+from pullfill.net import frames, heartbeat
+from pullfill.runtime import timer_grid
+from pullfill.wire import Claim, GiveUp, Grant, Heartbeat
 from tests.support import framing
 from tests.support.control_rig import Decode, Prefill, Raw, hello, until
 
@@ -42,7 +43,7 @@ async def test_a_silent_worker_is_gone_and_its_job_served_here() -> None:
 
 
 async def test_a_worker_that_says_alive_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pullfill.alive.ALIVE_INTERVAL_S", 0.1)
+    monkeypatch.setattr("pullfill.net.heartbeat.ALIVE_INTERVAL_S", 0.1)
     decode = Decode(silent_s=0.5)
     await decode.server.start("127.0.0.1")
     prefill = Prefill(decode)
@@ -59,12 +60,14 @@ async def test_a_worker_that_says_alive_stays(monkeypatch: pytest.MonkeyPatch) -
 async def test_a_link_that_nobody_uses_says_less_often_that_it_lives(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("pullfill.alive.ALIVE_INTERVAL_S", 0.06)  # a busy machine wakes it late
+    monkeypatch.setattr(
+        "pullfill.net.heartbeat.ALIVE_INTERVAL_S", 0.06
+    )  # a busy machine wakes it late
     decode = Decode()
     real, heard = decode.server._dispatch, [0]
 
     def count(peer: Any, message: object) -> None:
-        heard[0] += isinstance(message, Alive)
+        heard[0] += isinstance(message, Heartbeat)
         real(peer, message)
 
     monkeypatch.setattr(decode.server, "_dispatch", count)
@@ -91,12 +94,12 @@ async def test_a_link_that_is_used_all_the_time_need_not_say_that_it_lives(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Questions and answers say it; when they end, it is said again."""
-    monkeypatch.setattr("pullfill.alive.ALIVE_INTERVAL_S", 0.1)
+    monkeypatch.setattr("pullfill.net.heartbeat.ALIVE_INTERVAL_S", 0.1)
     decode = Decode(silent_s=0.5)
     real, heard = decode.server._dispatch, [0]
 
     def count(peer: Any, message: object) -> None:
-        heard[0] += isinstance(message, Alive)
+        heard[0] += isinstance(message, Heartbeat)
         real(peer, message)
 
     await decode.server.start("127.0.0.1")
@@ -124,7 +127,7 @@ async def test_a_worker_that_asks_for_nothing_may_miss_as_many_beats(
 ) -> None:
     """Both fall silent at once; the one that says it lives every other time only is let go of
     later, and is let go of."""
-    monkeypatch.setattr("pullfill.alive.ALIVE_INTERVAL_S", 0.4)
+    monkeypatch.setattr("pullfill.net.heartbeat.ALIVE_INTERVAL_S", 0.4)
     decode = Decode(silent_s=0.3)
     await decode.server.start("127.0.0.1")
     raws = [
@@ -151,8 +154,8 @@ async def test_so_may_a_decode_worker_that_is_asked_for_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The first beat that is not answered does not end the link; a later one does."""
-    monkeypatch.setattr("pullfill.alive.ALIVE_INTERVAL_S", 0.15)
-    monkeypatch.setattr("pullfill.alive.UNUSED_S", 0.0)
+    monkeypatch.setattr("pullfill.net.heartbeat.ALIVE_INTERVAL_S", 0.15)
+    monkeypatch.setattr("pullfill.net.heartbeat.UNUSED_S", 0.0)
     decode = Decode()
     beats: list[object] = []
     monkeypatch.setattr(decode.server, "_dispatch", lambda _, message: beats.append(message))
@@ -172,25 +175,29 @@ async def test_so_may_a_decode_worker_that_is_asked_for_nothing(
 def test_a_stall_of_four_seconds_is_forgiven(
     unasked_s: float, pause: float, patience: float
 ) -> None:
-    assert alive.pause(unasked_s) == pause
-    assert alive.patience(unasked_s) == patience
+    assert heartbeat.pause(unasked_s) == pause
+    assert heartbeat.patience(unasked_s) == patience
 
 
 @given(
-    st.floats(0.0, 1e6), st.floats(-30.0, 30.0), st.sampled_from([alive.pause(0), alive.pause(1e9)])
+    st.floats(0.0, 1e6),
+    st.floats(-30.0, 30.0),
+    st.sampled_from([heartbeat.pause(0), heartbeat.pause(1e9)]),
 )
 def test_it_is_said_again_never_later_than_a_pause(said: float, since: float, pause: float) -> None:
     asked = max(0.0, said + since)
-    due = alive.due(said, asked, pause)
+    due = heartbeat.due(said, asked, pause)
     assert said < due <= max(said, asked) + pause
-    if pause == alive.pause(0):
+    if pause == heartbeat.pause(0):
         assert due >= max(said, asked) + 0.7 * pause, "a question stands for it"
 
 
 def test_over_unused_links_it_is_said_in_one_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(beat, "_phase", 0.0)
-    pause = alive.pause(1e9)
-    assert len({alive.due(100 * pause + said, 0.0, pause) for said in (0.01, 0.5, 1.1, 1.9)}) == 1
+    monkeypatch.setattr(timer_grid, "_phase", 0.0)
+    pause = heartbeat.pause(1e9)
+    assert (
+        len({heartbeat.due(100 * pause + said, 0.0, pause) for said in (0.01, 0.5, 1.1, 1.9)}) == 1
+    )
 
 
 async def test_a_fresh_link_is_used() -> None:
@@ -205,7 +212,7 @@ async def test_a_fresh_link_is_used() -> None:
             await until(lambda: decode.server.prefill_workers == 1)
             now = asyncio.get_running_loop().time()
             (peer,) = decode.server.peers.values()
-            assert alive.pause(now - prefill.link._asked_at) == alive.pause(0.0)
+            assert heartbeat.pause(now - prefill.link._asked_at) == heartbeat.pause(0.0)
             assert peer.patience(now, 5.0) == 5.0
             prefill.link._asked_at = -1e9
             peer.channel.abort()
@@ -219,15 +226,15 @@ async def test_a_silent_decode_worker_is_let_go_and_tried_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A stopped decode worker keeps its connection too: what waits for it would wait for ever."""
-    monkeypatch.setattr("pullfill.alive.ALIVE_INTERVAL_S", 0.05)
+    monkeypatch.setattr("pullfill.net.heartbeat.ALIVE_INTERVAL_S", 0.05)
     decode = Decode()
     real = decode.server._dispatch
     monkeypatch.setattr(decode.server, "_dispatch", lambda peer, message: None)
     await decode.server.start("127.0.0.1")
     prefill = Prefill(decode, silent_s=0.25)
     closed: list[int] = []
-    mover: Any = SimpleNamespace(close=lambda: closed.append(1))
-    prefill.link._shared._mover = mover
+    transfer_worker: Any = SimpleNamespace(close=lambda: closed.append(1))
+    prefill.link._shared._transfer_worker = transfer_worker
     try:
         await prefill.link.wait_up(5.0)
         await until(lambda: prefill.lost == 1)
@@ -297,7 +304,7 @@ async def test_a_worker_that_pulls_nothing_may_claim_a_job_that_went_past_the_st
 
 async def test_a_prefill_worker_that_is_busy_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then the decode worker counts no claim timeout as a stall, because its jobs wait in line."""
-    monkeypatch.setattr("pullfill.alive.ALIVE_INTERVAL_S", 0.03)
+    monkeypatch.setattr("pullfill.net.heartbeat.ALIVE_INTERVAL_S", 0.03)
     decode = Decode()
     await decode.server.start("127.0.0.1")
     prefill = Prefill(decode)
@@ -348,7 +355,7 @@ async def test_a_job_the_last_worker_hands_back_while_it_leaves_is_served_here(
         prefill.link.leave()
         await until(lambda: decode.server.prefill_workers == 0)
         assert decode.settled() == [], "what was granted may end"
-        prefill.link.send(HandBack(job_id="j", attempt=1, incarnation="i0", cause="x", retry=True))
+        prefill.link.send(GiveUp(job_id="j", attempt=1, incarnation="i0", cause="x", retry=True))
         await until(lambda: decode.ledger.has_events)
         *held, settled = decode.settled()
         assert (settled.loaded, settled.outcome) == (False, Outcome.PREFILL_LOST)

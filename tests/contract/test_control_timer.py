@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from pullfill import frames
 from pullfill.decode_worker.moves import Settle
 from pullfill.errors import Outcome
-from pullfill.wire import Alive, Claim, Grant, HandBack, Leaving, Revoke
+from pullfill.net import frames
+from pullfill.wire import Claim, Draining, GiveUp, Grant, Heartbeat, Revoke
 from tests.support.control_rig import Decode, Raw, until
 
 
@@ -70,8 +70,8 @@ async def test_proof_is_asked_for_when_another_message_took_the_revoke(decode: R
     decode.ledger._on_event = woken
     cancel = asyncio.create_task(asyncio.to_thread(decode.ledger.cancel, "r-j"))
     await cancelled.wait()
-    other.say(Alive())
-    assert isinstance(await other.hear(), Alive)
+    other.say(Heartbeat())
+    assert isinstance(await other.hear(), Heartbeat)
     assert isinstance(await writer.hear(), Revoke)
     sent.set()
     await cancel
@@ -106,8 +106,8 @@ async def test_what_is_proved_quiet_while_nobody_pulls_is_not_held_first(decode:
 
     fences: Any = SimpleNamespace(try_revoke=try_revoke)
     decode.ledger._fences = fences
-    last.say(Leaving())
-    last.say(HandBack(job_id="j", attempt=1, incarnation="i0", cause="x", retry=True))
+    last.say(Draining())
+    last.say(GiveUp(job_id="j", attempt=1, incarnation="i0", cause="x", retry=True))
     await until(lambda: decode.ledger.open_jobs == 0)
     assert asked == [False, True]
     assert decode.settled() == [Settle("r-j", False, Outcome.PREFILL_LOST)]

@@ -9,13 +9,13 @@ from dataclasses import replace
 
 import pytest
 
-from pullfill import failpoints
 from pullfill.errors import BadMessage, PeerUnavailable, TransferFailed
-from pullfill.failpoints import FailpointError
+from pullfill.runtime import failpoints
+from pullfill.runtime.failpoints import FailpointError
 from pullfill.transfer.cuda_ipc.endpoint import IpcEndpoint
 from pullfill.transfer.digest import BlockDigester
 from pullfill.transfer.gpu import copies
-from pullfill.transfer.gpu.link import NVLINK, PCIE, SAME, Link, link_to
+from pullfill.transfer.gpu.interconnect import NVLINK, PCIE, SAME, Interconnect, link_to
 from pullfill.transfer.gpu.region import export
 from pullfill.transfer.layout import dense_layout
 from tests.support.fake_gpu import FakeDriver
@@ -54,7 +54,7 @@ def test_no_copies_where_a_death_would_not_end_them(
 @pytest.mark.parametrize(
     ("uuid", "link"), [("gpu-a", SAME), ("gpu-b", NVLINK), ("gpu-c", PCIE), ("hidden", PCIE)]
 )
-def test_links(uuid: str, link: Link) -> None:
+def test_links(uuid: str, link: Interconnect) -> None:
     driver = FakeDriver(devices=("gpu-a", "gpu-b", "gpu-c"), nvlinks=frozenset({(0, 1)}))
     assert link_to(driver, 0, uuid) is link
 

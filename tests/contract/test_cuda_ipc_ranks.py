@@ -13,7 +13,7 @@ import pytest
 
 from pullfill.decode_worker.offers import offer
 from pullfill.errors import ConfigError, Fenced
-from pullfill.host import host_id
+from pullfill.net.this_host import host_id
 from pullfill.transfer import catalogue
 from pullfill.transfer.connect import connect
 from pullfill.transfer.contract import KvLayout, LocalMemory, Owner

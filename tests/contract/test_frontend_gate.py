@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import uvicorn
 
-from pullfill.frontend.gate import Gate
+from pullfill.frontend.admission import Admission
 from tests.support.frontend_rig import until
 
 REQUEST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}"
@@ -42,8 +42,8 @@ class Server(uvicorn.Server):
 
 
 @pytest.fixture
-async def served() -> AsyncIterator[tuple[Gate, int]]:
-    gate = Gate(endless, always, 8, send_s=0.4)
+async def served() -> AsyncIterator[tuple[Admission, int]]:
+    gate = Admission(endless, always, 8, send_s=0.4)
     config = uvicorn.Config(gate, port=0, log_level="critical", lifespan="off")
     server = Server(config)
     running = asyncio.create_task(server.serve())
@@ -55,7 +55,7 @@ async def served() -> AsyncIterator[tuple[Gate, int]]:
 
 
 async def test_a_client_that_reads_nothing_is_left_and_one_that_goes_too(
-    served: tuple[Gate, int],
+    served: tuple[Admission, int],
 ) -> None:
     gate, port = served
     deaf_reader, deaf = await asyncio.open_connection("127.0.0.1", port, limit=1024)

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from pullfill.config import ClusterRef
-from pullfill.deploy import suspects as command
+from pullfill.deploy import suspects_report as command
 from pullfill.errors import ConfigError
 from pullfill.registry import probations
 from pullfill.registry.client import EtcdClient
-from pullfill.registry.suspects import posted
+from pullfill.registry.suspect_records import posted
 from tests.support.etcd import EtcdServer
 from tests.support.fake_decode import FakeDecode
 from tests.support.fake_vllm import request

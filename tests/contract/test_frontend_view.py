@@ -11,8 +11,8 @@ import pytest
 
 from pullfill.frontend import cluster
 from pullfill.frontend.cluster import ClusterView
-from pullfill.health import Health
-from pullfill.probe import ProbeServer
+from pullfill.runtime.health import Health
+from pullfill.runtime.probe import ProbeServer
 from pullfill.wire import WorkerRecord
 from tests.support.listening import listening
 from tests.support.workers import record

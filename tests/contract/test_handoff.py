@@ -1,4 +1,5 @@
-"""The whole handoff without vLLM: real queue, ledger, control channel, runner, mover, transport.
+"""The whole handoff without vLLM: real queue, ledger, control channel, runner, transfer worker,
+transport.
 
 What counts is the decode worker's memory: after each remote prefill it holds, byte for byte, what
 computing there would have left; and afterwards nothing is left anywhere.
@@ -14,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pullfill import metrics
+from pullfill.runtime import metrics
 from tests.support.fakes import FakeClock
 from tests.support.handoff_rig import Cluster, hold, prompt, settled, stuck_in_a_write, until
 from tests.support.kv_engine import BLOCK

@@ -15,12 +15,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from pullfill import u32
 from pullfill.decode_worker.moves import Claimed
 from pullfill.prefill_worker import budget as budgets
 from pullfill.prefill_worker.budget import CLAIM_S, Budget
 from pullfill.prefill_worker.puller import MAX_WAITING
-from pullfill.wire import PrefillJob, RefuseReason, encode
+from pullfill.wire import PrefillJob, RefuseReason, encode, u32
 from tests.support.handoff_decode import COMPATIBLE
 from tests.support.handoff_rig import Cluster, prompt, settled, until
 from tests.support.kv_engine import BLOCK

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from pullfill import failpoints, metrics
 from pullfill.prefill_worker.runner import JobRunner
+from pullfill.runtime import failpoints, metrics
 from pullfill.wire import DigestMode, ExplainRecord
 from tests.support.handoff_decode import DecodeHalf, Served
 from tests.support.handoff_rig import Cluster, hold, prompt, settled, stuck_in_a_write, until
@@ -18,8 +18,8 @@ from tests.support.kv_engine import BLOCK
 FULL, SAMPLE, OFF = DigestMode.FULL, DigestMode.SAMPLE, DigestMode.OFF
 
 
-def story(decode: DecodeHalf, served: Served) -> ExplainRecord:
-    record = decode.stories.finish(served.request.request_id)
+def trace(decode: DecodeHalf, served: Served) -> ExplainRecord:
+    record = decode.traces.finish(served.request.request_id)
     assert record is not None
     return record
 
@@ -88,7 +88,7 @@ async def test_a_corrupted_byte_is_recomputed_here_and_counted_once(tmp_path: Pa
         served = decode.send(prompt(40))
         await settled(served)
         assert served.loaded is False
-        told = story(decode, served)
+        told = trace(decode, served)
         assert (told.path, told.fallback, told.attempts) == ("local", "digest_mismatch", 1)
         assert counted("mismatch") == mismatches + 1
         again = decode.send(prompt(40, seed=2))
@@ -208,7 +208,7 @@ async def test_a_commit_without_its_digest_is_a_mismatch(tmp_path: Path) -> None
         prefill.engine.gate.set()
         await settled(served)
         assert served.loaded is False
-        assert story(decode, served).fallback == "digest_mismatch"
+        assert trace(decode, served).fallback == "digest_mismatch"
         await cluster.check_clean()
 
 

@@ -10,9 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from pullfill import u32
 from pullfill.errors import Outcome
-from pullfill.wire import WIRE_VERSION, PrefillJob, decode, encode
+from pullfill.wire import WIRE_VERSION, PrefillJob, decode, encode, u32
 from tests.support.fakes import FakeClock
 from tests.support.handoff_rig import Cluster, hold, prompt, settled, stuck_in_a_write, until
 from tests.support.kv_engine import BLOCK
@@ -84,9 +83,9 @@ async def test_poison_and_forgery_write_nothing(
             decode.pass_time(25.0)
         await settled(served)
         assert served.loaded is False
-        story = decode.stories.finish(served.request.request_id)
-        assert story is not None
-        assert story.fallback == outcome.value
+        trace = decode.traces.finish(served.request.request_id)
+        assert trace is not None
+        assert trace.fallback == outcome.value
         assert (decode.pages == before).all()
         clean = True
         again = decode.send(prompt(9))
@@ -129,7 +128,8 @@ async def test_jobs_of_a_decode_worker_that_is_gone_are_dropped(tmp_path: Path) 
 
 
 async def test_a_decode_worker_leaves_while_its_prompt_is_computed(tmp_path: Path) -> None:
-    """The step's writes come after the mover was closed; the engine gets its blocks back."""
+    """The step's writes come after the transfer worker was closed; the engine gets its blocks
+    back."""
     async with Cluster(tmp_path) as cluster:
         decode, prefill = await cluster.decode(), await cluster.prefill(chunk=5)
         prefill.engine.gate.clear()

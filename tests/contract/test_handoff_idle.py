@@ -88,9 +88,9 @@ async def test_a_reader_closes_an_idle_session_and_opens_it_again(tmp_path: Path
         owner: Any = prefill.local.owner
         for seed in (1, 2):
             await serve(decode, seed)
-            story = decode.stories.finish(f"r{seed - 1}")
-            assert story is not None
-            assert story.transport == "tcp"
+            trace = decode.traces.finish(f"r{seed - 1}")
+            assert trace is not None
+            assert trace.transport == "tcp"
             await until(lambda: owner.connections == 0)
         assert prefill.runner.failed == 0
         await cluster.check_clean()
@@ -112,8 +112,8 @@ async def test_a_fleet_keeps_no_connection_or_thread_for_pairs(tmp_path: Path) -
                 for decode in decodes:
                     idle_after(prefill, decode, 0.02)
                     link = prefill.links._links[decode.name]
-                    jobs.enter_context(link.mover_held())
-                    await link.mover()
+                    jobs.enter_context(link.transfer_worker_held())
+                    await link.transfer_worker()
             assert [owner.connections for owner in owners] == [3, 3, 3]
             assert serving() == 9
         await until(lambda: not any(owner.connections for owner in owners))

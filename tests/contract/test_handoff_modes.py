@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from pullfill import metrics
 from pullfill.errors import PeerUnavailable
+from pullfill.runtime import metrics
 from pullfill.wire import DigestMode, KvMode
 from tests.support.fakes import FakeClock
 from tests.support.handoff_decode import DecodeHalf
@@ -209,7 +209,7 @@ async def test_pull_that_fails_is_computed_here(tmp_path: Path) -> None:
         await asyncio.to_thread(faults.kill)
         await settled(served)
         assert served.loaded is False
-        assert decode.stories.fallback_of(served.request.request_id) == "prefill_failed"
+        assert decode.traces.fallback_of(served.request.request_id) == "prefill_failed"
         await cluster.check_clean()
 
 

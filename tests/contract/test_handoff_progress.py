@@ -1,6 +1,7 @@
 """An attempt that makes progress goes on beyond its deadline. One without progress ends.
 
-Real control channel, ledger, runner and mover. The link copies one batch after another, slowly.
+Real control channel, ledger, runner and transfer worker. The link copies one batch after another,
+slowly.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ async def test_a_job_that_stands_still_is_given_up(tmp_path: Path, mode: KvMode)
         took = time.monotonic() - began
         assert served.loaded is False
         assert took > 7 * BATCH_S, "it had time for as long as it moved"
-        assert decode.stories.fallback_of(served.request.request_id) == "timeout"
+        assert decode.traces.fallback_of(served.request.request_id) == "timeout"
         await cluster.check_clean()
 
 

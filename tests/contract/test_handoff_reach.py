@@ -9,11 +9,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pullfill import frames, u32
 from pullfill.errors import BadMessage
-from pullfill.prefill_worker import ending, links
-from pullfill.prefill_worker.mover import Mover
-from pullfill.wire import PrefillJob, encode
+from pullfill.net import frames
+from pullfill.prefill_worker import control_connections, ending
+from pullfill.prefill_worker.transfer_worker import TransferWorker
+from pullfill.wire import PrefillJob, encode, u32
 from tests.support.control_rig import Raw
 from tests.support.fakes import FakeClock
 from tests.support.handoff_decode import COMPATIBLE
@@ -32,7 +32,7 @@ class SlowMover:
         self._real = link._shared._open
         link._shared._open = self._open  # type: ignore[method-assign]
 
-    async def _open(self) -> Mover:
+    async def _open(self) -> TransferWorker:
         self.asked.set()
         await self.go.wait()
         return await self._real()
@@ -44,9 +44,9 @@ async def test_a_grant_that_ends_before_its_task_began_is_not_computed(
 ) -> None:
     async with Cluster(tmp_path) as cluster:
         decode, prefill = await cluster.decode(), await cluster.prefill()
-        mover = SlowMover(prefill)
+        transfer_worker = SlowMover(prefill)
         served = decode.send(prompt(30))
-        await asyncio.wait_for(mover.asked.wait(), 10)
+        await asyncio.wait_for(transfer_worker.asked.wait(), 10)
         if end == "abort":
             decode.abort(served)
         else:
@@ -59,7 +59,7 @@ async def test_a_grant_that_ends_before_its_task_began_is_not_computed(
         other = decode.send(prompt(9, seed=2))
         await until(lambda: prefill.runner.failed == 1)
         await until(lambda: prefill.runner.in_flight == 1)
-        mover.go.set()
+        transfer_worker.go.set()
         await settled(other)
         assert decode.right(other)
         await cluster.check_clean()
@@ -79,7 +79,7 @@ def closed_port() -> int:
 
 async def cut_off(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> PrefillHalf:
     """A prefill worker that knows a decode worker which it cannot reach."""
-    monkeypatch.setattr(links, "_APPEAR_S", 0.01)
+    monkeypatch.setattr(control_connections, "_APPEAR_S", 0.01)
     record = cluster.directory.members["decode-1"]
     nowhere = f"tcp://127.0.0.1:{closed_port()}"
     cluster.directory.put(msgspec.structs.replace(record, control=nowhere))
@@ -121,7 +121,7 @@ async def test_memory_that_cannot_be_reached_costs_a_moment_and_no_dead_letter(
     monkeypatch.setattr(ending, "_NAK_SOONEST_S", 0.01)
     attempts: list[str] = []
 
-    async def nonsense() -> Mover:
+    async def nonsense() -> TransferWorker:
         attempts.append("decode-1")
         raise BadMessage("a frame of 1347703880 bytes")
 

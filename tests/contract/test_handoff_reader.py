@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from pullfill.decode_worker import reader as readers
+from pullfill.decode_worker import kv_reader as readers
+from pullfill.decode_worker.kv_reader import KvReader
 from pullfill.decode_worker.peers import Peer
-from pullfill.decode_worker.reader import PeerReader
 from pullfill.errors import PeerUnavailable
 from pullfill.transfer.contract import PeerSession
 from pullfill.wire import KvMode
@@ -40,7 +40,7 @@ class Route:
         return open_session
 
 
-def reader_of(decode: DecodeHalf) -> PeerReader:
+def reader_of(decode: DecodeHalf) -> KvReader:
     (peer,) = decode.control.peers.values()
     assert peer.reader is not None
     return peer.reader
@@ -51,9 +51,9 @@ async def transport_of(decode: DecodeHalf, seed: int) -> str | None:
     await settled(served)
     assert served.loaded, "a job was spent on looking"
     assert decode.right(served)
-    story = decode.stories.finish(served.request.request_id)
-    assert story is not None
-    return story.transport
+    trace = decode.traces.finish(served.request.request_id)
+    assert trace is not None
+    return trace.transport
 
 
 async def test_a_worker_that_can_be_reached_again_is_read_again(
@@ -106,7 +106,7 @@ async def test_looking_again_never_ends_the_lane(
         raise PeerUnavailable("no") if not caplog.records else RuntimeError("a bug")
 
     clock = FakeClock()
-    reader = PeerReader("prefill-1", broken, clock)
+    reader = KvReader("prefill-1", broken, clock)
     with pytest.raises(PeerUnavailable):
         reader._connect()
     clock.advance(readers.AGAIN_S)

@@ -20,8 +20,8 @@ from pullfill.errors import BadMessage
 from pullfill.prefill_worker.runner import JobRunner
 from pullfill.queue.contract import Delivery
 from pullfill.queue.delivery import JetStreamDelivery
-from pullfill.transfer.stream.link import SocketLink
-from pullfill.transfer.stream.wire import Answer, Operation
+from pullfill.transfer.stream.messages import Answer, Operation
+from pullfill.transfer.stream.socket_connection import SocketConnection
 from pullfill.wire import decode as decode_as
 from tests.support.handoff_decode import DecodeHalf, Served
 from tests.support.handoff_rig import (
@@ -213,9 +213,9 @@ async def test_an_unreadable_frame_ends_the_kv_connection(
     tmp_path: Path, server: NatsServer, monkeypatch: pytest.MonkeyPatch, by: str
 ) -> None:
     """The attempt fails, and the job goes on: over a new connection, at either worker."""
-    real, said = SocketLink.send, []
+    real, said = SocketConnection.send, []
 
-    def send(self: SocketLink, body: bytes) -> None:
+    def send(self: SocketConnection, body: bytes) -> None:
         kind = Answer if by == "owner" else Operation
         try:
             decode_as(body, kind)
@@ -225,7 +225,7 @@ async def test_an_unreadable_frame_ends_the_kv_connection(
         said.append(body)
         real(self, b"\xc1\xc1" if len(said) == 1 else body)
 
-    monkeypatch.setattr(SocketLink, "send", send)
+    monkeypatch.setattr(SocketConnection, "send", send)
     async with Cluster(tmp_path, "tcp", server=server) as cluster:
         decode = await cluster.decode()
         prefills = [await cluster.prefill(chunk=5) for _ in range(2)]

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from pullfill.channel import FIRST_FRAME, HELLO_FRAME
 from pullfill.errors import PeerUnavailable
-from pullfill.prefill_worker import links as links_module
-from pullfill.prefill_worker.link import DecodeLink
-from pullfill.prefill_worker.links import Links
-from pullfill.prefill_worker.shared_mover import OutOfReach
-from pullfill.security import ClusterKey
+from pullfill.net.channel import FIRST_FRAME, HELLO_FRAME
+from pullfill.net.security import ClusterKey
+from pullfill.prefill_worker import control_connections as links_module
+from pullfill.prefill_worker.control_connection import ControlConnection
+from pullfill.prefill_worker.control_connections import ControlConnections
+from pullfill.prefill_worker.shared_transfer_worker import OutOfReach
 from pullfill.transfer.shm.files import ShmEndpoint
 from pullfill.wire import Hello, encode
 from tests.support.control_rig import Decode, until
@@ -48,12 +48,14 @@ def greeting(tmp_path: Path, ranks: int) -> Hello:
     )
 
 
-async def no_mover(_: Any) -> Any:
+async def no_transfer_worker(_: Any) -> Any:
     raise AssertionError("nothing is moved")
 
 
-def link_to(decode: Decode, hello: Hello, key: ClusterKey | None) -> DecodeLink:
-    return DecodeLink(decode.record(), hello, no_mover, lambda *_: None, lambda *_: None, key)
+def link_to(decode: Decode, hello: Hello, key: ClusterKey | None) -> ControlConnection:
+    return ControlConnection(
+        decode.record(), hello, no_transfer_worker, lambda *_: None, lambda *_: None, key
+    )
 
 
 @pytest.mark.parametrize("key", [None, ClusterKey(b"k" * 32)], ids=["plain", "sealed"])
@@ -97,7 +99,9 @@ async def test_a_greeting_without_an_answer_is_told_to_people(
 
     async with listening(hang_up) as (host, port):
         record = Decode().record(f"tcp://{host}:{port}")
-        link = DecodeLink(record, greeting(tmp_path, 1), no_mover, lambda *_: None, lambda *_: None)
+        link = ControlConnection(
+            record, greeting(tmp_path, 1), no_transfer_worker, lambda *_: None, lambda *_: None
+        )
         try:
             await until(lambda: "without a welcome" in caplog.text)
             assert caplog.records[-1].levelno == logging.WARNING
@@ -117,19 +121,21 @@ async def test_a_new_welcome_forgives_and_the_end_closes_what_there_is(tmp_path:
     decode = Decode()
     await decode.server.start("127.0.0.1")
     lost: list[object] = []
-    link = DecodeLink(decode.record(), greeting(tmp_path, 1), opened, lambda *_: None, lost.append)
+    link = ControlConnection(
+        decode.record(), greeting(tmp_path, 1), opened, lambda *_: None, lost.append
+    )
     try:
         await link.wait_up(10)
         with pytest.raises(OutOfReach, match="does not answer"):
-            await link.mover()
+            await link.transfer_worker()
         failing = False
         with pytest.raises(OutOfReach, match="does not answer"):
-            await link.mover()
+            await link.transfer_worker()
         for peer in list(decode.server.peers.values()):
             peer.channel.close()
         await until(lambda: lost)
         await link.wait_up(10)
-        await link.mover()
+        await link.transfer_worker()
     finally:
         await link.close()
         await decode.server.stop()
@@ -137,12 +143,16 @@ async def test_a_new_welcome_forgives_and_the_end_closes_what_there_is(tmp_path:
 
 
 @asynccontextmanager
-async def following(tmp_path: Path) -> AsyncIterator[tuple[Links, FakeDirectory, Decode]]:
-    """Links that follow a directory, and a decode worker that listens."""
+async def following(
+    tmp_path: Path,
+) -> AsyncIterator[tuple[ControlConnections, FakeDirectory, Decode]]:
+    """ControlConnections that follow a directory, and a decode worker that listens."""
     decode, directory = Decode(), FakeDirectory()
     await decode.server.start("127.0.0.1")
     seen: Any = directory
-    links = Links(seen, greeting(tmp_path, 1), COMPAT, no_mover, lambda *_: None, lambda *_: None)
+    links = ControlConnections(
+        seen, greeting(tmp_path, 1), COMPAT, no_transfer_worker, lambda *_: None, lambda *_: None
+    )
     links.start()
     try:
         yield links, directory, decode

@@ -18,7 +18,7 @@ from pullfill.prefill_worker.context import PrefillContext
 from pullfill.transfer.owners import CombinedOwner
 from pullfill.transfer.shm.owner import ShmOwner
 from pullfill.transfer.stream.peer import StreamTransport
-from pullfill.transfer.tcp.plane import TcpKind
+from pullfill.transfer.tcp.backend import TcpKind
 from pullfill.wire import RegionDescriptor, WorkerRecord, WorkerState
 from tests.support.handoff_decode import COMPATIBLE
 from tests.support.transfer_rigs import DENSE, shm_rig
@@ -81,14 +81,14 @@ def stranger() -> Iterator[str]:
 async def opened(context: PrefillContext, *descriptors: RegionDescriptor) -> Any:
     directory: Any = Registry(*descriptors)
     transports = [StreamTransport(TcpKind())]
-    return await reach.open_mover(RECORD, context, directory, COMPATIBLE, transports)
+    return await reach.open_transfer_worker(RECORD, context, directory, COMPATIBLE, transports)
 
 
 async def test_what_is_right_is_reached(served: tuple[PrefillContext, RegionDescriptor]) -> None:
-    mover = await opened(*served)
-    assert mover.transport == "tcp"
-    mover.close()
-    assert mover.join(10)
+    transfer_worker = await opened(*served)
+    assert transfer_worker.transport == "tcp"
+    transfer_worker.close()
+    assert transfer_worker.join(10)
 
 
 async def test_somebody_else_at_its_address(

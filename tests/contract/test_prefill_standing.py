@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from pullfill import alive
 from pullfill.errors import PeerUnavailable
+from pullfill.net import heartbeat
 from pullfill.prefill_worker import budget
-from pullfill.prefill_worker import link as link_module
-from pullfill.prefill_worker.link import DecodeLink
-from pullfill.prefill_worker.links import Links
+from pullfill.prefill_worker import control_connection as link_module
+from pullfill.prefill_worker.control_connection import ControlConnection
+from pullfill.prefill_worker.control_connections import ControlConnections
 from pullfill.prefill_worker.standing import LEAST
 from pullfill.wire import Hello, WorkerRecord, WorkerState
 from tests.support.control_rig import Decode, until
@@ -30,8 +30,8 @@ SOON_S = 0.05
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Links check every 20 ms whether they are idle, not every second."""
-    monkeypatch.setattr(alive, "pause", lambda unasked_s: 0.02)
+    """ControlConnections check every 20 ms whether they are idle, not every second."""
+    monkeypatch.setattr(heartbeat, "pause", lambda unasked_s: 0.02)
 
 
 def prefill_record(name: str, state: WorkerState = WorkerState.READY) -> WorkerRecord:
@@ -44,7 +44,9 @@ def prefill_record(name: str, state: WorkerState = WorkerState.READY) -> WorkerR
 class Fleet:
     """Decode workers that listen, and the links of prefill workers."""
 
-    def __init__(self, decode: list[Decode], prefill: dict[str, Links], seen: FakeDirectory):
+    def __init__(
+        self, decode: list[Decode], prefill: dict[str, ControlConnections], seen: FakeDirectory
+    ):
         self.decode, self.prefill, self.directory = decode, prefill, seen
 
     @property
@@ -62,7 +64,7 @@ class Fleet:
 
 @asynccontextmanager
 async def fleet(decode: int, prefill: int, most: int, idle_s: float = 60.0) -> AsyncIterator[Fleet]:
-    async def no_mover(_: Any) -> Any:
+    async def no_transfer_worker(_: Any) -> Any:
         raise AssertionError("nothing is moved")
 
     directory: Any = FakeDirectory()
@@ -76,8 +78,8 @@ async def fleet(decode: int, prefill: int, most: int, idle_s: float = 60.0) -> A
         for name in [f"prefill-{n}" for n in range(prefill)]:
             directory.put(prefill_record(name))
             hello = Hello(prefill_instance=name, host_id="h", compat=COMPAT.hash(), transports=[])
-            found[name] = Links(
-                directory, hello, COMPAT, no_mover, lambda *_: None, lambda *_: None,
+            found[name] = ControlConnections(
+                directory, hello, COMPAT, no_transfer_worker, lambda *_: None, lambda *_: None,
                 most=most, idle_s=idle_s,
             )  # fmt: skip
             stack.push_async_callback(found[name].close)
@@ -147,7 +149,7 @@ async def test_a_decode_worker_that_left_is_tried_once(monkeypatch: pytest.Monke
         with pytest.raises(PeerUnavailable, match="does not answer"):
             await links.find(dead.name)
         await until(lambda: dead.name not in links._links)
-        monkeypatch.setattr(link_module, "DecodeLink", None)
+        monkeypatch.setattr(link_module, "ControlConnection", None)
         with pytest.raises(PeerUnavailable, match="left the directory"):
             await links.find(dead.name)
 
@@ -205,10 +207,10 @@ async def test_a_job_brings_its_connection_and_leaves_none(tmp_path: Path, quick
 async def test_no_job_fails_though_links_are_closed_all_the_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(alive, "pause", lambda unasked_s: 0.001)
+    monkeypatch.setattr(heartbeat, "pause", lambda unasked_s: 0.001)
     async with far_apart(tmp_path) as (cluster, decode, prefill):
         prefill.links._idle_s = 0.0
-        made: list[DecodeLink] = []
+        made: list[ControlConnection] = []
         connect = prefill.links._open
         monkeypatch.setattr(
             prefill.links, "_open", lambda *args: made.append(connect(*args)) or made[-1]

@@ -320,7 +320,7 @@ async def test_hand_back_frees_the_job_of_a_dead_worker(bench: Bench) -> None:
     receipt = await bench.producer.publish("a", b"", 1)
     [job] = await bench.consumer.pull(1, 1, SOON_S)
     other = await bench.add_consumer()
-    await bench.producer.hand_back(job.ack_subject, receipt)
+    await bench.producer.nak(job.ack_subject, receipt)
     [again] = await other.pull(1, 1, ACK_WAIT_S / 2)
     assert (again.job_id, again.number) == ("a", 2)
     await again.ack()
@@ -331,8 +331,8 @@ async def test_hand_back_leaves_the_jobs_of_others_alone(bench: Bench) -> None:
     [job] = await bench.consumer.pull(1, 1, SOON_S)
     mine = await bench.producer.publish("mine", b"", 1)
     with pytest.raises(BadMessage, match="another job"):
-        await bench.producer.hand_back(job.ack_subject, mine)
-    await bench.producer.hand_back(job.ack_subject, None)
+        await bench.producer.nak(job.ack_subject, mine)
+    await bench.producer.nak(job.ack_subject, None)
     await job.ack()
 
 
@@ -349,7 +349,7 @@ async def test_hand_back_leaves_the_jobs_of_others_alone(bench: Bench) -> None:
 )
 async def test_hand_back_refuses_what_is_no_ack_subject_of_ours(bench: Bench, subject: str) -> None:
     with pytest.raises(BadMessage):
-        await bench.producer.hand_back(subject, None)
+        await bench.producer.nak(subject, None)
 
 
 async def test_depth_counts_jobs_and_tokens(bench: Bench) -> None:

@@ -18,13 +18,13 @@ from msgspec.structs import replace
 from nats.aio.client import Client
 
 from pullfill.errors import PeerUnavailable, QueueUnavailable
-from pullfill.health import UP
-from pullfill.prefill_worker.links import Links
+from pullfill.prefill_worker.control_connections import ControlConnections
 from pullfill.prefill_worker.pulling import Pulling
 from pullfill.queue import pulse
-from pullfill.queue.connection import Link
 from pullfill.queue.contract import QueueConfig
 from pullfill.queue.jetstream import JetStreamConsumer, JetStreamProducer
+from pullfill.queue.nats_connection import NatsConnection
+from pullfill.runtime.health import UP
 from tests.support.control_rig import Decode, hello
 from tests.support.handoff_directory import FakeDirectory
 from tests.support.nats import NatsServer, until
@@ -136,7 +136,7 @@ async def test_a_link_closes_though_its_dial_loses_a_cancellation(
         return
 
     monkeypatch.setattr(Client, "connect", connect)
-    link = Link(ends.server.url, "test", setup)
+    link = NatsConnection(ends.server.url, "test", setup)
     async with asyncio.timeout(HANG_S / 3):
         with pytest.raises(QueueUnavailable):
             await link.start(0.05)
@@ -167,16 +167,18 @@ async def test_a_process_that_stood_still_does_not_blame_the_server(
 async def test_a_prefill_worker_that_cannot_pull_says_so_at_once(
     ends: Ends, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not with the next Alive, which never comes here. Back again, it counts again."""
-    monkeypatch.setattr("pullfill.alive.ALIVE_INTERVAL_S", 3600.0)
+    """Not with the next Heartbeat, which never comes here. Back again, it counts again."""
+    monkeypatch.setattr("pullfill.net.heartbeat.ALIVE_INTERVAL_S", 3600.0)
     decode, directory = Decode(silent_s=3600.0), FakeDirectory()
     await decode.server.start("127.0.0.1")
     seen: Any = directory
 
-    async def no_mover(_: Any) -> Any:
+    async def no_transfer_worker(_: Any) -> Any:
         raise PeerUnavailable("this test moves nothing")
 
-    links = Links(seen, hello("prefill-1"), COMPAT, no_mover, lambda *_: None, lambda *_: None)
+    links = ControlConnections(
+        seen, hello("prefill-1"), COMPAT, no_transfer_worker, lambda *_: None, lambda *_: None
+    )
     links.start()
     told: list[str] = []
     puller: Any = SimpleNamespace(changed=lambda: told.append("changed"))

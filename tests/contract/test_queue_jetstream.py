@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 
 from pullfill.errors import ConfigError, QueueFull, QueueUnavailable
-from pullfill.queue import admin
-from pullfill.queue.connection import NoResponders
+from pullfill.queue import queries
 from pullfill.queue.contract import Delivery, QueueConfig, Receipt
 from pullfill.queue.depth import Snapshot
 from pullfill.queue.jetstream import JetStreamConsumer, JetStreamProducer
 from pullfill.queue.names import Names
+from pullfill.queue.nats_connection import NoResponders
 from pullfill.queue.producer import BUSY_REFRESH_S
 from tests.support.nats import NatsServer, until
 
@@ -144,7 +144,7 @@ async def test_a_server_that_came_back_empty_is_set_up_again(
     new = await publish_when_available(producer, "new")
     assert new.seq == old.seq, "the case this is about: numbers start again"
     assert not await producer.cancel(old), "an old receipt must not remove a new job"
-    await producer.hand_back(held.ack_subject, old)
+    await producer.nak(held.ack_subject, old)
     await held.ack()
     [job] = await retried(lambda: consumer.pull(1, 1, 1))
     assert job.job_id == "new", "an old delivery must not settle a new job"
@@ -369,11 +369,11 @@ async def test_survey_shows_the_queues_of_a_namespace(server: NatsServer, pair: 
     await producer.publish("b", b"", 10)
     [job] = await consumer.pull(1, 1, 5)
     await job.term("poison")
-    report = await admin.survey(server.url, "test")
+    report = await queries.survey(server.url, "test")
     assert report.max_payload == 8 << 20
     [queue] = report.queues
     assert (queue.status.depth_jobs, queue.status.depth_tokens, queue.dead) == (1, 10, 1)
     assert queue.storage == "file"
-    [letter] = await admin.dead_letters(server.url, "test", queue.compat_hash)
+    [letter] = await queries.dead_letters(server.url, "test", queue.compat_hash)
     assert letter.reason == "poison"
-    assert (await admin.survey(server.url, "elsewhere")).queues == []
+    assert (await queries.survey(server.url, "elsewhere")).queues == []

@@ -11,11 +11,11 @@ import nats
 import pytest
 from nats.aio.msg import Msg
 
-from pullfill.codec import encode
 from pullfill.queue.contract import QueueConfig
 from pullfill.queue.jetstream import JetStreamProducer
 from pullfill.queue.names import Names
 from pullfill.wire import DepthReport
+from pullfill.wire.codec import encode
 from tests.support.nats import NatsServer, until
 
 HANG_S = 15.0

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from pullfill.errors import QueueUnavailable
-from pullfill.queue.connection import Link, NoResponders
 from pullfill.queue.contract import QueueConfig
 from pullfill.queue.jetstream import JetStreamConsumer, JetStreamProducer
 from pullfill.queue.names import CONSUMER, Names
+from pullfill.queue.nats_connection import NatsConnection, NoResponders
 from pullfill.wire import QueueSettings
 from tests.support.nats import NatsServer, until
 
@@ -31,15 +31,15 @@ async def test_a_server_whose_clock_was_set_back_makes_no_delivery_stale(
 
     nats-server reads its clock without a system call, so no library can move it: what the server
     says of the stream is moved instead."""
-    real = Link.api
+    real = NatsConnection.api
 
-    async def api(link: Link, *arguments: Any) -> dict[str, Any]:
+    async def api(link: NatsConnection, *arguments: Any) -> dict[str, Any]:
         answer = await real(link, *arguments)
         if "created" in answer:
             answer["created"] = answer["created"].replace("20", "21", 1)  # 100 years later
         return answer
 
-    monkeypatch.setattr(Link, "api", api)
+    monkeypatch.setattr(NatsConnection, "api", api)
     producer = await JetStreamProducer.connect(nats.url, config, wait_s=HANG_S)
     consumer = await JetStreamConsumer.connect(nats.url, config, wait_s=HANG_S)
     receipts = [await producer.publish(name, b"", 10) for name in ("done", "poison", "held")]
@@ -50,7 +50,7 @@ async def test_a_server_whose_clock_was_set_back_makes_no_delivery_stale(
         await asyncio.sleep(config.ack_wait_s / 5)
         await jobs[2].in_progress()
     assert await consumer.pull(1, 1, 0.1) == []
-    await producer.hand_back(jobs[2].ack_subject, receipts[2])
+    await producer.nak(jobs[2].ack_subject, receipts[2])
     [again] = await consumer.pull(1, 1, 5)
     assert (again.job_id, again.number) == ("held", 2)
     await again.ack()
@@ -94,7 +94,7 @@ async def test_while_the_stream_has_no_leader_a_job_goes_to_a_worker_that_waits(
 Configs = tuple[dict[str, Any], dict[str, Any]]
 
 
-async def configs(link: Link, config: QueueConfig) -> Configs:
+async def configs(link: NatsConnection, config: QueueConfig) -> Configs:
     """What the server has for the job stream and the consumer."""
     stream = Names(config.namespace, config.compat_hash).stream
     jobs = await link.api(f"STREAM.INFO.{stream}")

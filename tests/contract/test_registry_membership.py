@@ -15,9 +15,9 @@ from pullfill.errors import (
     RegistryUnavailable,
 )
 from pullfill.registry import keys
-from pullfill.registry.admin import live_workers, revoke_worker
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.directory import Directory
+from pullfill.registry.orders import live_workers, revoke_worker
 from pullfill.registry.watch import Put, watch_prefix
 from pullfill.wire import WorkerRecord, WorkerState, decode, encode
 from tests.support.etcd import EtcdServer

@@ -16,11 +16,11 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from pullfill.deploy import servers
 from pullfill.errors import ConfigError, RegistryUnavailable
+from pullfill.net.security import Security, load
 from pullfill.queue.contract import QueueConfig
 from pullfill.queue.jetstream import JetStreamConsumer, JetStreamProducer
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.watch import Put, watch_prefix
-from pullfill.security import Security, load
 from tests.support.certificates import Certificates, make_certificates
 from tests.support.etcd import EtcdServer
 from tests.support.nats import NatsServer, until

@@ -13,15 +13,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pullfill.decode_worker.reader import PeerReader
+from pullfill.decode_worker.kv_reader import KvReader
 from pullfill.errors import HandoffError, TransferFailed
-from pullfill.prefill_worker.mover import Mover
 from pullfill.prefill_worker.task import PrefillTask
+from pullfill.prefill_worker.transfer_worker import TransferWorker
 from pullfill.transfer import owners
 from pullfill.transfer.layout import dense_layout
 from pullfill.transfer.stream import hello
 from pullfill.transfer.stream.peer import StreamSession
-from pullfill.transfer.tcp.plane import TcpKind
+from pullfill.transfer.tcp.backend import TcpKind
 from pullfill.wire import KvMode
 from tests.support.fake_nccl import World
 from tests.support.nccl_gpus import PairKind
@@ -42,7 +42,7 @@ class Stuck:
             self.reached.set()
             self.go_on.wait(60)
 
-        monkeypatch.setattr(owners._ReceiverGate, "inside_batch", inside)
+        monkeypatch.setattr(owners._ReceiverHold, "inside_batch", inside)
 
 
 @pytest.fixture
@@ -135,35 +135,35 @@ def test_mapped_memory_needs_no_owner(tmp_path: Path) -> None:
     region.owner.close()
 
 
-def test_a_mover_that_is_closed_lets_its_engine_go_on(
+def test_a_transfer_worker_that_is_closed_lets_its_engine_go_on(
     rig: Rig, pair: tuple[Region, Local], stuck: Stuck
 ) -> None:
     region, mine = pair
-    mover = Mover(rig.connect(mine, region), "decode-1", [mine.memory])
+    transfer_worker = TransferWorker(rig.connect(mine, region), "decode-1", [mine.memory])
     ends: list[BaseException | None] = []
     token = region.owner.fences.open(BLOCKS)
     task = PrefillTask(
-        "r", "j", 1, list(range(1024)), 16, 0, list(BLOCKS), token, None, 0, mover, ends.append,
-        mode=KvMode.PUSH,
+        "r", "j", 1, list(range(1024)), 16, 0, list(BLOCKS), token, None, 0, transfer_worker,
+        ends.append, mode=KvMode.PUSH,
     )  # fmt: skip
     step = threading.Thread(
-        target=mover.write, args=(task, list(BLOCKS), list(BLOCKS), True, lambda *_: None)
+        target=transfer_worker.write, args=(task, list(BLOCKS), list(BLOCKS), True, lambda *_: None)
     )
     step.start()
     assert stuck.reached.wait(20)
-    mover.close()
+    transfer_worker.close()
     step.join(20)
     assert not step.is_alive(), "the step waits for as long as a push may take"
     assert isinstance(ends[0], TransferFailed)
-    assert mover.flush(task, 20)
-    assert mover.join(20)
+    assert transfer_worker.flush(task, 20)
+    assert transfer_worker.join(20)
 
 
 def test_a_reader_that_is_closed_waits_for_nobody(
     rig: Rig, pair: tuple[Region, Local], stuck: Stuck
 ) -> None:
     region, mine = pair
-    reader = PeerReader("prefill-1", lambda: rig.connect(mine, region))
+    reader = KvReader("prefill-1", lambda: rig.connect(mine, region))
     token = region.owner.fences.open(BLOCKS)
     failure = failure_of(
         lambda: reader._fetch(token, BLOCKS, BLOCKS, lambda: True), stuck.reached, reader.close
@@ -174,7 +174,7 @@ def test_a_reader_that_is_closed_waits_for_nobody(
 def test_a_reader_that_is_closed_begins_nothing(tmp_path: Path) -> None:
     rig = shm_rig(tmp_path)
     region, mine = rig.region(DENSE), rig.local(DENSE)
-    reader = PeerReader("prefill-1", lambda: rig.connect(mine, region))
+    reader = KvReader("prefill-1", lambda: rig.connect(mine, region))
     reader.close()
     with pytest.raises(HandoffError, match="leaving"):
         reader._fetch(region.owner.fences.open([1]), [1], [1], lambda: True)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from pullfill.errors import ConfigError, Fenced, PeerUnavailable, TransferFailed
-from pullfill.transfer.nccl.cuda import CudaGpus
-from pullfill.transfer.nccl.plane import NcclKind
+from pullfill.transfer.nccl.backend import NcclKind
+from pullfill.transfer.nccl.nccl_cuda import CudaGpus
 from pullfill.transfer.nccl.staging import TURNS
 from tests.support.fake_nccl import World
 from tests.support.nccl_gpus import FakeGpus
@@ -60,7 +60,7 @@ def test_an_owner_that_let_go_first_says_so_and_the_next_operation_works(make: M
     session.write_blocks(token, [0], [0])
     server = place.region.owner._server  # type: ignore[attr-defined]
     (connection,) = server._connections
-    connection._plane.release_if_idle(float("inf"))
+    connection._backend.release_if_idle(float("inf"))
     eventually(lambda: len(place.world.comms) == 1, "not freed")
     with pytest.raises(TransferFailed):
         session.write_blocks(token, range(40), range(40))
@@ -74,9 +74,9 @@ def test_what_is_in_use_is_not_released(make: Make) -> None:
     session, token = place.connect(), place.token()
     writing = hanging(place, session, token)
     for connection in list(place.region.owner._server._connections):  # type: ignore[attr-defined]
-        connection._plane.release_if_idle(float("inf"))
+        connection._backend.release_if_idle(float("inf"))
     assert len(place.world.comms) == 2
-    session._plane.release_if_idle(float("inf"))  # type: ignore[attr-defined]
+    session._backend.release_if_idle(float("inf"))  # type: ignore[attr-defined]
     assert len(place.world.comms) == 2
     while not place.region.owner.fences.try_revoke(token):
         pass

@@ -1,4 +1,4 @@
-"""What the nixl plane promises beyond the conformance suite: a worker is not disturbed by it,
+"""What the nixl backend promises beyond the conformance suite: a worker is not disturbed by it,
 agents come and go, a writer that is stopped or killed holds nothing. Needs `make install-nixl`."""
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import numpy as np
 import pytest
 
 from pullfill.errors import BadMessage, Fenced, TransferFailed
-from pullfill.failpoints import ENV
+from pullfill.runtime.failpoints import ENV
 from pullfill.transfer.layout import dense_layout
 from pullfill.transfer.nixl import agent as nixl
 from pullfill.transfer.nixl.agent import Agent
-from pullfill.transfer.nixl.plane import NixlKind, _checked
-from pullfill.transfer.nixl.wire import NixlRuns
+from pullfill.transfer.nixl.backend import NixlKind, _checked
+from pullfill.transfer.nixl.messages import NixlRuns
 from pullfill.wire import FenceToken, encode
 from tests.support.transfer_rigs import DENSE, Local, Region, Rig, assert_same, stream_rig
 from tests.support.waiting import eventually
@@ -57,9 +57,9 @@ def make(tmp_path: Path) -> Iterator[Make]:
 
 def agents(region: Region, session: object) -> list[Agent]:
     """Those alive at this moment, of the owner's connections and of our session."""
-    planes = [c._plane for c in region.owner._server._connections]  # type: ignore[attr-defined]
-    planes.append(session._plane)  # type: ignore[attr-defined]
-    return [p._agent for p in planes if p is not None and p._agent is not None]
+    backends = [c._backend for c in region.owner._server._connections]  # type: ignore[attr-defined]
+    backends.append(session._backend)  # type: ignore[attr-defined]
+    return [p._agent for p in backends if p is not None and p._agent is not None]
 
 
 @needs_nixl
@@ -83,8 +83,8 @@ def test_each_side_may_drop_its_agent_alone(make: Make, who: str) -> None:
     session.write_blocks(token, range(20), range(20))
     assert len(agents(region, session)) == 2
     (connection,) = region.owner._server._connections  # type: ignore[attr-defined]
-    plane = connection._plane if who == "owner" else session._plane  # type: ignore[attr-defined]
-    plane.release_if_idle(float("inf"))
+    backend = connection._backend if who == "owner" else session._backend  # type: ignore[attr-defined]
+    backend.release_if_idle(float("inf"))
     assert len(agents(region, session)) == 1
     session.write_blocks(token, range(20, 40), range(20, 40))
     assert_same(region.pages, mine.pages)

@@ -18,10 +18,10 @@ from pullfill.transfer.owners import CombinedOwner
 from pullfill.transfer.shm.files import RegionFiles
 from pullfill.transfer.shm.owner import FenceOwner, ShmOwner
 from pullfill.transfer.shm.peer import ShmTransport
-from pullfill.transfer.stream.contract import PlaneKind
+from pullfill.transfer.stream.backend_contract import BackendKind
 from pullfill.transfer.stream.peer import StreamTransport
 from pullfill.transfer.stream.server import StreamServer
-from pullfill.transfer.tcp.plane import TcpKind
+from pullfill.transfer.tcp.backend import TcpKind
 from pullfill.wire import Commit, RegionDescriptor, StageTimings, decode, encode
 from tests.support.transfer_rigs import DENSE, extent, shm_rig
 
@@ -34,7 +34,7 @@ def both(tmp_path: Path) -> Iterator[Callable[..., RegionDescriptor]]:
     def build(offered: frozenset[str] | None = None) -> RegionDescriptor:
         region = shm_rig(tmp_path).region(DENSE)
         assert isinstance(region.owner, ShmOwner)
-        kinds: dict[str, PlaneKind] = {"tcp": TcpKind()}
+        kinds: dict[str, BackendKind] = {"tcp": TcpKind()}
         owner = CombinedOwner(
             region.owner, [region.memory], instance_id="decode-1", kinds=kinds, offered=offered
         )

@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from pullfill import metrics
 from pullfill.errors import PeerUnavailable
+from pullfill.runtime import metrics
 from pullfill.transfer.stream import server
 from tests.contract.test_transfer_stream import Make, dial
 from tests.contract.test_transfer_stream import make as make
@@ -101,9 +101,9 @@ def test_strangers_are_bounded(make: Make, monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_worker_raises_its_limit_of_open_files() -> None:
     """Of its own process: it is started with the 1024 that distributions give."""
     script = (
-        "import resource; from pullfill import host;"
-        "resource.setrlimit(resource.RLIMIT_NOFILE, (100, 300)); host.allow_open_files();"
-        "print(host.open_files(), resource.getrlimit(resource.RLIMIT_NOFILE)[1])"
+        "import resource; from pullfill.net import this_host;"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (100, 300)); this_host.allow_open_files();"
+        "print(this_host.open_files(), resource.getrlimit(resource.RLIMIT_NOFILE)[1])"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.stdout.split() == ["300", "300"], done.stderr

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from pullfill import frames
 from pullfill.errors import (
     AuthFailed,
     BadMessage,
@@ -22,12 +21,13 @@ from pullfill.errors import (
     PeerUnavailable,
     TransferFailed,
 )
-from pullfill.security import ClusterKey
+from pullfill.net import frames
+from pullfill.net.security import ClusterKey
 from pullfill.transfer.contract import Part
 from pullfill.transfer.layout import dense_layout
 from pullfill.transfer.stream import hello, server
 from pullfill.transfer.stream.peer import StreamSession, StreamTransport
-from pullfill.transfer.tcp.plane import TcpKind
+from pullfill.transfer.tcp.backend import TcpKind
 from pullfill.wire import FenceToken
 from tests.support.stream_held import Held, revoke, wait_for
 from tests.support.transfer_rigs import DENSE, Local, Region, Rig, assert_same, stream_rig
@@ -318,7 +318,7 @@ def test_a_revoke_interrupts_only_while_it_is_that_tokens_receive(
     def interrupt() -> None:
         free.append(connection._mutex.acquire(blocking=False))
 
-    monkeypatch.setattr(connection._plane, "interrupt", interrupt)
+    monkeypatch.setattr(connection._backend, "interrupt", interrupt)
     connection.inside = token
     connection.hurry(token, 0.0, 0.0)
     assert free == [False]

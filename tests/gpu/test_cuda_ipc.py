@@ -16,7 +16,6 @@ import msgspec
 import pytest
 import torch
 
-from pullfill import failpoints
 from pullfill.errors import (
     BadMessage,
     Fenced,
@@ -24,6 +23,7 @@ from pullfill.errors import (
     PeerUnavailable,
     TransferFailed,
 )
+from pullfill.runtime import failpoints
 from pullfill.transfer.contract import Part, PeerSession
 from pullfill.transfer.cuda_ipc.peer import CudaIpcTransport
 from pullfill.transfer.cuda_ipc.writers import why_no_proof

@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 
-from pullfill.transfer.shm.pool import tell
+from pullfill.transfer.shm.kv_pool import tell
 from tests.gpu.conftest import BLOCKS, HEADS, LAYERS, PAGE
 
 pytestmark = pytest.mark.gpu

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pullfill.transfer.nccl.cuda import CudaGpus
 from pullfill.transfer.nccl.library import Nccl
+from pullfill.transfer.nccl.nccl_cuda import CudaGpus
 from tests.support.gpu_programs import NcclToItself
 
 pytestmark = pytest.mark.gpu

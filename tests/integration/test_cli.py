@@ -17,7 +17,7 @@ import pytest
 from pullfill import wire
 from pullfill.deploy import procs, servers
 from pullfill.deploy.state import StateDir, identity
-from pullfill.host import host_id
+from pullfill.net.this_host import host_id
 from pullfill.registry import keys
 from pullfill.registry.client import EtcdClient
 from tests.support.command_line import (

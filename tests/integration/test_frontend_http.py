@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from pullfill.probe import ProbeServer
+from pullfill.runtime.probe import ProbeServer
 from tests.support.fake_decode import FakeDecode
 from tests.support.fake_vllm import Output, Outputs
 from tests.support.frontend_http import PATIENCE_S, Served, expected, until, workers
@@ -58,7 +58,7 @@ async def test_choices_and_batches_are_requests_of_their_own(served: Served) -> 
         assert set(record) == {
             "request_id", "path", "reason", "prompt_tokens", "prefix_hit_tokens", "remote_tokens",
             "decode_instance", "prefill_instance", "attempts", "fallback", "kv_bytes", "timings_ms",
-            "continued_from", "continued_tokens", "transport", "why_not_better", "outage",
+            "migrated_from", "migrated_tokens", "transport", "why_not_better", "outage",
             "expected_s",
         }  # fmt: skip
         assert 0 < record["timings_ms"]["route"] < record["timings_ms"]["first_token"]

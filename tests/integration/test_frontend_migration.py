@@ -80,8 +80,8 @@ async def test_a_stream_goes_on_and_its_client_cannot_tell(
         assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len(prompt), TOKENS)
         assert usage["prompt_tokens_details"]["cached_tokens"] == first.cached_tokens
         told = (await http.get(f"/pullfill/requests/{events[0]['id']}")).json()
-        assert told["continued_from"] == [first.instance_id]
-        assert 0 < told["continued_tokens"] < TOKENS
+        assert told["migrated_from"] == [first.instance_id]
+        assert 0 < told["migrated_tokens"] < TOKENS
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])

@@ -1,4 +1,5 @@
-"""Bytes on the frontend wire: vLLM's own codec (imported here), and the decode worker's shim.
+"""Bytes on the frontend wire: vLLM's own codec (imported here), and the decode worker's request
+server.
 
 The engine thread must survive whatever comes, and nothing may be unpickled.
 """
@@ -16,17 +17,17 @@ import zmq
 from hypothesis import strategies as st
 
 from pullfill import wire
-from pullfill.decode_worker import shim as shims
-from pullfill.decode_worker.shim import FrontendShim
-from pullfill.decode_worker.story import Stories
-from pullfill.engine import check, rpc
+from pullfill.decode_worker import request_server as request_servers
+from pullfill.decode_worker.request_server import RequestServer
+from pullfill.decode_worker.request_trace import RequestTraces
+from pullfill.engine import check, front_wire
 from pullfill.engine.requests import prefill_request
 from pullfill.errors import BadMessage
 from tests.support.fuzz import EXAMPLES, explore, little_memory, mutated
 
-KINDS = [value for value in vars(rpc).values() if isinstance(value, bytes)]
+KINDS = [value for value in vars(front_wire).values() if isinstance(value, bytes)]
 HELLO = wire.encode(
-    rpc.FrontendHello(frontend_instance="f", vllm_version=check.PINNED_VLLM, model="m")
+    front_wire.FrontendHello(frontend_instance="f", vllm_version=check.PINNED_VLLM, model="m")
 )
 
 
@@ -55,13 +56,13 @@ SHAPES = [
 
 
 @pytest.fixture(scope="module")
-def codecs() -> tuple[rpc.WorkerCodec, rpc.FrontendCodec]:
-    return rpc.WorkerCodec(), rpc.FrontendCodec()
+def codecs() -> tuple[front_wire.WorkerCodec, front_wire.FrontendCodec]:
+    return front_wire.WorkerCodec(), front_wire.FrontendCodec()
 
 
 @EXAMPLES
 def test_vllms_codec_gives_its_structs_or_bad_message(
-    codecs: tuple[rpc.WorkerCodec, rpc.FrontendCodec], examples: int
+    codecs: tuple[front_wire.WorkerCodec, front_wire.FrontendCodec], examples: int
 ) -> None:
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 
@@ -92,14 +93,14 @@ def test_what_should_not_be_unpickled_was_not_and_would_have_been_noticed() -> N
 
 
 def test_pickle_is_off_by_default_and_the_worker_says_so(
-    codecs: tuple[rpc.WorkerCodec, rpc.FrontendCodec],
+    codecs: tuple[front_wire.WorkerCodec, front_wire.FrontendCodec],
 ) -> None:
     for bomb in BOMBS:
         with pytest.raises(BadMessage):
             codecs[0].utility([bomb])
 
 
-# ------------------------------------------------------------------ the shim
+# ------------------------------------------------------------------ the request server
 
 
 class _Core:
@@ -129,44 +130,50 @@ class _Sent:
 
 
 @pytest.fixture
-def shim(codecs: tuple[rpc.WorkerCodec, rpc.FrontendCodec]) -> FrontendShim:
+def request_server(
+    codecs: tuple[front_wire.WorkerCodec, front_wire.FrontendCodec],
+) -> RequestServer:
     host: Any = SimpleNamespace(core=_Core(), submit=lambda work, **_: work(None), stepping=False)
-    welcome = rpc.DecodeWelcome(
+    welcome = front_wire.DecodeWelcome(
         decode_instance="decode-1", incarnation="i", vllm_version=check.PINNED_VLLM,
         max_model_len=100, num_gpu_blocks=1, block_size=1, max_num_seqs=1,
         max_num_batched_tokens=1, supported_tasks=[],
     )  # fmt: skip
-    shim = FrontendShim(host, Stories("decode-1"), welcome=lambda: welcome, models=["m"])
-    shim._socket = _Sent()
-    return shim
+    request_server = RequestServer(
+        host, RequestTraces("decode-1"), welcome=lambda: welcome, models=["m"]
+    )
+    request_server._socket = _Sent()
+    return request_server
 
 
 @EXAMPLES
 def test_any_multipart_message_leaves_the_engine_thread_alive(
-    shim: FrontendShim, examples: int, monkeypatch: pytest.MonkeyPatch
+    request_server: RequestServer, examples: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     request = prefill_request("r", [1, 2], cache_salt=None, priority=0, arrival_time=0.0)
-    encoded = [bytes(f) for f in rpc.FrontendCodec().encode(request)]
+    encoded = [bytes(f) for f in front_wire.FrontendCodec().encode(request)]
     calls = [msgspec.msgpack.encode((1, m, [])) for m in ("is_sleeping", "shutdown", "__class__")]
-    valid = [HELLO, rpc.encode_ids(["r"]), *encoded, *calls, *BOMBS]
+    valid = [HELLO, front_wire.encode_ids(["r"]), *encoded, *calls, *BOMBS]
     failed: list[object] = []
-    monkeypatch.setattr(shims.logger, "exception", lambda *args: failed.append(args))
+    monkeypatch.setattr(request_servers.logger, "exception", lambda *args: failed.append(args))
 
     def arrive(messages: list[tuple[bytes, bytes, list[bytes]]]) -> None:
         for identity, kind, payload in messages:
             frames = [zmq.Frame(part) for part in payload]
             with contextlib.suppress(BadMessage):
-                shim._dispatch(identity, kind, frames)
-            while not shim.intake.idle:
-                shim.intake.work()
+                request_server._dispatch(identity, kind, frames)
+            while not request_server.intake.idle:
+                request_server.intake.work()
 
     identity = st.sampled_from([b"a", b"b"])
     kind = st.one_of(st.sampled_from(KINDS), st.binary(max_size=5))
     message = st.tuples(identity, kind, st.lists(mutated(valid), max_size=3))
-    greeted = st.lists(message, max_size=6).map(lambda rest: [(b"a", rpc.HELO, [HELLO]), *rest])
+    greeted = st.lists(message, max_size=6).map(
+        lambda rest: [(b"a", front_wire.HELO, [HELLO]), *rest]
+    )
     explore(examples, arrive, messages=greeted)
-    arrive([(b"z", rpc.HELO, [HELLO]), (b"z", rpc.PING, [])])
-    assert b"z" in shim._frontends
+    arrive([(b"z", front_wire.HELO, [HELLO]), (b"z", front_wire.PING, [])])
+    assert b"z" in request_server._frontends
 
 
 # ------------------------------------------------------------------ what a salt keeps apart

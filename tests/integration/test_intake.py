@@ -16,7 +16,7 @@ import pytest
 import zmq
 
 from pullfill import wire
-from pullfill.engine import check, rpc
+from pullfill.engine import check, front_wire
 from pullfill.engine.requests import TRACKED, prefill_request, prepare
 from tests.integration.test_mock_engine import MOCK
 from tests.support.cluster import MODEL, Cluster, until
@@ -33,35 +33,35 @@ class Peer:
     """The frontend's end of the wire. Notes the end of each engine step (the worker's clock)."""
 
     def __init__(self, address: str) -> None:
-        self.codec = rpc.FrontendCodec()
+        self.codec = front_wire.FrontendCodec()
         self.socket = zmq.Context.instance().socket(zmq.DEALER)
-        rpc.set_options(self.socket)
+        front_wire.set_options(self.socket)
         self.socket.connect(address)
         self.steps: list[float] = []
         self.answered = False
         self._pinged = 0.0
-        hello = rpc.FrontendHello(
+        hello = front_wire.FrontendHello(
             frontend_instance="f", vllm_version=check.PINNED_VLLM, model=MODEL
         )
-        self.socket.send_multipart([rpc.HELO, wire.encode(hello)])
+        self.socket.send_multipart([front_wire.HELO, wire.encode(hello)])
         assert self.socket.poll(5000)
-        assert self.socket.recv_multipart()[0] == rpc.HELO
+        assert self.socket.recv_multipart()[0] == front_wire.HELO
 
     def request(self, name: str, prompt: list[int], count: int) -> list[bytes]:
         request = prefill_request(name, prompt, cache_salt=None, priority=0, arrival_time=0.0)
         request.sampling_params.max_tokens = count
-        return [rpc.ADD, *(bytes(part) for part in self.codec.encode(request))]
+        return [front_wire.ADD, *(bytes(part) for part in self.codec.encode(request))]
 
     def read(self, done: Callable[[], bool], within_s: float) -> None:
         deadline = time.monotonic() + within_s
         while not done():
             assert time.monotonic() < deadline, f"not within {within_s} s"
-            if time.monotonic() - self._pinged > rpc.PING_INTERVAL_S:
-                self.socket.send_multipart([rpc.PING])
+            if time.monotonic() - self._pinged > front_wire.PING_INTERVAL_S:
+                self.socket.send_multipart([front_wire.PING])
                 self._pinged = time.monotonic()
             if self.socket.poll(100):
                 kind, *frames = self.socket.recv_multipart()
-                if kind == rpc.OUT:
+                if kind == front_wire.OUT:
                     self._note(self.codec.outputs(frames))
 
     def _note(self, outputs: Any) -> None:
@@ -104,7 +104,7 @@ def test_a_prepared_request_has_the_block_hashes_of_vllm(length: int, salt: str 
     sent = prefill_request(
         "r", random_prompt(length, seed=1), cache_salt=salt, priority=0, arrival_time=0.0
     )
-    request, tokens = rpc.WorkerCodec().request(rpc.FrontendCodec().encode(sent))
+    request, tokens = front_wire.WorkerCodec().request(front_wire.FrontendCodec().encode(sent))
     assert not request.prompt_token_ids
     made = _end_of(prepare(core, request, tokens))
     plain = Request.from_engine_core_request(sent, core.request_block_hasher)
@@ -148,10 +148,12 @@ def test_running_streams_do_not_notice_a_burst_of_long_prompts(
             peer.socket.send_multipart(message)
         # Answered after the last prompt was taken in: calls keep their place.
         peer.answered = False
-        peer.socket.send_multipart([rpc.UTIL, *peer.codec.encode((number, "is_sleeping", ()))])
+        peer.socket.send_multipart(
+            [front_wire.UTIL, *peer.codec.encode((number, "is_sleeping", ()))]
+        )
         peer.read(lambda: peer.answered, within_s=30)
         busy = _gaps(peer.steps)
-        peer.socket.send_multipart([rpc.ABRT, rpc.encode_ids(names)])
+        peer.socket.send_multipart([front_wire.ABRT, front_wire.encode_ids(names)])
         shares.append(_share(busy, 0.95) / _share(calm, 0.95))
         longest.append(busy[-1] / statistics.median(calm))
         print(f"gaps in ms before: {_told(calm)}; in the burst: {_told(busy)}")

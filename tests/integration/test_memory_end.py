@@ -15,7 +15,7 @@ import torch
 from vllm.v1.worker.cpu_model_runner import _set_torch_accelerator_to_noop
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from pullfill.transfer.shm.pool import SharedKvPool, tell
+from pullfill.transfer.shm.kv_pool import SharedKvPool, tell
 
 LAYERS, BLOCKS, HEADS, PAGE = 8, 1024, 2, 4096  # large: freed, it would be mapped anew at once
 _set_torch_accelerator_to_noop()

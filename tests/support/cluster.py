@@ -25,8 +25,8 @@ import httpx
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
-from pullfill.failpoints import parse as check_failpoints
 from pullfill.registry import keys
+from pullfill.runtime.failpoints import parse as check_failpoints
 from pullfill.transfer.shm.files import shm_dir, sweep
 from pullfill.wire import RouterConfig, WorkerRecord, decode
 from tests.support import web
@@ -305,10 +305,14 @@ class Cluster:
         return web.get(f"{self.frontend_url}{path}", timeout=10.0, headers=headers)
 
     def load_of(self, worker: Worker) -> dict[str, Any]:
-        """What a worker reports of itself."""
-        entries = {w["pid"]: w for w in self.status()["workers"]}
-        load: dict[str, Any] = entries[worker.pid]["load"]
-        return load
+        """What a worker reports of itself. Waits for one that is late with its answer to the
+        frontend's one second."""
+        give_up = time.monotonic() + 5.0
+        while True:
+            entries = {w["pid"]: w for w in self.status()["workers"]}
+            load: dict[str, Any] = entries[worker.pid]["load"]
+            if load or worker.stopped or time.monotonic() > give_up:
+                return load
 
     def records(self, role: str) -> dict[str, WorkerRecord]:
         """What etcd holds now, by instance id."""

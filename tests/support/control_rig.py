@@ -10,10 +10,10 @@ import msgspec
 
 from pullfill.decode_worker.control import ControlServer
 from pullfill.decode_worker.ledger import Ledger
-from pullfill.decode_worker.story import Stories
+from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.errors import BadMessage, PeerUnavailable
-from pullfill.prefill_worker.link import DecodeLink
-from pullfill.security import ClusterKey
+from pullfill.net.security import ClusterKey
+from pullfill.prefill_worker.control_connection import ControlConnection
 from pullfill.transfer.loopback import LoopbackFences
 from pullfill.wire import (
     SILENT_S,
@@ -53,9 +53,9 @@ class Decode:
             instance_id=name,
             compat=COMPAT,
             ledger=self.ledger,
-            stories=Stories(name),
+            traces=RequestTraces(name),
             cancel=self._cancel,
-            hand_back=self._hand_back,
+            nak=self._nak,
             silent_s=silent_s,
             key=key,
         )
@@ -66,7 +66,7 @@ class Decode:
     async def _cancel(self, receipt: object) -> None:
         self.cancelled.append(receipt)
 
-    async def _hand_back(self, subject: str, receipt: object) -> None:
+    async def _nak(self, subject: str, receipt: object) -> None:
         if not subject.startswith("ack"):
             raise BadMessage("not one of ours")
         self.nakked.append(subject)
@@ -109,7 +109,7 @@ class Prefill:
     ) -> None:
         self.revokes: list[Revoke] = []
         self.lost = 0
-        self.link = DecodeLink(
+        self.link = ControlConnection(
             decode.record(address),
             Hello(
                 prefill_instance=name,
@@ -117,17 +117,17 @@ class Prefill:
                 compat=compat or COMPAT.hash(),
                 transports=["shm"],
             ),
-            self._no_mover,
+            self._no_transfer_worker,
             lambda _, revoke: self.revokes.append(revoke),
             self._lost,
             key,
             silent_s,
         )
 
-    async def _no_mover(self, record: WorkerRecord) -> Any:
+    async def _no_transfer_worker(self, record: WorkerRecord) -> Any:
         raise PeerUnavailable("this test moves nothing")
 
-    def _lost(self, link: DecodeLink) -> None:
+    def _lost(self, link: ControlConnection) -> None:
         self.lost += 1
 
     async def claim(self, job_id: str = "j", incarnation: str = "i0") -> Grant:

@@ -1,4 +1,5 @@
-"""A decode worker without an engine: speaks engine/rpc.py, answers with predictable tokens.
+"""A decode worker without an engine: speaks engine/front_wire.py, answers with predictable
+tokens.
 
 `FakeDecode` runs in a thread and can be told to hold, drain, hand back, hang or die. It decodes and
 makes vLLM's frames with mirror structs (positions as in the pinned vLLM), so a test that uses it
@@ -19,11 +20,11 @@ from typing import Any
 import msgspec
 import zmq
 
-from pullfill import u32, wire
-from pullfill.engine import check, rpc
-from pullfill.host import host_id
+from pullfill import wire
+from pullfill.engine import check, front_wire
 from pullfill.ids import new_incarnation
-from pullfill.wire import ExplainRecord, Timings, WorkerRecord, WorkerState
+from pullfill.net.this_host import host_id
+from pullfill.wire import ExplainRecord, Timings, WorkerRecord, WorkerState, u32
 from tests.support.fake_vllm import (
     LENGTH,
     Output,
@@ -49,7 +50,7 @@ class FakeDecode:
     """One fake worker. `start`, then `record` is what the registry would hold.
 
     hold: take requests and utility calls but answer nothing. step_s: pause between tokens.
-    refuse: text of a NOPE to every HELO. hand_back: answer ADD with BACK. stop_after: tokens of an
+    refuse: text of a NOPE to every HELO. migrate: answer ADD with BACK. stop_after: tokens of an
     answer after which it gets no more, 0 for never. ahead_s: of our clock; it is on another host.
     fatal_token: it dies of a prompt with this token; fatal_length: when prompt and answer are that
     long, else when the prompt comes. killed_by: that prompt. slots: requests that it works on at a
@@ -61,7 +62,7 @@ class FakeDecode:
     hold: bool = False
     step_s: float = 0.0
     refuse: str = ""
-    hand_back: bool = False
+    migrate: bool = False
     stop_after: int = 0
     ahead_s: float = 0.0
     fatal_token: int = 0
@@ -84,7 +85,7 @@ class FakeDecode:
         self._peers: set[bytes] = set()
         self._context = zmq.Context()
         self._socket: Any = self._context.socket(zmq.ROUTER)
-        rpc.set_options(self._socket)
+        front_wire.set_options(self._socket)
         port = self._socket.bind_to_random_port("tcp://127.0.0.1")
         self.record = WorkerRecord(
             instance_id=self.instance_id,
@@ -119,7 +120,7 @@ class FakeDecode:
 
     def drain(self) -> None:
         """Send DRAIN to all frontends."""
-        self.send_raw(rpc.DRAIN)
+        self.send_raw(front_wire.DRAIN)
 
     def leave(self) -> None:
         """As a drain that ran out of time: DRAIN, then every request is handed back."""
@@ -127,7 +128,11 @@ class FakeDecode:
 
         def order() -> None:
             for active in list(self._active.values()):
-                self._send(active.identity, rpc.BACK, rpc.encode_ids([active.request.request_id]))
+                self._send(
+                    active.identity,
+                    front_wire.BACK,
+                    front_wire.encode_ids([active.request.request_id]),
+                )
             self._active.clear()
 
         self._orders.put(order)
@@ -178,28 +183,28 @@ class FakeDecode:
         return True
 
     def _dispatch(self, identity: bytes, kind: bytes, payload: list[bytes]) -> None:
-        if kind == rpc.HELO:
+        if kind == front_wire.HELO:
             self._greet(identity)
-        elif kind == rpc.ADD:
+        elif kind == front_wire.ADD:
             found = msgspec.msgpack.decode(payload[2], type=Request)
             found.prompt_token_ids = u32.unpack(payload[1]) or found.prompt_token_ids
             self.added.append(found)
-            if self.hand_back:
-                self._send(identity, rpc.BACK, rpc.encode_ids([found.request_id]))
+            if self.migrate:
+                self._send(identity, front_wire.BACK, front_wire.encode_ids([found.request_id]))
             else:
                 prompt = found.prompt_token_ids or []
                 active = _Active(identity, found, len(prompt), sum(prompt))
                 self._active[found.request_id] = active
                 if active in self.active:
                     self._fatal(active)
-        elif kind == rpc.ABRT:
-            for request_id in rpc.decode_ids(payload[0]):
+        elif kind == front_wire.ABRT:
+            for request_id in front_wire.decode_ids(payload[0]):
                 self.aborted.append(request_id)
                 self._active.pop(request_id, None)
-        elif kind == rpc.PING:
+        elif kind == front_wire.PING:
             self.pings += 1
-            self._send(identity, rpc.PONG)
-        elif kind == rpc.UTIL:
+            self._send(identity, front_wire.PONG)
+        elif kind == front_wire.UTIL:
             call_id, method, args = msgspec.msgpack.decode(payload[0])
             self.utilities.append((method, args))
             if self.hold:
@@ -207,17 +212,17 @@ class FakeDecode:
             failure = "no such thing" if method == "fail" else None
             result = None if failure else (None, True)
             answer = Outputs(timestamp=1.0, utility_output=Utility(call_id, failure, result))
-            self._send(identity, rpc.OUT, msgspec.msgpack.encode(answer))
-        elif kind == rpc.BYE:
+            self._send(identity, front_wire.OUT, msgspec.msgpack.encode(answer))
+        elif kind == front_wire.BYE:
             self.byes += 1
             self._peers.discard(identity)
 
     def _greet(self, identity: bytes) -> None:
         if self.refuse:
-            self._send(identity, rpc.NOPE, self.refuse.encode())
+            self._send(identity, front_wire.NOPE, self.refuse.encode())
             return
         self._peers.add(identity)
-        welcome = rpc.DecodeWelcome(
+        welcome = front_wire.DecodeWelcome(
             decode_instance=self.instance_id,
             incarnation=self.record.incarnation,
             vllm_version=check.PINNED_VLLM,
@@ -228,7 +233,7 @@ class FakeDecode:
             max_num_batched_tokens=2048,
             supported_tasks=["generate"],
         )
-        self._send(identity, rpc.HELO, wire.encode(welcome))
+        self._send(identity, front_wire.HELO, wire.encode(welcome))
 
     def _step(self) -> None:
         """One token for each active request, as one message per frontend."""
@@ -276,11 +281,11 @@ class FakeDecode:
             decode_instance=self.instance_id,
             timings_ms=Timings(queue=1.5),
         )
-        self._out(active.identity, [out], rpc.LAST, rpc.encode_explain([record]))
+        self._out(active.identity, [out], front_wire.LAST, front_wire.encode_explain([record]))
 
     def _out(self, identity: bytes, outs: list[Output], *kind: bytes) -> None:
         message = Outputs(outputs=outs, timestamp=time.monotonic() + self.ahead_s)
-        self._send(identity, *(kind or (rpc.OUT,)), msgspec.msgpack.encode(message))
+        self._send(identity, *(kind or (front_wire.OUT,)), msgspec.msgpack.encode(message))
 
     def _send(self, identity: bytes, *frames: bytes) -> None:
         self._socket.send_multipart([identity, *frames])

@@ -34,8 +34,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pullfill.errors import TransferFailed
-from pullfill.transfer.gpu.contract import HANDLE_BYTES, Addresses, Allocation
 from pullfill.transfer.gpu.copies import Lane
+from pullfill.transfer.gpu.gpu_contract import HANDLE_BYTES, Addresses, Allocation
 
 SETTINGS = 'EnableMSI: 1\nRegistryDwords: ""\n'
 _handles = itertools.count(1)

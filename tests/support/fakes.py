@@ -117,7 +117,7 @@ class _Copy:
 
 
 class FakeMover:
-    """A `Mover` whose copies wait until `finish`. `log` lists what was done, in order."""
+    """A `TransferWorker` whose copies wait until `finish`. `log` lists what was done, in order."""
 
     transport = "fake"
 
@@ -144,7 +144,7 @@ class FakeMover:
         return True
 
     def finish(self, failure: BaseException | None = None) -> _Copy:
-        """End the oldest copy as the real mover does."""
+        """End the oldest copy as the real transfer worker does."""
         copy = self.queue.pop(0)
         self.log.append(("read" if copy.read else "write", copy.local, copy.remote))
         if failure is None and not copy.read:

@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from pullfill import frames
-from pullfill.channel import Channel
 from pullfill.errors import BadMessage
+from pullfill.net import frames
+from pullfill.net.channel import Channel
 from pullfill.wire import decode, encode
 
 T = TypeVar("T")

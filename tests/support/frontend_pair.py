@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from pullfill.registry.client import EtcdClient
-from pullfill.registry.suspects import SuspectBoard
+from pullfill.registry.suspect_records import SuspectBoard
 from tests.support.etcd import EtcdServer
 from tests.support.fake_decode import FakeDecode
 from tests.support.frontend_rig import Rig, rig

@@ -8,12 +8,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from pullfill.engine import check, rpc
+from pullfill.engine import check, front_wire
 from pullfill.engine.blame import Fault
 from pullfill.frontend.board import Board
+from pullfill.frontend.decode_pool import WorkerPool
 from pullfill.frontend.dispatch import Dispatcher
 from pullfill.frontend.explain import ExplainStore
-from pullfill.frontend.pool import WorkerPool
 from pullfill.frontend.router import RoundRobin
 from tests.support.fake_decode import FakeDecode, FakeDirectory
 from tests.support.fake_vllm import PlainCodec
@@ -50,7 +50,7 @@ class Sink:
         if fault is Fault.REQUEST:
             self.refused.add(request_id)
 
-    def joined(self, welcome: rpc.DecodeWelcome) -> None: ...
+    def joined(self, welcome: front_wire.DecodeWelcome) -> None: ...
 
     def left(self, instance_id: str) -> None:
         self.gone.append(instance_id)
@@ -82,7 +82,7 @@ async def rig(
     *workers: FakeDecode, restart_wait_s: float = 0.0, board: Board | None = None
 ) -> AsyncIterator[Rig]:
     directory = FakeDirectory(*(worker.start().record for worker in workers))
-    hello = rpc.FrontendHello(
+    hello = front_wire.FrontendHello(
         frontend_instance="frontend-t", vllm_version=check.PINNED_VLLM, model="m"
     )
     pool = WorkerPool(directory, hello, ["m"])

@@ -31,17 +31,17 @@ import msgspec
 import torch
 
 from pullfill.errors import Fenced, PullfillError
-from pullfill.host import host_id
+from pullfill.net.this_host import host_id
 from pullfill.transfer.contract import KvLayout, LocalMemory
 from pullfill.transfer.cuda_ipc.owner import CudaIpcOwner
 from pullfill.transfer.cuda_ipc.peer import CudaIpcTransport
 from pullfill.transfer.digest import BlockDigester
 from pullfill.transfer.gpu.region import make_gpu_owner, tell_gpu
 from pullfill.transfer.layout import dense_layout, describe_region, layout_of
-from pullfill.transfer.nccl.cuda import CudaGpu
 from pullfill.transfer.nccl.library import Message, Nccl
+from pullfill.transfer.nccl.nccl_cuda import CudaGpu
 from pullfill.transfer.shm.files import RegionFiles
-from pullfill.transfer.shm.pool import describe
+from pullfill.transfer.shm.kv_pool import describe
 from pullfill.wire import FenceToken, RegionDescriptor
 from tests.support.transfer_rigs import COMPAT
 

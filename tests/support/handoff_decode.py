@@ -13,13 +13,13 @@ from dataclasses import dataclass
 import msgspec
 
 from pullfill.clock import SYSTEM_CLOCK, Clock
+from pullfill.decode_worker.conditional_router import Situation
+from pullfill.decode_worker.connector_scheduler import ConnectorScheduler
 from pullfill.decode_worker.context import DecodeContext
 from pullfill.decode_worker.control import ControlServer
 from pullfill.decode_worker.ledger import Ledger
 from pullfill.decode_worker.publisher import Publisher
-from pullfill.decode_worker.router import Situation
-from pullfill.decode_worker.scheduler_side import SchedulerSide
-from pullfill.decode_worker.story import Stories
+from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.decode_worker.verify import verifier_for
 from pullfill.queue.contract import JobProducer
 from pullfill.wire import (
@@ -68,7 +68,7 @@ class DecodeHalf:
         self.pool = FakePool(NUM_BLOCKS)
         self.requests: dict[str, Served] = {}
         self.cached: list[int] = []
-        self.stories = Stories(name)
+        self.traces = RequestTraces(name)
         loop = asyncio.get_running_loop()
         self.ledger = Ledger(
             self.region.owner.fences,
@@ -83,15 +83,15 @@ class DecodeHalf:
             instance_id=name,
             compat=COMPATIBLE,
             ledger=self.ledger,
-            stories=self.stories,
+            traces=self.traces,
             cancel=producer.cancel,  # type: ignore[arg-type]
-            hand_back=producer.hand_back,
+            nak=producer.nak,
             verifier=verifier_for(self.ledger, [self.region.memory]),
             reach=lambda regions: lambda: rig.transport.connect(self.region.memory, *regions),
         )
         self.control.commits.committed = producer.committed
         config = RouterConfig(policy=RouterPolicy.ALWAYS_REMOTE, remote_timeout_s=timeout_s)
-        self.side = SchedulerSide(
+        self.side = ConnectorScheduler(
             DecodeContext(
                 instance_id=name,
                 incarnation=f"{name}-i0",
@@ -100,7 +100,7 @@ class DecodeHalf:
                     p, h, i, prefill_workers=1, queue_available=True
                 ),
                 publish=lambda job: self.publisher.submit(job),
-                stories=self.stories,
+                traces=self.traces,
                 make_ledger=lambda _: self.ledger,
                 ledger=self.ledger,
             ),

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 
+from pullfill.decode_worker.conditional_router import Situation
+from pullfill.decode_worker.connector_scheduler import ConnectorScheduler
 from pullfill.decode_worker.context import DecodeContext, OpenedJob
 from pullfill.decode_worker.entry import UNDER_WAY
 from pullfill.decode_worker.ledger import JobState, Ledger
@@ -19,9 +21,7 @@ from pullfill.decode_worker.moves import (
     SendRevoke,
     Verify,
 )
-from pullfill.decode_worker.router import Situation
-from pullfill.decode_worker.scheduler_side import SchedulerSide
-from pullfill.decode_worker.story import Stories
+from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.errors import Fenced, Outcome
 from pullfill.transfer.loopback import LoopbackFences
 from pullfill.wire import DigestMode, RefuseReason, RouterConfig, RouterPolicy
@@ -77,7 +77,7 @@ class HandoffModel:
         """What happened here at least once: says whether an exploration reached it."""
         self._opened: list[OpenedJob] = []
         self._serial = 0
-        stories = Stories("decode-1", self.clock)
+        traces = RequestTraces("decode-1", self.clock)
         self.context = DecodeContext(
             instance_id="decode-1",
             incarnation="i0",
@@ -88,11 +88,11 @@ class HandoffModel:
             ),
             situation=lambda p, h, i: Situation(p, h, i, prefill_workers=1, queue_available=True),
             publish=self._opened.append,
-            stories=stories,
+            traces=traces,
             make_ledger=lambda _: self.ledger,
             ledger=self.ledger,
         )
-        self.side = SchedulerSide(self.context, BLOCK)
+        self.side = ConnectorScheduler(self.context, BLOCK)
         self.side.bind_pool(self.pool)
 
     # ------------------------------------------------------------------ vLLM and its connector
@@ -293,8 +293,8 @@ class HandoffModel:
         self.act()
         return told
 
-    def hand_back(self, grant: Grant, *, retry: bool) -> None:
-        self.ledger.hand_back(
+    def gave_up(self, grant: Grant, *, retry: bool) -> None:
+        self.ledger.gave_up(
             grant.job_id, grant.attempt, grant.incarnation, grant.writer, "why", retry
         )
         self.act()

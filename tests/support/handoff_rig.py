@@ -1,8 +1,8 @@
 """Decode and prefill workers without vLLM: every part of the handoff but the engines is real.
 
 The queue (in memory or on NATS), Ledger, ControlServer, Publisher, both scheduler halves,
-JobRunner, Puller, Links, Mover and a transport. `KvEngine` computes for the prefill side;
-`DecodeHalf` stands for vLLM on the other.
+JobRunner, Puller, ControlConnections, TransferWorker and a transport. `KvEngine` computes for the
+prefill side; `DecodeHalf` stands for vLLM on the other.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from pullfill.clock import SYSTEM_CLOCK, Clock
+from pullfill.prefill_worker.control_connections import ControlConnections
 from pullfill.prefill_worker.credits import Credits
-from pullfill.prefill_worker.links import Links
-from pullfill.prefill_worker.mover import Mover
 from pullfill.prefill_worker.puller import Puller
-from pullfill.prefill_worker.readers import Readers
+from pullfill.prefill_worker.read_grants import ReadGrants
 from pullfill.prefill_worker.runner import JobRunner
+from pullfill.prefill_worker.transfer_worker import TransferWorker
 from pullfill.queue.contract import JobConsumer, JobProducer, QueueConfig
 from pullfill.queue.jetstream import JetStreamConsumer, JetStreamProducer
 from pullfill.queue.memory import MemoryQueue
@@ -48,14 +48,14 @@ class PrefillHalf:
     ) -> None:
         self.name, self._cluster = name, cluster
         self.local = cluster.rig.region(LAYOUT, instance_id=name, incarnation=f"{name}-i0")
-        self.readers = Readers(self.local.owner.fences)
+        self.readers = ReadGrants(self.local.owner.fences)
         loop = asyncio.get_running_loop()
         self.credits = Credits(
             cluster.credit_blocks * LAYOUT.block_bytes,
             on_room=lambda: loop.call_soon_threadsafe(self.puller.changed),
         )
         self.engine = KvEngine(self.local.pages, chunk=chunk, compat_hash=COMPATIBLE.hash())
-        self.links = Links(
+        self.links = ControlConnections(
             cluster.directory,  # type: ignore[arg-type]
             Hello(
                 prefill_instance=name,
@@ -65,7 +65,7 @@ class PrefillHalf:
                 regions=(self.local.descriptor,),
             ),
             COMPATIBLE,
-            self._open_mover,
+            self._open_transfer_worker,
             lambda link, revoke: self.runner.revoked(link, revoke),
             lambda link: self.runner.link_lost(link),
             **cluster.links,
@@ -91,12 +91,12 @@ class PrefillHalf:
         )
         self.links.start()
 
-    async def _open_mover(self, record: WorkerRecord) -> Mover:
+    async def _open_transfer_worker(self, record: WorkerRecord) -> TransferWorker:
         region = self._cluster.decodes[record.instance_id].region
         connect = self._cluster.rig.connect
         session = await asyncio.to_thread(connect, self.local, region)
         account = self.credits.open(record.instance_id)
-        return Mover(session, record.instance_id, [self.local.memory], account)
+        return TransferWorker(session, record.instance_id, [self.local.memory], account)
 
     async def stop(self) -> None:
         await self.puller.stop()
@@ -112,7 +112,8 @@ class Cluster:
     """Everything on one loop; use as `async with Cluster(tmp_path, "loopback") as cluster`.
 
     wrap: puts something between the decode workers and the queue (to corrupt what is published).
-    server: the queue is on this NATS server, and not in the process. links: arguments of `Links`.
+    server: the queue is on this NATS server, and not in the process. links: arguments of
+    `ControlConnections`.
     """
 
     directory_path: Path

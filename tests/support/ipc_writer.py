@@ -19,7 +19,7 @@ from pathlib import Path
 
 from pullfill.errors import Fenced, PullfillError
 from pullfill.transfer.contract import PeerSession
-from pullfill.transfer.cuda_ipc.peer import CudaIpcTransport, IpcGate
+from pullfill.transfer.cuda_ipc.peer import CudaIpcTransport, IpcHold
 from pullfill.transfer.layout import layout_of
 from pullfill.transfer.session import MappedSession
 from pullfill.transfer.shm import lock
@@ -66,7 +66,7 @@ def obey(line: str, driver: Driver, session: PeerSession, blocks: range) -> str:
         return "queued"
     if verb == "unlock":
         assert isinstance(session, MappedSession)
-        assert isinstance(session._gate, IpcGate)
+        assert isinstance(session._gate, IpcHold)
         lock.unlock(session._gate._fd, 0, 0)  # to the end of the file
         return "unlocked"
     if verb == "close":

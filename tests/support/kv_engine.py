@@ -2,8 +2,8 @@
 
 The KV of a token depends on the KV bytes *in memory* of the token before it, so a prefix that was
 not read, was read from the wrong block, or was read too early makes everything after it wrong.
-`KvEngine` runs prefill tasks on a thread of its own through the real prefill SchedulerSide, in the
-order vLLM does: ask, allocate, plan, compute, write, report.
+`KvEngine` runs prefill tasks on a thread of its own through the real prefill ConnectorScheduler, in
+the order vLLM does: ask, allocate, plan, compute, write, report.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from pullfill.prefill_worker.connector_scheduler import ConnectorScheduler
 from pullfill.prefill_worker.context import PrefillContext
-from pullfill.prefill_worker.scheduler_side import SchedulerSide
 from pullfill.prefill_worker.task import PrefillTask
 from pullfill.transfer.contract import KvLayout
 from pullfill.transfer.layout import dense_layout
@@ -95,7 +95,7 @@ class KvEngine:
         self.computed_tokens = 0
         self.failure: BaseException | None = None
         self.context = PrefillContext("prefill", wake=self._wake)
-        self.side = SchedulerSide(self.context, BLOCK)
+        self.side = ConnectorScheduler(self.context, BLOCK)
         self._manager = FakeManager()
         self.side.bind_manager(self._manager)
         self._instances: dict[str, str] = {}

@@ -184,8 +184,8 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @any_grant
     @rule(pick=PICK, retry=MOSTLY)
-    def hand_back(self, pick: int, retry: bool) -> None:
-        self.model.hand_back(self.grant(pick), retry=retry)
+    def gave_up(self, pick: int, retry: bool) -> None:
+        self.model.gave_up(self.grant(pick), retry=retry)
 
     @any_grant
     @rule(writer=st.sampled_from(WRITERS), others_alive=MOSTLY)

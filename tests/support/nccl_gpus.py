@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from pullfill.transfer.contract import LocalMemory
-from pullfill.transfer.nccl.contract import Addresses
+from pullfill.transfer.nccl.backend import NcclKind
 from pullfill.transfer.nccl.device import Device
-from pullfill.transfer.nccl.plane import NcclKind
-from pullfill.transfer.stream.contract import Plane
+from pullfill.transfer.nccl.nccl_contract import Addresses
+from pullfill.transfer.stream.backend_contract import Backend
 from tests.support.fake_kernels import FakeStream
 from tests.support.fake_nccl import World
 
@@ -89,5 +89,5 @@ class PairKind(NcclKind):
     def can_reach(self, detail: str) -> str | None:
         return self.peer.can_reach(detail)
 
-    def make(self, memory: LocalMemory, *, owner: bool) -> Plane:
+    def make(self, memory: LocalMemory, *, owner: bool) -> Backend:
         return super().make(memory, owner=True) if owner else self.peer.make(memory, owner=False)

@@ -18,7 +18,7 @@ import torch
 from pullfill.errors import Fenced, PullfillError
 from pullfill.transfer.contract import PeerSession
 from pullfill.transfer.layout import layout_of
-from pullfill.transfer.nccl.cuda import make_kind
+from pullfill.transfer.nccl.nccl_cuda import make_kind
 from pullfill.transfer.stream.peer import StreamTransport
 from pullfill.wire import FenceToken, RegionDescriptor
 from tests.support.gpu_programs import GpuMemory

@@ -17,7 +17,7 @@ from collections.abc import Callable, Coroutine
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from pullfill.lifecycle import stop_listening
+from pullfill.runtime.lifecycle import stop_listening
 
 Direction = Literal["up", "down"]
 _CHUNK = 64 << 10

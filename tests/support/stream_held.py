@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from pullfill.transfer.stream.contract import Runs
+from pullfill.transfer.stream.backend_contract import Runs
 from pullfill.wire import FenceToken
 from tests.support.transfer_rigs import Region
 
@@ -24,14 +24,14 @@ def revoke(region: Region, token: FenceToken) -> None:
 
 
 class Held:
-    """Runs a move on a thread; the session's plane stops before its `nth` batch until `go_on`."""
+    """Runs a move on a thread; the session's backend stops before its `nth` batch until `go_on`."""
 
     def __init__(self, session: Any, verb: str, token: FenceToken, nth: int = 2) -> None:
         self.stopped, self.go_on = threading.Event(), threading.Event()
         self.error: BaseException | None = None
-        plane, calls = session._plane, [0]
+        backend, calls = session._backend, [0]
         name = "send" if verb == "write_blocks" else "receive"
-        real = getattr(plane, name)
+        real = getattr(backend, name)
 
         def stop(runs: Runs) -> None:
             calls[0] += 1
@@ -40,7 +40,7 @@ class Held:
                 assert self.go_on.wait(20)
             real(runs)
 
-        setattr(plane, name, stop)
+        setattr(backend, name, stop)
         blocks = range(64)
         self._thread = threading.Thread(
             target=self._run, args=(lambda: getattr(session, verb)(token, blocks, blocks),)

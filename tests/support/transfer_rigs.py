@@ -11,22 +11,22 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from pullfill.host import host_id
-from pullfill.security import ClusterKey
+from pullfill.net.security import ClusterKey
+from pullfill.net.this_host import host_id
 from pullfill.transfer.contract import KvLayout, LocalMemory, Owner, PeerSession, PeerTransport
 from pullfill.transfer.cuda_ipc.endpoint import IpcEndpoint
 from pullfill.transfer.cuda_ipc.peer import CudaIpcTransport
 from pullfill.transfer.gpu.region import export, make_gpu_owner
 from pullfill.transfer.layout import check_bounds, dense_layout, describe_region
 from pullfill.transfer.loopback import LoopbackOwner, LoopbackTransport
-from pullfill.transfer.nixl.plane import NixlKind
+from pullfill.transfer.nixl.backend import NixlKind
 from pullfill.transfer.owners import CombinedOwner
 from pullfill.transfer.shm.files import RegionFiles
 from pullfill.transfer.shm.owner import FenceOwner, ShmOwner
 from pullfill.transfer.shm.peer import ShmTransport
-from pullfill.transfer.stream.contract import PlaneKind
+from pullfill.transfer.stream.backend_contract import BackendKind
 from pullfill.transfer.stream.peer import StreamTransport
-from pullfill.transfer.tcp.plane import TcpKind
+from pullfill.transfer.tcp.backend import TcpKind
 from pullfill.wire import Compat, RegionDescriptor
 from tests.support.fake_gpu import FakeDriver
 from tests.support.fake_nccl import World
@@ -205,13 +205,13 @@ def shm_rig(directory: Path) -> Rig:
 
 def stream_rig(
     directory: Path,
-    kind: PlaneKind,
+    kind: BackendKind,
     *,
     stall_s: float = 20.0,
     key: ClusterKey | None = None,
     ranks: int = 1,
 ) -> Rig:
-    """Over a plane that works between plain memories of one process. The region is rank 0's."""
+    """Over a backend that works between plain memories of one process. The region is rank 0's."""
     ranks_data: list[Bytes] = []  # a LocalMemory does not keep the bytes that it describes
 
     def make(

@@ -16,7 +16,7 @@ import numpy as np
 from pullfill.errors import Fenced, PullfillError
 from pullfill.transfer.contract import PeerTransport
 from pullfill.transfer.layout import layout_of
-from pullfill.transfer.nixl.plane import NixlKind
+from pullfill.transfer.nixl.backend import NixlKind
 from pullfill.transfer.shm.peer import ShmTransport
 from pullfill.transfer.stream.peer import StreamTransport
 from pullfill.transfer.tcp.peer import TcpTransport

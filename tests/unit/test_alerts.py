@@ -10,8 +10,9 @@ import prometheus_client
 import pytest
 import yaml
 
-from pullfill import metrics, wire
+from pullfill import wire
 from pullfill.frontend import metrics as frontend_metrics
+from pullfill.runtime import metrics
 
 ALERTS = Path(__file__).resolve().parents[2] / "deploy" / "prometheus" / "alerts.yaml"
 MERGED = {"instance_id", "role"}

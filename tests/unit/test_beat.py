@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pullfill import beat
+from pullfill.runtime import timer_grid
 
 TOLERANCE = 1e-6
 INTERVALS = st.sampled_from([0.5, 1.0, 2.0, 5 / 3])
@@ -16,28 +16,28 @@ INTERVALS = st.sampled_from([0.5, 1.0, 2.0, 5 / 3])
 
 @given(st.floats(0.0, 1e6), INTERVALS)
 def test_the_next_beat_is_neither_at_once_nor_late(now: float, every_s: float) -> None:
-    left = beat.left(now, every_s)
+    left = timer_grid.left(now, every_s)
     assert 0.25 * every_s - TOLERANCE <= left <= 1.25 * every_s + TOLERANCE
 
 
 @given(st.floats(0.0, 1e6), st.floats(0.0, 0.2))
 def test_who_is_late_stays_on_the_grid(now: float, late_s: float) -> None:
-    when = beat.at(now, 1.0)
-    assert beat.at(when + late_s, 1.0) == pytest.approx(when + 1.0, abs=TOLERANCE)
+    when = timer_grid.at(now, 1.0)
+    assert timer_grid.at(when + late_s, 1.0) == pytest.approx(when + 1.0, abs=TOLERANCE)
 
 
 def test_seconds_halves_and_doubles_fall_together() -> None:
     """Exactly, to the last bit: a loop runs timers of the same time in one wake-up."""
-    seconds = {beat.at(1000.0 + n, 1.0) for n in range(8)}
-    halves = {beat.at(1000.0 + n / 2, 0.5) for n in range(20)}
+    seconds = {timer_grid.at(1000.0 + n, 1.0) for n in range(8)}
+    halves = {timer_grid.at(1000.0 + n / 2, 0.5) for n in range(20)}
     assert seconds <= halves
-    assert {beat.at(1000.0 + 2 * n, 2.0) for n in range(3)} <= seconds
-    assert beat.before(1005.0, 1.0) in seconds
+    assert {timer_grid.at(1000.0 + 2 * n, 2.0) for n in range(3)} <= seconds
+    assert timer_grid.before(1005.0, 1.0) in seconds
 
 
 @given(st.floats(1.0, 1e6), INTERVALS)
 def test_before_is_the_last_beat(until: float, every_s: float) -> None:
-    when = beat.before(until, every_s)
+    when = timer_grid.before(until, every_s)
     assert until - every_s - TOLERANCE < when <= until + TOLERANCE
 
 
@@ -46,10 +46,10 @@ def test_a_forked_process_has_moments_of_its_own() -> None:
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
-        os.write(write, repr(beat.at(1000.0, 1.0)).encode())
+        os.write(write, repr(timer_grid.at(1000.0, 1.0)).encode())
         os._exit(0)
     os.waitpid(child, 0)
     told = float(os.read(read, 100))
     os.close(read)
     os.close(write)
-    assert told != beat.at(1000.0, 1.0)
+    assert told != timer_grid.at(1000.0, 1.0)

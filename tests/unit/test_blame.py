@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from pullfill.engine import rpc
+from pullfill.engine import front_wire
 from pullfill.engine.blame import Fault, explained, fault_of
 from pullfill.errors import BadMessage, ConfigError
 from tests.support.fake_vllm import Output
@@ -75,7 +75,7 @@ def test_the_message_of_a_bug_names_it_and_says_where_to_look() -> None:
 @pytest.mark.parametrize("fault", [Fault.REQUEST, Fault.OURS])
 def test_a_worker_tells_the_frontend_whose_fault_it_is(fault: Fault) -> None:
     out = Output("r", [], finish_reason=3, stop_reason="why")
-    out.kv_transfer_params = rpc.fault_mark(fault)
-    assert rpc.fault_of(out) is fault
+    out.kv_transfer_params = front_wire.fault_mark(fault)
+    assert front_wire.fault_of(out) is fault
     out.stop_reason = None
-    assert rpc.fault_of(out) is None
+    assert front_wire.fault_of(out) is None

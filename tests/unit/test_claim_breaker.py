@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pullfill.decode_worker.breaker import PAUSE_S, STALLS, TRIAL_SHARE
+from pullfill.decode_worker.conditional_router import Situation, decide
 from pullfill.decode_worker.ledger import Ledger
 from pullfill.decode_worker.moves import Settle
-from pullfill.decode_worker.router import Situation, decide
 from pullfill.errors import Outcome
 from pullfill.transfer.loopback import LoopbackFences
 from pullfill.wire import RouterConfig

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pullfill.engine import continuation as c
+from pullfill.engine import migration as c
 from tests.support.fake_vllm import Request, request
 
 OUT = [7, 8, 9]

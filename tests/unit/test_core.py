@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pullfill import clock, errors, failpoints, host, ids, log
+from pullfill import clock, errors, ids
 from pullfill.config import (
     CLUSTER_FILE,
     ClusterFile,
@@ -25,6 +25,8 @@ from pullfill.config import (
 )
 from pullfill.engine import entry
 from pullfill.errors import ConfigError
+from pullfill.net import this_host
+from pullfill.runtime import failpoints, log
 from tests.support.fakes import FakeClock
 
 
@@ -80,10 +82,10 @@ class TestSmallThings:
         assert clock.SYSTEM_CLOCK.monotonic() >= first
 
     def test_host_id_is_the_same_in_another_process(self) -> None:
-        code = "from pullfill.host import host_id; print(host_id())"
+        code = "from pullfill.net.this_host import host_id; print(host_id())"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-        assert done.stdout.strip() == host.host_id()
-        assert ids.is_name(host.host_id())
+        assert done.stdout.strip() == this_host.host_id()
+        assert ids.is_name(this_host.host_id())
 
     def test_log_writes_one_line_and_setup_is_idempotent(
         self, monkeypatch: pytest.MonkeyPatch
@@ -143,11 +145,11 @@ class TestSmallThings:
     def test_who_shares_another_directory_shares_memory(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        here = host.host_id.__wrapped__()
-        monkeypatch.setenv(host.SHM_DIR_ENV, "/dev/shm")
-        assert host.host_id.__wrapped__() == here
-        monkeypatch.setenv(host.SHM_DIR_ENV, "/proc")
-        assert host.host_id.__wrapped__() != here
+        here = this_host.host_id.__wrapped__()
+        monkeypatch.setenv(this_host.SHM_DIR_ENV, "/dev/shm")
+        assert this_host.host_id.__wrapped__() == here
+        monkeypatch.setenv(this_host.SHM_DIR_ENV, "/proc")
+        assert this_host.host_id.__wrapped__() != here
 
 
 class TestFailpoints:
@@ -213,7 +215,7 @@ class TestFailpoints:
         assert not held.is_alive()
 
     def test_kill_ends_the_process(self) -> None:
-        code = "from pullfill import failpoints; failpoints.hit('x'); print('alive')"
+        code = "from pullfill.runtime import failpoints; failpoints.hit('x'); print('alive')"
         env = {**os.environ, failpoints.ENV: "x=kill"}
         done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True)
         assert done.returncode == -signal.SIGKILL

@@ -9,9 +9,9 @@ import aiohttp
 import pytest
 from prometheus_client import REGISTRY, Histogram, generate_latest
 
-from pullfill import metrics
 from pullfill.errors import ConfigError
-from pullfill.probe import ProbeServer
+from pullfill.runtime import metrics
+from pullfill.runtime.probe import ProbeServer
 
 PROMISED = {
     "pullfill_decision_total": ("path", "reason"),

@@ -37,7 +37,7 @@ def test_round_trip(message: msgspec.Struct) -> None:
 
 
 def test_the_union_is_told_apart_by_its_tag() -> None:
-    quiet = wire.Quiet(job_id="j", attempt=1, incarnation="i")
+    quiet = wire.DrainAck(job_id="j", attempt=1, incarnation="i")
     for message in (CLAIM, quiet):
         assert wire.decode(wire.encode(message), wire.ToDecode) == message
     with pytest.raises(BadMessage):
@@ -142,7 +142,7 @@ def test_explain_and_queue_have_the_promised_shape() -> None:
     assert set(shape) == {
         "request_id", "path", "reason", "prompt_tokens", "prefix_hit_tokens", "remote_tokens",
         "decode_instance", "prefill_instance", "attempts", "fallback", "kv_bytes", "timings_ms",
-        "transport", "why_not_better", "continued_from", "continued_tokens", "outage",
+        "transport", "why_not_better", "migrated_from", "migrated_tokens", "outage",
         "expected_s",
     }  # fmt: skip
     assert set(shape["timings_ms"]) == {

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from pullfill import metrics
 from pullfill.prefill_worker.credits import Credits
 from pullfill.prefill_worker.puller import Puller
+from pullfill.runtime import metrics
 
 
 def test_charged_and_given_back() -> None:

@@ -1,4 +1,5 @@
-"""Frontend and decode worker over ZMQ with a cluster key: the real link against the real shim."""
+"""Frontend and decode worker over ZMQ with a cluster key: the real link against the real request
+server."""
 
 from __future__ import annotations
 
@@ -11,13 +12,15 @@ from typing import Any
 import pytest
 import zmq
 
-from pullfill import curve, frames, metrics, wire
-from pullfill.decode_worker.gatekeeper import Gatekeeper
-from pullfill.decode_worker.shim import FrontendShim
-from pullfill.decode_worker.story import Stories
-from pullfill.engine import check, rpc
-from pullfill.frontend.link import Link, LinkState
-from pullfill.security import ClusterKey
+from pullfill import wire
+from pullfill.decode_worker.curve_auth import CurveAuth
+from pullfill.decode_worker.request_server import RequestServer
+from pullfill.decode_worker.request_trace import RequestTraces
+from pullfill.engine import check, front_wire
+from pullfill.frontend.decode_connection import ConnectionState, DecodeConnection
+from pullfill.net import curve, frames
+from pullfill.net.security import ClusterKey
+from pullfill.runtime import metrics
 
 KEY = ClusterKey(b"k" * 32)
 OTHER = ClusterKey(b"o" * 32)
@@ -29,20 +32,20 @@ class _Codec:
 
 
 class _Decode:
-    """A shim whose engine loop is a task of the test's loop."""
+    """A request server whose engine loop is a task of the test's loop."""
 
     def __init__(self, key: ClusterKey | None) -> None:
         self.handlers: dict[Any, Any] = {}
         host: Any = SimpleNamespace(core=None, register=self.handlers.__setitem__, submit=None)
-        welcome = rpc.DecodeWelcome(
+        welcome = front_wire.DecodeWelcome(
             decode_instance="decode-1", incarnation="i0", vllm_version=check.PINNED_VLLM,
             max_model_len=1, num_gpu_blocks=1, block_size=1, max_num_seqs=1,
             max_num_batched_tokens=1, supported_tasks=[],
         )  # fmt: skip
-        self.shim = FrontendShim(
-            host, Stories("decode-1"), welcome=lambda: welcome, models=["m"], key=key
+        self.request_server = RequestServer(
+            host, RequestTraces("decode-1"), welcome=lambda: welcome, models=["m"], key=key
         )
-        self.shim.bind("127.0.0.1")
+        self.request_server.bind("127.0.0.1")
         self._task = asyncio.create_task(self._loop())
 
     async def _loop(self) -> None:
@@ -57,14 +60,14 @@ class _Decode:
     async def stop(self) -> None:
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
-        self.shim.close()
+        self.request_server.close()
 
 
 class _Owner:
     def __init__(self) -> None:
         self.refused: list[str] = []
 
-    def on_refused(self, link: Link, reason: str) -> None:
+    def on_refused(self, link: DecodeConnection, reason: str) -> None:
         self.refused.append(reason)
 
     def __getattr__(self, name: str) -> Any:
@@ -75,20 +78,23 @@ async def _meet(
     decode_key: ClusterKey | None,
     frontend_key: ClusterKey | None,
     heard: Callable[[], object] = lambda: True,
-) -> tuple[LinkState, str, list[str]]:
+) -> tuple[ConnectionState, str, list[str]]:
     """How the link ended up, its trouble, and what its owner was told, when that is known and
     `heard` says that the decode worker noticed too."""
     decode, context, owner = _Decode(decode_key), zmq.Context(), _Owner()
     record = wire.WorkerRecord(
         instance_id="decode-1", incarnation="i0", role="decode", state=wire.WorkerState.READY,
-        model="m", host="127.0.0.1", host_id="h", pid=1, started_at=0.0, data=decode.shim.address,
+        model="m", host="127.0.0.1", host_id="h", pid=1, started_at=0.0,
+        data=decode.request_server.address,
     )  # fmt: skip
-    hello = rpc.FrontendHello(frontend_instance="f", vllm_version=check.PINNED_VLLM, model="m")
-    link = Link(context, record, hello, owner, frontend_key)
+    hello = front_wire.FrontendHello(
+        frontend_instance="f", vllm_version=check.PINNED_VLLM, model="m"
+    )
+    link = DecodeConnection(context, record, hello, owner, frontend_key)
     try:
         async with asyncio.timeout(15):
             while (  # noqa: ASYNC110
-                link.state is LinkState.CONNECTING and not link.trouble
+                link.state is ConnectionState.CONNECTING and not link.trouble
             ) or not heard():
                 await asyncio.sleep(0.005)
         return link.state, link.trouble, owner.refused
@@ -100,13 +106,13 @@ async def _meet(
 
 @pytest.fixture(autouse=True)
 def codec(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rpc, "WorkerCodec", _Codec)
+    monkeypatch.setattr(front_wire, "WorkerCodec", _Codec)
 
 
 @pytest.mark.parametrize("key", [None, KEY], ids=["none", "same"])
 async def test_equal_keys_meet(key: ClusterKey | None) -> None:
     state, trouble, refused = await _meet(key, key)
-    assert (state, trouble, refused) == (LinkState.READY, "", [])
+    assert (state, trouble, refused) == (ConnectionState.READY, "", [])
 
 
 @pytest.mark.parametrize(
@@ -125,11 +131,11 @@ async def test_unequal_keys_do_not_and_both_ends_say_which_to_check(
     turned: list[logging.LogRecord] = []
 
     def heard() -> list[logging.LogRecord]:
-        turned[:] = [r for r in caplog.records if r.name == "pullfill.decode_worker.gatekeeper"]
+        turned[:] = [r for r in caplog.records if r.name == "pullfill.decode_worker.curve_auth"]
         return turned
 
     state, trouble, refused = await _meet(decode_key, frontend_key, heard)
-    assert state is not LinkState.READY
+    assert state is not ConnectionState.READY
     assert "[cluster] key_file" in "".join([trouble, *refused])
     certain = [r for r in turned if r.levelno == logging.WARNING]
     assert all("key_file" in r.getMessage() for r in turned)
@@ -146,7 +152,7 @@ async def test_a_port_scan_is_no_frontend_with_a_wrong_key(
     counter = metrics.AUTH_REFUSED.labels("frontend")
     before = counter._value.get()
     decode = _Decode(key)
-    address = frames.split_address(decode.shim.address)
+    address = frames.split_address(decode.request_server.address)
     try:
         for _ in range(3):
             (await asyncio.open_connection(*address))[1].close()
@@ -168,7 +174,7 @@ async def test_who_knows_the_servers_public_key_alone_is_turned_away() -> None:
     socket.curve_serverkey = curve.pair(KEY, "decode")[0]
     socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
     monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
-    socket.connect(decode.shim.address)
+    socket.connect(decode.request_server.address)
     try:
         async with asyncio.timeout(15):
             while not monitor.poll(0):  # noqa: ASYNC110
@@ -189,7 +195,7 @@ async def test_who_knows_the_servers_public_key_alone_is_turned_away() -> None:
 def test_any_other_question_is_answered_no(request_: list[bytes]) -> None:
     context = zmq.Context()
     socket = context.socket(zmq.ROUTER)
-    gate = Gatekeeper(socket, KEY)
+    gate = CurveAuth(socket, KEY)
     assert gate._answer(request_)[2] == b"400"
     gate.close()
     socket.close(0)

@@ -21,7 +21,7 @@ from pullfill.deploy import cli, roles, run_up, servers
 from pullfill.deploy.plan import UpOptions
 from pullfill.deploy.state import Launch, StateDir
 from pullfill.errors import ConfigError, UnavailableError
-from pullfill.log import DEBUG_ENV
+from pullfill.runtime.log import DEBUG_ENV
 from pullfill.wire import KvMode
 
 COMMANDS = ("up", "down", "decode", "prefill", "frontend", "status", "drain", "explain", "doctor")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pullfill.deploy import device, plan
+from pullfill.deploy import accelerator, plan
 from pullfill.errors import ConfigError
 
 
@@ -22,25 +22,25 @@ class TestDevice:
             f"else echo '| NVIDIA-SMI 1  CUDA Version: {driver} |'; fi\n"
         )
         tool.chmod(0o755)
-        monkeypatch.delenv(device.DEVICE_ENV, raising=False)
+        monkeypatch.delenv(accelerator.DEVICE_ENV, raising=False)
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
 
     @pytest.mark.parametrize("name", ["tpu", "cuda12"])
     def test_an_unknown_device_is_refused(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-        monkeypatch.setenv(device.DEVICE_ENV, name)
+        monkeypatch.setenv(accelerator.DEVICE_ENV, name)
         with pytest.raises(ValueError, match="use one of cpu, cuda13"):
-            device.detect()
+            accelerator.detect()
 
     def test_a_driver_too_old_for_vllm_is_refused(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
         self.machine(monkeypatch, tmp_path, "12.9", "GPU 0: A")
         with pytest.raises(ValueError, match=r"CUDA 12\.9.*driver 580.*PULLFILL_DEVICE=cpu") as why:
-            device.detect()
+            accelerator.detect()
         assert "\n" not in str(why.value)
-        monkeypatch.setenv(device.DEVICE_ENV, "cuda13")
-        assert device.detect() == "cuda13"
+        monkeypatch.setenv(accelerator.DEVICE_ENV, "cuda13")
+        assert accelerator.detect() == "cuda13"
 
     @pytest.mark.parametrize(
         ("visible", "refused"),
@@ -69,7 +69,7 @@ class TestDevice:
         with pytest.raises(ConfigError, match=r"MIG .*set CUDA_VISIBLE_DEVICES to one") as why:
             plan.check(options)
         assert "\n" not in str(why.value)
-        monkeypatch.setenv(device.DEVICE_ENV, "cpu")
+        monkeypatch.setenv(accelerator.DEVICE_ENV, "cpu")
         plan.check(options)
 
     @pytest.mark.parametrize("driver", ["13.0", "13.2", "14.0"])
@@ -77,9 +77,9 @@ class TestDevice:
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, driver: str
     ) -> None:
         self.machine(monkeypatch, tmp_path, driver, "GPU 0: A", "GPU 1: B")
-        assert device.detect() == "cuda13"
-        assert device.gpu_count() == 2
+        assert accelerator.detect() == "cuda13"
+        assert accelerator.gpu_count() == 2
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-        assert device.gpu_count() == 1
-        monkeypatch.setenv(device.DEVICE_ENV, "cpu")
-        assert (device.detect(), device.gpu_count()) == ("cpu", 0)
+        assert accelerator.gpu_count() == 1
+        monkeypatch.setenv(accelerator.DEVICE_ENV, "cpu")
+        assert (accelerator.detect(), accelerator.gpu_count()) == ("cpu", 0)

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from pullfill.config import ClusterRef
-from pullfill.deploy import cli, defaults, device, flags, plan, run_up, servers
+from pullfill.deploy import accelerator, cli, defaults, flags, plan, run_up, servers
 from pullfill.errors import ConfigError
 
 REF = ClusterRef("blue", "http://127.0.0.1:2", "nats://127.0.0.1:1", Path("/state"))
@@ -66,7 +66,7 @@ class TestOneRole:
     def options(self, monkeypatch: pytest.MonkeyPatch) -> list[plan.UpOptions]:
         """What `up` was called with."""
         calls: list[Any] = []
-        monkeypatch.setenv(device.DEVICE_ENV, "cpu")
+        monkeypatch.setenv(accelerator.DEVICE_ENV, "cpu")
         monkeypatch.setattr(run_up, "up", lambda options, *_, **__: calls.append(options) or 0)
         return calls
 
@@ -105,7 +105,7 @@ class TestOneRole:
 
 class TestRanks:
     def devices(self, monkeypatch: pytest.MonkeyPatch, visible: str) -> None:
-        monkeypatch.delenv(device.DEVICE_ENV, raising=False)
+        monkeypatch.delenv(accelerator.DEVICE_ENV, raising=False)
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
 
     def mixed(self, **more: Any) -> plan.UpOptions:
@@ -195,7 +195,7 @@ class TestRanks:
         assert env["OMP_NUM_THREADS"] == "2"
 
     def test_cpus_are_never_too_few(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv(device.DEVICE_ENV, "cpu")
+        monkeypatch.setenv(accelerator.DEVICE_ENV, "cpu")
         monkeypatch.setattr(servers, "nats_binary", lambda: Path("nats"))
         monkeypatch.setattr(servers, "etcd_binary", lambda: Path("etcd"))
         plan.check(self.mixed())

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pullfill.config import ClusterRef
-from pullfill.deploy import defaults, device, plan
+from pullfill.deploy import accelerator, defaults, plan
 from pullfill.deploy.procs import CLUSTER_ENV
 from pullfill.errors import ConfigError
 from pullfill.wire import DigestMode, KvMode
@@ -18,7 +18,7 @@ REF = ClusterRef("blue", "http://127.0.0.1:2", "nats://127.0.0.1:1", Path("/stat
 
 @pytest.fixture(autouse=True)
 def _cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(device.DEVICE_ENV, "cpu")
+    monkeypatch.setenv(accelerator.DEVICE_ENV, "cpu")
 
 
 class TestFlags:

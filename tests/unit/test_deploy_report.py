@@ -1,4 +1,4 @@
-"""What people read: the story of a request, the doctor's findings, the installer's choices."""
+"""What people read: the request trace, the doctor's findings, the installer's choices."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from pullfill.config import ClusterRef
 from pullfill.deploy import doctor, install, machine, report, servers
 from pullfill.deploy.view import ProcessView
 from pullfill.errors import UnavailableError
-from pullfill.host import SHM_DIR_ENV
-from pullfill.registry.admin import LiveWorker
-from pullfill.security import FrontendSecurity, Security
+from pullfill.net.security import FrontendSecurity, Security
+from pullfill.net.this_host import SHM_DIR_ENV
+from pullfill.registry.orders import LiveWorker
 
 REMOTE = wire.ExplainRecord(
     request_id="cmpl-1", path="remote", reason="long_prompt", prompt_tokens=2000,
@@ -33,11 +33,11 @@ REMOTE = wire.ExplainRecord(
 
 def _text(record: wire.ExplainRecord) -> str:
     stream = io.StringIO()
-    Console(file=stream, width=100).print(report.story(record))
+    Console(file=stream, width=100).print(report.trace(record))
     return stream.getvalue()
 
 
-def test_the_story_of_a_remote_prefill() -> None:
+def test_the_trace_of_a_remote_prefill() -> None:
     text = _text(REMOTE)
     for part in (
         "cmpl-1", "by a prefill worker (reason: long_prompt)", "2000 tokens = 512 cached",
@@ -51,7 +51,7 @@ def test_the_story_of_a_remote_prefill() -> None:
     assert bars["prefill"] > 30
 
 
-def test_the_story_says_what_the_decision_was_made_on() -> None:
+def test_the_trace_says_what_the_decision_was_made_on() -> None:
     expected = wire.Expected(queue=0.5, prefill=2.0, claim_timeout=10.0, timeout=30.0)
     text = _text(msgspec.structs.replace(REMOTE, expected_s=expected))
     said = "0.50 s in the queue, 2.00 s to compute, not known to write the KV; time limit 30 s"
@@ -59,7 +59,7 @@ def test_the_story_says_what_the_decision_was_made_on() -> None:
     assert "expected" not in _text(REMOTE)
 
 
-def test_the_story_of_a_fallback() -> None:
+def test_the_trace_of_a_fallback() -> None:
     text = _text(
         msgspec.structs.replace(
             REMOTE, path="local", fallback="timeout", remote_tokens=0, timings_ms=wire.Timings()
@@ -69,7 +69,7 @@ def test_the_story_of_a_fallback() -> None:
     assert "1488 locally" in text
 
 
-def test_the_story_names_the_outage() -> None:
+def test_the_trace_names_the_outage() -> None:
     text = _text(
         msgspec.structs.replace(
             REMOTE, path="local", reason="queue_unavailable", outage="NATS unreachable for 3 s: x"
@@ -125,9 +125,9 @@ def test_the_frontend_of_the_state_directory_is_asked_before_etcd(
     assert len(asked) == 1
 
 
-def test_the_story_of_an_answer_that_changed_its_decode_worker() -> None:
+def test_the_trace_of_an_answer_that_changed_its_decode_worker() -> None:
     left = ("decode-x", "decode-y")
-    text = _text(msgspec.structs.replace(REMOTE, continued_from=left, continued_tokens=17))
+    text = _text(msgspec.structs.replace(REMOTE, migrated_from=left, migrated_tokens=17))
     assert "continued after: decode-x, decode-y, from 17 tokens on" in text
 
 
@@ -257,7 +257,7 @@ class TestDoctor:
 
         monkeypatch.setattr(doctor, "_workers", workers)
         monkeypatch.setattr(servers, "etcd_ready", lambda *_: None)
-        for where, name in ((doctor, "frontend_urls"), (doctor.self_checks, "findings")):
+        for where, name in ((doctor, "frontend_urls"), (doctor.recheck, "findings")):
             monkeypatch.setattr(where, name, lambda _: [])  # they would wait for etcd
         with monkeypatch.context() as first:
             first.setattr(doctor, "_dead_letters", lambda _: 1 / 0)

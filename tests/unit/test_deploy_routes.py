@@ -1,4 +1,4 @@
-"""What people read about transports: doctor's lines, a request's story; the flags that choose."""
+"""What people read about transports: doctor's lines, a request trace; the flags that choose."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from rich.console import Console
 
 from pullfill import wire
 from pullfill.config import TRANSPORTS, check_address, parse_transports
-from pullfill.deploy import report, routes
+from pullfill.deploy import report, transports
 from pullfill.deploy.machine import FAIL, OK, WARN
 from pullfill.errors import ConfigError, UnavailableError
-from pullfill.registry.admin import LiveWorker
+from pullfill.registry.orders import LiveWorker
 from pullfill.transfer.choose import BEST_FIRST
 from tests.support.workers import record
 
@@ -23,7 +23,7 @@ def live(instance_id: str) -> LiveWorker:
 
 
 def test_this_machines_transports_are_found_by_looking() -> None:
-    (finding,) = routes.transports()
+    (finding,) = transports.transports()
     assert finding.level == OK
     assert "shm" in finding.what
     assert "tcp" in finding.what
@@ -37,10 +37,10 @@ def test_a_survey_that_finds_nothing_or_fails(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any, code: str, level: str
 ) -> None:
     fake = tmp_path / "python"
-    fake.write_text(f"#!{routes.sys.executable}\n{code}\n")
+    fake.write_text(f"#!{transports.sys.executable}\n{code}\n")
     fake.chmod(0o755)
-    monkeypatch.setattr(routes.sys, "executable", str(fake))
-    (finding,) = routes.transports()
+    monkeypatch.setattr(transports.sys, "executable", str(fake))
+    (finding,) = transports.transports()
     assert finding.level == level
     assert finding.advice
 
@@ -50,9 +50,9 @@ def test_each_pair_of_workers_has_its_line(monkeypatch: pytest.MonkeyPatch) -> N
         "routes": {"decode-a": {"transport": "tcp", "why_not_better": ["shm: on another host"]}},
         "load": {},
     }
-    monkeypatch.setattr(routes, "http_json", lambda *_: (200, told))
+    monkeypatch.setattr(transports, "http_json", lambda *_: (200, told))
     workers = [live(name) for name in ("decode-a", "decode-b", "prefill-a", "frontend-a")]
-    used, unused = routes.pairs(workers)
+    used, unused = transports.pairs(workers)
     assert used.what == "prefill-a writes to decode-a over tcp"
     assert used.advice == "not shm: on another host"
     assert "decode-b yet" in unused.what
@@ -67,27 +67,27 @@ def test_a_worker_that_answers_nonsense_is_no_failure(
             raise UnavailableError("gone")
         return answer
 
-    monkeypatch.setattr(routes, "http_json", ask)
-    found = list(routes.pairs([live("decode-a"), live("prefill-a")]))
+    monkeypatch.setattr(transports, "http_json", ask)
+    found = list(transports.pairs([live("decode-a"), live("prefill-a")]))
     assert [f.level for f in found] == ([OK] if answer else [])
 
 
 def test_many_pairs_are_cut_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routes, "http_json", lambda *_: (200, {}))
+    monkeypatch.setattr(transports, "http_json", lambda *_: (200, {}))
     workers = [live(f"{role}-{n}") for role in ("decode", "prefill") for n in range(9)]
-    found = list(routes.pairs(workers))
+    found = list(transports.pairs(workers))
     assert len(found) == 33
     assert "more" in found[-1].what
 
 
-def test_the_story_of_a_request_names_its_transport() -> None:
+def test_the_trace_of_a_request_names_its_transport() -> None:
     told = wire.ExplainRecord(
         request_id="r", path="remote", reason="long_prompt", prompt_tokens=9, prefix_hit_tokens=0,
         remote_tokens=8, decode_instance="d", prefill_instance="p", attempts=1, kv_bytes=2048,
         transport="tcp", why_not_better=("shm: it is on another host",),
     )  # fmt: skip
     stream = io.StringIO()
-    Console(file=stream, width=200).print(report.story(told))
+    Console(file=stream, width=200).print(report.trace(told))
     text = stream.getvalue()
     assert "2.0 KiB over tcp" in text
     assert "not over shm: it is on another host" in text

@@ -16,7 +16,7 @@ from pullfill.deploy.procs import start_time
 from pullfill.deploy.state import LAUNCH_FILE, Launch, Locked, StateDir, new_cluster_id
 from pullfill.deploy.teardown import remove_shared_memory
 from pullfill.errors import ConfigError
-from pullfill.host import SHM_DIR_ENV
+from pullfill.net.this_host import SHM_DIR_ENV
 
 
 def _entry(pid: int, started: int, name: str = "decode-0") -> ProcessEntry:

@@ -10,7 +10,7 @@ from typing import Any, Self
 import pytest
 from rich.console import Console
 
-from pullfill.deploy import membership, plan
+from pullfill.deploy import members, plan
 from pullfill.deploy.state import StateDir
 from pullfill.deploy.supervisor import Supervisor
 from pullfill.deploy.view import ProcessView
@@ -80,7 +80,7 @@ async def test_a_worker_starts_when_the_one_before_it_on_its_gpu_is_ready(
     specs = [_worker("a"), _worker("b"), _worker("c", "a"), _worker("d", "c")]
     monkeypatch.setattr(Supervisor, "_start_nats", nothing)
     monkeypatch.setattr(Supervisor, "_start_etcd", nothing)
-    monkeypatch.setattr(membership, "Members", lambda ref: machine)
+    monkeypatch.setattr(members, "Members", lambda ref: machine)
     monkeypatch.setattr(plan, "worker_specs", lambda *_: specs)
     view = ProcessView(Console(file=io.StringIO()), "starting")
     supervisor = Supervisor(plan.UpOptions(model="org/m"), StateDir(tmp_path), view)

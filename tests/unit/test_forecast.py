@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from pullfill.decode_worker import forecast as forecasts
-from pullfill.decode_worker.forecast import ASSUMED_BYTES_PER_S, ASSUMED_TOKENS_PER_S, Forecaster
-from pullfill.decode_worker.router import (
+from pullfill.decode_worker.conditional_router import (
     MAX_TIMEOUT_S,
     Decision,
     Forecast,
@@ -21,6 +20,7 @@ from pullfill.decode_worker.router import (
     expected,
     timeouts,
 )
+from pullfill.decode_worker.forecast import ASSUMED_BYTES_PER_S, ASSUMED_TOKENS_PER_S, Forecaster
 from pullfill.prefill_worker.meter import Meter
 from pullfill.wire import Expected, Load, RouterConfig
 from tests.support.fakes import FakeClock

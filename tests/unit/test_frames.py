@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pullfill import frames
-from pullfill.channel import Channel
 from pullfill.errors import BadMessage
-from pullfill.wire import WIRE_VERSION, Hello, Quiet, ToDecode, encode
+from pullfill.net import frames
+from pullfill.net.channel import Channel
+from pullfill.wire import WIRE_VERSION, DrainAck, Hello, ToDecode, encode
 from tests.support import framing
 from tests.support.listening import listening
 
@@ -28,7 +28,7 @@ def frame(body: bytes) -> bytes:
 
 
 HELLO = Hello(prefill_instance="p", host_id="h", compat="c", transports=["shm"])
-QUIET = Quiet(job_id="j", attempt=1, incarnation="i")
+QUIET = DrainAck(job_id="j", attempt=1, incarnation="i")
 
 
 async def test_messages_come_out_as_they_went_in_however_they_are_cut() -> None:
@@ -129,7 +129,7 @@ async def test_much_at_once_does_not_wait_for_the_end_of_the_turn() -> None:
     """So that what a peer does not read stays bounded within a turn too."""
     channel, wire = framing.channel_of()
     for _ in range(100):
-        channel.write(Quiet(job_id="j" * 100, attempt=1, incarnation="i" * 4000))
+        channel.write(DrainAck(job_id="j" * 100, attempt=1, incarnation="i" * 4000))
     assert wire.pieces
     assert max(map(len, wire.pieces)) < 80_000
     await asyncio.sleep(0)

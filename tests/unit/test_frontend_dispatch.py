@@ -7,7 +7,7 @@ import asyncio
 import msgspec
 import pytest
 
-from pullfill.engine import rpc
+from pullfill.engine import front_wire
 from pullfill.errors import PeerUnavailable
 from pullfill.frontend import dispatch
 from pullfill.frontend.dispatch import NO_WORKER
@@ -42,7 +42,7 @@ async def test_explain_record_has_the_frontends_own_timings() -> None:
 
 
 async def test_an_answer_of_one_token_has_the_time_of_its_first_token() -> None:
-    """Its story comes in the same message."""
+    """Its request trace comes in the same message."""
     async with rig(FakeDecode()) as r:
         await r.ready(1)
         r.dispatcher.submit(request("cmpl-x-0-1234abcd", max_tokens=1))
@@ -121,7 +121,7 @@ async def test_abort_reaches_the_worker_and_late_outputs_are_dropped() -> None:
         await until(lambda: bool(worker.added))
         r.dispatcher.abort(["a", "never-heard-of"])
         late = Outputs(outputs=[Output("a", [1])], timestamp=1.0)
-        worker.send_raw(rpc.OUT, msgspec.msgpack.encode(late))
+        worker.send_raw(front_wire.OUT, msgspec.msgpack.encode(late))
         await until(lambda: worker.aborted == ["a"])
         r.dispatcher.submit(request("b"))
         worker.hold = False
@@ -146,7 +146,7 @@ async def test_one_worker_cannot_speak_for_another() -> None:
         r.dispatcher.submit(request("a"))
         await until(lambda: bool(one.added))
         forged = Outputs(outputs=[Output("a", [9], finish_reason=0)], timestamp=1.0)
-        two.send_raw(rpc.OUT, msgspec.msgpack.encode(forged))
+        two.send_raw(front_wire.OUT, msgspec.msgpack.encode(forged))
         one.hold = False
         await until(lambda: "a" in r.sink.finished)
         assert r.sink.tokens["a"] == answer([1, 2, 3], 4)
@@ -155,17 +155,17 @@ async def test_one_worker_cannot_speak_for_another() -> None:
 @pytest.mark.parametrize(
     "frames",
     [
-        (rpc.OUT, b"\xc1"),
-        (rpc.OUT,),
-        (rpc.EXPL, b"[]"),
-        (rpc.BACK, b"\x01"),
+        (front_wire.OUT, b"\xc1"),
+        (front_wire.OUT,),
+        (front_wire.EXPL, b"[]"),
+        (front_wire.BACK, b"\x01"),
         (b"WHAT", b""),
-        (rpc.EXPL,),
-        (rpc.LAST,),
-        (rpc.LAST, b"[]"),
-        (rpc.LAST, b"\x90", b"\xc1"),
-        (rpc.LAST, b"\xc1", b"\xc1"),
-        (rpc.OUT, msgspec.msgpack.encode([0, [[1, 2]]])),
+        (front_wire.EXPL,),
+        (front_wire.LAST,),
+        (front_wire.LAST, b"[]"),
+        (front_wire.LAST, b"\x90", b"\xc1"),
+        (front_wire.LAST, b"\xc1", b"\xc1"),
+        (front_wire.OUT, msgspec.msgpack.encode([0, [[1, 2]]])),
     ],
 )
 async def test_garbage_from_a_worker_is_dropped(frames: tuple[bytes, ...]) -> None:
@@ -193,7 +193,7 @@ async def test_a_draining_worker_finishes_what_it_has_and_gets_nothing_new() -> 
 
 
 async def test_a_worker_that_hands_requests_back_loses_nothing() -> None:
-    one, two = FakeDecode("decode-1", hand_back=True), FakeDecode("decode-2")
+    one, two = FakeDecode("decode-1", migrate=True), FakeDecode("decode-2")
     async with rig(one, two) as r:
         await r.ready(2)
         r.dispatcher.submit(request("a"))
@@ -311,7 +311,7 @@ async def test_a_worker_that_had_dropped_us_is_left_and_its_requests_sent_elsewh
         for i in range(2):
             r.dispatcher.submit(request(f"r{i}"))
         await until(lambda: len(one.added) == 1)
-        one.send_raw(rpc.GONE)
+        one.send_raw(front_wire.GONE)
         await until(lambda: len(r.sink.finished) == 2)
 
 

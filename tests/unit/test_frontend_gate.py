@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from pullfill.frontend import gate as gates
-from pullfill.frontend.gate import Gate
+from pullfill.frontend import admission as gates
+from pullfill.frontend.admission import Admission
 
 
 class Client:
@@ -17,7 +17,7 @@ class Client:
 
     def __init__(
         self,
-        gate: Gate,
+        gate: Admission,
         path: str = "/v1/completions",
         method: str = "POST",
         root_path: str = "",
@@ -93,7 +93,7 @@ async def settle() -> None:
 
 async def test_beyond_the_limit_is_429_until_one_has_ended() -> None:
     app = App()
-    gate = Gate(app, app.wait_ready, 2)
+    gate = Admission(app, app.wait_ready, 2)
     inside = [Client(gate).say() for _ in range(2)]
     await settle()
     assert gate.in_flight == 2
@@ -117,7 +117,7 @@ async def test_beyond_the_limit_is_429_until_one_has_ended() -> None:
 
 async def test_every_way_out_frees_the_slot() -> None:
     app = App()
-    gate = Gate(app, app.wait_ready, 1)
+    gate = Admission(app, app.wait_ready, 1)
     app.fail = True
     broken = Client(gate).say()
     await settle()
@@ -142,7 +142,7 @@ async def test_every_way_out_frees_the_slot() -> None:
 async def test_a_client_that_takes_nothing_is_left() -> None:
     app = App()
     app.go.set()
-    gate = Gate(app, app.wait_ready, 2, send_s=0.1)
+    gate = Admission(app, app.wait_ready, 2, send_s=0.1)
     deaf = Client(gate)
     deaf.takes.clear()
     deaf.say()
@@ -163,7 +163,7 @@ async def test_a_client_that_takes_nothing_is_left() -> None:
 async def test_a_body_in_pieces_arrives_whole_and_has_its_slot_from_the_first() -> None:
     app = App()
     app.go.set()
-    gate = Gate(app, app.wait_ready, 1)
+    gate = Admission(app, app.wait_ready, 1)
     slow = Client(gate).say(b'{"a":', more=True)
     await settle()
     assert gate.in_flight == 1
@@ -180,7 +180,7 @@ async def test_all_bodies_together_are_bounded_until_their_answers_end(
 ) -> None:
     monkeypatch.setattr(gates, "ALL_BYTES", 8)
     app = App()
-    gate = Gate(app, app.wait_ready, 9)
+    gate = Admission(app, app.wait_ready, 9)
     served = Client(gate).say(b"1234")
     read = Client(gate).say(b"1234", more=True)
     await settle()
@@ -199,7 +199,7 @@ async def test_all_bodies_together_are_bounded_until_their_answers_end(
 @pytest.mark.parametrize("path", ["/v1/completions", "/api/v1/completions"])
 async def test_a_root_path_is_no_way_around(path: str) -> None:
     app = App()
-    gate = Gate(app, app.wait_ready, 0)
+    gate = Admission(app, app.wait_ready, 0)
     refused = Client(gate, path, root_path="/api")
     await refused.task
     assert refused.status == 429
@@ -209,7 +209,7 @@ async def test_a_body_that_never_ends_is_408_and_one_too_large_413(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     app = App()
-    gate = Gate(app, app.wait_ready, 1, body_s=0.05)
+    gate = Admission(app, app.wait_ready, 1, body_s=0.05)
     slow = Client(gate).say(b"{", more=True)
     await slow.task
     assert slow.status == 408
@@ -232,7 +232,7 @@ async def test_a_body_that_never_ends_is_408_and_one_too_large_413(
 )
 async def test_half_a_surrogate_pair_is_400(body: bytes, half: str) -> None:
     app = App()
-    client = Client(Gate(app, app.wait_ready, 1)).say(body)
+    client = Client(Admission(app, app.wait_ready, 1)).say(body)
     await client.task
     assert client.status == 400
     assert app.bodies == []
@@ -251,6 +251,6 @@ async def test_half_a_surrogate_pair_is_400(body: bytes, half: str) -> None:
 async def test_whole_pairs_and_escaped_backslashes_pass(body: bytes) -> None:
     app = App()
     app.go.set()
-    client = Client(Gate(app, app.wait_ready, 1)).say(body)
+    client = Client(Admission(app, app.wait_ready, 1)).say(body)
     await client.task
     assert client.status == 200

@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from pullfill.engine import rpc
-from pullfill.frontend.link import LinkState
+from pullfill.engine import front_wire
+from pullfill.frontend.decode_connection import ConnectionState
 from tests.support.fake_decode import FakeDecode
 from tests.support.fake_vllm import request
 from tests.support.frontend_rig import rig, until
@@ -61,7 +61,7 @@ async def test_a_hello_lost_in_flight_is_sent_again() -> None:
         await until(lambda: any("handshake" in line for line in r.pool.refusals()))
         await until(lambda: not r.pool.refusals())
         assert cutter.connections == 2
-        assert r.pool.state_of("decode-1") is LinkState.CONNECTING
+        assert r.pool.state_of("decode-1") is ConnectionState.CONNECTING
         cutter.cut.set()
         await until(lambda: cutter.connections == 3)
         worker.start()
@@ -72,7 +72,7 @@ async def test_a_hello_lost_in_flight_is_sent_again() -> None:
 async def test_a_worker_without_requests_is_asked_less_often(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(rpc, "PING_INTERVAL_S", 0.02)
+    monkeypatch.setattr(front_wire, "PING_INTERVAL_S", 0.02)
     busy, idle = FakeDecode("decode-1", hold=True), FakeDecode("decode-2")
     async with rig(busy, idle) as r:
         await r.ready(2)
@@ -90,7 +90,7 @@ async def test_a_worker_that_sends_rubbish_has_not_died() -> None:
         await r.ready(2)
         r.dispatcher.submit(request("a", [1]))
         await until(lambda: bool(bad.added))
-        bad.send_raw(rpc.OUT, b"\xc1")
+        bad.send_raw(front_wire.OUT, b"\xc1")
         await until(lambda: bool(good.added))
         assert not r.dispatcher.suspects.listed()
         assert not r.dispatcher.suspects.turns.open

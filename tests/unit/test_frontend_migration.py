@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pullfill.engine import rpc
+from pullfill.engine import front_wire
 from pullfill.frontend import dispatch, waiting
 from tests.support.fake_decode import FakeDecode
 from tests.support.fake_vllm import ABORT, LENGTH, Output, Outputs, answer, request
@@ -42,7 +42,7 @@ async def test_an_answer_goes_on_from_the_tokens_that_are_out(how: str) -> None:
         assert second.sampling_params["min_tokens"] == 190 - out
         record = r.explain.get("cmpl-a")
         assert record is not None
-        assert (record.continued_from, record.continued_tokens) == (("decode-1",), out)
+        assert (record.migrated_from, record.migrated_tokens) == (("decode-1",), out)
         assert record.decode_instance == "decode-2"
         assert record.timings_ms.first_token is not None
         assert r.dispatcher.in_flight == 0
@@ -50,7 +50,13 @@ async def test_an_answer_goes_on_from_the_tokens_that_are_out(how: str) -> None:
 
 @pytest.mark.parametrize(
     "frames",
-    [(rpc.OUT, b"junk"), (rpc.OUT,), (rpc.EXPL, b"junk"), (rpc.BACK, b"x", b"y"), (b"WHAT", b"")],
+    [
+        (front_wire.OUT, b"junk"),
+        (front_wire.OUT,),
+        (front_wire.EXPL, b"junk"),
+        (front_wire.BACK, b"x", b"y"),
+        (b"WHAT", b""),
+    ],
     ids=["outputs", "nothing", "explain", "back", "kind"],
 )
 async def test_an_unreadable_message_moves_the_answers_of_its_worker(
@@ -115,7 +121,7 @@ async def test_a_request_handed_back_again_and_again_is_no_killer() -> None:
 
 
 async def test_workers_that_hand_a_request_to_each_other_do_not_do_so_forever() -> None:
-    workers = [FakeDecode(f"decode-{i}", hand_back=True) for i in range(2)]
+    workers = [FakeDecode(f"decode-{i}", migrate=True) for i in range(2)]
     async with rig(*workers) as r:
         await r.ready(2)
         r.dispatcher.submit(request("a"))
@@ -125,7 +131,7 @@ async def test_workers_that_hand_a_request_to_each_other_do_not_do_so_forever() 
 
 async def test_a_request_does_not_return_to_the_worker_that_handed_it_back() -> None:
     """That one lives and takes others; it only has no room for this one."""
-    alone = FakeDecode("decode-1", hand_back=True)
+    alone = FakeDecode("decode-1", migrate=True)
     async with rig(alone) as r:
         await r.ready(1)
         r.dispatcher.submit(request("a"))
@@ -224,7 +230,7 @@ async def test_tokens_that_come_with_the_cut_are_not_lost() -> None:
         one.drain()
         await r.ready(1)
         cut = Output("a", answer(PROMPT, 2), finish_reason=ABORT)
-        one.send_raw(rpc.OUT, msgspec.msgpack.encode(Outputs(outputs=[cut], timestamp=1.0)))
+        one.send_raw(front_wire.OUT, msgspec.msgpack.encode(Outputs(outputs=[cut], timestamp=1.0)))
         await until(lambda: "a" in r.sink.finished)
         assert r.sink.tokens["a"] == answer(PROMPT, 9)
 
@@ -237,7 +243,9 @@ async def test_what_the_first_worker_says_after_handing_back_is_dropped() -> Non
         await begun(r, "a")
         one.leave()
         stale = Output("a", [1, 2, 3], finish_reason=LENGTH)
-        one.send_raw(rpc.OUT, msgspec.msgpack.encode(Outputs(outputs=[stale], timestamp=1.0)))
+        one.send_raw(
+            front_wire.OUT, msgspec.msgpack.encode(Outputs(outputs=[stale], timestamp=1.0))
+        )
         await until(lambda: "a" in r.sink.finished)
         assert r.sink.tokens["a"] == answer(PROMPT, 60)
 

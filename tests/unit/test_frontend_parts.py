@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from pullfill import wire
-from pullfill.engine import check, rpc
+from pullfill.engine import check, front_wire
 from pullfill.errors import BadMessage, ConfigError, IncompatibleError
 from pullfill.frontend.cluster import merge_metrics
 from pullfill.frontend.explain import ExplainStore, Trace, key_of
@@ -132,44 +132,48 @@ def test_no_text_of_a_worker_spoils_the_page(lines: list[str]) -> None:
     assert text.count("# TYPE up_total counter") == 1
 
 
-def hello(**changes: str) -> rpc.FrontendHello:
-    base = rpc.FrontendHello(frontend_instance="f", vllm_version="0.32.0", model="m")
+def hello(**changes: str) -> front_wire.FrontendHello:
+    base = front_wire.FrontendHello(frontend_instance="f", vllm_version="0.32.0", model="m")
     return msgspec.structs.replace(base, **changes)
 
 
 def test_hello_is_refused_with_the_field_that_differs_and_both_values() -> None:
-    assert rpc.refuse_hello(hello(), vllm_version="0.32.0+cpu", models=["m", "/path"]) is None
-    reason = rpc.refuse_hello(hello(vllm_version="0.31.0"), vllm_version="0.32.0", models=["m"])
+    assert (
+        front_wire.refuse_hello(hello(), vllm_version="0.32.0+cpu", models=["m", "/path"]) is None
+    )
+    reason = front_wire.refuse_hello(
+        hello(vllm_version="0.31.0"), vllm_version="0.32.0", models=["m"]
+    )
     assert reason is not None
     assert all(word in reason for word in ("vllm_version", "0.31.0", "0.32.0"))
-    reason = rpc.refuse_hello(hello(model="x"), vllm_version="0.32.0", models=["m"])
+    reason = front_wire.refuse_hello(hello(model="x"), vllm_version="0.32.0", models=["m"])
     assert reason is not None
     assert "model differs" in reason
 
 
 def test_hello_survives_the_wire_and_another_version_does_not() -> None:
-    assert wire.decode(wire.encode(hello()), rpc.FrontendHello) == hello()
+    assert wire.decode(wire.encode(hello()), front_wire.FrontendHello) == hello()
     other = msgspec.msgpack.encode({**msgspec.to_builtins(hello()), "v": 99})
     with pytest.raises(BadMessage):
-        wire.decode(other, rpc.FrontendHello)
+        wire.decode(other, front_wire.FrontendHello)
 
 
 @given(st.binary(max_size=64))
 def test_id_lists_from_the_wire_are_strict(data: bytes) -> None:
     try:
-        ids = rpc.decode_ids(data)
+        ids = front_wire.decode_ids(data)
     except BadMessage:
         return
     assert all(isinstance(item, str) for item in ids)
 
 
 def test_refusal_text_is_printable_whatever_was_sent() -> None:
-    assert rpc.text_of(b"no\x1b[31m \xff" + b"x" * 9999).isprintable()
+    assert front_wire.text_of(b"no\x1b[31m \xff" + b"x" * 9999).isprintable()
 
 
 def test_attempt_ids_differ() -> None:
-    assert rpc.attempt_id("r", 0) == "r"
-    assert len({rpc.attempt_id("r", n) for n in range(4)}) == 4
+    assert front_wire.attempt_id("r", 0) == "r"
+    assert len({front_wire.attempt_id("r", n) for n in range(4)}) == 4
 
 
 def test_another_vllm_is_refused_naming_both_versions(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,9 +199,11 @@ def test_pickle_on_the_wire_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_missing_internal_name_is_named(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
     monkeypatch.setattr(check, "installed_vllm", lambda: "0.32.0")
-    check.require_names({"pullfill.engine.rpc": ("FrontendHello:model", "FrontendCodec.outputs")})
-    with pytest.raises(IncompatibleError, match=r"pullfill\.engine\.rpc"):
-        check.require_names({"pullfill.engine.rpc": (path,)})
+    check.require_names(
+        {"pullfill.engine.front_wire": ("FrontendHello:model", "FrontendCodec.outputs")}
+    )
+    with pytest.raises(IncompatibleError, match=r"pullfill\.engine\.front_wire"):
+        check.require_names({"pullfill.engine.front_wire": (path,)})
 
 
 def test_a_taken_port_is_one_clear_line() -> None:

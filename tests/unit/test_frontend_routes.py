@@ -18,8 +18,8 @@ from starlette.responses import Response
 from starlette.routing import Mount, Route
 
 from pullfill.engine.front_app import look_up_first
-from pullfill.frontend.gate import ENGINE_PATHS, route_of
-from pullfill.frontend.guard import OPEN_PATHS, SERVING_PATHS, SERVING_PREFIXES
+from pullfill.frontend.admission import ENGINE_PATHS, route_of
+from pullfill.frontend.http_auth import OPEN_PATHS, SERVING_PATHS, SERVING_PREFIXES
 
 ADMIN = {
     "/abort_requests", "/collective_rpc", "/fault_tolerance/apply", "/finish_weight_update",

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import zmq
 
-from pullfill.engine import rpc
+from pullfill.engine import front_wire
 from pullfill.engine.blame import Fault
 from pullfill.frontend import dispatch, metrics
 from pullfill.frontend.dispatch import Dispatcher, Flight
@@ -104,7 +104,7 @@ async def test_a_request_that_cannot_be_judged_harms_no_other(
         assert item.request_id != "a"
         return None
 
-    monkeypatch.setattr(dispatch.continuation, "why_not", why_not)
+    monkeypatch.setattr(dispatch.migration, "why_not", why_not)
     desk = Desk(request("a"), request("b"))
     desk.say("a", 1)
     desk.say("b", 1)
@@ -139,7 +139,7 @@ async def test_one_loss_after_another_is_waited_for_once() -> None:
     desk.say("b~1", 1)
     for flight in (a, c):
         flight.stalled_at -= 3.0
-    desk.dispatcher.on_message(second, rpc.BACK, [rpc.encode_ids(["c~1"])])  # type: ignore[arg-type]
+    desk.dispatcher.on_message(second, front_wire.BACK, [front_wire.encode_ids(["c~1"])])  # type: ignore[arg-type]
     now = second.heard_at = asyncio.get_running_loop().time()
     desk.lose()
     wait = dispatch.STALL_S - 3.0
@@ -177,7 +177,7 @@ async def test_a_worker_that_says_why_a_request_fails_is_believed() -> None:
     """The user gets the reason, as an error of the request, and no token after it."""
     desk = Desk(request("a1"), request("a2"), request("b"))
     desk.say("a1", 1)
-    error = Output("a1", [2], finish_reason=rpc._ERROR, stop_reason="no text matches it")
+    error = Output("a1", [2], finish_reason=front_wire._ERROR, stop_reason="no text matches it")
     frames = [zmq.Frame(msgspec.msgpack.encode(Outputs(outputs=[error], timestamp=1.0)))]
     desk.dispatcher.on_outputs(desk.workers[0], frames)  # type: ignore[arg-type]
     assert desk.sink.failures == {"a1": "no text matches it"}
@@ -188,8 +188,8 @@ async def test_a_worker_that_says_why_a_request_fails_is_believed() -> None:
 
 async def test_a_bug_of_a_worker_does_not_look_like_a_bad_request() -> None:
     desk = Desk(request("a"))
-    error = Output("a", [], finish_reason=rpc._ERROR, stop_reason="a bug")
-    error.kv_transfer_params = rpc.fault_mark(Fault.OURS)
+    error = Output("a", [], finish_reason=front_wire._ERROR, stop_reason="a bug")
+    error.kv_transfer_params = front_wire.fault_mark(Fault.OURS)
     frames = [zmq.Frame(msgspec.msgpack.encode(Outputs(outputs=[error], timestamp=1.0)))]
     desk.dispatcher.on_outputs(desk.workers[0], frames)  # type: ignore[arg-type]
     assert desk.sink.failures == {"a": "a bug"}

@@ -10,14 +10,14 @@ import zmq
 from hypothesis import strategies as st
 
 from pullfill import wire
-from pullfill.engine import check, rpc
+from pullfill.engine import check, front_wire
 from pullfill.errors import BadMessage
-from pullfill.frontend.link import Link, LinkState
+from pullfill.frontend.decode_connection import ConnectionState, DecodeConnection
 from tests.support.fuzz import EXAMPLES, explore, mutated
 
-KINDS = [value for value in vars(rpc).values() if isinstance(value, bytes)]
+KINDS = [value for value in vars(front_wire).values() if isinstance(value, bytes)]
 HELLO = wire.encode(
-    rpc.FrontendHello(frontend_instance="f", vllm_version=check.PINNED_VLLM, model="m")
+    front_wire.FrontendHello(frontend_instance="f", vllm_version=check.PINNED_VLLM, model="m")
 )
 
 
@@ -33,14 +33,14 @@ async def test_any_message_of_a_decode_worker_leaves_the_frontend_alive(examples
         instance_id="decode-1", incarnation="i", role="decode", state=wire.WorkerState.READY,
         model="m", host="h", host_id="h", pid=1, started_at=0.0, data="tcp://127.0.0.1:1",
     )  # fmt: skip
-    hello = wire.decode(HELLO, rpc.FrontendHello)
-    welcome = rpc.DecodeWelcome(
+    hello = wire.decode(HELLO, front_wire.FrontendHello)
+    welcome = front_wire.DecodeWelcome(
         decode_instance="decode-1", incarnation="i", vllm_version="v", max_model_len=1,
         num_gpu_blocks=1, block_size=1, max_num_seqs=1, max_num_batched_tokens=1,
         supported_tasks=[],
     )  # fmt: skip
-    link = Link(context, record, hello, _Owner())
-    valid = [wire.encode(welcome), HELLO, rpc.encode_ids(["r"]), b"reason"]
+    link = DecodeConnection(context, record, hello, _Owner())
+    valid = [wire.encode(welcome), HELLO, front_wire.encode_ids(["r"]), b"reason"]
 
     def arrive(messages: list[tuple[bytes, list[bytes]]]) -> None:
         for kind, payload in messages:
@@ -54,7 +54,7 @@ async def test_any_message_of_a_decode_worker_leaves_the_frontend_alive(examples
     try:
         explore(examples, arrive, messages=st.lists(message, max_size=5))
         await asyncio.sleep(0)
-        assert link.state in LinkState
+        assert link.state in ConnectionState
     finally:
         link.close()
         context.destroy(0)

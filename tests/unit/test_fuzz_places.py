@@ -12,24 +12,23 @@ import msgspec
 import pytest
 from hypothesis import strategies as st
 
-from pullfill import u32
-from pullfill.codec import encode
 from pullfill.config import CLUSTER_FILE, read_cluster_file
 from pullfill.deploy.state import LAUNCH_FILE, StateDir
 from pullfill.errors import BadMessage, ConfigError, PeerUnavailable, QueueUnavailable
-from pullfill.frames import split_address
-from pullfill.queue.connection import read_reply
+from pullfill.net.frames import split_address
+from pullfill.net.security import load
 from pullfill.queue.deadletter import _Advisory, _count
 from pullfill.queue.delivery import JetStreamDelivery
 from pullfill.queue.names import MSG_ID, TOKENS, parse_ack, subject_tokens
+from pullfill.queue.nats_connection import read_reply
 from pullfill.registry import keys, settings
-from pullfill.registry.admin import decode_worker_record
-from pullfill.registry.rpc import _read_failure, parse_url, redact
-from pullfill.security import load
+from pullfill.registry.gateway import _read_failure, parse_url, redact
+from pullfill.registry.orders import decode_worker_record
 from pullfill.transfer.layout import layout_of
 from pullfill.transfer.shm.files import ShmEndpoint
 from pullfill.transfer.shm.peer import ShmTransport
-from pullfill.wire import RegionDescriptor, RouterConfig, WorkerRecord
+from pullfill.wire import RegionDescriptor, RouterConfig, WorkerRecord, u32
+from pullfill.wire.codec import encode
 from tests.support.fuzz import EXAMPLES, explore, mutated
 from tests.unit.test_fuzz_wire import example
 
@@ -164,7 +163,7 @@ def _endpoint(kv: Path | str, fence: Path | str, **changes: object) -> str:
 def test_an_endpoint_opens_no_other_file_than_a_region(tmp_path: Path) -> None:
     """Whoever can write to the registry names paths: none of them may be written to or believed
     unless it is a region file, in the directory of regions, of this user."""
-    from pullfill.host import host_id
+    from pullfill.net.this_host import host_id
 
     victim = tmp_path / "victim"
     victim.write_bytes(b"v" * 8192)

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from hypothesis import strategies as st
 
-from pullfill import frames
-from pullfill.security import ClusterKey
-from pullfill.transfer.stream.wire import BATCH, STOP, Operation, StreamHello, Verb
-from pullfill.transfer.tcp.plane import TcpKind
+from pullfill.net import frames
+from pullfill.net.security import ClusterKey
+from pullfill.transfer.stream.messages import BATCH, STOP, Operation, StreamHello, Verb
+from pullfill.transfer.tcp.backend import TcpKind
 from pullfill.wire import AuthHello, AuthProof, FenceToken, encode
 from tests.support.fuzz import EXAMPLES, explore, mutated
 from tests.support.transfer_rigs import DENSE, Region, stream_rig, tcp_rig
@@ -30,7 +30,7 @@ def valid_hello(region: Region) -> bytes:
     memory = region.memory
     return encode(
         StreamHello(
-            instance_id="decode-1", incarnation="i1", rank=0, plane="tcp", nbytes=memory.nbytes,
+            instance_id="decode-1", incarnation="i1", rank=0, backend="tcp", nbytes=memory.nbytes,
             page_bytes=memory.layout.page_bytes, head=0, heads=2, layer=0, layers=3,
             batch_bytes=64 << 10,
         )

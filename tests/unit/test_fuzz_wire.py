@@ -12,12 +12,14 @@ import msgspec
 import pytest
 from hypothesis import strategies as st
 
-from pullfill import frames, u32, wire
-from pullfill.channel import Channel, accept
-from pullfill.codec import decode, encode
-from pullfill.engine import rpc
+from pullfill import wire
+from pullfill.engine import front_wire
 from pullfill.errors import AuthFailed, BadMessage
-from pullfill.security import ClusterKey
+from pullfill.net import frames
+from pullfill.net.channel import Channel, accept
+from pullfill.net.security import ClusterKey
+from pullfill.wire import u32
+from pullfill.wire.codec import decode, encode
 from tests.support import framing
 from tests.support.fuzz import EXAMPLES, explore, little_memory, mutated
 
@@ -25,7 +27,7 @@ from tests.support.fuzz import EXAMPLES, explore, little_memory, mutated
 def _structs() -> list[type[msgspec.Struct]]:
     found = {
         kind
-        for module in (wire, rpc)
+        for module in (wire, front_wire)
         for kind in vars(module).values()
         if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and kind is not wire.Message
     }
@@ -118,14 +120,14 @@ def test_decoding(examples: int) -> None:
 @EXAMPLES
 def test_lists_of_ids(examples: int) -> None:
     def check(data: bytes) -> None:
-        for parse in (rpc.decode_ids, rpc.decode_explain, u32.unpack):
+        for parse in (front_wire.decode_ids, front_wire.decode_explain, u32.unpack):
             try:
                 parse(data)
             except BadMessage:
                 continue
-        rpc.text_of(data)
+        front_wire.text_of(data)
 
-    explore(examples, check, data=mutated([*VALID, rpc.encode_ids(["a", "b"])]))
+    explore(examples, check, data=mutated([*VALID, front_wire.encode_ids(["a", "b"])]))
 
 
 # ------------------------------------------------------------------ frames and handshakes
@@ -189,7 +191,7 @@ def test_a_length_of_4_gib_takes_no_memory() -> None:
     async def read() -> None:
         for length in (2**32 - 1, frames.MAX_FRAME):
             with pytest.raises((EOFError, BadMessage)):
-                await _deaf(struct.pack("<I", length) + b"x").read(wire.Alive)
+                await _deaf(struct.pack("<I", length) + b"x").read(wire.Heartbeat)
 
     with little_memory(1 << 20):
         asyncio.run(read())

@@ -12,14 +12,14 @@ import pytest
 from pullfill.errors import TransferFailed
 from pullfill.transfer.gpu import copies
 from pullfill.transfer.gpu.copies import GpuCopier, Lane
-from pullfill.transfer.gpu.link import SAME, Link
+from pullfill.transfer.gpu.interconnect import SAME, Interconnect
 from pullfill.transfer.runs import Batch, Rows
 from tests.support.fake_gpu import FakeDriver, FakeKernel
 
-NEAR = Link("near", small_run=1024, batch_bytes=1 << 20)
+NEAR = Interconnect("near", small_run=1024, batch_bytes=1 << 20)
 
 
-def rig(link: Link = NEAR) -> tuple[FakeDriver, GpuCopier, FakeKernel]:
+def rig(link: Interconnect = NEAR) -> tuple[FakeDriver, GpuCopier, FakeKernel]:
     driver = FakeDriver()
     lane = driver.lane(0)
     assert isinstance(lane._kernel, FakeKernel)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pullfill.frontend.guard import OPEN_PATHS, SERVING_PATHS, Guard
+from pullfill.frontend.http_auth import OPEN_PATHS, SERVING_PATHS, HttpAuth
 
 KEY, OTHER, ADMIN = "client-key-0123456789", "client-key-number-two", "admin-key-0123456789"
 HERE, THERE = ("127.0.0.1", 1), ("192.0.2.7", 1)
@@ -43,7 +43,7 @@ def call(
     scope = {
         "type": kind, "method": method, "path": path, "headers": all_headers, "client": client,
     }  # fmt: skip
-    asyncio.run(Guard(app, api, admin, root)(scope, None, send))  # type: ignore[arg-type]
+    asyncio.run(HttpAuth(app, api, admin, root)(scope, None, send))  # type: ignore[arg-type]
     status = sent[0].get("status", sent[0].get("code"))
     assert isinstance(status, int)
     return status

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from pullfill import failpoints
-from pullfill.prefill_worker.heartbeat import Heartbeat
-from pullfill.queue.connection import NotSent
+from pullfill.prefill_worker.queue_heartbeat import QueueHeartbeat
+from pullfill.queue.nats_connection import NotSent
+from pullfill.runtime import failpoints
 from tests.support.nats import until
 
 EVERY_S = 0.04
@@ -26,7 +26,7 @@ class Delivered:
             raise self._error
 
 
-def begin(beat: Heartbeat, jobs: dict[str, Any], name: str, **more: Any) -> Delivered:
+def begin(beat: QueueHeartbeat, jobs: dict[str, Any], name: str, **more: Any) -> Delivered:
     jobs[name] = Delivered(**more)
     beat.start()
     return jobs[name]
@@ -53,7 +53,7 @@ async def test_all_are_told_together_as_long_as_they_run(
                 await beat._task
 
     monkeypatch.setattr(loop, "call_at", call_at)
-    beat = Heartbeat(lambda: EVERY_S, jobs)
+    beat = QueueHeartbeat(lambda: EVERY_S, jobs)
     first, second = begin(beat, jobs, "a"), begin(beat, jobs, "b")
     assert not first.told
     await pass_times(2)
@@ -83,7 +83,7 @@ async def test_a_job_has_no_task_and_short_ones_share_a_timer(
         return real(when, call, *args, **more)
 
     monkeypatch.setattr(loop, "call_at", call_at)
-    beat = Heartbeat(lambda: 60.0, jobs)
+    beat = QueueHeartbeat(lambda: 60.0, jobs)
     before = asyncio.all_tasks()
     for number in range(100):
         begin(beat, jobs, f"j{number}")
@@ -94,7 +94,7 @@ async def test_a_job_has_no_task_and_short_ones_share_a_timer(
 
 async def test_one_that_cannot_be_told_of_does_not_keep_the_others_from_it() -> None:
     jobs: dict[str, Any] = {}
-    beat = Heartbeat(lambda: EVERY_S, jobs)
+    beat = QueueHeartbeat(lambda: EVERY_S, jobs)
     bad, good = begin(beat, jobs, "bad", error=NotSent("away")), begin(beat, jobs, "good")
     await until(lambda: len(good.told) == 2)
     assert len(bad.told) == 2
@@ -105,7 +105,7 @@ async def test_one_that_cannot_be_told_of_does_not_keep_the_others_from_it() -> 
 async def test_the_failpoint_keeps_the_queue_from_hearing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failpoints, "_active", failpoints.parse("prefill.heartbeat=error"))
     jobs: dict[str, Any] = {}
-    beat = Heartbeat(lambda: EVERY_S, jobs)
+    beat = QueueHeartbeat(lambda: EVERY_S, jobs)
     job = begin(beat, jobs, "a")
     await until(lambda: failpoints._active["prefill.heartbeat"].hits >= 2)
     assert not job.told

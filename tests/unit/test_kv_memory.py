@@ -8,12 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from pullfill.decode_worker import descriptors
 from pullfill.decode_worker import memory as decode_memory
-from pullfill.decode_worker import regions
+from pullfill.decode_worker.conditional_router import Situation, decide
 from pullfill.decode_worker.context import DecodeContext
 from pullfill.decode_worker.ledger import Ledger
-from pullfill.decode_worker.router import Situation, decide
-from pullfill.decode_worker.story import Stories
+from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.engine.kv import Geometry, rank_of, require_one_group, total_heads
 from pullfill.errors import IncompatibleError, OverloadedError
 from pullfill.prefill_worker import memory as prefill_memory
@@ -48,7 +48,7 @@ def decode_context() -> DecodeContext:
         router_config=RouterConfig,
         situation=Situation,
         publish=lambda job: None,
-        stories=Stories("decode-x"),
+        traces=RequestTraces("decode-x"),
         make_ledger=lambda fences: Ledger(fences, incarnation="i0"),
     )
 
@@ -91,7 +91,7 @@ def test_every_rank_is_published_and_nothing_is_left(
     assert decode_memory.prepare(context) == {"instance_id": "decode-x", "directory": str(tmp_path)}
     decode_memory.attach(context, told(tmp_path, ranks), HEADS)
     assert context.geometry == Geometry(LAYERS, PAGE, "cpu")
-    found = regions.describe(context, "i1", COMPAT, 16)
+    found = descriptors.describe(context, "i1", COMPAT, 16)
     assert [(d.rank, d.world_size, d.first_head) for d in found] == [
         (rank, ranks, rank) for rank in range(ranks)
     ]

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from pullfill.config import WorkerOptions
-from pullfill.decode_worker.reader import reach_for
+from pullfill.decode_worker.kv_reader import reach_for
 from pullfill.errors import Fenced, IncompatibleError
 from pullfill.prefill_worker import memory
 from pullfill.prefill_worker.context import PrefillContext
-from pullfill.prefill_worker.region import open_region
+from pullfill.prefill_worker.readable_memory import open_region
 from pullfill.transfer.shm.files import RegionFiles
 from pullfill.transfer.shm.ranks import MappedRank
 from pullfill.wire import KvMode

@@ -7,7 +7,7 @@ from concurrent.futures import CancelledError
 
 import pytest
 
-from pullfill.lanes import Lane, Pool
+from pullfill.runtime.lanes import Lane, Pool
 from tests.support.fakes import wait_for
 
 

@@ -18,11 +18,11 @@ async def test_a_drain_waits_for_requests_and_not_for_quarantine() -> None:
     assert model.claim(job, "a").grant is not None
     assert model.begin_batch(model.grants[-1])
     engine: Any = SimpleNamespace(dead=asyncio.Event())
-    shim: Any = SimpleNamespace(active_requests=1)
-    drained = asyncio.create_task(leave.idle(engine, shim, model.ledger))
+    request_server: Any = SimpleNamespace(active_requests=1)
+    drained = asyncio.create_task(leave.idle(engine, request_server, model.ledger))
     await asyncio.sleep(0.2)
     assert not drained.done(), "a request is answered"
-    shim.active_requests = 0
+    request_server.active_requests = 0
     await asyncio.sleep(0.2)
     assert not drained.done(), "a request waits for its job"
     model.abort(job)

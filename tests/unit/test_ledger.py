@@ -100,7 +100,7 @@ def test_each_wait_for_a_claim_has_its_time_and_the_whole_is_bounded() -> None:
     job, grant = granted(model)
     model.tick(CLAIM_S + 2)
     assert state(model, job) is JobState.GRANTED, "the claim's bound is over with the claim"
-    model.hand_back(grant, retry=True)
+    model.gave_up(grant, retry=True)
     model.tick(CLAIM_S - 1)
     assert state(model, job) is JobState.QUEUED, "counted anew"
     second = model.claim(job, "b").grant
@@ -154,7 +154,7 @@ def test_granted_given_up(how: str, outcome: Outcome, busy: bool) -> None:
     elif how == "deadline":
         model.tick(TIMEOUT_S)
     elif how == "fail":
-        model.hand_back(grant, retry=False)
+        model.gave_up(grant, retry=False)
     elif how == "wrong_count":
         assert model.commit(grant, wrong_by=-1) == "wrong_block_count"
     elif how == "alone_lost":
@@ -197,14 +197,14 @@ def test_wrong_writer_attempt_or_incarnation_changes_nothing() -> None:
     assert ledger.commit(job_id, 1, "i0", "b", job.targets) == "stale"
     assert ledger.commit(job_id, 2, "i0", "a", job.targets) == "stale"
     assert ledger.commit(job_id, 1, "i9", "a", job.targets) == "stale"
-    ledger.hand_back(job_id, 1, "i0", "b", "x", False)
+    ledger.gave_up(job_id, 1, "i0", "b", "x", False)
     ledger.writer_lost("b", others_alive=True)
     assert state(model, job) is JobState.GRANTED
     assert not ledger.has_events
     assert model.commit(grant) is None
 
 
-@pytest.mark.parametrize("how", ["hand_back", "lost"])
+@pytest.mark.parametrize("how", ["gave_up", "lost"])
 @pytest.mark.parametrize("busy", [False, True])
 def test_granted_goes_to_another_writer(how: str, busy: bool) -> None:
     """Attempt n+1 only after n is proved quiet; the request just waits on."""
@@ -212,8 +212,8 @@ def test_granted_goes_to_another_writer(how: str, busy: bool) -> None:
     job, grant = granted(model)
     if busy:
         assert model.begin_batch(grant)
-    if how == "hand_back":
-        model.hand_back(grant, retry=True)
+    if how == "gave_up":
+        model.gave_up(grant, retry=True)
     elif how == "lost":
         model.lose("a", others_alive=True)
         assert model.naks == ["ack.a"]
@@ -265,7 +265,7 @@ def test_a_claim_takes_nothing_from_a_holder_that_is_alive(under_way: str) -> No
 def test_out_of_attempts_is_served_locally(busy: bool) -> None:
     model = HandoffModel(max_attempts=2)
     job, first = granted(model)
-    model.hand_back(first, retry=True)
+    model.gave_up(first, retry=True)
     assert model.claim(job, "b").grant is not None
     second = model.grants[-1]
     if busy:
@@ -296,14 +296,14 @@ def test_no_fence_slot_is_a_wait_not_a_failure() -> None:
     model.drain()
 
 
-@pytest.mark.parametrize("how", ["hand_back", "lost"])
+@pytest.mark.parametrize("how", ["gave_up", "lost"])
 def test_a_request_waits_for_a_stopped_writer_a_tenth_of_a_second(how: str) -> None:
     """Another worker is there and could take it; the request goes on locally all the same."""
     model = HandoffModel()
     job, grant = granted(model)
     assert model.begin_batch(grant)
-    if how == "hand_back":
-        model.hand_back(grant, retry=True)
+    if how == "gave_up":
+        model.gave_up(grant, retry=True)
     else:
         model.lose("a", others_alive=True)
     soonest = model.tick(0.09)
@@ -327,7 +327,7 @@ def test_a_proof_in_the_last_moment_lets_the_job_go_on() -> None:
     model = HandoffModel()
     job, grant = granted(model)
     assert model.begin_batch(grant)
-    model.hand_back(grant, retry=True)
+    model.gave_up(grant, retry=True)
     model.end_batch(grant)
     model.tick(0.2)  # the timer came late
     assert state(model, job) is JobState.QUEUED

@@ -104,7 +104,7 @@ def test_another_attempt_has_everything_to_write_again(ledger: Ledger) -> None:
     ledger.claim("j0", "i", "w")
     ledger.progress("j0", 1, "i", "w", 2)
     assert ledger.unwritten() == 0
-    ledger.hand_back("j0", 1, "i", "w", "why", retry=True)
+    ledger.gave_up("j0", 1, "i", "w", "why", retry=True)
     assert ledger.claim("j0", "i", "other").grant is not None
     assert ledger.unwritten() == 2
 
@@ -131,7 +131,7 @@ def test_a_claim_moves_the_due_time_and_a_return_to_the_queue_moves_it_back(
     assert grant is not None
     assert ledger.tick() == pytest.approx(40.0), "the whole, not the wait for a claim"
     clock.advance(5.0)
-    ledger.hand_back("j0", grant.attempt, "i", "w1", "busy", retry=True)
+    ledger.gave_up("j0", grant.attempt, "i", "w1", "busy", retry=True)
     assert ledger.tick() == pytest.approx(30.0), "its wait for a claim begins anew"
     clock.advance(30.5)
     ledger.tick()
@@ -257,7 +257,7 @@ def test_asking_a_stopped_writer_for_proof_gets_rarer_but_never_stops() -> None:
     model = HandoffModel()
     _, grant = granted(model)
     assert model.begin_batch(grant)
-    model.hand_back(grant, retry=False)
+    model.gave_up(grant, retry=False)
     first = model.tick()
     later = model.tick(60.0)
     assert first is not None

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from pullfill import metrics
 from pullfill.decode_worker.ledger import JobState
 from pullfill.decode_worker.moves import CancelMessage, Settle, Verify
 from pullfill.decode_worker.verify import SUSPECT, Verifier, verifier_for
 from pullfill.errors import Outcome
+from pullfill.runtime import metrics
 from pullfill.transfer.digest import DIGEST_BYTES, BlockDigester, sampled
 from pullfill.transfer.layout import dense_layout
 from pullfill.wire import DigestMode, RefuseReason
@@ -75,7 +75,7 @@ def test_nobody_else_gets_a_job_that_is_verified() -> None:
     for writer in ("a", "b"):
         claimed = model.claim(job, writer)
         assert claimed.refused is RefuseReason.IN_PROGRESS
-    model.hand_back(grant, retry=True)
+    model.gave_up(grant, retry=True)
     model.lose("a", others_alive=True)
     assert job.cancelled_in_queue, "nobody is left who would ack it"
     model.lose("a", others_alive=False)

@@ -1,4 +1,4 @@
-"""Leaving is bounded whatever hangs."""
+"""Draining is bounded whatever hangs."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import sys
 
 import pytest
 
-from pullfill import lifecycle
+from pullfill.runtime import lifecycle
 
 STUBBORN = """
 import asyncio, time
-from pullfill import lifecycle
+from pullfill.runtime import lifecycle
 
 async def main():
     {before}
@@ -67,7 +67,7 @@ FRONTEND = """
 import asyncio, socket, time
 from pullfill.config import ClusterRef, FrontendOptions
 from pullfill.frontend import main
-from pullfill import lifecycle
+from pullfill.runtime import lifecycle
 
 {before}
 

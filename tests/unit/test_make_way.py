@@ -19,7 +19,7 @@ class _Shim:
             waiting_for_blocks=lambda longer: waiting if waited_s >= longer else set()
         )
 
-    def hand_back(self, ids: set[str]) -> None:
+    def migrate(self, ids: set[str]) -> None:
         self.returned |= ids
 
 
@@ -32,7 +32,7 @@ class _Shim:
     ],
 )
 def test_who_is_handed_back(waited_s: float, quarantined: int, returned: set[str]) -> None:
-    shim: Any = _Shim({"a", "b"}, waited_s)
+    request_server: Any = _Shim({"a", "b"}, waited_s)
     ledger: Any = SimpleNamespace(quarantined_blocks=quarantined)
-    make_way(shim, ledger)
-    assert shim.returned == returned
+    make_way(request_server, ledger)
+    assert request_server.returned == returned

@@ -21,8 +21,8 @@ import yaml
 from pullfill.config import split_urls
 from pullfill.deploy import defaults, servers
 from pullfill.deploy.cli import app
-from pullfill.lifecycle import EXIT_S
 from pullfill.registry import settings
+from pullfill.runtime.lifecycle import EXIT_S
 from pullfill.wire import QueueSettings
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"

@@ -24,15 +24,15 @@ from pullfill.engine.host import EngineHost
 from pullfill.engine.thread import EngineThread
 from pullfill.prefill_worker import memory
 from pullfill.prefill_worker.context import PrefillContext
-from pullfill.prefill_worker.mover import Mover
 from pullfill.prefill_worker.task import PrefillTask
+from pullfill.prefill_worker.transfer_worker import TransferWorker
 from pullfill.transfer.contract import LocalMemory, MoveResult
 from pullfill.transfer.layout import dense_layout
 from pullfill.wire import FenceToken
 from tests.support.late import Late
 
 torch: Any = Late("torch")
-shm_pool: Any = Late("pullfill.transfer.shm.pool")
+shm_pool: Any = Late("pullfill.transfer.shm.kv_pool")
 
 LAYERS, BLOCKS, HEADS, ROWS, WIDTH = 2, 4, 2, 4, 8
 NBYTES = LAYERS * BLOCKS * HEADS * ROWS * WIDTH
@@ -198,22 +198,35 @@ async def test_a_prefill_worker_waits_for_its_last_copy_before_the_memory_goes()
     host = Host()
     async with running(host) as engine:
         session, owner = Session(host), Owner(engine, host)
-        mover = Mover(session, "decode-1", [LocalMemory(0, 0, dense_layout(1, 1, 1, 1))])  # type: ignore[arg-type]
+        transfer_worker = TransferWorker(
+            session, "decode-1", [LocalMemory(0, 0, dense_layout(1, 1, 1, 1))]
+        )  # type: ignore[arg-type]
         task = PrefillTask(
-            "r", "j", 1, [1], 1, 0, [0], FenceToken(slot=0, epoch=0), None, 0, mover, lambda _: None
+            "r",
+            "j",
+            1,
+            [1],
+            1,
+            0,
+            [0],
+            FenceToken(slot=0, epoch=0),
+            None,
+            0,
+            transfer_worker,
+            lambda _: None,
         )
-        mover.write(task, [0], [0], True, lambda *_: None)
+        transfer_worker.write(task, [0], [0], True, lambda *_: None)
         await asyncio.to_thread(session.inside.wait, PATIENCE_S)
-        mover.close()
+        transfer_worker.close()
         context = PrefillContext("prefill-1", wake=lambda: None, owner=owner)  # type: ignore[arg-type]
-        ending = asyncio.create_task(memory.end(engine, context, [mover]))
+        ending = asyncio.create_task(memory.end(engine, context, [transfer_worker]))
         await asyncio.wait_for(engine.dead.wait(), PATIENCE_S)
         assert not (await asyncio.wait([ending], timeout=0.05))[0]
         assert not host.freed.is_set()
         session.go_on.set()
         await asyncio.wait_for(ending, PATIENCE_S)
         assert session.freed_under_it is False
-        assert mover.join(0.0)
+        assert transfer_worker.join(0.0)
         assert owner.closed
         assert host.freed.is_set()
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from pullfill.errors import TransferFailed
-from pullfill.transfer.nccl import library, settings
-from pullfill.transfer.nccl.cuda import CudaGpus, settle
+from pullfill.transfer.nccl import library, nccl_settings
 from pullfill.transfer.nccl.device import Device
 from pullfill.transfer.nccl.library import nonblocking
+from pullfill.transfer.nccl.nccl_cuda import CudaGpus, settle
 from tests.support.fake_kernels import FakeStream
 from tests.support.fake_nccl import World
 from tests.support.nccl_comms import impatient, patient
@@ -108,8 +108,8 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("NCCL_COMM_BLOCKING", "NCCL_MULTI_RANK_GPU_ENABLE", "NCCL_CONF_FILE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(settings, "_home_of_user", lambda: None)
-    monkeypatch.setattr(settings, "SYSTEM", tmp_path / "etc")
+    monkeypatch.setattr(nccl_settings, "_home_of_user", lambda: None)
+    monkeypatch.setattr(nccl_settings, "SYSTEM", tmp_path / "etc")
     return tmp_path
 
 

@@ -1,4 +1,4 @@
-"""Any order of batches, refusals, idle releases and faults on a pair of nccl planes: the right
+"""Any order of batches, refusals, idle releases and faults on a pair of nccl backends: the right
 bytes or an error, and nothing left over."""
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from pullfill.errors import TransferFailed
 from tests.support.waiting import eventually
-from tests.unit.test_nccl_plane import TOTAL, Sides
+from tests.unit.test_nccl_backend import TOTAL, Sides
 
 NEVER = float("inf")
 
 
 class Planes(RuleBasedStateMachine):
-    """What a session and its owner do with their planes; both are made anew after an error."""
+    """What a session and its owner do with their backends; both are made anew after an error."""
 
     @initialize()
     def connect(self) -> None:
@@ -35,7 +35,7 @@ class Planes(RuleBasedStateMachine):
         fresh = np.random.default_rng(self.seed).integers(0, 256, TOTAL, dtype=np.uint8)
         self.sides.datas[1 - target][:] = fresh
         before = self.sides.datas[target].copy()
-        has = [plane._comm is not None for plane in self.sides.planes]  # type: ignore[attr-defined]
+        has = [backend._comm is not None for backend in self.sides.backends]  # type: ignore[attr-defined]
         try:
             self.sides.both(owner, peer)
         except TransferFailed:
@@ -49,8 +49,8 @@ class Planes(RuleBasedStateMachine):
     @rule()
     def refuse(self) -> None:
         """Where the peer would have to make a communicator, it waits for an id and hears this."""
-        peer = self.sides.planes[1]
-        if all(plane._comm is not None for plane in self.sides.planes):  # type: ignore[attr-defined]
+        peer = self.sides.backends[1]
+        if all(backend._comm is not None for backend in self.sides.backends):  # type: ignore[attr-defined]
             before = self.sides.datas[0].copy()
             self.sides.refuse()
             np.testing.assert_array_equal(self.sides.datas[0], before)
@@ -58,21 +58,21 @@ class Planes(RuleBasedStateMachine):
 
     @rule()
     def owner_idle(self) -> None:
-        self.sides.planes[0].release_if_idle(NEVER)  # type: ignore[attr-defined]
+        self.sides.backends[0].release_if_idle(NEVER)  # type: ignore[attr-defined]
 
     @rule()
     def peer_idle(self) -> None:
-        self.sides.planes[1].release_if_idle(NEVER)  # type: ignore[attr-defined]
+        self.sides.backends[1].release_if_idle(NEVER)  # type: ignore[attr-defined]
 
     @rule()
     def fault(self) -> None:
         """The kernels hang; both sides are interrupted."""
-        if any(plane._comm is None for plane in self.sides.planes):  # type: ignore[attr-defined]
+        if any(backend._comm is None for backend in self.sides.backends):  # type: ignore[attr-defined]
             return
         before = self.sides.datas[0].copy()
         self.sides.world.set(hang=True)
-        for plane in self.sides.planes:
-            plane.interrupt()
+        for backend in self.sides.backends:
+            backend.interrupt()
         try:
             self.sides.both("receive", "send")
         except TransferFailed:
@@ -88,8 +88,8 @@ class Planes(RuleBasedStateMachine):
         self.sides = Sides()
 
     def _end(self) -> None:
-        for plane in self.sides.planes:
-            plane.close()
+        for backend in self.sides.backends:
+            backend.close()
         for sock in self.sides.socks:
             sock.close()
         eventually(lambda: not self.sides.world.comms, "a communicator is left")

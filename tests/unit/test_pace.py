@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pullfill.prefill_worker.pace import Pace, Paces
-from pullfill.waits import Prompt
+from pullfill.runtime.waits import Prompt
 from pullfill.wire import FenceToken, Grant, Progress
 
 DEADLINE_S = 0.2
@@ -27,7 +27,7 @@ class Attempt:
         )  # fmt: skip
         self.task: Any = SimpleNamespace(
             job_id="j", attempt=1, scheduled_blocks=0, submitted=0, written_blocks=0, write_s=0.0,
-            mover=SimpleNamespace(moved_bytes=0),
+            transfer_worker=SimpleNamespace(moved_bytes=0),
         )  # fmt: skip
         self.done: Prompt[None] = Prompt(asyncio.get_running_loop())
         self.pace = Pace(paces, link, grant, still_s)

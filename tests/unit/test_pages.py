@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pullfill import pages
+from pullfill.runtime import pages
 
 PAGE = mmap.PAGESIZE
 MIB = 1 << 20
@@ -31,7 +31,7 @@ class Shared:
 
     @property
     def there(self) -> int:
-        """Bytes that have pages."""
+        """Bytes that have memory."""
         return os.stat(self._path).st_blocks * 512
 
 

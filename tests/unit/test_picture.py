@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from pullfill import picture
+from pullfill import cluster_status
+from pullfill.cluster_status import NOT_LINKED, Report, read_report
 from pullfill.frontend import cluster
-from pullfill.health import Health, outage_of
-from pullfill.picture import NOT_LINKED, Report, read_report
 from pullfill.queue import pulse
 from pullfill.registry import directory
+from pullfill.runtime.health import Health, outage_of
 from pullfill.wire import ServerStatus, WorkerRecord
 from tests.support.fakes import FakeClock
 from tests.support.workers import record
@@ -43,8 +43,8 @@ QUEUE = {"depth_jobs": 7, "depth_tokens": 9, "in_flight": 5, "oldest_age_s": 2.0
 
 def test_a_whole_cluster_has_no_reasons() -> None:
     reports = [decode(said(load=LINKED, queue=QUEUE)), prefill(said())]
-    assert picture.reasons_of(reports, ETCD) == []
-    status = picture.status_of(reports, ETCD, 0.2)
+    assert cluster_status.reasons_of(reports, ETCD) == []
+    status = cluster_status.status_of(reports, ETCD, 0.2)
     assert status["queue"] == QUEUE
     assert status["servers"]["nats"] == UP
     assert [row["troubles"] for row in status["workers"]] == [[], []]
@@ -52,29 +52,29 @@ def test_a_whole_cluster_has_no_reasons() -> None:
 
 def test_nats_that_no_worker_reaches_is_named_once_and_no_figure_is_repeated() -> None:
     reports = [decode(said(AWAY, load=LINKED, queue=None)), prefill(said(AWAY | {"since_s": 11.0}))]
-    assert picture.reasons_of(reports, ETCD) == [
+    assert cluster_status.reasons_of(reports, ETCD) == [
         "NATS unreachable for 12 s: nats://h:1: refused"
     ], "the worker that noticed first tells the time"
-    assert picture.status_of(reports, ETCD, 0.0)["queue"] is None
+    assert cluster_status.status_of(reports, ETCD, 0.0)["queue"] is None
 
 
 def test_one_worker_that_does_not_reach_nats_is_named_with_it() -> None:
     reports = [decode(said(load=LINKED)), prefill(said(AWAY))]
-    (reason,) = picture.reasons_of(reports, ETCD)
+    (reason,) = cluster_status.reasons_of(reports, ETCD)
     assert reason == "prefill-1: NATS unreachable for 12 s: nats://h:1: refused"
-    assert picture.status_of(reports, ETCD, 0.0)["servers"]["nats"]["up"] is True
+    assert cluster_status.status_of(reports, ETCD, 0.0)["servers"]["nats"]["up"] is True
 
 
 def test_a_prefill_worker_without_a_link_is_named() -> None:
     reports = [decode(said(load={"prefill_workers": []})), prefill(said())]
-    assert picture.reasons_of(reports, ETCD) == [f"prefill-1: {NOT_LINKED}"]
+    assert cluster_status.reasons_of(reports, ETCD) == [f"prefill-1: {NOT_LINKED}"]
     nobody_tells = [decode(None), prefill(said())]
-    assert picture.reasons_of(nobody_tells, ETCD) == [], "nobody knows"
+    assert cluster_status.reasons_of(nobody_tells, ETCD) == [], "nobody knows"
 
 
 def test_etcd_is_what_the_frontend_sees() -> None:
     away = ServerStatus(up=False, since_s=3.0, error="http://h:2: refused")
-    assert picture.reasons_of([], away) == ["etcd unreachable for 3 s: http://h:2: refused"]
+    assert cluster_status.reasons_of([], away) == ["etcd unreachable for 3 s: http://h:2: refused"]
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b"\xff"])
@@ -83,7 +83,7 @@ def test_what_is_no_report_is_none(body: bytes) -> None:
 
 
 def test_without_a_report_the_servers_are_unknown_not_up() -> None:
-    status = picture.status_of([decode(None)], ETCD, 0.0)
+    status = cluster_status.status_of([decode(None)], ETCD, 0.0)
     assert status["servers"]["nats"]["up"] is False
     assert status["servers"]["nats"]["error"].startswith("unknown")
     assert (status["workers"][0]["state"], status["workers"][0]["age_s"]) == ("lost", None)

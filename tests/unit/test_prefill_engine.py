@@ -51,7 +51,7 @@ def a_task(name: str = "j.1") -> PrefillTask:
     return PrefillTask(
         request_id=name, job_id="j", attempt=1, token_ids=[1], block_size=4, hit_tokens=0,
         remote_blocks=[0], fence=FenceToken(slot=0, epoch=1), cache_salt=None, priority=0,
-        mover=None, on_done=lambda _: None,
+        transfer_worker=None, on_done=lambda _: None,
     )  # fmt: skip
 
 

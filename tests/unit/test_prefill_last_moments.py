@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from pullfill.prefill_worker import attempt
+from pullfill.prefill_worker.control_connection import ControlConnection
 from pullfill.prefill_worker.credits import Credits
 from pullfill.prefill_worker.ending import Opening
-from pullfill.prefill_worker.link import DecodeLink
 from pullfill.prefill_worker.puller import Puller
 from pullfill.prefill_worker.runner import JobRunner
-from pullfill.queue.connection import NotSent
-from pullfill.wire import Claim, FenceToken, Grant, HandBack
+from pullfill.queue.nats_connection import NotSent
+from pullfill.wire import Claim, FenceToken, GiveUp, Grant
 
 GRANT = Grant(
     rid=1, job_id="j", attempt=1, incarnation="i", deadline_s=30, job_digest=b"",
@@ -28,11 +28,14 @@ GRANT = Grant(
 async def test_an_unexpected_failure_hands_the_grant_back(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[Any] = []
 
-    async def mover() -> None:
+    async def transfer_worker() -> None:
         raise ValueError("unexpected")
 
     link: Any = SimpleNamespace(
-        send=sent.append, mover=mover, mover_there=None, mover_held=nullcontext
+        send=sent.append,
+        transfer_worker=transfer_worker,
+        transfer_worker_there=None,
+        transfer_worker_held=nullcontext,
     )
     nothing: Any = SimpleNamespace(block_size=4, compat_hash="h", body=b"")
     runner = JobRunner(
@@ -44,20 +47,20 @@ async def test_an_unexpected_failure_hands_the_grant_back(monkeypatch: pytest.Mo
             link, SimpleNamespace(job_id="j", timeout_s=30), [1], GRANT, nothing, 0.0, Opening("d")
         )
     (back,) = sent
-    assert isinstance(back, HandBack)
+    assert isinstance(back, GiveUp)
     assert (back.job_id, back.attempt, back.retry) == ("j", 1, True)
 
 
 async def test_an_answer_that_comes_with_the_timeout_counts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def run(_: DecodeLink) -> None:
+    async def run(_: ControlConnection) -> None:
         await asyncio.sleep(100)
 
-    monkeypatch.setattr(DecodeLink, "_run", run)
+    monkeypatch.setattr(ControlConnection, "_run", run)
     unused: Any = None
     record: Any = SimpleNamespace(instance_id="decode-1")
-    link = DecodeLink(record, unused, unused, unused, unused)
+    link = ControlConnection(record, unused, unused, unused, unused)
     monkeypatch.setattr(link, "_channel", SimpleNamespace(write=lambda _, now: None))
     loop = asyncio.get_running_loop()
 

@@ -12,20 +12,20 @@ from typing import Any
 import msgspec
 import pytest
 
-from pullfill import u32
 from pullfill.errors import BadMessage, PeerUnavailable
 from pullfill.ids import job_digest
 from pullfill.prefill_worker.runner import JobRunner
-from pullfill.prefill_worker.shared_mover import OutOfReach
+from pullfill.prefill_worker.shared_transfer_worker import OutOfReach
 from pullfill.wire import (
     CommitReply,
+    DrainAck,
     FenceToken,
+    GiveUp,
     Grant,
-    HandBack,
     PrefillJob,
-    Quiet,
     Revoke,
     encode,
+    u32,
 )
 
 JOB = PrefillJob(
@@ -64,21 +64,21 @@ class Worker:
     """A JobRunner between a link and an engine that do what the test says."""
 
     def __init__(
-        self, mover: Callable[[], Coroutine[Any, Any, Any]], deadline_s: float = 60
+        self, transfer_worker: Callable[[], Coroutine[Any, Any, Any]], deadline_s: float = 60
     ) -> None:
         self.sent: list[Any] = []
         self.tasks: list[Any] = []
         self.reason = ""
         self.asked = asyncio.Event()
-        self._mover = mover
+        self._transfer_worker = transfer_worker
         self.grant = Grant(
             rid=1, job_id="j", attempt=1, incarnation="i", deadline_s=deadline_s,
             job_digest=job_digest(BODY), fence=FenceToken(slot=0, epoch=1),
         )  # fmt: skip
         self.link: Any = SimpleNamespace(
             record=SimpleNamespace(instance_id="d", incarnation="i"), claim=self._claim,
-            mover=self._reach, mover_there=None, mover_held=nullcontext,
-            commit=self._commit, send=self.sent.append,
+            transfer_worker=self._reach, transfer_worker_there=None,
+            transfer_worker_held=nullcontext, commit=self._commit, send=self.sent.append,
         )  # fmt: skip
         self.known = True
         links: Any = SimpleNamespace(
@@ -102,7 +102,7 @@ class Worker:
 
     async def _reach(self) -> Any:
         self.asked.set()
-        return await self._mover()
+        return await self._transfer_worker()
 
     async def _commit(self, make: Any, check_s: float = 0.0) -> CommitReply:
         return CommitReply(rid=1, job_id="j", ok=not self.reason, reason=self.reason)
@@ -121,7 +121,7 @@ class Worker:
         return self.tasks[0]
 
 
-async def some_mover() -> Any:
+async def some_transfer_worker() -> Any:
     return SimpleNamespace(transport="fake", why_not_better=(), let_go=lambda _: None)
 
 
@@ -139,9 +139,9 @@ def never() -> Reach:
     return waits
 
 
-def back(worker: Worker) -> HandBack:
+def back(worker: Worker) -> GiveUp:
     (said,) = worker.sent
-    assert isinstance(said, HandBack)
+    assert isinstance(said, GiveUp)
     return said
 
 
@@ -167,7 +167,7 @@ async def test_memory_still_out_of_reach_is_computed_by_the_decode_worker() -> N
 
 async def test_nonsense_from_the_kv_port_in_the_middle_is_no_poison() -> None:
     """As a session raises it when the owner refuses a write or breaks off."""
-    worker, delivery = Worker(some_mover), Delivered()
+    worker, delivery = Worker(some_transfer_worker), Delivered()
     worker.runner.start(delivery)  # type: ignore[arg-type]
     (await worker.computing()).end(BadMessage("the owner refuses: a block is outside the grant"))
     await worker.over()
@@ -180,7 +180,7 @@ async def test_the_blocks_that_the_job_names_are_written() -> None:
     job = msgspec.structs.replace(
         JOB, token_ids=u32.pack(range(12)), hit_tokens=4, block_ids=u32.pack([9, 5, 7])
     )
-    worker, delivery = Worker(some_mover), Delivered()
+    worker, delivery = Worker(some_transfer_worker), Delivered()
     delivery.body = encode(job)
     worker.grant = msgspec.structs.replace(worker.grant, job_digest=job_digest(delivery.body))
     worker.runner.start(delivery)  # type: ignore[arg-type]
@@ -192,7 +192,7 @@ async def test_the_blocks_that_the_job_names_are_written() -> None:
 
 
 async def test_a_job_that_is_not_what_was_granted_is_poison() -> None:
-    worker, delivery = Worker(some_mover), Delivered()
+    worker, delivery = Worker(some_transfer_worker), Delivered()
     worker.grant = Grant(
         rid=1, job_id="j", attempt=1, incarnation="i", deadline_s=60, job_digest=b"another",
         fence=FenceToken(slot=0, epoch=1),
@@ -207,7 +207,7 @@ async def test_a_job_that_is_not_what_was_granted_is_poison() -> None:
 async def test_the_job_of_a_decode_worker_unknown_here_is_first_left_to_others(
     number: int, verb: str
 ) -> None:
-    worker, delivery = Worker(some_mover), Delivered(number=number)
+    worker, delivery = Worker(some_transfer_worker), Delivered(number=number)
     worker.known = False
     worker.runner.start(delivery)  # type: ignore[arg-type]
     await worker.over()
@@ -217,7 +217,7 @@ async def test_the_job_of_a_decode_worker_unknown_here_is_first_left_to_others(
 
 async def test_a_job_whose_age_makes_no_sense_is_left_to_others() -> None:
     """The age is by NATS' clock. Somebody may have set that clock back by an hour."""
-    worker, delivery = Worker(some_mover), Delivered()
+    worker, delivery = Worker(some_transfer_worker), Delivered()
     worker.known, delivery.age_s = False, 3600.0
     worker.runner.start(delivery)  # type: ignore[arg-type]
     await worker.over()
@@ -225,7 +225,7 @@ async def test_a_job_whose_age_makes_no_sense_is_left_to_others() -> None:
 
 
 async def test_a_grant_of_a_newer_incarnation_waits_for_the_newer_link() -> None:
-    worker, delivery = Worker(some_mover), Delivered()
+    worker, delivery = Worker(some_transfer_worker), Delivered()
     worker.link.record.incarnation = "before"
     worker.runner.start(delivery)  # type: ignore[arg-type]
     await worker.over()
@@ -235,11 +235,11 @@ async def test_a_grant_of_a_newer_incarnation_waits_for_the_newer_link() -> None
     assert back(worker).retry
 
 
-# ------------------------------------------------------------------ waiting for the mover
+# ------------------------------------------------------------------ waiting for the transfer worker
 
 
 @pytest.mark.parametrize("end", ["revoke", "lost", "deadline"])
-async def test_what_ends_the_attempt_ends_the_wait_for_its_mover(end: str) -> None:
+async def test_what_ends_the_attempt_ends_the_wait_for_its_transfer_worker(end: str) -> None:
     worker = Worker(never(), deadline_s=0.05 if end == "deadline" else 60)
     delivery = Delivered()
     worker.runner.start(delivery)  # type: ignore[arg-type]
@@ -257,21 +257,23 @@ async def test_what_ends_the_attempt_ends_the_wait_for_its_mover(end: str) -> No
     assert not worker.tasks
 
 
-async def test_a_mover_that_is_there_is_not_waited_for() -> None:
+async def test_a_transfer_worker_that_is_there_is_not_waited_for() -> None:
     worker, delivery = Worker(never()), Delivered()
-    worker.link.mover_there = await some_mover()
+    worker.link.transfer_worker_there = await some_transfer_worker()
     worker.runner.start(delivery)  # type: ignore[arg-type]
     task = await worker.computing()
-    assert task.mover is worker.link.mover_there
+    assert task.transfer_worker is worker.link.transfer_worker_there
     assert not worker.asked.is_set()
     task.end(None)
     await worker.over()
     assert delivery.verbs == ["ack"]
 
 
-async def test_a_grant_that_was_revoked_before_is_not_begun_though_a_mover_is_there() -> None:
+async def test_a_grant_that_was_revoked_before_is_not_begun_though_a_transfer_worker_is_there() -> (
+    None
+):
     worker, delivery = Worker(never()), Delivered()
-    worker.link.mover_there = await some_mover()
+    worker.link.transfer_worker_there = await some_transfer_worker()
     real = worker.link.claim
 
     async def claim(*asked: Any) -> Grant:
@@ -300,28 +302,28 @@ async def test_the_revoke_of_an_older_attempt_does_not_end_the_wait() -> None:
 
 
 async def test_quiet_is_said_when_the_copy_is_over_and_no_thread_waits_for_it() -> None:
-    worker, delivery = Worker(some_mover), Delivered()
+    worker, delivery = Worker(some_transfer_worker), Delivered()
     worker.runner.start(delivery)  # type: ignore[arg-type]
     task = await worker.computing()
     task.submit()
     threads = threading.active_count()
     worker.revoke()
     await asyncio.sleep(0.02)
-    assert [type(said) for said in worker.sent] == [HandBack]
+    assert [type(said) for said in worker.sent] == [GiveUp]
     assert threading.active_count() == threads
     assert worker.runner.in_flight == 1, "a drain waits for it"
     await asyncio.to_thread(task.submitted_over)
     await worker.over()
-    assert [type(said) for said in worker.sent] == [HandBack, Quiet]
+    assert [type(said) for said in worker.sent] == [GiveUp, DrainAck]
 
 
 async def test_quiet_is_said_at_once_when_nothing_is_copied() -> None:
-    worker, delivery = Worker(some_mover), Delivered()
+    worker, delivery = Worker(some_transfer_worker), Delivered()
     worker.runner.start(delivery)  # type: ignore[arg-type]
     await worker.computing()
     worker.revoke()
     await worker.over()
-    assert {type(said) for said in worker.sent} == {HandBack, Quiet}
+    assert {type(said) for said in worker.sent} == {GiveUp, DrainAck}
 
 
 # ------------------------------------------------------------------ a commit that is refused
@@ -332,7 +334,7 @@ async def test_quiet_is_said_at_once_when_nothing_is_copied() -> None:
 )
 async def test_a_stale_commit_settles_nothing(reason: str, verbs: list[str]) -> None:
     """Another worker may have claimed the job: an ack would take the message away under it."""
-    worker, delivery = Worker(some_mover), Delivered()
+    worker, delivery = Worker(some_transfer_worker), Delivered()
     worker.reason = reason
     worker.runner.start(delivery)  # type: ignore[arg-type]
     (await worker.computing()).end(None)
@@ -343,7 +345,7 @@ async def test_a_stale_commit_settles_nothing(reason: str, verbs: list[str]) -> 
 
 async def test_who_stops_before_a_job_began_keeps_nothing_of_it() -> None:
     """Its task was never entered, so nothing in it can say that it is over."""
-    worker, delivered = Worker(some_mover), Delivered()
+    worker, delivered = Worker(some_transfer_worker), Delivered()
     worker.runner.start(delivered)
     assert worker.runner.in_flight == 1
     async with asyncio.timeout(10):

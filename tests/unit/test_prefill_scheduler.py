@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import pytest
 
 from pullfill.errors import Fenced, TransferFailed
+from pullfill.prefill_worker.connector_scheduler import ConnectorScheduler, StepPlan
 from pullfill.prefill_worker.context import PrefillContext
-from pullfill.prefill_worker.scheduler_side import SchedulerSide, StepPlan
 from pullfill.prefill_worker.task import PrefillTask
 from pullfill.wire import FenceToken
 from tests.support.fakes import FakeManager, FakeMover, FakeRequest, step
@@ -25,10 +25,10 @@ class Engine:
     def __init__(self, tokens: int, hit: int = 0, *, local_hit: int = 0) -> None:
         self.wakes = 0
         self.manager = FakeManager()
-        self.mover = FakeMover()
+        self.transfer_worker = FakeMover()
         self.ends: list[BaseException | None] = []
         self.context = PrefillContext("prefill-1", wake=self._wake)
-        self.side = SchedulerSide(self.context, BLOCK)
+        self.side = ConnectorScheduler(self.context, BLOCK)
         self.side.bind_manager(self.manager)
         total = -(-tokens // BLOCK)
         self.task = PrefillTask(
@@ -42,7 +42,7 @@ class Engine:
             fence=FenceToken(slot=0, epoch=0),
             cache_salt=None,
             priority=0,
-            mover=self.mover,
+            transfer_worker=self.transfer_worker,
             on_done=self.ends.append,
         )
         self.request = FakeRequest("j.1", self.task.token_ids)
@@ -73,10 +73,15 @@ class Engine:
     @property
     def written(self) -> list[int]:
         """Indices of the blocks written so far, in order."""
-        for verb, local, remote in self.mover.log:
+        for verb, local, remote in self.transfer_worker.log:
             assert [b - LOCAL for b in local] == [b - REMOTE for b in remote]
             assert verb in {"read", "write"}
-        return [b - REMOTE for verb, _, remote in self.mover.log if verb == "write" for b in remote]
+        return [
+            b - REMOTE
+            for verb, _, remote in self.transfer_worker.log
+            if verb == "write"
+            for b in remote
+        ]
 
 
 @pytest.mark.parametrize("tokens", [1, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK, 5 * BLOCK + 3])
@@ -90,11 +95,11 @@ def test_every_block_goes_out_once_in_order(tokens: int, chunk: int) -> None:
         plan = engine.run(now)
         last = [w.last for w in plan.writes]
         assert last == ([True] if done == tokens else [False] * len(last))
-    engine.mover.flush()
+    engine.transfer_worker.flush()
     assert engine.written == list(range(engine.total))
     assert engine.task.written_blocks == engine.total
     assert engine.ends == [None], "ends once, well"
-    assert engine.task.parts == len(engine.mover.log)
+    assert engine.task.parts == len(engine.transfer_worker.log)
 
 
 def test_a_block_is_written_only_when_it_is_whole() -> None:
@@ -112,7 +117,7 @@ def test_blocks_hit_here_are_written_if_the_decode_worker_lacks_them(
     engine = Engine(4 * BLOCK, hit=remote_hit * BLOCK, local_hit=3 * BLOCK)
     assert engine.admit() == 0, "this side has the whole hit"
     engine.run(BLOCK)
-    engine.mover.flush()
+    engine.transfer_worker.flush()
     assert engine.written == written
 
 
@@ -122,7 +127,7 @@ def test_the_missing_part_of_the_hit_is_read(local_hit: int) -> None:
     assert engine.admit() == 2 * BLOCK - local_hit
     assert engine.side.matched(engine.request, local_hit) == (0, False), "asked once"
     first = local_hit // BLOCK
-    copy = engine.mover.finish()
+    copy = engine.transfer_worker.finish()
     assert copy.read
     assert copy.remote == [REMOTE + i for i in range(first, 2)]
     assert copy.local == [LOCAL + i for i in range(first, 2)]
@@ -133,7 +138,7 @@ def test_the_missing_part_of_the_hit_is_read(local_hit: int) -> None:
     assert not engine.side.has_work
     engine.request.num_computed_tokens = 2 * BLOCK
     engine.run(2 * BLOCK)
-    engine.mover.flush()
+    engine.transfer_worker.flush()
     assert engine.written == [2, 3]
     assert engine.ends == [None]
 
@@ -141,12 +146,12 @@ def test_the_missing_part_of_the_hit_is_read(local_hit: int) -> None:
 def test_a_failed_read_is_reported_and_the_prefix_computed_here() -> None:
     engine = Engine(4 * BLOCK, hit=2 * BLOCK)
     engine.admit()
-    engine.mover.finish(TransferFailed("no"))
+    engine.transfer_worker.finish(TransferFailed("no"))
     assert engine.run(0).reports.read_failed == {"j.1"}
     assert engine.ends == [], "the job goes on"
     assert engine.side.matched(engine.request, 0) == (0, False)
     engine.run(4 * BLOCK)
-    engine.mover.flush()
+    engine.transfer_worker.flush()
     assert engine.written == [2, 3]
 
 
@@ -154,15 +159,15 @@ def test_preemption_flushes_and_starts_over() -> None:
     engine = Engine(4 * BLOCK)
     engine.admit()
     engine.run(2 * BLOCK)
-    assert engine.mover.queue, "still being copied"
+    assert engine.transfer_worker.queue, "still being copied"
     engine.request.num_computed_tokens = 0
     engine.run(0, preempted=["j.1"])
-    assert engine.mover.flushes == 1
-    assert not engine.mover.queue, "nothing reads the blocks that are given away"
+    assert engine.transfer_worker.flushes == 1
+    assert not engine.transfer_worker.queue, "nothing reads the blocks that are given away"
     assert engine.task.written_blocks == 0
     engine.manager.tables["j.1"] = [LOCAL + i for i in range(4)]
     engine.run(4 * BLOCK)
-    engine.mover.flush()
+    engine.transfer_worker.flush()
     assert engine.written == [0, 1, 0, 1, 2, 3]
     assert engine.task.written_blocks == 4, "what the commit counts"
     assert engine.ends == [None]
@@ -173,7 +178,7 @@ def test_preemption_that_cannot_be_flushed_ends_the_task() -> None:
     engine = Engine(4 * BLOCK)
     engine.admit()
     engine.run(2 * BLOCK)
-    engine.mover.flush = lambda _: False  # type: ignore[method-assign]
+    engine.transfer_worker.flush = lambda _: False  # type: ignore[method-assign]
     engine.request.num_computed_tokens = 0
     engine.run(0, preempted=["j.1"])
     assert engine.task.cancelled
@@ -190,9 +195,9 @@ def test_finished_with_writes_under_way_keeps_the_blocks_until_the_last() -> Non
     engine.run(2 * BLOCK)
     engine.run(2 * BLOCK)
     assert engine.side.finished("j.1") is True
-    engine.mover.finish()
+    engine.transfer_worker.finish()
     assert not engine.side.has_work, "one copy still reads the blocks"
-    engine.mover.finish()
+    engine.transfer_worker.finish()
     assert engine.side.has_work
     assert engine.ends == [None]
     assert engine.wakes == 0, "nobody waits for them: it is told in the next step there is"
@@ -204,12 +209,12 @@ def test_what_ended_between_two_steps_is_told_between_them() -> None:
     """Once. Only a failed read has to wait for a step: vLLM takes it from nowhere else."""
     engine = Engine(4 * BLOCK, hit=2 * BLOCK)
     engine.admit()
-    engine.mover.finish()
+    engine.transfer_worker.finish()
     assert engine.side.take_in() == ({"j.1"}, set())
     assert not engine.side.has_work
     assert engine.run(4 * BLOCK).reports.read_ok == set()
     assert engine.side.finished("j.1") is True
-    engine.mover.flush()
+    engine.transfer_worker.flush()
     assert engine.side.take_in() == (set(), {"j.1"})
     assert engine.side.take_in() == (set(), set())
     assert not engine.side.has_work
@@ -220,17 +225,17 @@ def test_finished_when_all_is_written_frees_at_once() -> None:
     engine = Engine(4 * BLOCK)
     engine.admit()
     engine.run(4 * BLOCK)
-    engine.mover.flush()
+    engine.transfer_worker.flush()
     assert engine.side.finished("j.1") is False
     assert engine.run(0).reports.sent == set()
 
 
 def test_the_last_copy_ending_as_the_request_does() -> None:
-    """The mover counts down before it calls back; a finish in between frees by itself."""
+    """The transfer worker counts down before it calls back; a finish in between frees by itself."""
     engine = Engine(2 * BLOCK)
     engine.admit()
     engine.run(2 * BLOCK)
-    copy = engine.mover.queue.pop()
+    copy = engine.transfer_worker.queue.pop()
     copy.task.outstanding -= 1
     assert engine.side.finished("j.1") is False
     copy.done(copy.task, None)
@@ -245,7 +250,7 @@ def test_abort_while_reading() -> None:
     assert engine.side.finished("j.1") is False
     assert len(engine.ends) == 1
     engine.context.tasks.pop("j.1")
-    engine.mover.finish(Fenced("revoked"))
+    engine.transfer_worker.finish(Fenced("revoked"))
     plan = engine.run(0)
     assert (plan.reports.read_failed, plan.reports.sent) == ({"j.1"}, set())
     assert engine.run(0) == StepPlan()
@@ -259,18 +264,18 @@ def test_abort_while_writing() -> None:
     assert engine.side.finished("j.1") is True
     engine.context.tasks.pop("j.1")
     assert engine.run(0).reports.sent == set()
-    engine.mover.finish(Fenced("revoked"))
+    engine.transfer_worker.finish(Fenced("revoked"))
     assert engine.run(0).reports.sent == {"j.1"}
     assert len(engine.ends) == 1
 
 
 def test_the_last_copy_ending_while_the_engine_ends_the_request() -> None:
-    """The mover reports on its own thread: what `finished` answers must be what it decided, or
-    vLLM frees the blocks at once and is told once more."""
+    """The transfer worker reports on its own thread: what `finished` answers must be what it
+    decided, or vLLM frees the blocks at once and is told once more."""
     engine = Engine(4 * BLOCK)
     engine.admit()
     engine.run(2 * BLOCK)
-    engine.task.on_done = lambda _: engine.mover.finish()
+    engine.task.on_done = lambda _: engine.transfer_worker.finish()
     assert engine.side.finished("j.1") is True
     assert engine.run(0).reports.sent == {"j.1"}
 
@@ -288,7 +293,7 @@ def test_the_engine_ending_early_ends_the_task() -> None:
     engine = Engine(4 * BLOCK)
     engine.admit()
     engine.run(BLOCK)
-    engine.mover.flush()
+    engine.transfer_worker.flush()
     engine.side.finished("j.1")
     assert len(engine.ends) == 1
     assert engine.ends[0] is not None
@@ -315,11 +320,11 @@ def test_writes_wait_for_the_step_that_computes_them() -> None:
     engine.request.num_computed_tokens = 2 * BLOCK
     engine.side.plan(step({"j.1": 2 * BLOCK}))
     engine.side.step_done(2)
-    assert not engine.mover.queue
+    assert not engine.transfer_worker.queue
     engine.side.step_done(1)
-    assert [copy.local for copy in engine.mover.queue] == [[LOCAL, LOCAL + 1]]
+    assert [copy.local for copy in engine.transfer_worker.queue] == [[LOCAL, LOCAL + 1]]
     engine.side.step_done()
-    engine.mover.flush()
+    engine.transfer_worker.flush()
     assert engine.written == [0, 1, 2, 3]
     assert engine.ends == [None]
 
@@ -332,14 +337,14 @@ def test_a_prefix_is_read_only_after_the_steps_that_may_still_write_into_its_blo
     assert engine.admit() == 2 * BLOCK
     engine.side.plan(step({"other": 1}))
     engine.side.step_done(2)
-    assert not engine.mover.queue
+    assert not engine.transfer_worker.queue
     assert engine.task.outstanding == 1
     engine.side.step_done(1)
-    (copy,) = engine.mover.queue
+    (copy,) = engine.transfer_worker.queue
     assert copy.read
     assert (copy.local, copy.remote) == ([LOCAL, LOCAL + 1], [REMOTE, REMOTE + 1])
     assert engine.task.outstanding == 1
-    engine.mover.finish()
+    engine.transfer_worker.finish()
     assert engine.run(0).reports.read_ok == {"j.1"}
 
 
@@ -350,7 +355,7 @@ def test_a_request_aborted_before_its_read_began_is_reported_once() -> None:
     engine.task.cancel()
     assert engine.side.finished("j.1") is False, "freed when the read is reported"
     engine.side.step_done()
-    engine.mover.finish(Fenced("cancelled"))
+    engine.transfer_worker.finish(Fenced("cancelled"))
     reports = engine.run(0).reports
     assert (reports.read_failed, reports.sent) == ({"j.1"}, set())
     assert engine.run(0).reports.sent == set()
@@ -364,7 +369,7 @@ def test_a_request_that_ends_before_its_last_write_begins_keeps_its_blocks() -> 
     assert engine.side.finished("j.1") is True
     engine.side.step_done()
     assert not engine.side.has_work, "the write has only begun"
-    engine.mover.finish()
+    engine.transfer_worker.finish()
     assert engine.ends == [None]
     assert engine.run(0).reports.sent == {"j.1"}
 
@@ -376,7 +381,7 @@ def test_an_aborted_request_with_a_planned_write_is_freed_once_it_failed() -> No
     engine.task.cancel()
     assert engine.side.finished("j.1") is True
     engine.side.step_done()
-    engine.mover.finish(Fenced("revoked"))
+    engine.transfer_worker.finish(Fenced("revoked"))
     assert engine.run(0).reports.sent == {"j.1"}
     assert engine.run(0).reports.sent == set()
 
@@ -389,9 +394,9 @@ def test_a_preempted_request_loses_writes_of_steps_that_still_run() -> None:
     engine.request.num_computed_tokens = 0
     engine.side.plan(step({}, ["j.1"]))
     engine.side.step_done()
-    assert not engine.mover.queue
+    assert not engine.transfer_worker.queue
     assert engine.task.outstanding == 0
     engine.run(4 * BLOCK)
-    engine.mover.flush()
+    engine.transfer_worker.flush()
     assert engine.written == [0, 1, 2, 3]
     assert engine.ends == [None]

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from pullfill.errors import ConfigError, RegistryUnavailable
 from pullfill.registry import keys, settings
 from pullfill.registry.client import Header, KeepAlive, KeyValue, prefix_end
+from pullfill.registry.gateway import parse_url, redact
 from pullfill.registry.lease import Lease, LeaseEnd, LeaseJudge
-from pullfill.registry.rpc import parse_url, redact
 from pullfill.registry.watch import Delete, Put, _Event, _Known
 from pullfill.wire import QueueSettings, RouterConfig
 

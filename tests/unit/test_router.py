@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from msgspec.structs import replace as replace_struct
 
-from pullfill.decode_worker.router import Decision, Forecast, Situation, decide
+from pullfill.decode_worker.conditional_router import Decision, Forecast, Situation, decide
 from pullfill.wire import RouterConfig, RouterPolicy
 
 INELIGIBLE = (

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from pullfill.decode_worker.conditional_router import Forecast, Situation
+from pullfill.decode_worker.connector_scheduler import ConnectorScheduler
 from pullfill.decode_worker.context import DecodeContext, OpenedJob
 from pullfill.decode_worker.ledger import Ledger
-from pullfill.decode_worker.router import Forecast, Situation
-from pullfill.decode_worker.scheduler_side import SchedulerSide
-from pullfill.decode_worker.story import Stories
+from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.errors import Outcome
 from pullfill.transfer.loopback import LoopbackFences
 from pullfill.wire import MAX_TEXT, Expected, RouterConfig, RouterPolicy
@@ -20,16 +20,16 @@ from tests.support.handoff_model import BLOCK, HandoffModel
 
 
 class Rig:
-    """A SchedulerSide with everything around it at hand."""
+    """A ConnectorScheduler with everything around it at hand."""
 
     def __init__(self) -> None:
         self.clock = FakeClock()
         self.published: list[OpenedJob] = []
         self.config = RouterConfig(policy=RouterPolicy.ALWAYS_REMOTE)
         self.ledger = Ledger(LoopbackFences(64, 8), incarnation="i", clock=self.clock)
-        self.stories = Stories("decode-1", self.clock)
+        self.traces = RequestTraces("decode-1", self.clock)
         self.pool = FakePool(64)
-        self.side = SchedulerSide(
+        self.side = ConnectorScheduler(
             DecodeContext(
                 instance_id="decode-1",
                 incarnation="i",
@@ -38,7 +38,7 @@ class Rig:
                     p, h, i, prefill_workers=1, queue_available=True
                 ),
                 publish=self.published.append,
-                stories=self.stories,
+                traces=self.traces,
                 make_ledger=lambda _: self.ledger,
                 ledger=self.ledger,
             ),
@@ -168,7 +168,7 @@ def test_vllm_may_overrule() -> None:
     assert rig.side.matched(request, 0)[1]
     rig.side.allocated(request, list(range(5)), 0)
     assert rig.ledger.open_jobs == 0
-    record = rig.stories.finish("r")
+    record = rig.traces.finish("r")
     assert record is not None
     assert (record.path, record.reason) == ("local", "engine_declined")
 
@@ -191,7 +191,7 @@ def test_what_cannot_go_remote(fields: dict[str, Any], reason: str) -> None:
     request = FakeRequest("r", list(range(20)), **fields)
     assert rig.side.matched(request, 0) == (0, False)
     rig.side.allocated(request, list(range(5)), 0)
-    record = rig.stories.finish("r")
+    record = rig.traces.finish("r")
     assert record is not None
     assert record.reason == reason
 
@@ -201,7 +201,7 @@ def test_a_prompt_beyond_the_window_of_every_layer_stays_here() -> None:
     rig.side.bind_skipped(lambda tokens: max(0, tokens - 15))
     assert rig.side.matched(FakeRequest("long", list(range(16))), 0) == (0, False)
     rig.side.allocated(FakeRequest("long", list(range(16))), [0, 0, 7, 8], 0)
-    record = rig.stories.finish("long")
+    record = rig.traces.finish("long")
     assert record is not None
     assert (record.path, record.reason) == ("local", "sliding_window")
     assert rig.side.matched(FakeRequest("short", list(range(15))), 0)[1]
@@ -225,7 +225,7 @@ def test_explain_shows_what_the_decision_was_made_on() -> None:
 
     rig.side._context.situation = situation
     rig.send(20)
-    record = rig.stories.finish("r")
+    record = rig.traces.finish("r")
     assert record is not None
     expected = Expected(queue=4.0, prefill=2.0, kv_write=3.0, claim_timeout=10.0, timeout=50.0)
     assert record.expected_s == expected
@@ -237,7 +237,7 @@ def test_explain_shows_what_the_decision_was_made_on() -> None:
         request.lora_request = None if shown else object()
         assert rig.side.matched(request, 0) == (0, False)
         rig.side.allocated(request, list(range(5)), 0)
-        record = rig.stories.finish(request_id)
+        record = rig.traces.finish(request_id)
         assert record is not None
         assert (record.expected_s is not None) is shown, record.reason
 
@@ -254,7 +254,7 @@ def test_a_fallback_is_local_when_vllm_asks_again() -> None:
     assert not rig.side.has_work
     assert rig.side.matched(request, 0) == (0, False)
     rig.side.allocated(request, list(range(5)), 0)
-    record = rig.stories.finish("r")
+    record = rig.traces.finish("r")
     assert record is not None
     assert (record.path, record.reason) == ("local", "policy_always_remote")
     assert record.fallback == "publish_failed"
@@ -324,7 +324,7 @@ def test_what_came_before_a_step_is_told_before_it_and_what_failed_with_it() -> 
         job = rig.published[-1]
         rig.ledger.claim(job.job_id, "i", "a")
     rig.ledger.commit(rig.published[0].job_id, 1, "i", "a", 5)
-    rig.ledger.hand_back(rig.published[1].job_id, 1, "i", "a", "no", retry=False)
+    rig.ledger.gave_up(rig.published[1].job_id, 1, "i", "a", "no", retry=False)
     assert rig.side.take_in() == ["good"]
     assert rig.side.has_work, "the other one waits for a step"
     assert rig.side.take_in() == []
@@ -342,7 +342,7 @@ def test_finished_before_it_was_allocated_leaves_nothing() -> None:
     assert rig.side.collect() == ([], [])
 
 
-def test_a_loaded_request_tells_its_story() -> None:
+def test_a_loaded_request_tells_its_trace() -> None:
     rig = Rig()
     rig.send(20, hit=8)
     rig.side.step_done()
@@ -350,7 +350,7 @@ def test_a_loaded_request_tells_its_story() -> None:
     rig.ledger.claim(job.job_id, "i", "a")
     rig.ledger.commit(job.job_id, 1, "i", "a", 3)
     assert rig.side.collect() == (["r"], [])
-    record = rig.stories.finish("r")
+    record = rig.traces.finish("r")
     assert record is not None
     assert (record.path, record.prefix_hit_tokens, record.remote_tokens) == ("remote", 8, 11)
-    assert rig.stories.finish("r") is None
+    assert rig.traces.finish("r") is None

@@ -11,7 +11,7 @@ import pytest
 from pullfill.config import ClusterFile, ClusterRef
 from pullfill.deploy import plan, roles
 from pullfill.errors import ConfigError
-from pullfill.security import OPEN, SECTIONS, ClusterKey, load
+from pullfill.net.security import OPEN, SECTIONS, ClusterKey, load
 from tests.support.certificates import make_certificates
 
 KEY = "0123456789abcdef" * 2

@@ -14,7 +14,7 @@ from pullfill.decode_worker import self_check
 from pullfill.decode_worker.entry import JobState
 from pullfill.decode_worker.peers import Peer
 from pullfill.decode_worker.self_check import Checks, Ours
-from pullfill.decode_worker.trial import Incomplete
+from pullfill.decode_worker.self_check_requests import Incomplete
 from pullfill.engine import computes
 from pullfill.errors import Outcome
 from pullfill.wire import Claim, Refused, SelfCheck

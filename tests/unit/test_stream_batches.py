@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from pullfill.transfer.contract import KvLayout, LocalMemory, Part
 from pullfill.transfer.layout import dense_layout
+from pullfill.transfer.stream.backend_contract import Runs
 from pullfill.transfer.stream.batches import ByteStream, Side
-from pullfill.transfer.stream.contract import Runs
 from tests.support.transfer_rigs import LAYOUTS, PAGE, extent, memory_over, pages, random_bytes
 
 

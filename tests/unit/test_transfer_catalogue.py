@@ -19,14 +19,14 @@ from pullfill.transfer.contract import LocalMemory
 from pullfill.transfer.gpu import cuda
 from pullfill.transfer.layout import dense_layout
 from pullfill.transfer.nixl import devices
-from pullfill.transfer.tcp.plane import TcpKind
+from pullfill.transfer.tcp.backend import TcpKind
 from tests.support.fake_gpu import FakeDriver
 
 ON_CPU = LocalMemory(0, 64, dense_layout(1, 1, 1, 64))
 
 
 def test_a_worker_on_a_cpu_gets_what_works_without_a_device() -> None:
-    found = catalogue.planes(None, ON_CPU)
+    found = catalogue.backends(None, ON_CPU)
     assert "tcp" in found
     assert "nccl" not in found
     for kind in found.values():
@@ -44,11 +44,11 @@ def test_nixl_is_used_and_offered_only_by_name(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(catalogue._PLANES, "nixl", (__name__, "_Nixl"))
     monkeypatch.setenv(devices.ENV, "eth9")
     assert "nixl" not in [transport.name for transport in catalogue.peers(None, ON_CPU, None)]
-    assert "nixl" not in catalogue.planes(None, ON_CPU)
+    assert "nixl" not in catalogue.backends(None, ON_CPU)
     assert "--transports nixl" in catalogue.absent(None, ON_CPU)["nixl"]
     asked = catalogue.peers(["nixl"], ON_CPU, None)
     assert [transport.name for transport in asked] == ["nixl"]
-    assert list(catalogue.planes(["nixl"], ON_CPU)) == ["nixl"]
+    assert list(catalogue.backends(["nixl"], ON_CPU)) == ["nixl"]
     assert os.environ[devices.ENV] == "eth9", "who runs it has the last word"
 
 
@@ -57,10 +57,10 @@ def test_nixl_listens_where_the_worker_does(
 ) -> None:
     monkeypatch.setitem(catalogue._PLANES, "nixl", (__name__, "_Nixl"))
     monkeypatch.setenv(devices.ENV, "")
-    catalogue.planes(["nixl"], ON_CPU, "127.0.0.1")
+    catalogue.backends(["nixl"], ON_CPU, "127.0.0.1")
     assert os.environ[devices.ENV] == "lo"
     monkeypatch.setenv(devices.ENV, "")
-    catalogue.planes(["nixl"], ON_CPU, "0.0.0.0")
+    catalogue.backends(["nixl"], ON_CPU, "0.0.0.0")
     assert not os.environ[devices.ENV]
     assert "every network device" in caplog.text
     monkeypatch.setattr(devices, "_addresses", lambda name: {"lo": {ip_address("10.9.9.9")}}[name])
@@ -82,7 +82,7 @@ def test_addresses_of_a_device_are_the_kernels(address: str) -> None:
 
 def test_what_was_not_chosen_is_not_even_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    monkeypatch.setattr(catalogue, "_plane", lambda name: (asked.append(name), (None, "no"))[1])
+    monkeypatch.setattr(catalogue, "_backend", lambda name: (asked.append(name), (None, "no"))[1])
     absent = catalogue.absent(["shm"], ON_CPU)
     assert set(absent) == set(TRANSPORTS) - {"shm"}
     assert asked == []

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pullfill.errors import BadMessage, Fenced, IncompatibleError, PeerUnavailable
-from pullfill.host import host_id
+from pullfill.net.this_host import host_id
 from pullfill.transfer.connect import connect
 from pullfill.transfer.contract import LocalMemory, Part, PeerSession, PeerTransport
 from pullfill.transfer.digest import DIGEST_BYTES, BlockDigester, copies_of
@@ -24,7 +24,7 @@ from pullfill.transfer.shm.files import RegionFiles
 from pullfill.transfer.shm.owner import ShmOwner
 from pullfill.transfer.shm.peer import ShmTransport
 from pullfill.transfer.stream.peer import StreamTransport
-from pullfill.transfer.tcp.plane import TcpKind
+from pullfill.transfer.tcp.backend import TcpKind
 from pullfill.transfer.topology import Rect
 from pullfill.wire import RegionDescriptor
 from tests.support.ranked import BLOCKS, HALVES, PAGE, REPLICAS, STAGES, WHOLE, RankedWorker

@@ -215,8 +215,8 @@ def test_an_interrupt_ends_every_part_of_a_move() -> None:
     parts = [bytearray(5_000) for _ in begun]
     slow = [_Slow(data, event) for data, event in zip(parts, begun, strict=True)]
     whole = GroupSession([Member(s, True, True) for s in slow])
-    with ThreadPoolExecutor(1) as mover:
-        move = mover.submit(whole.write_blocks, TOKEN, [1], [2])
+    with ThreadPoolExecutor(1) as transfer_worker:
+        move = transfer_worker.submit(whole.write_blocks, TOKEN, [1], [2])
         assert all(event.wait(10) for event in begun)
         whole.interrupt()
         with pytest.raises(TransferFailed, match="interrupted"):

@@ -24,7 +24,7 @@ from tests.support.late import Late
 from tests.support.transfer_rigs import pages
 
 torch: Any = Late("torch")
-shm_pool: Any = Late("pullfill.transfer.shm.pool")
+shm_pool: Any = Late("pullfill.transfer.shm.kv_pool")
 
 BLOCKS, HEADS, ROWS, WIDTH, LAYERS = 6, 2, 4, 8, 3
 REPO = Path(__file__).resolve().parents[2]
@@ -188,7 +188,7 @@ def test_ranks_that_do_not_fit_are_refused_and_nothing_stays_mapped(tmp_path: Pa
 def test_a_process_that_fails_at_its_start_leaves_no_files(tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path\n"
-        "from pullfill.lifecycle import at_leave, leave\n"
+        "from pullfill.runtime.lifecycle import at_leave, leave\n"
         "from pullfill.transfer.shm.files import RegionFiles\n"
         "at_leave(lambda: 1 / 0)\n"
         "files = RegionFiles('decode-a', Path(sys.argv[1])); files.create_kv(4096, 1)\n"

@@ -65,7 +65,7 @@ def test_a_gate_forgets_slots_but_not_how_to_hold_them(
     monkeypatch.setattr(fence, "_SLOTS_KEPT", 2)
     region = shm_rig(tmp_path).region(dense_layout(1, 4, 1, 64))
     fences = region.owner.fences
-    gate = fence.ShmGate(os.open(tmp_path / "pullfill-decode-1.fence", os.O_RDWR), "i1")
+    gate = fence.ShmHold(os.open(tmp_path / "pullfill-decode-1.fence", os.O_RDWR), "i1")
     tokens = [fences.open([1]) for _ in range(5)]
     for token in tokens:
         gate.enter(token)
@@ -81,7 +81,7 @@ def test_a_gate_forgets_slots_but_not_how_to_hold_them(
 
 def test_a_lock_that_cannot_be_taken_or_let_go_is_no_fence(tmp_path: Path) -> None:
     region = shm_rig(tmp_path).region(dense_layout(1, 4, 1, 64))
-    gate = fence.ShmGate(os.open(tmp_path / "pullfill-decode-1.fence", os.O_RDWR), "i1")
+    gate = fence.ShmHold(os.open(tmp_path / "pullfill-decode-1.fence", os.O_RDWR), "i1")
     token = region.owner.fences.open([1])
     gate.enter(token)
     spare = os.dup(gate._fd)

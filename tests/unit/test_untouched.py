@@ -111,11 +111,11 @@ def test_the_engine_tells_it_before_its_loop_ends(broken: bool) -> None:
 
 def test_a_worker_that_ends_hands_them_back_after_it_takes_no_more() -> None:
     said: list[Any] = []
-    shim: Any = SimpleNamespace(
+    request_server: Any = SimpleNamespace(
         start_drain=lambda: said.append("drain"),
         receive=lambda: said.append("receive"),
-        hand_back=lambda ids: said.append(ids),
+        migrate=lambda ids: said.append(ids),
         coming=lambda: {"not yet in the engine"},
     )
-    leave.last_words(shim, {"a"})
+    leave.last_words(request_server, {"a"})
     assert said == ["drain", "receive", {"a", "not yet in the engine"}]

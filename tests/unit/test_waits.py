@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pullfill.waits import Bell, Prompt, Waits
+from pullfill.runtime.waits import Bell, Prompt, Waits
 
 WHERE: ContextVar[str] = ContextVar("WHERE", default="nowhere")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pullfill.engine.watchdog import EngineGuard, Health, Pulse, Watchdog
+from pullfill.engine.watchdog import EngineWatchdog, Health, Pulse, Watchdog
 from tests.support.fakes import FakeClock
 
 STALL_S = 8.0
@@ -32,7 +32,7 @@ class Rig:
         self.clock = FakeClock()
         self.engine = Engine()
         self.told: list[bool] = []
-        self.guard = EngineGuard(self.engine, STALL_S, self.told.append, self.clock)
+        self.guard = EngineWatchdog(self.engine, STALL_S, self.told.append, self.clock)
         self.guard.look()
 
     def wait(self, seconds: float) -> None:

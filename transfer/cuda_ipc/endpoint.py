@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from pullfill.errors import BadMessage
-from pullfill.transfer.gpu.contract import HANDLE_BYTES
+from pullfill.transfer.gpu.gpu_contract import HANDLE_BYTES
 
 _Size = Annotated[int, Meta(ge=0, le=1 << 62)]
 

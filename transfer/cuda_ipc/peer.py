@@ -14,27 +14,27 @@ import os
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from pullfill import failpoints, log
 from pullfill.errors import BadMessage, IncompatibleError, PeerUnavailable, TransferFailed
-from pullfill.host import host_id
+from pullfill.net.this_host import host_id
+from pullfill.runtime import failpoints, log
 from pullfill.transfer.contract import LocalMemory, Part, PeerSession
-from pullfill.transfer.cuda_ipc.alive import Process
 from pullfill.transfer.cuda_ipc.endpoint import IpcEndpoint
+from pullfill.transfer.cuda_ipc.owner_alive import Process
 from pullfill.transfer.cuda_ipc.writers import WriterRecord, pid_namespace, why_no_proof
-from pullfill.transfer.gpu.contract import GpuDriver
 from pullfill.transfer.gpu.copies import GpuCopier, Lane, lane_of
 from pullfill.transfer.gpu.cuda import load
-from pullfill.transfer.gpu.link import link_to, visible
+from pullfill.transfer.gpu.gpu_contract import GpuDriver
+from pullfill.transfer.gpu.interconnect import link_to, visible
 from pullfill.transfer.layout import layout_of
 from pullfill.transfer.session import MappedSession
-from pullfill.transfer.shm.fence import ShmGate
+from pullfill.transfer.shm.fence import ShmHold
 from pullfill.transfer.shm.files import open_same
 from pullfill.wire import FenceToken, RegionDescriptor
 
 logger = log.get("transfer.cuda_ipc")
 
 
-class IpcGate(ShmGate):
+class IpcHold(ShmHold):
     """The fence of a writer whose copies outlive its locks. See writers.py."""
 
     def __init__(self, fd: int, incarnation: str, settled: Callable[[], bool], pid: int) -> None:
@@ -184,14 +184,14 @@ class CudaIpcTransport:
             return session
 
 
-def _open_gate(endpoint: IpcEndpoint, descriptor: RegionDescriptor, copier: GpuCopier) -> IpcGate:
+def _open_gate(endpoint: IpcEndpoint, descriptor: RegionDescriptor, copier: GpuCopier) -> IpcHold:
     try:
         fd = open_same(endpoint.fence, endpoint.fence_inode)
     except OSError as exc:
         raise PeerUnavailable(
             f"the fence of {descriptor.instance_id} cannot be opened: {exc}"
         ) from exc
-    return IpcGate(fd, descriptor.incarnation, lambda: copier.settled, endpoint.memory.pid)
+    return IpcHold(fd, descriptor.incarnation, lambda: copier.settled, endpoint.memory.pid)
 
 
 def _map(

@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pullfill.errors import PeerUnavailable, TransferFailed
-from pullfill.transfer.gpu.contract import GpuDriver
+from pullfill.transfer.gpu.gpu_contract import GpuDriver
 from pullfill.transfer.shm import lock
 
 _AT = 1024

@@ -2,7 +2,7 @@
 
 One `Lane` for each GPU of a process has the stream, the kernel and the buffers. All sessions share
 it and take turns: one batch has the whole link anyway. A session's `GpuCopier` knows the link it
-copies over, and with it whether one kernel or the copy engines move a batch (`link.py`).
+copies over, and with it whether one kernel or the copy engines move a batch (`interconnect.py`).
 
 `settled` is what a fence may stand on: False from the moment something may have been queued until
 the stream was synchronised. A copier that failed in between stays unsettled for good: nobody knows
@@ -19,12 +19,12 @@ from typing import Protocol
 
 import numpy as np
 
-from pullfill import log
 from pullfill.errors import TransferFailed
+from pullfill.runtime import log
 from pullfill.transfer.contract import LocalMemory
-from pullfill.transfer.gpu.contract import Addresses, GpuDriver
 from pullfill.transfer.gpu.cuda import load
-from pullfill.transfer.gpu.link import BATCH_RUNS, SAME, Link
+from pullfill.transfer.gpu.gpu_contract import Addresses, GpuDriver
+from pullfill.transfer.gpu.interconnect import BATCH_RUNS, SAME, Interconnect
 from pullfill.transfer.layout import dense_layout
 from pullfill.transfer.runs import Batch, plan
 
@@ -78,7 +78,9 @@ class Lane:
         """Else every copy takes the copy engines."""
         return self._kernel is not None
 
-    def queue(self, target: Addresses, source: Addresses, nbytes: Addresses, link: Link) -> None:
+    def queue(
+        self, target: Addresses, source: Addresses, nbytes: Addresses, link: Interconnect
+    ) -> None:
         """Queue copies over a link, at most BATCH_RUNS. Raises TransferFailed; a part may be queued
         then. `wait` is due before the next call that the kernel serves."""
         if self._kernel is not None and int(nbytes.mean()) < link.small_run:
@@ -149,7 +151,7 @@ class GpuCopier:
     """Callable (source address, target address, batch). One thread at a time."""
 
     def __init__(
-        self, lane: Lane, link: Link = SAME, *, queued: Callable[[], object] = lambda: None
+        self, lane: Lane, link: Interconnect = SAME, *, queued: Callable[[], object] = lambda: None
     ) -> None:
         """queued: called after a batch was queued, before it is waited for."""
         self._lane = lane

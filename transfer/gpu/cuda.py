@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from pullfill.errors import TransferFailed
-from pullfill.transfer.gpu.contract import HANDLE_BYTES, Addresses, Allocation, GpuDriver
+from pullfill.transfer.gpu.gpu_contract import HANDLE_BYTES, Addresses, Allocation, GpuDriver
 
 _LIBRARY = "libcuda.so.1"
 _SETTINGS = Path("/proc/driver/nvidia/params")

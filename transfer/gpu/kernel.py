@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
-from pullfill.transfer.gpu.contract import Addresses
+from pullfill.transfer.gpu.gpu_contract import Addresses
 
 LANES = 1024
 """Words of 8 bytes that a program moves per step: 64 bytes per thread of 4 warps."""

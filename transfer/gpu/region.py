@@ -12,14 +12,14 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 
-from pullfill import log
 from pullfill.errors import ConfigError, PeerUnavailable, TransferFailed
+from pullfill.runtime import log
 from pullfill.transfer.contract import LocalMemory
 from pullfill.transfer.cuda_ipc.endpoint import Exported
 from pullfill.transfer.cuda_ipc.owner import CudaIpcOwner
 from pullfill.transfer.cuda_ipc.writers import pid_namespace
-from pullfill.transfer.gpu.contract import GpuDriver
 from pullfill.transfer.gpu.cuda import load
+from pullfill.transfer.gpu.gpu_contract import GpuDriver
 from pullfill.transfer.shm.fence import SLOTS
 from pullfill.transfer.shm.files import RegionFiles
 from pullfill.transfer.shm.ranks import RankRegion

@@ -38,8 +38,8 @@ from typing import Protocol
 
 from pullfill.errors import TransferFailed
 from pullfill.transfer.contract import LocalMemory
-from pullfill.transfer.nccl.contract import Gpu, Stream
 from pullfill.transfer.nccl.library import RANKS, Message, Nccl
+from pullfill.transfer.nccl.nccl_contract import Gpu, Stream
 from pullfill.transfer.nccl.staging import Turns
 
 log = logging.getLogger(__name__)

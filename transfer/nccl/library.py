@@ -19,8 +19,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from pullfill.errors import TransferFailed
-from pullfill.transfer.nccl.contract import Library
-from pullfill.transfer.nccl.settings import setting
+from pullfill.transfer.nccl.nccl_contract import Library
+from pullfill.transfer.nccl.nccl_settings import setting
 
 RANKS = 2
 MAX_CTAS = 8

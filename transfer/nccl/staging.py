@@ -20,8 +20,8 @@ import numpy as np
 
 from pullfill.errors import TransferFailed
 from pullfill.transfer.iovecs import Iovec, messages
-from pullfill.transfer.nccl.contract import Copier, Gpu
-from pullfill.transfer.stream.contract import Runs
+from pullfill.transfer.nccl.nccl_contract import Copier, Gpu
+from pullfill.transfer.stream.backend_contract import Runs
 
 TURNS = 4
 TICK_S = 0.02

@@ -25,8 +25,8 @@ from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from typing import TypeAlias
 
-from pullfill import failpoints
 from pullfill.errors import ConfigError, Fenced, OverloadedError, PeerUnavailable, TransferFailed
+from pullfill.runtime import failpoints
 from pullfill.transfer.copying import corrupt
 from pullfill.transfer.shm import lock
 from pullfill.wire import FenceToken
@@ -145,7 +145,7 @@ class ShmFences:
             self._map.close()
 
 
-class ShmGate:
+class ShmHold:
     """The peer's end of a fence file; a `session.Gate`. Owns `fd`, an open file description of
     its own, so that its locks are its own too."""
 

@@ -21,9 +21,9 @@ from pathlib import Path
 import msgspec
 
 from pullfill.errors import BadMessage, ConfigError, PeerUnavailable
-from pullfill.host import SHM_DIR_ENV as DIR_ENV
-from pullfill.host import shm_dir as shm_dir
-from pullfill.lifecycle import at_leave
+from pullfill.net.this_host import SHM_DIR_ENV as DIR_ENV
+from pullfill.net.this_host import shm_dir as shm_dir
+from pullfill.runtime.lifecycle import at_leave
 from pullfill.transfer.shm import lock
 
 PREFIX = "pullfill-"

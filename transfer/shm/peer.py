@@ -9,13 +9,13 @@ from __future__ import annotations
 import os
 
 from pullfill.errors import BadMessage, PeerUnavailable
-from pullfill.host import host_id
-from pullfill.pages import make_present
+from pullfill.net.this_host import host_id
+from pullfill.runtime.pages import make_present
 from pullfill.transfer.contract import LocalMemory, Part, PeerSession
 from pullfill.transfer.copying import copy_held
 from pullfill.transfer.layout import layout_of
 from pullfill.transfer.session import MappedSession
-from pullfill.transfer.shm.fence import ShmGate
+from pullfill.transfer.shm.fence import ShmHold
 from pullfill.transfer.shm.files import Mapping, ShmEndpoint, open_same
 from pullfill.wire import RegionDescriptor
 
@@ -61,7 +61,7 @@ class ShmTransport:
             )
         try:
             fence_fd = open_same(endpoint.fence, endpoint.fence_inode)
-            gate = ShmGate(fence_fd, descriptor.incarnation)
+            gate = ShmHold(fence_fd, descriptor.incarnation)
             try:
                 mapping = Mapping(endpoint.kv, endpoint.kv_inode, endpoint.nbytes)
             except BaseException:

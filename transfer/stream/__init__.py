@@ -1,1 +1,1 @@
-"""Transports in which a thread of the owner moves the bytes: one protocol, several planes."""
+"""Transports in which a thread of the owner moves the bytes: one protocol, several backends."""

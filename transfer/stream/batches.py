@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pullfill.transfer.contract import KvLayout, LocalMemory, Part
-from pullfill.transfer.stream.contract import Runs
+from pullfill.transfer.stream.backend_contract import Runs
 
 Iovec = NDArray[np.uint64]
 

@@ -1,4 +1,4 @@
-"""Opening a stream connection: who are you, which memory, which plane. Blocking, bounded in time.
+"""Opening a stream connection: who are you, which memory, which backend. Blocking, bounded in time.
 
 Where there is a cluster key both ends prove that they hold it, bound to fresh nonces, before the
 peer says hello; from then on every frame is sealed. The payload itself is not: whoever can change
@@ -11,7 +11,6 @@ import hmac
 import secrets
 from typing import Any
 
-from pullfill.channel import FIRST_FRAME, Handshake
 from pullfill.errors import (
     AuthFailed,
     BadMessage,
@@ -19,9 +18,10 @@ from pullfill.errors import (
     PeerUnavailable,
     TransferFailed,
 )
-from pullfill.security import ClusterKey
-from pullfill.transfer.stream.link import SocketLink
-from pullfill.transfer.stream.wire import StreamGoodbye, StreamHello, StreamWelcome, Why
+from pullfill.net.channel import FIRST_FRAME, Handshake
+from pullfill.net.security import ClusterKey
+from pullfill.transfer.stream.messages import StreamGoodbye, StreamHello, StreamWelcome, Why
+from pullfill.transfer.stream.socket_connection import SocketConnection
 from pullfill.wire import AuthChallenge, AuthHello, AuthProof, decode, encode
 
 HELLO_S = 5.0
@@ -34,7 +34,7 @@ class StalePeer(PeerUnavailable):
     """The instance or incarnation is not there any more: none of its grants is valid."""
 
 
-def accept(link: SocketLink, key: ClusterKey | None) -> StreamHello:
+def accept(link: SocketConnection, key: ClusterKey | None) -> StreamHello:
     """The owner's end: the peer's hello, once it has proved that it holds `key`. Raises AuthFailed
     (its text may be told to the peer), BadMessage, TransferFailed."""
     link.limit(2 * HELLO_S)
@@ -61,7 +61,7 @@ def accept(link: SocketLink, key: ClusterKey | None) -> StreamHello:
     return decode(link.receive(2 * FIRST_FRAME), StreamHello)
 
 
-def introduce(link: SocketLink, key: ClusterKey | None, hello: StreamHello) -> StreamWelcome:
+def introduce(link: SocketConnection, key: ClusterKey | None, hello: StreamHello) -> StreamWelcome:
     """The peer's end. Raises AuthFailed, PeerUnavailable (StalePeer), IncompatibleError,
     BadMessage, TransferFailed. Never falls back to a plain connection."""
     link.limit(2 * HELLO_S)
@@ -73,7 +73,7 @@ def introduce(link: SocketLink, key: ClusterKey | None, hello: StreamHello) -> S
     return answer
 
 
-def _prove(link: SocketLink, key: ClusterKey) -> None:
+def _prove(link: SocketConnection, key: ClusterKey) -> None:
     nonce = secrets.token_bytes(32)
     link.send(encode(AuthHello(nonce=nonce)))
     challenge = _hear(link, AuthChallenge)
@@ -88,7 +88,7 @@ def _prove(link: SocketLink, key: ClusterKey) -> None:
     link.seal(incoming=shake.key_of("decode"), outgoing=shake.key_of("prefill"))
 
 
-def _hear(link: SocketLink, kind: Any) -> Any:
+def _hear(link: SocketConnection, kind: Any) -> Any:
     message: Any = decode(link.receive(2 * FIRST_FRAME), kind | StreamGoodbye)
     if not isinstance(message, StreamGoodbye):
         return message
@@ -99,7 +99,7 @@ def _hear(link: SocketLink, kind: Any) -> Any:
     raise (StalePeer if message.stale else PeerUnavailable)(f"refused: {message.reason}")
 
 
-def refuse(link: SocketLink, exc: Exception) -> None:
+def refuse(link: SocketConnection, exc: Exception) -> None:
     """Tell the peer why it is not let in, if it still listens. Never raises."""
     why = Why.UNAVAILABLE
     if isinstance(exc, IncompatibleError):

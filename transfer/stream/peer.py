@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from pullfill import failpoints, frames
 from pullfill.errors import (
     AuthFailed,
     BadMessage,
@@ -23,15 +22,16 @@ from pullfill.errors import (
     PeerUnavailable,
     TransferFailed,
 )
-from pullfill.security import ClusterKey
+from pullfill.net import frames
+from pullfill.net.security import ClusterKey
+from pullfill.runtime import failpoints
 from pullfill.transfer.contract import Direction, LocalMemory, MoveResult, Part, PeerSession
 from pullfill.transfer.layout import check_bounds, check_pair, layout_of
 from pullfill.transfer.runs import Offsets, checked_ids
 from pullfill.transfer.stream import hello
+from pullfill.transfer.stream.backend_contract import Backend, BackendKind, Interjected
 from pullfill.transfer.stream.batches import ByteStream, Side
-from pullfill.transfer.stream.contract import Interjected, Plane, PlaneKind
-from pullfill.transfer.stream.link import STALL_S, SocketLink
-from pullfill.transfer.stream.wire import (
+from pullfill.transfer.stream.messages import (
     ANSWER,
     BATCH,
     STOP,
@@ -41,6 +41,7 @@ from pullfill.transfer.stream.wire import (
     StreamHello,
     Verb,
 )
+from pullfill.transfer.stream.socket_connection import STALL_S, SocketConnection
 from pullfill.wire import FenceToken, RegionDescriptor, decode, encode
 
 CONNECT_S = 5.0
@@ -48,15 +49,15 @@ _INTERRUPTED = "the session was interrupted"
 
 
 def endpoint_of(address: str, detail: str) -> str:
-    """What an owner publishes for one plane."""
+    """What an owner publishes for one backend."""
     return f"{address}#{detail}" if detail else address
 
 
 class StreamTransport:
-    """PeerTransport over one kind of plane. Stateless but for the kind, which it borrows."""
+    """PeerTransport over one kind of backend. Stateless but for the kind, which it borrows."""
 
     def __init__(
-        self, kind: PlaneKind, key: ClusterKey | None = None, *, stall_s: float = STALL_S
+        self, kind: BackendKind, key: ClusterKey | None = None, *, stall_s: float = STALL_S
     ) -> None:
         self.name = kind.name
         self._kind = kind
@@ -92,7 +93,7 @@ class StreamSession:
 
     def __init__(
         self,
-        kind: PlaneKind,
+        kind: BackendKind,
         key: ClusterKey | None,
         local: LocalMemory,
         descriptor: RegionDescriptor,
@@ -111,9 +112,9 @@ class StreamSession:
         self._busy = threading.Lock()
         self._closed = False
         self._interrupted = False
-        self._opening: SocketLink | None = None
-        self._link: SocketLink | None = None
-        self._plane: Plane | None = None
+        self._opening: SocketConnection | None = None
+        self._link: SocketConnection | None = None
+        self._backend: Backend | None = None
         self._moved = 0
 
     @property
@@ -128,9 +129,9 @@ class StreamSession:
     def open(self) -> None:
         """Connect. See PeerTransport.connect for what it raises."""
         sock = self._dial()
-        link = SocketLink(sock, hello.HELLO_S)
+        link = SocketConnection(sock, hello.HELLO_S)
         try:
-            plane = self._kind.make(self._local, owner=False)
+            backend = self._kind.make(self._local, owner=False)
         except BaseException:
             link.close()
             raise
@@ -138,19 +139,19 @@ class StreamSession:
         try:
             if self._interrupted:
                 raise TransferFailed(_INTERRUPTED)
-            welcome = hello.introduce(link, self._key, self._hello(plane.setup))
+            welcome = hello.introduce(link, self._key, self._hello(backend.setup))
             link.set_stall(self._stall_s)
-            plane.start(link, welcome.setup)
+            backend.start(link, welcome.setup)
         except TransferFailed as exc:
-            plane.close()
+            backend.close()
             link.close()
             raise PeerUnavailable(f"{self._descriptor.instance_id}: {exc}") from exc
         except BaseException:
-            plane.close()
+            backend.close()
             link.close()
             raise
         else:
-            self._link, self._plane = link, plane
+            self._link, self._backend = link, backend
         finally:
             self._opening = None
 
@@ -181,9 +182,9 @@ class StreamSession:
     def interrupt(self) -> None:
         """See PeerSession."""
         self._interrupted = True
-        opening, link, plane = self._opening, self._link, self._plane
-        if plane is not None:
-            plane.interrupt()
+        opening, link, backend = self._opening, self._link, self._backend
+        if backend is not None:
+            backend.interrupt()
         for connection in (opening, link):
             if connection is not None:
                 connection.interrupt()
@@ -202,7 +203,7 @@ class StreamSession:
         fence: FenceToken,
         ours: Offsets,
         theirs: Offsets,
-        run: Callable[[SocketLink, Plane, ByteStream], Answer],
+        run: Callable[[SocketConnection, Backend, ByteStream], Answer],
     ) -> MoveResult:
         started = time.perf_counter()
         order = np.argsort(theirs, kind="stable")
@@ -226,12 +227,12 @@ class StreamSession:
         self,
         operation: Operation,
         stream: ByteStream,
-        run: Callable[[SocketLink, Plane, ByteStream], Answer],
+        run: Callable[[SocketConnection, Backend, ByteStream], Answer],
     ) -> None:
-        link, plane = self._connection()
+        link, backend = self._connection()
         try:
             link.send(encode(operation))
-            answer = run(link, plane, stream)
+            answer = run(link, backend, stream)
         except (TransferFailed, BadMessage, AuthFailed) as exc:
             self._drop()
             if isinstance(exc, TransferFailed) and not self._interrupted:
@@ -242,7 +243,7 @@ class StreamSession:
             raise
         self._judge(answer)
 
-    def _connection(self) -> tuple[SocketLink, Plane]:
+    def _connection(self) -> tuple[SocketConnection, Backend]:
         """The one there is, if the owner did not end it meanwhile; else a new one."""
         if self._link is not None and self._link.input_waits():
             farewell = self._farewell(self._link)
@@ -257,10 +258,10 @@ class StreamSession:
             except (PeerUnavailable, IncompatibleError, AuthFailed, BadMessage) as exc:
                 raise TransferFailed(str(exc)) from exc
         assert self._link is not None
-        assert self._plane is not None
-        return self._link, self._plane
+        assert self._backend is not None
+        return self._link, self._backend
 
-    def _farewell(self, link: SocketLink) -> Answer | None:
+    def _farewell(self, link: SocketConnection) -> Answer | None:
         try:
             return decode(link.receive(), Answer)
         except (TransferFailed, BadMessage, AuthFailed):
@@ -285,7 +286,7 @@ class StreamSession:
             self._drop()
             raise BadMessage(f"the owner refuses: {answer.reason}")
 
-    def _send(self, link: SocketLink, plane: Plane, stream: ByteStream) -> Answer:
+    def _send(self, link: SocketConnection, backend: Backend, stream: ByteStream) -> Answer:
         left = stream.total
         for batch in stream.batches(self._kind.batch_bytes):
             failpoints.hit("stream.write.before_batch")
@@ -296,7 +297,7 @@ class StreamSession:
             link.mark(BATCH)
             failpoints.hit("stream.write.batch")
             try:
-                plane.send(batch)
+                backend.send(batch)
             except Interjected as said:
                 answer = decode(said.frame, Answer)
                 if left > batch.total:  # the owner waits for another batch
@@ -306,7 +307,7 @@ class StreamSession:
             self._moved += batch.total
         return decode(link.receive(), Answer)
 
-    def _receive(self, link: SocketLink, plane: Plane, stream: ByteStream) -> Answer:
+    def _receive(self, link: SocketConnection, backend: Backend, stream: ByteStream) -> Answer:
         for batch in stream.batches(self._kind.batch_bytes):
             failpoints.hit("stream.read.before_batch")
             mark = link.take_mark()
@@ -318,7 +319,7 @@ class StreamSession:
             if mark != BATCH:
                 raise BadMessage(f"{mark!r} where a batch must begin")
             failpoints.hit("stream.read.batch")
-            plane.receive(batch)
+            backend.receive(batch)
             self._moved += batch.total
         if link.take_mark() != ANSWER:
             raise BadMessage("no answer after the last batch")
@@ -342,7 +343,7 @@ class StreamSession:
             instance_id=self._descriptor.instance_id,
             incarnation=self._descriptor.incarnation,
             rank=self._descriptor.rank,
-            plane=self.transport,
+            backend=self.transport,
             nbytes=self._descriptor.nbytes,
             page_bytes=self._descriptor.page_bytes,
             head=self._theirs.head,
@@ -354,11 +355,11 @@ class StreamSession:
         )
 
     def _drop(self) -> None:
-        if self._plane is not None:
-            self._plane.close()
+        if self._backend is not None:
+            self._backend.close()
         if self._link is not None:
             self._link.close()
-        self._plane = self._link = None
+        self._backend = self._link = None
 
 
 def _check_pairs(ours: Offsets, theirs: Offsets, targets: Offsets) -> None:

@@ -2,7 +2,7 @@
 
 Life: made over the memories of all ranks and a way into the fence file → `start` listens → a thread
 per connection serves one peer until it leaves → `close` ends all. Owns the listening socket and the
-threads; borrows the memories and the planes' kinds.
+threads; borrows the memories and the backends' kinds.
 
 Receiver-fenced: the thread that moves the bytes is ours, and holds the fence meanwhile through a
 gate (an open file description) of its own. So the proof of a revoke is the fence file's. When a
@@ -19,16 +19,16 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from pullfill import host as machine
 from pullfill.errors import AuthFailed, BadMessage, ConfigError, PullfillError, TransferFailed
-from pullfill.metrics import AUTH_REFUSED, KV_CONNECTIONS, KV_REFUSED, STALE_REFUSED
-from pullfill.security import ClusterKey
+from pullfill.net import this_host as machine
+from pullfill.net.security import ClusterKey
+from pullfill.runtime.metrics import AUTH_REFUSED, KV_CONNECTIONS, KV_REFUSED, STALE_REFUSED
 from pullfill.transfer.contract import LocalMemory
-from pullfill.transfer.session import Gate
+from pullfill.transfer.session import FenceHold
 from pullfill.transfer.stream import hello
-from pullfill.transfer.stream.contract import PlaneKind
-from pullfill.transfer.stream.link import STALL_S, SocketLink
+from pullfill.transfer.stream.backend_contract import BackendKind
 from pullfill.transfer.stream.serving import Connection, Ground
+from pullfill.transfer.stream.socket_connection import STALL_S, SocketConnection
 from pullfill.wire import FenceToken
 
 log = logging.getLogger(__name__)
@@ -54,8 +54,8 @@ class StreamServer:
         self,
         instance_id: str,
         memories: Sequence[LocalMemory],
-        kinds: Mapping[str, PlaneKind],
-        open_gate: Callable[[str], Gate],
+        kinds: Mapping[str, BackendKind],
+        open_gate: Callable[[str], FenceHold],
         granted: Callable[[FenceToken, bool], frozenset[int] | None],
         *,
         key: ClusterKey | None = None,
@@ -70,7 +70,7 @@ class StreamServer:
         self._mutex = threading.Lock()
         self._fewer_strangers = threading.Condition(self._mutex)
         self._connections: set[Connection] = set()
-        self._strangers: set[SocketLink] = set()
+        self._strangers: set[SocketConnection] = set()
         self._threads: set[threading.Thread] = set()
         self._closed = False
         self._accepting: threading.Thread | None = None
@@ -147,7 +147,7 @@ class StreamServer:
 
     def _begin(self, sock: socket.socket, host: str) -> None:
         try:
-            link = SocketLink(sock, hello.HELLO_S)
+            link = SocketConnection(sock, hello.HELLO_S)
         except OSError as exc:
             self._complain(f"refused a KV connection from {host}: {exc}")
             sock.close()
@@ -187,7 +187,7 @@ class StreamServer:
             raise TransferFailed("this worker leaves")
 
     def _forget(
-        self, link: SocketLink, thread: threading.Thread, connection: Connection | None
+        self, link: SocketConnection, thread: threading.Thread, connection: Connection | None
     ) -> None:
         with self._mutex:
             self._strangers.discard(link)
@@ -197,7 +197,7 @@ class StreamServer:
                 KV_CONNECTIONS.dec()
             self._threads.discard(thread)
 
-    def _serve(self, link: SocketLink, host: str) -> None:
+    def _serve(self, link: SocketConnection, host: str) -> None:
         connection: Connection | None = None
         try:
             connection = self._admit(link)
@@ -218,7 +218,7 @@ class StreamServer:
             link.close()
             self._forget(link, threading.current_thread(), connection)
 
-    def _admit(self, link: SocketLink) -> Connection:
+    def _admit(self, link: SocketConnection) -> Connection:
         """Through the opening, with the reason told to whoever is refused."""
         try:
             said = hello.accept(link, self._key)

@@ -1,7 +1,7 @@
 """One peer's connection on the owner's side: its operations, each batch inside the gate.
 
 Made by the server's thread for it after the hello, used and closed by that thread; `hurry` and
-`end` come from others. Owns its gate and its plane, not the link.
+`end` come from others. Owns its gate and its backend, not the link.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ from pullfill.errors import BadMessage, Fenced, IncompatibleError, PeerUnavailab
 from pullfill.transfer.contract import LocalMemory, Part
 from pullfill.transfer.layout import check_pair
 from pullfill.transfer.runs import Offsets, checked_ids
-from pullfill.transfer.session import Gate
+from pullfill.transfer.session import FenceHold
+from pullfill.transfer.stream.backend_contract import Backend, BackendKind, Runs
 from pullfill.transfer.stream.batches import ByteStream, Side
-from pullfill.transfer.stream.contract import Plane, PlaneKind, Runs
 from pullfill.transfer.stream.hello import StalePeer
-from pullfill.transfer.stream.link import SocketLink
-from pullfill.transfer.stream.wire import (
+from pullfill.transfer.stream.messages import (
     ANSWER,
     BATCH,
     MAX_OPERATION,
@@ -36,6 +35,7 @@ from pullfill.transfer.stream.wire import (
     StreamWelcome,
     Verb,
 )
+from pullfill.transfer.stream.socket_connection import SocketConnection
 from pullfill.wire import FenceToken, decode, encode
 
 
@@ -45,30 +45,30 @@ class Ground:
 
     instance_id: str
     memories: Sequence[LocalMemory]
-    kinds: Mapping[str, PlaneKind]
-    open_gate: Callable[[str], Gate]
+    kinds: Mapping[str, BackendKind]
+    open_gate: Callable[[str], FenceHold]
     granted: Callable[[FenceToken, bool], frozenset[int] | None]
 
 
 class Connection:
     """inside: the token whose gate this thread holds or is about to."""
 
-    def __init__(self, ground: Ground, link: SocketLink, said: StreamHello) -> None:
+    def __init__(self, ground: Ground, link: SocketConnection, said: StreamHello) -> None:
         """Raises PeerUnavailable, IncompatibleError, BadMessage, TransferFailed; then nothing is
         left open but the link."""
         if said.instance_id != ground.instance_id:
             raise StalePeer(f"this address is now used by {ground.instance_id}")
         if said.rank >= len(ground.memories):
             raise IncompatibleError(f"there is no rank {said.rank}", field="rank")
-        if said.plane not in ground.kinds:
-            raise IncompatibleError(f"we do not offer {said.plane}", field="endpoints")
+        if said.backend not in ground.kinds:
+            raise IncompatibleError(f"we do not offer {said.backend}", field="endpoints")
         self._memory = ground.memories[said.rank]
         self._side = _side_of(self._memory, said)
         self._ground = ground
         self._link = link
         self._batch_bytes = said.batch_bytes
         self._theirs = said.setup
-        self._plane_name = said.plane
+        self._backend_name = said.backend
         self._mutex = threading.Lock()
         self._hurried: tuple[FenceToken, float] | None = None
         self._ending = False
@@ -78,7 +78,7 @@ class Connection:
         except PeerUnavailable as exc:
             raise StalePeer(str(exc)) from exc
         try:
-            self._plane: Plane = ground.kinds[said.plane].make(self._memory, owner=True)
+            self._backend: Backend = ground.kinds[said.backend].make(self._memory, owner=True)
         except BaseException:
             self._gate.close()
             raise
@@ -86,8 +86,8 @@ class Connection:
     def run(self) -> None:
         """Serve until the peer leaves. Raises TransferFailed (the connection broke), BadMessage,
         AuthFailed."""
-        self._link.send(encode(StreamWelcome(setup=self._plane.setup)))
-        self._plane.start(self._link, self._theirs)
+        self._link.send(encode(StreamWelcome(setup=self._backend.setup)))
+        self._backend.start(self._link, self._theirs)
         try:
             while self._link.wait_for_input():
                 self._operate(decode(self._link.receive(MAX_OPERATION), Operation))
@@ -104,18 +104,18 @@ class Connection:
                 self._hurried = (token, now)
             if now - self._hurried[1] >= patience_s:
                 # Under the mutex: it is still this token's receive, and not the next one's.
-                self._plane.interrupt()
+                self._backend.interrupt()
                 self._link.interrupt()
 
     def end(self) -> None:
         """Leave (any thread): nothing more is heard, and the peer is told if it can be."""
         self._ending = True
         if self.inside is not None:
-            self._plane.interrupt()
+            self._backend.interrupt()
         self._link.interrupt(socket.SHUT_RD)
 
     def close(self) -> None:
-        self._plane.close()
+        self._backend.close()
         self._gate.close()
 
     # ------------------------------------------------------------------ operations
@@ -163,7 +163,7 @@ class Connection:
             if not refused:
                 refused = not self._receive_batch(token, batch)
             else:
-                self._plane.discard(batch.total)
+                self._backend.discard(batch.total)
         if not refused:
             self._answer(Status.DONE)
 
@@ -171,11 +171,11 @@ class Connection:
         """False: fenced; the peer was told, and the batch is gone."""
         try:
             with self._inside(token, "write"):
-                self._plane.receive(batch)
+                self._backend.receive(batch)
                 self._gate.copied("write", int(batch.iovec[0, 0]))
         except Fenced as exc:
             self._answer(Status.FENCED, str(exc))
-            self._plane.discard(batch.total)
+            self._backend.discard(batch.total)
             return False
         return True
 
@@ -184,7 +184,7 @@ class Connection:
             try:
                 with self._inside(token, "read"):
                     self._link.mark(BATCH)
-                    self._plane.send(batch)
+                    self._backend.send(batch)
             except Fenced as exc:
                 self._link.mark(ANSWER)
                 self._answer(Status.FENCED, str(exc))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from pullfill.security import ClusterKey
-from pullfill.transfer.stream.link import STALL_S
+from pullfill.net.security import ClusterKey
 from pullfill.transfer.stream.peer import StreamTransport
-from pullfill.transfer.tcp.plane import TcpKind
+from pullfill.transfer.stream.socket_connection import STALL_S
+from pullfill.transfer.tcp.backend import TcpKind
 
 
 class TcpTransport(StreamTransport):

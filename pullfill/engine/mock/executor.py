@@ -4,10 +4,10 @@
                       --additional-config '{"mock": {"prefill_tokens_per_s": 20000}}'
 
 Only what computes is replaced. The engine core, its scheduler, prefix cache and block pool are
-vLLM's, the connectors are ours, and the KV cache is real memory that movers copy; its bytes mean
-nothing, so only workers on the mock exchange it (compat.py). Each step takes as long as the
-settings say, and every request that has computed all its tokens gets one more. So decisions, block
-ids, hits and frees are those of a real worker.
+vLLM's, the connectors are ours, and the KV cache is real memory that transfer workers copy; its
+bytes mean nothing, so only workers on the mock exchange it (compat.py). Each step takes as long as
+the settings say, and every request that has computed all its tokens gets one more. So decisions,
+block ids, hits and frees are those of a real worker.
 
 Costs no weights and, by default, 1 KiB of KV per block of 16 tokens. It runs on any machine; where
 vLLM would compute on a GPU, the KV cache is GPU memory, so that the transports between GPUs can be
@@ -30,9 +30,9 @@ from vllm.v1.executor.abstract import Executor
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
-from pullfill import log
 from pullfill.engine.kv import device_of
 from pullfill.engine.mock.model import MockModel, settings_of
+from pullfill.runtime import log
 
 logger = log.get("engine.mock")
 

@@ -1,0 +1,103 @@
+"""Who may connect to the decode worker's ROUTER, with a cluster key (pullfill/net/curve.py).
+
+It has no thread: its owner polls `sockets` and calls `look`, so the answer to libzmq's question
+about each new connection (ZAP) comes from the loop that serves the socket: the engine's.
+"""
+
+from __future__ import annotations
+
+import hmac
+from typing import Any
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from pullfill.net import curve
+from pullfill.net.security import ClusterKey
+from pullfill.runtime import log, metrics
+
+_log = log.get("decode_worker.curve_auth")
+
+_ZAP_ADDRESS = "inproc://zeromq.zap.01"
+_DOMAIN = b"pullfill"
+_LOG_EVERY_S = 60.0
+
+
+class CurveAuth:
+    """Watches the door of one bound socket; lives as long as it. One per ZMQ context.
+
+    key None: only tells that somebody who encrypts was turned away.
+    """
+
+    def __init__(self, socket: Any, key: ClusterKey | None) -> None:
+        """Before bind."""
+        self._key = key
+        self._zap: Any = None
+        self._seldom = log.Seldom(_LOG_EVERY_S)
+        if key is not None:
+            self._client = curve.serve(socket, key, _DOMAIN)
+            self._zap = socket.context.socket(zmq.REP)
+            self._zap.setsockopt(zmq.LINGER, 0)
+            self._zap.bind(_ZAP_ADDRESS)
+        self._socket = socket
+        self._monitor = socket.get_monitor_socket(curve.HANDSHAKE_FAILED)
+
+    @property
+    def sockets(self) -> list[Any]:
+        """Call `look` when one of them can be read."""
+        return [s for s in (self._zap, self._monitor) if s is not None]
+
+    def look(self) -> None:
+        """Answer who may come in, and tell who was turned away. Never blocks."""
+        while self._zap is not None:
+            try:
+                request = self._zap.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            self._zap.send_multipart(self._answer(request))
+        while True:
+            try:
+                event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
+            except zmq.Again:
+                return
+            if event["event"] & curve.HANDSHAKE_FAILED:
+                self._turned_away(event["event"])
+
+    def _answer(self, request: list[bytes]) -> list[bytes]:
+        """To libzmq (RFC 27): version, id, domain, address, identity, mechanism, key."""
+        good = (
+            len(request) == 7
+            and request[2] == _DOMAIN
+            and request[5] == b"CURVE"
+            and hmac.compare_digest(request[6], self._client)
+        )
+        status = (b"200", b"OK") if good else (b"400", b"the client key is not ours")
+        request_id = request[1] if len(request) > 1 else b""
+        return [b"1.0", request_id, *status, b"", b""]
+
+    def _turned_away(self, event: int) -> None:
+        """NO_DETAIL: the peer left in the middle. That is a port scan, or a frontend that saw
+        before us that only one of us has a key; another key than ours is always noticed here."""
+        certain = event != curve.NO_DETAIL
+        if certain:
+            metrics.AUTH_REFUSED.labels("frontend").inc()
+        if (more := self._seldom.due(str(certain))) is None:
+            return
+        if self._key is None:
+            why = "it has a cluster key and we have none; set [cluster] key_file here too"
+        else:
+            why = (
+                f"it has no cluster key, or another than ours ({self._key.fingerprint}); check its "
+                "[cluster] key_file"
+            )
+        if certain:
+            _log.warning("turned a frontend away: %s%s", why, more)
+        else:
+            _log.info("somebody left in the handshake: a port scan, or perhaps %s%s", why, more)
+
+    def close(self) -> None:
+        """Before the socket is closed."""
+        self._socket.disable_monitor()
+        self._monitor.close(0)
+        if self._zap is not None:
+            self._zap.close(0)

@@ -1,0 +1,204 @@
+"""Reads finished blocks out of a prefill worker's KV memory into ours (`--kv-mode pull`).
+
+Each connected prefill worker has a lane (lanes.py) of its own, so a slow worker delays only its own
+jobs. The session to a worker is opened at the first read. It is closed after `IDLE_S` without a
+read, and opened again at the next one.
+
+A read always ends: it succeeds, the prefill worker's fence refuses it, or the connection breaks. A
+transport that waits for bytes gives up by itself.
+
+If a worker's memory cannot be reached, grants tell the worker to write instead. While it gets jobs,
+the lane tries from time to time to reach it again. No job waits for that.
+
+Lifecycle: made by the control server when a worker connects that can be read → `leave` when its
+connection ends; reads that were asked for still run, because shared memory outlives its owner →
+`close` when this process ends. Our KV memory must live until `close` has returned.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+
+from pullfill.clock import SYSTEM_CLOCK, Clock
+from pullfill.config import WorkerOptions
+from pullfill.errors import HandoffError, IncompatibleError, PullfillError, TransferFailed
+from pullfill.net.security import ClusterKey
+from pullfill.runtime import failpoints, log, metrics
+from pullfill.runtime.idle import IDLE_S, IdleTimer
+from pullfill.runtime.lanes import Lane
+from pullfill.transfer import catalogue
+from pullfill.transfer.choose import choose
+from pullfill.transfer.connect import connect, pulled_over
+from pullfill.transfer.contract import LocalMemory, MoveResult, PeerSession
+from pullfill.wire import FenceToken, KvMode, Ready, RegionDescriptor, u32
+
+logger = log.get("decode_worker.reader")
+
+AGAIN_S = 60.0
+"""After so long a worker that could not be reached is looked for again: a route may be back."""
+
+Open = Callable[[], PeerSession]
+"""Connects to one prefill worker's memory; blocks. Raises PullfillError."""
+
+Reach = Callable[[Sequence[RegionDescriptor]], Open]
+"""How to read the regions a prefill worker has. Raises PullfillError when nothing reaches them."""
+
+
+class KvReader:
+    """The memory of one prefill worker, and the lane in which it is read."""
+
+    def __init__(
+        self,
+        instance_id: str,
+        open_session: Open,
+        clock: Clock = SYSTEM_CLOCK,
+        idle_s: float = IDLE_S,
+    ) -> None:
+        self._instance_id = instance_id
+        self._open = open_session
+        self._clock = clock
+        self._session: PeerSession | None = None
+        self._closing = False
+        self._unreachable = False
+        self._tried_at = 0.0
+        self._lane = Lane()
+        self._left = False
+        self._idle = IdleTimer(self._rest, idle_s)
+
+    @property
+    def moved_bytes(self) -> int:
+        """See PeerSession. Of the current session."""
+        session = self._session
+        return 0 if session is None else session.moved_bytes
+
+    def within_reach(self) -> bool:
+        """Whether the next grant may say pull (asyncio thread). False: its memory could not be
+        reached when it was last tried; now and then this has it tried again. Does not block."""
+        if self._unreachable and self._clock.monotonic() - self._tried_at >= AGAIN_S:
+            self._tried_at = self._clock.monotonic()
+            self._lane.put(self._look_again)
+            self._idle.start()
+        return not self._unreachable
+
+    async def fetch(
+        self, ready: Ready, blocks: Sequence[int], wanted: Callable[[], bool]
+    ) -> tuple[MoveResult, str]:
+        """Copy the blocks of `ready` into our `blocks`. Returns what moved, and the transport.
+
+        After it has returned or raised, no thread touches the blocks. If it is cancelled, the copy
+        goes on. Raises HandoffError, BadMessage and whatever `open_session` raises.
+
+        wanted: called when the lane gets to this read. False: do not read."""
+        loop = asyncio.get_running_loop()
+        source = u32.unpack(ready.block_ids)
+        with self._idle.used():
+            return await loop.run_in_executor(
+                self._lane, self._fetch, ready.fence, source, list(blocks), wanted
+            )
+
+    def leave(self, over: Callable[[], None]) -> None:
+        """Take no more reads. Does not block.
+
+        over: called in the lane, once the reads so far have ended and the session is closed."""
+        self._left = True
+        self._lane.submit(self._let_go).add_done_callback(lambda _: over())
+        self._lane.shutdown(wait=False)
+
+    def close(self) -> None:
+        """Drop the reads that have not begun, interrupt the current one and wait for its end.
+
+        Nothing is read afterwards. Idempotent, also after `leave`."""
+        self._closing = self._left = True
+        if (session := self._session) is not None:
+            session.interrupt()
+        self._lane.shutdown(wait=True, cancel_futures=True)
+        self._let_go()
+
+    def _rest(self) -> bool:
+        """Close the unused session, in the lane. The next read opens it again."""
+        if not self._left and self._session is not None:
+            self._lane.put(self._let_go)
+            logger.debug("closing the idle session to %s", self._instance_id)
+        return True
+
+    def _fetch(
+        self,
+        fence: FenceToken,
+        source: Sequence[int],
+        target: Sequence[int],
+        wanted: Callable[[], bool],
+    ) -> tuple[MoveResult, str]:
+        """Do one read. In the lane."""
+        if not wanted():
+            raise HandoffError("its job ended before it was read")
+        failpoints.hit("decode.before_read")
+        started = time.perf_counter()
+        session = self._session or self._connect()
+        if self._closing:
+            raise HandoffError("this worker is leaving")
+        try:
+            result = session.read_blocks(fence, source, target)
+        except TransferFailed:
+            self._let_go()  # whether it can be reached at all shows when it is made anew
+            raise
+        transport = session.transport
+        metrics.KV_READ_BYTES.labels(transport).inc(result.nbytes)
+        metrics.KV_READ_SECONDS.labels(transport).observe(time.perf_counter() - started)
+        return result, transport
+
+    def _connect(self) -> PeerSession:
+        try:
+            session = self._session = self._open()
+        except PullfillError as exc:
+            self._tried_at = self._clock.monotonic()
+            if not self._unreachable:
+                self._unreachable = True
+                logger.warning(
+                    "%s writes from now on, we cannot read it: %s", self._instance_id, exc
+                )
+            raise
+        self._unreachable = False
+        logger.info("reading from %s over %s", self._instance_id, session.transport)
+        return session
+
+    def _look_again(self) -> None:
+        """Try to reach the memory again. In the lane."""
+        if self._closing or self._session is not None:
+            return
+        try:
+            self._connect()
+        except PullfillError as exc:
+            logger.debug("%s still cannot be read: %s", self._instance_id, exc)
+        except Exception:
+            logger.exception("looking for %s failed", self._instance_id)
+
+    def _let_go(self) -> None:
+        session, self._session = self._session, None
+        if session is None:
+            return
+        try:
+            session.close()
+        except Exception:
+            logger.exception("closing a session failed")
+
+
+def reach_for(
+    memories: Sequence[LocalMemory], options: WorkerOptions, key: ClusterKey | None
+) -> Reach | None:
+    """Into our memory, of all ranks, over the transports of `options`. None where nothing is ever
+    read: grants do not say pull, or nobody reaches our memory. Raises ConfigError."""
+    if options.kv_mode is not KvMode.PULL or not memories:
+        return None
+    names = pulled_over(memories[0], options.transports)
+    transports = catalogue.peers(names, memories[0], key)
+
+    def reach(regions: Sequence[RegionDescriptor]) -> Open:
+        if not regions:
+            raise IncompatibleError("it lets nobody read its KV memory", field="endpoints")
+        for region in regions:
+            choose(region, transports)
+        return lambda: connect(memories, regions, transports)
+
+    return reach

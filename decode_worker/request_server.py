@@ -1,0 +1,400 @@
+"""Serves frontends: the ROUTER end of engine/front_wire.py, on the engine thread.
+
+The engine thread itself receives messages between steps and sends the outputs of each step, so no
+token waits for another thread. The intake thread (intake.py) prepares new requests, but for small
+ones. Utility calls also go through the intake thread, which keeps their order with the requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+import zmq
+
+from pullfill import wire
+from pullfill.clock import SYSTEM_CLOCK, Clock
+from pullfill.decode_worker.curve_auth import CurveAuth
+from pullfill.decode_worker.frontends import UTILITIES, Frontend, HeldStats, Request, check_fits
+from pullfill.decode_worker.intake import Intake, Preparation
+from pullfill.decode_worker.request_trace import RequestTraces
+from pullfill.engine import front_wire, requests
+from pullfill.engine import outputs as vllm_outputs
+from pullfill.engine.blame import Fault, explained, fault_of
+from pullfill.errors import BadMessage
+from pullfill.net.security import ClusterKey
+from pullfill.runtime import failpoints, log
+from pullfill.wire import ExplainRecord
+
+if TYPE_CHECKING:
+    from pullfill.engine.host import EngineHost
+
+logger = log.get("decode_worker.request_server")
+_WITH_PAYLOAD = (front_wire.HELO, front_wire.ADD, front_wire.ABRT, front_wire.UTIL)
+
+
+class RequestServer:
+    """Serves all frontends of one decode worker.
+
+    Engine thread only, except for preparations (intake thread) and reads of `draining` (any).
+    welcome: returns the message for a new frontend. models: names under which the model is served.
+    key: the cluster key. A frontend that does not hold it is refused.
+    """
+
+    def __init__(
+        self,
+        host: EngineHost,
+        traces: RequestTraces,
+        *,
+        welcome: Callable[[], front_wire.DecodeWelcome],
+        models: Iterable[str],
+        clock: Clock = SYSTEM_CLOCK,
+        key: ClusterKey | None = None,
+    ) -> None:
+        self.host = host
+        self._traces = traces
+        self._welcome = welcome
+        self._models = list(models)
+        self._clock = clock
+        self._codec = front_wire.WorkerCodec()
+        self._frontends: dict[bytes, Frontend] = {}
+        self._by_index: dict[int, Frontend] = {}
+        self._taken: dict[str, Request] = {}
+        self._grammars: dict[str, Any] = {}
+        self._next_index = 0
+        self._max_model_len = 0
+        self._next_check = 0.0
+        self._socket: Any = None
+        self._key = key
+        self._gate: CurveAuth | None = None
+        self.intake = Intake(lambda work, wake: host.submit(work, wake=wake), lambda: host.stepping)
+        self._stats = HeldStats()
+        self._first = False
+        self.draining = False
+        self.address = ""
+
+    def bind(self, host: str, port: int = 0) -> None:
+        """Listen (port 0: the OS picks one) and join the engine loop."""
+        # A context of our own: its CURVE auth has no business with the engine's sockets.
+        self._context = zmq.Context(1)
+        self._socket = self._context.socket(zmq.ROUTER)
+        front_wire.set_options(self._socket)
+        # A full queue is an error, not a message less.
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._gate = CurveAuth(self._socket, self._key)
+        self._socket.bind(f"tcp://{host}:{port or '*'}")
+        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.host.register(self._socket, self.receive)
+        for socket in self._gate.sockets:
+            self.host.register(socket, self._gate.look)
+        self.intake.start()
+
+    def close(self) -> None:
+        self.intake.close()
+        if self._gate is not None:
+            self._gate.close()
+            self._gate = None
+            self._socket.close(0)
+            self._context.term()
+
+    @property
+    def active_requests(self) -> int:
+        """Requests taken and not finished."""
+        return len(self._taken)
+
+    def coming(self) -> set[str]:
+        """IDs of the requests that have arrived, but are not in the engine yet."""
+        return {request.id for request in self._taken.values() if request.coming}
+
+    def start_drain(self) -> None:
+        """Tell every frontend. Requests that still arrive go back to them."""
+        self.draining = True
+        for frontend in self._frontends.values():
+            self._send(frontend, front_wire.DRAIN)
+
+    def migrate(self, request_ids: Collection[str] | None = None) -> None:
+        """Give up these requests (None: every one, after `start_drain`): the frontends continue
+        them elsewhere from the tokens they have. Whatever was sent before arrives before."""
+        for frontend in self._frontends.values():
+            mine = [r for r in frontend.requests if request_ids is None or r in request_ids]
+            self._abort(frontend, mine)
+            for start in range(0, len(mine), front_wire.MAX_IDS):
+                some = front_wire.encode_ids(mine[start : start + front_wire.MAX_IDS])
+                self._send(frontend, front_wire.BACK, some)
+
+    # ------------------------------------------------------------------ in
+
+    def receive(self) -> None:
+        """Take everything that has arrived."""
+        self._first = True
+        while front_wire.readable(self._socket):
+            message = front_wire.receive(self._socket)
+            identity, kind = message[0].bytes, message[1].bytes if len(message) > 1 else b""
+            try:
+                self._dispatch(identity, kind, message[2:])
+            except BadMessage as exc:
+                self._end(identity, kind, f"sent something unreadable: {exc}")
+            except Exception as exc:
+                # This is the engine thread: one frontend's message must not end everybody's.
+                logger.exception("a frontend's message %r failed", kind)
+                self._end(identity, kind, f"sent something that failed: {exc!r}")
+
+    def _end(self, identity: bytes, kind: bytes, why: str) -> None:
+        """End the connection of a frontend that sent nonsense, and abort its requests here."""
+        if (frontend := self._frontends.get(identity)) is not None:
+            self._drop(frontend, why)
+            self._tell(identity, front_wire.GONE)
+        elif kind == front_wire.HELO:
+            self._tell(identity, front_wire.NOPE, why.encode()[:1000])
+        else:
+            logger.warning("a frontend that is not connected %s", why)
+
+    def _unreadable(self, frontend: Frontend, kind: bytes, why: Exception) -> Callable[[], None]:
+        """Return a function for the engine thread that ends the connection. Intake thread."""
+
+        def end() -> None:
+            if self._frontends.get(frontend.identity) is frontend:
+                self._end(frontend.identity, kind, f"sent something unreadable: {why}")
+
+        return end
+
+    def _dispatch(self, identity: bytes, kind: bytes, payload: list[Any]) -> None:
+        frontend = self._frontends.get(identity)
+        if not payload and kind in _WITH_PAYLOAD:
+            raise BadMessage(f"{kind!r} without a payload")
+        if kind == front_wire.HELO:
+            self._greet(identity, wire.decode(payload[0].bytes, front_wire.FrontendHello))
+            return
+        if frontend is None:
+            if kind != front_wire.BYE:
+                # It was silent for too long and dropped; its requests here are aborted. It must
+                # know, or it would wait for them and send more.
+                self._tell(identity, front_wire.GONE)
+            return
+        frontend.last_seen = self._clock.monotonic()
+        if kind == front_wire.ADD:
+            self._add(frontend, payload)
+        elif kind == front_wire.ABRT:
+            self._abort(frontend, front_wire.decode_ids(payload[0].bytes))
+        elif kind == front_wire.PING:
+            self._send(frontend, front_wire.PONG)
+        elif kind == front_wire.UTIL:
+            self._utility(frontend, payload)
+        elif kind == front_wire.BYE:
+            self._drop(frontend, "left")
+        else:
+            raise BadMessage(f"unknown kind {kind!r}")
+
+    def _greet(self, identity: bytes, hello: front_wire.FrontendHello) -> None:
+        welcome = self._welcome()
+        self._max_model_len = welcome.max_model_len
+        vllm = welcome.vllm_version
+        refusal = front_wire.refuse_hello(hello, vllm_version=vllm, models=self._models)
+        if refusal is not None:
+            self._tell(identity, front_wire.NOPE, refusal.encode())
+            return
+        if (old := self._frontends.get(identity)) is not None:
+            self._drop(old, "greeted again")
+        frontend = Frontend(identity, self._next_index, self._clock.monotonic())
+        frontend.name = hello.frontend_instance
+        self._next_index += 1
+        self._frontends[identity] = self._by_index[frontend.index] = frontend
+        self._send(frontend, front_wire.HELO, wire.encode(welcome))
+        if self.draining:
+            self._send(frontend, front_wire.DRAIN)
+
+    def _add(self, frontend: Frontend, payload: list[Any]) -> None:
+        request_id = front_wire.request_id(payload)
+        if self.draining:
+            return self._send(frontend, front_wire.BACK, front_wire.encode_ids([request_id]))
+        if request_id in self._taken:
+            return self._refuse(frontend, request_id, RuntimeError("it is here already"))
+        taken = Request(request_id, frontend)
+        here, self._first = self._first, False
+        if not self.intake.put(self._prepare(taken, payload), sum(map(len, payload)), here=here):
+            # Too much waits here. Another worker may have room.
+            self._send(frontend, front_wire.BACK, front_wire.encode_ids([request_id]))
+            return
+        frontend.requests.add(request_id)
+        self._taken[request_id] = taken
+
+    def _prepare(self, taken: Request, payload: list[Any]) -> Preparation:
+        """Decode and check a request. See `Preparation`."""
+        try:
+            request, tokens = self._codec.request(payload)
+        except BadMessage as exc:
+            return self._unreadable(taken.frontend, front_wire.ADD, exc)
+        yield
+        try:
+            if not taken.wanted and not request.mm_features:
+                return None  # but multimodal inputs must enter vLLM's cache: others refer to them
+            check_fits(request, len(tokens) // 4, self._max_model_len)
+            request.client_index = taken.frontend.index
+            vllm_outputs.strip_transfer_params(request)
+            failpoints.hit("decode.intake")
+            made = yield from requests.prepare(self.host.core, request, tokens)
+        except Exception as exc:
+            failure = exc  # Python deletes `exc` at the end of this block
+            return lambda: self._enter(taken, None, failure)
+        return lambda: self._enter(taken, made, None)
+
+    def _enter(self, taken: Request, request: Any, failure: Exception | None) -> None:
+        """Give a prepared request to the engine. Skip a request that was aborted meanwhile."""
+        if not taken.wanted:
+            return
+        taken.coming = False
+        core = self.host.core
+        assert core is not None
+        try:
+            if failure is not None:
+                raise failure
+            if vllm_outputs.bound_grammar(request, core):
+                self._grammars[taken.id] = request
+            core.add_request(request)
+        except Exception as exc:
+            self._forget(taken.id)
+            self._refuse(taken.frontend, taken.id, exc)
+
+    def _refuse(self, frontend: Frontend, request_id: str, why: Exception) -> None:
+        fault = fault_of(why)
+        if fault is Fault.REQUEST:
+            logger.warning("request %s is refused: %s", request_id, why)
+            text = f"it is refused: {why}"
+        else:
+            logger.error("request %s could not be taken in", request_id, exc_info=why)
+            text = explained(why, f"decode worker {self._welcome().decode_instance}")
+        failed = vllm_outputs.error_outputs(request_id, text, fault)
+        self._send_out(frontend, failed)
+
+    def _abort(self, frontend: Frontend, request_ids: Iterable[str]) -> None:
+        mine = [r for r in request_ids if r in frontend.requests]
+        core = self.host.core
+        inside = [r for r in mine if not self._taken[r].coming]
+        if inside and core is not None:
+            core.abort_requests(inside)
+        records = []
+        for request_id in mine:
+            self._forget(request_id)
+            if (record := self._traces.finish(request_id)) is not None:
+                records.append(record)
+        if records:
+            # A stop string ends a request by an abort. It must be explained like any other.
+            self._send(frontend, front_wire.EXPL, front_wire.encode_explain(records))
+
+    def _utility(self, frontend: Frontend, payload: list[Any]) -> None:
+        if not self.intake.put(self._prepare_utility(frontend, payload), sum(map(len, payload))):
+            raise BadMessage("too many requests wait before a utility call")
+
+    def _prepare_utility(self, frontend: Frontend, payload: list[Any]) -> Preparation:
+        """Decode a utility call. Runs on the intake thread."""
+        try:
+            call = self._codec.utility(payload)
+        except BadMessage as exc:
+            return self._unreadable(frontend, front_wire.UTIL, exc)
+        yield
+        return lambda: self._call(frontend, *call)
+
+    def _call(self, frontend: Frontend, call_id: int, method: str, args: list[Any]) -> None:
+        def answer(future: Future[Any]) -> None:
+            exc = future.exception()
+            made = (None, str(exc)) if exc else (future.result(), None)
+            reply = vllm_outputs.utility_outputs(call_id, *made)
+            self.host.submit(lambda _: self._send_out(frontend, reply))
+
+        future: Future[Any] = Future()
+        try:
+            if method not in UTILITIES:
+                raise PermissionError(f"{method} cannot be called from a frontend")
+            result = getattr(self.host.core, method)(*args)
+            if isinstance(result, Future):
+                future = result
+            else:
+                future.set_result(result)
+        except Exception as exc:
+            future.set_exception(exc)
+        future.add_done_callback(answer)
+
+    # ------------------------------------------------------------------ out
+
+    def send_outputs(self, outputs: dict[int, Any]) -> None:
+        """Send one step's outputs, each to the frontend that its request came from."""
+        now = self._clock.monotonic()
+        for index, batch in outputs.items():
+            if batch.scheduler_stats is not None:
+                self._stats.hold(batch.scheduler_stats, now)
+                batch.scheduler_stats = None
+            if vllm_outputs.only_stats(batch):
+                continue
+            records = [r for r in map(self._look, batch.outputs) if r is not None]
+            if (frontend := self._by_index.get(index)) is None:
+                continue
+            if self._stats.due(now):
+                *older, batch.scheduler_stats = self._stats.take()
+                self._send_stats(frontend, older)
+            last = (front_wire.LAST, front_wire.encode_explain(records)) if records else ()
+            kind = last or (front_wire.OUT,)
+            self._send(frontend, *kind, *self._codec.encode(batch))
+
+    def _look(self, output: Any) -> ExplainRecord | None:
+        """Correct an output. Returns its request's record if it is the last output."""
+        vllm_outputs.correct_cached_tokens(output)
+        if output.finish_reason is None:
+            return None
+        if (made := self._grammars.get(output.request_id)) is not None:
+            vllm_outputs.explain_error(output, made)
+        self._forget(output.request_id)
+        return self._traces.finish(output.request_id)
+
+    def _send_stats(self, frontend: Frontend, held: Iterable[Any]) -> None:
+        for made in map(vllm_outputs.stats_outputs, held):
+            self._send_out(frontend, made)
+
+    def check_silent(self) -> None:
+        """Drop frontends that said nothing for too long; cheap, call often."""
+        now = self._clock.monotonic()
+        if now < self._next_check:
+            return
+        self._next_check = now + 1.0
+        if self._frontends and self._stats.due(now):
+            self._send_stats(next(iter(self._frontends.values())), self._stats.take())
+        if any(f.silent(now) for f in self._frontends.values()):
+            self.receive()  # what waited while the engine was busy counts as heard
+        for frontend in list(self._frontends.values()):
+            if frontend.clogged:
+                self._drop(frontend, "does not read what it is sent")
+            elif frontend.silent(self._clock.monotonic()):
+                self._drop(frontend, f"silent for {front_wire.SILENCE_S:.0f} s")
+
+    def _drop(self, frontend: Frontend, why: str) -> None:
+        lost = list(frontend.requests)
+        level = logger.warning if lost else logger.info
+        level("frontend %s %s; aborting %d requests", frontend.name, why, len(lost))
+        self._abort(frontend, lost)
+        self._frontends.pop(frontend.identity, None)
+        self._by_index.pop(frontend.index, None)
+
+    def _forget(self, request_id: str) -> None:
+        self._grammars.pop(request_id, None)
+        taken = self._taken.pop(request_id, None)
+        if taken is not None:
+            taken.wanted = False
+            taken.frontend.requests.discard(request_id)
+
+    def _send(self, frontend: Frontend, *parts: Any) -> None:
+        """Never blocks. Sends nothing more to a frontend whose queue was full once."""
+        if not frontend.clogged:
+            frontend.clogged = not self._tell(frontend.identity, *parts)
+
+    def _send_out(self, frontend: Frontend, outputs: Any) -> None:
+        self._send(frontend, front_wire.OUT, *self._codec.encode(outputs))
+
+    def _tell(self, identity: bytes, *parts: Any) -> bool:
+        """Returns False if too much waits for this peer. If the peer is gone, nothing happens."""
+        try:
+            front_wire.send(self._socket, (identity, *parts))
+        except zmq.Again:
+            return False
+        except zmq.ZMQError:
+            pass
+        return True

@@ -1,0 +1,201 @@
+"""What happened to each request, for `pullfill explain` and the counters.
+
+Written from the engine thread (decision, settlement, finish) and the asyncio thread (claim,
+commit); every record is touched under one lock for microseconds. A record lives from decision to
+`finish`, which hands it to the frontend.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from pullfill.clock import SYSTEM_CLOCK, Clock
+from pullfill.decode_worker.conditional_router import (
+    CLAIMS_STALLED,
+    NO_PREFILL_WORKER,
+    QUEUE_UNAVAILABLE,
+    SELF_CHECK_FAILED,
+    SELF_CHECK_PENDING,
+    Decision,
+    Situation,
+)
+from pullfill.errors import Outcome
+from pullfill.runtime import metrics
+from pullfill.wire import Expected, ExplainRecord, StageTimings, Timings
+
+_BY_OUTAGE = frozenset(
+    {
+        CLAIMS_STALLED,
+        NO_PREFILL_WORKER,
+        QUEUE_UNAVAILABLE,
+        SELF_CHECK_FAILED,
+        SELF_CHECK_PENDING,
+    }
+)
+_AFTER_OUTAGE = frozenset(Outcome) - {
+    Outcome.COMMITTED,
+    Outcome.CANCELLED,
+    Outcome.QUEUE_FULL,
+    Outcome.REJECTED,
+    Outcome.DIGEST_MISMATCH,
+}
+
+
+_observe = metrics.HANDOFF_STAGE.observe
+"""Stages `claim` to `tail` are observed on the asyncio thread, `commit` on the engine thread."""
+
+
+@cache
+def _decision(path: str, reason: str) -> Any:
+    """Return the counter of a decision, cached. Both labels have few values."""
+    return metrics.DECISION.labels(path, reason)
+
+
+@dataclass(slots=True)
+class _RequestTrace:
+    situation: Situation
+    decision: Decision
+    expected: Expected | None = None
+    attempts: int = 0
+    fallback: str | None = None
+    outage: str | None = None
+    loaded: bool = False
+    prefill_instance: str | None = None
+    kv_bytes: int = 0
+    transport: str | None = None
+    why_not_better: tuple[str, ...] = ()
+    queue_ms: float | None = None
+    commit_ms: float | None = None
+    committed_at: float | None = None
+    stages: StageTimings | None = None
+
+
+class RequestTraces:
+    """All requests of this worker that were decided and are not finished.
+
+    outage: returns what is unreachable now, for people. Empty: nothing. Set by the process.
+    apart: requests of the self-check. They are not recorded and not counted. By request id: a
+    function that is called when the remote prefill is settled, with whether the KV was loaded.
+    """
+
+    def __init__(self, instance_id: str, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._instance_id = instance_id
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._open: dict[str, _RequestTrace] = {}
+        self.outage: Callable[[], str] = lambda: ""
+        self.apart: dict[str, Callable[[bool], None]] = {}
+
+    def decided(
+        self,
+        request_id: str,
+        situation: Situation,
+        decision: Decision,
+        expected: Expected | None = None,
+    ) -> None:
+        """Record the first decision of a request; later ones (after a fallback or a preemption)
+        do not change it."""
+        with self._lock:
+            if request_id in self._open or request_id in self.apart:
+                return
+            self._open[request_id] = trace = _RequestTrace(situation, decision, expected)
+            if decision.reason in _BY_OUTAGE:
+                trace.outage = self.outage() or None
+        path = "remote" if decision.remote else "local"
+        _decision(path, decision.reason).inc()
+
+    def claimed(self, request_id: str, attempt: int, instance: str, queued_s: float) -> None:
+        """A prefill worker holds the job now."""
+        if request_id in self.apart:
+            return
+        _observe("queue", queued_s)
+        with self._lock:
+            if (trace := self._open.get(request_id)) is not None:
+                trace.attempts, trace.prefill_instance = attempt, instance
+                trace.queue_ms = queued_s * 1e3
+
+    def committed(
+        self,
+        request_id: str,
+        stages: StageTimings,
+        kv_bytes: int,
+        transport: str = "",
+        why_not_better: tuple[str, ...] = (),
+    ) -> None:
+        """The KV is in our blocks; what the prefill worker measured comes with it, and over what it
+        came."""
+        if request_id in self.apart:
+            return
+        _observe("claim", stages.claim_ms / 1e3)
+        _observe("prefix_read", stages.prefix_read_ms / 1e3)
+        _observe("prefill", stages.prefill_ms / 1e3)
+        _observe("kv_write", stages.kv_write_ms / 1e3)
+        _observe("tail", stages.tail_ms / 1e3)
+        with self._lock:
+            if (trace := self._open.get(request_id)) is not None:
+                trace.stages, trace.kv_bytes = stages, kv_bytes
+                trace.transport, trace.why_not_better = transport or None, why_not_better
+                trace.committed_at = self._clock.monotonic()
+
+    def settled(self, request_id: str, loaded: bool, outcome: Outcome) -> None:
+        """The scheduler was told (engine thread)."""
+        if (tell := self.apart.get(request_id)) is not None:
+            tell(loaded)
+            return
+        with self._lock:
+            trace = self._open.get(request_id)
+            if trace is not None and loaded:
+                trace.loaded = True
+                if trace.committed_at is not None:
+                    trace.commit_ms = (self._clock.monotonic() - trace.committed_at) * 1e3
+                    _observe("commit", trace.commit_ms / 1e3)
+            elif trace is not None and outcome is not Outcome.CANCELLED:
+                trace.fallback = outcome.value
+                if outcome in _AFTER_OUTAGE:
+                    trace.outage = self.outage() or None
+        if not loaded and outcome is not Outcome.CANCELLED:
+            metrics.FALLBACK.labels(outcome.value).inc()
+
+    def fallback_of(self, request_id: str) -> str | None:
+        """Why the request's remote prefill was given up, None if it was not."""
+        with self._lock:
+            trace = self._open.get(request_id)
+            return None if trace is None else trace.fallback
+
+    def finish(self, request_id: str) -> ExplainRecord | None:
+        """Close the record; None if the request never reached a decision."""
+        with self._lock:
+            trace = self._open.pop(request_id, None)
+        if trace is None:
+            return None
+        stages = trace.stages if trace.loaded else None
+        return ExplainRecord(
+            request_id=request_id,
+            path="remote" if trace.loaded else "local",
+            reason=trace.decision.reason,
+            prompt_tokens=trace.situation.prompt_tokens,
+            prefix_hit_tokens=trace.situation.hit_tokens,
+            remote_tokens=trace.situation.remote_tokens if trace.loaded else 0,
+            decode_instance=self._instance_id,
+            prefill_instance=trace.prefill_instance,
+            attempts=trace.attempts,
+            fallback=trace.fallback,
+            outage=trace.outage,
+            expected_s=trace.expected,
+            kv_bytes=trace.kv_bytes if trace.loaded else 0,
+            transport=trace.transport if trace.loaded else None,
+            why_not_better=trace.why_not_better if trace.loaded else (),
+            timings_ms=Timings(
+                queue=trace.queue_ms,
+                commit=trace.commit_ms,
+                claim=stages.claim_ms if stages else None,
+                prefix_read=stages.prefix_read_ms if stages else None,
+                prefill=stages.prefill_ms if stages else None,
+                kv_write=stages.kv_write_ms if stages else None,
+                tail=stages.tail_ms if stages else None,
+            ),
+        )

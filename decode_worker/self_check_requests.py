@@ -1,0 +1,180 @@
+"""Requests that the decode worker sends its own engine for the self-check (self_check.py).
+
+They take the same path as any request: vLLM's scheduler, the ledger, a prefill worker's claim,
+writes and commit. Three things differ. The router is not asked. The job goes over the control
+channel to the prefill worker that is checked. The requests are not counted in metrics.
+
+When a request ends, its KV is copied on the engine thread, before any step can overwrite it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from pullfill.decode_worker.conditional_router import Decision
+from pullfill.engine import requests
+from pullfill.ids import new_job_id
+from pullfill.transfer.digest import BlockDigester, copies_of
+
+if TYPE_CHECKING:
+    from pullfill.decode_worker.context import OpenedJob
+    from pullfill.decode_worker.difference import Pages
+    from pullfill.decode_worker.request_trace import RequestTraces
+    from pullfill.engine.host import EngineHost
+    from pullfill.transfer.contract import LocalMemory
+
+CLIENT = -1
+"""The client index of these requests. No frontend has it."""
+REASON = "self_check"
+
+
+class Incomplete(Exception):
+    """The comparison could not be made. The message says why."""
+
+
+@dataclass(slots=True, eq=False)
+class Trial:
+    """One request.
+
+    writer: name of the prefill worker's connection. Empty: prefilled here.
+    blocks: how many of its first blocks are copied.
+    pages: the copied KV, once for each group of ranks that hold the same heads."""
+
+    request_id: str
+    writer: str
+    blocks: int
+    done: asyncio.Future[None]
+    opened: bool = False
+    loaded: bool = False
+    pages: list[Pages] = field(default_factory=list)
+    logprobs: dict[int, float] = field(default_factory=dict)
+
+
+class Trials:
+    """See the module. asyncio thread only, except where a heading says otherwise.
+
+    send: called on the loop with a job and the connection that it goes to.
+    logprobs: how many of the most likely tokens get a log probability. None: no tokens."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        host: EngineHost,
+        traces: RequestTraces,
+        memories: Sequence[LocalMemory],
+        *,
+        logprobs: int | None,
+    ) -> None:
+        self.loop = loop
+        self._host = host
+        self._traces = traces
+        self._logprobs = logprobs
+        self._readers = [BlockDigester(memories, copy=i) for i in range(copies_of(memories))]
+        self._open: dict[str, Trial] = {}
+        self.send: Callable[[OpenedJob, str], None] = lambda _job, _writer: None
+
+    async def run(
+        self, tokens: Sequence[int], *, salt: str, writer: str = "", blocks: int = 0
+    ) -> Trial:
+        """Prefill `tokens` here, or by `writer`, and sample one token. Raises Incomplete."""
+        trial = Trial(f"self-check-{new_job_id()}", writer, blocks, self.loop.create_future())
+
+        def settled(loaded: bool) -> None:
+            trial.loaded = loaded
+
+        self._open[trial.request_id] = trial
+        self._traces.apart[trial.request_id] = settled
+        request = requests.trial_request(
+            trial.request_id, tokens, cache_salt=salt, client=CLIENT, logprobs=self._logprobs
+        )
+
+        def add(core: Any) -> None:
+            try:
+                core.add_request(*core.preprocess_add_request(request))
+            except Exception as exc:
+                self._end(trial, Incomplete(f"the engine refused the prompt: {exc}"))
+
+        self._host.submit(add)
+        try:
+            await trial.done
+        finally:
+            self._host.submit(lambda core: self._forget(core, trial.request_id))
+        if writer and not trial.loaded:
+            raise Incomplete("the prefill worker did not bring the KV")
+        return trial
+
+    def _end(self, trial: Trial, failure: Exception | None) -> None:
+        """End the wait for a trial. failure: raised there. Any thread."""
+
+        def tell() -> None:
+            if trial.done.done():
+                return
+            if failure is None:
+                trial.done.set_result(None)
+            else:
+                trial.done.set_exception(failure)
+
+        self.loop.call_soon_threadsafe(tell)
+
+    # ------------------------------------------------------------------ engine thread
+
+    def decision(self, request_id: str) -> Decision | None:
+        """Return where to prefill a request of the self-check. None: it is no such request.
+
+        If it is asked again, because the remote prefill failed, the answer is local."""
+        trial = self._open.get(request_id)
+        if trial is None:
+            return None
+        return Decision(bool(trial.writer) and not trial.opened, REASON)
+
+    def publish(self, job: OpenedJob) -> bool:
+        """Send the job if it belongs to the self-check. Returns whether it does."""
+        trial = self._open.get(job.request_id)
+        if trial is None:
+            return False
+        self.loop.call_soon_threadsafe(self.send, job, trial.writer)
+        return True
+
+    def opened(self, request_id: str) -> None:
+        """Note that the request's job is open."""
+        if (trial := self._open.get(request_id)) is not None:
+            trial.opened = True
+
+    def finished(self, request_id: str, block_ids: Sequence[int]) -> None:
+        """Copy the request's blocks. vLLM is done with it, and has not reused them yet."""
+        trial = self._open.get(request_id)
+        if trial is None or not trial.blocks or len(block_ids) < trial.blocks:
+            return
+        trial.pages = [reader.pages(block_ids[: trial.blocks]) for reader in self._readers]
+
+    def take(self, outputs: dict[int, Any]) -> None:
+        """Remove our requests from the outputs of a step.
+
+        If the step's statistics come with our outputs, they are moved to any frontend's."""
+        batch = outputs.pop(CLIENT, None)
+        if batch is None:
+            return
+        for output in batch.outputs:
+            trial = self._open.get(output.request_id)
+            if trial is None or output.finish_reason is None:
+                continue
+            failed = requests.is_error(output)
+            if (found := output.new_logprobs) is not None:
+                pairs = zip(found.logprob_token_ids[0], found.logprobs[0], strict=True)
+                trial.logprobs = {int(token): float(value) for token, value in pairs}
+            self._end(trial, Incomplete("the engine failed the request") if failed else None)
+        for other in outputs.values():
+            other.scheduler_stats = other.scheduler_stats or batch.scheduler_stats
+            break
+
+    def _forget(self, core: Any, request_id: str) -> None:
+        """Drop an aborted request. Its job is settled later, and the ledger keeps it until then."""
+        core.abort_requests([request_id])
+        self._open.pop(request_id, None)
+        self.loop.call_soon_threadsafe(self.loop.call_later, 60.0, self._forget_trace, request_id)
+
+    def _forget_trace(self, request_id: str) -> None:
+        self._traces.apart.pop(request_id, None)

@@ -1,0 +1,62 @@
+"""`pullfill doctor`: over which transports KV can move here, and over which it does."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from pullfill.deploy.machine import FAIL, OK, WARN, Finding
+from pullfill.deploy.members import http_json
+from pullfill.errors import UnavailableError
+from pullfill.registry.orders import LiveWorker
+
+_PAIRS = 32
+"""More lines than this nobody reads."""
+
+
+def transports() -> Iterator[Finding]:
+    """What works on this machine. Asked of a process of its own: it looks at devices and imports
+    what is installed."""
+    command = [sys.executable, "-m", "pullfill.transfer.catalogue"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        survey: dict[str, str | None] = json.loads(done.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError) as exc:
+        yield Finding(WARN, f"transports cannot be listed: {exc}", f"try {' '.join(command)}")
+        return
+    works = [name for name, why in survey.items() if why is None]
+    others = "; ".join(f"not {name}: {why}" for name, why in survey.items() if why is not None)
+    if works:
+        yield Finding(OK, f"KV can move over {', '.join(works)} on this machine", others)
+    else:
+        yield Finding(FAIL, "no transport works on this machine", others)
+
+
+def pairs(workers: Iterable[LiveWorker]) -> Iterator[Finding]:
+    """For each prefill worker and each decode worker: what is used, and why nothing better."""
+    records = [worker.record for worker in workers]
+    decode = [r.instance_id for r in records if r.role == "decode"]
+    shown = 0
+    for prefill in (r for r in records if r.role == "prefill" and r.http):
+        try:
+            code, body = http_json(f"{prefill.http}/status", 2.0)
+        except UnavailableError:
+            continue
+        routes = body.get("routes") if code == 200 and isinstance(body, dict) else None
+        for name in decode:
+            shown += 1
+            if shown > _PAIRS:
+                yield Finding(OK, "... and more pairs of workers")
+                return
+            yield _pair(prefill.instance_id, name, routes if isinstance(routes, dict) else {})
+
+
+def _pair(prefill: str, decode: str, routes: dict[str, Any]) -> Finding:
+    route = routes.get(decode)
+    if not isinstance(route, dict):
+        return Finding(OK, f"{prefill} has written nothing to {decode} yet")
+    why = "; ".join(f"not {reason}" for reason in route.get("why_not_better", ()))
+    return Finding(OK, f"{prefill} writes to {decode} over {route.get('transport')}", why)

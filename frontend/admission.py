@@ -1,0 +1,255 @@
+"""HTTP admission control: refuses requests before vLLM sees them.
+
+Only requests that need an engine are checked. Health, metrics, status and tokenizing pass.
+
+429: `max_inflight` requests are being served. A request counts from its headers to the end of its
+answer, and so do the bytes of its body.
+
+503: no decode worker can take the request. Its body is read first, bounded in time and size.
+Without this check a streamed request would get 200 before vLLM finds that there is no worker.
+
+Clients that stop reading for SEND_S seconds are disconnected. This frees their admission slot.
+
+ASGI middleware. It costs one clock read per streamed chunk. Single event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import re
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from pullfill.frontend import metrics
+from pullfill.frontend.dispatch import NO_WORKER, NO_WORKER_WAIT_S
+from pullfill.runtime import log
+
+_log = log.get("frontend.gate")
+
+Message = MutableMapping[str, Any]
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+ENGINE_PATHS = frozenset({
+    "/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch", "/v1/responses",
+    "/v1/messages", "/cohere/v2/chat", "/v1/systemone", "/generative_scoring", "/generate",
+    "/inference/v1/generate", "/invocations", "/pooling", "/classify", "/score", "/v1/score",
+    "/rerank", "/v1/rerank", "/v2/rerank", "/v1/embeddings", "/v2/embed",
+    "/v1/audio/transcriptions", "/v1/audio/translations",
+})  # fmt: skip
+RETRY_AFTER_S = 1
+BODY_S = 60.0
+"""How long a client may take to send its request."""
+BODY_BYTES = 256 << 20
+ALL_BYTES = 1 << 30
+"""All counted requests' bodies: vLLM keeps each until its answer has ended."""
+SEND_S = 120.0
+"""How long a client may take nothing while its connection's buffers are full."""
+
+
+class _Client:
+    """Who gets one answer. `since`: when the part under way was handed over, inf if none is.
+    `size`: bytes of its request that have come."""
+
+    __slots__ = ("_loop", "_send", "left", "since", "size", "task")
+
+    def __init__(self, send: Send) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._loop = task.get_loop()
+        self._send = send
+        self.task = task
+        self.since = math.inf
+        self.size = 0
+        self.left = False
+
+    async def send(self, message: Message) -> None:
+        self.since = self._loop.time()
+        await self._send(message)
+        self.since = math.inf
+
+
+class Admission:
+    """wait_ready(seconds): whether a decode worker can take requests, waiting up to that long.
+    max_inflight: HTTP requests that have begun and whose answer has not ended, however many prompts
+    and choices each asks for."""
+
+    def __init__(
+        self,
+        app: App,
+        wait_ready: Callable[[float], Awaitable[bool]],
+        max_inflight: int,
+        body_s: float = BODY_S,
+        send_s: float = SEND_S,
+    ) -> None:
+        self._app = app
+        self._wait_ready = wait_ready
+        self._max_inflight = max_inflight
+        self._body_s = body_s
+        self._send_s = send_s
+        self._clients: set[_Client] = set()
+        self._bytes = 0
+        self._look: asyncio.TimerHandle | None = None
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that have a place."""
+        return len(self._clients)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if (
+            scope["type"] != "http"
+            or scope["method"] != "POST"
+            or route_of(scope) not in ENGINE_PATHS
+        ):
+            await self._app(scope, receive, send)
+            return
+        if self.in_flight >= self._max_inflight:
+            await self._refuse(
+                send, 429, "full",
+                f"{self.in_flight} requests are being served, and this frontend takes no more: "
+                "send it again later, or to another frontend (--max-inflight sets the limit)",
+            )  # fmt: skip
+            return
+        client = _Client(send)
+        self._clients.add(client)
+        self._watch()
+        try:
+            body = await self._read(receive, client)
+            if body is None:
+                return
+            if half := lone_surrogate(body):
+                text = (
+                    f"the request has {half}, half of a surrogate pair: no text can hold it. Send "
+                    "both halves, or leave it out"
+                )
+                await self._refuse(client.send, 400, "not_text", text)
+            elif await self._wait_ready(NO_WORKER_WAIT_S):
+                await self._app(scope, _replay(body, receive), client.send)
+            else:
+                await self._refuse(client.send, 503, "no_worker", NO_WORKER)
+        except asyncio.CancelledError:
+            if not client.left:
+                raise
+            client.task.uncancel()
+            _log.warning("left a client that took nothing for %g s", self._send_s)
+        finally:
+            self._clients.discard(client)
+            self._bytes -= client.size
+
+    def _watch(self) -> None:
+        """Look at who takes nothing, again and again while there is anybody."""
+        if self._look is None and self._clients:
+            self._look = asyncio.get_running_loop().call_later(self._send_s / 4, self._leave_deaf)
+
+    def _leave_deaf(self) -> None:
+        self._look = None
+        late = asyncio.get_running_loop().time() - self._send_s
+        for client in self._clients:
+            if client.since < late and not client.left:
+                client.left = True
+                client.task.cancel()
+        self._watch()
+
+    async def _read(self, receive: Receive, client: _Client) -> list[Message] | None:
+        """All of the request. None: the client went away, or was refused."""
+        body: list[Message] = []
+        try:
+            async with asyncio.timeout(self._body_s):
+                while not body or body[-1].get("more_body"):
+                    message = await receive()
+                    if message["type"] != "http.request":
+                        return None
+                    body.append(message)
+                    size = len(message.get("body", b""))
+                    client.size += size
+                    self._bytes += size
+                    if client.size > BODY_BYTES or self._bytes > ALL_BYTES:
+                        break
+                else:
+                    return body
+        except TimeoutError:
+            text = f"the request did not arrive within {self._body_s:g} s"
+            await self._refuse(client.send, 408, "too_slow", text)
+            return None
+        body.clear()
+        if client.size > BODY_BYTES:
+            text = f"a request may have {BODY_BYTES >> 20} MiB"
+            await self._refuse(client.send, 413, "too_large", text)
+        else:
+            text = (
+                f"the requests being served have {ALL_BYTES >> 20} MiB, and this frontend takes no "
+                "more: send it again later, or to another frontend"
+            )
+            await self._refuse(client.send, 429, "full", text)
+        return None
+
+    async def _refuse(self, send: Send, status: int, reason: str, message: str) -> None:
+        metrics.REFUSED.labels(reason).inc()
+        retry = RETRY_AFTER_S if status in (429, 503) else None
+        await respond(send, status, message, _KINDS[status], retry_after_s=retry)
+
+
+_KINDS = {
+    400: "BadRequestError",
+    408: "RequestTimeoutError",
+    413: "RequestTooLargeError",
+    429: "RateLimitError",
+    503: "ServiceUnavailableError",
+}
+
+
+_PAIR = re.compile(rb"\\\\|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}")
+"""In JSON: an escaped backslash, or both halves of a pair."""
+_HALF = re.compile(rb"\\u[dD][89a-fA-F][0-9a-fA-F]{2}|\xed[\xa0-\xbf][\x80-\xbf]")
+
+
+def lone_surrogate(body: list[Message]) -> str:
+    """The first half of a surrogate pair that stands alone in a JSON body, or "". Python takes such
+    text from JSON, and can then write it to no wire and give it to no tokenizer."""
+    data = body[0].get("body", b"") if len(body) == 1 else b"".join(m["body"] for m in body)
+    if not (b"\\ud" in data or b"\\uD" in data or b"\xed" in data):
+        return ""
+    found = _HALF.search(_PAIR.sub(b"_", data))
+    if found is None:
+        return ""
+    code = found[0].decode("utf-8", "surrogatepass")
+    return code if len(code) > 1 else f"\\u{ord(code):04x}"
+
+
+def route_of(scope: Scope) -> str:
+    """The path by which the app finds its route: as Starlette, without the scope's root path."""
+    path: str = scope["path"]
+    root: str = scope.get("root_path", "")
+    if root and path.startswith(root) and path[len(root) : len(root) + 1] in ("", "/"):
+        return path[len(root) :]
+    return path
+
+
+def _replay(body: list[Message], receive: Receive) -> Receive:
+    """`receive` as if nothing had been read."""
+    messages = iter(body)
+
+    async def read() -> Message:
+        for message in messages:
+            return message
+        return await receive()
+
+    return read
+
+
+async def respond(
+    send: Send, status: int, message: str, kind: str, *, retry_after_s: int | None = None
+) -> None:
+    """Send an error as OpenAI clients expect it."""
+    error = {"message": message, "type": kind, "param": None, "code": status}
+    body = json.dumps({"error": error}).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    if retry_after_s is not None:
+        headers.append((b"retry-after", b"%d" % retry_after_s))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

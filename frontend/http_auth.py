@@ -1,0 +1,122 @@
+"""Who may call which HTTP route: keys for clients, state-changing routes for administrators only.
+
+In front of everything else (ASGI; one look per request, none per streamed chunk). Routes are open
+(health and metrics), serving, or administrative. What is not known to be one of the first two is
+administrative, so a route that a later vLLM adds is closed until somebody has looked at it.
+
+Without an admin key the administrative routes answer to this machine only: a peer on loopback that
+no proxy and no browser page speaks for. Forwarding headers can only take trust away, never give it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+from collections.abc import Iterable
+
+from pullfill.frontend import metrics
+from pullfill.frontend.admission import ENGINE_PATHS, App, Receive, Scope, Send, respond, route_of
+
+OPEN_PATHS = frozenset({"/live", "/ready", "/health", "/ping", "/metrics", "/metrics/"})
+SERVING_PATHS = ENGINE_PATHS | {
+    "/v1/models", "/v1/chat/completions/render", "/v1/chat/completions/derender",
+    "/v1/completions/render", "/v1/completions/derender", "/v1/messages/render",
+    "/v1/messages/count_tokens", "/v1/responses/render", "/cohere/v2/chat/render",
+    "/tokenize", "/detokenize", "/tokenizer_info", "/version", "/load", "/docs",
+    "/docs/oauth2-redirect", "/redoc", "/openapi.json", "/pullfill/status",
+}  # fmt: skip
+SERVING_PREFIXES = ("/v1/models/", "/v1/responses/", "/pullfill/requests/")
+_SPOKEN_FOR = frozenset({b"forwarded", b"via", b"x-real-ip", b"origin", b"sec-fetch-site"})
+_SPOKEN_FOR_PREFIXES = (b"x-forwarded-", b"x-envoy-")
+
+
+class HttpAuth:
+    """api_keys: one of them is needed everywhere but on the open routes; none: no key is needed.
+    admin_keys: one of them is needed for administrative routes, and opens all. root_path: what the
+    app takes off the front of paths; everything behind the guard finds it in the scope."""
+
+    def __init__(
+        self,
+        app: App,
+        api_keys: Iterable[str],
+        admin_keys: Iterable[str],
+        root_path: str = "",
+    ) -> None:
+        self._app = app
+        self._root_path = root_path
+        self._api = [_digest(key.encode()) for key in api_keys]
+        self._admin = [_digest(key.encode()) for key in admin_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        status = 0
+        if scope["type"] in ("http", "websocket"):
+            if self._root_path:
+                scope["root_path"] = self._root_path
+            status, why = self._judge(scope)
+        if not status:
+            await self._app(scope, receive, send)
+            return
+        metrics.AUTH_REFUSED.labels(str(status)).inc()
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008, "reason": why})
+        else:
+            kind = "AuthenticationError" if status == 401 else "PermissionDeniedError"
+            await respond(send, status, why, kind)
+
+    def _judge(self, scope: Scope) -> tuple[int, str]:
+        """(0, "") to let it pass, else the status and what to say."""
+        path, method = route_of(scope), scope.get("method", "GET")
+        if path in OPEN_PATHS or method == "OPTIONS":
+            return 0, ""
+        shown = _bearer(scope)
+        if _any(shown, self._admin):
+            return 0, ""
+        if self._api and not _any(shown, self._api):
+            return 401, "this frontend wants an API key: send `Authorization: Bearer KEY`"
+        if path in SERVING_PATHS or path.startswith(SERVING_PREFIXES):
+            return 0, ""
+        if self._admin:
+            return 403, f"{path} is for administrators: send `Authorization: Bearer ADMIN_KEY`"
+        if _from_here(scope):
+            return 0, ""
+        return 403, (
+            f"{path} is for administrators, and without an admin key it answers to this machine "
+            "only: see docs/security.md"
+        )
+
+
+def _digest(text: bytes) -> bytes:
+    return hashlib.blake2b(text, digest_size=32).digest()
+
+
+def _any(shown: bytes | None, keys: list[bytes]) -> bool:
+    """Whether `shown` is one of them; takes as long whichever it is."""
+    if shown is None:
+        return False
+    found = False
+    for key in keys:
+        found |= hmac.compare_digest(shown, key)
+    return found
+
+
+def _bearer(scope: Scope) -> bytes | None:
+    """Digest of the key that the request shows."""
+    values = [value for name, value in scope["headers"] if name == b"authorization"]
+    if len(values) != 1:
+        return None
+    scheme, _, token = values[0].partition(b" ")
+    return _digest(token.strip()) if scheme.lower() == b"bearer" else None
+
+
+def _from_here(scope: Scope) -> bool:
+    """Whether the request was made on this machine, for all we can see."""
+    if any(n in _SPOKEN_FOR or n.startswith(_SPOKEN_FOR_PREFIXES) for n, _ in scope["headers"]):
+        return False
+    client = scope.get("client")
+    try:
+        address = ipaddress.ip_address(client[0] if client else "")
+    except ValueError:
+        return False
+    mapped = getattr(address, "ipv4_mapped", None)
+    return (mapped or address).is_loopback

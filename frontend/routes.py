@@ -1,0 +1,95 @@
+"""The frontend's own routes: /live, /ready, /pullfill/status, /pullfill/requests/ID, /metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, generate_latest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from pullfill.frontend.cluster import ClusterView, reasons_of
+from pullfill.frontend.decode_pool import WorkerPool
+from pullfill.frontend.dispatch import NO_WORKER
+from pullfill.frontend.explain import MAX_RECORDS, ExplainStore, to_json
+from pullfill.wire import WorkerState
+
+NO_PREFILL = (
+    "no prefill worker: every prompt is prefilled locally; start one with `pullfill prefill`"
+)
+
+
+@dataclass(slots=True)
+class Admin:
+    """Read-only views.
+
+    suspected: returns the entries of `suspects` of this frontend.
+    refused: returns those of all frontends. They replace entries of the same fingerprint.
+    settle: called before the metrics are read.
+    draining: set by the process when it takes no new requests."""
+
+    pool: WorkerPool
+    view: ClusterView
+    explain: ExplainStore
+    settle: Callable[[], None]
+    suspected: Callable[[], list[dict[str, object]]]
+    refused: Callable[[], list[dict[str, object]]]
+    draining: bool = False
+
+    def attach(self, app: Starlette) -> None:
+        """Put our routes before vLLM's, whose /metrics shows one process only."""
+        app.router.routes[:0] = [
+            Route("/live", self.live),
+            Route("/ready", self.ready),
+            Route("/pullfill/status", self.status),
+            Route("/pullfill/requests/{request_id}", self.request),
+            Route("/metrics", self.metrics),
+        ]
+
+    async def live(self, _: Request) -> Response:
+        return JSONResponse({"live": True})
+
+    async def ready(self, _: Request) -> Response:
+        records = self.view.records()
+        decode = len(self.pool.candidates())
+        prefill = sum(r.role == "prefill" and r.state is WorkerState.READY for r in records)
+        ok = decode > 0 and not self.draining
+        reasons = ["this frontend drains"] if self.draining else []
+        if not decode:
+            reasons.append(NO_WORKER)
+        if not prefill:
+            reasons.append(NO_PREFILL)
+        away = await self.view.reasons()
+        reasons += away + self.pool.refusals() + reasons_of(records)
+        body = {
+            "ready": ok,
+            "degraded": prefill == 0 or bool(away),
+            "reasons": reasons,
+            "decode": decode,
+            "prefill": prefill,
+        }
+        return JSONResponse(body, status_code=200 if ok else 503)
+
+    async def status(self, _: Request) -> Response:
+        rows = {row["fingerprint"]: row for row in (*self.suspected(), *self.refused())}
+        return JSONResponse({**await self.view.status(), "suspects": list(rows.values())})
+
+    async def request(self, request: Request) -> Response:
+        request_id = request.path_params["request_id"]
+        record = self.explain.get(request_id)
+        if record is not None:
+            return Response(to_json(record), media_type="application/json")
+        message = (
+            f"no record of request {request_id!r}: use the `id` of a finished response of this "
+            f"frontend; the last {MAX_RECORDS} are kept"
+        )
+        error = {"message": message, "type": "NotFoundError", "param": None, "code": 404}
+        return JSONResponse({"error": error}, status_code=404)
+
+    async def metrics(self, _: Request) -> Response:
+        self.settle()
+        text = await self.view.metrics(generate_latest(REGISTRY).decode())
+        return Response(text, media_type=CONTENT_TYPE_LATEST)

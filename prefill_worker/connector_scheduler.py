@@ -1,0 +1,234 @@
+"""The prefill worker's half of the connector that runs inside the scheduler.
+
+Engine thread only. For each task it asks for the prefix blocks the decode worker has and this
+engine lacks. When a step is scheduled, `plan` says which blocks will be complete after it; when the
+step has run (on every rank), `step_done` hands them to the transfer workers. Blocks that were a
+prefix hit on this side only are written too: the decode worker does not have them.
+
+A block leaves this engine's hands only when nothing copies from it any more: a finished request
+keeps its blocks until its last write is over, planned ones included, and a preempted one is flushed
+before the step that may overwrite its blocks is sent to the ranks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pullfill.errors import HandoffError
+from pullfill.prefill_worker.context import PrefillContext
+from pullfill.prefill_worker.task import PrefillTask
+from pullfill.runtime import log
+
+logger = log.get("prefill_worker.scheduler")
+
+
+@dataclass(slots=True)
+class Write:
+    """Blocks of one task that are complete after this step, or may be read into."""
+
+    task: PrefillTask
+    local: list[int]
+    remote: list[int]
+    last: bool
+
+
+@dataclass(slots=True)
+class Reports:
+    """Request ids that vLLM must be told of."""
+
+    read_ok: set[str] = field(default_factory=set)
+    read_failed: set[str] = field(default_factory=set)
+    sent: set[str] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """What to do when one step has run: write the blocks that it computes, and begin prefix reads
+    that had to wait for it.
+
+    tokens: number of tokens that it computes.
+    planned: when it was scheduled."""
+
+    writes: list[Write] = field(default_factory=list)
+    reads: list[Write] = field(default_factory=list)
+    reports: Reports = field(default_factory=Reports)
+    tokens: int = 0
+    planned: float = field(default_factory=time.monotonic, compare=False)
+
+
+class ConnectorScheduler:
+    """Reads before, writes after, and the reports vLLM needs for both."""
+
+    def __init__(self, context: PrefillContext, block_size: int) -> None:
+        self._context = context
+        self._block_size = block_size
+        self._manager: Any = None
+        self._reads_done: deque[tuple[PrefillTask, BaseException | None]] = deque()
+        self._reads_failed: list[PrefillTask] = []
+        self._sends_done: deque[str] = deque()
+        self._scheduled: deque[StepPlan] = deque()
+
+    def bind_manager(self, manager: Any) -> None:
+        """vLLM's KVCacheManager, asked for block tables."""
+        self._manager = manager
+
+    @property
+    def has_work(self) -> bool:
+        """Reports are waiting for a step."""
+        return bool(self._reads_done or self._reads_failed or self._sends_done)
+
+    def take_in(self) -> tuple[set[str], set[str]]:
+        """Return requests whose prefix was read, and finished ones whose blocks nobody reads.
+
+        Called between steps, so that vLLM is told without a step. Failed reads wait for `plan`."""
+        reads, sent = set[str](), set[str]()
+        while self._reads_done:
+            reader, failure = self._reads_done.popleft()
+            if failure is None:
+                reads.add(reader.request_id)
+                continue
+            self._reads_failed.append(reader)
+            if not reader.cancelled:
+                # The job goes on: the prefix is computed here.
+                logger.warning("prefix read for job %s failed: %s", reader.job_id, failure)
+        while self._sends_done:
+            sent.add(self._sends_done.popleft())
+        return reads, sent
+
+    def matched(self, request: Any, hit_tokens: int) -> tuple[int, bool]:
+        """Tokens to read from the decode worker beyond this engine's own prefix hit."""
+        task = self._context.tasks.get(request.request_id)
+        if task is None or task.read_asked or task.cancelled:
+            return 0, False
+        missing = task.hit_tokens - hit_tokens
+        return (missing, True) if missing > 0 else (0, False)
+
+    def allocated(self, request: Any, block_ids: Sequence[int], external_tokens: int) -> None:
+        """Blocks are there: start the prefix read if there is one."""
+        task = self._context.tasks.get(request.request_id)
+        if task is None:
+            return
+        task.request = request
+        if not external_tokens or task.read_asked:
+            return
+        task.read_asked = True
+        end = task.hit_tokens // self._block_size
+        start = end - external_tokens // self._block_size
+        read = Write(task, list(block_ids[start:end]), task.remote_blocks[start:end], last=False)
+        if not self._scheduled:
+            task.transfer_worker.read(task, read.remote, read.local, self._read_done)
+            return
+        # A step that still runs may write into these blocks, for a request that has ended since.
+        with task.lock:
+            task.outstanding += 1
+        self._scheduled[-1].reads.append(read)
+
+    def plan(self, scheduler_output: Any) -> StepPlan:
+        """Once for each step, at the end of its scheduling: what is complete after the step
+        described by vLLM's SchedulerOutput. Waits for copies from preempted requests' blocks."""
+        plan = StepPlan()
+        if self.has_work:
+            plan.reports.read_ok, plan.reports.sent = self.take_in()
+            failed, self._reads_failed = self._reads_failed, []
+            plan.reports.read_failed.update(task.request_id for task in failed)
+        for request_id in scheduler_output.preempted_req_ids or ():
+            if (task := self._context.tasks.get(request_id)) is not None:
+                self._preempted(task)
+        for request_id, count in scheduler_output.num_scheduled_tokens.items():
+            if (task := self._context.tasks.get(request_id)) is not None and not task.cancelled:
+                self._plan_write(plan, task, count)
+                plan.tokens += count
+        self._scheduled.append(plan)
+        return plan
+
+    def _plan_write(self, plan: StepPlan, task: PrefillTask, scheduled_tokens: int) -> None:
+        task.first_step = task.first_step or time.monotonic()
+        computed = task.request.num_computed_tokens + scheduled_tokens
+        whole = computed >= len(task.token_ids)
+        upto = task.total_blocks if whole else computed // self._block_size
+        start = task.scheduled_blocks
+        if upto <= start:
+            return
+        local = list(self._manager.get_block_ids(task.request_id)[0])
+        task.scheduled_blocks = upto
+        task.parts += 1
+        with task.lock:
+            task.outstanding += 1  # vLLM may be done with the request before the write begins
+        plan.writes.append(
+            Write(task, local[start:upto], task.remote_blocks[start:upto], last=whole)
+        )
+
+    def _preempted(self, task: PrefillTask) -> None:
+        """Its blocks are about to be overwritten: wait for copies that still read them, and drop
+        the writes of steps that have not run yet."""
+        task.scheduled_blocks = task.first_target
+        for plan in self._scheduled:
+            for write in [w for w in plan.writes if w.task is task]:
+                plan.writes.remove(write)
+                self._let_go(task)
+        if not task.transfer_worker.flush(task):
+            task.cancel()
+            task.end(HandoffError("a copy did not end in time for a preemption"))
+        with task.lock:
+            task.written_blocks = 0
+
+    def step_done(self, running: int = 0) -> None:
+        """All steps planned so far but the last `running` ones have run: hand their finished
+        blocks to the transfer workers, and start the reads that waited for them."""
+        now = time.monotonic()
+        while len(self._scheduled) > running:
+            plan = self._scheduled.popleft()
+            self._context.meter.step(plan.tokens, plan.planned, now)
+            for read in plan.reads:
+                read.task.transfer_worker.read(read.task, read.remote, read.local, self._read_done)
+                self._let_go(read.task)
+            for write in plan.writes:
+                task = write.task
+                task.last_compute = now
+                task.transfer_worker.write(
+                    task, write.local, write.remote, write.last, self._write_done
+                )
+                self._let_go(task)  # the transfer worker counts the write itself now
+
+    def _let_go(self, task: PrefillTask) -> None:
+        """One planned copy less."""
+        with task.lock:
+            task.outstanding -= 1
+        self._write_done(task, None)
+
+    def finished(self, request_id: str) -> bool:
+        """vLLM is done with the request. True: keep its blocks until `sent` names it."""
+        task = self._context.tasks.get(request_id)
+        if task is None:
+            return False
+        with task.lock:
+            busy = task.outstanding > 0
+            # A pending prefix read is reported as a receive, which also frees the blocks.
+            kept = busy and not (task.read_asked and task.first_step == 0.0)
+            task.freed_by_report = kept
+        if task.scheduled_blocks < task.total_blocks:
+            task.cancel()
+            task.end(HandoffError("the engine ended the request early"))
+        return (
+            kept  # not the flag: the transfer worker may have made its report by now, and reset it
+        )
+
+    # ------------------------------------------------------------------ transfer worker threads
+
+    def _read_done(self, task: PrefillTask, failure: BaseException | None) -> None:
+        self._reads_done.append((task, failure))
+        self._context.wake()
+
+    def _write_done(self, task: PrefillTask, failure: BaseException | None) -> None:
+        with task.lock:
+            report = task.freed_by_report and task.outstanding == 0
+            if report:
+                task.freed_by_report = False
+        if report:
+            # No wake-up for that: only a request that waits for blocks needs these soon, and the
+            # engine looks around for it (engine/host.py). Else it hears of them in its next step.
+            self._sends_done.append(task.request_id)

@@ -1,0 +1,398 @@
+"""This worker's connection to one decode worker: control channel, descriptor, transfer worker.
+
+`ControlConnections` makes a link when it is needed and closes it when it is idle. A link connects
+again while the decode worker is in the directory.
+
+When a connection breaks, every task granted over it ends, and the decode worker revokes their
+grants. A silent connection is ended too: jobs of other decode workers must not wait for this one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from pullfill.errors import AuthFailed, BadMessage, ClaimRefused, PeerUnavailable, PullfillError
+from pullfill.net import frames, heartbeat
+from pullfill.net.channel import Channel, introduce
+from pullfill.net.security import ClusterKey
+from pullfill.prefill_worker.shared_transfer_worker import SharedTransferWorker
+from pullfill.prefill_worker.transfer_worker import TransferWorker
+from pullfill.runtime import log, metrics
+from pullfill.runtime.idle import IDLE_S
+from pullfill.runtime.waits import Waits
+from pullfill.wire import (
+    MAX_TEXT,
+    SILENT_S,
+    Claim,
+    Commit,
+    CommitReply,
+    DrainAck,
+    Draining,
+    GiveUp,
+    Goodbye,
+    Grant,
+    Heartbeat,
+    Hello,
+    Load,
+    Progress,
+    Ready,
+    Refused,
+    Revoke,
+    ToPrefill,
+    Trial,
+    Welcome,
+    WorkerRecord,
+)  # fmt: skip
+
+logger = log.get("prefill_worker.link")
+
+_REPLY_S = 10.0
+_READ_S = 24 * 3600.0  # a safety net: the decode worker replies when its read ends
+_RECONNECT_S = 0.05
+
+
+class ConnectionLost(PeerUnavailable):
+    """The connection ended while a claim, a grant or a commit was under way. If the job was
+    granted, the decode worker naks its delivery."""
+
+
+class ControlConnection:
+    """One decode worker, by instance id. asyncio thread only.
+
+    open_transfer_worker: connects to the decode worker's KV memory, on a thread.
+    on_revoke: called with each Revoke.
+    on_lost: called when the connection ends.
+    on_trial: called with each job of a self-check.
+    key: the cluster key. The decode worker must hold the same one.
+    on_idle: called when no job has needed the link for `idle_s`, unless the link is `standing`. The
+    owner then closes the link.
+    activity: returns how many jobs this worker has completed, and how many it has a grant for.
+    load: returns the load that this worker reports.
+    """
+
+    def __init__(
+        self,
+        record: WorkerRecord,
+        hello: Hello,
+        open_transfer_worker: Callable[[WorkerRecord], Awaitable[TransferWorker]],
+        on_revoke: Callable[[ControlConnection, Revoke], None],
+        on_lost: Callable[[ControlConnection], None],
+        key: ClusterKey | None = None,
+        silent_s: float = SILENT_S,
+        on_trial: Callable[[Trial], None] = lambda _trial: None,
+        on_idle: Callable[[ControlConnection], None] = lambda _link: None,
+        idle_s: float = IDLE_S,
+    ) -> None:
+        self.record = record
+        self._hello = hello
+        self._on_revoke = on_revoke
+        self._on_lost = on_lost
+        self._on_trial = on_trial
+        self._key = key
+        self._silent_s = silent_s
+        self._on_idle = on_idle
+        self._idle_s = idle_s
+        self._loop = asyncio.get_running_loop()
+        self._heard = self._asked_at = self._needed_at = self._loop.time()
+        self._said = ""
+        self._rids = itertools.count(1)
+        self._replies: Waits[int, Any] = Waits(self._late)
+        self._channel: Channel | None = None
+        name = record.instance_id
+        self._shared = SharedTransferWorker(lambda: open_transfer_worker(record), name)
+        self._up = asyncio.Event()
+        # Set while the link is up, and after a failed attempt to connect.
+        self._known = asyncio.Event()
+        self._welcomed = False
+        self._silent = False
+        self._leaving = False
+        self._why_not = ""
+        self.activity: Callable[[], tuple[int, int]] = lambda: (0, 0)
+        self.load: Callable[[], Load] = Load
+        self._completed = 0
+        self.standing = True
+        self.retired = False
+        self._task = asyncio.create_task(self._run())
+
+    async def close(self) -> None:
+        """Leave: no reconnect, transfer worker ended."""
+        self._task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._task
+
+    def when_over(self, call: Callable[[ControlConnection], None]) -> None:
+        """Have `call` called when this link has ended."""
+        self._task.add_done_callback(lambda _: call(self))
+
+    def retire(self) -> None:
+        """Connect no more: the decode worker has left the directory, because it drains or is dead.
+
+        Granted jobs go on."""
+        self.retired = True
+        if not self.connected:
+            self._task.cancel()
+
+    def _idle(self) -> bool:
+        """Whether nothing has needed this link for `idle_s`."""
+        now = self._loop.time()
+        if self.standing or self._replies or self._shared.in_use:
+            self._needed_at = now
+            return False
+        return now - max(self._needed_at, self._asked_at) >= self._idle_s
+
+    @property
+    def connected(self) -> bool:
+        return self._up.is_set()
+
+    async def wait_up(self, timeout_s: float) -> None:
+        """Wait until the decode worker has welcomed us.
+
+        Raises PeerUnavailable after `timeout_s`. Raises it at once if the decode worker refuses us,
+        is silent, or has left the directory."""
+        if not self._known.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await self._known.wait()
+        if not self._up.is_set():
+            raise PeerUnavailable(
+                f"decode worker {self.record.instance_id} at {self.record.control} does not answer"
+            )
+
+    # ------------------------------------------------------------------ requests
+
+    async def claim(self, job_id: str, incarnation: str, delivery: int, ack: str) -> Grant:
+        """Raises ClaimRefused with the decode worker's reason, PeerUnavailable."""
+        rid = next(self._rids)
+        message = Claim(
+            rid=rid, job_id=job_id, incarnation=incarnation, delivery=delivery, ack_subject=ack,
+            load=self.load(),
+        )  # fmt: skip
+        reply = await self._ask(rid, message)
+        if isinstance(reply, Refused):
+            raise ClaimRefused(
+                f"job {job_id}: {reply.reason.value}",
+                reason=reply.reason.value,
+                retry_after_s=reply.retry_after_s,
+            )
+        assert isinstance(reply, Grant)
+        return reply
+
+    async def commit(self, make: Callable[[int], Commit], check_s: float = 0.0) -> CommitReply:
+        """Send a commit (made with the request id given) and return the answer. check_s: how long
+        the decode worker may take to compare digests, beyond the usual."""
+        rid = next(self._rids)
+        reply = await self._ask(rid, make(rid), _REPLY_S + check_s)
+        assert isinstance(reply, CommitReply)
+        return reply
+
+    async def ready(self, make: Callable[[int], Ready]) -> CommitReply:
+        """Tell the decode worker that it can read the KV, and wait for its reply.
+
+        The reply comes when the read is over, or was not needed. There is no timeout here, because
+        only the decode worker knows how long a read may take.
+
+        make: makes the message with a given request id."""
+        rid = next(self._rids)
+        reply = await self._ask(rid, make(rid), _READ_S)
+        assert isinstance(reply, CommitReply)
+        return reply
+
+    def leave(self) -> None:
+        """Tell the decode worker, now and after each reconnect, that we pull no more jobs."""
+        self._leaving = True
+        self.send(Draining())
+
+    def pause(self, why: str) -> None:
+        """Tell the decode worker why this worker pulls no jobs, now and with every Heartbeat.
+
+        why: empty if it pulls."""
+        self._why_not = why[:MAX_TEXT]
+        self.send(self._alive())
+
+    def _alive(self) -> Heartbeat:
+        before, (self._completed, granted) = self._completed, self.activity()
+        busy = granted > 0 or self._completed != before
+        return Heartbeat(pulls=not self._why_not, why=self._why_not, busy=busy, load=self.load())
+
+    def send(self, message: GiveUp | DrainAck | Draining | Heartbeat | Progress) -> None:
+        """No answer expected; lost when the connection is."""
+        if self._channel is not None:
+            self._channel.write(message)
+
+    @property
+    def route(self) -> dict[str, object] | None:
+        """See SharedTransferWorker."""
+        return self._shared.route
+
+    def transfer_worker_held(self) -> contextlib.AbstractContextManager[None]:
+        """Keep the transfer worker open inside the `with` block."""
+        return self._shared.held()
+
+    @property
+    def transfer_worker_there(self) -> TransferWorker | None:
+        """The copier into this worker's memory, if it is connected."""
+        return self._shared.current
+
+    async def transfer_worker(self) -> TransferWorker:
+        """The copier into this worker's memory, connected at first use. Raises OutOfReach."""
+        return await self._shared.get()
+
+    async def _ask(
+        self, rid: int, message: Claim | Commit | Ready, within_s: float = _REPLY_S
+    ) -> Any:
+        channel = self._channel
+        if channel is None:
+            raise PeerUnavailable(f"decode worker {self.record.instance_id} is not connected")
+        self._asked_at = self._loop.time()
+        future = self._replies.open(rid, within_s)
+        try:
+            channel.write(message, now=True)
+            return await future
+        except asyncio.CancelledError:
+            # The answer may have come in the same moment, and then nobody else knows of it.
+            if future.answered():
+                self._return_late(future.result())
+            raise
+        finally:
+            self._replies.close(rid)
+
+    def _late(self, _: int) -> PeerUnavailable:
+        return PeerUnavailable(f"decode worker {self.record.instance_id} does not answer in time")
+
+    # ------------------------------------------------------------------ connection
+
+    async def _run(self) -> None:
+        delay = _RECONNECT_S
+        try:
+            while True:
+                try:
+                    await self._session()
+                except (OSError, EOFError, BadMessage, TimeoutError) as exc:
+                    logger.debug("link to %s: %s", self.record.instance_id, exc)
+                except PullfillError as exc:
+                    if isinstance(exc, AuthFailed):
+                        metrics.AUTH_REFUSED.labels("control").inc()
+                    level = logger.debug if str(exc) == self._said else logger.warning
+                    level("link to %s: %s", self.record.instance_id, exc)
+                    self._said = str(exc)
+                except Exception:
+                    logger.exception("link to %s failed", self.record.instance_id)
+                if self.retired:
+                    return
+                if self._idle():
+                    self._on_idle(self)
+                    return
+                if self._welcomed:
+                    delay, self._welcomed = _RECONNECT_S, False
+                else:
+                    self._known.set()
+                await asyncio.sleep(delay)
+                delay = min(delay * 2, 2.0)
+        finally:
+            self._known.set()
+            self._shared.close()
+
+    async def _session(self) -> None:
+        host, port = frames.split_address(self.record.control)
+        async with asyncio.timeout(5.0):
+            _, channel = await self._loop.create_connection(Channel, host, port)
+        try:
+            first = await self._greet(channel)
+            self._channel, self._said, self._silent = channel, "", False
+            self._welcomed = True
+            self._asked_at = self._loop.time()
+            self._shared.forgive()
+            if self._leaving:
+                self.send(Draining())
+            self._up.set()
+            self._known.set()
+            tell = logger.info if self.standing else logger.debug
+            tell("connected to decode worker %s", first.decode_instance)
+            beat = asyncio.create_task(self._say_alive(channel))
+            try:
+                channel.hear(ToPrefill, lambda message: self._dispatch(message))
+                await channel.ended()
+            finally:
+                beat.cancel()
+        finally:
+            was_up = self._up.is_set()
+            self._up.clear()
+            if not self._silent:
+                self._known.clear()
+            self._channel = None
+            channel.close()
+            lost = f"lost decode worker {self.record.instance_id}"
+            for future in self._replies:
+                if not future.done():
+                    future.set_exception(ConnectionLost(lost))
+            if was_up:
+                self._on_lost(self)
+
+    async def _greet(self, channel: Channel) -> Welcome:
+        async with asyncio.timeout(10.0):
+            try:
+                await introduce(channel, self._key, self._hello)
+                first: Any = await channel.read(ToPrefill)  # type: ignore[arg-type]
+            except EOFError:
+                raise PeerUnavailable(
+                    "it ended the connection without a welcome; its log says why"
+                ) from None
+        if isinstance(first, Goodbye):
+            raise PeerUnavailable(f"refused: {first.reason}")
+        if not isinstance(first, Welcome):
+            raise BadMessage("no welcome")
+        if first.decode_instance != self.record.instance_id:
+            raise PeerUnavailable(f"its address is now used by {first.decode_instance}")
+        return first
+
+    async def _say_alive(self, channel: Channel) -> None:
+        said = now = self._heard = self._loop.time()
+        channel.write(self._alive())
+        while True:
+            before, unasked = now, now - self._asked_at
+            pause = heartbeat.pause(unasked)
+            patience = heartbeat.patience(unasked, self._silent_s)
+            await asyncio.sleep(heartbeat.due(said, self._asked_at, pause) - now)
+            now = self._loop.time()
+            if self._idle():
+                self._on_idle(self)
+                return
+            if now - before > pause + heartbeat.ALIVE_INTERVAL_S:
+                self._heard = now  # we did not run either: what it said waits to be read
+            elif now - self._heard > patience:
+                self._drop(f"it said nothing for {patience:.0f} s")
+                return
+            if now >= heartbeat.due(said, self._asked_at, pause):
+                channel.write(self._alive())
+                said = now
+
+    def _drop(self, why: str) -> None:
+        """End the connection and the transfer worker, with its credits; both are made anew."""
+        logger.warning("ending the link to %s: %s", self.record.instance_id, why)
+        self._shared.drop()
+        self._silent = True
+        if self._channel is not None:
+            self._channel.abort()
+
+    def _dispatch(self, message: Any) -> None:
+        self._heard = self._loop.time()
+        if isinstance(message, Grant | CommitReply | Refused):
+            if not self._replies.answer(message.rid, message):
+                self._return_late(message)
+        elif isinstance(message, Revoke):
+            self._on_revoke(self, message)
+        elif isinstance(message, Trial):
+            self._on_trial(message)
+
+    def _return_late(self, message: Any) -> None:
+        """An answer nobody waits for. A grant is dead weight at the decode worker: give it back."""
+        if isinstance(message, Grant):
+            back = GiveUp(
+                job_id=message.job_id, attempt=message.attempt, incarnation=message.incarnation,
+                cause="answer came too late", retry=True,
+            )  # fmt: skip
+            self.send(back)

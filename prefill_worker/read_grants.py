@@ -1,0 +1,76 @@
+"""Who may read this worker's KV blocks (`--kv-mode pull`), and the proof that nobody does any more.
+
+A task that is computed gets a fence over its own blocks, which goes to the decode worker with
+`Ready`. When the attempt is over, however, the fence is revoked until that is proved, and only then
+are the blocks let go. A decode worker that is stopped in the middle of a read keeps them, as a
+stopped prefill worker keeps the blocks it writes to; a dead one does not.
+
+asyncio thread only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from pullfill.errors import ConfigError, HandoffError
+from pullfill.prefill_worker.task import PrefillTask
+from pullfill.runtime import log
+from pullfill.transfer.contract import OwnerFences
+from pullfill.wire import FenceToken
+
+logger = log.get("prefill_worker.readers")
+
+_PROOF_SOONEST_S = 0.002
+_PROOF_LATEST_S = 0.05
+
+
+class ReadGrants:
+    """Fences over our own region; `fences` None: nobody can read it."""
+
+    def __init__(self, fences: OwnerFences | None) -> None:
+        self._fences = fences
+        self._open: dict[PrefillTask, FenceToken] = {}
+
+    @property
+    def kept_blocks(self) -> int:
+        """Blocks that some decode worker may read."""
+        return sum(len(task.kept) for task in self._open)
+
+    def open(self, task: PrefillTask) -> FenceToken:
+        """The right to read what the task has computed. Raises HandoffError, OverloadedError."""
+        if self._fences is None:
+            raise HandoffError("told to keep its blocks, but nobody can read this worker's memory")
+        blocks = task.kept_blocks
+        fence = self._open[task] = self._fences.open(blocks, len(blocks))  # to be read only
+        return fence
+
+    def stop(self, task: PrefillTask) -> None:
+        """A read under way ends soon. Proves nothing."""
+        self._revoked(task)
+
+    async def let_go(self, task: PrefillTask) -> None:
+        """Wait for the proof, then give the blocks back to the engine. The task is cancelled."""
+        pause = _PROOF_SOONEST_S
+        try:
+            while not self._proved(task):
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, _PROOF_LATEST_S)
+        except ConfigError as exc:
+            logger.debug("job %s keeps its blocks: %s", task.job_id, exc)  # we are leaving
+            return
+        self._open.pop(task, None)
+        task.transfer_worker.let_go(task)
+
+    def _proved(self, task: PrefillTask) -> bool:
+        """As `_revoked`. False after a system error: the blocks are kept, and it is tried again."""
+        try:
+            return self._revoked(task)
+        except OSError:
+            logger.exception(
+                "job %s: its fence could not be checked; trying again soon", task.job_id
+            )
+            return False
+
+    def _revoked(self, task: PrefillTask) -> bool:
+        fence = self._open.get(task)
+        return fence is None or self._fences is None or self._fences.try_revoke(fence)

@@ -1,0 +1,41 @@
+"""A job of a decode worker's self-check: it comes over the control channel and not off the queue.
+
+It runs like any other job, so it shows what any other job would bring. There is no message to
+settle.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pullfill.wire import PrefillJob, decode, u32
+
+
+@dataclass(frozen=True, slots=True)
+class TrialDelivery:
+    """Looks like a `Delivery`; settling it does nothing."""
+
+    job_id: str
+    body: bytes
+    tokens: int
+    number: int = 1
+    age_s: float = 0.0
+    ack_subject: str = ""
+
+    async def ack(self) -> None:
+        """See the class."""
+
+    async def nak(self, delay_s: float = 0.0) -> None:
+        """See the class."""
+
+    async def term(self, reason: str) -> None:
+        """See the class."""
+
+    async def in_progress(self) -> None:
+        """See the class."""
+
+
+def delivery_of(body: bytes) -> TrialDelivery:
+    """The job as the runner takes it. Raises BadMessage."""
+    job = decode(body, PrefillJob)
+    return TrialDelivery(job.job_id, body, len(u32.unpack(job.token_ids)))

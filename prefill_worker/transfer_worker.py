@@ -1,0 +1,332 @@
+"""Copies KV blocks between this worker and one decode worker, in a lane of its own.
+
+Operations run in order: a prefix read, then the writes of each chunk once it is computed. While a
+chunk is written the engine computes the next one, because the copy does not hold the GIL. With
+`push` the engine waits instead. A copy of less than a millisecond, with nothing before it, is made
+on the engine's own thread. With `pull` nothing is written: the blocks are kept until `let_go`, for
+the decode worker to read.
+
+Each decode worker has a transfer worker of its own, so a stuck peer delays only its own jobs. A
+transfer worker has a thread only while it has work (`lanes.py`). Every submitted operation ends
+with exactly one callback. With `pull` the last callback comes with `let_go`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Any
+
+from pullfill.errors import Fenced, HandoffError
+from pullfill.prefill_worker.credits import Account
+from pullfill.prefill_worker.task import PrefillTask
+from pullfill.runtime import failpoints, log, metrics
+from pullfill.runtime.lanes import Lane
+from pullfill.transfer.contract import LocalMemory, MoveResult, PeerSession
+from pullfill.transfer.digest import DIGEST_BYTES, BlockDigester
+from pullfill.wire import FenceToken, KvMode
+
+logger = log.get("prefill_worker.transfer_worker")
+
+_PUSH_S = 30.0
+"""How long an engine step may wait for its write. A dead or silent peer ends it sooner."""
+
+Done = Callable[[PrefillTask, BaseException | None], None]
+_Move = Callable[[FenceToken, Sequence[int], Sequence[int]], MoveResult | None]
+
+
+@cache
+def _of(metric: Any, label: str) -> Any:
+    """Looked up once: a write has four of them."""
+    return metric.labels(label)
+
+
+@dataclass(slots=True)
+class _Operation:
+    task: PrefillTask
+    verb: str
+    local: Sequence[int]
+    remote: Sequence[int]
+    last: bool
+    done: Done
+
+
+class TransferWorker:
+    """Owns one session.
+
+    `close` ends it. Operations that are queued then fail. Operations that are submitted later fail
+    at once, on the caller's thread.
+
+    memories: the memory of each rank that the session copies from, for digests and credits.
+    why_not_better: why no better transport than the session's is used, for people."""
+
+    def __init__(
+        self,
+        session: PeerSession,
+        name: str,
+        memories: Sequence[LocalMemory],
+        account: Account | None = None,
+        why_not_better: Sequence[str] = (),
+    ) -> None:
+        self._session = session
+        self.why_not_better = tuple(why_not_better)
+        self._account = account
+        self._block_bytes = sum(memory.layout.block_bytes for memory in memories)
+        self._digester = BlockDigester(memories)
+        self._name = name
+        self._lane = Lane()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._keeping = 0
+
+    @property
+    def transport(self) -> str:
+        return self._session.transport
+
+    @property
+    def moved_bytes(self) -> int:
+        """See PeerSession. Grows while the session copies anything, for any job."""
+        return self._session.moved_bytes
+
+    @property
+    def busy(self) -> bool:
+        """Whether an operation runs or waits, or blocks are kept for the decode worker to read."""
+        return self._lane.busy or self._keeping > 0
+
+    def read(
+        self, task: PrefillTask, remote: Sequence[int], local: Sequence[int], done: Done
+    ) -> None:
+        """Read prefix blocks. `done` runs on a pool thread, or inside this call."""
+        self._submit(_Operation(task, "read", local, remote, False, done))
+
+    def write(
+        self,
+        task: PrefillTask,
+        local: Sequence[int],
+        remote: Sequence[int],
+        last: bool,
+        done: Done,
+    ) -> None:
+        """Bring finished blocks to the decode worker in the task's mode; after the `last` ones the
+        task has ended well. With `push` this returns when they are there."""
+        operation = _Operation(task, "write", local, remote, last, done)
+        match task.mode:
+            case KvMode.PULL:
+                self._keep(operation)
+            case KvMode.PUSH:
+                over = threading.Event()
+
+                def tell(task: PrefillTask, failure: BaseException | None) -> None:
+                    done(task, failure)
+                    over.set()
+
+                self._submit(replace(operation, done=tell))
+                if not over.wait(_PUSH_S):
+                    logger.warning("a write took more than %.0f s; the engine goes on", _PUSH_S)
+            case _:
+                self._submit(operation)
+
+    def let_go(self, task: PrefillTask) -> None:
+        """Pull: nobody reads the task's blocks any more, and it is cancelled, so that no more are
+        kept. From any thread; later calls do nothing."""
+        with task.lock:
+            done, task.on_let_go = task.on_let_go, None
+            nbytes, task.kept_bytes = task.kept_bytes, 0
+            if done is not None:
+                task.outstanding -= 1
+        if done is not None:
+            with self._lock:
+                self._keeping -= 1
+            self._charge("keep", -nbytes)
+            done(task, None)
+
+    def flush(self, task: PrefillTask, timeout_s: float = 30.0) -> bool:
+        """Block until everything submitted so far for the task is over (preemption: its source
+        blocks are about to be reused). Copies for others do not count. False: it was not in time,
+        a copy may still be running."""
+        return task.wait_quiet(timeout_s)
+
+    def close(self) -> None:
+        """Stop after the running operation, which ends soon if it waits for the peer. Safe to call
+        twice. What it has charged is written off now: the peer is gone, or treated so."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._put(self._end_session)
+        self._session.interrupt()
+        if self._account is not None:
+            self._account.close()
+
+    def join(self, timeout_s: float) -> bool:
+        """After `close`: wait until nothing is copied any more. False: not in time."""
+        return self._lane.wait(timeout_s)
+
+    def _keep(self, operation: _Operation) -> None:
+        """The first kept blocks of a task hold all its blocks, until `let_go`."""
+        task = operation.task
+        with task.lock:
+            kept = not task.cancelled
+            if kept:
+                fresh = [block for block in operation.remote if block not in task.kept]
+                task.kept.update(zip(operation.remote, operation.local, strict=True))
+                nbytes = len(fresh) * self._block_bytes
+                task.kept_bytes += nbytes
+                if task.on_let_go is None:
+                    task.on_let_go = operation.done
+                    task.outstanding += 1
+                    with self._lock:
+                        self._keeping += 1
+        if kept:
+            self._charge("keep", nbytes)
+        self._submit(replace(operation, verb="keep"))
+
+    def _charge(self, verb: str, nbytes: int) -> None:
+        """Count what is under way; negative: it is over."""
+        _of(metrics.KV_IN_FLIGHT, verb).inc(nbytes)
+        if self._account is not None and verb != "read":
+            (self._account.charge if nbytes >= 0 else self._account.give_back)(abs(nbytes))
+
+    def _size(self, operation: _Operation) -> int:
+        return 0 if operation.verb == "keep" else len(operation.remote) * self._block_bytes
+
+    def _submit(self, operation: _Operation) -> None:
+        with operation.task.lock:
+            operation.task.outstanding += 1
+        operation.task.submit()
+        if self._moved_now(operation):
+            return
+        self._charge(operation.verb, self._size(operation))
+        with self._lock:
+            taken = not self._closed and self._put(partial(self._do, operation))
+        if not taken:
+            self._finish(operation, HandoffError(_ENDED if self._closed else _NO_THREAD))
+
+    def _moved_now(self, operation: _Operation) -> bool:
+        """Do a small operation on the caller's thread if nothing is queued before it.
+
+        Two wake-ups of threads take longer than the copy. Returns False if it must be queued."""
+        task, now = operation.task, operation.verb != "keep" and len(operation.remote) > 0
+        if not now or self._lane.busy or self._closed or task.cancelled or task.checked:
+            return False
+        if failpoints.armed():
+            return False  # a failpoint may block the copy
+        failure: BaseException | None = None
+        move = self._session.move_now
+        try:
+            if operation.verb == "read":
+                moved = self._read(operation, partial(move, "read"))
+            else:
+                moved = self._write(operation, partial(move, "write"))
+        except Exception as exc:
+            failure, moved = self._failure(operation, exc), True
+        if moved:
+            self._over(operation, failure)
+        return moved
+
+    def _put(self, call: Callable[[], object]) -> bool:
+        """Queue a call. Returns False if no thread can be started. Call it with the lock held, so
+        that nothing is queued after the end."""
+        try:
+            self._lane.put(call)
+        except RuntimeError as exc:
+            logger.warning("nothing moves to or from %s: %s", self._name, exc)
+            return False
+        return True
+
+    def _end_session(self) -> None:
+        try:
+            self._session.close()
+        except Exception:
+            logger.exception("closing a session failed")
+
+    def _do(self, operation: _Operation) -> None:
+        failure: BaseException | None = None
+        task = operation.task
+        try:
+            if task.cancelled or self._closed:
+                failure = HandoffError("cancelled" if task.cancelled else _ENDED)
+            elif operation.verb == "read":
+                self._read(operation, self._session.read_blocks)
+            elif operation.verb == "write":
+                self._write(operation, self._session.write_blocks)
+            elif task.checked:
+                self._take_digests(operation)
+        except Exception as exc:
+            failure = self._failure(operation, exc)
+        self._finish(operation, failure)
+
+    def _failure(self, operation: _Operation, exc: Exception) -> Exception:
+        if isinstance(exc, Fenced):
+            metrics.STALE_REFUSED.labels(operation.verb).inc()
+        return exc
+
+    def _read(self, operation: _Operation, move: _Move) -> bool:
+        """Returns False if `move` did nothing."""
+        task = operation.task
+        failpoints.hit("prefill.before_read")
+        result = move(task.fence, operation.remote, operation.local)
+        if result is None:
+            return False
+        task.read_bytes += result.nbytes
+        task.read_s += result.seconds
+        _of(metrics.KV_READ_BYTES, self.transport).inc(result.nbytes)
+        _of(metrics.KV_READ_SECONDS, self.transport).observe(result.seconds)
+        return True
+
+    def _write(self, operation: _Operation, move: _Move) -> bool:
+        """Returns False if `move` did nothing."""
+        task = operation.task
+        if operation.remote:
+            failpoints.hit("prefill.before_write")
+            result = move(task.fence, operation.local, operation.remote)
+            if result is None:
+                return False
+            task.written_blocks += result.blocks
+            task.written_bytes += result.nbytes
+            task.write_s += result.seconds
+            _of(metrics.KV_WRITE_BYTES, self.transport).inc(result.nbytes)
+            _of(metrics.KV_WRITE_SECONDS, self.transport).observe(result.seconds)
+            if task.checked:
+                self._take_digests(operation)
+            failpoints.hit("prefill.after_write")
+        return True
+
+    def _take_digests(self, operation: _Operation) -> None:
+        """Now, of what was meant to be written: the source blocks may be reused afterwards."""
+        task = operation.task
+        pairs = zip(operation.local, operation.remote, strict=True)
+        checked = [(local, remote) for local, remote in pairs if remote in task.checked]
+        started = time.perf_counter()
+        made = self._digester.digest([local for local, _ in checked])
+        for index, (_, remote) in enumerate(checked):
+            task.digests[remote] = made[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
+        metrics.KV_DIGEST_SECONDS.observe(time.perf_counter() - started)
+
+    def _finish(self, operation: _Operation, failure: BaseException | None) -> None:
+        self._charge(operation.verb, -self._size(operation))
+        self._over(operation, failure)
+
+    def _over(self, operation: _Operation, failure: BaseException | None) -> None:
+        task, reads = operation.task, operation.verb == "read"
+        with task.lock:
+            task.outstanding -= 1
+        try:
+            try:
+                operation.done(task, failure)
+                if failure is not None and not reads:
+                    task.cancel()
+                    task.end(failure)
+                elif operation.last:
+                    task.last_compute = task.last_compute or time.monotonic()
+                    task.end(None)
+            finally:
+                task.submitted_over()
+        except Exception:
+            logger.exception("a transfer callback failed")
+
+
+_ENDED = "the connection to the decode worker ended"
+_NO_THREAD = "this worker cannot start a thread for the copy"

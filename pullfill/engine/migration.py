@@ -1,0 +1,142 @@
+"""Continuing a broken answer: the request that lets another decode worker go on after the tokens
+that are out, or why no request can.
+
+The tokens sent so far become the end of the prompt. The next token of a greedy answer then is what
+it would have been, and the next token of a sampled one comes from the same distribution. So a
+migration is exact unless something depends on which tokens are prompt and which are output, or
+on state that died with the worker. `FIELDS` says for every field of vLLM's SamplingParams which it
+is; of a vLLM with other fields nothing is continued (`why_never`).
+
+Pure functions over vLLM's structs; no vLLM import here.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+_GREEDY_BELOW = 1e-5
+"""vLLM's own bound: a lower temperature means argmax."""
+
+_NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
+    # field: (values with which it does nothing, why other values rule a migration out)
+    "structured_outputs": ((None,), "the state of its structured output is lost"),
+    "presence_penalty": ((0, None), "its presence penalty counts output tokens only"),
+    "frequency_penalty": ((0, None), "its frequency penalty counts output tokens only"),
+    "repetition_detection": ((None,), "its repetition detection looks at output tokens only"),
+    "thinking_token_budget": ((None,), "how much of its thinking budget is spent is lost"),
+    "watermarking": ((None, False), "its watermark depends on where the output begins"),
+    "trace_decode_token_ids": ((None,), "it replays given tokens from the first one"),
+    "extra_args": ((None, {}), "it has arguments for logits processors we do not know"),
+    "n": ((1,), "it is one of several choices (n > 1)"),
+}
+_ADJUSTED = {
+    "max_tokens", "min_tokens", "prompt_logprobs", "prompt_logprob_token_ids",
+    "prompt_logprob_start", "skip_reading_prefix_cache",
+}  # fmt: skip
+_CHECKED = {"seed", "temperature", "bad_words", "_bad_words_token_ids"}
+_WITHOUT_HISTORY = {
+    # The same for each token, or a function of prompt and output together.
+    "repetition_penalty", "top_p", "top_k", "min_p", "logit_bias", "allowed_token_ids",
+    "stop_token_ids", "ignore_eos", "_eos_token_id", "_all_stop_token_ids", "logprobs",
+    "logprob_token_ids", "flat_logprobs",
+    # What the frontend's own output processor does, which sees one uninterrupted answer.
+    "stop", "detokenize", "skip_special_tokens", "spaces_between_special_tokens",
+    "include_stop_str_in_output", "output_kind", "output_text_buffer_length", "stream_interval",
+    # About the object itself, or reported only.
+    "skip_clone", "_watermarking_skipped", "routed_experts_prompt_start",
+}  # fmt: skip
+FIELDS = _NEUTRAL.keys() | _ADJUSTED | _CHECKED | _WITHOUT_HISTORY
+"""Every field of SamplingParams that this module was written for."""
+
+REQUIRED_NAMES = {
+    "vllm.sampling_params": tuple(f"SamplingParams:{name}" for name in sorted(FIELDS)),
+    "vllm.v1.engine": (
+        "EngineCoreRequest:prompt_token_ids",
+        "EngineCoreRequest:prompt_embeds",
+        "EngineCoreRequest:mm_features",
+        "EngineCoreRequest:sampling_params",
+        "EngineCoreOutput:new_token_ids",
+        "EngineCoreOutput:events",
+    ),
+}
+
+
+def why_never(args: Any, fields: Iterable[str]) -> str:
+    """What makes every migration inexact; "" if nothing does.
+
+    args: vLLM's parsed server flags; fields: those of the installed SamplingParams."""
+    if getattr(args, "logits_processors", None):
+        return "the engine runs logits processors we do not know (--logits-processors)"
+    if getattr(args, "enable_return_routed_experts", False):
+        return "routed experts are returned by position (--enable-return-routed-experts)"
+    if unknown := sorted(set(fields) - FIELDS):
+        return f"this vLLM has sampling parameters we do not know ({', '.join(unknown)})"
+    return ""
+
+
+def why_not(request: Any, tokens: Sequence[int]) -> str:
+    """Why an answer of which `tokens` are out cannot be continued exactly; "" if it can.
+
+    request: the EngineCoreRequest as it was first sent. Reads as `it cannot: {reason}`.
+    """
+    params = request.sampling_params
+    if params is None or request.resumable:
+        return "it is not a single text generation"
+    if request.prompt_token_ids is None or request.prompt_embeds is not None:
+        return "its prompt is not made of tokens only"
+    if request.mm_features:
+        return "its prompt is not made of text only"
+    if choice_of(request.request_id, request.external_req_id):
+        return _NEUTRAL["n"][1]
+    for field, (neutral, reason) in _NEUTRAL.items():
+        if getattr(params, field) not in neutral:
+            return reason
+    if params.seed is not None and params.temperature >= _GREEDY_BELOW:
+        return "it is sampled with a seed, and the state of the generator is lost"
+    if any(_begun(word, tokens) for word in params.bad_words_token_ids or ()):
+        return "one of its bad words is half said"
+    if params.max_tokens is not None and params.max_tokens <= len(tokens):
+        return "all its tokens are out, but not why it ended"
+    return ""
+
+
+def continuation(request: Any, tokens: Sequence[int]) -> Any:
+    """A new EngineCoreRequest that goes on after `tokens`; `request` stays as it is. Only if
+    `why_not` has nothing against it. Costs a copy of the prompt."""
+    params = copy.copy(request.sampling_params)
+    if params.max_tokens is not None:
+        params.max_tokens -= len(tokens)
+    params.min_tokens = max(0, params.min_tokens - len(tokens))
+    if params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None:
+        # They came with the first token. They were also why the prefix cache was not read.
+        params.prompt_logprobs = params.prompt_logprob_token_ids = None
+        params.prompt_logprob_start = params.skip_reading_prefix_cache = None
+    result = copy.copy(request)
+    result.prompt_token_ids = [*request.prompt_token_ids, *tokens]
+    result.sampling_params = params
+    return result
+
+
+def room_for(request: Any) -> int:
+    """Tokens that prompt and answer may take together; 0 where that is not known."""
+    params = request.sampling_params
+    if params is None or params.max_tokens is None or request.prompt_token_ids is None:
+        return 0
+    return len(request.prompt_token_ids) + int(params.max_tokens)
+
+
+def choice_of(request_id: str, external_id: str | None) -> str:
+    """Which of n > 1 choices a request is: `2` for `2_cmpl-x-0-1234abcd` of `cmpl-x-0`; "" if it
+    is not one of several. With n > 1 vLLM makes one request per choice, each with n = 1."""
+    choice, _, rest = request_id.partition("_")
+    if not external_id or not choice.isdigit() or request_id.startswith(external_id):
+        return ""
+    return choice if rest.startswith(external_id) else ""
+
+
+def _begun(word: Sequence[int], tokens: Sequence[int]) -> bool:
+    """Whether `tokens` end with a beginning of `word`. vLLM looks for the word's beginning among
+    output tokens; without such an end it is either wholly there or not at all."""
+    return any(list(tokens[-n:]) == list(word[:n]) for n in range(1, len(word)))

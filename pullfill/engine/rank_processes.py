@@ -1,0 +1,81 @@
+"""The processes of an engine's ranks: none outlives the main process, and a dead one ends it.
+
+With tensor or pipeline parallelism vLLM runs each rank in a process of its own. The main process
+decides when they end; `bind_to_parent` runs in each of them, `RankWatch` in the main process. With
+one rank there are no such processes and neither does anything.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from pullfill.runtime import log
+
+logger = log.get("engine.ranks")
+
+_PR_SET_PDEATHSIG = 1
+
+
+def bind_to_parent() -> None:
+    """In a rank's process (main thread): die with the engine, by no other signal than SIGKILL.
+
+    vLLM ends a rank by closing a pipe, which one that waits for another rank in native code never
+    notices; the kernel's signal it cannot miss. A drain signals a whole process group, as does
+    Ctrl-C: then only the main process knows what is still to be finished. Does nothing elsewhere.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        logger.warning("a rank may outlive its worker: %s", os.strerror(ctypes.get_errno()))
+    if not parent.is_alive():
+        os._exit(1)  # it went before the kernel knew that we care
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def sentinels_of(core: Any) -> dict[int, int]:
+    """Descriptor that becomes readable when a rank's process ends → rank; empty without any."""
+    workers: Sequence[Any] = getattr(core.model_executor, "workers", None) or ()
+    return {handle.proc.sentinel: handle.rank for handle in workers}
+
+
+class RankWatch:
+    """Calls `on_death(text)` once when a rank's process ends before `stop`. Owns a thread while
+    there are ranks to watch.
+
+    vLLM notices as well, but takes up to ten seconds to tell, in which requests wait for nothing.
+    """
+
+    def __init__(self, sentinels: dict[int, int], on_death: Callable[[str], None]) -> None:
+        self._sentinels = sentinels
+        self._on_death = on_death
+        self._stopped = False
+        self._wake, self._end = multiprocessing.Pipe(duplex=False)
+        self._thread: threading.Thread | None = None
+        if sentinels:
+            self._thread = threading.Thread(target=self._run, name="rank-watch", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """The ranks are about to be ended. Idempotent."""
+        if not self._stopped:
+            self._stopped = True
+            self._end.close()
+            if self._thread is not None and self._thread is not threading.current_thread():
+                self._thread.join()
+            self._wake.close()
+
+    def _run(self) -> None:
+        ready = multiprocessing.connection.wait([self._wake, *self._sentinels])
+        dead = [self._sentinels[s] for s in ready if isinstance(s, int)]
+        if dead and not self._stopped:
+            self._on_death(f"the process of rank {dead[0]} ended")

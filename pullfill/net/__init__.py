@@ -1,0 +1,1 @@
+"""How processes speak over sockets: frames, the sealed channel, keys, addresses."""

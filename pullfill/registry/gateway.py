@@ -1,0 +1,387 @@
+"""One process's connection to etcd's JSON gateway, on etcd3-py's `AioClient`.
+
+Lifecycle: `EtcdRpc.connect` waits for a server, constructs the one `AioClient` of this process and
+puts a session of our own in it; `close` ends it. Belongs to the loop it was made on.
+
+What of etcd3-py is not used, and why. Its constructor asks the server for its version with a
+blocking request and dies with AttributeError when nobody answers: `_Api` is given the version,
+asked for beforehand without blocking. Its session holds 30 connections, so that 31 watches block
+a put, and checks no server certificate: replaced (sockets.py). Its models cost 29 ms for 50 keys
+and lose the difference between empty and absent: requests and answers are raw JSON, decoded by
+msgspec. Its streams drop events: `stream` yields the gateway's lines as they come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any, NamedTuple, TypeVar
+from urllib.parse import unquote, urlsplit
+
+import aiohttp
+import msgspec
+from etcd3.aio_client import AioClient
+from etcd3.baseclient import sem
+
+from pullfill.clock import SYSTEM_CLOCK, Clock
+from pullfill.errors import ConfigError, RegistryUnavailable
+from pullfill.net.security import OPEN, EtcdSecurity
+from pullfill.registry.sockets import EtcdConnector
+from pullfill.runtime.health import Health
+
+T = TypeVar("T")
+
+OLDEST = sem.Version("3.4.0")
+_UNAVAILABLE, _DEADLINE, _EXHAUSTED = 14, 4, 8
+_NOT_FOUND, _OUT_OF_RANGE, _UNAUTHENTICATED = 5, 11, 16
+_FAILURES = (aiohttp.ClientError, OSError, TimeoutError, UnicodeError)
+
+
+class LeaseNotFound(RegistryUnavailable):
+    """The lease is not, or no more, known to etcd."""
+
+
+class RevisionLost(RegistryUnavailable):
+    """The asked-for revision was compacted away, or is of another life of the store."""
+
+
+class Endpoint(NamedTuple):
+    scheme: str
+    host: str
+    port: int
+
+
+def _address(endpoint: Endpoint) -> str:
+    return f"{endpoint.scheme}://{endpoint.host}:{endpoint.port}"
+
+
+class _Api(AioClient):  # type: ignore[misc]
+    """`AioClient` that is told the server's version instead of asking for it."""
+
+    def _retrieve_version(self) -> None:
+        self.server_version_sem = sem.Version(self.server_version)
+
+
+PROBE = {"key": b"/pullfill/", "count_only": True}
+"""A request that only checks that etcd answers. It reads a key that does not exist, and whose name
+an operator can grant with etcdctl."""
+
+
+class _Version(msgspec.Struct):
+    etcdserver: str
+
+
+class _Failure(msgspec.Struct):
+    """Both forms of the gateway: of unary calls and inside streams."""
+
+    error: Any = None
+    code: int = 0
+    message: str = ""
+    grpc_code: int = 0
+
+
+class _Token(msgspec.Struct):
+    token: str = ""
+
+
+def parse_url(url: str) -> tuple[list[Endpoint], tuple[str, str] | None]:
+    """Endpoints and (user, password) of `[http[s]://][user:password@]host[:port][,...]`.
+
+    Raises ConfigError.
+    """
+    endpoints, credentials = [], None
+    for part in filter(None, (piece.strip() for piece in url.split(","))):
+        try:
+            pieces = urlsplit(part if "://" in part else f"http://{part}")
+            host, port = pieces.hostname, pieces.port or 2379
+        except ValueError:
+            host, port = None, 0
+        if not host or pieces.scheme not in {"http", "https"} or pieces.path not in {"", "/"}:
+            raise ConfigError(
+                f"cannot read etcd URL {part!r}: use http://HOST:PORT, several separated by commas"
+            )
+        if pieces.username is not None:
+            credentials = (unquote(pieces.username), unquote(pieces.password or ""))
+        endpoints.append(Endpoint(pieces.scheme, host, port))
+    if not endpoints:
+        raise ConfigError("no etcd URL given: use --etcd http://HOST:PORT")
+    return endpoints, credentials
+
+
+def redact(url: str) -> str:
+    """`url` without its user and password, for messages."""
+    return ",".join(part.rpartition("@")[2] if "@" in part else part for part in url.split(","))
+
+
+class EtcdRpc:
+    """Raw calls with deadlines and one error vocabulary.
+
+    `last_ok_at` / `last_failed_at`: seconds on `clock` when the server last answered, and when
+    it last did not (a refused, timed-out or broken call or stream).
+    `last_date`: the HTTP `Date` of the last answer to a call, "" before it. A caller reads it
+    without an `await` after its call, so that no other call comes in between.
+    """
+
+    def __init__(
+        self,
+        api: _Api,
+        endpoints: list[Endpoint],
+        credentials: tuple[str, str] | None,
+        clock: Clock,
+    ) -> None:
+        self._api = api
+        self._endpoints = endpoints
+        self._credentials = credentials
+        self._clock = clock
+        self._closed = False
+        self.health = Health("etcd", _address(endpoints[0]), clock)
+        self.last_ok_at = clock.monotonic()
+        self.last_failed_at = float("-inf")
+        self.last_date = ""
+
+    @classmethod
+    async def connect(
+        cls,
+        url: str,
+        *,
+        wait_s: float,
+        on_retry: Callable[[str], None] | None = None,
+        clock: Clock = SYSTEM_CLOCK,
+        security: EtcdSecurity = OPEN.etcd,
+    ) -> EtcdRpc:
+        """Wait up to `wait_s` for an etcd at `url`, telling `on_retry` why it takes long.
+
+        Raises ConfigError (bad URL, too old a server, wrong password), RegistryUnavailable.
+        """
+        endpoints, in_url = parse_url(url)
+        credentials = security.login() or in_url
+        tls = security.tls("etcd")
+        if tls is not None and any(end.scheme != "https" for end in endpoints):
+            raise ConfigError(
+                f"[etcd] has certificates, but {redact(url)} is not encrypted: use https://"
+            )
+        give_up = time.monotonic() + wait_s
+        pause = 0.1
+        while True:
+            session = aiohttp.ClientSession(connector=EtcdConnector(tls))
+            try:
+                rpc = cls(await _construct(session, endpoints[0]), endpoints, credentials, clock)
+                if credentials:
+                    await rpc._authenticate(2.0)
+                # A member without a leader answers /version too; a linearizable read does not lie.
+                await rpc.call("/kv/range", PROBE, dict, timeout_s=2.0)
+                return rpc
+            except (RegistryUnavailable, *_FAILURES) as exc:
+                await session.close()
+                if isinstance(exc, aiohttp.ClientSSLError):
+                    raise ConfigError(
+                        f"no TLS with etcd at {redact(url)} ({_cause(exc)}): check ca, cert and "
+                        "key of [etcd] in the --security file, and the host name in the URL"
+                    ) from exc
+                why = str(exc) or type(exc).__name__
+            except BaseException:
+                await session.close()
+                raise
+            left = give_up - time.monotonic()
+            if left <= 0:
+                raise RegistryUnavailable(
+                    f"etcd at {redact(url)} did not answer within {wait_s:g} s ({why}): start it "
+                    "(`pullfill up` starts one), or name another with --etcd URL"
+                )
+            if on_retry is not None:
+                on_retry(f"etcd at {redact(url)} does not answer yet ({why}); "
+                         f"trying for another {left:.0f} s")  # fmt: skip
+            endpoints = endpoints[1:] + endpoints[:1]
+            await asyncio.sleep(min(pause, max(left, 0.0)))
+            pause = min(pause * 2, 1.0)
+
+    async def call(self, path: str, request: Any, kind: type[T], *, timeout_s: float) -> T:
+        """POST `request` to the unary `path` and decode the answer as `kind`.
+
+        Raises RegistryUnavailable (LeaseNotFound, RevisionLost), ConfigError when refused.
+        """
+        body = await self._post(path, request, timeout_s)
+        try:
+            return msgspec.json.decode(body, type=kind, strict=False)
+        except (msgspec.MsgspecError, ValueError) as exc:
+            raise RegistryUnavailable(f"etcd answered {path} with something else: {exc}") from exc
+
+    async def _post(self, path: str, request: Any, timeout_s: float) -> bytes:
+        for fresh_token in (False, True):
+            token = self._api.token
+            try:
+                status, body = await self._exchange(path, request, timeout_s)
+            except _FAILURES as exc:
+                raise self._lost(exc) from exc
+            if status == 200:
+                self.last_ok_at = self._clock.monotonic()
+                self.health.ok()
+                return body
+            failure = _read_failure(body)
+            if self._credentials and failure.code == _UNAUTHENTICATED and not fresh_token:
+                if self._api.token == token:  # nobody else renewed it meanwhile
+                    await self._authenticate(timeout_s)
+                continue
+            break
+        raise self.refused(failure, status)
+
+    async def _exchange(
+        self, path: str, request: Any, timeout_s: float, *, anonymous: bool = False
+    ) -> tuple[int, bytes]:
+        if self._closed:
+            raise RegistryUnavailable("the etcd client is closed")
+        token = self._api.token
+        if anonymous:
+            self._api.token = None  # only while the request is built, which does not await
+        try:
+            call = self._api.call_rpc(
+                path,
+                data=msgspec.json.encode(request),
+                raw=True,
+                timeout=aiohttp.ClientTimeout(total=timeout_s),
+            )
+        finally:
+            self._api.token = token
+        async with call as response:
+            body = await response.read()
+        self.last_date = response.headers.get("Date", "")
+        return response.status, body
+
+    async def _authenticate(self, timeout_s: float) -> None:
+        assert self._credentials is not None
+        name, password = self._credentials
+        request = {"name": name, "password": password}
+        try:
+            status, body = await self._exchange(
+                "/auth/authenticate", request, timeout_s, anonymous=True
+            )
+        except _FAILURES as exc:
+            raise self._lost(exc) from exc
+        if status != 200:
+            raise self.refused(_read_failure(body), status)
+        self._api.token = msgspec.json.decode(body, type=_Token).token
+
+    @contextlib.asynccontextmanager
+    async def stream(
+        self, path: str, request: Any, *, open_s: float, idle_s: float
+    ) -> AsyncIterator[AsyncIterator[bytes]]:
+        """POST `request` and give the answer's lines as they come.
+
+        The answer must begin within `open_s`; `TimeoutError` after `idle_s` of silence, which is
+        no failure. Everything else that ends it is RegistryUnavailable; so is its end.
+        """
+        if self._closed:
+            raise RegistryUnavailable("the etcd client is closed")
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=open_s)
+        try:
+            async with asyncio.timeout(open_s):
+                response = await self._api.call_rpc(
+                    path, data=msgspec.json.encode(request), raw=True, timeout=timeout
+                )
+        except _FAILURES as exc:
+            raise self._lost(exc) from exc
+        try:
+            if response.status != 200:
+                try:
+                    async with asyncio.timeout(open_s):
+                        body = await response.read()
+                except _FAILURES as exc:
+                    raise self._lost(exc) from exc
+                failure = _read_failure(body)
+                if failure.code == _UNAUTHENTICATED and self._credentials:
+                    await self._authenticate(open_s)
+                raise self.refused(failure, response.status)
+            yield self._lines(response, idle_s)
+        finally:
+            response.close()
+
+    async def _lines(self, response: aiohttp.ClientResponse, idle_s: float) -> AsyncIterator[bytes]:
+        buffer = bytearray()
+        while True:
+            try:
+                async with asyncio.timeout(idle_s) as deadline:
+                    chunk = await response.content.readany()
+            except _FAILURES as exc:
+                if deadline.expired():
+                    raise
+                raise self._lost(exc) from exc
+            if not chunk:
+                raise self._lost(EOFError("etcd ended the stream"))
+            searched = len(buffer)
+            buffer += chunk
+            while (end := buffer.find(b"\n", searched)) >= 0:
+                line = bytes(buffer[:end])
+                del buffer[: end + 1]
+                searched = 0
+                if line:
+                    yield line
+
+    def refused(self, failure: _Failure, status: int = 200) -> RegistryUnavailable | ConfigError:
+        """The error that an answer other than success stands for."""
+        code = failure.code or failure.grpc_code
+        text = failure.message or str(failure.error or f"HTTP {status}")
+        if code == _NOT_FOUND and "lease" in text:
+            return LeaseNotFound(f"etcd: {text}")
+        if code == _OUT_OF_RANGE:
+            return RevisionLost(f"etcd: {text}")
+        if code in {_UNAVAILABLE, _DEADLINE, _EXHAUSTED, _UNAUTHENTICATED} or status >= 500:
+            return self._lost(RuntimeError(f"etcd: {text}"))
+        advice = ""
+        if "CommonName" in text:
+            advice = ": with logins on, etcd takes only client certificates without a common name"
+        if any(word in text for word in ("user", "password", "permission", "authentication")):
+            advice = ": check user and password_file of [etcd] in the --security file"
+        return ConfigError(f"etcd refused the request: {text}{advice}")
+
+    def _lost(self, cause: BaseException) -> RegistryUnavailable:
+        """Note the failure, and try the next endpoint from now on."""
+        self.last_failed_at = self._clock.monotonic()
+        failed = Endpoint(self._api.protocol, self._api.host, self._api.port)
+        if len(self._endpoints) > 1 and failed == self._endpoints[0]:
+            self._endpoints = self._endpoints[1:] + self._endpoints[:1]
+            self._api.protocol, self._api.host, self._api.port = self._endpoints[0]
+        why = str(cause) or ("no answer in time" if isinstance(cause, TimeoutError) else "")
+        why = why or type(cause).__name__
+        self.health.where = _address(failed)
+        self.health.failed(why)
+        return RegistryUnavailable(f"etcd at {failed.host}:{failed.port} does not answer: {why}")
+
+    async def close(self) -> None:
+        """End all connections; later calls raise RegistryUnavailable. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            await self._api.close()
+
+
+async def _construct(session: aiohttp.ClientSession, endpoint: Endpoint) -> _Api:
+    """Ask the server's version, then make the client over `session`. Does not close `session`."""
+    host = f"[{endpoint.host}]" if ":" in endpoint.host else endpoint.host
+    url = f"{endpoint.scheme}://{host}:{endpoint.port}/version"
+    async with session.get(url, timeout=aiohttp.ClientTimeout(total=2.0)) as response:
+        body = await response.read()
+    try:
+        text = msgspec.json.decode(body, type=_Version).etcdserver
+        version = sem.Version(text)
+    except (msgspec.MsgspecError, ValueError):
+        raise RegistryUnavailable("the server there is not an etcd, or not ready") from None
+    if version < OLDEST:
+        raise ConfigError(f"etcd {version} is too old: need {OLDEST} or later")
+    api = _Api(host=host, port=endpoint.port, protocol=endpoint.scheme, server_version=text)
+    await api.session.close()
+    api.session = session
+    return api
+
+
+def _cause(exc: BaseException) -> str:
+    """The TLS error inside aiohttp's."""
+    inner = getattr(exc, "certificate_error", None) or getattr(exc, "os_error", None) or exc
+    return str(getattr(inner, "verify_message", "") or getattr(inner, "reason", "") or inner)
+
+
+def _read_failure(body: bytes) -> _Failure:
+    try:
+        return msgspec.json.decode(body, type=_Failure, strict=False)
+    except (msgspec.MsgspecError, ValueError):
+        return _Failure(message=body[:200].decode("utf-8", "replace").strip())

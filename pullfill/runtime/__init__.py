@@ -1,0 +1,1 @@
+"""What every process has: log, metrics, probes, its way to end, threads, timers, memory."""

@@ -1,0 +1,88 @@
+"""Whether NATS or etcd answers this process, since when, and why not.
+
+Each connection owns one `Health` for as long as it lives. Its loop writes it; any thread may read
+it. Status, /ready, `pullfill explain` and `pullfill_up` are told from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import msgspec
+from prometheus_client import Gauge
+
+from pullfill.clock import SYSTEM_CLOCK, Clock
+from pullfill.wire.records import ServerStatus
+
+UP = Gauge("pullfill_up", "Whether the server answers this process: 1 or 0", ["server"])
+
+NAMES = {"nats": "NATS", "etcd": "etcd"}
+CONNECTION = "connection"
+
+
+class Health:
+    """The state of one server as this process sees it.
+
+    A server has parts that are checked separately: the connection, JetStream, pulls. It is up while
+    no part fails.
+
+    server: "nats" or "etcd".
+    where: its address, without a login.
+    on_change: called on the loop each time the server goes down or comes up.
+    """
+
+    def __init__(self, server: str, where: str = "", clock: Clock = SYSTEM_CLOCK) -> None:
+        self.server = server
+        self.where = where
+        self.on_change: Callable[[], None] = lambda: None
+        self._clock = clock
+        self._errors = {CONNECTION: "not connected yet"}
+        self._since = clock.monotonic()
+        UP.labels(server).set(0)
+
+    @property
+    def up(self) -> bool:
+        return not self._errors
+
+    def ok(self, part: str = CONNECTION) -> None:
+        """Note that `part` answered."""
+        if self._errors.pop(part, None) is not None and self.up:
+            self._turn()
+
+    def failed(self, cause: str, part: str = CONNECTION) -> None:
+        """Note that `part` did not answer. cause: for people."""
+        was_up = self.up
+        name = f"{NAMES[self.server]} at {self.where}"
+        self._errors[part] = f"{self.where}: {cause.removeprefix(name).lstrip(': ')}"
+        if was_up:
+            self._turn()
+
+    def status(self) -> ServerStatus:
+        """`since_s`: seconds since it last went down or came up. Any thread."""
+        errors = list(self._errors.values())
+        return ServerStatus(
+            up=not errors,
+            since_s=self._clock.monotonic() - self._since,
+            error=errors[0] if errors else None,
+        )
+
+    def outage(self) -> str:
+        """One line for people, "" while it is up."""
+        return outage_of(self.server, self.status())
+
+    def _turn(self) -> None:
+        self._since = self._clock.monotonic()
+        UP.labels(self.server).set(self.up)
+        self.on_change()
+
+
+def outage_of(server: str, status: ServerStatus) -> str:
+    """One line for people, "" while the server is up."""
+    if status.up:
+        return ""
+    return f"{NAMES.get(server, server)} unreachable for {status.since_s:.0f} s: {status.error}"
+
+
+def servers_json(*healths: Health) -> Mapping[str, object]:
+    """`servers` of a status: {"nats": {"up", "since_s", "error"}, ...}."""
+    return {health.server: msgspec.to_builtins(health.status()) for health in healths}

@@ -1,0 +1,130 @@
+"""How a worker process ends.
+
+The first SIGTERM or SIGINT starts a drain: the worker takes no new work and finishes what it has.
+The second one ends the process at once. `exit_within` ends a process whose way out hangs.
+`stop_listening` closes a server without losing a connection that it is accepting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Awaitable, Callable
+from typing import NoReturn
+
+from pullfill.runtime import log
+
+logger = log.get("lifecycle")
+
+EXIT_S = 20.0
+"""Longest way out, from the end of a drain or from being forced. All steps of it are bounded and
+together shorter; this is for what nobody thought of."""
+
+
+class Stop:
+    """`drain`: finish what you have, then exit 0. `force`: exit now. Both are sticky."""
+
+    def __init__(self) -> None:
+        self.drain = asyncio.Event()
+        self.force = asyncio.Event()
+        self.reason = ""
+        self._signalled = False
+
+    def install(self) -> None:
+        """SIGTERM and SIGINT on the running loop."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.ask, signal.Signals(number).name)
+
+    def ask(self, reason: str) -> None:
+        """Ask to drain; asked by a second signal, force. What else asked before does not count: who
+        revokes a lease and then signals wants the drain."""
+        signalled = reason.startswith("SIG")
+        if signalled and self._signalled:
+            self.now(f"{reason} again")
+            return
+        self._signalled |= signalled
+        self.reason = self.reason or reason
+        logger.info("%s: draining%s", reason, " (once more forces)" if signalled else "")
+        self.drain.set()
+
+    def now(self, reason: str) -> None:
+        """Force."""
+        logger.warning("%s: stopping now", reason)
+        self.reason = self.reason or reason
+        self.drain.set()
+        self.force.set()
+        exit_within(EXIT_S, 1)
+
+    async def race(self, work: Awaitable[object], timeout_s: float) -> bool:
+        """Wait for `work` at most `timeout_s` or until forced. True when it finished."""
+        task = asyncio.ensure_future(work)
+        forced = asyncio.ensure_future(self.force.wait())
+        await asyncio.wait({task, forced}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        done = task.done()
+        for future in (task, forced):
+            future.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await future
+        return done
+
+
+def exit_within(seconds: float, code: int) -> None:
+    """End this process with `code` after that time if it is still there then: whatever hangs, the
+    event loop included, and whoever reads our log."""
+    message = "the way out took longer than %g s: leaving at once"
+    say = threading.Timer(seconds, logger.error, (message, seconds))
+    end = threading.Timer(seconds + 0.1, os._exit, (code,))
+    for timer in (say, end):
+        timer.daemon = True
+        timer.start()
+
+
+_last: list[Callable[[], None]] = []
+
+
+def at_leave(work: Callable[[], None]) -> Callable[[], None]:
+    """Have `leave` call `work`, which must not block. For what would outlive the process, like
+    files in shared memory, when it fails before it can close anything. Returns what undoes it."""
+    _last.append(work)
+    return lambda: _last.remove(work) if work in _last else None
+
+
+def leave(code: int) -> NoReturn:
+    """End this process now, what it printed included: no thread, exit hook or event loop that
+    closes can hold it."""
+    for work in list(_last):
+        with contextlib.suppress(Exception):
+            work()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+async def stop_listening(server: asyncio.Server) -> None:
+    """Close `server`, and wait until each accepted connection has reached its protocol.
+
+    `Server.close` alone can lose a connection that was accepted just before it
+    (python/cpython#109564). No object closes its socket, and the peer waits until the garbage
+    collector does.
+    """
+    loop = server.get_loop()
+    for listener in server.sockets:
+        loop.remove_reader(listener)
+    for _ in range(3):  # turns of the loop: make the transport, call the protocol, start a task
+        await asyncio.sleep(0)
+    server.close()
+
+
+async def until(*events: asyncio.Event) -> None:
+    """Return when the first of `events` is set."""
+    waits = [asyncio.ensure_future(e.wait()) for e in events]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()

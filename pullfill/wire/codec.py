@@ -1,0 +1,105 @@
+"""How structs are encoded between processes, and what decides whether two workers fit.
+
+Encoding is msgpack through msgspec: strict types, unknown fields refused, no pickle.
+Each top-level message carries `v`; a reader refuses another version with `BadMessage`.
+Sizes are bytes, times are seconds unless the name ends in `_ms`. Durations are relative:
+clocks of two hosts are never compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from pullfill.errors import BadMessage
+
+WIRE_VERSION = 5
+
+U32 = Annotated[int, Meta(ge=0, le=2**32 - 1)]
+Count = Annotated[int, Meta(ge=0)]
+Id = Annotated[str, Meta(min_length=1, max_length=128)]
+Finite = Annotated[float, Meta(ge=-1e12, le=1e12)]
+"""Neither infinite nor NaN: one such duration would spoil a histogram's sum or a timer for good."""
+MAX_TEXT = 2048
+Text = Annotated[str, Meta(max_length=MAX_TEXT)]
+Version = Annotated[int, Meta(ge=WIRE_VERSION, le=WIRE_VERSION)]
+
+
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Base of all wire structs."""
+
+
+T = TypeVar("T")
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    """msgpack bytes of `message`."""
+    return msgspec.msgpack.encode(message)
+
+
+def decode(data: bytes | bytearray | memoryview, kind: type[T]) -> T:
+    """Strictly decode `data` as `kind`. Raises BadMessage (never a msgspec error)."""
+    try:
+        return _decoder(kind).decode(data)  # type: ignore[no-any-return, arg-type]
+    except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
+        raise BadMessage(f"not a valid {getattr(kind, '__name__', kind)}: {exc}") from exc
+
+
+def decoder(kind: Any) -> Callable[[bytes], Any]:
+    """Return `decode` for one kind. Use it where many messages of this kind are decoded.
+
+    It saves `decode`'s search for the decoder of a union, which costs as much as the decoding."""
+    known, name = _decoder(kind), getattr(kind, "__name__", kind)
+
+    def decode_one(data: bytes) -> Any:
+        try:
+            return known.decode(data)
+        except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
+            raise BadMessage(f"not a valid {name}: {exc}") from exc
+
+    return decode_one
+
+
+@cache
+def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
+    """Made once: for a union of messages that takes twenty times as long as decoding one."""
+    return msgspec.msgpack.Decoder(kind)
+
+
+class Compat(Message, frozen=True, kw_only=True):
+    """What two workers must share to exchange KV bytes. Compared field by field at join.
+
+    attention, kv_scales: see engine/attention.py.
+    """
+
+    model: str
+    model_fingerprint: str
+    vllm: str
+    dtype: str
+    kv_cache_dtype: str
+    block_size: Count
+    layout: str
+    num_layers: Count
+    num_kv_heads: Count
+    page_bytes: Count
+    isa: str
+    attention: str
+    kv_scales: str
+
+    def hash(self) -> str:
+        """16 hex digits over all fields; names the job stream."""
+        import hashlib
+
+        return hashlib.blake2b(msgspec.json.encode(self), digest_size=8).hexdigest()
+
+    def differs_from(self, other: Compat) -> list[tuple[str, object, object]]:
+        """(field, ours, theirs) for each field that differs."""
+        return [
+            (name, getattr(self, name), getattr(other, name))
+            for name in self.__struct_fields__
+            if getattr(self, name) != getattr(other, name)
+        ]

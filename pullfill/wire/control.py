@@ -1,0 +1,296 @@
+"""The messages between a prefill worker and a decode worker, on the control channel.
+
+`ToDecode` and `ToPrefill` list what each side may send.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Annotated
+
+from msgspec import Meta
+
+from pullfill.wire.codec import WIRE_VERSION, Count, Finite, Id, Message, Text, Version
+from pullfill.wire.records import RegionDescriptor
+
+ALIVE_INTERVAL_S = 1.0
+SILENT_S = 5.0
+
+
+class RefuseReason(enum.StrEnum):
+    """Why a claim got no grant."""
+
+    UNKNOWN_JOB = "unknown_job"
+    STALE_INCARNATION = "stale_incarnation"
+    COMMITTED = "committed"
+    CLOSED = "closed"
+    HELD = "held"
+    """It cannot be granted now, but soon: claim again after `retry_after_s`."""
+    IN_PROGRESS = "in_progress"
+    """Another prefill worker, which is alive, works on it: forget this delivery, settle nothing."""
+
+
+class DigestMode(enum.StrEnum):
+    """Which of the written blocks the decode worker checks before it uses them."""
+
+    OFF = "off"
+    SAMPLE = "sample"
+    FULL = "full"
+
+
+class KvMode(enum.StrEnum):
+    """How KV comes into the decode worker's blocks. Its choice, said in each grant."""
+
+    PUSH_ASYNC = "push_async"
+    """The prefill worker writes each chunk while it computes the next one."""
+    PUSH = "push"
+    """It writes each chunk before it computes the next one."""
+    PULL = "pull"
+    """It keeps the blocks until the decode worker has read them."""
+
+
+class FenceToken(Message, frozen=True, kw_only=True):
+    """The right to touch a grant's blocks: valid while slot `slot` holds `epoch`."""
+
+    slot: Count
+    epoch: Annotated[int, Meta(ge=0, le=2**63 - 1)]
+
+
+Secret32 = Annotated[bytes, Meta(min_length=32, max_length=32)]
+
+
+class AuthHello(Message, tag="auth_hello", frozen=True, kw_only=True):
+    """Comes before `Hello` where there is a cluster key (`channel.py`)."""
+
+    v: Version = WIRE_VERSION
+    nonce: Secret32
+
+
+class AuthChallenge(Message, tag="auth_challenge", frozen=True, kw_only=True):
+    """The decode worker's nonce, and its proof over both."""
+
+    nonce: Secret32
+    proof: Secret32
+
+
+class AuthProof(Message, tag="auth_proof", frozen=True, kw_only=True):
+    """The prefill worker's proof. Every frame after it is sealed, in both directions."""
+
+    proof: Secret32
+
+
+class Hello(Message, tag="hello", frozen=True, kw_only=True):
+    """First message of a prefill worker on a control connection.
+
+    regions: the worker's own KV memory, one region for each rank, for decode workers that pull.
+    Empty: nobody can read it.
+    computes: digest of everything that decides how this worker rounds (engine/computes.py). Empty:
+    its prefills are never checked."""
+
+    v: Version = WIRE_VERSION
+    prefill_instance: Id
+    host_id: Id
+    compat: Id
+    transports: list[str]
+    regions: tuple[RegionDescriptor, ...] = ()
+    computes: Text = ""
+
+
+class Welcome(Message, tag="welcome", frozen=True, kw_only=True):
+    """The decode worker accepts the connection."""
+
+    v: Version = WIRE_VERSION
+    decode_instance: Id
+    incarnation: Id
+
+
+class Goodbye(Message, tag="goodbye", frozen=True, kw_only=True):
+    """The decode worker refuses the connection; `reason` is for people."""
+
+    reason: Text
+
+
+class Load(Message, frozen=True, kw_only=True):
+    """The load of a prefill worker.
+
+    tokens_per_s: prompt tokens that it computes in a second of work. 0: it has computed none yet.
+    done_tokens: tokens that are computed and belong to jobs that are not committed.
+    pool: number of prefill workers that take jobs. 0: the decode worker is connected to all."""
+
+    tokens_per_s: Finite = 0.0
+    done_tokens: Count = 0
+    pool: Count = 0
+
+
+class Claim(Message, tag="claim", frozen=True, kw_only=True):
+    """Ask for a grant. `ack_subject` lets the decode worker hand the delivery back to the
+    queue at once (a NAK on the worker's behalf) if this worker dies."""
+
+    rid: Count
+    job_id: Id
+    incarnation: Id
+    delivery: Count
+    ack_subject: Text = ""
+    load: Load = Load()
+
+
+class Grant(Message, tag="grant", frozen=True, kw_only=True):
+    """The right to write the job's blocks, and to read the blocks of its prefix hit.
+
+    It holds for at most `deadline_s` from receipt, while `fence` is valid.
+
+    job_digest: digest of the published body, which includes the block IDs. A prefill worker whose
+    body has another digest must touch no block.
+    kv_digest: which digest of the written blocks the commit must carry.
+    mode: how the KV gets into the blocks. With `pull` the prefill worker writes nothing and sends
+    `Ready`."""
+
+    rid: Count
+    job_id: Id
+    attempt: Annotated[int, Meta(ge=1)]
+    incarnation: Id
+    deadline_s: Finite
+    job_digest: bytes
+    fence: FenceToken
+    kv_digest: DigestMode = DigestMode.OFF
+    mode: KvMode = KvMode.PUSH_ASYNC
+
+
+class Refused(Message, tag="refused", frozen=True, kw_only=True):
+    """No grant.
+
+    retry_after_s: claim again after this time. None: do not claim again, and ack the delivery. With
+    the reason `in_progress` do not ack it either: the worker that holds the job will."""
+
+    rid: Count
+    job_id: Id
+    reason: RefuseReason
+    retry_after_s: Finite | None = None
+
+
+class StageTimings(Message, frozen=True, kw_only=True):
+    """What the prefill worker measured for one attempt, milliseconds. tail_ms: from the end of the
+    last chunk's computation to the commit; the part of the writing that nothing overlaps."""
+
+    queue_ms: Finite = 0.0
+    claim_ms: Finite = 0.0
+    prefix_read_ms: Finite = 0.0
+    prefill_ms: Finite = 0.0
+    kv_write_ms: Finite = 0.0
+    tail_ms: Finite = 0.0
+
+
+class Commit(Message, tag="commit", frozen=True, kw_only=True):
+    """All writes of attempt are in decode memory. `parts`: (rank × chunk) writes done;
+    `blocks`: blocks written; `digest`: of the written bytes, if digests are on. `transport`: over
+    which it was written; `why_not_better`: "name: reason" for each better one, for people."""
+
+    rid: Count
+    job_id: Id
+    attempt: Count
+    incarnation: Id
+    parts: Count
+    blocks: Count
+    kv_bytes: Count
+    prefix_read_bytes: Count = 0
+    timings: StageTimings
+    digest: bytes | None = None
+    transport: Text = ""
+    why_not_better: tuple[Text, ...] = ()
+
+
+class Ready(Message, tag="ready", frozen=True, kw_only=True):
+    """Pull: all of the attempt is computed. `block_ids` are the prefill worker's own blocks, one
+    for each block that would have been written, in their order; `fence` is the right to read them,
+    in its own region. Answered by `CommitReply` once they are read, or not needed."""
+
+    rid: Count
+    job_id: Id
+    attempt: Count
+    incarnation: Id
+    parts: Count
+    block_ids: bytes
+    fence: FenceToken
+    prefix_read_bytes: Count = 0
+    timings: StageTimings
+    digest: bytes | None = None
+
+
+class CommitReply(Message, tag="commit_reply", frozen=True, kw_only=True):
+    """ok False: the attempt was not current any more; its bytes will not be used."""
+
+    rid: Count
+    job_id: Id
+    ok: bool
+    reason: Text = ""
+
+
+class Progress(Message, tag="progress", frozen=True, kw_only=True):
+    """A part of the attempt was computed or copied since the last `Progress`. Extends its deadline.
+
+    blocks: number of blocks written since then.
+    write_s: seconds that these writes took."""
+
+    job_id: Id
+    attempt: Count
+    incarnation: Id
+    blocks: Count = 0
+    write_s: Finite = 0.0
+
+
+class GiveUp(Message, tag="give_up", frozen=True, kw_only=True):
+    """The attempt is given up, and its writer is quiet. retry: another attempt may succeed."""
+
+    job_id: Id
+    attempt: Count
+    incarnation: Id
+    cause: Text
+    retry: bool
+
+
+class Revoke(Message, tag="revoke", frozen=True, kw_only=True):
+    """Stop working on the attempt: abort, then answer `DrainAck`."""
+
+    job_id: Id
+    attempt: Count
+    incarnation: Id
+    reason: Text
+
+
+class DrainAck(Message, tag="drain_ack", frozen=True, kw_only=True):
+    """Drain-ack: no byte of the attempt can land any more."""
+
+    job_id: Id
+    attempt: Count
+    incarnation: Id
+
+
+class Draining(Message, tag="draining", frozen=True, kw_only=True):
+    """The prefill worker drains: it pulls no more jobs, and finishes those it was granted."""
+
+
+class Heartbeat(Message, tag="heartbeat", frozen=True, kw_only=True):
+    """A prefill worker sends it regularly (net/heartbeat.py), and the decode worker returns it.
+
+    Each side treats the other as gone when it hears nothing for SILENT_S or a little more.
+
+    pulls: False while the prefill worker's engine is stuck or NATS does not answer it. A change is
+    sent at once.
+    why: the reason if `pulls` is False, for people.
+    busy: the prefill worker computes for some decode worker, or has since the last Heartbeat of
+    this connection. Then a job that nobody claims may just wait for its turn."""
+
+    pulls: bool = True
+    why: Text = ""
+    busy: bool = False
+    load: Load = Load()
+
+
+class Trial(Message, tag="trial", frozen=True, kw_only=True):
+    """A job of the self-check, encoded as on the stream. Only its receiver runs it."""
+
+    job: bytes
+
+
+ToDecode = Hello | Claim | Progress | Commit | Ready | GiveUp | DrainAck | Draining | Heartbeat
+ToPrefill = Welcome | Goodbye | Grant | Refused | CommitReply | Revoke | Heartbeat | Trial

@@ -1,0 +1,343 @@
+"""What is kept in etcd or shown to people: worker records, settings, explain records.
+
+Part of the wire (docs/wire.md); imported through `pullfill.wire`.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Annotated
+
+from msgspec import Meta
+
+from pullfill.wire.codec import WIRE_VERSION, Compat, Count, Finite, Id, Message, Text, Version
+
+
+class RegionDescriptor(Message, frozen=True, kw_only=True):
+    """One rank's registered KV memory: how a peer finds (layer, block, KV head) bytes.
+
+    Address of the run (layer l, block b, head h) is
+    `base_offset + l*layer_stride + b*block_stride + h*head_stride`, `page_bytes` long.
+    endpoints: transport name -> address understood by that transport.
+    epoch: changes whenever the pages behind the region change.
+    first_head, first_layer: where the region's heads and layers are in the whole model, when it is
+    split over `world_size` ranks.
+    """
+
+    v: Version = WIRE_VERSION
+    instance_id: Id
+    incarnation: Id
+    rank: Count
+    world_size: Annotated[int, Meta(ge=1)] = 1
+    host_id: Id
+    epoch: Count
+    nbytes: Count
+    base_offset: Count
+    num_layers: Count
+    num_blocks: Count
+    num_kv_heads: Count
+    first_head: Count = 0
+    first_layer: Count = 0
+    block_size: Count
+    page_bytes: Count
+    layer_stride: Count
+    block_stride: Count
+    head_stride: Count
+    compat: Compat
+    endpoints: dict[str, str]
+
+
+class WorkerState(enum.StrEnum):
+    """READY takes work; DRAINING finishes what it has; LOST: its key is gone or it is silent."""
+
+    READY = "ready"
+    DRAINING = "draining"
+    LOST = "lost"
+
+
+class WorkerRecord(Message, frozen=True, kw_only=True):
+    """`workers/{role}/{instance_id}`: one process, on its lease.
+
+    data: ZMQ address for requests (decode); control: TCP address for claims (decode);
+    http: base URL of the probe server (/live /ready /metrics /status).
+    restarts: how often `pullfill up` has started it again.
+    """
+
+    v: Version = WIRE_VERSION
+    instance_id: Id
+    incarnation: Id
+    role: str
+    state: WorkerState
+    model: str
+    model_path: str = ""
+    compat: Compat | None = None
+    host: str
+    host_id: Id
+    pid: Count
+    started_at: Finite
+    http: str = ""
+    data: str = ""
+    control: str = ""
+    max_model_len: Count = 0
+    world_size: Count = 1
+    version: str = ""
+    restarts: Count = 0
+
+
+# --------------------------------------------------------------------------- router settings
+
+
+class RouterPolicy(enum.StrEnum):
+    CONDITIONAL = "conditional"
+    ALWAYS_LOCAL = "always_local"
+    ALWAYS_REMOTE = "always_remote"
+
+
+class RouterConfig(Message, frozen=True, kw_only=True):
+    """`config/router`, JSON in etcd, watched by decode workers (hot).
+
+    max_local_prefill_length: tokens beyond the prefix hit that are still prefilled locally.
+    max_prefill_queue_size: jobs waiting in the queue, those in work not counted, above which
+    prefill stays local.
+    max_queue_wait_s: prefill stays local if a job is expected to wait longer in the queue.
+    max_remote_kv_fraction: share of the KV cache that open remote prefills may bind.
+    remote_timeout_s: how long a remote prefill may take before the prompt is prefilled locally. If
+    it is expected to take long, it gets more time.
+    claim_timeout_s: how long of that it may wait for a prefill worker to claim it. If it is
+    expected to wait long, it gets more time.
+    """
+
+    policy: RouterPolicy = RouterPolicy.CONDITIONAL
+    max_local_prefill_length: Annotated[int, Meta(ge=0)] = 512
+    max_prefill_queue_size: Annotated[int, Meta(ge=0)] = 64
+    max_queue_wait_s: Annotated[float, Meta(gt=0, le=3600)] = 10.0
+    max_remote_kv_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.5
+    remote_timeout_s: Annotated[float, Meta(gt=0, le=3600)] = 30.0
+    claim_timeout_s: Annotated[float, Meta(gt=0, le=3600)] = 10.0
+
+
+# --------------------------------------------------------------------------- queue settings
+
+
+class QueueSettings(Message, frozen=True, kw_only=True):
+    """`config/queue`, JSON in etcd, watched by decode and prefill workers.
+
+    None: not set. Then a new stream gets pullfill's default, and a stream that exists keeps what
+    it has.
+
+    replicas: servers of a NATS cluster that hold each stream.
+    max_bytes: size of the job stream above which a new job is refused.
+    max_jobs: jobs pending and in flight above which a new job is refused.
+    ack_wait_s: silence of a prefill worker after which NATS delivers its job again.
+    max_deliver: deliveries of one job, after which it is a dead letter.
+    publish_timeout_s: silence of NATS after which a decode worker prefills locally.
+    """
+
+    replicas: Annotated[int, Meta(ge=1, le=5)] | None = None
+    max_bytes: Annotated[int, Meta(ge=1)] | None = None
+    max_jobs: Annotated[int, Meta(ge=1)] | None = None
+    ack_wait_s: Annotated[float, Meta(ge=1, le=3600)] | None = None
+    max_deliver: Annotated[int, Meta(ge=1, le=100)] | None = None
+    publish_timeout_s: Annotated[float, Meta(ge=0.05, le=60)] | None = None
+
+
+# --------------------------------------------------------------------------- suspects
+
+
+class SuspectRecord(Message, frozen=True, kw_only=True):
+    """`suspects/{fingerprint}`: a request that no frontend sends to a decode worker while the key
+    lives. deaths: decode workers that died with it. until: when the key's lease ends, in seconds
+    since 1970 by the writer's clock; for people only."""
+
+    v: Version = WIRE_VERSION
+    fingerprint: Id
+    deaths: Count
+    prompt_tokens: Count
+    until: Finite
+
+
+class DeathRecord(Message, frozen=True, kw_only=True):
+    """`probations/deaths/{instance_id}/{frontend}`: which requests without an output a frontend had
+    at a decode worker that died, by fingerprint.
+
+    process: names the worker's process.
+    suspects: those that had been at a worker that died before.
+    others: all others.
+    """
+
+    v: Version = WIRE_VERSION
+    process: Text
+    suspects: list[Text]
+    others: list[Text]
+
+
+class ProbationRecord(Message, frozen=True, kw_only=True):
+    """`probations/of/{fingerprint}` and `probations/at/{instance_id}`: a request that is tried at a
+    decode worker. lease: of these keys, and of the answers to them."""
+
+    v: Version = WIRE_VERSION
+    fingerprint: Text
+    frontend: Id
+    lease: int
+
+
+# --------------------------------------------------------------------------- self-check
+
+
+class SelfCheck(Message, frozen=True, kw_only=True):
+    """`self_checks/{pair}`: whether remote prefills of two kinds of workers equal local ones.
+
+    kv_difference: largest relative difference of the KV of one block in one layer. None: this
+    KV cache type cannot be read as numbers.
+    logprob_difference: largest difference of a log probability of the next token. None: vLLM would
+    compile something first, so it was not asked.
+    kv_tolerance, logprob_tolerance: what rounding explains.
+    """
+
+    v: Version = WIRE_VERSION
+    passed: bool
+    kv_difference: Finite | None
+    kv_tolerance: Finite
+    logprob_difference: Finite | None
+    logprob_tolerance: Finite
+    decode_instance: Id
+    prefill_instance: Id
+    checked_at: Finite
+
+    def advice(self, prefill_instance: str = "", decode_instance: str = "") -> str:
+        """What a failure means and what to do. The instances: those that meet now, where they are
+        not those that were compared."""
+        prefill = prefill_instance or self.prefill_instance
+        decode = decode_instance or self.decode_instance
+        return (
+            f"self_check_failed: a remote prefill by {prefill} is not what {decode} computes "
+            f"itself: {self.in_words()}. It brings no KV. Compare versions and flags of the two "
+            "workers, then run `pullfill recheck`"
+        )
+
+    def in_words(self) -> str:
+        """The differences and their tolerances."""
+        told = [
+            f"{what} differ{s} by {value:.3g} (rounding explains {most:g})"
+            for what, s, value, most in (
+                ("KV", "s", self.kv_difference, self.kv_tolerance),
+                ("log probabilities", "", self.logprob_difference, self.logprob_tolerance),
+            )
+            if value is not None
+        ]
+        return ", ".join(told) or "nothing could be compared"
+
+
+# --------------------------------------------------------------------------- explain
+
+
+class Timings(Message, frozen=True, kw_only=True):
+    """Milliseconds per stage of one request; None where the stage did not happen."""
+
+    route: Finite | None = None
+    queue: Finite | None = None
+    claim: Finite | None = None
+    prefix_read: Finite | None = None
+    prefill: Finite | None = None
+    kv_write: Finite | None = None
+    tail: Finite | None = None
+    commit: Finite | None = None
+    first_token: Finite | None = None
+
+
+class Expected(Message, frozen=True, kw_only=True):
+    """How long one remote prefill was expected to take when the decision was made, in seconds.
+
+    None: it was not measured yet, and the decision counted it as 0.
+
+    queue: the wait for a prefill worker.
+    prefill: the computation.
+    kv_write: the writing of the KV. Most of it happens during the computation.
+    claim_timeout, timeout: how long the job had, or would have had, to be claimed and to be
+    committed, if it made no progress.
+    """
+
+    queue: Finite | None = None
+    prefill: Finite | None = None
+    kv_write: Finite | None = None
+    claim_timeout: Finite = 0.0
+    timeout: Finite = 0.0
+
+
+class ExplainRecord(Message, frozen=True, kw_only=True):
+    """Why and how one request was served (`pullfill explain`, GET /pullfill/requests/{id}).
+
+    migrated_from: decode workers that had the request before and are gone, oldest first. The
+    frontend adds them.
+    migrated_tokens: tokens of the answer that the client had when the last of them was lost. They
+    are part of `prompt_tokens`, because `decode_instance` got them as prompt.
+    expected_s: the times that the decision was made on. Set for remote prefills, and for prompts
+    kept local because of the queue, the link or the share of the KV cache.
+    transport: the transport that carried the KV.
+    why_not_better: "name: reason" for each better transport.
+    outage: what was unreachable, and for how long, when the prompt was kept local or taken back.
+    Or the result of the self-check that kept it local.
+    """
+
+    request_id: str
+    path: str
+    reason: str
+    prompt_tokens: int
+    prefix_hit_tokens: int
+    remote_tokens: int
+    decode_instance: str
+    prefill_instance: str | None = None
+    attempts: int = 0
+    fallback: str | None = None
+    kv_bytes: int = 0
+    transport: str | None = None
+    why_not_better: tuple[str, ...] = ()
+    outage: str | None = None
+    expected_s: Expected | None = None
+    timings_ms: Timings = Timings()
+    migrated_from: tuple[str, ...] = ()
+    migrated_tokens: int = 0
+
+
+class DepthReport(Message, frozen=True, kw_only=True):
+    """The depth of the queue, as NATS told it to one decode worker, for the others of its model.
+
+    asker: id of that decode worker's process.
+    stream_id: when the stream was made.
+    last_seq: sequence number of the newest job counted.
+    asked_s: seconds since NATS was asked.
+    """
+
+    v: Version = WIRE_VERSION
+    asker: Id
+    jobs: Count
+    tokens: Count
+    in_flight: Count
+    oldest_age_s: Finite
+    last_seq: Count
+    stream_id: Text
+    asked_s: Finite
+
+
+class QueueStatus(Message, frozen=True, kw_only=True):
+    """The job queue in figures.
+
+    oldest_age_s: 0 when the queue is empty.
+    age_s: how old these figures are."""
+
+    depth_jobs: int = 0
+    depth_tokens: int = 0
+    in_flight: int = 0
+    oldest_age_s: Finite = 0.0
+    age_s: Finite = 0.0
+
+
+class ServerStatus(Message, frozen=True, kw_only=True):
+    """Whether NATS or etcd answers.
+
+    since_s: seconds since it last came up or went down.
+    error: why it does not answer, with its address, for people. None while it is up."""
+
+    up: bool
+    since_s: Finite
+    error: str | None = None

@@ -1,0 +1,382 @@
+"""One NATS connection that is always either up or being dialled.
+
+Life: `start` dials until the first success or `wait_s`; afterwards one task redials for ever,
+until `close`. We do not use the client's own reconnect: it gives up for good on some server
+errors, and against a stopped server it can wait for ever for its socket to drain. A fresh client
+per connection has one path for start, restart and hang. `setup` runs on each new connection
+before it counts as up: it makes streams and subscriptions.
+
+Ownership: the link owns the client and its sockets; users only call `request`, `api`, `publish`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import ssl
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+import nats.errors
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+
+from pullfill.config import split_urls
+from pullfill.errors import ConfigError, PullfillError, QueueFull, QueueUnavailable
+from pullfill.queue.pulse import watch_pulse
+from pullfill.runtime import log
+from pullfill.runtime.health import Health
+from pullfill.runtime.waits import Waits
+
+logger = log.get("queue")
+
+OnEvent = Callable[[str], None]
+DIAL_TIMEOUT_S = 2.0
+API_TIMEOUT_S = 2.0
+_BACKOFF_S = (0.05, 0.1, 0.2, 0.5, 1.0)
+_CANCEL_S = 0.5
+_NEVER_S = 10**6
+_NO_RESPONDERS = "503"
+_NEVER_WAITS = 1 << 20
+"""While nats-py's send buffer holds at most this much (half its size), `publish` does not wait."""
+_CLIENT_TASKS = ("_reading_task", "_flusher_task", "_ping_interval_task")
+_GONE = (nats.errors.UnexpectedEOF, nats.errors.StaleConnectionError, ConnectionError)
+
+
+class ApiError(QueueUnavailable):
+    """JetStream answered with an error. `err_code` is its number (e.g. 10059: no such stream)."""
+
+    def __init__(self, code: int, err_code: int, description: str) -> None:
+        super().__init__(f"JetStream error {err_code}: {description}")
+        self.code = code
+        self.err_code = err_code
+        self.description = description
+
+
+class NotSent(QueueUnavailable):
+    """Nothing left this process: the request cannot have had an effect."""
+
+
+class NoResponders(NotSent):
+    """The server is there, but nothing listens on the subject (no stream, no JetStream)."""
+
+
+class NatsConnection:
+    """See the module. All methods belong to one asyncio loop. Any thread may read `up`.
+
+    url: URL of the server, or `URL,URL` of several servers of a cluster. The first that answers is
+    used.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        name: str,
+        setup: Callable[[], Awaitable[None]],
+        *,
+        on_event: OnEvent | None = None,
+        connect_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.shown_url = _without_credentials(url)
+        self.health = Health("nats", self.shown_url)
+        self.up = False
+        self.generation = 0
+        """Counts connections. A server restart is always a new one."""
+        self.on_down: Callable[[], None] = lambda: None
+        self._urls = split_urls(url) or [url]
+        self._name = name
+        self._setup = setup
+        self._on_event = on_event
+        self._options = dict(connect_options or {})
+        self._client: Client | None = None
+        self._ended = asyncio.Event()
+        self._changed = asyncio.Event()
+        # Pending answers to our requests. nats-py's own `request` costs a random name, two timers
+        # and a task each time.
+        self._inbox = ""
+        self._serial = itertools.count(1)
+        self._answers: Waits[str, Msg] = Waits(lambda _: TimeoutError())
+        self._cause = "not connected yet"
+        self._fatal: ConfigError | None = None
+        self._started = False
+        self._task: asyncio.Task[None] | None = None
+        self._burials: set[asyncio.Task[None]] = set()
+
+    async def start(self, wait_s: float) -> None:
+        """Raises QueueUnavailable after `wait_s` (nothing is left running), or ConfigError."""
+        self._task = asyncio.create_task(self._run(), name=f"nats-link-{self._name}")
+        up = await self.wait_up(wait_s)
+        self._started, self._on_event = True, None
+        if up:
+            return
+        await self.close()
+        if self._fatal is not None:
+            raise self._fatal
+        raise QueueUnavailable(
+            f"NATS at {self.shown_url} was not usable within {wait_s:g} s ({self._cause}): "
+            "check that nats-server runs there with JetStream on (`nats-server -js`), "
+            "and --nats or --state-dir"
+        )
+
+    async def wait_up(self, wait_s: float) -> bool:
+        """Whether the link is up, now or within `wait_s`."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                while not self.up and (self._started or self._fatal is None):
+                    self._changed.clear()
+                    await self._changed.wait()
+        return self.up
+
+    async def close(self) -> None:
+        """Stop dialling and close the socket. Idempotent; takes about a second at worst."""
+        if self._task is not None:
+            # Cancel repeatedly: the client dials in a `wait_for`, which can lose a cancellation on
+            # Python 3.11.
+            while not self._task.done():
+                self._task.cancel()
+                await asyncio.wait({self._task}, timeout=_CANCEL_S)
+            self._task = None
+        if self._burials:
+            await asyncio.gather(*self._burials, return_exceptions=True)
+
+    @property
+    def client(self) -> Client:
+        """The live client. Raises NotSent when there is none."""
+        if self._client is None or self._client.is_closed:
+            raise NotSent(f"no connection to NATS at {self.shown_url}: {self._cause}")
+        return self._client
+
+    async def request(
+        self, subject: str, payload: bytes, timeout_s: float, headers: dict[str, str] | None = None
+    ) -> Msg:
+        """One request and its answer. Raises NotSent, NoResponders, QueueUnavailable (sent, but no
+        answer: it may have had its effect), QueueFull (larger than the server's max_payload)."""
+        client, inbox = self.client, f"{self._inbox}.{next(self._serial)}"
+        answer = self._answers.open(inbox, timeout_s)
+        try:
+            if client.pending_data_size + len(payload) < _NEVER_WAITS:
+                await client.publish(subject, payload, reply=inbox, headers=headers)
+            else:
+                # The client may swallow this timeout while its buffer is full. Then `answer` ends
+                # the wait.
+                async with asyncio.timeout(timeout_s):
+                    await client.publish(subject, payload, reply=inbox, headers=headers)
+            msg = await answer
+        except nats.errors.MaxPayloadError:
+            too_large = QueueFull(
+                f"{len(payload)} bytes are more than the max_payload of {client.max_payload} of "
+                f"NATS at {self.shown_url}: raise max_payload in its configuration (8MB is enough "
+                "for two million tokens)"
+            )
+            too_large.retryable = False
+            raise too_large from None
+        except TimeoutError:
+            raise QueueUnavailable(
+                f"NATS at {self.shown_url} gave no answer within {timeout_s:g} s"
+            ) from None
+        except (nats.errors.Error, OSError) as exc:
+            raise QueueUnavailable(f"NATS at {self.shown_url}: {_say(exc)}") from exc
+        finally:
+            self._answers.close(inbox)
+        if msg.headers and msg.headers.get("Status") == _NO_RESPONDERS:
+            raise NoResponders(f"NATS at {self.shown_url} has nobody on {subject}")
+        return msg
+
+    async def _on_answer(self, msg: Msg) -> None:
+        self._answers.answer(msg.subject, msg)
+
+    async def api(
+        self, operation: str, payload: object = None, timeout_s: float = API_TIMEOUT_S
+    ) -> dict[str, Any]:
+        """One JetStream API call. Raises ApiError and what `request` raises."""
+        body = b"" if payload is None else msgspec.json.encode(payload)
+        return read_reply(await self.request(f"$JS.API.{operation}", body, timeout_s))
+
+    async def publish(self, subject: str, payload: bytes, reply: str = "") -> None:
+        """Send and forget. Raises NotSent."""
+        client = self.client
+        try:
+            await client.publish(subject, payload, reply=reply)
+        except (nats.errors.Error, OSError) as exc:
+            raise NotSent(f"NATS at {self.shown_url}: {_say(exc)}") from exc
+
+    async def flush(self, timeout_s: float = 1.0) -> None:
+        """Wait until the server has read what was published. Errors are not raised."""
+        with contextlib.suppress(nats.errors.Error, OSError, TimeoutError, PullfillError):
+            async with asyncio.timeout(timeout_s):
+                await self.client.flush()
+
+    def reset(self, why: str) -> None:
+        """Give the connection up and dial anew."""
+        self._cause = why
+        self._ended.set()
+
+    # ------------------------------------------------------------------ the dialling task
+
+    async def _run(self) -> None:
+        failures, down_since, quiet = 0, time.monotonic(), True
+        try:
+            while True:
+                try:
+                    await self._dial()
+                except ConfigError as exc:
+                    self._fatal = exc
+                    self._report(str(exc), first=failures == 0)
+                except Exception as exc:  # whatever it was, the next try may work
+                    self._report(_say(exc), first=failures == 0)
+                else:
+                    if not quiet:
+                        seconds = time.monotonic() - down_since
+                        logger.info("NATS at %s is back after %.1f s", self.shown_url, seconds)
+                    failures, quiet, self._fatal = 0, False, None
+                    await self._until_ended()
+                    down_since = time.monotonic()
+                    logger.warning(
+                        "lost NATS at %s (%s); reconnecting", self.shown_url, self._cause
+                    )
+                self._drop()
+                await asyncio.sleep(_BACKOFF_S[min(failures, len(_BACKOFF_S) - 1)])
+                failures += 1
+        finally:
+            self._drop()
+
+    async def _dial(self) -> None:
+        self._ended.clear()
+        self._client = client = Client()
+        options: dict[str, Any] = {
+            "name": f"pullfill-{self._name}",
+            "allow_reconnect": False,
+            "max_reconnect_attempts": 1,
+            "reconnect_time_wait": 0.05,
+            "connect_timeout": DIAL_TIMEOUT_S,
+            "ping_interval": _NEVER_S,  # `watch_pulse` sends PINGs instead
+            "flush_timeout": 0.5,
+            **self._options,
+        }
+        cause: list[Exception] = []
+
+        async def on_error(exc: Exception) -> None:
+            cause.append(exc)
+            if isinstance(exc, _GONE):
+                self._cause = _say(exc)
+                self._ended.set()
+
+        async def on_closed() -> None:
+            self._ended.set()
+
+        try:
+            async with asyncio.timeout((1 + len(self._urls)) * DIAL_TIMEOUT_S):
+                await client.connect(self._urls, error_cb=on_error, closed_cb=on_closed, **options)
+        except (nats.errors.NoServersError, TimeoutError):
+            raise self._meant(cause[-1] if cause else TimeoutError("no answer")) from None
+        except (nats.errors.Error, OSError) as exc:
+            raise self._meant(exc) from None
+        self._ended.clear()
+        self._inbox = client.new_inbox()
+        await client.subscribe(f"{self._inbox}.*", cb=self._on_answer)
+        self.generation += 1
+        await self._setup()
+        self.up = True
+        self.health.ok()
+        self._changed.set()
+
+    def _meant(self, cause: Exception) -> Exception:
+        """A ConfigError for what no waiting mends: a login or a certificate that is refused."""
+        text = _say(cause).lower()
+        if isinstance(cause, nats.errors.AuthorizationError) or "authorization" in text:
+            return ConfigError(
+                f"NATS at {self.shown_url} refuses the login: check credentials, user, "
+                "password_file or token_file of [nats] in the --security file"
+            )
+        # OpenSSL's texts: the client says which way the handshake failed in no other form.
+        if isinstance(cause, ssl.SSLError | ssl.CertificateError) or "tls" in text:
+            return ConfigError(
+                f"no TLS with NATS at {self.shown_url} ({_say(cause)}): check ca, cert and key of "
+                "[nats] in the --security file, and the host name in the URL"
+            )
+        return cause
+
+    async def _until_ended(self) -> None:
+        client = self._client
+        assert client is not None
+        pulse = asyncio.create_task(watch_pulse(client, self.health), name="nats-pulse")
+        ended = asyncio.create_task(self._ended.wait(), name="nats-ended")
+        try:
+            await asyncio.wait({pulse, ended}, return_when=asyncio.FIRST_COMPLETED)
+            if not ended.done() and (why := pulse.result()):
+                self._cause = why
+        finally:
+            pulse.cancel()
+            ended.cancel()
+            await asyncio.gather(pulse, ended, return_exceptions=True)
+
+    def _drop(self) -> None:
+        client, self._client = self._client, None
+        was_up, self.up = self.up, False
+        if was_up:
+            self.health.failed(self._cause)
+            self._changed.set()
+            self.on_down()
+        if client is not None:
+            task = asyncio.create_task(_bury(client))
+            self._burials.add(task)
+            task.add_done_callback(self._burials.discard)
+
+    def _report(self, cause: str, *, first: bool) -> None:
+        """Tell people once per cause while starting, and log once per outage."""
+        changed, self._cause = cause != self._cause, cause
+        self.health.failed(cause)
+        self._changed.set()
+        if self._on_event is not None:
+            if first or changed:
+                self._on_event(f"waiting for NATS at {self.shown_url}: {cause}")
+        elif changed:
+            logger.warning("NATS at %s: %s", self.shown_url, cause)
+
+
+def read_reply(reply: Msg) -> dict[str, Any]:
+    """The JSON of a JetStream answer. Raises ApiError."""
+    try:
+        answer = msgspec.json.decode(reply.data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
+        raise QueueUnavailable(f"JetStream answered with something else: {exc}") from exc
+    error = answer.get("error") if isinstance(answer, dict) else None
+    if not isinstance(answer, dict) or not isinstance(error, dict | None):
+        raise QueueUnavailable("JetStream answered with something else")
+    if error:
+        raise ApiError(error.get("code", 0), error.get("err_code", 0), error.get("description", ""))
+    return answer
+
+
+async def _bury(client: Client) -> None:
+    """Close a client, by force if its socket does not drain. One whose TLS handshake failed leaves
+    its plain socket open even if it closes."""
+    with contextlib.suppress(Exception):
+        async with asyncio.timeout(0.5):
+            await client.close()
+    for name in ("_io_writer", "_bare_io_writer"):
+        writer = getattr(getattr(client, "_transport", None), name, None)
+        if writer is not None:
+            writer.transport.abort()
+    tasks = [getattr(client, name, None) for name in _CLIENT_TASKS]
+    tasks += [sub._wait_for_msgs_task for sub in getattr(client, "_subs", {}).values()]
+    for task in tasks:
+        if isinstance(task, asyncio.Task):
+            task.cancel()
+
+
+def _say(exc: BaseException) -> str:
+    text = str(exc) or type(exc).__name__
+    return text.removeprefix("nats: ")
+
+
+def _without_credentials(urls: str) -> str:
+    shown = []
+    for url in split_urls(urls):
+        login = urlsplit(url).netloc.rpartition("@")[0]
+        shown.append(url.replace(login, "***") if login else url)
+    return ",".join(shown)

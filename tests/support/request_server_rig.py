@@ -1,0 +1,166 @@
+"""A decode worker's request server over a real ROUTER, one frontend of it, and an engine that
+records."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import zmq
+
+from pullfill import wire
+from pullfill.decode_worker import request_server as request_servers
+from pullfill.decode_worker.request_server import RequestServer
+from pullfill.decode_worker.request_trace import RequestTraces
+from pullfill.engine import front_wire
+from pullfill.errors import BadMessage
+from tests.support.fakes import FakeClock
+
+LIMIT = 100
+
+
+class _Codec:
+    """Requests travel as `id`, prompt; outputs as they are."""
+
+    def request(self, frames: list[Any]) -> Any:
+        request_id = frames[0].bytes.decode()
+        if request_id.startswith("nonsense"):
+            raise BadMessage("nonsense")
+        request = SimpleNamespace(
+            request_id=request_id,
+            prompt_token_ids=None,
+            mm_features=request_id.startswith("picture"),
+            resumable=request_id.startswith("stream"),
+            client_index=0,
+            sampling_params=None,
+            _all_token_ids=[],
+            block_hashes=[],
+        )
+        return request, memoryview(frames[1].bytes)
+
+    def utility(self, frames: list[Any]) -> Any:
+        if not (method := frames[0].bytes.decode()):
+            raise BadMessage("nonsense")
+        return 1, method, []
+
+    def encode(self, obj: Any) -> list[bytes]:
+        return [str(obj).encode()]
+
+
+class _Core:
+    def __init__(self) -> None:
+        self.prepared: list[str] = []
+        self.added: list[str] = []
+        self.aborted: list[str] = []
+        self.request_block_hasher = None
+
+    def preprocess_add_request(self, request: Any) -> tuple[Any, int]:
+        self.prepared.append(request.request_id)
+        return request, 0
+
+    def add_request(self, request: Any) -> None:
+        self.added.append(request.request_id)
+
+    def reset_prefix_cache(self) -> bool:
+        self.added.append("(reset)")
+        return True
+
+    def abort_requests(self, request_ids: list[str]) -> None:
+        self.aborted += request_ids
+
+
+class Rig:
+    """A request server and one frontend connected to it. Its engine loop turns in `tell` and
+    `settle`."""
+
+    def __init__(self, receive_limit: int = 0) -> None:
+        self.core = _Core()
+        self.clock = FakeClock()
+        self.todo: queue.SimpleQueue[Callable[[Any], None]] = queue.SimpleQueue()
+        host: Any = SimpleNamespace(
+            core=self.core, register=lambda *_: None, stepping=False,
+            submit=lambda work, wake: self.todo.put(work),
+        )  # fmt: skip
+        welcome = front_wire.DecodeWelcome(
+            decode_instance="decode-1", incarnation="i0", vllm_version="0.32.0",
+            max_model_len=LIMIT, num_gpu_blocks=1, block_size=1, max_num_seqs=1,
+            max_num_batched_tokens=1, supported_tasks=[],
+        )  # fmt: skip
+        self.request_server = RequestServer(
+            host, RequestTraces("decode-1"), welcome=lambda: welcome, models=["m"], clock=self.clock
+        )
+        self.request_server.bind("127.0.0.1")
+        self.peer = zmq.Context.instance().socket(zmq.DEALER)
+        self.peer.setsockopt(zmq.LINGER, 0)
+        self.peer.setsockopt(zmq.RCVHWM, receive_limit)
+        self.peer.connect(self.request_server.address)
+        self.hello()
+
+    def hello(self) -> None:
+        message = front_wire.FrontendHello(frontend_instance="f", vllm_version="0.32.0", model="m")
+        assert self.ask(front_wire.HELO, wire.encode(message))[0] == front_wire.HELO
+
+    def tell(self, *frames: bytes, settle: bool = True) -> None:
+        self.peer.send_multipart(frames)
+        assert self.request_server._socket.poll(5000)
+        self.request_server.receive()
+        if settle:
+            self.settle()
+
+    def settle(self) -> None:
+        """Until everything that was put into the intake so far is with the engine."""
+        last: list[bool] = []
+
+        def barrier() -> Generator[None, None, Callable[[], None]]:
+            yield
+            return lambda: last.append(True)
+
+        self.request_server.intake.put(barrier(), 0)
+        while not last:
+            self.todo.get(timeout=5)(self.core)
+
+    def hold_intake(self) -> threading.Event:
+        """The intake thread does nothing until the event is set."""
+        held, go = threading.Event(), threading.Event()
+
+        def hold() -> Generator[None, None, None]:
+            held.set()
+            go.wait(5)
+            yield
+
+        self.request_server.intake.put(hold(), 0)
+        assert held.wait(5)
+        return go
+
+    def add(self, request_id: str, prompt: int = 10, *, settle: bool = True) -> None:
+        self.tell(front_wire.ADD, request_id.encode(), bytes(4 * prompt), b"", settle=settle)
+
+    def ask(self, *frames: bytes) -> list[bytes]:
+        self.tell(*frames, settle=frames[0] == front_wire.ADD)
+        assert self.peer.poll(5000), "no answer"
+        answer: list[bytes] = self.peer.recv_multipart()
+        return answer
+
+    def close(self) -> None:
+        self.peer.close(0)
+        self.request_server.close()
+
+
+@contextmanager
+def rigged(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
+    """A rig whose messages tests can write and read without vLLM."""
+    monkeypatch.setattr(front_wire, "WorkerCodec", _Codec)
+    monkeypatch.setattr(
+        request_servers.vllm_outputs,
+        "error_outputs",
+        lambda name, why, fault: f"error {name} {fault}",
+    )
+    monkeypatch.setattr(request_servers.vllm_outputs, "utility_outputs", lambda *told: told)
+    rig = Rig()
+    yield rig
+    rig.close()

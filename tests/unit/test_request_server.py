@@ -1,0 +1,227 @@
+"""The decode worker's end of the frontend wire, over a real ROUTER; the engine is a recorder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from pullfill.engine import front_wire
+from tests.support.request_server_rig import Rig, rigged
+
+
+@pytest.fixture
+def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
+    with rigged(monkeypatch) as rig:
+        yield rig
+
+
+def test_the_port_asked_for(rig: Rig) -> None:
+    host, _, port = rig.request_server.address.rpartition(":")
+    assert host == "tcp://127.0.0.1"
+    rig.request_server.close()
+    rig.request_server.bind("127.0.0.1", int(port))
+    assert rig.request_server.address == f"tcp://127.0.0.1:{port}"
+
+
+def test_requests_reach_the_engine_and_abort_does(rig: Rig) -> None:
+    rig.add("a", 10)
+    assert rig.core.added == ["a"]
+    assert rig.request_server.active_requests == 1
+    rig.tell(front_wire.ABRT, front_wire.encode_ids(["a", "not-mine"]))
+    assert rig.core.aborted == ["a"]
+    assert rig.request_server.active_requests == 0
+
+
+@pytest.mark.parametrize(("name", "prompt"), [(b"long", 100), (b"stream", 5)])
+def test_what_does_not_fit_ends_with_an_error_and_never_reaches_the_engine(
+    rig: Rig, name: bytes, prompt: int
+) -> None:
+    kind, payload = rig.ask(front_wire.ADD, name, bytes(4 * prompt), b"")
+    assert (kind, payload) == (front_wire.OUT, b"error " + name + b" request")
+    assert rig.core.added == []
+    assert rig.request_server.active_requests == 0
+
+
+def test_the_same_id_twice_is_answered_and_added_once(rig: Rig) -> None:
+    rig.add("a", 10)
+    assert rig.ask(front_wire.ADD, b"a", b"", b"") == [front_wire.OUT, b"error a ours"]
+    assert rig.core.added == ["a"]
+
+
+@pytest.mark.parametrize("where", ["preprocess_add_request", "add_request"])
+def test_a_bug_while_a_request_is_taken_in_is_ours(
+    rig: Rig, where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def bug(request: Any) -> Any:
+        raise ValueError("a bug")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.core, where, bug)
+        assert rig.ask(front_wire.ADD, b"a", b"", b"") == [front_wire.OUT, b"error a ours"]
+    assert "Traceback" in caplog.text
+    rig.add("b")
+    assert rig.core.added == ["b"]
+
+
+def test_a_frontend_dropped_as_silent_is_told_when_it_speaks_again(rig: Rig) -> None:
+    rig.add("a", 10)
+    rig.clock.advance(front_wire.SILENCE_S + 1)
+    rig.request_server.check_silent()
+    assert rig.core.aborted == ["a"]
+    assert rig.ask(front_wire.PING) == [front_wire.GONE]
+    assert rig.ask(front_wire.ADD, b"b", b"", b"") == [front_wire.GONE]
+    assert rig.core.added == ["a"]
+    rig.hello()
+    rig.add("c", 10)
+    assert rig.core.added == ["a", "c"]
+
+
+def test_a_frontend_without_requests_may_miss_as_many_pings(rig: Rig) -> None:
+    """It says every other one: in the same stall as before it is dropped no sooner."""
+    rig.clock.advance(front_wire.SILENCE_S + 0.9 * front_wire.PING_INTERVAL_S)
+    rig.request_server.check_silent()
+    assert rig.ask(front_wire.PING) == [front_wire.PONG]
+    rig.clock.advance(front_wire.SILENCE_S + 1.1 * front_wire.PING_INTERVAL_S)
+    rig.request_server.check_silent()
+    assert rig.ask(front_wire.PING) == [front_wire.GONE]
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        (front_wire.HELO,),
+        (front_wire.HELO, b"x"),
+        (front_wire.ABRT,),
+        (front_wire.ADD, b"nonsense", b"", b""),
+        (front_wire.UTIL, b""),
+        (b"",),
+        (b"WHAT",),
+    ],
+)
+def test_an_unreadable_message_ends_its_connection_alone(
+    rig: Rig, frames: tuple[bytes, ...]
+) -> None:
+    """The frontend is told, so that its requests go on elsewhere; the engine thread goes on."""
+    rig.add("before")
+    rig.tell(*frames)
+    assert rig.peer.poll(5000)
+    assert rig.peer.recv_multipart() == [front_wire.GONE]
+    assert rig.core.aborted == ["before"]
+    assert rig.request_server.active_requests == 0
+    assert rig.ask(front_wire.ADD, b"late", b"", b"") == [front_wire.GONE]
+    rig.hello()
+    rig.add("after")
+    assert rig.core.added == ["before", "after"]
+
+
+def test_an_unreadable_greeting_is_refused_with_the_reason(rig: Rig) -> None:
+    rig.tell(front_wire.BYE)
+    kind, reason = rig.ask(front_wire.HELO, b"x")
+    assert kind == front_wire.NOPE
+    assert b"unreadable" in reason
+
+
+def test_draining_hands_requests_back(rig: Rig) -> None:
+    rig.request_server.start_drain()
+    assert rig.peer.poll(5000)
+    assert rig.peer.recv_multipart() == [front_wire.DRAIN]
+    kind, ids = rig.ask(front_wire.ADD, b"late", b"", b"")
+    assert (kind, front_wire.decode_ids(ids)) == (front_wire.BACK, ["late"])
+
+
+def test_a_forced_drain_gives_up_every_request_and_says_so(rig: Rig) -> None:
+    rig.add("a", 10)
+    rig.add("b", 10)
+    rig.request_server.start_drain()
+    rig.request_server.migrate()
+    assert rig.peer.recv_multipart() == [front_wire.DRAIN]
+    kind, ids = rig.peer.recv_multipart()
+    assert (kind, sorted(front_wire.decode_ids(ids))) == (front_wire.BACK, ["a", "b"])
+    assert sorted(rig.core.aborted) == ["a", "b"]
+    assert rig.request_server.active_requests == 0
+
+
+def test_a_frontend_that_reads_nothing_is_dropped_and_has_no_gap(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It gets the beginning of what was sent, then that it was dropped; the engine never waits."""
+    monkeypatch.setattr(front_wire, "QUEUE_LIMIT", 8)
+    narrow = Rig(receive_limit=1)
+    try:
+        narrow.add("r1", 5)
+        (frontend,) = narrow.request_server._frontends.values()
+        sent = 0
+        while not frontend.clogged and sent < 2000:
+            narrow.request_server._send(frontend, front_wire.OUT, b"%d" % sent, bytes(1 << 20))
+            sent += 1
+        assert 4 < sent < 2000
+        narrow.request_server._send(frontend, front_wire.OUT, b"later", b"")
+        narrow.clock.advance(1.1)
+        narrow.request_server.check_silent()
+        assert narrow.core.aborted == ["r1"]
+        numbers = []
+        while len(numbers) < sent - 1:
+            assert narrow.peer.poll(5000)
+            numbers.append(int(narrow.peer.recv_multipart()[1]))
+        assert numbers == list(range(sent - 1))
+        assert narrow.ask(front_wire.PING) == [front_wire.GONE]
+    finally:
+        narrow.close()
+
+
+# ------------------------------------------------------------------ the intake thread
+
+
+def test_messages_keep_their_order_on_the_way_through_the_intake(rig: Rig) -> None:
+    go = rig.hold_intake()
+    for name in ("a", "b"):
+        rig.add(name, settle=False)
+    rig.tell(front_wire.UTIL, b"reset_prefix_cache", settle=False)
+    rig.add("c", settle=False)
+    assert rig.ask(front_wire.PING) == [front_wire.PONG], "the intake delays no heartbeat"
+    assert (rig.core.added, rig.request_server.active_requests) == ([], 3)
+    go.set()
+    rig.settle()
+    assert rig.core.added == ["a", "b", "(reset)", "c"]
+
+
+def test_a_request_that_is_aborted_in_the_intake_never_reaches_the_engine(rig: Rig) -> None:
+    go = rig.hold_intake()
+    for name in ("a", "picture", "c"):
+        rig.add(name, settle=False)
+    rig.tell(front_wire.ABRT, front_wire.encode_ids(["a", "picture"]), settle=False)
+    rig.add("a", settle=False)
+    go.set()
+    rig.settle()
+    assert rig.core.prepared == ["picture", "c", "a"], "vLLM's cache of inputs sees each input"
+    assert (rig.core.added, rig.core.aborted) == (["c", "a"], [])
+
+
+def test_requests_in_the_intake_are_handed_back_and_leave_with_their_frontend(rig: Rig) -> None:
+    go = rig.hold_intake()
+    rig.add("a", settle=False)
+    rig.request_server.start_drain()
+    rig.request_server.migrate()
+    assert rig.peer.recv_multipart() == [front_wire.DRAIN]
+    assert rig.peer.recv_multipart() == [front_wire.BACK, front_wire.encode_ids(["a"])]
+    rig.request_server.draining = False
+    rig.add("b", settle=False)
+    rig.tell(front_wire.BYE, settle=False)
+    go.set()
+    rig.settle()
+    assert (rig.core.added, rig.core.aborted, rig.request_server.active_requests) == ([], [], 0)
+
+
+def test_what_waits_in_the_intake_has_a_bound(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pullfill.decode_worker.intake.MAX_BYTES", 100)
+    go = rig.hold_intake()
+    rig.add("a", 20, settle=False)
+    rig.add("b", 20, settle=False)
+    assert rig.peer.poll(5000)
+    assert rig.peer.recv_multipart() == [front_wire.BACK, front_wire.encode_ids(["b"])]
+    go.set()
+    rig.settle()
+    rig.add("c", 20)
+    assert rig.core.added == ["a", "c"]

@@ -1,0 +1,67 @@
+"""What the decode worker's request server does in one turn of its loop, and what it sends in one
+message."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from pullfill.decode_worker.conditional_router import Decision, Situation
+from pullfill.engine import front_wire
+from tests.support.fake_vllm import STOP, Output, Outputs
+from tests.support.request_server_rig import Rig, rigged
+
+
+@pytest.fixture
+def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
+    with rigged(monkeypatch) as rig:
+        yield rig
+
+
+def test_one_small_message_of_a_turn_is_prepared_at_once(rig: Rig) -> None:
+    """Two wake-ups of threads cost more than it does. All others keep their order behind it."""
+    for name in ("a", "b"):
+        rig.peer.send_multipart((front_wire.ADD, name.encode(), bytes(40), b""))
+    go = rig.hold_intake()
+    assert rig.request_server._socket.poll(5000)
+    rig.request_server.receive()
+    if rig.request_server._socket.poll(100):  # the second may come later
+        rig.request_server.receive()
+    assert rig.core.prepared == [], "something waits before them"
+    go.set()
+    rig.settle()
+    assert rig.core.added == ["a", "b"]
+    rig.add("c", settle=False)
+    assert rig.core.prepared == ["a", "b", "c"]
+    assert not rig.todo.empty(), "the engine takes it in with its next step"
+    rig.settle()
+    assert rig.core.added == ["a", "b", "c"]
+
+
+def test_a_large_message_is_never_prepared_on_the_engine_thread(rig: Rig) -> None:
+    thread: list[str] = []
+    rig.core.preprocess_add_request = lambda request: (  # type: ignore[method-assign]
+        thread.append(threading.current_thread().name) or request,
+        0,
+    )
+    rig.request_server._max_model_len = 1 << 20
+    rig.add("small", 100)
+    rig.add("large", 10_000)
+    rig.request_server.host.stepping = True
+    rig.add("at work", 2_000)
+    assert thread == ["MainThread", "intake", "intake"]
+
+
+def test_the_end_of_a_request_brings_its_trace_in_the_same_message(rig: Rig) -> None:
+    situation = Situation(10, 0, "")
+    rig.request_server._traces.decided("r", situation, Decision(False, "short"))
+    end = Output("r", [7], finish_reason=STOP)
+    rig.request_server.send_outputs({0: Outputs(outputs=[end])})
+    assert rig.peer.poll(5000)
+    kind, trace, _ = rig.peer.recv_multipart()
+    assert kind == front_wire.LAST
+    [record] = front_wire.decode_explain(trace)
+    assert (record.request_id, record.reason) == ("r", "short")
+    assert not rig.peer.poll(50)

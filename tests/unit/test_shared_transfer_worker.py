@@ -1,0 +1,200 @@
+"""One attempt for all who wait for a decode worker's transfer worker, and its failure
+remembered."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pullfill.errors import BadMessage, PeerUnavailable
+from pullfill.prefill_worker.shared_transfer_worker import OutOfReach, SharedTransferWorker
+from tests.support.fakes import FakeClock
+
+
+class Port:
+    """What connecting does: waits for `go`, then `failure` or a transfer worker that counts its
+    ends."""
+
+    def __init__(self) -> None:
+        self.failure: Exception | None = None
+        self.attempts = self.closed = 0
+        self.clock = FakeClock()
+        self.go = asyncio.Event()
+        self.go.set()
+        self.shared = SharedTransferWorker(self._open, "decode-1", self.clock)
+
+    async def _open(self) -> Any:
+        self.attempts += 1
+        await self.go.wait()
+        if self.failure is not None:
+            raise self.failure
+        return SimpleNamespace(
+            close=self._close, busy=False, transport="tcp", why_not_better=("shm: another host",)
+        )
+
+    def _close(self) -> None:
+        self.closed += 1
+
+    async def ask(self, times: int) -> list[asyncio.Task[Any]]:
+        asked = [asyncio.create_task(self.shared.get()) for _ in range(times)]
+        await asyncio.sleep(0)
+        return asked
+
+
+@pytest.fixture
+def port() -> Port:
+    return Port()
+
+
+async def test_all_who_wait_get_the_transfer_worker_of_one_attempt(port: Port) -> None:
+    port.go.clear()
+    asked = await port.ask(8)
+    assert port.shared.current is None
+    port.go.set()
+    first, *others = await asyncio.gather(*asked)
+    assert all(other is first for other in others)
+    assert (await port.shared.get(), port.shared.current) == (first, first)
+    assert port.attempts == 1
+    port.shared.close()
+    assert port.closed == 1
+
+
+@pytest.mark.parametrize(
+    "failure", [PeerUnavailable("no answer"), BadMessage("x"), ValueError("y")]
+)
+async def test_all_who_wait_and_who_come_soon_after_get_its_failure(
+    port: Port, failure: Exception
+) -> None:
+    """Each with an attempt of its own, eight jobs would take eight times as long to give up. And
+    whatever it was, it says nothing about a job."""
+    port.failure = failure
+    port.go.clear()
+    asked = await port.ask(8)
+    port.go.set()
+    for result in await asyncio.gather(*asked, return_exceptions=True):
+        assert isinstance(result, OutOfReach)
+        assert str(failure) in str(result)
+        assert "decode-1" in str(result)
+    with pytest.raises(OutOfReach, match=str(failure)):
+        await port.shared.get()
+    assert port.attempts == 1
+
+
+async def test_each_failure_is_remembered_longer_until_something_changes(
+    port: Port,
+) -> None:
+    port.failure = PeerUnavailable("no answer")
+    waits = []
+    for _ in range(7):
+        before, began = port.attempts, port.clock.now
+        while port.attempts == before:
+            with pytest.raises(OutOfReach):
+                await port.shared.get()
+            port.clock.advance(0.5)
+        waits.append(port.clock.now - began)
+    assert waits == sorted(waits)
+    assert waits[2] > waits[1], "longer each time"
+    assert waits[-1] == waits[-2], "up to a bound"
+    port.failure = None
+    port.shared.forgive()
+    assert await port.shared.get() is port.shared.current
+
+
+async def test_who_stops_waiting_does_not_end_the_attempt_of_others(port: Port) -> None:
+    port.go.clear()
+    impatient, patient = await port.ask(2)
+    impatient.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await impatient
+    port.go.set()
+    assert await patient is port.shared.current
+    assert port.attempts == 1
+
+
+async def test_what_is_dropped_is_closed_and_made_anew(port: Port) -> None:
+    first = await port.shared.get()
+    port.shared.drop()
+    port.shared.drop()
+    assert (port.shared.current, port.closed) == (None, 1)
+    assert await port.shared.get() is not first
+    assert port.attempts == 2
+
+
+async def test_an_attempt_that_outlives_the_link_leaves_nothing_open(port: Port) -> None:
+    port.go.clear()
+    (asked,) = await port.ask(1)
+    port.shared.close()
+    port.go.set()
+    with pytest.raises(OutOfReach, match="gone"):
+        await asked
+    assert (port.shared.current, port.closed) == (None, 1)
+    with pytest.raises(OutOfReach, match="gone"):
+        await port.shared.get()
+    assert port.attempts == 1
+
+
+# ------------------------------------------------------------------ idle
+
+
+@pytest.fixture
+def short(port: Port) -> Port:
+    port.shared = SharedTransferWorker(port._open, "decode-1", port.clock, idle_s=0.01)
+    return port
+
+
+async def closed(port: Port, times: int) -> None:
+    async with asyncio.timeout(10):
+        while port.closed < times:  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
+
+
+async def test_what_nobody_uses_is_closed_and_made_anew(short: Port) -> None:
+    with short.shared.held():
+        first = await short.shared.get()
+        await asyncio.sleep(0.05)
+        assert (short.shared.current, short.closed) == (first, 0), "a job has it"
+    assert short.shared.current is first
+    await closed(short, 1)
+    assert short.shared.current is None
+    assert short.shared.route == {"transport": "tcp", "why_not_better": ["shm: another host"]}
+    with short.shared.held():
+        assert await short.shared.get() is not first
+    await closed(short, 2)
+    assert short.attempts == 2
+
+
+async def test_what_still_moves_is_not_closed(short: Port) -> None:
+    with short.shared.held():
+        transfer_worker = await short.shared.get()
+        transfer_worker.busy = True
+    await asyncio.sleep(0.05)
+    assert (short.shared.current, short.closed) == (transfer_worker, 0)
+    transfer_worker.busy = False
+    await closed(short, 1)
+
+
+async def test_what_all_who_asked_have_left_is_closed_too(short: Port) -> None:
+    short.go.clear()
+
+    async def ask() -> None:
+        with short.shared.held():
+            await short.shared.get()
+
+    asked = asyncio.create_task(ask())
+    await asyncio.sleep(0)
+    asked.cancel()
+    await asyncio.gather(asked, return_exceptions=True)
+    await asyncio.sleep(0.05)
+    short.go.set()
+    await closed(short, 1)
+
+
+async def test_a_link_that_ends_first_closes_once(short: Port) -> None:
+    with short.shared.held():
+        await short.shared.get()
+        short.shared.close()
+    await asyncio.sleep(0.05)
+    assert short.closed == 1

@@ -1,0 +1,223 @@
+"""The payload on a socket, in pieces of every size; and the link under it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pullfill.errors import AuthFailed, BadMessage, TransferFailed
+from pullfill.transfer.contract import LocalMemory
+from pullfill.transfer.layout import dense_layout
+from pullfill.transfer.stream.backend_contract import Runs
+from pullfill.transfer.stream.socket_connection import DEAD_AFTER_S, SocketConnection
+from pullfill.transfer.tcp.backend import TcpBackend, TcpKind, _after
+from tests.support.transfer_rigs import random_bytes
+
+Pair = tuple[SocketConnection, SocketConnection]
+KEYS = (b"a" * 32, b"b" * 32)
+
+
+@pytest.fixture
+def links() -> Iterator[Pair]:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        there = socket.create_connection(listening.getsockname())
+        here, _ = listening.accept()
+    made = SocketConnection(here, 20.0), SocketConnection(there, 20.0)
+    yield made
+    for link in made:
+        link.close()
+        link.close()
+
+
+def test_the_kernel_gives_up_a_host_that_is_gone(links: Pair) -> None:
+    """Also while bytes wait for their acknowledgement, when keep-alives rest."""
+    timeout = links[0]._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+    assert timeout == DEAD_AFTER_S * 1000
+
+
+def backends(links: Pair) -> tuple[TcpBackend, TcpBackend]:
+    made = TcpBackend(), TcpBackend()
+    for backend, link in zip(made, links, strict=True):
+        backend.start(link, b"")
+    return made
+
+
+def runs_over(data: np.ndarray, sizes: list[int]) -> Runs:
+    """`data` cut into these sizes, each piece followed by a byte that is no one's."""
+    starts = np.cumsum([0, *(n + 1 for n in sizes)])[:-1] + data.ctypes.data
+    iovec = np.stack([starts.astype(np.uint64), np.array(sizes, np.uint64)], axis=1)
+    return Runs(np.ascontiguousarray(iovec), sum(sizes))
+
+
+def gather(data: np.ndarray, sizes: list[int]) -> bytes:
+    starts = np.cumsum([0, *(n + 1 for n in sizes)])[:-1]
+    return b"".join(data[s : s + n].tobytes() for s, n in zip(starts, sizes, strict=True))
+
+
+def test_thousands_of_runs_cut_differently_on_both_sides(links: Pair) -> None:
+    here, there = backends(links)
+    rng = np.random.default_rng(3)
+    total = 3 << 20
+    cuts = [np.sort(rng.choice(total - 1, n, replace=False) + 1) for n in (3000, 2500)]
+    sizes = [np.diff([0, *cut, total]).tolist() for cut in cuts]
+    source = random_bytes(total + len(sizes[0]), 1)
+    target = np.full(total + len(sizes[1]), 0x55, np.uint8)
+    sender = threading.Thread(target=there.send, args=(runs_over(source, sizes[0]),))
+    sender.start()
+    here.receive(runs_over(target, sizes[1]))
+    sender.join(20)
+    assert gather(target, sizes[1]) == gather(source, sizes[0])
+    gaps = np.cumsum([n + 1 for n in sizes[1]]) - 1
+    assert (target[gaps] == 0x55).all()
+
+
+def test_a_move_that_is_done_in_parts_goes_on_where_it_stopped(links: Pair) -> None:
+    """The kernel may move less than asked for: after a signal, or its timeout."""
+    here, there = backends(links)
+    source, target = random_bytes(300, 7), np.zeros(300, np.uint8)
+    sizes = [3, 70, 1, 100, 26]
+    there.send(Runs(np.array([[source.ctypes.data, 200]], np.uint64), 200))
+
+    def at_most_eleven(fd: int, header: Any, flags: int) -> int:
+        address, nbytes = (ctypes.c_uint64 * 2).from_address(header._obj.iov)
+        got = os.read(fd, min(11, nbytes))
+        ctypes.memmove(address, got, len(got))
+        return len(got)
+
+    here._move(at_most_eleven, 0, runs_over(target, sizes).iovec)
+    assert gather(target, sizes) == source[:200].tobytes()
+
+
+def test_what_is_left_of_a_partial_move() -> None:
+    chunk = np.array([[100, 5], [200, 5], [300, 5]], np.uint64)
+    assert _after(chunk, 3).tolist() == [[103, 2], [200, 5], [300, 5]]
+    assert _after(chunk, 5).tolist() == [[200, 5], [300, 5]]
+    assert _after(chunk, 14).tolist() == [[304, 1]]
+    assert _after(chunk, 15).tolist() == []
+    assert chunk.tolist() == [[100, 5], [200, 5], [300, 5]]
+
+
+def test_a_peer_that_leaves_or_stalls_ends_the_call(links: Pair) -> None:
+    here, there = backends(links)
+    target = np.zeros(64, np.uint8)
+    links[0].set_stall(0.02)
+    with pytest.raises(TransferFailed, match="no progress"):
+        here.receive(runs_over(target, [4]))
+    with pytest.raises(TransferFailed, match="no progress"):
+        here.discard(4)
+    there.interrupt()
+    with pytest.raises(TransferFailed, match="closed"):
+        here.receive(runs_over(target, [4]))
+    with pytest.raises(TransferFailed, match="closed"):
+        here.discard(4)
+    with pytest.raises(TransferFailed, match="broke"):
+        there.send(runs_over(target, [4]))
+
+
+def test_an_interrupt_wakes_a_call_that_waits(links: Pair) -> None:
+    here, _ = backends(links)
+    target, failed = np.zeros(64, np.uint8), threading.Event()
+
+    def receive() -> None:
+        with pytest.raises(TransferFailed):
+            here.receive(runs_over(target, [4]))
+        failed.set()
+
+    receiver = threading.Thread(target=receive)
+    receiver.start()
+    here.interrupt()
+    assert failed.wait(20)
+    receiver.join(20)
+    here.close()
+    here.interrupt()  # after the end: nothing
+
+
+def test_what_is_thrown_away_is_exactly_one_batch(links: Pair) -> None:
+    here, there = backends(links)
+    source, target = random_bytes(700_000, 5), np.zeros(8, np.uint8)
+    sender = threading.Thread(target=there.send, args=(runs_over(source, [600_001]),))
+    sender.start()
+    here.discard(600_000)
+    here.receive(runs_over(target, [1]))
+    sender.join(20)
+    assert target[0] == source[600_000]
+
+
+def test_tcp_is_for_cpu_memory() -> None:
+    kind = TcpKind()
+    layout = dense_layout(1, 1, 1, 64)
+    assert kind.why_not() is None
+    assert kind.can_reach("") is None
+    assert kind.detail(LocalMemory(0, 64, layout)) == ""
+    assert kind.detail(LocalMemory(0, 64, layout, device=0)) is None
+
+
+# --------------------------------------------------------------------------- the link
+
+
+def test_frames_and_marks_in_order(links: Pair) -> None:
+    here, there = links
+    assert not here.input_waits()
+    there.send(b"one")
+    there.mark(b"B")
+    there.send(b"")
+    assert here.wait_for_input()
+    assert here.receive() == b"one"
+    assert here.take_mark() == b"B"
+    assert here.receive() == b""
+    there.close()
+    assert here.input_waits(), "an end is heard like a word"
+    assert not here.wait_for_input()
+    with pytest.raises(TransferFailed):
+        here.take_mark()
+
+
+def test_a_frame_that_is_too_long_takes_no_memory(links: Pair) -> None:
+    here, there = links
+    there.mark(struct.pack("<I", 2**32 - 1))
+    with pytest.raises(BadMessage, match="4294967295"):
+        here.receive()
+
+
+@pytest.mark.parametrize("change", ["bit", "repeat", "unsealed"])
+def test_a_forged_frame_is_noticed(links: Pair, change: str) -> None:
+    here, there = links
+    here.seal(incoming=KEYS[0], outgoing=KEYS[1])
+    there.seal(incoming=KEYS[1], outgoing=KEYS[0])
+    there.send(b"word")
+    assert here.receive() == b"word"
+    here.send(b"back")
+    assert there.receive() == b"back"
+    if change == "unsealed":
+        there._out = None
+        there.send(b"word")
+    else:
+        assert there._out is not None
+        sealed = there._out.of_next(b"word") + b"word"
+        if change == "bit":
+            sealed = sealed[:-1] + b"e"
+        there.mark(struct.pack("<I", len(sealed)) + sealed)
+        if change == "repeat":
+            assert here.receive() == b"word"
+            there.mark(struct.pack("<I", len(sealed)) + sealed)
+    with pytest.raises(AuthFailed):
+        here.receive()
+
+
+def test_last_words_are_heard_although_nobody_listens_any_more(links: Pair) -> None:
+    here, there = links
+    there.mark(bytes(1 << 16))  # never read by the other end
+    here.send(b"farewell")
+    closer = threading.Thread(target=lambda: (here.linger(), here.close()))
+    closer.start()
+    assert there.receive() == b"farewell"
+    there.close()
+    closer.join(20)

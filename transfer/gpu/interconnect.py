@@ -1,0 +1,53 @@
+"""What lies between the GPU that copies and the memory that it copies from or to.
+
+A fence is held for one batch, and a revoke waits for it: a batch is to take about 2 ms. Nobody has
+measured these links yet, so the sizes follow from what the links are sold as. `make bench-gpu`
+prints how long a batch really takes, and the run length from which copy engines are faster.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pullfill.transfer.gpu.gpu_contract import GpuDriver
+
+BATCH_RUNS = 32768
+"""Runs of a batch at most: 2 GiB of 64 KiB runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Interconnect:
+    """small_run: mean bytes of a batch's runs below which one kernel moves them all, instead of
+    the copy engines. batch_bytes: of one batch at most."""
+
+    name: str
+    small_run: int
+    batch_bytes: int
+
+    @property
+    def limits(self) -> tuple[int, int, int]:
+        """For `CopyPlan.batches`. No run is cut to make batches even."""
+        return self.batch_bytes, BATCH_RUNS, self.batch_bytes
+
+
+# Within one GPU, the engines take the copies of a batch one after the other. On CUDA 13.2 a user
+# measured 87 GiB/s, and 1,627 by a kernel (github.com/NVIDIA/nccl issues 1932 and 2177).
+SAME = Interconnect("one GPU", small_run=1 << 62, batch_bytes=2 << 30)
+# Between GPUs, engines reach the link's speed (354 GiB/s over NVLink, same place) and leave the
+# multiprocessors to the model. They cost about 1 us for each copy.
+NVLINK = Interconnect("NVLink", small_run=256 << 10, batch_bytes=512 << 20)
+PCIE = Interconnect("PCIe", small_run=32 << 10, batch_bytes=64 << 20)
+
+
+def visible(driver: GpuDriver) -> dict[str, int]:
+    """This process's numbers of the GPUs that it sees, by UUID."""
+    return {driver.uuid(number): number for number in range(driver.count())}
+
+
+def link_to(driver: GpuDriver, device: int, uuid: str) -> Interconnect:
+    """From `device` to the GPU with this UUID. One that CUDA_VISIBLE_DEVICES hides counts as behind
+    the slowest link."""
+    other = visible(driver).get(uuid)
+    if other == device:
+        return SAME
+    return NVLINK if other is not None and driver.fast_link(device, other) else PCIE

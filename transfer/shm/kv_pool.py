@@ -1,0 +1,212 @@
+"""Makes vLLM's CPU KV cache a shared file mapping, and reads its layout. The only torch here.
+
+`SharedKvPool` is a context manager for a connector's `get_mem_pool_context()`: the one big int8
+allocation made inside it becomes a mapping of a file that peers can map too (no copy, zero like
+the original; pullfill/runtime/pages.py then makes its pages present). If vLLM allocated in some
+other way, `share` moves the storage into shared memory instead, which keeps all views valid.
+
+Runs in the process of each rank; the worker's main process owns the files (`RegionFiles`), maps
+them (`ranks.py`) and removes them. What was told once stays allocated until the process ends,
+whatever vLLM does with its tensors: threads of ours copy by address.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from pullfill.errors import IncompatibleError
+from pullfill.transfer.contract import KvLayout, LocalMemory
+from pullfill.transfer.layout import check_bounds
+from pullfill.transfer.shm.files import create_kv, kv_path
+from pullfill.transfer.shm.ranks import RankRegion, region_of
+
+log = logging.getLogger(__name__)
+
+_told: list[torch.UntypedStorage] = []
+"""Never emptied. vLLM drops every KV tensor when its engine ends, also when a step failed; freed
+memory would be used again at once, under copies that go on and find what they never looked for."""
+
+
+class SharedKvPool:
+    """Backs one allocation with `pullfill-<instance_id>-<rank>.kv`. Not thread-safe."""
+
+    def __init__(self, instance_id: str, rank: int, directory: Path) -> None:
+        self._instance_id, self._rank, self._directory = instance_id, rank, directory
+        self._mode = _Intercept(self._allocate)
+        self._address: int | None = None
+
+    @property
+    def fired(self) -> bool:
+        """Whether an allocation was backed by the file."""
+        return self._address is not None
+
+    def __enter__(self) -> Self:
+        self._mode.__enter__()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._mode.__exit__(*exc)
+
+    def share(
+        self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int | None = None
+    ) -> RankRegion:
+        """The region behind vLLM's tensors, for the main process. `tell` keeps it allocated. Raises
+        IncompatibleError."""
+        memory = describe(kv_caches, num_blocks)
+        if memory.address == self._address:
+            path = str(kv_path(self._directory, self._instance_id, self._rank))
+            return region_of(memory, path)
+        log.warning(
+            "vLLM did not allocate its KV cache inside the memory pool context; moving %d MiB "
+            "into shared memory", memory.nbytes >> 20,
+        )  # fmt: skip
+        storage = next(iter(kv_caches.values())).untyped_storage()
+        fd, _ = storage._share_fd_cpu_()  # the storage keeps owning this descriptor
+        return region_of(describe(kv_caches, num_blocks), f"/proc/{os.getpid()}/fd/{fd}")
+
+    def _allocate(self, nbytes: int) -> torch.Tensor | None:
+        if self._address is not None:
+            return None
+        path = create_kv(self._directory, self._instance_id, self._rank, nbytes)
+        tensor = torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.int8)
+        self._address = tensor.data_ptr()
+        log.info("KV cache of %d MiB is shared as %s", nbytes >> 20, path)
+        return tensor
+
+
+def tell(
+    pool: SharedKvPool | None, kv_caches: Mapping[str, torch.Tensor], num_blocks: int
+) -> RankRegion:
+    """What a rank tells the main process of the caches vLLM registered. Memory that is neither the
+    CPU's nor a CUDA device's is described by its shape alone. What is told stays allocated for the
+    life of this process. Raises IncompatibleError."""
+    tensors = list({id(t): t for t in kv_caches.values()}.values())
+    _told.extend(tensor.untyped_storage() for tensor in tensors[:1])
+    if pool is not None and tensors and tensors[0].device.type == "cpu":
+        return pool.share(kv_caches, num_blocks)
+    if not tensors:
+        raise IncompatibleError("the engine has no KV cache", field="num_layers")
+    if tensors[0].device.type == "cuda":
+        from pullfill.transfer.gpu.region import tell_gpu
+
+        return tell_gpu(describe(kv_caches, num_blocks, "cuda"))
+    rows, width = tensors[0].shape[-2:]
+    return RankRegion(
+        pid=os.getpid(),
+        device=tensors[0].device.type,
+        num_layers=len(tensors),
+        page_bytes=rows * width * tensors[0].element_size(),
+    )
+
+
+class _Intercept(TorchFunctionMode):  # type: ignore[misc]
+    """Answers `torch.zeros(n, dtype=int8)` on CPU with `allocate(n)` unless that returns None."""
+
+    def __init__(self, allocate: Callable[[int], torch.Tensor | None]) -> None:
+        super().__init__()
+        self._allocate = allocate
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.zeros and len(args) == 1 and kwargs.get("dtype") == torch.int8:
+            size = args[0] if isinstance(args[0], int) else None
+            on_cpu = torch.device(kwargs.get("device") or torch.get_default_device()).type == "cpu"
+            if size and on_cpu and (tensor := self._allocate(size)) is not None:
+                return tensor
+        return func(*args, **kwargs)
+
+
+def describe(
+    kv_caches: Mapping[str, torch.Tensor], num_blocks: int | None = None, device: str = "cpu"
+) -> LocalMemory:
+    """Where vLLM's KV cache is, from the tensors passed to `register_kv_caches`.
+
+    Each is a strided [B, H, N, C] view, K and V packed in C (N and C dense: one page per block
+    and head), all in one storage, layers in dict order at equal distances; a layer that reuses
+    another's cache is the same object and counts once. `num_blocks`: what the scheduler counts
+    in, checked if given. `device`: the type of device it must be on. Raises IncompatibleError
+    naming what is off. Keeps nothing alive: `tell` does.
+    """
+    tensors = list({id(t): t for t in kv_caches.values()}.values())
+    if not tensors:
+        raise IncompatibleError("the engine has no KV cache", field="num_layers")
+    first = tensors[0]
+    _check_tensors(kv_caches, first, device)
+    size = first.element_size()
+    blocks, heads, rows, width = first.shape
+    strides = [stride * size for stride in first.stride()]
+    page = rows * width * size
+    addresses = [t.data_ptr() for t in tensors]
+    layer_stride = addresses[1] - addresses[0] if len(tensors) > 1 else blocks * strides[0]
+    if layer_stride <= 0 or any(b - a != layer_stride for a, b in pairwise(addresses)):
+        raise IncompatibleError(
+            "layers are not at equal distances in memory (several KV cache groups?)",
+            field="layer_stride",
+        )
+    if num_blocks is not None and blocks != num_blocks:
+        raise IncompatibleError(
+            f"vLLM splits each of its {num_blocks} blocks into kernel blocks ({blocks} in all); "
+            "use the block size of the attention backend (--block-size)",
+            field="block_size",
+        )
+    storage = first.untyped_storage()
+    layout = KvLayout(
+        base_offset=addresses[0] - storage.data_ptr(),
+        num_layers=len(tensors),
+        num_blocks=blocks,
+        num_kv_heads=heads,
+        page_bytes=page,
+        layer_stride=layer_stride,
+        block_stride=strides[0] if blocks > 1 else heads * page,
+        head_stride=strides[1] if heads > 1 else page,
+    )
+    check_bounds(layout, storage.nbytes())
+    return LocalMemory(
+        address=storage.data_ptr(),
+        nbytes=storage.nbytes(),
+        layout=layout,
+        device=None if device == "cpu" else first.device.index or 0,
+    )
+
+
+def _check_tensors(kv_caches: Mapping[str, torch.Tensor], first: torch.Tensor, device: str) -> None:
+    """All [B, H, N, C] with dense pages, alike, in one storage on such a device."""
+    base = first.untyped_storage().data_ptr()
+    for name, tensor in kv_caches.items():
+        if tensor.device.type != device:
+            raise IncompatibleError(f"{name}: KV cache on {tensor.device}", field="device")
+        if tensor.dim() != 4:
+            raise IncompatibleError(
+                f"{name}: expected a [B, H, N, C] view, got shape {tuple(tensor.shape)}",
+                field="layout",
+            )
+        _, _, rows, width = tensor.shape
+        if (width > 1 and tensor.stride(3) != 1) or (rows > 1 and tensor.stride(2) != width):
+            raise IncompatibleError(
+                f"{name}: a (block, head) page is not contiguous (strides {tensor.stride()}); "
+                "the layout must be LBHNC",
+                field="layout",
+            )
+        alike = (tensor.shape, tensor.stride(), tensor.dtype) == (
+            first.shape, first.stride(), first.dtype
+        )  # fmt: skip
+        if not alike:
+            raise IncompatibleError(
+                f"{name}: shape, strides or dtype differ from the first layer's", field="layout"
+            )
+        if tensor.untyped_storage().data_ptr() != base:
+            raise IncompatibleError(f"{name}: in an allocation of its own", field="layer_stride")
