@@ -45,8 +45,8 @@ test: lint test-fast ## All tests, quick ones first
 	$(BIN)/pytest -q -n 2 --dist loadfile -m "not long and not alone" $(ENGINE_TESTS) $(PYTEST_ARGS)
 	$(BIN)/pytest -q -m "alone and not long" tests/integration $(PYTEST_ARGS)
 
-test-fast: install ## Unit and contract tests, in eight forked processes
-	$(BIN)/pytest -q --forks 8 tests/unit tests/contract $(PYTEST_ARGS)
+test-fast: install ## Unit, contract and benchmark tests, in eight forked processes
+	$(BIN)/pytest -q --forks 8 tests/unit tests/contract benchmarks/tests $(PYTEST_ARGS)
 
 flaky: install ## Repeat make test, list what differed: make flaky N=10 [ARGS="--busy 2 tests/chaos"]
 	$(BIN)/python -m tests.flaky --runs $(N) $(ARGS)

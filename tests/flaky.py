@@ -29,7 +29,7 @@ from xml.etree import ElementTree
 MARKS = ("failure", "error", "skipped")
 SLOWEST = 10
 WHOLE = (
-    "--forks 8 tests/unit tests/contract",
+    "--forks 8 tests/unit tests/contract benchmarks/tests",
     "-n 2 --dist loadfile -m 'not long and not alone' "
     "tests/integration tests/chaos tests/netns tests/gpu",
     "-m 'alone and not long' tests/integration",

@@ -20,7 +20,7 @@ from pullfill.engine import rank_processes
 from pullfill.engine.thread import EngineThread
 from pullfill.errors import EngineStuck
 
-REPO = Path(__file__).resolve().parents[2]
+REPO = Path(__file__).resolve().parents[3]
 PATIENCE_S = 20.0
 MAIN = """
 import multiprocessing, signal, sys, time

@@ -14,7 +14,7 @@ from pullfill.runtime import metrics
 from pullfill.transfer.digest import BlockDigester
 from pullfill.wire import KvMode
 from tests.support.fakes import wait_for
-from tests.unit.test_prefill_transfer_worker import LAYOUT, MEMORY, Calls, Session
+from tests.unit.prefill_worker.test_transfer_worker import LAYOUT, MEMORY, Calls, Session
 
 BLOCK_BYTES = LAYOUT.block_bytes
 

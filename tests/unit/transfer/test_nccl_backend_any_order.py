@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from pullfill.errors import TransferFailed
 from tests.support.waiting import eventually
-from tests.unit.test_nccl_backend import TOTAL, Sides
+from tests.unit.transfer.test_nccl_backend import TOTAL, Sides
 
 NEVER = float("inf")
 

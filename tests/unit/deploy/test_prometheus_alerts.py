@@ -14,7 +14,7 @@ from pullfill import wire
 from pullfill.frontend import metrics as frontend_metrics
 from pullfill.runtime import metrics
 
-ALERTS = Path(__file__).resolve().parents[2] / "deploy" / "prometheus" / "alerts.yaml"
+ALERTS = Path(__file__).resolve().parents[3] / "deploy" / "prometheus" / "alerts.yaml"
 MERGED = {"instance_id", "role"}
 """Labels that a frontend adds to what workers report."""
 

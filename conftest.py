@@ -46,8 +46,8 @@ setattr(typer.testing, "_get_command", cache(typer.main.get_command))  # noqa: B
 # A run that is told to end still ends what it started.
 signal.signal(signal.SIGTERM, signal.default_int_handler)
 
-_ORDER = ("unit", "contract", "integration", "chaos", "netns", "gpu")
-_FORKED_ORDER = ("contract", "unit")
+_ORDER = ("unit", "benchmarks", "contract", "integration", "chaos", "netns", "gpu")
+_FORKED_ORDER = ("contract", "unit", "benchmarks")
 """Of several processes, none should still have long tests to run when the others have ended."""
 
 

@@ -25,7 +25,7 @@ from pullfill.registry import settings
 from pullfill.runtime.lifecycle import EXIT_S
 from pullfill.wire import QueueSettings
 
-DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
+DEPLOY = Path(__file__).resolve().parents[3] / "deploy"
 FILES = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
 UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
 ROLES = {"decode", "prefill", "frontend"}

@@ -27,7 +27,7 @@ torch: Any = Late("torch")
 shm_pool: Any = Late("pullfill.transfer.shm.kv_pool")
 
 BLOCKS, HEADS, ROWS, WIDTH, LAYERS = 6, 2, 4, 8, 3
-REPO = Path(__file__).resolve().parents[2]
+REPO = Path(__file__).resolve().parents[3]
 
 # --------------------------------------------------------------------------- the pool
 

@@ -204,7 +204,7 @@ def test_beyond_loopback_without_keys_there_is_a_warning(
 
 
 def test_every_key_of_the_file_is_documented() -> None:
-    text = (Path(__file__).parents[2] / "docs/security.md").read_text()
+    text = (Path(__file__).parents[3] / "docs/security.md").read_text()
     for name, section in SECTIONS.items():
         rows = [line for line in text.splitlines() if line.startswith(f"| `[{name}]")]
         assert rows, name

@@ -1,4 +1,4 @@
-"""A test that leaves a socket open fails itself, not a later one (tests/conftest.py)."""
+"""A test that leaves a socket open fails itself, not a later one (conftest.py)."""
 
 from __future__ import annotations
 

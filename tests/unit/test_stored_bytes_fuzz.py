@@ -30,7 +30,7 @@ from pullfill.transfer.shm.peer import ShmTransport
 from pullfill.wire import RegionDescriptor, RouterConfig, WorkerRecord, u32
 from pullfill.wire.codec import encode
 from tests.support.fuzz import EXAMPLES, explore, mutated
-from tests.unit.test_fuzz_wire import example
+from tests.unit.core.test_wire_fuzz import example
 
 ACK = "$JS.ACK.S.prefill.1.2.3.1700000000000000000.0"
 TEXT = st.one_of(

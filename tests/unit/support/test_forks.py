@@ -17,7 +17,7 @@ import pytest
 
 from tests.support.forks import PIECE, pieces
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CONFTEST = """
 import pytest, signal
 from pathlib import Path

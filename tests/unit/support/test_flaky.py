@@ -87,7 +87,7 @@ def test_busy_processes_end() -> None:
 
 
 def test_without_arguments_the_parts_of_make_test_are_repeated() -> None:
-    lines = (Path(__file__).parents[2] / "Makefile").read_text().splitlines()
+    lines = (Path(__file__).parents[3] / "Makefile").read_text().splitlines()
     tests = " ".join(next(line for line in lines if line.startswith("ENGINE_TESTS")).split()[3:])
     recipes = [
         line.partition("pytest -q ")[2].replace("$(ENGINE_TESTS)", tests.rstrip(")"))

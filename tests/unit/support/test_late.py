@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.late import READ_WITH_TESTS, Late
 
+ROOT = Path(__file__).resolve().parents[3]
+
 
 def test_reading_unit_and_contract_tests_imports_no_large_module(
     request: pytest.FixtureRequest,
 ) -> None:
     """`make test-fast` would pay for the import before it forks: vLLM takes five seconds."""
-    folders = {path.name for path in (item.path.parent for item in request.session.items)}
-    if folders - {"unit", "contract"}:
+    folders = {item.path.relative_to(ROOT).parts[:2] for item in request.session.items}
+    if folders - {("tests", "unit"), ("tests", "contract"), ("benchmarks", "tests")}:
         pytest.skip("tests of other folders were read too")
     assert request.config.stash[READ_WITH_TESTS] == []
 
