@@ -168,8 +168,9 @@ def test_commands_and_their_flags_exist(name: str) -> None:
     assert unknown == []
 
 
-def test_the_readme_uses_the_commands_it_should_show() -> None:
-    shown = {command for command, _ in used_commands("README.md")}
+def test_readme_and_tour_use_the_commands_they_should_show() -> None:
+    assert {"explain", "down"} <= {command for command, _ in used_commands("README.md")}
+    shown = {command for command, _ in used_commands("docs/tour.md")}
     assert {"prefill", "status", "explain", "config set", "drain", "down"} <= shown
 
 
