@@ -26,7 +26,7 @@ from pullfill.frontend import metrics
 from pullfill.frontend.dispatch import NO_WORKER, NO_WORKER_WAIT_S
 from pullfill.runtime import log
 
-_log = log.get("frontend.gate")
+_log = log.get("frontend.admission")
 
 Message = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]

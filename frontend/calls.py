@@ -24,17 +24,22 @@ class Calls:
         self._next_id = 1
 
     async def call(
-        self, links: Sequence[DecodeConnection], method: str, args: Sequence[Any], timeout_s: float
+        self,
+        connections: Sequence[DecodeConnection],
+        method: str,
+        args: Sequence[Any],
+        timeout_s: float,
     ) -> list[Any]:
-        """One result per link, in no order. Raises PeerUnavailable: no answer in time, a worker
-        was lost, or it reported a failure."""
+        """Return one result per connection, in no order.
+
+        Raises PeerUnavailable: no answer in time, a worker was lost, or it reported a failure."""
         futures: list[asyncio.Future[Any]] = []
         ids: list[int] = []
-        for link in links:
+        for connection in connections:
             call_id, self._next_id = self._next_id, self._next_id + 1
             future = self._loop.create_future()
-            self._open[call_id] = (link, future)
-            link.send(front_wire.UTIL, *self._codec.encode((call_id, method, tuple(args))))
+            self._open[call_id] = (connection, future)
+            connection.send(front_wire.UTIL, *self._codec.encode((call_id, method, tuple(args))))
             futures.append(future)
             ids.append(call_id)
         try:
@@ -46,20 +51,22 @@ class Calls:
             for call_id in ids:
                 self._open.pop(call_id, None)
 
-    def on_lost(self, link: DecodeConnection, reason: str) -> None:
+    def on_lost(self, connection: DecodeConnection, reason: str) -> None:
         """A connection is gone: its calls fail."""
         for other, future in list(self._open.values()):
-            if other is link and not future.done():
-                future.set_exception(PeerUnavailable(f"decode worker {link.instance_id}: {reason}"))
+            if other is connection and not future.done():
+                future.set_exception(
+                    PeerUnavailable(f"decode worker {connection.instance_id}: {reason}")
+                )
 
-    def on_result(self, link: DecodeConnection, result: Any) -> None:
+    def on_result(self, connection: DecodeConnection, result: Any) -> None:
         """vLLM's UtilityOutput from a worker; one that answers for another is ignored."""
         owner, future = self._open.get(result.call_id, (None, None))
-        if future is None or owner is not link or future.done():
+        if future is None or owner is not connection or future.done():
             return
         if result.failure_message is not None:
             future.set_exception(
-                PeerUnavailable(f"decode worker {link.instance_id}: {result.failure_message}")
+                PeerUnavailable(f"decode worker {connection.instance_id}: {result.failure_message}")
             )
         else:
             future.set_result(None if result.result is None else result.result.result)

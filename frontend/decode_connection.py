@@ -1,10 +1,11 @@
 """One ZMQ connection from this frontend to one decode worker.
 
-Owned by `pool.WorkerPool`, used on its event loop only. Life: `connecting` → welcome → `ready`
-→ (`draining`) → `closed`, or `connecting` → `refused` on NOPE. A connection that breaks is closed
-for good and its requests are settled by the dispatcher; the pool opens a new one if the worker is
-still listed. Reading is edge-triggered on ZMQ's file descriptor without an asyncio future per
-message: one engine step of the worker is one callback here.
+Life: `connecting` → welcome → `ready` → (`draining`) → `closed`. On NOPE `connecting` → `refused`.
+A connection that breaks is closed for good. The dispatcher sends its requests elsewhere, and the
+pool opens a new connection if the worker is still listed.
+
+Owned by `decode_pool.WorkerPool`, used on its event loop only. One engine step of the worker is one
+callback here: ZMQ's file descriptor is watched, edge-triggered, without a future per message.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from pullfill.runtime import log
 if TYPE_CHECKING:
     from pullfill.frontend.flight import Flight
 
-_log = log.get("frontend.link")
+_log = log.get("frontend.decode_connection")
 
 _BATCH = 64
 """Messages read before other callbacks of the loop get their turn."""
@@ -50,17 +51,17 @@ def process_of(record: wire.WorkerRecord) -> str:
 
 
 class ConnectionOwner(Protocol):
-    """Who hears about a link. Called on the loop, never from inside `DecodeConnection.send`."""
+    """Hears about a connection. Called on the loop, never inside `DecodeConnection.send`."""
 
-    def on_ready(self, link: DecodeConnection) -> None: ...
+    def on_ready(self, connection: DecodeConnection) -> None: ...
 
-    def on_draining(self, link: DecodeConnection) -> None: ...
+    def on_draining(self, connection: DecodeConnection) -> None: ...
 
-    def on_refused(self, link: DecodeConnection, reason: str) -> None: ...
+    def on_refused(self, connection: DecodeConnection, reason: str) -> None: ...
 
-    def on_lost(self, link: DecodeConnection, reason: str, died: bool = True) -> None: ...
+    def on_lost(self, connection: DecodeConnection, reason: str, died: bool = True) -> None: ...
 
-    def on_message(self, link: DecodeConnection, kind: bytes, frames: list[Any]) -> None: ...
+    def on_message(self, connection: DecodeConnection, kind: bytes, frames: list[Any]) -> None: ...
 
 
 class DecodeConnection:
@@ -69,7 +70,7 @@ class DecodeConnection:
     flights: requests that this worker has now, by the ID they have at the worker.
     listed: whether the registry still lists the worker.
     key: the cluster key. The worker must hold the same one.
-    trouble: why the link is still connecting, in words for people.
+    trouble: why the connection is still connecting, in words for people.
     far: whether the worker runs on another host, whose clock differs.
     """
 
@@ -144,7 +145,7 @@ class DecodeConnection:
         return self.state is ConnectionState.READY
 
     def send(self, kind: bytes, *frames: Any) -> None:
-        """Queue one message; never blocks. Nothing happens on a closed link."""
+        """Queue one message; never blocks. Nothing happens on a closed connection."""
         if self.state in (ConnectionState.CLOSED, ConnectionState.REFUSED):
             return
         try:
@@ -157,7 +158,7 @@ class DecodeConnection:
             self._loop.call_soon(self._on_readable)
 
     def abort(self, wire_ids: Sequence[str]) -> None:
-        """Tell the worker to abort these requests, and stop tracking them on this link.
+        """Tell the worker to abort these requests, and stop tracking them on this connection.
 
         wire_ids: the IDs under which the requests were sent to the worker."""
         for wire_id in wire_ids:
@@ -274,7 +275,7 @@ class DecodeConnection:
             _log.warning("decode worker %s: %s", self.instance_id, trouble)
 
     def lose(self, reason: str, died: bool = True) -> None:
-        """Close the link, and tell the owner once that the worker cannot be reached over it.
+        """Close the connection, and tell the owner once that the worker cannot be reached over it.
 
         died: whether the worker's process may have died."""
         if self.state in (ConnectionState.CLOSED, ConnectionState.REFUSED):

@@ -1,10 +1,11 @@
 """Which decode workers exist, and which connections may take requests.
 
-Follows the registry's `workers/decode` keys by watch. A worker of our model gets one
-`DecodeConnection`; what happens on a link is passed to the `Dispatcher`. Two sources of truth are
-kept apart on purpose: the connection says whether a worker is alive, the registry whether it should
-get new requests. A worker whose key is gone while its connection lives (an etcd outage outlived its
-lease) keeps its streams, and takes new requests only while no listed worker is ready.
+The pool watches the registry's `workers/decode` keys. It opens one `DecodeConnection` to each
+worker of our model, and passes what happens on it to the `Dispatcher`.
+
+The connection says whether a worker is alive. The registry says whether it should get requests. If
+etcd is away for longer than a lease, a worker's key goes while its connection lives. Such a worker
+keeps its streams, and gets new requests only while no listed worker is ready.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from pullfill.net.security import ClusterKey
 from pullfill.runtime import log
 from pullfill.wire import WorkerRecord, WorkerState
 
-_log = log.get("frontend.pool")
+_log = log.get("frontend.decode_pool")
 
 DECODE = "decode"
 REOPEN_S = 0.5
@@ -45,10 +46,10 @@ class Directory(Protocol):
 
 
 class WorkerPool:
-    """All links of this frontend. `start` after `Dispatcher.bind`; `stop` closes every link.
+    """All connections of this frontend. Call `start` after `Dispatcher.bind`. `stop` closes them.
 
-    names: under which of a worker's names (`model`, `model_path`) it serves our model. key: the
-    cluster key, if the cluster has one.
+    names: a worker serves our model if its `model` or `model_path` is one of these.
+    key: the cluster key, if the cluster has one.
     """
 
     def __init__(
@@ -62,9 +63,9 @@ class WorkerPool:
         self._hello = hello
         self._names = frozenset(names)
         self._key = key
-        self._dispatcher: Dispatcher | None = None
+        self._dispatcher: Dispatcher
         self._context: zmq.Context[Any] = zmq.Context(1)
-        self._links: dict[str, DecodeConnection] = {}
+        self._connections: dict[str, DecodeConnection] = {}
         self._lost: dict[str, str] = {}
         self._refused: dict[str, tuple[str, str]] = {}
         self._ready = asyncio.Event()
@@ -80,13 +81,13 @@ class WorkerPool:
         self._ticker = asyncio.create_task(self._tick(), name="frontend-ping")
 
     async def stop(self) -> None:
-        """Close all links. Requests still at workers are aborted there by our BYE."""
+        """Close all connections. Requests still at workers are aborted there by our BYE."""
         self._stopped = True
         if self._ticker is not None:
             self._ticker.cancel()
-        for link in self._links.values():
-            link.close()
-        self._links.clear()
+        for connection in self._connections.values():
+            connection.close()
+        self._connections.clear()
         self._update()
         # The last BYE frames leave within the sockets' linger.
         await asyncio.get_running_loop().run_in_executor(None, self._context.term)
@@ -94,7 +95,7 @@ class WorkerPool:
     # ---------------------------------------------------------------- questions
 
     def candidates(self) -> Sequence[DecodeConnection]:
-        """ControlConnections that may take a new request, best tier only."""
+        """Connections that may take a new request, best tier only."""
         return self._usable
 
     async def wait_ready(self, timeout_s: float) -> bool:
@@ -111,18 +112,22 @@ class WorkerPool:
     def refusals(self) -> list[str]:
         """For people: workers that are listed but not usable by this frontend, and why."""
         reasons = {name: reason for name, (_, reason) in self._refused.items()}
-        reasons |= {name: link.trouble for name, link in self._links.items() if link.trouble}
+        reasons |= {
+            name: connection.trouble
+            for name, connection in self._connections.items()
+            if connection.trouble
+        }
         return [f"{name}: {reason}" for name, reason in sorted(reasons.items())]
 
     def state_of(self, instance_id: str) -> ConnectionState | None:
         """The connection's state; None if there is none."""
-        link = self._links.get(instance_id)
-        return link.state if link is not None else None
+        connection = self._connections.get(instance_id)
+        return connection.state if connection is not None else None
 
     # ---------------------------------------------------------------- registry
 
     def refresh(self) -> None:
-        """Bring links in line with the registry. Cheap; called on every change."""
+        """Bring connections in line with the registry. Cheap; called on every change."""
         if self._stopped:
             return
         records = dict(self._directory.workers(DECODE))
@@ -131,23 +136,23 @@ class WorkerPool:
         for name, process in list(self._lost.items()):
             if name not in records or process != process_of(records[name]):
                 del self._lost[name]
-                self.dispatcher.suspects.on_gone(process)
+                self._dispatcher.suspects.on_gone(process)
         for name, record in records.items():
             self._follow(name, record)
-        for name, link in list(self._links.items()):
-            link.listed = name in records
-            if not link.listed and link.state is ConnectionState.CONNECTING:
-                link.close()
-                del self._links[name]
+        for name, connection in list(self._connections.items()):
+            connection.listed = name in records
+            if not connection.listed and connection.state is ConnectionState.CONNECTING:
+                connection.close()
+                del self._connections[name]
         self._update()
 
     def _follow(self, name: str, record: WorkerRecord) -> None:
-        link = self._links.get(name)
-        if link is not None:
-            if link.record.data == record.data:
-                link.record = record
+        connection = self._connections.get(name)
+        if connection is not None:
+            if connection.record.data == record.data:
+                connection.record = record
                 return
-            link.lose("it moved to another address")
+            connection.lose("it moved to another address")
         if record.state is not WorkerState.READY or not record.data:
             return
         if self._refused.get(name, ("",))[0] == record.incarnation:
@@ -156,9 +161,8 @@ class WorkerPool:
             reason = f"serves model {record.model!r}, not {self._hello.model!r}"
             self._refuse(name, record, reason)
             return
-        assert self._dispatcher is not None
         try:
-            self._links[name] = DecodeConnection(
+            self._connections[name] = DecodeConnection(
                 self._context, record, self._hello, self, self._key
             )
         except zmq.ZMQError as exc:
@@ -170,53 +174,57 @@ class WorkerPool:
 
     # ---------------------------------------------------------------- ConnectionOwner
 
-    def on_ready(self, link: DecodeConnection) -> None:
-        _log.info("decode worker %s takes requests (%s)", link.instance_id, link.record.data)
-        self._refused.pop(link.instance_id, None)
-        if self._lost.get(link.instance_id) == link.process:
-            del self._lost[link.instance_id]
+    def on_ready(self, connection: DecodeConnection) -> None:
+        _log.info(
+            "decode worker %s takes requests (%s)", connection.instance_id, connection.record.data
+        )
+        self._refused.pop(connection.instance_id, None)
+        if self._lost.get(connection.instance_id) == connection.process:
+            del self._lost[connection.instance_id]
         self._update()
-        self.dispatcher.on_ready(link)
+        self._dispatcher.on_ready(connection)
 
-    def on_draining(self, link: DecodeConnection) -> None:
-        _log.info("decode worker %s drains", link.instance_id)
-        self._update()
-
-    def on_refused(self, link: DecodeConnection, reason: str) -> None:
-        self._links.pop(link.instance_id, None)
-        self._refuse(link.instance_id, link.record, reason)
+    def on_draining(self, connection: DecodeConnection) -> None:
+        _log.info("decode worker %s drains", connection.instance_id)
         self._update()
 
-    def on_lost(self, link: DecodeConnection, reason: str, died: bool = True) -> None:
-        if self._links.get(link.instance_id) is link:
-            del self._links[link.instance_id]
-        if link.flights or link.record.state is WorkerState.READY:
-            _log.warning("decode worker %s is lost: %s", link.instance_id, reason)
+    def on_refused(self, connection: DecodeConnection, reason: str) -> None:
+        self._connections.pop(connection.instance_id, None)
+        self._refuse(connection.instance_id, connection.record, reason)
+        self._update()
+
+    def on_lost(self, connection: DecodeConnection, reason: str, died: bool = True) -> None:
+        if self._connections.get(connection.instance_id) is connection:
+            del self._connections[connection.instance_id]
+        if connection.flights or connection.record.state is WorkerState.READY:
+            _log.warning("decode worker %s is lost: %s", connection.instance_id, reason)
         self._update()
         if died:
-            self._lost[link.instance_id] = link.process
-        self.dispatcher.on_lost(link, reason, died)
+            self._lost[connection.instance_id] = connection.process
+        self._dispatcher.on_lost(connection, reason, died)
         asyncio.get_running_loop().call_later(REOPEN_S, self.refresh)
 
-    def on_message(self, link: DecodeConnection, kind: bytes, frames: list[Any]) -> None:
+    def on_message(self, connection: DecodeConnection, kind: bytes, frames: list[Any]) -> None:
         try:
-            self.dispatcher.on_message(link, kind, frames)
+            self._dispatcher.on_message(connection, kind, frames)
         except BadMessage:
             metrics.BAD_MESSAGES.inc()
             raise
 
-    @property
-    def dispatcher(self) -> Dispatcher:
-        assert self._dispatcher is not None, "start() comes first"
-        return self._dispatcher
-
     # ---------------------------------------------------------------- inside
 
     def _update(self) -> None:
-        usable = [link for link in self._links.values() if link.usable]
-        best = [link for link in usable if link.listed and link.record.state is WorkerState.READY]
-        draining = sum(link.state is ConnectionState.DRAINING for link in self._links.values())
-        self._usable = best or [link for link in usable if not link.listed]
+        usable = [connection for connection in self._connections.values() if connection.usable]
+        best = [
+            connection
+            for connection in usable
+            if connection.listed and connection.record.state is WorkerState.READY
+        ]
+        draining = sum(
+            connection.state is ConnectionState.DRAINING
+            for connection in self._connections.values()
+        )
+        self._usable = best or [connection for connection in usable if not connection.listed]
         if self._usable:
             self._ready.set()
         else:
@@ -230,11 +238,11 @@ class WorkerPool:
         for number in itertools.count():
             await asyncio.sleep(front_wire.PING_INTERVAL_S)
             now = loop.time()
-            for link in list(self._links.values()):
-                if link.state is ConnectionState.CONNECTING:
+            for connection in list(self._connections.values()):
+                if connection.state is ConnectionState.CONNECTING:
                     continue
-                if now - link.heard_at > HUNG_S:
-                    link.lose(f"it answered nothing for {HUNG_S:g} s")
-                elif link.flights or number % IDLE_TICKS == 0:
-                    link.send(front_wire.PING)
-            metrics.IN_FLIGHT.set(self.dispatcher.in_flight)
+                if now - connection.heard_at > HUNG_S:
+                    connection.lose(f"it answered nothing for {HUNG_S:g} s")
+                elif connection.flights or number % IDLE_TICKS == 0:
+                    connection.send(front_wire.PING)
+            metrics.IN_FLIGHT.set(self._dispatcher.in_flight)

@@ -1,15 +1,16 @@
 """Which request is at which decode worker, and what happens when that changes.
 
-Life of a request here: `submit` → waiting (no worker can take it) or at a worker → finished, failed
-or aborted. It leaves a worker unfinished when the worker is lost or hands it back. Then it goes to
-another worker under a new id: from the start if no token of it is out, else from the tokens that
-are out (`engine.migration`). Where that would not be exact it fails with a message that says
-why. Waiting is bounded, so every request ends.
+Life of a request: `submit` → waiting (no worker can take it) or at a worker → finished, failed or
+aborted. It leaves a worker unfinished when the worker is lost or gives it back. Then it goes to
+another worker under a new id. If no token of it is out, it starts again. Otherwise it migrates: it
+goes on after the tokens that are out (`engine.migration`). Where that would not be exact, it fails
+with a message that says why. All waits are bounded, so every request ends.
 
-A token counts as out when it is given to the sink. What a worker says about a request that has left
-it is dropped, so no token comes twice.
-Single event loop. `on_outputs` is the per-step path: one decode, one dict lookup and one
-list.extend per output.
+A token is out once the sink has it. Messages of a worker about a request that has left it are
+dropped, so no token comes twice.
+
+Single event loop. `on_outputs` runs for each engine step: one decode, and for each output one dict
+lookup and one list.extend.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from pullfill.engine.blame import Fault, explained
 from pullfill.engine.front_ports import OutputSink
 from pullfill.errors import BadMessage, PeerUnavailable
 from pullfill.frontend import metrics
+from pullfill.frontend.balancer import Balancer, Together
 from pullfill.frontend.board import Board
 from pullfill.frontend.calls import Calls
 from pullfill.frontend.decode_connection import DecodeConnection
 from pullfill.frontend.explain import ExplainStore, Trace, key_of
 from pullfill.frontend.flight import Flight, Suspect, needs_turn, rank_of, sentence
-from pullfill.frontend.router import Router, Together
 from pullfill.frontend.suspects import CONFIRM_S, MAX_DEATHS, Suspects
 from pullfill.frontend.waiting import Waiting
 from pullfill.runtime import log
@@ -50,7 +51,8 @@ STALL_S = 4.5
 """The most from there on for one worker lost after another, with no token in between."""
 LAST_TRY_S = 0.25
 """What is left then to be sent to a worker that is ready."""
-MAX_MOVES = 20  # from one worker to another, per request
+MAX_MIGRATIONS = 20
+"""How many workers one request may leave."""
 LOOK_S = 0.1
 """How often a suspect that waits for a turn checks whether it still makes sense to wait."""
 NO_WORKER = "no decode worker is ready: start one with `pullfill decode` (or `pullfill up`)"
@@ -61,35 +63,33 @@ OURS = "failed"
 _FAULTS = {REFUSED: Fault.REQUEST, OURS: Fault.OURS}
 _ABORTED = 2
 """vLLM's FinishReason.ABORT."""
-Links = Sequence[DecodeConnection]
 
 
 class Dispatcher:
     """Implements `engine.front_ports.DecodePort`.
 
-    codec: `rpc.FrontendCodec` or a fake. candidates: returns connections that may take requests.
-    never: why no answer can be continued with this configuration. Empty: it can. restart_wait_s:
-    how long a request whose worker was lost waits for one that is being started. board: as of
-    `Suspects`.
+    candidates: returns the workers that may take requests.
+    never: why no answer can migrate with this configuration. Empty: answers can.
+    restart_wait_s: how long a request whose worker was lost waits for one that is being started.
+    board: as of `Suspects`.
     """
 
     def __init__(
         self,
         codec: Any,
-        router: Router,
+        balancer: Balancer,
         explain: ExplainStore,
-        candidates: Callable[[], Links],
+        candidates: Callable[[], Sequence[DecodeConnection]],
         *,
         never: str = "",
         restart_wait_s: float = 0.0,
         board: Board | None = None,
     ) -> None:
         self._codec = codec
-        self._router = router
         self._explain = explain
         self._candidates = candidates
         self._never = never
-        self._sink: OutputSink | None = None
+        self._sink: OutputSink
         self._loop = asyncio.get_running_loop()
         self._flights: dict[str, Flight] = {}
         self._waiting = Waiting(
@@ -97,7 +97,7 @@ class Dispatcher:
             lambda flight: self._fail(flight, flight.failure),
         )
         self._calls = Calls(codec)
-        self._together = Together(router)
+        self._balancer = Together(balancer)
         self._tasks: tuple[str, ...] | None = None
         self._patience_s = max(RESEND_WAIT_MAX_S, restart_wait_s)
         self._restart_wait_s = restart_wait_s
@@ -111,17 +111,12 @@ class Dispatcher:
         )
 
     def bind(self, sink: OutputSink) -> None:
-        """Say where outputs go; before the first worker is connected."""
+        """Set where outputs go. Call it before the first worker is connected."""
         self._sink = sink
 
     @property
-    def sink(self) -> OutputSink:
-        assert self._sink is not None, "bind() comes first"
-        return self._sink
-
-    @property
     def in_flight(self) -> int:
-        """Requests submitted and not ended."""
+        """Number of requests submitted and not ended."""
         return len(self._flights)
 
     # ---------------------------------------------------------------- DecodePort
@@ -131,8 +126,8 @@ class Dispatcher:
         known = self._flights.get(request_id)
         if known is not None:  # a further part of a streaming input goes where the first went
             known.request = request
-            if known.link is not None:
-                known.link.send(front_wire.ADD, *self._codec.encode(request))
+            if known.worker is not None:
+                known.worker.send(front_wire.ADD, *self._codec.encode(request))
             return
         now, submitted = self._loop.time(), time.monotonic()
         trace = Trace(key_of(request_id, request.external_req_id))
@@ -146,90 +141,89 @@ class Dispatcher:
             self._try(flight, self._place, now)
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        by_link: dict[DecodeConnection, list[str]] = {}
+        by_worker: dict[DecodeConnection, list[str]] = {}
         for request_id in request_ids:
             flight = self._flights.pop(request_id, None)
             if flight is None:
                 continue
             self._waiting.drop(request_id)
             self.suspects.on_end(flight, finished=False)
-            if flight.link is not None:
-                by_link.setdefault(flight.link, []).append(flight.wire_id)
-        for link, ids in by_link.items():
-            link.abort(ids)
+            if flight.worker is not None:
+                by_worker.setdefault(flight.worker, []).append(flight.wire_id)
+        for worker, ids in by_worker.items():
+            worker.abort(ids)
 
     async def call(self, method: str, args: Sequence[Any], timeout_s: float) -> list[Any]:
-        links = list(self._candidates())
-        if not links:
+        workers = list(self._candidates())
+        if not workers:
             raise PeerUnavailable(NO_WORKER)
-        return await self._calls.call(links, method, args, timeout_s)
+        return await self._calls.call(workers, method, args, timeout_s)
 
     def supported_tasks(self) -> tuple[str, ...] | None:
         return self._tasks
 
     # ---------------------------------------------------------------- from the pool
 
-    def on_ready(self, link: DecodeConnection) -> None:
-        """A connection takes requests now: send it what waits."""
-        assert link.welcome is not None
-        self._tasks = self._tasks or tuple(link.welcome.supported_tasks)
-        self.sink.joined(link.welcome)
-        self.suspects.on_return(link.process)
+    def on_ready(self, worker: DecodeConnection) -> None:
+        """Send waiting requests: this worker takes requests from now on."""
+        assert worker.welcome is not None
+        self._tasks = self._tasks or tuple(worker.welcome.supported_tasks)
+        self._sink.joined(worker.welcome)
+        self.suspects.on_return(worker.process)
         self._waiting.all_soon()
 
-    def on_lost(self, link: DecodeConnection, reason: str, died: bool = True) -> None:
-        """Move or fail the requests of a lost connection. died: the worker may have died."""
-        flights, link.flights = list(link.flights.values()), {}
-        self.sink.left(link.instance_id)
-        self._calls.on_lost(link, reason)
+    def on_lost(self, worker: DecodeConnection, reason: str, died: bool = True) -> None:
+        """Migrate or fail the requests of a lost worker. died: its process may have died."""
+        flights, worker.flights = list(worker.flights.values()), {}
+        self._sink.left(worker.instance_id)
+        self._calls.on_lost(worker, reason)
         if died:
-            self.suspects.on_death(link.process, flights)
+            self.suspects.on_death(worker.process, flights)
         for flight in sorted(flights, key=rank_of):
-            self._try(flight, self._leave, link, f"was lost ({reason})", True)
+            self._try(flight, self._leave, worker, f"was lost ({reason})", True)
 
-    def on_message(self, link: DecodeConnection, kind: bytes, frames: list[Any]) -> None:
-        """Raises BadMessage on what cannot be read."""
+    def on_message(self, worker: DecodeConnection, kind: bytes, frames: list[Any]) -> None:
+        """Handle a message of a worker. Raises BadMessage if it cannot be read."""
         if kind == front_wire.LAST and len(frames) > 1:
             self._explain.take(frames[0])
             kind, frames = front_wire.OUT, frames[1:]
         if kind == front_wire.OUT:
-            self.on_outputs(link, frames)
-            return
-        if len(frames) != 1:
+            self.on_outputs(worker, frames)
+        elif len(frames) != 1:
             raise BadMessage(f"{kind[:8]!r} with {len(frames)} frames")
-        if kind == front_wire.EXPL:
+        elif kind == front_wire.EXPL:
             self._explain.take(frames[0])
         elif kind == front_wire.BACK:
             for wire_id in front_wire.decode_ids(frames[0]):
-                flight = link.flights.pop(wire_id, None)
+                flight = worker.flights.pop(wire_id, None)
                 if flight is not None:
-                    flight.avoid = link
+                    flight.avoid = worker
                     how = "handed it back: it leaves, or has no room for it"
-                    self._try(flight, self._leave, link, how)
+                    self._try(flight, self._leave, worker, how)
         else:
             raise BadMessage(f"unknown kind {kind[:8]!r}")
 
-    def on_outputs(self, link: DecodeConnection, frames: list[Any]) -> None:
-        """One engine step's outputs of one worker."""
+    def on_outputs(self, worker: DecodeConnection, frames: list[Any]) -> None:
+        """Handle the outputs of one engine step of one worker."""
         outputs = self._codec.outputs(frames)
         if outputs.utility_output is not None:
-            self._calls.on_result(link, outputs.utility_output)
+            self._calls.on_result(worker, outputs.utility_output)
             return
-        if link.far:
-            link.to_own_clock(outputs)
-        flights = link.flights
+        if worker.far:
+            worker.to_own_clock(outputs)
+        flights = worker.flights
         kept = []
         for out in outputs.outputs:
             flight = flights.get(out.request_id)
             if flight is None:
-                continue  # aborted or moved meanwhile
+                continue  # aborted or migrated meanwhile
             if not flight.proven:
                 self.suspects.on_output(flight)
             tokens = flight.tokens
             if not tokens:
                 flight.trace.first_token_ms = (time.monotonic() - flight.arrived) * 1000.0
             tokens.extend(out.new_token_ids)
-            if out.finish_reason is not None and not self._finish(link, flight, out):
+            if out.finish_reason is not None and not self._finish(worker, flight, out):
                 out.finish_reason = None
                 if not out.new_token_ids:
                     continue
@@ -242,20 +236,21 @@ class Dispatcher:
         if len(kept) != len(outputs.outputs):
             outputs.outputs = kept
         if kept or outputs.scheduler_stats is not None:
-            self.sink.outputs(link.instance_id, outputs)
+            self._sink.outputs(worker.instance_id, outputs)
 
     # ---------------------------------------------------------------- inside
 
-    def _finish(self, link: DecodeConnection, flight: Flight, out: Any) -> bool:
-        """Forget a finished request. False: the worker cut it short, so it goes on elsewhere, or
-        the worker refused it."""
+    def _finish(self, worker: DecodeConnection, flight: Flight, out: Any) -> bool:
+        """Forget a finished request. Returns False if the output does not end its answer.
+
+        Then the worker cut it short, so it goes on elsewhere, or the worker refused it."""
         if flight.request.resumable:
             return True
-        del link.flights[flight.wire_id]
+        del worker.flights[flight.wire_id]
         fault, out.kv_transfer_params = front_wire.fault_of(out), None
-        if out.finish_reason == _ABORTED and not link.usable:
+        if out.finish_reason == _ABORTED and not worker.usable:
             # Our own aborts forget the flight first, so this one was cut by the worker's drain.
-            self._try(flight, self._leave, link, "stopped before it was done")
+            self._try(flight, self._leave, worker, "stopped before it was done")
             return False
         if fault is not None:
             self._fail(flight, out.stop_reason, OURS if fault is Fault.OURS else REFUSED)
@@ -266,7 +261,7 @@ class Dispatcher:
         return True
 
     def _try(self, flight: Flight, step: Callable[..., None], *args: Any) -> None:
-        """One step of a request that has not ended. What goes wrong in it ends this one alone."""
+        """Run one step of a request that has not ended. An exception ends this request alone."""
         if self._flights.get(flight.request_id) is not flight:
             return  # it ended with another choice of its answer
         try:
@@ -281,9 +276,9 @@ class Dispatcher:
 
     def _recall(self, flight: Flight) -> None:
         """Take a request back from its worker's queue. It waits for a turn on probation instead."""
-        assert flight.link is not None
-        flight.link.abort([flight.wire_id])
-        self._try(flight, self._leave, flight.link, "had it queued when a copy was at a death")
+        assert flight.worker is not None
+        flight.worker.abort([flight.wire_id])
+        self._try(flight, self._leave, flight.worker, "had it queued when a copy was at a death")
 
     def _place(self, flight: Flight, now: float) -> None:
         """Send a request to a worker, or let it wait for one, or for a turn on probation."""
@@ -302,15 +297,17 @@ class Dispatcher:
                 flight.asked_at, flight.deadline = 0.0, now + self._patience_s
             self._waiting.hold(flight)
             return
-        link = self._choose(flight, workers, now)
-        if link is None:
+        worker = self._choose(flight, workers, now)
+        if worker is None:
             flight.deadline = now + LOOK_S
             self._waiting.hold(flight)
             return
         self._waiting.drop(flight.request_id)
-        self._send(flight, link, now)
+        self._send(flight, worker, now)
 
-    def _choose(self, flight: Flight, workers: Links, now: float) -> DecodeConnection | None:
+    def _choose(
+        self, flight: Flight, workers: Sequence[DecodeConnection], now: float
+    ) -> DecodeConnection | None:
         if needs_turn(flight):
             return self.suspects.turns.turn(flight, workers, now)
         prompt = flight.request.prompt_token_ids
@@ -320,13 +317,12 @@ class Dispatcher:
         if not around:
             return None
         request = flight.request
-        if migration.choice_of(request.request_id, request.external_req_id):
-            return self._together.choose(request.external_req_id, prompt, around)
-        return self._router.choose(prompt, around)
+        several = migration.choice_of(request.request_id, request.external_req_id)
+        return self._balancer.choose(request.external_req_id if several else "", prompt, around)
 
-    def _send(self, flight: Flight, link: DecodeConnection, now: float) -> None:
+    def _send(self, flight: Flight, worker: DecodeConnection, now: float) -> None:
         if flight.tokens:
-            request = migration.continuation(flight.request, flight.tokens)
+            request = migration.migration_request(flight.request, flight.tokens)
         else:
             request = copy.copy(flight.request)
         flight.wire_id = front_wire.attempt_id(flight.request_id, flight.attempt)
@@ -336,24 +332,25 @@ class Dispatcher:
         except (ValueError, OverflowError) as exc:  # e.g. an integer too large for msgpack
             self._fail(flight, f"the request cannot be sent to a decode worker: {exc}", REFUSED)
             return
-        flight.link, flight.sent_at, flight.asked_at, flight.proven = link, now, 0.0, False
-        link.flights[flight.wire_id] = flight
+        flight.worker, flight.sent_at, flight.asked_at, flight.proven = worker, now, 0.0, False
+        worker.flights[flight.wire_id] = flight
         self._explain.open(flight.wire_id, flight.trace)
-        link.send(front_wire.ADD, *frames)
+        worker.send(front_wire.ADD, *frames)
         if flight.tokens:
-            metrics.CONTINUED.labels("sent").inc()
+            metrics.MIGRATED.labels("sent").inc()
         elif flight.attempt:
             metrics.RESENT.inc()
         if flight.trace.route_ms is None:
             flight.trace.route_ms = (time.monotonic() - flight.submitted) * 1000.0
 
-    def _leave(self, flight: Flight, link: DecodeConnection, how: str, lost: bool = False) -> None:
-        """`link` will not finish the flight: it is gone, or has forgotten the flight. It goes to
-        another worker, or fails."""
-        flight.link = None
+    def _leave(
+        self, flight: Flight, worker: DecodeConnection, how: str, lost: bool = False
+    ) -> None:
+        """Send a request to another worker, or fail it. `worker` is lost or has dropped it."""
+        flight.worker = None
         flight.attempt += 1
-        flight.trace.migrated_from.append(link.instance_id)
-        reason = f"decode worker {link.instance_id} {how}"
+        flight.trace.migrated_from.append(worker.instance_id)
+        reason = f"decode worker {worker.instance_id} {how}"
         if flight.tokens:
             flight.trace.migrated_tokens = len(flight.tokens)
             reason += f" after {len(flight.tokens)} tokens of this answer"
@@ -367,15 +364,15 @@ class Dispatcher:
             self._fail(flight, sentence(suspect), REFUSED)
             return
         deaths = 0 if suspect is None else len(suspect.deaths)
-        if deaths >= MAX_DEATHS or flight.attempt >= MAX_MOVES or flight.request.resumable:
+        if deaths >= MAX_DEATHS or flight.attempt >= MAX_MIGRATIONS or flight.request.resumable:
             self._fail(flight, f"{reason}; given up after {flight.attempt} attempts", "given_up")
             return
-        if not flight.room and link.welcome is not None:
-            flight.room = min(migration.room_for(flight.request), link.welcome.max_model_len)
+        if not flight.room and worker.welcome is not None:
+            flight.room = min(migration.room_for(flight.request), worker.welcome.max_model_len)
         now = self._loop.time()
-        wait = max(RESEND_WAIT_S, min(RESEND_WAIT_MAX_S, link.heard_at + SILENT_WAIT_S - now))
+        wait = max(RESEND_WAIT_S, min(RESEND_WAIT_MAX_S, worker.heard_at + SILENT_WAIT_S - now))
         if not lost or not flight.stalled_at:
-            flight.stalled_at = max(link.heard_at, now + RESEND_WAIT_S - SILENT_WAIT_S)
+            flight.stalled_at = max(worker.heard_at, now + RESEND_WAIT_S - SILENT_WAIT_S)
         wait = max(LAST_TRY_S, min(wait, flight.stalled_at + STALL_S - now))
         flight.deadline = now + max(wait, self._restart_wait_s)
         flight.failure = f"{reason} and {NO_WORKER}"
@@ -387,14 +384,14 @@ class Dispatcher:
             return
         self._waiting.drop(flight.request_id)
         self.suspects.on_end(flight, finished=False)
-        if flight.link is not None:
-            flight.link.flights.pop(flight.wire_id, None)
+        if flight.worker is not None:
+            flight.worker.flights.pop(flight.wire_id, None)
         if result != REFUSED:
             metrics.FAILED.inc()
         if flight.tokens:
-            metrics.CONTINUED.labels(result).inc()
+            metrics.MIGRATED.labels(result).inc()
         _log.warning("request %s failed: %s", flight.trace.key, message)
         try:
-            self.sink.failed(flight.request_id, message, _FAULTS.get(result, Fault.WORKERS))
+            self._sink.failed(flight.request_id, message, _FAULTS.get(result, Fault.WORKERS))
         except Exception:
             _log.exception("nobody could be told that request %s failed", flight.trace.key)

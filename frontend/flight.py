@@ -56,7 +56,7 @@ class Suspect:
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """Owned by the `Dispatcher`. `link` None: waiting until `deadline` (loop time).
+    """Owned by the `Dispatcher`. `worker` None: waiting until `deadline` (loop time).
 
     arrived, submitted: `time.monotonic` of the HTTP request and of `submit`. (The loop's own clock
     stands still within one iteration under uvloop.) tokens: given to the sink so far. attempt:
@@ -75,7 +75,7 @@ class Flight:
     arrived: float
     submitted: float
     failure: str
-    link: DecodeConnection | None = None
+    worker: DecodeConnection | None = None
     wire_id: str = ""
     tokens: list[int] = field(default_factory=list)
     attempt: int = 0
@@ -115,7 +115,7 @@ def rank_of(flight: Flight) -> tuple[int, bool, int]:
 
 
 def instance_of(process: str) -> str:
-    """The instance id in the name of a process (`link.process_of`)."""
+    """The instance id in the name of a process (`connection.process_of`)."""
     return process.partition("@")[0]
 
 

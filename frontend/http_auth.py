@@ -1,11 +1,12 @@
 """Who may call which HTTP route: keys for clients, state-changing routes for administrators only.
 
-In front of everything else (ASGI; one look per request, none per streamed chunk). Routes are open
-(health and metrics), serving, or administrative. What is not known to be one of the first two is
-administrative, so a route that a later vLLM adds is closed until somebody has looked at it.
+A route is open (health and metrics), serving or administrative. Every route that is not listed here
+as open or serving is administrative. So a route that a later vLLM adds is closed at first.
 
-Without an admin key the administrative routes answer to this machine only: a peer on loopback that
-no proxy and no browser page speaks for. Forwarding headers can only take trust away, never give it.
+Without an admin key, administrative routes answer only to clients on this machine: a peer on a
+loopback address, without headers of a proxy or of a browser page.
+
+The check runs once per request, in front of everything else.
 """
 
 from __future__ import annotations
@@ -32,9 +33,12 @@ _SPOKEN_FOR_PREFIXES = (b"x-forwarded-", b"x-envoy-")
 
 
 class HttpAuth:
-    """api_keys: one of them is needed everywhere but on the open routes; none: no key is needed.
-    admin_keys: one of them is needed for administrative routes, and opens all. root_path: what the
-    app takes off the front of paths; everything behind the guard finds it in the scope."""
+    """ASGI middleware. See the module.
+
+    api_keys: one of these opens the serving routes. Empty: serving routes need no key.
+    admin_keys: one of these opens all routes.
+    root_path: prefix that the app removes from paths. It is set in each request's scope.
+    """
 
     def __init__(
         self,

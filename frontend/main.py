@@ -26,12 +26,12 @@ from pullfill.config import ClusterRef, FrontendOptions, restarts_so_far
 from pullfill.engine import check, front_app, front_wire
 from pullfill.errors import ConfigError, IncompatibleError, PullfillError
 from pullfill.frontend.admission import Admission
+from pullfill.frontend.balancer import RoundRobin
 from pullfill.frontend.cluster import ROLES, ClusterView
 from pullfill.frontend.decode_pool import WorkerPool
 from pullfill.frontend.dispatch import Dispatcher
 from pullfill.frontend.explain import ExplainStore
 from pullfill.frontend.http_auth import HttpAuth
-from pullfill.frontend.router import RoundRobin
 from pullfill.frontend.routes import Admin
 from pullfill.ids import new_instance_id
 from pullfill.net.security import FrontendSecurity
@@ -241,8 +241,8 @@ class _Frontend:
                 pool, view, explain, front.settle, dispatcher.suspects.listed, board.listed
             )
             admin.attach(front.app)
-            gate = Admission(front.app, pool.wait_ready, options.max_inflight)
-            app = HttpAuth(gate, *keys, root_path=prepared.args.root_path or "")
+            admission = Admission(front.app, pool.wait_ready, options.max_inflight)
+            app = HttpAuth(admission, *keys, root_path=prepared.args.root_path or "")
             membership = Membership(
                 client, cluster.namespace, options.lease_ttl_s, self._make_record(prepared.names[0])
             )
@@ -285,7 +285,7 @@ class _Frontend:
             ssl_certfile=args.ssl_certfile,
             ssl_ca_certs=args.ssl_ca_certs,
             ssl_cert_reqs=args.ssl_cert_reqs,
-            # A client must not choose the address that the guard believes it has.
+            # A client must not choose the address that `HttpAuth` believes it has.
             proxy_headers=False,
             backlog=_BACKLOG,
         )

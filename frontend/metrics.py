@@ -11,7 +11,7 @@ from pullfill.runtime.health import UP as UP
 RESENT = Counter(
     "pullfill_frontend_resent", "Requests sent to another decode worker before their first token"
 )
-CONTINUED = Counter(
+MIGRATED = Counter(
     "pullfill_frontend_migrated",
     "Answers whose decode worker left before their end, by what became of them: sent (to another "
     "decode worker), not_exact, no_worker, given_up, failed",

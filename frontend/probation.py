@@ -103,7 +103,7 @@ class Turns:
         if not suspect.grave and now >= flight.asked_at + STREAM_WAIT_S:
             return min(self._beside(flight, workers, now), key=_load, default=None)
         first = suspect.trying
-        if first is not None and first is not flight and first.link is not None:
+        if first is not None and first is not flight and first.worker is not None:
             if holds(first, now):
                 return None
         since = max(flight.asked_at, self.last_death)

@@ -225,7 +225,7 @@ class Suspects:
         """Whether none of our requests at that worker could be suspected if it died now."""
         now = self._loop.time()
         return not any(
-            flight.link is not None and flight.link.instance_id == instance_id
+            flight.worker is not None and flight.worker.instance_id == instance_id
             for flight in self._flights()
             if self.turns.prevents(flight, now)
         )
@@ -363,8 +363,8 @@ class Suspects:
             if suspect is None or flight.fingerprint not in names:
                 continue
             self._suspect(flight, suspect)
-            if flight.link is not None and suspect.open:
-                suspect.left[flight.link.process] = suspect.not_before = now + RECALL_S
+            if flight.worker is not None and suspect.open:
+                suspect.left[flight.worker.process] = suspect.not_before = now + RECALL_S
                 self._on_recalled(flight)
 
     def _add_unproven(self, process: str, names: set[str]) -> None:

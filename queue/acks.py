@@ -65,8 +65,8 @@ class Acks:
     stream_id: returns the id of the current stream. A delivery of another stream is not acked,
     because its sequence number now means another job. While the id is unknown (""), acks wait."""
 
-    def __init__(self, link: NatsConnection, stream_id: Callable[[], str]) -> None:
-        self._link = link
+    def __init__(self, connection: NatsConnection, stream_id: Callable[[], str]) -> None:
+        self._connection = connection
         self._stream_id = stream_id
         self._open: dict[str, _Open] = {}
         self._unsent: list[_Open] = []
@@ -105,8 +105,8 @@ class Acks:
         open, or the pull would bring those jobs again. Never raises."""
         now = asyncio.get_running_loop().time()
         self._gap, self._pushed_at = now - self._pushed_at, now
-        if self._pushed_over != self._link.generation:
-            self._pushed_over, self._unsent = self._link.generation, list(self._open.values())
+        if self._pushed_over != self._connection.generation:
+            self._pushed_over, self._unsent = self._connection.generation, list(self._open.values())
         await self._send_unsent()
 
     def _overdue(self) -> None:
@@ -127,7 +127,7 @@ class Acks:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_S):
                 while self._open and loop.time() < until:  # the client may swallow the timeout
-                    if await self._link.wait_up(CLOSE_S):
+                    if await self._connection.wait_up(CLOSE_S):
                         await self._confirm()
                     if self._open:
                         await asyncio.sleep(_PAUSE_S)
@@ -140,14 +140,14 @@ class Acks:
 
     async def _tell(self, one: _Open) -> None:
         """Send it, if it has not gone out over this connection."""
-        if not self._link.up or not self._stream_id():
+        if not self._connection.up or not self._stream_id():
             return
-        if one.generation == self._link.generation:
+        if one.generation == self._connection.generation:
             return
         if not self._moot(one):
             with contextlib.suppress(NotSent):
-                one.generation = self._link.generation
-                await self._link.publish(one.subject, _ACK)
+                one.generation = self._connection.generation
+                await self._connection.publish(one.subject, _ACK)
 
     def _moot(self, one: _Open) -> bool:
         """Whether its number means another job by now; then it is forgotten."""
@@ -160,7 +160,7 @@ class Acks:
             await self._some.wait()
             await asyncio.sleep(CONFIRM_S)
             try:
-                if await self._link.wait_up(ANSWER_S):
+                if await self._connection.wait_up(ANSWER_S):
                     await self._confirm()
             except Exception:
                 logger.exception("could not confirm acks; going on")
@@ -174,16 +174,16 @@ class Acks:
             return
         self._unsent.clear()
         asked = [one for one in list(self._open.values()) if not self._moot(one)]
-        if not asked or not self._link.up:
+        if not asked or not self._connection.up:
             return
-        generation, newest = self._link.generation, asked[-1]
+        generation, newest = self._connection.generation, asked[-1]
         for one in asked[:-1]:
             await self._tell(one)
-        if self._link.generation != generation:
+        if self._connection.generation != generation:
             return
         newest.generation = generation
         try:
-            await self._link.request(newest.subject, _ACK, ANSWER_S)
+            await self._connection.request(newest.subject, _ACK, ANSWER_S)
         except QueueUnavailable as exc:
             # Nobody there: the consumer is gone, its deliveries with it, or has no leader now.
             tried = isinstance(exc, NoResponders) or not isinstance(exc, NotSent)

@@ -64,12 +64,12 @@ class JetStreamConsumer:
     def __init__(self, config: QueueConfig) -> None:
         self.clock_offset_s = 0.0
         self.running: Callable[[], Iterable[Delivery]] = tuple
-        self.link: NatsConnection
+        self.connection: NatsConnection
         self.letters: DeadLetters
         self.acks: Acks
         self.streams: Streams
         self._names = Names(config.namespace, config.compat_hash)
-        self._moves: MaxDeliveries
+        self._max_deliveries: MaxDeliveries
         self._inbox = ""
         self._subscription: Subscription | None = None
         self._arrived: deque[JetStreamDelivery | DirectDelivery] = deque()
@@ -99,15 +99,15 @@ class JetStreamConsumer:
     ) -> Self:
         """As `JetStreamProducer.connect`; `on_dead_letter` hears of each new dead letter."""
         self = cls(config)
-        self.link = NatsConnection(
+        self.connection = NatsConnection(
             url, "consumer", self._setup, on_event=on_event, connect_options=connect_options
         )
-        self.link.on_down = self._wake.ring
-        self.streams = Streams(self.link, self._names, config, settings)
-        self.acks = Acks(self.link, lambda: self.stream_id)
-        self.letters = DeadLetters(self.link, self._names, on_dead_letter)
-        self._moves = MaxDeliveries(self.link, self._names, self.letters)
-        await self.link.start(wait_s)
+        self.connection.on_down = self._wake.ring
+        self.streams = Streams(self.connection, self._names, config, settings)
+        self.acks = Acks(self.connection, lambda: self.stream_id)
+        self.letters = DeadLetters(self.connection, self._names, on_dead_letter)
+        self._max_deliveries = MaxDeliveries(self.connection, self._names, self.letters)
+        await self.connection.start(wait_s)
         return self
 
     @property
@@ -126,21 +126,21 @@ class JetStreamConsumer:
     @property
     def health(self) -> Health:
         """Whether this consumer can pull."""
-        return self.link.health
+        return self.connection.health
 
     async def close(self) -> None:
         await self.streams.close()
         if self._checking is not None:
             self._checking.cancel()
             await asyncio.gather(self._checking, return_exceptions=True)
-        if self.link.up:
+        if self.connection.up:
             await self.drain()
             await asyncio.gather(*self._returns)
         await self.acks.close()
-        if self.link.up:
-            await self.link.flush()
-        await self._moves.close()
-        await self.link.close()
+        if self.connection.up:
+            await self.connection.flush()
+        await self._max_deliveries.close()
+        await self.connection.close()
 
     async def drain(self) -> None:
         self._draining = True
@@ -154,8 +154,8 @@ class JetStreamConsumer:
             # comes.
             with contextlib.suppress(Exception):
                 async with asyncio.timeout(2.0):
-                    await self.link.client._send_unsubscribe(subscription._id)
-                    await self.link.api(f"STREAM.INFO.{self._names.stream}")
+                    await self.connection.client._send_unsubscribe(subscription._id)
+                    await self.connection.api(f"STREAM.INFO.{self._names.stream}")
             with contextlib.suppress(Exception):
                 async with asyncio.timeout(2.0):
                     await subscription.drain()  # type: ignore[no-untyped-call]
@@ -176,9 +176,9 @@ class JetStreamConsumer:
                     tokens += job.tokens
             except QueueUnavailable as exc:
                 if (
-                    self.link.up and self.link.health.up
+                    self.connection.up and self.connection.health.up
                 ):  # the connection works, so JetStream does not
-                    self.link.health.failed(str(exc), PULLS)
+                    self.connection.health.failed(str(exc), PULLS)
                 if not taken:
                     raise
             except BaseException:
@@ -197,9 +197,9 @@ class JetStreamConsumer:
             if self._arrived:
                 return self._arrived.popleft()
             left = deadline - SYSTEM_CLOCK.monotonic()
-            if not self.link.up:
-                if left <= 0 or not await self.link.wait_up(left):
-                    raise QueueUnavailable(f"NATS at {self.link.shown_url} is not connected")
+            if not self.connection.up:
+                if left <= 0 or not await self.connection.wait_up(left):
+                    raise QueueUnavailable(f"NATS at {self.connection.shown_url} is not connected")
                 continue
             if not self.stream_id:
                 await self._heal(deadline)
@@ -218,7 +218,7 @@ class JetStreamConsumer:
                 if outlives:
                     return None
                 self._live_until = 0.0
-                raise QueueUnavailable(f"NATS at {self.link.shown_url} does not answer pulls")
+                raise QueueUnavailable(f"NATS at {self.connection.shown_url} does not answer pulls")
             if self._status in (_NO_MESSAGES, _EXPIRED):
                 self._status = ""
                 if wait_s <= 0:
@@ -230,14 +230,14 @@ class JetStreamConsumer:
     def _request_lives(self) -> bool:
         return (
             self._live_until > 0
-            and self._generation == self.link.generation
+            and self._generation == self.connection.generation
             and SYSTEM_CLOCK.monotonic() < self._live_until + GRACE_S
         )
 
     async def _ask(self, wait_s: float) -> None:
         """Send one pull request; `wait_s` <= 0: only what is there now."""
         self._request += 1
-        self._generation = self.link.generation
+        self._generation = self.connection.generation
         self._status = ""
         lifetime = min(wait_s, REQUEST_S)
         if wait_s > 0:
@@ -246,16 +246,16 @@ class JetStreamConsumer:
             ask = b'{"batch":1,"no_wait":true}'
         self._live_until = SYSTEM_CLOCK.monotonic() + max(0.0, lifetime)
         await self.acks.push()
-        await self.link.publish(
+        await self.connection.publish(
             f"$JS.API.CONSUMER.MSG.NEXT.{self._names.stream}.{CONSUMER}",
             ask,
             reply=f"{self._inbox}.{self._request}",
         )
 
     async def _answered(self, until: float) -> bool:
-        """Wait for a job, a status, drain, or a lost link; False when `until` passed first."""
+        """Wait for a job, a status, drain or a lost connection. False: `until` passed first."""
         while not (self._arrived or self._status or self._draining):
-            if self._generation != self.link.generation or not self.link.up:
+            if self._generation != self.connection.generation or not self.connection.up:
                 return True
             left = until - SYSTEM_CLOCK.monotonic()
             self._wake.clear()
@@ -287,7 +287,7 @@ class JetStreamConsumer:
             if unknown:
                 await self._renew()
         except QueueUnavailable as exc:
-            self.link.health.failed(str(exc), PULLS)
+            self.connection.health.failed(str(exc), PULLS)
             if SYSTEM_CLOCK.monotonic() >= deadline:
                 raise
         if not self._arrived:
@@ -301,11 +301,11 @@ class JetStreamConsumer:
             if token == str(self._request):
                 self._status = (msg.headers or {}).get("Status", "?")
                 if self._status in (_NO_MESSAGES, _EXPIRED):
-                    self.link.health.ok(PULLS)
+                    self.connection.health.ok(PULLS)
                 self._live_until = 0.0
                 self._wake.ring()
             return
-        self.link.health.ok(PULLS)
+        self.connection.health.ok(PULLS)
         self._live_until = 0.0
         if self._waiting and not self._draining:
             self._arrived.append(job)
@@ -322,7 +322,7 @@ class JetStreamConsumer:
             self._arrived.append(DirectDelivery(msg))
             self._wake.ring()
         with contextlib.suppress(NotSent):
-            await self.link.publish(msg.reply, TAKEN if free else b"busy")
+            await self.connection.publish(msg.reply, TAKEN if free else b"busy")
 
     def _give_back(self, jobs: list[Any]) -> None:
         for job in jobs:
@@ -334,14 +334,14 @@ class JetStreamConsumer:
 
     async def _setup(self) -> None:
         if await self.streams.reconnected():
-            info = await self.link.api(f"STREAM.INFO.{self._names.stream}")
+            info = await self.connection.api(f"STREAM.INFO.{self._names.stream}")
             if "ts" in info:
                 self.clock_offset_s = moment(info["ts"]).timestamp() - time.time()
-            self.link.health.ok(PULLS)
+            self.connection.health.ok(PULLS)
         else:
-            self.link.health.failed("JetStream does not answer", PULLS)
-        client = self.link.client
-        await self._moves.subscribe()
+            self.connection.health.failed("JetStream does not answer", PULLS)
+        client = self.connection.client
+        await self._max_deliveries.subscribe()
         if not self._draining:
             self._inbox = client.new_inbox()
             self._subscription = await client.subscribe(f"{self._inbox}.*", cb=self._on_message)
@@ -359,21 +359,21 @@ class JetStreamConsumer:
         ]
         with contextlib.suppress(QueueUnavailable):
             for subject in signs[:-1]:
-                await self.link.publish(subject, IN_PROGRESS)
+                await self.connection.publish(subject, IN_PROGRESS)
             for subject in signs[-1:]:
-                await self.link.request(subject, IN_PROGRESS, SETTLE_TRY_S)
+                await self.connection.request(subject, IN_PROGRESS, SETTLE_TRY_S)
 
     async def tell(self, stream_id: str, ack_subject: str, verdict: bytes) -> None:
         """Send `verdict`, if the server is connected and still has the stream."""
-        if self.link.up and stream_id == self.stream_id:
+        if self.connection.up and stream_id == self.stream_id:
             with contextlib.suppress(NotSent):
-                await self.link.publish(ack_subject, verdict)
+                await self.connection.publish(ack_subject, verdict)
 
     async def settle(self, stream_id: str, ack_subject: str, verdict: bytes) -> None:
         """Tell the server and wait for its answer, over a reconnect. Raises QueueUnavailable."""
         failure: PullfillError | None = None
         for _ in range(SETTLE_TRIES):
-            if not self.link.up and not await self.link.wait_up(SETTLE_TRY_S):
+            if not self.connection.up and not await self.connection.wait_up(SETTLE_TRY_S):
                 continue
             if not self.stream_id:
                 await asyncio.sleep(SETTLE_TRY_S)
@@ -381,10 +381,10 @@ class JetStreamConsumer:
             if stream_id != self.stream_id:
                 return
             try:
-                await self.link.request(ack_subject, verdict, SETTLE_TRY_S)
+                await self.connection.request(ack_subject, verdict, SETTLE_TRY_S)
                 return
             except NoResponders:
                 return  # the consumer is gone, and this delivery with it
             except QueueUnavailable as exc:
                 failure = exc
-        raise failure or QueueUnavailable(f"NATS at {self.link.shown_url} is not connected")
+        raise failure or QueueUnavailable(f"NATS at {self.connection.shown_url} is not connected")

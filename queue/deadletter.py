@@ -33,22 +33,22 @@ class DeadLetters:
     """Writes and reads the dead stream of one queue."""
 
     def __init__(
-        self, link: NatsConnection, names: Names, on_dead_letter: OnDeadLetter | None
+        self, connection: NatsConnection, names: Names, on_dead_letter: OnDeadLetter | None
     ) -> None:
-        self._link = link
+        self._connection = connection
         self._names = names
         self._on_dead_letter = on_dead_letter
 
     async def write(self, letter: DeadLetter) -> None:
         """Store one record; the same job again changes nothing. Raises QueueUnavailable."""
-        room = self._link.client.max_payload - _HEADER_ROOM
+        room = self._connection.client.max_payload - _HEADER_ROOM
         headers = {
             MSG_ID: f"dead-{letter.job_id}",
             JOB_ID: letter.job_id,
             REASON: _one_line(letter.reason),
             DELIVERIES: str(letter.deliveries),
         }
-        reply = await self._link.request(
+        reply = await self._connection.request(
             self._names.dead, letter.body[:room], API_TIMEOUT_S, headers
         )
         if read_reply(reply).get("duplicate"):
@@ -65,13 +65,13 @@ class DeadLetters:
 
     async def read(self, limit: int) -> list[DeadLetter]:
         """The newest `limit`, newest first. Raises QueueUnavailable."""
-        info = await self._link.api(f"STREAM.INFO.{self._names.dead_stream}")
+        info = await self._connection.api(f"STREAM.INFO.{self._names.dead_stream}")
         state = info["state"]
         letters: list[DeadLetter] = []
         for seq in range(state["last_seq"], max(0, state["first_seq"] - 1), -1):
             if len(letters) >= limit or not state["messages"]:
                 break
-            message = await get_message(self._link, self._names.dead_stream, seq)
+            message = await get_message(self._connection, self._names.dead_stream, seq)
             if message is not None:
                 headers, body = message
                 letters.append(
@@ -88,8 +88,8 @@ class DeadLetters:
 class MaxDeliveries:
     """Moves jobs that used up their deliveries. Owned by a consumer; `close` stops the sweep."""
 
-    def __init__(self, link: NatsConnection, names: Names, letters: DeadLetters) -> None:
-        self._link = link
+    def __init__(self, connection: NatsConnection, names: Names, letters: DeadLetters) -> None:
+        self._connection = connection
         self._names = names
         self._letters = letters
         self._task: asyncio.Task[None] | None = None
@@ -97,7 +97,7 @@ class MaxDeliveries:
     async def subscribe(self) -> None:
         """Listen on the current connection (call after each connect)."""
         subject = f"$JS.EVENT.ADVISORY.CONSUMER.MAX_DELIVERIES.{self._names.stream}.{CONSUMER}"
-        await self._link.client.subscribe(subject, queue="pullfill", cb=self._on_advisory)
+        await self._connection.client.subscribe(subject, queue="pullfill", cb=self._on_advisory)
         if self._task is None:
             self._task = asyncio.create_task(self._sweep_for_ever(), name="queue-sweep")
 
@@ -116,7 +116,7 @@ class MaxDeliveries:
     async def _sweep_for_ever(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_S)
-            if self._link.up:
+            if self._connection.up:
                 with contextlib.suppress(PullfillError, KeyError, TypeError, ValueError):
                     await self.sweep()
 
@@ -124,7 +124,7 @@ class MaxDeliveries:
         """Move what an advisory was missed for. Returns how many. Such a message is in the
         stream, neither pending nor in flight; the server does not list those in flight, so we
         only act while nothing is."""
-        info = await self._link.api(f"CONSUMER.INFO.{self._names.stream}.{CONSUMER}")
+        info = await self._connection.api(f"CONSUMER.INFO.{self._names.stream}.{CONSUMER}")
         if info["num_ack_pending"]:
             return 0
         last = info["delivered"]["stream_seq"]
@@ -133,7 +133,7 @@ class MaxDeliveries:
         while True:
             ask = {"seq": seq + 1, "next_by_subj": self._names.jobs}
             try:
-                answer = await self._link.api(f"STREAM.MSG.GET.{self._names.stream}", ask)
+                answer = await self._connection.api(f"STREAM.MSG.GET.{self._names.stream}", ask)
             except ApiError:
                 return moved
             seq = int(answer["message"]["seq"])
@@ -143,7 +143,7 @@ class MaxDeliveries:
             moved += 1
 
     async def _move(self, seq: int, deliveries: int) -> None:
-        message = await get_message(self._link, self._names.stream, seq)
+        message = await get_message(self._connection, self._names.stream, seq)
         if message is None:
             return
         headers, body = message
@@ -155,15 +155,15 @@ class MaxDeliveries:
                 body=body,
             )
         )
-        await delete_message(self._link, self._names.stream, seq)
+        await delete_message(self._connection, self._names.stream, seq)
 
 
 async def get_message(
-    link: NatsConnection, stream: str, seq: int
+    connection: NatsConnection, stream: str, seq: int
 ) -> tuple[dict[str, str], bytes] | None:
     """Headers and body of one stored message; None if it is not there."""
     try:
-        answer = await link.api(f"STREAM.MSG.GET.{stream}", {"seq": seq})
+        answer = await connection.api(f"STREAM.MSG.GET.{stream}", {"seq": seq})
     except ApiError as exc:
         if exc.code == 404 or exc.code == 400:
             return None
@@ -176,12 +176,12 @@ async def get_message(
 
 
 async def delete_message(
-    link: NatsConnection, stream: str, seq: int, timeout_s: float = API_TIMEOUT_S
+    connection: NatsConnection, stream: str, seq: int, timeout_s: float = API_TIMEOUT_S
 ) -> bool:
     """Remove one stored message, in flight or not. False: it was not there."""
     ask = {"seq": seq, "no_erase": True}
     try:
-        await link.api(f"STREAM.MSG.DELETE.{stream}", ask, timeout_s)
+        await connection.api(f"STREAM.MSG.DELETE.{stream}", ask, timeout_s)
     except ApiError as exc:
         if exc.code == 503:
             raise

@@ -1,12 +1,12 @@
-"""One NATS connection that is always either up or being dialled.
+"""One NATS connection, which is up or being dialled.
 
-Life: `start` dials until the first success or `wait_s`; afterwards one task redials for ever,
-until `close`. We do not use the client's own reconnect: it gives up for good on some server
-errors, and against a stopped server it can wait for ever for its socket to drain. A fresh client
-per connection has one path for start, restart and hang. `setup` runs on each new connection
-before it counts as up: it makes streams and subscriptions.
+Life: `start` dials until the first success, for at most `wait_s`. Then one task redials after each
+loss, until `close`. `setup` runs on each new connection before it counts as up. It makes streams
+and subscriptions.
 
-Ownership: the link owns the client and its sockets; users only call `request`, `api`, `publish`.
+Each connection has a nats-py client of its own. nats-py's own reconnect is not used: it gives up
+for good on some server errors, and against a stopped server it can wait for ever for its socket to
+drain.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class NatsConnection:
 
     async def start(self, wait_s: float) -> None:
         """Raises QueueUnavailable after `wait_s` (nothing is left running), or ConfigError."""
-        self._task = asyncio.create_task(self._run(), name=f"nats-link-{self._name}")
+        self._task = asyncio.create_task(self._run(), name=f"nats-connection-{self._name}")
         up = await self.wait_up(wait_s)
         self._started, self._on_event = True, None
         if up:
@@ -123,7 +123,7 @@ class NatsConnection:
         )
 
     async def wait_up(self, wait_s: float) -> bool:
-        """Whether the link is up, now or within `wait_s`."""
+        """Whether the connection is up, now or within `wait_s`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
                 while not self.up and (self._started or self._fatal is None):

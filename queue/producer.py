@@ -71,7 +71,7 @@ class JetStreamProducer:
     def __init__(self, config: QueueConfig) -> None:
         self._config = config
         self._names = Names(config.namespace, config.compat_hash)
-        self._link: NatsConnection
+        self._connection: NatsConnection
         self._letters: DeadLetters
         self._shared: SharedDepth
         self._depth = DepthCache()
@@ -101,14 +101,14 @@ class JetStreamProducer:
         whenever the cause of waiting changes. `connect_options` go to `nats.connect` (user,
         password, token, tls, …). Raises QueueUnavailable after `wait_s`, ConfigError."""
         self = cls(config)
-        self._link = NatsConnection(
+        self._connection = NatsConnection(
             url, "producer", self._setup, on_event=on_event, connect_options=connect_options
         )
-        self._link.on_down = self._on_down
-        self.streams = Streams(self._link, self._names, config, settings)
-        self._letters = DeadLetters(self._link, self._names, None)
-        self._shared = SharedDepth(self._link, self._names, self._on_report, self._on_want)
-        await self._link.start(wait_s)
+        self._connection.on_down = self._on_down
+        self.streams = Streams(self._connection, self._names, config, settings)
+        self._letters = DeadLetters(self._connection, self._names, None)
+        self._shared = SharedDepth(self._connection, self._names, self._on_report, self._on_want)
+        await self._connection.start(wait_s)
         self._watcher = asyncio.create_task(self._watch(), name="queue-watch")
         return self
 
@@ -119,22 +119,24 @@ class JetStreamProducer:
             self._watcher = None
         self._answering = False
         await self.streams.close()
-        await self._link.close()
+        await self._connection.close()
 
     @property
     def available(self) -> bool:
-        return self.past_stream or (self._answering and self._link.up and self._link.health.up)
+        return self.past_stream or (
+            self._answering and self._connection.up and self._connection.health.up
+        )
 
     @property
     def past_stream(self) -> bool:
         """Whether jobs go past the stream now. Then `depth` is old, and must not keep jobs local:
         prefill workers themselves answer whether they would take one."""
-        return self._takers and not self._answering and self._link.up
+        return self._takers and not self._answering and self._connection.up
 
     @property
     def health(self) -> Health:
         """Whether the server answers this producer."""
-        return self._link.health
+        return self._connection.health
 
     def depth(self) -> QueueStatus:
         return self._depth.status()
@@ -203,16 +205,16 @@ class JetStreamProducer:
             return
         if ack.seq != receipt.seq:
             raise BadMessage(f"ack subject of another job: {ack_subject[:200]!r}")
-        if self._link.up:
+        if self._connection.up:
             with contextlib.suppress(NotSent):
-                await self._link.publish(ack_subject, b"-NAK")
+                await self._connection.publish(ack_subject, b"-NAK")
 
     async def dead_letters(self, limit: int = 20) -> list[DeadLetter]:
         return await self._letters.read(limit)
 
     async def _store(self, job_id: str, body: bytes, tokens: int) -> dict[str, Any]:
         headers = {MSG_ID: job_id, TOKENS: str(tokens), EXPECTED_STREAM: self._names.stream}
-        reply = await self._link.request(
+        reply = await self._connection.request(
             self._names.job(tokens), body, self.streams.publish_timeout_s, headers
         )
         return read_reply(reply)
@@ -230,7 +232,7 @@ class JetStreamProducer:
     async def _ask_takers(self, body: bytes, headers: dict[str, str] | None = None) -> bool:
         """Whether a prefill worker takes this job. Without a body: whether one would take a job."""
         with contextlib.suppress(QueueUnavailable):
-            reply = await self._link.request(
+            reply = await self._connection.request(
                 self._names.direct, body, self.streams.publish_timeout_s, headers
             )
             return bool(reply.data == TAKEN)
@@ -239,7 +241,7 @@ class JetStreamProducer:
     async def _remove(self, receipt: Receipt) -> bool:
         """Delete one job of the current stream."""
         there = await delete_message(
-            self._link, self._names.stream, receipt.seq, self.streams.publish_timeout_s
+            self._connection, self._names.stream, receipt.seq, self.streams.publish_timeout_s
         )
         if there:
             self._depth.cancelled(receipt.seq, receipt.tokens)
@@ -262,7 +264,7 @@ class JetStreamProducer:
 
     def _answers(self) -> None:
         self._answering = True
-        self._link.health.ok(JETSTREAM)
+        self._connection.health.ok(JETSTREAM)
 
     def _trip(self, why: Exception) -> None:
         if self._answering:
@@ -271,7 +273,7 @@ class JetStreamProducer:
                 "workers that wait for a job"
             )
         self._answering = False
-        self._link.health.failed(str(why), JETSTREAM)
+        self._connection.health.failed(str(why), JETSTREAM)
         self._kick.ring()
 
     def _touch(self) -> None:
@@ -283,8 +285,8 @@ class JetStreamProducer:
     async def _watch(self) -> None:
         while True:
             await self._pause()
-            if not self._link.up:
-                await self._link.wait_up(IDLE_REFRESH_S)
+            if not self._connection.up:
+                await self._connection.wait_up(IDLE_REFRESH_S)
                 continue
             try:
                 try:
@@ -356,10 +358,10 @@ class JetStreamProducer:
     async def _ask(self) -> Snapshot:
         names, timeout_s = self._names, self.streams.publish_timeout_s
         stream, consumer = await asyncio.gather(
-            self._link.api(
+            self._connection.api(
                 f"STREAM.INFO.{names.stream}", {"subjects_filter": names.jobs}, timeout_s
             ),
-            self._link.api(f"CONSUMER.INFO.{names.stream}.{CONSUMER}", None, timeout_s),
+            self._connection.api(f"CONSUMER.INFO.{names.stream}.{CONSUMER}", None, timeout_s),
         )
         return read_snapshot(stream, consumer)
 
@@ -379,7 +381,7 @@ class JetStreamProducer:
             try:
                 if receipt is None:
                     headers = {MSG_ID: job_id, EXPECTED_STREAM: self._names.stream}
-                    reply = await self._link.request(
+                    reply = await self._connection.request(
                         self._names.void, b"", self.streams.publish_timeout_s, headers
                     )
                     answer = read_reply(reply)

@@ -51,18 +51,18 @@ async def survey(
 ) -> ServerReport:
     """Look at all queues of `namespace`. Raises QueueUnavailable when NATS or JetStream does not
     answer within about `wait_s`."""
-    async with _visit(url, wait_s, connect_options) as link:
-        listing = await link.api("STREAM.NAMES", {"subject": f"{ROOT}.{namespace}.>"})
+    async with _visit(url, wait_s, connect_options) as connection:
+        listing = await connection.api("STREAM.NAMES", {"subject": f"{ROOT}.{namespace}.>"})
         prefix = f"{STREAM_PREFIX}-{namespace}-"
         hashes = sorted(
             name.removeprefix(prefix)
             for name in listing.get("streams") or []
             if name.startswith(prefix) and not name.endswith("-dead")
         )
-        queues = [await _report(link, Names(namespace, one)) for one in hashes]
-        client = link.client
+        queues = [await _report(connection, Names(namespace, one)) for one in hashes]
+        client = connection.client
         version = str(client.connected_server_version)
-        return ServerReport(link.shown_url, version, client.max_payload, queues)
+        return ServerReport(connection.shown_url, version, client.max_payload, queues)
 
 
 async def dead_letters(
@@ -75,14 +75,14 @@ async def dead_letters(
     connect_options: Mapping[str, Any] | None = None,
 ) -> list[DeadLetter]:
     """The newest dead letters of one queue, newest first. Raises QueueUnavailable."""
-    async with _visit(url, wait_s, connect_options) as link:
-        return await DeadLetters(link, Names(namespace, compat_hash), None).read(limit)
+    async with _visit(url, wait_s, connect_options) as connection:
+        return await DeadLetters(connection, Names(namespace, compat_hash), None).read(limit)
 
 
-async def _report(link: NatsConnection, names: Names) -> QueueReport:
-    stream = await link.api(f"STREAM.INFO.{names.stream}", {"subjects_filter": names.jobs})
-    consumer = await _info_or_nothing(link, f"CONSUMER.INFO.{names.stream}.{CONSUMER}")
-    dead = await _info_or_nothing(link, f"STREAM.INFO.{names.dead_stream}")
+async def _report(connection: NatsConnection, names: Names) -> QueueReport:
+    stream = await connection.api(f"STREAM.INFO.{names.stream}", {"subjects_filter": names.jobs})
+    consumer = await _info_or_nothing(connection, f"CONSUMER.INFO.{names.stream}.{CONSUMER}")
+    dead = await _info_or_nothing(connection, f"STREAM.INFO.{names.dead_stream}")
     snapshot = read_snapshot(stream, consumer)
     return QueueReport(
         compat_hash=names.compat_hash,
@@ -99,9 +99,9 @@ async def _report(link: NatsConnection, names: Names) -> QueueReport:
     )
 
 
-async def _info_or_nothing(link: NatsConnection, operation: str) -> dict[str, Any]:
+async def _info_or_nothing(connection: NatsConnection, operation: str) -> dict[str, Any]:
     try:
-        return await link.api(operation)
+        return await connection.api(operation)
     except ApiError as exc:
         if exc.err_code in (streams.STREAM_NOT_FOUND, streams.CONSUMER_NOT_FOUND):
             return {}
@@ -113,11 +113,11 @@ async def _visit(
     url: str, wait_s: float, connect_options: Mapping[str, Any] | None
 ) -> AsyncIterator[NatsConnection]:
     async def setup() -> None:
-        await link.api("INFO")
+        await connection.api("INFO")
 
-    link = NatsConnection(url, "survey", setup, connect_options=connect_options)
-    await link.start(wait_s)
+    connection = NatsConnection(url, "survey", setup, connect_options=connect_options)
+    await connection.start(wait_s)
     try:
-        yield link
+        yield connection
     finally:
-        await link.close()
+        await connection.close()

@@ -47,14 +47,14 @@ class SharedDepth:
 
     def __init__(
         self,
-        link: NatsConnection,
+        connection: NatsConnection,
         names: Names,
         on_report: Callable[[Snapshot, float], None],
         on_want: Callable[[], None],
     ) -> None:
         self.asks = True
         """Whether this producer is an asker."""
-        self._link = link
+        self._connection = connection
         self._names = names
         self._on_report = on_report
         self._on_want = on_want
@@ -66,14 +66,16 @@ class SharedDepth:
     async def subscribe(self) -> None:
         """Subscribe on a new connection. Become an asker again: the old asker may be gone."""
         self._wants = None
-        await self._link.client.subscribe(f"{self._names.depth}.report", cb=self._on_report_message)
+        await self._connection.client.subscribe(
+            f"{self._names.depth}.report", cb=self._on_report_message
+        )
         await self._ask_from_now_on()
 
     async def _ask_from_now_on(self) -> None:
         # Only askers subscribe to wants. Otherwise each decode worker would receive those of all.
         self.asks = True
         if self._wants is None:
-            self._wants = await self._link.client.subscribe(
+            self._wants = await self._connection.client.subscribe(
                 f"{self._names.depth}.want", cb=self._on_want_message
             )
 
@@ -90,7 +92,7 @@ class SharedDepth:
         self._heard.clear()
         with contextlib.suppress(TimeoutError, QueueUnavailable):
             async with asyncio.timeout(REPORT_S):
-                await self._link.publish(f"{self._names.depth}.want", b"")
+                await self._connection.publish(f"{self._names.depth}.want", b"")
                 await self._heard.wait()
                 return True
         with contextlib.suppress(QueueUnavailable, nats.errors.Error):
@@ -112,7 +114,7 @@ class SharedDepth:
             asked_s=max(0.0, SYSTEM_CLOCK.monotonic() - asked_at),
         )
         with contextlib.suppress(QueueUnavailable):
-            await self._link.publish(f"{self._names.depth}.report", encode(report))
+            await self._connection.publish(f"{self._names.depth}.report", encode(report))
 
     async def _on_want_message(self, _: Msg) -> None:
         if self.asks:

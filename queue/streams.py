@@ -111,12 +111,12 @@ class Streams:
     """
 
     def __init__(
-        self, link: NatsConnection, names: Names, config: QueueConfig, settings: QueueSettings
+        self, connection: NatsConnection, names: Names, config: QueueConfig, settings: QueueSettings
     ) -> None:
         self.stream_id = ""
         self.ack_wait_s = config.ack_wait_s
         self.max_deliver = config.max_deliver
-        self._link = link
+        self._connection = connection
         self._names = names
         self._config = config
         self._settings = settings
@@ -130,7 +130,7 @@ class Streams:
     def configure(self, settings: QueueSettings) -> None:
         """Apply these settings now, or over the next connection. Returns at once."""
         self._settings = settings
-        if self._link.up and not self.busy:
+        if self._connection.up and not self.busy:
             self._task = asyncio.create_task(self._apply(), name="queue-settings")
 
     @property
@@ -199,11 +199,11 @@ class Streams:
         info = await self._info(f"STREAM.INFO.{name}", STREAM_NOT_FOUND)
         if info is None:
             try:
-                return await self._link.api(f"STREAM.CREATE.{name}", new | owned)
+                return await self._connection.api(f"STREAM.CREATE.{name}", new | owned)
             except ApiError as exc:
                 if exc.err_code != _STREAM_EXISTS:
                     raise
-            info = await self._link.api(f"STREAM.INFO.{name}")  # another worker was faster
+            info = await self._connection.api(f"STREAM.INFO.{name}")  # another worker was faster
         has = info["config"]
         for field in ("retention", "storage"):
             if has[field] != new[field]:
@@ -221,7 +221,7 @@ class Streams:
         if not changed:
             return info
         try:
-            info = await self._link.api(f"STREAM.UPDATE.{name}", has | changed)
+            info = await self._connection.api(f"STREAM.UPDATE.{name}", has | changed)
         except ApiError as exc:
             if exc.code == 503 or "subjects" in changed:
                 raise
@@ -240,11 +240,11 @@ class Streams:
         if info is None:
             made = {"stream_name": stream, "action": "create", "config": new | owned}
             try:
-                return dict((await self._link.api(create, made))["config"])
+                return dict((await self._connection.api(create, made))["config"])
             except ApiError as exc:
                 if exc.err_code not in _CONSUMER_EXISTS:
                     raise self._unusable(exc) from exc
-            info = await self._link.api(about)  # another worker was faster
+            info = await self._connection.api(about)  # another worker was faster
         has: dict[str, Any] = info["config"]
         for field in ("filter_subject", "ack_policy"):
             if has.get(field) != new[field]:
@@ -254,7 +254,7 @@ class Streams:
             return has
         update = {"stream_name": stream, "action": "update", "config": has | changed}
         try:
-            has = dict((await self._link.api(create, update))["config"])
+            has = dict((await self._connection.api(create, update))["config"])
         except ApiError as exc:
             if exc.code == 503:
                 raise
@@ -265,7 +265,7 @@ class Streams:
 
     async def _info(self, operation: str, not_found: int) -> dict[str, Any] | None:
         try:
-            return await self._link.api(operation)
+            return await self._connection.api(operation)
         except ApiError as exc:
             if exc.err_code != not_found:
                 raise

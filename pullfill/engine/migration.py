@@ -102,7 +102,7 @@ def why_not(request: Any, tokens: Sequence[int]) -> str:
     return ""
 
 
-def continuation(request: Any, tokens: Sequence[int]) -> Any:
+def migration_request(request: Any, tokens: Sequence[int]) -> Any:
     """A new EngineCoreRequest that goes on after `tokens`; `request` stays as it is. Only if
     `why_not` has nothing against it. Costs a copy of the prompt."""
     params = copy.copy(request.sampling_params)

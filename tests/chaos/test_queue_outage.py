@@ -128,11 +128,11 @@ async def test_a_hang_longer_than_the_client_keeps_its_connection(
     caplog.set_level(logging.INFO, "pullfill.queue")
     logging.getLogger("pullfill").propagate = True
     server.pause()
-    await until(lambda: not (producer._link.up or consumer.link.up))
+    await until(lambda: not (producer._connection.up or consumer.connection.up))
     await asyncio.sleep(3.0)
     assert len(caplog.records) < 10, "an outage is not logged per attempt"
     server.resume()
-    await until(lambda: producer.available and consumer.link.up)
+    await until(lambda: producer.available and consumer.connection.up)
     await producer.publish("after", b"", 1)
     [job] = await consumer.pull(1, 1, HANG_S)
     await job.ack()

@@ -160,7 +160,7 @@ async def test_over_a_new_connection_signs_of_life_precede_the_next_pull(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, holder, _, served, faults = await a_writer_at_work(cluster)
-    link, said = holder.consumer.link, []  # type: ignore[attr-defined]
+    link, said = holder.consumer.connection, []  # type: ignore[attr-defined]
     publish, request = link.publish, link.request
 
     async def note_publish(subject: str, payload: bytes, reply: str = "") -> None:

@@ -54,14 +54,14 @@ async def all_gone(pair: Pair) -> None:
 
 def questions(consumer: JetStreamConsumer, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Acks that an answer was asked for, from now on."""
-    asked, real = list[str](), consumer.link.request
+    asked, real = list[str](), consumer.connection.request
 
     async def request(subject: str, payload: bytes, *rest: Any) -> Any:
         if payload == b"+ACK":
             asked.append(subject)
         return await real(subject, payload, *rest)
 
-    monkeypatch.setattr(consumer.link, "request", request)
+    monkeypatch.setattr(consumer.connection, "request", request)
     return asked
 
 
@@ -84,13 +84,13 @@ async def test_acks_go_out_with_the_next_pull_if_it_is_near(
     monkeypatch.setattr(acks, "BUSY_S", busy_s)
     producer, consumer = pair
     jobs, sent = await pulled(pair, 3), list[str]()
-    real = consumer.link.publish
+    real = consumer.connection.publish
 
     async def publish(subject: str, *rest: Any, **more: Any) -> None:
         sent.append(subject)
         await real(subject, *rest, **more)
 
-    monkeypatch.setattr(consumer.link, "publish", publish)
+    monkeypatch.setattr(consumer.connection, "publish", publish)
     for job in jobs:
         await job.ack()
     assert len(sent) == (0 if busy_s else 3)
@@ -129,8 +129,8 @@ async def test_a_hung_server_keeps_nobody_waiting(server: NatsServer, pair: Pair
 
 async def test_what_is_acked_without_a_connection_is_told_over_the_next(pair: Pair) -> None:
     jobs = await pulled(pair, 3)
-    pair[1].link.reset("the test")
-    await until(lambda: not pair[1].link.up)
+    pair[1].connection.reset("the test")
+    await until(lambda: not pair[1].connection.up)
     for job in jobs:
         await job.ack()
     await all_gone(pair)
@@ -145,13 +145,13 @@ async def test_what_a_connection_took_with_it_is_told_over_the_next(
         """Into a socket that nobody reads any more."""
 
     with monkeypatch.context() as patch:
-        patch.setattr(pair[1].link, "publish", lost)
+        patch.setattr(pair[1].connection, "publish", lost)
         patch.setattr(acks, "CONFIRM_S", 60.0)
         for job in jobs:
             await job.ack()
         await pair[1].acks.push()
-        pair[1].link.reset("the test")
-        await until(lambda: not pair[1].link.up)
+        pair[1].connection.reset("the test")
+        await until(lambda: not pair[1].connection.up)
     assert pair[1].acks.unconfirmed == 3
     pair[1].acks._task.cancel()  # type: ignore[union-attr]
     pair[1].acks._task = asyncio.create_task(pair[1].acks._confirm_always())
@@ -160,8 +160,8 @@ async def test_what_a_connection_took_with_it_is_told_over_the_next(
 
 async def test_closing_waits_until_all_is_confirmed(pair: Pair) -> None:
     jobs = await pulled(pair, 3)
-    pair[1].link.reset("the test")
-    await until(lambda: not pair[1].link.up)
+    pair[1].connection.reset("the test")
+    await until(lambda: not pair[1].connection.up)
     for job in jobs:
         await job.ack()
     await pair[1].close()
@@ -187,11 +187,11 @@ async def test_an_old_delivery_does_not_ack_a_job_of_a_new_stream(
     producer, consumer = pair
     jobs = await pulled(pair, 3)
     server.kill()
-    await until(lambda: not consumer.link.up)
+    await until(lambda: not consumer.connection.up)
     for job in jobs:
         await job.ack()
     await server.restart(empty=True)
-    await until(lambda: producer.available and consumer.link.up)
+    await until(lambda: producer.available and consumer.connection.up)
     await producer.publish("new", b"", 10)
     await until(lambda: not consumer.acks.unconfirmed)
     [job] = await consumer.pull(1, 1, 5)
@@ -211,7 +211,7 @@ async def test_an_ack_that_gets_no_answer_is_left_to_itself(
         asked.append(subject)
         raise QueueUnavailable("no answer")
 
-    monkeypatch.setattr(consumer.link, "request", request)
+    monkeypatch.setattr(consumer.connection, "request", request)
     await job.ack()
     await until(lambda: not consumer.acks.unconfirmed)
     assert asked == [job.ack_subject] * acks.TRIES

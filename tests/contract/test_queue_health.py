@@ -74,7 +74,7 @@ async def test_both_ends_say_that_nats_is_away_and_since_when(ends: Ends, how: s
     await ends.lose(how)
     await until(lambda: not (ends.producer.health.up or ends.consumer.health.up), HANG_S)
     if how == "pause":
-        assert ends.consumer.link.up, "nobody reconnected for it"
+        assert ends.consumer.connection.up, "nobody reconnected for it"
     assert not ends.producer.available, "nothing is published, so nothing waits for an answer"
     status = ends.producer.health.status()
     assert not status.up
@@ -115,7 +115,7 @@ async def test_a_server_that_never_answers_again_is_given_up(
 ) -> None:
     monkeypatch.setattr(pulse, "WAIT_S", 0.1)
     await ends.lose("pause")
-    await until(lambda: not ends.consumer.link.up, HANG_S)
+    await until(lambda: not ends.consumer.connection.up, HANG_S)
     assert "no answer to a PING" in str(ends.consumer.health.status().error)
 
 
@@ -147,7 +147,7 @@ async def test_a_process_that_stood_still_does_not_blame_the_server(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its loop runs again only when the time for the answer is over."""
-    client = ends.consumer.link.client
+    client = ends.consumer.connection.client
     real, asked = client.flush, list[float]()
 
     async def flush(**options: Any) -> None:
@@ -211,7 +211,7 @@ async def test_a_connected_server_that_answers_no_pulls_is_away_for_a_prefill_wo
         lost.setattr(consumer.streams, "ensure", _unavailable)
         with contextlib.suppress(QueueUnavailable):
             assert await consumer.pull(1, 1, 0.1) == []
-        assert consumer.link.up
+        assert consumer.connection.up
         await asyncio.sleep(2 * pulse.EVERY_S)
         assert not consumer.health.up, "a PING that is answered does not hide it"
         assert "no quorum" in str(consumer.health.status().error)

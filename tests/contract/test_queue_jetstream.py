@@ -157,9 +157,9 @@ async def test_a_deleted_stream_or_consumer_is_made_again(pair: Pair, what: str)
     producer, consumer = pair
     names = producer._names
     if what == "stream":
-        await producer._link.api(f"STREAM.DELETE.{names.stream}")
+        await producer._connection.api(f"STREAM.DELETE.{names.stream}")
     else:
-        await producer._link.api(f"CONSUMER.DELETE.{names.stream}.prefill")
+        await producer._connection.api(f"CONSUMER.DELETE.{names.stream}.prefill")
     async with asyncio.timeout(HANG_S):
         while True:
             try:
@@ -211,7 +211,7 @@ async def test_a_hung_server_costs_one_timeout_then_nothing(
 
 
 async def test_an_answer_that_comes_late_is_nobody_elses(server: NatsServer, pair: Pair) -> None:
-    link, stream = pair[0]._link, pair[0]._names.stream
+    link, stream = pair[0]._connection, pair[0]._names.stream
     server.pause()
     with pytest.raises(QueueUnavailable, match="no answer"):
         await link.api("INFO", timeout_s=0.1)
@@ -230,7 +230,7 @@ async def test_a_timer_that_the_client_swallows_leaves_no_request_waiting(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As it does while it waits for room in its send buffer."""
-    link = pair[1].link
+    link = pair[1].connection
 
     async def publish(*_: object, **__: object) -> None:
         with contextlib.suppress(asyncio.CancelledError):
@@ -295,7 +295,7 @@ async def test_a_body_above_max_payload_says_what_to_change(pair: Pair) -> None:
 
 async def test_a_forged_message_is_delivered_and_can_be_terminated(pair: Pair) -> None:
     producer, consumer = pair
-    await producer._link.publish(producer._names.jobs.replace("*", "many"), b"\xff\x00junk")
+    await producer._connection.publish(producer._names.jobs.replace("*", "many"), b"\xff\x00junk")
     [job] = await consumer.pull(1, 1, 5)
     assert (job.body, job.tokens) == (b"\xff\x00junk", 0)
     await job.term("not a job")
@@ -312,15 +312,15 @@ async def test_a_sweep_finds_what_an_advisory_was_missed_for(
     await producer.publish("a", b"body", 10)
     await producer.publish("b", b"other", 10)
     await consumer.pull(1, 1, 5)
-    for subscription in list(consumer.link.client._subs.values()):
+    for subscription in list(consumer.connection.client._subs.values()):
         if "ADVISORY" in subscription.subject:
             await subscription.unsubscribe()
     [job] = await consumer.pull(1, 1, 5)
-    assert await consumer._moves.sweep() == 0, "nothing is swept while a job is in flight"
+    assert await consumer._max_deliveries.sweep() == 0, "nothing is swept while a job is in flight"
     await job.ack()
     await asyncio.sleep(0.3)
     await consumer.pull(1, 1, 0.1)
-    assert await consumer._moves.sweep() == 1
+    assert await consumer._max_deliveries.sweep() == 1
     [letter] = await producer.dead_letters()
     assert (letter.job_id, letter.body) == ("a", b"body")
     await asyncio.gather(producer.close(), consumer.close())
@@ -356,7 +356,7 @@ async def test_a_stream_of_another_kind_is_refused_with_advice(
     producer, _ = pair
     other = replace(config, compat_hash=secrets.token_hex(8))
     name = Names(other.namespace, other.compat_hash).stream
-    await producer._link.api(
+    await producer._connection.api(
         f"STREAM.CREATE.{name}", {"name": name, "subjects": ["x"], "storage": "memory"}
     )
     with pytest.raises(ConfigError, match="nats stream rm"):

@@ -115,7 +115,7 @@ async def test_what_an_operator_changed_outlives_every_start_and_reconnect(
     nats: NatsServer, config: QueueConfig
 ) -> None:
     first = await both(nats, config, QueueSettings())
-    link, names = first[1].link, Names(config.namespace, config.compat_hash)
+    link, names = first[1].connection, Names(config.namespace, config.compat_hash)
     jobs, consumer = await configs(link, config)
     assert (jobs["max_msgs"], consumer["max_deliver"]) == (config.max_jobs, config.max_deliver)
     theirs = {"max_msgs": 77, "max_bytes": 1 << 20, "max_age": 7 * 10**9, "description": "mine",
@@ -129,9 +129,9 @@ async def test_what_an_operator_changed_outlives_every_start_and_reconnect(
     changed = await configs(link, config)
     assert changed[0]["metadata"]["team"] == "serving"
     second = await both(nats, config, QueueSettings(max_jobs=5))
-    first[1].link.reset("the test")
-    await until(lambda: first[1].link.generation == 2 and first[1].link.up)
-    now = await configs(first[1].link, config)
+    first[1].connection.reset("the test")
+    await until(lambda: first[1].connection.generation == 2 and first[1].connection.up)
+    now = await configs(first[1].connection, config)
     assert now == (changed[0] | {"max_msgs": 5}, changed[1]), "only what queue.* sets"
     for worker in (first[1], second[1]):
         assert (worker.ack_wait_s, worker.max_deliver) == (9.0, 9), "heartbeats follow the server"
@@ -142,7 +142,7 @@ async def test_settings_act_on_running_workers_and_a_refused_one_harms_nobody(
     nats: NatsServer, config: QueueConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
     producer, consumer = await both(nats, config, QueueSettings(max_deliver=3))
-    before = await configs(consumer.link, config)
+    before = await configs(consumer.connection, config)
     assert (before[1]["max_deliver"], consumer.max_deliver) == (3, 3)
     new = QueueSettings(
         replicas=3, max_bytes=1 << 20, max_jobs=9, ack_wait_s=7.0, max_deliver=4,
@@ -157,7 +157,7 @@ async def test_settings_act_on_running_workers_and_a_refused_one_harms_nobody(
         worker.streams.configure(QueueSettings(max_bytes=1 << 20, max_jobs=9))
     await until(lambda: not producer.streams.busy and not consumer.streams.busy)
     assert producer.streams.publish_timeout_s == config.publish_timeout_s
-    after = await configs(consumer.link, config)
+    after = await configs(consumer.connection, config)
     assert after[0] == before[0] | {"max_bytes": 1 << 20, "max_msgs": 9}
     assert after[1] == before[1] | {"ack_wait": 7 * 10**9, "max_deliver": 4}
     assert (await producer.publish("still works", b"", 1)).seq == 1
@@ -169,7 +169,7 @@ async def test_workers_that_start_at_the_same_time_agree(
 ) -> None:
     settings = QueueSettings(max_jobs=9, ack_wait_s=7.0)
     pairs = await asyncio.gather(*(both(nats, config, settings) for _ in range(4)))
-    jobs, consumer = await configs(pairs[0][1].link, config)
+    jobs, consumer = await configs(pairs[0][1].connection, config)
     assert (jobs["max_msgs"], consumer["ack_wait"]) == (9, 7 * 10**9)
     assert len({worker.streams.stream_id for pair in pairs for worker in pair}) == 1
     await asyncio.gather(*(worker.close() for pair in pairs for worker in pair))
@@ -182,13 +182,13 @@ async def test_a_worker_that_drains_takes_no_job_with_it(
     a PING before it learns that the pull's inbox is not read any more."""
     producer, leaving = await both(nats, config, QueueSettings())
     other = await JetStreamConsumer.connect(nats.url, config, wait_s=HANG_S)
-    transport: Any = leaving.link.client._transport
+    transport: Any = leaving.connection.client._transport
     write, loop = transport.writelines, asyncio.get_running_loop()
     transport.writelines = lambda lines: loop.call_later(0.05, write, list(lines))
     pulling = asyncio.create_task(leaving.pull(100, 1, 5.0))
     consumer = f"CONSUMER.INFO.{Names(config.namespace, config.compat_hash).stream}.{CONSUMER}"
     async with asyncio.timeout(HANG_S):
-        while (await producer._link.api(consumer))["num_waiting"] == 0:  # noqa: ASYNC110
+        while (await producer._connection.api(consumer))["num_waiting"] == 0:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     pulling.cancel()
     await asyncio.gather(pulling, return_exceptions=True)

@@ -10,11 +10,11 @@ from typing import Any
 
 from pullfill.engine import check, front_wire
 from pullfill.engine.blame import Fault
+from pullfill.frontend.balancer import RoundRobin
 from pullfill.frontend.board import Board
 from pullfill.frontend.decode_pool import WorkerPool
 from pullfill.frontend.dispatch import Dispatcher
 from pullfill.frontend.explain import ExplainStore
-from pullfill.frontend.router import RoundRobin
 from tests.support.fake_decode import FakeDecode, FakeDirectory
 from tests.support.fake_vllm import PlainCodec
 

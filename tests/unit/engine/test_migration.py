@@ -72,7 +72,7 @@ def test_the_answer_so_far_becomes_prompt_and_the_rest_stays() -> None:
     first = request("a", [1, 2], max_tokens=10, min_tokens=5, seed=None, temperature=0.7)
     first.cache_salt, first.priority, first.trace_headers = "salt", 3, {"traceparent": "t"}
     before = msgspec.msgpack.encode(first)
-    second = c.continuation(first, OUT)
+    second = c.migration_request(first, OUT)
     assert msgspec.msgpack.encode(first) == before, "the first request stays as it is"
     assert second.prompt_token_ids == [1, 2, 7, 8, 9]
     assert (second.sampling_params.max_tokens, second.sampling_params.min_tokens) == (7, 2)
@@ -83,19 +83,22 @@ def test_the_answer_so_far_becomes_prompt_and_the_rest_stays() -> None:
 
 
 def test_min_tokens_end_at_nothing() -> None:
-    assert c.continuation(request(max_tokens=9, min_tokens=2), OUT).sampling_params.min_tokens == 0
+    assert (
+        c.migration_request(request(max_tokens=9, min_tokens=2), OUT).sampling_params.min_tokens
+        == 0
+    )
 
 
 def test_prompt_logprobs_are_not_computed_twice_and_the_prefix_cache_serves_again() -> None:
     first = request(max_tokens=9, prompt_logprobs=1, skip_reading_prefix_cache=True)
-    params = c.continuation(first, OUT).sampling_params
+    params = c.migration_request(first, OUT).sampling_params
     assert (params.prompt_logprobs, params.skip_reading_prefix_cache) == (None, None)
     assert first.sampling_params.prompt_logprobs == 1
 
 
 def test_reading_no_prefix_cache_for_another_reason_stays() -> None:
     first = request(max_tokens=9, skip_reading_prefix_cache=True)
-    assert c.continuation(first, OUT).sampling_params.skip_reading_prefix_cache is True
+    assert c.migration_request(first, OUT).sampling_params.skip_reading_prefix_cache is True
 
 
 TOKENS = st.lists(st.integers(0, 2), max_size=6)

@@ -126,7 +126,7 @@ async def test_workers_that_hand_a_request_to_each_other_do_not_do_so_forever() 
         await r.ready(2)
         r.dispatcher.submit(request("a"))
         await until(lambda: bool(r.sink.failures))
-        assert f"{dispatch.MAX_MOVES} attempts" in r.sink.failures["a"]
+        assert f"{dispatch.MAX_MIGRATIONS} attempts" in r.sink.failures["a"]
 
 
 async def test_a_request_does_not_return_to_the_worker_that_handed_it_back() -> None:

@@ -12,9 +12,9 @@ import zmq
 from pullfill.engine import front_wire
 from pullfill.engine.blame import Fault
 from pullfill.frontend import dispatch, metrics
+from pullfill.frontend.balancer import RoundRobin
 from pullfill.frontend.dispatch import Dispatcher, Flight
 from pullfill.frontend.explain import ExplainStore
-from pullfill.frontend.router import RoundRobin
 from tests.support.fake_vllm import Output, Outputs, PlainCodec, request
 from tests.support.frontend_rig import Sink, until
 

@@ -14,10 +14,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from pullfill import wire
 from pullfill.engine import check, front_wire
 from pullfill.errors import BadMessage, ConfigError, IncompatibleError
+from pullfill.frontend.balancer import RoundRobin
 from pullfill.frontend.cluster import merge_metrics
 from pullfill.frontend.explain import ExplainStore, Trace, key_of
 from pullfill.frontend.main import bind, url_of
-from pullfill.frontend.router import RoundRobin
 from pullfill.wire import ExplainRecord
 
 
