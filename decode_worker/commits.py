@@ -16,10 +16,9 @@ from typing import Any
 
 import msgspec
 
-from pullfill.decode_worker.entry import Entry, JobState
 from pullfill.decode_worker.forecast import Forecaster
 from pullfill.decode_worker.ledger import Ledger
-from pullfill.decode_worker.moves import Read, Verify
+from pullfill.decode_worker.ledger_types import Entry, JobState, Read, Verify
 from pullfill.decode_worker.peers import Peer
 from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.decode_worker.verify import Verifier

@@ -25,7 +25,7 @@ from pullfill.decode_worker.conditional_router import (
 )
 from pullfill.decode_worker.context import DecodeContext, OpenedJob
 from pullfill.decode_worker.ledger import Ledger
-from pullfill.decode_worker.moves import Hold, Release, Settle
+from pullfill.decode_worker.ledger_types import Hold, Release, Settle
 from pullfill.ids import new_job_id
 from pullfill.runtime import failpoints, log
 from pullfill.wire import MAX_TEXT
@@ -157,7 +157,6 @@ class ConnectorScheduler:
             job.request_id,
             blocks,
             first_target=hit_tokens // self._block_size,
-            hit_tokens=hit_tokens,
             timeout_s=job.timeout_s,
             claim_timeout_s=job.claim_timeout_s,
             stall_s=config.remote_timeout_s,

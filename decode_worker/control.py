@@ -17,7 +17,7 @@ from pullfill.decode_worker.commits import Commits
 from pullfill.decode_worker.forecast import Forecaster
 from pullfill.decode_worker.kv_reader import KvReader, Reach
 from pullfill.decode_worker.ledger import Ledger
-from pullfill.decode_worker.moves import CancelMessage, NakDelivery, SendRevoke
+from pullfill.decode_worker.ledger_types import CancelMessage, NakDelivery, SendRevoke
 from pullfill.decode_worker.peers import Peer, Peers
 from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.decode_worker.self_check import Checks
@@ -379,7 +379,7 @@ class ControlServer:
         if self.checks is not None and not self.checks.may_claim(peer, claim):
             return
         failpoints.hit("decode.before_grant")
-        claimed = self._ledger.claim(claim.job_id, claim.incarnation, peer.name, claim.ack_subject)
+        claimed = self._ledger.grant(claim.job_id, claim.incarnation, peer.name, claim.ack_subject)
         if claimed.grant is None:
             assert claimed.refused is not None
             metrics.CLAIM.labels(claimed.refused.value).inc()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from pullfill.decode_worker.control import ControlServer
-from pullfill.decode_worker.entry import UNDER_WAY, JobState
 from pullfill.decode_worker.ledger import Ledger
+from pullfill.decode_worker.ledger_types import UNDER_WAY, JobState
 from pullfill.decode_worker.request_server import RequestServer
 from pullfill.engine import kv
 

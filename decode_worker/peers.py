@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pullfill.decode_worker.kv_reader import KvReader
-from pullfill.decode_worker.moves import GrantView
+from pullfill.decode_worker.ledger_types import GrantView
 from pullfill.net import heartbeat
 from pullfill.net.channel import Channel
 from pullfill.wire import Claim, Grant, KvMode, Load

@@ -28,8 +28,8 @@ from pullfill.decode_worker import difference
 from pullfill.decode_worker.conditional_router import SELF_CHECK_FAILED as FAILED
 from pullfill.decode_worker.conditional_router import SELF_CHECK_PENDING as PENDING
 from pullfill.decode_worker.context import DecodeContext, OpenedJob
-from pullfill.decode_worker.entry import JobState
 from pullfill.decode_worker.ledger import Ledger
+from pullfill.decode_worker.ledger_types import JobState
 from pullfill.decode_worker.peers import Peer
 from pullfill.decode_worker.self_check_requests import Incomplete, Trial, Trials
 from pullfill.engine import computes

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from pullfill.decode_worker.ledger import Ledger
-from pullfill.decode_worker.moves import Verify
+from pullfill.decode_worker.ledger_types import Verify
 from pullfill.errors import Outcome
 from pullfill.runtime import log, metrics
 from pullfill.transfer.contract import LocalMemory

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pullfill.decode_worker.moves import Settle
+from pullfill.decode_worker.ledger_types import Settle
 from pullfill.errors import Outcome
 from pullfill.net import frames
 from pullfill.wire import Claim, Draining, GiveUp, Grant, Heartbeat, Revoke

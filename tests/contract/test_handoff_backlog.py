@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pullfill.decode_worker.moves import Claimed
+from pullfill.decode_worker.ledger_types import Claimed
 from pullfill.prefill_worker import budget as budgets
 from pullfill.prefill_worker.budget import CLAIM_S, Budget
 from pullfill.prefill_worker.puller import MAX_WAITING
@@ -117,14 +117,14 @@ async def test_a_job_whose_blocks_are_still_held_uses_no_budget(
     """The decode worker waits for the proof that its last writer writes no more."""
     monkeypatch.setattr(budgets, "CLAIM_S", 60.0)  # so that only the refusal takes the charge back
     live = await cluster.decode()
-    claim, held = live.ledger.claim, [True]
+    grant, held = live.ledger.grant, [True]
 
     def refusing(*args: Any) -> Claimed:
         if held[0]:
             return Claimed(refused=RefuseReason.HELD, retry_after_s=0.05)
-        return claim(*args)
+        return grant(*args)
 
-    monkeypatch.setattr(live.ledger, "claim", refusing)
+    monkeypatch.setattr(live.ledger, "grant", refusing)
     prefill = await cluster.prefill()
     served = live.send(prompt(30))
     await until(lambda: prefill.runner.waiting == 1 and not prefill.runner.in_flight_tokens)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from pullfill.decode_worker import entry
+from pullfill.decode_worker import ledger_types
 from pullfill.errors import BadMessage
 from pullfill.prefill_worker.runner import JobRunner
 from pullfill.queue.contract import Delivery
@@ -52,7 +52,7 @@ async def cluster(
 ) -> AsyncIterator[Cluster]:
     # After 0.1 s a request whose writer is stopped goes on locally, and its message is deleted. A
     # busy machine may take longer than that to deliver the message again.
-    monkeypatch.setattr(entry, "NO_PROOF_S", 20.0)
+    monkeypatch.setattr(ledger_types, "NO_PROOF_S", 20.0)
     cluster = Cluster(tmp_path, server=server, ack_wait_s=ACK_WAIT_S, heartbeat_s=ACK_WAIT_S / 3)
     async with cluster:
         yield cluster

@@ -72,9 +72,7 @@ class Decode:
         self.nakked.append(subject)
 
     def open(self, job_id: str = "j", timeout_s: float = 30.0) -> None:
-        self.ledger.open(
-            job_id, f"r-{job_id}", BLOCKS, first_target=1, hit_tokens=16, timeout_s=timeout_s
-        )
+        self.ledger.open(job_id, f"r-{job_id}", BLOCKS, first_target=1, timeout_s=timeout_s)
         self.ledger.set_digest(job_id, b"digest")
 
     def record(self, address: str | None = None) -> WorkerRecord:

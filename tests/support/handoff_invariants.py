@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Set
 from typing import TYPE_CHECKING
 
-from pullfill.decode_worker.ledger import JobState
+from pullfill.decode_worker.ledger_types import JobState
 from tests.support.handoff_jobs import NUM_BLOCKS, PREFIX
 
 if TYPE_CHECKING:

@@ -11,11 +11,12 @@ import math
 from pullfill.decode_worker.conditional_router import Situation
 from pullfill.decode_worker.connector_scheduler import ConnectorScheduler
 from pullfill.decode_worker.context import DecodeContext, OpenedJob
-from pullfill.decode_worker.entry import UNDER_WAY
-from pullfill.decode_worker.ledger import JobState, Ledger
-from pullfill.decode_worker.moves import (
+from pullfill.decode_worker.ledger import Ledger
+from pullfill.decode_worker.ledger_types import (
+    UNDER_WAY,
     CancelMessage,
     Claimed,
+    JobState,
     NakDelivery,
     Read,
     SendRevoke,
@@ -179,7 +180,7 @@ class HandoffModel:
         incarnation = incarnation or self.ledger.incarnation
         before = self.ledger.find(job.job.job_id)
         holder = (before.writer, before.attempt) if before and before.state in UNDER_WAY else None
-        claimed = self.ledger.claim(job.job.job_id, incarnation, writer, f"ack.{writer}")
+        claimed = self.ledger.grant(job.job.job_id, incarnation, writer, f"ack.{writer}")
         self.seen.add(f"claim {claimed.refused or 'granted'}")
         if before is not None and holder is not None:
             assert before.state in UNDER_WAY, "a claim took the job from its holder"

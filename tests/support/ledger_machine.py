@@ -19,7 +19,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from pullfill.decode_worker.entry import JobState
+from pullfill.decode_worker.ledger_types import JobState
 from pullfill.errors import Outcome
 from pullfill.wire import DigestMode
 from tests.support.handoff_model import CLAIM_S, TIMEOUT_S, Grant, HandoffModel, Job

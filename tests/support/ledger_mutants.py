@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 
-from pullfill.decode_worker.book import Book
-from pullfill.decode_worker.entry import Entry, JobState
 from pullfill.decode_worker.ledger import Ledger
-from pullfill.decode_worker.moves import CancelMessage, Hold, Release
+from pullfill.decode_worker.ledger_types import CancelMessage, Entry, Hold, JobState, Release
 from pullfill.errors import Outcome
 from pullfill.transfer.loopback import LoopbackFences
 
@@ -18,14 +16,14 @@ Patch = pytest.MonkeyPatch
 
 
 def skips_the_fence_proof(patch: Patch) -> None:
-    real = Book._ask_proof
+    real = Ledger._ask_proof
 
-    def ask(self: Book, entry: Entry) -> bool:
+    def ask(self: Ledger, entry: Entry) -> bool:
         with pytest.MonkeyPatch.context() as inner:
             inner.setattr(LoopbackFences, "try_revoke", lambda *_: True)
             return real(self, entry)
 
-    patch.setattr(Book, "_ask_proof", ask)
+    patch.setattr(Ledger, "_ask_proof", ask)
 
 
 def commits_without_a_proof(patch: Patch) -> None:
@@ -40,85 +38,85 @@ def commits_without_a_proof(patch: Patch) -> None:
 
 
 def settles_twice(patch: Patch) -> None:
-    real = Book._settle
+    real = Ledger._settle
 
-    def settle(self: Book, entry: Entry, outcome: Outcome, *, loaded: bool) -> None:
+    def settle(self: Ledger, entry: Entry, outcome: Outcome) -> None:
         for _ in range(2):
             entry.settled = False
-            real(self, entry, outcome, loaded=loaded)
+            real(self, entry, outcome)
 
-    patch.setattr(Book, "_settle", settle)
+    patch.setattr(Ledger, "_settle", settle)
 
 
-def after_give_up(then: Callable[[Book, Entry], None]) -> Callable[[Patch], None]:
-    real = Book._give_up
+def after_give_up(then: Callable[[Ledger, Entry], None]) -> Callable[[Patch], None]:
+    real = Ledger._give_up
 
-    def give_up(self: Book, entry: Entry, outcome: Outcome) -> None:
+    def give_up(self: Ledger, entry: Entry, outcome: Outcome) -> None:
         real(self, entry, outcome)
         then(self, entry)
 
-    return lambda patch: patch.setattr(Book, "_give_up", give_up)
+    return lambda patch: patch.setattr(Ledger, "_give_up", give_up)
 
 
-def release_now(self: Book, entry: Entry) -> None:
+def release_now(self: Ledger, entry: Entry) -> None:
     if entry.held:
         entry.held = False
         self._events.append(Release(entry.job_id))
 
 
-def forget_hold(self: Book, entry: Entry) -> None:
+def forget_hold(self: Ledger, entry: Entry) -> None:
     if entry.held:
         entry.held = False
         self._events.remove(Hold(entry.job_id, entry.blocks))
 
 
-def hold_targets_only(self: Book, entry: Entry) -> None:
+def hold_targets_only(self: Ledger, entry: Entry) -> None:
     """What a writer may still read is not held."""
     if entry.held:
         held = self._events.index(Hold(entry.job_id, entry.blocks))
         self._events[held] = Hold(entry.job_id, entry.blocks[entry.first_target :])
 
 
-def forget_message(self: Book, entry: Entry) -> None:
+def forget_message(self: Ledger, entry: Entry) -> None:
     for action in [a for a in self._actions if isinstance(a, CancelMessage)]:
         self._actions.remove(action)
 
 
 def forget_release(patch: Patch) -> None:
-    real = Book._ask_proof
+    real = Ledger._ask_proof
 
-    def ask(self: Book, entry: Entry) -> bool:
+    def ask(self: Ledger, entry: Entry) -> bool:
         entry.held = False
         return real(self, entry)
 
-    patch.setattr(Book, "_ask_proof", ask)
+    patch.setattr(Ledger, "_ask_proof", ask)
 
 
 def accepts_a_stale_attempt(patch: Patch) -> None:
-    def current(self: Book, job_id: str, attempt: int, incarnation: str, writer: str) -> Any:
+    def current(self: Ledger, job_id: str, attempt: int, incarnation: str, writer: str) -> Any:
         return self._jobs.get(job_id)
 
-    patch.setattr(Book, "_current", current)
+    patch.setattr(Ledger, "_current", current)
 
 
 def accepts_an_old_incarnation(patch: Patch) -> None:
-    real = Ledger._claim
+    real = Ledger.grant
 
-    def claim(self: Ledger, job_id: str, incarnation: str, writer: str, ack: str) -> Any:
+    def grant(self: Ledger, job_id: str, incarnation: str, writer: str, ack: str) -> Any:
         return real(self, job_id, self.incarnation, writer, ack)
 
-    patch.setattr(Ledger, "_claim", claim)
+    patch.setattr(Ledger, "grant", grant)
 
 
-def before_claim(change: Callable[[Entry], None]) -> Callable[[Patch], None]:
-    real = Ledger._claim
+def before_grant(change: Callable[[Entry], None]) -> Callable[[Patch], None]:
+    real = Ledger.grant
 
-    def claim(self: Ledger, job_id: str, incarnation: str, writer: str, ack: str) -> Any:
+    def grant(self: Ledger, job_id: str, incarnation: str, writer: str, ack: str) -> Any:
         if (entry := self._jobs.get(job_id)) is not None:
             change(entry)
         return real(self, job_id, incarnation, writer, ack)
 
-    return lambda patch: patch.setattr(Ledger, "_claim", claim)
+    return lambda patch: patch.setattr(Ledger, "grant", grant)
 
 
 def to_a_second_writer(entry: Entry) -> None:
@@ -128,15 +126,15 @@ def to_a_second_writer(entry: Entry) -> None:
 
 def steals(patch: Patch) -> None:
     """A claim takes the job from a holder that is alive."""
-    real = Ledger._claim
+    real = Ledger.grant
 
-    def claim(self: Ledger, job_id: str, incarnation: str, writer: str, ack: str) -> Any:
+    def grant(self: Ledger, job_id: str, incarnation: str, writer: str, ack: str) -> Any:
         entry = self._jobs.get(job_id)
         if entry is not None and entry.state is JobState.GRANTED and entry.writer != writer:
             self._revoke(entry, "claimed_by_another", requeue=True)
         return real(self, job_id, incarnation, writer, ack)
 
-    patch.setattr(Ledger, "_claim", claim)
+    patch.setattr(Ledger, "grant", grant)
 
 
 def out_of_quarantine(entry: Entry) -> None:
@@ -156,14 +154,14 @@ def while_it_is_read(entry: Entry) -> None:
 
 def takes_a_reader_for_quiet(patch: Patch) -> None:
     """What is read ends like what nobody writes to."""
-    real = Book._give_up
+    real = Ledger._give_up
 
-    def give_up(self: Book, entry: Entry, outcome: Outcome) -> None:
+    def give_up(self: Ledger, entry: Entry, outcome: Outcome) -> None:
         reading, entry.reading = entry.reading, False
         real(self, entry, outcome)
         entry.reading = reading
 
-    patch.setattr(Book, "_give_up", give_up)
+    patch.setattr(Ledger, "_give_up", give_up)
     patch.setattr(Ledger, "read_over", _forgiving(Ledger.read_over))
 
 
@@ -244,28 +242,28 @@ def asks_for_the_proof_once(patch: Patch) -> None:
 
 def waits_for_a_stopped_writer(patch: Patch) -> None:
     """A request waits for the proof until its deadline."""
-    real = Book._expire
+    real = Ledger._expire
 
-    def expire(self: Book, entry: Entry) -> None:
+    def expire(self: Ledger, entry: Entry) -> None:
         if entry.state is not JobState.QUARANTINED or self._clock.monotonic() >= entry.deadline:
             real(self, entry)
 
-    patch.setattr(Book, "_expire", expire)
+    patch.setattr(Ledger, "_expire", expire)
 
 
 def waits_for_a_reader(patch: Patch) -> None:
     """What is read does not expire."""
-    real = Book._expire
+    real = Ledger._expire
 
-    def expire(self: Book, entry: Entry) -> None:
+    def expire(self: Ledger, entry: Entry) -> None:
         if entry.state is not JobState.READING:
             real(self, entry)
 
-    patch.setattr(Book, "_expire", expire)
+    patch.setattr(Ledger, "_expire", expire)
 
 
 def never_expires(patch: Patch) -> None:
-    patch.setattr(Book, "_expire", lambda *_: None)
+    patch.setattr(Ledger, "_expire", lambda *_: None)
 
 
 def waits_without_a_worker(patch: Patch) -> None:
@@ -301,11 +299,11 @@ BROKEN: dict[str, Callable[[Patch], None]] = {
     "forgets the message": after_give_up(forget_message),
     "accepts a stale attempt": accepts_a_stale_attempt,
     "accepts an old incarnation": accepts_an_old_incarnation,
-    "grants to a second writer": before_claim(to_a_second_writer),
+    "grants to a second writer": before_grant(to_a_second_writer),
     "steals from a holder": steals,
-    "grants out of quarantine": before_claim(out_of_quarantine),
-    "grants what is being checked": before_claim(while_it_is_checked),
-    "grants what is being read": before_claim(while_it_is_read),
+    "grants out of quarantine": before_grant(out_of_quarantine),
+    "grants what is being checked": before_grant(while_it_is_checked),
+    "grants what is being read": before_grant(while_it_is_read),
     "takes a reader for quiet": takes_a_reader_for_quiet,
     "uses what was not read": uses_what_was_not_read,
     "reads beside the writer": reads_beside_the_writer,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pullfill.decode_worker.breaker import PAUSE_S, STALLS, TRIAL_SHARE
 from pullfill.decode_worker.conditional_router import Situation, decide
 from pullfill.decode_worker.ledger import Ledger
-from pullfill.decode_worker.moves import Settle
+from pullfill.decode_worker.ledger_types import Settle
 from pullfill.errors import Outcome
 from pullfill.transfer.loopback import LoopbackFences
 from pullfill.wire import RouterConfig
@@ -40,13 +40,13 @@ class Decode:
             return None
         job = f"j{next(self._jobs)}"
         self.ledger.open(
-            job, f"r-{job}", (1, 2), first_target=0, hit_tokens=0, timeout_s=3 * CLAIM_S,
+            job, f"r-{job}", (1, 2), first_target=0, timeout_s=3 * CLAIM_S,
             claim_timeout_s=CLAIM_S,
         )  # fmt: skip
         return job
 
     def claims(self, job: str) -> bool:
-        return self.ledger.claim(job, "i", "prefill-1").grant is not None
+        return self.ledger.grant(job, "i", "prefill-1").grant is not None
 
     def commits(self, job: str) -> None:
         assert self.ledger.commit(job, 1, "i", "prefill-1", 2) is None

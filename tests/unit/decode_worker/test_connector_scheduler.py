@@ -310,7 +310,7 @@ def test_finished_after_it_was_settled_but_before_the_step() -> None:
     rig = Rig()
     rig.send(20)
     job = rig.published[0]
-    grant = rig.ledger.claim(job.job_id, "i", "a").grant
+    grant = rig.ledger.grant(job.job_id, "i", "a").grant
     assert grant is not None
     assert rig.ledger.commit(job.job_id, 1, "i", "a", 5) is None
     rig.side.finished("r")
@@ -322,7 +322,7 @@ def test_what_came_before_a_step_is_told_before_it_and_what_failed_with_it() -> 
     for name in ("good", "bad"):
         rig.send(20, name=name)
         job = rig.published[-1]
-        rig.ledger.claim(job.job_id, "i", "a")
+        rig.ledger.grant(job.job_id, "i", "a")
     rig.ledger.commit(rig.published[0].job_id, 1, "i", "a", 5)
     rig.ledger.gave_up(rig.published[1].job_id, 1, "i", "a", "no", retry=False)
     assert rig.side.take_in() == ["good"]
@@ -347,7 +347,7 @@ def test_a_loaded_request_tells_its_trace() -> None:
     rig.send(20, hit=8)
     rig.side.step_done()
     job = rig.published[0]
-    rig.ledger.claim(job.job_id, "i", "a")
+    rig.ledger.grant(job.job_id, "i", "a")
     rig.ledger.commit(job.job_id, 1, "i", "a", 3)
     assert rig.side.collect() == (["r"], [])
     record = rig.traces.finish("r")

@@ -6,8 +6,15 @@ from typing import Any
 
 import pytest
 
-from pullfill.decode_worker.ledger import JobState, Ledger
-from pullfill.decode_worker.moves import CancelMessage, Hold, NakDelivery, Release, Settle
+from pullfill.decode_worker.ledger import Ledger
+from pullfill.decode_worker.ledger_types import (
+    CancelMessage,
+    Hold,
+    JobState,
+    NakDelivery,
+    Release,
+    Settle,
+)
 from pullfill.errors import Outcome
 from pullfill.transfer.loopback import LoopbackFences
 from pullfill.wire import DigestMode, RefuseReason
@@ -112,7 +119,7 @@ def test_each_wait_for_a_claim_has_its_time_and_the_whole_is_bounded() -> None:
 
 def test_unknown_job() -> None:
     model = HandoffModel()
-    assert model.ledger.claim("nope", "i0", "a").refused is RefuseReason.UNKNOWN_JOB
+    assert model.ledger.grant("nope", "i0", "a").refused is RefuseReason.UNKNOWN_JOB
     assert model.ledger.commit("nope", 1, "i0", "a", 1) == "stale"
 
 
@@ -370,10 +377,10 @@ def test_with_the_last_worker_gone_nobody_waits_for_its_deadline() -> None:
 
 def test_actions_name_what_the_queue_needs() -> None:
     ledger = Ledger(LoopbackFences(8, 2), incarnation="i0", clock=FakeClock())
-    ledger.open("j", "r", (1, 2), first_target=0, hit_tokens=0, timeout_s=5.0)
+    ledger.open("j", "r", (1, 2), first_target=0, timeout_s=5.0)
     receipt = object()
     ledger.published("j", receipt, b"d")
-    ledger.claim("j", "i0", "a", "ack.1")
+    ledger.grant("j", "i0", "a", "ack.1")
     ledger.writer_lost("a", others_alive=True)
     revoke, nak = ledger.take_actions()
     assert nak == NakDelivery("ack.1", receipt)

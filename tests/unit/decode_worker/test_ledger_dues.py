@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from pullfill.decode_worker.entry import Entry
 from pullfill.decode_worker.ledger import Ledger
-from pullfill.decode_worker.moves import NakDelivery, Settle
+from pullfill.decode_worker.ledger_types import Entry, NakDelivery, Settle
 from pullfill.errors import Outcome
 from pullfill.transfer.loopback import LoopbackFences
 from tests.support.fakes import FakeClock
@@ -44,7 +43,7 @@ def ledger(clock: FakeClock) -> Ledger:
 def fill(ledger: Ledger, count: int, start: int = 0, **timing: Any) -> None:
     for number in range(start, start + count):
         timing = {"timeout_s": 60.0, "claim_timeout_s": 30.0, **timing}
-        ledger.open(f"j{number}", f"r{number}", (1, 2, 3), first_target=1, hit_tokens=4, **timing)
+        ledger.open(f"j{number}", f"r{number}", (1, 2, 3), first_target=1, **timing)
 
 
 def test_a_tick_looks_at_few_of_many_waiting_jobs(
@@ -70,7 +69,7 @@ def test_bound_blocks_are_counted_and_come_back(ledger: Ledger) -> None:
 
 def test_a_job_that_moves_has_its_time_counted_from_then(ledger: Ledger, clock: FakeClock) -> None:
     fill(ledger, 1, timeout_s=100.0, stall_s=30.0)
-    assert ledger.claim("j0", "i", "w").grant is not None
+    assert ledger.grant("j0", "i", "w").grant is not None
     ledger.progress("j0", 1, "i", "w", 1)
     assert ledger.tick() == pytest.approx(100.0), "never less than it had"
     for moved in range(1, 20):
@@ -92,7 +91,7 @@ def test_only_the_writer_of_the_current_attempt_gets_more_time(
     ledger: Ledger, clock: FakeClock, said: tuple[str, int, str, str]
 ) -> None:
     fill(ledger, 1)
-    assert ledger.claim("j0", "i", "w").grant is not None
+    assert ledger.grant("j0", "i", "w").grant is not None
     clock.advance(50.0)
     ledger.progress(*said, 1)
     assert ledger.tick() == pytest.approx(10.0)
@@ -101,11 +100,11 @@ def test_only_the_writer_of_the_current_attempt_gets_more_time(
 
 def test_another_attempt_has_everything_to_write_again(ledger: Ledger) -> None:
     fill(ledger, 1)
-    ledger.claim("j0", "i", "w")
+    ledger.grant("j0", "i", "w")
     ledger.progress("j0", 1, "i", "w", 2)
     assert ledger.unwritten() == 0
     ledger.gave_up("j0", 1, "i", "w", "why", retry=True)
-    assert ledger.claim("j0", "i", "other").grant is not None
+    assert ledger.grant("j0", "i", "other").grant is not None
     assert ledger.unwritten() == 2
 
 
@@ -127,7 +126,7 @@ def test_a_claim_moves_the_due_time_and_a_return_to_the_queue_moves_it_back(
 ) -> None:
     fill(ledger, 1)
     clock.advance(20.0)
-    grant = ledger.claim("j0", "i", "w1").grant
+    grant = ledger.grant("j0", "i", "w1").grant
     assert grant is not None
     assert ledger.tick() == pytest.approx(40.0), "the whole, not the wait for a claim"
     clock.advance(5.0)
@@ -142,7 +141,7 @@ def test_the_heap_forgets_what_ended_long_before_it_was_due(ledger: Ledger) -> N
     for number in range(MANY):
         fill(ledger, 1, start=number)
         ledger.cancel(f"r{number}")
-    assert len(ledger._dues._heap) < MANY
+    assert len(ledger._dues) < MANY
 
 
 def test_an_open_wakes_the_timer_only_where_it_must(clock: FakeClock) -> None:
@@ -203,7 +202,7 @@ def test_a_dead_writer_whose_job_no_stream_holds_costs_the_claim_timeout_at_most
     """Such a job comes past the stream, so its delivery has no ack subject to hand back."""
     fill(ledger, 1, claim_timeout_s=5.0)
     ledger.published("j0", object(), b"")
-    assert ledger.claim("j0", "i", "dead", "").grant is not None
+    assert ledger.grant("j0", "i", "dead", "").grant is not None
     ledger.writer_lost("dead", others_alive=True)
     assert not any(isinstance(action, NakDelivery) for action in ledger.take_actions())
     assert not [e for e in ledger.take_events() if isinstance(e, Settle)], "another may claim it"
@@ -248,7 +247,7 @@ def test_opening_a_job_wakes_the_timer_that_gives_it_up() -> None:
         on_action=lambda: woken.append("action"),
     )
     assert ledger.tick() is None
-    ledger.open("j", "r", (1, 2), first_target=0, hit_tokens=0, timeout_s=5.0)
+    ledger.open("j", "r", (1, 2), first_target=0, timeout_s=5.0)
     assert woken == ["action"]
     assert ledger.tick() == pytest.approx(5.0)
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pullfill.decode_worker.entry import JobState
-from pullfill.decode_worker.moves import Read, Verify
+from pullfill.decode_worker.ledger_types import JobState, Read, Verify
 from pullfill.errors import Outcome
 from pullfill.wire import DigestMode, KvMode
 from tests.support.handoff_model import TIMEOUT_S, Grant, HandoffModel, Job, granted

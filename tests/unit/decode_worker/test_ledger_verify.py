@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from pullfill.decode_worker.ledger import JobState
-from pullfill.decode_worker.moves import CancelMessage, Settle, Verify
+from pullfill.decode_worker.ledger_types import CancelMessage, JobState, Settle, Verify
 from pullfill.decode_worker.verify import SUSPECT, Verifier, verifier_for
 from pullfill.errors import Outcome
 from pullfill.runtime import metrics

@@ -65,8 +65,8 @@ def test_decode_worker_with_memory_out_of_reach_prefills_everything_itself() -> 
         False,
         "no_transport",
     )
-    context.ledger.open("j", "r", (1, 2), first_target=0, hit_tokens=0, timeout_s=1)
-    assert context.ledger.claim("j", "i0", "writer").grant is None
+    context.ledger.open("j", "r", (1, 2), first_target=0, timeout_s=1)
+    assert context.ledger.grant("j", "i0", "writer").grant is None
 
 
 def test_no_fence_grants_nothing() -> None:

@@ -52,7 +52,7 @@ async def test_jobs_of_one_step_wake_the_loop_once_and_are_all_published() -> No
         for job in jobs:
             ledger.open(
                 job.job_id, job.request_id, job.blocks,
-                first_target=0, hit_tokens=0, timeout_s=5.0,
+                first_target=0, timeout_s=5.0,
             )  # fmt: skip
             publisher.submit(job)
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pullfill.decode_worker import self_check
-from pullfill.decode_worker.entry import JobState
+from pullfill.decode_worker.ledger_types import JobState
 from pullfill.decode_worker.peers import Peer
 from pullfill.decode_worker.self_check import Checks, Ours
 from pullfill.decode_worker.self_check_requests import Incomplete
