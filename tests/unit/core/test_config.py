@@ -1,0 +1,77 @@
+"""How a process finds its cluster: URLs, or the file in the state directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from pullfill.config import (
+    CLUSTER_FILE,
+    ClusterFile,
+    ClusterRef,
+    ProcessEntry,
+    read_cluster_file,
+)
+from pullfill.errors import ConfigError
+
+
+def _write(directory: Path, **changes: str) -> ClusterFile:
+    fields = {
+        "namespace": "blue",
+        "nats_url": "nats://127.0.0.1:1",
+        "etcd_url": "http://127.0.0.1:2",
+        "frontend_url": "http://127.0.0.1:3",
+    }
+    cluster = ClusterFile(**{**fields, **changes})
+    directory.mkdir(exist_ok=True)
+    (directory / CLUSTER_FILE).write_bytes(msgspec.json.encode(cluster))
+    return cluster
+
+
+class TestClusterRef:
+    def test_from_a_state_directory(self, tmp_path: Path) -> None:
+        _write(tmp_path)
+        ref = ClusterRef.resolve(state_dir=tmp_path)
+        assert ref == ClusterRef("blue", "http://127.0.0.1:2", "nats://127.0.0.1:1", tmp_path)
+
+    def test_urls_win_over_the_file(self, tmp_path: Path) -> None:
+        _write(tmp_path)
+        ref = ClusterRef.resolve(state_dir=tmp_path, etcd="http://h:9", namespace="green")
+        assert (ref.namespace, ref.etcd_url, ref.nats_url) == (
+            "green", "http://h:9", "nats://127.0.0.1:1",
+        )  # fmt: skip
+
+    def test_both_urls_need_no_file(self, tmp_path: Path) -> None:
+        gone = tmp_path / "gone"
+        ref = ClusterRef.resolve(state_dir=gone, etcd="http://h:9", nats="nats://h:8")
+        assert ref == ClusterRef("default", "http://h:9", "nats://h:8", gone)
+
+    def test_the_environment_names_the_directory(self, state_dir: Path) -> None:
+        _write(state_dir)
+        assert ClusterRef.resolve().state_dir == state_dir
+
+    def test_nothing_there_says_what_to_do(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match=r"pullfill up.*--state-dir"):
+            ClusterRef.resolve(state_dir=tmp_path)
+
+    @pytest.mark.parametrize("content", [b"", b"{}", b"[]", b'{"namespace": 1}', b"\xff"])
+    def test_a_damaged_file_says_what_to_do(self, tmp_path: Path, content: bytes) -> None:
+        (tmp_path / CLUSTER_FILE).write_bytes(content)
+        with pytest.raises(ConfigError, match="pullfill down"):
+            read_cluster_file(tmp_path)
+
+    def test_a_bad_namespace_is_refused(self) -> None:
+        with pytest.raises(ConfigError, match="namespace"):
+            ClusterRef.resolve(etcd="http://h:9", nats="nats://h:8", namespace="A/b")
+
+    def test_cluster_json_has_the_promised_shape(self, tmp_path: Path) -> None:
+        entry = ProcessEntry(name="etcd", role="etcd", instance_id=None, pid=7, log="/x")
+        shape = msgspec.to_builtins(
+            ClusterFile(
+                namespace="n", nats_url="a", etcd_url="b", frontend_url="c", processes=[entry]
+            )
+        )
+        assert set(shape) == {"namespace", "nats_url", "etcd_url", "frontend_url", "processes"}
+        assert {"name", "role", "instance_id", "pid", "log"} <= set(shape["processes"][0])

@@ -1,0 +1,37 @@
+"""The error tree: what can be retried, and that the docstring draws all of it."""
+
+from __future__ import annotations
+
+from pullfill import errors
+
+
+def _subclasses(kind: type[BaseException]) -> set[type[BaseException]]:
+    return {kind}.union(*(_subclasses(child) for child in kind.__subclasses__()))
+
+
+def test_what_can_help_to_retry() -> None:
+    retryable = {
+        name
+        for name, kind in vars(errors).items()
+        if isinstance(kind, type) and getattr(kind, "retryable", False) is True
+    }
+    assert retryable == {
+        "UnavailableError", "QueueUnavailable", "RegistryUnavailable", "PeerUnavailable",
+        "OverloadedError", "QueueFull", "TransferFailed",
+    }  # fmt: skip
+
+
+def test_the_docstring_draws_the_whole_tree() -> None:
+    assert errors.__doc__
+    for kind in _subclasses(errors.PullfillError):
+        if kind.__module__ == errors.__name__:
+            assert kind.__name__ in errors.__doc__
+
+
+def test_a_refused_claim_is_retryable_only_with_a_time() -> None:
+    assert errors.ClaimRefused("x", reason="held", retry_after_s=0.1).retryable
+    assert not errors.ClaimRefused("x", reason="closed").retryable
+
+
+def test_incompatible_names_the_field() -> None:
+    assert errors.IncompatibleError("x", field="dtype").field == "dtype"

@@ -1,0 +1,93 @@
+"""Failpoints: what arms one, and on which hit it fires."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from pullfill.errors import ConfigError
+from pullfill.runtime import failpoints
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failpoints, "_active", {})
+
+
+def _arm(monkeypatch: pytest.MonkeyPatch, spec: str) -> None:
+    monkeypatch.setattr(failpoints, "_active", failpoints.parse(spec))
+
+
+def test_off_by_default() -> None:
+    failpoints.hit("anything")
+
+
+def test_error_on_the_nth_hit_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    _arm(monkeypatch, "a.b=error:boom@2; c=sleep:0")
+    failpoints.hit("a.b")
+    with pytest.raises(failpoints.FailpointError, match="boom"):
+        failpoints.hit("a.b")
+    failpoints.hit("a.b")
+    failpoints.hit("c")
+    failpoints.hit("unknown")
+
+
+def test_sleep_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    _arm(monkeypatch, "a=sleep:0.05")
+    began = time.monotonic()
+    failpoints.hit("a")
+    assert time.monotonic() - began >= 0.05
+
+
+@pytest.mark.parametrize("spec", ["a=explode", "a", "a=kill@x", "=kill@1.5"])
+def test_bad_specs_are_refused(spec: str) -> None:
+    with pytest.raises(ConfigError, match="PULLFILL_FAILPOINTS"):
+        failpoints.parse(spec)
+
+
+def test_a_file_is_read_again_when_it_is_replaced(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "points"
+    monkeypatch.setattr(failpoints, "_file", failpoints._File(str(path)))
+    failpoints.hit("a")
+    for _ in range(2):  # the second time the hits are counted from the start
+        other = tmp_path / "new"
+        other.write_text("a=error:boom@2")
+        other.replace(path)
+        failpoints.hit("a")
+        with pytest.raises(failpoints.FailpointError, match="boom"):
+            failpoints.hit("a")
+    path.unlink()
+    failpoints.hit("a")
+    failpoints.hit("a")
+
+
+def test_hold_waits_until_the_file_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "points"
+    path.write_text("a=hold@1")
+    monkeypatch.setattr(failpoints, "_file", failpoints._File(str(path)))
+    held = threading.Thread(target=failpoints.hit, args=("a",))
+    held.start()
+    held.join(0.1)
+    assert held.is_alive()
+    path.write_text("b=hold")
+    held.join(10)
+    assert not held.is_alive()
+
+
+def test_kill_ends_the_process() -> None:
+    code = "from pullfill.runtime import failpoints; failpoints.hit('x'); print('alive')"
+    env = {**os.environ, failpoints.ENV: "x=kill"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True)
+    assert done.returncode == -signal.SIGKILL
+    assert done.stdout == b""

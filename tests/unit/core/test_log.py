@@ -1,0 +1,66 @@
+"""Log lines: their form, their level, and how often others can make us write one."""
+
+from __future__ import annotations
+
+import io
+import logging
+import sys
+
+import pytest
+
+from pullfill.errors import ConfigError
+from pullfill.runtime import log
+from tests.support.fakes import FakeClock
+
+
+def test_log_writes_one_line_and_setup_is_idempotent(monkeypatch: pytest.MonkeyPatch) -> None:
+    logger = logging.getLogger("pullfill")
+    monkeypatch.setattr(logger, "handlers", [])
+    monkeypatch.setattr(logger, "propagate", True)
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    level = logger.level
+    try:
+        log.setup("decode", "INFO")
+        log.setup("decode", "INFO")
+        log.get("room.part").info("hello %d", 1)
+        log.get("room.part").debug("not shown")
+    finally:
+        logger.setLevel(level)
+    lines = stream.getvalue().splitlines()
+    assert len(lines) == 1
+    assert "I decode pullfill.room.part: hello 1" in lines[0]
+
+
+def test_a_level_that_there_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(log.LEVEL_ENV, "verbose")
+    with pytest.raises(ConfigError, match=r"PULLFILL_LOG_LEVEL='verbose'.*DEBUG, INFO"):
+        log.setup("decode")
+
+
+@pytest.mark.parametrize("debug", ["", "1"])
+def test_an_error_is_one_line_unless_more_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], debug: str
+) -> None:
+    monkeypatch.setenv(log.DEBUG_ENV, debug)
+    try:
+        raise ConfigError("no good")
+    except ConfigError as exc:
+        log.complain(exc)
+    told = capsys.readouterr().err
+    assert told.endswith("error: no good\n")
+    assert ("Traceback" in told) == bool(debug)
+
+
+def test_what_others_make_us_log_is_logged_seldom_and_counted() -> None:
+    seldom, now = log.Seldom(60.0, clock := FakeClock()), []
+    for _ in range(130):
+        now.append(seldom.due("a"))
+        clock.advance(1.0)
+    assert {i: said for i, said in enumerate(now) if said is not None} == {
+        0: "", 60: " (59 more since the last such line)", 120: " (59 more since the last such line)"
+    }  # fmt: skip
+    assert seldom.due("b") == "", "each key has its own time"
+    for number in range(10_000):
+        assert seldom.due(f"port {number}") == ""
+    assert len(seldom._seen) <= 256

@@ -1,0 +1,38 @@
+"""The installed vLLM: another version, pickle, or a missing internal name is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from pullfill.engine import check
+from pullfill.errors import IncompatibleError
+
+
+def test_another_vllm_is_refused_naming_both_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "installed_vllm", lambda: "0.33.1")
+    with pytest.raises(IncompatibleError, match=r"0\.33\.1.*0\.32\.0"):
+        check.require_version()
+    monkeypatch.setattr(check, "installed_vllm", lambda: None)
+    with pytest.raises(IncompatibleError, match=r"not installed.*make install"):
+        check.require_version()
+    monkeypatch.setattr(check, "installed_vllm", lambda: "0.32.0+cpu")
+    assert check.require_version() == "0.32.0+cpu"
+
+
+def test_pickle_on_the_wire_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "installed_vllm", lambda: "0.32.0")
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
+    with pytest.raises(IncompatibleError, match="pickle"):
+        check.require_version()
+
+
+@pytest.mark.parametrize(
+    "path", ["Nothing", "FrontendHello:nothing", "FrontendCodec.nothing", "HELO:field"]
+)
+def test_a_missing_internal_name_is_named(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    monkeypatch.setattr(check, "installed_vllm", lambda: "0.32.0")
+    check.require_names(
+        {"pullfill.engine.front_wire": ("FrontendHello:model", "FrontendCodec.outputs")}
+    )
+    with pytest.raises(IncompatibleError, match=r"pullfill\.engine\.front_wire"):
+        check.require_names({"pullfill.engine.front_wire": (path,)})

@@ -1,0 +1,56 @@
+"""Messages between frontend and decode worker: greeting, ids, texts of refusals."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pullfill import wire
+from pullfill.engine import front_wire
+from pullfill.errors import BadMessage
+
+
+def hello(**changes: str) -> front_wire.FrontendHello:
+    base = front_wire.FrontendHello(frontend_instance="f", vllm_version="0.32.0", model="m")
+    return msgspec.structs.replace(base, **changes)
+
+
+def test_hello_is_refused_with_the_field_that_differs_and_both_values() -> None:
+    assert (
+        front_wire.refuse_hello(hello(), vllm_version="0.32.0+cpu", models=["m", "/path"]) is None
+    )
+    reason = front_wire.refuse_hello(
+        hello(vllm_version="0.31.0"), vllm_version="0.32.0", models=["m"]
+    )
+    assert reason is not None
+    assert all(word in reason for word in ("vllm_version", "0.31.0", "0.32.0"))
+    reason = front_wire.refuse_hello(hello(model="x"), vllm_version="0.32.0", models=["m"])
+    assert reason is not None
+    assert "model differs" in reason
+
+
+def test_hello_survives_the_wire_and_another_version_does_not() -> None:
+    assert wire.decode(wire.encode(hello()), front_wire.FrontendHello) == hello()
+    other = msgspec.msgpack.encode({**msgspec.to_builtins(hello()), "v": 99})
+    with pytest.raises(BadMessage):
+        wire.decode(other, front_wire.FrontendHello)
+
+
+@given(st.binary(max_size=64))
+def test_id_lists_from_the_wire_are_strict(data: bytes) -> None:
+    try:
+        ids = front_wire.decode_ids(data)
+    except BadMessage:
+        return
+    assert all(isinstance(item, str) for item in ids)
+
+
+def test_refusal_text_is_printable_whatever_was_sent() -> None:
+    assert front_wire.text_of(b"no\x1b[31m \xff" + b"x" * 9999).isprintable()
+
+
+def test_attempt_ids_differ() -> None:
+    assert front_wire.attempt_id("r", 0) == "r"
+    assert len({front_wire.attempt_id("r", n) for n in range(4)}) == 4

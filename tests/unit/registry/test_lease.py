@@ -1,0 +1,138 @@
+"""A lease that is gone: revoked by somebody, or lost in an outage."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import msgspec
+import pytest
+
+from pullfill.errors import RegistryUnavailable
+from pullfill.registry.client import Header, KeepAlive
+from pullfill.registry.lease import Lease, LeaseEnd, LeaseJudge
+
+STORE = Header(cluster_id=7, member_id=1, revision=10, raft_term=2)
+
+
+class FakeClock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+def judge() -> LeaseJudge:
+    return LeaseJudge(ttl_s=6.0, last_ok=1000.0, header=STORE)
+
+
+def test_gone_in_a_continuous_conversation_is_revoked() -> None:
+    later = Header(cluster_id=7, member_id=2, revision=12, raft_term=2)
+    assert judge().gone(1002.0, later) is LeaseEnd.REVOKED
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        Header(cluster_id=8, revision=12, raft_term=2),
+        Header(cluster_id=7, revision=12, raft_term=3),
+        Header(cluster_id=7, revision=9, raft_term=2),
+    ],
+    ids=["other cluster", "restarted", "went back"],
+)
+def test_gone_from_another_store_is_an_outage(header: Header) -> None:
+    assert judge().gone(1002.0, header) is LeaseEnd.OUTAGE
+
+
+def test_gone_after_a_break_is_an_outage_until_a_later_keep_alive() -> None:
+    rule = judge()
+    rule.broke(1001.0)
+    assert rule.gone(1002.0, STORE) is LeaseEnd.OUTAGE
+    rule.alive(1000.5, STORE)  # sent before the break: proves nothing about after it
+    assert rule.gone(1002.0, STORE) is LeaseEnd.OUTAGE
+    rule.alive(1001.5, STORE)
+    assert rule.gone(1002.0, STORE) is LeaseEnd.REVOKED
+
+
+def test_gone_after_this_process_slept_over_the_ttl_is_an_outage() -> None:
+    assert judge().gone(1006.0, STORE) is LeaseEnd.OUTAGE
+
+
+@pytest.mark.parametrize("etcd_s", [6.0, 3600.0, -1.0], ids=["ttl", "hour", "set back"])
+def test_gone_while_every_clock_of_this_machine_stood_still_is_an_outage(etcd_s: float) -> None:
+    """A paused virtual machine: no second passed here, but etcd's clock went on."""
+    rule = judge()
+    rule.alive(1000.0, msgspec.structs.replace(STORE, date=100.0))
+    later = msgspec.structs.replace(STORE, date=100.0 + etcd_s)
+    assert rule.gone(1001.0, later) is LeaseEnd.OUTAGE
+
+
+def test_etcds_clock_in_step_with_ours_leaves_a_revoke_a_revoke() -> None:
+    rule = judge()
+    rule.alive(1000.0, msgspec.structs.replace(STORE, date=100.0))
+    later = msgspec.structs.replace(STORE, date=102.0)
+    assert rule.gone(1001.5, later) is LeaseEnd.REVOKED
+
+
+async def test_gone_after_this_machine_slept_is_an_outage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux stops CLOCK_MONOTONIC while the machine sleeps, and CLOCK_BOOTTIME goes on."""
+    slept_s, real = 0.0, time.clock_gettime
+
+    def boot_clock(which: int) -> float:
+        return real(which) + (slept_s if which == time.CLOCK_BOOTTIME else 0.0)
+
+    monkeypatch.setattr(time, "clock_gettime", boot_clock)
+    lease = await Lease.grant(FakeApi(FakeClock(), 0), 3)
+    slept_s = 3600.0
+    lease.start()
+    lease.check_now()
+    assert await asyncio.wait_for(lease.wait(), 10) is LeaseEnd.OUTAGE
+
+
+class FakeApi:
+    """Answers keep-alives from a script; an exception is raised, the last answer repeats."""
+
+    def __init__(self, clock: FakeClock, *script: int | Exception) -> None:
+        self.clock, self.script, self.sent = clock, list(script), 0
+
+    async def grant_lease(self, ttl_s: int) -> tuple[int, int, Header]:
+        return 1, ttl_s, STORE
+
+    async def revoke_lease(self, lease_id: int) -> None:
+        raise RegistryUnavailable("gone away")
+
+    async def keep_alive(self, lease_id: int, *, timeout_s: float | None = None) -> KeepAlive:
+        self.sent += 1
+        self.clock.now += 1.0
+        answer = self.script.pop(0) if len(self.script) > 1 else self.script[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return KeepAlive(STORE, answer)
+
+
+async def end_of(*script: int | Exception) -> tuple[LeaseEnd, FakeApi]:
+    clock = FakeClock()
+    api = FakeApi(clock, *script)
+    lease = await Lease.grant(api, 3, clock=clock)
+    lease.start()
+    while not lease._task or not lease._task.done():
+        lease.check_now()
+        await asyncio.sleep(0)
+    return await lease.wait(), api
+
+
+async def test_lease_ends() -> None:
+    down = RegistryUnavailable("down")
+    assert (await end_of(3, 3, 0))[0] is LeaseEnd.REVOKED
+    assert (await end_of(3, down, 0))[0] is LeaseEnd.OUTAGE
+    assert (await end_of(3, down, 3, 0))[0] is LeaseEnd.REVOKED
+    ended, api = await end_of(3, down)
+    assert ended is LeaseEnd.OUTAGE
+    assert api.sent == 3  # answered: sent at 0 s; failures seen at 2 and 3 s: the TTL is 3
+
+
+async def test_revoking_without_etcd_does_not_raise() -> None:
+    lease = await Lease.grant(FakeApi(FakeClock(), 3), 3, clock=FakeClock())
+    lease.start()
+    await lease.revoke()
