@@ -22,9 +22,9 @@ import time
 from collections.abc import Callable, Sequence
 
 from pullfill.clock import SYSTEM_CLOCK, Clock
-from pullfill.config import WorkerOptions
 from pullfill.errors import HandoffError, IncompatibleError, PullfillError, TransferFailed
 from pullfill.net.security import ClusterKey
+from pullfill.options import WorkerOptions
 from pullfill.runtime import failpoints, log, metrics
 from pullfill.runtime.idle import IDLE_S, IdleTimer
 from pullfill.runtime.lanes import Lane

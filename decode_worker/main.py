@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pullfill.config import ClusterRef, WorkerOptions
+from pullfill.config import ClusterRef
 from pullfill.decode_worker.worker import DecodeWorker
 from pullfill.engine.entry import run_worker
+from pullfill.options import WorkerOptions
 
 
 def run(cluster: ClusterRef, options: WorkerOptions, vllm_args: Sequence[str]) -> int:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pullfill.config import WorkerOptions
 from pullfill.errors import ConfigError
 from pullfill.net.security import ClusterKey
+from pullfill.options import WorkerOptions
 from pullfill.runtime import log
 from pullfill.transfer import catalogue
 from pullfill.transfer.contract import LocalMemory, Owner

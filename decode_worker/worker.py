@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from pullfill import __version__
-from pullfill.config import ClusterRef, WorkerOptions, restarts_so_far
+from pullfill.config import ClusterRef, restarts_so_far
 from pullfill.decode_worker import context as contexts
 from pullfill.decode_worker import descriptors, leave, memory
 from pullfill.decode_worker.conditional_router import Situation
@@ -32,6 +32,7 @@ from pullfill.engine.watchdog import EngineWatchdog
 from pullfill.errors import Outcome
 from pullfill.ids import new_incarnation, new_instance_id
 from pullfill.net.this_host import host_id
+from pullfill.options import WorkerOptions
 from pullfill.queue.contract import QueueConfig
 from pullfill.queue.jetstream import JetStreamProducer
 from pullfill.registry.client import EtcdClient
@@ -88,9 +89,7 @@ class DecodeWorker:
             publish=self._publish,
             traces=self._traces,
             make_ledger=self._make_ledger,
-            offer=partial(
-                offer, instance_id=self._instance_id, options=self._options, key=self._key
-            ),
+            offer=partial(offer, instance_id=self._instance_id, options=options, key=self._key),
         )
 
     async def serve(self) -> int:

@@ -9,32 +9,16 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from typing import Annotated, NoReturn
+from dataclasses import replace
+from typing import Annotated, Any, NoReturn
 
 import typer
 
-from pullfill.deploy import cli_roles, cli_suspects
-from pullfill.deploy.options import (
-    PASS_THROUGH,
-    DrainOption,
-    EtcdOption,
-    InflightOption,
-    JsonOption,
-    KvDigestOption,
-    KvModeOption,
-    NamespaceOption,
-    NatsOption,
-    PinOption,
-    SecurityOption,
-    StallOption,
-    StateDirOption,
-    TransportsOption,
-    find_cluster,
-    own_options,
-)
+from pullfill.deploy.command import command, expanded
+from pullfill.deploy.options import JsonOption, UpOptions, find_cluster
 from pullfill.errors import ConfigError, IncompatibleError, PullfillError
+from pullfill.options import ClusterOptions, FrontendOptions, StateDirOptions, WorkerOptions
 from pullfill.runtime.log import DEBUG_ENV, complain
-from pullfill.wire import DigestMode, KvMode
 
 app = typer.Typer(
     name="pullfill",
@@ -49,7 +33,11 @@ config_app = typer.Typer(
     no_args_is_help=True,
 )
 app.add_typer(config_app, name="config")
-app.add_typer(cli_suspects.app, name="suspects")
+suspects_app = typer.Typer(
+    help="Requests that are refused because decode workers died with them.",
+    invoke_without_command=True,
+)
+app.add_typer(suspects_app, name="suspects")
 
 
 def _version(wanted: bool) -> None:
@@ -71,38 +59,14 @@ def _root(
         os.environ[DEBUG_ENV] = "1"
 
 
-@app.command(context_settings=PASS_THROUGH)
+@command(app, vllm=True)
 def up(
     context: typer.Context,
-    model: Annotated[
-        str, typer.Option(metavar="PATH|demo", help="Checkpoint directory, hub name, or demo")
-    ] = "demo",
-    decode: Annotated[int, typer.Option(metavar="N", min=0, help="Decode workers")] = 1,
-    prefill: Annotated[int, typer.Option(metavar="N", min=0, help="Prefill workers")] = 1,
-    frontends: Annotated[int, typer.Option(metavar="N", min=0, help="HTTP frontends")] = 1,
-    host: Annotated[str, typer.Option(metavar="H", help="Where frontends listen")] = "127.0.0.1",
-    port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Of the first frontend; 0: any free one")
-    ] = 8000,
-    state_dir: StateDirOption = None,
+    options: UpOptions,
+    cluster: ClusterOptions,
+    workers: WorkerOptions,
+    frontend: FrontendOptions,
     detach: Annotated[bool, typer.Option("--detach", help="Return once all is ready")] = False,
-    etcd: EtcdOption = None,
-    nats: NatsOption = None,
-    namespace: NamespaceOption = None,
-    security: SecurityOption = None,
-    pin: PinOption = True,
-    drain_timeout: DrainOption = 60.0,
-    engine_stall_timeout: StallOption = 60.0,
-    max_inflight: InflightOption = 1024,
-    ready_timeout: Annotated[
-        float, typer.Option("--ready-timeout", metavar="S", min=1, help="Longest start, seconds")
-    ] = 600.0,
-    kv_digest: KvDigestOption = DigestMode.OFF,
-    kv_mode: KvModeOption = KvMode.PUSH_ASYNC,
-    transports: TransportsOption = None,
-    restart: Annotated[
-        bool, typer.Option("--restart/--no-restart", help="Start again what dies")
-    ] = True,
     decode_args: Annotated[
         str | None,
         typer.Option(metavar="FLAGS", help='vLLM flags of decode workers only, e.g. "-tp 2"'),
@@ -110,172 +74,175 @@ def up(
     prefill_args: Annotated[
         str | None, typer.Option(metavar="FLAGS", help="vLLM flags of prefill workers only")
     ] = None,
-) -> None:
+) -> int:
     """Start a cluster on this machine: NATS, etcd, workers and frontends.
 
     Flags not listed here go to vLLM, e.g. --max-model-len 8192.
     """
-    from pullfill.deploy import flags, run_up
-    from pullfill.deploy.plan import UpOptions
+    from pullfill.deploy import run_up, vllm_flags
     from pullfill.net.security import load
 
-    own = own_options(context, "up", "decode", "prefill")
-    options = UpOptions(
-        model=model,
-        decode=decode,
-        prefill=prefill,
-        frontends=frontends,
-        host=host,
-        port=port,
-        namespace=namespace or "default",
-        etcd_url=etcd,
-        nats_url=nats,
-        security=load(security),
-        pin=pin,
-        restart=restart,
-        drain_timeout_s=drain_timeout,
-        engine_stall_s=engine_stall_timeout,
-        max_inflight=max_inflight,
-        ready_timeout_s=ready_timeout,
-        kv_digest=kv_digest,
-        kv_mode=kv_mode,
-        transports=transports,
+    own = _own_flags(context, "up", "decode", "prefill")
+    options = replace(
+        options,
+        namespace=cluster.namespace or "default",
+        etcd_url=cluster.etcd,
+        nats_url=cluster.nats,
+        security=load(cluster.security),
+        workers=workers,
+        frontend=frontend,
         vllm_args=list(context.args),
         role_args={
-            "decode": flags.of_role("--decode-args", decode_args, own),
-            "prefill": flags.of_role("--prefill-args", prefill_args, own),
+            "decode": vllm_flags.of_role("--decode-args", decode_args, own),
+            "prefill": vllm_flags.of_role("--prefill-args", prefill_args, own),
         },
     )
-    raise typer.Exit(run_up.up(options, state_dir, detach=detach))
+    return run_up.up(options, cluster.state_dir, detach=detach)
 
 
-@app.command()
+def _own_flags(context: typer.Context, *commands: str) -> set[str]:
+    """Return every flag of these commands of pullfill, e.g. `--port`."""
+    group: Any = context.find_root().command
+    params = [param for name in commands for param in group.commands[name].params]
+    flags = {flag for param in params for flag in (*param.opts, *param.secondary_opts)}
+    return flags | set(context.help_option_names)
+
+
+@command(app)
 def down(
-    state_dir: StateDirOption = None,
+    cluster: StateDirOptions,
     timeout: Annotated[
         float, typer.Option(metavar="S", min=0, help="How long workers may finish their streams")
     ] = 60.0,
-) -> None:
+) -> int:
     """Drain and stop the cluster of a state directory."""
     from pullfill.deploy import run_up
 
-    raise typer.Exit(run_up.down(state_dir, timeout_s=timeout))
+    return run_up.down(cluster.state_dir, timeout_s=timeout)
 
 
-@app.command()
-def status(
-    as_json: JsonOption = False,
-    state_dir: StateDirOption = None,
-    etcd: EtcdOption = None,
-    nats: NatsOption = None,
-    namespace: NamespaceOption = None,
-    security: SecurityOption = None,
-) -> None:
+@command(app, vllm=True)
+def decode(context: typer.Context, options: WorkerOptions, cluster: ClusterOptions) -> int:
+    """Run one decode worker that joins a cluster. Other flags go to vLLM."""
+    from pullfill.deploy import roles
+
+    return roles.run_worker("decode", options, cluster, context.args)
+
+
+@command(app, vllm=True)
+def prefill(context: typer.Context, options: WorkerOptions, cluster: ClusterOptions) -> int:
+    """Run one prefill worker that joins a cluster. Other flags go to vLLM."""
+    from pullfill.deploy import roles
+
+    return roles.run_worker("prefill", options, cluster, context.args)
+
+
+@command(app, vllm=True)
+def frontend(context: typer.Context, options: FrontendOptions, cluster: ClusterOptions) -> int:
+    """Run one HTTP frontend that joins a cluster. Other flags go to vLLM."""
+    from pullfill.deploy import roles
+
+    return roles.run_frontend(options, cluster, context.args)
+
+
+@command(app)
+def status(cluster: ClusterOptions, as_json: JsonOption = False) -> int:
     """Show workers, their load, and the job queue."""
     from pullfill.deploy import report
 
-    ref = find_cluster(state_dir, etcd, nats, namespace, security)
-    raise typer.Exit(report.status(ref, as_json))
+    return report.status(find_cluster(cluster), as_json)
 
 
-@app.command()
+@command(app)
 def drain(
+    cluster: ClusterOptions,
     instance: Annotated[str, typer.Argument(metavar="INSTANCE_ID")],
     wait: Annotated[bool, typer.Option("--wait", help="Return when it is gone")] = False,
-    timeout: Annotated[float, typer.Option(metavar="S", min=0, help="Of --wait")] = 120.0,
-    state_dir: StateDirOption = None,
-    etcd: EtcdOption = None,
-    nats: NatsOption = None,
-    namespace: NamespaceOption = None,
-    security: SecurityOption = None,
-) -> None:
+    timeout: Annotated[
+        float, typer.Option(metavar="S", min=0, help="Longest --wait, in seconds")
+    ] = 120.0,
+) -> int:
     """Let one worker finish what it has and leave, by revoking its lease."""
     from pullfill.deploy import operate
 
-    ref = find_cluster(state_dir, etcd, nats, namespace, security)
-    raise typer.Exit(operate.drain(ref, instance, wait=wait, timeout_s=timeout))
+    return operate.drain(find_cluster(cluster), instance, wait=wait, timeout_s=timeout)
 
 
-@app.command()
+@command(app)
 def explain(
+    cluster: ClusterOptions,
     request: Annotated[str, typer.Argument(metavar="REQUEST_ID", help="`id` of the response")],
     as_json: JsonOption = False,
-    state_dir: StateDirOption = None,
-    etcd: EtcdOption = None,
-    nats: NatsOption = None,
-    namespace: NamespaceOption = None,
-    security: SecurityOption = None,
-) -> None:
+) -> int:
     """Tell how one request was served, and where its time went."""
     from pullfill.deploy import report
 
-    ref = find_cluster(state_dir, etcd, nats, namespace, security)
-    raise typer.Exit(report.explain(ref, request, as_json))
+    return report.explain(find_cluster(cluster), request, as_json)
 
 
-@app.command()
-def doctor(
-    state_dir: StateDirOption = None,
-    etcd: EtcdOption = None,
-    nats: NatsOption = None,
-    namespace: NamespaceOption = None,
-    security: SecurityOption = None,
-) -> None:
+@command(app)
+def doctor(cluster: ClusterOptions) -> int:
     """Check this machine and the cluster, and say what to do about what is wrong."""
     from pullfill.deploy import doctor as checks
 
-    raise typer.Exit(checks.run((state_dir, etcd, nats, namespace, security)))
+    return checks.run(cluster)
 
 
-@app.command()
-def recheck(
-    state_dir: StateDirOption = None,
-    etcd: EtcdOption = None,
-    nats: NatsOption = None,
-    namespace: NamespaceOption = None,
-    security: SecurityOption = None,
-) -> None:
+@command(app)
+def recheck(cluster: ClusterOptions) -> int:
     """Forget failed self-checks, so that workers compare their prefills again."""
     from pullfill.deploy import recheck
 
-    ref = find_cluster(state_dir, etcd, nats, namespace, security)
-    raise typer.Exit(recheck.recheck(ref))
+    return recheck.recheck(find_cluster(cluster))
 
 
-@config_app.command("get")
+@command(config_app, "get")
 def config_get(
+    cluster: ClusterOptions,
     key: Annotated[str | None, typer.Argument(metavar="[router.KEY|queue.KEY]")] = None,
-    state_dir: StateDirOption = None,
-    etcd: EtcdOption = None,
-    nats: NatsOption = None,
-    namespace: NamespaceOption = None,
-    security: SecurityOption = None,
-) -> None:
+) -> int:
     """Print one setting, or all."""
     from pullfill.deploy import operate
 
-    ref = find_cluster(state_dir, etcd, nats, namespace, security)
-    raise typer.Exit(operate.config_get(ref, key))
+    return operate.config_get(find_cluster(cluster), key)
 
 
-@config_app.command("set")
+@command(config_app, "set")
 def config_set(
+    cluster: ClusterOptions,
     key: Annotated[str, typer.Argument(metavar="router.KEY|queue.KEY")],
     value: Annotated[str, typer.Argument(metavar="VALUE")],
-    state_dir: StateDirOption = None,
-    etcd: EtcdOption = None,
-    nats: NatsOption = None,
-    namespace: NamespaceOption = None,
-    security: SecurityOption = None,
-) -> None:
+) -> int:
     """Change one setting, or `unset` it; a bad value is refused."""
     from pullfill.deploy import operate
 
-    ref = find_cluster(state_dir, etcd, nats, namespace, security)
-    raise typer.Exit(operate.config_set(ref, key, value))
+    return operate.config_set(find_cluster(cluster), key, value)
 
 
-cli_roles.register(app)
+def _suspects(context: typer.Context, cluster: ClusterOptions, as_json: JsonOption = False) -> int:
+    if context.invoked_subcommand is None:
+        from pullfill.deploy import suspects
+
+        suspects.show(find_cluster(cluster), as_json)
+    return 0
+
+
+suspects_app.callback()(expanded(_suspects, "suspects"))
+
+
+@command(suspects_app, "clear")
+def suspects_clear(
+    cluster: ClusterOptions,
+    fingerprint: Annotated[str | None, typer.Argument(metavar="[FINGERPRINT]")] = None,
+    every: Annotated[bool, typer.Option("--all", help="All of them")] = False,
+) -> int:
+    """Allow a refused request again, at all frontends."""
+    if (fingerprint is None) != every:
+        raise ConfigError("name one FINGERPRINT (`pullfill suspects` lists them), or --all")
+    from pullfill.deploy import suspects
+
+    suspects.clear(find_cluster(cluster), fingerprint)
+    return 0
 
 
 def _in_words(exc: OSError) -> str:

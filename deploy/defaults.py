@@ -222,22 +222,6 @@ def worker_env(
     return env
 
 
-def parse_cores(text: str) -> tuple[int, ...]:
-    """`"3"` or `"0-3,8"` as core numbers. Raises ValueError on anything else."""
-    cores: list[int] = []
-    for part in text.split(","):
-        low, dash, high = part.strip().partition("-")
-        first, last = int(low), int(high) if dash else int(low)
-        if last < first:
-            raise ValueError(f"{part!r} counts down")
-        cores.extend(range(first, last + 1))
-    return tuple(dict.fromkeys(cores))
-
-
-def format_cores(cores: Sequence[int]) -> str:
-    return ",".join(map(str, cores))
-
-
 def usable_cores() -> list[int]:
     """Cores this process may run on."""
     return sorted(os.sched_getaffinity(0))

@@ -24,12 +24,13 @@ from pullfill.deploy.procs import is_alive
 from pullfill.deploy.report import frontend_urls
 from pullfill.deploy.state import StateDir, identity
 from pullfill.errors import ConfigError, PullfillError, UnavailableError
+from pullfill.options import ClusterOptions
 from pullfill.registry.orders import LiveWorker
 
 _STYLES = {OK: "green", WARN: "yellow", FAIL: "bold red"}
 
 
-def run(where: tuple[str | None, ...]) -> int:
+def run(options: ClusterOptions) -> int:
     """Print all findings; 1 if any failed."""
     console = Console()
     worst = OK
@@ -43,7 +44,7 @@ def run(where: tuple[str | None, ...]) -> int:
         transports.transports,
     ]
     try:
-        ref = find_cluster(*where)
+        ref = find_cluster(options)
     except ConfigError as exc:
         missing = Finding(WARN, "no cluster to look at", str(exc))
         checks += [machine.default_port, lambda: [missing]]

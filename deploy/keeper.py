@@ -14,6 +14,7 @@ from contextlib import suppress
 
 from pullfill.deploy import plan
 from pullfill.deploy.children import Children, StartFailed
+from pullfill.deploy.options import UpOptions
 from pullfill.deploy.procs import confine, exit_words, tail, wait_exit
 from pullfill.deploy.state import Locked, StateDir
 from pullfill.deploy.teardown import SERVERS, remove_shared_memory
@@ -57,7 +58,7 @@ class Keeper:
 
     def __init__(
         self,
-        options: plan.UpOptions,
+        options: UpOptions,
         children: Children,
         state: StateDir,
         view: ProcessView,

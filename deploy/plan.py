@@ -12,56 +12,24 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pullfill
-from pullfill.config import ClusterRef, parse_transports, ranks_of
-from pullfill.deploy import accelerator, defaults, flags, servers
+from pullfill.config import ClusterRef, ranks_of
+from pullfill.deploy import accelerator, defaults, servers, vllm_flags
+from pullfill.deploy.options import UpOptions, frontend_url
 from pullfill.deploy.procs import CLUSTER_ENV, spawn
 from pullfill.errors import ConfigError
 from pullfill.ids import is_name, new_instance_id
-from pullfill.net.security import OPEN, Security
-from pullfill.wire import DigestMode, KvMode
+from pullfill.net.security import OPEN
+from pullfill.options import ClusterOptions, RoleOptions, arguments
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+\Z")
 
 
 RESTART_WAIT_S = 30.0
 """How long requests wait for a decode worker that is restarted. Longer than most starts take."""
-
-
-@dataclass(slots=True, kw_only=True)
-class UpOptions:
-    """The command line of `up`. `port` is the first frontend's; others follow it."""
-
-    model: str = defaults.DEMO
-    decode: int = 1
-    prefill: int = 1
-    frontends: int = 1
-    host: str = "127.0.0.1"
-    port: int = 8000
-    namespace: str = "default"
-    etcd_url: str | None = None
-    nats_url: str | None = None
-    security: Security = OPEN
-    pin: bool = True
-    restart: bool = True
-    drain_timeout_s: float = 60.0
-    engine_stall_s: float = 60.0
-    max_inflight: int = 1024
-    ready_timeout_s: float = 600.0
-    kv_digest: DigestMode = DigestMode.OFF
-    kv_mode: KvMode = KvMode.PUSH_ASYNC
-    transports: str | None = None
-    vllm_args: list[str] = field(default_factory=list)
-    role_args: dict[str, list[str]] = field(default_factory=dict)
-    """vLLM flags by role. They come after the flags for all roles."""
-
-    @property
-    def frontend_url(self) -> str:
-        """Where clients reach the first frontend; "" without one."""
-        return frontend_url(self.host, self.port) if self.frontends else ""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -80,15 +48,6 @@ class ProcessSpec:
     after: str = ""
 
 
-def frontend_url(host: str, port: int) -> str:
-    """A URL that reaches a server bound to `host`: the loopback address for wildcards."""
-    if host in ("", "0.0.0.0"):
-        host = "127.0.0.1"
-    elif host == "::":
-        host = "::1"
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
 def check(options: UpOptions) -> None:
     """Raises ConfigError, one line, for everything that can be known before a start."""
     for name in ("decode", "prefill", "frontends"):
@@ -103,11 +62,10 @@ def check(options: UpOptions) -> None:
         raise ConfigError(
             f"namespace {options.namespace!r} is not usable: lower-case letters, digits, '-', '_'"
         )
-    parse_transports(options.transports)
-    flags.check(options.vllm_args)
-    flags.check_plain_http(options.vllm_args)
+    vllm_flags.check(options.vllm_args)
+    vllm_flags.check_plain_http(options.vllm_args)
     for role in ("decode", "prefill"):
-        flags.check(options.role_args.get(role, ()))
+        vllm_flags.check(options.role_args.get(role, ()))
     _check_gpus(options)
     check_model(options.model)
     if options.port == 0:
@@ -225,17 +183,18 @@ def worker_ranks(options: UpOptions) -> list[int]:
     return [decode] * options.decode + [prefill] * options.prefill
 
 
-def role_command(role: str, cluster: ClusterRef, model: str, extra: Sequence[str]) -> list[str]:
-    """The command line of one worker or frontend, without vLLM flags. -P: what lies in the
-    user's directory must not shadow modules."""
+def role_command(role: str, cluster: ClusterRef, model: str, options: RoleOptions) -> list[str]:
+    """Return the command line of one worker or frontend, without vLLM flags."""
+    where = ClusterOptions(
+        etcd=cluster.etcd_url,
+        nats=cluster.nats_url,
+        namespace=cluster.namespace,
+        state_dir=str(cluster.state_dir) if cluster.state_dir else None,
+        security=cluster.security.path or None,
+    )
+    # -P: what lies in the user's directory must not shadow modules.
     argv = [sys.executable, "-P", "-m", "pullfill.deploy.cli", role]
-    argv += ["--etcd", cluster.etcd_url, "--nats", cluster.nats_url]
-    argv += ["--namespace", cluster.namespace, "--model", model]
-    if cluster.state_dir is not None:
-        argv += ["--state-dir", str(cluster.state_dir)]
-    if cluster.security.path:
-        argv += ["--security", cluster.security.path]
-    return argv + list(extra)
+    return [*argv, *arguments(where), *arguments(replace(options, model=model), role)]
 
 
 def placements(options: UpOptions) -> list[defaults.Placement]:
@@ -244,7 +203,7 @@ def placements(options: UpOptions) -> list[defaults.Placement]:
         worker_ranks(options),
         cores=defaults.usable_cores(),
         gpus=accelerator.gpu_count(),
-        pin=options.pin,
+        pin=options.workers.pin,
         one_core=options.model == defaults.DEMO,
     )
 
@@ -276,31 +235,21 @@ def _turns(options: UpOptions, places: Sequence[defaults.Placement]) -> list[int
 def worker_specs(options: UpOptions, cluster: ClusterRef, cluster_id: str) -> list[ProcessSpec]:
     """Decode workers, prefill workers and frontends, in that order."""
     model, local = resolve_model(options.model)
-    arguments = engine_arguments(options)
+    engine = engine_arguments(options)
     base = {**os.environ, CLUSTER_ENV: cluster_id}
     names = [("decode", i) for i in range(options.decode)]
     names += [("prefill", i) for i in range(options.prefill)]
     places = placements(options)
     turns = _turns(options, places)
-    drain = ["--drain-timeout", str(options.drain_timeout_s)]
     specs: list[ProcessSpec] = []
     for (role, index), place, before in zip(names, places, turns, strict=True):
         instance = new_instance_id(role)
-        extra = ["--instance-id", instance, *drain]
-        extra += ["--engine-stall-timeout", str(options.engine_stall_s)]
-        if role == "decode" and options.kv_digest is not DigestMode.OFF:
-            extra += ["--kv-digest", options.kv_digest.value]
-        if role == "decode" and options.kv_mode is not KvMode.PUSH_ASYNC:
-            extra += ["--kv-mode", options.kv_mode.value]
-        if options.transports is not None:
-            extra += ["--transports", options.transports]
-        if place.cores:
-            extra += ["--cpu", defaults.format_cores(place.cores)]
+        told = replace(options.workers, instance_id=instance, cores=place.cores)
         specs.append(
             ProcessSpec(
                 name=f"{role}-{index}",
                 role=role,
-                argv=role_command(role, cluster, model, extra)
+                argv=role_command(role, cluster, model, told)
                 + defaults.worker_flags(worker_arguments(options, role)),
                 env=defaults.worker_env(base, place, local_model=local),
                 instance_id=instance,
@@ -310,15 +259,18 @@ def worker_specs(options: UpOptions, cluster: ClusterRef, cluster_id: str) -> li
     for index in range(options.frontends):
         instance = new_instance_id("frontend")
         port = options.port + index
-        extra = ["--instance-id", instance, *drain, "--host", options.host, "--port", str(port)]
-        extra += ["--max-inflight", str(options.max_inflight)]
-        if options.restart:
-            extra += ["--restart-wait", str(RESTART_WAIT_S)]
+        served = replace(
+            options.frontend,
+            instance_id=instance,
+            host=options.host,
+            port=port,
+            restart_wait_s=RESTART_WAIT_S if options.restart else 0.0,
+        )
         specs.append(
             ProcessSpec(
                 name=f"frontend-{index}",
                 role="frontend",
-                argv=role_command("frontend", cluster, model, extra) + arguments,
+                argv=role_command("frontend", cluster, model, served) + engine,
                 env=defaults.worker_env(base, defaults.Placement(), local_model=local),
                 instance_id=instance,
                 url=frontend_url(options.host, port),

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from pullfill import cluster_status
 from pullfill.config import ClusterRef, read_cluster_file
-from pullfill.deploy import local, suspects_report
+from pullfill.deploy import local, suspects
 from pullfill.deploy.members import Members, http_get, http_json
 from pullfill.errors import ConfigError, PullfillError, UnavailableError
 from pullfill.registry.orders import LiveWorker
@@ -74,7 +74,7 @@ def status(ref: ClusterRef, as_json: bool) -> int:
     source = "frontend"
     if state is None:
         state, source = _from_registry(ref), "etcd (no frontend answers)"
-        state["suspects"] = suspects_report.posted(ref)
+        state["suspects"] = suspects.posted(ref)
     here = local.processes(ref)
     if as_json:
         print(json.dumps(state | here))
@@ -86,7 +86,7 @@ def status(ref: ClusterRef, as_json: bool) -> int:
     for line in local.lines(here):
         console.print(line, style="yellow", highlight=False, markup=False, soft_wrap=True)
     if rows := state.get("suspects"):
-        console.print(suspects_report.table(rows))
+        console.print(suspects.table(rows))
     if source != "frontend":
         console.print(f"as told by {source}", style="yellow")
     return 0

@@ -13,7 +13,7 @@ from rich.console import Console
 from pullfill.config import ClusterRef, ProcessEntry
 from pullfill.deploy.detach import Background, to_background
 from pullfill.deploy.members import Members
-from pullfill.deploy.plan import UpOptions
+from pullfill.deploy.options import UpOptions
 from pullfill.deploy.procs import is_alive, send, start_time
 from pullfill.deploy.state import Locked, StateDir, identity
 from pullfill.deploy.supervisor import Interrupted, Supervisor

@@ -19,6 +19,7 @@ from pullfill.config import ClusterFile, ClusterRef
 from pullfill.deploy import members, plan, servers
 from pullfill.deploy.children import Children, StartFailed
 from pullfill.deploy.keeper import Keeper
+from pullfill.deploy.options import UpOptions
 from pullfill.deploy.procs import CLUSTER_ENV, confine, start_time, tail, wait_exit
 from pullfill.deploy.state import Launch, Locked, StateDir, new_cluster_id
 from pullfill.deploy.teardown import take_down
@@ -37,7 +38,7 @@ class Interrupted(Exception):
 class Supervisor:
     """One run of `up` over one state directory. Owns its children until they are let go."""
 
-    def __init__(self, options: plan.UpOptions, state: StateDir, view: ProcessView) -> None:
+    def __init__(self, options: UpOptions, state: StateDir, view: ProcessView) -> None:
         self._options = options
         self._state = state
         self._view = view
@@ -257,7 +258,7 @@ class Supervisor:
                 self._state,
                 self._cluster.processes,
                 self._view,
-                drain_s=self._options.drain_timeout_s,
+                drain_s=self._options.workers.drain_timeout_s,
                 force=lambda: self._signals > 1,
             )
 

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 import uvicorn
 
-from pullfill.config import ClusterRef, FrontendOptions, restarts_so_far
+from pullfill.config import ClusterRef, restarts_so_far
 from pullfill.engine import check, front_app, front_wire
 from pullfill.errors import ConfigError, IncompatibleError, PullfillError
 from pullfill.frontend.admission import Admission
@@ -36,6 +36,7 @@ from pullfill.frontend.routes import Admin
 from pullfill.ids import new_instance_id
 from pullfill.net.security import FrontendSecurity
 from pullfill.net.this_host import host_id
+from pullfill.options import FrontendOptions
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.directory import Directory
 from pullfill.registry.membership import Membership

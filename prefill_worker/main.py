@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pullfill.config import ClusterRef, WorkerOptions
+from pullfill.config import ClusterRef
 from pullfill.engine.entry import run_worker
+from pullfill.options import WorkerOptions
 from pullfill.prefill_worker.worker import PrefillWorker
 
 

@@ -9,13 +9,14 @@ import weakref
 from typing import Any
 
 from pullfill import __version__
-from pullfill.config import ClusterRef, WorkerOptions, restarts_so_far
+from pullfill.config import ClusterRef, restarts_so_far
 from pullfill.engine import args, compat, computes, kv
 from pullfill.engine.host import EngineHost
 from pullfill.engine.thread import EngineThread
 from pullfill.engine.watchdog import EngineWatchdog
 from pullfill.ids import new_instance_id
 from pullfill.net.this_host import host_id
+from pullfill.options import WorkerOptions
 from pullfill.prefill_worker import context as contexts
 from pullfill.prefill_worker import memory, reach, readable_memory
 from pullfill.prefill_worker.context import PrefillContext

@@ -1,28 +1,27 @@
-"""Where a process finds its cluster, and the options all roles share."""
+"""Where a process finds its cluster."""
 
 from __future__ import annotations
 
 import math
 import os
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import msgspec
 
 from pullfill.errors import ConfigError
 from pullfill.ids import is_name
 from pullfill.net.security import OPEN, Security, load
-from pullfill.wire import DigestMode, KvMode
 
 DEFAULT_STATE_DIR = ".pullfill"
 STATE_DIR_ENV = "PULLFILL_STATE_DIR"
 CLUSTER_FILE = "cluster.json"
 TRANSPORTS = ("cuda_ipc", "shm", "nccl", "nixl", "tcp")
 """Names of the ways to move KV, best first."""
+STANDING_LINKS = 32
+"""How many prefill workers stay connected to one decode worker."""
 
 NO_DATA_PARALLEL = (
     "workers do not run data-parallel engines: start more workers instead (`pullfill up --decode N "
@@ -147,18 +146,6 @@ def split_urls(urls: str) -> list[str]:
     return [url for part in urls.split(",") if (url := part.strip())]
 
 
-def parse_transports(text: str | None) -> frozenset[str] | None:
-    """`--transports`: names separated by commas; None: whatever works. Raises ConfigError."""
-    if text is None:
-        return None
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    wrong = [name for name in names if name not in TRANSPORTS]
-    if wrong or not names:
-        what = f"no transport is called {wrong[0]!r}" if wrong else "--transports names none"
-        raise ConfigError(f"{what}: use one or more of {', '.join(TRANSPORTS)}")
-    return frozenset(names)
-
-
 _SIZES = {"--tensor-parallel-size": "-tp", "--pipeline-parallel-size": "-pp"}
 
 
@@ -177,100 +164,3 @@ def ranks_of(vllm_args: Sequence[str]) -> int:
             if known and (number := joined or value).isdecimal():
                 sizes[size] = max(1, int(number))
     return math.prod(sizes.values())
-
-
-def check_address(flag: str, address: str | None) -> str | None:
-    """An address to publish, as `tcp://HOST:PORT`. Raises ConfigError."""
-    if address is None:
-        return None
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536 or "#" in host:
-        raise ConfigError(f"{flag} {address!r}: give tcp://HOST:PORT")
-    return f"tcp://{host}:{port}"
-
-
-def check_url(flag: str, url: str | None) -> str | None:
-    """An address to publish, as `http[s]://HOST[:PORT]`. Raises ConfigError."""
-    if url is None:
-        return None
-    with suppress(ValueError):
-        parts = urlsplit(url)
-        plain = not (parts.query or parts.fragment or parts.username)
-        if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and plain:
-            return url.rstrip("/")
-    raise ConfigError(f"{flag} {url!r}: give http://HOST:PORT or https://HOST:PORT")
-
-
-STANDING_LINKS = 32
-"""How many prefill workers stay connected to one decode worker."""
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerOptions:
-    """Options of a decode or prefill worker besides vLLM's own flags.
-
-    host: address to bind and publish (loopback unless told otherwise).
-    cpu: pin the process to this core. None: do not pin it.
-    drain_timeout_s: how long a drain after SIGTERM may take.
-    engine_stall_s: an engine that takes no step for this long while requests wait is stuck.
-    transports: names of the transports that may move KV. None: all that work here, except nixl.
-    kv_port: port for KV over tcp, 0 for any. Decode workers use it, and with `kv_mode` pull also
-    prefill workers.
-    advertise_kv: address for KV to publish instead of the bound one.
-    http_port: port of the probe server, 0 for any.
-
-    Decode workers only:
-    kv_digest: which of the written KV is compared with digests.
-    kv_mode: how KV gets into the decode worker's blocks.
-    data_port: port for the requests of frontends, 0 for any.
-    control_port: port for the claims of prefill workers, 0 for any.
-    advertise_control: address for claims to publish instead of the bound one (a forwarded port).
-
-    Prefill workers only:
-    kv_credits: bytes of KV that may be computed for one decode worker but not delivered. None: 256
-    MiB, or the KV of a whole prefill budget if that is more.
-    standing_links: how many prefill workers stay connected to one decode worker. Must be the same
-    for all prefill workers.
-    """
-
-    model: str
-    host: str = "127.0.0.1"
-    instance_id: str | None = None
-    lease_ttl_s: int = 5
-    drain_timeout_s: float = 60.0
-    cpu: int | None = None
-    connect_timeout_s: float = 30.0
-    engine_stall_s: float = 60.0
-    kv_digest: DigestMode = DigestMode.OFF
-    kv_mode: KvMode = KvMode.PUSH_ASYNC
-    kv_credits: int | None = None
-    standing_links: int = STANDING_LINKS
-    control_port: int = 0
-    advertise_control: str | None = None
-    transports: frozenset[str] | None = None
-    kv_port: int = 0
-    advertise_kv: str | None = None
-    http_port: int = 0
-    data_port: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class FrontendOptions:
-    """Options of a frontend besides vLLM's own flags.
-
-    port: 0 for any.
-    max_inflight: requests served at once. More are refused with 429.
-    restart_wait_s: how long a request whose decode worker was lost waits for one that is being
-    started, if no other is ready.
-    advertise: URL to publish instead of the bound address."""
-
-    model: str
-    host: str = "127.0.0.1"
-    port: int = 8000
-    instance_id: str | None = None
-    lease_ttl_s: int = 5
-    drain_timeout_s: float = 60.0
-    connect_timeout_s: float = 30.0
-    max_inflight: int = 1024
-    restart_wait_s: float = 0.0
-    advertise: str | None = None

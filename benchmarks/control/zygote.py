@@ -65,7 +65,8 @@ def _child(order: dict[str, Any], model: str, flags: list[str]) -> NoReturn:
 
 def _serve(order: dict[str, Any], model: str, flags: list[str]) -> None:
     from benchmarks.control import driver, probes
-    from pullfill.config import ClusterRef, WorkerOptions
+    from pullfill.config import ClusterRef
+    from pullfill.options import WorkerOptions
 
     cluster = ClusterRef.resolve(
         etcd=order["etcd"], nats=order["nats"], namespace=order["namespace"]

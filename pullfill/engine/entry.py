@@ -6,10 +6,11 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, NoReturn
 
-from pullfill.config import WorkerOptions, ranks_of
+from pullfill.config import ranks_of
 from pullfill.engine import check, process
 from pullfill.errors import ConfigError, IncompatibleError, PullfillError
 from pullfill.net.this_host import allow_open_files
+from pullfill.options import WorkerOptions
 from pullfill.runtime import log
 from pullfill.runtime.lifecycle import leave
 
@@ -29,7 +30,8 @@ def run_worker(
     allow_open_files()
     eager = "--enforce-eager" in vllm_args
     ranks = ranks_of(vllm_args)
-    process.prepare(cpu=options.cpu, model=options.model, eager=eager, ranks=ranks)
+    core = options.cores[0] if len(options.cores) == 1 else None
+    process.prepare(cpu=core, model=options.model, eager=eager, ranks=ranks)
     asyncio.run(_serve(role, serve))
     raise AssertionError("unreachable")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pullfill.config import ClusterRef
-from pullfill.deploy import suspects_report as command
+from pullfill.deploy import suspects as command
 from pullfill.errors import ConfigError
 from pullfill.registry import probations
 from pullfill.registry.client import EtcdClient

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from pullfill.config import WorkerOptions
 from pullfill.decode_worker.offers import offer
 from pullfill.errors import ConfigError
+from pullfill.options import WorkerOptions
 from pullfill.transfer.choose import choose, why_not_better
 from pullfill.transfer.contract import LocalMemory
 from pullfill.transfer.owners import CombinedOwner

@@ -65,7 +65,8 @@ async def test_only_a_second_signal_forces(monkeypatch: pytest.MonkeyPatch) -> N
 
 FRONTEND = """
 import asyncio, socket, time
-from pullfill.config import ClusterRef, FrontendOptions
+from pullfill.config import ClusterRef
+from pullfill.options import FrontendOptions
 from pullfill.frontend import main
 from pullfill.runtime import lifecycle
 

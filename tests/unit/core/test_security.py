@@ -12,6 +12,7 @@ from pullfill.config import ClusterFile, ClusterRef
 from pullfill.deploy import plan, roles
 from pullfill.errors import ConfigError
 from pullfill.net.security import OPEN, SECTIONS, ClusterKey, load
+from pullfill.options import WorkerOptions
 from tests.support.certificates import make_certificates
 
 KEY = "0123456789abcdef" * 2
@@ -165,7 +166,7 @@ def test_a_state_directory_remembers_it(tmp_path: Path, file: Path) -> None:
 
 def test_children_get_the_path_and_no_secret(file: Path) -> None:
     ref = ClusterRef("n", "http://e", "nats://q", None, load(file))
-    command = plan.role_command("decode", ref, "m", [])
+    command = plan.role_command("decode", ref, "m", WorkerOptions())
     assert command[command.index("--security") + 1] == str(file)
     assert PASSWORD not in " ".join(command)
 

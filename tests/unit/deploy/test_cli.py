@@ -16,11 +16,12 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from pullfill.config import CLUSTER_FILE, ClusterFile, ClusterRef, ProcessEntry, WorkerOptions
+from pullfill.config import CLUSTER_FILE, ClusterFile, ClusterRef, ProcessEntry
 from pullfill.deploy import cli, roles, run_up, servers
-from pullfill.deploy.plan import UpOptions
+from pullfill.deploy.options import UpOptions
 from pullfill.deploy.state import Launch, StateDir
 from pullfill.errors import ConfigError, UnavailableError
+from pullfill.options import WorkerOptions
 from pullfill.runtime.log import DEBUG_ENV
 from pullfill.wire import KvMode
 
@@ -215,7 +216,7 @@ class TestRoles:
         assert role == "prefill"
         assert (ref.namespace, ref.nats_url, ref.etcd_url) == ("n", "a", "b")
         assert isinstance(options, WorkerOptions)
-        assert (options.model, options.cpu) == (str(tmp_path / "m"), 0)
+        assert (options.model, options.cores) == (str(tmp_path / "m"), (0,))
         assert arguments == ["--max-num-batched-tokens=1024", "--dtype=float32", "--seed", "1"]
         assert runner.invoke(cli.app, ["decode", "--seed", "1"]).exit_code == 7
         assert ran[1][3] == ["--dtype=float32", "-tp", "2", "--seed", "1"], "and those of its role"
@@ -367,11 +368,9 @@ class TestRoles:
         monkeypatch.setattr(StateDir, "live", lambda self: live)
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid: homes.get(pid, {0, 1}))
         ref = ClusterRef("n", "e", "q", state_dir)
-        command = roles.RoleCommand(cluster=(None, None, None, None))
-        assert roles.cores_of(command, ref, small=True) == (1,)
-        assert roles.cores_of(command, ref, small=False) == ()
-        command.pin = False
-        assert roles.cores_of(command, ref, small=True) == ()
+        assert roles.cores_of(WorkerOptions(), ref, small=True) == (1,)
+        assert roles.cores_of(WorkerOptions(), ref, small=False) == ()
+        assert roles.cores_of(WorkerOptions(pin=False), ref, small=True) == ()
 
     @pytest.mark.parametrize("cpu", ["x", "9999"])
     def test_a_core_that_is_not_there(

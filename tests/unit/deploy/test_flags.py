@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from pullfill.config import ClusterRef
-from pullfill.deploy import accelerator, cli, defaults, flags, plan, run_up, servers
+from pullfill.deploy import accelerator, cli, defaults, plan, run_up, servers, vllm_flags
 from pullfill.errors import ConfigError
 
 REF = ClusterRef("blue", "http://127.0.0.1:2", "nats://127.0.0.1:1", Path("/state"))
@@ -20,12 +20,12 @@ class TestRefused:
     @pytest.mark.parametrize("given", [["x"], ["--a=1", "x"]])
     def test_a_stray_word(self, given: list[str]) -> None:
         with pytest.raises(ConfigError, match="'x'"):
-            flags.check(given)
+            vllm_flags.check(given)
 
     def test_our_own_flag(self) -> None:
         for given in ("--kv-transfer-config={}", "--kv_transfer_config"):
             with pytest.raises(ConfigError, match="own to set"):
-                flags.check([given])
+                vllm_flags.check([given])
 
     @pytest.mark.parametrize(
         ("given", "instead"),
@@ -58,7 +58,7 @@ class TestRefused:
 
     def test_one_data_parallel_engine_is_what_workers_are(self) -> None:
         for given in (["--data-parallel-size", "1"], ["-dp=1"], ["--dtype", "auto"]):
-            flags.check(given)
+            vllm_flags.check(given)
 
 
 class TestOneRole:

@@ -6,11 +6,13 @@ import socket
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from pullfill.config import ClusterRef
-from pullfill.deploy import accelerator, defaults, plan
+from pullfill.deploy import accelerator, cli, defaults, plan
 from pullfill.deploy.procs import CLUSTER_ENV
 from pullfill.errors import ConfigError
+from pullfill.options import FrontendOptions, WorkerOptions, format_cores, parse_cores
 from pullfill.wire import DigestMode, KvMode
 
 REF = ClusterRef("blue", "http://127.0.0.1:2", "nats://127.0.0.1:1", Path("/state"))
@@ -148,13 +150,13 @@ class TestPlacement:
         ("text", "cores"), [("1", (1,)), ("0-3", (0, 1, 2, 3)), ("4,0-1,4", (4, 0, 1))]
     )
     def test_core_lists(self, text: str, cores: tuple[int, ...]) -> None:
-        assert defaults.parse_cores(text) == cores
-        assert defaults.parse_cores(defaults.format_cores(cores)) == cores
+        assert parse_cores(text) == cores
+        assert parse_cores(format_cores(cores)) == cores
 
     @pytest.mark.parametrize("text", ["", "a", "3-1", "1-", "-1", "1;2"])
     def test_bad_core_lists(self, text: str) -> None:
-        with pytest.raises(ValueError, match=r".+"):
-            defaults.parse_cores(text)
+        with pytest.raises(ConfigError, match=r"--cpu .*: give core numbers"):
+            parse_cores(text)
 
 
 class TestModel:
@@ -235,7 +237,7 @@ class TestSpecs:
         assert not any("--kv-digest" in s.argv for s in specs)
 
     def test_digests_are_asked_for_by_decode_workers(self) -> None:
-        options = plan.UpOptions(decode=2, kv_digest=DigestMode.SAMPLE)
+        options = plan.UpOptions(decode=2, workers=WorkerOptions(kv_digest=DigestMode.SAMPLE))
         argvs = {s.name: s.argv for s in plan.worker_specs(options, REF, "id")}
         asked = {name for name, argv in argvs.items() if "--kv-digest" in argv}
         assert asked == {"decode-0", "decode-1"}
@@ -244,7 +246,7 @@ class TestSpecs:
 
     def test_the_mode_is_the_decode_workers(self) -> None:
         for mode in KvMode:
-            options = plan.UpOptions(decode=2, kv_mode=mode)
+            options = plan.UpOptions(decode=2, workers=WorkerOptions(kv_mode=mode))
             argvs = {s.name: s.argv for s in plan.worker_specs(options, REF, "id")}
             told = {name for name, argv in argvs.items() if "--kv-mode" in argv}
             assert told == (set() if mode is KvMode.PUSH_ASYNC else {"decode-0", "decode-1"})
@@ -252,16 +254,19 @@ class TestSpecs:
                 assert argvs[name][argvs[name].index("--kv-mode") + 1] == mode.value
 
     def test_transports_are_for_both_ends(self) -> None:
-        options = plan.UpOptions(transports="tcp")
+        options = plan.UpOptions(workers=WorkerOptions(transports=frozenset({"tcp"})))
         argvs = {s.name: s.argv for s in plan.worker_specs(options, REF, "id")}
         told = {name for name, argv in argvs.items() if "--transports" in argv}
         assert told == {"decode-0", "prefill-0"}
         assert all(argvs[name][argvs[name].index("--transports") + 1] == "tcp" for name in told)
-        with pytest.raises(ConfigError, match="udp"):
-            plan.check(plan.UpOptions(transports="udp"))
+        told = CliRunner().invoke(cli.app, ["up", "--transports", "udp"])
+        assert isinstance(told.exception, ConfigError)
+        assert "udp" in str(told.exception)
 
     def test_bounds_go_to_those_who_keep_them(self) -> None:
-        options = plan.UpOptions(engine_stall_s=7.5, max_inflight=9)
+        options = plan.UpOptions(
+            workers=WorkerOptions(engine_stall_s=7.5), frontend=FrontendOptions(max_inflight=9)
+        )
         for spec in plan.worker_specs(options, REF, "id"):
             flag, value = ("--engine-stall-timeout", "7.5")
             if spec.role == "frontend":

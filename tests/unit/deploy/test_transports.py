@@ -9,10 +9,11 @@ import pytest
 from rich.console import Console
 
 from pullfill import wire
-from pullfill.config import TRANSPORTS, check_address, parse_transports
+from pullfill.config import TRANSPORTS
 from pullfill.deploy import report, transports
 from pullfill.deploy.machine import FAIL, OK, WARN
 from pullfill.errors import ConfigError, UnavailableError
+from pullfill.options import check_address, parse_transports
 from pullfill.registry.orders import LiveWorker
 from pullfill.transfer.choose import BEST_FIRST
 from tests.support.workers import record

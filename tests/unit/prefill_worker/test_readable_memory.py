@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pullfill.config import WorkerOptions
 from pullfill.decode_worker.kv_reader import reach_for
 from pullfill.errors import Fenced, IncompatibleError
+from pullfill.options import WorkerOptions
 from pullfill.prefill_worker import memory
 from pullfill.prefill_worker.context import PrefillContext
 from pullfill.prefill_worker.readable_memory import open_region

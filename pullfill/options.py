@@ -1,0 +1,338 @@
+"""The options of every process, each declared once: a field of a class here, with a `Flag`.
+
+The fields give the command's flags and their defaults (`deploy/command.py`), and the command lines
+of the processes that `pullfill up` starts (`arguments`).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from enum import Enum
+from typing import Annotated, Any, get_type_hints
+from urllib.parse import urlsplit
+
+from pullfill.config import STANDING_LINKS, STATE_DIR_ENV, TRANSPORTS
+from pullfill.errors import ConfigError
+from pullfill.net.security import SECURITY_ENV
+from pullfill.wire import DigestMode, KvMode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flag:
+    """How a field is given on a command line. The flag's default is the field's.
+
+    name: `--lease-ttl` for the field `lease_ttl_s`, unless it is named here.
+    metavar: the word for the value in `--help`.
+    least, most: bounds of a number.
+    role: the only role that has the flag. Empty: all that have the class.
+    up: `pullfill up` has the flag too, for the processes that it starts.
+    env: an environment variable that is read when the flag is not given.
+    given: type of the value on the command line, if it is not the field's.
+    parse: makes the field's value of the given one. Raises ConfigError.
+    text: makes the given value of the field's value.
+    """
+
+    help: str = ""
+    name: str = ""
+    metavar: str | None = None
+    least: float | None = None
+    most: float | None = None
+    role: str = ""
+    up: bool = False
+    env: str | None = None
+    hidden: bool = False
+    given: Any = None
+    parse: Callable[[Any], Any] = lambda value: value
+    text: Callable[[Any], str] = str
+
+
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """One flag of an options class. name: `--kv-mode`. type: of the value on the command line."""
+
+    field: str
+    name: str
+    type: Any
+    default: Any
+    flag: Flag
+
+
+def declared(options: type) -> tuple[Declared, ...]:
+    """Return the flags of an options class. Fields without a `Flag` are no flags."""
+    hints = get_type_hints(options, include_extras=True)
+    found = []
+    for field in fields(options):
+        for flag in getattr(hints[field.name], "__metadata__", ()):
+            name = flag.name or "--" + field.name.removesuffix("_s").replace("_", "-")
+            kind = flag.given or hints[field.name].__origin__
+            found.append(Declared(field.name, name, kind, field.default, flag))
+    return tuple(found)
+
+
+def arguments(options: Any, role: str = "") -> Iterator[str]:
+    """Yield the flags that make these options for the role. Defaults are left out."""
+    for one in declared(type(options)):
+        value = getattr(options, one.field)
+        if value == one.default or one.flag.role not in ("", role):
+            continue
+        if isinstance(value, bool):
+            yes, _, no = one.name.partition("/")
+            yield yes if value else no
+        else:
+            yield from (one.name, value.value if isinstance(value, Enum) else one.flag.text(value))
+
+
+# --------------------------------------------------------------------------- values
+
+
+def parse_transports(text: str | None) -> frozenset[str] | None:
+    """Names of transports, separated by commas. None: whatever works. Raises ConfigError."""
+    if text is None:
+        return None
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    wrong = [name for name in names if name not in TRANSPORTS]
+    if wrong or not names:
+        what = f"no transport is called {wrong[0]!r}" if wrong else "--transports names none"
+        raise ConfigError(f"{what}: use one or more of {', '.join(TRANSPORTS)}")
+    return frozenset(names)
+
+
+def check_address(flag: str, address: str | None) -> str | None:
+    """Return the address to publish as `tcp://HOST:PORT`. Raises ConfigError."""
+    if address is None:
+        return None
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536 or "#" in host:
+        raise ConfigError(f"{flag} {address!r}: give tcp://HOST:PORT")
+    return f"tcp://{host}:{port}"
+
+
+def check_url(flag: str, url: str | None) -> str | None:
+    """Return the address to publish as `http[s]://HOST[:PORT]`. Raises ConfigError."""
+    if url is None:
+        return None
+    with suppress(ValueError):
+        parts = urlsplit(url)
+        plain = not (parts.query or parts.fragment or parts.username)
+        if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and plain:
+            return url.rstrip("/")
+    raise ConfigError(f"{flag} {url!r}: give http://HOST:PORT or https://HOST:PORT")
+
+
+def parse_cores(text: str | None) -> tuple[int, ...]:
+    """Return the core numbers of `3` or `0-3,8`. Raises ConfigError."""
+    cores: list[int] = []
+    for part in text.split(",") if text is not None else ():
+        low, dash, high = part.strip().partition("-")
+        try:
+            first, last = int(low), int(high) if dash else int(low)
+        except ValueError:
+            first, last = 0, -1
+        if last < first:
+            raise ConfigError(f"--cpu {text!r}: give core numbers, e.g. 1 or 0-3")
+        cores.extend(range(first, last + 1))
+    return tuple(dict.fromkeys(cores))
+
+
+def format_cores(cores: Sequence[int]) -> str:
+    """Return what `parse_cores` reads."""
+    return ",".join(map(str, cores))
+
+
+# --------------------------------------------------------------------------- options
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateDirOptions:
+    """Which cluster of this machine a command is about."""
+
+    state_dir: Annotated[
+        str | None,
+        Flag(
+            metavar="DIR",
+            env=STATE_DIR_ENV,
+            help=f"Directory of a local cluster  [default: .pullfill, or ${STATE_DIR_ENV}]",
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterOptions(StateDirOptions):
+    """Which cluster a command is about. See `ClusterRef.resolve`."""
+
+    etcd: Annotated[str | None, Flag(metavar="URL", help="etcd, e.g. http://127.0.0.1:2379")] = None
+    nats: Annotated[str | None, Flag(metavar="URL", help="NATS, e.g. nats://127.0.0.1:4222")] = None
+    namespace: Annotated[str | None, Flag(metavar="NS", help="Namespace of the cluster")] = None
+    security: Annotated[
+        str | None,
+        Flag(
+            metavar="FILE",
+            env=SECURITY_ENV,
+            help=f"File of credentials and keys (docs/security.md), or ${SECURITY_ENV}",
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleOptions:
+    """Options of every process that joins a cluster."""
+
+    model: Annotated[
+        str, Flag(metavar="PATH|demo", help="Checkpoint directory, hub name, or the demo model")
+    ] = ""
+    host: Annotated[
+        str, Flag(metavar="H", help="Address to listen at; a worker also tells it to others")
+    ] = "127.0.0.1"
+    instance_id: Annotated[str | None, Flag(hidden=True)] = None
+    lease_ttl_s: Annotated[
+        int,
+        Flag(metavar="S", least=2, help="Seconds until others notice that it has died"),
+    ] = 5
+    drain_timeout_s: Annotated[
+        float, Flag(metavar="S", least=0, up=True, help="Longest drain, in seconds")
+    ] = 60.0
+    connect_timeout_s: Annotated[
+        float, Flag(metavar="S", least=0, help="Longest wait for NATS and etcd, in seconds")
+    ] = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerOptions(RoleOptions):
+    """Options of a decode or prefill worker besides vLLM's own flags."""
+
+    cores: Annotated[
+        tuple[int, ...],
+        Flag(
+            name="--cpu",
+            metavar="N",
+            given=str | None,
+            parse=parse_cores,
+            text=format_cores,
+            help="Run on these cores only, e.g. 1 or 0-3",
+        ),
+    ] = ()
+    pin: Annotated[
+        bool, Flag(name="--pin/--no-pin", up=True, help="On CPU, give workers cores of their own")
+    ] = True
+    engine_stall_s: Annotated[
+        float,
+        Flag(
+            name="--engine-stall-timeout",
+            metavar="S",
+            least=1,
+            up=True,
+            help="Give up an engine that takes no step for S seconds while requests wait",
+        ),
+    ] = 60.0
+    transports: Annotated[
+        frozenset[str] | None,
+        Flag(
+            metavar="NAME,...",
+            up=True,
+            given=str | None,
+            parse=parse_transports,
+            text=lambda names: ",".join(sorted(names)),
+            help="Transports that may move KV: cuda_ipc, shm, nccl, nixl, tcp"
+            "  [default: all that work here but nixl]",
+        ),
+    ] = None
+    kv_port: Annotated[int, Flag(least=0, most=65535, help="Port for KV over tcp; 0: any")] = 0
+    advertise_kv: Annotated[
+        str | None,
+        Flag(
+            metavar="tcp://H:P",
+            parse=lambda text: check_address("--advertise-kv", text),
+            help="Tell others this address for KV instead of the one it listens at",
+        ),
+    ] = None
+    http_port: Annotated[
+        int, Flag(least=0, most=65535, help="Port of /live, /ready, /metrics and /status; 0: any")
+    ] = 0
+    kv_digest: Annotated[
+        DigestMode,
+        Flag(
+            metavar="off|sample|full",
+            role="decode",
+            up=True,
+            help="Compare the KV that prefill workers write with digests that they send",
+        ),
+    ] = DigestMode.OFF
+    kv_mode: Annotated[
+        KvMode,
+        Flag(
+            metavar="push_async|push|pull",
+            role="decode",
+            up=True,
+            help="push_async: prefill workers write KV while they compute the next chunk; push: "
+            "they write, then compute; pull: the decode worker reads it",
+        ),
+    ] = KvMode.PUSH_ASYNC
+    control_port: Annotated[
+        int,
+        Flag(least=0, most=65535, role="decode", help="Where prefill workers claim jobs; 0: any"),
+    ] = 0
+    advertise_control: Annotated[
+        str | None,
+        Flag(
+            metavar="tcp://H:P",
+            role="decode",
+            help="Tell others this address for claims instead of the one it listens at",
+        ),
+    ] = None
+    data_port: Annotated[
+        int, Flag(least=0, most=65535, role="decode", help="Where frontends send requests; 0: any")
+    ] = 0
+    kv_credits: Annotated[
+        int | None,
+        Flag(
+            metavar="MIB",
+            least=1,
+            role="prefill",
+            parse=lambda mib: None if mib is None else mib << 20,
+            text=lambda size: str(size >> 20),
+            help="Stop pulling jobs while this much KV (MiB) for one decode worker is computed but "
+            "not delivered  [default: 256, or the KV of a whole prefill budget if that is more]",
+        ),
+    ] = None
+    standing_links: Annotated[
+        int,
+        Flag(
+            metavar="N",
+            least=1,
+            role="prefill",
+            help="How many prefill workers stay connected to one decode worker; the others connect "
+            "when they have a job of it. Give all prefill workers the same number",
+        ),
+    ] = STANDING_LINKS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontendOptions(RoleOptions):
+    """Options of a frontend besides vLLM's own flags."""
+
+    port: Annotated[int, Flag(least=0, most=65535, help="Port; 0: any free one")] = 8000
+    max_inflight: Annotated[
+        int,
+        Flag(
+            metavar="N",
+            least=1,
+            up=True,
+            help="HTTP requests that a frontend serves at once (n > 1 counts once); more get 429",
+        ),
+    ] = 1024
+    restart_wait_s: Annotated[
+        float,
+        Flag(
+            metavar="S",
+            least=0,
+            help="How long a request whose decode worker died waits for one that is being started",
+        ),
+    ] = 0.0
+    advertise: Annotated[
+        str | None,
+        Flag(
+            metavar="URL",
+            parse=lambda text: check_url("--advertise", text),
+            help="Tell others this address instead of the one it listens at, e.g. https://h:443",
+        ),
+    ] = None

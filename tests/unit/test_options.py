@@ -1,0 +1,111 @@
+"""Flags are declared once: what a command line gives, and what gives a command line, agree."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from pullfill.deploy import cli, roles
+from pullfill.options import (
+    ClusterOptions,
+    FrontendOptions,
+    RoleOptions,
+    WorkerOptions,
+    arguments,
+    declared,
+)
+from pullfill.wire import DigestMode, KvMode
+
+SHARED: dict[str, Any] = dict(
+    model="/m",
+    host="h",
+    instance_id="i-1",
+    lease_ttl_s=7,
+    drain_timeout_s=1.5,
+    connect_timeout_s=2.5,
+)
+WORKER: dict[str, Any] = dict(
+    cores=(2, 0),
+    pin=False,
+    engine_stall_s=3.5,
+    transports=frozenset({"shm", "tcp"}),
+    kv_port=1,
+    advertise_kv="tcp://h:2",
+    http_port=3,
+)
+GIVEN: dict[str, RoleOptions] = {
+    "decode": WorkerOptions(
+        **SHARED,
+        **WORKER,
+        kv_digest=DigestMode.SAMPLE,
+        kv_mode=KvMode.PULL,
+        control_port=4,
+        advertise_control="tcp://h:5",
+        data_port=6,
+    ),
+    "prefill": WorkerOptions(**SHARED, **WORKER, kv_credits=8 << 20, standing_links=9),
+    "frontend": FrontendOptions(
+        **SHARED, port=10, max_inflight=11, restart_wait_s=4.5, advertise="https://h"
+    ),
+}
+CLUSTER = ClusterOptions(state_dir="d", etcd="e", nats="n", namespace="ns", security="s")
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What the roles were started with."""
+    calls: list[Any] = []
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(roles, "run_worker", lambda _, *given: calls.append(given) or 0)
+    monkeypatch.setattr(roles, "run_frontend", lambda *given: calls.append(given) or 0)
+    return calls
+
+
+@pytest.mark.parametrize("role", GIVEN)
+def test_a_command_line_gives_the_options_that_made_it(role: str, ran: list[Any]) -> None:
+    line = [*arguments(GIVEN[role], role), *arguments(CLUSTER)]
+    result = CliRunner().invoke(cli.app, [role, *line, "--seed", "1"])
+    assert result.exit_code == 0, result.output
+    assert ran == [(GIVEN[role], CLUSTER, ["--seed", "1"])]
+
+
+@pytest.mark.parametrize("role", GIVEN)
+def test_a_command_line_leaves_defaults_out(role: str, ran: list[Any]) -> None:
+    usual = type(GIVEN[role])()
+    assert list(arguments(usual, role)) == []
+    assert CliRunner().invoke(cli.app, [role]).exit_code == 0
+    assert ran[0][0] == usual
+
+
+def test_every_flag_was_tried() -> None:
+    for kind in (WorkerOptions, FrontendOptions):
+        usual, tried = kind(), [given for given in GIVEN.values() if type(given) is kind]
+        for field in fields(kind):
+            values = {getattr(given, field.name) for given in tried}
+            assert values - {getattr(usual, field.name)}, field.name
+
+
+def test_a_role_is_not_given_the_flags_of_another() -> None:
+    both = replace(GIVEN["decode"], kv_credits=8 << 20)  # type: ignore[call-arg]
+    assert list(arguments(both, "decode")) == list(arguments(GIVEN["decode"], "decode"))
+    assert "--kv-mode" not in arguments(both, "prefill")
+
+
+def test_flags_of_up_are_those_of_the_processes_it_starts() -> None:
+    commands: Any = typer.main.get_command(cli.app)
+    flags = {p.name: p for p in commands.commands["up"].params}
+    handed_on = {
+        one.name.partition("/")[0][2:].replace("-", "_"): one
+        for kind in (WorkerOptions, FrontendOptions)
+        for one in declared(kind)
+        if one.flag.up
+    }
+    assert {"kv_mode", "max_inflight", "drain_timeout", "pin"} <= handed_on.keys()
+    for name, one in handed_on.items():
+        assert flags[name].help == one.flag.help
+        assert flags[name].default == (None if one.flag.given else one.default)
