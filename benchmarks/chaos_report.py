@@ -16,7 +16,7 @@ token, with what one plain vLLM engine says.
   blocks      from the kill of a prefill worker until none of its blocks is in use or quarantine;
               besides, --kills writers are killed in the middle of a write, one after the other
 
-Writes results/chaos-report.json and .md, and the table in docs/failure-modes.md, with --save, after
+Writes results/chaos-report.json and .md, and the table in benchmarks/README.md, with --save, after
 each scenario; with --only the rows of the others stay as they are.
 Exit status 1 when a target is missed.
 """
@@ -116,7 +116,11 @@ def main() -> int:
         help=f"a topology, a scenario or TOPOLOGY/SCENARIO; may be repeated. Scenarios: {names}",
     )
     parser.add_argument("--logs", type=Path, help="keep the processes' logs in this folder")
-    parser.add_argument("--save", action="store_true", help="write the results and the docs' table")
+    parser.add_argument(
+        "--save",
+        action="store_true",
+        help="write the results and the table in benchmarks/README.md",
+    )
     options = parser.parse_args()
     topologies = chosen(options.only)
     freed = options.kills > 0 and (not options.only or FREED in options.only)

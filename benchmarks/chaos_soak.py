@@ -25,7 +25,7 @@ Caches that fill up must not look like a leak. So they are filled before the mea
     of the time the decode workers prefill every prompt, half of the time the prefill workers;
   - for each frontend as many short requests as it keeps records of.
 
-Writes results/chaos-soak.json and .md, and the table in docs/failure-modes.md, with --save.
+Writes results/chaos-soak.json and .md with --save.
 Exit status 1 when anything failed, was wrong, or is left behind.
 """
 
@@ -49,7 +49,7 @@ from benchmarks import machine
 from benchmarks.chaos_cluster import ChaosCluster, cluster_in
 from benchmarks.chaos_load import Load, make_work
 from benchmarks.chaos_memory import Sampler, memory_rows
-from benchmarks.chaos_tables import brief, none_of, write_docs
+from benchmarks.chaos_tables import none_of
 from benchmarks.live import BenchError, end_in_order
 from benchmarks.report import Row, finish, percentile, row
 from pullfill.frontend.explain import MAX_RECORDS
@@ -300,7 +300,7 @@ def command_line() -> argparse.ArgumentParser:
     parser.add_argument("--slope-floor", type=float, default=0.5, metavar="MIB_PER_MIN")
     parser.add_argument("--without", action="append", default=[], metavar="KIND")
     parser.add_argument("--logs", type=Path, help="keep the processes' logs in this folder")
-    parser.add_argument("--save", action="store_true", help="write the results and the docs' table")
+    parser.add_argument("--save", action="store_true", help="write the results")
     return parser
 
 
@@ -311,8 +311,6 @@ def main() -> int:
     quiet.look()
     with tempfile.TemporaryDirectory(prefix="pullfill-soak-") as directory:
         rows = soak(options, options.logs or Path(directory))
-    if options.save:
-        write_docs("chaos-soak", brief(rows))
     return finish(
         "chaos-soak",
         rows,

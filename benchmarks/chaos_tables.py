@@ -10,7 +10,7 @@ from benchmarks.chaos_release import Released
 from benchmarks.chaos_scenarios import Run
 from benchmarks.report import Row, measured, percentile, row
 
-DOC = Path(__file__).parents[1] / "docs" / "failure-modes.md"
+DOC = Path(__file__).parent / "README.md"
 PEER = "queue-based Dynamo, published"
 PUBLISHED = {"prefill": 2.0, "decode": 600.0, "frontend": 136.0}
 """Of 800 requests, how many failed when one process of the role was killed."""
@@ -170,15 +170,6 @@ def merged(old: Sequence[Row], new: Sequence[Row]) -> list[Row]:
     places = list(dict.fromkeys(r.metric.partition(": ")[0] for r in [*old, *new]))
     rows = [r for r in old if r.metric.partition(": ")[0] not in again] + list(new)
     return sorted(rows, key=lambda r: places.index(r.metric.partition(": ")[0]))
-
-
-def brief(rows: Sequence[Row]) -> str:
-    """The rows without the columns that nobody fills here."""
-    lines = [
-        f"| {r.metric} | {measured(r):g} {r.unit} | {r.target} | {'' if r.ok else '**missed**'} |"
-        for r in rows
-    ]
-    return "| | | target | |\n" + "|---" * 4 + "|\n" + "\n".join(lines)
 
 
 def write_docs(name: str, text: str, page: Path = DOC) -> None:

@@ -2,7 +2,7 @@
 by side in this process, one with ten open jobs and one with nearly as many as the stream holds,
 asked in turns. Ledger, router, scheduler side, publisher, control server and producer are the real
 ones, on a real NATS; all jobs are of the worker that decides, the worst case. vLLM is left out
-because admitting a request costs it more for each that waits already (docs/performance.md).
+because admitting a request costs it more for each that waits already (benchmarks/README.md).
 """
 
 from __future__ import annotations

@@ -25,7 +25,10 @@ from pullfill.frontend import metrics as frontend_metrics
 from pullfill.runtime import metrics
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 COMMANDS = ROOT / "docs" / "configuration.md"
 NAMES = [str(path.relative_to(ROOT)) for path in DOCS]
 CODE = re.compile(r"```.*?```|`[^`\n]+`", re.DOTALL)
