@@ -27,13 +27,13 @@ from pullfill.engine.front_ports import OutputSink
 from pullfill.errors import BadMessage, PeerUnavailable
 from pullfill.frontend import metrics
 from pullfill.frontend.balancer import Balancer, Together
-from pullfill.frontend.board import Board
 from pullfill.frontend.calls import Calls
 from pullfill.frontend.decode_connection import DecodeConnection
 from pullfill.frontend.explain import ExplainStore, Trace, key_of
-from pullfill.frontend.flight import Flight, Suspect, needs_turn, rank_of, sentence
+from pullfill.frontend.flight import Flight, Suspect, needs_turn, rank_of
 from pullfill.frontend.suspects import CONFIRM_S, MAX_DEATHS, Suspects
 from pullfill.frontend.waiting import Waiting
+from pullfill.registry.suspect_records import SuspectBoard
 from pullfill.runtime import log
 
 _log = log.get("frontend.dispatch")
@@ -69,9 +69,9 @@ class Dispatcher:
     """Implements `engine.front_ports.DecodePort`.
 
     candidates: returns the workers that may take requests.
+    board: as of `Suspects`.
     never: why no answer can migrate with this configuration. Empty: answers can.
     restart_wait_s: how long a request whose worker was lost waits for one that is being started.
-    board: as of `Suspects`.
     """
 
     def __init__(
@@ -80,10 +80,10 @@ class Dispatcher:
         balancer: Balancer,
         explain: ExplainStore,
         candidates: Callable[[], Sequence[DecodeConnection]],
+        board: SuspectBoard,
         *,
         never: str = "",
         restart_wait_s: float = 0.0,
-        board: Board | None = None,
     ) -> None:
         self._codec = codec
         self._explain = explain
@@ -272,7 +272,7 @@ class Dispatcher:
 
     def _on_refused(self, suspect: Suspect) -> None:
         for flight in self._waiting.of(suspect):
-            self._fail(flight, sentence(suspect), REFUSED)
+            self._fail(flight, suspect.sentence, REFUSED)
 
     def _recall(self, flight: Flight) -> None:
         """Take a request back from its worker's queue. It waits for a turn on probation instead."""
@@ -361,7 +361,7 @@ class Dispatcher:
                 return
         suspect = flight.suspect
         if suspect is not None and suspect.refused_until:
-            self._fail(flight, sentence(suspect), REFUSED)
+            self._fail(flight, suspect.sentence, REFUSED)
             return
         deaths = 0 if suspect is None else len(suspect.deaths)
         if deaths >= MAX_DEATHS or flight.attempt >= MAX_MIGRATIONS or flight.request.resumable:

@@ -1,4 +1,4 @@
-"""One engine request of this frontend, and what is known of requests like it."""
+"""One engine request of this frontend, and what is known of requests with its fingerprint."""
 
 from __future__ import annotations
 
@@ -53,25 +53,43 @@ class Suspect:
     def grave(self) -> bool:
         return self.likely or len(self.deaths) > 1
 
+    @property
+    def sentence(self) -> str:
+        """The message for the user of a refused request."""
+        workers = ", ".join(map(instance_of, self.deaths))
+        count = max(len(self.deaths), self.deaths_elsewhere)
+        return (
+            f"{count} decode workers died while this request was in flight ({workers}), "
+            f"so it is not sent again. Requests with its fingerprint {self.fingerprint} are "
+            f"refused for {REFUSE_S / 60:.0f} minutes; to allow it before: pullfill suspects clear "
+            f"{self.fingerprint}"
+        )
+
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """Owned by the `Dispatcher`. `worker` None: waiting until `deadline` (loop time).
+    """A request from `submit` to its end. Owned by the `Dispatcher`. Times are loop times.
 
-    arrived, submitted: `time.monotonic` of the HTTP request and of `submit`. (The loop's own clock
-    stands still within one iteration under uvloop.) tokens: given to the sink so far. attempt:
-    workers it has left; avoid: the last one that handed it back, which may live on. room: what
-    `max_model_len` the next worker must have. stalled_at: since when no worker that it was at
-    showed life (loop time), 0 while one does.
-
-    fingerprint: "" until it is needed. suspect: what is known of that fingerprint, None if nothing.
-    proven: its worker has sent an output of it. sent_at: when it was sent there (loop time).
-    asked_at: since when it waits for its turn on probation (loop time), 0 while it does not.
+    arrived, submitted: `time.monotonic` of the HTTP request and of `submit`.
+    failure: what to tell the user if it must end now.
+    worker: where it is. None: it waits until `deadline`.
+    wire_id: its id at the worker.
+    tokens: those that the sink has.
+    attempt: number of workers that it has left.
+    avoid: the last worker that gave it back. That worker may live on.
+    room: the `max_model_len` that the next worker must have.
+    stalled_at: since when none of its workers has shown life. 0: one does.
+    fingerprint: "" until it is needed.
+    suspect: what is known of that fingerprint. None: nothing.
+    proven: its worker has sent an output of it.
+    sent_at: when it was sent to its worker.
+    asked_at: since when it waits for its turn on probation. 0: it does not wait.
     """
 
     request: Any
     request_id: str
     trace: Trace
+    # The loop's own clock stands still within one iteration under uvloop.
     arrived: float
     submitted: float
     failure: str
@@ -115,17 +133,5 @@ def rank_of(flight: Flight) -> tuple[int, bool, int]:
 
 
 def instance_of(process: str) -> str:
-    """The instance id in the name of a process (`connection.process_of`)."""
+    """The instance id in the name of a process (`decode_connection.process_of`)."""
     return process.partition("@")[0]
-
-
-def sentence(suspect: Suspect) -> str:
-    """Return the message for the user of a refused request."""
-    workers = ", ".join(map(instance_of, suspect.deaths))
-    count = max(len(suspect.deaths), suspect.deaths_elsewhere)
-    return (
-        f"{count} decode workers died while this request was in flight ({workers}), "
-        f"so it is not sent again. Requests with its fingerprint {suspect.fingerprint} are refused "
-        f"for {REFUSE_S / 60:.0f} minutes; to allow it before: pullfill suspects clear "
-        f"{suspect.fingerprint}"
-    )

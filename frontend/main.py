@@ -228,9 +228,9 @@ class _Frontend:
                 RoundRobin(),
                 explain,
                 pool.candidates,
+                board,
                 never=prepared.never,
                 restart_wait_s=options.restart_wait_s,
-                board=board,
             )
             board.start(dispatcher.suspects)
             front = await front_app.FrontApp.build(prepared, dispatcher)

@@ -4,18 +4,18 @@ A worker has at most one request on probation, and no probation starts while ano
 is unproven. So the death of the worker points to one request. Of several requests with the same
 fingerprint one is on probation, and the others wait for its result.
 
-With other frontends, a grave suspect is sent only after they were told (`Board.probations`). Until
-its probation ends they send no request with its fingerprint, and no new request to its worker.
+With other frontends, a grave suspect is sent only after they were told (`registry.probations`).
+Until its probation ends they send no request with its fingerprint, and none to its worker.
 
-All waits are bounded. An unproven request prevents probations at its worker for `turn_s` at most.
-At a full worker requests wait for longer. A death beside them would prove nothing, and the suspect
-would need another one. So for CROWDED_S after the last death a suspect without an output goes to no
-worker with an unproven request. For `patience_s` after the last death it does not go to the only
-ready worker while others are served there.
+All waits are bounded:
 
-A request that had outputs when its worker died waits for a turn for STREAM_WAIT_S. Then it goes to
-any worker without a probation, like a request without suspicion. If all workers have a probation,
-both wait LAST_WAIT_S at most.
+- An unproven request prevents probations at its worker for `turn_s` at most. At a full worker it
+  waits for longer, and a death beside it would prove nothing.
+- So for CROWDED_S after the last death a suspect without an output goes to no worker with an
+  unproven request, and for `patience_s` not to the only ready worker while others are served there.
+- A request that had outputs when its worker died waits STREAM_WAIT_S for a turn. Then it goes to
+  any worker without a probation, like a request without suspicion.
+- If all workers have a probation, both wait LAST_WAIT_S at most.
 
 Owned by `Suspects`. Single event loop.
 """
@@ -25,9 +25,9 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from pullfill.frontend.board import Probations
 from pullfill.frontend.decode_connection import DecodeConnection
 from pullfill.frontend.flight import Flight, needs_turn
+from pullfill.registry.probations import Probations
 
 STREAM_WAIT_S = 2.0
 """How long an answer that is under way waits for a turn on probation."""
@@ -101,7 +101,8 @@ class Turns:
         if now < suspect.not_before:
             return None
         if not suspect.grave and now >= flight.asked_at + STREAM_WAIT_S:
-            return min(self._beside(flight, workers, now), key=_load, default=None)
+            beside = self._beside(flight, workers, now)
+            return min(beside, key=lambda worker: len(worker.flights), default=None)
         first = suspect.trying
         if first is not None and first is not flight and first.worker is not None:
             if holds(first, now):
@@ -190,13 +191,10 @@ def holds(flight: Flight, now: float) -> bool:
     return not flight.proven and now < flight.sent_at + turn_s(flight)
 
 
-def _load(worker: DecodeConnection) -> int:
-    return len(worker.flights)
-
-
 def _quiet(worker: DecodeConnection, now: float, patient: bool) -> bool:
-    """Whether a probation may start there. patient: not beside any unproven request, however long
-    it has been there."""
+    """Whether a probation may start there.
+
+    patient: not beside an unproven request, however long it has been there."""
     return not any(
         holds(flight, now) or (patient and not flight.proven) for flight in worker.flights.values()
     )

@@ -22,7 +22,7 @@ others that are unproven are taken back from their workers, where they may still
 Two deaths at which no other request was unproven also lead to a charge.
 
 A frontend does not see the requests of others. So frontends tell each other their deaths and
-probations (`Board.probations`), and a suspect of one is a suspect of all. A charge is dropped if
+probations (`registry.probations`), and a suspect of one is a suspect of all. A charge is dropped if
 another frontend had a suspect at the same worker, or does not tell what it had there. If it had an
 unproven request that was no suspect, only the first charge is dropped.
 
@@ -37,19 +37,12 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from pullfill.frontend import metrics
-from pullfill.frontend.board import Alone, Board
-from pullfill.frontend.flight import (
-    REFUSE_S,
-    Flight,
-    Suspect,
-    instance_of,
-    name_of,
-    needs_turn,
-    sentence,
-)
+from pullfill.frontend.flight import REFUSE_S, Flight, Suspect, instance_of, name_of, needs_turn
 from pullfill.frontend.probation import Turns
+from pullfill.registry.suspect_records import SuspectBoard
 from pullfill.runtime import log
 
 _log = log.get("frontend.suspects")
@@ -73,12 +66,13 @@ MAX_PROCESSES = 256
 
 
 class Suspects:
-    """See the module. Implements `registry.suspects.Listener`.
+    """See the module. Implements `registry.probations.Listener`.
 
     patience_s: how long it is worth waiting for another worker.
     on_refused: called with a fingerprint that is refused from now on.
     on_free: called when requests that wait for a turn on probation may have one.
     on_recalled: takes a request back from its worker, to wait for a turn.
+    board: what all frontends know.
     flights: returns all requests of this frontend that have not ended.
     """
 
@@ -88,14 +82,14 @@ class Suspects:
         on_refused: Callable[[Suspect], None],
         on_free: Callable[[], None],
         on_recalled: Callable[[Flight], None],
-        board: Board | None = None,
-        flights: Callable[[], Iterable[Flight]] = tuple,
+        board: SuspectBoard,
+        flights: Callable[[], Iterable[Flight]],
     ) -> None:
         self._on_refused = on_refused
         self._on_free = on_free
         self._on_recalled = on_recalled
-        self._board = Alone() if board is None else board
-        self._others = self._board.probations
+        self._board = board
+        self._others = board.probations
         self._flights = flights
         self._loop = asyncio.get_running_loop()
         self._known: dict[str, Suspect] = {}
@@ -193,19 +187,12 @@ class Suspects:
             if fresh and len(self._alone(suspect)) > 1:
                 self._copies.add(process)
                 self._charge(suspect, process)
-        while len(self._known) > MAX_KNOWN:
-            del self._known[next(iter(self._known))]
+        _forget_oldest(self._known, MAX_KNOWN)
 
     def on_absolved_elsewhere(self, process: str, names: set[str]) -> None:
         """These requests had an output at another worker, or that worker had not died."""
         self._unproven.get(process, set()).difference_update(names)
-        for name in names:
-            suspect = self._known.get(name)
-            if suspect is not None and process in suspect.deaths:
-                suspect.deaths.remove(process)
-                if not suspect.deaths and not suspect.charged:
-                    del self._known[name]
-        self._free_all()
+        self._absolve(process, [self._known[name] for name in names if name in self._known])
 
     def on_refused_elsewhere(self, name: str, left_s: float, deaths: int) -> None:
         """A frontend, maybe this one, has decided that all refuse this request from now on.
@@ -238,18 +225,12 @@ class Suspects:
             suspect.charged = False
         if self._unproven.pop(process, None) is not None:
             self._others.retract(instance_of(process))
-        for other in list(self._known.values()):
-            if process in other.deaths:
-                other.deaths.remove(process)
-                if not other.deaths and not other.charged:
-                    del self._known[other.fingerprint]
-        self._free_all()
+        self._absolve(process, list(self._known.values()))
 
     def on_gone(self, process: str) -> None:
         """The worker has died: the registry has dropped it, or it did not come back in time."""
         self._gone[process] = None
-        if len(self._gone) > MAX_PROCESSES:
-            del self._gone[next(iter(self._gone))]
+        _forget_oldest(self._gone, MAX_PROCESSES)
         if process in self._charges and process not in self._verdicts:
             task = asyncio.create_task(self._judge(process), name=f"verdict-{process}")
             self._verdicts[process] = task
@@ -285,7 +266,7 @@ class Suspects:
             return
         suspect.refused_until = self._loop.time() + REFUSE_S
         metrics.SUSPECTS.labels("convicted").inc()
-        _log.error("refused from now on: %s", sentence(suspect))
+        _log.error("refused from now on: %s", suspect.sentence)
         self._board.post(suspect.fingerprint, count, suspect.prompt_tokens, REFUSE_S)
         self._settle(suspect)
 
@@ -293,8 +274,7 @@ class Suspects:
         """Handle a refusal: end waiting requests like it, and count its deaths against no other."""
         self._on_refused(suspect)
         self._explained.update(dict.fromkeys(suspect.deaths))
-        while len(self._explained) > MAX_KNOWN:
-            del self._explained[next(iter(self._explained))]
+        _forget_oldest(self._explained, MAX_KNOWN)
         for other in list(self._known.values()):
             if other.cleared:
                 self._explain(other)
@@ -310,9 +290,7 @@ class Suspects:
             self._others.release(suspect.fingerprint)
             self._explain(suspect)
             metrics.SUSPECTS.labels("cleared").inc()
-        if self.turns.open:
-            self.turns.open.discard(flight)
-            self._on_free()
+        self._end_turn(flight)
 
     def on_end(self, flight: Flight, finished: bool) -> None:
         """Handle the end of a request. finished: whether its answer was completed."""
@@ -325,9 +303,7 @@ class Suspects:
             if suspect.trying in (None, flight):
                 suspect.trying = None
                 self._others.release(suspect.fingerprint)
-        if self.turns.open:
-            self.turns.open.discard(flight)
-            self._on_free()
+        self._end_turn(flight)
 
     def forget(self, name: str) -> None:
         """Forget a fingerprint: it was cleared by command, or its registry entry has expired."""
@@ -369,16 +345,26 @@ class Suspects:
 
     def _add_unproven(self, process: str, names: set[str]) -> None:
         self._unproven.setdefault(process, set()).update(names)
-        while len(self._unproven) > MAX_PROCESSES:
-            del self._unproven[next(iter(self._unproven))]
+        _forget_oldest(self._unproven, MAX_PROCESSES)
 
     def _alone(self, suspect: Suspect) -> list[str]:
         """Its deaths at which no other request was unproven, at any frontend that has answered."""
         return [d for d in suspect.deaths if self._unproven.get(d) == {suspect.fingerprint}]
 
-    def _free_all(self) -> None:
+    def _absolve(self, process: str, suspects: list[Suspect]) -> None:
+        """Drop this death from the suspects: they have not caused it, or there was none."""
+        for suspect in suspects:
+            if process in suspect.deaths:
+                suspect.deaths.remove(process)
+                if not suspect.deaths and not suspect.charged:
+                    del self._known[suspect.fingerprint]
         self.turns.open = {f for f in self.turns.open if needs_turn(f)}
         self._on_free()
+
+    def _end_turn(self, flight: Flight) -> None:
+        if self.turns.open:
+            self.turns.open.discard(flight)
+            self._on_free()
 
     def _charge(self, suspect: Suspect, process: str) -> None:
         _log.warning("suspect %s was alone when %s was lost", suspect.fingerprint, process)
@@ -394,6 +380,11 @@ class Suspects:
         suspect.deaths = [d for d in suspect.deaths if d not in self._explained]
         if not suspect.deaths:
             self._known.pop(suspect.fingerprint, None)
+
+
+def _forget_oldest(table: dict[str, Any], most: int) -> None:
+    while len(table) > most:
+        del table[next(iter(table))]
 
 
 def _not_cleared(flight: Flight) -> bool:

@@ -33,6 +33,7 @@ from pullfill.registry.client import EtcdClient
 from pullfill.registry.directory import Directory
 from pullfill.registry.settings import Settings
 from pullfill.wire import RouterConfig
+from tests.support.fake_board import Alone
 
 TURN, OUTPUT = 96, 2
 _LIMIT_S = 60.0
@@ -70,8 +71,9 @@ class Driver:
         )
         self.pool = WorkerPool(directory, hello, ("demo", model), None)
         self._explain = ExplainStore(limit=100_000)
+        board: Any = Alone()
         self._port = Dispatcher(
-            front_wire.FrontendCodec(), Sticky(), self._explain, self.pool.candidates
+            front_wire.FrontendCodec(), Sticky(), self._explain, self.pool.candidates, board
         )
         self._port.bind(self)
         await self.pool.start(self._port)

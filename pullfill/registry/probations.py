@@ -1,7 +1,6 @@
-"""What frontends tell each other about decode workers that died, and about requests on probation.
+"""Frontends tell each other about decode workers that died, and about requests on probation.
 
-A frontend does not see the requests of others. Keys under `probations/` let all frontends act as
-one:
+A frontend does not see the requests of others. They use these keys under `probations/`:
 
     deaths/INSTANCE_ID/FRONTEND   the requests without an output that a frontend had at a worker
                                   that died
@@ -77,6 +76,14 @@ class Listener(Protocol):
         """Whether all our requests at that worker have an output, so that none is a suspect."""
         ...
 
+    def on_refused_elsewhere(self, name: str, left_s: float, deaths: int) -> None:
+        """Requests with this fingerprint are refused from now on. Any frontend may decide that."""
+        ...
+
+    def forget(self, name: str) -> None:
+        """Requests with this fingerprint are not refused any more."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Told:
@@ -108,14 +115,6 @@ class Probation:
     heard: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-@dataclass(slots=True)
-class _Death:
-    """Our requests at a worker that died. By fingerprint: whether it was a suspect before."""
-
-    process: str
-    names: dict[str, bool]
-
-
 class Probations:
     """See the module.
 
@@ -131,7 +130,7 @@ class Probations:
         self._frontends = frontends
         self._prefix = keys.probations_prefix(namespace)
         self._background = Background(client)
-        self._own: dict[str, _Death] = {}
+        self._own: dict[str, tuple[str, dict[str, bool]]] = {}
         self._mine: dict[str, Probation] = {}
         self._of: dict[str, ProbationRecord] = {}
         self._at: dict[str, ProbationRecord] = {}
@@ -142,7 +141,7 @@ class Probations:
         self._written.set()
         self._fresh = False
         self._closed = False
-        self._listener: Listener | None = None
+        self._listener: Listener
 
     def start(self, listener: Listener) -> None:
         """Begin to watch."""
@@ -171,7 +170,7 @@ class Probations:
         """Tell other frontends which requests without an output we had at a worker that died.
 
         Returns at once. names: by fingerprint, whether the request was a suspect before."""
-        self._own[instance_id] = _Death(process, dict(names))
+        self._own[instance_id] = process, dict(names)
         while len(self._own) > MAX_DEATHS:
             del self._own[next(iter(self._own))]
         self._write(instance_id)
@@ -180,15 +179,15 @@ class Probations:
         """Tell other frontends that this request did not kill the workers named with it.
 
         Returns at once."""
-        for instance_id, death in self._own.items():
-            if death.names.pop(fingerprint, None) is not None:
+        for instance_id, (_, names) in self._own.items():
+            if names.pop(fingerprint, None) is not None:
                 loop = asyncio.get_running_loop()
                 loop.call_later(SOON_S, self._write, instance_id)
 
     def retract(self, instance_id: str) -> None:
         """Take back `testify`: this worker had not died. Returns at once."""
-        if (death := self._own.get(instance_id)) is not None:
-            death.names.clear()
+        if instance_id in self._own:
+            self._own[instance_id][1].clear()
             self._write(instance_id)
 
     async def testimony(self, instance_id: str, fingerprint: str) -> Told:
@@ -289,23 +288,19 @@ class Probations:
         except PullfillError as exc:
             _log.debug("could not announce a probation of %s: %s", name, exc)
         trial.ready = True
-        self._tell()
+        self._listener.on_probations()
 
     async def _revoke(self, lease: int) -> None:
         with contextlib.suppress(PullfillError):
             await self._client.revoke_lease(lease)
 
     def _hear(self, instance_id: str) -> None:
-        """Whether all other frontends have answered our probation at this worker."""
+        """Set `heard` if all other frontends have answered our probation at this worker."""
         for trial in self._mine.values():
             if trial.instance_id == instance_id and trial.lease:
                 said = self._clear.get(instance_id, {})
                 if list(said.values()).count(trial.lease) >= self._frontends() - 1:
                     trial.heard.set()
-
-    def _tell(self) -> None:
-        if self._listener is not None:
-            self._listener.on_probations()
 
     def _write(self, instance_id: str) -> None:
         self._dirty[instance_id] = None
@@ -318,13 +313,14 @@ class Probations:
             while self._dirty:
                 instance_id = next(iter(self._dirty))
                 del self._dirty[instance_id]
-                if (death := self._own.get(instance_id)) is None:
+                if instance_id not in self._own:
                     continue
+                process, names = self._own[instance_id]
                 key = keys.death(self._namespace, instance_id, self._frontend)
                 record = DeathRecord(
-                    process=death.process,
-                    suspects=[name for name, before in death.names.items() if before],
-                    others=[name for name, before in death.names.items() if not before],
+                    process=process,
+                    suspects=[name for name, before in names.items() if before],
+                    others=[name for name, before in names.items() if not before],
                 )
                 await self._background.put(key, encode(record), DEATH_TTL_S)
         finally:
@@ -372,10 +368,10 @@ class Probations:
                 self._background.run(self._answer(name, trial), f"clear-{name}")
         else:
             table.pop(name, None)
-        self._tell()
+        self._listener.on_probations()
 
     def _on_death(self, instance_id: str, frontend: str, record: DeathRecord | None) -> None:
-        if frontend == self._frontend or self._listener is None:
+        if frontend == self._frontend:
             return
         if record is None:
             self._said.pop((instance_id, frontend), None)  # its lease has run out, as a rule
@@ -390,7 +386,6 @@ class Probations:
 
     async def _answer(self, instance_id: str, record: ProbationRecord) -> None:
         """Write `clear` once we have no request without an output at this worker."""
-        assert self._listener is not None
         while not self._listener.quiet(instance_id):
             await asyncio.sleep(LOOK_S)
             if self._at.get(instance_id) != record:

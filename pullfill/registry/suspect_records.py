@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 from pullfill.errors import BadMessage
 from pullfill.registry import keys, probations
@@ -24,22 +23,10 @@ from pullfill.registry.watch import Delete, Put, watch_prefix
 from pullfill.runtime import log
 from pullfill.wire import SuspectRecord, decode, encode
 
-_log = log.get("registry.suspects")
+_log = log.get("registry.suspect_records")
 
 MAX_POSTED = 1000
 """Most fingerprints in etcd. A frontend refuses further ones alone, without telling the others."""
-
-
-class Listener(probations.Listener, Protocol):
-    """Is told about other frontends. Called on the loop."""
-
-    def forget(self, name: str) -> None:
-        """Requests with this fingerprint are not refused any more."""
-        ...
-
-    def on_refused_elsewhere(self, name: str, left_s: float, deaths: int) -> None:
-        """Requests with this fingerprint are refused from now on. Any frontend may decide that."""
-        ...
 
 
 class SuspectBoard:
@@ -61,7 +48,7 @@ class SuspectBoard:
         self._background = Background(client)
         self.probations = probations.Probations(client, namespace, frontend, frontends)
 
-    def start(self, listener: Listener) -> None:
+    def start(self, listener: probations.Listener) -> None:
         """Begin to watch. Entries arrive soon; until then nobody is refused."""
         self._background.run(self._follow(listener), "suspects")
         self.probations.start(listener)
@@ -107,7 +94,7 @@ class SuspectBoard:
             self._background.put(key, encode(record), ttl_s), f"suspect-{fingerprint}"
         )
 
-    async def _follow(self, listener: Listener) -> None:
+    async def _follow(self, listener: probations.Listener) -> None:
         prefix = keys.suspects_prefix(self._namespace)
         async for event in watch_prefix(self._client, prefix):
             if isinstance(event, Put):

@@ -3,9 +3,53 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from pullfill.frontend.board import NoProbations
 from pullfill.registry.probations import Told
+
+
+class NoProbations:
+    """A `registry.probations.Probations` without other frontends."""
+
+    shared = False
+    any = False
+
+    def testify(self, process: str, instance_id: str, names: dict[str, bool]) -> None: ...
+
+    def absolve(self, fingerprint: str) -> None: ...
+
+    def retract(self, instance_id: str) -> None: ...
+
+    async def testimony(self, instance_id: str, fingerprint: str) -> Told:
+        return Told()
+
+    def elsewhere(self, fingerprint: str) -> bool:
+        return False
+
+    def taken(self, instance_id: str) -> bool:
+        return False
+
+    def mine(self, fingerprint: str) -> Any:
+        return None
+
+    def take(self, fingerprint: str, instance_id: str, ttl_s: float) -> None: ...
+
+    def release(self, fingerprint: str) -> None: ...
+
+
+class Alone:
+    """A `SuspectBoard` without other frontends."""
+
+    def __init__(self, probations: NoProbations | None = None) -> None:
+        self.probations = NoProbations() if probations is None else probations
+
+    def __len__(self) -> int:
+        return 0
+
+    def left_s(self, fingerprint: str) -> float:
+        return 0.0
+
+    def post(self, fingerprint: str, deaths: int, prompt_tokens: int, ttl_s: float) -> None: ...
 
 
 @dataclass

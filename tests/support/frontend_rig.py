@@ -11,10 +11,10 @@ from typing import Any
 from pullfill.engine import check, front_wire
 from pullfill.engine.blame import Fault
 from pullfill.frontend.balancer import RoundRobin
-from pullfill.frontend.board import Board
 from pullfill.frontend.decode_pool import WorkerPool
 from pullfill.frontend.dispatch import Dispatcher
 from pullfill.frontend.explain import ExplainStore
+from tests.support.fake_board import Alone
 from tests.support.fake_decode import FakeDecode, FakeDirectory
 from tests.support.fake_vllm import PlainCodec
 
@@ -79,7 +79,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 @asynccontextmanager
 async def rig(
-    *workers: FakeDecode, restart_wait_s: float = 0.0, board: Board | None = None
+    *workers: FakeDecode, restart_wait_s: float = 0.0, board: Any = None
 ) -> AsyncIterator[Rig]:
     directory = FakeDirectory(*(worker.start().record for worker in workers))
     hello = front_wire.FrontendHello(
@@ -92,8 +92,8 @@ async def rig(
         RoundRobin(),
         explain,
         pool.candidates,
+        Alone() if board is None else board,
         restart_wait_s=restart_wait_s,
-        board=board,
     )
     dispatcher.bind(sink)
     await pool.start(dispatcher)

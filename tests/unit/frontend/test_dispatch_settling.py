@@ -15,6 +15,7 @@ from pullfill.frontend import dispatch, metrics
 from pullfill.frontend.balancer import RoundRobin
 from pullfill.frontend.dispatch import Dispatcher, Flight
 from pullfill.frontend.explain import ExplainStore
+from tests.support.fake_board import Alone
 from tests.support.fake_vllm import Output, Outputs, PlainCodec, request
 from tests.support.frontend_rig import Sink, until
 
@@ -63,6 +64,7 @@ class Desk:
             RoundRobin(),
             ExplainStore(),
             lambda: self.workers,  # type: ignore[arg-type,return-value]
+            Alone(),  # type: ignore[arg-type]
         )
         self.sink.dispatcher = self.dispatcher
         self.sink.open = {r.request_id for r in requests}

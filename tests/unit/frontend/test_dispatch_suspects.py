@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from pullfill.frontend import suspects
-from pullfill.frontend.board import Alone
-from tests.support.fake_board import Others
+from tests.support.fake_board import Alone, Others
 from tests.support.fake_decode import FakeDecode
 from tests.support.fake_vllm import answer, request
 from tests.support.frontend_rig import Rig, rig, until

@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 
 from pullfill.frontend import suspects
-from pullfill.frontend.board import Alone
 from pullfill.frontend.explain import Trace
-from pullfill.frontend.flight import Flight, name_of, needs_turn, sentence
+from pullfill.frontend.flight import Flight, name_of, needs_turn
 from pullfill.frontend.suspects import Suspects
 from pullfill.registry.probations import Told
-from tests.support.fake_board import Others
+from tests.support.fake_board import Alone, Others
 from tests.support.fake_vllm import request
 
 A, B, C, D = "a@1.0", "b@1.0", "c@1.0", "d@1.0"
@@ -190,4 +189,4 @@ async def test_what_another_frontend_refuses_ends_here() -> None:
     assert court.refused == {"x"}
     suspect = court.flights["x"].suspect
     assert suspect is not None
-    assert sentence(suspect).startswith("2 decode workers died")
+    assert suspect.sentence.startswith("2 decode workers died")
