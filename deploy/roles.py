@@ -134,7 +134,7 @@ def _warn_if_exposed(role: str, host: str, security: Security) -> None:
         return
     print(
         f"WARNING: this {role} listens on {host}, and whoever reaches it can {what}: set {key} in "
-        "a --security file (docs/security.md)",
+        "a --security file (docs/operations.md)",
         file=sys.stderr,
     )
 

@@ -86,7 +86,7 @@ class HttpAuth:
             return 0, ""
         return 403, (
             f"{path} is for administrators, and without an admin key it answers to this machine "
-            "only: see docs/security.md"
+            "only: see docs/operations.md"
         )
 
 

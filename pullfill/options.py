@@ -168,7 +168,7 @@ class ClusterOptions(StateDirOptions):
         Flag(
             metavar="FILE",
             env=SECURITY_ENV,
-            help=f"File of credentials and keys (docs/security.md), or ${SECURITY_ENV}",
+            help=f"File of credentials and keys (docs/operations.md), or ${SECURITY_ENV}",
         ),
     ] = None
 

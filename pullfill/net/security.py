@@ -1,7 +1,7 @@
 """Who may speak to whom: the one file of credentials and keys, and what is made of it.
 
 `load` reads the TOML file that `--security FILE` or `PULLFILL_SECURITY` names. It holds paths, not
-secrets (docs/security.md lists every key), so a `Security` can be printed, compared and passed
+secrets (docs/operations.md lists every key), so a `Security` can be printed, compared and passed
 around; secrets are read from their files where they are used, never logged, never put on a command
 line or into etcd. Frozen; no lifecycle. Without a file everything is off, which is right for one
 machine on loopback.

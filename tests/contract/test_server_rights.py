@@ -1,4 +1,4 @@
-"""The least rights of docs/security.md are enough, and reach no other namespace: real servers."""
+"""The least rights of docs/operations.md are enough, and reach no other namespace: real servers."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ QUEUE = QueueConfig("demo", "0123456789abcdef", publish_timeout_s=1.0, max_deliv
 
 
 def block_of(marker: str) -> str:
-    """The code block of docs/security.md that holds `marker`."""
-    blocks = re.findall(r"```\n(.*?)```", (ROOT / "docs" / "security.md").read_text(), re.S)
+    """The code block of docs/operations.md that holds `marker`."""
+    blocks = re.findall(r"```\n(.*?)```", (ROOT / "docs" / "operations.md").read_text(), re.S)
     (found,) = [block for block in blocks if marker in block]
     return str(found)
 

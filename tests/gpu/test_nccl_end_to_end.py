@@ -1,6 +1,6 @@
 """Workers on two GPUs whose KV goes over NCCL: tokens after a remote prefill equal those of one
 plain engine, whatever was cached on either side, and whatever happens to the prefill worker. On one
-GPU this needs NCCL 2.30 (docs/gpu-results.md)."""
+GPU this needs NCCL 2.30 (docs/operations.md)."""
 
 from __future__ import annotations
 

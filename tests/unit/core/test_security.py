@@ -201,11 +201,11 @@ def test_beyond_loopback_without_keys_there_is_a_warning(
 ) -> None:
     roles._warn_if_exposed(role, host, load(file) if keyed else OPEN)
     said = capsys.readouterr().err
-    assert ("docs/security.md" in said) is warned
+    assert ("docs/operations.md" in said) is warned
 
 
 def test_every_key_of_the_file_is_documented() -> None:
-    text = (Path(__file__).parents[3] / "docs/security.md").read_text()
+    text = (Path(__file__).parents[3] / "docs/operations.md").read_text()
     for name, section in SECTIONS.items():
         rows = [line for line in text.splitlines() if line.startswith(f"| `[{name}]")]
         assert rows, name
