@@ -24,7 +24,6 @@ from pullfill.decode_worker.conditional_router import (
     timeouts,
 )
 from pullfill.decode_worker.context import DecodeContext, OpenedJob
-from pullfill.decode_worker.ledger import Ledger
 from pullfill.decode_worker.ledger_types import Hold, Release, Settle
 from pullfill.ids import new_job_id
 from pullfill.runtime import failpoints, log
@@ -64,15 +63,9 @@ class ConnectorScheduler:
         return next((length for length in lengths if self._skipped(length) <= 0), 0)
 
     @property
-    def _ledger(self) -> Ledger:
-        ledger = self._context.ledger
-        assert ledger is not None, "the KV cache must be registered first"
-        return ledger
-
-    @property
     def has_work(self) -> bool:
         """Whether there is something to tell the scheduler: the engine must step."""
-        return bool(self._failed) or self._ledger.has_events
+        return bool(self._failed) or self._context.ledger.has_events
 
     def matched(self, request: Any, hit_tokens: int) -> tuple[int, bool]:
         """vLLM's get_num_new_matched_tokens: (tokens a prefill worker will bring, True if so).
@@ -152,7 +145,7 @@ class ConnectorScheduler:
         self._waiting.add(job.request_id)
         if self._context.trials is not None:
             self._context.trials.opened(job.request_id)
-        self._ledger.open(
+        self._context.ledger.open(
             job.job_id,
             job.request_id,
             blocks,
@@ -204,7 +197,7 @@ class ConnectorScheduler:
         never reaches the free list.
         """
         loaded: list[str] = []
-        for event in self._ledger.take_events():
+        for event in self._context.ledger.take_events():
             match event:
                 case Hold(job_id, blocks):
                     held = [self._pool.blocks[b] for b in blocks]
@@ -229,4 +222,4 @@ class ConnectorScheduler:
         if self._context.trials is not None:
             self._context.trials.finished(request_id, block_ids)
         if request_id in self._waiting:
-            self._ledger.cancel(request_id)
+            self._context.ledger.cancel(request_id)

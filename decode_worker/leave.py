@@ -1,7 +1,7 @@
 """Hands unfinished requests back to their frontends, which continue them on other decode workers.
 
 This happens when this worker shuts down, when its engine fails, and when requests find no free
-blocks (`make_way`). `end_memory` closes the KV memory at the end of the process.
+blocks (`make_way`).
 
 `look`, `make_way` and `last_words` run on the engine thread, all else on the asyncio thread.
 """
@@ -18,7 +18,6 @@ from pullfill.decode_worker.request_server import RequestServer
 from pullfill.engine.host import EngineHost
 from pullfill.engine.thread import EngineThread
 from pullfill.runtime import log
-from pullfill.transfer.contract import Owner
 
 logger = log.get("decode_worker.leave")
 
@@ -30,7 +29,7 @@ _FLUSH_S = 0.1
 """Pause after the messages that hand requests back, before the socket is closed."""
 
 
-async def idle(engine: EngineThread, request_server: RequestServer, ledger: Ledger) -> None:
+async def idle(engine: EngineThread[Any], request_server: RequestServer, ledger: Ledger) -> None:
     """Wait until two checks in a row find no request, here or in a job.
 
     By the second check all outputs are sent. Blocks in quarantine do not matter: this process ends,
@@ -61,28 +60,17 @@ async def migrate_unfinished(host: EngineHost, request_server: RequestServer) ->
             await asyncio.sleep(_FLUSH_S)
 
 
-def last_words(request_server: RequestServer | None, untouched: set[str]) -> None:
+def last_words(request_server: RequestServer, untouched: set[str]) -> None:
     """Hand back the requests that cannot have caused the failure of this engine step.
 
     The step has raised, so this worker ends. The frontends suspect the requests that were in the
     step, once they notice that this process has ended. Engine thread.
 
     untouched: IDs of the requests that wait in vLLM's queue and were not in the step."""
-    assert request_server is not None
     request_server.start_drain()
     request_server.receive()  # Requests that have arrived, but were not read yet, migrate, too.
     request_server.migrate(untouched | request_server.coming())
     time.sleep(_FLUSH_S)
-
-
-async def end_memory(engine: EngineThread, owner: Owner | None) -> None:
-    """Stop everything that uses the KV memory, then free it. The control server must be stopped.
-
-    owner: closes the fences and the threads that receive into the memory. None: there are none."""
-    await engine.halt()  # first: a running engine asks the fences for proofs
-    if owner is not None:
-        await asyncio.to_thread(owner.close)
-    await engine.stop()  # last: this frees the memory
 
 
 def look(request_server: RequestServer, ledger: Ledger) -> None:

@@ -4,36 +4,34 @@ from __future__ import annotations
 
 from typing import Any
 
+from pullfill.decode_worker.context import DecodeContext
 from pullfill.decode_worker.control import ControlServer
-from pullfill.decode_worker.ledger import Ledger
 from pullfill.decode_worker.ledger_types import UNDER_WAY, JobState
 from pullfill.decode_worker.request_server import RequestServer
 from pullfill.engine import kv
+from pullfill.worker.process import Engine
 
 _REMOTE = (JobState.QUEUED, *UNDER_WAY)
 
 
 def load_of(
-    core: Any,
-    ledger: Ledger | None,
-    request_server: RequestServer | None,
-    control: ControlServer | None,
-    kv_blocks: int,
+    engine: Engine[DecodeContext], server: RequestServer, control: ControlServer
 ) -> dict[str, Any]:
-    """JSON-able; zeroes for what is not there yet."""
-    counts = ledger.counts() if ledger is not None else {}
-    running, waiting = core.scheduler.get_request_counts() if core is not None else (0, 0)
+    """JSON-able."""
+    ledger = engine.context.ledger
+    counts = ledger.counts()
+    running, waiting = engine.core.scheduler.get_request_counts()
     return {
         "running": running,
         "waiting": waiting,
-        "requests": request_server.active_requests if request_server else 0,
+        "requests": server.active_requests,
         "remote_prefills": sum(counts.get(state, 0) for state in _REMOTE),
         "kv_reads": counts.get(JobState.READING, 0),
-        "quarantined_blocks": ledger.quarantined_blocks if ledger else 0,
-        "open_jobs": ledger.open_jobs if ledger else 0,
-        "kv_free_blocks": kv.free_blocks(core),
-        "kv_blocks": kv_blocks,
-        "prefill_workers": control.peers.instances if control else [],
-        "prefill_workers_pulling": control.prefill_workers if control else 0,
-        **(control.checks.told() if control and control.checks else {}),
+        "quarantined_blocks": ledger.quarantined_blocks,
+        "open_jobs": ledger.open_jobs,
+        "kv_free_blocks": kv.free_blocks(engine.core),
+        "kv_blocks": engine.config.cache_config.num_gpu_blocks or 0,
+        "prefill_workers": control.peers.instances,
+        "prefill_workers_pulling": control.prefill_workers,
+        **(control.checks.told() if control.checks else {}),
     }

@@ -1,44 +1,30 @@
 """The decode worker's KV cache as memory that prefill workers can write.
 
-Life: `prepare` takes the names (main process, before the engine is built) → each rank's process
-backs its cache with a file and tells where it is (connector.py) → `attach` maps every rank in the
-main process, opens the fences and makes the ledger, before the engine takes a request.
+`attach` maps every rank in the main process, opens the fences and makes the ledger, before the
+engine takes a request. The rest of its life is the same in both kinds of worker (worker/memory.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from pullfill.decode_worker.context import DecodeContext
 from pullfill.engine.attention import NO_MODEL, Attention
-from pullfill.engine.kv import Geometry
 from pullfill.errors import OverloadedError
 from pullfill.runtime import log
 from pullfill.transfer.shm import ranks
-from pullfill.transfer.shm.files import RegionFiles
 from pullfill.wire import FenceToken
+from pullfill.worker import memory
 
 logger = log.get("decode_worker.memory")
 
 
-def prepare(context: DecodeContext) -> dict[str, str]:
-    """Take the file names; returns what the ranks must know of them. Raises ConfigError."""
-    context.files = RegionFiles(context.instance_id)
-    return {"instance_id": context.instance_id, "directory": str(context.files.directory)}
-
-
 def attach(
-    context: DecodeContext,
-    told: Mapping[tuple[int, int], ranks.RankRegion],
-    kv_heads: int,
-    attention: Attention = NO_MODEL,
+    context: DecodeContext, told: memory.Told, kv_heads: int, attention: Attention = NO_MODEL
 ) -> None:
     """Every rank has told its memory: map it, open it to peers, start the ledger. Memory that no
     transport reaches stays private: the worker serves, and prefills everything itself."""
-    first = next(iter(told.values()))
-    layers = ranks.total_layers(told)
-    context.geometry = Geometry(layers, first.page_bytes, first.device, attention)
-    context.ranks = ranks.attach(told, kv_heads)
+    first = memory.attach(context, told, kv_heads, attention)
     if context.ranks and context.files is not None:
         base = ranks.base_owner(context.files, context.ranks, context.incarnation)
         context.owner = context.offer(base, context.memories)

@@ -6,7 +6,6 @@ Made once all parts of the process exist. Reads them on the engine thread, witho
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +28,7 @@ class Outlook:
     cache: vLLM's cache configuration.
     kv_bytes: bytes of all its blocks.
     within_reach: whether any transport reaches the KV memory.
-    draining: returns whether this worker refuses new requests."""
+    draining: whether this worker refuses new requests."""
 
     ledger: Ledger
     producer: JetStreamProducer
@@ -38,7 +37,7 @@ class Outlook:
     cache: Any
     kv_bytes: int
     within_reach: bool
-    draining: Callable[[], bool]
+    draining: bool = False
 
     def situation(self, prompt_tokens: int, hit_tokens: int, ineligible: str) -> Situation:
         """Return everything that `decide` may look at."""
@@ -64,7 +63,7 @@ class Outlook:
             queue_jobs=max(depth.depth_jobs - depth.in_flight, own_jobs),
             quarantine_full=ledger.quarantined_blocks > int(blocks * _QUARANTINE_SHARE),
             remote_kv=(ledger.target_blocks + more) / blocks,
-            draining=self.draining(),
+            draining=self.draining,
             forecast=self.control.forecaster.forecast(
                 tokens,
                 more,

@@ -332,14 +332,12 @@ def checks_for(
     That is so if no transport reaches the KV memory, if there is no model or it generates no text,
     or if no prompt of whole blocks may be prefilled remotely."""
     block_size = config.cache_config.block_size
-    fits = context.extra["connector_scheduler"].longest_kept(BLOCKS * block_size)
+    fits = context.scheduler.longest_kept(BLOCKS * block_size)
     blocks = min(fits, config.model_config.max_model_len - 2) // block_size
     how = computes.digest(config)
     generates = config.model_config.runner_type == "generate"
     if not context.memories or not how or not generates or blocks < 1:
         return None
-    assert context.ledger is not None
-    assert context.geometry is not None
     kv_dtype = computes.dtype_of_kv(config)
     context.trials = Trials(
         asyncio.get_running_loop(), host, context.traces, context.memories,
@@ -352,7 +350,7 @@ def checks_for(
         block_size=block_size,
         blocks=blocks,
         vocabulary=config.model_config.get_vocab_size(),
-        layers=context.geometry.num_layers,
+        layers=compat.num_layers,
         kv_dtype=kv_dtype,
         model_dtype=compat.dtype,
     )

@@ -1,18 +1,23 @@
-"""The decode worker's parts, put together; see main.py for its life."""
+"""The decode worker's parts, put together (worker/process.py has the life of the process).
+
+Start: the control server, the publisher and the request server listen; last comes the registration,
+which makes frontends and prefill workers connect. A drain leaves routing at once, finishes the
+streams and closes the jobs.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import os
 import time
+from collections.abc import Callable
+from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
 
-from pullfill import __version__
-from pullfill.config import ClusterRef, restarts_so_far
-from pullfill.decode_worker import context as contexts
-from pullfill.decode_worker import descriptors, leave, memory
-from pullfill.decode_worker.conditional_router import Situation
+import msgspec
+
+from pullfill.config import ClusterRef
+from pullfill.decode_worker import descriptors, leave
 from pullfill.decode_worker.context import DecodeContext
 from pullfill.decode_worker.control import ControlServer
 from pullfill.decode_worker.kv_reader import reach_for
@@ -25,375 +30,262 @@ from pullfill.decode_worker.request_server import RequestServer
 from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.decode_worker.self_check import checks_for
 from pullfill.decode_worker.verify import verifier_for
-from pullfill.engine import args, compat, front_wire
-from pullfill.engine.host import EngineHost
+from pullfill.engine import front_wire
+from pullfill.engine.host import EngineHooks, EngineHost
 from pullfill.engine.thread import EngineThread
-from pullfill.engine.watchdog import EngineWatchdog
 from pullfill.errors import Outcome
 from pullfill.ids import new_incarnation, new_instance_id
-from pullfill.net.this_host import host_id
 from pullfill.options import WorkerOptions
 from pullfill.queue.contract import QueueConfig
 from pullfill.queue.jetstream import JetStreamProducer
 from pullfill.registry.client import EtcdClient
-from pullfill.registry.membership import Membership
 from pullfill.registry.self_checks import SelfChecks
 from pullfill.registry.settings import Settings
 from pullfill.runtime import log
-from pullfill.runtime.lifecycle import EXIT_S, Stop, exit_within, until
-from pullfill.runtime.probe import ProbeServer
 from pullfill.transfer.contract import OwnerFences
-from pullfill.wire import (
-    Compat,
-    QueueSettings,
-    RegionDescriptor,
-    RouterConfig,
-    WorkerRecord,
-    WorkerState,
-)
+from pullfill.transfer.shm.files import RegionFiles
+from pullfill.wire import QueueSettings, RegionDescriptor, RouterConfig, WorkerRecord
+from pullfill.worker import memory
+from pullfill.worker.process import Engine, Role, Service
 
 logger = log.get("decode_worker")
 
 _LOOK_S = 0.05  # nothing that `leave.look` checks needs a faster reaction
 
 
-class DecodeWorker:
-    """Lives on the process's asyncio loop; the engine has a thread of its own."""
+class DecodeHooks(EngineHooks):
+    """What runs on the engine thread, and the request server there."""
 
-    def __init__(self, cluster: ClusterRef, options: WorkerOptions, vllm_args: list[str]) -> None:
-        self._cluster = cluster
-        self._options = options
-        self._vllm_args = vllm_args
-        self._instance_id = options.instance_id or new_instance_id("decode")
-        self._traces = RequestTraces(self._instance_id)
-        self._stop = Stop()
-        self._started_at = time.time()
-        self._state = WorkerState.READY
-        self._settings: Settings[RouterConfig] | None = None
-        self._producer: JetStreamProducer | None = None
-        self._control: ControlServer | None = None
-        self._publisher: Publisher | None = None
-        self._membership: Membership | None = None
-        self._request_server: RequestServer | None = None
-        self._served_name = ""
-        self._config: Any = None
-        self._compat: Compat | None = None
-        self._outlook: Outlook | None = None
+    def __init__(
+        self, engine: Engine[DecodeContext], options: WorkerOptions, server: RequestServer
+    ) -> None:
+        self._host = engine.host
+        self._context = engine.context
+        self._ledger = engine.context.ledger
+        self._scheduler = engine.context.scheduler
         self._look_at = 0.0
-        self._key = cluster.security.cluster.load()
-        self._context = DecodeContext(
-            instance_id=self._instance_id,
-            incarnation=new_incarnation(),
-            router_config=self._router_config,
-            situation=self._situation,
-            publish=self._publish,
-            traces=self._traces,
-            make_ledger=self._make_ledger,
-            offer=partial(offer, instance_id=self._instance_id, options=options, key=self._key),
-        )
+        self.server = server
+        server.bind(options.host, options.data_port)
 
-    async def serve(self) -> int:
-        """Start everything, wait, leave. Returns the exit code."""
-        loop = asyncio.get_running_loop()
-        self._loop = loop
-        self._stop.install()
-        contexts.install(self._context)
-        engine = EngineThread(self._make_host, self._on_built)
-        engine.start()
-        wait_s = self._options.connect_timeout_s
-        self._etcd = etcd = await EtcdClient.connect(
-            self._cluster.etcd_url,
-            wait_s=wait_s,
-            on_retry=_say,
-            security=self._cluster.security.etcd,
-        )
-        kept = await SelfChecks.started(etcd, self._cluster.namespace)
-        self._settings = await Settings.started(etcd, self._cluster.namespace, RouterConfig)
-        queue = await Settings.started(etcd, self._cluster.namespace, QueueSettings)
-        host = await engine.ready
-        self._guard = EngineWatchdog(engine, self._options.engine_stall_s, self._on_stuck)
-        await self._open_queue(queue, kept)
-        probe = ProbeServer(self._options.host, self._ready, self._status, self._refresh_metrics)
-        await probe.start(self._options.http_port)
-        self._probe = probe
-        self._membership = membership = Membership(
-            etcd,
-            self._cluster.namespace,
-            self._options.lease_ttl_s,
-            self._make_record,
-            on_reregistered=lambda i: logger.warning("registered again as %s", i[:8]),
-        )
-        try:
-            await membership.join(wait_s)
-            self._guard.start()
-            logger.info("%s is ready (%s)", self._instance_id, self._served_name)
-            await until(self._stop.drain, membership.revoked, engine.dead)
-            code = await self._leave(engine, host)
-            exit_within(EXIT_S, code)
-        finally:
-            await self._guard.stop()
-            await membership.leave()
-            assert self._control is not None
-            assert self._producer is not None
-            await self._control.stop()
-            await probe.stop()
-            await leave.end_memory(engine, self._context.owner)
-            await self._producer.close()
-            await asyncio.gather(self._settings.close(), queue.close(), kept.close())
-            await etcd.close()
-        return code
-
-    async def _leave(self, engine: EngineThread, host: EngineHost) -> int:
-        if engine.dead.is_set():
-            return self._engine_gone(engine)
-        assert self._membership is not None
-        assert self._request_server is not None
-        if self._membership.revoked.is_set():
-            self._stop.ask("lease revoked")
-        self._state = WorkerState.DRAINING
-        request_server = self._request_server
-        host.submit(lambda _: request_server.start_drain())
-        await self._membership.set_state(WorkerState.DRAINING)
-        assert self._context.ledger is not None
-        ended = leave.idle(engine, request_server, self._context.ledger)
-        finished = await self._stop.race(ended, self._options.drain_timeout_s)
-        if not finished:
-            logger.warning("handing back %d unfinished requests", request_server.active_requests)
-            await leave.migrate_unfinished(host, request_server)
-        if engine.dead.is_set():
-            return self._engine_gone(engine)
-        logger.info("drained")
-        return 0
-
-    def _engine_gone(self, engine: EngineThread) -> int:
-        logger.error("the engine is gone (%r): leaving", engine.failure)
-        assert self._request_server is not None
-        if not engine.hangs:
-            self._request_server.close()  # its thread is over; so frontends notice now
-        return 1
-
-    def _on_stuck(self, stuck: bool) -> None:
-        """The engine takes no steps, or does again: take no work meanwhile. What it was sent stays
-        in the engine, and goes elsewhere if this process has to leave."""
-        assert self._membership is not None
-        assert self._context.ledger is not None
-        if self._stop.drain.is_set() or self._membership.revoked.is_set():
-            return  # it leaves anyway
-        self._state = WorkerState.DRAINING if stuck else WorkerState.READY
-        if stuck:
-            self._context.ledger.give_up_all(Outcome.ENGINE_STUCK, but_granted=True)
-        self._membership.note_state(self._state)
-
-    # ------------------------------------------------------------------ engine thread
-
-    def _make_host(self) -> EngineHost:
-        self._config, self._served_name = args.build_config(
-            self._options.model,
-            self._vllm_args,
-            connector="DecodeConnector",
-            module="pullfill.decode_worker.connector",
-            kv_role="kv_consumer",
-            engine_id=self._instance_id,
-            extra=memory.prepare(self._context),
-        )
-        return EngineHost(
-            self._config,
-            on_outputs=self._on_outputs,
-            before_step=self._before_step,
-            after_step=lambda running: self._context.extra["connector_scheduler"].step_done(
-                running
-            ),
-            on_failed_step=lambda untouched: leave.last_words(self._request_server, untouched),
-        )
-
-    def _on_built(self, host: EngineHost, core: Any) -> None:
-        geometry = self._context.geometry
-        assert geometry is not None, "vLLM registered no KV cache with the connector"
-        self._compat = compat.describe(self._config, self._served_name, geometry)
-        self._request_server = RequestServer(
-            host,
-            self._traces,
-            welcome=lambda: self._welcome(core),
-            models=[self._served_name, self._options.model],
-            key=self._key,
-        )
-        self._request_server.bind(self._options.host, self._options.data_port)
-
-    def _make_ledger(self, fences: OwnerFences) -> Ledger:
-        return Ledger(
-            fences,
-            incarnation=self._context.incarnation,
-            kv_digest=self._options.kv_digest,
-            kv_mode=self._options.kv_mode,
-            on_event=self._wake_engine,
-            on_action=self._wake_control,
-        )
-
-    def _on_outputs(self, outputs: dict[int, Any]) -> None:
-        assert self._request_server is not None
-        if self._context.trials is not None:
-            self._context.trials.take(outputs)
-        self._request_server.send_outputs(outputs)
-
-    def _before_step(self) -> bool:
-        assert self._request_server is not None
-        assert self._context.ledger is not None
+    def before_step(self) -> bool:
         if (now := time.monotonic()) >= self._look_at:
             self._look_at = now + _LOOK_S
-            leave.look(self._request_server, self._context.ledger)
-        side = self._context.extra["connector_scheduler"]
-        if self._context.ledger.has_events and (loaded := side.take_in()):
-            self._request_server.host.received(loaded)
-        return bool(side.has_work)
+            leave.look(self.server, self._ledger)
+        if self._ledger.has_events and (loaded := self._scheduler.take_in()):
+            self._host.received(loaded)
+        return self._scheduler.has_work
 
-    def _publish(self, job: contexts.OpenedJob) -> None:
-        assert self._publisher is not None
-        if not self._context.of_a_trial(job):
-            self._publisher.submit(job)
+    def after_step(self, running: int) -> None:
+        self._scheduler.step_done(running)
 
-    def _router_config(self) -> RouterConfig:
-        return self._settings.current if self._settings is not None else RouterConfig()
+    def on_outputs(self, outputs: dict[int, Any]) -> None:
+        if self._context.trials is not None:
+            self._context.trials.take(outputs)
+        self.server.send_outputs(outputs)
 
-    def _situation(self, prompt_tokens: int, hit_tokens: int, ineligible: str) -> Situation:
-        if self._outlook is None:
-            return Situation(prompt_tokens, hit_tokens, ineligible)
-        return self._outlook.situation(prompt_tokens, hit_tokens, ineligible)
+    def on_failed_step(self, untouched: set[str]) -> None:
+        leave.last_words(self.server, untouched)
 
-    # ------------------------------------------------------------------ any thread
 
-    def _wake_engine(self) -> None:
-        if (host := self._host) is not None:
-            host.wake()
+class DecodeRole(Role[DecodeContext, DecodeHooks]):
+    """See Role."""
 
-    def _wake_control(self) -> None:
-        if self._control is not None:
-            self._loop.call_soon_threadsafe(self._control.wake)
+    name, connector, kv_role = "decode", "DecodeConnector", "kv_consumer"
 
-    @property
-    def _host(self) -> EngineHost | None:
-        return None if self._request_server is None else self._request_server.host
+    def __init__(self, cluster: ClusterRef, options: WorkerOptions) -> None:
+        self._cluster = cluster
+        self._options = options
+        self.instance_id = options.instance_id or new_instance_id(self.name)
+        self._key = cluster.security.cluster.load()
+        self._traces = RequestTraces(self.instance_id)
+        self._loop = asyncio.get_running_loop()
 
-    # ------------------------------------------------------------------ asyncio thread
+    async def watch(self, etcd: EtcdClient, parts: AsyncExitStack) -> None:
+        self._etcd = etcd
+        namespace = self._cluster.namespace
+        self._kept = await SelfChecks.started(etcd, namespace)
+        parts.push_async_callback(self._kept.close)
+        self._router_settings = await Settings.started(etcd, namespace, RouterConfig)
+        parts.push_async_callback(self._router_settings.close)
 
-    async def _open_queue(self, settings: Settings[QueueSettings], kept: SelfChecks) -> None:
-        """The producer, the control server and the publisher: all need the engine's identity."""
-        assert self._compat is not None
-        assert self._context.ledger is not None
+    def make_context(self, host: EngineHost, files: RegionFiles) -> DecodeContext:
+        def make_ledger(fences: OwnerFences) -> Ledger:
+            return Ledger(
+                fences,
+                incarnation=context.incarnation,
+                kv_digest=self._options.kv_digest,
+                kv_mode=self._options.kv_mode,
+                on_event=host.wake,
+                on_action=lambda: context.wake_control(),
+            )
+
+        context = DecodeContext(
+            self.instance_id,
+            files,
+            incarnation=new_incarnation(),
+            router_config=lambda: self._router_settings.current,
+            traces=self._traces,
+            make_ledger=make_ledger,
+            offer=partial(
+                offer, instance_id=self.instance_id, options=self._options, key=self._key
+            ),
+        )
+        return context
+
+    def make_hooks(self, engine: Engine[DecodeContext]) -> DecodeHooks:
+        server = RequestServer(
+            engine.host,
+            self._traces,
+            welcome=partial(_welcome, engine),
+            models=[engine.served_name, self._options.model],
+            key=self._key,
+        )
+        return DecodeHooks(engine, self._options, server)
+
+    async def build(
+        self,
+        engine: Engine[DecodeContext],
+        hooks: DecodeHooks,
+        thread: EngineThread[Any],
+        queue: Settings[QueueSettings],
+        parts: AsyncExitStack,
+    ) -> DecodeService:
+        options, context = self._options, engine.context
         producer = await JetStreamProducer.connect(
             self._cluster.nats_url,
-            QueueConfig(namespace=self._cluster.namespace, compat_hash=self._compat.hash()),
-            settings=settings.current,
-            wait_s=self._options.connect_timeout_s,
-            on_event=_say,
+            QueueConfig(namespace=self._cluster.namespace, compat_hash=engine.compat.hash()),
+            settings=queue.current,
+            wait_s=options.connect_timeout_s,
+            on_event=logger.warning,
             connect_options=self._cluster.security.nats.options(),
         )
-        settings.subscribe(producer.streams.configure)
-        cache, memories = self._config.cache_config, self._context.memories
+        parts.push_async_callback(producer.close)
+        queue.subscribe(producer.streams.configure)
+        parts.push_async_callback(memory.end, thread, context)
         control = ControlServer(
-            instance_id=self._instance_id,
-            compat=self._compat,
-            ledger=self._context.ledger,
+            instance_id=self.instance_id,
+            compat=engine.compat,
+            ledger=context.ledger,
             traces=self._traces,
             cancel=producer.cancel,  # type: ignore[arg-type]
             nak=producer.nak,
             key=self._key,
-            verifier=verifier_for(self._context.ledger, memories),
-            reach=reach_for(memories, self._options, self._key),
+            verifier=verifier_for(context.ledger, context.memories),
+            reach=reach_for(context.memories, options, self._key),
         )
-        assert self._request_server is not None
         control.checks = checks_for(
-            self._context, self._config, self._compat, self._request_server.host, kept,
-            control.recount, lambda job: publisher.encode(job),
+            context, engine.config, engine.compat, engine.host, self._kept, control.recount,
+            lambda job: publisher.encode(job),
         )  # fmt: skip
-        await control.start(self._options.host, self._options.control_port)
-        publisher = self._publisher = Publisher(
-            self._loop, producer, self._context.ledger, instance_id=self._instance_id,
-            control=self._options.advertise_control or control.address,
-            compat_hash=self._compat.hash(), block_size=cache.block_size,
+        await control.start(options.host, options.control_port)
+        parts.push_async_callback(control.stop)
+        address = options.advertise_control or control.address
+        publisher = Publisher(
+            self._loop, producer, context.ledger, instance_id=self.instance_id, control=address,
+            compat_hash=engine.compat.hash(), block_size=engine.config.cache_config.block_size,
         )  # fmt: skip
         control.commits.committed = producer.committed
-        self._context.queue_full = producer.look_again
         control.past_stream = lambda: producer.past_stream
-        self._control, self._producer = control, producer
-        self._outlook = Outlook(
-            self._context.ledger,
+        outlook = Outlook(
+            context.ledger,
             producer,
             control,
             self._etcd.health,
-            cache,
-            sum(memory.nbytes for memory in memories),
-            within_reach=self._context.owner is not None,
-            draining=lambda: self._state is not WorkerState.READY,
+            engine.config.cache_config,
+            sum(memory.nbytes for memory in context.memories),
+            within_reach=context.owner is not None,
         )
-        self._traces.outage = self._outlook.outage
+        self._traces.outage = outlook.outage
+        context.situation = outlook.situation
+        context.publish = lambda job: None if context.of_a_trial(job) else publisher.submit(job)
+        context.queue_full = producer.look_again
+        context.wake_control = partial(_call_soon, self._loop, control.wake)
+        return DecodeService(engine, hooks.server, control, outlook, address, thread)
 
-    def _make_record(self, incarnation: str) -> tuple[WorkerRecord, list[RegionDescriptor]]:
-        """What we publish under a new incarnation. Everything granted before it is void."""
-        context, config = self._context, self._config
-        assert context.ledger is not None
-        assert self._compat is not None
-        assert self._request_server is not None
-        assert self._control is not None
-        context.incarnation = incarnation
-        context.ledger.new_incarnation(incarnation)
-        record = WorkerRecord(
-            instance_id=self._instance_id,
-            incarnation=incarnation,
-            role="decode",
-            state=self._state,
-            model=self._served_name,
-            model_path=self._options.model,
-            compat=self._compat,
-            host=self._options.host,
-            host_id=host_id(),
-            pid=os.getpid(),
-            started_at=self._started_at,
-            http=self._probe.url,
-            data=self._request_server.address,
-            control=self._options.advertise_control or self._control.address,
-            max_model_len=config.model_config.max_model_len,
-            world_size=max(1, len(context.ranks)),
-            version=__version__,
-            restarts=restarts_so_far(),
+
+class DecodeService(Service):
+    """See Service."""
+
+    def __init__(
+        self,
+        engine: Engine[DecodeContext],
+        server: RequestServer,
+        control: ControlServer,
+        outlook: Outlook,
+        control_address: str,
+        thread: EngineThread[Any],
+    ) -> None:
+        self._engine = engine
+        self._server = server
+        self._control = control
+        self._outlook = outlook
+        self._control_address = control_address
+        self._thread = thread
+        self._ledger = engine.context.ledger
+
+    def describe(self, record: WorkerRecord) -> tuple[WorkerRecord, list[RegionDescriptor]]:
+        engine, incarnation = self._engine, record.incarnation
+        engine.context.incarnation = incarnation
+        self._ledger.new_incarnation(incarnation)
+        described = descriptors.describe(
+            engine.context, incarnation, engine.compat, engine.config.cache_config.block_size
         )
-        block_size = config.cache_config.block_size
-        return record, descriptors.describe(context, incarnation, self._compat, block_size)
-
-    def _welcome(self, core: Any) -> front_wire.DecodeWelcome:
-        config = self._config
-        return front_wire.DecodeWelcome(
-            decode_instance=self._instance_id,
-            incarnation=self._context.incarnation,
-            vllm_version=self._compat.vllm if self._compat else "",
-            max_model_len=config.model_config.max_model_len,
-            num_gpu_blocks=config.cache_config.num_gpu_blocks or 0,
-            block_size=config.cache_config.block_size,
-            max_num_seqs=config.scheduler_config.max_num_seqs,
-            max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
-            supported_tasks=list(core.get_supported_tasks()),
+        record = msgspec.structs.replace(
+            record, data=self._server.address, control=self._control_address
         )
+        return record, described
 
-    def _ready(self) -> tuple[bool, dict[str, Any]]:
-        reasons = self._outlook.reasons() if self._outlook is not None else []
-        told = {"degraded": bool(reasons), "reasons": reasons}
-        detail = {"state": self._state, **told, **self._guard.detail()}
-        return self._state is WorkerState.READY, detail
+    async def start(self) -> None:
+        """Frontends and prefill workers connect by themselves once the worker is registered."""
 
-    def _status(self) -> dict[str, Any]:
-        core = self._host.core if self._host is not None else None
-        blocks = self._config.cache_config.num_gpu_blocks if self._config else 0
-        return {
-            "state": self._state,
-            "load": load_of(
-                core, self._context.ledger, self._request_server, self._control, blocks
-            ),
-            **(self._outlook.servers() if self._outlook is not None else {}),
-        }
+    def reasons(self) -> list[str]:
+        return self._outlook.reasons()
 
-    def _refresh_metrics(self) -> None:
-        if self._outlook is not None:
-            self._outlook.refresh_metrics()
+    def told(self) -> dict[str, Any]:
+        return {}
+
+    def status(self) -> dict[str, Any]:
+        load = load_of(self._engine, self._server, self._control)
+        return {"load": load, **self._outlook.servers()}
+
+    def refresh_metrics(self) -> None:
+        self._outlook.refresh_metrics()
+
+    def engine_stuck(self, stuck: bool) -> None:
+        self._outlook.draining = stuck
+        if stuck:
+            self._ledger.give_up_all(Outcome.ENGINE_STUCK, but_granted=True)
+
+    async def stop_taking(self) -> None:
+        self._outlook.draining = True
+        self._engine.host.submit(lambda _: self._server.start_drain())
+
+    async def finished(self) -> None:
+        await leave.idle(self._thread, self._server, self._ledger)
+
+    async def give_up(self) -> None:
+        logger.warning("handing back %d unfinished requests", self._server.active_requests)
+        await leave.migrate_unfinished(self._engine.host, self._server)
+
+    async def engine_gone(self) -> None:
+        if not self._thread.hangs:
+            self._server.close()  # its thread is over; so frontends notice now
 
 
-def _say(text: str) -> None:
-    logger.warning("%s", text)
+def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[[], object]) -> None:
+    loop.call_soon_threadsafe(function)
+
+
+def _welcome(engine: Engine[DecodeContext]) -> front_wire.DecodeWelcome:
+    config = engine.config
+    return front_wire.DecodeWelcome(
+        decode_instance=engine.context.instance_id,
+        incarnation=engine.context.incarnation,
+        vllm_version=engine.compat.vllm,
+        max_model_len=config.model_config.max_model_len,
+        num_gpu_blocks=config.cache_config.num_gpu_blocks or 0,
+        block_size=config.cache_config.block_size,
+        max_num_seqs=config.scheduler_config.max_num_seqs,
+        max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
+        supported_tasks=list(engine.core.get_supported_tasks()),
+    )

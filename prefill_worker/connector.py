@@ -1,37 +1,25 @@
 """The connector that stock vLLM loads in a prefill worker (`kv_connector_module_path`).
 
-A thin shell around connector_scheduler.py. The copies run on the threads of transfer_worker.py, in
-the worker's main process, where the scheduler half lives. The worker half lives in the process of
-each rank (with one rank: the same) and only says where the KV cache is.
+A thin shell around connector_scheduler.py. The copies run on the threads of transfer_worker.py.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
     KVConnectorMetadata,
-    KVConnectorRole,
     KVConnectorTransferResults,
 )
 
-from pullfill.engine import attention, kv
-from pullfill.engine.handshake import RankTold
-from pullfill.engine.rank_processes import bind_to_parent
-from pullfill.prefill_worker import context as contexts
+from pullfill.engine.attention import Attention
 from pullfill.prefill_worker import memory
 from pullfill.prefill_worker.connector_scheduler import ConnectorScheduler, Reports
-from pullfill.runtime import pages
-from pullfill.transfer.shm.kv_pool import SharedKvPool, tell
-
-if TYPE_CHECKING:
-    import torch
-    from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+from pullfill.prefill_worker.context import PrefillContext
+from pullfill.worker.connector import WorkerConnector
+from pullfill.worker.context import current
+from pullfill.worker.memory import Told
 
 
 @dataclass
@@ -42,115 +30,49 @@ class PrefillMetadata(KVConnectorMetadata):  # type: ignore[misc]
     reports: Reports
 
 
-class PrefillConnector(KVConnectorBase_V1):  # type: ignore[misc]
-    """vLLM constructs it twice: once per role."""
+class PrefillConnector(WorkerConnector):
+    """See the module."""
 
-    def __init__(
-        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
-    ) -> None:
-        super().__init__(vllm_config, role, kv_cache_config)
-        kv.require_one_group(kv_cache_config)
-        self._heads = kv.total_heads(vllm_config)
-        self._maybe_side: ConnectorScheduler | None = None
-        self._pool: SharedKvPool | None = None
-        self._told: RankTold | None = None
-        if role is KVConnectorRole.SCHEDULER:
-            context = contexts.current()
-            self._maybe_side = ConnectorScheduler(context, vllm_config.cache_config.block_size)
-            context.side = self._maybe_side
-            return
-        bind_to_parent()
-        if kv.device_of(vllm_config) == "cpu":
-            place = vllm_config.kv_transfer_config.kv_connector_extra_config
-            self._pool = SharedKvPool(
-                place["instance_id"], kv.rank_of(vllm_config), Path(place["directory"])
-            )
+    _scheduler: ConnectorScheduler
 
-    @property
-    def _side(self) -> ConnectorScheduler:
-        assert self._maybe_side is not None, "the scheduler's half only"
-        return self._maybe_side
+    def start_scheduler(self, block_size: int) -> None:
+        context = current(PrefillContext, "prefill")
+        self._scheduler = context.scheduler = ConnectorScheduler(context, block_size)
 
-    @classmethod
-    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str:
-        """One KV head range of one block is one contiguous run."""
-        return "LBHNC"
+    def attach(self, told: Told, kv_heads: int, stored: Attention) -> None:
+        memory.attach(current(PrefillContext, "prefill"), told, kv_heads, stored)
 
-    @property
-    def requires_kv_delivery(self) -> bool:
-        return False
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self._scheduler.bind_manager(kv_cache_manager)
 
-    # ------------------------------------------------------------------ worker half
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        return self._scheduler.matched(request, num_computed_tokens)
 
-    def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
-        return self._pool
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
 
-    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        region = tell(self._pool, kv_caches, self._kv_cache_config.num_blocks)
-        self._told = RankTold(region, attention.of_rank(self._vllm_config, kv_caches))
-        if self._pool is not None:
-            pages.make_caches_present(kv_caches)
+    def build_connector_meta(self, scheduler_output: Any) -> PrefillMetadata:
+        return PrefillMetadata(self._scheduler.plan(scheduler_output).reports)
 
-    def get_handshake_metadata(self) -> RankTold | None:
-        return self._told
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self._scheduler.finished(request.request_id), None
 
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Prefix reads were started when their blocks were allocated."""
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        """A request whose prefix is being read is not scheduled."""
-
-    def save_kv_layer(
-        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
-    ) -> None:
-        """Whole chunks are written after the step, by the main process."""
-
-    def wait_for_save(self) -> None:
-        """See save_kv_layer."""
+    def has_pending_push_work(self) -> bool:
+        return self._scheduler.has_work
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Worker half."""
         if not self.has_connector_metadata():
             return KVConnectorTransferResults()
-        meta = self._get_connector_metadata()
-        assert isinstance(meta, PrefillMetadata)
+        meta: PrefillMetadata = self._get_connector_metadata()
         reports = meta.reports
         return KVConnectorTransferResults(
             finished_sending=set(reports.sent),
             finished_recving=reports.read_ok | reports.read_failed,
             failed_recving=set(reports.read_failed),
         )
-
-    # ------------------------------------------------------------------ scheduler half
-
-    def set_xfer_handshake_metadata_pp_aware(
-        self, metadata: dict[tuple[int, int], RankTold]
-    ) -> None:
-        regions = {rank: told.region for rank, told in metadata.items()}
-        stored = {rank: told.attention for rank, told in metadata.items()}
-        memory.attach(contexts.current(), regions, self._heads, attention.join(stored, self._heads))
-
-    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
-        super().bind_kv_cache_manager(kv_cache_manager)
-        self._side.bind_manager(kv_cache_manager)
-
-    def get_num_new_matched_tokens(
-        self, request: Any, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
-        return self._side.matched(request, num_computed_tokens)
-
-    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self._side.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
-
-    def build_connector_meta(self, scheduler_output: Any) -> PrefillMetadata:
-        return PrefillMetadata(self._side.plan(scheduler_output).reports)
-
-    def request_finished(
-        self, request: Any, block_ids: list[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        return self._side.finished(request.request_id), None
-
-    def has_pending_push_work(self) -> bool:
-        return self._maybe_side is not None and self._maybe_side.has_work
-
-    def shutdown(self) -> None:
-        """The process owns what the connector uses; it is closed by main."""

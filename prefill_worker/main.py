@@ -1,9 +1,4 @@
-"""`pullfill prefill`: one prefill worker process, from flags to exit code.
-
-Start: engine thread loads the model while etcd and NATS are dialled; then links to the decode
-workers, registration, and the first pull. End: lease revoked, SIGTERM, or the engine died. A drain
-stops pulling, finishes the granted jobs and their writes, and exits 0.
-"""
+"""`pullfill prefill`: one prefill worker process, from flags to exit code."""
 
 from __future__ import annotations
 
@@ -12,10 +7,15 @@ from collections.abc import Sequence
 from pullfill.config import ClusterRef
 from pullfill.engine.entry import run_worker
 from pullfill.options import WorkerOptions
-from pullfill.prefill_worker.worker import PrefillWorker
+from pullfill.prefill_worker.worker import PrefillRole
+from pullfill.worker.process import WorkerProcess
 
 
 def run(cluster: ClusterRef, options: WorkerOptions, vllm_args: Sequence[str]) -> int:
     """One prefill worker; does not return (engine/entry.py)."""
-    worker = PrefillWorker(cluster, options, list(vllm_args))
-    run_worker("prefill", options, vllm_args, worker.serve)
+
+    async def serve() -> int:
+        role = PrefillRole(cluster, options)
+        return await WorkerProcess(role, cluster, options, list(vllm_args)).serve()
+
+    run_worker("prefill", options, vllm_args, serve)

@@ -20,13 +20,13 @@ from pullfill.decode_worker.connector_scheduler import ConnectorScheduler
 from pullfill.decode_worker.context import DecodeContext
 from pullfill.decode_worker.control import ControlServer
 from pullfill.decode_worker.ledger import Ledger
+from pullfill.decode_worker.outlook import Outlook
 from pullfill.decode_worker.publisher import Publisher
 from pullfill.decode_worker.request_trace import RequestTraces
-from pullfill.decode_worker.worker import DecodeWorker
 from pullfill.queue.contract import QueueConfig
 from pullfill.queue.jetstream import JetStreamProducer
 from pullfill.transfer.loopback import LoopbackFences
-from pullfill.wire import Compat, RouterConfig, RouterPolicy, WorkerState
+from pullfill.wire import Compat, RouterConfig, RouterPolicy
 
 FEW, MANY = 10, 9_800
 """The stream holds 10,000 (QueueConfig.max_jobs); what is opened on top must fit."""
@@ -75,20 +75,16 @@ class Half:
             loop, producer, self.ledger, instance_id=name, control="tcp://127.0.0.1:1",
             compat_hash=_COMPAT.hash(), block_size=BLOCK,
         )  # fmt: skip
-        worker: Any = SimpleNamespace(
-            _producer=producer, _control=self.control, _quarantine_cap=1000,
-            _state=WorkerState.READY,
-            _config=SimpleNamespace(
-                cache_config=SimpleNamespace(block_size=BLOCK, num_gpu_blocks=10**6)
-            ),
-        )  # fmt: skip
+        cache = SimpleNamespace(block_size=BLOCK, num_gpu_blocks=10**6)
+        outlook = Outlook(
+            self.ledger, producer, self.control, producer.health, cache, 64, within_reach=True
+        )
         self.context: Any = DecodeContext(
             instance_id=name, incarnation="i", router_config=lambda: config,
-            situation=lambda *asked: DecodeWorker._situation(worker, *asked),
+            situation=outlook.situation,
             publish=self.publisher.submit, traces=self.traces,
             make_ledger=lambda _: self.ledger, offer=lambda *_: None,
         )  # fmt: skip
-        worker._context = SimpleNamespace(ledger=self.ledger, owner=self)
         self.context.ledger = self.ledger
         self.side = ConnectorScheduler(self.context, BLOCK)
 

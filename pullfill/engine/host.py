@@ -53,37 +53,40 @@ def _vllm() -> Any:
     return SimpleNamespace(Report=KVConnectorOutput, Status=RequestStatus)
 
 
+class EngineHooks:
+    """What the host calls, all on the engine thread. These do nothing."""
+
+    def before_step(self) -> bool:
+        """Called before each step or sleep. Returns True if the engine must take a step even when
+        nothing is scheduled, because the connector has work."""
+        return False
+
+    def after_step(self, running: int) -> None:
+        """Called after each step.
+
+        running: number of scheduled steps that still run. That is 0 without pipeline parallelism.
+        All earlier steps have run, on every rank."""
+
+    def on_outputs(self, outputs: dict[int, EngineCoreOutputs]) -> None:
+        """Called after each step with {client index: outputs}."""
+
+    def on_failed_step(self, untouched: set[str]) -> None:
+        """Called when a step has raised and the loop is about to end.
+
+        untouched: IDs of the requests that the step did not touch."""
+
+
 class EngineHost:
     """Owns the engine core and its thread's loop.
 
-    All callbacks run on the engine thread.
-
-    on_outputs: called after each step with {client index: outputs}.
-    before_step: called before each step or sleep. Returns True if the engine must take a step even
-    when nothing is scheduled, because the connector has work.
-    after_step: called after each step with the number of scheduled steps that still run. That is 0
-    without pipeline parallelism. All earlier steps have run, on every rank.
+    hooks: called by the loop. Set them before it begins (`run`'s on_built).
     log_stats: whether vLLM collects statistics in each step. They come with the outputs.
-    on_failed_step: called when a step has raised and the loop is about to end, with the IDs of the
-    requests that the step did not touch.
     """
 
-    def __init__(
-        self,
-        config: VllmConfig,
-        *,
-        on_outputs: Callable[[dict[int, EngineCoreOutputs]], None],
-        before_step: Callable[[], bool] = lambda: False,
-        after_step: Callable[[int], None] = lambda running: None,
-        log_stats: bool = True,
-        on_failed_step: Callable[[set[str]], None] = lambda untouched: None,
-    ) -> None:
+    def __init__(self, config: VllmConfig, *, log_stats: bool = True) -> None:
         self._config = config
-        self._on_outputs = on_outputs
-        self._before_step = before_step
-        self._after_step = after_step
         self._log_stats = log_stats
-        self._on_failed_step = on_failed_step
+        self.hooks = EngineHooks()
         self._todo: deque[Callable[[EngineCore], None]] = deque()
         self._wakefd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stopping = False
@@ -188,7 +191,7 @@ class EngineHost:
             rested = timeout > 0
             came = self._take_in(core, timeout)
             quiet = timeout == _IDLE_POLL_MS and not came
-            if not (self._before_step() or core.batch_queue or self._has_work(core, quiet)):
+            if not (self.hooks.before_step() or core.batch_queue or self._has_work(core, quiet)):
                 timeout = _IDLE_POLL_MS if not self._todo else 0
                 self._blocked_at = None
                 self.stepping = False
@@ -200,9 +203,9 @@ class EngineHost:
             except Exception as exc:
                 self._tell_untouched(core, exc)
                 raise
-            self._after_step(len(core.batch_queue or ()))
+            self.hooks.after_step(len(core.batch_queue or ()))
             if outputs:
-                self._on_outputs(outputs)
+                self.hooks.on_outputs(outputs)
                 self._let_them_go(rested)
             core.post_step(executed)
             self._heap.after_step()
@@ -227,7 +230,7 @@ class EngineHost:
 
     def _tell_untouched(self, core: EngineCore, error: Exception) -> None:
         try:
-            self._on_failed_step(untouched(core.scheduler, error))
+            self.hooks.on_failed_step(untouched(core.scheduler, error))
         except Exception:
             logger.exception("could not hand back the requests that the failed step did not touch")
 

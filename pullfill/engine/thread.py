@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from pullfill.engine.host import EngineHost
 from pullfill.engine.rank_processes import RankWatch, sentinels_of
@@ -28,10 +28,13 @@ STOP_S = 4.0
 """How long `stop` waits for vLLM to free its memory and for the thread to end."""
 
 
-class EngineThread:
+T = TypeVar("T")
+
+
+class EngineThread(Generic[T]):
     """Runs `make` (which imports vLLM and returns a host) and the host's loop on one thread.
 
-    on_built: called on the engine thread once the engine exists, before `ready` resolves.
+    on_built: called on the engine thread once the engine exists. `ready` resolves to its result.
     dead: set once the engine loop has ended (normally, by error, or given up by the watchdog).
     failure: why it ended, unless it was asked to.
     hangs: the watchdog gave it up. The thread may still run, so do not wait for it, and do not
@@ -39,12 +42,12 @@ class EngineThread:
     """
 
     def __init__(
-        self, make: Callable[[], EngineHost], on_built: Callable[[EngineHost, Any], None]
+        self, make: Callable[[], EngineHost], on_built: Callable[[EngineHost, Any], T]
     ) -> None:
         self._make = make
         self._on_built = on_built
         self._loop = asyncio.get_running_loop()
-        self.ready: asyncio.Future[EngineHost] = self._loop.create_future()
+        self.ready: asyncio.Future[T] = self._loop.create_future()
         self.dead = asyncio.Event()
         self.failure: BaseException | None = None
         self.host: EngineHost | None = None
@@ -109,17 +112,17 @@ class EngineThread:
                 self.host.shutdown()
 
     def _built(self, host: EngineHost, core: Any) -> None:
-        self._on_built(host, core)
+        built = self._on_built(host, core)
         self._ranks = RankWatch(sentinels_of(core), lambda why: self._call(self.give_up, why))
-        self._call(self._succeed, host)
+        self._call(self._succeed, built)
 
     def _call(self, function: Callable[..., object], *args: object) -> None:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(function, *args)
 
-    def _succeed(self, host: EngineHost) -> None:
+    def _succeed(self, built: T) -> None:
         if not self.ready.done():
-            self.ready.set_result(host)
+            self.ready.set_result(built)
 
     def _end(self, exc: BaseException) -> None:
         self.failure = exc

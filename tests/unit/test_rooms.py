@@ -16,6 +16,7 @@ LONGER = {Path("decode_worker/ledger.py")}
 """One state machine, which is read from top to bottom."""
 
 CORE = "core"
+ROLE = frozenset({"registry", "engine", "queue", "transfer", "worker"})
 ROOMS = {
     # room: (folder, other rooms it may import; all may import core)
     CORE: ("pullfill", frozenset[str]()),
@@ -23,8 +24,9 @@ ROOMS = {
     "engine": ("pullfill/engine", frozenset[str]()),
     "queue": ("queue", frozenset[str]()),
     "transfer": ("transfer", frozenset[str]()),
-    "decode_worker": ("decode_worker", frozenset({"registry", "engine", "queue", "transfer"})),
-    "prefill_worker": ("prefill_worker", frozenset({"registry", "engine", "queue", "transfer"})),
+    "decode_worker": ("decode_worker", ROLE),
+    "worker": ("pullfill/worker", ROLE - {"worker"}),
+    "prefill_worker": ("prefill_worker", ROLE),
     "frontend": ("frontend", frozenset({"registry", "engine"})),
     # deploy starts the others through `MODULE.run`, see ENTRY_POINTS, and reads the registry.
     "deploy": ("deploy", frozenset({"registry"})),
@@ -44,7 +46,9 @@ HEAVY = {"vllm", "torch", "cupy", "transformers", "safetensors"}
 
 def may_use(room: str, file: Path, package: str) -> bool:
     """Whether a heavy third party may be imported there."""
-    connector = room in ("decode_worker", "prefill_worker") and file.name.startswith("connector")
+    connector = room in ("worker", "decode_worker", "prefill_worker") and file.name.startswith(
+        "connector"
+    )
     if room == "engine":
         return package != "cupy"
     if package == "vllm":

@@ -20,9 +20,10 @@ from pullfill.prefill_worker import memory as prefill_memory
 from pullfill.prefill_worker.context import PrefillContext
 from pullfill.transfer.contract import LocalMemory
 from pullfill.transfer.layout import dense_layout
-from pullfill.transfer.shm.files import ShmEndpoint, create_kv
+from pullfill.transfer.shm.files import RegionFiles, ShmEndpoint, create_kv
 from pullfill.transfer.shm.ranks import RankRegion, region_of
 from pullfill.wire import RouterConfig
+from pullfill.worker import memory
 from tests.support.transfer_rigs import COMPAT
 
 BLOCKS, HEADS, LAYERS, PAGE = 6, 2, 3, 4096
@@ -79,7 +80,7 @@ def test_prefill_worker_with_memory_out_of_reach_knows_its_shape_only() -> None:
     prefill_memory.attach(context, OUT_OF_REACH, HEADS)
     assert context.memories == []
     assert context.geometry == Geometry(LAYERS, PAGE, "cuda")
-    prefill_memory.close(context)
+    memory.close(context)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -88,7 +89,9 @@ def test_every_rank_is_published_and_nothing_is_left(
 ) -> None:
     monkeypatch.setenv("PULLFILL_SHM_DIR", str(tmp_path))
     context = decode_context()
-    assert decode_memory.prepare(context) == {"instance_id": "decode-x", "directory": str(tmp_path)}
+    context.files = RegionFiles("decode-x")
+    placed = {"instance_id": "decode-x", "directory": str(tmp_path)}
+    assert memory.place(context.files, "decode-x") == placed
     decode_memory.attach(context, told(tmp_path, ranks), HEADS)
     assert context.geometry == Geometry(LAYERS, PAGE, "cpu")
     found = descriptors.describe(context, "i1", COMPAT, 16)
@@ -108,10 +111,10 @@ def test_a_prefill_worker_maps_its_ranks_and_removes_their_files(
 ) -> None:
     monkeypatch.setenv("PULLFILL_SHM_DIR", str(tmp_path))
     context = PrefillContext("decode-x", wake=lambda: None)
-    prefill_memory.prepare(context)
+    context.files = RegionFiles("decode-x")
     prefill_memory.attach(context, told(tmp_path, 2), HEADS)
     assert [m.first_head for m in context.memories] == [0, 1]
-    prefill_memory.close(context)
+    memory.close(context)
     assert list(tmp_path.iterdir()) == []
 
 

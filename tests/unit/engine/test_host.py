@@ -16,7 +16,7 @@ import zmq
 
 from pullfill.engine import host as hosts
 from pullfill.engine.heap import EVERY_S, Heap
-from pullfill.engine.host import EngineHost
+from pullfill.engine.host import EngineHooks, EngineHost
 from tests.support.fakes import FakeClock
 from tests.support.waiting import eventually
 
@@ -94,15 +94,20 @@ def run(monkeypatch: pytest.MonkeyPatch, cores: set[int], waits: bool = True) ->
     said: list[str] = []
     core: Any = Core(said, waits)
 
-    def before_step() -> bool:
-        if core.left == 2:
-            host.received(["a"])
-        if core.left == 0:
-            host.stop()
-        return False
+    class Hooks(EngineHooks):
+        def before_step(self) -> bool:
+            if core.left == 2:
+                host.received(["a"])
+            if core.left == 0:
+                host.stop()
+            return False
+
+        def on_outputs(self, outputs: object) -> None:
+            said.append("outputs")
 
     config: Any = None
-    host = EngineHost(config, on_outputs=lambda _: said.append("outputs"), before_step=before_step)
+    host = EngineHost(config)
+    host.hooks = Hooks()
     monkeypatch.setattr(host, "_pause", lambda core, executed: 0 if executed else 1)
     monkeypatch.setattr(host, "build", lambda: core)
     host._poller = zmq.Poller()
@@ -176,7 +181,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[EngineHost, Schedu
     """A host whose loop runs, and its core."""
     monkeypatch.setattr(hosts, "_vllm", lambda: SimpleNamespace(Status=STATUS))
     config: Any = None
-    host, core = EngineHost(config, on_outputs=lambda _: None), Scheduler()
+    host, core = EngineHost(config), Scheduler()
     host._poller = zmq.Poller()
     host._poller.register(host._wakefd, zmq.POLLIN)
     loop: Any = host._loop

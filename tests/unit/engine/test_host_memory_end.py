@@ -19,16 +19,15 @@ from typing import Any
 
 import pytest
 
-from pullfill.decode_worker import leave
 from pullfill.engine.host import EngineHost
 from pullfill.engine.thread import EngineThread
-from pullfill.prefill_worker import memory
-from pullfill.prefill_worker.context import PrefillContext
 from pullfill.prefill_worker.task import PrefillTask
 from pullfill.prefill_worker.transfer_worker import TransferWorker
 from pullfill.transfer.contract import LocalMemory, MoveResult
 from pullfill.transfer.layout import dense_layout
 from pullfill.wire import FenceToken
+from pullfill.worker import memory
+from pullfill.worker.context import WorkerContext
 from tests.support.late import Late
 
 torch: Any = Late("torch")
@@ -77,7 +76,7 @@ class Host(EngineHost):
     """The real thing around a core that runs `step` and frees its memory in `shutdown`."""
 
     def __init__(self, step: Callable[[], None] = lambda: None) -> None:
-        super().__init__(None, on_outputs=lambda outputs: None)  # type: ignore[arg-type]
+        super().__init__(None)  # type: ignore[arg-type]
         self.freed = threading.Event()
         self._step = step
 
@@ -91,7 +90,7 @@ class Host(EngineHost):
 
 
 @asynccontextmanager
-async def running(host: Host) -> AsyncIterator[EngineThread]:
+async def running(host: Host) -> AsyncIterator[EngineThread[None]]:
     engine = EngineThread(lambda: host, lambda host, core: None)
     engine.start()
     await engine.ready
@@ -151,7 +150,7 @@ async def test_an_engine_that_was_given_up_frees_nothing() -> None:
 class Owner:
     """Closes, unless the engine still runs and may ask it, or has freed what it receives into."""
 
-    def __init__(self, engine: EngineThread, host: Host) -> None:
+    def __init__(self, engine: EngineThread[None], host: Host) -> None:
         self._engine, self._host = engine, host
         self.closed = False
 
@@ -165,7 +164,7 @@ async def test_a_decode_worker_closes_its_port_between_the_last_step_and_the_mem
     host = Host()
     async with running(host) as engine:
         owner = Owner(engine, host)
-        await leave.end_memory(engine, owner)  # type: ignore[arg-type]
+        await memory.end(engine, WorkerContext("decode-1", owner=owner))  # type: ignore[arg-type]
         assert owner.closed
         assert host.freed.is_set()
 
@@ -218,7 +217,7 @@ async def test_a_prefill_worker_waits_for_its_last_copy_before_the_memory_goes()
         transfer_worker.write(task, [0], [0], True, lambda *_: None)
         await asyncio.to_thread(session.inside.wait, PATIENCE_S)
         transfer_worker.close()
-        context = PrefillContext("prefill-1", wake=lambda: None, owner=owner)  # type: ignore[arg-type]
+        context = WorkerContext("prefill-1", owner=owner)  # type: ignore[arg-type]
         ending = asyncio.create_task(memory.end(engine, context, [transfer_worker]))
         await asyncio.wait_for(engine.dead.wait(), PATIENCE_S)
         assert not (await asyncio.wait([ending], timeout=0.05))[0]
@@ -234,13 +233,13 @@ async def test_a_prefill_worker_waits_for_its_last_copy_before_the_memory_goes()
 async def test_a_copy_without_end_does_not_hold_a_worker_that_leaves(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(memory, "_COPIES_S", 0.02)
+    monkeypatch.setattr(memory, "COPIES_S", 0.02)
     host = Host()
     async with running(host) as engine:
         stuck = SimpleNamespace(join=lambda timeout_s: timeout_s > 1.0)
         await memory.end(
             engine,
-            PrefillContext("prefill-1", wake=lambda: None),
+            WorkerContext("prefill-1"),
             [stuck],  # type: ignore[list-item]
         )
         assert "in the middle of a copy" in caplog.text

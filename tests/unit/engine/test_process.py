@@ -159,6 +159,6 @@ def test_only_threads_of_the_executor_are_late(
         device_config=SimpleNamespace(device_type=device),
     )
     usual = slack_ns()
-    EngineHost(config, on_outputs=lambda _: None).build()
+    EngineHost(config).build()
     late = LATE_NS if (ranks, device) == (1, "cpu") else usual
     assert found == {"executor": late, "connector": usual}

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pullfill.decode_worker import leave
-from pullfill.engine.host import EngineHost
+from pullfill.engine.host import EngineHooks, EngineHost
 from pullfill.engine.untouched import untouched
 
 
@@ -87,13 +87,15 @@ def test_the_engine_tells_it_before_its_loop_ends(broken: bool) -> None:
     scheduler.has_requests, scheduler.requests = lambda: True, {"a": 1, "b": 2}
     told: list[set[str]] = []
 
-    def on_failed_step(found: set[str]) -> None:
-        told.append(found)
-        if broken:
-            raise RuntimeError("nobody can be told")
+    class Hooks(EngineHooks):
+        def on_failed_step(self, untouched: set[str]) -> None:
+            told.append(untouched)
+            if broken:
+                raise RuntimeError("nobody can be told")
 
     config: Any = SimpleNamespace()
-    host = EngineHost(config, on_outputs=lambda outputs: None, on_failed_step=on_failed_step)
+    host = EngineHost(config)
+    host.hooks = Hooks()
     core: Any = SimpleNamespace(scheduler=scheduler, batch_queue=None, step_fn=scheduler.run)
 
     def build() -> Any:

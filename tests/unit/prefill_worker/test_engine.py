@@ -33,7 +33,7 @@ class Core:
 
 def a_host() -> EngineHost:
     config: Any = None
-    host = EngineHost(config, on_outputs=lambda _: None)
+    host = EngineHost(config)
     host._poller = zmq.Poller()
     host._poller.register(host._wakefd, zmq.POLLIN)
     return host

@@ -12,12 +12,12 @@ import pytest
 from pullfill.decode_worker.kv_reader import reach_for
 from pullfill.errors import Fenced, IncompatibleError
 from pullfill.options import WorkerOptions
-from pullfill.prefill_worker import memory
 from pullfill.prefill_worker.context import PrefillContext
 from pullfill.prefill_worker.readable_memory import open_region
 from pullfill.transfer.shm.files import RegionFiles
 from pullfill.transfer.shm.ranks import MappedRank
 from pullfill.wire import KvMode
+from pullfill.worker import memory
 from tests.support.transfer_rigs import COMPAT, DENSE, extent, memory_over, pages, random_bytes
 
 PULL = WorkerOptions(model="m", kv_mode=KvMode.PULL)

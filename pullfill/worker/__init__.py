@@ -1,0 +1,1 @@
+"""What decode and prefill workers share: the process, the KV memory, the connector in vLLM."""

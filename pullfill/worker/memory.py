@@ -1,0 +1,80 @@
+"""A worker's KV cache as memory that peers can reach.
+
+Life: `place` takes the file names (main process, before the engine is built) → each rank's process
+backs its cache with a file and tells where it is (connector.py) → `attach` maps every rank in the
+main process, before the engine takes a request → `end` waits for who still copies, removes the
+files, and ends the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Collection, Mapping
+from typing import Any, Protocol
+
+from pullfill.engine.attention import NO_MODEL, Attention
+from pullfill.engine.kv import Geometry
+from pullfill.engine.thread import EngineThread
+from pullfill.runtime import log
+from pullfill.transfer.shm import ranks
+from pullfill.transfer.shm.files import RegionFiles
+from pullfill.transfer.shm.ranks import RankRegion
+from pullfill.worker.context import WorkerContext
+
+logger = log.get("worker.memory")
+
+COPIES_S = 3.0
+"""How long `end` waits for the last copies, all together."""
+Told = Mapping[tuple[int, int], RankRegion]
+"""What each rank, by (pipeline, tensor) rank, has told of its memory."""
+
+
+def place(files: RegionFiles, instance_id: str) -> dict[str, str]:
+    """What the ranks must know of the files."""
+    return {"instance_id": instance_id, "directory": str(files.directory)}
+
+
+def attach(
+    context: WorkerContext, told: Told, kv_heads: int, attention: Attention = NO_MODEL
+) -> RankRegion:
+    """Map every rank's memory. Returns what the first one told. Raises IncompatibleError."""
+    first = next(iter(told.values()))
+    layers = ranks.total_layers(told)
+    context.geometry = Geometry(layers, first.page_bytes, first.device, attention)
+    context.ranks = ranks.attach(told, kv_heads)
+    return first
+
+
+class Copier(Protocol):
+    """Who may still copy from or to the memory."""
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the last copy. Returns False if it still runs."""
+
+
+async def end(
+    engine: EngineThread[Any], context: WorkerContext, copiers: Collection[Copier] = ()
+) -> None:
+    """Stop everything that uses the KV memory, then free it. Nothing new may begin.
+
+    copiers: all there are, closed."""
+    await engine.halt()  # first: a running engine asks the fences for proofs
+    if not await asyncio.to_thread(_join, copiers):
+        logger.warning("leaving in the middle of a copy")
+    await asyncio.to_thread(close, context)
+    await engine.stop()  # last: this frees the memory
+
+
+def _join(copiers: Collection[Copier]) -> bool:
+    until = time.monotonic() + COPIES_S
+    return all([copier.join(max(0.0, until - time.monotonic())) for copier in copiers])
+
+
+def close(context: WorkerContext) -> None:
+    """Nobody can reach the memory any more; remove the files. The mappings go with the process: a
+    copy may still run."""
+    if context.owner is not None:
+        context.owner.close()
+    if context.files is not None:
+        context.files.close()
