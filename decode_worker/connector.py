@@ -53,10 +53,10 @@ class DecodeConnector(WorkerConnector):
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        return self._scheduler.matched(request, num_computed_tokens)
+        return self._scheduler.decide(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+        self._scheduler.enqueue(request, blocks.get_block_ids()[0], num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> DecodeMetadata:
         loaded, failed = self._scheduler.collect()
@@ -65,7 +65,7 @@ class DecodeConnector(WorkerConnector):
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        self._scheduler.finished(request.request_id, block_ids)
+        self._scheduler.request_finished(request.request_id, block_ids)
         return False, None
 
     def has_pending_push_work(self) -> bool:

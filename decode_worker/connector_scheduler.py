@@ -1,11 +1,16 @@
-"""The decode worker's half of the vLLM connector that runs inside the scheduler.
+"""The half of the decode worker's KV connector that vLLM runs inside its scheduler.
 
-Called by vLLM on the engine thread only, never blocks, does no I/O. It asks the router, opens jobs
-in the ledger, and turns the ledger's events into what vLLM must be told. The one rule it keeps for
-vLLM: each request that was sent to wait for remote KV is reported exactly once.
+Three steps of docs/request-life.md are here:
 
-`request` and `pool` are vLLM's Request and BlockPool; only the attributes used here are relied on
-(checked at start-up by engine/check.py).
+    decide   whether a prefill worker computes the rest of a prompt
+    enqueue  open the job of such a prompt, and publish it
+    finish   tell vLLM how remote prefills have ended
+
+vLLM calls everything here on the engine thread. Nothing blocks or does I/O. Each request that waits
+for remote KV is reported to vLLM exactly once.
+
+`request` and `pool` are vLLM's Request and BlockPool. engine/check.py checks at start-up that they
+have the attributes that are used here.
 """
 
 from __future__ import annotations
@@ -14,12 +19,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from pullfill.decode_worker import conditional_router
 from pullfill.decode_worker.conditional_router import (
     QUEUE_FULL,
     QUEUE_WAIT,
     Decision,
     Situation,
-    decide,
     expected,
     timeouts,
 )
@@ -33,7 +38,15 @@ logger = log.get("decode_worker.scheduler")
 
 
 class ConnectorScheduler:
-    """Decisions, allocations and reports of one engine."""
+    """Decides, opens jobs and reports their ends, for one engine.
+
+    _decisions: the last decision about each request that has no blocks yet.
+    _waiting: requests that wait for remote KV.
+    _held: blocks that are held for each job whose writer is not proved quiet.
+    _failed: requests to report as failed at the next `collect`.
+    _unpublished: jobs to publish after the step that is being scheduled. `enqueue` says why.
+    _scheduled: the same for each step that still runs.
+    """
 
     def __init__(self, context: DecodeContext, block_size: int) -> None:
         self._context = context
@@ -48,7 +61,7 @@ class ConnectorScheduler:
         self._scheduled: deque[list[OpenedJob]] = deque()
 
     def bind_pool(self, pool: Any) -> None:
-        """vLLM's block pool; used to hold quarantined blocks by reference count."""
+        """Set vLLM's block pool. Blocks in quarantine are held by its reference counts."""
         self._pool = pool
 
     def bind_skipped(self, skipped: Callable[[int], int]) -> None:
@@ -64,14 +77,19 @@ class ConnectorScheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether there is something to tell the scheduler: the engine must step."""
+        """Whether there is something to tell vLLM. Then the engine must take a step."""
         return bool(self._failed) or self._context.ledger.has_events
 
-    def matched(self, request: Any, hit_tokens: int) -> tuple[int, bool]:
-        """vLLM's get_num_new_matched_tokens: (tokens a prefill worker will bring, True if so).
+    # ------------------------------------------------------------------ step 3: decide
 
-        May be asked many times for one request; only `allocated` makes a decision count.
-        """
+    def decide(self, request: Any, hit_tokens: int) -> tuple[int, bool]:
+        """Decide whether a prefill worker computes the rest of this prompt.
+
+        vLLM's `get_num_new_matched_tokens`. Returns the number of tokens that a prefill worker will
+        bring, and True if there are any. vLLM may ask many times about one request. Only `enqueue`
+        makes a decision count.
+
+        hit_tokens: length of the prefix hit on this worker."""
         first = request.prompt_token_ids[0] if request.prompt_token_ids else 0
         failpoints.hit(f"decode.prompt.{first}")
         context = self._context
@@ -79,15 +97,17 @@ class ConnectorScheduler:
             request.num_prompt_tokens, hit_tokens, self._ineligible(request)
         )
         own = context.trials and context.trials.decision(request.request_id)
-        decision = own or decide(situation, context.router_config())
+        decision = own or conditional_router.decide(situation, context.router_config())
         self._decisions[request.request_id] = (situation, decision)
         if decision.reason in (QUEUE_FULL, QUEUE_WAIT):
             context.queue_full()
         return (situation.remote_tokens, True) if decision.remote else (0, False)
 
     def _ineligible(self, request: Any) -> str:
-        """Why this request can never be prefilled remotely, "" if it can. KV of a prompt that is
-        more than its token ids, or of which vLLM wants every logit, is computed here."""
+        """Why this request can never be prefilled remotely. Empty: it can.
+
+        A prefill worker gets token ids only, and brings KV only. So the KV of a prompt that is more
+        than its token ids is computed here, and of a prompt of which vLLM wants every logit."""
         if request.num_output_tokens or request.num_preemptions:
             return "resumed"
         if self._context.traces.fallback_of(request.request_id) is not None:
@@ -108,27 +128,42 @@ class ConnectorScheduler:
             return "cache_salt"  # the user's; a job with it would be refused as poison
         return ""
 
-    def allocated(self, request: Any, block_ids: Sequence[int], external_tokens: int) -> None:
-        """vLLM's update_state_after_alloc: blocks are there; open the job if it is remote."""
+    # ------------------------------------------------------------------ step 4: enqueue
+
+    def enqueue(self, request: Any, block_ids: Sequence[int], external_tokens: int) -> None:
+        """Open the job of a remote prompt, and publish it.
+
+        vLLM's `update_state_after_alloc`: the request has its blocks.
+
+        external_tokens: number of tokens that a prefill worker will bring. 0 if the prompt is
+        computed here."""
         made = self._decisions.pop(request.request_id, None)
         if made is None:
-            return  # asked again with 0 after the load
+            return  # vLLM calls again after the load
         situation, decision = made
-        if not external_tokens:
-            if decision.remote:  # vLLM overruled: it will compute here
-                decision = Decision(False, "engine_declined")
+        if decision.remote and not external_tokens:
+            decision = Decision(False, "engine_declined")
         shown = expected(situation, decision, self._context.router_config())
         self._context.traces.decided(request.request_id, situation, decision, shown)
         if not external_tokens:
             return
-        self._open(request, block_ids, situation, external_tokens)
+        job = self._open(request, block_ids, situation, external_tokens)
+        failpoints.hit("decode.before_publish")
+        if situation.hit_tokens or self._scheduled:
+            # vLLM puts a block into its prefix cache when it schedules the block's tokens, so the
+            # hit may be computed in the very step that is being scheduled: until that step has
+            # run, a prefill worker would read garbage there. And a step that still runs may write
+            # one more token of a request that has ended since, into a block that is ours now.
+            self._unpublished.append(job)
+        else:
+            self._context.publish(job)
 
     def _open(
         self, request: Any, block_ids: Sequence[int], situation: Situation, external_tokens: int
-    ) -> None:
+    ) -> OpenedJob:
+        """Open the job in the ledger. From now on its request waits."""
         hit_tokens = situation.hit_tokens
         tokens = hit_tokens + external_tokens
-        blocks = tuple(block_ids[: -(-tokens // self._block_size)])
         config = self._context.router_config()
         timeout_s, claim_timeout_s = timeouts(situation.forecast, config)
         job = OpenedJob(
@@ -136,7 +171,7 @@ class ConnectorScheduler:
             request_id=request.request_id,
             token_ids=request.prompt_token_ids[:tokens],
             hit_tokens=hit_tokens,
-            blocks=blocks,
+            blocks=tuple(block_ids[: -(-tokens // self._block_size)]),
             cache_salt=request.cache_salt,
             priority=request.priority,
             timeout_s=timeout_s,
@@ -148,55 +183,38 @@ class ConnectorScheduler:
         self._context.ledger.open(
             job.job_id,
             job.request_id,
-            blocks,
+            job.blocks,
             first_target=hit_tokens // self._block_size,
-            timeout_s=job.timeout_s,
-            claim_timeout_s=job.claim_timeout_s,
+            timeout_s=timeout_s,
+            claim_timeout_s=claim_timeout_s,
             stall_s=config.remote_timeout_s,
         )
-        failpoints.hit("decode.before_publish")
-        if hit_tokens or self._scheduled:
-            # vLLM puts a block into its prefix cache when it schedules the block's tokens, so the
-            # hit may be computed in the very step that is being scheduled: until that step has
-            # run, a prefill worker would read garbage there. And a step that still runs may write
-            # one more token of a request that has ended since, into a block that is ours now.
-            self._unpublished.append(job)
-        else:
-            self._context.publish(job)
+        return job
 
     def step_done(self, running: int = 0) -> None:
-        """All steps scheduled so far but the last `running` ones have run: what they computed may
-        be read by others now."""
-        while len(self._scheduled) > running:
-            self._publish(self._scheduled.popleft())
-        if not running and self._unpublished:
-            jobs, self._unpublished = self._unpublished, []
-            self._publish(jobs)
+        """Publish the jobs that waited for steps to end.
 
-    def _publish(self, jobs: Sequence[OpenedJob]) -> None:
+        running: number of scheduled steps that have not run yet."""
+        jobs: list[OpenedJob] = []
+        while len(self._scheduled) > running:
+            jobs += self._scheduled.popleft()
+        if not running and self._unpublished:
+            jobs += self._unpublished
+            self._unpublished = []
         for job in jobs:
             self._context.publish(job)
 
-    def collect(self) -> tuple[list[str], list[str]]:
-        """Once for each step, at the end of its scheduling: returns (loaded, failed) request ids to
-        report in this step."""
-        self._scheduled.append(self._unpublished)
-        self._unpublished = []
-        if not self.has_work:
-            return [], []
-        loaded = self.take_in()
-        failed, self._failed = self._failed, []
-        return loaded, failed
+    # ------------------------------------------------------------------ step 9: finish
 
-    def take_in(self) -> list[str]:
-        """Act on the ledger's events, before a step is scheduled or while it is. Returns the
-        requests whose KV is there: told before, vLLM runs them in that step and not in the one
-        after. Those that failed wait for `collect`.
+    def finish(self) -> list[str]:
+        """Act on how remote prefills have ended. Returns the requests whose KV is there.
 
-        Holds come before the report that makes vLLM free the same blocks, so a quarantined block
-        never reaches the free list.
-        """
+        vLLM computes the last prompt token of those, and samples. Called before a step is
+        scheduled, so that they run in that step and not in the one after. Requests that failed are
+        reported by `collect`."""
         loaded: list[str] = []
+        # A hold comes before the report that makes vLLM free the same blocks. So no block in
+        # quarantine reaches the free list.
         for event in self._context.ledger.take_events():
             match event:
                 case Hold(job_id, blocks):
@@ -215,9 +233,22 @@ class ConnectorScheduler:
                     (loaded if was_loaded else self._failed).append(request_id)
         return loaded
 
-    def finished(self, request_id: str, block_ids: Sequence[int] = ()) -> None:
-        """vLLM's request_finished: the request is over, however. An open job is cancelled; if the
-        request still waits, its blocks are freed by the report that `cancel` causes."""
+    def collect(self) -> tuple[list[str], list[str]]:
+        """Return the (loaded, failed) requests to report in this step.
+
+        Called once for each step, at the end of its scheduling."""
+        self._scheduled.append(self._unpublished)
+        self._unpublished = []
+        if not self.has_work:
+            return [], []
+        loaded = self.finish()
+        failed, self._failed = self._failed, []
+        return loaded, failed
+
+    def request_finished(self, request_id: str, block_ids: Sequence[int] = ()) -> None:
+        """Cancel the job of a request that is over in vLLM, if one is open.
+
+        If the request still waits, vLLM frees its blocks when `collect` reports it."""
         self._decisions.pop(request_id, None)
         if self._context.trials is not None:
             self._context.trials.finished(request_id, block_ids)

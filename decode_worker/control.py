@@ -1,8 +1,8 @@
-"""The control channel: prefill workers connect here, claim jobs, commit or hand them back.
+"""The control server: prefill workers connect here. They claim jobs, and commit or give them up.
 
-One TCP connection per prefill worker; its identity is the connection, so a worker that dies is
-noticed by the kernel closing it, and nobody can commit in another's name. Everything runs on the
-worker's asyncio loop; the ledger decides, this only speaks.
+A prefill worker has one TCP connection, and the connection is its identity. So nobody can commit in
+another's name, and when a worker dies the kernel ends its connection. What is said about a job goes
+to grants.py. Everything runs on the worker's asyncio loop.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
-from pullfill.decode_worker.commits import Commits
 from pullfill.decode_worker.forecast import Forecaster
+from pullfill.decode_worker.grants import Grants
 from pullfill.decode_worker.kv_reader import KvReader, Reach
 from pullfill.decode_worker.ledger import Ledger
 from pullfill.decode_worker.ledger_types import CancelMessage, NakDelivery, SendRevoke
@@ -25,7 +25,7 @@ from pullfill.decode_worker.verify import Verifier
 from pullfill.errors import AuthFailed, BadMessage, Outcome, PullfillError
 from pullfill.net.channel import Channel, accept
 from pullfill.net.security import ClusterKey
-from pullfill.runtime import failpoints, log, metrics, timer_grid
+from pullfill.runtime import log, metrics, timer_grid
 from pullfill.runtime.lifecycle import stop_listening
 from pullfill.runtime.waits import Bell
 from pullfill.wire import (
@@ -42,8 +42,6 @@ from pullfill.wire import (
     KvMode,
     Progress,
     Ready,
-    Refused,
-    RefuseReason,
     Revoke,
     ToDecode,
     Welcome,
@@ -52,11 +50,10 @@ from pullfill.wire import (
 logger = log.get("decode_worker.control")
 
 _COMPLAIN_EVERY_S = 60.0
-_GRANTED = metrics.CLAIM.labels("granted")
 
 
 class ControlServer:
-    """Serves claims and commits, and carries out what the ledger asks of the network.
+    """Serves the connections of prefill workers, and does what the ledger asks of the network.
 
     cancel, nak: methods of the queue's producer.
     verifier: compares digests. Needed if the ledger asks for them. `stop` closes it.
@@ -87,7 +84,7 @@ class ControlServer:
         self._ledger = ledger
         self._traces = traces
         self.forecaster = Forecaster()
-        self.commits = Commits(ledger, traces, verifier, self.forecaster, self._spawn, self._act)
+        self.grants = Grants(ledger, traces, verifier, self.forecaster, self._spawn, self._act)
         self._cancel = cancel
         self._nak = nak
         self._verifier = verifier
@@ -345,26 +342,20 @@ class ControlServer:
                 return
             # These four messages make no deadline earlier, so the ledger's timer need not run.
             case Claim():
-                self._on_claim(peer, message)
+                if self.checks is None or self.checks.may_claim(peer, message):
+                    self.grants.grant(peer, message)
                 return
             case Progress():
-                self.commits.progress(peer, message)
+                self.grants.progress(peer, message)
                 return
             case Commit():
-                self.commits.commit(peer, message)
+                self.grants.commit(peer, message)
                 return
             case Ready():
-                self.commits.ready(peer, message)
+                self.grants.ready(peer, message)
                 return
             case GiveUp():
-                self._ledger.gave_up(
-                    message.job_id,
-                    message.attempt,
-                    message.incarnation,
-                    peer.name,
-                    message.cause,
-                    message.retry,
-                )
+                self.grants.gave_up(peer, message)
             case DrainAck():
                 self._ledger.tick()  # ask for the proof now instead of at the next tick
             case Draining():
@@ -374,26 +365,3 @@ class ControlServer:
             case _:
                 raise BadMessage("hello was already said")
         self._wake.ring()
-
-    def _on_claim(self, peer: Peer, claim: Claim) -> None:
-        if self.checks is not None and not self.checks.may_claim(peer, claim):
-            return
-        failpoints.hit("decode.before_grant")
-        claimed = self._ledger.grant(claim.job_id, claim.incarnation, peer.name, claim.ack_subject)
-        if claimed.grant is None:
-            assert claimed.refused is not None
-            metrics.CLAIM.labels(claimed.refused.value).inc()
-            if claimed.refused not in (RefuseReason.HELD, RefuseReason.IN_PROGRESS):
-                metrics.STALE_REFUSED.labels("claim").inc()
-            peer.channel.write(
-                Refused(
-                    rid=claim.rid, job_id=claim.job_id, reason=claimed.refused,
-                    retry_after_s=claimed.retry_after_s,
-                )
-            )  # fmt: skip
-            return
-        grant = claimed.grant
-        _GRANTED.inc()
-        if (entry := self._ledger.find(claim.job_id)) is not None:
-            self._traces.claimed(entry.request_id, grant.attempt, peer.instance_id, grant.queued_s)
-        peer.channel.write(peer.grant(claim, self._ledger.incarnation, grant))

@@ -71,7 +71,7 @@ class DecodeHooks(EngineHooks):
         if (now := time.monotonic()) >= self._look_at:
             self._look_at = now + _LOOK_S
             leave.look(self.server, self._ledger)
-        if self._ledger.has_events and (loaded := self._scheduler.take_in()):
+        if self._ledger.has_events and (loaded := self._scheduler.finish()):
             self._host.received(loaded)
         return self._scheduler.has_work
 
@@ -184,7 +184,7 @@ class DecodeRole(Role[DecodeContext, DecodeHooks]):
             self._loop, producer, context.ledger, instance_id=self.instance_id, control=address,
             compat_hash=engine.compat.hash(), block_size=engine.config.cache_config.block_size,
         )  # fmt: skip
-        control.commits.committed = producer.committed
+        control.grants.committed = producer.committed
         control.past_stream = lambda: producer.past_stream
         outlook = Outlook(
             context.ledger,

@@ -103,8 +103,8 @@ class Half:
         begin, spent = time.process_time(), 0.0
         for request in requests:
             asked = time.thread_time()
-            external, _ = self.side.matched(request, 0)
-            self.side.allocated(request, range(-(-PROMPT // BLOCK)), external)
+            external, _ = self.side.decide(request, 0)
+            self.side.enqueue(request, range(-(-PROMPT // BLOCK)), external)
             took = time.thread_time() - asked
             spent += took
             if cost is not None:
@@ -118,7 +118,7 @@ class Half:
         """Cancel the newest; returns when the queue has deleted them."""
         wanted = self.ledger.open_jobs - count
         for request_id in self.open[-count:]:
-            self.side.finished(request_id)
+            self.side.request_finished(request_id)
         del self.open[-count:]
         self.side.collect()
         self.side.step_done()

@@ -15,14 +15,15 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 _ENGINE_CALLS = ("step_fn", "add_request", "preprocess_add_request", "abort_requests")
 """What the host and the request server call on the core."""
-_SIDE_CALLS = ("matched", "allocated", "collect", "plan", "finished")
-"""Our code that vLLM's scheduler calls in the middle of its own."""
+DECODE_CALLS = ("decide", "enqueue", "collect", "request_finished")
+PREFILL_CALLS = ("matched", "allocated", "plan", "finished")
+"""Our code that vLLM's scheduler calls in the middle of its own, in each kind of worker."""
 
 _clock = time.thread_time_ns
 
@@ -63,9 +64,9 @@ class Counters:
         return wrapped
 
     def _note(self, name: str, args: tuple[Any, ...], took: int) -> None:
-        if name == "matched":
+        if name == "decide":
             self._asked[args[0].request_id] = took
-        elif name == "allocated":
+        elif name == "enqueue":
             asked = self._asked.pop(args[0].request_id, None)
             if asked is not None and args[2]:
                 self.decisions_ns.append(asked + took)
@@ -94,14 +95,13 @@ def _threads() -> dict[str, int]:
     return used
 
 
-def install(side_class: type[Any], where: Path) -> None:
+def install(side_class: type[Any], calls: Sequence[str], where: Path) -> None:
     """Wrap; answer SIGUSR1 with a file `where`/PID.json, which appears whole."""
     from pullfill.engine.host import EngineHost
 
     counters = Counters()
-    for name in _SIDE_CALLS:
-        if hasattr(side_class, name):
-            setattr(side_class, name, counters.side(name, getattr(side_class, name)))
+    for name in calls:
+        setattr(side_class, name, counters.side(name, getattr(side_class, name)))
     build = EngineHost.build
 
     def built(host: EngineHost) -> Any:

@@ -81,13 +81,13 @@ def _serve(order: dict[str, Any], model: str, flags: list[str]) -> None:
     if order["fork"] == "decode":
         from pullfill.decode_worker import connector_scheduler, main
 
-        probes.install(connector_scheduler.ConnectorScheduler, stats)
+        probes.install(connector_scheduler.ConnectorScheduler, probes.DECODE_CALLS, stats)
         main.run(cluster, options, flags)
     else:
         from pullfill.prefill_worker import connector_scheduler as prefill_side
         from pullfill.prefill_worker import main as prefill_main
 
-        probes.install(prefill_side.ConnectorScheduler, stats)
+        probes.install(prefill_side.ConnectorScheduler, probes.PREFILL_CALLS, stats)
         prefill_main.run(cluster, options, flags)
 
 

@@ -20,7 +20,9 @@ from benchmarks import machine
 from benchmarks.control import idle, links, plant, probes, scale, tokens
 from benchmarks.control.driver import Sticky
 from benchmarks.control.plant import Use, mock_flags
+from pullfill.decode_worker import connector_scheduler as decode
 from pullfill.engine.mock.model import settings_of
+from pullfill.prefill_worker import connector_scheduler as prefill
 
 
 class Clock:
@@ -44,21 +46,21 @@ def test_our_part_of_an_engine_step_is_not_the_engines(clock: Clock) -> None:
     request = SimpleNamespace(request_id="r")
 
     class Side:
-        def matched(self, request: Any, hit: int) -> None:
+        def decide(self, request: Any, hit: int) -> None:
             clock.work(30)
 
-        def allocated(self, request: Any, blocks: Any, external: int) -> None:
+        def enqueue(self, request: Any, blocks: Any, external: int) -> None:
             clock.work(5)
 
-    matched = counters.side("matched", Side.matched)
-    allocated = counters.side("allocated", Side.allocated)
+    decide = counters.side("decide", Side.decide)
+    enqueue = counters.side("enqueue", Side.enqueue)
 
     def step() -> None:
         clock.work(100)
-        matched(Side(), request, 0)
-        matched(Side(), request, 0)  # asked again
+        decide(Side(), request, 0)
+        decide(Side(), request, 0)  # asked again
         clock.work(10)
-        allocated(Side(), request, (), 7)
+        enqueue(Side(), request, (), 7)
 
     counters.engine(step, counts=True)()
     assert (counters.engine_ns, counters.side_ns, counters.steps) == (110, 65, 1)
@@ -68,9 +70,17 @@ def test_our_part_of_an_engine_step_is_not_the_engines(clock: Clock) -> None:
 def test_a_local_prefill_is_no_decision_to_time(clock: Clock) -> None:
     counters = probes.Counters()
     request = SimpleNamespace(request_id="r")
-    counters.side("matched", lambda *_: clock.work(30))(None, request, 0)
-    counters.side("allocated", lambda *_: clock.work(5))(None, request, (), 0)
+    counters.side("decide", lambda *_: clock.work(30))(None, request, 0)
+    counters.side("enqueue", lambda *_: clock.work(5))(None, request, (), 0)
     assert counters.decisions_ns == []
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "calls"),
+    [(decode, probes.DECODE_CALLS), (prefill, probes.PREFILL_CALLS)],
+)
+def test_what_is_timed_exists(scheduler: Any, calls: tuple[str, ...]) -> None:
+    assert [name for name in calls if not hasattr(scheduler.ConnectorScheduler, name)] == []
 
 
 def test_threads_are_told_by_name() -> None:

@@ -37,7 +37,7 @@ async def reported(decode: DecodeHalf, prefill: PrefillHalf, load: Load) -> None
 
 def remote(decode: DecodeHalf, seed: int) -> bool:
     request = FakeRequest(f"asked-{seed}", prompt(TOKENS + 1, seed=seed))
-    return decode.side.matched(request, 0)[1]
+    return decode.side.decide(request, 0)[1]
 
 
 async def test_a_burst_is_admitted_up_to_the_expected_wait(tmp_path: Path) -> None:

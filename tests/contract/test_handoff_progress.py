@@ -105,7 +105,7 @@ async def test_a_prompt_behind_a_slow_link_is_not_sent_to_wait_there(tmp_path: P
         served = decode.send(LONG)
         await until(lambda: 0 < decode.ledger.unwritten() < BLOCKS - 4, 5)
         request = FakeRequest("behind", prompt(BLOCK + 1, seed=2))
-        assert decode.side.matched(request, 0) == (0, False)
+        assert decode.side.decide(request, 0) == (0, False)
         _, decision = decode.side._decisions.pop("behind")
         assert decision.reason == "queue_wait"
         (link,) = decode.control.forecaster._links.values()
@@ -113,5 +113,5 @@ async def test_a_prompt_behind_a_slow_link_is_not_sent_to_wait_there(tmp_path: P
         await settled(served)
         assert decode.right(served)
         assert prefill.engine.computed_tokens == len(LONG) - 1, "computed once, in many copies"
-        assert decode.side.matched(request, 0)[1]
+        assert decode.side.decide(request, 0)[1]
         await cluster.check_clean()

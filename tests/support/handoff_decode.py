@@ -89,7 +89,7 @@ class DecodeHalf:
             verifier=verifier_for(self.ledger, [self.region.memory]),
             reach=lambda regions: lambda: rig.transport.connect(self.region.memory, *regions),
         )
-        self.control.commits.committed = producer.committed
+        self.control.grants.committed = producer.committed
         config = RouterConfig(policy=RouterPolicy.ALWAYS_REMOTE, remote_timeout_s=timeout_s)
         self.side = ConnectorScheduler(
             DecodeContext(
@@ -144,14 +144,14 @@ class DecodeHalf:
     def send(self, tokens: Sequence[int], hit: Sequence[int] = ()) -> Served:
         """A request that hits the cached blocks `hit`; it must go remote."""
         request = FakeRequest(f"r{len(self.requests)}", list(tokens))
-        external, asynchronous = self.side.matched(request, len(hit) * BLOCK)
+        external, asynchronous = self.side.decide(request, len(hit) * BLOCK)
         assert asynchronous
         own = self.pool.allocate(-(-(len(tokens) - 1) // BLOCK) - len(hit))
         assert own is not None
         self.pages[:, own] = 0xAA
         self.pool.touch([self.pool.blocks[b] for b in hit])
         served = self.requests[request.request_id] = Served(request, [*hit, *own])
-        self.side.allocated(request, served.table, external)
+        self.side.enqueue(request, served.table, external)
         self.side.step_done()
         return served
 
@@ -161,7 +161,7 @@ class DecodeHalf:
         self.control.wake()
 
     def step(self) -> None:
-        loaded = self.side.take_in()
+        loaded = self.side.finish()
         later, failed = self.side.collect()
         loaded += later
         for request_id in [*loaded, *failed]:
@@ -173,7 +173,7 @@ class DecodeHalf:
 
     def abort(self, served: Served) -> None:
         served.over = True
-        self.side.finished(served.request.request_id)
+        self.side.request_finished(served.request.request_id)
         if served.loaded:
             self.pool.release(served.table)
 

@@ -112,10 +112,10 @@ class HandoffModel:
         tokens = (len(blocks) - 1) * BLOCK + extra + 1
         self._serial += 1
         request = FakeRequest(f"r{self._serial}", list(range(tokens)))
-        external, asynchronous = self.side.matched(request, hits * BLOCK)
+        external, asynchronous = self.side.decide(request, hits * BLOCK)
         assert asynchronous
         assert external == tokens - 1 - hits * BLOCK
-        self.side.allocated(request, blocks, external)
+        self.side.enqueue(request, blocks, external)
         self.side.step_done()
         opened = self._opened.pop()
         assert not self._opened
@@ -126,7 +126,7 @@ class HandoffModel:
 
     def step(self) -> None:
         """vLLM schedules: the connector's reports arrive and free what waited for them."""
-        loaded = self.side.take_in()
+        loaded = self.side.finish()
         later, failed = self.side.collect()
         loaded += later
         for request_id in [*loaded, *failed]:
@@ -140,7 +140,7 @@ class HandoffModel:
     def abort(self, job: Job) -> None:
         """The request ends in vLLM. While it waits its blocks stay until the report."""
         job.aborted = True
-        self.side.finished(job.request.request_id)
+        self.side.request_finished(job.request.request_id)
         if job.reports:
             self._free(job)
         self.act()

@@ -49,11 +49,11 @@ class Rig:
     def send(self, tokens: int, hit: int = 0, name: str = "r", **fields: Any) -> FakeRequest:
         """Schedule a request up to its allocation; it must go remote."""
         request = FakeRequest(name, list(range(100, 100 + tokens)), **fields)
-        external, asynchronous = self.side.matched(request, hit)
+        external, asynchronous = self.side.decide(request, hit)
         assert asynchronous
         blocks = self.pool.allocate(-(-(hit + external) // BLOCK))
         assert blocks is not None
-        self.side.allocated(request, blocks, external)
+        self.side.enqueue(request, blocks, external)
         return request
 
 
@@ -68,10 +68,10 @@ def test_a_prompt_that_stays_for_the_depth_of_the_queue_asks_for_a_new_count() -
         p, h, i, prefill_workers=1, queue_available=True, queue_jobs=depth[0]
     )
     request = FakeRequest("r", list(range(100)))
-    assert rig.side.matched(request, 0)[1]
+    assert rig.side.decide(request, 0)[1]
     assert not told
     depth[0] = rig.config.max_prefill_queue_size
-    assert not rig.side.matched(request, 0)[1]
+    assert not rig.side.decide(request, 0)[1]
     assert told
 
 
@@ -83,7 +83,7 @@ def test_all_tokens_but_the_last_and_exactly_their_blocks(tokens: int, hit_block
     hit = hit_blocks * BLOCK
     if hit >= tokens - 1:
         request = FakeRequest("r", list(range(tokens)))
-        assert rig.side.matched(request, hit) == (0, False)
+        assert rig.side.decide(request, hit) == (0, False)
         return
     request = rig.send(tokens, hit)
     rig.side.step_done()
@@ -100,8 +100,8 @@ def test_more_blocks_than_needed_are_not_granted() -> None:
     """vLLM may hand over lookahead blocks; the writer gets none of them."""
     rig = Rig()
     request = FakeRequest("r", list(range(2 * BLOCK + 1)))
-    external, _ = rig.side.matched(request, 0)
-    rig.side.allocated(request, [9, 8, 7, 6], external)
+    external, _ = rig.side.decide(request, 0)
+    rig.side.enqueue(request, [9, 8, 7, 6], external)
     assert rig.published[0].blocks == (9, 8)
 
 
@@ -152,21 +152,21 @@ def test_blocks_freed_while_a_step_runs_are_offered_only_after_it() -> None:
 def test_asking_twice_opens_once_and_the_last_answer_counts() -> None:
     rig = Rig()
     request = FakeRequest("r", list(range(20)))
-    assert rig.side.matched(request, 0) == (19, True)
-    assert rig.side.matched(request, 8) == (11, True)
+    assert rig.side.decide(request, 0) == (19, True)
+    assert rig.side.decide(request, 8) == (11, True)
     assert rig.ledger.open_jobs == 0, "asking has no effect"
-    rig.side.allocated(request, list(range(5)), 11)
+    rig.side.enqueue(request, list(range(5)), 11)
     rig.side.step_done()
     assert [job.hit_tokens for job in rig.published] == [8]
-    rig.side.allocated(request, list(range(5)), 0)  # vLLM calls again after the load
+    rig.side.enqueue(request, list(range(5)), 0)  # vLLM calls again after the load
     assert rig.ledger.open_jobs == 1
 
 
 def test_vllm_may_overrule() -> None:
     rig = Rig()
     request = FakeRequest("r", list(range(20)))
-    assert rig.side.matched(request, 0)[1]
-    rig.side.allocated(request, list(range(5)), 0)
+    assert rig.side.decide(request, 0)[1]
+    rig.side.enqueue(request, list(range(5)), 0)
     assert rig.ledger.open_jobs == 0
     record = rig.traces.finish("r")
     assert record is not None
@@ -189,8 +189,8 @@ def test_vllm_may_overrule() -> None:
 def test_what_cannot_go_remote(fields: dict[str, Any], reason: str) -> None:
     rig = Rig()
     request = FakeRequest("r", list(range(20)), **fields)
-    assert rig.side.matched(request, 0) == (0, False)
-    rig.side.allocated(request, list(range(5)), 0)
+    assert rig.side.decide(request, 0) == (0, False)
+    rig.side.enqueue(request, list(range(5)), 0)
     record = rig.traces.finish("r")
     assert record is not None
     assert record.reason == reason
@@ -199,12 +199,12 @@ def test_what_cannot_go_remote(fields: dict[str, Any], reason: str) -> None:
 def test_a_prompt_beyond_the_window_of_every_layer_stays_here() -> None:
     rig = Rig()
     rig.side.bind_skipped(lambda tokens: max(0, tokens - 15))
-    assert rig.side.matched(FakeRequest("long", list(range(16))), 0) == (0, False)
-    rig.side.allocated(FakeRequest("long", list(range(16))), [0, 0, 7, 8], 0)
+    assert rig.side.decide(FakeRequest("long", list(range(16))), 0) == (0, False)
+    rig.side.enqueue(FakeRequest("long", list(range(16))), [0, 0, 7, 8], 0)
     record = rig.traces.finish("long")
     assert record is not None
     assert (record.path, record.reason) == ("local", "sliding_window")
-    assert rig.side.matched(FakeRequest("short", list(range(15))), 0)[1]
+    assert rig.side.decide(FakeRequest("short", list(range(15))), 0)[1]
 
 
 def test_salt_and_priority_go_with_the_job() -> None:
@@ -235,8 +235,8 @@ def test_explain_shows_what_the_decision_was_made_on() -> None:
         told = replace(told, **changes)
         request = FakeRequest(request_id, list(range(20)))
         request.lora_request = None if shown else object()
-        assert rig.side.matched(request, 0) == (0, False)
-        rig.side.allocated(request, list(range(5)), 0)
+        assert rig.side.decide(request, 0) == (0, False)
+        rig.side.enqueue(request, list(range(5)), 0)
         record = rig.traces.finish(request_id)
         assert record is not None
         assert (record.expected_s is not None) is shown, record.reason
@@ -252,8 +252,8 @@ def test_a_fallback_is_local_when_vllm_asks_again() -> None:
     assert rig.side.has_work
     assert rig.side.collect() == ([], ["r"])
     assert not rig.side.has_work
-    assert rig.side.matched(request, 0) == (0, False)
-    rig.side.allocated(request, list(range(5)), 0)
+    assert rig.side.decide(request, 0) == (0, False)
+    rig.side.enqueue(request, list(range(5)), 0)
     record = rig.traces.finish("r")
     assert record is not None
     assert (record.path, record.reason) == ("local", "policy_always_remote")
@@ -298,10 +298,10 @@ def test_proof_between_two_steps_holds_and_releases_in_one() -> None:
 def test_finished_while_waiting_is_reported_once() -> None:
     rig = Rig()
     rig.send(20)
-    rig.side.finished("r")
-    rig.side.finished("r")
+    rig.side.request_finished("r")
+    rig.side.request_finished("r")
     assert rig.side.collect() == ([], ["r"])
-    rig.side.finished("r")
+    rig.side.request_finished("r")
     assert rig.side.collect() == ([], [])
     assert rig.ledger.open_jobs == 0
 
@@ -313,7 +313,7 @@ def test_finished_after_it_was_settled_but_before_the_step() -> None:
     grant = rig.ledger.grant(job.job_id, "i", "a").grant
     assert grant is not None
     assert rig.ledger.commit(job.job_id, 1, "i", "a", 5) is None
-    rig.side.finished("r")
+    rig.side.request_finished("r")
     assert rig.side.collect() == (["r"], [])
 
 
@@ -325,9 +325,9 @@ def test_what_came_before_a_step_is_told_before_it_and_what_failed_with_it() -> 
         rig.ledger.grant(job.job_id, "i", "a")
     rig.ledger.commit(rig.published[0].job_id, 1, "i", "a", 5)
     rig.ledger.gave_up(rig.published[1].job_id, 1, "i", "a", "no", retry=False)
-    assert rig.side.take_in() == ["good"]
+    assert rig.side.finish() == ["good"]
     assert rig.side.has_work, "the other one waits for a step"
-    assert rig.side.take_in() == []
+    assert rig.side.finish() == []
     assert rig.side.collect() == ([], ["bad"])
     assert not rig.side.has_work
     assert rig.side.collect() == ([], [])
@@ -335,9 +335,9 @@ def test_what_came_before_a_step_is_told_before_it_and_what_failed_with_it() -> 
 
 def test_finished_before_it_was_allocated_leaves_nothing() -> None:
     rig = Rig()
-    rig.side.matched(FakeRequest("r", list(range(20))), 0)
-    rig.side.finished("r")
-    rig.side.allocated(FakeRequest("r", list(range(20))), [1, 2, 3, 4, 5], 19)
+    rig.side.decide(FakeRequest("r", list(range(20))), 0)
+    rig.side.request_finished("r")
+    rig.side.enqueue(FakeRequest("r", list(range(20))), [1, 2, 3, 4, 5], 19)
     assert rig.ledger.open_jobs == 0
     assert rig.side.collect() == ([], [])
 

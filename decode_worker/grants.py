@@ -1,10 +1,12 @@
-"""How a prefill worker ends an attempt well, from its message to our answer.
+"""What prefill workers say about a job, from the claim to the commit, and what they are answered.
 
-    Commit → ledger ─────────────────────────────────▶ CommitReply
-    Ready  → ledger → read its blocks (kv_reader.py) ─┐  ▲
-                                                   └──┤ with digests: verify.py first
+    Claim  ─▶ grant ─▶ Grant, or Refused
+    Commit ─▶ commit ────────────────────────────────▶ CommitReply
+    Ready  ─▶ ready ─▶ read its blocks (kv_reader.py) ─┐  ▲
+                                                    └──┤ with --kv-digest: verify.py first
 
-asyncio thread only. Owns nothing: the control server starts the work and stops it.
+The ledger decides. Everything runs on the asyncio thread. The control server receives the messages,
+starts the tasks that read and verify, and stops them.
 """
 
 from __future__ import annotations
@@ -18,22 +20,33 @@ import msgspec
 
 from pullfill.decode_worker.forecast import Forecaster
 from pullfill.decode_worker.ledger import Ledger
-from pullfill.decode_worker.ledger_types import Entry, JobState, Read, Verify
+from pullfill.decode_worker.ledger_types import Claimed, Entry, JobState, Read, Verify
 from pullfill.decode_worker.peers import Peer
 from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.decode_worker.verify import Verifier
 from pullfill.errors import BadMessage, Fenced, Outcome, PullfillError
 from pullfill.runtime import failpoints, log, metrics
-from pullfill.wire import Commit, CommitReply, Progress, Ready, u32
+from pullfill.wire import (
+    Claim,
+    Commit,
+    CommitReply,
+    GiveUp,
+    Progress,
+    Ready,
+    Refused,
+    RefuseReason,
+    u32,
+)
 
 logger = log.get("decode_worker.control")
 
 _OURS = frozenset({Outcome.DIGEST_MISMATCH.value, "read_failed"})
-"""Refusals of commits that were not stale; counted where they happen."""
+"""Refusals of commits that were not stale. They are counted where they happen."""
+_GRANTED = metrics.CLAIM.labels("granted")
 
 
-class Commits:
-    """Takes `Commit` and `Ready` messages.
+class Grants:
+    """Grants jobs to prefill workers, and takes in what they bring.
 
     spawn: runs a task that may outlast the handling of a message.
     act: carries out the actions that the ledger has queued.
@@ -57,12 +70,54 @@ class Commits:
         self._act = act
         self.committed: Callable[[Any], None] = lambda _receipt: None
 
+    # ------------------------------------------------------------------ step 5: grant
+
+    def grant(self, peer: Peer, claim: Claim) -> None:
+        """Answer a claim: grant the job to this prefill worker, or refuse."""
+        failpoints.hit("decode.before_grant")
+        claimed = self._ledger.grant(claim.job_id, claim.incarnation, peer.name, claim.ack_subject)
+        if (grant := claimed.grant) is None:
+            self._refuse(peer, claim, claimed)
+            return
+        _GRANTED.inc()
+        if (entry := self._ledger.find(claim.job_id)) is not None:
+            self._traces.claimed(entry.request_id, grant.attempt, peer.instance_id, grant.queued_s)
+        peer.channel.write(peer.grant(claim, self._ledger.incarnation, grant))
+
+    def _refuse(self, peer: Peer, claim: Claim, claimed: Claimed) -> None:
+        reason = claimed.refused
+        assert reason is not None
+        metrics.CLAIM.labels(reason.value).inc()
+        if reason not in (RefuseReason.HELD, RefuseReason.IN_PROGRESS):
+            metrics.STALE_REFUSED.labels("claim").inc()
+        after = claimed.retry_after_s
+        peer.channel.write(
+            Refused(rid=claim.rid, job_id=claim.job_id, reason=reason, retry_after_s=after)
+        )
+
+    def progress(self, peer: Peer, progress: Progress) -> None:
+        """Note what has been written since the last report."""
+        self._forecaster.wrote(peer.instance_id, progress.blocks, progress.write_s)
+        self._ledger.progress(
+            progress.job_id, progress.attempt, progress.incarnation, peer.name, progress.blocks
+        )
+
+    def gave_up(self, peer: Peer, said: GiveUp) -> None:
+        """Handle a prefill worker that gives a job up."""
+        self._ledger.gave_up(
+            said.job_id, said.attempt, said.incarnation, peer.name, said.cause, said.retry
+        )
+
+    # ------------------------------------------------------------------ step 8: commit
+
     def commit(self, peer: Peer, commit: Commit) -> None:
-        """It says that all is written."""
+        """Accept the KV that this prefill worker has written: its request goes on.
+
+        With --kv-digest the KV is compared with its digests first."""
         failpoints.hit("decode.before_commit")
         entry = self._ledger.find(commit.job_id)
         if entry is not None and (entry.attempt, entry.writer) == (commit.attempt, peer.name):
-            # Before the commit: the engine thread may settle the request the moment it is done.
+            # Before the commit: after it the engine thread may finish the request at any moment.
             self._traces.committed(
                 entry.request_id,
                 commit.timings,
@@ -86,15 +141,10 @@ class Commits:
         else:
             self._answer(peer, commit, answer, entry)
 
-    def progress(self, peer: Peer, progress: Progress) -> None:
-        """Handle `Progress`."""
-        self._forecaster.wrote(peer.instance_id, progress.blocks, progress.write_s)
-        self._ledger.progress(
-            progress.job_id, progress.attempt, progress.incarnation, peer.name, progress.blocks
-        )
-
     def ready(self, peer: Peer, ready: Ready) -> None:
-        """It says that all is computed and may be read. Raises BadMessage if nobody asked it to."""
+        """Read the KV that this prefill worker has computed, then commit it (--kv-mode pull).
+
+        Raises BadMessage if no grant said pull."""
         if peer.reader is None:
             raise BadMessage("ready, where no grant said pull")
         blocks = len(u32.unpack(ready.block_ids))
@@ -144,7 +194,7 @@ class Commits:
         self._act()
 
     async def _watch(self, peer: Peer, ready: Ready, stall_s: float) -> None:
-        """While the blocks are read: tell the ledger each time that some bytes have arrived."""
+        """Tell the ledger that some bytes have arrived, as long as the blocks are read."""
         assert peer.reader is not None
         moved = peer.reader.moved_bytes
         while True:
