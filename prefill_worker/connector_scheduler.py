@@ -108,16 +108,24 @@ class ConnectorScheduler:
         return (missing, True) if missing > 0 else (0, False)
 
     def allocated(self, request: Any, block_ids: Sequence[int], external_tokens: int) -> None:
-        """Blocks are there: start the prefix read if there is one."""
+        """vLLM has allocated blocks for the request: read the missing prefix into them."""
         task = self._context.tasks.get(request.request_id)
         if task is None:
             return
         task.request = request
-        if not external_tokens or task.read_asked:
-            return
+        if external_tokens and not task.read_asked:
+            self.read_prefix(task, block_ids, external_tokens // self._block_size)
+
+    def read_prefix(self, task: PrefillTask, block_ids: Sequence[int], missing: int) -> None:
+        """Read the prefix blocks that the decode worker has and this engine lacks.
+
+        If the read fails, the engine computes the prefix.
+
+        block_ids: this engine's blocks of the request, in the order of the prompt.
+        missing: number of blocks to read. They are the last ones of the decode worker's hit."""
         task.read_asked = True
         end = task.hit_tokens // self._block_size
-        start = end - external_tokens // self._block_size
+        start = end - missing
         read = Write(task, list(block_ids[start:end]), task.remote_blocks[start:end], last=False)
         if not self._scheduled:
             task.transfer_worker.read(task, read.remote, read.local, self._read_done)

@@ -50,8 +50,7 @@ from pullfill.wire import (
 
 logger = log.get("prefill_worker.link")
 
-_REPLY_S = 10.0
-_READ_S = 24 * 3600.0  # a safety net: the decode worker replies when its read ends
+REPLY_S = 10.0
 _RECONNECT_S = 0.05
 
 
@@ -72,6 +71,7 @@ class ControlConnection:
     owner then closes the link.
     activity: returns how many jobs this worker has completed, and how many it has a grant for.
     load: returns the load that this worker reports.
+    transfer: the transfer worker into the decode worker's memory, shared by all jobs.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class ControlConnection:
         self._replies: Waits[int, Any] = Waits(self._late)
         self._channel: Channel | None = None
         name = record.instance_id
-        self._shared = SharedTransferWorker(lambda: open_transfer_worker(record), name)
+        self.transfer = SharedTransferWorker(lambda: open_transfer_worker(record), name)
         self._up = asyncio.Event()
         # Set while the link is up, and after a failed attempt to connect.
         self._known = asyncio.Event()
@@ -139,7 +139,7 @@ class ControlConnection:
     def _idle(self) -> bool:
         """Whether nothing has needed this link for `idle_s`."""
         now = self._loop.time()
-        if self.standing or self._replies or self._shared.in_use:
+        if self.standing or self._replies or self.transfer.in_use:
             self._needed_at = now
             return False
         return now - max(self._needed_at, self._asked_at) >= self._idle_s
@@ -181,23 +181,15 @@ class ControlConnection:
         assert isinstance(reply, Grant)
         return reply
 
-    async def commit(self, make: Callable[[int], Commit], check_s: float = 0.0) -> CommitReply:
-        """Send a commit (made with the request id given) and return the answer. check_s: how long
-        the decode worker may take to compare digests, beyond the usual."""
+    async def commit(
+        self, make: Callable[[int], Commit | Ready], within_s: float = REPLY_S
+    ) -> CommitReply:
+        """Send a commit, or in pull mode a `Ready`, and return the answer.
+
+        make: makes the message with a given request id.
+        within_s: raise PeerUnavailable after this time."""
         rid = next(self._rids)
-        reply = await self._ask(rid, make(rid), _REPLY_S + check_s)
-        assert isinstance(reply, CommitReply)
-        return reply
-
-    async def ready(self, make: Callable[[int], Ready]) -> CommitReply:
-        """Tell the decode worker that it can read the KV, and wait for its reply.
-
-        The reply comes when the read is over, or was not needed. There is no timeout here, because
-        only the decode worker knows how long a read may take.
-
-        make: makes the message with a given request id."""
-        rid = next(self._rids)
-        reply = await self._ask(rid, make(rid), _READ_S)
+        reply = await self._ask(rid, make(rid), within_s)
         assert isinstance(reply, CommitReply)
         return reply
 
@@ -218,31 +210,24 @@ class ControlConnection:
         busy = granted > 0 or self._completed != before
         return Heartbeat(pulls=not self._why_not, why=self._why_not, busy=busy, load=self.load())
 
+    def give_up(self, grant: Grant, cause: str, *, retry: bool) -> None:
+        """Tell the decode worker that the attempt is over here.
+
+        retry: whether another attempt may succeed."""
+        self.send(
+            GiveUp(
+                job_id=grant.job_id, attempt=grant.attempt, incarnation=grant.incarnation,
+                cause=cause[:500], retry=retry,
+            )
+        )  # fmt: skip
+
     def send(self, message: GiveUp | DrainAck | Draining | Heartbeat | Progress) -> None:
         """No answer expected; lost when the connection is."""
         if self._channel is not None:
             self._channel.write(message)
 
-    @property
-    def route(self) -> dict[str, object] | None:
-        """See SharedTransferWorker."""
-        return self._shared.route
-
-    def transfer_worker_held(self) -> contextlib.AbstractContextManager[None]:
-        """Keep the transfer worker open inside the `with` block."""
-        return self._shared.held()
-
-    @property
-    def transfer_worker_there(self) -> TransferWorker | None:
-        """The copier into this worker's memory, if it is connected."""
-        return self._shared.current
-
-    async def transfer_worker(self) -> TransferWorker:
-        """The copier into this worker's memory, connected at first use. Raises OutOfReach."""
-        return await self._shared.get()
-
     async def _ask(
-        self, rid: int, message: Claim | Commit | Ready, within_s: float = _REPLY_S
+        self, rid: int, message: Claim | Commit | Ready, within_s: float = REPLY_S
     ) -> Any:
         channel = self._channel
         if channel is None:
@@ -294,7 +279,7 @@ class ControlConnection:
                 delay = min(delay * 2, 2.0)
         finally:
             self._known.set()
-            self._shared.close()
+            self.transfer.close()
 
     async def _session(self) -> None:
         host, port = frames.split_address(self.record.control)
@@ -305,7 +290,7 @@ class ControlConnection:
             self._channel, self._said, self._silent = channel, "", False
             self._welcomed = True
             self._asked_at = self._loop.time()
-            self._shared.forgive()
+            self.transfer.forgive()
             if self._leaving:
                 self.send(Draining())
             self._up.set()
@@ -373,7 +358,7 @@ class ControlConnection:
     def _drop(self, why: str) -> None:
         """End the connection and the transfer worker, with its credits; both are made anew."""
         logger.warning("ending the link to %s: %s", self.record.instance_id, why)
-        self._shared.drop()
+        self.transfer.drop()
         self._silent = True
         if self._channel is not None:
             self._channel.abort()
@@ -389,10 +374,6 @@ class ControlConnection:
             self._on_trial(message)
 
     def _return_late(self, message: Any) -> None:
-        """An answer nobody waits for. A grant is dead weight at the decode worker: give it back."""
+        """Nobody waits for this answer any more. If it is a grant, give it up."""
         if isinstance(message, Grant):
-            back = GiveUp(
-                job_id=message.job_id, attempt=message.attempt, incarnation=message.incarnation,
-                cause="answer came too late", retry=True,
-            )  # fmt: skip
-            self.send(back)
+            self.give_up(message, "answer came too late", retry=True)

@@ -121,7 +121,7 @@ class ControlConnections:
     @property
     def routes(self) -> dict[str, dict[str, object]]:
         """Over what we write, by decode worker, as far as we did."""
-        routes = {instance_id: link.route for instance_id, link in self._links.items()}
+        routes = {instance_id: link.transfer.route for instance_id, link in self._links.items()}
         return {name: route for name, route in routes.items() if route is not None}
 
     def is_up(self, instance_id: str) -> bool:

@@ -29,23 +29,16 @@ class PrefillEngine:
         self._context = context
         self.block_size = block_size
         self.compat_hash = compat_hash
-        self._instances: dict[str, str] = {}
 
-    def submit(self, task: PrefillTask, decode_instance: str) -> None:
+    def submit(self, task: PrefillTask) -> None:
         """Start computing. The task ends through its `on_done`."""
-        self._instances[task.request_id] = decode_instance
         self._context.tasks[task.request_id] = task
         self._host.submit(lambda core: self._add(core, task))
-
-    def decode_instance_of(self, task: PrefillTask) -> str | None:
-        """Whose memory the task writes."""
-        return self._instances.get(task.request_id)
 
     def end(self, task: PrefillTask) -> None:
         """Forget the task; abort its request if it still runs. The engine keeps its blocks until
         no copy reads them. For one that ended well there is nothing to abort: it is forgotten the
         next time the engine does anything, a second later at most."""
-        self._instances.pop(task.request_id, None)
         self._host.submit(lambda core: self._remove(core, task), wake=not task.well)
 
     # ------------------------------------------------------------------ engine thread

@@ -62,9 +62,9 @@ class Pace:
     look_at: when the next check is due."""
 
     def __init__(
-        self, paces: Paces, link: ControlConnection, grant: Grant, timeout_s: float
+        self, paces: Paces, connection: ControlConnection, grant: Grant, timeout_s: float
     ) -> None:
-        self._paces, self._link, self._grant = paces, link, grant
+        self._paces, self._connection, self._grant = paces, connection, grant
         self._still_s = max(grant.deadline_s, timeout_s)
         self._every_s = min(_EVERY_S, grant.deadline_s / _LOOKS)
         self._loop = asyncio.get_running_loop()
@@ -115,7 +115,7 @@ class Pace:
 
     def _tell(self, task: PrefillTask) -> None:
         blocks, seconds = task.written_blocks, task.write_s
-        self._link.send(
+        self._connection.send(
             Progress(
                 job_id=task.job_id,
                 attempt=task.attempt,

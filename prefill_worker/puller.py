@@ -18,7 +18,7 @@ import contextlib
 
 from pullfill.errors import PullfillError
 from pullfill.prefill_worker.credits import Credits
-from pullfill.prefill_worker.runner import JobRunner
+from pullfill.prefill_worker.jobs import JobRunner
 from pullfill.queue.contract import JobConsumer
 from pullfill.runtime import log, timer_grid
 from pullfill.runtime.waits import Bell
@@ -29,6 +29,7 @@ logger = log.get("prefill_worker.puller")
 MAX_WAITING = 64
 """Stop pulling at this many deliveries without a grant."""
 _WAIT_S = 2.0
+_PAUSE_SOONEST_S, _PAUSE_LATEST_S = 0.1, 2.0
 _LEAST_TOKENS = 4096
 
 
@@ -65,6 +66,7 @@ class Puller:
         self._room = Bell()
         self._task: asyncio.Task[None] | None = None
         self._paused = False
+        self._pause_s = _PAUSE_SOONEST_S
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._run())
@@ -104,32 +106,34 @@ class Puller:
         await self._room.wait(at_most_s)
 
     async def _run(self) -> None:
-        loop, pause = asyncio.get_running_loop(), 0.1
         while True:
-            await self._wait_for_credits()
-            free_tokens = self._budget - self._runner.in_flight_tokens
-            waiting = self._runner.waiting
-            free_jobs = self._max_jobs - (self._runner.in_flight - waiting)
-            if self._paused or free_tokens <= 0 or free_jobs <= 0 or waiting >= MAX_WAITING:
-                await self._wait_for_room(_WAIT_S)
+            await self.pull()
+
+    async def pull(self) -> None:
+        """Pull one job and start it. If there is no room for it, or no job, wait for a while."""
+        await self._wait_for_credits()
+        waiting = self._runner.waiting
+        free_tokens = self._budget - self._runner.in_flight_tokens
+        free_jobs = self._max_jobs - (self._runner.in_flight - waiting)
+        if self._paused or free_tokens <= 0 or free_jobs <= 0 or waiting >= MAX_WAITING:
+            await self._wait_for_room(_WAIT_S)
+            return
+        now = asyncio.get_running_loop().time()
+        try:
+            # One job per pull. A pull for more would wait until it knows that there are no more.
+            # The next pull gets the next job just as soon.
+            wait_s = timer_grid.before(now + _WAIT_S, _WAIT_S / 2) - now
+            deliveries = await self._consumer.pull(free_tokens, 1, wait_s)
+        except Exception as exc:
+            level = logger.debug if isinstance(exc, PullfillError) else logger.exception
+            level("no jobs now: %s", exc)
+            await self._wait_for_room(self._pause_s)
+            self._pause_s = min(self._pause_s * 2, _PAUSE_LATEST_S)
+            return
+        self._pause_s = _PAUSE_SOONEST_S
+        for delivery in deliveries:
+            if not self._paused:
+                self._runner.start(delivery)
                 continue
-            try:
-                # One job per pull. A pull for more would wait until it knows that there are no
-                # more. The next pull gets the next job just as soon.
-                wait_s = timer_grid.before(loop.time() + _WAIT_S, _WAIT_S / 2) - loop.time()
-                deliveries = await self._consumer.pull(free_tokens, 1, wait_s)
-                pause = 0.1
-            except Exception as exc:
-                level = logger.debug if isinstance(exc, PullfillError) else logger.exception
-                level("no jobs now: %s", exc)
-                await self._wait_for_room(pause)
-                pause = min(pause * 2, 2.0)
-                continue
-            for delivery in deliveries:
-                if self._paused:
-                    with contextlib.suppress(
-                        PullfillError
-                    ):  # if this fails, the queue delivers it again
-                        await delivery.nak()
-                else:
-                    self._runner.start(delivery)
+            with contextlib.suppress(PullfillError):  # if it fails, the queue delivers it again
+                await delivery.nak()

@@ -6,13 +6,59 @@ worker (copies them). Fields say who writes them; `lock` guards the counters two
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from pullfill.wire import FenceToken, KvMode
+from pullfill.errors import BadMessage, HandoffError
+from pullfill.ids import job_digest
+from pullfill.transfer.digest import sampled
+from pullfill.wire import (
+    MAX_TEXT,
+    Commit,
+    FenceToken,
+    Grant,
+    KvMode,
+    PrefillJob,
+    Ready,
+    StageTimings,
+    u32,
+)  # fmt: skip
+
+
+class TooLong(HandoffError):
+    """This worker's context is shorter than the decode worker's."""
+
+
+def check(
+    job: PrefillJob, body: bytes, token_ids: list[int], grant: Grant, *, block_size: int,
+    compat_hash: str, max_prompt_tokens: int,
+) -> None:  # fmt: skip
+    """Check that the pulled job is the one that the decode worker granted, and that it fits here.
+
+    A grant names no blocks. The block IDs of the job are used, because equal digests prove that the
+    decode worker published them. Raises BadMessage or TooLong.
+
+    body: the job as it was pulled."""
+    if job_digest(body) != grant.job_digest:
+        raise BadMessage("the job differs from what the decode worker published")
+    blocks = len(job.block_ids) // u32.SIZE
+    if (
+        len(job.block_ids) % u32.SIZE
+        or blocks != -(-len(token_ids) // job.block_size)
+        or job.hit_tokens % job.block_size
+    ):
+        raise BadMessage("the job's blocks do not match its tokens")
+    if job.block_size != block_size or job.compat != compat_hash:
+        raise BadMessage("block size or compatibility hash is not this worker's")
+    if len(token_ids) > max_prompt_tokens:
+        raise TooLong(
+            f"prompt of {len(token_ids)} tokens is longer than this prefill worker takes "
+            f"({max_prompt_tokens})"
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -46,7 +92,6 @@ class PrefillTask:
     # kept ones too
     submitted: int = 0
     on_quiet: list[Callable[[], object]] = field(default_factory=list)
-    quiet: threading.Condition | None = None
     # engine thread
     request: Any = None
     scheduled_blocks: int = 0
@@ -72,6 +117,36 @@ class PrefillTask:
     first_step: float = 0.0
     last_compute: float = 0.0
 
+    @classmethod
+    def of(
+        cls,
+        job: PrefillJob,
+        token_ids: list[int],
+        grant: Grant,
+        transfer_worker: Any,
+        on_done: Callable[[BaseException | None], None],
+    ) -> PrefillTask:
+        """The task of the attempt that was granted."""
+        blocks = u32.unpack(job.block_ids)
+        targets = blocks[job.hit_tokens // job.block_size :]
+        checked = sampled(grant.kv_digest, len(targets), grant.job_digest, grant.attempt)
+        return cls(
+            request_id=f"{job.job_id}.{grant.attempt}",
+            job_id=job.job_id,
+            attempt=grant.attempt,
+            token_ids=token_ids,
+            block_size=job.block_size,
+            hit_tokens=job.hit_tokens,
+            remote_blocks=blocks,
+            fence=grant.fence,
+            cache_salt=job.cache_salt,
+            priority=job.priority,
+            transfer_worker=transfer_worker,
+            on_done=on_done,
+            checked=frozenset(targets[index] for index in checked),
+            mode=grant.mode,
+        )
+
     def __post_init__(self) -> None:
         self.scheduled_blocks = self.first_target
 
@@ -96,6 +171,50 @@ class PrefillTask:
         """Ours, one for each target block, in the order of the prompt, once all are kept."""
         return [self.kept[block] for block in self.remote_blocks[self.first_target :]]
 
+    def timings(self, *, queue_ms: float, claim_ms: float) -> StageTimings:
+        """What was measured until now, when the commit (or `Ready`) goes out."""
+        computed = self.last_compute or self.started
+        return StageTimings(
+            queue_ms=queue_ms,
+            claim_ms=claim_ms,
+            prefix_read_ms=self.read_s * 1e3,
+            prefill_ms=max(0.0, computed - (self.first_step or self.started)) * 1e3,
+            kv_write_ms=self.write_s * 1e3,
+            tail_ms=max(0.0, time.monotonic() - computed) * 1e3,
+        )
+
+    def commit(self, rid: int, incarnation: str, timings: StageTimings) -> Commit:
+        """The message that says that all blocks are written."""
+        return Commit(
+            rid=rid,
+            job_id=self.job_id,
+            attempt=self.attempt,
+            incarnation=incarnation,
+            parts=self.parts,
+            blocks=self.written_blocks,
+            kv_bytes=self.written_bytes,
+            prefix_read_bytes=self.read_bytes,
+            timings=timings,
+            digest=self.digest,
+            transport=self.transfer_worker.transport[:MAX_TEXT],
+            why_not_better=tuple(self.transfer_worker.why_not_better),
+        )
+
+    def ready(self, rid: int, incarnation: str, timings: StageTimings, fence: FenceToken) -> Ready:
+        """Pull mode: the message that says that all blocks are kept. fence: over them."""
+        return Ready(
+            rid=rid,
+            job_id=self.job_id,
+            attempt=self.attempt,
+            incarnation=incarnation,
+            parts=self.parts,
+            block_ids=u32.pack(self.kept_blocks),
+            fence=fence,
+            prefix_read_bytes=self.read_bytes,
+            timings=timings,
+            digest=self.digest,
+        )
+
     def submit(self) -> None:
         """The transfer worker has one more operation of this task."""
         with self.lock:
@@ -108,28 +227,34 @@ class PrefillTask:
             calls: list[Callable[[], object]] = []
             if self.submitted == 0:
                 calls, self.on_quiet = self.on_quiet, calls
-                if self.quiet is not None:
-                    self.quiet.notify_all()
         for call in calls:
             call()
 
-    def wait_quiet(self, timeout_s: float) -> bool:
-        """Block until no submitted operation touches the task's blocks; at once if there is none,
-        whatever the transfer worker does for others. False: not in time."""
-        with self.lock:
-            if self.submitted == 0:
-                return True
-            quiet = self.quiet = self.quiet or threading.Condition(self.lock)
-            return quiet.wait_for(lambda: self.submitted == 0, timeout_s)
-
     def when_quiet(self, call: Callable[[], object]) -> None:
-        """Have `call` run once that is so: now, or later on the transfer worker's thread. Must not
-        raise."""
+        """Run `call` once no submitted operation touches the task's blocks.
+
+        That is now, or later on the transfer worker's thread. Operations of other tasks do not
+        count. `call` must not raise."""
         with self.lock:
             if self.submitted:
                 self.on_quiet.append(call)
                 return
         call()
+
+    def wait_quiet(self, timeout_s: float) -> bool:
+        """Block until that is so. Returns False after `timeout_s`."""
+        quiet = threading.Event()
+        self.when_quiet(quiet.set)
+        return quiet.wait(timeout_s)
+
+    async def drained(self, timeout_s: float) -> bool:
+        """Wait until that is so. Returns False after `timeout_s`."""
+        # No thread waits for it, because there may be as many revokes as jobs.
+        loop = asyncio.get_running_loop()
+        quiet: asyncio.Future[None] = loop.create_future()
+        self.when_quiet(lambda: loop.call_soon_threadsafe(quiet.set_result, None))
+        done, _ = await asyncio.wait([quiet], timeout=timeout_s)
+        return bool(done)
 
     def end(self, failure: BaseException | None) -> None:
         """Report the end once; later calls do nothing."""

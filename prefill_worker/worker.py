@@ -23,10 +23,10 @@ from pullfill.prefill_worker.context import PrefillContext
 from pullfill.prefill_worker.control_connections import ControlConnections
 from pullfill.prefill_worker.credits import Credits
 from pullfill.prefill_worker.engine import PrefillEngine
+from pullfill.prefill_worker.jobs import JobRunner
 from pullfill.prefill_worker.puller import Puller, budget_of
 from pullfill.prefill_worker.pulling import Pulling
 from pullfill.prefill_worker.read_grants import ReadGrants
-from pullfill.prefill_worker.runner import JobRunner
 from pullfill.prefill_worker.self_check_job import delivery_of
 from pullfill.prefill_worker.transfer_worker import TransferWorker
 from pullfill.queue.contract import QueueConfig
@@ -169,7 +169,7 @@ class PrefillRole(Role[PrefillContext, PrefillHooks]):
             engine.compat,
             open_transfer_worker,
             lambda connection, revoke: runner.revoked(connection, revoke),
-            lambda connection: runner.link_lost(connection),
+            lambda connection: runner.connection_lost(connection),
             self._key,
             lambda trial: runner.start(delivery_of(trial.job)),
             most=options.standing_links,
@@ -181,7 +181,7 @@ class PrefillRole(Role[PrefillContext, PrefillHooks]):
             heartbeat_s=lambda: consumer.ack_wait_s / 3,
             max_prompt_tokens=config.model_config.max_model_len - 1,
             max_deliver=lambda: consumer.max_deliver,
-            readers=ReadGrants(context.owner.fences if context.owner else None),
+            read_grants=ReadGrants(context.owner.fences if context.owner else None),
             on_change=lambda: puller.changed(),
         )
         parts.push_async_callback(runner.abandon)

@@ -234,7 +234,7 @@ async def test_a_silent_decode_worker_is_let_go_and_tried_again(
     prefill = Prefill(decode, silent_s=0.25)
     closed: list[int] = []
     transfer_worker: Any = SimpleNamespace(close=lambda: closed.append(1))
-    prefill.link._shared._transfer_worker = transfer_worker
+    prefill.link.transfer._transfer_worker = transfer_worker
     try:
         await prefill.link.wait_up(5.0)
         await until(lambda: prefill.lost == 1)

@@ -149,7 +149,8 @@ async def test_a_worker_that_dies_in_a_write_loses_its_job_to_another(tmp_path: 
         await stuck_in_a_write(decode)
         second = await cluster.prefill()
         await first.puller.stop()
-        first.runner._settle = nothing  # type: ignore[method-assign]
+        for job in first.runner._jobs.values():
+            job.message.settle = nothing  # type: ignore[method-assign]
         await first.links.close()
         await asyncio.to_thread(faults.kill)
         await settled(served)

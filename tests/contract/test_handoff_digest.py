@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pullfill.prefill_worker.runner import JobRunner
+from pullfill.prefill_worker.jobs import JobRunner
 from pullfill.runtime import failpoints, metrics
 from pullfill.wire import DigestMode, ExplainRecord
 from tests.support.handoff_decode import DecodeHalf, Served
@@ -125,7 +125,7 @@ async def test_a_sample_checks_the_last_block_and_few_others(tmp_path: Path) -> 
         faults = hold(decode, after=20)
         served = decode.send(prompt(20 * BLOCK + 2))
         await stuck_in_a_write(decode)
-        (task,) = prefill.runner._running.values()
+        (task,) = prefill.tasks
         assert task.written_blocks == 20
         assert served.table[-1] in task.checked
         assert len(task.checked) <= 8
@@ -202,8 +202,8 @@ async def test_a_commit_without_its_digest_is_a_mismatch(tmp_path: Path) -> None
         decode, prefill = await cluster.decode(), await cluster.prefill()
         prefill.engine.gate.clear()
         served = decode.send(prompt(30))
-        await until(lambda: prefill.runner._running)
-        (task,) = prefill.runner._running.values()
+        await until(lambda: prefill.tasks)
+        (task,) = prefill.tasks
         task.checked = frozenset()
         prefill.engine.gate.set()
         await settled(served)

@@ -17,7 +17,7 @@ from tests.support.handoff_rig import Cluster, PrefillHalf, prompt, settled, unt
 
 
 def idle_after(prefill: PrefillHalf, decode: DecodeHalf, seconds: float) -> Any:
-    shared = prefill.links._links[decode.name]._shared
+    shared = prefill.links._links[decode.name].transfer
     shared._idle._after_s = seconds
     return shared
 
@@ -112,8 +112,8 @@ async def test_a_fleet_keeps_no_connection_or_thread_for_pairs(tmp_path: Path) -
                 for decode in decodes:
                     idle_after(prefill, decode, 0.02)
                     link = prefill.links._links[decode.name]
-                    jobs.enter_context(link.transfer_worker_held())
-                    await link.transfer_worker()
+                    jobs.enter_context(link.transfer.held())
+                    await link.transfer.get()
             assert [owner.connections for owner in owners] == [3, 3, 3]
             assert serving() == 9
         await until(lambda: not any(owner.connections for owner in owners))

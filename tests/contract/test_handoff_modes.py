@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from pullfill.errors import PeerUnavailable
+from pullfill.prefill_worker.job import Job
 from pullfill.runtime import metrics
 from pullfill.wire import DigestMode, KvMode
 from tests.support.fakes import FakeClock
@@ -190,13 +191,13 @@ async def test_pull_from_a_worker_that_dies_is_read_to_the_end(tmp_path: Path) -
             link.retired = True
             assert link._channel is not None
             link._channel.abort()
-        prefill.readers._revoked = lambda task: False  # type: ignore[method-assign]
+        prefill.read_grants._revoked = lambda task: False  # type: ignore[method-assign]
         await until(lambda: not decode.control.peers.instances)
         assert served.loaded is None
         faults.resume()
         await settled(served)
         assert decode.right(served)
-        del prefill.readers._revoked
+        del prefill.read_grants._revoked
         second = await cluster.prefill()  # gets its message, and is refused the claim
         await cluster.check_clean()
         assert second.engine.computed_tokens == 0
@@ -269,22 +270,25 @@ async def test_pull_by_a_decode_worker_that_is_gone(tmp_path: Path) -> None:
         await cluster.check_clean()
 
 
-async def test_a_ready_of_nobody_we_read_from_ends_the_connection(tmp_path: Path) -> None:
+async def test_a_ready_of_nobody_we_read_from_ends_the_connection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A worker of a cluster that pushes says `Ready`: it is not believed."""
     async with Cluster(tmp_path) as cluster:
-        decode, prefill = await cluster.decode(), await cluster.prefill(chunk=5)
-        original = prefill.runner._commit
+        decode = await cluster.decode()
+        await cluster.prefill(chunk=5)
+        original = Job.commit
 
-        async def commit(link: Any, task: Any, grant: Any, *rest: Any) -> None:
+        async def commit(job: Job, task: Any) -> None:
             task.mode = PULL
             task.kept = {b: 0 for b in task.remote_blocks}
-            await original(link, task, grant, *rest)
+            await original(job, task)
 
-        prefill.runner._commit = commit  # type: ignore[method-assign]
-        served = decode.send(prompt(30))
-        await settled(served)
-        assert served.loaded is False
-        prefill.runner._commit = original  # type: ignore[method-assign]
+        with monkeypatch.context() as patch:
+            patch.setattr(Job, "commit", commit)
+            served = decode.send(prompt(30))
+            await settled(served)
+            assert served.loaded is False
         await cluster.check_clean()
 
 

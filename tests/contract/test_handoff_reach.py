@@ -11,7 +11,7 @@ import pytest
 
 from pullfill.errors import BadMessage
 from pullfill.net import frames
-from pullfill.prefill_worker import control_connections, ending
+from pullfill.prefill_worker import control_connections, job_message
 from pullfill.prefill_worker.transfer_worker import TransferWorker
 from pullfill.wire import PrefillJob, encode, u32
 from tests.support.control_rig import Raw
@@ -29,8 +29,8 @@ class SlowMover:
     def __init__(self, prefill: PrefillHalf) -> None:
         self.asked, self.go = asyncio.Event(), asyncio.Event()
         (link,) = prefill.links._links.values()
-        self._real = link._shared._open
-        link._shared._open = self._open  # type: ignore[method-assign]
+        self._real = link.transfer._open
+        link.transfer._open = self._open  # type: ignore[method-assign]
 
     async def _open(self) -> TransferWorker:
         self.asked.set()
@@ -118,7 +118,7 @@ async def test_memory_that_cannot_be_reached_costs_a_moment_and_no_dead_letter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Something else answers at its KV port. Its jobs are computed there; those of others go on."""
-    monkeypatch.setattr(ending, "_NAK_SOONEST_S", 0.01)
+    monkeypatch.setattr(job_message, "_NAK_SOONEST_S", 0.01)
     attempts: list[str] = []
 
     async def nonsense() -> TransferWorker:
@@ -128,7 +128,7 @@ async def test_memory_that_cannot_be_reached_costs_a_moment_and_no_dead_letter(
     async with Cluster(tmp_path, timeout_s=2.0) as cluster:
         cut, fine = await cluster.decode("decode-1"), await cluster.decode("decode-2")
         prefill = await cluster.prefill()
-        prefill.links._links["decode-1"]._shared._open = nonsense  # type: ignore[method-assign]
+        prefill.links._links["decode-1"].transfer._open = nonsense  # type: ignore[method-assign]
         lost = [cut.send(prompt(20 + i)) for i in range(6)]
         served = fine.send(prompt(30))
         await settled(*lost, served)

@@ -17,7 +17,7 @@ import pytest
 
 from pullfill.decode_worker import ledger_types
 from pullfill.errors import BadMessage
-from pullfill.prefill_worker.runner import JobRunner
+from pullfill.prefill_worker.jobs import JobRunner
 from pullfill.queue.contract import Delivery
 from pullfill.queue.delivery import JetStreamDelivery
 from pullfill.transfer.stream.messages import Answer, Operation
@@ -137,7 +137,7 @@ async def test_a_job_that_comes_back_to_the_worker_that_lost_its_link_runs_again
     """The queue may deliver it before the first run is over. That run must not settle it."""
     decode, holder, other, served, faults = await a_writer_at_work(cluster)
     await other.puller.stop()
-    real, lost = holder.runner.link_lost, asyncio.Event()
+    real, lost = holder.runner.connection_lost, asyncio.Event()
 
     def late(link: Any) -> None:
         asyncio.get_running_loop().call_later(0.2, real, link)

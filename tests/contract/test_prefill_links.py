@@ -127,15 +127,15 @@ async def test_a_new_welcome_forgives_and_the_end_closes_what_there_is(tmp_path:
     try:
         await link.wait_up(10)
         with pytest.raises(OutOfReach, match="does not answer"):
-            await link.transfer_worker()
+            await link.transfer.get()
         failing = False
         with pytest.raises(OutOfReach, match="does not answer"):
-            await link.transfer_worker()
+            await link.transfer.get()
         for peer in list(decode.server.peers.values()):
             peer.channel.close()
         await until(lambda: lost)
         await link.wait_up(10)
-        await link.transfer_worker()
+        await link.transfer.get()
     finally:
         await link.close()
         await decode.server.stop()

@@ -18,9 +18,10 @@ from typing import Any
 from pullfill.clock import SYSTEM_CLOCK, Clock
 from pullfill.prefill_worker.control_connections import ControlConnections
 from pullfill.prefill_worker.credits import Credits
+from pullfill.prefill_worker.jobs import JobRunner
 from pullfill.prefill_worker.puller import Puller
 from pullfill.prefill_worker.read_grants import ReadGrants
-from pullfill.prefill_worker.runner import JobRunner
+from pullfill.prefill_worker.task import PrefillTask
 from pullfill.prefill_worker.transfer_worker import TransferWorker
 from pullfill.queue.contract import JobConsumer, JobProducer, QueueConfig
 from pullfill.queue.jetstream import JetStreamConsumer, JetStreamProducer
@@ -48,7 +49,7 @@ class PrefillHalf:
     ) -> None:
         self.name, self._cluster = name, cluster
         self.local = cluster.rig.region(LAYOUT, instance_id=name, incarnation=f"{name}-i0")
-        self.readers = ReadGrants(self.local.owner.fences)
+        self.read_grants = ReadGrants(self.local.owner.fences)
         loop = asyncio.get_running_loop()
         self.credits = Credits(
             cluster.credit_blocks * LAYOUT.block_bytes,
@@ -66,8 +67,8 @@ class PrefillHalf:
             ),
             COMPATIBLE,
             self._open_transfer_worker,
-            lambda link, revoke: self.runner.revoked(link, revoke),
-            lambda link: self.runner.link_lost(link),
+            lambda connection, revoke: self.runner.revoked(connection, revoke),
+            lambda connection: self.runner.connection_lost(connection),
             **cluster.links,
         )
         self.runner = JobRunner(
@@ -76,7 +77,7 @@ class PrefillHalf:
             heartbeat_s=lambda: cluster.heartbeat_s,
             max_prompt_tokens=300,
             max_deliver=lambda: cluster.config.max_deliver,
-            readers=self.readers,
+            read_grants=self.read_grants,
             on_change=lambda: self.puller.changed(),
         )
         self.consumer = consumer or cluster.queue.consumer()
@@ -90,6 +91,11 @@ class PrefillHalf:
             patience_s=cluster.patience_s,
         )
         self.links.start()
+
+    @property
+    def tasks(self) -> list[PrefillTask]:
+        """What the engine and the transfer workers do for jobs now."""
+        return [job.task for job in self.runner._jobs.values() if job.task is not None]
 
     async def _open_transfer_worker(self, record: WorkerRecord) -> TransferWorker:
         region = self._cluster.decodes[record.instance_id].region
@@ -193,7 +199,7 @@ class Cluster:
             )
             assert prefill.runner.in_flight_tokens == 0
             assert prefill.engine.failure is None
-            assert prefill.local.owner.fences.in_use == prefill.readers.kept_blocks == 0
+            assert prefill.local.owner.fences.in_use == prefill.read_grants.kept_blocks == 0
             assert not any(prefill.credits.used.values())
         (producer, *_) = [decode.producer for decode in self.decodes.values()]
         await until(lambda: producer.depth().depth_jobs == 0)

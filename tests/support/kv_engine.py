@@ -98,7 +98,6 @@ class KvEngine:
         self.side = ConnectorScheduler(self.context, BLOCK)
         self._manager = FakeManager()
         self.side.bind_manager(self._manager)
-        self._instances: dict[str, str] = {}
         self._todo: deque[tuple[str, PrefillTask]] = deque()
         self._runs: dict[str, _Run] = {}
         self._changed = threading.Event()
@@ -108,17 +107,12 @@ class KvEngine:
 
     # ------------------------------------------------------------------ PrefillEngine
 
-    def submit(self, task: PrefillTask, decode_instance: str) -> None:
-        self._instances[task.request_id] = decode_instance
+    def submit(self, task: PrefillTask) -> None:
         self.context.tasks[task.request_id] = task
         self._todo.append(("add", task))
         self._wake()
 
-    def decode_instance_of(self, task: PrefillTask) -> str | None:
-        return self._instances.get(task.request_id)
-
     def end(self, task: PrefillTask) -> None:
-        self._instances.pop(task.request_id, None)
         self._todo.append(("end", task))
         self._wake()
 

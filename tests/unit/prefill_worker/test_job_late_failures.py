@@ -4,51 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import time
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from pullfill.prefill_worker import attempt
 from pullfill.prefill_worker.control_connection import ControlConnection
 from pullfill.prefill_worker.credits import Credits
-from pullfill.prefill_worker.ending import Opening
 from pullfill.prefill_worker.puller import Puller
-from pullfill.prefill_worker.runner import JobRunner
 from pullfill.queue.nats_connection import NotSent
-from pullfill.wire import Claim, FenceToken, GiveUp, Grant
+from pullfill.wire import Claim, FenceToken, Grant
 
 GRANT = Grant(
     rid=1, job_id="j", attempt=1, incarnation="i", deadline_s=30, job_digest=b"",
     fence=FenceToken(slot=0, epoch=0),
 )  # fmt: skip
-
-
-async def test_an_unexpected_failure_hands_the_grant_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: list[Any] = []
-
-    async def transfer_worker() -> None:
-        raise ValueError("unexpected")
-
-    link: Any = SimpleNamespace(
-        send=sent.append,
-        transfer_worker=transfer_worker,
-        transfer_worker_there=None,
-        transfer_worker_held=nullcontext,
-    )
-    nothing: Any = SimpleNamespace(block_size=4, compat_hash="h", body=b"")
-    runner = JobRunner(
-        nothing, nothing, heartbeat_s=lambda: 1, max_prompt_tokens=100, max_deliver=lambda: 5
-    )
-    monkeypatch.setattr(attempt, "check", lambda *_, **__: None)
-    with pytest.raises(ValueError, match="unexpected"):
-        await runner._work(
-            link, SimpleNamespace(job_id="j", timeout_s=30), [1], GRANT, nothing, 0.0, Opening("d")
-        )
-    (back,) = sent
-    assert isinstance(back, GiveUp)
-    assert (back.job_id, back.attempt, back.retry) == ("j", 1, True)
 
 
 async def test_an_answer_that_comes_with_the_timeout_counts(

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,8 @@ import pytest
 
 from pullfill.errors import BadMessage, PeerUnavailable
 from pullfill.ids import job_digest
-from pullfill.prefill_worker.runner import JobRunner
+from pullfill.prefill_worker.control_connection import ControlConnection
+from pullfill.prefill_worker.jobs import JobRunner
 from pullfill.prefill_worker.shared_transfer_worker import OutOfReach
 from pullfill.wire import (
     CommitReply,
@@ -77,16 +79,17 @@ class Worker:
         )  # fmt: skip
         self.link: Any = SimpleNamespace(
             record=SimpleNamespace(instance_id="d", incarnation="i"), claim=self._claim,
-            transfer_worker=self._reach, transfer_worker_there=None,
-            transfer_worker_held=nullcontext, commit=self._commit, send=self.sent.append,
+            transfer=SimpleNamespace(get=self._reach, current=None, held=nullcontext),
+            commit=self._commit, send=self.sent.append,
         )  # fmt: skip
+        self.link.give_up = partial(ControlConnection.give_up, self.link)
         self.known = True
         links: Any = SimpleNamespace(
             find=self._find, knows=lambda _: self.known, is_up=lambda _: self.known
         )
         engine: Any = SimpleNamespace(
-            block_size=4, compat_hash="c", submit=lambda task, _: self.tasks.append(task),
-            end=lambda _: None, decode_instance_of=lambda _: "d",
+            block_size=4, compat_hash="c", submit=self.tasks.append,
+            end=lambda _: None,
         )  # fmt: skip
         self.runner = JobRunner(
             links, engine, heartbeat_s=lambda: 60, max_prompt_tokens=100, max_deliver=lambda: 5
@@ -104,7 +107,7 @@ class Worker:
         self.asked.set()
         return await self._transfer_worker()
 
-    async def _commit(self, make: Any, check_s: float = 0.0) -> CommitReply:
+    async def _commit(self, make: Any, within_s: float) -> CommitReply:
         return CommitReply(rid=1, job_id="j", ok=not self.reason, reason=self.reason)
 
     def revoke(self, attempt: int = 1) -> None:
@@ -175,6 +178,19 @@ async def test_nonsense_from_the_kv_port_in_the_middle_is_no_poison() -> None:
     assert back(worker).retry
 
 
+async def test_an_unexpected_failure_gives_the_grant_up() -> None:
+    async def raises() -> Any:
+        raise ValueError("unexpected")
+
+    worker, delivery = Worker(raises), Delivered()
+    worker.runner.start(delivery)  # type: ignore[arg-type]
+    await worker.over()
+    assert delivery.verbs == ["nak"]
+    said = back(worker)
+    assert (said.job_id, said.attempt, said.retry) == ("j", 1, True)
+    assert (worker.runner.completed, worker.runner.failed) == (0, 1)
+
+
 async def test_the_blocks_that_the_job_names_are_written() -> None:
     """The grant names none: its digest says that the job's are the published ones."""
     job = msgspec.structs.replace(
@@ -238,18 +254,16 @@ async def test_a_grant_of_a_newer_incarnation_waits_for_the_newer_link() -> None
 # ------------------------------------------------------------------ waiting for the transfer worker
 
 
-@pytest.mark.parametrize("end", ["revoke", "lost", "deadline"])
+@pytest.mark.parametrize("end", ["revoke", "lost", "deadline", "revoke and lost"])
 async def test_what_ends_the_attempt_ends_the_wait_for_its_transfer_worker(end: str) -> None:
     worker = Worker(never(), deadline_s=0.05 if end == "deadline" else 60)
     delivery = Delivered()
     worker.runner.start(delivery)  # type: ignore[arg-type]
     await asyncio.wait_for(worker.asked.wait(), 10)
-    if end == "revoke":
-        worker.runner.revoked(
-            worker.link, Revoke(job_id="j", attempt=1, incarnation="i", reason="x")
-        )
-    elif end == "lost":
-        worker.runner.link_lost(worker.link)
+    if "revoke" in end:
+        worker.revoke()
+    if "lost" in end:
+        worker.runner.connection_lost(worker.link)
     await worker.over()
     # The decode worker hands back what it revoked, and the deliveries of a link that broke.
     assert delivery.verbs == (["nak"] if end == "deadline" else [])
@@ -259,10 +273,10 @@ async def test_what_ends_the_attempt_ends_the_wait_for_its_transfer_worker(end: 
 
 async def test_a_transfer_worker_that_is_there_is_not_waited_for() -> None:
     worker, delivery = Worker(never()), Delivered()
-    worker.link.transfer_worker_there = await some_transfer_worker()
+    worker.link.transfer.current = await some_transfer_worker()
     worker.runner.start(delivery)  # type: ignore[arg-type]
     task = await worker.computing()
-    assert task.transfer_worker is worker.link.transfer_worker_there
+    assert task.transfer_worker is worker.link.transfer.current
     assert not worker.asked.is_set()
     task.end(None)
     await worker.over()
@@ -273,7 +287,7 @@ async def test_a_grant_that_was_revoked_before_is_not_begun_though_a_transfer_wo
     None
 ):
     worker, delivery = Worker(never()), Delivered()
-    worker.link.transfer_worker_there = await some_transfer_worker()
+    worker.link.transfer.current = await some_transfer_worker()
     real = worker.link.claim
 
     async def claim(*asked: Any) -> Grant:

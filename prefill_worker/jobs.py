@@ -1,0 +1,169 @@
+"""The jobs of this worker: starts them, knows which run, and stops them.
+
+While jobs run, heartbeats keep the queue from giving them to other workers. One timer serves all
+jobs. The first job starts it, and it repeats while any job runs. A job that starts mid-interval
+gets its first heartbeat early. The gap never exceeds `heartbeat_s`.
+
+asyncio thread only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable
+from typing import TYPE_CHECKING, Any
+
+from pullfill.prefill_worker.budget import Budget
+from pullfill.prefill_worker.control_connection import ControlConnection
+from pullfill.prefill_worker.job import Job
+from pullfill.prefill_worker.pace import Paces
+from pullfill.prefill_worker.read_grants import ReadGrants
+from pullfill.queue.contract import Delivery
+from pullfill.runtime.waits import Calls
+from pullfill.wire import Revoke
+
+if TYPE_CHECKING:
+    from pullfill.prefill_worker.control_connections import ControlConnections
+    from pullfill.prefill_worker.engine import PrefillEngine
+
+
+class JobRunner:
+    """Runs a `Job` for each delivery. Its public attributes are what the jobs share.
+
+    idle: set while nothing is under way.
+    heartbeat_s: returns the seconds between two heartbeats for each job.
+    max_deliver: returns how often the queue delivers a job at most.
+    read_grants: of the decode workers that read our memory.
+    on_change: called when a job has ended or the budget has room."""
+
+    def __init__(
+        self,
+        connections: ControlConnections,
+        engine: PrefillEngine,
+        *,
+        heartbeat_s: Callable[[], float],
+        max_prompt_tokens: int,
+        max_deliver: Callable[[], int],
+        read_grants: ReadGrants | None = None,
+        on_change: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.connections = connections
+        self.engine = engine
+        self.max_prompt_tokens = max_prompt_tokens
+        self.max_deliver = max_deliver
+        self.read_grants = read_grants or ReadGrants(None)
+        self.budget = Budget(on_change)
+        self.paces = Paces()
+        self.calls = Calls()
+        self._heartbeat_s = heartbeat_s
+        self._on_change = on_change
+        self._jobs: dict[str, Job] = {}
+        self._kept: set[asyncio.Task[None]] = set()
+        self._sends_heartbeats = False
+        self._heartbeats: asyncio.Task[None] | None = None
+        self.completed = 0
+        self.failed = 0
+        self.idle = asyncio.Event()
+        self.idle.set()
+
+    @property
+    def in_flight(self) -> int:
+        """Jobs, and what must end after one before this worker is idle."""
+        return len(self._jobs) + len(self._kept)
+
+    @property
+    def waiting(self) -> int:
+        """Number of deliveries without a grant."""
+        return self.budget.waiting
+
+    @property
+    def in_flight_tokens(self) -> int:
+        """Tokens that count against the budget (budget.py)."""
+        return self.budget.tokens
+
+    def running(self) -> Iterable[Delivery]:
+        """Return the newest delivery of each job that runs here, unless it is settled."""
+        deliveries = [job.message.to_settle for job in self._jobs.values()]
+        return [delivery for delivery in deliveries if delivery is not None]
+
+    def start(self, delivery: Delivery) -> None:
+        """Run a delivery. If its job runs here already, that run settles this newer one."""
+        if (job := self._jobs.get(delivery.job_id)) is not None:
+            job.message.latest = delivery
+            return
+        job = self._jobs[delivery.job_id] = Job(self, delivery)
+        self.budget.pulled(delivery.job_id, delivery.tokens)
+        self.idle.clear()
+        if not self._sends_heartbeats:
+            self._sends_heartbeats = True
+            self._set_heartbeat_timer()
+        job.asyncio_task = asyncio.create_task(self._run(job))
+
+    async def abandon(self) -> None:
+        """Stop now. Hand every job back to the queue and to its decode worker."""
+        while self._jobs or self._kept:
+            tasks = [*(job.asyncio_task for job in self._jobs.values()), *self._kept]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            for job in list(self._jobs.values()):
+                if job.asyncio_task.done():
+                    self._ended(job)  # it was cancelled before it began
+
+    def revoked(self, connection: ControlConnection, revoke: Revoke) -> None:
+        """Stop an attempt that the decode worker revokes. Answer once no copy runs."""
+        if (job := self._jobs.get(revoke.job_id)) is not None:
+            job.revoke(connection, revoke)
+
+    def connection_lost(self, connection: ControlConnection) -> None:
+        """End every attempt that was granted over this connection."""
+        for job in self._jobs.values():
+            job.connection_lost(connection.record.instance_id)
+
+    async def _run(self, job: Job) -> None:
+        try:
+            await job.run()
+        finally:
+            self._ended(job)  # here, because a done callback would cost a turn of the loop
+
+    def _ended(self, job: Job) -> None:
+        del self._jobs[job.job_id]
+        if job.succeeded is not None:
+            self.completed += job.succeeded
+            self.failed += not job.succeeded
+        self.budget.over(job.job_id)
+        if (newer := job.message.left_over) is not None:
+            self.start(newer)
+        self._look_if_idle()
+        self._on_change()
+
+    def keep(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run what must end before this worker is idle."""
+        task = asyncio.create_task(work)
+        self._kept.add(task)
+        task.add_done_callback(self._kept_over)
+
+    def _kept_over(self, task: asyncio.Task[None]) -> None:
+        self._kept.discard(task)
+        self._look_if_idle()
+
+    def _look_if_idle(self) -> None:
+        if not self._jobs and not self._kept:
+            self.idle.set()
+
+    # ------------------------------------------------------------------ heartbeats to the queue
+
+    def _set_heartbeat_timer(self) -> None:
+        loop = asyncio.get_running_loop()
+        loop.call_at(loop.time() + self._heartbeat_s(), self._heartbeats_due)
+
+    def _heartbeats_due(self) -> None:
+        if self._jobs:
+            self._heartbeats = asyncio.create_task(self._send_heartbeats())
+        else:
+            self._sends_heartbeats = False
+
+    async def _send_heartbeats(self) -> None:
+        self._set_heartbeat_timer()
+        for job in list(self._jobs.values()):
+            await job.message.heartbeat()
