@@ -52,8 +52,11 @@ SEND_S = 120.0
 
 
 class _Client:
-    """Who gets one answer. `since`: when the part under way was handed over, inf if none is.
-    `size`: bytes of its request that have come."""
+    """The client of one request.
+
+    since: when the part that is being sent was handed over. inf: none is.
+    size: bytes of its request that have come.
+    left: it took nothing for too long, and is being disconnected."""
 
     __slots__ = ("_loop", "_send", "left", "since", "size", "task")
 
@@ -74,9 +77,11 @@ class _Client:
 
 
 class Admission:
-    """wait_ready(seconds): whether a decode worker can take requests, waiting up to that long.
-    max_inflight: HTTP requests that have begun and whose answer has not ended, however many prompts
-    and choices each asks for."""
+    """See the module.
+
+    wait_ready: takes seconds. Returns whether a decode worker can take requests within that time.
+    max_inflight: most HTTP requests that are being served. One request may ask for several prompts
+    and choices."""
 
     def __init__(
         self,
@@ -136,13 +141,13 @@ class Admission:
             if not client.left:
                 raise
             client.task.uncancel()
-            _log.warning("left a client that took nothing for %g s", self._send_s)
+            _log.warning("disconnected a client that took nothing for %g s", self._send_s)
         finally:
             self._clients.discard(client)
             self._bytes -= client.size
 
     def _watch(self) -> None:
-        """Look at who takes nothing, again and again while there is anybody."""
+        """Check soon which clients take nothing. Repeats while there are clients."""
         if self._look is None and self._clients:
             self._look = asyncio.get_running_loop().call_later(self._send_s / 4, self._leave_deaf)
 

@@ -1,6 +1,7 @@
-"""Engine utility calls (reset_prefix_cache, profile, …) on every decode worker at once.
+"""Calls an engine utility (reset_prefix_cache, profile, …) on every decode worker at once.
 
-A call ends by one answer per worker, by a deadline, or by the loss of a worker. Event loop only.
+A call ends when each worker has answered, at its deadline, or when a worker is lost. Event loop
+only.
 """
 
 from __future__ import annotations

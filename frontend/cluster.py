@@ -1,8 +1,8 @@
-"""What workers report, fetched when somebody asks: their `/status` and `/metrics`.
+"""Fetches `/status` and `/metrics` of all workers, and merges them.
 
-All workers are asked at once with a one-second limit each, so one that hangs costs a second and a
-`lost` in its row, never the page. Metrics are merged as text: parsing every family of every worker
-into objects would hold up the token streams of this process for tens of milliseconds per scrape.
+All workers are asked at once, for FETCH_TIMEOUT_S at most. A worker that hangs is shown as `lost`.
+Metrics are merged as text. To parse them into objects would stop the token streams of this process
+for tens of milliseconds per scrape.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import aiohttp
 
 from pullfill import cluster_status
 from pullfill.clock import SYSTEM_CLOCK
+from pullfill.registry.directory import Directory
 from pullfill.runtime.health import Health
 from pullfill.wire import WorkerRecord, WorkerState
 
@@ -37,7 +38,7 @@ class ClusterView:
 
     etcd: the health of etcd, as this process sees it."""
 
-    def __init__(self, directory: Any, etcd: Health) -> None:
+    def __init__(self, directory: Directory, etcd: Health) -> None:
         self._directory = directory
         self._etcd = etcd
         self._session: aiohttp.ClientSession | None = None

@@ -15,7 +15,7 @@ import enum
 import secrets
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
@@ -29,6 +29,7 @@ from pullfill.net.this_host import host_id
 from pullfill.runtime import log
 
 if TYPE_CHECKING:
+    from pullfill.frontend.decode_pool import WorkerPool
     from pullfill.frontend.flight import Flight
 
 _log = log.get("frontend.decode_connection")
@@ -50,23 +51,10 @@ def process_of(record: wire.WorkerRecord) -> str:
     return f"{record.instance_id}@{record.pid}.{record.started_at}"
 
 
-class ConnectionOwner(Protocol):
-    """Hears about a connection. Called on the loop, never inside `DecodeConnection.send`."""
-
-    def on_ready(self, connection: DecodeConnection) -> None: ...
-
-    def on_draining(self, connection: DecodeConnection) -> None: ...
-
-    def on_refused(self, connection: DecodeConnection, reason: str) -> None: ...
-
-    def on_lost(self, connection: DecodeConnection, reason: str, died: bool = True) -> None: ...
-
-    def on_message(self, connection: DecodeConnection, kind: bytes, frames: list[Any]) -> None: ...
-
-
 class DecodeConnection:
     """A DEALER socket connected to `record.data`. It sends HELO at once.
 
+    pool: is told what happens, on the loop, but never from inside `send`.
     flights: requests that this worker has now, by the ID they have at the worker.
     listed: whether the registry still lists the worker.
     key: the cluster key. The worker must hold the same one.
@@ -79,7 +67,7 @@ class DecodeConnection:
         "_key",
         "_loop",
         "_monitor",
-        "_owner",
+        "_pool",
         "_socket",
         "far",
         "flights",
@@ -96,11 +84,11 @@ class DecodeConnection:
         context: zmq.Context[Any],
         record: wire.WorkerRecord,
         hello: front_wire.FrontendHello,
-        owner: ConnectionOwner,
+        pool: WorkerPool,
         key: ClusterKey | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        self._owner = owner
+        self._pool = pool
         self._key = key
         self.trouble = ""
         self.record = record
@@ -168,7 +156,7 @@ class DecodeConnection:
     def to_own_clock(self, outputs: Any) -> None:
         """Convert the times in a far worker's outputs to this host's clock.
 
-        vLLM subtracts these times from each other, and an answer that was continued has times of
+        vLLM subtracts these times from each other, and a migrated answer has times of
         two workers. The converted times are late by the delay of the first message."""
         if self._ahead is None:
             self._ahead = outputs.timestamp - time.monotonic()
@@ -180,7 +168,7 @@ class DecodeConnection:
     def close(self, state: ConnectionState = ConnectionState.CLOSED) -> None:
         """Say BYE if the worker knows us, and free the sockets.
 
-        Idempotent. The owner is not told."""
+        Idempotent. The pool is not told."""
         if self._socket.closed:
             self.state = state
             return
@@ -217,15 +205,15 @@ class DecodeConnection:
         elif kind == front_wire.DRAIN:
             if self.state is ConnectionState.READY:
                 self.state = ConnectionState.DRAINING
-                self._owner.on_draining(self)
+                self._pool.on_draining(self)
         elif kind == front_wire.GONE:
             self.lose("it had given us up", died=False)
         elif kind == front_wire.NOPE:
             reason = front_wire.text_of(frames[0]) if frames else "no reason given"
             self.close(ConnectionState.REFUSED)
-            self._owner.on_refused(self, reason)
+            self._pool.on_refused(self, reason)
         else:
-            self._owner.on_message(self, kind, frames)
+            self._pool.on_message(self, kind, frames)
 
     def _on_welcome(self, frames: list[Any]) -> None:
         if self.state is not ConnectionState.CONNECTING or len(frames) != 1:
@@ -233,11 +221,11 @@ class DecodeConnection:
         welcome = wire.decode(frames[0].bytes, front_wire.DecodeWelcome)
         if welcome.decode_instance != self.instance_id:
             self.close()
-            self._owner.on_lost(self, f"its address is now used by {welcome.decode_instance}")
+            self._pool.on_lost(self, f"its address is now used by {welcome.decode_instance}")
             return
         self.welcome, self.trouble = welcome, ""
         self.state = ConnectionState.READY
-        self._owner.on_ready(self)
+        self._pool.on_ready(self)
 
     def _on_event(self) -> None:
         while not self._monitor.closed:
@@ -269,16 +257,16 @@ class DecodeConnection:
             )
         if self.state is ConnectionState.CONNECTING and event != curve.NO_DETAIL:
             self.close(ConnectionState.REFUSED)
-            self._owner.on_refused(self, trouble)
+            self._pool.on_refused(self, trouble)
         elif self.state is ConnectionState.CONNECTING and not self.trouble:
             self.trouble = trouble
             _log.warning("decode worker %s: %s", self.instance_id, trouble)
 
     def lose(self, reason: str, died: bool = True) -> None:
-        """Close the connection, and tell the owner once that the worker cannot be reached over it.
+        """Close the connection, and tell the pool once that the worker cannot be reached over it.
 
         died: whether the worker's process may have died."""
         if self.state in (ConnectionState.CLOSED, ConnectionState.REFUSED):
             return
         self.close()
-        self._owner.on_lost(self, reason, died)
+        self._pool.on_lost(self, reason, died)

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 import zmq
 
@@ -23,6 +23,7 @@ from pullfill.frontend import metrics
 from pullfill.frontend.decode_connection import ConnectionState, DecodeConnection, process_of
 from pullfill.frontend.dispatch import Dispatcher
 from pullfill.net.security import ClusterKey
+from pullfill.registry.directory import Directory
 from pullfill.runtime import log
 from pullfill.wire import WorkerRecord, WorkerState
 
@@ -35,14 +36,6 @@ IDLE_TICKS = 2
 wakes this process."""
 HUNG_S = 60.0
 """A worker whose engine answers no PING for so long is lost even if its I/O thread still lives."""
-
-
-class Directory(Protocol):
-    """What this room needs of `registry.Directory`."""
-
-    def workers(self, role: str) -> Mapping[str, WorkerRecord]: ...
-
-    def subscribe(self, callback: Callable[[Any, Any], None]) -> Any: ...
 
 
 class WorkerPool:
@@ -172,7 +165,7 @@ class WorkerPool:
         self._refused[name] = (record.incarnation, reason)
         _log.warning("decode worker %s is not used: %s", name, reason)
 
-    # ---------------------------------------------------------------- ConnectionOwner
+    # ---------------------------------------------------------------- from the connections
 
     def on_ready(self, connection: DecodeConnection) -> None:
         _log.info(

@@ -25,8 +25,11 @@ MAX_RECORDS = 10_000
 
 @dataclass(slots=True)
 class Trace:
-    """What the frontend itself knows of one engine request. migrated_from: the decode workers it
-    has left; migrated_tokens: tokens that were out when it left the last one."""
+    """What the frontend itself knows of one engine request.
+
+    key: see `key_of`.
+    migrated_from: the decode workers that it has left.
+    migrated_tokens: number of tokens that were out when it left the last one."""
 
     key: str
     route_ms: float | None = None

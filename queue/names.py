@@ -3,7 +3,7 @@
     stream            PULLFILL-{namespace}-{compat_hash}
     job subject       pullfill.{namespace}.{compat_hash}.job.{tokens, rounded up}
     void subject      pullfill.{namespace}.{compat_hash}.void
-    depth subjects    pullfill.{namespace}.{compat_hash}.depth.{want, report} (shared_depth.py)
+    depth subjects    pullfill.{namespace}.{compat_hash}.depth.{want, report} (depth.py)
     direct subject    pullfill.{namespace}.{compat_hash}.direct (in no stream)
     dead stream       {stream}-dead, subject pullfill.{namespace}.{compat_hash}.dead
     consumer          prefill (durable, shared by all prefill workers)

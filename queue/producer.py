@@ -3,7 +3,7 @@
 Life: `connect` → `publish`/`cancel`/`nak` → `close`.
 
 Refresh: a background task asks the server for the queue's depth regularly. Normally one producer of
-the model asks and tells the others (shared_depth.py).
+the model asks and tells the others (depth.py).
 
 Circuit breaker: one publish or refresh without an answer opens it. Then `available` is False and
 nothing is published. The next answered refresh closes it. So a stopped server costs one
@@ -31,7 +31,7 @@ from pullfill.errors import BadMessage, ConfigError, QueueFull, QueueUnavailable
 from pullfill.queue import streams
 from pullfill.queue.contract import DeadLetter, QueueConfig, Receipt
 from pullfill.queue.deadletter import DeadLetters, delete_message
-from pullfill.queue.depth import DepthCache, Snapshot, read_snapshot
+from pullfill.queue.depth import DepthCache, SharedDepth, Snapshot, read_snapshot
 from pullfill.queue.names import CONSUMER, EXPECTED_STREAM, MSG_ID, TAKEN, TOKENS, Names, parse_ack
 from pullfill.queue.nats_connection import (
     ApiError,
@@ -41,7 +41,6 @@ from pullfill.queue.nats_connection import (
     OnEvent,
     read_reply,
 )
-from pullfill.queue.shared_depth import SharedDepth
 from pullfill.queue.streams import NOT_SET, Streams
 from pullfill.runtime import log, timer_grid
 from pullfill.runtime.health import Health

@@ -1,4 +1,7 @@
-"""vLLM's own command-line flags, turned into a VllmConfig with our connector in it."""
+"""Turns vLLM's own command-line flags into a VllmConfig with our connector.
+
+Flags that cannot work here are refused in one line, before vLLM loads a model.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pullfill.config import NO_DATA_PARALLEL, NO_KV_OFFLOADING
-from pullfill.engine.refusals import check_config, check_flags
-from pullfill.engine.vllm_names import check_worker
+from pullfill.engine.check import check_worker
 from pullfill.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
 _OURS = "--kv-transfer-config"
 
 _ROTARY = "rotary_embedding"
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 class _Refused(Exception):
@@ -35,8 +38,10 @@ def build_config(
 ) -> tuple[VllmConfig, str]:
     """Parse `vllm_args` and return (config, served model name).
 
-    connector, module: class and module of our KV connector; kv_role: vLLM's word for it; extra:
-    what the connector's half in each rank's process must know.
+    connector, module: class and module of our KV connector.
+    kv_role: vLLM's word for its direction.
+    extra: what the connector's half in each rank's process must know.
+
     Raises ConfigError naming what is wrong with the flags or the model path.
     """
     check_worker()
@@ -88,6 +93,45 @@ def build_config(
     names = namespace.served_model_name
     served = names[0] if isinstance(names, list) else names
     return config, served or model
+
+
+def check_flags(args: Any, device_type: str, env: Mapping[str, str]) -> None:
+    """args: vLLM's EngineArgs. device_type: of vLLM's platform, "" if it found no device.
+
+    Raises ConfigError, one line that says what to do.
+    """
+    if not device_type:
+        raise ConfigError(
+            "vLLM's CUDA build is installed, but finds no NVIDIA driver with a GPU: make "
+            "`nvidia-smi` work, or install the CPU build with PULLFILL_DEVICE=cpu make install"
+        )
+    for name in ("enable_sleep_mode", "enable_cumem_allocator"):
+        if getattr(args, name):
+            # Sleeping unmaps KV memory under the copies of other workers. CUDA IPC cannot export
+            # memory of that allocator.
+            raise ConfigError(
+                f"--{name.replace('_', '-')}: its memory cannot be shared with other workers; "
+                "remove the flag"
+            )
+    if device_type != "cuda":
+        return
+    for name in _ALLOCATOR:
+        if "expandable_segments:true" in env.get(name, "").replace(" ", "").lower():
+            raise ConfigError(
+                f"{name} has expandable_segments:True: such memory cannot be shared with other "
+                "workers; remove it"
+            )
+
+
+def check_config(config: Any) -> None:
+    """config: vLLM's VllmConfig. Raises ConfigError, one line that says what to do."""
+    kept = str(config.cache_config.cache_dtype)
+    if kept.endswith("per_token_head"):
+        # `_ensure_scale_caches` in vLLM's triton_attn.py.
+        raise ConfigError(
+            f"--kv-cache-dtype {kept}: vLLM sets the scales of all blocks to 1 when it first "
+            "computes attention, also of KV that another worker has written; use fp8"
+        )
 
 
 def _is_cpu() -> bool:

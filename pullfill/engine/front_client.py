@@ -26,7 +26,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from pullfill.engine import guards
+from pullfill.engine import request_limits
 from pullfill.engine.blame import Fault, explained, fault_of
 from pullfill.engine.front_ports import DecodePort
 from pullfill.engine.front_wire import DecodeWelcome
@@ -118,7 +118,7 @@ class FrontLLM(AsyncLLM):  # type: ignore[misc]
         self, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
     ) -> Any:
         try:
-            if why := guards.why_refused(params):
+            if why := request_limits.why_refused(params):
                 raise VLLMValidationError(why)
             return await super().add_request(request_id, prompt, params, *args, **kwargs)
         except (VLLMClientError, GracefulHTTPError, EngineDeadError):

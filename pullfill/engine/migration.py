@@ -1,13 +1,14 @@
-"""Continuing a broken answer: the request that lets another decode worker go on after the tokens
-that are out, or why no request can.
+"""Request migration: another decode worker goes on with an answer whose worker was lost.
 
-The tokens sent so far become the end of the prompt. The next token of a greedy answer then is what
-it would have been, and the next token of a sampled one comes from the same distribution. So a
-migration is exact unless something depends on which tokens are prompt and which are output, or
-on state that died with the worker. `FIELDS` says for every field of vLLM's SamplingParams which it
-is; of a vLLM with other fields nothing is continued (`why_never`).
+`migration_request` makes the request for the other worker. The tokens that are out become the end
+of its prompt. Then the next token of a greedy answer is the same as without the loss, and that of a
+sampled answer comes from the same distribution.
 
-Pure functions over vLLM's structs; no vLLM import here.
+That does not hold if the answer depends on which tokens are prompt and which are output, or on
+state that died with the worker. `why_not` finds such requests. `FIELDS` holds all fields of vLLM's
+SamplingParams that it knows. With a vLLM that has others, no request migrates (`why_never`).
+
+Pure functions over vLLM's structs. No vLLM import here.
 """
 
 from __future__ import annotations
@@ -64,9 +65,10 @@ REQUIRED_NAMES = {
 
 
 def why_never(args: Any, fields: Iterable[str]) -> str:
-    """What makes every migration inexact; "" if nothing does.
+    """Return why no migration is exact. Empty: nothing prevents it.
 
-    args: vLLM's parsed server flags; fields: those of the installed SamplingParams."""
+    args: vLLM's parsed server flags.
+    fields: those of the installed SamplingParams."""
     if getattr(args, "logits_processors", None):
         return "the engine runs logits processors we do not know (--logits-processors)"
     if getattr(args, "enable_return_routed_experts", False):
@@ -77,9 +79,10 @@ def why_never(args: Any, fields: Iterable[str]) -> str:
 
 
 def why_not(request: Any, tokens: Sequence[int]) -> str:
-    """Why an answer of which `tokens` are out cannot be continued exactly; "" if it can.
+    """Return why an answer cannot migrate exactly. Empty: it can.
 
-    request: the EngineCoreRequest as it was first sent. Reads as `it cannot: {reason}`.
+    request: the EngineCoreRequest as it was first sent.
+    tokens: those that are out.
     """
     params = request.sampling_params
     if params is None or request.resumable:
@@ -103,8 +106,9 @@ def why_not(request: Any, tokens: Sequence[int]) -> str:
 
 
 def migration_request(request: Any, tokens: Sequence[int]) -> Any:
-    """A new EngineCoreRequest that goes on after `tokens`; `request` stays as it is. Only if
-    `why_not` has nothing against it. Costs a copy of the prompt."""
+    """Return a new EngineCoreRequest that goes on after `tokens`. Copies the prompt.
+
+    Call it only if `why_not` returns "". `request` is not changed."""
     params = copy.copy(request.sampling_params)
     if params.max_tokens is not None:
         params.max_tokens -= len(tokens)
@@ -120,7 +124,7 @@ def migration_request(request: Any, tokens: Sequence[int]) -> Any:
 
 
 def room_for(request: Any) -> int:
-    """Tokens that prompt and answer may take together; 0 where that is not known."""
+    """Return how many tokens prompt and answer may have together. 0: not known."""
     params = request.sampling_params
     if params is None or params.max_tokens is None or request.prompt_token_ids is None:
         return 0
@@ -128,8 +132,10 @@ def room_for(request: Any) -> int:
 
 
 def choice_of(request_id: str, external_id: str | None) -> str:
-    """Which of n > 1 choices a request is: `2` for `2_cmpl-x-0-1234abcd` of `cmpl-x-0`; "" if it
-    is not one of several. With n > 1 vLLM makes one request per choice, each with n = 1."""
+    """Return which of n > 1 choices a request is. Empty: it is not one of several.
+
+    For `2_cmpl-x-0-1234abcd` of `cmpl-x-0` it is `2`. With n > 1 vLLM makes one request for each
+    choice, each with n = 1."""
     choice, _, rest = request_id.partition("_")
     if not external_id or not choice.isdigit() or request_id.startswith(external_id):
         return ""
@@ -137,6 +143,6 @@ def choice_of(request_id: str, external_id: str | None) -> str:
 
 
 def _begun(word: Sequence[int], tokens: Sequence[int]) -> bool:
-    """Whether `tokens` end with a beginning of `word`. vLLM looks for the word's beginning among
-    output tokens; without such an end it is either wholly there or not at all."""
+    """Whether `tokens` end with a beginning of `word`."""
+    # vLLM looks for the word's beginning among output tokens only, and these become prompt.
     return any(list(tokens[-n:]) == list(word[:n]) for n in range(1, len(word)))

@@ -1,13 +1,13 @@
-"""Whether an engine is stuck, and what the worker around it is told.
+"""Finds out whether an engine is stuck, and tells the worker.
 
-`Watchdog` decides, from nothing but looks at a counter and a clock; `EngineWatchdog` looks, on the
-worker's asyncio loop, from the time the engine is built (loading and warm-up are not watched).
+`Watchdog` decides, from a counter and a clock. `EngineWatchdog` looks at the engine on the worker's
+asyncio loop, once the engine is built. Loading and warm-up are not watched.
 
     WELL ──no beat for stall_s while busy──▶ STUCK ──as long again──▶ LOST (for good)
       ◀──────────────── a beat ──────────────┘
 
-The engine loop beats at each round: at least once a second when idle, after each step when not. So
-a step may take long (a big prompt), as long as it takes less than stall_s.
+The engine loop beats at each round: at least once a second when idle, else after each step. So a
+step may take up to stall_s, for example with a long prompt.
 """
 
 from __future__ import annotations
@@ -17,10 +17,13 @@ import contextlib
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from pullfill.clock import SYSTEM_CLOCK, Clock
 from pullfill.runtime import log, timer_grid
+
+if TYPE_CHECKING:
+    from pullfill.engine.thread import EngineThread
 
 logger = log.get("engine.watchdog")
 
@@ -33,28 +36,18 @@ class Health(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Pulse:
-    """What the engine thread does now. busy: what it does, "" while it sleeps for want of work.
-    requests: in the engine, or on the way to it."""
+    """What the engine thread does now.
+
+    busy: what it does. "" while it has no work and sleeps.
+    requests: number of requests in the engine, or on the way to it."""
 
     beat: int
     busy: str
     requests: int
 
 
-class Watched(Protocol):
-    """The part of an EngineThread that is needed here."""
-
-    def pulse(self) -> Pulse: ...
-
-    def give_up(self, why: str) -> None: ...
-
-
 class Watchdog:
-    """Pure but for the clock. Call `look` every `interval_s` or so.
-
-    Time in which nobody looked counts for two intervals at most: a process that was stopped, or
-    starved as a whole, does not find its engine stuck when it goes on.
-    """
+    """Decides from the pulses that `look` gets. Call it about every `interval_s`."""
 
     def __init__(self, stall_s: float, clock: Clock = SYSTEM_CLOCK) -> None:
         self._stall_s = stall_s
@@ -66,8 +59,9 @@ class Watchdog:
         self.health = Health.WELL
 
     def look(self, pulse: Pulse) -> Health:
-        """What to think of the engine now. LOST stays."""
+        """Return the engine's health. LOST is final."""
         now = self._clock.monotonic()
+        # Bounded: a process that was stopped or starved must not find its engine stuck afterwards.
         passed = min(now - self._looked, 2 * self.interval_s)
         self._looked = now
         if self.health is Health.LOST:
@@ -85,12 +79,14 @@ class Watchdog:
 
 
 class EngineWatchdog:
-    """Watches one engine until `stop`. on_stuck: called on the loop with True when the engine is
-    found stuck, with False when it has recovered; a lost engine is told `give_up` instead."""
+    """Watches one engine until `stop`. Calls `give_up` of an engine that is lost.
+
+    on_stuck: called on the loop, with True when the engine is stuck, with False when it has
+    recovered."""
 
     def __init__(
         self,
-        engine: Watched,
+        engine: EngineThread[Any],
         stall_s: float,
         on_stuck: Callable[[bool], None],
         clock: Clock = SYSTEM_CLOCK,
@@ -126,7 +122,7 @@ class EngineWatchdog:
         return {"reason": self.complaint} if self.complaint else {}
 
     def look(self) -> None:
-        """One look, and what follows from it."""
+        """Look at the engine once, and act on a change."""
         health = self._dog.look(self._engine.pulse())
         was, self._was = self._was, health
         if health is was:

@@ -19,7 +19,7 @@ import msgspec
 from pullfill.clock import SYSTEM_CLOCK, Clock
 from pullfill.errors import RegistryUnavailable
 from pullfill.net.security import OPEN, EtcdSecurity
-from pullfill.registry.gateway import PROBE, EtcdRpc, LeaseNotFound, RevisionLost, _Failure
+from pullfill.registry.gateway import PROBE, EtcdRpc, Failure, LeaseNotFound, RevisionLost
 from pullfill.runtime.health import Health
 
 __all__ = ["EtcdClient", "KeepAlive", "KeyValue", "LeaseNotFound", "RevisionLost", "prefix_end"]
@@ -80,7 +80,7 @@ class _Lease(msgspec.Struct):
 
 class _KeepAliveLine(msgspec.Struct):
     result: KeepAlive | None = None
-    error: _Failure | None = None
+    error: Failure | None = None
 
 
 def as_key(key: str | bytes) -> bytes:

@@ -1,14 +1,22 @@
-"""One process's connection to etcd's JSON gateway, on etcd3-py's `AioClient`.
+"""One process's connection to etcd's JSON gateway, through etcd3-py's `AioClient`.
 
-Lifecycle: `EtcdRpc.connect` waits for a server, constructs the one `AioClient` of this process and
-puts a session of our own in it; `close` ends it. Belongs to the loop it was made on.
+Lifecycle: `EtcdRpc.connect` waits for a server and makes the `AioClient` of this process. `close`
+ends it. Used on the loop that it was made on.
 
-What of etcd3-py is not used, and why. Its constructor asks the server for its version with a
-blocking request and dies with AttributeError when nobody answers: `_Api` is given the version,
-asked for beforehand without blocking. Its session holds 30 connections, so that 31 watches block
-a put, and checks no server certificate: replaced (sockets.py). Its models cost 29 ms for 50 keys
-and lose the difference between empty and absent: requests and answers are raw JSON, decoded by
-msgspec. Its streams drop events: `stream` yields the gateway's lines as they come.
+Of `AioClient` we use `call_rpc(raw=True)`, which adds the token and the API prefix of the server's
+version, `baseurl`, `close`, and the attributes `token`, `session`, `protocol`, `host` and `port`.
+The rest of etcd3-py 0.1.6 does not work for us:
+
+    constructor         asks for the server's version with a blocking request, and raises
+                        AttributeError if nobody answers: `_Api` is told the version
+    its session         30 connections, so 31 watches block a put; it checks no server
+                        certificate: replaced (sockets.py)
+    put, range, txn …   answers become models: 29 ms for 50 keys, and empty is like absent:
+                        we send and read raw JSON, with msgspec
+    watch_create,       `ResponseIter` keeps in its buffer what it has returned, and returns the
+    Watcher             first message again and again: `stream` reads the lines
+    auth                removes the token while it waits, so other calls fail meanwhile:
+                        `_authenticate`
 """
 
 from __future__ import annotations
@@ -40,21 +48,19 @@ _FAILURES = (aiohttp.ClientError, OSError, TimeoutError, UnicodeError)
 
 
 class LeaseNotFound(RegistryUnavailable):
-    """The lease is not, or no more, known to etcd."""
+    """etcd does not know the lease."""
 
 
 class RevisionLost(RegistryUnavailable):
-    """The asked-for revision was compacted away, or is of another life of the store."""
+    """The revision was compacted, or the store was made anew since."""
 
 
 class Endpoint(NamedTuple):
+    """One member of etcd. host: an IPv6 address stands in brackets, as in a URL."""
+
     scheme: str
     host: str
     port: int
-
-
-def _address(endpoint: Endpoint) -> str:
-    return f"{endpoint.scheme}://{endpoint.host}:{endpoint.port}"
 
 
 class _Api(AioClient):  # type: ignore[misc]
@@ -73,8 +79,8 @@ class _Version(msgspec.Struct):
     etcdserver: str
 
 
-class _Failure(msgspec.Struct):
-    """Both forms of the gateway: of unary calls and inside streams."""
+class Failure(msgspec.Struct):
+    """An error of the gateway, of a call or inside a stream."""
 
     error: Any = None
     code: int = 0
@@ -104,7 +110,7 @@ def parse_url(url: str) -> tuple[list[Endpoint], tuple[str, str] | None]:
             )
         if pieces.username is not None:
             credentials = (unquote(pieces.username), unquote(pieces.password or ""))
-        endpoints.append(Endpoint(pieces.scheme, host, port))
+        endpoints.append(Endpoint(pieces.scheme, f"[{host}]" if ":" in host else host, port))
     if not endpoints:
         raise ConfigError("no etcd URL given: use --etcd http://HOST:PORT")
     return endpoints, credentials
@@ -116,12 +122,12 @@ def redact(url: str) -> str:
 
 
 class EtcdRpc:
-    """Raw calls with deadlines and one error vocabulary.
+    """Raw calls, each with a deadline. See `refused` for their errors.
 
-    `last_ok_at` / `last_failed_at`: seconds on `clock` when the server last answered, and when
-    it last did not (a refused, timed-out or broken call or stream).
-    `last_date`: the HTTP `Date` of the last answer to a call, "" before it. A caller reads it
-    without an `await` after its call, so that no other call comes in between.
+    last_ok_at: seconds on `clock` when the server last answered.
+    last_failed_at: when a call or stream last was refused, timed out or broke.
+    last_date: the HTTP `Date` of the last answer to a call, "" before it. A caller reads it
+        without an `await` after its call, so that no other call comes in between.
     """
 
     def __init__(
@@ -136,7 +142,7 @@ class EtcdRpc:
         self._credentials = credentials
         self._clock = clock
         self._closed = False
-        self.health = Health("etcd", _address(endpoints[0]), clock)
+        self.health = Health("etcd", api.baseurl, clock)
         self.last_ok_at = clock.monotonic()
         self.last_failed_at = float("-inf")
         self.last_date = ""
@@ -318,7 +324,7 @@ class EtcdRpc:
                 if line:
                     yield line
 
-    def refused(self, failure: _Failure, status: int = 200) -> RegistryUnavailable | ConfigError:
+    def refused(self, failure: Failure, status: int = 200) -> RegistryUnavailable | ConfigError:
         """The error that an answer other than success stands for."""
         code = failure.code or failure.grpc_code
         text = failure.message or str(failure.error or f"HTTP {status}")
@@ -336,15 +342,16 @@ class EtcdRpc:
         return ConfigError(f"etcd refused the request: {text}{advice}")
 
     def _lost(self, cause: BaseException) -> RegistryUnavailable:
-        """Note the failure, and try the next endpoint from now on."""
+        """Note the failure, and use the next endpoint from now on."""
         self.last_failed_at = self._clock.monotonic()
         failed = Endpoint(self._api.protocol, self._api.host, self._api.port)
+        where = self._api.baseurl
         if len(self._endpoints) > 1 and failed == self._endpoints[0]:
             self._endpoints = self._endpoints[1:] + self._endpoints[:1]
             self._api.protocol, self._api.host, self._api.port = self._endpoints[0]
         why = str(cause) or ("no answer in time" if isinstance(cause, TimeoutError) else "")
         why = why or type(cause).__name__
-        self.health.where = _address(failed)
+        self.health.where = where
         self.health.failed(why)
         return RegistryUnavailable(f"etcd at {failed.host}:{failed.port} does not answer: {why}")
 
@@ -357,8 +364,8 @@ class EtcdRpc:
 
 async def _construct(session: aiohttp.ClientSession, endpoint: Endpoint) -> _Api:
     """Ask the server's version, then make the client over `session`. Does not close `session`."""
-    host = f"[{endpoint.host}]" if ":" in endpoint.host else endpoint.host
-    url = f"{endpoint.scheme}://{host}:{endpoint.port}/version"
+    scheme, host, port = endpoint
+    url = f"{scheme}://{host}:{port}/version"
     async with session.get(url, timeout=aiohttp.ClientTimeout(total=2.0)) as response:
         body = await response.read()
     try:
@@ -368,7 +375,7 @@ async def _construct(session: aiohttp.ClientSession, endpoint: Endpoint) -> _Api
         raise RegistryUnavailable("the server there is not an etcd, or not ready") from None
     if version < OLDEST:
         raise ConfigError(f"etcd {version} is too old: need {OLDEST} or later")
-    api = _Api(host=host, port=endpoint.port, protocol=endpoint.scheme, server_version=text)
+    api = _Api(host=host, port=port, protocol=scheme, server_version=text)
     await api.session.close()
     api.session = session
     return api
@@ -380,8 +387,8 @@ def _cause(exc: BaseException) -> str:
     return str(getattr(inner, "verify_message", "") or getattr(inner, "reason", "") or inner)
 
 
-def _read_failure(body: bytes) -> _Failure:
+def _read_failure(body: bytes) -> Failure:
     try:
-        return msgspec.json.decode(body, type=_Failure, strict=False)
+        return msgspec.json.decode(body, type=Failure, strict=False)
     except (msgspec.MsgspecError, ValueError):
-        return _Failure(message=body[:200].decode("utf-8", "replace").strip())
+        return Failure(message=body[:200].decode("utf-8", "replace").strip())

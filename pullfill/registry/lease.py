@@ -23,11 +23,10 @@ import asyncio
 import contextlib
 import enum
 from dataclasses import dataclass
-from typing import Protocol
 
 from pullfill.clock import BOOT_CLOCK, Clock
 from pullfill.errors import PullfillError
-from pullfill.registry.client import Header, KeepAlive
+from pullfill.registry.client import EtcdClient, Header
 from pullfill.runtime import log, timer_grid
 
 _log = log.get("registry.lease")
@@ -37,16 +36,6 @@ RETRY_S = 0.2
 class LeaseEnd(enum.StrEnum):
     REVOKED = "revoked"
     OUTAGE = "outage"
-
-
-class LeaseApi(Protocol):
-    """What a lease needs of `EtcdClient`."""
-
-    async def grant_lease(self, ttl_s: int) -> tuple[int, int, Header]: ...
-
-    async def keep_alive(self, lease_id: int, *, timeout_s: float | None = None) -> KeepAlive: ...
-
-    async def revoke_lease(self, lease_id: int) -> None: ...
 
 
 @dataclass(slots=True)
@@ -92,7 +81,7 @@ class LeaseJudge:
 class Lease:
     """See the module. `id`: etcd's lease id; `ttl_s`: as granted."""
 
-    def __init__(self, client: LeaseApi, lease_id: int, judge: LeaseJudge, clock: Clock) -> None:
+    def __init__(self, client: EtcdClient, lease_id: int, judge: LeaseJudge, clock: Clock) -> None:
         self._client = client
         self._judge = judge
         self._clock = clock
@@ -101,7 +90,7 @@ class Lease:
         self.id = lease_id
 
     @classmethod
-    async def grant(cls, client: LeaseApi, ttl_s: int, *, clock: Clock = BOOT_CLOCK) -> Lease:
+    async def grant(cls, client: EtcdClient, ttl_s: int, *, clock: Clock = BOOT_CLOCK) -> Lease:
         """A new lease, not yet kept alive. Raises RegistryUnavailable."""
         sent_at = clock.monotonic()
         lease_id, granted_s, header = await client.grant_lease(ttl_s)

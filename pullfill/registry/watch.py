@@ -23,7 +23,7 @@ import msgspec
 
 from pullfill.errors import ConfigError, RegistryUnavailable
 from pullfill.registry.client import EtcdClient, Header, KeyValue, RevisionLost, as_key, prefix_end
-from pullfill.registry.gateway import _Failure
+from pullfill.registry.gateway import Failure
 from pullfill.runtime import log
 
 IDLE_S = 60.0
@@ -76,7 +76,7 @@ class _Result(msgspec.Struct):
 
 class _Line(msgspec.Struct):
     result: _Result | None = None
-    error: _Failure | None = None
+    error: Failure | None = None
 
 
 class _Lost(Exception):

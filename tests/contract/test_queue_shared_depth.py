@@ -65,7 +65,7 @@ class Watched:
 @pytest.fixture
 async def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Watched]:
     monkeypatch.setattr("pullfill.queue.producer.BUSY_REFRESH_S", 0.05)
-    monkeypatch.setattr("pullfill.queue.shared_depth.REPORT_S", 0.25)
+    monkeypatch.setattr("pullfill.queue.depth.REPORT_S", 0.25)
     server = NatsServer(tmp_path)
     await server.start()
     watched = Watched(server)

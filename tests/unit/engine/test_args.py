@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from pullfill.engine.refusals import check_config, check_flags
+from pullfill.engine.args import check_config, check_flags
 from pullfill.errors import ConfigError
 
 PLAIN = {"enable_sleep_mode": False, "enable_cumem_allocator": False}

@@ -1,6 +1,6 @@
 """Refuses requests that pass vLLM's checks but then fail, or block an engine for seconds.
 
-The frontend calls this. The comment at each guard says what vLLM would do with such a request, and
+The frontend calls this. The comment at each limit says what vLLM would do with such a request, and
 `tests/integration/test_odd_requests.py` sends one. No vLLM import here.
 """
 
