@@ -1,6 +1,6 @@
 """Measures the cost of the control plane as work grows: `make bench-control`.
 
-NATS, etcd, frontends and workers are real. Only the model is a mock (pullfill/engine/mock/), so
+NATS, etcd, frontends and workers are real. Only the model is a mock (pullfill/testing/), so
 that many workers fit on one machine. Parts:
   depth    a decision with ten and with ten thousand jobs waiting, in turns
   tokens   CPU per request and per streamed token through the real frontend and both workers

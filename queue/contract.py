@@ -6,7 +6,8 @@ worker goes silent for `ack_wait_s` becomes pending again; after `max_deliver` d
 dead-lettered. At-least-once: a job may be delivered twice, and a late ack of an earlier delivery
 settles the message. The queue is no fence; the decode worker's ledger decides who may write.
 
-Both implementations (`jetstream.py`, `memory.py`) pass `tests/contract/test_queue_contract.py`.
+`jetstream.py` and `pullfill/testing/memory_queue.py` implement it. Both pass
+`tests/contract/test_queue_contract.py`.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from pullfill.config import TRANSPORTS
 from pullfill.errors import IncompatibleError
 from pullfill.transfer.contract import PeerTransport
 from pullfill.wire import RegionDescriptor
@@ -14,7 +15,6 @@ from pullfill.wire import RegionDescriptor
 LONGEST_REASON = 300
 """Characters. Reasons travel in every commit, whose texts are bounded: a longer one, such as what a
 library says when it fails to load, must not make the commit unreadable."""
-BEST_FIRST = ("loopback", "cuda_ipc", "shm", "nccl", "nixl", "tcp")
 
 
 def choose(
@@ -22,7 +22,7 @@ def choose(
 ) -> tuple[PeerTransport, list[tuple[str, str]]]:
     """The best transport that both sides have and that can reach the region.
 
-    Returns it and (name, why not) for each better one. Names outside `BEST_FIRST` come last, in
+    Returns it and (name, why not) for each better one. Names outside `TRANSPORTS` come last, in
     the order given. Raises IncompatibleError(field="endpoints") listing every reason if none can.
     """
     why_not: list[tuple[str, str]] = []
@@ -53,9 +53,9 @@ def why_not_better(
     except IncompatibleError:
         return []
     reasons = dict(absent) | dict(why_not)
-    better = BEST_FIRST[: _rank(chosen.name)]
+    better = TRANSPORTS[: _rank(chosen.name)]
     return [f"{name}: {reasons[name]}"[:LONGEST_REASON] for name in better if name in reasons]
 
 
 def _rank(name: str) -> int:
-    return BEST_FIRST.index(name) if name in BEST_FIRST else len(BEST_FIRST)
+    return TRANSPORTS.index(name) if name in TRANSPORTS else len(TRANSPORTS)

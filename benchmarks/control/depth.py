@@ -25,7 +25,7 @@ from pullfill.decode_worker.publisher import Publisher
 from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.queue.contract import QueueConfig
 from pullfill.queue.jetstream import JetStreamProducer
-from pullfill.transfer.loopback import LoopbackFences
+from pullfill.testing.loopback import LoopbackFences
 from pullfill.wire import Compat, RouterConfig, RouterPolicy
 
 FEW, MANY = 10, 9_800

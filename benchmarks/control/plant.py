@@ -36,7 +36,7 @@ FLAGS = [
     "--max-num-seqs=256",
     "--block-size=16",
     "--enforce-eager",
-    "--distributed-executor-backend=pullfill.engine.mock.executor.MockExecutor",
+    "--distributed-executor-backend=pullfill.testing.mock_executor.MockExecutor",
 ]
 KV_BYTES = 8 << 20
 """4096 blocks of the mock's 2 KiB."""

@@ -32,11 +32,6 @@ def preload(model: str, flags: list[str]) -> None:
     import vllm.v1.core.sched.scheduler  # noqa: F401
 
     import benchmarks.control.driver  # noqa: F401
-    import pullfill.decode_worker.connector
-    import pullfill.decode_worker.main
-    import pullfill.engine.mock.executor
-    import pullfill.prefill_worker.connector
-    import pullfill.prefill_worker.main  # noqa: F401
     from pullfill.engine import args
 
     args.build_config(

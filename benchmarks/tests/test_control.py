@@ -21,8 +21,8 @@ from benchmarks.control import idle, links, plant, probes, scale, tokens
 from benchmarks.control.driver import Sticky
 from benchmarks.control.plant import Use, mock_flags
 from pullfill.decode_worker import connector_scheduler as decode
-from pullfill.engine.mock.model import settings_of
 from pullfill.prefill_worker import connector_scheduler as prefill
+from pullfill.testing.mock_model import settings_of
 
 
 class Clock:

@@ -8,7 +8,7 @@ import platform
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pullfill.engine.mock.model import is_mock
+from pullfill.engine.kv import executor_without_model
 from pullfill.wire import Compat
 
 if TYPE_CHECKING:
@@ -56,8 +56,9 @@ def describe(config: VllmConfig, served_name: str, geometry: Geometry) -> Compat
     from vllm.platforms import current_platform
 
     model = config.model_config
-    if is_mock(config.parallel_config.distributed_executor_backend):
-        computes = "mock"  # its KV means nothing to a model
+    executor = executor_without_model(config)
+    if executor is not None:
+        computes = executor.KV_KIND  # its KV means nothing to a model
     else:
         computes = _isa() if current_platform.is_cpu() else current_platform.device_type
     return Compat(

@@ -13,7 +13,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from pullfill import __version__
-from pullfill.engine.mock.model import is_mock
+from pullfill.engine.kv import executor_without_model
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def digest(config: VllmConfig) -> str:
     """16 hex digits; "" for a worker without a model, whose KV means nothing."""
-    if is_mock(config.parallel_config.distributed_executor_backend):
+    if executor_without_model(config) is not None:
         return ""
     text = json.dumps(_parts(config), sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 from pullfill.engine.attention import NO_MODEL, Attention
-from pullfill.engine.mock.model import is_mock, settings_of
 from pullfill.errors import IncompatibleError
 
 
@@ -40,14 +40,27 @@ def total_heads(vllm_config: Any) -> int:
     return 1 if model.use_mla else int(model.get_total_num_kv_heads())
 
 
+def executor_without_model(vllm_config: Any) -> Any:
+    """The executor class that `--distributed-executor-backend` names, if it computes no model.
+
+    Such a class has two attributes of ours:
+    KV_KIND: what its KV is, in one word. Only workers of one kind exchange KV.
+    kv_device: function from vLLM's config to the device of the KV memory; `auto` for vLLM's."""
+    named = vllm_config.parallel_config.distributed_executor_backend
+    if isinstance(named, str) and "." in named:  # a class path; vLLM's own executors are one word
+        module, _, name = named.rpartition(".")
+        named = getattr(import_module(module), name)
+    return named if hasattr(named, "KV_KIND") else None
+
+
 def device_of(vllm_config: Any) -> str:
     """torch's device type of this engine's KV memory, e.g. `cpu`, `cuda`. Raises ConfigError."""
     from vllm.platforms import current_platform
 
-    if is_mock(vllm_config.parallel_config.distributed_executor_backend):
-        wanted = settings_of(vllm_config.additional_config).device
-        if wanted != "auto":
-            return wanted
+    executor = executor_without_model(vllm_config)
+    wanted = executor.kv_device(vllm_config) if executor is not None else "auto"
+    if wanted != "auto":
+        return str(wanted)
     return str(current_platform.device_type)
 
 

@@ -29,7 +29,7 @@ from tests.support.proxy import Proxy
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
-MOCK = ("--distributed-executor-backend", "pullfill.engine.mock.executor.MockExecutor")
+MOCK = ("--distributed-executor-backend", "pullfill.testing.mock_executor.MockExecutor")
 USUAL: dict[str, object] = {
     "policy": "always_remote",
     "remote_timeout_s": 30,

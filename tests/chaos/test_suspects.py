@@ -21,7 +21,7 @@ import pytest
 
 from pullfill.config import ClusterRef
 from pullfill.deploy import suspects as command
-from pullfill.engine.mock.model import MockSettings
+from pullfill.testing.mock_model import MockSettings
 from tests.support import web
 from tests.support.cluster import Cluster, Worker, until
 from tests.support.deadly import DIES, FATAL, MOCK, SLOW, ask, ask_again

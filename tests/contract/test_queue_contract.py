@@ -12,9 +12,9 @@ import pytest
 from pullfill.errors import BadMessage, QueueFull
 from pullfill.queue.contract import JobConsumer, JobProducer, QueueConfig
 from pullfill.queue.jetstream import JetStreamConsumer, JetStreamProducer
-from pullfill.queue.memory import MemoryQueue
 from pullfill.queue.names import round_up_tokens
 from pullfill.queue.producer import BUSY_REFRESH_S
+from pullfill.testing.memory_queue import MemoryQueue
 from tests.support.nats import NatsServer, until
 
 ACK_WAIT_S = 0.3

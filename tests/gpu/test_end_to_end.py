@@ -32,7 +32,7 @@ IN_WRITE, IN_FLIGHT = "cuda_ipc.write.batch", "cuda_ipc.queued"
 
 def test_a_pair_without_a_model_writes_over_cuda_ipc(tmp_path: Path, model_path: Path) -> None:
     """Everything but the model: a failure here is none of vLLM's kernels."""
-    mock = ("--distributed-executor-backend", "pullfill.engine.mock.executor.MockExecutor")
+    mock = ("--distributed-executor-backend", "pullfill.testing.mock_executor.MockExecutor")
     cluster = Cluster(tmp_path / "mock", model_path, forked=False)
     try:
         cluster.start_servers()

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from pullfill.engine.mock.model import MockSettings
+from pullfill.testing.mock_model import MockSettings
 from tests.support.cluster import BLOCK, MODEL, Cluster
 from tests.support.prompts import random_prompt
 
 pytestmark = pytest.mark.engine
 
-MOCK = ("--distributed-executor-backend", "pullfill.engine.mock.executor.MockExecutor")
+MOCK = ("--distributed-executor-backend", "pullfill.testing.mock_executor.MockExecutor")
 
 
 def ask(cluster: Cluster, prompt: list[int], count: int) -> tuple[list[int], dict[str, Any]]:

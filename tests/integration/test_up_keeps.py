@@ -21,9 +21,9 @@ import pytest
 
 from pullfill.deploy import procs, servers
 from pullfill.deploy.state import Launch, StateDir, identity
-from pullfill.engine.mock.model import MockSettings
 from pullfill.registry.client import EtcdClient
 from pullfill.runtime import failpoints
+from pullfill.testing.mock_model import MockSettings
 from tests.support import web
 from tests.support.cluster import FLAGS, MODEL
 from tests.support.command_line import SERVERS_ONLY, cluster, read_until, run, start, wait_for

@@ -10,6 +10,7 @@ import pytest
 
 from pullfill.engine.args import build_config
 from pullfill.engine.attention import of_rank
+from pullfill.engine.kv import device_of, executor_without_model
 from pullfill.errors import ConfigError
 from tests.support.late import Late
 
@@ -49,19 +50,29 @@ def test_kv_scales_are_where_vllm_keeps_them() -> None:
     assert of_rank(config, ["l"]).scales == {"l": ([1.0], [1.0])}
 
 
+def test_vllms_flag_names_the_mock_and_the_mock_has_no_model() -> None:
+    named = "pullfill.testing.mock_executor.MockExecutor"
+    config: Any = SimpleNamespace(
+        parallel_config=SimpleNamespace(distributed_executor_backend=named),
+        additional_config={"mock": {"device": "cuda"}},
+    )
+    assert executor_without_model(config).KV_KIND == "mock"
+    assert device_of(config) == "cuda"
+
+
 def test_the_mock_needs_no_memory_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU the connector has none. `meta` stands for the GPU: a device without memory."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    from pullfill.engine.mock import executor
+    from pullfill.testing import mock_executor
 
     registered: dict[str, Any] = {}
     connector = SimpleNamespace(
         get_mem_pool_context=lambda: None, register_kv_caches=registered.update
     )
     monkeypatch.setattr(KVConnectorFactory, "create_connector", lambda **_: connector)
-    monkeypatch.setattr(executor, "device_of", lambda config: "meta")
-    made = executor.MockExecutor.__new__(executor.MockExecutor)
+    monkeypatch.setattr(mock_executor, "device_of", lambda config: "meta")
+    made = mock_executor.MockExecutor.__new__(mock_executor.MockExecutor)
     made.vllm_config = SimpleNamespace(kv_transfer_config=object())
     spec = SimpleNamespace(block_size=16, head_size=8, num_kv_heads=1, dtype=torch.bfloat16)
     group = SimpleNamespace(kv_cache_spec=spec, layer_names=["a", "b"])

@@ -14,7 +14,7 @@ from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.errors import BadMessage, PeerUnavailable
 from pullfill.net.security import ClusterKey
 from pullfill.prefill_worker.control_connection import ControlConnection
-from pullfill.transfer.loopback import LoopbackFences
+from pullfill.testing.loopback import LoopbackFences
 from pullfill.wire import (
     SILENT_S,
     Commit,

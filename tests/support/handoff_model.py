@@ -24,7 +24,7 @@ from pullfill.decode_worker.ledger_types import (
 )
 from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.errors import Fenced, Outcome
-from pullfill.transfer.loopback import LoopbackFences
+from pullfill.testing.loopback import LoopbackFences
 from pullfill.wire import DigestMode, RefuseReason, RouterConfig, RouterPolicy
 from tests.support import handoff_invariants
 from tests.support.fakes import FakeClock, FakePool, FakeRequest

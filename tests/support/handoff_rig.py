@@ -25,7 +25,7 @@ from pullfill.prefill_worker.task import PrefillTask
 from pullfill.prefill_worker.transfer_worker import TransferWorker
 from pullfill.queue.contract import JobConsumer, JobProducer, QueueConfig
 from pullfill.queue.jetstream import JetStreamConsumer, JetStreamProducer
-from pullfill.queue.memory import MemoryQueue
+from pullfill.testing.memory_queue import MemoryQueue
 from pullfill.wire import (
     SILENT_S,
     DigestMode,

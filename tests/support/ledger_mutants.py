@@ -10,7 +10,7 @@ import pytest
 from pullfill.decode_worker.ledger import Ledger
 from pullfill.decode_worker.ledger_types import CancelMessage, Entry, Hold, JobState, Release
 from pullfill.errors import Outcome
-from pullfill.transfer.loopback import LoopbackFences
+from pullfill.testing.loopback import LoopbackFences
 
 Patch = pytest.MonkeyPatch
 

@@ -28,6 +28,8 @@ ROOMS = {
     "worker": ("pullfill/worker", ROLE - {"worker"}),
     "prefill_worker": ("prefill_worker", ROLE),
     "frontend": ("frontend", frozenset({"registry", "engine"})),
+    # Stand-ins for tests and benchmarks: no room may import it.
+    "testing": ("pullfill/testing", frozenset({"engine", "queue", "transfer"})),
     # deploy starts the others through `MODULE.run`, see ENTRY_POINTS, and reads the registry.
     "deploy": ("deploy", frozenset({"registry"})),
 }
@@ -51,6 +53,8 @@ def may_use(room: str, file: Path, package: str) -> bool:
     )
     if room == "engine":
         return package != "cupy"
+    if room == "testing":
+        return package in ("torch", "vllm")
     if package == "vllm":
         return connector
     if package in ("torch", "cupy"):
@@ -170,6 +174,9 @@ def test_links_are_relative_and_lead_to_the_rooms() -> None:
         ("decode_worker/a.py", "import importlib\nimportlib.import_module('vllm')", "import vllm"),
         ("pullfill/a.py", "from pullfill.registry import keys", "core must not import registry"),
         ("pullfill/engine/a.py", "import pullfill.registry", "engine must not import registry"),
+        ("transfer/a.py", "from pullfill.testing.loopback import x", "must not import testing"),
+        ("pullfill/engine/a.py", "from pullfill import testing", "must not import testing"),
+        ("pullfill/testing/a.py", "import pullfill.decode_worker", "must not import decode_worker"),
         ("deploy/a.py", "from pullfill.decode_worker.ledger import Ledger", "import decode_worker"),
         ("deploy/a.py", "from transfer.contract import Owner", "write pullfill.transfer"),
         ("queue/types.py", "", "named like a standard module"),

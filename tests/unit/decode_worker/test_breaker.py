@@ -14,7 +14,7 @@ from pullfill.decode_worker.conditional_router import Situation, decide
 from pullfill.decode_worker.ledger import Ledger
 from pullfill.decode_worker.ledger_types import Settle
 from pullfill.errors import Outcome
-from pullfill.transfer.loopback import LoopbackFences
+from pullfill.testing.loopback import LoopbackFences
 from pullfill.wire import RouterConfig
 from tests.support.fakes import FakeClock
 

@@ -16,7 +16,7 @@ from pullfill.decode_worker.ledger_types import (
     Settle,
 )
 from pullfill.errors import Outcome
-from pullfill.transfer.loopback import LoopbackFences
+from pullfill.testing.loopback import LoopbackFences
 from pullfill.wire import DigestMode, RefuseReason
 from tests.support.fakes import FakeClock
 from tests.support.handoff_model import CLAIM_S, TIMEOUT_S, HandoffModel, Job, granted

@@ -9,7 +9,7 @@ import pytest
 from pullfill.decode_worker.ledger import Ledger
 from pullfill.decode_worker.ledger_types import Entry, NakDelivery, Settle
 from pullfill.errors import Outcome
-from pullfill.transfer.loopback import LoopbackFences
+from pullfill.testing.loopback import LoopbackFences
 from tests.support.fakes import FakeClock
 from tests.support.handoff_model import CLAIM_S, HandoffModel, granted
 

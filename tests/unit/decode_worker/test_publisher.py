@@ -10,7 +10,7 @@ from pullfill.decode_worker.context import OpenedJob
 from pullfill.decode_worker.ledger import Ledger
 from pullfill.decode_worker.publisher import Publisher
 from pullfill.queue.contract import Receipt
-from pullfill.transfer.loopback import LoopbackFences
+from pullfill.testing.loopback import LoopbackFences
 
 
 class Queue:

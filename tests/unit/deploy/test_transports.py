@@ -9,13 +9,11 @@ import pytest
 from rich.console import Console
 
 from pullfill import wire
-from pullfill.config import TRANSPORTS
 from pullfill.deploy import report, transports
 from pullfill.deploy.machine import FAIL, OK, WARN
 from pullfill.errors import ConfigError, UnavailableError
 from pullfill.options import check_address, parse_transports
 from pullfill.registry.orders import LiveWorker
-from pullfill.transfer.choose import BEST_FIRST
 from tests.support.workers import record
 
 
@@ -95,10 +93,6 @@ def test_the_trace_of_a_request_names_its_transport() -> None:
 
 
 # --------------------------------------------------------------------------- flags
-
-
-def test_names_of_transports_are_known_everywhere() -> None:
-    assert tuple(name for name in BEST_FIRST if name != "loopback") == TRANSPORTS
 
 
 def test_transports_flag() -> None:

@@ -12,7 +12,7 @@ from pullfill.deploy.defaults import PREFILL_CHUNK
 from pullfill.prefill_worker.credits import Credits
 from pullfill.prefill_worker.puller import Puller, budget_of
 from pullfill.queue.contract import QueueConfig
-from pullfill.queue.memory import MemoryQueue
+from pullfill.testing.memory_queue import MemoryQueue
 
 
 class Runner:

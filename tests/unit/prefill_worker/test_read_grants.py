@@ -10,7 +10,7 @@ import pytest
 from pullfill.errors import HandoffError
 from pullfill.prefill_worker.read_grants import ReadGrants
 from pullfill.prefill_worker.task import PrefillTask
-from pullfill.transfer.loopback import LoopbackFences
+from pullfill.testing.loopback import LoopbackFences
 from pullfill.wire import FenceToken, KvMode
 
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from pullfill.errors import BadMessage, Fenced, PullfillError, TransferFailed
+from pullfill.testing.loopback import LoopbackOwner
 from pullfill.transfer.layout import dense_layout
-from pullfill.transfer.loopback import LoopbackOwner
 from tests.support.transfer_rigs import (
     Region,
     loopback_rig,

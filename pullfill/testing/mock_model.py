@@ -1,4 +1,4 @@
-"""What the mock backend says instead of a model: tokens, and how long a step takes. No vLLM."""
+"""What the mock executor answers instead of a model: tokens, and how long a step takes. No vLLM."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 from pullfill.errors import ConfigError
 
 KEY = "mock"
-_PACKAGE = "pullfill.engine.mock."
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +50,6 @@ def settings_of(additional_config: Any) -> MockSettings:
         elif isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
             raise ConfigError(f"mock setting {name} must be a number of at least 0, not {value!r}")
     return MockSettings(**{name: kinds[name](value) for name, value in given.items()})
-
-
-def is_mock(backend: Any) -> bool:
-    """Whether this is our executor, by vLLM's `distributed_executor_backend`: a name or a class."""
-    name = backend if isinstance(backend, str) else getattr(backend, "__module__", "")
-    return str(name).startswith(_PACKAGE)
 
 
 class MockModel:

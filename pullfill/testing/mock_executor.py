@@ -1,6 +1,6 @@
 """vLLM's executor without a model. Name it with a flag of vLLM's own:
 
-    pullfill decode … --distributed-executor-backend pullfill.engine.mock.executor.MockExecutor
+    pullfill decode … --distributed-executor-backend pullfill.testing.mock_executor.MockExecutor
                       --additional-config '{"mock": {"prefill_tokens_per_s": 20000}}'
 
 Only what computes is replaced. The engine core, its scheduler, prefix cache and block pool are
@@ -31,10 +31,10 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from pullfill.engine.kv import device_of
-from pullfill.engine.mock.model import MockModel, settings_of
 from pullfill.runtime import log
+from pullfill.testing.mock_model import MockModel, settings_of
 
-logger = log.get("engine.mock")
+logger = log.get("testing.mock_executor")
 
 _LAYOUT = "LBHNC"
 _KV_BYTES = 16 << 20
@@ -42,6 +42,13 @@ _KV_BYTES = 16 << 20
 
 class MockExecutor(Executor):  # type: ignore[misc]
     """One rank, in the engine's own process."""
+
+    KV_KIND = "mock"
+
+    @staticmethod
+    def kv_device(vllm_config: Any) -> str:
+        """Where the KV memory is: `cpu`, `cuda`, or `auto` for where vLLM would put it."""
+        return settings_of(vllm_config.additional_config).device
 
     def _init_executor(self) -> None:
         logger.warning("there is no model here: every token is invented (mock executor)")

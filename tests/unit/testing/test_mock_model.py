@@ -1,17 +1,14 @@
-"""The mock backend's arithmetic: who gets a token in a step, and how long a step takes."""
+"""The mock model's arithmetic: who gets a token in a step, and how long a step takes."""
 
 from __future__ import annotations
 
-import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from pullfill.engine import compat
-from pullfill.engine.kv import Geometry, device_of
-from pullfill.engine.mock.model import MockModel, MockSettings, is_mock, settings_of
 from pullfill.errors import ConfigError
+from pullfill.testing.mock_model import MockModel, MockSettings, settings_of
 
 
 def new(request: str, prompt: int, computed: int = 0, resumed: int = 0) -> Any:
@@ -106,83 +103,3 @@ def test_settings_come_from_vllms_own_flag() -> None:
 def test_a_wrong_setting_is_named(given: Any, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         settings_of({"mock": given})
-
-
-class _Executor:
-    """Where the mock's class says that it is."""
-
-
-_Executor.__module__ = "pullfill.engine.mock.executor"
-NAMED = "pullfill.engine.mock.executor.MockExecutor"
-
-
-def record_of(monkeypatch: pytest.MonkeyPatch, backend: Any, *, cpu: bool = True) -> Any:
-    """The compatibility record of a worker with this executor; vLLM is asked for its names only."""
-    platform = SimpleNamespace(is_cpu=lambda: cpu, device_type="cuda")
-    modules: dict[str, dict[str, Any]] = {
-        "vllm": {"__version__": "1"},
-        "vllm.platforms": {"current_platform": platform},
-    }
-    for name, told in modules.items():
-        module = ModuleType(name)
-        module.__dict__.update(told)
-        monkeypatch.setitem(sys.modules, name, module)
-    model = SimpleNamespace(
-        model="hub/name",
-        revision=None,
-        quantization=None,
-        dtype="torch.float32",
-        hf_config=SimpleNamespace(),
-        hf_text_config=SimpleNamespace(to_dict=dict),
-        get_total_num_kv_heads=lambda: 1,
-    )
-    config: Any = SimpleNamespace(
-        model_config=model,
-        cache_config=SimpleNamespace(cache_dtype="auto", block_size=16),
-        parallel_config=SimpleNamespace(distributed_executor_backend=backend),
-    )
-    return compat.describe(config, "m", Geometry(2, 512, "cpu"))
-
-
-@pytest.mark.parametrize("cpu", [True, False])
-@pytest.mark.parametrize("mock", [NAMED, _Executor])
-def test_a_worker_without_a_model_exchanges_nothing_with_one_that_has_it(
-    monkeypatch: pytest.MonkeyPatch, mock: Any, cpu: bool
-) -> None:
-    invented = record_of(monkeypatch, mock, cpu=cpu)
-    computed = record_of(monkeypatch, "uni", cpu=cpu)
-    assert [field for field, *_ in invented.differs_from(computed)] == ["isa"]
-    assert invented.hash() != computed.hash(), "so it does not even see the other's jobs"
-    assert invented == record_of(monkeypatch, NAMED)
-
-
-@pytest.mark.parametrize("backend", ["uni", "mp", "ray", None, dict, "other.mock.Executor"])
-def test_other_executors_are_none_of_ours(backend: Any) -> None:
-    assert not is_mock(backend)
-
-
-def config_of(backend: Any, settings: dict[str, Any]) -> Any:
-    return SimpleNamespace(
-        parallel_config=SimpleNamespace(distributed_executor_backend=backend),
-        additional_config={"mock": settings},
-    )
-
-
-@pytest.mark.parametrize("here", ["cpu", "cuda"])
-@pytest.mark.parametrize(
-    ("backend", "settings", "found"),
-    [
-        (NAMED, {}, None),
-        (NAMED, {"device": "cpu"}, "cpu"),
-        (NAMED, {"device": "cuda"}, "cuda"),
-        ("uni", {"device": "cpu"}, None),
-    ],
-)
-def test_where_the_kv_memory_is(
-    monkeypatch: pytest.MonkeyPatch, backend: str, settings: dict[str, Any], found: str, here: str
-) -> None:
-    """None: where vLLM computes here."""
-    platform = ModuleType("vllm.platforms")
-    platform.__dict__["current_platform"] = SimpleNamespace(device_type=here)
-    monkeypatch.setitem(sys.modules, "vllm.platforms", platform)
-    assert device_of(config_of(backend, settings)) == (found or here)

@@ -6,7 +6,7 @@ import pytest
 
 from pullfill.errors import QueueUnavailable
 from pullfill.queue.contract import QueueConfig
-from pullfill.queue.memory import MemoryQueue
+from pullfill.testing.memory_queue import MemoryQueue
 
 
 class FakeClock:

@@ -1,1 +1,0 @@
-"""A backend without a model: vLLM's scheduler and our connectors as they are, invented tokens."""
