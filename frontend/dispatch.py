@@ -93,7 +93,7 @@ class Dispatcher:
         self._loop = asyncio.get_running_loop()
         self._flights: dict[str, Flight] = {}
         self._waiting = Waiting(
-            lambda flight, now: self._try(flight, self._place, now),
+            lambda flight, now: self._try(flight, self.route, now),
             lambda flight: self._fail(flight, flight.failure),
         )
         self._calls = Calls(codec)
@@ -138,7 +138,7 @@ class Dispatcher:
         if refusal := self.suspects.meet(flight):
             self._fail(flight, refusal, REFUSED)
         else:
-            self._try(flight, self._place, now)
+            self._try(flight, self.route, now)
 
     def abort(self, request_ids: Sequence[str]) -> None:
         by_worker: dict[DecodeConnection, list[str]] = {}
@@ -280,7 +280,7 @@ class Dispatcher:
         flight.worker.abort([flight.wire_id])
         self._try(flight, self._leave, flight.worker, "had it queued when a copy was at a death")
 
-    def _place(self, flight: Flight, now: float) -> None:
+    def route(self, flight: Flight, now: float) -> None:
         """Send a request to a worker, or let it wait for one, or for a turn on probation."""
         if flight.suspect is not None and flight.suspect.charged:
             flight.deadline = now + 2 * CONFIRM_S  # Suspects ends this wait earlier
