@@ -1,6 +1,6 @@
 """The half of the decode worker's KV connector that vLLM runs inside its scheduler.
 
-Three steps of docs/request-life.md are here:
+Three steps of a request's life (docs/architecture.md) are here:
 
     decide   whether a prefill worker computes the rest of a prompt
     enqueue  open the job of such a prompt, and publish it

@@ -2,7 +2,7 @@
 
     Puller.pull → claim → (ConnectorScheduler.read_prefix) → compute_and_write → commit
 
-These are the prefill worker's steps of docs/request-life.md. The engine reads the prefix when it
+These are the prefill worker's steps of docs/architecture.md. The engine reads the prefix when it
 schedules the prompt.
 
 The job's message is settled once: `ack` when the job is committed or nobody needs it any more,

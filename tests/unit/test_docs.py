@@ -38,6 +38,11 @@ def text_of(name: str) -> str:
     return (ROOT / name).read_text()
 
 
+def section(begin: str, end: str) -> str:
+    """Of docs/architecture.md, from one heading to another."""
+    return text_of("docs/architecture.md").split(f"\n{begin}\n")[1].split(f"\n{end}\n")[0]
+
+
 def code_of(name: str) -> list[str]:
     """Code blocks and code spans."""
     return CODE.findall(text_of(name))
@@ -302,7 +307,7 @@ def test_every_kind_of_message_and_reason_is_described() -> None:
 
 
 def test_every_reason_of_the_router_is_described() -> None:
-    text = text_of("docs/request-life.md")
+    text = section("## Life of a request", "## Words")
     reasons: set[str] = set()
     for path in ("decode_worker/conditional_router.py", "decode_worker/connector_scheduler.py"):
         source = text_of(path)
@@ -315,7 +320,7 @@ def test_every_reason_of_the_router_is_described() -> None:
 
 
 def test_every_outcome_in_use_is_described() -> None:
-    text = text_of("docs/request-life.md") + text_of("docs/wire.md")
+    text = section("## Life of a request", "## Words") + text_of("docs/wire.md")
     used = "".join(p.read_text() for p in (ROOT / "decode_worker").glob("*.py"))
     outcomes = [o for o in Outcome if f"Outcome.{o.name}" in used]
     assert len(outcomes) > 5
@@ -323,9 +328,7 @@ def test_every_outcome_in_use_is_described() -> None:
 
 
 def test_the_glossary_is_sorted_and_has_each_word_once() -> None:
-    words = re.findall(
-        r"^\| `?([^|`]+?)`? \| ", text_of("docs/glossary.md").split("## Was called")[0], re.M
-    )[1:]
+    words = re.findall(r"^\| `?([^|`]+?)`? \| ", section("## Words", "### Was called"), re.M)[1:]
     assert len(words) > 40
     assert words == sorted(words, key=lambda word: word.lower().replace("_", " "))
     assert len(words) == len(set(words))

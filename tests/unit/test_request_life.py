@@ -1,4 +1,4 @@
-"""docs/request-life.md names nine steps, and the functions that take them: they are in the code."""
+"""docs/architecture.md names nine steps, and the functions that take them: they are in the code."""
 
 from __future__ import annotations
 
