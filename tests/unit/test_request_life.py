@@ -8,7 +8,8 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-LIFE = (ROOT / "docs" / "request-life.md").read_text()
+PAGE = (ROOT / "docs" / "architecture.md").read_text()
+LIFE = PAGE.split("\n## Life of a request\n")[1].split("\n## Words\n")[0]
 ROW = re.compile(r"^\| (\d+) \| \*\*([\w ]+)\.\*\* .*? \| ([^|]+) \| [^|]+ \|$", re.M)
 FUNCTION = re.compile(r"\[`([\w/]+\.py)`\]\(\.\./\1\) `(\w+)`")
 HEADING = re.compile(r"^ +# -+ step (\d+): (\w+)$", re.M)
