@@ -63,6 +63,8 @@ class ControlServer:
     checks: the self-check, set before `start`. Without it every prefill worker may bring KV.
     prefill_workers: number of prefill workers that pull and may bring KV.
     forecaster: is told how long the writing of KV took.
+    past_stream: returns whether jobs go past the stream. Then prefill workers that report that they
+    do not pull still take jobs.
     """
 
     def __init__(
@@ -104,13 +106,13 @@ class ControlServer:
         self._pulling = 0
         self.address = ""
         self.prefill_workers = 0
-        self.past_stream: Callable[[], bool] = lambda: (
-            False
-        )  # if so, workers that say they do not pull still take jobs
+        self.past_stream: Callable[[], bool] = lambda: False
         self.checks: Checks | None = None
 
     async def start(self, host: str, port: int = 0) -> None:
-        """Listen (port 0: the OS picks one) and start the ledger's timer."""
+        """Listen, and start the ledger's timer.
+
+        port: 0 lets the OS choose one."""
         self._loop = asyncio.get_running_loop()
         self._server = await self._loop.create_server(lambda: Channel(self._opened), host, port)
         port = self._server.sockets[0].getsockname()[1]
@@ -118,9 +120,9 @@ class ControlServer:
         self._timers += map(asyncio.create_task, (self._run_ledger(), self._watch_silence()))
 
     async def stop(self) -> None:
-        """Close every connection. When this returns nothing here touches the ledger any more, and
-        the messages of the jobs that ended with the connections were cancelled, if the queue
-        answered within a second."""
+        """Close every connection. When this returns, nothing here touches the ledger any more.
+
+        Jobs that end with the connections are deleted from the queue, if it answers within 1 s."""
         if self._server is not None:
             await stop_listening(self._server)
         if self.checks is not None:
@@ -139,7 +141,7 @@ class ControlServer:
             await asyncio.to_thread(self._verifier.close)
 
     def wake(self) -> None:
-        """The ledger has actions or new deadlines (asyncio thread)."""
+        """Look at the ledger's actions and deadlines. asyncio thread."""
         self._wake.ring()
 
     # ------------------------------------------------------------------ the ledger's side
@@ -148,12 +150,12 @@ class ControlServer:
         while True:
             try:
                 soonest = self._ledger.tick()
-                # For the jobs that were queued since the last worker left: handed back, proved
-                # quiet (in this tick, maybe), or opened by an engine thread that still saw it.
+                # Since the last worker left, jobs may have been queued: given up by it, proved
+                # quiet in this tick, or opened by an engine thread that still saw the worker.
                 self._nobody_pulls()
                 self._act()
             except Exception:
-                # Deadlines and proofs hang on this loop: it goes on whatever happened once.
+                # Deadlines and proofs depend on this loop, so it goes on after any error.
                 logger.exception("the ledger's timer failed; going on")
                 soonest = 0.05
             await self._wake.wait(soonest)
@@ -163,9 +165,8 @@ class ControlServer:
         for action in self._ledger.take_actions():
             match action:
                 case SendRevoke(name, job_id, attempt, reason):
-                    # The one action with which something is due earlier: a proof, or the claim of
-                    # a job that is queued again. Whoever takes it tells the timer; the ledger does
-                    # so only while it lies here.
+                    # Only this action makes something due earlier: a proof, or the claim of a job
+                    # that is queued again. So the timer must look again.
                     self._wake.ring()
                     if (peer := self.peers.get(name)) is not None:
                         incarnation = self._ledger.incarnation
@@ -191,14 +192,16 @@ class ControlServer:
             logger.warning("could not settle a message: %s", exc)
 
     async def _watch_silence(self) -> None:
-        """End the connection of a worker that is stopped or cut off: the kernel does not. Its jobs
-        are handed on or served here; blocks it may be writing stay in quarantine."""
+        """End the connection of a prefill worker that says nothing: it is stopped or cut off.
+
+        The kernel does not end it. The ledger gives its jobs to others or serves them here, and
+        keeps the blocks that it may be writing."""
         pause = self._silent_s / 5
         while True:
             before = self._loop.time()
             await asyncio.sleep(timer_grid.left(before, pause))
             if self._loop.time() - before > 2 * pause:
-                # We did not run either: what the workers said waits to be read.
+                # This process did not run. What the workers said meanwhile is not read yet.
                 for peer in self.peers.values():
                     peer.heard = self._loop.time()
             for peer in list(self.peers.values()):
@@ -243,7 +246,7 @@ class ControlServer:
                 self._lost(peer)
 
     def _complain(self, what: str, peer: str, why: Exception) -> None:
-        """A worker that is refused tries again every two seconds."""
+        """Log it, but seldom: a worker that is refused tries again every 2 s."""
         host = peer.rpartition(":")[0]
         if (more := self._seldom.due(f"{what} {host} {type(why).__name__}")) is not None:
             logger.warning("%s a control connection from %s: %s%s", what, peer, why, more)
@@ -311,7 +314,7 @@ class ControlServer:
         self._ledger.tell_opens = not pulling
 
     def _nobody_pulls(self) -> None:
-        """With no worker left that pulls, what nobody has claimed is served locally at once."""
+        """Serve locally what nobody has claimed, if no prefill worker pulls."""
         if self._pulling == 0 and self._ledger.open_jobs and not self.past_stream():
             self._ledger.give_up_all(Outcome.PREFILL_LOST, but_granted=True)
 

@@ -40,7 +40,9 @@ class Peer:
         self.asked_at = self.heard
 
     def patience(self, now: float, silent_s: float) -> float:
-        """Seconds for which it may say nothing; `silent_s`: while it asks for things."""
+        """Return for how many seconds it may say nothing.
+
+        silent_s: the same while it asks for things."""
         return heartbeat.patience(now - self.asked_at, silent_s)
 
     def grant(self, claim: Claim, incarnation: str, grant: GrantView) -> Grant:

@@ -1,7 +1,7 @@
-"""Publishes opened jobs without the scheduler ever waiting for the network.
+"""Publishes opened jobs. vLLM's scheduler never waits for the network.
 
-The engine thread hands an `OpenedJob` over (`submit`, microseconds); the asyncio thread encodes
-and publishes it. Every failure ends in the ledger, which then serves the request locally.
+The engine thread calls `submit`, which takes microseconds. The asyncio thread encodes and publishes
+the job. After any failure the ledger serves the request locally.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ logger = log.get("decode_worker.publisher")
 
 
 class Publisher:
-    """Owns nothing but the tasks it started. `loop` is the worker's asyncio loop."""
+    """Owns the tasks that publish.
+
+    loop: the worker's asyncio loop."""
 
     def __init__(
         self,
@@ -46,14 +48,14 @@ class Publisher:
         self._woken = False
 
     def submit(self, job: OpenedJob) -> None:
-        """From any thread; returns at once. Those of one engine step wake the loop once."""
+        """Publish the job later. Any thread. The jobs of one engine step wake the loop once."""
         self._submitted.append(job)
         if not self._woken:
             self._woken = True
             self._loop.call_soon_threadsafe(self._start)
 
     def _start(self) -> None:
-        self._woken = False  # first: what comes from now on wakes the loop again
+        self._woken = False  # first, so that a job that comes from now on wakes the loop again
         while self._submitted:
             job = self._submitted.popleft()
             self._tasks[job.job_id] = self._loop.create_task(self._publish(job))

@@ -1,10 +1,10 @@
-"""Whether what a prefill worker wrote is what it meant to write (`--kv-digest`).
+"""Checks that the KV in the blocks is what the prefill worker computed (`--kv-digest`).
 
-The ledger asks after a commit, when the writer is proved quiet; the digests are made here, on one
-thread of their own, from the decode worker's own memory. That thread only reads: a job that ends
-meanwhile gives its blocks back at once, and the verdict on them is ignored.
+The ledger asks for it after a commit, when the writer is proved quiet. A thread computes the
+digests from the decode worker's own memory. It only reads. So a job that ends meanwhile gives its
+blocks back at once, and the result of its check is ignored.
 
-Lifecycle: given to the control server, which closes it; the KV memory must live longer.
+The control server closes it. The KV memory must live longer.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pullfill.wire import DigestMode
 logger = log.get("decode_worker.verify")
 
 SUSPECT = 3
-"""From so many mismatches of one prefill worker on, chance is no explanation."""
+"""So many mismatches of one prefill worker are no chance."""
 
 
 class Verifier:
@@ -40,8 +40,9 @@ class Verifier:
         self._mismatches: Counter[str] = Counter()
 
     async def settle(self, verify: Verify, prefill_instance: str) -> str | None:
-        """Check a commit and tell the ledger; returns what it says (`Ledger.verified`). A check
-        that cannot be made counts as failed: the prompt is computed again here."""
+        """Check a commit, tell the ledger, and return what `Ledger.verified` says.
+
+        A check that cannot be made counts as failed: the prompt is computed here."""
         loop = asyncio.get_running_loop()
         try:
             wrong = await loop.run_in_executor(self._thread, self._compare, verify)
@@ -49,7 +50,7 @@ class Verifier:
             logger.exception("the digest of job %s could not be checked", verify.job_id)
             wrong = f"not checked: {exc!r}"
         why = self._ledger.verified(verify.job_id, verify.attempt, good=not wrong)
-        # Of a job that ended meanwhile nothing can be said: its blocks may be others' by now.
+        # A job that ended meanwhile does not count: its blocks may be another's by now.
         if why is None:
             metrics.KV_DIGEST.labels("match").inc()
         elif why == Outcome.DIGEST_MISMATCH.value:
@@ -58,8 +59,9 @@ class Verifier:
         return why
 
     def close(self) -> None:
-        """When this returns nothing reads the KV memory any more. At most one check is waited
-        for."""
+        """Stop. When this returns, nothing reads the KV memory any more.
+
+        It waits for one check at most."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def _compare(self, verify: Verify) -> str:
