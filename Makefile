@@ -71,6 +71,7 @@ bench-quick: install ## The same in short: interference, handoff, chat (12 minut
 # Each writes benchmarks/results/NAME.json and .md; ARGS=--help tells what it measures.
 bench-cluster: ## Start-up, memory, handoff stages and idle CPU of a demo cluster (minutes)
 bench-control: ## CPU and latency of the control plane, 1 to 64 mock workers, 10k jobs (minutes)
+bench-demo: ## Whether the demo model's answers show what it read (seconds)
 bench-frontend: ## CPU per streamed token against vLLM's API server (minutes)
 bench-paths: ## What a long prompt costs the streams and itself, by hop and by thread (minutes)
 bench-rates: install-bench ## Goodput at rising rates, measured by guidellm (15 minutes)

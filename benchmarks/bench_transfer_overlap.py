@@ -21,7 +21,7 @@ import httpx
 from benchmarks.live import CLI, BenchError, Live, running, wait_for
 from benchmarks.machine import DrainAck
 from benchmarks.report import Row, median, row, versus
-from pullfill.engine.demo_recipe import Recipe
+from pullfill.demo.recipe import Recipe
 from tests.support.checkpoint import tiny_checkpoint
 
 RECIPE = Recipe(

@@ -108,7 +108,6 @@ class Installer:
         else:
             self._pip(f"vLLM {VLLM} and pullfill", ["-e", f".[{self._device},dev]"])
         self._check()
-        self._make_demo_model()
         say(f"done in {time.monotonic() - began:.0f} s")
 
     # ------------------------------------------------------------------ steps
@@ -204,19 +203,6 @@ class Installer:
 
     # ------------------------------------------------------------------ pip
 
-    def _make_demo_model(self) -> None:
-        """Train the demo model now, so that the first `make up` need not wait. Not having it is no
-        failure: `pullfill up` makes it too."""
-        code = (
-            "import sys; from pullfill.deploy.plan import demo_directory as d; "
-            "from pullfill.engine.demo import main; sys.exit(main(['ensure', str(d())]))"
-        )
-        what = "the demo model (about a minute, once)"
-        try:
-            self._run(what, [], program=["-P", "-c", code])
-        except InstallError as exc:
-            say(f"no demo model yet, `pullfill up` will try again: {exc}")
-
     def _pip(self, what: str, arguments: list[str]) -> None:
         self._run(what, ["install", *arguments])
 
@@ -227,9 +213,9 @@ class Installer:
             return False
         return True
 
-    def _run(self, what: str, arguments: Sequence[str], program: Sequence[str] = _PIP) -> None:
+    def _run(self, what: str, arguments: Sequence[str]) -> None:
         say(what)
-        command = [str(self._python), *program, *arguments]
+        command = [str(self._python), *_PIP, *arguments]
         with self._log.open("a") as log:
             log.write(f"$ {' '.join(command)}\n")
             log.flush()

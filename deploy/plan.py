@@ -147,7 +147,7 @@ def demo_directory() -> Path:
 def start_demo_model(log: Path, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
     """Begin to make the demo checkpoint unless it is there, in a process of its own: torch stays
     out of this one. Its end is for `check_demo_model`."""
-    command = [sys.executable, "-P", "-m", "pullfill.engine.demo", "ensure", str(demo_directory())]
+    command = [sys.executable, "-P", "-m", "pullfill.demo.checkpoint", str(demo_directory())]
     return spawn(command, log=log, env=env)
 
 

@@ -127,7 +127,7 @@ class Supervisor:
     async def _start_all(self) -> None:
         view, options = self._view, self._options
         if options.decode + options.prefill + options.frontends and options.model == "demo":
-            view.set("demo model", "starting", "made on first use, about a minute")
+            view.set("demo model", "starting", "made on first use")
             await asyncio.gather(self._make_demo_model(), self._start_nats(), self._start_etcd())
             view.set("demo model", "ready", str(plan.demo_directory()))
         else:

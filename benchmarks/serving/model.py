@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from pullfill.demo.checkpoint import ensure_demo_model
+from pullfill.demo.recipe import MARKUP_TOKENS, SPECIAL_TOKENS, Recipe
 from pullfill.deploy import plan
-from pullfill.engine.demo import ensure_demo_model
-from pullfill.engine.demo_recipe import MARKUP_TOKENS, SPECIAL_TOKENS, Recipe
 
 NAME = "bench"
 """What requests call it."""

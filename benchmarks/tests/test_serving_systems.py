@@ -16,9 +16,9 @@ from benchmarks.serving import model, public_load, systems_pairs, systems_vllm
 from benchmarks.serving.contract import Name
 from benchmarks.serving.systems import DIRECT_BELOW, FLAGS, NIXL_DIRECT, STOCK, SYSTEMS
 from benchmarks.serving.workloads import LONG_OUT, SHORT_IN, SHORT_OUT, SWEEP_IN
+from pullfill.demo.recipe import MARKUP_TOKENS, SPECIAL_TOKENS
+from pullfill.demo.tokenizer import build_tokenizer
 from pullfill.deploy.defaults import usable_cores
-from pullfill.engine.demo_recipe import MARKUP_TOKENS, SPECIAL_TOKENS
-from pullfill.engine.demo_tokenizer import build_tokenizer
 from pullfill.wire.records import RouterConfig
 
 

@@ -15,8 +15,8 @@ import tempfile
 from hashlib import blake2b
 from pathlib import Path
 
-from pullfill.engine.demo import ensure_demo_model
-from pullfill.engine.demo_recipe import Recipe
+from pullfill.demo.checkpoint import ensure_demo_model
+from pullfill.demo.recipe import Recipe
 
 TINY = Recipe(
     hidden=128,

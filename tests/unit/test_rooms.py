@@ -22,6 +22,7 @@ ROOMS = {
     CORE: ("pullfill", frozenset[str]()),
     "registry": ("pullfill/registry", frozenset[str]()),
     "engine": ("pullfill/engine", frozenset[str]()),
+    "demo": ("pullfill/demo", frozenset[str]()),
     "queue": ("queue", frozenset[str]()),
     "transfer": ("transfer", frozenset[str]()),
     "decode_worker": ("decode_worker", ROLE),
@@ -55,6 +56,8 @@ def may_use(room: str, file: Path, package: str) -> bool:
         return package != "cupy"
     if room == "testing":
         return package in ("torch", "vllm")
+    if room == "demo":
+        return package in ("torch", "safetensors")
     if package == "vllm":
         return connector
     if package in ("torch", "cupy"):
@@ -179,6 +182,8 @@ def test_links_are_relative_and_lead_to_the_rooms() -> None:
         ("pullfill/testing/a.py", "import pullfill.decode_worker", "must not import decode_worker"),
         ("deploy/a.py", "from pullfill.decode_worker.ledger import Ledger", "import decode_worker"),
         ("deploy/a.py", "from transfer.contract import Owner", "write pullfill.transfer"),
+        ("pullfill/demo/a.py", "import vllm", "demo must not import vllm"),
+        ("deploy/a.py", "from pullfill.demo import llama", "deploy must not import demo"),
         ("queue/types.py", "", "named like a standard module"),
         ("queue/__init__.py", "", "breaks torch"),
         ("queue/long.py", "\n" * (MAX_LINES + 1), "more than"),

@@ -1,19 +1,18 @@
 """A byte-level tokenizer and a chat template for checkpoints made on this machine.
 
-All 256 bytes are tokens, so any text round-trips exactly. What is merged above that is learned from
-texts when there are some, else it is a fixed list of letter pairs, the same on every machine.
+All 256 bytes are tokens, so any text round-trips exactly. The other tokens are a fixed list of
+pairs of letters, the same on every machine.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable
 from pathlib import Path
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from pullfill.engine.demo_recipe import (
+from pullfill.demo.recipe import (
     MARKUP_TOKENS,
     PAD,
     SPECIAL_TOKENS,
@@ -63,29 +62,15 @@ CHAT_TEMPLATE = """\
 """
 
 
-def build_tokenizer(vocab: int, texts: Iterable[str] | None = None) -> Tokenizer:
-    """Exactly `vocab` tokens: special ones from id 0, then bytes, then merges.
+def build_tokenizer(vocab: int) -> Tokenizer:
+    """Make a tokenizer of exactly `vocab` tokens, the same on every machine.
 
-    Raises ValueError when vocab is too small for the bytes or larger than the merges at hand.
-    """
+    Special tokens come first, from id 0. Then come all bytes, common pairs of letters, and markup.
+    Raises ValueError if vocab is too small for the bytes, or larger than the pairs at hand."""
     markup = len(MARKUP_TOKENS)
     least = 256 + len(SPECIAL_TOKENS) + markup
     if vocab < least:
         raise ValueError(f"vocab {vocab} is too small: bytes and special tokens need {least}")
-    if texts is None:
-        tokenizer = _fixed(vocab - markup)
-    else:
-        tokenizer = _learned(vocab - markup, texts)
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in SPECIAL_TOKENS])
-    tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in MARKUP_TOKENS])
-    if tokenizer.get_vocab_size() != vocab:
-        raise ValueError(f"{vocab} tokens asked, {tokenizer.get_vocab_size()} made: too few texts")
-    return tokenizer
-
-
-def _fixed(size: int) -> Tokenizer:
     tokens = [*SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     # 'Ġ' is a space in the byte alphabet: " t", then "th", "er", and so on.
     pairs = itertools.chain(
@@ -94,23 +79,26 @@ def _fixed(size: int) -> Tokenizer:
         itertools.product("eaiou", "nrstlmdcg"),
         itertools.product("tscn", "htkdg"),
     )
-    seen = dict.fromkeys(pairs)
-    merges = list(seen)[: size - len(tokens)]
+    merges = list(dict.fromkeys(pairs))[: vocab - markup - len(tokens)]
     tokens += [a + b for a, b in merges]
-    return Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=merges))
-
-
-def _learned(size: int, texts: Iterable[str]) -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE())
+    tokenizer = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trainer = trainers.BpeTrainer(
-        vocab_size=size,
-        special_tokens=list(SPECIAL_TOKENS),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in SPECIAL_TOKENS])
+    tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in MARKUP_TOKENS])
+    if tokenizer.get_vocab_size() != vocab:
+        raise ValueError(f"vocab {vocab} is too large: there are {tokenizer.get_vocab_size()}")
     return tokenizer
+
+
+def readable(tokenizer: Tokenizer) -> list[int]:
+    """Return the tokens of printable ASCII text, and the one that ends an answer."""
+    found = [SPECIAL_TOKENS.index(TURN_END)]
+    for token, name in enumerate(map(tokenizer.id_to_token, range(tokenizer.get_vocab_size()))):
+        text = tokenizer.decode([token])
+        if name not in MARKUP_TOKENS and text.isascii() and text.isprintable() and text:
+            found.append(token)
+    return found
 
 
 def write_tokenizer(tokenizer: Tokenizer, recipe: Recipe, directory: Path) -> None:

@@ -15,36 +15,32 @@ import jinja2.sandbox
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
 
-from pullfill.engine import demo
-from pullfill.engine.demo_corpus import Entry, prose
-from pullfill.engine.demo_recipe import MARKUP_TOKENS, SPECIAL_TOKENS, Recipe
-from pullfill.engine.demo_tokenizer import CHAT_TEMPLATE, build_tokenizer
+from pullfill.demo import checkpoint as demo
+from pullfill.demo.recipe import DEMO, MARKUP_TOKENS, SPECIAL_TOKENS, Recipe
+from pullfill.demo.tokenizer import CHAT_TEMPLATE, build_tokenizer, readable
 from pullfill.errors import ConfigError
 from tests.support.checkpoint import TINY, tiny_checkpoint
 from tests.support.late import Late
 
 torch: Any = Late("torch")
-demo_llama: Any = Late("pullfill.engine.demo_llama")
+demo_llama: Any = Late("pullfill.demo.llama")
 
 SMALL = Recipe(
     hidden=32, layers=1, heads=2, kv_heads=1, intermediate=32, vocab=268, max_positions=128
 )
 FIXED = build_tokenizer(384)
-LEARNED = build_tokenizer(280, ["the theory of the thing is that the thing is there"] * 9)
 
 
 # ------------------------------------------------------------------ tokenizer
 
 
-@pytest.mark.parametrize("tokenizer", [FIXED, LEARNED], ids=["fixed", "learned"])
 @settings(deadline=None, max_examples=60)
 @given(text=st.text(alphabet=st.characters(exclude_categories=["Cs"])))
-def test_text_round_trips(tokenizer: Tokenizer, text: str) -> None:
+def test_text_round_trips(text: str) -> None:
     # Hypothesis also draws strings that stand in our source. Control tokens are not text.
     assume(not any(token in text for token in SPECIAL_TOKENS))
-    assert tokenizer.decode(tokenizer.encode(text).ids) == text
+    assert FIXED.decode(FIXED.encode(text).ids) == text
 
 
 @settings(deadline=None, max_examples=60)
@@ -229,33 +225,57 @@ def test_tiny_checkpoint_feels_a_changed_block(length: int) -> None:
     assert moved.min() > 1e-2, moved
 
 
-def test_trained_model_learns_and_feels_its_context(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    animals = ("cat", "dog", "hen", "cow", "fox")
-    entries = [
-        Entry(f"farm.{a}{i}", (f"The {a} of farm {i} sees the {b} and goes home.",))
-        for i in range(30)
-        for a in animals
-        for b in animals
-    ]
-    monkeypatch.setattr("pullfill.engine.demo_train.read_corpus", lambda: entries)
-    recipe = replace(SMALL, layers=2, vocab=288, max_positions=2048, train_steps=3)
-    where = demo.ensure_demo_model(tmp_path / "m", recipe)
-    model, text = demo_llama.Llama.load(recipe, where), "The cat of farm 3 sees the "
-    ids = Tokenizer.from_file(str(where / "tokenizer.json")).encode(text * 9).ids
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The model behind `--model demo`."""
+    where = demo.ensure_demo_model(tmp_path_factory.mktemp("demo") / "m")
+    return demo_llama.Llama.load(DEMO, where)
+
+
+def chats(length: int) -> Any:
+    """Four prompts of `length` tokens that differ in one."""
+    text = " A prompt long enough to be worth sending away." * 40
+    ids = [FIXED.encode(f"<|user|>{i}{text}").ids[:length] for i in range(4)]
+    return torch.tensor(ids)
+
+
+def test_the_demo_model_answers_each_prompt_differently_and_without_a_loop(model: Any) -> None:
+    cache: dict[int, Any] = {}
     with torch.no_grad():
-        logits = model.logits(torch.tensor([ids, [20, *ids[1:]]]))
-    right = torch.tensor(ids[1:])
-    loss = torch.nn.functional.cross_entropy(logits[0, :-1], right).item()
-    assert loss < 0.7 * math.log(recipe.vocab)  # far better than guessing
-    assert (logits[0, -1] - logits[1, -1]).abs().max() > 1e-4
+        said = [model.logits(chats(24), cache)[:, -1:].argmax(dim=-1)]
+        while len(said) < 48:
+            said.append(model.logits(said[-1], cache).argmax(dim=-1))
+        whole = torch.cat((chats(24), *said), dim=1)
+        assert torch.equal(model.logits(whole)[:, 23:-1].argmax(dim=-1), whole[:, 24:])
+    said = whole[:, 24:].tolist()
+    assert len({tuple(answer) for answer in said}) == 4
+    for answer in said:
+        assert len(set(answer)) >= 16, FIXED.decode(answer)
+        end = answer[24:]
+        assert not [n for n in range(1, 9) if end[n:] == end[:-n]], FIXED.decode(answer)
+        assert FIXED.decode(answer).isascii()
+        assert FIXED.decode(answer).isprintable()
 
 
-def test_prose_keeps_paragraphs_and_drops_code() -> None:
-    text = (
-        "Return the number of things\nthat are here.\n\n"
-        ">>> things.count()\n3\n\nshort.\n\n"
-        "def f(x): return {x: [x ** 2 for x in y] for y in z if y != 3} + {1: 2}."
-    )
-    assert prose(text) == ("Return the number of things that are here.",)
+@pytest.mark.parametrize("length", [64, 400])
+def test_the_demo_model_feels_each_changed_token(length: int, model: Any) -> None:
+    (prompt, *_) = chats(length)
+    places = range(0, length, length // 8)
+    rows = prompt.repeat(len(places), 1)
+    for row, place in zip(rows, places, strict=True):
+        row[place] = 7 + (row[place] + 30) % 300
+    with torch.no_grad():
+        before = model.logits(prompt[None])[0, -1].log_softmax(-1)
+        after = torch.cat([model.logits(row[None])[:, -1] for row in rows]).log_softmax(-1)
+    likely = before > math.log(0.01)
+    moved = (after - before)[:, likely].abs().amax(dim=1)
+    assert moved.min() > 1e-2, moved
+
+
+def test_the_demo_model_says_what_is_readable_and_ends_an_answer(model: Any) -> None:
+    said = readable(FIXED)
+    with torch.no_grad():
+        chances = model.logits(chats(64))[:, -1].softmax(-1)
+    assert (chances[:, said].sum(dim=-1) > 0.999).all()
+    assert SPECIAL_TOKENS.index("<|end|>") in said
+    assert not FIXED.decode(said).strip("".join(map(chr, range(32, 127))))

@@ -1,28 +1,24 @@
-"""The demo model: a small Llama checkpoint made on this machine, on first use.
+"""The demo model: a small Llama checkpoint with random weights, made on this machine.
 
-`ensure_demo_model(DIR)` owns DIR: it builds beside it and renames, so DIR is either complete or
-absent, also after a crash; callers of any process wait for one another on a lock file.
+`ensure_demo_model(DIR)` builds beside DIR and renames, so that DIR is complete or absent, also
+after a crash. Callers in several processes wait for one another at a lock file. As a program:
 
-    python -m pullfill.engine.demo ensure DIR
+    python -m pullfill.demo.checkpoint DIR
 """
 
 from __future__ import annotations
 
-import argparse
 import fcntl
 import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from pullfill.engine.demo_recipe import DEMO, Recipe
+from pullfill.demo.recipe import DEMO, Recipe
 from pullfill.errors import ConfigError
-
-Progress = Callable[[float, str], None]
-"""Called with the fraction done in [0, 1] and what is going on."""
 
 MARKER = "demo-recipe"
 
@@ -32,14 +28,12 @@ def is_ready(directory: Path, recipe: Recipe = DEMO) -> bool:
     return _made_by(directory) == recipe.digest()
 
 
-def ensure_demo_model(
-    directory: Path, recipe: Recipe = DEMO, progress: Progress | None = None
-) -> Path:
-    """Make the checkpoint unless it is there; returns directory, made absolute.
+def ensure_demo_model(directory: Path, recipe: Recipe = DEMO) -> Path:
+    """Make the checkpoint unless it is there. Return the absolute path of the directory.
 
-    Takes about a minute of one core the first time (training) and nothing later. An older recipe's
-    model is replaced; processes that have it open keep it. Raises ConfigError when directory
-    holds something else, OSError when it cannot be written.
+    The model of an older recipe is replaced. Processes that have its files open keep them.
+
+    Raises ConfigError when the directory holds something else, OSError when it cannot be written.
     """
     directory = directory.absolute()
     if is_ready(directory, recipe):
@@ -55,7 +49,7 @@ def ensure_demo_model(
         _sweep(directory)
         fresh = Path(tempfile.mkdtemp(prefix=f".{directory.name}.new-", dir=directory.parent))
         try:
-            _build(recipe, fresh, progress or (lambda done, what: None))
+            _build(recipe, fresh)
             _swap(fresh, directory)
         finally:
             shutil.rmtree(fresh, ignore_errors=True)
@@ -100,18 +94,16 @@ def _swap(fresh: Path, directory: Path) -> None:
         fresh.rename(directory)
 
 
-def _build(recipe: Recipe, directory: Path, progress: Progress) -> None:
+def _build(recipe: Recipe, directory: Path) -> None:
     # Imported here: whoever finds the model ready need not wait for torch.
-    if recipe.train_steps:
-        from pullfill.engine.demo_train import train
+    from pullfill.demo.llama import Llama, answer_only, random_weights
+    from pullfill.demo.tokenizer import build_tokenizer, readable, write_tokenizer
 
-        train(recipe, directory, progress)
-    else:
-        from pullfill.engine.demo_llama import Llama, random_weights
-        from pullfill.engine.demo_tokenizer import build_tokenizer, write_tokenizer
-
-        write_tokenizer(build_tokenizer(recipe.vocab), recipe, directory)
-        Llama(recipe, random_weights(recipe)).save(directory)
+    tokenizer, weights = build_tokenizer(recipe.vocab), random_weights(recipe)
+    if recipe.readable:
+        answer_only(weights, readable(tokenizer))
+    write_tokenizer(tokenizer, recipe, directory)
+    Llama(recipe, weights).save(directory)
     for name, content in (
         ("config.json", recipe.hf_config()),
         ("generation_config.json", recipe.generation_config()),
@@ -120,25 +112,10 @@ def _build(recipe: Recipe, directory: Path, progress: Progress) -> None:
     (directory / MARKER).write_text(recipe.digest() + "\n")
 
 
-def _bar(done: float, what: str) -> None:
-    if sys.stderr.isatty():
-        filled = round(done * 30)
-        bar = "#" * filled + "." * (30 - filled)
-        sys.stderr.write(f"\rdemo model [{bar}] {what:<60.60}" + ("\n" if done >= 1 else ""))
-        sys.stderr.flush()
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Command line. Prints the directory on stdout; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m pullfill.engine.demo", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    ensure = commands.add_parser("ensure", help="make the demo model unless it is there")
-    ensure.add_argument("directory", type=Path)
-    directory: Path = parser.parse_args(argv).directory
-    if not is_ready(directory):
-        print(f"making the demo model in {directory} (once, about a minute)", file=sys.stderr)
+def main(directory: str) -> int:
+    """Make the demo model unless it is there. Return the exit code."""
     try:
-        print(ensure_demo_model(directory, progress=_bar))
+        print(ensure_demo_model(Path(directory)))
     except (ConfigError, OSError) as exc:
         print(f"cannot make the demo model: {exc}", file=sys.stderr)
         return 1
@@ -146,4 +123,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1]))

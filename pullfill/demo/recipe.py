@@ -11,14 +11,14 @@ from typing import Any
 
 import msgspec
 
-# Part of every digest: raise it when the tokenizer, the template, the corpus or the training
-# changes, so that machines with an older demo model make a new one.
-FORMAT = 1
+# Part of every digest. Raise it when the tokenizer, the template or the weights change, so that
+# machines with an older demo model make a new one.
+FORMAT = 2
 
 END_OF_TEXT, PAD, TURN_END = "<|endoftext|>", "<|pad|>", "<|end|>"
 ROLES = ("system", "user", "assistant", "tool")
 # Control tokens: never produced by text, dropped when decoding. A turn is its role's token, the
-# content and TURN_END with nothing between, which is easier to learn than words and newlines.
+# content and TURN_END with nothing between.
 SPECIAL_TOKENS = (END_OF_TEXT, PAD, TURN_END, *(f"<|{role}|>" for role in ROLES))
 # One token each, but text: tool parsers look for them in the decoded answer.
 MARKUP_TOKENS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
@@ -26,17 +26,15 @@ MARKUP_TOKENS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_respo
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A Llama shape (float32), its seed, and how long it is trained (0 steps: random weights).
+    """A Llama shape (float32), and the seed and the scales of its random weights.
 
-    head_dim must be one the CPU attention of vLLM takes (32, 64, 80, 96, 112, 128, …). init_range
-    is the standard deviation of random weights: at Llama's 0.02 a random model answers nearly the
-    same whatever the prompt, which hides wrong KV; query and key rows get `init_range / 2`, so that
-    attention stays spread over the whole context.
-
-    Training covers all layers but the last, which is drawn afterwards and *stirs*: it adds to each
-    logit, with a standard deviation of `stir`, a number that hangs on tokens all over the context.
-    Without it, so short a training makes a model that answers most prompts alike.
-    max_train_s bounds the training on slow machines.
+    head_dim: 32, 64, 80, 96, 112, 128 or another that the CPU attention of vLLM takes.
+    init_range: standard deviation of the weights. With Llama's 0.02 a random model answers nearly
+    the same whatever the prompt. That would hide wrong KV. Rows of queries and keys get half of it,
+    so that attention looks at all of the context.
+    embedding: times init_range for the embeddings. The smaller it is, the more the next token
+    hangs on the context, and the less on the last token alone.
+    readable: answer in printable ASCII characters only, and sometimes end the answer.
     """
 
     hidden: int = 192
@@ -45,15 +43,14 @@ class Recipe:
     kv_heads: int = 4
     head_dim: int = 32
     intermediate: int = 512
-    vocab: int = 2048
+    vocab: int = 384
     max_positions: int = 8192
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-5
     init_range: float = 0.05
+    embedding: float = 1.0
+    readable: bool = False
     seed: int = 20
-    train_steps: int = 0
-    stir: float = 0.35
-    max_train_s: float = 120.0
 
     def digest(self) -> str:
         """Names the model this recipe makes; two recipes that differ anywhere differ here."""
@@ -97,5 +94,5 @@ class Recipe:
         }
 
 
-DEMO = Recipe(train_steps=220)
+DEMO = Recipe(init_range=0.2, embedding=0.1, readable=True)
 """The checkpoint behind `--model demo`."""

@@ -1,20 +1,24 @@
 """Llama in plain torch, its weights named as in a Hugging Face checkpoint.
 
-Used to train the demo model, to make random ones, and as a second opinion on their logits. Serving
-is vLLM's business; this holds no KV cache.
+Makes the demo model's random weights, and is a second opinion on the logits of a checkpoint.
+Serving is vLLM's business.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pullfill.engine.demo_recipe import Recipe
+from pullfill.demo.recipe import Recipe
 
 EMBED, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+
+Cache = dict[int, tuple[Tensor, Tensor]]
+"""Keys and values of each layer."""
 
 
 def layer_name(layer: int, part: str) -> str:
@@ -31,11 +35,10 @@ def random_weights(recipe: Recipe) -> dict[str, Tensor]:
     def matrix(rows: int, columns: int, scale: float = 1.0) -> Tensor:
         return torch.randn(rows, columns, generator=draw) * (recipe.init_range * scale)
 
-    weights = {EMBED: matrix(recipe.vocab, hidden)}
+    weights = {EMBED: matrix(recipe.vocab, hidden, recipe.embedding)}
     for layer in range(recipe.layers):
         parts = {
             "input_layernorm": torch.ones(hidden),
-            # Half as strong: scores stay small, so attention looks at all of the context.
             "self_attn.q_proj": matrix(wide, hidden, 0.5),
             "self_attn.k_proj": matrix(narrow, hidden, 0.5),
             "self_attn.v_proj": matrix(narrow, hidden),
@@ -47,6 +50,21 @@ def random_weights(recipe: Recipe) -> dict[str, Tensor]:
         }
         weights |= {layer_name(layer, part): weight for part, weight in parts.items()}
     return weights | {NORM: torch.ones(hidden), HEAD: matrix(recipe.vocab, hidden)}
+
+
+def answer_only(weights: dict[str, Tensor], tokens: Sequence[int]) -> None:
+    """Change the weights so that the model answers with these tokens only."""
+    # The first of the hidden numbers becomes a positive constant: each embedding has it, and no
+    # layer adds to it. To the logit of every other token it adds a large negative number.
+    weights[EMBED][:, 0] = 3 * weights[EMBED].std()
+    for name, weight in weights.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            weight[0] = 0
+    head = weights[HEAD]
+    others = torch.ones(len(head), dtype=torch.bool)
+    others[list(tokens)] = False
+    head[others] = 0
+    head[:, 0] = -10_000 * others
 
 
 class Llama:
@@ -68,34 +86,21 @@ class Llama:
         from safetensors.torch import save_file
 
         path = directory / "model.safetensors"
-        save_file({name: w.detach() for name, w in self.weights.items()}, path, {"format": "pt"})
+        save_file(self.weights, path, {"format": "pt"})
         path.chmod(0o644)
 
-    def logits(self, ids: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Logits [batch, tokens, vocab] of ids [batch, tokens].
+    def logits(self, ids: Tensor, cache: Cache | None = None) -> Tensor:
+        """Return the logits [batch, tokens, vocab] of ids [batch, tokens].
 
-        positions default to 0, 1, 2, …; attention is causal by index whatever they are.
-        """
-        return functional.linear(self.hidden(ids, positions), self.weights[HEAD])
-
-    def hidden(
-        self, ids: Tensor, positions: Tensor | None = None, layers: int | None = None
-    ) -> Tensor:
-        """Normed hidden states [batch, tokens, hidden] after the first `layers` (default all)."""
-        return self._norm(self.residual(ids, positions, layers), NORM)
-
-    def residual(
-        self, ids: Tensor, positions: Tensor | None = None, layers: int | None = None
-    ) -> Tensor:
-        """What `hidden` norms."""
-        if positions is None:
-            positions = torch.arange(ids.shape[1]).expand(ids.shape)
-        cos, sin = self._rotary(positions)
+        cache: what was computed for the tokens before these. It is extended by these. After the
+        first call, give one token at a time."""
+        start = cache[0][0].shape[2] if cache else 0
+        cos, sin = self._rotary(torch.arange(start, start + ids.shape[1]))
         x = functional.embedding(ids, self.weights[EMBED])
-        for layer in range(self.recipe.layers if layers is None else layers):
-            x = x + self._attention(layer, x, cos, sin)
+        for layer in range(self.recipe.layers):
+            x = x + self._attention(layer, x, cos, sin, cache)
             x = x + self._mlp(layer, x)
-        return x
+        return functional.linear(self._norm(x, NORM), self.weights[HEAD])
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
         return functional.rms_norm(x, (x.shape[-1],), self.weights[name], self.recipe.norm_eps)
@@ -106,10 +111,12 @@ class Llama:
     def _rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         exponents = torch.arange(0, self.recipe.head_dim, 2, dtype=torch.float32)
         rates = self.recipe.rope_theta ** -(exponents / self.recipe.head_dim)
-        angles = (positions[:, :, None].float() * rates).repeat(1, 1, 2)[:, None]
+        angles = (positions[:, None].float() * rates).repeat(1, 2)
         return angles.cos(), angles.sin()
 
-    def _attention(self, layer: int, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def _attention(
+        self, layer: int, x: Tensor, cos: Tensor, sin: Tensor, cache: Cache | None
+    ) -> Tensor:
         x = self._norm(x, layer_name(layer, "input_layernorm"))
         q, k, v = (
             self._linear(layer, f"self_attn.{part}_proj", x)
@@ -117,10 +124,17 @@ class Llama:
             .transpose(1, 2)
             for part in "qkv"
         )
-        q, k = (_rotate(y, cos, sin).to(v.dtype) for y in (q, k))
+        q, k = (_rotate(y, cos, sin) for y in (q, k))
+        if cache is not None:
+            if layer in cache:
+                k, v = (
+                    torch.cat((cache[layer][0], k), dim=2),
+                    torch.cat((cache[layer][1], v), dim=2),
+                )
+            cache[layer] = k, v
         group = self.recipe.heads // self.recipe.kv_heads
         k, v = (y.repeat_interleave(group, dim=1) for y in (k, v))
-        out = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out = functional.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1)
         return self._linear(layer, "self_attn.o_proj", out.transpose(1, 2).flatten(2))
 
     def _mlp(self, layer: int, x: Tensor) -> Tensor:
