@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 from pullfill.config import ClusterRef
 from pullfill.decode_worker.worker import DecodeRole
-from pullfill.engine.entry import run_worker
 from pullfill.options import WorkerOptions
 from pullfill.worker.process import WorkerProcess
+from pullfill.worker.run import run_worker
 
 
 def run(cluster: ClusterRef, options: WorkerOptions, vllm_args: Sequence[str]) -> int:
-    """One decode worker; does not return (engine/entry.py)."""
+    """One decode worker; does not return (worker/run.py)."""
 
     async def serve() -> int:
         role = DecodeRole(cluster, options)

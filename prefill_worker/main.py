@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pullfill.config import ClusterRef
-from pullfill.engine.entry import run_worker
 from pullfill.options import WorkerOptions
 from pullfill.prefill_worker.worker import PrefillRole
 from pullfill.worker.process import WorkerProcess
+from pullfill.worker.run import run_worker
 
 
 def run(cluster: ClusterRef, options: WorkerOptions, vllm_args: Sequence[str]) -> int:
-    """One prefill worker; does not return (engine/entry.py)."""
+    """One prefill worker; does not return (worker/run.py)."""
 
     async def serve() -> int:
         role = PrefillRole(cluster, options)

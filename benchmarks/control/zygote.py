@@ -26,9 +26,9 @@ _PR_SET_PDEATHSIG = 1
 
 def preload(model: str, flags: list[str]) -> None:
     """Import all that a worker or a driver will, and warm vLLM's configuration up."""
-    from pullfill.engine import process
+    from pullfill.engine import environment
 
-    process.prepare(cpu=None, model=model, eager=True)
+    environment.prepare(cpu=None, model=model, eager=True)
     import vllm.v1.core.sched.scheduler  # noqa: F401
 
     import benchmarks.control.driver  # noqa: F401

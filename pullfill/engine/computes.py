@@ -35,7 +35,7 @@ def dtype_of_kv(config: VllmConfig) -> str:
 
 def logprobs_are_cheap() -> bool:
     """Whether vLLM answers a question for log probabilities without compiling its helper first,
-    which takes seconds on the engine thread (engine/process.py)."""
+    which takes seconds on the engine thread (engine/environment.py)."""
     return os.environ.get("TORCHDYNAMO_DISABLE") == "1"
 
 

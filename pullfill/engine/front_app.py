@@ -54,8 +54,10 @@ class _Refused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """Parsed flags and the configuration they make. `names`: the served model names. `never`: why
-    no broken answer can be continued with them, "" if nothing forbids it."""
+    """Parsed flags and the configuration that they make.
+
+    names: the served model names.
+    never: why no answer can migrate with these flags. Empty: nothing prevents it."""
 
     args: Namespace
     config: Any

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
-from pullfill.engine import process
+from pullfill.engine import environment
 from pullfill.engine.heap import Heap
 from pullfill.engine.untouched import untouched
 from pullfill.engine.watchdog import Pulse
@@ -154,7 +154,7 @@ class EngineHost:
         def make_executor(config: VllmConfig) -> Executor:
             # Here the process groups are made, and no thread of ours: those start when the engine
             # hands its memory to the connector.
-            with process.lazy_timers() if alone else contextlib.nullcontext():
+            with environment.lazy_timers() if alone else contextlib.nullcontext():
                 return executor_class(config)
 
         self.core = EngineCore(config, make_executor, log_stats=self._log_stats)

@@ -1,6 +1,6 @@
 """How this process is known to the cluster: its worker key and descriptors, on its lease.
 
-Lifecycle: `join` → (held: keep-alive, own keys guarded) → `leave`, or
+Lifecycle: `join` → (held: keep-alive, own keys watched) → `leave`, or
 - lease revoked → `revoked` is set and nothing is registered again: the owner drains;
 - outage of etcd → keep serving; once etcd answers, register on a new lease with a new incarnation
   (`make` is called again), trying for ever.
@@ -231,7 +231,7 @@ class Membership:
         watched = [keys.worker(self._namespace, record.role, record.instance_id)]
         if self._descriptors:
             watched.append(keys.descriptors_prefix(self._namespace, record.instance_id))
-        helpers = [asyncio.create_task(self._guard(lease, prefix)) for prefix in watched]
+        helpers = [asyncio.create_task(self._watch_own_keys(lease, prefix)) for prefix in watched]
         helpers.append(asyncio.create_task(self._rewrite(lease)))
         try:
             return await lease.wait()
@@ -240,9 +240,10 @@ class Membership:
                 task.cancel()
             await asyncio.gather(*helpers, return_exceptions=True)
 
-    async def _guard(self, lease: Lease, prefix: str) -> None:
-        """Watch our own keys: a broken stream makes continuity doubtful, a key that goes makes the
-        lease doubtful, and a key that is not as it should be is written again."""
+    async def _watch_own_keys(self, lease: Lease, prefix: str) -> None:
+        """Watch our own keys under `prefix`, and write again what others have changed.
+
+        The lease is told of a broken stream and of a key that is gone."""
         seen: dict[bytes, bytes] = {}
         synced = False
         async for event in watch_prefix(self._client, prefix, on_break=lease.interrupted):

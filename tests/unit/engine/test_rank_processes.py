@@ -194,9 +194,9 @@ def test_ranks_are_counted_from_the_flags(flags: list[str], count: int) -> None:
 
 def test_ranks_share_the_cores_and_are_not_pinned_to_one() -> None:
     code = (
-        "import os; from pullfill.engine import process\n"
+        "import os; from pullfill.engine import environment\n"
         "cores = len(os.sched_getaffinity(0))\n"
-        "process.prepare(cpu=0, model='x', ranks=2)\n"
+        "environment.prepare(cpu=0, model='x', ranks=2)\n"
         "assert len(os.sched_getaffinity(0)) == cores\n"
         "assert os.environ['OMP_NUM_THREADS'] == str(max(1, cores // 2))"
     )

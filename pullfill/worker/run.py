@@ -1,4 +1,4 @@
-"""The outermost frame of a worker process: environment, exit code, and the way out."""
+"""Runs a worker process: sets its environment, serves, and ends it with an exit code."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, NoReturn
 
 from pullfill.config import ranks_of
-from pullfill.engine import check, process
+from pullfill.engine import check, environment
 from pullfill.errors import ConfigError, IncompatibleError, PullfillError
 from pullfill.net.this_host import allow_open_files
 from pullfill.options import WorkerOptions
@@ -31,13 +31,14 @@ def run_worker(
     eager = "--enforce-eager" in vllm_args
     ranks = ranks_of(vllm_args)
     core = options.cores[0] if len(options.cores) == 1 else None
-    process.prepare(cpu=core, model=options.model, eager=eager, ranks=ranks)
+    environment.prepare(cpu=core, model=options.model, eager=eager, ranks=ranks)
     asyncio.run(_serve(role, serve))
     raise AssertionError("unreachable")
 
 
 async def _serve(role: str, serve: Callable[[], Coroutine[Any, Any, int]]) -> NoReturn:
-    """Leaves from inside the loop: closing it would wait for whatever its threads still do."""
+    """Serve, and end the process from inside the loop."""
+    # Closing the loop would wait for whatever its threads still do.
     try:
         check.require_version()
         code = await serve()

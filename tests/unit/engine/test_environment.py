@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 
-from pullfill.engine import process
+from pullfill.engine import environment
+from pullfill.engine.environment import LATE_NS, lazy_timers
 from pullfill.engine.host import EngineHost
-from pullfill.engine.process import LATE_NS, lazy_timers
 from pullfill.engine.thread import STOP_S
 
 # Eight threads allocate at the same time; malloc_info lists the arenas that there are.
 CODE = """
 import ctypes, sys, threading
-from pullfill.engine.process import bound_arenas
+from pullfill.engine.environment import bound_arenas
 if sys.argv[1] == "bound":
     bound_arenas()
 libc = ctypes.CDLL(None)
@@ -70,20 +70,22 @@ def test_what_the_engine_runs_on(
     monkeypatch: pytest.MonkeyPatch, device: str, installed: str, driver: bool, on_cpu: bool
 ) -> None:
     """A machine with a GPU may be told, or be set up, to compute on its CPU."""
-    monkeypatch.setattr(process, "_is_installed", lambda name: name in installed.split())
-    monkeypatch.setattr(process.shutil, "which", lambda name: "/bin/it" if driver else None)
-    monkeypatch.setattr(process.os, "environ", {"PULLFILL_DEVICE": device})
-    monkeypatch.setattr(process, "bound_arenas", lambda: None)
-    monkeypatch.setattr(process.sys, "setswitchinterval", lambda _: None)
-    process.prepare(cpu=None, model="m")
+    monkeypatch.setattr(environment, "_is_installed", lambda name: name in installed.split())
+    monkeypatch.setattr(environment.shutil, "which", lambda name: "/bin/it" if driver else None)
+    monkeypatch.setattr(environment.os, "environ", {"PULLFILL_DEVICE": device})
+    monkeypatch.setattr(environment, "bound_arenas", lambda: None)
+    monkeypatch.setattr(environment.sys, "setswitchinterval", lambda _: None)
+    environment.prepare(cpu=None, model="m")
     for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "VLLM_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS"):
-        assert (name in process.os.environ) is on_cpu
+        assert (name in environment.os.environ) is on_cpu
     # On 8 hardware queues, the default, a kernel that waits for another worker holds up others.
-    assert process.os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == (None if on_cpu else "32")
+    assert environment.os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == (None if on_cpu else "32")
     if not on_cpu:
-        process.os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "16"
-        process.prepare(cpu=None, model="m")
-        assert process.os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "16", "a user's own value wins"
+        environment.os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "16"
+        environment.prepare(cpu=None, model="m")
+        assert environment.os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "16", (
+            "a user's own value wins"
+        )
 
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a Linux thread attribute")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from pullfill.engine import entry
 from pullfill.errors import ConfigError
 from pullfill.runtime import log
+from pullfill.worker import run
 
 
 @pytest.mark.parametrize("debug", ["", "1"])
@@ -18,9 +18,9 @@ async def test_a_worker_that_ends_shows_where_if_asked(
 
     codes: list[int] = []
     monkeypatch.setenv(log.DEBUG_ENV, debug)
-    monkeypatch.setattr(entry, "leave", codes.append)
-    monkeypatch.setattr(entry.check, "require_version", lambda: "")
-    await entry._serve("decode", serve)
+    monkeypatch.setattr(run, "leave", codes.append)
+    monkeypatch.setattr(run.check, "require_version", lambda: "")
+    await run._serve("decode", serve)
     told = capsys.readouterr().err
     assert codes == [2]
     assert told.endswith("error: no good\n")

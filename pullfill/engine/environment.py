@@ -1,4 +1,4 @@
-"""What must be settled in a worker process before torch and vLLM are imported."""
+"""Sets up a worker process before torch and vLLM are imported."""
 
 from __future__ import annotations
 
