@@ -16,7 +16,6 @@ import numpy as np
 
 from pullfill import wire
 from pullfill.errors import ClaimRefused, Fenced, PeerUnavailable, QueueUnavailable
-from pullfill.net.this_host import host_id
 from pullfill.prefill_worker.control_connections import ControlConnections
 from pullfill.queue.contract import QueueConfig
 from pullfill.queue.jetstream import JetStreamConsumer
@@ -58,9 +57,7 @@ async def main(etcd_url: str, nats_url: str, namespace: str, name: str) -> None:
     rubbish = np.full(extent(layout), RUBBISH, np.uint8)
     session = ShmTransport().connect(memory_over(rubbish, layout), descriptor)
     queue = await JetStreamConsumer.connect(nats_url, QueueConfig(namespace, compat.hash()))
-    hello = wire.Hello(
-        prefill_instance=name, host_id=host_id(), compat=compat.hash(), transports=["shm"]
-    )
+    hello = wire.Hello(prefill_instance=name, compat=compat.hash())
     print("ready", flush=True)
     await asyncio.to_thread(sys.stdin.readline)
 
@@ -78,9 +75,7 @@ async def main(etcd_url: str, nats_url: str, namespace: str, name: str) -> None:
             job = wire.decode(delivery.body, wire.PrefillJob)
             link = await links.find(job.decode_instance)
             try:
-                grant = await link.claim(
-                    job.job_id, job.incarnation, delivery.number, delivery.ack_subject
-                )
+                grant = await link.claim(job.job_id, job.incarnation, delivery.ack_subject)
             except ClaimRefused:
                 await delivery.ack()
                 continue

@@ -169,13 +169,7 @@ class ControlServer:
                     # that is queued again. So the timer must look again.
                     self._wake.ring()
                     if (peer := self.peers.get(name)) is not None:
-                        incarnation = self._ledger.incarnation
-                        peer.channel.write(
-                            Revoke(
-                                job_id=job_id, attempt=attempt, incarnation=incarnation,
-                                reason=reason,
-                            )
-                        )  # fmt: skip
+                        peer.channel.write(Revoke(job_id=job_id, attempt=attempt, reason=reason))
                 case CancelMessage(receipt):
                     self._spawn(self._cancel(receipt))
                 case NakDelivery(ack_subject, receipt):
@@ -270,8 +264,7 @@ class ControlServer:
                 old.channel.abort()  # a worker has one connection, so this one is dead
         self._count()
         self._ledger.prefill_joined()
-        incarnation = self._ledger.incarnation
-        channel.write(Welcome(decode_instance=self._instance_id, incarnation=incarnation))
+        channel.write(Welcome(decode_instance=self._instance_id))
         logger.info("prefill worker %s connected", peer.instance_id)
         if self.checks is not None:
             self.checks.met(peer)

@@ -7,9 +7,7 @@ from pullfill.transfer.layout import describe_ranks
 from pullfill.wire import Compat, RegionDescriptor
 
 
-def describe(
-    context: DecodeContext, incarnation: str, compat: Compat, block_size: int
-) -> list[RegionDescriptor]:
+def describe(context: DecodeContext, incarnation: str, compat: Compat) -> list[RegionDescriptor]:
     """Under `incarnation`; empty when no transport reaches the memory. Sessions and descriptors of
     the incarnation before are refused from now on."""
     if context.owner is None:
@@ -20,6 +18,5 @@ def describe(
         context.memories,
         instance_id=context.instance_id,
         incarnation=incarnation,
-        block_size=block_size,
         compat=compat,
     )

@@ -91,9 +91,7 @@ class Grants:
         if reason not in (RefuseReason.HELD, RefuseReason.IN_PROGRESS):
             metrics.STALE_REFUSED.labels("claim").inc()
         after = claimed.retry_after_s
-        peer.channel.write(
-            Refused(rid=claim.rid, job_id=claim.job_id, reason=reason, retry_after_s=after)
-        )
+        peer.channel.write(Refused(rid=claim.rid, reason=reason, retry_after_s=after))
 
     def progress(self, peer: Peer, progress: Progress) -> None:
         """Note what has been written since the last report."""
@@ -219,6 +217,4 @@ class Grants:
             if why not in _OURS:
                 metrics.STALE_REFUSED.labels("commit").inc()
             logger.warning("refused a commit of job %s by %s: %s", asked.job_id, peer.name, why)
-        peer.channel.write(
-            CommitReply(rid=asked.rid, job_id=asked.job_id, ok=why is None, reason=why or ""),
-        )
+        peer.channel.write(CommitReply(rid=asked.rid, ok=why is None, reason=why or ""))

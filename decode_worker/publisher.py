@@ -32,7 +32,6 @@ class Publisher:
         ledger: Ledger,
         *,
         instance_id: str,
-        control: str,
         compat_hash: str,
         block_size: int,
     ) -> None:
@@ -40,7 +39,6 @@ class Publisher:
         self._queue = queue
         self._ledger = ledger
         self._instance_id = instance_id
-        self._control = control
         self._compat_hash = compat_hash
         self._block_size = block_size
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -67,8 +65,7 @@ class Publisher:
                 job_id=job.job_id,
                 incarnation=self._ledger.incarnation,
                 decode_instance=self._instance_id,
-                control=self._control,
-                # For people only, and a client can make it as long as it likes.
+                # For people who read a dead letter. A client can make it as long as it likes.
                 request_id=job.request_id[:MAX_TEXT],
                 compat=self._compat_hash,
                 token_ids=u32.pack(job.token_ids),

@@ -133,7 +133,7 @@ class Checks:
         entry = self._ledger.find(claim.job_id)
         if entry is not None and entry.state is JobState.QUEUED:
             self._ledger.publish_failed(claim.job_id, Outcome.SELF_CHECK)
-        refused = Refused(rid=claim.rid, job_id=claim.job_id, reason=RefuseReason.CLOSED)
+        refused = Refused(rid=claim.rid, reason=RefuseReason.CLOSED)
         peer.channel.write(refused)
         return False
 
@@ -302,7 +302,6 @@ class Checks:
             logprob_tolerance=logprob_most,
             decode_instance=ours.instance_id,
             prefill_instance=prefill_instance,
-            checked_at=time.time(),
         )
 
 

@@ -181,7 +181,7 @@ class DecodeRole(Role[DecodeContext, DecodeHooks]):
         parts.push_async_callback(control.stop)
         address = options.advertise_control or control.address
         publisher = Publisher(
-            self._loop, producer, context.ledger, instance_id=self.instance_id, control=address,
+            self._loop, producer, context.ledger, instance_id=self.instance_id,
             compat_hash=engine.compat.hash(), block_size=engine.config.cache_config.block_size,
         )  # fmt: skip
         control.grants.committed = producer.committed
@@ -227,9 +227,7 @@ class DecodeService(Service):
         engine, incarnation = self._engine, record.incarnation
         engine.context.incarnation = incarnation
         self._ledger.new_incarnation(incarnation)
-        described = descriptors.describe(
-            engine.context, incarnation, engine.compat, engine.config.cache_config.block_size
-        )
+        described = descriptors.describe(engine.context, incarnation, engine.compat)
         record = msgspec.structs.replace(
             record, data=self._server.address, control=self._control_address
         )
@@ -280,12 +278,9 @@ def _welcome(engine: Engine[DecodeContext]) -> front_wire.DecodeWelcome:
     config = engine.config
     return front_wire.DecodeWelcome(
         decode_instance=engine.context.instance_id,
-        incarnation=engine.context.incarnation,
         vllm_version=engine.compat.vllm,
         max_model_len=config.model_config.max_model_len,
         num_gpu_blocks=config.cache_config.num_gpu_blocks or 0,
         block_size=config.cache_config.block_size,
-        max_num_seqs=config.scheduler_config.max_num_seqs,
-        max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
         supported_tasks=list(engine.core.get_supported_tasks()),
     )

@@ -265,7 +265,6 @@ class _Frontend:
                 pid=os.getpid(),
                 started_at=self._started_at,
                 http=self._url,
-                version=check.installed_vllm() or "",
                 restarts=restarts_so_far(),
             )
             return record, []

@@ -163,7 +163,6 @@ class ConnectorScheduler:
             return
         local = list(self._manager.get_block_ids(task.request_id)[0])
         task.scheduled_blocks = upto
-        task.parts += 1
         with task.lock:
             task.outstanding += 1  # vLLM may be done with the request before the write begins
         plan.writes.append(

@@ -164,13 +164,11 @@ class ControlConnection:
 
     # ------------------------------------------------------------------ requests
 
-    async def claim(self, job_id: str, incarnation: str, delivery: int, ack: str) -> Grant:
+    async def claim(self, job_id: str, incarnation: str, ack: str) -> Grant:
         """Raises ClaimRefused with the decode worker's reason, PeerUnavailable."""
         rid = next(self._rids)
-        message = Claim(
-            rid=rid, job_id=job_id, incarnation=incarnation, delivery=delivery, ack_subject=ack,
-            load=self.load(),
-        )  # fmt: skip
+        load = self.load()
+        message = Claim(rid=rid, job_id=job_id, incarnation=incarnation, ack_subject=ack, load=load)
         reply = await self._ask(rid, message)
         if isinstance(reply, Refused):
             raise ClaimRefused(

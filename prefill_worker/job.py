@@ -152,9 +152,7 @@ class Job:
         while True:
             self._lost = False
             try:
-                grant = await connection.claim(
-                    self.job_id, job.incarnation, delivery.number, delivery.ack_subject
-                )
+                grant = await connection.claim(self.job_id, job.incarnation, delivery.ack_subject)
                 break
             except ConnectionLost as lost:
                 try:
@@ -201,7 +199,7 @@ class Job:
         """Tell the decode worker that all blocks are written, or kept in pull mode. Then ack."""
         failpoints.hit("prefill.before_commit")
         incarnation = self.grant.incarnation
-        timings = task.timings(queue_ms=self.message.first.age_s * 1e3, claim_ms=self._claim_ms)
+        timings = task.timings(self._claim_ms)
         if task.mode is KvMode.PULL:
             fence = self._runner.read_grants.open(task)
             reply = await self.connection.commit(
@@ -301,7 +299,7 @@ class Job:
             task.cancel()
             task.end(Revoked(f"revoked: {revoke.reason}"))
             self._runner.read_grants.stop(task)
-            self._runner.keep(self._drain(connection, task, revoke))
+            self._runner.keep(self._drain(connection, task))
 
     def connection_lost(self, decode_instance: str) -> None:
         """A decode worker's connection is lost: end the attempt if it is for this one."""
@@ -387,11 +385,7 @@ class Job:
             self._holds_grant = False
             self.connection.give_up(self.grant, cause, retry=retry)
 
-    async def _drain(
-        self, connection: ControlConnection, task: PrefillTask, revoke: Revoke
-    ) -> None:
+    async def _drain(self, connection: ControlConnection, task: PrefillTask) -> None:
         """Answer a revoke as soon as no copy of the task runs."""
         if await task.drained(_QUIET_S):
-            connection.send(
-                DrainAck(job_id=self.job_id, attempt=task.attempt, incarnation=revoke.incarnation)
-            )
+            connection.send(DrainAck())

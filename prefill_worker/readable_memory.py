@@ -27,7 +27,6 @@ logger = log.get("prefill_worker.region")
 def open_region(
     context: PrefillContext,
     compat: Compat,
-    block_size: int,
     *,
     host: str,
     port: int = 0,
@@ -57,7 +56,6 @@ def open_region(
         memories,
         instance_id=context.instance_id,
         incarnation=incarnation,
-        block_size=block_size,
         compat=compat,
     )
     return tuple(described)

@@ -19,7 +19,6 @@ class TrialDelivery:
     body: bytes
     tokens: int
     number: int = 1
-    age_s: float = 0.0
     ack_subject: str = ""
 
     async def ack(self) -> None:

@@ -97,7 +97,6 @@ class PrefillTask:
     scheduled_blocks: int = 0
     read_asked: bool = False
     freed_by_report: bool = False
-    parts: int = 0
     # engine and transfer worker threads, under lock
     outstanding: int = 0
     cancelled: bool = False
@@ -105,7 +104,6 @@ class PrefillTask:
     well: bool = False
     written_blocks: int = 0
     written_bytes: int = 0
-    read_bytes: int = 0
     write_s: float = 0.0
     read_s: float = 0.0
     digests: dict[int, bytes] = field(default_factory=dict)
@@ -171,11 +169,10 @@ class PrefillTask:
         """Ours, one for each target block, in the order of the prompt, once all are kept."""
         return [self.kept[block] for block in self.remote_blocks[self.first_target :]]
 
-    def timings(self, *, queue_ms: float, claim_ms: float) -> StageTimings:
+    def timings(self, claim_ms: float) -> StageTimings:
         """What was measured until now, when the commit (or `Ready`) goes out."""
         computed = self.last_compute or self.started
         return StageTimings(
-            queue_ms=queue_ms,
             claim_ms=claim_ms,
             prefix_read_ms=self.read_s * 1e3,
             prefill_ms=max(0.0, computed - (self.first_step or self.started)) * 1e3,
@@ -190,10 +187,8 @@ class PrefillTask:
             job_id=self.job_id,
             attempt=self.attempt,
             incarnation=incarnation,
-            parts=self.parts,
             blocks=self.written_blocks,
             kv_bytes=self.written_bytes,
-            prefix_read_bytes=self.read_bytes,
             timings=timings,
             digest=self.digest,
             transport=self.transfer_worker.transport[:MAX_TEXT],
@@ -207,10 +202,8 @@ class PrefillTask:
             job_id=self.job_id,
             attempt=self.attempt,
             incarnation=incarnation,
-            parts=self.parts,
             block_ids=u32.pack(self.kept_blocks),
             fence=fence,
-            prefix_read_bytes=self.read_bytes,
             timings=timings,
             digest=self.digest,
         )

@@ -270,7 +270,6 @@ class TransferWorker:
         result = move(task.fence, operation.remote, operation.local)
         if result is None:
             return False
-        task.read_bytes += result.nbytes
         task.read_s += result.seconds
         _of(metrics.KV_READ_BYTES, self.transport).inc(result.nbytes)
         _of(metrics.KV_READ_SECONDS, self.transport).observe(result.seconds)

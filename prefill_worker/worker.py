@@ -16,7 +16,6 @@ from pullfill.engine import computes, kv
 from pullfill.engine.host import EngineHooks, EngineHost
 from pullfill.engine.thread import EngineThread
 from pullfill.ids import new_instance_id
-from pullfill.net.this_host import host_id
 from pullfill.options import WorkerOptions
 from pullfill.prefill_worker import reach, readable_memory
 from pullfill.prefill_worker.context import PrefillContext
@@ -156,13 +155,10 @@ class PrefillRole(Role[PrefillContext, PrefillHooks]):
             self._directory,
             Hello(
                 prefill_instance=self.instance_id,
-                host_id=host_id(),
                 compat=engine.compat.hash(),
-                transports=[transport.name for transport in transports],
                 regions=readable_memory.open_region(
-                    context, engine.compat, config.cache_config.block_size, host=options.host,
-                    port=options.kv_port, advertise=options.advertise_kv,
-                    transports=options.transports, key=self._key,
+                    context, engine.compat, host=options.host, port=options.kv_port,
+                    advertise=options.advertise_kv, transports=options.transports, key=self._key,
                 ),
                 computes=computes.digest(config),
             ),

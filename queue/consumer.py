@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Self
@@ -30,7 +29,6 @@ from pullfill.queue.acks import Acks
 from pullfill.queue.contract import Delivery, OnDeadLetter, QueueConfig
 from pullfill.queue.deadletter import DeadLetters, MaxDeliveries
 from pullfill.queue.delivery import IN_PROGRESS, DirectDelivery, JetStreamDelivery
-from pullfill.queue.depth import moment
 from pullfill.queue.names import CONSUMER, MSG_ID, TAKEN, Names
 from pullfill.queue.nats_connection import NatsConnection, NoResponders, NotSent, OnEvent
 from pullfill.queue.streams import NOT_SET, Streams
@@ -57,12 +55,10 @@ _EXPIRED = "408"
 class JetStreamConsumer:
     """A `JobConsumer`. See the contract for what each method promises.
 
-    clock_offset_s: the server's clock minus ours, for the age of jobs.
     streams: call `streams.configure` when the settings change.
     """
 
     def __init__(self, config: QueueConfig) -> None:
-        self.clock_offset_s = 0.0
         self.running: Callable[[], Iterable[Delivery]] = tuple
         self.connection: NatsConnection
         self.letters: DeadLetters
@@ -334,9 +330,6 @@ class JetStreamConsumer:
 
     async def _setup(self) -> None:
         if await self.streams.reconnected():
-            info = await self.connection.api(f"STREAM.INFO.{self._names.stream}")
-            if "ts" in info:
-                self.clock_offset_s = moment(info["ts"]).timestamp() - time.time()
             self.connection.health.ok(PULLS)
         else:
             self.connection.health.failed("JetStream does not answer", PULLS)

@@ -95,11 +95,6 @@ class Delivery(Protocol):
         ...
 
     @property
-    def age_s(self) -> float:
-        """Seconds since publish, by the server's clock where it has one."""
-        ...
-
-    @property
     def ack_subject(self) -> str:
         """Whoever knows it can settle this delivery (`JobProducer.nak`)."""
         ...

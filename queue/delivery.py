@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING
 
 from nats.aio.msg import Msg
 
-from pullfill.clock import SYSTEM_CLOCK
 from pullfill.queue.contract import DeadLetter
 from pullfill.queue.names import MSG_ID, TOKENS, parse_ack, subject_tokens
 from pullfill.runtime import log
@@ -37,13 +35,8 @@ class JetStreamDelivery:
         self.number: int = ack.number
         self.ack_subject: str = msg.reply
         self._owner = owner
-        self._stored_ns = ack.stored_ns
         self._stream_id = owner.stream_id
         self._settled = False
-
-    @property
-    def age_s(self) -> float:
-        return max(0.0, time.time() + self._owner.clock_offset_s - self._stored_ns / 1e9)
 
     async def ack(self) -> None:
         if not self._settled:
@@ -85,11 +78,6 @@ class DirectDelivery:
         self.tokens: int = _tokens(msg)
         self.number = 1
         self.ack_subject = ""
-        self._arrived = SYSTEM_CLOCK.monotonic()
-
-    @property
-    def age_s(self) -> float:
-        return SYSTEM_CLOCK.monotonic() - self._arrived
 
     async def ack(self) -> None:
         """Nothing to do."""

@@ -101,17 +101,12 @@ class Names:
 
 @dataclass(frozen=True, slots=True)
 class AckInfo:
-    """The fields of a delivery's ack subject, which the server wrote.
-
-    stored_ns: the server's clock when the job was published. Use it for ages only: the clock may be
-    set back, so it does not identify the stream.
-    """
+    """The fields of a delivery's ack subject, which the server wrote."""
 
     stream: str
     consumer: str
     number: int
     seq: int
-    stored_ns: int
 
 
 def parse_ack(subject: str) -> AckInfo:
@@ -120,7 +115,7 @@ def parse_ack(subject: str) -> AckInfo:
     if subject.isprintable() and " " not in subject and parts[:2] == ["$JS", "ACK"]:
         fields = parts[2:] if len(parts) == 9 else parts[4:] if len(parts) >= 11 else []
         if fields and subject.isascii() and all(map(str.isdigit, fields[2:6])):
-            return AckInfo(fields[0], fields[1], int(fields[2]), int(fields[3]), int(fields[5]))
+            return AckInfo(fields[0], fields[1], int(fields[2]), int(fields[3]))
     raise BadMessage(f"not an ack subject: {subject[:200]!r}")
 
 

@@ -38,8 +38,6 @@ def describe_region(
     rank: int,
     world_size: int,
     host_id: str,
-    epoch: int,
-    block_size: int,
     compat: Compat,
     endpoints: dict[str, str],
 ) -> RegionDescriptor:
@@ -51,7 +49,6 @@ def describe_region(
         rank=rank,
         world_size=world_size,
         host_id=host_id,
-        epoch=epoch,
         nbytes=memory.nbytes,
         base_offset=layout.base_offset,
         num_layers=layout.num_layers,
@@ -59,7 +56,6 @@ def describe_region(
         num_kv_heads=layout.num_kv_heads,
         first_head=memory.first_head,
         first_layer=memory.first_layer,
-        block_size=block_size,
         page_bytes=layout.page_bytes,
         layer_stride=layout.layer_stride,
         block_stride=layout.block_stride,
@@ -75,7 +71,6 @@ def describe_ranks(
     *,
     instance_id: str,
     incarnation: str,
-    block_size: int,
     compat: Compat,
 ) -> list[RegionDescriptor]:
     """The record of each rank of a worker on this host, `memories` in the order of ranks."""
@@ -87,8 +82,6 @@ def describe_ranks(
             rank=rank,
             world_size=len(memories),
             host_id=this_host(),
-            epoch=0,
-            block_size=block_size,
             compat=compat,
             endpoints=owner.endpoints(rank),
         )

@@ -72,7 +72,7 @@ class Half:
             cancel=producer.cancel, nak=producer.nak,  # type: ignore[arg-type]
         )  # fmt: skip
         self.publisher = Publisher(
-            loop, producer, self.ledger, instance_id=name, control="tcp://127.0.0.1:1",
+            loop, producer, self.ledger, instance_id=name,
             compat_hash=_COMPAT.hash(), block_size=BLOCK,
         )  # fmt: skip
         cache = SimpleNamespace(block_size=BLOCK, num_gpu_blocks=10**6)

@@ -88,7 +88,7 @@ def _links(directory: Any, name: str) -> ControlConnections:
     async def nothing(_: Any) -> Any:
         raise AssertionError("nothing is moved")
 
-    hello = Hello(prefill_instance=name, host_id="h", compat=COMPAT.hash(), transports=[])
+    hello = Hello(prefill_instance=name, compat=COMPAT.hash())
     return ControlConnections(directory, hello, COMPAT, nothing, lambda *_: None, lambda *_: None)
 
 

@@ -98,13 +98,10 @@ class DecodeWelcome(Message, frozen=True, kw_only=True):
 
     v: Version = WIRE_VERSION
     decode_instance: Id
-    incarnation: Id
     vllm_version: Text
     max_model_len: Count
     num_gpu_blocks: Count
     block_size: Count
-    max_num_seqs: Count
-    max_num_batched_tokens: Count
     supported_tasks: list[Text]
 
 

@@ -264,7 +264,7 @@ class Probations:
                 async with asyncio.timeout(ASK_S):
                     await self._written.wait()  # other frontends must read the death record first
             lease, _, _ = await self._client.grant_lease(ttl_s)
-            value = encode(ProbationRecord(fingerprint=name, frontend=self._frontend, lease=lease))
+            value = encode(ProbationRecord(frontend=self._frontend, lease=lease))
             both = [
                 (keys.probation_of(self._namespace, name), value),
                 (keys.probation_at(self._namespace, instance_id), value),

@@ -176,10 +176,6 @@ class MemoryDelivery:
         self._job = job
         self._settled = False
 
-    @property
-    def age_s(self) -> float:
-        return self._queue.clock.monotonic() - self._job.stored_at
-
     async def ack(self) -> None:
         if not self._settled:
             self._settled = True

@@ -89,9 +89,7 @@ class Hello(Message, tag="hello", frozen=True, kw_only=True):
 
     v: Version = WIRE_VERSION
     prefill_instance: Id
-    host_id: Id
     compat: Id
-    transports: list[str]
     regions: tuple[RegionDescriptor, ...] = ()
     computes: Text = ""
 
@@ -101,7 +99,6 @@ class Welcome(Message, tag="welcome", frozen=True, kw_only=True):
 
     v: Version = WIRE_VERSION
     decode_instance: Id
-    incarnation: Id
 
 
 class Goodbye(Message, tag="goodbye", frozen=True, kw_only=True):
@@ -129,7 +126,6 @@ class Claim(Message, tag="claim", frozen=True, kw_only=True):
     rid: Count
     job_id: Id
     incarnation: Id
-    delivery: Count
     ack_subject: Text = ""
     load: Load = Load()
 
@@ -163,7 +159,6 @@ class Refused(Message, tag="refused", frozen=True, kw_only=True):
     the reason `in_progress` do not ack it either: the worker that holds the job will."""
 
     rid: Count
-    job_id: Id
     reason: RefuseReason
     retry_after_s: Finite | None = None
 
@@ -172,7 +167,6 @@ class StageTimings(Message, frozen=True, kw_only=True):
     """What the prefill worker measured for one attempt, milliseconds. tail_ms: from the end of the
     last chunk's computation to the commit; the part of the writing that nothing overlaps."""
 
-    queue_ms: Finite = 0.0
     claim_ms: Finite = 0.0
     prefix_read_ms: Finite = 0.0
     prefill_ms: Finite = 0.0
@@ -189,10 +183,8 @@ class Commit(Message, tag="commit", frozen=True, kw_only=True):
     job_id: Id
     attempt: Count
     incarnation: Id
-    parts: Count
     blocks: Count
     kv_bytes: Count
-    prefix_read_bytes: Count = 0
     timings: StageTimings
     digest: bytes | None = None
     transport: Text = ""
@@ -208,10 +200,8 @@ class Ready(Message, tag="ready", frozen=True, kw_only=True):
     job_id: Id
     attempt: Count
     incarnation: Id
-    parts: Count
     block_ids: bytes
     fence: FenceToken
-    prefix_read_bytes: Count = 0
     timings: StageTimings
     digest: bytes | None = None
 
@@ -220,7 +210,6 @@ class CommitReply(Message, tag="commit_reply", frozen=True, kw_only=True):
     """ok False: the attempt was not current any more; its bytes will not be used."""
 
     rid: Count
-    job_id: Id
     ok: bool
     reason: Text = ""
 
@@ -253,16 +242,11 @@ class Revoke(Message, tag="revoke", frozen=True, kw_only=True):
 
     job_id: Id
     attempt: Count
-    incarnation: Id
     reason: Text
 
 
 class DrainAck(Message, tag="drain_ack", frozen=True, kw_only=True):
-    """Drain-ack: no byte of the attempt can land any more."""
-
-    job_id: Id
-    attempt: Count
-    incarnation: Id
+    """No byte of a revoked attempt can land any more. The decode worker asks the fence."""
 
 
 class Draining(Message, tag="draining", frozen=True, kw_only=True):

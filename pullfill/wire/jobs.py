@@ -16,6 +16,7 @@ class PrefillJob(Message, frozen=True, kw_only=True):
     hit_tokens: leading tokens whose KV the decode worker already holds (a block multiple).
     block_ids: decode-side blocks of all `token_ids` (hit blocks first), raw little-endian u32. The
     first `hit_tokens // block_size` may be read, the others are written. A grant must confirm them.
+    request_id: for people who read a dead letter.
     timeout_s: how long from publish the decode worker waits before it serves locally.
     """
 
@@ -23,7 +24,6 @@ class PrefillJob(Message, frozen=True, kw_only=True):
     job_id: Id
     incarnation: Id
     decode_instance: Id
-    control: Id
     request_id: Text
     compat: Id
     token_ids: bytes

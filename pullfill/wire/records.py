@@ -19,7 +19,6 @@ class RegionDescriptor(Message, frozen=True, kw_only=True):
     Address of the run (layer l, block b, head h) is
     `base_offset + l*layer_stride + b*block_stride + h*head_stride`, `page_bytes` long.
     endpoints: transport name -> address understood by that transport.
-    epoch: changes whenever the pages behind the region change.
     first_head, first_layer: where the region's heads and layers are in the whole model, when it is
     split over `world_size` ranks.
     """
@@ -30,7 +29,6 @@ class RegionDescriptor(Message, frozen=True, kw_only=True):
     rank: Count
     world_size: Annotated[int, Meta(ge=1)] = 1
     host_id: Id
-    epoch: Count
     nbytes: Count
     base_offset: Count
     num_layers: Count
@@ -38,7 +36,6 @@ class RegionDescriptor(Message, frozen=True, kw_only=True):
     num_kv_heads: Count
     first_head: Count = 0
     first_layer: Count = 0
-    block_size: Count
     page_bytes: Count
     layer_stride: Count
     block_stride: Count
@@ -79,8 +76,6 @@ class WorkerRecord(Message, frozen=True, kw_only=True):
     data: str = ""
     control: str = ""
     max_model_len: Count = 0
-    world_size: Count = 1
-    version: str = ""
     restarts: Count = 0
 
 
@@ -176,7 +171,6 @@ class ProbationRecord(Message, frozen=True, kw_only=True):
     decode worker. lease: of these keys, and of the answers to them."""
 
     v: Version = WIRE_VERSION
-    fingerprint: Text
     frontend: Id
     lease: int
 
@@ -202,7 +196,6 @@ class SelfCheck(Message, frozen=True, kw_only=True):
     logprob_tolerance: Finite
     decode_instance: Id
     prefill_instance: Id
-    checked_at: Finite
 
     def advice(self, prefill_instance: str = "", decode_instance: str = "") -> str:
         """What a failure means and what to do. The instances: those that meet now, where they are

@@ -19,7 +19,6 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
-from pullfill import __version__
 from pullfill.config import ClusterRef, restarts_so_far
 from pullfill.engine import args, compat
 from pullfill.engine.host import EngineHooks, EngineHost
@@ -283,8 +282,6 @@ class WorkerProcess(Generic[C, H]):
                 started_at=self._started_at,
                 http=self._http,
                 max_model_len=engine.config.model_config.max_model_len,
-                world_size=max(1, len(engine.context.ranks)),
-                version=__version__,
                 restarts=restarts_so_far(),
             )
         )

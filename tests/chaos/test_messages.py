@@ -238,17 +238,15 @@ async def mallory(target: Target, job_id: str) -> list[str]:
 
     def commit(attempt: int, blocks: int, job: str = job_id) -> Commit:
         return Commit(
-            rid=9, job_id=job, attempt=attempt, incarnation=target.record.incarnation, parts=1,
+            rid=9, job_id=job, attempt=attempt, incarnation=target.record.incarnation,
             blocks=blocks, kv_bytes=1, timings=StageTimings(),
         )  # fmt: skip
 
     def claim(job: str, incarnation: str = target.record.incarnation) -> Claim:
-        return Claim(rid=1, job_id=job, incarnation=incarnation, delivery=1)
+        return Claim(rid=1, job_id=job, incarnation=incarnation)
 
     try:
-        hello = Hello(
-            prefill_instance="prefill-mallory", host_id="h", compat=target.compat, transports=[]
-        )
+        hello = Hello(prefill_instance="prefill-mallory", compat=target.compat)
         assert isinstance(await ask(hello), Welcome)
         memory = kv_digest(target.decode)
         answers = [

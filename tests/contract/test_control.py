@@ -141,7 +141,7 @@ async def test_a_second_hello_ends_the_connection(decode: Decode, raw: Raw) -> N
 
 async def test_a_claim_before_hello_ends_the_connection(decode: Decode, raw: Raw) -> None:
     decode.open()
-    raw.say(Claim(rid=1, job_id="j", incarnation="i0", delivery=1))
+    raw.say(Claim(rid=1, job_id="j", incarnation="i0"))
     assert await raw.ended()
     assert decode.fences.in_use == 0
 
@@ -165,7 +165,7 @@ async def test_revoke_then_quiet_frees_the_blocks(decode: Decode, connect: Any) 
     assert decode.ledger.quarantined_blocks == len(BLOCKS)
     with decode.fences.changed:
         slot.holders -= 1
-    prefill.link.send(DrainAck(job_id="j", attempt=1, incarnation="i0"))
+    prefill.link.send(DrainAck())
     await until(lambda: decode.ledger.open_jobs == 0)
     (release,) = decode.settled()
     assert release.job_id == "j"
@@ -207,7 +207,7 @@ async def test_an_ack_subject_that_is_not_the_queues_harms_nobody(
     other = await connect()
     await raw.hello()
     decode.open()
-    raw.say(Claim(rid=1, job_id="j", incarnation="i0", delivery=1, ack_subject="evil.>"))
+    raw.say(Claim(rid=1, job_id="j", incarnation="i0", ack_subject="evil.>"))
     assert isinstance(await raw.hear(), Grant)
     raw.writer.close()
     await until(lambda: decode.server.prefill_workers == 1)

@@ -17,7 +17,7 @@ from pullfill.net.channel import Channel, accept, introduce
 from pullfill.net.security import ClusterKey
 from pullfill.runtime import metrics
 from pullfill.runtime.lifecycle import stop_listening
-from pullfill.wire import AuthChallenge, AuthHello, AuthProof, DrainAck, Goodbye
+from pullfill.wire import AuthChallenge, AuthHello, AuthProof, DrainAck, GiveUp, Goodbye
 from tests.support import framing
 from tests.support.control_rig import Decode, Prefill, Raw, hello, until
 
@@ -175,7 +175,7 @@ def flip(body: bytes) -> list[bytes]:
 def forge(body: bytes) -> list[bytes]:
     from pullfill.wire import encode
 
-    return [b"\0" * 16 + encode(DrainAck(job_id="j", attempt=1, incarnation="i0")), body]
+    return [b"\0" * 16 + encode(DrainAck()), body]
 
 
 @pytest.mark.parametrize(
@@ -264,16 +264,16 @@ async def test_what_a_seal_costs_is_microseconds() -> None:
     accepting = asyncio.create_task(accept(left[0], KEY))
     await introduce(right, KEY, hello())
     await accepting
-    message = DrainAck(job_id="j" * 32, attempt=1, incarnation="i" * 32)
+    message = GiveUp(job_id="j" * 32, attempt=1, incarnation="i" * 32, cause="c", retry=True)
     began = time.process_time()
     for _ in range(1000):
         right.write(message)
-        assert await left[0].read(DrainAck) == message
+        assert await left[0].read(GiveUp) == message
     assert (time.process_time() - began) / 1000 < 5e-3
     right._out._number += 1  # type: ignore[union-attr]
     right.write(message)
     with pytest.raises(AuthFailed):
-        await left[0].read(DrainAck)
+        await left[0].read(GiveUp)
     left[0].close()
     right.close()
     await stop_listening(server)

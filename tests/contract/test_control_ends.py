@@ -63,7 +63,7 @@ async def test_a_link_comes_back_after_its_connection_broke(decode: Decode, conn
 async def test_an_unanswered_claim_fails_when_the_connection_breaks(decode: Decode) -> None:
     async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await framing.read(reader, Hello)
-        framing.write(writer, Welcome(decode_instance="decode-1", incarnation="i0"))
+        framing.write(writer, Welcome(decode_instance="decode-1"))
         await reader.readexactly(4)
         writer.close()
 
@@ -148,7 +148,7 @@ async def test_a_worker_that_connects_anew_has_left_its_old_connection(
     decode.open()
     raw.say(hello("prefill-1"))
     assert isinstance(await raw.hear(), Welcome)
-    raw.say(Claim(rid=1, job_id="j", incarnation="i0", delivery=1, ack_subject="ack.j"))
+    raw.say(Claim(rid=1, job_id="j", incarnation="i0", ack_subject="ack.j"))
     assert isinstance(await raw.hear(), Grant)
     again = await connect("prefill-1")
     assert await raw.ended()

@@ -31,7 +31,7 @@ async def test_a_silent_worker_is_gone_and_its_job_served_here() -> None:
         await stopped.hello()
         await until(lambda: decode.server.prefill_workers == 1)
         decode.open()
-        framing.write(writer, Claim(rid=1, job_id="j", incarnation="i0", delivery=1))
+        framing.write(writer, Claim(rid=1, job_id="j", incarnation="i0"))
         assert isinstance(await stopped.hear(), Grant)
         await until(lambda: decode.server.prefill_workers == 0)
         await until(lambda: decode.ledger.open_jobs == 0)
@@ -110,7 +110,7 @@ async def test_a_link_that_is_used_all_the_time_need_not_say_that_it_lives(
         monkeypatch.setattr(decode.server, "_dispatch", count)
         for _ in range(60):
             with pytest.raises(ClaimRefused):
-                await prefill.link.claim("nobody's", "i0", 1, "")
+                await prefill.link.claim("nobody's", "i0", "")
             await asyncio.sleep(0.02)
         assert heard[0] <= 3, "only where a question was late"
         assert (decode.server.prefill_workers, prefill.lost) == (1, 0)
@@ -140,7 +140,7 @@ async def test_a_worker_that_asks_for_nothing_may_miss_as_many_beats(
         await until(lambda: decode.server.prefill_workers == 2)
         for peer in decode.server.peers.values():
             peer.asked_at = -1e9
-        raws[0].say(Claim(rid=1, job_id="j", incarnation="i0", delivery=1))
+        raws[0].say(Claim(rid=1, job_id="j", incarnation="i0"))
         await until(lambda: decode.server.prefill_workers == 1)
         assert decode.server.peers.instances == ["asks nothing"]
         await until(lambda: decode.server.prefill_workers == 0)

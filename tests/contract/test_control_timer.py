@@ -47,7 +47,7 @@ async def decode() -> AsyncIterator[Rig]:
 async def writing(decode: Rig, raw: Raw) -> Any:
     """`raw` holds the job and writes. Returns its grant's slot; the timer is asleep for 30 s."""
     decode.open()
-    raw.say(Claim(rid=1, job_id="j", incarnation="i0", delivery=1))
+    raw.say(Claim(rid=1, job_id="j", incarnation="i0"))
     grant = await raw.hear()
     assert isinstance(grant, Grant)
     slot = decode.fences.valid(grant.fence)

@@ -91,8 +91,6 @@ def described(owner: Owner, memories: list[LocalMemory]) -> list[RegionDescripto
                 rank=rank,
                 world_size=len(memories),
                 host_id=host_id(),
-                epoch=0,
-                block_size=16,
                 compat=COMPAT,
                 endpoints={"cuda_ipc": msgspec.structs.replace(endpoint, memory=theirs).encode()},
             )

@@ -42,7 +42,7 @@ async def publish_backlog(cluster: Cluster, jobs: int = JOBS) -> None:
     for number in range(jobs):
         job = PrefillJob(
             job_id=f"gone-{number}", incarnation="i", decode_instance=GONE,
-            control="tcp://127.0.0.1:1", request_id="r", compat=COMPATIBLE.hash(),
+            request_id="r", compat=COMPATIBLE.hash(),
             token_ids=u32.pack([1, 2, 3]), hit_tokens=0, block_ids=u32.pack([1]),
             block_size=BLOCK, timeout_s=1.0,
         )  # fmt: skip

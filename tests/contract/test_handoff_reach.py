@@ -152,7 +152,6 @@ async def test_a_job_past_its_time_that_nobody_removes_is_dropped(
             job_id="j",
             incarnation="decode-1-i0",
             decode_instance="decode-1",
-            control="tcp://127.0.0.1:1",
             request_id="r",
             compat=COMPATIBLE.hash(),
             token_ids=u32.pack([1, 2, 3]),

@@ -41,9 +41,7 @@ def greeting(tmp_path: Path, ranks: int) -> Hello:
     of_rank = replace(region.descriptor, world_size=ranks, endpoints=endpoints)
     return Hello(
         prefill_instance="prefill-1",
-        host_id="h",
         compat=COMPAT.hash(),
-        transports=["shm", "tcp"],
         regions=tuple(replace(of_rank, rank=rank) for rank in range(ranks)),
     )
 
@@ -77,7 +75,7 @@ async def test_the_memory_of_many_ranks_fits_a_greeting(
 async def test_a_greeting_that_nobody_takes_is_told_to_people(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    hello = replace(greeting(tmp_path, 1), transports=["x" * HELLO_FRAME])
+    hello = replace(greeting(tmp_path, 1), computes="x" * HELLO_FRAME)
     decode = Decode()
     await decode.server.start("127.0.0.1")
     link = link_to(decode, hello, None)

@@ -77,7 +77,7 @@ async def fleet(decode: int, prefill: int, most: int, idle_s: float = 60.0) -> A
         found = {}
         for name in [f"prefill-{n}" for n in range(prefill)]:
             directory.put(prefill_record(name))
-            hello = Hello(prefill_instance=name, host_id="h", compat=COMPAT.hash(), transports=[])
+            hello = Hello(prefill_instance=name, compat=COMPAT.hash())
             found[name] = ControlConnections(
                 directory, hello, COMPAT, no_transfer_worker, lambda *_: None, lambda *_: None,
                 most=most, idle_s=idle_s,

@@ -13,7 +13,7 @@ def result(passed: bool) -> SelfCheck:
     return SelfCheck(
         passed=passed, kv_difference=0.0 if passed else 0.4, kv_tolerance=1e-3,
         logprob_difference=None, logprob_tolerance=1e-2,
-        decode_instance="d", prefill_instance="p", checked_at=1.0,
+        decode_instance="d", prefill_instance="p",
     )  # fmt: skip
 
 

@@ -69,7 +69,7 @@ def test_a_reason_of_any_length_fits_a_commit(both: Callable[..., RegionDescript
     reasons = why_not_better(both(), transports, absent)
     assert [reason.partition(":")[0] for reason in reasons] == ["shm", "nccl"]
     commit = Commit(
-        rid=1, job_id="j", attempt=1, incarnation="i", parts=1, blocks=1, kv_bytes=1,
+        rid=1, job_id="j", attempt=1, incarnation="i", blocks=1, kv_bytes=1,
         timings=StageTimings(), why_not_better=tuple(reasons),
     )  # fmt: skip
     assert decode(encode(commit), Commit) == commit

@@ -73,7 +73,7 @@ class Place:
         self.owner.listen("127.0.0.1")
         descriptor = describe_region(
             memory, instance_id="nccl-owner", incarnation="i1", rank=0, world_size=1,
-            host_id=host_id(), epoch=0, block_size=16, compat=COMPAT,
+            host_id=host_id(), compat=COMPAT,
             endpoints=self.owner.endpoints(),
         )  # fmt: skip
         self.path = directory / "descriptor.json"

@@ -135,9 +135,8 @@ def request_server(
 ) -> RequestServer:
     host: Any = SimpleNamespace(core=_Core(), submit=lambda work, **_: work(None), stepping=False)
     welcome = front_wire.DecodeWelcome(
-        decode_instance="decode-1", incarnation="i", vllm_version=check.PINNED_VLLM,
-        max_model_len=100, num_gpu_blocks=1, block_size=1, max_num_seqs=1,
-        max_num_batched_tokens=1, supported_tasks=[],
+        decode_instance="decode-1", vllm_version=check.PINNED_VLLM,
+        max_model_len=100, num_gpu_blocks=1, block_size=1, supported_tasks=[],
     )  # fmt: skip
     request_server = RequestServer(
         host, RequestTraces("decode-1"), welcome=lambda: welcome, models=["m"]

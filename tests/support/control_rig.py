@@ -109,12 +109,7 @@ class Prefill:
         self.lost = 0
         self.link = ControlConnection(
             decode.record(address),
-            Hello(
-                prefill_instance=name,
-                host_id="h",
-                compat=compat or COMPAT.hash(),
-                transports=["shm"],
-            ),
+            hello(name, compat),
             self._no_transfer_worker,
             lambda _, revoke: self.revokes.append(revoke),
             self._lost,
@@ -129,7 +124,7 @@ class Prefill:
         self.lost += 1
 
     async def claim(self, job_id: str = "j", incarnation: str = "i0") -> Grant:
-        return await self.link.claim(job_id, incarnation, 1, f"ack.{job_id}")
+        return await self.link.claim(job_id, incarnation, f"ack.{job_id}")
 
     async def commit(self, grant: Grant, blocks: int = 2) -> Any:
         return await self.link.commit(lambda rid: commit_of(grant, rid, blocks))
@@ -141,7 +136,6 @@ def commit_of(grant: Grant, rid: int = 1, blocks: int = 2) -> Commit:
         job_id=grant.job_id,
         attempt=grant.attempt,
         incarnation=grant.incarnation,
-        parts=1,
         blocks=blocks,
         kv_bytes=10,
         timings=StageTimings(),
@@ -174,7 +168,7 @@ class Raw:
 
 
 def hello(name: str = "raw", compat: str | None = None) -> Hello:
-    return Hello(prefill_instance=name, host_id="h", compat=compat or COMPAT.hash(), transports=[])
+    return Hello(prefill_instance=name, compat=compat or COMPAT.hash())
 
 
 async def until(what: Callable[[], object], timeout_s: float = 10.0) -> None:

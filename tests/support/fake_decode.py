@@ -224,13 +224,10 @@ class FakeDecode:
         self._peers.add(identity)
         welcome = front_wire.DecodeWelcome(
             decode_instance=self.instance_id,
-            incarnation=self.record.incarnation,
             vllm_version=check.PINNED_VLLM,
             max_model_len=self.max_model_len,
             num_gpu_blocks=100,
             block_size=16,
-            max_num_seqs=8,
-            max_num_batched_tokens=2048,
             supported_tasks=["generate"],
         )
         self._send(identity, front_wire.HELO, wire.encode(welcome))

@@ -162,8 +162,6 @@ def owner(directory: str, *shape: str) -> None:
         rank=0,
         world_size=1,
         host_id=host_id(),
-        epoch=0,
-        block_size=16,
         compat=COMPAT,
         endpoints=made.endpoints(),
     )

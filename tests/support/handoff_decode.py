@@ -115,7 +115,6 @@ class DecodeHalf:
             self.producer,
             self.ledger,
             instance_id=self.name,
-            control=self.control.address,
             compat_hash=COMPATIBLE.hash(),
             block_size=BLOCK,
         )

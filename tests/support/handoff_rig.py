@@ -60,9 +60,7 @@ class PrefillHalf:
             cluster.directory,  # type: ignore[arg-type]
             Hello(
                 prefill_instance=name,
-                host_id="h",
                 compat=COMPATIBLE.hash(),
-                transports=["any"],
                 regions=(self.local.descriptor,),
             ),
             COMPATIBLE,

@@ -87,9 +87,8 @@ class Rig:
             submit=lambda work, wake: self.todo.put(work),
         )  # fmt: skip
         welcome = front_wire.DecodeWelcome(
-            decode_instance="decode-1", incarnation="i0", vllm_version="0.32.0",
-            max_model_len=LIMIT, num_gpu_blocks=1, block_size=1, max_num_seqs=1,
-            max_num_batched_tokens=1, supported_tasks=[],
+            decode_instance="decode-1", vllm_version="0.32.0",
+            max_model_len=LIMIT, num_gpu_blocks=1, block_size=1, supported_tasks=[],
         )  # fmt: skip
         self.request_server = RequestServer(
             host, RequestTraces("decode-1"), welcome=lambda: welcome, models=["m"], clock=self.clock

@@ -166,8 +166,6 @@ class Rig:
             rank=0,
             world_size=1,
             host_id=host_id(),
-            epoch=0,
-            block_size=16,
             compat=COMPAT,
             endpoints=owner.endpoints(),
         )

@@ -52,8 +52,8 @@ def record(instance_id: str, incarnation: str = "i0", **changes: Any) -> WorkerR
 
 def region(instance_id: str, incarnation: str, rank: int = 0, **changes: Any) -> RegionDescriptor:
     fields: dict[str, Any] = dict.fromkeys(
-        ("epoch", "nbytes", "base_offset", "num_layers", "num_blocks", "num_kv_heads",
-         "block_size", "page_bytes", "layer_stride", "block_stride", "head_stride"), 1
+        ("nbytes", "base_offset", "num_layers", "num_blocks", "num_kv_heads",
+         "page_bytes", "layer_stride", "block_stride", "head_stride"), 1
     )  # fmt: skip
     fields |= {
         "instance_id": instance_id,

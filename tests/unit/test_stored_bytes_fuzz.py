@@ -80,7 +80,7 @@ def test_urls(examples: int) -> None:
 
 # ------------------------------------------------------------------ NATS
 
-OWNER = SimpleNamespace(clock_offset_s=0.0, stream_id="")
+OWNER = SimpleNamespace(stream_id="")
 
 
 @EXAMPLES

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pullfill.errors import BadMessage
 from pullfill.net import frames
 from pullfill.net.channel import Channel
-from pullfill.wire import WIRE_VERSION, DrainAck, Hello, ToDecode, encode
+from pullfill.wire import WIRE_VERSION, DrainAck, Goodbye, Hello, ToDecode, encode
 from tests.support import framing
 from tests.support.listening import listening
 
@@ -27,8 +27,8 @@ def frame(body: bytes) -> bytes:
     return struct.pack("<I", len(body)) + body
 
 
-HELLO = Hello(prefill_instance="p", host_id="h", compat="c", transports=["shm"])
-QUIET = DrainAck(job_id="j", attempt=1, incarnation="i")
+HELLO = Hello(prefill_instance="p", compat="c")
+QUIET = DrainAck()
 
 
 async def test_messages_come_out_as_they_went_in_however_they_are_cut() -> None:
@@ -129,7 +129,7 @@ async def test_much_at_once_does_not_wait_for_the_end_of_the_turn() -> None:
     """So that what a peer does not read stays bounded within a turn too."""
     channel, wire = framing.channel_of()
     for _ in range(100):
-        channel.write(DrainAck(job_id="j" * 100, attempt=1, incarnation="i" * 4000))
+        channel.write(Goodbye(reason="r" * 4000))
     assert wire.pieces
     assert max(map(len, wire.pieces)) < 80_000
     await asyncio.sleep(0)

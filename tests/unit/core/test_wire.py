@@ -19,10 +19,10 @@ COMPAT = wire.Compat(
     attention="a", kv_scales="1",
 )  # fmt: skip
 JOB = wire.PrefillJob(
-    job_id="j", incarnation="i", decode_instance="d", control="c", request_id="r", compat="h",
+    job_id="j", incarnation="i", decode_instance="d", request_id="r", compat="h",
     token_ids=b"\1\0\0\0", hit_tokens=0, block_ids=b"\2\0\0\0", block_size=16, timeout_s=1.0,
 )  # fmt: skip
-CLAIM = wire.Claim(rid=1, job_id="j", incarnation="i", delivery=1)
+CLAIM = wire.Claim(rid=1, job_id="j", incarnation="i")
 
 
 def _fields(message: msgspec.Struct) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def test_round_trip(message: msgspec.Struct) -> None:
 
 
 def test_the_union_is_told_apart_by_its_tag() -> None:
-    quiet = wire.DrainAck(job_id="j", attempt=1, incarnation="i")
+    quiet = wire.DrainAck()
     for message in (CLAIM, quiet):
         assert wire.decode(wire.encode(message), wire.ToDecode) == message
     with pytest.raises(BadMessage):

@@ -38,9 +38,8 @@ class _Decode:
         self.handlers: dict[Any, Any] = {}
         host: Any = SimpleNamespace(core=None, register=self.handlers.__setitem__, submit=None)
         welcome = front_wire.DecodeWelcome(
-            decode_instance="decode-1", incarnation="i0", vllm_version=check.PINNED_VLLM,
-            max_model_len=1, num_gpu_blocks=1, block_size=1, max_num_seqs=1,
-            max_num_batched_tokens=1, supported_tasks=[],
+            decode_instance="decode-1", vllm_version=check.PINNED_VLLM,
+            max_model_len=1, num_gpu_blocks=1, block_size=1, supported_tasks=[],
         )  # fmt: skip
         self.request_server = RequestServer(
             host, RequestTraces("decode-1"), welcome=lambda: welcome, models=["m"], key=key

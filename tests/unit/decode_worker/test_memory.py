@@ -94,7 +94,7 @@ def test_every_rank_is_published_and_nothing_is_left(
     assert memory.place(context.files, "decode-x") == placed
     decode_memory.attach(context, told(tmp_path, ranks), HEADS)
     assert context.geometry == Geometry(LAYERS, PAGE, "cpu")
-    found = descriptors.describe(context, "i1", COMPAT, 16)
+    found = descriptors.describe(context, "i1", COMPAT)
     assert [(d.rank, d.world_size, d.first_head) for d in found] == [
         (rank, ranks, rank) for rank in range(ranks)
     ]

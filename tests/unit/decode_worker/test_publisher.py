@@ -45,7 +45,7 @@ async def test_jobs_of_one_step_wake_the_loop_once_and_are_all_published() -> No
 
     publisher = Publisher(
         Loop(), queue, ledger,  # type: ignore[arg-type]
-        instance_id="d", control="tcp://127.0.0.1:1", compat_hash="c", block_size=4,
+        instance_id="d", compat_hash="c", block_size=4,
     )  # fmt: skip
 
     def step(jobs: list[OpenedJob]) -> None:

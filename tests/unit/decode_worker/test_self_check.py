@@ -131,7 +131,7 @@ async def test_who_differs_stays_out_says_by_how_much_and_is_cleared_by_hand() -
     assert "KV differs by 0.354 (rounding explains 0.001)" in line
     assert "prefill-1" in line
     assert "pullfill recheck" in line
-    assert not rig.checks.may_claim(peer, Claim(rid=1, job_id="j", incarnation="i", delivery=1))
+    assert not rig.checks.may_claim(peer, Claim(rid=1, job_id="j", incarnation="i"))
     assert rig.books.given_up == [("j", Outcome.SELF_CHECK)]
     assert isinstance(cast(Any, peer.channel).said[-1], Refused)
     rig.engine.wrong = 0.0

@@ -35,9 +35,8 @@ async def test_any_message_of_a_decode_worker_leaves_the_frontend_alive(examples
     )  # fmt: skip
     hello = wire.decode(HELLO, front_wire.FrontendHello)
     welcome = front_wire.DecodeWelcome(
-        decode_instance="decode-1", incarnation="i", vllm_version="v", max_model_len=1,
-        num_gpu_blocks=1, block_size=1, max_num_seqs=1, max_num_batched_tokens=1,
-        supported_tasks=[],
+        decode_instance="decode-1", vllm_version="v", max_model_len=1,
+        num_gpu_blocks=1, block_size=1,         supported_tasks=[],
     )  # fmt: skip
     link = DecodeConnection(context, record, hello, _Owner())
     valid = [wire.encode(welcome), HELLO, front_wire.encode_ids(["r"]), b"reason"]

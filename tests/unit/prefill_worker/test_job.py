@@ -31,7 +31,7 @@ from pullfill.wire import (
 )
 
 JOB = PrefillJob(
-    job_id="j", incarnation="i", decode_instance="d", control="tcp://x:1", request_id="r",
+    job_id="j", incarnation="i", decode_instance="d", request_id="r",
     compat="c", token_ids=u32.pack([1, 2, 3, 4]), hit_tokens=0, block_ids=u32.pack([0]),
     block_size=4, timeout_s=60.0,
 )  # fmt: skip
@@ -42,7 +42,7 @@ Reach = Callable[[], Coroutine[Any, Any, Any]]
 class Delivered:
     """A `Delivery`; `verbs`: how it was settled."""
 
-    job_id, body, tokens, ack_subject, age_s = "j", BODY, 4, "", 0.0
+    job_id, body, tokens, ack_subject = "j", BODY, 4, ""
 
     def __init__(self, number: int = 1) -> None:
         self.number = number
@@ -108,10 +108,10 @@ class Worker:
         return await self._transfer_worker()
 
     async def _commit(self, make: Any, within_s: float) -> CommitReply:
-        return CommitReply(rid=1, job_id="j", ok=not self.reason, reason=self.reason)
+        return CommitReply(rid=1, ok=not self.reason, reason=self.reason)
 
     def revoke(self, attempt: int = 1) -> None:
-        revoke = Revoke(job_id="j", attempt=attempt, incarnation="i", reason="cancelled")
+        revoke = Revoke(job_id="j", attempt=attempt, reason="cancelled")
         self.runner.revoked(self.link, revoke)
 
     async def over(self) -> None:
@@ -229,15 +229,6 @@ async def test_the_job_of_a_decode_worker_unknown_here_is_first_left_to_others(
     await worker.over()
     assert delivery.verbs == [verb]
     assert verb == "ack" or delivery.delay_s > 0.1
-
-
-async def test_a_job_whose_age_makes_no_sense_is_left_to_others() -> None:
-    """The age is by NATS' clock. Somebody may have set that clock back by an hour."""
-    worker, delivery = Worker(some_transfer_worker), Delivered()
-    worker.known, delivery.age_s = False, 3600.0
-    worker.runner.start(delivery)  # type: ignore[arg-type]
-    await worker.over()
-    assert delivery.verbs == ["nak"]
 
 
 async def test_a_grant_of_a_newer_incarnation_waits_for_the_newer_link() -> None:

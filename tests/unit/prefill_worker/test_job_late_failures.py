@@ -40,7 +40,7 @@ async def test_an_answer_that_comes_with_the_timeout_counts(
         loop.call_soon(link._dispatch, GRANT)
 
     loop.call_later(0.01, block)
-    claim = Claim(rid=1, job_id="j", incarnation="i", delivery=1)
+    claim = Claim(rid=1, job_id="j", incarnation="i")
     try:
         assert await link._ask(1, claim, 0.1) is GRANT
     finally:

@@ -25,7 +25,7 @@ class Delivered:
 
     def __init__(self, job_id: str, error: Exception | None = None) -> None:
         job = PrefillJob(
-            job_id=job_id, incarnation="i", decode_instance=job_id, control="tcp://x:1",
+            job_id=job_id, incarnation="i", decode_instance=job_id,
             request_id="r", compat="c", token_ids=u32.pack([1, 2, 3, 4]), hit_tokens=0,
             block_ids=u32.pack([0]), block_size=4, timeout_s=60.0,
         )  # fmt: skip

@@ -34,7 +34,7 @@ class Prefill:
         self.data[:] = random_bytes(self.data.nbytes, seed=5)
         self.context.ranks = [MappedRank(memory_over(self.data, DENSE), str(path), None)]
         self.regions = open_region(
-            self.context, COMPAT, 16, host="127.0.0.1", transports=transports, key=None, **where
+            self.context, COMPAT, host="127.0.0.1", transports=transports, key=None, **where
         )
 
 
@@ -94,4 +94,4 @@ def test_a_worker_that_cannot_be_read_is_told_apart_before_it_computes(tmp_path:
     with pytest.raises(IncompatibleError, match="shm"):
         reach(prefill.regions)
     nobody = PrefillContext("prefill-2", wake=lambda: None)
-    assert () == open_region(nobody, COMPAT, 16, host="127.0.0.1", transports=None, key=None)
+    assert () == open_region(nobody, COMPAT, host="127.0.0.1", transports=None, key=None)

@@ -67,8 +67,6 @@ def own(directory: Path, rects: list[Rect]) -> Owned:
             rank=rank,
             world_size=len(rects),
             host_id=host_id(),
-            epoch=0,
-            block_size=16,
             compat=COMPAT,
             endpoints=owner.endpoints(rank),
         )

@@ -180,8 +180,6 @@ def descriptors(size: int, incarnation: str = "i1") -> list[RegionDescriptor]:
                 rank=rank,
                 world_size=size,
                 host_id="h",
-                epoch=0,
-                block_size=16,
                 compat=COMPAT,
                 endpoints={},
             )
