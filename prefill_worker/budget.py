@@ -3,8 +3,8 @@
 A job counts from its grant to its end. Before the grant a delivery counts for CLAIM_S at most.
 Usually the claim is answered within that time, so the puller does not exceed the budget.
 
-A delivery whose claim gets no answer does not count, nor does one that waits for a link. So jobs of
-a decode worker that is gone do not keep jobs of other decode workers waiting.
+A delivery whose claim gets no answer does not count, nor does one that waits for a connection. So
+jobs of a decode worker that is gone do not keep jobs of other decode workers waiting.
 
 asyncio thread only.
 """

@@ -23,7 +23,7 @@ from pullfill.prefill_worker.context import PrefillContext
 from pullfill.prefill_worker.task import PrefillTask
 from pullfill.runtime import log
 
-logger = log.get("prefill_worker.scheduler")
+logger = log.get("prefill_worker.connector_scheduler")
 
 
 @dataclass(slots=True)

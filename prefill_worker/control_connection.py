@@ -1,7 +1,7 @@
 """This worker's connection to one decode worker: control channel, descriptor, transfer worker.
 
-`ControlConnections` makes a link when it is needed and closes it when it is idle. A link connects
-again while the decode worker is in the directory.
+`ControlConnections` makes a connection when it is needed and closes it when it is idle. If it
+breaks, it is made again while the decode worker is in the directory.
 
 When a connection breaks, every task granted over it ends, and the decode worker revokes their
 grants. A silent connection is ended too: jobs of other decode workers must not wait for this one.
@@ -48,7 +48,7 @@ from pullfill.wire import (
     WorkerRecord,
 )  # fmt: skip
 
-logger = log.get("prefill_worker.link")
+logger = log.get("prefill_worker.control_connection")
 
 REPLY_S = 10.0
 _RECONNECT_S = 0.05
@@ -67,8 +67,8 @@ class ControlConnection:
     on_lost: called when the connection ends.
     on_trial: called with each job of a self-check.
     key: the cluster key. The decode worker must hold the same one.
-    on_idle: called when no job has needed the link for `idle_s`, unless the link is `standing`. The
-    owner then closes the link.
+    on_idle: called when no job has needed the connection for `idle_s`, unless it is `standing`. The
+    owner then closes it.
     activity: returns how many jobs this worker has completed, and how many it has a grant for.
     load: returns the load that this worker reports.
     transfer: the transfer worker into the decode worker's memory, shared by all jobs.
@@ -84,7 +84,7 @@ class ControlConnection:
         key: ClusterKey | None = None,
         silent_s: float = SILENT_S,
         on_trial: Callable[[Trial], None] = lambda _trial: None,
-        on_idle: Callable[[ControlConnection], None] = lambda _link: None,
+        on_idle: Callable[[ControlConnection], None] = lambda _connection: None,
         idle_s: float = IDLE_S,
     ) -> None:
         self.record = record
@@ -105,7 +105,7 @@ class ControlConnection:
         name = record.instance_id
         self.transfer = SharedTransferWorker(lambda: open_transfer_worker(record), name)
         self._up = asyncio.Event()
-        # Set while the link is up, and after a failed attempt to connect.
+        # Set while the connection is up, and after a failed attempt to connect.
         self._known = asyncio.Event()
         self._welcomed = False
         self._silent = False
@@ -125,7 +125,7 @@ class ControlConnection:
             await self._task
 
     def when_over(self, call: Callable[[ControlConnection], None]) -> None:
-        """Have `call` called when this link has ended."""
+        """Have `call` called when this connection has ended."""
         self._task.add_done_callback(lambda _: call(self))
 
     def retire(self) -> None:
@@ -137,7 +137,7 @@ class ControlConnection:
             self._task.cancel()
 
     def _idle(self) -> bool:
-        """Whether nothing has needed this link for `idle_s`."""
+        """Whether nothing has needed this connection for `idle_s`."""
         now = self._loop.time()
         if self.standing or self._replies or self.transfer.in_use:
             self._needed_at = now

@@ -1,8 +1,8 @@
-"""The links to all decode workers of our model that the directory lists.
+"""The control connections to the decode workers of our model that the directory lists.
 
-A link is made in two cases: this worker is one of those that stay connected to the decode worker
-(standing.py), or a job of that decode worker was pulled. If it is needed for neither for a minute,
-it is closed. In a cluster of few prefill workers all links stay open.
+A connection is made in two cases: this worker is one of those that stay connected to the decode
+worker (standing.py), or a job of that decode worker was pulled. If it is needed for neither for a
+minute, it is closed. In a cluster of few prefill workers all connections stay open.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from pullfill.runtime import log
 from pullfill.runtime.idle import IDLE_S
 from pullfill.wire import Compat, Hello, Load, Revoke, Trial, WorkerRecord, WorkerState
 
-logger = log.get("prefill_worker.links")
+logger = log.get("prefill_worker.control_connections")
 
 _APPEAR_S = 2.0
-"""How long a job waits for the link to a decode worker that is in the directory."""
+"""How long a job waits for the connection to a decode worker that is in the directory."""
 _UNKNOWN_S = 0.1
 """How long a job waits for a decode worker that the directory never listed. The directory may learn
 of it a little later than the job comes."""
@@ -41,7 +41,7 @@ class ControlConnections:
 
     compat: decode workers with another one are never connected.
     most: number of prefill workers that stay connected to one decode worker.
-    idle_s: a link that nothing needs is closed after this long.
+    idle_s: a connection that nothing needs is closed after this long.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class ControlConnections:
         self._idle_s = idle_s
         self._standing = Standing(hello.prefill_instance, most)
         self._records: dict[str, WorkerRecord] = {}
-        self._links: dict[str, ControlConnection] = {}
+        self._connections: dict[str, ControlConnection] = {}
         # Decode workers that left the directory. With a record: it may still drain, so one attempt
         # to connect is made. None: that was tried.
         self._gone: dict[str, WorkerRecord | None] = {}
@@ -93,21 +93,23 @@ class ControlConnections:
         self._refresh()
 
     def leave(self) -> None:
-        """We drain: every decode worker prefills locally if it knows nobody else."""
+        """Tell every decode worker that this worker drains.
+
+        A decode worker that knows no other prefill worker then prefills locally."""
         self._leaving = True
-        for link in self._links.values():
-            link.leave()
+        for connection in self._connections.values():
+            connection.leave()
 
     def pause(self, why: str) -> None:
         """Tell every decode worker why this worker pulls no jobs. Empty: it pulls again."""
         self._why_not = why
-        for link in self._links.values():
-            link.pause(why)
+        for connection in self._connections.values():
+            connection.pause(why)
 
     async def close(self) -> None:
         self._closed = True
-        for link in list(self._links.values()):
-            await link.close()
+        for connection in list(self._connections.values()):
+            await connection.close()
         await asyncio.gather(*self._closing, return_exceptions=True)
 
     def knows(self, instance_id: str) -> bool:
@@ -116,26 +118,29 @@ class ControlConnections:
 
     @property
     def connected(self) -> list[str]:
-        return sorted(i for i, link in self._links.items() if link.connected)
+        return sorted(i for i, connection in self._connections.items() if connection.connected)
 
     @property
     def routes(self) -> dict[str, dict[str, object]]:
-        """Over what we write, by decode worker, as far as we did."""
-        routes = {instance_id: link.transfer.route for instance_id, link in self._links.items()}
+        """The transport that is used to each decode worker that was written to."""
+        routes = {
+            instance_id: connection.transfer.route
+            for instance_id, connection in self._connections.items()
+        }
         return {name: route for name, route in routes.items() if route is not None}
 
     def is_up(self, instance_id: str) -> bool:
         """Whether `find` may succeed at once: it is connected, or nobody has tried yet."""
-        link = self._links.get(instance_id)
-        return instance_id in self._records if link is None else link.connected
+        connection = self._connections.get(instance_id)
+        return instance_id in self._records if connection is None else connection.connected
 
     async def find(self, instance_id: str) -> ControlConnection:
-        """Return the connected link to a decode worker. Makes it if there is none.
+        """Return the connected connection to a decode worker. Makes it if there is none.
 
         Waits briefly for a decode worker that the directory does not list yet, but not for one that
         has left it. Raises PeerUnavailable."""
         deadline = asyncio.get_running_loop().time() + _UNKNOWN_S
-        while (link := self._link_to(instance_id)) is None:
+        while (connection := self._connection_to(instance_id)) is None:
             if instance_id in self._gone:
                 raise PeerUnavailable(f"decode worker {instance_id} left the directory")
             left = deadline - asyncio.get_running_loop().time()
@@ -145,38 +150,38 @@ class ControlConnections:
                     await self._changed.wait()
             except TimeoutError:
                 raise PeerUnavailable(f"decode worker {instance_id} is not known") from None
-        await link.wait_up(_APPEAR_S)
-        return link
+        await connection.wait_up(_APPEAR_S)
+        return connection
 
-    def _link_to(self, instance_id: str) -> ControlConnection | None:
-        """Return the link, or make one."""
-        if (link := self._links.get(instance_id)) is not None or self._closed:
-            return link
+    def _connection_to(self, instance_id: str) -> ControlConnection | None:
+        """Return the connection, or make one."""
+        if (connection := self._connections.get(instance_id)) is not None or self._closed:
+            return connection
         if (record := self._records.get(instance_id)) is not None:
             return self._open(record)
         if (record := self._gone.get(instance_id)) is not None:
             # It is dead, or it drains and still has jobs. One attempt to connect tells which.
             self._gone[instance_id] = None
-            link = self._open(record)
-            link.retired = True
-            return link
+            connection = self._open(record)
+            connection.retired = True
+            return connection
         return None
 
-    # ------------------------------------------------------------------ links
+    # ------------------------------------------------------------------ connections
 
     def _open(self, record: WorkerRecord, standing: bool = False) -> ControlConnection:
-        link = self._links[record.instance_id] = ControlConnection(
+        connection = self._connections[record.instance_id] = ControlConnection(
             record, self._hello, self._open_transfer_worker, self._on_revoke, self._on_lost,
             self._key, on_trial=self._on_trial, on_idle=self._on_idle, idle_s=self._idle_s,
         )  # fmt: skip
-        link.standing = standing
-        link.activity = lambda: self.activity()
-        link.load = self._load
-        link.when_over(self._on_end)
+        connection.standing = standing
+        connection.activity = lambda: self.activity()
+        connection.load = self._load
+        connection.when_over(self._on_end)
         if self._leaving:
-            link.leave()
-        link.pause(self._why_not)
-        return link
+            connection.leave()
+        connection.pause(self._why_not)
+        return connection
 
     def _load(self) -> Load:
         """Return this worker's load, at most LOAD_S old. Each claim carries it."""
@@ -186,33 +191,32 @@ class ControlConnections:
         return self._loaded
 
     def _refresh(self) -> None:
-        """Make the standing links. ControlConnections that are not standing any more end when they
-        are idle."""
+        """Make the standing connections. Those that are not standing any more end when idle."""
         if not self._started or self._closed:
             return
         wanted = self._standing.wanted()
-        for name, link in self._links.items():
-            link.standing = name in wanted
-        for name in wanted - self._links.keys():
+        for name, connection in self._connections.items():
+            connection.standing = name in wanted
+        for name in wanted - self._connections.keys():
             self._open(self._records[name], standing=True)
 
-    def _on_idle(self, link: ControlConnection) -> None:
-        """Close a link that nothing needs."""
-        if self._links.get(link.record.instance_id) is link:
-            logger.debug("closing the idle link to %s", link.record.instance_id)
-            del self._links[link.record.instance_id]
-        self._close(link)
+    def _on_idle(self, connection: ControlConnection) -> None:
+        """Close a connection that nothing needs."""
+        if self._connections.get(connection.record.instance_id) is connection:
+            logger.debug("closing the idle link to %s", connection.record.instance_id)
+            del self._connections[connection.record.instance_id]
+        self._close(connection)
 
-    def _close(self, link: ControlConnection) -> None:
-        task = asyncio.ensure_future(link.close())
+    def _close(self, connection: ControlConnection) -> None:
+        task = asyncio.ensure_future(connection.close())
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
 
-    def _on_end(self, link: ControlConnection) -> None:
-        """Handle a link that has ended by itself, because its decode worker is gone."""
-        if self._links.get(link.record.instance_id) is link:
-            del self._links[link.record.instance_id]
-            if not link.retired:  # the key came back while the link was ending
+    def _on_end(self, connection: ControlConnection) -> None:
+        """Handle a connection that has ended by itself, because its decode worker is gone."""
+        if self._connections.get(connection.record.instance_id) is connection:
+            del self._connections[connection.record.instance_id]
+            if not connection.retired:  # the key came back while the connection was ending
                 self._refresh()
 
     # ------------------------------------------------------------------ the directory
@@ -237,32 +241,32 @@ class ControlConnections:
         return record.compat is not None and not self._compat.differs_from(record.compat)
 
     def _left(self, name: str) -> None:
-        record, link = self._records.pop(name, None), self._links.get(name)
-        self._gone[name] = record if link is None else None
+        record, connection = self._records.pop(name, None), self._connections.get(name)
+        self._gone[name] = record if connection is None else None
         while len(self._gone) > _REMEMBERED:
             del self._gone[next(iter(self._gone))]
-        if link is not None:
-            link.retire()
+        if connection is not None:
+            connection.retire()
 
     def _came(self, new: WorkerRecord) -> None:
         """Handle a decode worker that is new, or whose record has changed."""
         name = new.instance_id
         self._gone.pop(name, None)
-        link = self._links.get(name)
+        connection = self._connections.get(name)
         usable = self._fits(new) and bool(new.control)
         if usable:
             self._records[name] = new
         else:
             self._records.pop(name, None)
             self._warn(new)
-        if link is None:
+        if connection is None:
             return
-        before = link.record
+        before = connection.record
         if (before.incarnation, before.control) == (new.incarnation, new.control):
-            link.retired = False
+            connection.retired = False
         else:
-            del self._links[name]
-            self._close(link)
+            del self._connections[name]
+            self._close(connection)
 
     def _warn(self, record: WorkerRecord) -> None:
         """Warn about a decode worker that serves our model but is not compatible."""

@@ -32,7 +32,7 @@ class Account:
     def charge(self, nbytes: int) -> None:
         self._credits._move(self, nbytes)
 
-    def give_back(self, nbytes: int) -> None:
+    def refund(self, nbytes: int) -> None:
         self._credits._move(self, -nbytes)
 
     def close(self) -> None:

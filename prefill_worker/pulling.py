@@ -17,8 +17,8 @@ logger = log.get("prefill_worker")
 class Pulling:
     """Watches NATS and the engine. Lives as long as the worker."""
 
-    def __init__(self, links: ControlConnections, puller: Puller, nats: Health) -> None:
-        self._links = links
+    def __init__(self, connections: ControlConnections, puller: Puller, nats: Health) -> None:
+        self._connections = connections
         self._puller = puller
         self._nats = nats
         self._stuck = False
@@ -44,4 +44,4 @@ class Pulling:
         else:
             logger.info("pulling jobs again")
             self._puller.changed()
-        self._links.pause(why)
+        self._connections.pause(why)

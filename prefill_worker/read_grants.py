@@ -18,7 +18,7 @@ from pullfill.runtime import log
 from pullfill.transfer.contract import OwnerFences
 from pullfill.wire import FenceToken
 
-logger = log.get("prefill_worker.readers")
+logger = log.get("prefill_worker.read_grants")
 
 _PROOF_SOONEST_S = 0.002
 _PROOF_LATEST_S = 0.05

@@ -21,7 +21,7 @@ from pullfill.transfer.owners import CombinedOwner
 from pullfill.transfer.shm import ranks
 from pullfill.wire import Compat, RegionDescriptor
 
-logger = log.get("prefill_worker.region")
+logger = log.get("prefill_worker.readable_memory")
 
 
 def open_region(

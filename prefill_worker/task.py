@@ -63,14 +63,17 @@ def check(
 
 @dataclass(slots=True, eq=False)
 class PrefillTask:
-    """remote_blocks: decode-side block of each block of the prompt, hit blocks first.
+    """See the module.
 
-    first_target: index of the first block to be written (everything before is the decode worker's
-    own prefix hit). checked: decode-side blocks whose digest goes with the commit; digests: those
-    made so far (a block written again after a preemption gets a new one). on_done: called once,
-    from any thread, with None when all blocks are written (or kept, in pull mode), else with the
-    failure; well: it was None. kept: in pull mode, our block for each target block, and their
-    bytes; they stay ours to read until `TransferWorker.let_go`, which calls on_let_go.
+    remote_blocks: the decode worker's block for each block of the prompt, hit blocks first.
+    on_done: called once, from any thread. With None when all blocks are written (pull mode: kept),
+    else with the failure.
+    well: whether `on_done` was called with None.
+    first_target: index of the first block to be written. All before are the decode worker's hit.
+    checked: the decode worker's blocks whose digests go with the commit.
+    digests: those made so far. A block that is written again after a preemption gets a new one.
+    kept: pull mode: our block for each target block. The decode worker may read them until
+    `TransferWorker.let_go`, which calls `on_let_go`.
     """
 
     request_id: str

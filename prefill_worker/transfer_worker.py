@@ -187,7 +187,7 @@ class TransferWorker:
         """Count what is under way; negative: it is over."""
         _of(metrics.KV_IN_FLIGHT, verb).inc(nbytes)
         if self._account is not None and verb != "read":
-            (self._account.charge if nbytes >= 0 else self._account.give_back)(abs(nbytes))
+            (self._account.charge if nbytes >= 0 else self._account.refund)(abs(nbytes))
 
     def _size(self, operation: _Operation) -> int:
         return 0 if operation.verb == "keep" else len(operation.remote) * self._block_bytes

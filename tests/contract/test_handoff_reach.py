@@ -28,7 +28,7 @@ class SlowMover:
 
     def __init__(self, prefill: PrefillHalf) -> None:
         self.asked, self.go = asyncio.Event(), asyncio.Event()
-        (link,) = prefill.links._links.values()
+        (link,) = prefill.links._connections.values()
         self._real = link.transfer._open
         link.transfer._open = self._open  # type: ignore[method-assign]
 
@@ -128,7 +128,7 @@ async def test_memory_that_cannot_be_reached_costs_a_moment_and_no_dead_letter(
     async with Cluster(tmp_path, timeout_s=2.0) as cluster:
         cut, fine = await cluster.decode("decode-1"), await cluster.decode("decode-2")
         prefill = await cluster.prefill()
-        prefill.links._links["decode-1"].transfer._open = nonsense  # type: ignore[method-assign]
+        prefill.links._connections["decode-1"].transfer._open = nonsense  # type: ignore[method-assign]
         lost = [cut.send(prompt(20 + i)) for i in range(6)]
         served = fine.send(prompt(30))
         await settled(*lost, served)

@@ -143,7 +143,7 @@ async def test_a_job_that_comes_back_to_the_worker_that_lost_its_link_runs_again
         asyncio.get_running_loop().call_later(0.2, real, link)
         lost.set()
 
-    holder.links._links[decode.name]._on_lost = late
+    holder.links._connections[decode.name]._on_lost = late
     (peer,) = [p for p in decode.control.peers.values() if p.instance_id == holder.name]
     peer.channel.abort()
     await asyncio.wait_for(lost.wait(), 10)
@@ -194,7 +194,7 @@ async def test_an_unreadable_frame_ends_the_control_connection(
     decode, holder, other, served, faults = await a_writer_at_work(cluster)
     await holder.puller.stop()
     (peer,) = [p for p in decode.control.peers.values() if p.instance_id == holder.name]
-    (link,) = holder.links._links.values()
+    (link,) = holder.links._connections.values()
     channel = link._channel if to == "decode" else peer.channel
     assert channel is not None
     channel._transport.write(struct.pack("<I", sealed_length) + b"\xc1" * sealed_length)

@@ -185,7 +185,7 @@ async def test_a_key_that_goes_and_comes_back_at_once_has_its_link(tmp_path: Pat
         directory.remove("decode-1")
         for peer in list(decode.server.peers.values()):
             peer.channel.close()
-        await until(lambda: not links._links)
+        await until(lambda: not links._connections)
 
 
 async def test_a_link_whose_key_came_back_ends_with_us(tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ async def test_a_link_whose_key_came_back_ends_with_us(tmp_path: Path) -> None:
         assert links.connected == ["decode-1"], "what was granted over it goes on"
         await links.close()
         await asyncio.sleep(0.05)
-        assert not links._links
+        assert not links._connections
 
 
 async def test_a_decode_worker_that_left_or_refuses_is_not_waited_for(
@@ -217,7 +217,7 @@ async def test_a_decode_worker_that_left_or_refuses_is_not_waited_for(
             directory.remove("decode-1")
             with pytest.raises(PeerUnavailable, match=r"left|does not answer"):
                 await links.find("decode-1")
-            await until(lambda: not links._links)
+            await until(lambda: not links._connections)
             with pytest.raises(PeerUnavailable, match="left the directory"):
                 await links.find("decode-1")
             assert not links.knows("decode-1")

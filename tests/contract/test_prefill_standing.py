@@ -148,7 +148,7 @@ async def test_a_decode_worker_that_left_is_tried_once(monkeypatch: pytest.Monke
         workers.directory.remove(dead.name)
         with pytest.raises(PeerUnavailable, match="does not answer"):
             await links.find(dead.name)
-        await until(lambda: dead.name not in links._links)
+        await until(lambda: dead.name not in links._connections)
         monkeypatch.setattr(link_module, "ControlConnection", None)
         with pytest.raises(PeerUnavailable, match="left the directory"):
             await links.find(dead.name)
@@ -160,10 +160,10 @@ async def test_an_unreachable_decode_worker_is_forgotten_when_idle(quick: None) 
         for number in range(8):
             nobody = Decode(name=f"decode-{number}").record("tcp://127.0.0.1:1")
             workers.directory.put(replace(nobody, compat=COMPAT))
-        far = next(f"decode-{n}" for n in range(8) if f"decode-{n}" not in links._links)
+        far = next(f"decode-{n}" for n in range(8) if f"decode-{n}" not in links._connections)
         with pytest.raises(PeerUnavailable, match="does not answer"):
             await links.find(far)
-        await until(lambda: far not in links._links)
+        await until(lambda: far not in links._connections)
         with pytest.raises(PeerUnavailable, match="does not answer"):
             await links.find(far)
 
@@ -199,7 +199,7 @@ async def test_a_job_brings_its_connection_and_leaves_none(tmp_path: Path, quick
             await serve(decode, seed)
             assert decode.name in prefill.links.connected
             await until(lambda: len(decode.control.peers) == 1)
-            await until(lambda: decode.name not in prefill.links._links)
+            await until(lambda: decode.name not in prefill.links._connections)
         assert (prefill.runner.completed, prefill.runner.failed) == (3, 0)
         await cluster.check_clean()
 
@@ -240,7 +240,7 @@ async def test_a_link_stays_while_its_job_runs(tmp_path: Path, quick: None) -> N
         await asyncio.sleep(10 * SOON_S)
         assert prefill.links.is_up(decode.name), "its copy is not proved quiet"
         faults.resume()
-        await until(lambda: decode.name not in prefill.links._links)
+        await until(lambda: decode.name not in prefill.links._connections)
         await cluster.check_clean()
 
 

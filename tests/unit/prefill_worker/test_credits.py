@@ -29,9 +29,9 @@ def test_charged_and_given_back() -> None:
         "used_bytes": {"decode-1": 100, "decode-2": 100},
         "gone": ["decode-1", "decode-2"],
     }
-    one.give_back(1)
+    one.refund(1)
     assert rooms == [], "the other has none"
-    two.give_back(100)
+    two.refund(100)
     assert rooms == [1]
     assert credits.used == {"decode-1": 99, "decode-2": 0}
 
@@ -46,7 +46,7 @@ def test_a_closed_account_is_written_off() -> None:
     assert credits.used == {"decode-1": 507}
     old.close()
     old.close()
-    old.give_back(500)
+    old.refund(500)
     old.charge(500)
     assert credits.used == {"decode-1": 7}
     assert (credits.gone, rooms) == ([], [1])
@@ -68,7 +68,7 @@ def test_from_many_threads_nothing_is_lost() -> None:
     def work() -> None:
         for _ in range(500):
             account.charge(3)
-            account.give_back(3)
+            account.refund(3)
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:
@@ -118,7 +118,7 @@ async def test_nothing_is_pulled_without_credit() -> None:
     try:
         await asyncio.sleep(0.03)
         assert rig.pulls == 0
-        await asyncio.to_thread(rig.account.give_back, 1)
+        await asyncio.to_thread(rig.account.refund, 1)
         await until(lambda: rig.pulls)
     finally:
         await rig.puller.stop()
@@ -131,7 +131,7 @@ async def test_a_peer_that_takes_little_stops_nobody_for_long(takes: int) -> Non
     rig.puller.start()
     try:
         while rig.pulls < 3:
-            rig.account.give_back(takes)
+            rig.account.refund(takes)
             await asyncio.sleep(0.005)
         assert rig.credits.gone == ["decode-1"]
     finally:
