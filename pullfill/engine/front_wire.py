@@ -67,8 +67,10 @@ BYE = b"BYE"
 
 PING_INTERVAL_S = 1.0
 SILENCE_S = 6.0
+"""A decode worker aborts the requests of a frontend that says nothing for this long."""
 HEARTBEAT_IVL_MS = 500
 HEARTBEAT_TIMEOUT_MS = 3000
+"""ZMQ's own heartbeat: a peer that is stopped or cut off counts as lost after both times."""
 MAX_IDS = 65536
 _ERROR = 3
 """vLLM's FinishReason.ERROR."""

@@ -27,7 +27,9 @@ from pullfill.registry.gateway import Failure
 from pullfill.runtime import log
 
 IDLE_S = 60.0
+"""A watch that brought nothing for this long is opened anew."""
 RETRY_S = (0.05, 0.5)
+"""First and longest pause before a broken watch is opened again."""
 _log = log.get("registry.watch")
 
 

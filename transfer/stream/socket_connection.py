@@ -25,7 +25,9 @@ from pullfill.errors import AuthFailed, BadMessage, TransferFailed
 from pullfill.net.channel import Seal
 
 STALL_S = 30.0
+"""How long an operation waits for the other end without progress."""
 DEAD_AFTER_S = 15
+"""A host that answers no TCP keepalive for this long is gone."""
 _LENGTH = struct.Struct("<I")
 _TIMEVAL = struct.Struct("@qq")
 _NOW = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
