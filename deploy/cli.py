@@ -15,7 +15,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from pullfill.deploy.command import command, expanded
-from pullfill.deploy.options import JsonOption, UpOptions, find_cluster
+from pullfill.deploy.up_options import JsonOption, UpOptions, find_cluster
 from pullfill.errors import ConfigError, IncompatibleError, PullfillError
 from pullfill.options import ClusterOptions, FrontendOptions, StateDirOptions, WorkerOptions
 from pullfill.runtime.log import DEBUG_ENV, complain

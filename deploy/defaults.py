@@ -22,7 +22,7 @@ DEMO_FLAGS = (
     "--max-num-seqs=32",
     "--enforce-eager",
 )
-"""The demo model is a few megabytes: exact arithmetic and a quick start matter, speed does not."""
+"""For the demo model exact arithmetic and a quick start matter. It is small enough to be slow."""
 
 CPU_FLAGS = {
     # A prefill worker maps its own cache and that of each decode worker: below 0.9 GB with both.
@@ -43,7 +43,7 @@ _DECIDE_STEPS = frozenset(
 choose (without chunked prefill a whole prompt must fit). A file's flags would lose against ours."""
 
 GPU_MEMORY_SHARE = 0.88
-"""Of one GPU, divided by the workers placed on it."""
+"""Share of a GPU's memory that vLLM takes, divided by the workers on that GPU."""
 
 KV_BYTES = "kv-cache-memory-bytes"
 
@@ -97,13 +97,16 @@ def flag_name(flag: str) -> str:
 
 
 def worker_flags(arguments: Sequence[str]) -> list[str]:
-    """`arguments` without those that only an API server understands."""
+    """Return the arguments without those that only an API server understands."""
     kept = (g for g in group_flags(arguments) if flag_name(g[0]) not in FRONTEND_ONLY)
     return [part for group in kept for part in group]
 
 
 def engine_flags(model: str, *, gpus: int, workers: int) -> list[str]:
-    """Default vLLM flags. `model`: as the user typed it. `workers`: decode plus prefill."""
+    """Return the default vLLM flags.
+
+    model: as the user typed it.
+    workers: number of decode and prefill workers."""
     flags: list[str] = list(DEMO_FLAGS) if model == DEMO else []
     if not gpus:
         return flags + list(CPU_FLAGS[DEMO if model == DEMO else "other"])
@@ -114,7 +117,7 @@ def engine_flags(model: str, *, gpus: int, workers: int) -> list[str]:
 
 
 def role_flags(role: str, arguments: Sequence[str], *, gpus: int) -> list[str]:
-    """What a worker of this role adds in front of the flags it was given."""
+    """Return the flags that a worker of this role puts before those it was given."""
     if role != "prefill" or gpus:
         return []
     if any(flag_name(group[0]) in _DECIDE_STEPS for group in group_flags(arguments)):
@@ -185,13 +188,15 @@ def starts_after(places: Sequence[Placement]) -> list[int | None]:
 
 
 def other_cores(workers: Sequence[Placement], decode: int, cores: Sequence[int]) -> tuple[int, ...]:
-    """Cores for frontends: those that no worker is pinned to, else those of the decode workers, who
-    come first in `workers`. Empty (anywhere) when nobody is pinned.
+    """Return the cores for frontends: those that no worker is pinned to, else the decode workers'.
 
-    A frontend works for each token that is decoded. Beside a decode worker it takes what it needs
-    from the streams it serves, whether or not a prefill runs next door; beside a prefill worker
-    every prompt behind this one waits as well.
+    Empty: any, since no worker is pinned.
+
+    workers: where each worker runs, first the decode workers.
+    decode: the number of decode workers.
     """
+    # A frontend works for each decoded token. On a decode worker's core it slows only the answers
+    # that it serves. On a prefill worker's core it would slow every prompt that waits.
     taken = {core for place in workers for core in place.cores}
     free = tuple(core for core in cores if core not in taken)
     if not taken or free:

@@ -19,10 +19,10 @@ from pullfill.config import ClusterRef, ProcessEntry, split_urls
 from pullfill.deploy import machine, recheck, servers, transports
 from pullfill.deploy.machine import FAIL, OK, WARN, Finding
 from pullfill.deploy.members import Members, http_get
-from pullfill.deploy.options import find_cluster
 from pullfill.deploy.procs import is_alive
 from pullfill.deploy.report import frontend_urls
 from pullfill.deploy.state import StateDir, identity
+from pullfill.deploy.up_options import find_cluster
 from pullfill.errors import ConfigError, PullfillError, UnavailableError
 from pullfill.options import ClusterOptions
 from pullfill.registry.orders import LiveWorker

@@ -14,10 +14,10 @@ from contextlib import suppress
 
 from pullfill.deploy import plan
 from pullfill.deploy.children import Children, StartFailed
-from pullfill.deploy.options import UpOptions
 from pullfill.deploy.procs import confine, exit_words, tail, wait_exit
 from pullfill.deploy.state import Locked, StateDir
 from pullfill.deploy.teardown import SERVERS, remove_shared_memory
+from pullfill.deploy.up_options import UpOptions
 from pullfill.deploy.view import ProcessView
 
 FIRST_PAUSE_S = 0.5

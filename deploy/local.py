@@ -55,6 +55,5 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
     elif not supervisor["alive"]:
         yield (
             f"processes that die are not started again: the supervisor (pid {supervisor['pid']}) "
-            "is gone. To "
-            "have one, use `pullfill down`, then `pullfill up`"
+            "is gone. To have one, use `pullfill down`, then `pullfill up`"
         )

@@ -48,16 +48,16 @@ class Members:
         return self._client
 
     async def all(self) -> list[LiveWorker]:
-        """Every readable worker record, by role and id. Raises RegistryUnavailable."""
+        """Return the record of every worker, sorted by role and id. Raises RegistryUnavailable."""
         found = await live_workers(self.client, self._ref.namespace)
         return sorted(found, key=lambda worker: (worker.record.role, worker.record.instance_id))
 
     async def find(self, instance_id: str) -> LiveWorker | None:
-        """The worker of that id, or None."""
+        """Return the worker with that id. None: there is none."""
         return next((w for w in await self.all() if w.record.instance_id == instance_id), None)
 
     async def ready_instances(self) -> set[str]:
-        """Instance ids whose record says ready."""
+        """Return the ids of the workers that are ready."""
         return {
             worker.record.instance_id
             for worker in await self.all()
@@ -71,7 +71,9 @@ _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def http_get(url: str, timeout_s: float = 3.0, key: str = "") -> tuple[int, bytes]:
-    """Status and body; `key` is shown as bearer. Raises UnavailableError when nothing answers."""
+    """Return the HTTP status and the body. Raises UnavailableError when nothing answers.
+
+    key: the API key to send. Empty: none."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
         request = urllib.request.Request(url, headers=headers)
@@ -85,7 +87,7 @@ def http_get(url: str, timeout_s: float = 3.0, key: str = "") -> tuple[int, byte
 
 
 def http_json(url: str, timeout_s: float = 3.0, key: str = "") -> tuple[int, Any]:
-    """Status and decoded JSON body (None if it is not JSON). Raises UnavailableError."""
+    """As `http_get`, with the body decoded. None: it is not JSON."""
     status, body = http_get(url, timeout_s, key)
     try:
         return status, json.loads(body)
@@ -94,7 +96,7 @@ def http_json(url: str, timeout_s: float = 3.0, key: str = "") -> tuple[int, Any
 
 
 def frontend_ready(url: str) -> bool:
-    """Whether a frontend can serve now."""
+    """Return whether the frontend can serve now."""
     try:
         return http_get(f"{url}/ready", 2.0)[0] == 200
     except UnavailableError:

@@ -18,8 +18,8 @@ from pathlib import Path
 import pullfill
 from pullfill.config import ClusterRef, ranks_of
 from pullfill.deploy import accelerator, defaults, servers, vllm_flags
-from pullfill.deploy.options import UpOptions, frontend_url
 from pullfill.deploy.procs import CLUSTER_ENV, spawn
+from pullfill.deploy.up_options import UpOptions, frontend_url
 from pullfill.errors import ConfigError
 from pullfill.ids import is_name, new_instance_id
 from pullfill.net.security import OPEN
@@ -49,7 +49,7 @@ class ProcessSpec:
 
 
 def check(options: UpOptions) -> None:
-    """Raises ConfigError, one line, for everything that can be known before a start."""
+    """Refuse, before anything starts, what cannot work. Raises ConfigError."""
     for name in ("decode", "prefill", "frontends"):
         if getattr(options, name) < 0:
             raise ConfigError(f"--{name} cannot be negative")
@@ -102,7 +102,7 @@ def _check_gpus(options: UpOptions) -> None:
 
 
 def _check_security(options: UpOptions) -> None:
-    """The servers that `up` starts ask for nothing: they listen on loopback only."""
+    """Refuse logins for servers that `up` starts. Those listen on loopback and ask for none."""
     security = options.security
     for name, url in (("nats", options.nats_url), ("etcd", options.etcd_url)):
         if url is None and getattr(security, name) != getattr(OPEN, name):
@@ -113,7 +113,9 @@ def _check_security(options: UpOptions) -> None:
 
 
 def check_model(model: str) -> None:
-    """Raises ConfigError unless `model` is `demo`, a model directory, or ORG/NAME of a hub."""
+    """Refuse a model that is not `demo`, a directory of a model, or ORG/NAME of a model hub.
+
+    Raises ConfigError."""
     if model == defaults.DEMO:
         return
     path = Path(model).expanduser()
@@ -131,7 +133,7 @@ def check_model(model: str) -> None:
 
 
 def resolve_model(model: str) -> tuple[str, bool]:
-    """What vLLM is told, and whether it is a directory of this machine."""
+    """Return the model's name for vLLM, and whether it is a directory of this machine."""
     if model == defaults.DEMO:
         return str(demo_directory()), True
     path = Path(model).expanduser()
@@ -139,20 +141,20 @@ def resolve_model(model: str) -> tuple[str, bool]:
 
 
 def demo_directory() -> Path:
-    """Where the demo checkpoint lives, per user and pullfill version."""
+    """Return the directory of the demo model, one per user and version of pullfill."""
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(cache).expanduser() / "pullfill" / f"demo-{pullfill.__version__}"
 
 
 def start_demo_model(log: Path, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Begin to make the demo checkpoint unless it is there, in a process of its own: torch stays
-    out of this one. Its end is for `check_demo_model`."""
+    """Start a process that makes the demo model unless it is there. See `check_demo_model`."""
+    # Not in this process: it would have to load torch.
     command = [sys.executable, "-P", "-m", "pullfill.demo.checkpoint", str(demo_directory())]
     return spawn(command, log=log, env=env)
 
 
 def check_demo_model(exit_code: int, log: Path) -> None:
-    """Raises ConfigError with the log's path when it could not be made."""
+    """Raise ConfigError if the process that makes the demo model has failed."""
     if exit_code:
         directory = demo_directory()
         raise ConfigError(
@@ -166,7 +168,7 @@ def _existing(path: Path) -> Path:
 
 
 def engine_arguments(options: UpOptions) -> list[str]:
-    """vLLM flags of every process: the defaults, then the user's."""
+    """Return the vLLM flags of every process: the defaults, then the user's."""
     workers = options.decode + options.prefill
     base = defaults.engine_flags(options.model, gpus=accelerator.gpu_count(), workers=workers)
     return base + options.vllm_args
@@ -198,7 +200,7 @@ def role_command(role: str, cluster: ClusterRef, model: str, options: RoleOption
 
 
 def placements(options: UpOptions) -> list[defaults.Placement]:
-    """Of the decode workers, then of the prefill workers."""
+    """Return where each worker runs: first the decode workers, then the prefill workers."""
     return defaults.place(
         worker_ranks(options),
         cores=defaults.usable_cores(),
@@ -209,7 +211,7 @@ def placements(options: UpOptions) -> list[defaults.Placement]:
 
 
 def other_cores(options: UpOptions) -> tuple[int, ...]:
-    """Where frontends run once all are ready; empty: anywhere."""
+    """Return the cores of frontends once all processes are ready. Empty: any."""
     return defaults.other_cores(placements(options), options.decode, defaults.usable_cores())
 
 
@@ -233,7 +235,7 @@ def _turns(options: UpOptions, places: Sequence[defaults.Placement]) -> list[int
 
 
 def worker_specs(options: UpOptions, cluster: ClusterRef, cluster_id: str) -> list[ProcessSpec]:
-    """Decode workers, prefill workers and frontends, in that order."""
+    """Return how to start the decode workers, the prefill workers and the frontends."""
     model, local = resolve_model(options.model)
     engine = engine_arguments(options)
     base = {**os.environ, CLUSTER_ENV: cluster_id}

@@ -1,4 +1,4 @@
-"""Processes by identity: a pid alone can be reused, a pid with its kernel start time cannot.
+"""Processes by identity: a pid with its kernel start time. A pid alone can be used again.
 
 Nothing here signals a process whose start time is not the one that was recorded. Children are put
 in their own session, so that Ctrl-C reaches only the supervisor, which then stops them in order.
@@ -22,14 +22,16 @@ CLUSTER_ENV = "PULLFILL_CLUSTER_ID"
 
 @dataclass(frozen=True, slots=True)
 class ProcessId:
-    """A process for good. `started`: clock ticks since boot (field 22 of /proc/PID/stat)."""
+    """One process, also if its pid is used again later.
+
+    started: clock ticks since boot, field 22 of /proc/PID/stat."""
 
     pid: int
     started: int
 
 
 def _stat_fields(pid: int) -> list[bytes] | None:
-    """Fields 3.. of /proc/PID/stat (state first), None if there is no such process."""
+    """Return the fields of /proc/PID/stat from the third on, the state. None: no such process."""
     try:
         raw = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
@@ -38,10 +40,8 @@ def _stat_fields(pid: int) -> list[bytes] | None:
 
 
 def start_time(pid: int) -> int | None:
-    """Kernel start time of `pid` in clock ticks since boot; None if it does not run.
-
-    A zombie does not run: whoever should reap it may never do so.
-    """
+    """Return the kernel's start time of `pid` in clock ticks since boot. None: it does not run."""
+    # A zombie counts as ended: its parent may never reap it.
     fields = _stat_fields(pid)
     if fields is None or fields[0] in (b"Z", b"X"):
         return None
@@ -60,8 +60,8 @@ def is_alive(process: ProcessId) -> bool:
 
 
 def send(process: ProcessId, sig: int) -> bool:
-    """Signal exactly this process; False if it is gone. The pidfd closes the gap between the
-    check and the signal, in which the pid could be reused."""
+    """Send a signal to exactly this process. False: it is gone."""
+    # The pid could be used again between the check and the signal. A pidfd rules that out.
     try:
         fd = os.pidfd_open(process.pid)
     except OSError:
@@ -99,8 +99,9 @@ def spawn(
 
 
 def confine(pid: int, cores: Collection[int]) -> None:
-    """Let every thread of the process, and each it starts from now on, run on these cores only. A
-    process that is gone, or not ours, stays as it is."""
+    """Pin every thread of the process, and those it starts later, to these cores.
+
+    A process that is gone, or another user's, stays as it is."""
     done: set[str] = set()
     with suppress(OSError):
         # A thread that was made during a pass may have missed it.
@@ -112,7 +113,7 @@ def confine(pid: int, cores: Collection[int]) -> None:
 
 
 def tagged(cluster_id: str) -> list[ProcessId]:
-    """Every running process that carries this cluster's id in its environment."""
+    """Return every running process that has this cluster's id in its environment."""
     needle = f"{CLUSTER_ENV}={cluster_id}".encode()
     found: list[ProcessId] = []
     for entry in Path("/proc").iterdir():
@@ -130,7 +131,7 @@ def tagged(cluster_id: str) -> list[ProcessId]:
 
 
 def tail(log: Path, lines: int = 15) -> list[str]:
-    """The last lines of a log file, [] if there is none."""
+    """Return the last lines of a log file. Empty: there is no such file."""
     try:
         with log.open("rb") as handle:
             handle.seek(max(0, log.stat().st_size - 64 * 1024))
@@ -141,7 +142,7 @@ def tail(log: Path, lines: int = 15) -> list[str]:
 
 
 async def wait_exit(child: subprocess.Popen[bytes]) -> int:
-    """The exit code, without polling: a pidfd turns readable when the process ends."""
+    """Wait for the end of the process and return its exit code."""
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
     try:
@@ -158,7 +159,7 @@ async def wait_exit(child: subprocess.Popen[bytes]) -> int:
 
 
 def exit_words(code: int) -> str:
-    """An exit code as subprocess gives it, for people."""
+    """Return in words the exit code that subprocess gives."""
     if code < 0:
         with suppress(ValueError):
             return f"killed by {signal.Signals(-code).name}"

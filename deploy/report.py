@@ -53,8 +53,9 @@ def frontend_urls(ref: ClusterRef) -> Iterator[str]:
 
 
 def _ask_frontend(ref: ClusterRef, url: str) -> tuple[int, Any]:
-    """Status and JSON. Whoever may write etcd can announce a frontend: an API key is shown only to
-    one that wants it, and an administrator's never, for none of these routes needs that."""
+    """Return the HTTP status and the JSON that a frontend answers."""
+    # Whoever may write to etcd can announce a frontend. So the API key goes only to one that asks
+    # for it. The administrator's key never goes out: none of these routes needs it.
     code, body = http_json(url, 5.0)
     keys = ref.security.frontend.api_keys()
     return http_json(url, 5.0, keys[0]) if code == 401 and keys else (code, body)
@@ -109,8 +110,7 @@ def _from_registry(ref: ClusterRef) -> dict[str, Any]:
     except PullfillError as exc:
         raise UnavailableError(
             f"neither a frontend nor etcd answers ({exc}), so the members of the cluster are "
-            "unknown: "
-            "name its state directory with --state-dir, or try `pullfill doctor`"
+            "unknown: name its state directory with --state-dir, or try `pullfill doctor`"
         ) from exc
     records = [worker.record for worker in workers if worker.record.role != "frontend"]
     reports = [(record, _ask_worker(record.http)) for record in records]
@@ -224,7 +224,7 @@ def explain(ref: ClusterRef, request_id: str, as_json: bool) -> int:
 
 
 def trace(record: ExplainRecord) -> Group:
-    """The life of one request in words, and a bar per stage."""
+    """Return what happened to one request in words, and a bar for each stage."""
     lines: list[Text | Table] = [
         Text(f"request {record.request_id}", style="bold"),
         Text(f"  {_what_happened(record)}"),

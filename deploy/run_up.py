@@ -13,11 +13,11 @@ from rich.console import Console
 from pullfill.config import ClusterRef, ProcessEntry
 from pullfill.deploy.detach import Background, to_background
 from pullfill.deploy.members import Members
-from pullfill.deploy.options import UpOptions
 from pullfill.deploy.procs import is_alive, send, start_time
 from pullfill.deploy.state import Locked, StateDir, identity
 from pullfill.deploy.supervisor import Interrupted, Supervisor
 from pullfill.deploy.teardown import SERVER_DEADLINE_S, stop_stragglers, take_down
+from pullfill.deploy.up_options import UpOptions
 from pullfill.deploy.view import ProcessView
 from pullfill.errors import ConfigError, PullfillError
 from pullfill.net.this_host import host_id

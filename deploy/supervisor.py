@@ -19,10 +19,10 @@ from pullfill.config import ClusterFile, ClusterRef
 from pullfill.deploy import members, plan, servers
 from pullfill.deploy.children import Children, StartFailed
 from pullfill.deploy.keeper import Keeper
-from pullfill.deploy.options import UpOptions
 from pullfill.deploy.procs import CLUSTER_ENV, confine, start_time, tail, wait_exit
 from pullfill.deploy.state import Launch, Locked, StateDir, new_cluster_id
 from pullfill.deploy.teardown import take_down
+from pullfill.deploy.up_options import UpOptions
 from pullfill.deploy.view import ProcessView
 
 START_FAILED_DRAIN_S = 5.0

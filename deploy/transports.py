@@ -14,12 +14,12 @@ from pullfill.errors import UnavailableError
 from pullfill.registry.orders import LiveWorker
 
 _PAIRS = 32
-"""More lines than this nobody reads."""
+"""Print at most this many pairs."""
 
 
 def transports() -> Iterator[Finding]:
-    """What works on this machine. Asked of a process of its own: it looks at devices and imports
-    what is installed."""
+    """Yield which transports work on this machine."""
+    # A process of its own finds out: it opens devices and imports what is installed.
     command = [sys.executable, "-m", "pullfill.transfer.catalogue"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
@@ -36,7 +36,7 @@ def transports() -> Iterator[Finding]:
 
 
 def pairs(workers: Iterable[LiveWorker]) -> Iterator[Finding]:
-    """For each prefill worker and each decode worker: what is used, and why nothing better."""
+    """Yield for each pair of workers which transport they use, and why no better one."""
     records = [worker.record for worker in workers]
     decode = [r.instance_id for r in records if r.role == "decode"]
     shown = 0

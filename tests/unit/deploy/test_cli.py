@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 
 from pullfill.config import CLUSTER_FILE, ClusterFile, ClusterRef, ProcessEntry
 from pullfill.deploy import cli, roles, run_up, servers
-from pullfill.deploy.options import UpOptions
 from pullfill.deploy.state import Launch, StateDir
+from pullfill.deploy.up_options import UpOptions
 from pullfill.errors import ConfigError, UnavailableError
 from pullfill.options import WorkerOptions
 from pullfill.runtime.log import DEBUG_ENV
