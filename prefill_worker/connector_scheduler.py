@@ -116,6 +116,8 @@ class ConnectorScheduler:
         if external_tokens and not task.read_asked:
             self.read_prefix(task, block_ids, external_tokens // self._block_size)
 
+    # ------------------------------------------------------------------ step 6: read_prefix
+
     def read_prefix(self, task: PrefillTask, block_ids: Sequence[int], missing: int) -> None:
         """Read the prefix blocks that the decode worker has and this engine lacks.
 
@@ -134,6 +136,8 @@ class ConnectorScheduler:
         with task.lock:
             task.outstanding += 1
         self._scheduled[-1].reads.append(read)
+
+    # ------------------------------------------------------------------ step 7: step_done
 
     def plan(self, scheduler_output: Any) -> StepPlan:
         """Once for each step, at the end of its scheduling: what is complete after the step

@@ -135,7 +135,7 @@ class Job:
             finally:
                 self._end_task()
 
-    # ------------------------------------------------------------------ the steps
+    # ------------------------------------------------------------------ step 5: claim
 
     async def claim(self) -> None:
         """Ask the decode worker for a grant. Raises ClaimRefused, PeerUnavailable.
@@ -173,6 +173,8 @@ class Job:
         failpoints.hit("prefill.after_claim")
         self.connection, self.grant, self._holds_grant = connection, grant, True
 
+    # ------------------------------------------------------------------ step 7: compute_and_write
+
     async def compute_and_write(self) -> PrefillTask:
         """Have the engine compute the prompt. Wait until all its KV is written (pull mode: kept).
 
@@ -194,6 +196,8 @@ class Job:
         self._runner.engine.submit(task)
         await self._done
         return task
+
+    # ------------------------------------------------------------------ step 8: commit
 
     async def commit(self, task: PrefillTask) -> None:
         """Tell the decode worker that all blocks are written, or kept in pull mode. Then ack."""

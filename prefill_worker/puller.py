@@ -109,6 +109,8 @@ class Puller:
         while True:
             await self.pull()
 
+    # ------------------------------------------------------------------ step 5: pull
+
     async def pull(self) -> None:
         """Pull one job and start it. If there is no room for it, or no job, wait for a while."""
         await self._wait_for_credits()
