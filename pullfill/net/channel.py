@@ -5,26 +5,22 @@ worker) opens it, with `read` and `write`. From `hear` on each message is handle
 that received its bytes: a task that reads would cost two more turns of the loop for each message.
 `close` or `abort` ends it; `ended` tells why. Belongs to one loop; owns the transport.
 
-With a cluster key each end proves to the other that it holds the key, bound to two fresh nonces and
-to its role, before anything else is said. From then on every frame carries a 16-byte seal: a keyed
-hash over its number and its body, with a key per direction that both nonces go into. So nobody on
-the path can forge, change, repeat, drop in the middle or reflect a claim or a commit. Messages are
-not encrypted: they hold ids and block numbers, but no prompt and no KV.
+With a cluster key each end first proves to the other that it holds the key (`handshake.py`). From
+then on every frame carries a seal. Messages are not encrypted: they hold IDs and block numbers, but
+no prompt and no KV.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
-import secrets
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import msgspec
 
-from pullfill.errors import AuthFailed, BadMessage, ConfigError, PeerUnavailable
+from pullfill.errors import AuthFailed, ConfigError, PeerUnavailable
 from pullfill.net import frames
+from pullfill.net.handshake import CONTROL, Acceptance, Introduction, Seal
 from pullfill.net.security import ClusterKey
 from pullfill.wire import AuthChallenge, AuthHello, AuthProof, Goodbye, Hello, decode, encode
 from pullfill.wire.codec import decoder
@@ -39,25 +35,6 @@ _AHEAD = HELLO_FRAME + (64 << 10)
 """Received bytes that are buffered at most before `read` or `hear` takes them."""
 _AT_ONCE = 64 << 10
 """Bytes that do not wait for the end of a turn of the loop."""
-
-
-class Seal:
-    """One direction's key and count of frames."""
-
-    __slots__ = ("_key", "_number")
-    BYTES = 16
-
-    def __init__(self, key: bytes) -> None:
-        self._key = key
-        self._number = 0
-
-    def of_next(self, body: bytes) -> bytes:
-        hashed = hashlib.blake2b(
-            self._number.to_bytes(8, "little"), key=self._key, digest_size=self.BYTES
-        )
-        self._number += 1
-        hashed.update(body)
-        return hashed.digest()
 
 
 class Channel(asyncio.Protocol):
@@ -165,12 +142,7 @@ class Channel(asyncio.Protocol):
             self._send()
 
     def _unsealed(self, body: bytes) -> bytes:
-        if self._in is None:
-            return body
-        seal, body = body[: Seal.BYTES], body[Seal.BYTES :]
-        if not hmac.compare_digest(seal, self._in.of_next(body)):
-            raise AuthFailed(f"a frame from {self.peer} has a wrong seal: forged or replayed")
-        return body
+        return body if self._in is None else self._in.remove(body)
 
     def _wake(self) -> None:
         if self._more is not None and not self._more.done():
@@ -186,7 +158,7 @@ class Channel(asyncio.Protocol):
         now: send at once."""
         body = encode(message)
         if self._out is not None:
-            body = self._out.of_next(body) + body
+            body = self._out.add(body)
         if not self._waiting and not self._handling and not now:
             self._loop.call_soon(self._send)
         self._waiting.append(body)
@@ -215,71 +187,35 @@ class Channel(asyncio.Protocol):
         self._transport.abort()
 
 
-# --------------------------------------------------------------------------- who are you
-
-
-class Handshake:
-    """What both ends compute from the key and the two nonces. purpose: what the connection is for;
-    proofs of one are worth nothing for another."""
-
-    def __init__(
-        self,
-        key: ClusterKey,
-        prefill_nonce: bytes,
-        decode_nonce: bytes,
-        purpose: str = "control channel",
-    ) -> None:
-        self._key = key.derive(purpose)
-        self._nonces = prefill_nonce + decode_nonce
-
-    def _of(self, label: bytes) -> bytes:
-        return hashlib.blake2b(label + self._nonces, key=self._key, digest_size=32).digest()
-
-    def proof(self, role: str) -> bytes:
-        return self._of(f"proof of {role}:".encode())
-
-    def key_of(self, role: str) -> bytes:
-        """Seals what `role` says."""
-        return self._of(f"seal of {role}:".encode())
+# --------------------------------------------------------------------------- opening
 
 
 async def accept(channel: Channel, key: ClusterKey | None) -> Hello:
     """The decode worker's end: the peer's Hello, once it has proved that it holds `key`.
 
-    Raises AuthFailed (its text may be told to the peer), EOFError, BadMessage. Bound it in time.
+    Raises AuthFailed (its text may be told to the peer), EOFError, BadMessage. Has no time limit.
     """
     limit = HELLO_FRAME if key is None else FIRST_FRAME
-    first = await channel.read(AuthHello | Hello, limit)  # type: ignore[arg-type]
-    if key is None:
-        if isinstance(first, Hello):
-            return first
-        raise AuthFailed("the decode worker has no cluster key: set [cluster] key_file there too")
-    if not isinstance(first, AuthHello):
-        raise AuthFailed(
-            "the prefill worker shows no cluster key: it needs our [cluster] key_file "
-            f"({key.fingerprint})"
-        )
-    nonce = secrets.token_bytes(32)
-    shake = Handshake(key, first.nonce, nonce)
-    channel.write(AuthChallenge(nonce=nonce, proof=shake.proof("decode")))
+    first: Any = await channel.read(AuthHello | Hello, limit)  # type: ignore[arg-type]
+    shake = Acceptance(key, CONTROL)
+    if (challenge := shake.challenge(first)) is None:
+        return cast(Hello, first)
+    channel.write(challenge)
     try:
-        reply = await channel.read(AuthProof, FIRST_FRAME)
+        proof = await channel.read(AuthProof, FIRST_FRAME)
     except EOFError:
+        assert key is not None
         raise AuthFailed(
             f"the prefill worker left when it was shown the proof of our cluster key "
             f"({key.fingerprint}): is its [cluster] key_file another?"
         ) from None
-    if not hmac.compare_digest(reply.proof, shake.proof("prefill")):
-        raise AuthFailed(
-            f"the prefill worker has another cluster key than ours ({key.fingerprint}): check its "
-            "[cluster] key_file"
-        )
-    channel.seal(incoming=shake.key_of("prefill"), outgoing=shake.key_of("decode"))
+    incoming, outgoing = shake.check(proof)
+    channel.seal(incoming=incoming, outgoing=outgoing)
     return await channel.read(Hello, HELLO_FRAME)
 
 
 async def introduce(channel: Channel, key: ClusterKey | None, hello: Hello) -> None:
-    """The prefill worker's end: prove that we hold `key`, see the same proof, say hello.
+    """The prefill worker's end: prove that we hold `key`, check the peer's proof, say hello.
 
     Raises AuthFailed, PeerUnavailable (refused, with the peer's reason), ConfigError (the hello is
     longer than any decode worker takes), EOFError, BadMessage. Never falls back to a plain
@@ -290,22 +226,13 @@ async def introduce(channel: Channel, key: ClusterKey | None, hello: Hello) -> N
             f"our greeting has {size} bytes, for {len(hello.regions)} ranks; at most {HELLO_FRAME} "
             "are taken"
         )
-    if key is None:
-        channel.write(hello)
-        return
-    nonce = secrets.token_bytes(32)
-    channel.write(AuthHello(nonce=nonce))
-    first = await channel.read(AuthChallenge | Goodbye, FIRST_FRAME)  # type: ignore[arg-type]
-    if isinstance(first, Goodbye):
-        raise PeerUnavailable(f"refused: {first.reason}")
-    if not isinstance(first, AuthChallenge):
-        raise BadMessage("no challenge")
-    shake = Handshake(key, nonce, first.nonce)
-    if not hmac.compare_digest(first.proof, shake.proof("decode")):
-        raise AuthFailed(
-            f"the decode worker has another cluster key than ours ({key.fingerprint}): check "
-            "[cluster] key_file on both"
-        )
-    channel.write(AuthProof(proof=shake.proof("prefill")))
-    channel.seal(incoming=shake.key_of("decode"), outgoing=shake.key_of("prefill"))
+    if key is not None:
+        shake = Introduction(key, CONTROL)
+        channel.write(shake.hello)
+        first: Any = await channel.read(AuthChallenge | Goodbye, FIRST_FRAME)  # type: ignore[arg-type]
+        if isinstance(first, Goodbye):
+            raise PeerUnavailable(f"refused: {first.reason}")
+        proof, incoming, outgoing = shake.answer(first)
+        channel.write(proof)
+        channel.seal(incoming=incoming, outgoing=outgoing)
     channel.write(hello)

@@ -60,7 +60,7 @@ Secret32 = Annotated[bytes, Meta(min_length=32, max_length=32)]
 
 
 class AuthHello(Message, tag="auth_hello", frozen=True, kw_only=True):
-    """Comes before `Hello` where there is a cluster key (`channel.py`)."""
+    """Comes before `Hello` where there is a cluster key (`net/handshake.py`)."""
 
     v: Version = WIRE_VERSION
     nonce: Secret32

@@ -1,24 +1,17 @@
 """Opening a stream connection: who are you, which memory, which backend. Blocking, bounded in time.
 
-Where there is a cluster key both ends prove that they hold it, bound to fresh nonces, before the
-peer says hello; from then on every frame is sealed. The payload itself is not: whoever can change
-bytes on the path can change KV (digests in the commit tell, `--kv-digest`).
+With a cluster key both ends first prove that they hold it (`net/handshake.py`), and then seal every
+frame. The payload itself is not sealed: somebody on the path can change KV. Digests in the commit
+show that (`--kv-digest`).
 """
 
 from __future__ import annotations
 
-import hmac
-import secrets
-from typing import Any
+from typing import Any, cast
 
-from pullfill.errors import (
-    AuthFailed,
-    BadMessage,
-    IncompatibleError,
-    PeerUnavailable,
-    TransferFailed,
-)
-from pullfill.net.channel import FIRST_FRAME, Handshake
+from pullfill.errors import BadMessage, IncompatibleError, PeerUnavailable, TransferFailed
+from pullfill.net.channel import FIRST_FRAME
+from pullfill.net.handshake import KV_PORT, Acceptance, Introduction
 from pullfill.net.security import ClusterKey
 from pullfill.transfer.stream.messages import StreamGoodbye, StreamHello, StreamWelcome, Why
 from pullfill.transfer.stream.socket_connection import SocketConnection
@@ -27,7 +20,6 @@ from pullfill.wire import AuthChallenge, AuthHello, AuthProof, decode, encode
 HELLO_S = 5.0
 """A frame of the opening may take so long, and all of it twice that: whoever connects and says
 nothing, or next to nothing, is soon gone."""
-_PURPOSE = "kv port"
 
 
 class StalePeer(PeerUnavailable):
@@ -39,25 +31,12 @@ def accept(link: SocketConnection, key: ClusterKey | None) -> StreamHello:
     (its text may be told to the peer), BadMessage, TransferFailed."""
     link.limit(2 * HELLO_S)
     first: Any = decode(link.receive(2 * FIRST_FRAME), AuthHello | StreamHello)  # type: ignore[arg-type]
-    if key is None:
-        if isinstance(first, StreamHello):
-            return first
-        raise AuthFailed("the decode worker has no cluster key: set [cluster] key_file there too")
-    if not isinstance(first, AuthHello):
-        raise AuthFailed(
-            "the prefill worker shows no cluster key: it needs our [cluster] key_file "
-            f"({key.fingerprint})"
-        )
-    nonce = secrets.token_bytes(32)
-    shake = Handshake(key, first.nonce, nonce, _PURPOSE)
-    link.send(encode(AuthChallenge(nonce=nonce, proof=shake.proof("decode"))))
-    reply = decode(link.receive(FIRST_FRAME), AuthProof)
-    if not hmac.compare_digest(reply.proof, shake.proof("prefill")):
-        raise AuthFailed(
-            f"the prefill worker has another cluster key than ours ({key.fingerprint}): check its "
-            "[cluster] key_file"
-        )
-    link.seal(incoming=shake.key_of("prefill"), outgoing=shake.key_of("decode"))
+    shake = Acceptance(key, KV_PORT)
+    if (challenge := shake.challenge(first)) is None:
+        return cast(StreamHello, first)
+    link.send(encode(challenge))
+    incoming, outgoing = shake.check(decode(link.receive(FIRST_FRAME), AuthProof))
+    link.seal(incoming=incoming, outgoing=outgoing)
     return decode(link.receive(2 * FIRST_FRAME), StreamHello)
 
 
@@ -66,26 +45,13 @@ def introduce(link: SocketConnection, key: ClusterKey | None, hello: StreamHello
     BadMessage, TransferFailed. Never falls back to a plain connection."""
     link.limit(2 * HELLO_S)
     if key is not None:
-        _prove(link, key)
+        shake = Introduction(key, KV_PORT)
+        link.send(encode(shake.hello))
+        proof, incoming, outgoing = shake.answer(_hear(link, AuthChallenge))
+        link.send(encode(proof))
+        link.seal(incoming=incoming, outgoing=outgoing)
     link.send(encode(hello))
-    answer = _hear(link, StreamWelcome)
-    assert isinstance(answer, StreamWelcome)
-    return answer
-
-
-def _prove(link: SocketConnection, key: ClusterKey) -> None:
-    nonce = secrets.token_bytes(32)
-    link.send(encode(AuthHello(nonce=nonce)))
-    challenge = _hear(link, AuthChallenge)
-    assert isinstance(challenge, AuthChallenge)
-    shake = Handshake(key, nonce, challenge.nonce, _PURPOSE)
-    if not hmac.compare_digest(challenge.proof, shake.proof("decode")):
-        raise AuthFailed(
-            f"the decode worker has another cluster key than ours ({key.fingerprint}): check "
-            "[cluster] key_file on both"
-        )
-    link.send(encode(AuthProof(proof=shake.proof("prefill"))))
-    link.seal(incoming=shake.key_of("decode"), outgoing=shake.key_of("prefill"))
+    return cast(StreamWelcome, _hear(link, StreamWelcome))
 
 
 def _hear(link: SocketConnection, kind: Any) -> Any:

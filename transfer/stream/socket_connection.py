@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import hmac
 import os
 import select
 import socket
@@ -21,8 +20,8 @@ import struct
 import threading
 import time
 
-from pullfill.errors import AuthFailed, BadMessage, TransferFailed
-from pullfill.net.channel import Seal
+from pullfill.errors import BadMessage, TransferFailed
+from pullfill.net.handshake import Seal
 
 STALL_S = 30.0
 """How long an operation waits for the other end without progress."""
@@ -86,7 +85,7 @@ class SocketConnection:
     def send(self, body: bytes) -> None:
         """See Link."""
         if self._out is not None:
-            body = self._out.of_next(body) + body
+            body = self._out.add(body)
         with _as_failures():
             self._sock.sendall(_LENGTH.pack(len(body)) + body)
 
@@ -96,12 +95,7 @@ class SocketConnection:
         if length > limit:
             raise BadMessage(f"a frame of {length} bytes (at most {limit})")
         body = bytes(self._exactly(length))
-        if self._in is None:
-            return body
-        seal, body = body[: Seal.BYTES], body[Seal.BYTES :]
-        if not hmac.compare_digest(seal, self._in.of_next(body)):
-            raise AuthFailed("a frame has a wrong seal: forged or replayed")
-        return body
+        return body if self._in is None else self._in.remove(body)
 
     def _exactly(self, nbytes: int) -> bytearray:
         data = bytearray(nbytes)
