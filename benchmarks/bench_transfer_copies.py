@@ -195,14 +195,14 @@ def fence_rows(rig: Rig, rounds: int, clock: Clock) -> list[Row]:
     region, local = rig.region(layout, instance_id="bench"), rig.local(layout)
     with session_of(rig, region, local) as (session, token):
         assert isinstance(session, MappedSession)
-        gate = session._gate
-        assert isinstance(gate, ShmHold)
+        hold = session._hold
+        assert isinstance(hold, ShmHold)
         src, dst = local.memory.address, region.memory.address
 
         def fences() -> None:
             for _ in range(1000):
-                gate.enter(token)
-                gate.leave(token)
+                hold.enter(token)
+                hold.leave(token)
 
         def copies() -> None:
             for i in range(64):

@@ -39,7 +39,8 @@ from pullfill.transfer.contract import PeerSession, PeerTransport
 from pullfill.transfer.layout import dense_layout
 from pullfill.transfer.session import MappedSession
 from pullfill.transfer.shm.peer import ShmTransport
-from pullfill.transfer.tcp.peer import TcpTransport
+from pullfill.transfer.stream.peer import StreamTransport
+from pullfill.transfer.tcp.backend import TcpKind
 from pullfill.wire import FenceToken, RegionDescriptor, decode, encode
 from tests.support.transfer_rigs import Local, Region, extent, memory_over, random_bytes, shm_rig
 from tests.support.transfer_rigs import tcp_rig as make_tcp_rig
@@ -233,7 +234,7 @@ def tcp_rows(other: Other, sizes: Sizes, rounds: int) -> list[Row]:
     for case in cases(sizes):
         where = other.region(case, nixl=False)
         local = _local(case)
-        session, token = connect(TcpTransport(), where["tcp"], local)
+        session, token = connect(StreamTransport(TcpKind()), where["tcp"], local)
         raw = RawSender(where["raw"], local, case, sizes.moved)
         write = partial(session.write_blocks, token, case.source, case.target)
         took = interleaved({"tcp": write, "raw": raw}, rounds)

@@ -9,8 +9,8 @@ from pullfill.net.security import ClusterKey
 from pullfill.options import WorkerOptions
 from pullfill.runtime import log
 from pullfill.transfer import catalogue
+from pullfill.transfer.combined_owner import CombinedOwner
 from pullfill.transfer.contract import LocalMemory, Owner
-from pullfill.transfer.owners import CombinedOwner
 from pullfill.transfer.shm.owner import FenceOwner
 
 logger = log.get("decode_worker.offers")

@@ -15,9 +15,9 @@ from pullfill.net.security import ClusterKey
 from pullfill.prefill_worker.context import PrefillContext
 from pullfill.runtime import log
 from pullfill.transfer import catalogue
+from pullfill.transfer.combined_owner import CombinedOwner
 from pullfill.transfer.connect import pulled_over
 from pullfill.transfer.layout import describe_ranks
-from pullfill.transfer.owners import CombinedOwner
 from pullfill.transfer.shm import ranks
 from pullfill.wire import Compat, RegionDescriptor
 

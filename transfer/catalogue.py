@@ -1,9 +1,9 @@
-"""Every transport this build has: which of them work here, and why not the others.
+"""All transports: which of them work on this machine, and why the others do not.
 
-What needs a package or a device is imported only when it is asked for. `device` is everywhere the
-CUDA device that holds this worker's KV memory, None for CPU memory.
+A module that needs a package or a device is imported only when its transport is asked for. `device`
+is the CUDA device that holds this worker's KV memory. None: CPU memory.
 
-nixl is never taken of its own accord: UCX listens outside our login (nixl/devices.py).
+nixl is used only where `--transports` names it: UCX listens outside our login (nixl/devices.py).
 
 `python -m pullfill.transfer.catalogue` prints the survey of this machine as JSON.
 """
@@ -22,7 +22,7 @@ from pullfill.transfer.nixl.devices import confine
 from pullfill.transfer.stream.backend_contract import BackendKind
 from pullfill.transfer.stream.peer import StreamTransport
 
-_PLANES = {
+_BACKENDS = {
     "nccl": ("pullfill.transfer.nccl.nccl_cuda", "make_kind"),
     "nixl": ("pullfill.transfer.nixl.backend", "NixlKind"),
     "tcp": ("pullfill.transfer.tcp.backend", "TcpKind"),
@@ -36,12 +36,16 @@ _NO_MEMORY = "it does not move memory of this kind"
 def backends(
     chosen: Collection[str] | None, memory: LocalMemory, host: str = "127.0.0.1"
 ) -> dict[str, BackendKind]:
-    """The backends of the stream protocol that work here, for memory like this, by name. The caller
-    closes them. host: the address this worker binds; what a backend opens by itself stays there
-    where it can. Raises ConfigError when one was asked for by name and does not work."""
+    """The stream protocol's backends that work here, by name. The caller closes them.
+
+    chosen: names that `--transports` allows. None: all but those in BY_NAME.
+    memory: what they shall move.
+    host: the address that this worker binds. What a backend opens by itself stays there, if it can.
+
+    Raises ConfigError when a name was chosen and does not work."""
     found: dict[str, BackendKind] = {}
-    for name in _PLANES:
-        if name not in (set(_PLANES) - BY_NAME if chosen is None else chosen):
+    for name in _BACKENDS:
+        if name not in (set(_BACKENDS) - BY_NAME if chosen is None else chosen):
             continue
         if name == "nixl":
             confine(host)
@@ -66,8 +70,8 @@ def peers(
     key: ClusterKey | None,
     host: str = "127.0.0.1",
 ) -> list[PeerTransport]:
-    """How a worker with memory like this reaches others, best first. Raises ConfigError as
-    `backends`."""
+    """How a worker with such memory reaches others, best first. For the parameters and for
+    ConfigError see `backends`."""
     mapped = {name: _why_not_mapped(name, memory.device) for name in ("cuda_ipc", "shm")}
     if chosen is not None:
         for name in (n for n in mapped if n in chosen and mapped[n] is not None):
@@ -82,7 +86,7 @@ def peers(
 
 
 def absent(chosen: Collection[str] | None, memory: LocalMemory) -> dict[str, str]:
-    """Why `peers` does not have the others, for people, by name."""
+    """For people: why `peers` does not have the other transports, by name."""
     if chosen is not None:  # those are there, or `peers` raised
         why = "not among this worker's --transports"
         return dict.fromkeys(sorted(set(TRANSPORTS) - set(chosen)), why)
@@ -92,11 +96,11 @@ def absent(chosen: Collection[str] | None, memory: LocalMemory) -> dict[str, str
 
 
 def survey(device: int | None, names: Iterable[str] = TRANSPORTS) -> Mapping[str, str | None]:
-    """For people: each transport, best first, and why it does not work here (None: it does).
+    """For people: each transport, best first, and why it does not work here. None: it works.
     Imports what is installed."""
     answers: dict[str, str | None] = {}
     for name in names:
-        if name not in _PLANES:
+        if name not in _BACKENDS:
             answers[name] = _why_not_mapped(name, device)
             continue
         kind, answers[name] = _backend(name)
@@ -108,7 +112,7 @@ def survey(device: int | None, names: Iterable[str] = TRANSPORTS) -> Mapping[str
 
 
 def _backend(name: str) -> tuple[BackendKind | None, str | None]:
-    module, made = _PLANES[name]
+    module, made = _BACKENDS[name]
     try:
         kind: BackendKind = getattr(importlib.import_module(module), made)()
         return kind, kind.why_not()

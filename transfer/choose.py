@@ -1,6 +1,6 @@
-"""Which transport reaches a region, and why no better one does. Pure but for the probes' own I/O.
+"""Chooses the transport that reaches a region, and says why no better one does.
 
-(Not `select.py`: no file of a room may be named like a standard library module.)
+Does no I/O of its own; a transport's `can_reach` may.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from pullfill.transfer.contract import PeerTransport
 from pullfill.wire import RegionDescriptor
 
 LONGEST_REASON = 300
-"""Characters. Reasons travel in every commit, whose texts are bounded: a longer one, such as what a
-library says when it fails to load, must not make the commit unreadable."""
+"""Characters. A longer reason is cut: reasons travel in every commit, and a commit's texts are
+bounded. A library that fails to load may say much."""
 
 
 def choose(
@@ -22,8 +22,9 @@ def choose(
 ) -> tuple[PeerTransport, list[tuple[str, str]]]:
     """The best transport that both sides have and that can reach the region.
 
-    Returns it and (name, why not) for each better one. Names outside `TRANSPORTS` come last, in
-    the order given. Raises IncompatibleError(field="endpoints") listing every reason if none can.
+    Returns the transport, and (name, why not) for each better one. Names outside `TRANSPORTS` come
+    last, in the order given. If none reaches the region, raises IncompatibleError with every
+    reason; its field is "endpoints".
     """
     why_not: list[tuple[str, str]] = []
     for transport in sorted(transports, key=lambda t: _rank(t.name)):
@@ -46,8 +47,10 @@ def choose(
 def why_not_better(
     descriptor: RegionDescriptor, transports: Sequence[PeerTransport], absent: Mapping[str, str]
 ) -> list[str]:
-    """For people: "name: reason", shortened, for each transport better than the one `choose` takes.
-    absent: why those that are not among `transports` are not. Empty if none reaches the region."""
+    """For people: "name: reason" for each transport better than the one that `choose` takes. Empty
+    if none reaches the region.
+
+    absent: by name, why a transport is not among `transports`."""
     try:
         chosen, why_not = choose(descriptor, transports)
     except IncompatibleError:

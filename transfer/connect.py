@@ -1,7 +1,10 @@
-"""One session between two workers, whatever their ranks: the best transport for each rank's region,
-a session for each part that goes between two ranks (`topology.plan`), and one over all of them.
+"""Connects two workers, however each of them splits the model over ranks.
 
-Prefill workers write into and read from decode workers with it; decode workers that pull, read.
+For each rank of the other worker it takes the best transport (`choose.py`). For each part that goes
+between two ranks (`topology.plan`) it opens a session. `GroupSession` makes one of them.
+
+Prefill workers write to decode workers and read from them this way. Decode workers that pull read
+from prefill workers this way.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from collections.abc import Collection, Sequence
 
 from pullfill.transfer import topology
 from pullfill.transfer.choose import choose
-from pullfill.transfer.contract import LocalMemory, Part, PeerSession, PeerTransport
+from pullfill.transfer.contract import LocalMemory, PeerSession, PeerTransport, Rect
 from pullfill.transfer.group import GroupSession, Member
 from pullfill.wire import RegionDescriptor
 
@@ -20,8 +23,10 @@ logger = logging.getLogger(__name__)
 
 
 def pulled_over(memory: LocalMemory, chosen: Collection[str] | None) -> frozenset[str]:
-    """Transports that decode workers read prefill workers over (`--kv-mode pull`), of those chosen:
-    the ones that keep nothing open for a peer that never reads."""
+    """The transports that decode workers read from prefill workers over (`--kv-mode pull`): those
+    that keep nothing open for a peer that never reads.
+
+    chosen: the names that `--transports` allows. None: all."""
     names = {"shm", "tcp"} if memory.device is None else {"cuda_ipc"}
     return frozenset(names if chosen is None else names & set(chosen))
 
@@ -31,9 +36,12 @@ def connect(
     descriptors: Sequence[RegionDescriptor],
     transports: Sequence[PeerTransport],
 ) -> PeerSession:
-    """One session to all ranks of a worker, described in order, from all ranks of this one. Blocks:
-    maps or dials. Raises IncompatibleError, PeerUnavailable, BadMessage, TransferFailed; nothing
-    stays open then."""
+    """One session from all ranks of this worker to all ranks of another one. Blocks: maps or dials.
+
+    descriptors: of the other worker's ranks, in order.
+
+    Raises IncompatibleError, PeerUnavailable, BadMessage, TransferFailed. Then nothing stays open.
+    """
     chosen = []
     for descriptor in descriptors:
         transport, why_not = choose(descriptor, transports)
@@ -43,10 +51,7 @@ def connect(
     members: list[Member] = []
     try:
         for (here, there, part), (writes, reads) in _parts(memories, descriptors).items():
-            whole = part == _whole(memories[here]) and part == _whole_of(descriptors[there])
-            session = chosen[there].connect(
-                memories[here], descriptors[there], None if whole else part
-            )
+            session = chosen[there].connect(memories[here], descriptors[there], part)
             members.append(Member(session, writes, reads))
     except BaseException:
         for member in members:
@@ -60,18 +65,9 @@ def connect(
 
 def _parts(
     memories: Sequence[LocalMemory], descriptors: Sequence[RegionDescriptor]
-) -> dict[tuple[int, int, Part], tuple[bool, bool]]:
+) -> dict[tuple[int, int, Rect], tuple[bool, bool]]:
     """(rank here, rank there, part) → whether it is needed for writing, for reading."""
-    ours, theirs = topology.rects_of(memories), topology.rects_described(descriptors)
+    ours, theirs = [m.rect for m in memories], topology.rects_described(descriptors)
     writes = [(r.source, r.target, r.part) for r in topology.plan(ours, theirs)]
-    reads = [(r.target, r.source, r.part.swapped()) for r in topology.plan(theirs, ours)]
+    reads = [(r.target, r.source, r.part) for r in topology.plan(theirs, ours)]
     return {key: (key in writes, key in reads) for key in [*writes, *reads]}
-
-
-def _whole(memory: LocalMemory) -> Part:
-    layout = memory.layout
-    return Part(0, 0, layout.num_kv_heads, 0, 0, layout.num_layers)
-
-
-def _whole_of(descriptor: RegionDescriptor) -> Part:
-    return Part(0, 0, descriptor.num_kv_heads, 0, 0, descriptor.num_layers)

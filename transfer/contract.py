@@ -1,15 +1,16 @@
 """What every transport promises. No torch here: memory is an address, a size and strides.
 
-Two sides. The *owner* (decode worker) registers its KV memory, opens a fence for each grant and
-revokes it. The *peer* (prefill worker) connects to an owner's region and reads or writes blocks
-under a fence. Blocks are opaque bytes per (layer, block, KV head).
+There are two sides. The *owner* (decode worker) registers its KV memory, opens a fence for each
+grant and revokes it. The *peer* (prefill worker) connects to a region of the owner. It reads or
+writes blocks under a fence. A block is opaque bytes per layer and KV head.
 
-The one promise everything stands on: after `OwnerFences.try_revoke` returned True for a fence, no
-byte can be written (and no read be believed) under that fence any more, whatever the peer does.
-Time is never the proof.
+The one promise: after `OwnerFences.try_revoke` returned True for a fence, no byte can be written
+under that fence any more, and no read under it is believed, whatever the peer does. Time is never
+the proof.
 
-Threads: `PeerSession.read_blocks/write_blocks` block the caller and may run on any one thread at a
-time per session, `interrupt` from any; the owner side is thread-safe.
+Threads: `PeerSession.read_blocks` and `write_blocks` block the caller. A session takes them from
+any thread, one at a time, and `interrupt` from any thread at any time. The owner side is
+thread-safe.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ Direction = Literal["write", "read"]
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
-    """How (layer, block, KV head) maps to bytes inside one allocation. All in bytes but counts.
+    """Where the page of each (layer, block, KV head) is in one allocation. A page is contiguous.
 
-    A head's page is `page_bytes` contiguous bytes. Strides may be larger than what they hold.
+    All but the counts is in bytes. Strides may be larger than what they hold.
     """
 
     base_offset: int
@@ -46,10 +47,38 @@ class KvLayout:
 
 
 @dataclass(frozen=True, slots=True)
+class Rect:
+    """A rectangle of KV: some KV heads of some layers, in the numbering of the whole model."""
+
+    first_head: int
+    heads: int
+    first_layer: int
+    layers: int
+
+    @property
+    def end_head(self) -> int:
+        return self.first_head + self.heads
+
+    @property
+    def end_layer(self) -> int:
+        return self.first_layer + self.layers
+
+    def within(self, region: Rect) -> Rect:
+        """The same rectangle, counted from the first head and the first layer of a region."""
+        return Rect(
+            self.first_head - region.first_head, self.heads,
+            self.first_layer - region.first_layer, self.layers,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
 class LocalMemory:
-    """One rank's KV memory as this process sees it: `address` is where `layout.base_offset` counts
-    from. `first_head`, `first_layer`: where its heads and layers are in the whole model. `device`:
-    this process's number of the CUDA device that holds it; None: the CPU can touch it."""
+    """One rank's KV memory as this process sees it.
+
+    address: what `layout.base_offset` counts from.
+    first_head, first_layer: the number of its first KV head and layer in the whole model.
+    device: this process's number of the CUDA device that holds it. None: the CPU can touch it.
+    """
 
     address: int
     nbytes: int
@@ -58,27 +87,11 @@ class LocalMemory:
     first_layer: int = 0
     device: int | None = None
 
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Which KV heads and layers of two regions hold the same thing: `heads` heads from
-    `local_head` here and `remote_head` there, and layers alike. Both are counted from each
-    region's own first one. `topology.py` makes them when tensor- or pipeline-parallel sizes
-    differ; without one, a session moves whole blocks of regions that are alike."""
-
-    local_head: int
-    remote_head: int
-    heads: int
-    local_layer: int
-    remote_layer: int
-    layers: int
-
-    def swapped(self) -> Part:
-        """The same, seen from the other side."""
-        return Part(
-            self.remote_head, self.local_head, self.heads,
-            self.remote_layer, self.local_layer, self.layers,
-        )  # fmt: skip
+    @property
+    def rect(self) -> Rect:
+        """What it holds of the whole model."""
+        layout = self.layout
+        return Rect(self.first_head, layout.num_kv_heads, self.first_layer, layout.num_layers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,22 +105,27 @@ class MoveResult:
 
 
 class OwnerFences(Protocol):
-    """The decode worker's side: fences over its own region."""
+    """The owner's side: its fences. Each covers the regions of all its ranks."""
 
     def open(self, block_ids: Sequence[int], first_target: int = 0) -> FenceToken:
-        """A fence valid from now on: all of `block_ids` may be read, `block_ids[first_target:]`
-        written. A transport whose owner moves the bytes refuses anything else. Mapped memory (shm,
-        cuda_ipc) cannot: there the peer is trusted to keep to its grant. Raises OverloadedError
+        """Open a fence. It is valid from now on.
+
+        block_ids: what may be read.
+        first_target: `block_ids[first_target:]` may also be written.
+
+        A transport whose owner moves the bytes refuses every other block. Where the peer maps the
+        memory (shm, cuda_ipc), the peer is trusted to keep to its grant. Raises OverloadedError
         when all slots are in use, ConfigError when a block is not in the region."""
         ...
 
     def try_revoke(self, token: FenceToken) -> bool:
-        """Invalidate the fence. True: proved, nothing can land any more and the slot is free
-        for reuse. False: a batch of the writer is under way (or its process is stopped); the
-        fence is already dying: it refuses every *new* batch where the transport can, and the
-        caller asks again. Idempotent. Never blocks longer than a few microseconds.
+        """Invalidate the fence. Idempotent. Never blocks longer than a few microseconds.
 
-        Every token ends this way, committed ones too: that is what frees the slot."""
+        True: it is proved that nothing can land any more. The slot is free for reuse.
+        False: a batch of the writer is under way, or the writer's process is stopped. Where the
+        transport can, it refuses every new batch already. The caller asks again.
+
+        Every token ends this way, committed ones too. That frees the slot."""
         ...
 
     @property
@@ -116,29 +134,58 @@ class OwnerFences(Protocol):
         ...
 
     def close(self) -> None:
-        """Refuse every session's next batch. Proves nothing; `open` and `try_revoke` raise
-        ConfigError afterwards."""
+        """Refuse every session's next batch. Proves nothing. Afterwards `open` and `try_revoke`
+        raise ConfigError."""
         ...
 
 
+class FenceHold(Protocol):
+    """How whoever copies holds a fence for one batch. For one owner; any of its fences."""
+
+    def enter(self, token: FenceToken, wait: bool = True) -> bool:
+        """Hold the fence. Raises Fenced, without holding it, if the token is not valid any more.
+
+        wait: if False, and the owner uses the fence at this moment, return False."""
+        ...
+
+    def leave(self, token: FenceToken) -> None:
+        """Let go of it. Called exactly once per successful `enter`."""
+        ...
+
+    def before_batch(self, verb: str) -> None:
+        """Outside the fence, before each batch; `verb` is `write` or `read`."""
+        ...
+
+    def inside_batch(self, verb: str) -> None:
+        """Holding the fence, before the first byte moves."""
+        ...
+
+    def copied(self, verb: str, address: int) -> None:
+        """Holding the fence, after the last byte moved; the first one is at `address` now."""
+        ...
+
+    def close(self) -> None: ...
+
+
 class Owner(Protocol):
-    """The registered KV memory of one worker that peers can reach: a region for each rank, and
-    one set of fences over all of them (a block id means the same block in every rank)."""
+    """The registered KV memory of one worker: a region for each rank, and one set of fences over
+    all of them. A block id means the same block in every rank."""
 
     def endpoints(self, rank: int = 0) -> dict[str, str]:
-        """What goes into `RegionDescriptor.endpoints` of this rank: transport name -> address."""
+        """What `RegionDescriptor.endpoints` of this rank says: transport name -> address."""
         ...
 
     @property
     def fences(self) -> OwnerFences: ...
 
     def renew(self, incarnation: str) -> None:
-        """The owner registered again: sessions and descriptors of the old incarnation are refused
-        from now on. Fences stay as they are; each still ends by `try_revoke`."""
+        """Take a new incarnation, after the owner registered again. Sessions and descriptors of the
+        old one are refused from now on. Fences stay: each still ends by `try_revoke`."""
         ...
 
     def close(self) -> None:
-        """Unregister and remove what peers could open. Mapped peers keep harmless pages."""
+        """Unregister, and remove what peers could open. Peers that mapped memory keep its pages,
+        which nobody uses any more."""
         ...
 
 
@@ -152,7 +199,7 @@ class PeerSession(Protocol):
     def moved_bytes(self) -> int:
         """Bytes of all batches that were copied or sent so far, including those of a running move.
 
-        It never decreases. While it grows, the link is alive. Any thread may read it."""
+        It never decreases. While it grows, the connection is alive. Any thread may read it."""
         ...
 
     def write_blocks(
@@ -160,18 +207,20 @@ class PeerSession(Protocol):
     ) -> MoveResult:
         """Copy local blocks `source[i]` to remote blocks `target[i]`, all layers and heads.
 
-        Done in bounded batches; each batch checks the fence while holding it. Returns when all
-        bytes are in the owner's memory. Raises Fenced (the batch that found the fence dead moved
-        nothing; earlier batches may have landed, before the revoke was proved), TransferFailed,
-        and BadMessage before anything moved: ids out of range, lengths differ, a target twice.
+        The blocks move in bounded batches. Each batch holds the fence and checks it. Returns when
+        all bytes are in the owner's memory.
+
+        Raises Fenced when a batch found the fence dead: that batch moved nothing; earlier ones may
+        have landed, before the revoke was proved. Raises BadMessage before anything moved, when an
+        id is out of range, the lengths differ or a target appears twice. Raises TransferFailed.
         """
         ...
 
     def read_blocks(
         self, fence: FenceToken, source: Sequence[int], target: Sequence[int]
     ) -> MoveResult:
-        """Copy remote blocks `source[i]` into local blocks `target[i]`, same rules; after Fenced
-        the local target blocks hold garbage and must not be used."""
+        """Copy remote blocks `source[i]` into local blocks `target[i]`, by the same rules. After
+        Fenced the local target blocks hold garbage and must not be used."""
         ...
 
     def move_now(
@@ -184,8 +233,8 @@ class PeerSession(Protocol):
         ...
 
     def interrupt(self) -> None:
-        """For good, from any thread, never blocks: a move that waits for the owner ends soon with
-        TransferFailed, and so does every later one. Does nothing where no move waits for it (mapped
+        """End a move that waits for the owner: it raises TransferFailed soon, and so does every
+        later move. Never blocks; any thread. Does nothing where no move waits for the owner (mapped
         memory). `close` is still needed."""
         ...
 
@@ -193,19 +242,23 @@ class PeerSession(Protocol):
 
 
 class PeerTransport(Protocol):
-    """One way of moving blocks, from the prefill worker's side."""
+    """One way of moving blocks, from the peer's side."""
 
     name: str
 
     def can_reach(self, descriptor: RegionDescriptor) -> str | None:
-        """None if it can; else why not, for people."""
+        """Why it cannot reach the region, for people. None: it can."""
         ...
 
     def connect(
-        self, local: LocalMemory, descriptor: RegionDescriptor, part: Part | None = None
+        self, local: LocalMemory, descriptor: RegionDescriptor, part: Rect | None = None
     ) -> PeerSession:
-        """Map or dial the region; the session moves `part` of each block (None: all of it, and
-        both sides must be alike). Raises IncompatibleError (field named), PeerUnavailable (gone,
-        or of another incarnation: load its descriptor again), BadMessage (the descriptor
-        contradicts itself), TransferFailed."""
+        """Map or dial the region.
+
+        part: what the session moves of each block; both sides hold it (`topology.py`). None: whole
+        blocks; both sides hold the same number of layers and heads.
+
+        Raises IncompatibleError (it names the field), PeerUnavailable (the region is gone, or of
+        another incarnation: load its descriptor again), BadMessage (the descriptor contradicts
+        itself) and TransferFailed."""
         ...

@@ -1,12 +1,15 @@
-"""Moving bytes between two addresses of this process with the GIL released.
+"""Copies bytes between two addresses of this process, with the GIL released.
 
-Three ways. A run that repeats in rows (a block over all layers) is one strided numpy copy, a run
-alone one `memmove`, both walked in C: Python in between would cost a good part of a short copy.
-That is the speed of the memory while nobody else wants the GIL. Beside a busy Python thread each
-call's return costs up to a whole switch interval (5 ms): short calls became 18 times slower. So
-short ones are watched, and when the thread sleeps for milliseconds between them, batches go through
-one vectored kernel copy (`process_vm_writev` to ourselves; half as fast, but the GIL is given up
-once per batch) for a second before the plain way is tried again.
+There are three ways. A run that repeats in rows (a block over all layers) is one strided numpy
+copy. A run alone is one `memmove`. Loops over both run in C, because Python between two short
+copies would take a good part of the time. These two ways copy as fast as the memory allows while no
+other thread wants the GIL.
+
+Beside a busy Python thread, a call that released the GIL waits up to a switch interval (5 ms) until
+it has the GIL again. Short copies became 18 times slower. So short copies are watched. When the
+thread sleeps for milliseconds between them, the third way is taken for one second: one vectored
+kernel copy for the whole batch (`process_vm_writev` to this process). It is half as fast, but
+releases the GIL once per batch.
 """
 
 from __future__ import annotations
@@ -27,15 +30,16 @@ from pullfill.errors import TransferFailed
 from pullfill.transfer.runs import Batch, Flat, Rows
 
 _LONG_CALL = 1 << 20
-"""Calls that copy at least this many bytes release the GIL: they take so long that the cost of
-releasing it does not matter."""
+"""Calls that copy at least so many bytes are not watched: they take so long that the wait for the
+GIL does not matter."""
 _WATCH_EVERY = 8
+"""Calls between two looks at the clock."""
 _SLOW_S, _SLOW_BYTES_PER_S = 1e-3, 1 << 30
-"""So many calls took longer than that: look why."""
+"""So many calls are slow when they take longer than this time and their bytes at this rate."""
 _SLEEPS = 2
 _LOST_S = 2e-3
-"""A contended GIL: this many voluntary context switches (preemption by other processes is
-involuntary) and this much wall time not spent computing, in one batch."""
+"""The GIL counts as contended when, in one batch, the thread went to sleep so often by itself and
+lost so much time. (Preemption by other processes is no sleep of its own.)"""
 _VECTORED_FOR_S = 1.0
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -48,19 +52,21 @@ _memmove_held.argtypes = _memmove.argtypes
 _memmove_held.restype = _memmove.restype
 
 _ANYWHERE = ctypes.c_uint8 * (1 << 46)
-"""Lets numpy lay an array at any distance from an address. The plan has checked the ranges."""
+"""Lets numpy place an array at any distance from an address. The plan has checked the ranges."""
 
 _LARGEST = 1 << 62
 """Elements of an array in which numpy can count."""
 
 _vectored_until = 0.0
-"""Wall time (perf_counter) up to which the GIL counts as wanted by others. A hint: races on it
-cost speed only."""
+"""Until this time (perf_counter) the GIL counts as contended. Threads write it without a lock: a
+race costs speed only."""
 
 
 def copy_batch(source: int, target: int, batch: Batch) -> None:
-    """Copy every run and row; offsets count from the addresses `source` and `target`. The caller
-    has checked the ranges. Raises TransferFailed when the kernel copied less than all."""
+    """Copy every run and row. The caller has checked the ranges. Raises TransferFailed when the
+    kernel copied less than all.
+
+    source, target: the addresses that the offsets of the batch count from."""
     copy = _copy_tiles if batch.rows.counts else _copy_runs
     count = len(batch)
     if count < _WATCH_EVERY or batch.total >= _LONG_CALL * count or not vectored_works():
@@ -74,7 +80,7 @@ def copy_batch(source: int, target: int, batch: Batch) -> None:
 
 
 def copy_held(source: int, target: int, batch: Batch) -> None:
-    """As `copy_batch`, but keeps the GIL. For few bytes: to get the GIL back would take longer."""
+    """As `copy_batch`, but keeps the GIL. For few bytes: the wait for the GIL would take longer."""
     for src, dst, nbytes in zip(batch.source, batch.target, batch.nbytes, strict=True):
         for src_row, dst_row in _displacements(batch.rows):
             _memmove_held(target + dst + dst_row, source + src + src_row, nbytes)
@@ -82,16 +88,15 @@ def copy_held(source: int, target: int, batch: Batch) -> None:
 
 @lru_cache(maxsize=64)
 def _displacements(rows: Rows) -> list[tuple[int, int]]:
-    """Return the offset of each row in the source and in the target.
-
-    Cached: a session has the same few rows each time, and numpy costs more than the copies."""
+    """The offset of each row in the source and in the target."""
+    # Cached: a session has the same few rows each time, and numpy costs more than the copies.
     source, target = rows.steps()
     return list(zip(source.tolist(), target.tolist(), strict=True))
 
 
 def corrupt(address: int) -> None:
-    """For failpoints: change one byte of the four at `address`, the one that holds the exponent of
-    a float32, so that whoever uses it computes something else."""
+    """For failpoints: change the byte at `address` + 3. It holds the exponent of a float32, so
+    whoever uses the number computes something else."""
     ctypes.c_ubyte.from_address(address + 3).value ^= 0xFF
 
 
@@ -112,8 +117,9 @@ def _copy_runs(source: int, target: int, batch: Batch, part: slice) -> None:
 
 
 def _copy_tiles(source: int, target: int, batch: Batch, part: slice) -> None:
-    """Runs of one length are items of one array on each side: where all are alike, as they mostly
-    are, there is no Python between the copy of one block and the next."""
+    """Copy runs that repeat in rows."""
+    # Runs of one length are items of one array on each side. Where all have the same length, as
+    # they mostly have, no Python runs between the copy of one block and the next.
     sources, targets, lengths = batch.source[part], batch.target[part], batch.nbytes[part]
     rows, kinds = batch.rows, set(lengths)
     highest = max(*sources, *targets)
@@ -141,8 +147,9 @@ def _copy_tiles(source: int, target: int, batch: Batch, part: slice) -> None:
 def _tiles(
     address: int, counts: tuple[int, ...], strides: tuple[int, ...], nbytes: int, highest: int
 ) -> NDArray[np.uint8]:
-    """The array whose item `i` is the tile of bytes that begins `i` after `address`. `highest`: the
-    last item that is asked for."""
+    """The array whose item `i` is the tile that begins `i` bytes after `address`.
+
+    highest: the last item that is asked for."""
     memory: Any = _ANYWHERE.from_address(address)
     shape = (highest + 1, *counts, nbytes)
     return np.ndarray(shape, np.uint8, memory, 0, (1, *strides, 1))
@@ -167,7 +174,7 @@ def _copy_watched(source: int, target: int, batch: Batch, copy: _Copy) -> int:
 
 
 def _idle() -> tuple[int, float]:
-    """How often this thread went to sleep, and wall less CPU seconds: both as running totals."""
+    """So far: how often this thread has gone to sleep, and for how long it did not compute."""
     usage = resource.getrusage(resource.RUSAGE_THREAD)
     return usage.ru_nvcsw, time.perf_counter() - usage.ru_utime - usage.ru_stime
 

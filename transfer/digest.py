@@ -1,14 +1,15 @@
-"""Digests of KV blocks, equal on both ends for equal bytes whatever the strides are.
+"""Digests of KV blocks. Equal bytes have equal digests on both ends, whatever the strides are.
 
-Each block has a digest of its own, over all layers and then all heads of the model, whichever ranks
-hold them. So it does not matter in which chunks a prompt was computed, whether a block was written
-twice, or in which order. A mismatch names its block. Digests detect bytes that changed on the way.
-They do not protect against a writer that lies, which can send the digest of whatever it wrote.
+Each block has a digest of its own: over all layers of the model, and in each over all heads,
+whichever ranks hold them. So it does not matter in which chunks a prompt was computed, whether a
+block was written twice, or in which order. A mismatch names its block. Digests detect bytes that
+changed on the way. They do not protect against a writer that lies: it can send the digest of
+whatever it wrote.
 
-The pages of a block are not contiguous. To hash each page would release the GIL each time, and to
-get it back beside a busy engine thread takes up to a switch interval (see copying.py). So each
-block is gathered into a small buffer, which stays in the CPU's cache, and hashed in one call.
-Blocks of a GPU are gathered on the GPU first, and copied to the CPU in one piece.
+The pages of a block are not contiguous. To hash page by page would release the GIL for each page,
+and wait for it up to a switch interval beside a busy engine thread (copying.py). So each block is
+gathered into a small buffer, which stays in the CPU's cache, and hashed in one call. Blocks of a
+GPU are gathered on the GPU first, and cross to the CPU in one copy.
 """
 
 from __future__ import annotations
@@ -22,24 +23,23 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from pullfill.transfer.contract import LocalMemory
+from pullfill.transfer.contract import LocalMemory, Rect
 from pullfill.transfer.copying import copy_batch
-from pullfill.transfer.layout import dense_layout
+from pullfill.transfer.layout import crop, dense_layout
 from pullfill.transfer.runs import plan
-from pullfill.transfer.topology import Rect, rects_of
 from pullfill.transfer.topology import plan as topology
 from pullfill.wire import DigestMode
 
 DIGEST_BYTES = 8
-"""Per block; by chance two different blocks have the same one once in 2**64."""
+"""Bytes of a block's digest. Two different blocks have the same one by chance once in 2**64."""
 SAMPLED = 16
-"""`sample` checks about one block of so many."""
+"""`--kv-digest sample` checks about one block of so many."""
 _STAGE_BYTES = 1 << 20
 
 
 def copies_of(memories: Sequence[LocalMemory]) -> int:
-    """How many ranks hold the same heads at most: by replication, or as many stages of it."""
-    rects = rects_of(memories)
+    """How many ranks, at most, hold the same heads of the same layers."""
+    rects = [memory.rect for memory in memories]
     return max(
         sum(r.first_head <= s.first_head < r.end_head and r.first_layer == s.first_layer
             for r in rects)
@@ -48,32 +48,39 @@ def copies_of(memories: Sequence[LocalMemory]) -> int:
 
 
 class BlockDigester:
-    """Digests of blocks of one worker's memory. Keeps a buffer of 1 MiB (one block, if that is
-    more) from the first call on; one thread at a time."""
+    """Digests of blocks of one worker's memory. One thread at a time. From the first call on it
+    keeps a buffer of 1 MiB, or of one block if that is more."""
 
     def __init__(self, memory: LocalMemory | Sequence[LocalMemory], *, copy: int = 0) -> None:
-        """memory: of all ranks. Where several hold the same, the `copy`-th of them is read."""
+        """
+        memory: of all ranks.
+        copy: where several ranks hold the same, the `copy`-th of them is read.
+        """
         self._memories = [memory] if isinstance(memory, LocalMemory) else list(memory)
-        rects = rects_of(self._memories)
+        rects = [memory.rect for memory in self._memories]
         whole = Rect(0, max(r.end_head for r in rects), 0, max(r.end_layer for r in rects))
-        # Target t of a plan takes the t-th of several holders.
-        self._routes = [r for r in topology([*rects], [whole] * (copy + 1)) if r.target == copy]
         page = self._memories[0].layout.page_bytes
         block = self._block = whole.layers * whole.heads * page
         self._at_once = max(1, _STAGE_BYTES // block)
         # All heads of all layers, each block's pages side by side.
         dense = dense_layout(whole.layers, 1, whole.heads, page)
-        self._stage_layout = replace(dense, num_blocks=self._at_once, block_stride=block)
+        stage = replace(dense, num_blocks=self._at_once, block_stride=block)
+        # Target t of a plan takes the t-th of several holders.
+        self._routes = [
+            (self._memories[r.source], r.part.within(rects[r.source]), crop(stage, r.part))
+            for r in topology(rects, [whole] * (copy + 1))
+            if r.target == copy
+        ]
         self._stage: memoryview | None = None
         self._address = 0
 
     def digest(self, block_ids: Sequence[int]) -> bytes:
-        """DIGEST_BYTES per block, in the order of `block_ids`. Reads live memory: hold whatever
-        keeps the blocks still. Raises BadMessage on ids out of range."""
+        """DIGEST_BYTES for each block, in the order of `block_ids`. Reads live memory: the caller
+        keeps the blocks from changing. Raises BadMessage when an id is out of range."""
         return b"".join(blake3(page).digest(DIGEST_BYTES) for page in self._gathered(block_ids))
 
     def pages(self, block_ids: Sequence[int]) -> NDArray[np.uint8]:
-        """Return a copy of the blocks, one row each: all layers, and in each all heads."""
+        """A copy of the blocks, one row each: all layers, and in each layer all heads."""
         rows = [np.frombuffer(page, np.uint8).copy() for page in self._gathered(block_ids)]
         return np.stack(rows)
 
@@ -85,10 +92,9 @@ class BlockDigester:
             self._stage, self._address = buffer.data, buffer.ctypes.data
         for first in range(0, len(block_ids), self._at_once):
             some = block_ids[first : first + self._at_once]
-            for route in self._routes:
-                with _readable(self._memories[route.source], some) as (memory, ids):
-                    todo = plan(memory.layout, self._stage_layout, ids, range(len(some)),
-                                part=route.part)  # fmt: skip
+            for source, part, stage in self._routes:
+                with _readable(source, some) as (memory, ids):
+                    todo = plan(crop(memory.layout, part), stage, ids, range(len(some)))
                     for batch in todo.batches():
                         copy_batch(memory.address, self._address, batch)
             for at in range(0, len(some) * block, block):
@@ -99,7 +105,7 @@ class BlockDigester:
 def _readable(
     memory: LocalMemory, blocks: Sequence[int]
 ) -> Iterator[tuple[LocalMemory, Sequence[int]]]:
-    """Return memory of the CPU that holds the blocks, and their ids there."""
+    """Memory of the CPU that holds the blocks, and their ids there."""
     if memory.device is None:
         yield memory, blocks
         return
@@ -110,8 +116,8 @@ def _readable(
 
 
 def sampled(mode: DigestMode, count: int, job_digest: bytes, attempt: int) -> list[int]:
-    """Which of the `count` blocks of a grant are checked: indices, ascending. Both ends derive the
-    same from the grant; with `sample` another attempt draws others. The last is always one."""
+    """Which of the `count` blocks of a grant are checked: indices, ascending. Both ends compute the
+    same from the grant. With `sample`, each attempt checks other blocks, and always the last."""
     if mode is DigestMode.OFF or not count:
         return []
     if mode is DigestMode.FULL:

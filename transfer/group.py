@@ -1,12 +1,12 @@
 """A PeerSession made of several sessions, for workers that split the model over ranks.
 
 A member session moves one part of each block, between one rank here and one rank there
-(`topology.py`). A part may be needed for writing, for reading or for both: all replicas of a KV
-head must be written, but only one of them needs to be read.
+(`topology.py`). A part is needed for writing, for reading or for both: every replica of a KV head
+must be written, but only one of them must be read.
 
-The group owns its members and closes them. It does one move at a time. In a move all members copy
+The group owns its members and closes them. It makes one move at a time. In a move all members copy
 at the same time, under the same fence, which covers all ranks of its owner. A move returns or
-raises only after the parts of all members have ended. Then no member reads or writes any more.
+raises only after every member has ended its part. Then no member reads or writes any more.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _Move = Callable[[PeerSession], MoveResult]
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A session and which verbs it takes part in."""
+    """A session, and whether it takes part in writes and in reads."""
 
     session: PeerSession
     writes: bool
@@ -68,7 +68,7 @@ class GroupSession:
     def move_now(
         self, verb: Direction, fence: FenceToken, source: Sequence[int], target: Sequence[int]
     ) -> MoveResult | None:
-        """See PeerSession. Always None: it would take one move per member."""
+        """See PeerSession. Always None: it would be one move per member."""
         return None
 
     def interrupt(self) -> None:
@@ -77,7 +77,7 @@ class GroupSession:
             member.session.interrupt()
 
     def close(self) -> None:
-        """Close every member, also when one of them fails to. Idempotent as they are."""
+        """Close every member, also when one of them fails to close. Idempotent."""
         failure: Exception | None = None
         for member in self._members:
             try:

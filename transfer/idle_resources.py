@@ -1,7 +1,7 @@
 """Gives back what backends hold and have not used for a while (a communicator, an agent).
 
-One thread per `Reaper`, only while something is watched. What is watched is asked now and then and
-decides itself; it must never block for long.
+A `Reaper` has one thread while it watches something. It asks every watched thing at intervals. The
+thing decides itself, and must never block for long.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ class Idle(Protocol):
     """Something that can be idle."""
 
     def release_if_idle(self, now: float) -> None:
-        """Give back what was not used for long enough at `now` (monotonic). Any thread. Skips
-        what is in use at this moment."""
+        """Give back what was not used for long enough at `now` (monotonic), but nothing that is in
+        use at this moment. Any thread."""
         ...
 
 
 class Reaper:
-    """Thread-safe. Holds what it watches until `forget`."""
+    """Thread-safe. Keeps a reference to what it watches until `forget`."""
 
     def __init__(self, every_s: float) -> None:
         self._every_s = every_s

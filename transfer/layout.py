@@ -1,21 +1,22 @@
-"""Layouts as plain arithmetic: from descriptors, into descriptors, checked before any use.
+"""Layouts of KV memory: read from descriptors, put into descriptors, checked, cropped.
 
-Pure functions, but for the name of this host. A layout that came over the network is checked here
-once, so that the code which computes addresses from it needs no checks of its own.
+Pure functions, but for the name of this host. A layout from the network is checked here once. The
+code that computes addresses from it then needs no checks of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from pullfill.errors import BadMessage, IncompatibleError
 from pullfill.net.this_host import host_id as this_host
-from pullfill.transfer.contract import KvLayout, LocalMemory, Owner, Part
+from pullfill.transfer.contract import KvLayout, LocalMemory, Owner, Rect
 from pullfill.wire import Compat, RegionDescriptor
 
 
 def layout_of(descriptor: RegionDescriptor) -> KvLayout:
-    """The remote layout, proved to lie inside `descriptor.nbytes`. Raises BadMessage."""
+    """The layout of a described region. Raises BadMessage unless all of it is inside the region."""
     layout = KvLayout(
         base_offset=descriptor.base_offset,
         num_layers=descriptor.num_layers,
@@ -30,6 +31,16 @@ def layout_of(descriptor: RegionDescriptor) -> KvLayout:
     return layout
 
 
+def rect_of(descriptor: RegionDescriptor) -> Rect:
+    """What a described region holds of the whole model."""
+    return Rect(
+        descriptor.first_head,
+        descriptor.num_kv_heads,
+        descriptor.first_layer,
+        descriptor.num_layers,
+    )
+
+
 def describe_region(
     memory: LocalMemory,
     *,
@@ -41,7 +52,9 @@ def describe_region(
     compat: Compat,
     endpoints: dict[str, str],
 ) -> RegionDescriptor:
-    """The registry record of `memory`; `endpoints` is `owner.endpoints(rank)`."""
+    """The registry record of `memory`.
+
+    endpoints: what `Owner.endpoints` says for this rank."""
     layout = memory.layout
     return RegionDescriptor(
         instance_id=instance_id,
@@ -73,7 +86,9 @@ def describe_ranks(
     incarnation: str,
     compat: Compat,
 ) -> list[RegionDescriptor]:
-    """The record of each rank of a worker on this host, `memories` in the order of ranks."""
+    """The registry record of each rank of a worker on this host.
+
+    memories: in the order of ranks."""
     return [
         describe_region(
             memory,
@@ -92,7 +107,7 @@ def describe_ranks(
 def dense_layout(
     num_layers: int, num_blocks: int, num_kv_heads: int, page_bytes: int, base_offset: int = 0
 ) -> KvLayout:
-    """The required order, LBHNC, without gaps."""
+    """A layout without gaps, in the order that all workers use: layer, block, head, page."""
     return KvLayout(
         base_offset=base_offset,
         num_layers=num_layers,
@@ -106,7 +121,7 @@ def dense_layout(
 
 
 def check_bounds(layout: KvLayout, nbytes: int) -> None:
-    """Every page lies in [0, nbytes) and no two pages overlap. Raises BadMessage."""
+    """Raise BadMessage unless every page is in [0, nbytes) and no two pages overlap."""
     dims = [
         (layout.num_layers, layout.layer_stride, "layer"),
         (layout.num_blocks, layout.block_stride, "block"),
@@ -126,11 +141,10 @@ def check_bounds(layout: KvLayout, nbytes: int) -> None:
         raise BadMessage(f"layout ends at {layout.base_offset + span}, region has {nbytes} bytes")
 
 
-def check_pair(local: KvLayout, remote: KvLayout, part: Part | None = None) -> None:
-    """Blocks of both sides, or `part` of them, hold the same bytes. Raises IncompatibleError
-    naming the field."""
-    alike = ("page_bytes",) if part else ("page_bytes", "num_layers", "num_kv_heads")
-    for field in alike:
+def check_pair(local: KvLayout, remote: KvLayout) -> None:
+    """Raise IncompatibleError, which names the field, unless both sides have as many layers and
+    heads, and pages of the same size."""
+    for field in ("page_bytes", "num_layers", "num_kv_heads"):
         ours, theirs = getattr(local, field), getattr(remote, field)
         if ours != theirs:
             raise IncompatibleError(
@@ -138,13 +152,16 @@ def check_pair(local: KvLayout, remote: KvLayout, part: Part | None = None) -> N
                 "the same model, dtype, block size and tensor-parallel size",
                 field=field,
             )
-    if part is None:
-        return
+
+
+def crop(layout: KvLayout, rect: Rect) -> KvLayout:
+    """The layout of some heads and layers of a region.
+
+    rect: counted from the region's first head and layer. Raises IncompatibleError when it is not
+    inside."""
     for field, first, count, there in (
-        ("num_kv_heads", part.local_head, part.heads, local.num_kv_heads),
-        ("num_kv_heads", part.remote_head, part.heads, remote.num_kv_heads),
-        ("num_layers", part.local_layer, part.layers, local.num_layers),
-        ("num_layers", part.remote_layer, part.layers, remote.num_layers),
+        ("num_kv_heads", rect.first_head, rect.heads, layout.num_kv_heads),
+        ("num_layers", rect.first_layer, rect.layers, layout.num_layers),
     ):
         if first < 0 or count < 1 or first + count > there:
             raise IncompatibleError(
@@ -152,3 +169,33 @@ def check_pair(local: KvLayout, remote: KvLayout, part: Part | None = None) -> N
                 "in ways that do not fit",
                 field=field,
             )
+    return replace(
+        layout,
+        base_offset=layout.base_offset
+        + rect.first_layer * layout.layer_stride
+        + rect.first_head * layout.head_stride,
+        num_layers=rect.layers,
+        num_kv_heads=rect.heads,
+    )
+
+
+def part_of(memory: LocalMemory, rect: Rect) -> LocalMemory:
+    """The same memory, of which only `rect` is moved. Raises IncompatibleError."""
+    layout = crop(memory.layout, rect.within(memory.rect))
+    return replace(memory, layout=layout, first_head=rect.first_head, first_layer=rect.first_layer)
+
+
+def both_sides(
+    local: LocalMemory, descriptor: RegionDescriptor, part: Rect | None
+) -> tuple[LocalMemory, KvLayout]:
+    """What a session moves: our memory and the owner's layout, each without what is not in `part`.
+
+    Raises BadMessage when a layout does not fit its memory, IncompatibleError when the two sides
+    do not hold the same."""
+    theirs = layout_of(descriptor)
+    check_bounds(local.layout, local.nbytes)
+    if part is not None:
+        local = part_of(local, part)
+        theirs = crop(theirs, part.within(rect_of(descriptor)))
+    check_pair(local.layout, theirs)
+    return local, theirs

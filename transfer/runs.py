@@ -1,16 +1,16 @@
-"""Which bytes go where: pure, vectorised, no I/O.
+"""Which bytes go where. Pure, vectorised, no I/O. The one planner of runs for all transports.
 
-`plan` turns (source block, target block) pairs into a `CopyPlan`. Addresses come from strides,
-never from shapes. Runs are merged where source *and* target are contiguous: heads within a block,
-layers within a block, then neighbouring blocks, as far as both layouts are dense. What does not
-merge, layers above all, lies at constant distances on both sides: the plan keeps it as `Rows`.
+A *run* is contiguous in the source and in the target. `plan` turns pairs of (source block, target
+block) into a `CopyPlan`. Heads of a block, layers of a block and neighbouring blocks become one run
+where both layouts are dense. What does not merge, layers above all, lies at constant distances on
+both sides. The plan keeps it as `Rows`.
 
-`CopyPlan.batches` walks it in bounded `Batch`es, which keep a run and its rows together, so that
-one call can copy them (a block over all layers).
-
-Copying empties the CPU's caches, and then each numpy call costs 5 us: they are counted here. One
-run is planned without any, and so is every plan cut into batches.
+`CopyPlan.batches` cuts a plan into bounded `Batch`es. A batch keeps a run and its rows together, so
+that one call can copy them (a block over all layers).
 """
+
+# Copying empties the CPU's caches, and then each numpy call costs 5 us. So they are counted here:
+# a single run is planned without any, and so is the cutting of every plan into batches.
 
 from __future__ import annotations
 
@@ -24,24 +24,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pullfill.errors import BadMessage
-from pullfill.transfer.contract import KvLayout, Part
+from pullfill.transfer.contract import KvLayout
 
 Offsets = NDArray[np.int64]
 
 BATCH_BYTES = 32 << 20
-"""A fence is held per batch: at 4-10 GB/s this is 3-8 ms, which is what a revoke waits for a writer
-that is alive. What is done between batches costs 1 % of a copy of this length."""
+"""A fence is held for one batch. At 4-10 GB/s a batch takes 3-8 ms: so long a revoke waits for a
+writer that runs. The work between two batches costs 1 % of the copy."""
 BATCH_RUNS = 1024
 """Also the kernel's limit of one vectored copy (IOV_MAX)."""
 RUN_BYTES = 1 << 20
-"""Pieces of a run are not made shorter: libc moves less than ~1 MiB at a time more slowly."""
+"""Runs are not cut into shorter pieces: libc moves less than about 1 MiB at a time more slowly."""
 LIMITS = BATCH_BYTES, BATCH_RUNS, RUN_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Copies that repeat a run at constant distances: dimensions outermost first, each so many
-    times, so many bytes apart in the source and in the target. No dimension: the run alone."""
+    """Copies that repeat a run at constant distances.
+
+    counts: how often, for each dimension, outermost first. Empty: the run alone.
+    source, target: the distances in the source and in the target, in bytes.
+    """
 
     counts: tuple[int, ...] = ()
     source: tuple[int, ...] = ()
@@ -93,11 +96,28 @@ class Flat:
         return len(self.nbytes)
 
 
+def _in_all_rows(
+    source: Offsets, target: Offsets, nbytes: Offsets, rows: Rows
+) -> tuple[Offsets, Offsets, Offsets]:
+    """Each run once for every row, then the next run."""
+    if rows.counts:
+        s_steps, t_steps = rows.steps()
+        source = (source[:, None] + s_steps).ravel()
+        target = (target[:, None] + t_steps).ravel()
+        nbytes = np.repeat(nbytes, len(s_steps))
+    return source, target, nbytes
+
+
 @dataclass(slots=True)
 class Batch:
-    """Copies done under one holding of the fence: runs as three lists of equal length, in bytes,
-    each run once for every row; `total` bytes. Lists, because most are walked, not computed with.
+    """Copies that are made under one hold of the fence.
+
+    source, target, nbytes: the runs, three lists of equal length, in bytes.
+    rows: each run is copied once for every row.
+    total: bytes of all copies.
     """
+
+    # Lists, because most runs are walked, not computed with.
 
     source: list[int]
     target: list[int]
@@ -109,22 +129,21 @@ class Batch:
         return len(self.nbytes)
 
     def flat(self, first: int = 0) -> Flat:
-        """The same copies from run `first` on, without rows."""
+        """The copies of run `first` and of those after it, spelled out."""
         source = np.array(self.source[first:], np.int64)
         target = np.array(self.target[first:], np.int64)
         nbytes = np.array(self.nbytes[first:], np.int64)
-        if self.rows.counts:
-            s_steps, t_steps = self.rows.steps()
-            source = (source[:, None] + s_steps).ravel()
-            target = (target[:, None] + t_steps).ravel()
-            nbytes = np.repeat(nbytes, len(s_steps))
+        source, target, nbytes = _in_all_rows(source, target, nbytes, self.rows)
         return Flat(source, target, nbytes, int(nbytes.sum()) if first else self.total)
 
 
 @dataclass(frozen=True, slots=True)
 class CopyPlan:
-    """Runs at the first layer and head (`source/target/nbytes`, in bytes), and the rows of every
-    layer and head that did not fold into them."""
+    """How to copy some blocks.
+
+    source, target, nbytes: the runs at the first layer and head, in bytes.
+    rows: of every layer and head that did not merge into the runs.
+    """
 
     blocks: int
     source: list[int]
@@ -148,9 +167,13 @@ class CopyPlan:
         max_runs: int = BATCH_RUNS,
         run_bytes: int = RUN_BYTES,
     ) -> Iterator[Batch]:
-        """Bounded batches in order. A batch holds ≤ max_runs copies and ≤ max_bytes, rows counted.
-        Runs are cut where a batch could not hold one in all its rows, yet never into pieces of less
-        than run_bytes (≤ max_bytes): then the rows are split."""
+        """Bounded batches, in order.
+
+        max_bytes, max_runs: of a batch at most, rows counted.
+        run_bytes: at most max_bytes. No run is cut into pieces shorter than this.
+
+        A run is cut when a batch could not hold it in all its rows. When that would make the pieces
+        too short, the rows are split instead."""
         if not self.nbytes:
             return
         limit = max(run_bytes, max_bytes // self.rows.count)
@@ -175,7 +198,7 @@ class CopyPlan:
                 first, done = last, done + total
 
     def _cut(self, limit: int) -> tuple[list[int], list[int], list[int], int]:
-        """The runs, those longer than `limit` in pieces; the length of the longest."""
+        """The runs, with those longer than `limit` cut; and the length of the longest."""
         longest = max(self.nbytes)
         if longest <= limit:
             return self.source, self.target, self.nbytes, longest
@@ -189,20 +212,14 @@ class CopyPlan:
 
 
 class Planner:
-    """Plans copies between one pair of layouts. What does not depend on the blocks is worked out
-    once. Stateless after that: any number of threads."""
+    """Plans copies between one pair of layouts. Computes once what does not depend on the blocks.
+    Any number of threads."""
 
-    def __init__(self, source: KvLayout, target: KvLayout, part: Part | None = None) -> None:
-        """`part` of each block (`local` is the source, `remote` the target); by default all layers
-        and heads of layouts that have as many. page_bytes of both must be equal, and `part` lie
-        inside both (`check_pair`)."""
-        if part is None:
-            part = Part(0, 0, source.num_kv_heads, 0, 0, source.num_layers)
+    def __init__(self, source: KvLayout, target: KvLayout) -> None:
+        """Both have as many layers and heads, and pages of the same size (`layout.check_pair`)."""
         self._source, self._target = source, target
-        self._unit, self._rows = _fold(source, target, part)
+        self._unit, self._rows = _fold(source, target)
         self._mergeable = source.block_stride == target.block_stride == self._unit
-        self._source_at = _address(source, part.local_layer, part.local_head)
-        self._target_at = _address(target, part.remote_layer, part.remote_head)
 
     def plan(self, source_blocks: Sequence[int], target_blocks: Sequence[int]) -> CopyPlan:
         """Copy block `source_blocks[i]` to `target_blocks[i]`. Raises BadMessage (nothing planned)
@@ -217,17 +234,27 @@ class Planner:
             and is_run(source_blocks, source.num_blocks)
             and is_run(target_blocks, target.num_blocks)
         ):
-            from_ = [source_blocks[0] * source.block_stride + self._source_at]
-            to = [target_blocks[0] * target.block_stride + self._target_at]
+            from_ = [source_blocks[0] * source.block_stride + source.base_offset]
+            to = [target_blocks[0] * target.block_stride + target.base_offset]
             return CopyPlan(count, from_, to, [count * unit], self._rows)
-        first_source, first_target, lengths = merge_pairs(
-            checked_ids(source_blocks, source.num_blocks, "source"),
-            checked_ids(target_blocks, target.num_blocks, "target"),
-            mergeable=self._mergeable,
+        from_ids = checked_ids(source_blocks, source.num_blocks, "source")
+        to_ids = checked_ids(target_blocks, target.num_blocks, "target")
+        from_, to, nbytes = (column.tolist() for column in self._runs(from_ids, to_ids))
+        return CopyPlan(count, from_, to, nbytes, self._rows)
+
+    def flat(self, source_ids: Offsets, target_ids: Offsets) -> Flat:
+        """The same plan as arrays: each run in all its rows. The ids were checked already."""
+        source, target, nbytes = _in_all_rows(*self._runs(source_ids, target_ids), self._rows)
+        return Flat(source, target, nbytes, int(nbytes.sum()))
+
+    def _runs(self, source_ids: Offsets, target_ids: Offsets) -> tuple[Offsets, Offsets, Offsets]:
+        source, target = self._source, self._target
+        from_, to, lengths = merge_pairs(source_ids, target_ids, mergeable=self._mergeable)
+        return (
+            from_ * source.block_stride + source.base_offset,
+            to * target.block_stride + target.base_offset,
+            lengths * self._unit,
         )
-        from_ = (first_source * source.block_stride + self._source_at).tolist()
-        to = (first_target * target.block_stride + self._target_at).tolist()
-        return CopyPlan(count, from_, to, (lengths * unit).tolist(), self._rows)
 
 
 def plan(
@@ -235,18 +262,18 @@ def plan(
     target_layout: KvLayout,
     source_blocks: Sequence[int],
     target_blocks: Sequence[int],
-    *,
-    part: Part | None = None,
 ) -> CopyPlan:
-    """One plan of a `Planner` that nobody needs again."""
-    return Planner(source_layout, target_layout, part).plan(source_blocks, target_blocks)
+    """Plan one copy. For many copies between the same layouts, keep a `Planner`."""
+    return Planner(source_layout, target_layout).plan(source_blocks, target_blocks)
 
 
 def merge_pairs(
     source: Offsets, target: Offsets, *, mergeable: bool = True
 ) -> tuple[Offsets, Offsets, Offsets]:
-    """Maximal runs (first source, first target, length) of pairs that step by one on both sides.
-    Raises BadMessage when a target appears twice."""
+    """The longest runs of pairs that step by one on both sides: first source, first target, length,
+    in the order of the targets. Raises BadMessage when a target appears twice.
+
+    mergeable: if False, each pair is a run of its own."""
     step = target[1:] - target[:-1]
     if len(step) and int(step.min()) <= 0:
         order = np.argsort(target, kind="stable")
@@ -266,7 +293,7 @@ def merge_pairs(
 
 
 def is_run(ids: Sequence[int], num_blocks: int) -> bool:
-    """Whether a list holds neighbouring ids in [0, num_blocks), ascending. False: perhaps."""
+    """True: `ids` are neighbouring ids in [0, num_blocks), ascending. False: nothing is known."""
     if not isinstance(ids, list) or not ids or type(ids[0]) is not int:
         return False
     first, last = ids[0], ids[0] + len(ids) - 1
@@ -289,16 +316,12 @@ def checked_ids(ids: Sequence[int], num_blocks: int, what: str) -> Offsets:
     return array
 
 
-def _address(layout: KvLayout, layer: int, head: int) -> int:
-    return layout.base_offset + layer * layout.layer_stride + head * layout.head_stride
-
-
-def _fold(a: KvLayout, b: KvLayout, part: Part) -> tuple[int, Rows]:
-    """Contiguous bytes per block, and the rows of (layer, head) pairs not folded in."""
+def _fold(a: KvLayout, b: KvLayout) -> tuple[int, Rows]:
+    """Contiguous bytes per block, and the rows of the layers and heads that are not among them."""
     unit, rows, dense = a.page_bytes, Rows(), True
     for count, a_stride, b_stride in (
-        (part.heads, a.head_stride, b.head_stride),
-        (part.layers, a.layer_stride, b.layer_stride),
+        (a.num_kv_heads, a.head_stride, b.head_stride),
+        (a.num_layers, a.layer_stride, b.layer_stride),
     ):
         if count == 1:
             continue

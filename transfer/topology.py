@@ -1,9 +1,10 @@
 """Which rank sends what to which rank when two workers split the model in different ways. Pure.
 
-Every rank's region is a rectangle: some KV heads of some layers, in the model's own numbering.
-Tensor parallelism splits heads and, with more ranks than KV heads, gives several ranks the same
-head (MLA: one "head" that every rank has); pipeline parallelism splits layers. `plan` covers every
-target rank's whole rectangle from source ranks. Ranks that hold the same thing share the work.
+Every rank holds a rectangle of the model's KV: some KV heads of some layers (`contract.Rect`).
+Tensor parallelism splits the heads. With more ranks than KV heads, several ranks hold the same head
+(MLA has one "head", which every rank holds). Pipeline parallelism splits the layers. `plan` fills
+the rectangle of every target rank from source ranks. Source ranks that hold the same share the
+work.
 """
 
 from __future__ import annotations
@@ -13,36 +14,18 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from pullfill.errors import BadMessage, IncompatibleError
-from pullfill.transfer.contract import LocalMemory, Part
+from pullfill.transfer.contract import Rect
+from pullfill.transfer.layout import rect_of
 from pullfill.wire import RegionDescriptor
 
 
 @dataclass(frozen=True, slots=True)
-class Rect:
-    """What one rank holds: `heads` KV heads from `first_head`, of `layers` layers from
-    `first_layer`."""
-
-    first_head: int
-    heads: int
-    first_layer: int
-    layers: int
-
-    @property
-    def end_head(self) -> int:
-        return self.first_head + self.heads
-
-    @property
-    def end_layer(self) -> int:
-        return self.first_layer + self.layers
-
-
-@dataclass(frozen=True, slots=True)
 class Route:
-    """`part` of the blocks goes from rank `source` to rank `target` (`part.local`: the source)."""
+    """`part` of each block goes from rank `source` to rank `target`."""
 
     source: int
     target: int
-    part: Part
+    part: Rect
 
 
 def head_range(total_heads: int, tp_size: int, tp_rank: int) -> tuple[int, int]:
@@ -56,17 +39,11 @@ def head_range(total_heads: int, tp_size: int, tp_rank: int) -> tuple[int, int]:
     return tp_rank * total_heads // tp_size, max(1, total_heads // tp_size)
 
 
-def rects_of(memories: Sequence[LocalMemory]) -> list[Rect]:
-    """What this worker's ranks hold."""
-    return [
-        Rect(m.first_head, m.layout.num_kv_heads, m.first_layer, m.layout.num_layers)
-        for m in memories
-    ]
-
-
 def rects_described(descriptors: Sequence[RegionDescriptor]) -> list[Rect]:
-    """What another worker's ranks hold; `descriptors` of all its ranks in order. Raises
-    BadMessage when they are not the ranks of one worker."""
+    """What the ranks of another worker hold.
+
+    descriptors: of all its ranks, in order. Raises BadMessage when they are not the ranks of one
+    worker."""
     size = len(descriptors)
     for rank, found in enumerate(descriptors):
         whole = (found.rank, found.world_size) == (rank, size)
@@ -75,12 +52,12 @@ def rects_described(descriptors: Sequence[RegionDescriptor]) -> list[Rect]:
                 f"descriptor {rank} of {found.instance_id} says rank {found.rank} of "
                 f"{found.world_size}, incarnation {found.incarnation[:8]}: {size} of one expected"
             )
-    return [Rect(d.first_head, d.num_kv_heads, d.first_layer, d.num_layers) for d in descriptors]
+    return [rect_of(descriptor) for descriptor in descriptors]
 
 
 def plan(sources: Sequence[Rect], targets: Sequence[Rect]) -> list[Route]:
-    """Routes that fill every target rank's whole rectangle, each byte of it once. Where several
-    sources hold the same, target `t` takes the `t`-th of them. Raises IncompatibleError naming the
+    """Routes that fill the whole rectangle of every target, each byte once. Where several sources
+    hold the same, target `t` takes the `t`-th of them. Raises IncompatibleError, which names the
     heads and layers that no source holds."""
     routes: list[Route] = []
     for index, target in enumerate(targets):
@@ -117,18 +94,6 @@ def _cover(
                 field="num_kv_heads",
             )
         chosen = holders[index % len(holders)]
-        source = sources[chosen]
-        heads = min(source.end_head, target.end_head) - head
-        yield Route(
-            chosen,
-            index,
-            Part(
-                local_head=head - source.first_head,
-                remote_head=head - target.first_head,
-                heads=heads,
-                local_layer=first_layer - source.first_layer,
-                remote_layer=first_layer - target.first_layer,
-                layers=end_layer - first_layer,
-            ),
-        )
+        heads = min(sources[chosen].end_head, target.end_head) - head
+        yield Route(chosen, index, Rect(head, heads, first_layer, end_layer - first_layer))
         head += heads

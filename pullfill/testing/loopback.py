@@ -1,10 +1,10 @@
-"""Owner and peer in one process: a complete transport on plain memory, with faults on demand.
+"""Owner and peer in one process: a whole transport over plain memory, with faults on demand.
 
-Shipped for the tests of every room that moves blocks: `LoopbackOwner.faults` stops a batch half
-way through holding its fence, lets it go on, or ends it as if the writer's process had died. It
-also checks what shm cannot: a write or read outside the granted blocks raises BadMessage.
+For tests of every room that moves blocks. `LoopbackOwner.faults` stops a batch while it holds its
+fence. Then it lets the batch go on, or ends it as if the writer's process had died. The loopback
+also checks what shm cannot check: a write or read outside the granted blocks raises BadMessage.
 
-An owner is reachable by its endpoint from its construction until `close`.
+Peers reach an owner by its endpoint, from its construction until `close`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from pullfill.errors import (
     PeerUnavailable,
     TransferFailed,
 )
-from pullfill.transfer.contract import KvLayout, LocalMemory, MoveResult, Part, PeerSession
+from pullfill.transfer.contract import KvLayout, LocalMemory, MoveResult, PeerSession, Rect
 from pullfill.transfer.copying import corrupt
-from pullfill.transfer.layout import check_bounds, layout_of
+from pullfill.transfer.layout import both_sides, check_bounds
 from pullfill.transfer.runs import checked_ids
 from pullfill.transfer.session import MappedSession
 from pullfill.wire import FenceToken, RegionDescriptor
@@ -43,7 +43,7 @@ class _Slot:
 
 
 class LoopbackFences:
-    """OwnerFences in one process. One condition variable guards everything."""
+    """OwnerFences in one process. `changed` guards everything."""
 
     def __init__(self, num_blocks: int, slots: int) -> None:
         self.changed = threading.Condition()
@@ -87,13 +87,13 @@ class LoopbackFences:
             return True
 
     def granted(self, token: FenceToken, *, writes: bool = False) -> frozenset[int]:
-        """Blocks that may be read, or written, under a valid token. Raises Fenced."""
+        """The blocks that may be read, or written, under a valid token. Raises Fenced."""
         with self.changed:
             slot = self.valid(token)
             return slot.targets if writes else slot.granted
 
     def valid(self, token: FenceToken) -> _Slot:
-        """The token's slot; call with `changed` held. Raises Fenced."""
+        """The token's slot. The caller holds `changed`. Raises Fenced."""
         slot = self.slots[token.slot] if token.slot < len(self.slots) else None
         if self.closed or slot is None or slot.epoch != token.epoch or slot.dying:
             raise Fenced("the grant was revoked")
@@ -115,12 +115,12 @@ class LoopbackFaults:
         self._corrupt = 0
 
     def hold(self, after: int = 0) -> None:
-        """The batches after the next `after` ones stop inside their fence until `resume`."""
+        """Stop every batch but the next `after` ones, while it holds its fence, until `resume`."""
         with self._fences.changed:
             self._pass_first, self._kill = after, False
 
     def corrupt(self, batches: int = 1) -> None:
-        """One byte of each of the next write batches arrives wrong."""
+        """Change one byte of each of the next `batches` write batches."""
         with self._fences.changed:
             self._corrupt = batches
 
@@ -138,12 +138,12 @@ class LoopbackFaults:
             return self._fences.changed.wait_for(lambda: self._held > 0, timeout_s)
 
     def resume(self) -> None:
-        """Stopped batches go on and copy everything they meant to."""
+        """Let the stopped batches go on. They copy all their bytes."""
         self._end(kill=False)
 
     def kill(self, timeout_s: float = 10.0) -> None:
-        """Stopped batches end without moving a byte, as if their process had died. Returns once
-        they let go of their fences."""
+        """End the stopped batches as if their process had died: they move no byte. Returns when
+        they have let go of their fences."""
         self._end(kill=True)
         with self._fences.changed:
             quiet = self._fences.changed.wait_for(
@@ -174,7 +174,7 @@ class LoopbackFaults:
 
 
 class LoopbackOwner:
-    """Owner over memory of this process; `memory` must outlive it."""
+    """Owner over memory of this process. The memory must outlive it."""
 
     def __init__(self, memory: LocalMemory, incarnation: str, *, slots: int = 64) -> None:
         check_bounds(memory.layout, memory.nbytes)
@@ -197,7 +197,7 @@ class LoopbackOwner:
         _owners.pop(self._name, None)
 
 
-class _Gate:
+class _LoopbackHold:
     def __init__(self, owner: LoopbackOwner) -> None:
         self._owner = owner
         self._incarnation = owner.incarnation
@@ -231,11 +231,8 @@ class _Gate:
 
 
 class _Session(MappedSession):
-    def __init__(
-        self, local: LocalMemory, layout: KvLayout, owner: LoopbackOwner, part: Part | None
-    ) -> None:
-        address = owner.memory.address
-        super().__init__("loopback", local, layout, address, _Gate(owner), part=part)
+    def __init__(self, local: LocalMemory, layout: KvLayout, owner: LoopbackOwner) -> None:
+        super().__init__("loopback", local, layout, owner.memory.address, _LoopbackHold(owner))
         self._owner = owner
 
     def write_blocks(
@@ -268,9 +265,9 @@ class LoopbackTransport:
         return None
 
     def connect(
-        self, local: LocalMemory, descriptor: RegionDescriptor, part: Part | None = None
+        self, local: LocalMemory, descriptor: RegionDescriptor, part: Rect | None = None
     ) -> PeerSession:
-        layout = layout_of(descriptor)
+        ours, theirs = both_sides(local, descriptor, part)
         owner = _owners.get(descriptor.endpoints.get(self.name, ""))
         if owner is None:
             raise PeerUnavailable(f"{descriptor.instance_id} is not in this process")
@@ -278,4 +275,4 @@ class LoopbackTransport:
             raise PeerUnavailable("the region belongs to another incarnation of its owner")
         if descriptor.nbytes != owner.memory.nbytes:
             raise BadMessage(f"descriptor of {descriptor.nbytes} bytes, region is another size")
-        return _Session(local, layout, owner, part)
+        return _Session(ours, theirs, owner)

@@ -123,14 +123,15 @@ import numpy as np
 from pathlib import Path
 from pullfill.transfer.layout import layout_of
 from pullfill.transfer.shm.peer import ShmTransport
-from pullfill.transfer.tcp.peer import TcpTransport
+from pullfill.transfer.stream.peer import StreamTransport
+from pullfill.transfer.tcp.backend import TcpKind
 from pullfill.wire import FenceToken, RegionDescriptor, decode
 from tests.support.leaks import grown, usage
 from tests.support.transfer_rigs import memory_over
 descriptor = decode(Path(sys.argv[1]).read_bytes(), RegionDescriptor)
 data = np.zeros(descriptor.nbytes, np.uint8)
 memory = memory_over(data, layout_of(descriptor))
-transport = (TcpTransport if "tcp" in descriptor.endpoints else ShmTransport)()
+transport = StreamTransport(TcpKind()) if "tcp" in descriptor.endpoints else ShmTransport()
 sessions = [transport.connect(memory, descriptor) for _ in range(100)]
 token = FenceToken(slot=int(sys.argv[2]), epoch=int(sys.argv[3]))
 print("up", flush=True)

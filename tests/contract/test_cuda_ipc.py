@@ -168,14 +168,14 @@ def test_nothing_is_copied_outside_the_fence(gpu_rig: Rig, gpu_region: Region) -
     driver, mine = driver_of(gpu_rig.transport), gpu_rig.local(DENSE)
     session = gpu_rig.connect(mine, gpu_region)
     session._limits = 4096, 8, 4096  # type: ignore[attr-defined]
-    gate, left = session._gate, []  # type: ignore[attr-defined]
-    leave = gate.leave
+    hold, left = session._hold, []  # type: ignore[attr-defined]
+    leave = hold.leave
 
     def watched(token: FenceToken) -> None:
         left.append(len(driver.copies))
         leave(token)
 
-    gate.leave = watched
+    hold.leave = watched
     token = gpu_region.owner.fences.open(BLOCKS)
     session.write_blocks(token, [1, 5, 9, 30], [2, 4, 8, 16])
     assert left == list(range(1, len(left) + 1))

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from pullfill.errors import PeerUnavailable
 from pullfill.prefill_worker import reach
 from pullfill.prefill_worker.context import PrefillContext
-from pullfill.transfer.owners import CombinedOwner
+from pullfill.transfer.combined_owner import CombinedOwner
 from pullfill.transfer.shm.owner import ShmOwner
 from pullfill.transfer.stream.peer import StreamTransport
 from pullfill.transfer.tcp.backend import TcpKind

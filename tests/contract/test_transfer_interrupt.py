@@ -17,8 +17,8 @@ from pullfill.decode_worker.kv_reader import KvReader
 from pullfill.errors import HandoffError, TransferFailed
 from pullfill.prefill_worker.task import PrefillTask
 from pullfill.prefill_worker.transfer_worker import TransferWorker
-from pullfill.transfer import owners
 from pullfill.transfer.layout import dense_layout
+from pullfill.transfer.shm import owner
 from pullfill.transfer.stream import hello
 from pullfill.transfer.stream.peer import StreamSession
 from pullfill.transfer.tcp.backend import TcpKind
@@ -38,11 +38,11 @@ class Stuck:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.reached, self.go_on = threading.Event(), threading.Event()
 
-        def inside(gate: object, verb: str) -> None:
+        def inside(hold: object, verb: str) -> None:
             self.reached.set()
             self.go_on.wait(60)
 
-        monkeypatch.setattr(owners._ReceiverHold, "inside_batch", inside)
+        monkeypatch.setattr(owner.ReceiverHold, "inside_batch", inside)
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def test_a_move_that_waits_for_its_owner(
     move = getattr(session, verb)
     failure = failure_of(lambda: move(token, BLOCKS, BLOCKS), stuck.reached, session.interrupt)
     assert isinstance(failure, TransferFailed)
-    assert session._link is None, "the owner is not asked for its reasons"  # type: ignore[attr-defined]
+    assert session._connection is None, "the owner is not asked for its reasons"  # type: ignore[attr-defined]
     stuck.go_on.set()
     session.interrupt()
     with pytest.raises(TransferFailed, match="interrupted"):

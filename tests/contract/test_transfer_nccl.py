@@ -59,8 +59,8 @@ def test_an_owner_that_let_go_first_says_so_and_the_next_operation_works(make: M
     session, token = place.connect(), place.token()
     session.write_blocks(token, [0], [0])
     server = place.region.owner._server  # type: ignore[attr-defined]
-    (connection,) = server._connections
-    connection._backend.release_if_idle(float("inf"))
+    (peer,) = server._peers
+    peer._backend.release_if_idle(float("inf"))
     eventually(lambda: len(place.world.comms) == 1, "not freed")
     with pytest.raises(TransferFailed):
         session.write_blocks(token, range(40), range(40))
@@ -73,8 +73,8 @@ def test_what_is_in_use_is_not_released(make: Make) -> None:
     place = make()
     session, token = place.connect(), place.token()
     writing = hanging(place, session, token)
-    for connection in list(place.region.owner._server._connections):  # type: ignore[attr-defined]
-        connection._backend.release_if_idle(float("inf"))
+    for peer in list(place.region.owner._server._peers):  # type: ignore[attr-defined]
+        peer._backend.release_if_idle(float("inf"))
     assert len(place.world.comms) == 2
     session._backend.release_if_idle(float("inf"))  # type: ignore[attr-defined]
     assert len(place.world.comms) == 2

@@ -80,7 +80,7 @@ def test_a_peer_that_dies_in_a_transfer_holds_nothing(make: Make) -> None:
     place = make()
     session, token = place.connect(), place.token()
     writing = hanging(place, session, token)
-    session._link.interrupt()  # type: ignore[attr-defined]
+    session._connection.interrupt()  # type: ignore[attr-defined]
     fences = place.region.owner.fences
     eventually(lambda: fences.try_revoke(token), "never proved")
     place.world.set(hang=False)

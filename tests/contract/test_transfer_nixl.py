@@ -57,7 +57,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
 
 def agents(region: Region, session: object) -> list[Agent]:
     """Those alive at this moment, of the owner's connections and of our session."""
-    backends = [c._backend for c in region.owner._server._connections]  # type: ignore[attr-defined]
+    backends = [peer._backend for peer in region.owner._server._peers]  # type: ignore[attr-defined]
     backends.append(session._backend)  # type: ignore[attr-defined]
     return [p._agent for p in backends if p is not None and p._agent is not None]
 
@@ -82,8 +82,8 @@ def test_each_side_may_drop_its_agent_alone(make: Make, who: str) -> None:
     session, token = rig.connect(mine, region), region.owner.fences.open(range(40))
     session.write_blocks(token, range(20), range(20))
     assert len(agents(region, session)) == 2
-    (connection,) = region.owner._server._connections  # type: ignore[attr-defined]
-    backend = connection._backend if who == "owner" else session._backend  # type: ignore[attr-defined]
+    (peer,) = region.owner._server._peers  # type: ignore[attr-defined]
+    backend = peer._backend if who == "owner" else session._backend  # type: ignore[attr-defined]
     backend.release_if_idle(float("inf"))
     assert len(agents(region, session)) == 1
     session.write_blocks(token, range(20, 40), range(20, 40))

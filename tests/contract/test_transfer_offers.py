@@ -13,8 +13,8 @@ from pullfill.decode_worker.offers import offer
 from pullfill.errors import ConfigError
 from pullfill.options import WorkerOptions
 from pullfill.transfer.choose import choose, why_not_better
+from pullfill.transfer.combined_owner import CombinedOwner
 from pullfill.transfer.contract import LocalMemory
-from pullfill.transfer.owners import CombinedOwner
 from pullfill.transfer.shm.files import RegionFiles
 from pullfill.transfer.shm.owner import FenceOwner, ShmOwner
 from pullfill.transfer.shm.peer import ShmTransport
@@ -89,7 +89,7 @@ def test_an_address_to_publish_takes_the_place_of_the_bound_one(tmp_path: Path) 
     assert "tcp" not in owner.endpoints(), "nothing listens yet"
     owner.listen("127.0.0.1", advertise="tcp://10.0.0.1:99")
     assert owner.endpoints()["tcp"] == "tcp://10.0.0.1:99"
-    other = StreamServer("x", [region.memory], {}, lambda _: None, lambda _: None)  # type: ignore[arg-type,return-value]
+    other = StreamServer("x", [region.memory], {}, region.owner)
     with pytest.raises(ConfigError, match="cannot listen"):
         other.start("127.0.0.1", int(owner._server.address.rpartition(":")[2]))
     owner.close()

@@ -56,7 +56,7 @@ def test_a_large_fleet_does_not_fill_the_port(
     monkeypatch.setattr(server.machine, "open_files", lambda: 1 << 16)
     rig = make()
     region, mine = rig.region(DENSE), rig.local(DENSE)
-    held = region.owner._server._connections  # type: ignore[attr-defined]
+    held = region.owner._server._peers  # type: ignore[attr-defined]
     others = {Silent() for _ in range(256 * 8)}
     held.update(others)
     session = rig.connect(mine, region)

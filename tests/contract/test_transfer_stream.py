@@ -8,6 +8,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from pullfill.errors import (
 )
 from pullfill.net import frames
 from pullfill.net.security import ClusterKey
-from pullfill.transfer.contract import Part
+from pullfill.transfer.contract import Rect
 from pullfill.transfer.layout import dense_layout
 from pullfill.transfer.stream import hello, server
 from pullfill.transfer.stream.peer import StreamSession, StreamTransport
@@ -102,8 +103,8 @@ def test_a_revoke_does_not_wait_for_a_reader_that_takes_nothing(make: Make) -> N
 
 def test_a_writer_between_batches_is_refused_early_and_the_connection_stays(make: Make) -> None:
     _, region, mine, session, token = start(make)
-    link = session._link
-    real, calls = link.input_waits, [0]
+    connection = session._connection
+    real, calls = connection.input_waits, [0]
 
     def revoke_after_two() -> bool:
         calls[0] += 1
@@ -114,14 +115,14 @@ def test_a_writer_between_batches_is_refused_early_and_the_connection_stays(make
             wait_for(real)  # the refusal of the third batch
         return bool(real())
 
-    link.input_waits = revoke_after_two
+    connection.input_waits = revoke_after_two
     with pytest.raises(Fenced):
         session.write_blocks(token, range(64), range(64))
     assert calls[0] == 5, "it went on sending after the refusal"
-    del link.input_waits
+    del connection.input_waits
     fresh = region.owner.fences.open(range(64))
     session.write_blocks(fresh, [1], [2])
-    assert session._link is link, "a refusal is no reason to connect again"
+    assert session._connection is connection, "a refusal is no reason to connect again"
     session.close()
 
 
@@ -130,14 +131,14 @@ def test_a_batch_that_is_under_way_is_let_to_its_end(
 ) -> None:
     monkeypatch.setattr(server, "PATIENCE_S", 60.0)
     _, region, _, session, token = start(make)
-    link = session._link
+    connection = session._connection
     held = Held(session, "write_blocks", token)
-    (connection,) = region.owner._server._connections  # type: ignore[attr-defined]
-    wait_for(lambda: connection.inside == token)
+    (peer,) = region.owner._server._peers  # type: ignore[attr-defined]
+    wait_for(lambda: peer.inside == token)
     assert not region.owner.fences.try_revoke(token)
     assert not region.owner.fences.try_revoke(token)
     assert isinstance(held.finish(), Fenced)
-    assert session._link is link, "the connection of a peer that is alive was cut"
+    assert session._connection is connection, "the connection of a peer that is alive was cut"
     assert region.owner.fences.try_revoke(token)
     session.close()
 
@@ -172,8 +173,9 @@ def test_a_prefix_hit_is_read_and_never_written(make: Make) -> None:
 def test_a_part_of_the_heads_and_layers(make: Make) -> None:
     rig = make()
     region, mine = rig.region(dense_layout(4, 8, 4, 512)), rig.local(dense_layout(2, 8, 2, 512))
-    part = Part(local_head=1, remote_head=2, heads=1, local_layer=0, remote_layer=1, layers=2)
-    session = rig.transport.connect(mine.memory, region.descriptor, part)
+    memory = replace(mine.memory, first_head=1, first_layer=1)
+    part = Rect(first_head=2, heads=1, first_layer=1, layers=2)
+    session = rig.transport.connect(memory, region.descriptor, part)
     before = region.pages.copy()
     token = region.owner.fences.open(range(8))
     session.write_blocks(token, [3, 1], [5, 6])
@@ -182,9 +184,10 @@ def test_a_part_of_the_heads_and_layers(make: Make) -> None:
     session.read_blocks(token, [5, 6], [0, 7])
     assert_same(mine.pages[:, [0, 7], 1], mine.pages[:, [3, 1], 1])
     session.close()
-    outside = Part(local_head=0, remote_head=3, heads=2, local_layer=0, remote_layer=0, layers=1)
+    outside = Rect(first_head=3, heads=2, first_layer=0, layers=1)
+    memory = replace(mine.memory, first_head=3)
     with pytest.raises(IncompatibleError):
-        rig.transport.connect(mine.memory, region.descriptor, outside)
+        rig.transport.connect(memory, region.descriptor, outside)
 
 
 def test_one_port_serves_every_rank(make: Make) -> None:
@@ -228,10 +231,10 @@ def test_with_the_cluster_key_blocks_move_and_frames_are_sealed(make: Make) -> N
     session.read_blocks(token, range(64), range(64))
     assert_same(region.pages, mine.pages)
     assert isinstance(session, StreamSession)
-    link = session._link
-    assert link is not None
-    assert link._out is not None
-    link._out.of_next(b"")  # from here on our numbers are not the ones expected
+    connection = session._connection
+    assert connection is not None
+    assert connection._out is not None
+    connection._out.of_next(b"")  # from here on our numbers are not the ones expected
     before = region.data.copy()
     mine.data[:] = 1
     with pytest.raises(TransferFailed):
@@ -279,10 +282,10 @@ def test_after_the_opening_its_limit_is_lifted(make: Make, monkeypatch: pytest.M
             break
         except (PeerUnavailable, TransferFailed):
             continue
-    link = session._link
+    connection = session._connection
     time.sleep(1.4 * hello_s)
     session.write_blocks(token, range(64), range(64))
-    assert session._link is link
+    assert session._connection is connection
     assert_same(region.pages, mine.pages)
     session.close()
 
@@ -312,17 +315,17 @@ def test_a_revoke_interrupts_only_while_it_is_that_tokens_receive(
 ) -> None:
     """The connection's thread cannot go on to another operation in between."""
     _, region, _, session, token = start(make)
-    (connection,) = region.owner._server._connections  # type: ignore[attr-defined]
+    (peer,) = region.owner._server._peers  # type: ignore[attr-defined]
     free: list[bool] = []
 
     def interrupt() -> None:
-        free.append(connection._mutex.acquire(blocking=False))
+        free.append(peer._mutex.acquire(blocking=False))
 
-    monkeypatch.setattr(connection._backend, "interrupt", interrupt)
-    connection.inside = token
-    connection.hurry(token, 0.0, 0.0)
+    monkeypatch.setattr(peer._backend, "interrupt", interrupt)
+    peer.inside = token
+    peer.hurry(token, 0.0, 0.0)
     assert free == [False]
-    connection.inside = None
+    peer.inside = None
     session.close()
 
 
@@ -331,7 +334,7 @@ def test_a_revoke_interrupts_only_while_it_is_that_tokens_receive(
 
 def test_a_connection_that_broke_while_idle_is_made_anew(make: Make) -> None:
     _, _, _, session, token = start(make)
-    session._link.interrupt()
+    session._connection.interrupt()
     session.write_blocks(token, [1], [1])
     session.close()
 
@@ -339,10 +342,12 @@ def test_a_connection_that_broke_while_idle_is_made_anew(make: Make) -> None:
 def test_a_writer_that_goes_away_in_a_batch_frees_the_fence(make: Make) -> None:
     _, region, _, session, token = start(make)
     held = Held(session, "write_blocks", token)
-    (connection,) = region.owner._server._connections  # type: ignore[attr-defined]
-    wait_for(lambda: connection.inside == token)
-    session._link._sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    session._link._sock.close()  # RST, as when its process is killed
+    (peer,) = region.owner._server._peers  # type: ignore[attr-defined]
+    wait_for(lambda: peer.inside == token)
+    session._connection._sock.setsockopt(
+        socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+    )
+    session._connection._sock.close()  # RST, as when its process is killed
     revoke(region, token)
     assert isinstance(held.finish(), Fenced | TransferFailed | OSError)
     session.close()

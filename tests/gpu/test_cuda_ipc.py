@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -24,7 +25,7 @@ from pullfill.errors import (
     TransferFailed,
 )
 from pullfill.runtime import failpoints
-from pullfill.transfer.contract import Part, PeerSession
+from pullfill.transfer.contract import PeerSession, Rect
 from pullfill.transfer.cuda_ipc.peer import CudaIpcTransport
 from pullfill.transfer.cuda_ipc.writers import why_no_proof
 from pullfill.transfer.digest import BlockDigester
@@ -93,8 +94,9 @@ def test_a_part_of_the_heads(owner: Program, mine: GpuMemory) -> None:
     assert owner.ask("fill", 0) == "filled"
     token, one_head = owner.open(), GpuMemory(dense_layout(LAYERS, BLOCKS, 1, PAGE))
     one_head.buffer.fill_(5)
-    part = Part(local_head=0, remote_head=1, heads=1, local_layer=0, remote_layer=0, layers=LAYERS)
-    session = CudaIpcTransport(0).connect(one_head.memory, owner.descriptor(), part)
+    memory = replace(one_head.memory, first_head=1)
+    part = Rect(first_head=1, heads=1, first_layer=0, layers=LAYERS)
+    session = CudaIpcTransport(0).connect(memory, owner.descriptor(), part)
     session.write_blocks(token, range(BLOCKS), range(BLOCKS))
     session.close()
     assert int(owner.ask("others", 0)) == LAYERS * BLOCKS * PAGE

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from pullfill.net.this_host import host_id
+from pullfill.transfer.combined_owner import CombinedOwner
 from pullfill.transfer.layout import dense_layout, describe_region
 from pullfill.transfer.nccl.nccl_cuda import make_kind
-from pullfill.transfer.owners import CombinedOwner
 from pullfill.transfer.shm.files import RegionFiles
 from pullfill.transfer.shm.owner import FenceOwner
 from pullfill.wire import FenceToken

@@ -66,8 +66,8 @@ def obey(line: str, driver: Driver, session: PeerSession, blocks: range) -> str:
         return "queued"
     if verb == "unlock":
         assert isinstance(session, MappedSession)
-        assert isinstance(session._gate, IpcHold)
-        lock.unlock(session._gate._fd, 0, 0)  # to the end of the file
+        assert isinstance(session._hold, IpcHold)
+        lock.unlock(session._hold._fd, 0, 0)  # to the end of the file
         return "unlocked"
     if verb == "close":
         session.close()

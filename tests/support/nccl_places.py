@@ -40,11 +40,11 @@ class Place:
     def hurry(self, session: PeerSession) -> None:
         """The session's connection waits for `HURRY_S` at most, on both sides. Later ones wait
         longer again."""
-        session._link.set_stall(HURRY_S)  # type: ignore[attr-defined]
+        session._connection.set_stall(HURRY_S)  # type: ignore[attr-defined]
         server = self.region.owner._server  # type: ignore[attr-defined]
-        eventually(lambda: len(server._connections) == 1, "not one connection")
-        (connection,) = server._connections
-        connection._link.set_stall(HURRY_S)
+        eventually(lambda: len(server._peers) == 1, "not one connection")
+        (peer,) = server._peers
+        peer._connection.set_stall(HURRY_S)
 
     def moved(self, blocks: range) -> bool:
         return bool((self.region.pages[:, blocks] == self.mine.pages[:, blocks]).all())

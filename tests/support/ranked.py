@@ -8,9 +8,8 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from pullfill.transfer.contract import KvLayout, LocalMemory
+from pullfill.transfer.contract import KvLayout, LocalMemory, Rect
 from pullfill.transfer.layout import dense_layout
-from pullfill.transfer.topology import Rect
 from tests.support.transfer_rigs import memory_over
 
 PAGE, LAYERS, BLOCKS, HEADS = 64, 3, 8, 4

@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 from pullfill.net.security import ClusterKey
 from pullfill.net.this_host import host_id
 from pullfill.testing.loopback import LoopbackOwner, LoopbackTransport
+from pullfill.transfer.combined_owner import CombinedOwner
 from pullfill.transfer.contract import KvLayout, LocalMemory, Owner, PeerSession, PeerTransport
 from pullfill.transfer.cuda_ipc.endpoint import IpcEndpoint
 from pullfill.transfer.cuda_ipc.peer import CudaIpcTransport
 from pullfill.transfer.gpu.region import export, make_gpu_owner
 from pullfill.transfer.layout import check_bounds, dense_layout, describe_region
 from pullfill.transfer.nixl.backend import NixlKind
-from pullfill.transfer.owners import CombinedOwner
 from pullfill.transfer.shm.files import RegionFiles
 from pullfill.transfer.shm.owner import FenceOwner, ShmOwner
 from pullfill.transfer.shm.peer import ShmTransport

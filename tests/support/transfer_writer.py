@@ -19,13 +19,13 @@ from pullfill.transfer.layout import layout_of
 from pullfill.transfer.nixl.backend import NixlKind
 from pullfill.transfer.shm.peer import ShmTransport
 from pullfill.transfer.stream.peer import StreamTransport
-from pullfill.transfer.tcp.peer import TcpTransport
+from pullfill.transfer.tcp.backend import TcpKind
 from pullfill.wire import FenceToken, RegionDescriptor, decode
 from tests.support.transfer_rigs import memory_over
 
 TRANSPORTS: dict[str, Callable[[], PeerTransport]] = {
     "shm": ShmTransport,
-    "tcp": TcpTransport,
+    "tcp": lambda: StreamTransport(TcpKind()),
     "nixl": lambda: StreamTransport(NixlKind()),
 }
 

@@ -7,8 +7,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from pullfill.errors import BadMessage
 from pullfill.transfer.gpu.gpu_contract import HANDLE_BYTES
+from pullfill.transfer.shm.files import Endpoint
 
 _Size = Annotated[int, Meta(ge=0, le=1 << 62)]
 
@@ -25,24 +25,8 @@ class Exported(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     pid_space: Annotated[str, Meta(max_length=64)]
 
 
-class IpcEndpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`RegionDescriptor.endpoints["cuda_ipc"]`, as JSON."""
+class IpcEndpoint(Endpoint, frozen=True, kw_only=True):
+    """The GPU memory of one rank."""
 
-    v: int = 1
+    transport = "cuda_ipc"
     memory: Exported
-    fence: str
-    fence_inode: tuple[int, int]
-
-    def encode(self) -> str:
-        return msgspec.json.encode(self).decode()
-
-    @staticmethod
-    def decode(text: str) -> IpcEndpoint:
-        """Raises BadMessage."""
-        try:
-            endpoint = msgspec.json.decode(text, type=IpcEndpoint)
-        except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
-            raise BadMessage(f"not a cuda_ipc endpoint: {exc}") from exc
-        if endpoint.v != 1:
-            raise BadMessage(f"cuda_ipc endpoint of version {endpoint.v}, this is version 1")
-        return endpoint

@@ -29,7 +29,7 @@ class CudaIpcOwner(FenceOwner):
     ) -> None:
         """`files`: only its fence file is used; owned from here on. `exported`: None = rank 0 has
         no handle, only transports through a port reach it. Raises BadMessage."""
-        self._regions: list[str | None] = []
+        self._endpoints: list[str | None] = []
         self._fence = str(files.fence_path), inode(files.fence_fd)
         self.add_rank(memory, exported)
         super().__init__(files, memory.layout.num_blocks, incarnation, slots=slots)
@@ -40,15 +40,15 @@ class CudaIpcOwner(FenceOwner):
         """The next rank's region, before anything is published."""
         check_bounds(memory.layout, memory.nbytes)
         if exported is None:
-            self._regions.append(None)
+            self._endpoints.append(None)
             return
         endpoint = IpcEndpoint(memory=exported, fence=self._fence[0], fence_inode=self._fence[1])
-        self._regions.append(endpoint.encode())
+        self._endpoints.append(endpoint.encode())
 
     def endpoints(self, rank: int = 0) -> dict[str, str]:
         """See Owner."""
-        region = self._regions[rank]
-        return {} if region is None else {"cuda_ipc": region}
+        endpoint = self._endpoints[rank]
+        return {} if endpoint is None else {"cuda_ipc": endpoint}
 
     def close(self) -> None:
         """See Owner. Idempotent."""

@@ -1,11 +1,13 @@
-"""The prefill worker's side of cuda_ipc: maps a decode worker's GPU memory, copies under its fence.
+"""The peer's side of cuda_ipc: maps the owner's GPU memory and copies under its fence.
 
 A session owns one opening of the handle and one open file description of the fence file. It copies
-on the stream that all sessions of the process share (gpu/copies.py), and waits for its batch before
-it leaves the fence, so the fence covers every byte in flight.
-When that fails (a GPU error), nobody knows what is in flight: then the fence is never left, and the
-end of this process is the only proof (writers.py). Such an error ends the engine too. To copy to
-memory of a dead owner could be such an error, so each batch first looks whether the owner lives.
+on the stream that all sessions of the process share (gpu/copies.py). It waits for its batch before
+it lets go of the fence, so the fence covers every byte in flight.
+
+When the wait fails (a GPU error), nobody knows what is in flight. Then the session never lets go of
+the fence, and the end of this process is the only proof (writers.py). Such an error ends the engine
+too. A copy to the memory of a dead owner could be such an error. So each batch first checks that
+the owner lives.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from contextlib import ExitStack
 from pullfill.errors import BadMessage, IncompatibleError, PeerUnavailable, TransferFailed
 from pullfill.net.this_host import host_id
 from pullfill.runtime import failpoints, log
-from pullfill.transfer.contract import LocalMemory, Part, PeerSession
+from pullfill.transfer.contract import LocalMemory, PeerSession, Rect
 from pullfill.transfer.cuda_ipc.endpoint import IpcEndpoint
 from pullfill.transfer.cuda_ipc.owner_alive import Process
 from pullfill.transfer.cuda_ipc.writers import WriterRecord, pid_namespace, why_no_proof
@@ -25,7 +27,7 @@ from pullfill.transfer.gpu.copies import GpuCopier, Lane, lane_of
 from pullfill.transfer.gpu.cuda import load
 from pullfill.transfer.gpu.gpu_contract import GpuDriver
 from pullfill.transfer.gpu.interconnect import link_to, visible
-from pullfill.transfer.layout import layout_of
+from pullfill.transfer.layout import both_sides
 from pullfill.transfer.session import MappedSession
 from pullfill.transfer.shm.fence import ShmHold
 from pullfill.transfer.shm.files import open_same
@@ -35,7 +37,7 @@ logger = log.get("transfer.cuda_ipc")
 
 
 class IpcHold(ShmHold):
-    """The fence of a writer whose copies outlive its locks. See writers.py."""
+    """The fence hold of a writer whose copies may outlive its locks. See writers.py."""
 
     def __init__(self, fd: int, incarnation: str, settled: Callable[[], bool], pid: int) -> None:
         """Owns `fd`. Raises PeerUnavailable.
@@ -135,10 +137,10 @@ class CudaIpcTransport:
         return None
 
     def connect(
-        self, local: LocalMemory, descriptor: RegionDescriptor, part: Part | None = None
+        self, local: LocalMemory, descriptor: RegionDescriptor, part: Rect | None = None
     ) -> PeerSession:
         """See PeerTransport."""
-        layout = layout_of(descriptor)
+        ours, theirs = both_sides(local, descriptor, part)
         endpoint = IpcEndpoint.decode(descriptor.endpoints.get(self.name, ""))
         if local.device is None:
             raise IncompatibleError("this worker's KV memory is not on a GPU", field="device")
@@ -156,8 +158,8 @@ class CudaIpcTransport:
             self._lane(device), link, queued=lambda: failpoints.hit("cuda_ipc.queued")
         )
         with ExitStack() as undo:
-            gate = _open_gate(endpoint, descriptor, copier)
-            undo.callback(gate.close)
+            hold = _open_hold(endpoint, descriptor, copier)
+            undo.callback(hold.close)
             base = _map(driver, device, endpoint, descriptor)
 
             def give_back() -> None:
@@ -171,11 +173,10 @@ class CudaIpcTransport:
             _check_size(driver, device, base, endpoint)
             session = MappedSession(
                 self.name,
-                local,
-                layout,
+                ours,
+                theirs,
                 base + endpoint.memory.offset,
-                gate,
-                part=part,
+                hold,
                 copier=copier,
                 limits=link.limits,
                 on_close=give_back,
@@ -184,7 +185,7 @@ class CudaIpcTransport:
             return session
 
 
-def _open_gate(endpoint: IpcEndpoint, descriptor: RegionDescriptor, copier: GpuCopier) -> IpcHold:
+def _open_hold(endpoint: IpcEndpoint, descriptor: RegionDescriptor, copier: GpuCopier) -> IpcHold:
     try:
         fd = open_same(endpoint.fence, endpoint.fence_inode)
     except OSError as exc:

@@ -1,16 +1,16 @@
 """Who copies by GPU right now: records beside the fence's header, for the proof after a death.
 
-A CPU's copy ends with its process's threads, and the kernel gives their file locks back later than
-that. A GPU copies on by itself: when a writer is killed, its locks go when its files are closed,
-and its copies end when the driver tears its context down, which may be later. So a free lock alone
-proves nothing about a writer that died.
+A copy by the CPU ends with the threads of its process, and the kernel frees their file locks only
+after that. A GPU copies on by itself. When its writer is killed, the locks go when the files are
+closed. The copies end when the driver destroys the CUDA context, which may be later. So a free lock
+alone proves nothing about a writer that died.
 
     1024 + 16 * i     record i: u64 process (pid and when it started), u64 slot + 1 while it copies
 
-A gate takes a record (holding a lock on it for its life) and names its slot in it for as long as
+A fence hold takes a record, and a lock on it for its life. It names its slot in the record while
 copies may be in flight. The owner, once it has the slot's lock, looks for records that still name
-the slot: their writers lost the lock without finishing, so they are dying or dead. It takes the end
-of the *process* as the proof. That is enough, as the driver's published source has it: the kernel
+the slot. Their writers lost the lock without finishing, so they are dying or dead. The owner takes
+the end of the *process* as the proof. That is enough, by the driver's published source: the kernel
 reports a process as ended (pidfd) after its last file was released, and the release of the driver's
 control file frees the process's channels before it returns. A child forked without exec would keep
 the files open; workers make none.
@@ -37,7 +37,7 @@ from pullfill.transfer.shm import lock
 _AT = 1024
 _RECORD_BYTES = 16
 RECORDS = (4096 - _AT) // _RECORD_BYTES
-"""GPU sessions that one decode worker can have at a time."""
+"""How many GPU sessions one owner can have at a time."""
 _PID_BITS = 22  # the kernel's limit of pid_max
 
 
@@ -79,8 +79,8 @@ def process_word(pid: int) -> int:
 
 
 def has_ended(word: int) -> bool:
-    """Whether that process is gone for certain: all its threads ended, all its files released. It
-    may not have been waited for yet."""
+    """Whether that process is gone for certain: all its threads have ended, all its files are
+    released. Its parent may not have waited for it yet."""
     pid = word & (1 << _PID_BITS) - 1
     try:
         fd = os.pidfd_open(pid)
@@ -114,7 +114,7 @@ def _started(pid: int) -> int:
 
 
 class WriterTable:
-    """The owner's view; its `quiet` goes into `ShmFences.quiet`. Borrows `fd` only to map it."""
+    """The owner's side; its `quiet` becomes `ShmFences.quiet`. Uses `fd` only to map the file."""
 
     def __init__(self, fd: int) -> None:
         self._map = mmap.mmap(fd, 4096)
@@ -122,8 +122,8 @@ class WriterTable:
         self._words: NDArray[np.uint64] | None = words
 
     def quiet(self, slot: int) -> bool:
-        """With the slot locked exclusively: whether no GPU copies under it any more. A record whose
-        process has ended is free again."""
+        """Whether no GPU copies under the slot any more. The caller holds its exclusive lock. A
+        record whose process has ended becomes free."""
         assert self._words is not None
         done = True
         for index in np.flatnonzero(self._words[:, 1] == slot + 1).tolist():
@@ -141,7 +141,7 @@ class WriterTable:
 
 
 class WriterRecord:
-    """A writer's record, one per gate. Borrows the gate's `fd`, whose lock keeps the record."""
+    """A writer's record. Its fence hold owns `fd`; the lock on `fd` keeps the record."""
 
     def __init__(self, fd: int) -> None:
         """Raises PeerUnavailable when all records are taken."""

@@ -1,12 +1,12 @@
-"""Copies of many runs on one GPU, done when the call returns: a session's `Copier` for GPUs.
+"""Copies of many runs on one GPU: a session's `Copier` for GPUs. It returns when they are done.
 
-One `Lane` for each GPU of a process has the stream, the kernel and the buffers. All sessions share
-it and take turns: one batch has the whole link anyway. A session's `GpuCopier` knows the link it
-copies over, and with it whether one kernel or the copy engines move a batch (`interconnect.py`).
+Each GPU of a process has one `Lane`: the stream, the kernel and the buffers. All sessions share it
+and take turns, because one batch uses the whole link anyway. A session's `GpuCopier` knows which
+link it copies over, and so whether one kernel or the copy engines move a batch (`interconnect.py`).
 
-`settled` is what a fence may stand on: False from the moment something may have been queued until
+A fence depends on `settled`. It is False from the moment when something may have been queued until
 the stream was synchronised. A copier that failed in between stays unsettled for good: nobody knows
-whether the device still writes. Its lane takes no more copies, of other sessions neither.
+whether the device still writes. Its lane then takes no more copies, not of other sessions either.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def kernel_for(device: int, stream: int) -> Kernel | None:
 
 
 class Lane:
-    """What this process copies with on one device. Whoever uses it holds `lock`, from the first
-    `queue` until `wait` has returned."""
+    """What this process copies with on one device. Its user holds `lock` from the first `queue`
+    until `wait` has returned."""
 
     def __init__(
         self, driver: GpuDriver, device: int, make_kernel: MakeKernel = kernel_for
@@ -90,8 +90,8 @@ class Lane:
             self._stream.copy_batch(target, source, nbytes, engines=link is not SAME)
 
     def wait(self) -> None:
-        """Return when all that was queued is done. Raises TransferFailed; the lane is of no use
-        then."""
+        """Return when all that was queued is done. Raises TransferFailed; then the lane takes no
+        more copies."""
         try:
             self._stream.synchronize()
         except BaseException:

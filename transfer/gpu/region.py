@@ -1,9 +1,9 @@
 """A rank's KV cache on a GPU: where it is, and whether other processes can map it.
 
-A rank's process exports its memory and tells the worker's main process (`tell_gpu`). That one does
-all the copying: it uses the memory as it is when the rank lives in it, else it maps what the rank
-exported (`GpuMapping`), which takes a CUDA context on each rank's device. `make_gpu_owner` offers
-it all to peers.
+A rank's process exports its memory and describes it to the worker's main process (`tell_gpu`). The
+main process makes all copies. It uses the memory of a rank that lives in it as it is. It maps what
+other ranks exported (`GpuMapping`), which takes a CUDA context on each rank's device.
+`make_gpu_owner` offers all of it to peers.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pullfill.transfer.cuda_ipc.owner import CudaIpcOwner
 from pullfill.transfer.cuda_ipc.writers import pid_namespace
 from pullfill.transfer.gpu.cuda import load
 from pullfill.transfer.gpu.gpu_contract import GpuDriver
+from pullfill.transfer.gpu.interconnect import visible
 from pullfill.transfer.shm.fence import SLOTS
 from pullfill.transfer.shm.files import RegionFiles
 from pullfill.transfer.shm.ranks import RankRegion
@@ -28,9 +29,9 @@ logger = log.get("transfer.gpu")
 
 
 def tell_gpu(memory: LocalMemory, driver: GpuDriver | None = None) -> RankRegion:
-    """What the process of a rank tells of its GPU memory (`pool.describe`), which `pool.tell` keeps
-    allocated: to free what others map is undefined. Without a handle, the memory is still in reach
-    of transports whose copies are made where it lives."""
+    """Describe a rank's GPU memory for the main process. `kv_pool.tell` keeps it allocated, because
+    CUDA does not define what happens when exported memory is freed. Without a handle, only
+    transports that copy in the rank's own process reach the memory."""
     exported, why_not = None, ""
     try:
         exported = export(memory, driver)
@@ -87,8 +88,7 @@ class GpuMapping:
         """`theirs`: as its process sees it. Raises PeerUnavailable when the device is not visible
         to this process or the memory cannot be mapped."""
         self._driver = driver or load()
-        devices = {self._driver.uuid(n): n for n in range(self._driver.count())}
-        device = devices.get(exported.device)
+        device = visible(self._driver).get(exported.device)
         if device is None:
             raise PeerUnavailable("a rank's GPU is not visible to the worker's main process")
         try:

@@ -29,7 +29,8 @@ from pullfill.transfer.nccl.device import Communicator, Device, Gpus
 from pullfill.transfer.nccl.library import Message
 from pullfill.transfer.nccl.messages import NcclReady, NcclStart, NcclUse
 from pullfill.transfer.nccl.staging import Laid
-from pullfill.transfer.stream.backend_contract import Backend, Interjected, Runs, StreamConnection
+from pullfill.transfer.stream.backend_contract import Backend, Interjected
+from pullfill.transfer.stream.batches import Runs
 from pullfill.transfer.stream.socket_connection import SocketConnection
 from pullfill.wire.codec import decode, encode
 
@@ -57,18 +58,18 @@ class _NcclBackend:
         self._generation = 0
         self._step = kind.message_bytes
         self._used = 0.0
-        self._link: StreamConnection | None = None
+        self._connection: SocketConnection | None = None
 
     @property
     def setup(self) -> bytes:
         """Which GPU this side is on."""
         return self._device.gpu.uuid.encode()
 
-    def start(self, link: StreamConnection, theirs: bytes) -> None:
+    def start(self, connection: SocketConnection, theirs: bytes) -> None:
         """See Backend. The communicator waits for the first batch."""
         if theirs == self.setup and not self._kind.shared:
             raise TransferFailed(f"both workers are on the same GPU ({SHARING})")
-        self._link = link
+        self._connection = connection
 
     def send(self, runs: Runs) -> None:
         """See Backend."""
@@ -88,8 +89,8 @@ class _NcclBackend:
 
     def interrupt(self) -> None:
         self._stop.set()
-        if isinstance(self._link, SocketConnection):
-            self._link.interrupt()
+        if self._connection is not None:
+            self._connection.interrupt()
 
     def close(self) -> None:
         self._kind.reaper.forget(self)
@@ -146,9 +147,9 @@ class _NcclBackend:
     def _watch(self) -> Callable[[], None]:
         """Raises TransferFailed when it is called after an interrupt, the peer's end, or too
         late."""
-        assert self._link is not None
-        stall_s, poll = self._link.stall_s, select.poll()
-        poll.register(self._link.fd, select.POLLRDHUP)
+        assert self._connection is not None
+        stall_s, poll = self._connection.stall_s, select.poll()
+        poll.register(self._connection.fd, select.POLLRDHUP)
         until = time.monotonic() + stall_s
 
         def watch() -> None:
@@ -180,13 +181,13 @@ class OwnerBackend(_NcclBackend):
                 raise
 
     def _agree(self) -> Communicator:
-        assert self._link is not None
+        assert self._connection is not None
         said = self._hear()
         if said.fresh:
             self._drop()
             self._generation = said.generation
             unique_id = self._device.unique_id(self._watch())
-            self._link.send(encode(NcclStart(unique_id=unique_id)))
+            self._connection.send(encode(NcclStart(unique_id=unique_id)))
             self._make(unique_id)
             said = self._hear()
         if self._comm is None or said.generation != self._generation or not self._comm.usable:
@@ -194,14 +195,14 @@ class OwnerBackend(_NcclBackend):
         return self._comm
 
     def _hear(self) -> NcclUse:
-        assert self._link is not None
-        said = decode(self._link.receive(), NcclUse)
+        assert self._connection is not None
+        said = decode(self._connection.receive(), NcclUse)
         self._step = said.message_bytes
         return said
 
     def _meet(self) -> None:
-        assert self._link is not None
-        self._link.send(encode(NcclReady()))
+        assert self._connection is not None
+        self._connection.send(encode(NcclReady()))
 
 
 class PeerBackend(_NcclBackend):
@@ -224,10 +225,10 @@ class PeerBackend(_NcclBackend):
         failpoints.hit("nccl.ready")
 
     def _ask(self, wanted: type[M], *, fresh: bool) -> M:
-        assert self._link is not None
+        assert self._connection is not None
         use = NcclUse(generation=self._generation, fresh=fresh, message_bytes=self._step)
-        self._link.send(encode(use))
-        answer = self._link.receive()
+        self._connection.send(encode(use))
+        answer = self._connection.receive()
         try:
             return decode(answer, wanted)
         except BadMessage:

@@ -1,5 +1,5 @@
-"""What the two sides of a nccl backend say on the link (docs/wire.md). The peer speaks first, once
-per batch and before its payload.
+"""What the two sides of a nccl backend say on the connection (docs/wire.md). The peer speaks first,
+once per batch and before its payload.
 """
 
 from __future__ import annotations

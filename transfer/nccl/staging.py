@@ -19,9 +19,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from pullfill.errors import TransferFailed
-from pullfill.transfer.iovecs import Iovec, messages
 from pullfill.transfer.nccl.nccl_contract import Copier, Gpu
-from pullfill.transfer.stream.backend_contract import Runs
+from pullfill.transfer.stream.batches import Iovec, Runs, pieces
 
 TURNS = 4
 TICK_S = 0.02
@@ -90,8 +89,8 @@ class Laid:
     the blocks and the turn's memory. Raises TransferFailed when that is too small."""
 
     def __init__(self, runs: Runs, step: int, turn: Turn) -> None:
-        pieces = messages(runs.iovec, step)
-        staged = [piece for piece in pieces if len(piece) > 1]
+        messages = list(pieces(runs.iovec, step))
+        staged = [message.iovec for message in messages if len(message.iovec) > 1]
         self.blocks: Iovec = np.concatenate(staged) if staged else runs.iovec[:0]
         self.ring = self.blocks.copy()
         nbytes, at = int(self.blocks[:, 1].sum()), turn.address
@@ -100,10 +99,9 @@ class Laid:
         ends = np.cumsum(self.blocks[:, 1])
         self.ring[:, 0] = np.uint64(at) + ends - self.blocks[:, 1]
         self.places: list[tuple[int, int]] = []
-        for piece in pieces:
-            length = int(piece[:, 1].sum())
-            if len(piece) == 1:
-                self.places.append((int(piece[0, 0]), length))
+        for message in messages:
+            if len(message.iovec) == 1:
+                self.places.append((int(message.iovec[0, 0]), message.total))
             else:
-                self.places.append((at, length))
-                at += length
+                self.places.append((at, message.total))
+                at += message.total

@@ -1,16 +1,15 @@
-"""One NIXL agent over one memory, kept from everything that would disturb a worker.
+"""One NIXL agent over one memory. No other file calls NIXL. One thread at a time uses an agent.
 
-NIXL's habits and what is done about them: a progress thread spins a core (none is made; whoever
-waits for a transfer polls, with pauses); a new agent may pin the thread that makes it to other
-cores (put back); its import sets up logging of its own (undone, the levels stay NIXL_LOG_LEVEL's).
+NIXL does three things that would disturb a worker. Its progress thread keeps a core busy: none is
+made, and whoever waits for a transfer polls, with pauses. A new agent may pin the thread that makes
+it to other cores: the affinity is put back. Its import sets up logging of its own: that is undone,
+and NIXL_LOG_LEVEL still sets the level.
 
-The proof that nothing lands any more. A transfer that is done is done. One that is given up may
+The proof that nothing lands any more: a transfer that is done is done. One that is given up may
 still be in a queue of UCX or of the network card, and releasing its handle does not promise to take
 it out. So the whole agent is dropped: its worker, its endpoints, its registration of the memory.
-Without those, neither UCX nor a card can write there. On a GPU, UCX may have queued copies that run
-on without it: whoever drops an agent then waits for all that this process has queued there.
-
-An agent is used by one thread at a time. Everything of NIXL's is reached through here.
+Without those, neither UCX nor a card can write there. On a GPU, UCX may have queued copies that go
+on without it. Whoever drops an agent then waits for all that this process has queued there.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ import numpy as np
 
 from pullfill.errors import TransferFailed
 from pullfill.transfer.contract import LocalMemory
-from pullfill.transfer.iovecs import Iovec
+from pullfill.transfer.stream.batches import Iovec
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +85,7 @@ def _import() -> Any:
 
 
 class Pauses:
-    """How long to wait between two looks: short at first. Any wait that polls."""
+    """The pauses of a wait that polls: short at first, then longer."""
 
     def __init__(self) -> None:
         self._fast_until = time.monotonic() + _FAST_S
@@ -116,7 +115,7 @@ class Agent:
             self.metadata: bytes = self._agent.get_agent_metadata()
 
     def connect(self, metadata: bytes) -> None:
-        """Make the agent known whose memory is moved from or to. Once. Raises TransferFailed."""
+        """Tell NIXL about the agent at the other end. Once. Raises TransferFailed."""
         with _failures("the peer's NIXL metadata cannot be used"):
             name = self._agent.add_remote_agent(metadata)
             self._remote = name.decode() if isinstance(name, bytes) else str(name)
@@ -129,9 +128,12 @@ class Agent:
         their_device: int,
         check: Callable[[], None],
     ) -> None:
-        """READ theirs into ours or WRITE ours into theirs, runs of pairwise equal length. Returns
-        when all bytes are there. `check` is called while waiting and raises to give up. After any
-        error the agent must be dropped before its memory is believed to be quiet."""
+        """READ theirs into ours, or WRITE ours into theirs. Returns when all bytes are there.
+
+        ours, theirs: runs of pairwise equal length.
+        check: called during the wait; raises to give up.
+
+        After any error the agent must be dropped before its memory counts as quiet."""
         with _failures("the transfer failed"):
             self._enter()
             here = self._agent.get_xfer_descs(_rows(ours, self._device), self._kind)
@@ -163,8 +165,8 @@ class Agent:
             self._agent.get_new_notifs()
 
     def drop(self) -> None:
-        """Disconnect, deregister, destroy. When it returns, nothing moves under this agent any
-        more. After an error of the GPU it never returns, because nobody can know. Idempotent."""
+        """Disconnect, deregister, destroy. When it returns, this agent moves nothing any more.
+        After an error of the GPU it never returns, because nobody can know. Idempotent."""
         agent, self._agent = self._agent, None
         registered, self._registered = self._registered, None
         if agent is None:
@@ -190,8 +192,8 @@ class Agent:
 
 
 def _context(device: int | None) -> tuple[Callable[[], None], Callable[[], None]]:
-    """Makes the device's context the calling thread's: UCX copies GPU memory in whatever is. And
-    waits for all that was queued in it, UCX's copies among them."""
+    """Two functions. The first makes the device's CUDA context the calling thread's: UCX copies GPU
+    memory in the current one. The second waits for all that was queued there."""
     if device is None:
         return lambda: None, lambda: None
     from pullfill.transfer.gpu.cuda import load
@@ -201,7 +203,7 @@ def _context(device: int | None) -> tuple[Callable[[], None], Callable[[], None]
 
 
 def _undo(agent: Any, remote: str | None, registered: Any) -> None:
-    """What destroying the agent would do too, in order. Errors are those of broken connections."""
+    """Disconnect and deregister, in this order. Errors are those of broken connections."""
     try:
         if remote is not None:
             agent.remove_remote_agent(remote)
@@ -223,7 +225,8 @@ def _rows(iovec: Iovec, device: int) -> Iovec:
 
 @contextmanager
 def _failures(what: str) -> Iterator[None]:
-    """NIXL raises many classes of its own. Their frames must not keep an agent alive."""
+    """Turn NIXL's exceptions, of many classes, into TransferFailed."""
+    # The frames of their tracebacks would keep the agent alive.
     try:
         yield
     except TransferFailed:

@@ -1,12 +1,13 @@
-"""The payload through NIXL. The owner always starts the transfer: reads the peer's memory for a
-write operation, writes into it for a read. So the owner knows when nothing moves any more.
+"""The payload through NIXL. The owner always starts the transfer: it reads the peer's memory for a
+write operation, and writes into it for a read. So the owner knows when nothing moves any more.
 
-Per batch the peer tells where its bytes are (`messages.py`) and helps UCX along until the owner
-says that they moved; nothing else of the peer's is needed, and nothing runs between batches.
+For each batch the peer says where its bytes are (`messages.py`). Then it lets UCX make progress
+until the owner says that the bytes have moved. Nothing runs between batches.
 
 An agent is made at the first batch, dropped when idle or after any fault, and made again when
-needed; the peer's agents are counted (`generation`), and its metadata comes with the first batch of
-each. When the owner meets a new one it drops its own too, so that no connection outlives its end.
+needed. The peer counts its agents (`generation`), and sends an agent's metadata with the agent's
+first batch. When the owner meets a new agent of the peer it drops its own too, so that no NIXL
+connection outlives the agent at its other end.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ import numpy as np
 from pullfill.errors import BadMessage, TransferFailed
 from pullfill.transfer.contract import LocalMemory
 from pullfill.transfer.idle_resources import Reaper
-from pullfill.transfer.iovecs import Iovec, pairs
 from pullfill.transfer.nixl import agent as nixl
 from pullfill.transfer.nixl.agent import Agent, Pauses
 from pullfill.transfer.nixl.messages import MAX_FRAME, NixlMoved, NixlRuns
-from pullfill.transfer.stream.backend_contract import Backend, Interjected, Runs, StreamConnection
+from pullfill.transfer.stream.backend_contract import Backend, Interjected
+from pullfill.transfer.stream.batches import Iovec, Runs, pairs
+from pullfill.transfer.stream.socket_connection import SocketConnection
 from pullfill.wire.codec import decode, encode
 
 log = logging.getLogger(__name__)
@@ -36,7 +38,7 @@ _LOOK_EVERY = 64
 
 
 class _NixlBackend:
-    """What both sides share: an agent that comes and goes. `_held` is taken for each call."""
+    """What both sides share: an agent that comes and goes. Each call takes `_held`."""
 
     def __init__(self, memory: LocalMemory, reaper: Reaper, idle_s: float) -> None:
         self._memory = memory
@@ -46,15 +48,15 @@ class _NixlBackend:
         self._stop = threading.Event()
         self._agent: Agent | None = None
         self._used = 0.0
-        self._link: StreamConnection | None = None
+        self._connection: SocketConnection | None = None
 
     @property
     def setup(self) -> bytes:
         return b""
 
-    def start(self, link: StreamConnection, theirs: bytes) -> None:
-        """See Backend. Everything else waits for the first batch."""
-        self._link = link
+    def start(self, connection: SocketConnection, theirs: bytes) -> None:
+        """See Backend. The agent is made with the first batch."""
+        self._connection = connection
 
     def interrupt(self) -> None:
         self._stop.set()
@@ -76,7 +78,7 @@ class _NixlBackend:
             self._held.release()
 
     def _ready(self) -> Agent:
-        """Raises TransferFailed, also when interrupted meanwhile."""
+        """The agent, made if there is none. Raises TransferFailed."""
         if self._agent is None:
             self._agent = Agent(self._memory)
             self._made(self._agent)
@@ -92,12 +94,12 @@ class _NixlBackend:
             agent.drop()
 
     def _watch(self) -> _Watch:
-        assert self._link is not None
-        return _Watch(self._link, self._stop)
+        assert self._connection is not None
+        return _Watch(self._connection, self._stop)
 
 
 class OwnerBackend(_NixlBackend):
-    """The decode side: starts every transfer."""
+    """The owner's side: starts every transfer."""
 
     def __init__(self, memory: LocalMemory, reaper: Reaper, idle_s: float) -> None:
         super().__init__(memory, reaper, idle_s)
@@ -113,14 +115,14 @@ class OwnerBackend(_NixlBackend):
         self._move("READ", runs)
 
     def discard(self, nbytes: int) -> None:
-        """See Backend. The peer's bytes stay where they are; it hears the answer instead of us."""
-        assert self._link is not None
+        """See Backend. The peer's bytes stay where they are. Next it hears the owner's answer."""
+        assert self._connection is not None
         with self._held:
-            self._meet(decode(self._link.receive(MAX_FRAME), NixlRuns))
+            self._meet(decode(self._connection.receive(MAX_FRAME), NixlRuns))
 
     def _move(self, verb: str, runs: Runs) -> None:
-        assert self._link is not None
-        said = decode(self._link.receive(MAX_FRAME), NixlRuns)
+        assert self._connection is not None
+        said = decode(self._connection.receive(MAX_FRAME), NixlRuns)
         theirs = _checked(said, runs.total)
         with self._held:
             try:
@@ -132,7 +134,7 @@ class OwnerBackend(_NixlBackend):
             except BaseException:
                 self._drop()
                 raise
-        self._link.send(encode(NixlMoved()))
+        self._connection.send(encode(NixlMoved()))
 
     def _meet(self, said: NixlRuns) -> None:
         if said.generation == self._generation:
@@ -147,7 +149,7 @@ class OwnerBackend(_NixlBackend):
 
 
 class PeerBackend(_NixlBackend):
-    """The prefill side: names its memory, and helps until the owner is done."""
+    """The peer's side: names its memory, and lets UCX make progress until the owner is done."""
 
     def __init__(self, memory: LocalMemory, reaper: Reaper, idle_s: float) -> None:
         super().__init__(memory, reaper, idle_s)
@@ -169,7 +171,7 @@ class PeerBackend(_NixlBackend):
         self._generation += 1
 
     def _offer(self, runs: Runs) -> None:
-        assert self._link is not None
+        assert self._connection is not None
         with self._held:
             try:
                 agent = self._ready()
@@ -181,9 +183,9 @@ class PeerBackend(_NixlBackend):
                     device=-1 if self._memory.device is None else self._memory.device,
                     iovec=runs.iovec.astype("<u8").tobytes(),
                 )
-                self._link.send(encode(said))
+                self._connection.send(encode(said))
                 self._help(agent)
-                answer = self._link.receive()
+                answer = self._connection.receive()
                 self._used = time.monotonic()
                 if not _moved(answer):
                     raise Interjected(answer)
@@ -194,10 +196,10 @@ class PeerBackend(_NixlBackend):
                 raise
 
     def _help(self, agent: Agent) -> None:
-        """Let UCX answer the owner until the owner says something (or leaves)."""
-        assert self._link is not None
+        """Let UCX answer the owner until the owner says something or leaves."""
+        assert self._connection is not None
         poll = select.poll()
-        poll.register(self._link.fd, select.POLLIN)
+        poll.register(self._connection.fd, select.POLLIN)
         pauses, watch = Pauses(), self._watch()
         while not poll.poll(0):
             watch()
@@ -214,16 +216,16 @@ def _moved(frame: bytes) -> bool:
 
 
 class _Watch:
-    """Called while something is waited for: raises TransferFailed when it was interrupted, the
-    peer is gone, or the stall time is over."""
+    """Called again and again during a wait. Raises TransferFailed when the backend was interrupted,
+    the peer is gone, or the stall time is over."""
 
-    def __init__(self, link: StreamConnection, stop: threading.Event) -> None:
+    def __init__(self, connection: SocketConnection, stop: threading.Event) -> None:
         self._stop = stop
-        self._stall_s = link.stall_s
-        self._until = time.monotonic() + link.stall_s
+        self._stall_s = connection.stall_s
+        self._until = time.monotonic() + connection.stall_s
         self._calls = 0
         self._poll = select.poll()
-        self._poll.register(link.fd, select.POLLRDHUP)
+        self._poll.register(connection.fd, select.POLLRDHUP)
 
     def __call__(self) -> None:
         if self._stop.is_set():
@@ -237,8 +239,8 @@ class _Watch:
 
 
 def _checked(said: NixlRuns, total: int) -> Iovec:
-    """The peer's runs: as many bytes as this batch has. Raises BadMessage. Whether they lie in its
-    memory is for NIXL to check against the peer's metadata."""
+    """The peer's runs. Raises BadMessage unless they have `total` bytes. NIXL checks against the
+    peer's metadata whether they are in its memory."""
     if len(said.iovec) % 16 or not said.iovec:
         raise BadMessage("not a list of runs")
     theirs = np.frombuffer(said.iovec, "<u8").reshape(-1, 2).astype(np.uint64)
@@ -249,12 +251,11 @@ def _checked(said: NixlRuns, total: int) -> Iovec:
 
 
 class NixlKind:
-    """The BackendKind: backends of one process share nothing but the thread that drops idle
-    agents."""
+    """The BackendKind. Backends of one process share only the thread that drops idle agents."""
 
     name = "nixl"
     batch_bytes = 4 << 20
-    """Small enough to hold the GIL for as long as NIXL copies one by itself (shared memory)."""
+    """Small, because over shared memory NIXL copies a batch itself, and holds the GIL meanwhile."""
 
     def __init__(self, *, idle_s: float = IDLE_S) -> None:
         self._idle_s = idle_s
@@ -265,7 +266,7 @@ class NixlKind:
         return nixl.why_not()
 
     def detail(self, memory: LocalMemory) -> str | None:
-        """See BackendKind: the version; agents of two versions need not understand each other."""
+        """See BackendKind: NIXL's version. Agents of two versions may not understand each other."""
         return nixl.version()
 
     def can_reach(self, detail: str) -> str | None:

@@ -1,4 +1,4 @@
-"""What the two sides of a nixl backend say on the link, once per batch (docs/wire.md).
+"""What the two sides of a nixl backend say on the connection, once per batch (docs/wire.md).
 
 peer   NixlRuns: where its bytes of this batch are
 owner  NixlMoved, once it has read or written them all (or, discarding, touched none)
@@ -19,9 +19,13 @@ MAX_FRAME = MAX_METADATA + MAX_RUNS + 4096
 
 
 class NixlRuns(Message, tag="nixl_runs", frozen=True, kw_only=True):
-    """iovec: pairs of little-endian u64, address and bytes. device: of the peer's memory, -1 for
-    host memory. generation: which of the peer's agents it is; `metadata` comes with the first
-    batch of each generation on this connection."""
+    """Where the peer's bytes of a batch are.
+
+    generation: the number of the peer's agent.
+    metadata: of that agent, with its first batch on this connection.
+    device: that holds the peer's memory. -1: the CPU.
+    iovec: pairs of little-endian u64, address and bytes.
+    """
 
     v: Version = WIRE_VERSION
     generation: Count

@@ -1,16 +1,19 @@
-"""The fence file: one epoch per grant slot, guarded by an OFD lock on the slot's own bytes.
+"""The fence file: a slot for each grant, with an epoch, guarded by an OFD lock on the slot's bytes.
 
     byte 0            owner lock (files.py)
-    0 .. 1023         header: magic, version, slots, incarnation word, incarnation text
+    0 .. 1023         header: magic, slots, incarnation word, incarnation text
     1024 .. 4095      who copies by GPU (cuda_ipc/writers.py)
     4096 + 64 * i     slot i: u64 epoch, u64 dying (the epoch the owner is revoking), padding
 
-A writer holds its slot *shared* for one bounded batch and believes only the epoch it reads while
-holding it; several ranks of one grant may write side by side. The owner revokes by taking the slot
-*exclusively* and adding one to the epoch: then no holder is left and every later one sees the new
-epoch. That is the whole proof. `dying` and the incarnation word only make a writer stop earlier.
+Whoever copies, in any transport, locks the slot *shared* for one bounded batch. It believes only
+the epoch that it reads while it holds the lock. Several ranks may copy under one grant at once.
 
-A stopped writer keeps its lock (so the blocks stay quarantined); a dead one loses it in the kernel.
+The owner revokes: it locks the slot *exclusively* and adds one to the epoch. Then nobody else holds
+the lock, and everybody who takes it later sees the new epoch. That is the whole proof. `dying` and
+the incarnation word only make a writer stop earlier.
+
+A stopped writer keeps its lock, so its blocks stay in quarantine. A dead one loses it in the
+kernel.
 """
 
 from __future__ import annotations
@@ -40,13 +43,14 @@ _WORD = 8
 _INCARNATION_AT = 2  # index of the word in units of u64
 _LOCK_PATIENCE_S = 1.0
 _SLOTS_KEPT = 64
+_NOTHING: tuple[int, frozenset[int], frozenset[int]] = (-1, frozenset(), frozenset())
 
 _Slot: TypeAlias = tuple[int, lock.Call, lock.Call]
-"""Index of the epoch's word; lock and unlock, see `lock.shared`."""
+"""The index of the epoch's word, and the calls that lock and unlock the slot (`lock.shared`)."""
 
 
 def incarnation_word(incarnation: str) -> int:
-    """64 bits of the incarnation, never 0 (0 = closed): one aligned load per batch."""
+    """64 bits of a hash of the incarnation: one aligned load per batch. Never 0: 0 means closed."""
     return int.from_bytes(blake2b(incarnation.encode(), digest_size=8).digest()) | 1
 
 
@@ -55,10 +59,10 @@ def _slot_at(slot: int) -> int:
 
 
 class ShmFences:
-    """OwnerFences over a fence file. Borrows `fd` (RegionFiles owns it); owns its mapping.
+    """OwnerFences over a fence file. Owns a mapping of the file; RegionFiles owns `fd`.
 
-    Thread-safe. A slot goes back to the free list only by a proved revoke, and its epoch only
-    grows, so an old token never fits a slot used again.
+    Thread-safe. Only a proved revoke makes a slot free, and its epoch only grows. So an old token
+    never fits a slot that is used again.
     """
 
     def __init__(self, fd: int, incarnation: str, num_blocks: int, slots: int = SLOTS) -> None:
@@ -71,16 +75,20 @@ class ShmFences:
         self._free = [*reversed(range(slots))]  # last in, first out: what is kept of a slot is used
         self._mutex = threading.Lock()
         self._closed = False
-        self.quiet: Callable[[int], bool] | None = None
-        """For writers whose bytes move on after they lost their lock (cuda_ipc/writers.py): asked
-        with the slot locked; False: not proved yet. Set it before the first `open`."""
+        self._granted: dict[int, tuple[int, frozenset[int], frozenset[int]]] = {}
+        """By slot: the epoch, the blocks that may be read, those of them that may be written."""
+        # Both are set before the first `open`.
+        self.quiet: Callable[[int], bool] = lambda slot: True
+        """Asked with the slot locked: whether nobody copies under it any more. For writers whose
+        bytes move on after they lost their lock (cuda_ipc/writers.py)."""
+        self.on_unproved: Callable[[FenceToken], None] = lambda token: None
+        """Called after a revoke that proved nothing (stream/server.py)."""
         for slot in range(slots):
             self._words[_slot_at(slot) // _WORD] = secrets.randbits(61)
         self.renew(incarnation)
 
     def renew(self, incarnation: str) -> None:
-        """A new incarnation: sessions opened under the old one are refused from now on. What
-        they do in a batch under way is ended by `try_revoke` of their tokens as always."""
+        """See Owner. A batch under way goes on; as always, `try_revoke` of its token ends it."""
         text = incarnation.encode()
         if len(text) > 128:
             raise ConfigError("an incarnation has at most 128 bytes")
@@ -93,25 +101,42 @@ class ShmFences:
 
     @property
     def in_use(self) -> int:
-        """Slots open or being revoked."""
+        """See OwnerFences."""
         return self._slots - len(self._free)
 
     def open(self, block_ids: Sequence[int], first_target: int = 0) -> FenceToken:
-        """See OwnerFences. The file knows nothing of blocks: who maps the memory can write to all
-        of it. Raises OverloadedError when all slots are in use, ConfigError on block ids outside
-        the region."""
+        """See OwnerFences. The file says nothing of blocks. Threads of this process that move bytes
+        for a peer ask `granted`."""
         if len(block_ids) and not 0 <= min(block_ids) <= max(block_ids) < self._num_blocks:
             raise ConfigError(f"a granted block is outside 0..{self._num_blocks - 1}")
+        blocks = [int(block) for block in block_ids]
+        readable, writable = frozenset(blocks), frozenset(blocks[first_target:])
         with self._mutex:
             if self._closed:
                 raise ConfigError("the region is closed")
             if not self._free:
                 raise OverloadedError(f"all {self._slots} fence slots are in use")
             slot = self._free.pop()
-            return FenceToken(slot=slot, epoch=self._words[_slot_at(slot) // _WORD])
+            token = FenceToken(slot=slot, epoch=self._words[_slot_at(slot) // _WORD])
+            self._granted[slot] = token.epoch, readable, writable
+            return token
+
+    def granted(self, token: FenceToken, *, writes: bool) -> frozenset[int] | None:
+        """The blocks that may be read, or written, under a token that is not yet proved dead. None
+        for any other token: the file refuses it."""
+        epoch, readable, writable = self._granted.get(token.slot, _NOTHING)
+        if epoch != token.epoch:
+            return None
+        return writable if writes else readable
 
     def try_revoke(self, token: FenceToken) -> bool:
         """See OwnerFences. Two system calls, never blocks."""
+        proved = self._try_revoke(token)
+        if not proved:
+            self.on_unproved(token)
+        return proved
+
+    def _try_revoke(self, token: FenceToken) -> bool:
         if token.slot >= self._slots:
             raise ConfigError(f"no fence slot {token.slot}")
         start = _slot_at(token.slot)
@@ -125,17 +150,17 @@ class ShmFences:
             if not lock.try_exclusive(self._fd, start, _SLOT_BYTES):
                 return False
             try:
-                if self.quiet is not None and not self.quiet(token.slot):
+                if not self.quiet(token.slot):
                     return False
                 self._words[word] = token.epoch + 1
             finally:
                 lock.unlock(self._fd, start, _SLOT_BYTES)
+            self._granted.pop(token.slot, None)
             self._free.append(token.slot)
             return True
 
     def close(self) -> None:
-        """Refuse every session's next batch and drop the mapping. Idempotent. Proves nothing:
-        revoke what must be proved before."""
+        """See OwnerFences. Drops the mapping. Idempotent."""
         with self._mutex:
             if self._closed:
                 return
@@ -146,12 +171,11 @@ class ShmFences:
 
 
 class ShmHold:
-    """The peer's end of a fence file; a `session.Gate`. Owns `fd`, an open file description of
-    its own, so that its locks are its own too."""
+    """The fence hold of whoever copies. Owns `fd`, an open file description with its own locks."""
 
     def __init__(self, fd: int, incarnation: str) -> None:
-        """Raises PeerUnavailable when the file is of another incarnation or not a fence file.
-        Takes ownership of `fd` in every case."""
+        """Takes ownership of `fd` in every case. Raises PeerUnavailable when the file is of another
+        incarnation or not a fence file."""
         self._fd = fd
         self._word = incarnation_word(incarnation)
         try:
@@ -187,8 +211,9 @@ class ShmHold:
         return True
 
     def _prepare(self, token: FenceToken) -> _Slot:
-        """Kept, because a write is many batches of one slot; not for ever, because a session sees
-        many slots. Raises Fenced when there is no such slot."""
+        """Make the calls for a slot. Raises Fenced when there is no such slot."""
+        # Kept, because a write is many batches of one slot. Not for ever, because a session meets
+        # many slots.
         if token.slot >= self._slots:
             raise Fenced(f"the owner has no fence slot {token.slot}")
         if len(self._slots_used) >= _SLOTS_KEPT:
@@ -199,7 +224,8 @@ class ShmHold:
         return slot
 
     def _wait_shared(self, word: int, token: FenceToken) -> None:
-        """The owner holds the slot: for microseconds, unless it is stopped right there."""
+        """Wait until the owner lets go of the slot. It holds it for microseconds, unless it is
+        stopped right then."""
         give_up = time.monotonic() + _LOCK_PATIENCE_S
         while not lock.try_shared(self._fd, word * _WORD, _SLOT_BYTES):
             if time.monotonic() >= give_up:

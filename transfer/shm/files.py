@@ -1,10 +1,12 @@
-"""The files of a worker's shared KV memory, their life and their names.
+"""The files of a worker's shared KV memory, their life and their names. All have mode 0600.
 
-`pullfill-<instance>.fence` is made first, by the worker's main process, which holds an exclusive
-lock on its first byte until it dies; then `pullfill-<instance>-<rank>.kv`, the KV bytes, by the
-process of each rank. They go in the opposite order. So: a .fence whose byte 0 can be locked, with
-every .kv of its instance, and a .kv whose instance has no .fence, are orphans, and `sweep` unlinks
-them. Whoever still maps an orphan keeps harmless pages. All are mode 0600.
+The worker's main process makes `pullfill-<instance>.fence` first. It holds an exclusive lock on the
+first byte until it dies. Then the process of each rank makes `pullfill-<instance>-<rank>.kv`, which
+holds the KV bytes. The files are removed in the opposite order.
+
+So two kinds of files are orphans: a .fence whose first byte can be locked, with every .kv of its
+instance; and a .kv whose instance has no .fence. `sweep` unlinks them. A process that still maps an
+orphan keeps its pages, which nobody else uses.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import stat
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import ClassVar, Self
 
 import msgspec
 
@@ -31,33 +34,41 @@ _REGION = re.compile(r"/(?:[^/\0]+/)*pullfill-[a-z0-9_-]+\.(?:kv|fence)\Z")
 _KV = re.compile(r"(?P<instance>pullfill-.+)-[0-9]+\.kv")
 _UNNAMED = re.compile(r"/proc/[0-9]+/fd/[0-9]+\Z")
 _SWEPT_S = 5.0
-"""A sweeper unlinks what it has locked at once, unless it is stopped."""
+"""The longest wait for a sweeper that has locked our file. Unless stopped, it unlinks at once."""
 _OPEN = os.O_NONBLOCK | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
-class ShmEndpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`RegionDescriptor.endpoints["shm"]`, as JSON: two paths and which inodes must be there."""
+class Endpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What an owner publishes for peers that map its memory: `RegionDescriptor.endpoints[NAME]`, as
+    JSON. It names the fence file by its path and by the inode that must be there."""
 
+    transport: ClassVar[str]
     v: int = 1
-    kv: str
-    kv_inode: tuple[int, int]
     fence: str
     fence_inode: tuple[int, int]
-    nbytes: int
 
     def encode(self) -> str:
         return msgspec.json.encode(self).decode()
 
-    @staticmethod
-    def decode(text: str) -> ShmEndpoint:
+    @classmethod
+    def decode(cls, text: str) -> Self:
         """Raises BadMessage."""
         try:
-            endpoint = msgspec.json.decode(text, type=ShmEndpoint)
+            endpoint = msgspec.json.decode(text, type=cls)
         except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
-            raise BadMessage(f"not an shm endpoint: {exc}") from exc
+            raise BadMessage(f"not a {cls.transport} endpoint: {exc}") from exc
         if endpoint.v != 1:
-            raise BadMessage(f"shm endpoint of version {endpoint.v}, this is version 1")
+            raise BadMessage(f"{cls.transport} endpoint of version {endpoint.v}, this is version 1")
         return endpoint
+
+
+class ShmEndpoint(Endpoint, frozen=True, kw_only=True):
+    """The KV file of one rank."""
+
+    transport = "shm"
+    kv: str
+    kv_inode: tuple[int, int]
+    nbytes: int
 
 
 def inode(fd: int) -> tuple[int, int]:
@@ -67,11 +78,14 @@ def inode(fd: int) -> tuple[int, int]:
 
 
 def open_same(path: str, expected: tuple[int, int] | None = None) -> int:
-    """Open a region file that a peer published: a regular file of our own user, the very inode
-    named. Returns a descriptor. Raises FileNotFoundError (gone or replaced), PermissionError.
+    """Open a region file that a peer published. Returns a descriptor. Raises FileNotFoundError (it
+    is gone or replaced) and PermissionError.
 
-    The path came over the network and we are going to write there, so it must be that of a region:
-    `pullfill-….kv` or `.fence` that is no link, or an unlinked mapping, reached through /proc.
+    expected: (device, inode) that the file must have.
+
+    The path comes from the network, and we are going to write there. So it must be a regular file
+    of our own user: `pullfill-….kv` or `.fence` that is no link, or an unlinked file reached
+    through /proc.
     """
     if (unnamed := _UNNAMED.match(path)) is None and not _REGION.match(path):
         raise PermissionError(f"{path[:200]!r} is not the path of a region")
@@ -100,9 +114,9 @@ def kv_path(directory: Path, instance_id: str, rank: int) -> Path:
 
 
 def create_kv(directory: Path, instance_id: str, rank: int, nbytes: int) -> Path:
-    """Make a rank's KV file, `nbytes` of zeros without pages behind them yet; the instance's
-    RegionFiles remove it. Raises ConfigError when the file system could not hold it: running out
-    later would kill us with SIGBUS."""
+    """Make a rank's KV file: `nbytes` of zeros, without pages behind them yet. The instance's
+    RegionFiles remove it. Raises ConfigError when the file system could not hold it."""
+    # To run out of space later would kill this process with SIGBUS.
     free = _unclaimed(directory)
     if nbytes > free:
         raise ConfigError(
@@ -120,12 +134,13 @@ def create_kv(directory: Path, instance_id: str, rank: int, nbytes: int) -> Path
 
 
 class RegionFiles:
-    """Makes and owns the fence file, and removes the KV files that the ranks made. Lives as long as
-    the worker's memory, in its main process; a process that fails at its start removes them too."""
+    """Makes and owns the fence file, and removes the KV files that the ranks made. It lives in the
+    worker's main process, as long as the worker's memory. A process that fails while it starts
+    removes the files too."""
 
     def __init__(self, instance_id: str, directory: Path | None = None) -> None:
-        """Sweeps orphans, then creates and locks the fence file (empty). Raises ConfigError when
-        the directory cannot be used or the name is taken by a live process."""
+        """Sweep orphans, then make and lock the fence file (empty). Raises ConfigError when the
+        directory cannot be used or a live process has the name."""
         self.instance_id = instance_id
         self.directory = directory or shm_dir()
         self.fence_path = self.directory / f"{PREFIX}{instance_id}.fence"
@@ -171,7 +186,7 @@ class RegionFiles:
         return fd
 
     def close(self) -> None:
-        """Unlink all of them and let go of the owner lock. Idempotent."""
+        """Unlink all files and let go of the owner lock. Idempotent."""
         if self.fence_fd < 0:
             return
         _unlink(self.directory, *_kv_names(self.directory, self.fence_path.stem))
@@ -182,11 +197,11 @@ class RegionFiles:
 
 
 class Mapping:
-    """A KV file that another process made, mapped whole for reading and writing. `close` ends it;
-    nothing may copy there any more."""
+    """A KV file that another process made, mapped whole, for reading and writing. After `close`
+    nothing may copy there."""
 
     def __init__(self, path: str, expected: tuple[int, int], nbytes: int) -> None:
-        """Raises what `open_same` does, PeerUnavailable when the file is too short."""
+        """Raises PeerUnavailable when the file is too short, and what `open_same` raises."""
         fd = open_same(path, expected)
         try:
             if os.fstat(fd).st_size < nbytes:
@@ -204,7 +219,7 @@ class Mapping:
 
 
 def sweep(directory: Path) -> list[str]:
-    """Unlink what dead owners of this user left. Returns the names removed."""
+    """Unlink the files that dead owners of this user left. Returns their names."""
     removed: list[str] = []
     names = sorted(n for n in os.listdir(directory) if n.startswith(PREFIX))
     for name in (n for n in names if n.endswith(".fence")):
@@ -228,7 +243,7 @@ def sweep(directory: Path) -> list[str]:
 
 
 def _kv_names(directory: Path, stem: str) -> list[str]:
-    """KV files of all ranks of the instance `stem` (with prefix)."""
+    """The KV files of all ranks of an instance. stem: its id, with the prefix."""
     kvs = (_KV.fullmatch(name) for name in sorted(os.listdir(directory)))
     return [kv[0] for kv in kvs if kv is not None and kv["instance"] == stem]
 
@@ -243,7 +258,7 @@ def _unlink(directory: Path, *names: str) -> list[str]:
 
 
 def _unclaimed(directory: Path) -> int:
-    """Free bytes less what sparse regions of others may still grow into."""
+    """Free bytes, less those that sparse KV files of others may still take."""
     space = os.statvfs(directory)
     claimed = 0
     for path in directory.glob(f"{PREFIX}*.kv"):

@@ -1,13 +1,13 @@
-"""Makes vLLM's CPU KV cache a shared file mapping, and reads its layout. The only torch here.
+"""Makes vLLM's CPU KV cache a shared file mapping, and reads its layout. The only torch in shm/.
 
-`SharedKvPool` is a context manager for a connector's `get_mem_pool_context()`: the one big int8
-allocation made inside it becomes a mapping of a file that peers can map too (no copy, zero like
-the original; pullfill/runtime/pages.py then makes its pages present). If vLLM allocated in some
-other way, `share` moves the storage into shared memory instead, which keeps all views valid.
+`SharedKvPool` is a context manager for a connector's `get_mem_pool_context()`. The one big int8
+allocation made inside it becomes a mapping of a file, which peers can map too. It is zero, as the
+allocation would be, and nothing is copied. (pullfill/runtime/pages.py makes its pages present.) If
+vLLM allocated in another way, `share` moves the storage into shared memory. All views stay valid.
 
-Runs in the process of each rank; the worker's main process owns the files (`RegionFiles`), maps
-them (`ranks.py`) and removes them. What was told once stays allocated until the process ends,
-whatever vLLM does with its tensors: threads of ours copy by address.
+This runs in the process of each rank. The worker's main process owns the files (`RegionFiles`),
+maps them (`ranks.py`) and removes them. Memory that was described once stays allocated until the
+process ends, whatever vLLM does with its tensors: our threads copy by address.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from pullfill.transfer.shm.ranks import RankRegion, region_of
 log = logging.getLogger(__name__)
 
 _told: list[torch.UntypedStorage] = []
-"""Never emptied. vLLM drops every KV tensor when its engine ends, also when a step failed; freed
-memory would be used again at once, under copies that go on and find what they never looked for."""
+"""Never emptied. vLLM drops every KV tensor when its engine ends, also after a failed step. Freed
+memory would be used again at once, while our copies from it and into it go on."""
 
 
 class SharedKvPool:
@@ -58,8 +58,8 @@ class SharedKvPool:
     def share(
         self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int | None = None
     ) -> RankRegion:
-        """The region behind vLLM's tensors, for the main process. `tell` keeps it allocated. Raises
-        IncompatibleError."""
+        """Describe the memory behind vLLM's tensors for the main process. `tell` keeps it
+        allocated. Raises IncompatibleError."""
         memory = describe(kv_caches, num_blocks)
         if memory.address == self._address:
             path = str(kv_path(self._directory, self._instance_id, self._rank))
@@ -85,9 +85,9 @@ class SharedKvPool:
 def tell(
     pool: SharedKvPool | None, kv_caches: Mapping[str, torch.Tensor], num_blocks: int
 ) -> RankRegion:
-    """What a rank tells the main process of the caches vLLM registered. Memory that is neither the
-    CPU's nor a CUDA device's is described by its shape alone. What is told stays allocated for the
-    life of this process. Raises IncompatibleError."""
+    """Describe the caches that vLLM registered for the main process. They stay allocated as long as
+    this process lives. Memory that is neither the CPU's nor a CUDA device's is described by its
+    shape alone. Raises IncompatibleError."""
     tensors = list({id(t): t for t in kv_caches.values()}.values())
     _told.extend(tensor.untyped_storage() for tensor in tensors[:1])
     if pool is not None and tensors and tensors[0].device.type == "cpu":
@@ -135,11 +135,13 @@ def describe(
 ) -> LocalMemory:
     """Where vLLM's KV cache is, from the tensors passed to `register_kv_caches`.
 
-    Each is a strided [B, H, N, C] view, K and V packed in C (N and C dense: one page per block
-    and head), all in one storage, layers in dict order at equal distances; a layer that reuses
-    another's cache is the same object and counts once. `num_blocks`: what the scheduler counts
-    in, checked if given. `device`: the type of device it must be on. Raises IncompatibleError
-    naming what is off. Keeps nothing alive: `tell` does.
+    kv_caches: strided [B, H, N, C] views with K and V packed in C. N and C are dense: one page per
+    block and head. All are in one storage, the layers in dict order at equal distances. A layer
+    that reuses another's cache is the same object and counts once.
+    num_blocks: what the scheduler counts. Checked if given.
+    device: the type of device that must hold the cache.
+
+    Raises IncompatibleError, which names what is wrong. Keeps nothing allocated; `tell` does.
     """
     tensors = list({id(t): t for t in kv_caches.values()}.values())
     if not tensors:
@@ -184,7 +186,8 @@ def describe(
 
 
 def _check_tensors(kv_caches: Mapping[str, torch.Tensor], first: torch.Tensor, device: str) -> None:
-    """All [B, H, N, C] with dense pages, alike, in one storage on such a device."""
+    """Raise IncompatibleError unless all are [B, H, N, C] with dense pages, alike, in one storage
+    on such a device."""
     base = first.untyped_storage().data_ptr()
     for name, tensor in kv_caches.items():
         if tensor.device.type != device:

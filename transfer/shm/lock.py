@@ -1,11 +1,11 @@
-"""OFD byte-range locks: owned by an open file description, let go by the kernel when its last
-descriptor is closed, whatever way the process dies.
+"""OFD byte-range locks. An open file description owns them. The kernel frees them when its last
+descriptor is closed, however the process dies.
 
-They are inherited over fork: open after forking, and never fork a process that holds one and
-lives on (O_CLOEXEC, which every open here sets, covers exec and subprocess).
+A fork inherits them. So open the file after forking, and never fork a process that holds a lock and
+lives on. (Every open here sets O_CLOEXEC, which covers exec and subprocess.)
 
-The calls keep the GIL: they never block, take half a microsecond, and giving the GIL up around
-them would cost a whole switch interval beside a busy Python thread.
+The calls keep the GIL: they never block and take half a microsecond. To release the GIL around them
+would cost up to a switch interval beside a busy Python thread.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _fcntl = ctypes.PyDLL(None, use_errno=True).fcntl
 
 Call: TypeAlias = tuple[int, int, Any]
 call = ctypes.PyDLL(None).fcntl
-"""`call(*ready)`, see `shared`. Returns 0 when it is done; when not, nothing has changed, and
-`try_shared` and `unlock` say why: keeping errno costs a tenth."""
+"""`call(*ready)` does what `shared` made ready. Returns 0 when it is done. When not, nothing has
+changed; `try_shared` and `unlock` say why. (To keep errno would cost a tenth more.)"""
 
 
 class _Flock(ctypes.Structure):
@@ -57,20 +57,20 @@ def unlock(fd: int, start: int, length: int) -> None:
 
 
 def shared(fd: int, start: int, length: int) -> tuple[Call, Call]:
-    """`try_shared` and `unlock` of one range, ready for `call`: for who does it again and again."""
+    """`try_shared` and `unlock` of one range, ready for `call`: for callers that repeat them."""
     take, give = _flock(fcntl.F_RDLCK, start, length), _flock(fcntl.F_UNLCK, start, length)
     return (fd, _F_OFD_SETLK, take), (fd, _F_OFD_SETLK, give)
 
 
 @lru_cache(maxsize=4096)
 def _flock(kind: int, start: int, length: int) -> Any:
-    """A pointer to the kernel's struct, which it only reads. Kept: making one takes twice as long
-    as the call."""
+    """A pointer to the kernel's struct, which the kernel only reads."""
+    # Cached: to make one takes twice as long as the call.
     return ctypes.byref(_Flock(kind, os.SEEK_SET, start, length, 0))
 
 
 def _again(fd: int, lock: Any) -> bool:
-    """After the call failed: why, and once more if it was a signal."""
+    """After the call failed: repeat it if a signal ended it, else find out why it failed."""
     while (code := ctypes.get_errno()) == errno.EINTR:
         if _fcntl(fd, _F_OFD_SETLK, lock) == 0:
             return True

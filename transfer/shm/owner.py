@@ -1,9 +1,9 @@
-"""The decode worker's fence, and what it offers to peers of its own host.
+"""The fence over a worker's memory, and what the worker offers to peers of its own host.
 
-`FenceOwner` is the fence alone: whatever moves the bytes, this one file says who still may. It owns
+`FenceOwner` has the fence alone. Whatever moves the bytes, its one file says who still may. It owns
 the RegionFiles from construction on. `ShmOwner` adds the KV files of the ranks, for peers that map
-them. The KV memory itself belongs to whoever mapped it (the engine): after `close` it stays mapped
-there, only nobody new can open it.
+them. The KV memory belongs to the engine, which mapped it. After `close` it stays mapped there, but
+nobody new can open it.
 """
 
 from __future__ import annotations
@@ -11,14 +11,30 @@ from __future__ import annotations
 import os
 
 from pullfill.errors import ConfigError
+from pullfill.runtime import failpoints
 from pullfill.transfer.contract import LocalMemory
+from pullfill.transfer.copying import corrupt
 from pullfill.transfer.layout import check_bounds
-from pullfill.transfer.shm.fence import SLOTS, ShmFences
+from pullfill.transfer.shm.fence import SLOTS, ShmFences, ShmHold
 from pullfill.transfer.shm.files import RegionFiles, ShmEndpoint, inode
 
 
+class ReceiverHold(ShmHold):
+    """The fence hold of a thread of ours that moves bytes for a peer, with its own failpoints."""
+
+    def before_batch(self, verb: str) -> None:
+        failpoints.hit(f"kv.{verb}.before_batch")
+
+    def inside_batch(self, verb: str) -> None:
+        failpoints.hit(f"kv.{verb}.batch")
+
+    def copied(self, verb: str, address: int) -> None:
+        if failpoints.hit(f"kv.{verb}.corrupt"):
+            corrupt(address)
+
+
 class FenceOwner:
-    """An Owner that offers nothing by itself: `owners.py` adds offers. Thread-safe."""
+    """An Owner that offers nothing by itself: `CombinedOwner` adds offers. Thread-safe."""
 
     def __init__(
         self, files: RegionFiles, num_blocks: int, incarnation: str, *, slots: int = SLOTS
@@ -34,17 +50,19 @@ class FenceOwner:
     def fences(self) -> ShmFences:
         return self._fences
 
-    def open_fence(self) -> int:
-        """A descriptor of the fence file with locks of its own, for a gate in this process; the
-        caller owns it. Raises OSError."""
-        return os.open(f"/proc/self/fd/{self._files.fence_fd}", os.O_RDWR | os.O_CLOEXEC)
+    def open_hold(self, incarnation: str) -> ReceiverHold:
+        """For a thread of this process that receives or sends for a peer. The caller owns it.
+        Raises PeerUnavailable when the peer knows another incarnation, and OSError."""
+        # Opened anew, so that its locks are its own.
+        fd = os.open(f"/proc/self/fd/{self._files.fence_fd}", os.O_RDWR | os.O_CLOEXEC)
+        return ReceiverHold(fd, incarnation)
 
     def renew(self, incarnation: str) -> None:
         """See Owner."""
         self._fences.renew(incarnation)
 
     def close(self) -> None:
-        """Refuse all sessions, unlink the files. Idempotent."""
+        """See Owner. Idempotent."""
         self._fences.close()
         self._files.close()
 
@@ -61,15 +79,19 @@ class ShmOwner(FenceOwner):
         kv_path: str | None = None,
         slots: int = SLOTS,
     ) -> None:
-        """`memory.address` is the first byte of rank 0's KV file (`kv_path`, by default the one
-        that `files` made). Raises ConfigError when the file is not as large as the memory."""
-        self._regions: list[str] = []
+        """
+        memory: of rank 0. Its address is the first byte of the KV file.
+        kv_path: rank 0's KV file. By default the one that `files` made.
+
+        Raises ConfigError when the file is smaller than the memory.
+        """
+        self._endpoints: list[str] = []
         self._fence = str(files.fence_path), inode(files.fence_fd)
         self.add_rank(memory, kv_path or str(files.kv_path))
         super().__init__(files, memory.layout.num_blocks, incarnation, slots=slots)
 
     def add_rank(self, memory: LocalMemory, kv_path: str) -> None:
-        """The next rank's region, before anything is published. Raises like the constructor."""
+        """Add the next rank's region, before anything is published. Raises ConfigError."""
         check_bounds(memory.layout, memory.nbytes)
         fd = os.open(kv_path, os.O_RDWR | os.O_CLOEXEC)
         try:
@@ -85,8 +107,8 @@ class ShmOwner(FenceOwner):
             fence_inode=self._fence[1],
             nbytes=memory.nbytes,
         )
-        self._regions.append(endpoint.encode())
+        self._endpoints.append(endpoint.encode())
 
     def endpoints(self, rank: int = 0) -> dict[str, str]:
         """See Owner."""
-        return {"shm": self._regions[rank]}
+        return {"shm": self._endpoints[rank]}

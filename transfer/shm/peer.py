@@ -1,7 +1,7 @@
-"""The prefill worker's side of shm: maps a decode worker's region and copies under its fence.
+"""The peer's side of shm: maps a region of the owner and copies under its fence.
 
-A session owns one mapping of the KV file and one open file description of the fence file; `close`
-gives both back. Nothing here survives a fork: connect after forking.
+A session owns one mapping of the KV file and one open file description of the fence file. `close`
+gives both back. Neither survives a fork: connect after forking.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ import os
 from pullfill.errors import BadMessage, PeerUnavailable
 from pullfill.net.this_host import host_id
 from pullfill.runtime.pages import make_present
-from pullfill.transfer.contract import LocalMemory, Part, PeerSession
+from pullfill.transfer.contract import LocalMemory, PeerSession, Rect
 from pullfill.transfer.copying import copy_held
-from pullfill.transfer.layout import layout_of
+from pullfill.transfer.layout import both_sides
 from pullfill.transfer.session import MappedSession
 from pullfill.transfer.shm.fence import ShmHold
 from pullfill.transfer.shm.files import Mapping, ShmEndpoint, open_same
 from pullfill.wire import RegionDescriptor
 
 _MAP_S = 0.1
-"""A first job waits so long at most until the memory is mapped page by page."""
+"""The first job waits at most so long for the pages of the mapping."""
 
 
 class ShmTransport:
@@ -29,7 +29,7 @@ class ShmTransport:
     name = "shm"
 
     def can_reach(self, descriptor: RegionDescriptor) -> str | None:
-        """See PeerTransport. Looks at the two files, maps nothing."""
+        """See PeerTransport. Opens the two files; maps nothing."""
         if descriptor.host_id != host_id():
             return "it is on another host, or does not share /dev/shm with us"
         try:
@@ -46,12 +46,11 @@ class ShmTransport:
         return None
 
     def connect(
-        self, local: LocalMemory, descriptor: RegionDescriptor, part: Part | None = None
+        self, local: LocalMemory, descriptor: RegionDescriptor, part: Rect | None = None
     ) -> PeerSession:
-        """See PeerTransport. An old descriptor never reaches a new process's memory: inode, size
-        and incarnation must all be the ones it names. Raises PeerUnavailable when the region is
-        gone, BadMessage when the descriptor contradicts itself, IncompatibleError."""
-        layout = layout_of(descriptor)
+        """See PeerTransport. An old descriptor never reaches the memory of a new process: inode,
+        size and incarnation must be those that it names."""
+        ours, theirs = both_sides(local, descriptor, part)
         endpoint = ShmEndpoint.decode(descriptor.endpoints.get(self.name, ""))
         if descriptor.host_id != host_id():
             raise PeerUnavailable(f"{descriptor.instance_id} is on another host")
@@ -61,24 +60,18 @@ class ShmTransport:
             )
         try:
             fence_fd = open_same(endpoint.fence, endpoint.fence_inode)
-            gate = ShmHold(fence_fd, descriptor.incarnation)
+            hold = ShmHold(fence_fd, descriptor.incarnation)
             try:
                 mapping = Mapping(endpoint.kv, endpoint.kv_inode, endpoint.nbytes)
             except BaseException:
-                gate.close()
+                hold.close()
                 raise
         except OSError as exc:
             raise PeerUnavailable(
                 f"the KV memory of {descriptor.instance_id} cannot be mapped: {exc}"
             ) from exc
-        # Else each page costs a fault of its own when it is first written, 20 ms for 25 MB.
-        make_present(mapping.address, endpoint.nbytes, parts=layout.num_layers, within_s=_MAP_S)
-        try:
-            return MappedSession(
-                self.name, local, layout, mapping.address, gate, part=part, now=copy_held,
-                on_close=mapping.close,
-            )  # fmt: skip
-        except BaseException:
-            mapping.close()
-            gate.close()
-            raise
+        # Else the first write to each page is a page fault: 20 ms for 25 MB.
+        make_present(mapping.address, endpoint.nbytes, parts=descriptor.num_layers, within_s=_MAP_S)
+        return MappedSession(
+            self.name, ours, theirs, mapping.address, hold, now=copy_held, on_close=mapping.close
+        )

@@ -1,8 +1,8 @@
 """The KV memory of every rank of a worker, as its main process sees it.
 
-With tensor or pipeline parallelism each rank is a process of its own (vLLM's), which only computes;
-all copying is done by the main process. So each rank says where its memory is (`RankRegion`, over
-vLLM's own handshake between its processes), and the main process maps it (`attach`).
+With tensor or pipeline parallelism each rank is a process of its own (vLLM's). It only computes;
+the main process makes all copies. So each rank says where its memory is (`RankRegion`, sent over
+vLLM's handshake between its processes), and the main process maps it (`attach`).
 
 Life: `attach` once the engine has registered its KV caches; `MappedRank.close` after the last copy.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from pullfill.errors import IncompatibleError
 from pullfill.transfer.contract import KvLayout, LocalMemory
@@ -21,14 +21,19 @@ from pullfill.transfer.shm import files
 from pullfill.transfer.shm.owner import FenceOwner, ShmOwner
 from pullfill.transfer.topology import head_range
 
+if TYPE_CHECKING:
+    from pullfill.transfer.gpu.region import GpuMapping
+
 
 @dataclass(frozen=True, slots=True)
 class RankRegion:
-    """One rank's KV memory as its process tells it. Plain: it is sent between processes.
+    """One rank's KV memory as its process describes it. It is sent between processes.
 
-    device: torch's device type, e.g. `cpu`. memory: in the address space of process `pid`; None
-    where no transport reaches it. path, inode: the file behind it, if there is one. exported: how
-    others map GPU memory. why_not: what is missing, for people.
+    device: torch's device type, e.g. `cpu`.
+    memory: in the address space of process `pid`. None: no transport reaches it.
+    path, inode: the file behind it, if there is one.
+    exported: how others map GPU memory.
+    why_not: what is missing, for people.
     """
 
     pid: int
@@ -63,32 +68,32 @@ def region_of(memory: LocalMemory, path: str) -> RankRegion:
     )
 
 
-class _Mapping(Protocol):
-    def close(self) -> None: ...
-
-
 @dataclass(slots=True)
 class MappedRank:
-    """One rank's memory in this process: `memory.address` counts here, and `memory` knows which
-    heads and layers of the model it holds."""
+    """One rank's memory, mapped in this process.
+
+    memory: with its address here, and with its place in the whole model.
+    mapping: ours. None: the engine has mapped it."""
 
     memory: LocalMemory
     path: str
-    mapping: _Mapping | None
+    mapping: files.Mapping | GpuMapping | None
     exported: Exported | None = None
 
     def close(self) -> None:
-        """Idempotent. A mapping of our own; the engine's stays."""
+        """Give our mapping back. The engine's stays. Idempotent."""
         if self.mapping is not None:
             self.mapping.close()
 
 
 def attach(regions: Mapping[tuple[int, int], RankRegion], kv_heads: int) -> list[MappedRank]:
-    """Map every rank; in the order of (pipeline rank, tensor-parallel rank), which are the keys.
-    Empty when some rank's memory is out of reach.
+    """Map every rank. Returns them in order of the keys, or nothing when one is out of reach.
 
-    kv_heads: of the whole model. Raises IncompatibleError when the ranks do not share the model
-    as vLLM splits it, OSError or PeerUnavailable when a file cannot be mapped.
+    regions: by (pipeline rank, tensor-parallel rank).
+    kv_heads: of the whole model.
+
+    Raises IncompatibleError when the ranks do not split the model as vLLM splits it, OSError or
+    PeerUnavailable when a file cannot be mapped.
     """
     tp_size = 1 + max(tp for _, tp in regions)
     ranks: list[MappedRank] = []
@@ -99,7 +104,7 @@ def attach(regions: Mapping[tuple[int, int], RankRegion], kv_heads: int) -> list
                 break
             if pp and tp == 0:
                 first_layer += ranks[-1].memory.layout.num_layers
-            # One rank has what it has, whatever a model counts as its KV heads.
+            # A single rank holds all heads that there are, whatever the model calls its KV heads.
             alone = (0, region.memory.layout.num_kv_heads)
             first_head, heads = head_range(kv_heads, tp_size, tp) if tp_size > 1 else alone
             place = replace(region.memory, first_head=first_head, first_layer=first_layer)
@@ -115,22 +120,24 @@ def attach(regions: Mapping[tuple[int, int], RankRegion], kv_heads: int) -> list
 
 
 def total_layers(regions: Mapping[tuple[int, int], RankRegion]) -> int:
-    """Of the whole model: those of each pipeline stage."""
+    """Layers of the whole model: the sum over the pipeline stages."""
     return sum(region.num_layers for (_, tp), region in regions.items() if tp == 0)
 
 
 def base_owner(
-    regions: files.RegionFiles, ranks: Sequence[MappedRank], incarnation: str
+    region_files: files.RegionFiles, ranks: Sequence[MappedRank], incarnation: str
 ) -> FenceOwner:
-    """The fence over all ranks' memory, and what peers of this host can map of it. Owns `regions`.
-    Raises ConfigError."""
+    """The fence over the memory of all ranks, and what peers of this host can map of it. Owns
+    `region_files`. Raises ConfigError."""
     first = ranks[0]
     if first.memory.device is not None:
         from pullfill.transfer.gpu.region import make_gpu_owner
 
         memories = [rank.memory for rank in ranks]
-        return make_gpu_owner(regions, memories, [rank.exported for rank in ranks], incarnation)
-    owner = ShmOwner(regions, first.memory, incarnation, kv_path=first.path)
+        return make_gpu_owner(
+            region_files, memories, [rank.exported for rank in ranks], incarnation
+        )
+    owner = ShmOwner(region_files, first.memory, incarnation, kv_path=first.path)
     for rank in ranks[1:]:
         owner.add_rank(rank.memory, rank.path)
     return owner

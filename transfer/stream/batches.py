@@ -1,64 +1,61 @@
-"""An operation's bytes as one stream, and where each batch of it lies in one side's memory. Pure.
+"""An operation's bytes as one stream, and where each batch of it is in one side's memory. Pure.
 
-The order is the same on both sides whatever their layouts: for layer, for block (as the operation
-lists them: ascending owner-side ids), for head, one page. Each side merges what is contiguous in
-its own memory; batches are cut at fixed numbers of bytes, so both sides cut at the same places.
+The order is the same on both sides, whatever their layouts: for each layer, for each block (as the
+operation lists them: ascending ids of the owner), for each head, one page. Such a stream is like a
+dense region. So `runs.Planner` plans a copy into it, and only the source of that plan is used. Each
+side merges what is contiguous in its own memory. Both sides cut the stream every `batch_bytes`
+bytes, so they cut at the same places.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pullfill.transfer.contract import KvLayout, LocalMemory, Part
-from pullfill.transfer.stream.backend_contract import Runs
+from pullfill.transfer.contract import KvLayout, LocalMemory
+from pullfill.transfer.layout import dense_layout
+from pullfill.transfer.runs import Offsets, Planner
 
-Iovec = NDArray[np.uint64]
-
+Iovec: TypeAlias = NDArray[np.uint64]
+"""[n, 2], C-contiguous: address, bytes (a `struct iovec[n]`)."""
 _EXPAND = 1 << 15
 """Runs made at a time: layers are expanded in groups of about so many."""
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
-    """The heads and layers that a session moves, counted in one side's own layout."""
+class Runs:
+    """A part of a stream as it lies in one side's memory, in the order of the stream.
 
-    head: int
-    heads: int
-    layer: int
-    layers: int
+    iovec: the runs. The other side has the same bytes, but cut into other runs.
+    total: bytes of all runs. The same on both sides.
+    """
 
-    @staticmethod
-    def whole(layout: KvLayout) -> Side:
-        return Side(0, layout.num_kv_heads, 0, layout.num_layers)
-
-    @staticmethod
-    def local(part: Part) -> Side:
-        return Side(part.local_head, part.heads, part.local_layer, part.layers)
+    iovec: Iovec
+    total: int
 
 
 class ByteStream:
-    """`blocks` (ids checked by the caller, in stream order) of `side` of one memory."""
+    """Some blocks of one memory as a stream."""
 
-    def __init__(self, memory: LocalMemory, side: Side, blocks: NDArray[np.int64]) -> None:
-        layout = memory.layout
-        first = (
-            memory.address
-            + layout.base_offset
-            + side.layer * layout.layer_stride
-            + side.head * layout.head_stride
-        )
-        self._layer = _one_layer(layout, side, blocks, first)
-        self._layers = side.layers
-        self._stride = layout.layer_stride
-        self.total = int(self._layer[:, 1].sum()) * side.layers
-        self.runs = len(self._layer) * side.layers
+    def __init__(self, memory: LocalMemory, blocks: Offsets) -> None:
+        """blocks: ids in the order of the stream. The caller has checked them."""
+        flat = _into_stream(memory.layout).flat(blocks, np.arange(len(blocks), dtype=np.int64))
+        self._layer = np.empty((len(flat), 2), np.uint64)
+        self._layer[:, 0] = flat.source
+        self._layer[:, 0] += np.uint64(memory.address)
+        self._layer[:, 1] = flat.nbytes
+        self._layers = memory.layout.num_layers
+        self._stride = memory.layout.layer_stride
+        self.total = flat.total * self._layers
+        self.runs = len(flat) * self._layers
 
     def batches(self, batch_bytes: int) -> Iterator[Runs]:
-        """Batches of `batch_bytes`, the last one of what is left."""
+        """Batches of `batch_bytes` each; the last one has what is left."""
         if not self.total:
             return
         group = max(1, _EXPAND // len(self._layer))
@@ -66,14 +63,12 @@ class ByteStream:
         for start in range(0, self._layers, group):
             count = min(group, self._layers - start)
             iovec = np.concatenate((left, self._expand(start, count)))
-            ends = np.cumsum(iovec[:, 1]).astype(np.int64)
-            total, done = int(ends[-1]), 0
-            last = start + count == self._layers
-            while total - done >= batch_bytes or (last and done < total):
-                upto = min(done + batch_bytes, total)
-                yield Runs(_between(iovec, ends, done, upto), upto - done)
-                done = upto
-            left = _between(iovec, ends, done, total) if done < total else iovec[:0]
+            left = iovec[:0]
+            for batch in pieces(iovec, batch_bytes):
+                if batch.total < batch_bytes and start + count < self._layers:
+                    left = batch.iovec
+                else:
+                    yield batch
 
     def _expand(self, start: int, count: int) -> Iovec:
         iovec = np.tile(self._layer, (count, 1))
@@ -82,31 +77,50 @@ class ByteStream:
         return iovec
 
 
-def _one_layer(layout: KvLayout, side: Side, blocks: NDArray[np.int64], first: int) -> Iovec:
-    """(address, bytes) of layer 0, merged where addresses follow each other."""
-    unit, starts = layout.page_bytes, blocks * layout.block_stride
-    if side.heads > 1 and layout.head_stride == layout.page_bytes:
-        unit *= side.heads
-    elif side.heads > 1:
-        heads = np.arange(side.heads, dtype=np.int64) * layout.head_stride
-        starts = (starts[:, None] + heads).ravel()
-    if not len(starts):
-        return np.empty((0, 2), np.uint64)
-    heads_of_runs = np.flatnonzero(np.concatenate(([True], np.diff(starts) != unit)))
-    iovec = np.empty((len(heads_of_runs), 2), np.uint64)
-    iovec[:, 0] = starts[heads_of_runs]
-    iovec[:, 0] += np.uint64(first)
-    iovec[:, 1] = np.diff(np.append(heads_of_runs, len(starts))) * unit
-    return iovec
+@lru_cache(maxsize=64)
+def _into_stream(layout: KvLayout) -> Planner:
+    """Plans one layer of any blocks."""
+    # The stream has one block here; that it will have more changes none of its strides.
+    stream = dense_layout(1, 1, layout.num_kv_heads, layout.page_bytes)
+    return Planner(replace(layout, num_layers=1), stream)
 
 
-def _between(iovec: Iovec, ends: NDArray[np.int64], start: int, stop: int) -> Iovec:
-    """The runs of bytes [start, stop), start < stop; the outer ones cut."""
-    first = int(np.searchsorted(ends, start, side="right"))
-    last = int(np.searchsorted(ends, stop, side="left")) + 1
-    cut = iovec[first:last].copy()
-    cut[-1, 1] -= np.uint64(int(ends[last - 1]) - stop)
-    skipped = np.uint64(start - (int(ends[first - 1]) if first else 0))
-    cut[0, 0] += skipped
-    cut[0, 1] -= skipped
+def pieces(iovec: Iovec, step: int) -> Iterator[Runs]:
+    """Cut a list of runs every `step` bytes; the last piece has what is left.
+
+    Both sides that cut the same bytes get pieces of the same lengths."""
+    lengths = iovec[:, 1].astype(np.int64)
+    ends = np.cumsum(lengths)
+    starts = np.arange(0, ends[-1], step)
+    stops = np.minimum(starts + step, ends[-1])
+    firsts = np.searchsorted(ends, starts, side="right")
+    lasts = np.searchsorted(ends, stops, side="left")
+    skipped = starts - (ends - lengths)[firsts]
+    beyond = ends[lasts] - stops
+    columns = (firsts, lasts + 1, skipped, beyond, stops - starts)
+    for first, last, before, after, total in zip(*(c.tolist() for c in columns), strict=True):
+        piece = iovec[first:last].copy()
+        piece[-1, 1] -= after
+        piece[0, 0] += before
+        piece[0, 1] -= before
+        yield Runs(piece, total)
+
+
+def pairs(ours: Iovec, theirs: Iovec) -> tuple[Iovec, Iovec]:
+    """Cut both lists into runs of pairwise equal lengths. They have no empty runs and as many bytes
+    in all."""
+    both = [(iovec, np.cumsum(iovec[:, 1].astype(np.int64))) for iovec in (ours, theirs)]
+    ends = np.union1d(both[0][1], both[1][1])
+    left, right = (_cut_at(iovec, own_ends, ends) for iovec, own_ends in both)
+    return left, right
+
+
+def _cut_at(iovec: Iovec, own_ends: Offsets, ends: Offsets) -> Iovec:
+    """`iovec` cut at `ends`, its own among them."""
+    starts = np.concatenate((np.zeros(1, np.int64), ends[:-1]))
+    run = np.searchsorted(own_ends, starts, side="right")
+    run_starts = own_ends - iovec[:, 1].astype(np.int64)
+    cut = np.empty((len(ends), 2), np.uint64)
+    cut[:, 0] = iovec[run, 0] + (starts - run_starts[run]).astype(np.uint64)
+    cut[:, 1] = (ends - starts).astype(np.uint64)
     return cut

@@ -1,8 +1,8 @@
 """What a peer and the owner's thread say to each other on a stream connection (docs/wire.md).
 
-Frames are a u32 length and a body, sealed where there is a cluster key. After the hello, per
-operation: `Operation` from the peer; then batches, each behind one mark byte, through the backend;
-then one `Answer` from the owner.
+A frame is a u32 length and a body. Frames are sealed where there is a cluster key. After the hello,
+each operation is: an `Operation` from the peer; then batches, each after one mark byte, through the
+backend; then one `Answer` from the owner.
 
     write   peer: BATCH payload BATCH payload ...          owner: Answer (early if it refuses; the
             peer then sends STOP in place of its next batch, and what was sent is thrown away)
@@ -30,9 +30,13 @@ Setup = Annotated[bytes, Meta(max_length=MAX_SETUP)]
 
 
 class StreamHello(Message, tag="stream_hello", frozen=True, kw_only=True):
-    """The first frame of a peer (after the proofs, where there is a cluster key): which memory it
-    wants to reach, through which backend, and which `heads` from `head` and `layers` from `layer`
-    of that memory its operations move."""
+    """The first frame of a peer (after the proofs, where there is a cluster key).
+
+    instance_id, incarnation, rank, nbytes, page_bytes: the memory that it wants to reach.
+    backend: the name of the transport.
+    head, heads, layer, layers: the part of that memory that its operations move, counted from the
+    memory's own first head and layer.
+    """
 
     v: Version = WIRE_VERSION
     instance_id: Id
@@ -66,8 +70,11 @@ class Why(enum.StrEnum):
 
 
 class StreamGoodbye(Message, tag="stream_goodbye", frozen=True, kw_only=True):
-    """The owner refuses the connection; `reason` is for people. stale: the instance or incarnation
-    is not there any more, so that none of its grants is valid."""
+    """The owner refuses the connection.
+
+    reason: for people.
+    stale: the instance or incarnation is gone, so none of its grants is valid.
+    """
 
     why: Why
     reason: Text
@@ -80,8 +87,9 @@ class Verb(enum.StrEnum):
 
 
 class Operation(Message, tag="operation", frozen=True, kw_only=True):
-    """Move `blocks`: the owner's ids as raw little-endian u32, ascending (writes: strictly). None
-    at all is a question: is the token still valid?"""
+    """Move some blocks. No blocks at all is a question: is the token still valid?
+
+    blocks: the owner's ids as raw little-endian u32, ascending (of a write: strictly)."""
 
     verb: Verb
     fence: FenceToken
@@ -96,7 +104,7 @@ class Status(enum.StrEnum):
 
 
 class Answer(Message, tag="answer", frozen=True, kw_only=True):
-    """How an operation ended. After `fenced` the session goes on with the next one."""
+    """How an operation ended. After `fenced` the session can go on with another one."""
 
     status: Status
     reason: Text = ""

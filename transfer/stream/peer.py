@@ -1,8 +1,8 @@
-"""The prefill worker's side of the stream transports: dials the owner's port, says which blocks.
+"""The peer's side of the stream transports: dials the owner's port and says which blocks move.
 
-A session owns one connection at a time. One that broke is made anew at the next operation, and at
-once after an operation broke with it: only the owner knows whether the grant still stands (it cuts
-connections to enforce a revoke).
+A session owns one connection at a time. A connection that broke is made anew at the next operation.
+If it broke during an operation, it is made anew at once: the owner ends connections to enforce a
+revoke, and only the owner knows whether the grant still stands.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from pullfill.errors import (
 from pullfill.net import frames
 from pullfill.net.security import ClusterKey
 from pullfill.runtime import failpoints
-from pullfill.transfer.contract import Direction, LocalMemory, MoveResult, Part, PeerSession
-from pullfill.transfer.layout import check_bounds, check_pair, layout_of
+from pullfill.transfer.contract import Direction, LocalMemory, MoveResult, PeerSession, Rect
+from pullfill.transfer.layout import both_sides, rect_of
 from pullfill.transfer.runs import Offsets, checked_ids
 from pullfill.transfer.stream import hello
 from pullfill.transfer.stream.backend_contract import Backend, BackendKind, Interjected
-from pullfill.transfer.stream.batches import ByteStream, Side
+from pullfill.transfer.stream.batches import ByteStream
 from pullfill.transfer.stream.messages import (
     ANSWER,
     BATCH,
@@ -54,7 +54,7 @@ def endpoint_of(address: str, detail: str) -> str:
 
 
 class StreamTransport:
-    """PeerTransport over one kind of backend. Stateless but for the kind, which it borrows."""
+    """PeerTransport over one kind of backend. It does not own the kind and keeps nothing else."""
 
     def __init__(
         self, kind: BackendKind, key: ClusterKey | None = None, *, stall_s: float = STALL_S
@@ -65,7 +65,7 @@ class StreamTransport:
         self._stall_s = stall_s
 
     def can_reach(self, descriptor: RegionDescriptor) -> str | None:
-        """See PeerTransport. Sends nothing: whether the owner answers shows at `connect`."""
+        """See PeerTransport. Sends nothing: only `connect` finds out whether the owner answers."""
         address, _, detail = descriptor.endpoints.get(self.name, "").partition("#")
         try:
             frames.split_address(address)
@@ -74,14 +74,12 @@ class StreamTransport:
         return self._kind.why_not() or self._kind.can_reach(detail)
 
     def connect(
-        self, local: LocalMemory, descriptor: RegionDescriptor, part: Part | None = None
+        self, local: LocalMemory, descriptor: RegionDescriptor, part: Rect | None = None
     ) -> PeerSession:
-        """See PeerTransport. Blocks for at most a few seconds. Raises AuthFailed, too."""
-        layout = layout_of(descriptor)
-        check_bounds(local.layout, local.nbytes)
-        check_pair(local.layout, layout, part)
+        """See PeerTransport. Blocks for a few seconds at most. Also raises AuthFailed."""
+        ours, _ = both_sides(local, descriptor, part)
         session = StreamSession(
-            self._kind, self._key, local, descriptor, part, stall_s=self._stall_s
+            self._kind, self._key, ours, descriptor, part, stall_s=self._stall_s
         )
         session.open()
         return session
@@ -89,7 +87,7 @@ class StreamTransport:
 
 class StreamSession:
     """A PeerSession. Thread-safe; one operation at a time. Who interrupts looks at `_opening`
-    before `_link`; who opens sets them in the opposite order. So no connection is missed."""
+    before `_connection`; who opens sets them in the opposite order. So no connection is missed."""
 
     def __init__(
         self,
@@ -97,7 +95,7 @@ class StreamSession:
         key: ClusterKey | None,
         local: LocalMemory,
         descriptor: RegionDescriptor,
-        part: Part | None,
+        part: Rect | None,
         *,
         stall_s: float = STALL_S,
     ) -> None:
@@ -106,14 +104,14 @@ class StreamSession:
         self._local = local
         self._descriptor = descriptor
         self._blocks = descriptor.num_blocks
-        self._side = Side.local(part) if part else Side.whole(local.layout)
-        self._theirs = Side.local(part.swapped()) if part else self._side
+        region = rect_of(descriptor)
+        self._theirs = (part or region).within(region)
         self._stall_s = stall_s
         self._busy = threading.Lock()
         self._closed = False
         self._interrupted = False
         self._opening: SocketConnection | None = None
-        self._link: SocketConnection | None = None
+        self._connection: SocketConnection | None = None
         self._backend: Backend | None = None
         self._moved = 0
 
@@ -127,31 +125,31 @@ class StreamSession:
         return self._moved
 
     def open(self) -> None:
-        """Connect. See PeerTransport.connect for what it raises."""
+        """Connect. Raises what `PeerTransport.connect` raises."""
         sock = self._dial()
-        link = SocketConnection(sock, hello.HELLO_S)
+        connection = SocketConnection(sock, hello.HELLO_S)
         try:
             backend = self._kind.make(self._local, owner=False)
         except BaseException:
-            link.close()
+            connection.close()
             raise
-        self._opening = link
+        self._opening = connection
         try:
             if self._interrupted:
                 raise TransferFailed(_INTERRUPTED)
-            welcome = hello.introduce(link, self._key, self._hello(backend.setup))
-            link.set_stall(self._stall_s)
-            backend.start(link, welcome.setup)
+            welcome = hello.introduce(connection, self._key, self._hello(backend.setup))
+            connection.set_stall(self._stall_s)
+            backend.start(connection, welcome.setup)
         except TransferFailed as exc:
             backend.close()
-            link.close()
+            connection.close()
             raise PeerUnavailable(f"{self._descriptor.instance_id}: {exc}") from exc
         except BaseException:
             backend.close()
-            link.close()
+            connection.close()
             raise
         else:
-            self._link, self._backend = link, backend
+            self._connection, self._backend = connection, backend
         finally:
             self._opening = None
 
@@ -182,10 +180,10 @@ class StreamSession:
     def interrupt(self) -> None:
         """See PeerSession."""
         self._interrupted = True
-        opening, link, backend = self._opening, self._link, self._backend
+        connections, backend = (self._opening, self._connection), self._backend
         if backend is not None:
             backend.interrupt()
-        for connection in (opening, link):
+        for connection in connections:
             if connection is not None:
                 connection.interrupt()
 
@@ -207,7 +205,7 @@ class StreamSession:
     ) -> MoveResult:
         started = time.perf_counter()
         order = np.argsort(theirs, kind="stable")
-        stream = ByteStream(self._local, self._side, ours[order])
+        stream = ByteStream(self._local, ours[order])
         operation = Operation(verb=verb, fence=fence, blocks=theirs[order].astype("<u4").tobytes())
         with self._busy:
             if self._closed:
@@ -229,10 +227,10 @@ class StreamSession:
         stream: ByteStream,
         run: Callable[[SocketConnection, Backend, ByteStream], Answer],
     ) -> None:
-        link, backend = self._connection()
+        connection, backend = self._connected()
         try:
-            link.send(encode(operation))
-            answer = run(link, backend, stream)
+            connection.send(encode(operation))
+            answer = run(connection, backend, stream)
         except (TransferFailed, BadMessage, AuthFailed) as exc:
             self._drop()
             if isinstance(exc, TransferFailed) and not self._interrupted:
@@ -243,36 +241,36 @@ class StreamSession:
             raise
         self._judge(answer)
 
-    def _connection(self) -> tuple[SocketConnection, Backend]:
-        """The one there is, if the owner did not end it meanwhile; else a new one."""
-        if self._link is not None and self._link.input_waits():
-            farewell = self._farewell(self._link)
+    def _connected(self) -> tuple[SocketConnection, Backend]:
+        """The connection and its backend: made anew if there is none or the owner ended it."""
+        if self._connection is not None and self._connection.input_waits():
+            farewell = self._farewell(self._connection)
             self._drop()
             if farewell is not None:
                 self._judge(farewell)
-        if self._link is None:
+        if self._connection is None:
             try:
                 self.open()
             except hello.StalePeer as exc:
                 raise Fenced(str(exc)) from exc
             except (PeerUnavailable, IncompatibleError, AuthFailed, BadMessage) as exc:
                 raise TransferFailed(str(exc)) from exc
-        assert self._link is not None
+        assert self._connection is not None
         assert self._backend is not None
-        return self._link, self._backend
+        return self._connection, self._backend
 
-    def _farewell(self, link: SocketConnection) -> Answer | None:
+    def _farewell(self, connection: SocketConnection) -> Answer | None:
         try:
-            return decode(link.receive(), Answer)
+            return decode(connection.receive(), Answer)
         except (TransferFailed, BadMessage, AuthFailed):
             return None
 
     def _ask_why(self, fence: FenceToken, broken: TransferFailed) -> None:
-        """After the connection broke: raises Fenced if the grant is gone."""
+        """After the connection broke, ask the owner anew. Raises Fenced if the grant is gone."""
         try:
-            link, _ = self._connection()
-            link.send(encode(Operation(verb=Verb.WRITE, fence=fence, blocks=b"")))
-            answer = decode(link.receive(), Answer)
+            connection, _ = self._connected()
+            connection.send(encode(Operation(verb=Verb.WRITE, fence=fence, blocks=b"")))
+            answer = decode(connection.receive(), Answer)
         except (TransferFailed, BadMessage, AuthFailed):
             self._drop()
             return
@@ -286,33 +284,35 @@ class StreamSession:
             self._drop()
             raise BadMessage(f"the owner refuses: {answer.reason}")
 
-    def _send(self, link: SocketConnection, backend: Backend, stream: ByteStream) -> Answer:
+    def _send(self, connection: SocketConnection, backend: Backend, stream: ByteStream) -> Answer:
         left = stream.total
         for batch in stream.batches(self._kind.batch_bytes):
             failpoints.hit("stream.write.before_batch")
-            if link.input_waits():  # refused: nothing more is wanted
-                answer = decode(link.receive(), Answer)
-                link.mark(STOP)
+            if connection.input_waits():  # refused: nothing more is wanted
+                answer = decode(connection.receive(), Answer)
+                connection.mark(STOP)
                 return answer
-            link.mark(BATCH)
+            connection.mark(BATCH)
             failpoints.hit("stream.write.batch")
             try:
                 backend.send(batch)
             except Interjected as said:
                 answer = decode(said.frame, Answer)
                 if left > batch.total:  # the owner waits for another batch
-                    link.mark(STOP)
+                    connection.mark(STOP)
                 return answer
             left -= batch.total
             self._moved += batch.total
-        return decode(link.receive(), Answer)
+        return decode(connection.receive(), Answer)
 
-    def _receive(self, link: SocketConnection, backend: Backend, stream: ByteStream) -> Answer:
+    def _receive(
+        self, connection: SocketConnection, backend: Backend, stream: ByteStream
+    ) -> Answer:
         for batch in stream.batches(self._kind.batch_bytes):
             failpoints.hit("stream.read.before_batch")
-            mark = link.take_mark()
+            mark = connection.take_mark()
             if mark == ANSWER:
-                answer = decode(link.receive(), Answer)
+                answer = decode(connection.receive(), Answer)
                 if answer.status is Status.DONE:
                     raise BadMessage("the owner sent less than was asked for")
                 return answer
@@ -321,9 +321,9 @@ class StreamSession:
             failpoints.hit("stream.read.batch")
             backend.receive(batch)
             self._moved += batch.total
-        if link.take_mark() != ANSWER:
+        if connection.take_mark() != ANSWER:
             raise BadMessage("no answer after the last batch")
-        return decode(link.receive(), Answer)
+        return decode(connection.receive(), Answer)
 
     # ------------------------------------------------------------------ the connection
 
@@ -346,9 +346,9 @@ class StreamSession:
             backend=self.transport,
             nbytes=self._descriptor.nbytes,
             page_bytes=self._descriptor.page_bytes,
-            head=self._theirs.head,
+            head=self._theirs.first_head,
             heads=self._theirs.heads,
-            layer=self._theirs.layer,
+            layer=self._theirs.first_layer,
             layers=self._theirs.layers,
             batch_bytes=self._kind.batch_bytes,
             setup=setup,
@@ -357,9 +357,9 @@ class StreamSession:
     def _drop(self) -> None:
         if self._backend is not None:
             self._backend.close()
-        if self._link is not None:
-            self._link.close()
-        self._backend = self._link = None
+        if self._connection is not None:
+            self._connection.close()
+        self._backend = self._connection = None
 
 
 def _check_pairs(ours: Offsets, theirs: Offsets, targets: Offsets) -> None:

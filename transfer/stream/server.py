@@ -1,13 +1,13 @@
 """The owner's side of the stream transports: a port, and a thread for each connected peer.
 
-Life: made over the memories of all ranks and a way into the fence file → `start` listens → a thread
-per connection serves one peer until it leaves → `close` ends all. Owns the listening socket and the
+Life: made over the memories of all ranks and their fence → `start` listens → a thread per
+connection serves one peer until it leaves → `close` ends all. Owns the listening socket and the
 threads; borrows the memories and the backends' kinds.
 
-Receiver-fenced: the thread that moves the bytes is ours, and holds the fence meanwhile through a
-gate (an open file description) of its own. So the proof of a revoke is the fence file's. When a
-revoke finds one of our threads waiting inside the gate for a peer that says nothing, `interrupt`
-ends that receive; the next `try_revoke` proves. A stopped or dead peer keeps nothing in quarantine.
+The thread that moves the bytes is ours. It holds the fence meanwhile, through a hold (an open file
+description) of its own. So the fence file proves a revoke here too. A revoke may find that one of
+our threads holds the fence and waits for a peer that says nothing. Then `interrupt` ends that
+receive, and the next `try_revoke` proves. A stopped or dead peer keeps nothing in quarantine.
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from pullfill.errors import AuthFailed, BadMessage, ConfigError, PullfillError, TransferFailed
 from pullfill.net import this_host as machine
 from pullfill.net.security import ClusterKey
 from pullfill.runtime.metrics import AUTH_REFUSED, KV_CONNECTIONS, KV_REFUSED, STALE_REFUSED
 from pullfill.transfer.contract import LocalMemory
-from pullfill.transfer.session import FenceHold
+from pullfill.transfer.shm.owner import FenceOwner
 from pullfill.transfer.stream import hello
 from pullfill.transfer.stream.backend_contract import BackendKind
-from pullfill.transfer.stream.serving import Connection, Ground
+from pullfill.transfer.stream.serving import Offer, ServedPeer
 from pullfill.transfer.stream.socket_connection import STALL_S, SocketConnection
 from pullfill.wire import FenceToken
 
 log = logging.getLogger(__name__)
 
 FILES_EACH = 2
-"""File descriptors of one connection: its socket and its gate."""
+"""File descriptors of one connection: its socket and its fence hold."""
 FILES_SPARED = 256
 """File descriptors that KV connections must leave for the rest of the process."""
 MAX_STRANGERS = 64
-"""Most connections that have not sent their hello yet."""
+"""Connections, at most, that have not sent their hello yet."""
 STRANGERS_S = 1.0
-"""How long a further connection waits until one of them has sent its hello. Then it is refused. So
-a fleet that connects at the same time is served one after the other."""
+"""A further connection waits so long until one of them has sent its hello. Then it is refused. So a
+fleet that connects at the same time is served one after the other."""
 PATIENCE_S = 0.02
-"""A batch of a peer that is alive ends within this; after it, a revoke interrupts. Decides when a
-connection is given up, never that anything is proved."""
+"""A batch of a peer that is alive ends within this time. A revoke interrupts one that takes longer.
+This decides when a connection is given up. It proves nothing."""
 
 
 class StreamServer:
@@ -55,21 +55,17 @@ class StreamServer:
         instance_id: str,
         memories: Sequence[LocalMemory],
         kinds: Mapping[str, BackendKind],
-        open_gate: Callable[[str], FenceHold],
-        granted: Callable[[FenceToken, bool], frozenset[int] | None],
+        base: FenceOwner,
         *,
         key: ClusterKey | None = None,
         stall_s: float = STALL_S,
     ) -> None:
-        """open_gate: a gate of its own for each connection, by incarnation; raises PeerUnavailable
-        for another than the current one. granted: the blocks behind a live token that may be
-        written (True) or read."""
-        self._ground = Ground(instance_id, memories, kinds, open_gate, granted)
+        self._offer = Offer(instance_id, memories, kinds, base)
         self._key = key
         self._stall_s = stall_s
         self._mutex = threading.Lock()
         self._fewer_strangers = threading.Condition(self._mutex)
-        self._connections: set[Connection] = set()
+        self._peers: set[ServedPeer] = set()
         self._strangers: set[SocketConnection] = set()
         self._threads: set[threading.Thread] = set()
         self._closed = False
@@ -91,21 +87,21 @@ class StreamServer:
 
     @property
     def connections(self) -> int:
-        """Peers that said hello."""
-        return len(self._connections)
+        """How many peers have sent their hello."""
+        return len(self._peers)
 
     def interrupt(self, token: FenceToken) -> None:
-        """A revoke of `token` was not proved: end our receives under it that do not come to an
-        end. Never blocks."""
+        """A revoke of `token` was not proved: end our batches under it that take too long. Never
+        blocks."""
         now = time.monotonic()
         with self._mutex:
-            inside = [c for c in self._connections if c.inside == token]
-        for connection in inside:
-            connection.hurry(token, now, PATIENCE_S)
+            inside = [peer for peer in self._peers if peer.inside == token]
+        for peer in inside:
+            peer.hurry(token, now, PATIENCE_S)
 
     def close(self) -> None:
-        """Tell every peer, end every thread. Idempotent. The gates refuse already or are about to;
-        what is under way is interrupted."""
+        """Tell every peer and end every thread. Idempotent. The fence refuses new batches already,
+        or is about to; what is under way is interrupted."""
         with self._mutex:
             if self._closed:
                 return
@@ -117,12 +113,12 @@ class StreamServer:
         if self._accepting is not None:
             self._accepting.join(5.0)  # then every thread that there is has been started
         with self._mutex:
-            connections, strangers = list(self._connections), list(self._strangers)
+            peers, strangers = list(self._peers), list(self._strangers)
             threads = list(self._threads)
-        for connection in connections:
-            connection.end()
-        for link in strangers:
-            link.interrupt()
+        for peer in peers:
+            peer.end()
+        for connection in strangers:
+            connection.interrupt()
         for thread in threads:
             if thread is not threading.current_thread():
                 thread.join(5.0)
@@ -147,30 +143,31 @@ class StreamServer:
 
     def _begin(self, sock: socket.socket, host: str) -> None:
         try:
-            link = SocketConnection(sock, hello.HELLO_S)
+            connection = SocketConnection(sock, hello.HELLO_S)
         except OSError as exc:
             self._complain(f"refused a KV connection from {host}: {exc}")
             sock.close()
             return
         thread = threading.Thread(
-            target=self._serve, args=(link, host), name=f"kv-{host}", daemon=True
+            target=self._serve, args=(connection, host), name=f"kv-{host}", daemon=True
         )
         try:
             with self._mutex:
                 self._check_room()
-                self._strangers.add(link)
+                self._strangers.add(connection)
                 self._threads.add(thread)
             thread.start()  # waits until it runs, so not under the mutex
         except (TransferFailed, RuntimeError) as exc:
             self._complain(f"refused a KV connection from {host}: {exc}")
             if isinstance(exc, RuntimeError):
                 KV_REFUSED.labels("threads").inc()
-            self._forget(link, thread, None)
-            link.close()
+            self._forget(connection, thread, None)
+            connection.close()
 
     def _check_room(self) -> None:
-        """Raise TransferFailed if there is no room for another connection. Mutex held."""
-        held = len(self._connections) + len(self._strangers)
+        """Raise TransferFailed if there is no room for another connection. The caller holds the
+        mutex."""
+        held = len(self._peers) + len(self._strangers)
         most = (machine.open_files() - FILES_SPARED) // FILES_EACH
         if held >= most:
             KV_REFUSED.labels("open_files").inc()
@@ -187,21 +184,21 @@ class StreamServer:
             raise TransferFailed("this worker leaves")
 
     def _forget(
-        self, link: SocketConnection, thread: threading.Thread, connection: Connection | None
+        self, connection: SocketConnection, thread: threading.Thread, peer: ServedPeer | None
     ) -> None:
         with self._mutex:
-            self._strangers.discard(link)
+            self._strangers.discard(connection)
             self._fewer_strangers.notify_all()
-            if connection is not None:
-                self._connections.discard(connection)
+            if peer is not None:
+                self._peers.discard(peer)
                 KV_CONNECTIONS.dec()
             self._threads.discard(thread)
 
-    def _serve(self, link: SocketConnection, host: str) -> None:
-        connection: Connection | None = None
+    def _serve(self, connection: SocketConnection, host: str) -> None:
+        peer: ServedPeer | None = None
         try:
-            connection = self._admit(link)
-            connection.run()
+            peer = self._admit(connection)
+            peer.run()
         except AuthFailed as exc:
             AUTH_REFUSED.labels("kv").inc()
             self._complain(f"refused a KV connection from {host}: {exc}")
@@ -213,33 +210,33 @@ class StreamServer:
         except Exception:
             log.exception("a KV connection from %s failed", host)
         finally:
-            if connection is not None:
-                connection.close()
-            link.close()
-            self._forget(link, threading.current_thread(), connection)
+            if peer is not None:
+                peer.close()
+            connection.close()
+            self._forget(connection, threading.current_thread(), peer)
 
-    def _admit(self, link: SocketConnection) -> Connection:
-        """Through the opening, with the reason told to whoever is refused."""
+    def _admit(self, connection: SocketConnection) -> ServedPeer:
+        """Shake hands. Whoever is refused is told why."""
         try:
-            said = hello.accept(link, self._key)
-            connection = Connection(self._ground, link, said)
+            said = hello.accept(connection, self._key)
+            peer = ServedPeer(self._offer, connection, said)
         except (PullfillError, OSError) as exc:
             if not isinstance(exc, TransferFailed):
-                hello.refuse(link, exc)
+                hello.refuse(connection, exc)
             raise
-        link.set_stall(self._stall_s)
+        connection.set_stall(self._stall_s)
         with self._mutex:
-            self._strangers.discard(link)
+            self._strangers.discard(connection)
             self._fewer_strangers.notify_all()
-            self._connections.add(connection)
+            self._peers.add(peer)
             KV_CONNECTIONS.inc()
             leaving = self._closed
         if leaving:
-            connection.end()
-        return connection
+            peer.end()
+        return peer
 
     def _complain(self, text: str) -> None:
-        """At most one line a second: strangers can come as often as they like."""
+        """Log a warning, at most one a second: strangers can come as often as they like."""
         now = time.monotonic()
         if now - self._said >= 1.0:
             self._said = now

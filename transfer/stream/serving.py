@@ -1,14 +1,14 @@
-"""One peer's connection on the owner's side: its operations, each batch inside the gate.
+"""One connected peer on the owner's side: its operations. Each batch is moved under the fence.
 
-Made by the server's thread for it after the hello, used and closed by that thread; `hurry` and
-`end` come from others. Owns its gate and its backend, not the link.
+Made by the server's thread for this peer after the hello. That thread uses and closes it; `hurry`
+and `end` come from other threads. Owns its fence hold and its backend, not the connection.
 """
 
 from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 
 from pullfill.errors import BadMessage, Fenced, IncompatibleError, PeerUnavailable, TransferFailed
-from pullfill.transfer.contract import LocalMemory, Part
-from pullfill.transfer.layout import check_pair
+from pullfill.transfer.contract import LocalMemory, Rect
+from pullfill.transfer.layout import part_of
 from pullfill.transfer.runs import Offsets, checked_ids
-from pullfill.transfer.session import FenceHold
-from pullfill.transfer.stream.backend_contract import Backend, BackendKind, Runs
-from pullfill.transfer.stream.batches import ByteStream, Side
+from pullfill.transfer.shm.owner import FenceOwner
+from pullfill.transfer.stream.backend_contract import Backend, BackendKind
+from pullfill.transfer.stream.batches import ByteStream, Runs
 from pullfill.transfer.stream.hello import StalePeer
 from pullfill.transfer.stream.messages import (
     ANSWER,
@@ -40,32 +40,36 @@ from pullfill.wire import FenceToken, decode, encode
 
 
 @dataclass(frozen=True, slots=True)
-class Ground:
-    """What all connections of one owner stand on; see StreamServer."""
+class Offer:
+    """What one owner serves to every peer.
+
+    memories: of all ranks, in order.
+    kinds: the backends, by name.
+    base: the fence over all memories.
+    """
 
     instance_id: str
     memories: Sequence[LocalMemory]
     kinds: Mapping[str, BackendKind]
-    open_gate: Callable[[str], FenceHold]
-    granted: Callable[[FenceToken, bool], frozenset[int] | None]
+    base: FenceOwner
 
 
-class Connection:
-    """inside: the token whose gate this thread holds or is about to."""
+class ServedPeer:
+    """inside: the token whose fence this thread holds or is about to hold."""
 
-    def __init__(self, ground: Ground, link: SocketConnection, said: StreamHello) -> None:
+    def __init__(self, offer: Offer, connection: SocketConnection, said: StreamHello) -> None:
         """Raises PeerUnavailable, IncompatibleError, BadMessage, TransferFailed; then nothing is
-        left open but the link."""
-        if said.instance_id != ground.instance_id:
-            raise StalePeer(f"this address is now used by {ground.instance_id}")
-        if said.rank >= len(ground.memories):
+        left open but the connection."""
+        if said.instance_id != offer.instance_id:
+            raise StalePeer(f"this address is now used by {offer.instance_id}")
+        if said.rank >= len(offer.memories):
             raise IncompatibleError(f"there is no rank {said.rank}", field="rank")
-        if said.backend not in ground.kinds:
+        if said.backend not in offer.kinds:
             raise IncompatibleError(f"we do not offer {said.backend}", field="endpoints")
-        self._memory = ground.memories[said.rank]
-        self._side = _side_of(self._memory, said)
-        self._ground = ground
-        self._link = link
+        region = offer.memories[said.rank]
+        self._memory = _asked_for(region, said)
+        self._fences = offer.base.fences
+        self._connection = connection
         self._batch_bytes = said.batch_bytes
         self._theirs = said.setup
         self._backend_name = said.backend
@@ -74,29 +78,30 @@ class Connection:
         self._ending = False
         self.inside: FenceToken | None = None
         try:
-            self._gate = ground.open_gate(said.incarnation)
+            self._hold = offer.base.open_hold(said.incarnation)
         except PeerUnavailable as exc:
             raise StalePeer(str(exc)) from exc
         try:
-            self._backend: Backend = ground.kinds[said.backend].make(self._memory, owner=True)
+            self._backend: Backend = offer.kinds[said.backend].make(region, owner=True)
         except BaseException:
-            self._gate.close()
+            self._hold.close()
             raise
 
     def run(self) -> None:
         """Serve until the peer leaves. Raises TransferFailed (the connection broke), BadMessage,
         AuthFailed."""
-        self._link.send(encode(StreamWelcome(setup=self._backend.setup)))
-        self._backend.start(self._link, self._theirs)
+        self._connection.send(encode(StreamWelcome(setup=self._backend.setup)))
+        self._backend.start(self._connection, self._theirs)
         try:
-            while self._link.wait_for_input():
-                self._operate(decode(self._link.receive(MAX_OPERATION), Operation))
+            while self._connection.wait_for_input():
+                self._operate(decode(self._connection.receive(MAX_OPERATION), Operation))
         finally:
             if self._ending:
                 self._say_goodbye()
 
     def hurry(self, token: FenceToken, now: float, patience_s: float) -> None:
-        """A revoke waits for us (any thread): interrupt what still goes on after the patience."""
+        """A revoke of `token` waits for this thread's batch: interrupt the batch if it still runs
+        `patience_s` after the first call. Any thread."""
         with self._mutex:
             if self.inside != token:
                 return
@@ -105,18 +110,18 @@ class Connection:
             if now - self._hurried[1] >= patience_s:
                 # Under the mutex: it is still this token's receive, and not the next one's.
                 self._backend.interrupt()
-                self._link.interrupt()
+                self._connection.interrupt()
 
     def end(self) -> None:
-        """Leave (any thread): nothing more is heard, and the peer is told if it can be."""
+        """Serve no more. The peer is told, if it can be. Any thread."""
         self._ending = True
         if self.inside is not None:
             self._backend.interrupt()
-        self._link.interrupt(socket.SHUT_RD)
+        self._connection.interrupt(socket.SHUT_RD)
 
     def close(self) -> None:
         self._backend.close()
-        self._gate.close()
+        self._hold.close()
 
     # ------------------------------------------------------------------ operations
 
@@ -125,11 +130,11 @@ class Connection:
             blocks = self._blocks(operation)
         except BadMessage as exc:
             if operation.verb is Verb.READ:
-                self._link.mark(ANSWER)
+                self._connection.mark(ANSWER)
             self._answer(Status.REFUSED, str(exc))
-            self._link.linger()
+            self._connection.linger()
             raise
-        stream = ByteStream(self._memory, self._side, blocks)
+        stream = ByteStream(self._memory, blocks)
         if not stream.total:
             self._answer(*self._still_valid(operation.fence))
         elif operation.verb is Verb.WRITE:
@@ -138,8 +143,9 @@ class Connection:
             self._send(operation.fence, stream)
 
     def _blocks(self, operation: Operation) -> Offsets:
-        """The operation's ids: of this region, of this grant (as far as the token lives; a write
-        may not touch the prefix hit, which others share), in order. Raises BadMessage."""
+        """The operation's block ids. Raises BadMessage unless they are in this region, in order and
+        in the grant. (A write may not touch the prefix hit, which other requests share. Of a token
+        that is dead, the fence file refuses every batch.)"""
         if len(operation.blocks) % 4:
             raise BadMessage("block ids are not u32")
         ids: Any = np.frombuffer(operation.blocks, "<u4")
@@ -147,7 +153,7 @@ class Connection:
         lowest_step = 1 if operation.verb is Verb.WRITE else 0
         if len(blocks) > 1 and int(np.diff(blocks).min()) < lowest_step:
             raise BadMessage("block ids are not ascending")
-        granted = self._ground.granted(operation.fence, operation.verb is Verb.WRITE)
+        granted = self._fences.granted(operation.fence, writes=operation.verb is Verb.WRITE)
         if granted is not None and not granted.issuperset(blocks.tolist()):
             raise BadMessage("a block is outside the grant")
         return blocks
@@ -155,7 +161,7 @@ class Connection:
     def _receive(self, token: FenceToken, stream: ByteStream) -> None:
         refused = False
         for batch in stream.batches(self._batch_bytes):
-            mark = self._link.take_mark()
+            mark = self._connection.take_mark()
             if mark == STOP and refused:
                 return
             if mark != BATCH:
@@ -168,11 +174,11 @@ class Connection:
             self._answer(Status.DONE)
 
     def _receive_batch(self, token: FenceToken, batch: Runs) -> bool:
-        """False: fenced; the peer was told, and the batch is gone."""
+        """Returns False if the fence is dead: the peer was told, and the batch is discarded."""
         try:
             with self._inside(token, "write"):
                 self._backend.receive(batch)
-                self._gate.copied("write", int(batch.iovec[0, 0]))
+                self._hold.copied("write", int(batch.iovec[0, 0]))
         except Fenced as exc:
             self._answer(Status.FENCED, str(exc))
             self._backend.discard(batch.total)
@@ -183,13 +189,13 @@ class Connection:
         for batch in stream.batches(self._batch_bytes):
             try:
                 with self._inside(token, "read"):
-                    self._link.mark(BATCH)
+                    self._connection.mark(BATCH)
                     self._backend.send(batch)
             except Fenced as exc:
-                self._link.mark(ANSWER)
+                self._connection.mark(ANSWER)
                 self._answer(Status.FENCED, str(exc))
                 return
-        self._link.mark(ANSWER)
+        self._connection.mark(ANSWER)
         self._answer(Status.DONE)
 
     def _still_valid(self, token: FenceToken) -> tuple[Status, str]:
@@ -201,22 +207,22 @@ class Connection:
 
     @contextmanager
     def _inside(self, token: FenceToken, verb: str) -> Iterator[None]:
-        self._gate.before_batch(verb)
+        self._hold.before_batch(verb)
         with self._mutex:
             self.inside = token
         try:
-            self._gate.enter(token)
+            self._hold.enter(token)
             try:
-                self._gate.inside_batch(verb)
+                self._hold.inside_batch(verb)
                 yield
             finally:
-                self._gate.leave(token)
+                self._hold.leave(token)
         finally:
             with self._mutex:
                 self.inside, self._hurried = None, None
 
     def _answer(self, status: Status, reason: str = "") -> None:
-        self._link.send(encode(Answer(status=status, reason=reason[:512])))
+        self._connection.send(encode(Answer(status=status, reason=reason[:512])))
 
     def _say_goodbye(self) -> None:
         """Between operations the next thing a peer reads is an answer: this one."""
@@ -226,8 +232,8 @@ class Connection:
             pass
 
 
-def _side_of(memory: LocalMemory, said: StreamHello) -> Side:
-    """What the peer asks for, checked. Raises IncompatibleError, BadMessage."""
+def _asked_for(memory: LocalMemory, said: StreamHello) -> LocalMemory:
+    """The part of the memory that the peer asks for. Raises IncompatibleError, BadMessage."""
     layout = memory.layout
     if said.nbytes != memory.nbytes:
         raise BadMessage(f"a descriptor of {said.nbytes} bytes for a region of {memory.nbytes}")
@@ -236,6 +242,5 @@ def _side_of(memory: LocalMemory, said: StreamHello) -> Side:
             f"pages of {layout.page_bytes} bytes here, of {said.page_bytes} there",
             field="page_bytes",
         )
-    part = Part(said.head, said.head, said.heads, said.layer, said.layer, said.layers)
-    check_pair(layout, layout, part)
-    return Side(said.head, said.heads, said.layer, said.layers)
+    first_head, first_layer = memory.first_head + said.head, memory.first_layer + said.layer
+    return part_of(memory, Rect(first_head, said.heads, first_layer, said.layers))

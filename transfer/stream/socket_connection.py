@@ -1,11 +1,12 @@
-"""One TCP connection under the stream protocol: frames, marks, seals, timeouts. Blocking.
+"""One TCP connection of the stream protocol: frames, marks, seals, timeouts. Blocking.
 
-Owned by one thread, which alone uses and closes it; `interrupt` may come from any other. Every call
-is bounded: `stall_s` without the peer ends it with TransferFailed. The kernel ends a connection
-whose host is gone within `DEAD_AFTER_S`, so an idle one waits without a limit of its own.
+One thread owns a connection: it alone uses and closes it. `interrupt` may come from any thread.
+Every call ends with TransferFailed when the peer makes no progress for `stall_s`. An idle
+connection waits without a limit of its own: the kernel ends it within `DEAD_AFTER_S` if the other
+host is gone.
 
-Beside a busy engine thread each return from a call that gave up the GIL may cost half a
-millisecond. So what is small and usually ready (marks) is tried once without giving it up.
+Beside a busy engine thread, each call that released the GIL may wait half a millisecond for it. So
+marks, which are small and usually there already, are first looked for without releasing it.
 """
 
 from __future__ import annotations
@@ -38,7 +39,10 @@ _quick.recv.restype = ctypes.c_ssize_t
 
 
 class SocketConnection:
-    """A stream contract `Link`. Owns `sock`."""
+    """Owns `sock`, which is blocking and has receive and send timeouts.
+
+    Every call that sends or receives raises TransferFailed when the peer is gone or makes no
+    progress for `stall_s`."""
 
     def __init__(self, sock: socket.socket, stall_s: float = STALL_S) -> None:
         self._sock = sock
@@ -58,13 +62,13 @@ class SocketConnection:
         self.set_stall(stall_s)
 
     def set_stall(self, stall_s: float) -> None:
-        """From now on a call may go without progress for so long. Lifts `limit`."""
+        """From now on a call may wait so long for progress. Ends `limit`."""
         self.stall_s = stall_s
         self._until: float | None = None
         self._set_timeout(stall_s)
 
     def limit(self, seconds: float) -> None:
-        """All that is received from now on must be there in time, however steadily it drips."""
+        """All that is received from now on must be there in time, even if bytes keep coming."""
         self._until = time.monotonic() + seconds
 
     def _set_timeout(self, stall_s: float) -> None:
@@ -73,7 +77,7 @@ class SocketConnection:
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, spec)
 
     def seal(self, *, incoming: bytes, outgoing: bytes) -> None:
-        """From the next frame on, in both directions."""
+        """Seal frames in both directions, from the next one on."""
         self._in, self._out = Seal(incoming), Seal(outgoing)
 
     @property
@@ -83,14 +87,14 @@ class SocketConnection:
     # ------------------------------------------------------------------ frames
 
     def send(self, body: bytes) -> None:
-        """See Link."""
+        """Send one frame, sealed if there is a cluster key."""
         if self._out is not None:
             body = self._out.add(body)
         with _as_failures():
             self._sock.sendall(_LENGTH.pack(len(body)) + body)
 
     def receive(self, limit: int = 1 << 20) -> bytes:
-        """See Link."""
+        """The next frame, of at most `limit` bytes. Also raises BadMessage, AuthFailed."""
         (length,) = _LENGTH.unpack(self._exactly(_LENGTH.size))
         if length > limit:
             raise BadMessage(f"a frame of {length} bytes (at most {limit})")
@@ -129,18 +133,18 @@ class SocketConnection:
         return bytes(self._exactly(1))
 
     def input_waits(self) -> bool:
-        """Whether the peer said something (or left) that was not read yet."""
+        """Whether there is something to read. Also when the peer left."""
         return self._peek(socket.MSG_PEEK) is not None
 
     def wait_for_input(self) -> bool:
-        """Wait without a limit for the peer to say something. False: it left, or `interrupt`."""
+        """Wait without a limit until the peer says something. False: it left, or `interrupt`."""
         poll = select.poll()
         poll.register(self.fd, select.POLLIN)
         poll.poll()
         return bool(self._peek(socket.MSG_PEEK))
 
     def _peek(self, flags: int) -> bytes | None:
-        """One byte, b"" when the peer left, None when there is nothing yet."""
+        """One byte. b"": the peer left. None: there is nothing yet."""
         got = _quick.recv(self.fd, self._byte, 1, flags | _NOW)
         if got < 0:
             code = ctypes.get_errno()
@@ -150,13 +154,14 @@ class SocketConnection:
     # ------------------------------------------------------------------ the end
 
     def interrupt(self, how: int = socket.SHUT_RDWR) -> None:
-        """Any thread, any time: calls under way end soon. Received bytes may still be read."""
+        """End calls under way soon. Received bytes may still be read. Any thread, any time."""
         with self._mutex, contextlib.suppress(OSError):
             self._sock.shutdown(how)
 
     def linger(self, seconds: float = 1.0) -> None:
-        """Say no more, and throw away what the peer still says: closed at once with bytes unread,
-        the kernel would reset the connection, and our last words with it. Never raises."""
+        """Send nothing more, and throw away what the peer still sends. Never raises."""
+        # If a socket is closed with bytes unread, the kernel resets the connection, and our last
+        # frame may be lost.
         give_up = time.monotonic() + seconds
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_WR)
@@ -166,7 +171,7 @@ class SocketConnection:
                 pass
 
     def close(self) -> None:
-        """Idempotent. No call is under way."""
+        """No call is under way. Idempotent."""
         with self._mutex:
             self._sock.close()
 
@@ -182,7 +187,7 @@ def _as_failures():  # type: ignore[no-untyped-def]
 
 
 def reason(code: int) -> str:
-    """For backends that call the kernel themselves: what `errno` means for people."""
+    """For people: what an `errno` means. For backends that call the kernel themselves."""
     if code == errno.EAGAIN:
         return "the peer makes no progress"
     return f"the connection broke: {os.strerror(code)}"

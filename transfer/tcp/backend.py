@@ -1,8 +1,8 @@
-"""The payload on the protocol's own socket: gathered from KV memory by the kernel, scattered into
-it by the kernel. No copy in this process, and no Python object per run.
+"""The payload on the protocol's own socket. The kernel gathers it from KV memory and scatters it
+into KV memory. Nothing is copied in this process, and no run is a Python object.
 
-Both ends wait inside one system call per 1024 runs (`sendmsg`, `recvmsg` with MSG_WAITALL), with
-the GIL given up: beside a busy engine thread each return costs, so there are few.
+Both ends make one system call for 1024 runs (`sendmsg`, `recvmsg` with MSG_WAITALL). Each call
+releases the GIL, and to get it back beside a busy engine thread takes time. So the calls are few.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from collections.abc import Callable
 
 from pullfill.errors import TransferFailed
 from pullfill.transfer.contract import LocalMemory
-from pullfill.transfer.stream.backend_contract import Backend, Runs, StreamConnection
-from pullfill.transfer.stream.batches import Iovec
+from pullfill.transfer.stream.backend_contract import Backend
+from pullfill.transfer.stream.batches import Iovec, Runs
 from pullfill.transfer.stream.socket_connection import SocketConnection, reason
 
 _IOV_MAX = 1024
@@ -43,19 +43,19 @@ for _name in ("sendmsg", "recvmsg"):
 
 
 class TcpBackend:
-    """A Backend. Borrows the link's socket."""
+    """A Backend. Borrows the connection's socket."""
 
     setup = b""
 
     def __init__(self) -> None:
-        self._link: StreamConnection | None = None
+        self._connection: SocketConnection | None = None
         self._scratch = b""
 
-    def start(self, link: StreamConnection, theirs: bytes) -> None:
-        self._link = link
+    def start(self, connection: SocketConnection, theirs: bytes) -> None:
+        self._connection = connection
 
     def send(self, runs: Runs) -> None:
-        """See Backend. The bytes are the kernel's when it returns."""
+        """See Backend. When it returns, the kernel has the bytes."""
         self._move(_libc.sendmsg, socket.MSG_NOSIGNAL, runs.iovec)
 
     def receive(self, runs: Runs) -> None:
@@ -64,26 +64,28 @@ class TcpBackend:
 
     def discard(self, nbytes: int) -> None:
         """See Backend."""
-        assert self._link is not None
+        assert self._connection is not None
         scratch = ctypes.create_string_buffer(min(nbytes, _SCRATCH))
         while nbytes:
             want = min(nbytes, len(scratch))
-            got = _libc.recv(self._link.fd, scratch, ctypes.c_size_t(want), socket.MSG_WAITALL)
+            got = _libc.recv(
+                self._connection.fd, scratch, ctypes.c_size_t(want), socket.MSG_WAITALL
+            )
             if got <= 0:
                 _fail(got)
             nbytes -= got
 
     def interrupt(self) -> None:
-        link = self._link  # `close` may come meanwhile
-        if isinstance(link, SocketConnection):
-            link.interrupt()
+        connection = self._connection  # `close` may come meanwhile
+        if connection is not None:
+            connection.interrupt()
 
     def close(self) -> None:
-        self._link = None
+        self._connection = None
 
     def _move(self, call: _Call, flags: int, iovec: Iovec) -> None:
-        assert self._link is not None
-        fd = self._link.fd
+        assert self._connection is not None
+        fd = self._connection.fd
         for first in range(0, len(iovec), _IOV_MAX):
             chunk = iovec[first : first + _IOV_MAX]
             left = int(chunk[:, 1].sum())
@@ -100,7 +102,7 @@ class TcpBackend:
 
 
 def _after(chunk: Iovec, done: int) -> Iovec:
-    """What is left of `chunk` after its first `done` bytes."""
+    """The runs that are left of `chunk` after its first `done` bytes."""
     rest = chunk.copy()
     for index, nbytes in enumerate(rest[:, 1].tolist()):
         if done < nbytes:
@@ -121,8 +123,8 @@ class TcpKind:
 
     name = "tcp"
     batch_bytes = 16 << 20
-    """What both sides do between batches costs a tenth of the speed at 4 MiB. A revoke does not
-    wait for a long one: it interrupts."""
+    """At 4 MiB, the work between two batches costs a tenth of the speed. A revoke does not wait for
+    a batch that takes long: it interrupts it."""
 
     def why_not(self) -> str | None:
         return None

@@ -41,7 +41,7 @@ class _Nixl(TcpKind):
 
 
 def test_nixl_is_used_and_offered_only_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(catalogue._PLANES, "nixl", (__name__, "_Nixl"))
+    monkeypatch.setitem(catalogue._BACKENDS, "nixl", (__name__, "_Nixl"))
     monkeypatch.setenv(devices.ENV, "eth9")
     assert "nixl" not in [transport.name for transport in catalogue.peers(None, ON_CPU, None)]
     assert "nixl" not in catalogue.backends(None, ON_CPU)
@@ -55,7 +55,7 @@ def test_nixl_is_used_and_offered_only_by_name(monkeypatch: pytest.MonkeyPatch) 
 def test_nixl_listens_where_the_worker_does(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setitem(catalogue._PLANES, "nixl", (__name__, "_Nixl"))
+    monkeypatch.setitem(catalogue._BACKENDS, "nixl", (__name__, "_Nixl"))
     monkeypatch.setenv(devices.ENV, "")
     catalogue.backends(["nixl"], ON_CPU, "127.0.0.1")
     assert os.environ[devices.ENV] == "lo"

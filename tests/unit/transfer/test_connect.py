@@ -13,19 +13,18 @@ import pytest
 
 from pullfill.errors import BadMessage, Fenced, IncompatibleError, PeerUnavailable
 from pullfill.net.this_host import host_id
+from pullfill.transfer.combined_owner import CombinedOwner
 from pullfill.transfer.connect import connect
-from pullfill.transfer.contract import LocalMemory, Part, PeerSession, PeerTransport
+from pullfill.transfer.contract import LocalMemory, PeerSession, PeerTransport, Rect
 from pullfill.transfer.digest import DIGEST_BYTES, BlockDigester, copies_of
 from pullfill.transfer.group import GroupSession
 from pullfill.transfer.layout import describe_region
-from pullfill.transfer.owners import CombinedOwner
 from pullfill.transfer.session import MappedSession
 from pullfill.transfer.shm.files import RegionFiles
 from pullfill.transfer.shm.owner import ShmOwner
 from pullfill.transfer.shm.peer import ShmTransport
 from pullfill.transfer.stream.peer import StreamTransport
 from pullfill.transfer.tcp.backend import TcpKind
-from pullfill.transfer.topology import Rect
 from pullfill.wire import RegionDescriptor
 from tests.support.ranked import BLOCKS, HALVES, PAGE, REPLICAS, STAGES, WHOLE, RankedWorker
 from tests.support.transfer_rigs import COMPAT
@@ -135,7 +134,7 @@ class BreaksAtRank1(ShmTransport):
     """The file is there when asked for and gone when it is mapped."""
 
     def connect(
-        self, local: LocalMemory, descriptor: RegionDescriptor, part: Part | None = None
+        self, local: LocalMemory, descriptor: RegionDescriptor, part: Rect | None = None
     ) -> PeerSession:
         if descriptor.rank == 1:
             raise PeerUnavailable("gone")

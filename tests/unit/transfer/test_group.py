@@ -11,17 +11,18 @@ import pytest
 
 from pullfill.errors import Fenced, TransferFailed
 from pullfill.transfer import group as group_module
-from pullfill.transfer.contract import MoveResult
+from pullfill.transfer.contract import MoveResult, Rect
 from pullfill.transfer.group import GroupSession, Member
+from pullfill.transfer.layout import part_of
 from pullfill.transfer.session import MappedSession
-from pullfill.transfer.topology import Rect, plan
+from pullfill.transfer.topology import plan
 from pullfill.wire import FenceToken
 from tests.support.ranked import HALVES, PAGE, REPLICAS, STAGES, WHOLE, RankedWorker
 
 TOKEN = FenceToken(slot=0, epoch=1)
 
 
-class _OpenGate:
+class _OpenHold:
     def __init__(self) -> None:
         self.entered = 0
         self.closed = 0
@@ -45,24 +46,21 @@ class _OpenGate:
         self.closed += 1
 
 
-def group(ours: RankedWorker, theirs: RankedWorker) -> tuple[GroupSession, list[_OpenGate]]:
-    gates: list[_OpenGate] = []
+def group(ours: RankedWorker, theirs: RankedWorker) -> tuple[GroupSession, list[_OpenHold]]:
+    holds: list[_OpenHold] = []
     members: list[Member] = []
 
-    def session(here: int, there: int, part: object) -> MappedSession:
-        gate = _OpenGate()
-        gates.append(gate)
-        remote = theirs.memories[there]
-        return MappedSession(
-            "test", ours.memories[here], remote.layout, remote.address, gate, part=part  # type: ignore[arg-type]
-        )  # fmt: skip
+    def session(here: int, there: int, part: Rect) -> MappedSession:
+        hold = _OpenHold()
+        holds.append(hold)
+        local, remote = part_of(ours.memories[here], part), part_of(theirs.memories[there], part)
+        return MappedSession("test", local, remote.layout, remote.address, hold)
 
     for route in plan(ours.rects, theirs.rects):
         members.append(Member(session(route.source, route.target, route.part), True, False))
     for route in plan(theirs.rects, ours.rects):
-        swapped = route.part.swapped()
-        members.append(Member(session(route.target, route.source, swapped), False, True))
-    return GroupSession(members), gates
+        members.append(Member(session(route.target, route.source, route.part), False, True))
+    return GroupSession(members), holds
 
 
 @pytest.mark.parametrize("ours", [WHOLE, HALVES, REPLICAS, STAGES])
@@ -252,9 +250,9 @@ def test_interrupt_reaches_everyone() -> None:
 
 def test_a_dead_fence_of_one_member_fails_the_group() -> None:
     prefill, decode = RankedWorker(WHOLE, 1), RankedWorker(HALVES, 2)
-    session, gates = group(prefill, decode)
-    gates[1].fenced = True
+    session, holds = group(prefill, decode)
+    holds[1].fenced = True
     with pytest.raises(Fenced):
         session.write_blocks(TOKEN, [0], [5])
     session.close()
-    assert all(gate.closed == 1 for gate in gates)
+    assert all(hold.closed == 1 for hold in holds)

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from pullfill.errors import AuthFailed, BadMessage, TransferFailed
 from pullfill.transfer.nccl.messages import NcclStart, NcclUse
 from pullfill.transfer.nccl.staging import Laid, Turn
-from pullfill.transfer.stream.backend_contract import Backend, Interjected, Runs
+from pullfill.transfer.stream.backend_contract import Backend, Interjected
+from pullfill.transfer.stream.batches import Runs
 from pullfill.wire.codec import Message, decode, encode
 from tests.support.fake_nccl import World
 from tests.support.nccl_gpus import PairKind
@@ -30,7 +31,7 @@ REFUSAL = NcclUse(generation=9, message_bytes=STEP)
 
 
 class PairLink:
-    """A Link that nobody interrupts: whatever ends must end by the backend's own doing."""
+    """A connection that `interrupt` does not end: whatever ends must end by the backend's doing."""
 
     def __init__(self, sock: socket.socket, stall_s: float = 20.0) -> None:
         self._sock, self.stall_s = sock, stall_s
@@ -38,6 +39,9 @@ class PairLink:
     @property
     def fd(self) -> int:
         return self._sock.fileno()
+
+    def interrupt(self) -> None:
+        pass
 
     def send(self, body: bytes) -> None:
         self._sock.send(body)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pullfill.errors import BadMessage, IncompatibleError
-from pullfill.transfer.contract import KvLayout, Part
-from pullfill.transfer.layout import check_bounds, check_pair, dense_layout
+from pullfill.transfer.contract import KvLayout, Rect
+from pullfill.transfer.layout import check_bounds, check_pair, crop, dense_layout
 from pullfill.transfer.runs import SINGLE, Batch, Rows, is_run, merge_pairs, plan
 from tests.support.transfer_rigs import extent
 
@@ -180,8 +179,9 @@ def test_everything_dense_is_one_copy() -> None:
 
 def test_heads_of_a_range_stay_apart_where_blocks_are_wider() -> None:
     wide, narrow = dense_layout(2, 10, 8, 64), dense_layout(2, 10, 4, 64)
-    part = Part(4, 0, 4, 0, 0, 2)
-    todo = plan(wide, narrow, [3, 4], [0, 1], part=part)
+    upper = crop(wide, Rect(4, 4, 0, 2))
+    check_pair(upper, narrow)
+    todo = plan(upper, narrow, [3, 4], [0, 1])
     assert todo.total == 2 * 2 * 4 * 64
     expected = {
         at(narrow, layer, t, h) + i: at(wide, layer, s, h + 4) + i
@@ -191,15 +191,15 @@ def test_heads_of_a_range_stay_apart_where_blocks_are_wider() -> None:
         for i in range(64)
     }
     assert planned_map(todo.batches()) == expected
-    check_pair(wide, narrow, part)
     with pytest.raises(IncompatibleError, match=r"5\.\.9 of 8"):
-        check_pair(wide, narrow, replace(part, local_head=5))
+        crop(wide, Rect(5, 4, 0, 2))
 
 
 def test_layers_of_a_range_go_where_the_other_side_counts_them() -> None:
     half, whole = dense_layout(2, 6, 2, 64), dense_layout(4, 6, 2, 64)
-    part = Part(0, 0, 2, 0, 2, 2)
-    todo = plan(half, whole, [5], [1], part=part)
+    later = crop(whole, Rect(0, 2, 2, 2))
+    check_pair(half, later)
+    todo = plan(half, later, [5], [1])
     expected = {
         at(whole, layer + 2, 1, h) + i: at(half, layer, 5, h) + i
         for layer in range(2)
@@ -207,9 +207,8 @@ def test_layers_of_a_range_go_where_the_other_side_counts_them() -> None:
         for i in range(64)
     }
     assert planned_map(todo.batches()) == expected
-    check_pair(half, whole, part)
     with pytest.raises(IncompatibleError, match="num_layers"):
-        check_pair(half, whole, replace(part, remote_layer=3))
+        crop(whole, Rect(0, 2, 3, 2))
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pullfill.transfer.contract import KvLayout, LocalMemory, Part
-from pullfill.transfer.layout import dense_layout
-from pullfill.transfer.stream.backend_contract import Runs
-from pullfill.transfer.stream.batches import ByteStream, Side
+from pullfill.transfer.contract import KvLayout, LocalMemory, Rect
+from pullfill.transfer.layout import crop, dense_layout, part_of
+from pullfill.transfer.stream.batches import ByteStream, Runs
 from tests.support.transfer_rigs import LAYOUTS, PAGE, extent, memory_over, pages, random_bytes
 
 
@@ -24,13 +23,13 @@ def gather(runs: Runs) -> bytes:
     return b"".join(parts)
 
 
-def expected(data: np.ndarray, layout: KvLayout, side: Side, blocks: list[int]) -> bytes:
+def expected(data: np.ndarray, layout: KvLayout, part: Rect, blocks: list[int]) -> bytes:
     """Layer, block, head, page: the definition."""
     view = pages(data, layout)
-    heads = slice(side.head, side.head + side.heads)
+    heads = slice(part.first_head, part.end_head)
     return b"".join(
         view[layer, block, heads].tobytes()
-        for layer in range(side.layer, side.layer + side.layers)
+        for layer in range(part.first_layer, part.end_layer)
         for block in blocks
     )
 
@@ -48,10 +47,10 @@ def test_batches_are_the_stream_cut_at_fixed_places(
 ) -> None:
     layout = LAYOUTS[name]
     data = random_bytes(extent(layout), 1)
-    side = Side(*head, *layer)
-    stream = ByteStream(memory_over(data, layout), side, np.array(blocks))
+    part = Rect(*head, *layer)
+    stream = ByteStream(part_of(memory_over(data, layout), part), np.array(blocks))
     made = list(stream.batches(batch))
-    want = expected(data, layout, side, blocks)
+    want = expected(data, layout, part, blocks)
     assert stream.total == len(want)
     assert b"".join(gather(runs) for runs in made) == want
     assert all(runs.total == batch for runs in made[:-1])
@@ -71,12 +70,12 @@ def test_runs_are_merged_where_memory_is_contiguous(
     layout: KvLayout, blocks: list[int], runs: int
 ) -> None:
     memory = LocalMemory(address=1 << 40, nbytes=1 << 30, layout=layout)
-    assert ByteStream(memory, Side.whole(layout), np.array(blocks)).runs == runs
+    assert ByteStream(memory, np.array(blocks)).runs == runs
 
 
 def test_nothing_is_nothing() -> None:
     memory = LocalMemory(address=1 << 40, nbytes=1 << 30, layout=LAYOUTS["dense"])
-    empty = ByteStream(memory, Side.whole(memory.layout), np.array([], np.int64))
+    empty = ByteStream(memory, np.array([], np.int64))
     assert (empty.total, list(empty.batches(PAGE))) == (0, [])
 
 
@@ -84,12 +83,19 @@ def test_many_layers_are_expanded_in_groups_that_do_not_show() -> None:
     layout = dense_layout(3000, 40, 1, 16)  # more runs than are expanded at a time
     data = random_bytes(extent(layout), 2)
     blocks = list(range(0, 40, 2))
-    stream = ByteStream(memory_over(data, layout), Side.whole(layout), np.array(blocks))
+    memory = memory_over(data, layout)
+    stream = ByteStream(memory, np.array(blocks))
     made = b"".join(gather(runs) for runs in stream.batches(10_001))
-    assert made == expected(data, layout, Side.whole(layout), blocks)
+    assert made == expected(data, layout, memory.rect, blocks)
 
 
-def test_the_local_side_of_a_part() -> None:
-    part = Part(1, 0, 2, 3, 5, 4)
-    assert Side.local(part) == Side(1, 2, 3, 4)
-    assert Side.local(part.swapped()) == Side(0, 2, 5, 4)
+def test_a_part_is_counted_from_what_its_region_begins_with() -> None:
+    part, region = Rect(5, 2, 7, 4), Rect(4, 4, 4, 8)
+    assert part.within(region) == Rect(1, 2, 3, 4)
+    layout = dense_layout(8, 40, 4, PAGE)
+    memory = LocalMemory(1 << 40, 1 << 30, layout, first_head=4, first_layer=4)
+    assert memory.rect == region
+    moved = part_of(memory, part)
+    assert moved.rect == part
+    assert moved.layout == crop(layout, Rect(1, 2, 3, 4))
+    assert moved.layout.base_offset == 3 * layout.layer_stride + PAGE

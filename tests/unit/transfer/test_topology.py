@@ -10,15 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pullfill.errors import BadMessage, IncompatibleError
-from pullfill.transfer.contract import LocalMemory
+from pullfill.transfer.contract import LocalMemory, Rect
 from pullfill.transfer.layout import dense_layout, describe_region
 from pullfill.transfer.topology import (
-    Rect,
     Route,
     head_range,
     plan,
     rects_described,
-    rects_of,
 )
 from pullfill.wire import Compat, RegionDescriptor
 
@@ -56,22 +54,27 @@ def contents(rects: list[Rect]) -> Cells:
     }
 
 
-def carry_out(routes: list[Route], source: Cells) -> tuple[Cells, Counter[tuple[int, int, int]]]:
+def carry_out(
+    routes: list[Route], sources: list[Rect], targets: list[Rect]
+) -> tuple[Cells, Counter[tuple[int, int, int]]]:
     """What the targets hold after all routes, and how often each place was written."""
-    found: Cells = {}
+    found, held = {}, contents(sources)
     times: Counter[tuple[int, int, int]] = Counter()
     for route in routes:
-        part = route.part
-        for layer, head in product(range(part.layers), range(part.heads)):
-            there = (route.target, part.remote_layer + layer, part.remote_head + head)
+        here, to = (
+            route.part.within(sources[route.source]),
+            route.part.within(targets[route.target]),
+        )
+        for layer, head in product(range(here.layers), range(here.heads)):
+            there = (route.target, to.first_layer + layer, to.first_head + head)
             times[there] += 1
-            found[there] = source[route.source, part.local_layer + layer, part.local_head + head]
+            found[there] = held[route.source, here.first_layer + layer, here.first_head + head]
     return found, times
 
 
 def check(sources: list[Rect], targets: list[Rect]) -> list[Route]:
     routes = plan(sources, targets)
-    found, times = carry_out(routes, contents(sources))
+    found, times = carry_out(routes, sources, targets)
     assert found == contents(targets)
     assert set(times.values()) == {1}
     return routes
@@ -171,7 +174,7 @@ def descriptors(size: int, incarnation: str = "i1") -> list[RegionDescriptor]:
         first, heads = head_range(2, size, rank)
         layout = dense_layout(LAYERS, 3, heads, 64)
         memory = LocalMemory(0, LAYERS * 3 * heads * 64, layout, first_head=first)
-        assert rects_of([memory]) == [Rect(first, heads, 0, LAYERS)]
+        assert memory.rect == Rect(first, heads, 0, LAYERS)
         found.append(
             describe_region(
                 memory,

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pullfill.transfer.iovecs import Iovec, messages, pairs
+from pullfill.transfer.stream.batches import Iovec, pairs, pieces
 
 lengths = st.lists(st.integers(1, 50), min_size=1, max_size=20)
 
@@ -49,20 +49,21 @@ def test_pairs_have_equal_lengths_and_lose_nothing(a: list[int], b: list[int], s
 
 @settings(max_examples=150, derandomize=True, deadline=None)
 @given(sizes=lengths, step=st.integers(1, 200), seed=st.integers(0, 99))
-def test_messages_are_cut_at_the_same_places_whatever_the_runs(
+def test_pieces_are_cut_at_the_same_places_whatever_the_runs(
     sizes: list[int], step: int, seed: int
 ) -> None:
     data = np.random.default_rng(seed).integers(0, 256, sum(sizes), dtype=np.uint8)
     iovec = laid(data, sizes, seed)
-    made = messages(iovec, step)
-    assert b"".join(content(piece) for piece in made) == content(iovec)
-    totals = [int(piece[:, 1].sum()) for piece in made]
+    made = list(pieces(iovec, step))
+    assert b"".join(content(piece.iovec) for piece in made) == content(iovec)
+    totals = [int(piece.iovec[:, 1].sum()) for piece in made]
+    assert totals == [piece.total for piece in made]
     assert all(total == step for total in totals[:-1])
     assert 0 < totals[-1] <= step
-    assert all(int(piece[:, 1].min()) > 0 for piece in made)
+    assert all(int(piece.iovec[:, 1].min()) > 0 for piece in made)
 
 
 def test_a_contiguous_piece_is_one_run() -> None:
     iovec = np.array([[1000, 30], [5000, 10]], np.uint64)
-    assert [len(piece) for piece in messages(iovec, 10)] == [1, 1, 1, 1]
-    assert [len(piece) for piece in messages(iovec, 40)] == [2]
+    assert [len(piece.iovec) for piece in pieces(iovec, 10)] == [1, 1, 1, 1]
+    assert [len(piece.iovec) for piece in pieces(iovec, 40)] == [2]
