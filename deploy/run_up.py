@@ -25,7 +25,7 @@ from pullfill.net.this_host import host_id
 SUPERVISOR_LOG = "supervisor"
 _LOG_WIDTH = 200
 _PATIENCE_S = 0.5
-"""How long to wait for the lock. A supervisor that restarts a process holds it for less."""
+"""How long to wait for the lock. A supervisor that restarts a process holds it shorter."""
 
 
 def up(options: UpOptions, state_dir: str | None, *, detach: bool) -> int:
@@ -171,7 +171,7 @@ async def _by_hand(state: StateDir, entries: list[ProcessEntry]) -> list[tuple[s
 
 
 def _entries(state: StateDir, console: Console) -> list[ProcessEntry]:
-    """The recorded processes. A damaged record must not keep the rest from being stopped."""
+    """Return the recorded processes. If the record is damaged, kill all and return none."""
     try:
         cluster = state.cluster()
     except ConfigError as exc:

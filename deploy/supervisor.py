@@ -194,7 +194,7 @@ class Supervisor:
         await self._with_tries("etcd", once)
 
     async def _with_tries(self, name: str, once: Callable[[], Awaitable[None]]) -> None:
-        """A free port can be taken between the look and the bind: then try another."""
+        """Start a server, and try other ports if another process has taken its port."""
         for attempt in range(1, SERVER_TRIES + 1):
             try:
                 return await once()
