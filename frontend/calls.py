@@ -53,7 +53,7 @@ class Calls:
                 self._open.pop(call_id, None)
 
     def on_lost(self, connection: DecodeConnection, reason: str) -> None:
-        """A connection is gone: its calls fail."""
+        """Fail the calls of a connection that is gone."""
         for other, future in list(self._open.values()):
             if other is connection and not future.done():
                 future.set_exception(
@@ -61,7 +61,7 @@ class Calls:
                 )
 
     def on_result(self, connection: DecodeConnection, result: Any) -> None:
-        """vLLM's UtilityOutput from a worker; one that answers for another is ignored."""
+        """Take vLLM's UtilityOutput from a worker. An answer for another worker is ignored."""
         owner, future = self._open.get(result.call_id, (None, None))
         if future is None or owner is not connection or future.done():
             return

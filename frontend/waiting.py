@@ -1,4 +1,4 @@
-"""Requests that wait because they are at no decode worker.
+"""Holds requests that are at no decode worker, until each is placed or its time is over.
 
 Owned by the `Dispatcher`, single event loop. A request is added with `hold` and removed with
 `drop`. In between `soon` and `all_soon` call `place` for it. At its deadline `expire` is called, or

@@ -1,13 +1,16 @@
 """The job queue on NATS JetStream: `JetStreamProducer` (decode), `JetStreamConsumer` (prefill).
 
-names.py       names of streams and subjects, token counts in subjects, ack subjects
-nats_connection.py  one connection, redialled for ever
-streams.py     what the streams and the consumer look like; making and checking them
-producer.py    publish, cancel, depth, circuit breaker
-consumer.py    pull, drain, settling
-    delivery.py    one delivery
-deadletter.py  jobs nobody may try again
-depth.py       depth from a cache
+producer.py         publish, cancel, depth, circuit breaker
+consumer.py         pull, drain, settling
+delivery.py         one delivery
+acks.py             acks, sent until they are confirmed
+nats_connection.py  one connection, redialled after each loss
+pulse.py            notices a server that does not answer
+streams.py          makes and checks the streams and the consumer
+names.py            names of streams and subjects, token counts in subjects, ack subjects
+depth.py            depth from a cache, shared between decode workers
+deadletter.py       jobs that nobody may try again
+queries.py          what `pullfill doctor` and `pullfill status` ask
 """
 
 from __future__ import annotations

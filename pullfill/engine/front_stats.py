@@ -1,11 +1,10 @@
-"""vLLM's Prometheus numbers, kept for a while before they are entered.
+"""Enters vLLM's statistics into its Prometheus metrics for many engine steps at once.
 
-vLLM enters the statistics of each engine step into some forty metrics as it comes: for a step of a
-few tokens a good part of the frontend's work, in memory that is cold by then. Here the statistics
-of many steps are kept and entered at once, by vLLM's own code and in their order, at the latest
-when somebody reads the metrics (`settle`).
+vLLM does so after each step, for some forty metrics. For a step of a few tokens that is a good part
+of the frontend's work. `LateStats` keeps the statistics of many steps. `settle` enters them in
+their order, with vLLM's own code, at the latest when somebody reads the metrics.
 
-Gauges show the last step only, so of steps that changed nothing else their gauges are left out.
+Gauges show the last step only. So earlier steps that changed nothing else are left out.
 """
 
 from __future__ import annotations

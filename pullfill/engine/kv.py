@@ -93,7 +93,7 @@ def skipped_of(kv_cache_manager: Any) -> Callable[[int], int]:
 
 
 def free_blocks(core: Any) -> int:
-    """Blocks that no request holds; cached ones count. 0 while there is no engine."""
+    """Return the number of blocks that no request holds, cached ones included. 0: no engine."""
     if core is None:
         return 0
     return int(core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())

@@ -1,4 +1,4 @@
-"""Small makers and menders of vLLM's EngineCore structs, so that rooms need not import vLLM."""
+"""Makes and changes vLLM's EngineCoreOutputs, so that other rooms need not import vLLM."""
 
 from __future__ import annotations
 

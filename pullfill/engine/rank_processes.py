@@ -1,4 +1,4 @@
-"""The processes of an engine's ranks: none outlives the main process, and a dead one ends it.
+"""Ties the processes of an engine's ranks to the main process: if one dies, all end.
 
 With tensor or pipeline parallelism vLLM runs each rank in a process of its own. The main process
 decides when they end; `bind_to_parent` runs in each of them, `RankWatch` in the main process. With
@@ -26,9 +26,10 @@ _PR_SET_PDEATHSIG = 1
 def bind_to_parent() -> None:
     """In a rank's process (main thread): die with the engine, by no other signal than SIGKILL.
 
-    vLLM ends a rank by closing a pipe, which one that waits for another rank in native code never
-    notices; the kernel's signal it cannot miss. A drain signals a whole process group, as does
-    Ctrl-C: then only the main process knows what is still to be finished. Does nothing elsewhere.
+    vLLM ends a rank by closing a pipe. A rank that waits for another one in native code never
+    notices that, but the kernel's signal reaches it. SIGTERM and SIGINT go to the whole process
+    group (a drain, Ctrl-C), and only the main process knows what must still be finished. In any
+    other process this does nothing.
     """
     parent = multiprocessing.parent_process()
     if parent is None:

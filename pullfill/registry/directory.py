@@ -2,13 +2,15 @@
 
 Lifecycle: `start` returns once the first snapshot is in; `close` ends the watch. One loop.
 
-An etcd outage kills nothing, so nothing is dropped on etcd's word alone while etcd is in trouble:
-- while it does not answer, the members stay as last known;
-- a key that goes within `ttl_s + 2` s of the last failed call or broken stream stays a member for
-  that long: the worker may only have lost its lease to the same outage and is about to register
-  again. Otherwise (etcd healthy all along) it is dropped at once: drained or dead.
-An etcd that hangs without breaking the watch is noticed within _BEAT_S + _PING_S: it is asked
-whenever it has not answered anything for _BEAT_S.
+An outage of etcd ends no worker, so a missing key alone removes no member then:
+
+- While etcd does not answer, the members stay as last known.
+- If a key goes within `ttl_s + 2` s of the last failed call or broken stream, the worker stays a
+  member for that long. It may have lost its lease to the outage, and register again.
+- Otherwise the worker has drained or died, and is removed at once.
+
+etcd is asked whenever it has not answered anything for _BEAT_S. So an etcd that hangs is noticed
+within _BEAT_S + _PING_S.
 """
 
 from __future__ import annotations

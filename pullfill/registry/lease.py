@@ -1,4 +1,4 @@
-"""A lease kept alive, and how it ended: revoked by somebody, or lost to an outage of etcd.
+"""Keeps a lease alive, and says how it ended: revoked by somebody, or lost to an outage of etcd.
 
 Lifecycle: `Lease.grant` → `start` → (keep-alive each TTL/3 or so) → `wait` returns a `LeaseEnd`, or
 the owner calls `revoke`/`stop`. Owned by one `Membership`; one task.
@@ -42,7 +42,9 @@ class LeaseEnd(enum.StrEnum):
 class LeaseJudge:
     """The rule of the module docstring, without I/O. Times are clock seconds.
 
-    last_ok: when the last answered keep-alive was sent. header: of its answer.
+    last_ok: when the last answered keep-alive was sent.
+    header: of its answer.
+    broken_at: when the conversation with etcd last broke. None: not since `last_ok`.
     """
 
     ttl_s: float

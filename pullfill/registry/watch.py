@@ -1,4 +1,4 @@
-"""Watch all keys with a prefix and miss nothing, whatever happens to etcd.
+"""Watches all keys with a prefix, and misses no change, also over restarts of etcd.
 
 Life of a watch: read a snapshot at revision R, yield it as `Put`s and a `Synced`, then stream the
 changes from R+1. `rev` is the last revision whose message was yielded whole. When the stream ends
@@ -82,7 +82,7 @@ class _Line(msgspec.Struct):
 
 
 class _Lost(Exception):
-    """What we know can no longer be continued: take a snapshot."""
+    """The watch cannot go on from what we know: take a snapshot."""
 
 
 @dataclass(slots=True)
@@ -165,7 +165,7 @@ async def watch_prefix(
 
 
 async def _continues(client: EtcdClient, start: bytes, known: _Known) -> bool:
-    """Whether etcd's past at `known.rev` is what we know, so that its future is ours."""
+    """Whether etcd's keys at `known.rev` are those we know, so that the watch may go on there."""
     if known.rev <= 0:
         return False
     try:
