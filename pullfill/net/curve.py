@@ -1,8 +1,7 @@
-"""CURVE between frontends and decode workers: both ends' key pairs come from the cluster key.
+"""CURVE between frontends and decode workers. ZMQ encrypts everything on such a connection.
 
-The decode worker's public key is as secret as its secret key: nobody can even begin to speak to it
-without the cluster key. It still lets in only the one client key that follows from the cluster key
-(`decode_worker/curve_auth.py`). Everything on such a link is encrypted.
+Both ends derive their key pairs from the cluster key. A decode worker lets in only the one client
+key that follows from it (`decode_worker/curve_auth.py`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Length-prefixed messages over a TCP stream: the control channel between workers.
 
 A frame is a u32 little-endian length and that many bytes. TCP tells at once when a process dies,
-which is what hands a dead prefill worker's jobs on within milliseconds.
+so a dead prefill worker's jobs go to another one within milliseconds.
 """
 
 from __future__ import annotations
@@ -66,8 +66,9 @@ class Cutter:
 
 
 def write_bodies(transport: asyncio.WriteTransport, bodies: Sequence[bytes]) -> None:
-    """Queue a frame of each for sending, as one write; never blocks. A broken connection shows at
-    the reader, and a peer that does not read what it is sent gets a broken connection."""
+    """Queue a frame of each body for sending, in one write. Never blocks or raises.
+
+    If more than MAX_BACKLOG bytes wait for the peer, the connection is ended."""
     try:
         if transport.get_write_buffer_size() > MAX_BACKLOG:
             transport.abort()

@@ -120,8 +120,9 @@ class Load(Message, frozen=True, kw_only=True):
 
 
 class Claim(Message, tag="claim", frozen=True, kw_only=True):
-    """Ask for a grant. `ack_subject` lets the decode worker hand the delivery back to the
-    queue at once (a NAK on the worker's behalf) if this worker dies."""
+    """Ask for a grant.
+
+    ack_subject: with it the decode worker naks the delivery if this prefill worker dies."""
 
     rid: Count
     job_id: Id
@@ -164,8 +165,9 @@ class Refused(Message, tag="refused", frozen=True, kw_only=True):
 
 
 class StageTimings(Message, frozen=True, kw_only=True):
-    """What the prefill worker measured for one attempt, milliseconds. tail_ms: from the end of the
-    last chunk's computation to the commit; the part of the writing that nothing overlaps."""
+    """What the prefill worker measured for one attempt, in milliseconds.
+
+    tail_ms: from the end of the last chunk's computation to the commit."""
 
     claim_ms: Finite = 0.0
     prefix_read_ms: Finite = 0.0
@@ -175,9 +177,12 @@ class StageTimings(Message, frozen=True, kw_only=True):
 
 
 class Commit(Message, tag="commit", frozen=True, kw_only=True):
-    """All writes of attempt are in decode memory. `parts`: (rank × chunk) writes done;
-    `blocks`: blocks written; `digest`: of the written bytes, if digests are on. `transport`: over
-    which it was written; `why_not_better`: "name: reason" for each better one, for people."""
+    """All blocks of the attempt are written.
+
+    blocks: number of blocks written.
+    digest: digests of written blocks, if the grant asked for them.
+    transport: name of the transport that carried the KV.
+    why_not_better: "name: reason" for each better transport, for people."""
 
     rid: Count
     job_id: Id
@@ -192,9 +197,12 @@ class Commit(Message, tag="commit", frozen=True, kw_only=True):
 
 
 class Ready(Message, tag="ready", frozen=True, kw_only=True):
-    """Pull: all of the attempt is computed. `block_ids` are the prefill worker's own blocks, one
-    for each block that would have been written, in their order; `fence` is the right to read them,
-    in its own region. Answered by `CommitReply` once they are read, or not needed."""
+    """Pull mode: all blocks of the attempt are computed and may be read.
+
+    The answer is a `CommitReply`, once the blocks are read or not needed.
+
+    block_ids: the prefill worker's own blocks, in the order of the prompt.
+    fence: the right to read them."""
 
     rid: Count
     job_id: Id
@@ -207,7 +215,7 @@ class Ready(Message, tag="ready", frozen=True, kw_only=True):
 
 
 class CommitReply(Message, tag="commit_reply", frozen=True, kw_only=True):
-    """ok False: the attempt was not current any more; its bytes will not be used."""
+    """Answer to `Commit` and `Ready`. ok: whether the KV will be used."""
 
     rid: Count
     ok: bool
