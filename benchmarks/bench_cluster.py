@@ -39,7 +39,7 @@ BETWEEN_S = 0.1
 SETTLE_S = 5.0
 
 
-def measure_ready(repeats: int, base: Path, quiet: machine.DrainAck) -> list[float]:
+def measure_ready(repeats: int, base: Path, quiet: machine.OtherLoad) -> list[float]:
     """Seconds from `pullfill up` to ready, several times over fresh state directories."""
     times = []
     for number in range(repeats):
@@ -109,7 +109,7 @@ def handoff_rows(records: list[dict[str, Any]]) -> list[Row]:
     return rows
 
 
-def measure_idle(live: Live, seconds: float, quiet: machine.DrainAck) -> list[Row]:
+def measure_idle(live: Live, seconds: float, quiet: machine.OtherLoad) -> list[Row]:
     """CPU of every process while nothing is asked, in % of one core."""
     names = live.pids()
     time.sleep(SETTLE_S)
@@ -145,8 +145,8 @@ def print_threads(live: Live, seconds: float) -> None:
         print(f"  {use.process:<12} {use.thread:<24} {share:6.2f} %  {use.wakes / seconds:7.1f}/s")
 
 
-def run(options: argparse.Namespace, base: Path) -> tuple[list[Row], machine.DrainAck]:
-    quiet = machine.DrainAck()
+def run(options: argparse.Namespace, base: Path) -> tuple[list[Row], machine.OtherLoad]:
+    quiet = machine.OtherLoad()
     ready = measure_ready(options.starts - 1, base, quiet)
     quiet.look()
     with running(base / "cluster") as live:

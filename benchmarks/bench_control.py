@@ -34,7 +34,7 @@ QUICK, FULL = "1,4,16", "1,2,4,8,16,32,64"
 
 
 def measure(
-    options: argparse.Namespace, base: Path, quiet: machine.DrainAck
+    options: argparse.Namespace, base: Path, quiet: machine.OtherLoad
 ) -> Iterator[list[Row]]:
     """The rows of one part, or one size, after the other."""
     quiet.look(1.0)
@@ -84,7 +84,7 @@ def main() -> int:
     options.sizes = options.sizes or (QUICK if options.quick else FULL)
     options.rounds = options.rounds or (3 if options.quick else 7)
     end_in_order()
-    quiet, rows = machine.DrainAck(), list[Row]()
+    quiet, rows = machine.OtherLoad(), list[Row]()
     kept = read_rows(NAME) if options.keep else []
     with tempfile.TemporaryDirectory(prefix="pullfill-bench-") as directory:
         for found in measure(options, Path(directory), quiet):

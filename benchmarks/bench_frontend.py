@@ -118,7 +118,7 @@ def tokens_of(tail: bytes) -> int:
 
 
 def measure(
-    servers: list[Server], kind: str, options: argparse.Namespace, quiet: machine.DrainAck
+    servers: list[Server], kind: str, options: argparse.Namespace, quiet: machine.OtherLoad
 ) -> dict[str, list[float]]:
     """Microseconds of CPU per token of each server's HTTP process, one value per round."""
     cost: dict[str, list[float]] = {server.name: [] for server in servers}
@@ -144,7 +144,7 @@ def rows_of(kind: str, cost: dict[str, list[float]]) -> Row:
     return versus(f"CPU per streamed token, {kind}", ours, "us", PEER, theirs, TARGET)
 
 
-def one_by_one(servers: list[Server], groups: int, quiet: machine.DrainAck) -> list[Row]:
+def one_by_one(servers: list[Server], groups: int, quiet: machine.OtherLoad) -> list[Row]:
     """The rows of `bench_frontend_requests`."""
     pids = [pid for server in servers for pid in server.pids]
     taken = asyncio.run(requests.measure(servers, groups, TEXT.format, lambda: quiet.window(pids)))
@@ -155,8 +155,8 @@ def one_by_one(servers: list[Server], groups: int, quiet: machine.DrainAck) -> l
     ]
 
 
-def run(options: argparse.Namespace, base: Path) -> tuple[list[Row], machine.DrainAck]:
-    quiet = machine.DrainAck()
+def run(options: argparse.Namespace, base: Path) -> tuple[list[Row], machine.OtherLoad]:
+    quiet = machine.OtherLoad()
     quiet.look()
     with ExitStack() as stack:
         ours = stack.enter_context(our_server(base))

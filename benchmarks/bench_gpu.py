@@ -31,7 +31,7 @@ import numpy as np
 
 from benchmarks import gpu_serving
 from benchmarks.live import BenchError, end_in_order
-from benchmarks.machine import DrainAck
+from benchmarks.machine import OtherLoad
 from benchmarks.report import RESULTS, Row, finish, missing, row, versus
 from pullfill.transfer.gpu.copies import GpuCopier, Lane, lane_of
 from pullfill.transfer.gpu.cuda import load, why_no_cuda
@@ -285,7 +285,7 @@ def main() -> int:
         print(f"no GPU to measure: {why}", file=sys.stderr)
         return 1
     end_in_order()
-    quiet = DrainAck()
+    quiet = OtherLoad()
     with quiet.window([]):
         rows = measure(options)
     print(quiet)

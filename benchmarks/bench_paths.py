@@ -310,8 +310,8 @@ def cluster(base: Path, flags: Sequence[str]) -> Iterator[Live]:
         yield live
 
 
-def run(options: argparse.Namespace, base: Path) -> tuple[list[Row], machine.DrainAck]:
-    quiet = machine.DrainAck()
+def run(options: argparse.Namespace, base: Path) -> tuple[list[Row], machine.OtherLoad]:
+    quiet = machine.OtherLoad()
     control: list[Window] = []
     busy: list[Window] = []
     with cluster(base, options.flags) as live:

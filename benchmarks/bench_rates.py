@@ -32,7 +32,7 @@ GOOD = 0.9
 
 
 def sweep(
-    system: System, options: argparse.Namespace, base: Path, quiet: machine.DrainAck
+    system: System, options: argparse.Namespace, base: Path, quiet: machine.OtherLoad
 ) -> list[Rate]:
     """Start, warm up, measure every rate, end. Raises BenchError."""
     slo, found = Slo(options.slo_ttft / 1e3, options.slo_itl / 1e3), []
@@ -85,7 +85,9 @@ def rows_of(measured: dict[str, list[Rate]], failed: dict[str, str]) -> list[Row
     return rows
 
 
-def run(options: argparse.Namespace, base: Path, quiet: machine.DrainAck) -> tuple[list[Row], bool]:
+def run(
+    options: argparse.Namespace, base: Path, quiet: machine.OtherLoad
+) -> tuple[list[Row], bool]:
     """The rows, and whether every system that is installed could be measured."""
     measured: dict[str, list[Rate]] = {}
     failed: dict[str, str] = {}
@@ -118,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         public_load.program()
     except Skipped as exc:
         sys.exit(f"error: {exc}")
-    quiet = machine.DrainAck()
+    quiet = machine.OtherLoad()
     with tempfile.TemporaryDirectory(prefix="pullfill-bench-") as directory:
         rows, fine = run(options, Path(directory), quiet)
     print(quiet)

@@ -23,7 +23,7 @@ from benchmarks import bench_transfer_overlap as overlap
 from benchmarks import bench_transfer_remote as remote
 from benchmarks.bench_transfer_plot import bars
 from benchmarks.live import end_in_order
-from benchmarks.machine import DrainAck
+from benchmarks.machine import OtherLoad
 from benchmarks.report import RESULTS, Row, finish
 from tests.support.transfer_rigs import Rig, shm_rig
 
@@ -31,7 +31,7 @@ PARTS = ("copies", "busy", "tcp", "nixl", "overlap")
 CLOCKS = {"wall": time.perf_counter, "cpu": time.thread_time}
 
 
-def measure(options: argparse.Namespace, quiet: DrainAck) -> list[Row]:
+def measure(options: argparse.Namespace, quiet: OtherLoad) -> list[Row]:
     rows: list[Row] = []
     sizes = copies.Sizes(moved=options.mib << 20)
     if "copies" in options.parts or "busy" in options.parts:
@@ -86,7 +86,7 @@ def main() -> int:
         parser.error(f"no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     options.parts = options.parts or PARTS
     end_in_order()
-    quiet = DrainAck()
+    quiet = OtherLoad()
     rows = measure(options, quiet)
     print(quiet)
     title = "KV block transfers"

@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 
 from benchmarks.live import CLI, BenchError, Live, running, wait_for
-from benchmarks.machine import DrainAck
+from benchmarks.machine import OtherLoad
 from benchmarks.report import Row, median, row, versus
 from pullfill.demo.recipe import Recipe
 from tests.support.checkpoint import tiny_checkpoint
@@ -41,7 +41,7 @@ FLAGS = (
 )
 
 
-def rows(prompts: int, quiet: DrainAck) -> list[Row]:
+def rows(prompts: int, quiet: OtherLoad) -> list[Row]:
     """Start the cluster, prefill `prompts` prompts remotely, compare."""
     model = tiny_checkpoint(recipe=RECIPE)
     with tempfile.TemporaryDirectory(prefix="pullfill-bench-") as directory:

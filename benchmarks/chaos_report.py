@@ -35,7 +35,7 @@ from benchmarks.chaos_load import Work, make_work
 from benchmarks.chaos_scenarios import TOPOLOGIES, Run, Stage, Topology
 from benchmarks.chaos_tables import merged, release_rows, report_rows, report_table, write_docs
 from benchmarks.live import end_in_order
-from benchmarks.machine import DrainAck
+from benchmarks.machine import OtherLoad
 from benchmarks.report import Row, finish, read_rows, write
 from tests.support.checkpoint import tiny_checkpoint
 from tests.support.oracle import Oracle
@@ -82,7 +82,7 @@ class Report:
     """Rows so far. With `save` every new group goes to the files at once, beside what is there
     from other runs: a run may cover a part, and one that is stopped keeps what it has measured."""
 
-    def __init__(self, quiet: DrainAck, save: bool) -> None:
+    def __init__(self, quiet: OtherLoad, save: bool) -> None:
         self._quiet, self._save = quiet, save
         self.rows: list[Row] = []
 
@@ -127,7 +127,7 @@ def main() -> int:
     if not topologies and not freed:
         parser.error(f"--only {options.only}: nothing has that name")
     end_in_order()
-    quiet = DrainAck()
+    quiet = OtherLoad()
     quiet.look()
     report = Report(quiet, options.save)
     with tempfile.TemporaryDirectory(prefix="pullfill-chaos-") as directory:

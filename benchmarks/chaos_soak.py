@@ -307,7 +307,7 @@ def command_line() -> argparse.ArgumentParser:
 def main() -> int:
     options = command_line().parse_args()
     end_in_order()
-    quiet = machine.DrainAck()
+    quiet = machine.OtherLoad()
     quiet.look()
     with tempfile.TemporaryDirectory(prefix="pullfill-soak-") as directory:
         rows = soak(options, options.logs or Path(directory))

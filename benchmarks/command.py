@@ -11,7 +11,7 @@ from benchmarks import machine
 from benchmarks.live import end_in_order
 from benchmarks.report import Row, finish
 
-Measure = Callable[[argparse.Namespace, Path], tuple[list[Row], machine.DrainAck]]
+Measure = Callable[[argparse.Namespace, Path], tuple[list[Row], machine.OtherLoad]]
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:

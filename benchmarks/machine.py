@@ -103,7 +103,7 @@ def _threads(pid: int) -> dict[tuple[int, int], tuple[str, float, int, float]]:
     return found
 
 
-class DrainAck:
+class OtherLoad:
     """Collects, over the measured windows, how much CPU others used."""
 
     def __init__(self) -> None:

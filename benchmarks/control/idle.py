@@ -78,7 +78,7 @@ def rows_of(at: str, role: str, kept: Kept, workers: int) -> list[Row]:
 
 
 def run(
-    plant: Plant, workers: int, options: argparse.Namespace, quiet: machine.DrainAck
+    plant: Plant, workers: int, options: argparse.Namespace, quiet: machine.OtherLoad
 ) -> list[Row]:
     """Measure one size and print its rows. If it does not fit into memory, the one row says so.
 

@@ -133,7 +133,7 @@ def rows_of(workers: int, kept: Kept) -> list[Row]:
     return found
 
 
-def run(sizes: Sequence[int], options: argparse.Namespace, quiet: machine.DrainAck) -> list[Row]:
+def run(sizes: Sequence[int], options: argparse.Namespace, quiet: machine.OtherLoad) -> list[Row]:
     """Measure all sizes, each in a process of its own."""
     found = list[Row]()
     for size in sizes:

@@ -60,7 +60,7 @@ def warm_up(workers: int) -> list[int]:
 
 
 def measure(
-    plant: Plant, workers: int, options: argparse.Namespace, quiet: machine.DrainAck
+    plant: Plant, workers: int, options: argparse.Namespace, quiet: machine.OtherLoad
 ) -> Size:
     """One size. Raises BenchError."""
     fleet = Fleet(
@@ -160,7 +160,7 @@ def print_threads(size: Size) -> None:
 
 
 def run(
-    plant: Plant, workers: int, options: argparse.Namespace, quiet: machine.DrainAck
+    plant: Plant, workers: int, options: argparse.Namespace, quiet: machine.OtherLoad
 ) -> list[Row]:
     """One size, with its rows printed. Raises BenchError."""
     size = measure(plant, workers, options, quiet)

@@ -55,7 +55,7 @@ async def _load(url: str, requests: int, tokens: int, seed: int) -> int:
         return sum(await asyncio.gather(*(one(prompt) for prompt in prompts)))
 
 
-def run(plant: Plant, requests: int, rounds: int, quiet: machine.DrainAck) -> list[Row]:
+def run(plant: Plant, requests: int, rounds: int, quiet: machine.OtherLoad) -> list[Row]:
     """Rows beside Dynamo's. Raises BenchError."""
     settings = mock_flags(step_s=STEP_S)
     fleet = Fleet(

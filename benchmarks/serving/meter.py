@@ -92,7 +92,7 @@ class Calm:
     def look(cls, looks: int = 25) -> Calm:
         """Takes 40 ms each."""
         wanted = 0
-        quiet = machine.DrainAck()
+        quiet = machine.OtherLoad()
         with quiet.window([]):
             for _ in range(looks):
                 time.sleep(0.04)

@@ -72,7 +72,7 @@ class Window:
 
 def measure(running: Running, part: str, label: str, repeat: int, workload: Workload) -> Window:
     """Raises BenchError when the load generator itself fails."""
-    quiet = machine.DrainAck()
+    quiet = machine.OtherLoad()
     with tempfile.TemporaryDirectory(prefix="pullfill-load-") as directory:
         plan, result = Path(directory, "plan"), Path(directory, "result")
         plan.write_bytes(msgspec.json.encode(Plan(running.urls, running.model, workload)))

@@ -179,7 +179,7 @@ def test_an_idle_fleet_is_seen_after_use_and_after_its_rest(
     options: Any = SimpleNamespace(meet=3, rest=75.0, idle=4.0)
     servers: Any = SimpleNamespace(servers=[])
     rows = {
-        row.metric: float(row.value) for row in idle.run(servers, 1, options, machine.DrainAck())
+        row.metric: float(row.value) for row in idle.run(servers, 1, options, machine.OtherLoad())
     }
     assert [happened[0]["conversations"], *happened[1:]] == [3, 75.0, 4.0, "closed"]
     assert len(rows) == 18
@@ -237,6 +237,6 @@ def test_a_fleet_that_does_not_fit_is_not_started(monkeypatch: pytest.MonkeyPatc
     assert free > 0
     many = free // idle.EACH_BYTES
     options: Any = SimpleNamespace()
-    (row,) = idle.run(SimpleNamespace(), many, options, machine.DrainAck())  # type: ignore[arg-type]
+    (row,) = idle.run(SimpleNamespace(), many, options, machine.OtherLoad())  # type: ignore[arg-type]
     assert row.value is None
     assert "GB of memory" in row.unit

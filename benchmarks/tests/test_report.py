@@ -118,7 +118,7 @@ class TestQuiet:
         clock = {"busy": 10.0, "own": 4.0}
         monkeypatch.setattr(machine, "_busy_seconds", lambda: clock["busy"])
         monkeypatch.setattr(machine, "total_cpu_seconds", lambda _: clock["own"])
-        quiet = machine.DrainAck()
+        quiet = machine.OtherLoad()
         with quiet.window([1]):
             clock.update(busy=11.0, own=5.0)
             time.sleep(0.01)
