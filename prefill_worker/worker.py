@@ -82,6 +82,7 @@ class PrefillRole(Role[PrefillContext, PrefillHooks]):
 
     name, connector, kv_role = "prefill", "PrefillConnector", "kv_both"
     log_stats = False
+    serving = "is pulling"
 
     def __init__(self, cluster: ClusterRef, options: WorkerOptions) -> None:
         self._cluster = cluster

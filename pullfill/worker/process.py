@@ -110,12 +110,14 @@ class Role(ABC, Generic[C, H]):
 
     name: `decode` or `prefill`.
     connector, kv_role: of vLLM's KV transfer config.
-    log_stats: as of EngineHost."""
+    log_stats: as of EngineHost.
+    serving: what the log says of a worker that serves."""
 
     name: ClassVar[str]
     connector: ClassVar[str]
     kv_role: ClassVar[str]
     log_stats: ClassVar[bool] = True
+    serving: ClassVar[str] = "is ready"
     instance_id: str
 
     @abstractmethod
@@ -200,7 +202,8 @@ class WorkerProcess(Generic[C, H]):
             await self._service.start()
             self._guard.start()
             parts.push_async_callback(self._guard.stop)
-            self._log.info("%s is ready (%s)", self._instance_id, self._engine.served_name)
+            name, model = self._instance_id, self._engine.served_name
+            self._log.info("%s %s (%s)", name, self._role.serving, model)
             await until(self._stop.drain, self._membership.revoked, thread.dead)
             code = await self._leave(thread)
             exit_within(EXIT_S, code)
