@@ -193,7 +193,7 @@ async def test_a_decode_worker_that_comes_back_to_the_directory_stays(tmp_path: 
         for peer in list(decode.control.peers.values()):
             peer.channel.close()
         await until(lambda: decode.control.prefill_workers == 0)
-        await until(lambda: prefill.links.connected)
+        await until(lambda: prefill.links.connected and decode.control.prefill_workers)
         served = decode.send(prompt(20))
         await settled(served)
         assert decode.right(served)

@@ -24,7 +24,8 @@ from pullfill.queue.nats_connection import read_reply
 from pullfill.registry import keys, settings
 from pullfill.registry.gateway import _read_failure, parse_url, redact
 from pullfill.registry.orders import decode_worker_record
-from pullfill.transfer.layout import layout_of
+from pullfill.transfer.contract import LocalMemory
+from pullfill.transfer.layout import dense_layout, layout_of
 from pullfill.transfer.shm.files import ShmEndpoint
 from pullfill.transfer.shm.peer import ShmTransport
 from pullfill.wire import RegionDescriptor, RouterConfig, WorkerRecord, u32
@@ -170,6 +171,7 @@ def test_an_endpoint_opens_no_other_file_than_a_region(tmp_path: Path) -> None:
     link = tmp_path / "pullfill-decode-0.kv"
     link.symlink_to(victim)
     base = example(RegionDescriptor)
+    mine = LocalMemory(0, 4096, dense_layout(1, 1, 1, 64))
     for path in (
         victim,
         link,
@@ -186,7 +188,7 @@ def test_an_endpoint_opens_no_other_file_than_a_region(tmp_path: Path) -> None:
             endpoints={"shm": _endpoint(path, path)},
         )  # fmt: skip
         with pytest.raises((PeerUnavailable, BadMessage)):
-            ShmTransport().connect(SimpleNamespace(), described)  # type: ignore[arg-type]
+            ShmTransport().connect(mine, described)
         assert ShmTransport().can_reach(described) is not None, path
     assert victim.read_bytes() == b"v" * 8192
 
