@@ -386,7 +386,7 @@ class Job:
     def _give_up(self, cause: str, *, retry: bool) -> None:
         """Tell the decode worker that the attempt is over here. Once, and only with a grant."""
         if self._holds_grant:
-            self._holds_grant = False
+            self._holds_grant = self._opening = False  # so a late revoke finds nothing
             self.connection.give_up(self.grant, cause, retry=retry)
 
     async def _drain(self, connection: ControlConnection, task: PrefillTask) -> None:

@@ -59,7 +59,6 @@ class Target:
             "job_id": secrets.token_hex(16),
             "incarnation": self.record.incarnation,
             "decode_instance": self.record.instance_id,
-            "control": self.record.control,
             "request_id": "forged",
             "compat": self.compat,
             "token_ids": u32.pack(tokens),
