@@ -72,7 +72,7 @@ class DecodeConnector(WorkerConnector):
         return self._scheduler.has_work
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Worker half. Called after each step's forward pass, also if the step ran no model."""
+        """Tell vLLM whose KV has arrived. vLLM calls this in each rank, after every step."""
         if not self.has_connector_metadata():
             return KVConnectorTransferResults()
         meta: DecodeMetadata = self._get_connector_metadata()

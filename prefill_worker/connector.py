@@ -66,7 +66,7 @@ class PrefillConnector(WorkerConnector):
         return self._scheduler.has_work
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Worker half."""
+        """Tell vLLM which copies are over. vLLM calls this in each rank, after every step."""
         if not self.has_connector_metadata():
             return KVConnectorTransferResults()
         meta: PrefillMetadata = self._get_connector_metadata()

@@ -5,8 +5,9 @@ of its prompt. Then the next token of a greedy answer is the same as without the
 sampled answer comes from the same distribution.
 
 That does not hold if the answer depends on which tokens are prompt and which are output, or on
-state that died with the worker. `why_not` finds such requests. `FIELDS` holds all fields of vLLM's
-SamplingParams that it knows. With a vLLM that has others, no request migrates (`why_never`).
+state that died with the worker. `why_not` finds such requests by their SamplingParams. `FIELDS`
+lists the SamplingParams that this module knows. If the installed vLLM has more of them, no request
+migrates, because a new one may matter (`why_never`).
 
 Pure functions over vLLM's structs. No vLLM import here.
 """

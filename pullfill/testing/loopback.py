@@ -87,7 +87,9 @@ class LoopbackFences:
             return True
 
     def granted(self, token: FenceToken, *, writes: bool = False) -> frozenset[int]:
-        """The blocks that may be read, or written, under a valid token. Raises Fenced."""
+        """Return the blocks that the token grants. Raises Fenced if the token is not valid.
+
+        writes: return only those that may be written."""
         with self.changed:
             slot = self.valid(token)
             return slot.targets if writes else slot.granted

@@ -116,7 +116,7 @@ class _Copy:
     done: Callable[[Any, BaseException | None], None]
 
 
-class FakeMover:
+class FakeTransferWorker:
     """A `TransferWorker` whose copies wait until `finish`. `log` lists what was done, in order."""
 
     transport = "fake"

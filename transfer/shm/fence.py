@@ -105,8 +105,8 @@ class ShmFences:
         return self._slots - len(self._free)
 
     def open(self, block_ids: Sequence[int], first_target: int = 0) -> FenceToken:
-        """See OwnerFences. The file says nothing of blocks. Threads of this process that move bytes
-        for a peer ask `granted`."""
+        """See OwnerFences. The blocks are not in the file: threads of this process that copy for a
+        peer ask `granted`."""
         if len(block_ids) and not 0 <= min(block_ids) <= max(block_ids) < self._num_blocks:
             raise ConfigError(f"a granted block is outside 0..{self._num_blocks - 1}")
         blocks = [int(block) for block in block_ids]
@@ -122,8 +122,10 @@ class ShmFences:
             return token
 
     def granted(self, token: FenceToken, *, writes: bool) -> frozenset[int] | None:
-        """The blocks that may be read, or written, under a token that is not yet proved dead. None
-        for any other token: the file refuses it."""
+        """Return the blocks that the token grants. None if the token is revoked, or is of another
+        process.
+
+        writes: return only those that may be written."""
         epoch, readable, writable = self._granted.get(token.slot, _NOTHING)
         if epoch != token.epoch:
             return None

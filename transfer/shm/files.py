@@ -186,7 +186,9 @@ class RegionFiles:
         return fd
 
     def close(self) -> None:
-        """Unlink all files and let go of the owner lock. Idempotent."""
+        """Delete all files of this worker, and release the lock that says that it lives.
+
+        May be called again."""
         if self.fence_fd < 0:
             return
         _unlink(self.directory, *_kv_names(self.directory, self.fence_path.stem))
@@ -197,8 +199,9 @@ class RegionFiles:
 
 
 class Mapping:
-    """A KV file that another process made, mapped whole, for reading and writing. After `close`
-    nothing may copy there."""
+    """The whole KV file of another process, mapped for reading and writing.
+
+    No thread may copy to or from it after `close`."""
 
     def __init__(self, path: str, expected: tuple[int, int], nbytes: int) -> None:
         """Raises PeerUnavailable when the file is too short, and what `open_same` raises."""
@@ -219,7 +222,7 @@ class Mapping:
 
 
 def sweep(directory: Path) -> list[str]:
-    """Unlink the files that dead owners of this user left. Returns their names."""
+    """Delete the shared memory files that dead workers of this user left. Returns their names."""
     removed: list[str] = []
     names = sorted(n for n in os.listdir(directory) if n.startswith(PREFIX))
     for name in (n for n in names if n.endswith(".fence")):

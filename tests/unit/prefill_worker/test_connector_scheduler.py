@@ -11,7 +11,7 @@ from pullfill.prefill_worker.connector_scheduler import ConnectorScheduler, Step
 from pullfill.prefill_worker.context import PrefillContext
 from pullfill.prefill_worker.task import PrefillTask
 from pullfill.wire import FenceToken
-from tests.support.fakes import FakeManager, FakeMover, FakeRequest, step
+from tests.support.fakes import FakeManager, FakeRequest, FakeTransferWorker, step
 
 BLOCK = 4
 REMOTE = 500
@@ -25,7 +25,7 @@ class Engine:
     def __init__(self, tokens: int, hit: int = 0, *, local_hit: int = 0) -> None:
         self.wakes = 0
         self.manager = FakeManager()
-        self.transfer_worker = FakeMover()
+        self.transfer_worker = FakeTransferWorker()
         self.ends: list[BaseException | None] = []
         self.context = PrefillContext("prefill-1", wake=self._wake)
         self.side = ConnectorScheduler(self.context, BLOCK)
@@ -73,15 +73,11 @@ class Engine:
     @property
     def written(self) -> list[int]:
         """Indices of the blocks written so far, in order."""
-        for verb, local, remote in self.transfer_worker.log:
+        log = self.transfer_worker.log
+        for verb, local, remote in log:
             assert [b - LOCAL for b in local] == [b - REMOTE for b in remote]
             assert verb in {"read", "write"}
-        return [
-            b - REMOTE
-            for verb, _, remote in self.transfer_worker.log
-            if verb == "write"
-            for b in remote
-        ]
+        return [b - REMOTE for verb, _, remote in log if verb == "write" for b in remote]
 
 
 @pytest.mark.parametrize("tokens", [1, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK, 5 * BLOCK + 3])

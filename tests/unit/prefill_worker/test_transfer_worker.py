@@ -167,14 +167,20 @@ def test_a_failed_read_does_not_end_the_task(
     assert calls.ends == []
 
 
-def test_cancelled_work_is_not_done_but_answered(
-    transfer_worker: TransferWorker, session: Session
-) -> None:
+def held_in_the_first_of_two(transfer_worker: TransferWorker, session: Session) -> Calls:
+    """Two writes. The first waits in its copy for `session.gate`."""
     calls = Calls(transfer_worker)
     session.gate.clear()
     transfer_worker.write(calls.task, [1], [6], False, calls.done)
     transfer_worker.write(calls.task, [2], [7], True, calls.done)
     assert session.entered.wait(10)
+    return calls
+
+
+def test_cancelled_work_is_not_done_but_answered(
+    transfer_worker: TransferWorker, session: Session
+) -> None:
+    calls = held_in_the_first_of_two(transfer_worker, session)
     calls.task.cancel()
     session.gate.set()
     wait_for(lambda: len(calls.callbacks) == 2)
@@ -248,11 +254,7 @@ def test_a_callback_that_fails_leaves_nobody_waiting(transfer_worker: TransferWo
 def test_close_lets_the_running_copy_end_and_fails_the_rest(
     transfer_worker: TransferWorker, session: Session
 ) -> None:
-    calls = Calls(transfer_worker)
-    session.gate.clear()
-    transfer_worker.write(calls.task, [1], [6], False, calls.done)
-    transfer_worker.write(calls.task, [2], [7], True, calls.done)
-    assert session.entered.wait(10)
+    calls = held_in_the_first_of_two(transfer_worker, session)
     transfer_worker.close()
     transfer_worker.close()
     assert transfer_worker.flush(calls.task, timeout_s=0.02) is False
