@@ -210,8 +210,8 @@ def measure_bursts(live: Live, repeats: int) -> list[list[float]]:
         with ThreadPoolExecutor(BURST) as pool:
             heard = list(pool.map(lambda client: client.ask(LONG, 2), clients))
         bursts.append(sorted(h.ttft for h in heard))
-    for client in clients:
-        client.close()
+        for client in clients:
+            client.close()  # the server may have closed it: the first has waited for the last
     return bursts
 
 
