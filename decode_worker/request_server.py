@@ -19,7 +19,7 @@ from pullfill.decode_worker.curve_auth import CurveAuth
 from pullfill.decode_worker.frontends import UTILITIES, Frontend, HeldStats, Request, check_fits
 from pullfill.decode_worker.intake import Intake, Preparation
 from pullfill.decode_worker.request_trace import RequestTraces
-from pullfill.engine import front_wire, requests
+from pullfill.engine import front_wire, request_limits, requests
 from pullfill.engine import outputs as vllm_outputs
 from pullfill.engine.blame import Fault, explained, fault_of
 from pullfill.errors import BadMessage
@@ -231,7 +231,7 @@ class RequestServer:
                 return None  # but multimodal inputs must enter vLLM's cache: others refer to them
             check_fits(request, len(tokens) // 4, self._max_model_len)
             request.client_index = taken.frontend.index
-            vllm_outputs.strip_transfer_params(request)
+            request_limits.strip_transfer_params(request)
             failpoints.hit("decode.intake")
             made = yield from requests.prepare(self.host.core, request, tokens)
         except Exception as exc:

@@ -32,7 +32,7 @@ from pullfill.decode_worker.ledger import Ledger
 from pullfill.decode_worker.ledger_types import JobState
 from pullfill.decode_worker.peers import Peer
 from pullfill.decode_worker.self_check_requests import Incomplete, Trial, Trials
-from pullfill.engine import computes
+from pullfill.engine.compat import dtype_of_kv, logprobs_are_cheap, rounding_digest
 from pullfill.errors import Outcome
 from pullfill.ids import job_digest, new_job_id
 from pullfill.registry.self_checks import SelfChecks
@@ -59,8 +59,8 @@ _PAUSES_S = (0.5, 30.0)
 class Ours:
     """What the comparison needs to know about this worker.
 
-    computes: see engine/computes.py. Empty: nothing is compared, and every prefill worker may bring
-    KV.
+    computes: `engine.compat.rounding_digest`. Empty: nothing is compared, and every prefill worker
+    may bring KV.
     blocks: length of the compared prompt."""
 
     instance_id: str
@@ -313,7 +313,7 @@ def logprobs_to_ask(kv_dtype: str) -> int | None:
     """How many log probabilities a comparison asks for; None: it compares KV only."""
     # If the KV cannot be read as numbers, nothing else is left. Then the seconds that vLLM may
     # compile for are spent.
-    wanted = computes.logprobs_are_cheap() or not difference.readable(kv_dtype)
+    wanted = logprobs_are_cheap() or not difference.readable(kv_dtype)
     return _BEST if wanted else None
 
 
@@ -333,11 +333,11 @@ def checks_for(
     block_size = config.cache_config.block_size
     fits = context.scheduler.longest_kept(BLOCKS * block_size)
     blocks = min(fits, config.model_config.max_model_len - 2) // block_size
-    how = computes.digest(config)
+    how = rounding_digest(config)
     generates = config.model_config.runner_type == "generate"
     if not context.memories or not how or not generates or blocks < 1:
         return None
-    kv_dtype = computes.dtype_of_kv(config)
+    kv_dtype = dtype_of_kv(config)
     context.trials = Trials(
         asyncio.get_running_loop(), host, context.traces, context.memories,
         logprobs=logprobs_to_ask(kv_dtype),

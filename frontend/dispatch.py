@@ -19,11 +19,10 @@ import asyncio
 import copy
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pullfill.engine import front_wire, migration
 from pullfill.engine.blame import Fault, explained
-from pullfill.engine.front_ports import OutputSink
 from pullfill.errors import BadMessage, PeerUnavailable
 from pullfill.frontend import metrics
 from pullfill.frontend.balancer import Balancer, Together
@@ -35,6 +34,9 @@ from pullfill.frontend.suspects import CONFIRM_S, MAX_DEATHS, Suspects
 from pullfill.frontend.waiting import Waiting
 from pullfill.registry.suspect_records import SuspectBoard
 from pullfill.runtime import log
+
+if TYPE_CHECKING:
+    from pullfill.engine.front_client import DecodeClient
 
 _log = log.get("frontend.dispatch")
 
@@ -66,7 +68,7 @@ _ABORTED = 2
 
 
 class Dispatcher:
-    """Implements `engine.front_ports.DecodePort`.
+    """Implements `engine.front_client.DecodePort`.
 
     candidates: returns the workers that may take requests.
     board: as of `Suspects`.
@@ -89,7 +91,7 @@ class Dispatcher:
         self._explain = explain
         self._candidates = candidates
         self._never = never
-        self._sink: OutputSink
+        self._sink: DecodeClient
         self._loop = asyncio.get_running_loop()
         self._flights: dict[str, Flight] = {}
         self._waiting = Waiting(
@@ -110,7 +112,7 @@ class Dispatcher:
             self._flights.values,
         )
 
-    def bind(self, sink: OutputSink) -> None:
+    def bind(self, sink: DecodeClient) -> None:
         """Set where outputs go. Call it before the first worker is connected."""
         self._sink = sink
 

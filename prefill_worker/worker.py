@@ -12,7 +12,8 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 from pullfill.config import ClusterRef
-from pullfill.engine import computes, kv
+from pullfill.engine import kv
+from pullfill.engine.compat import rounding_digest
 from pullfill.engine.host import EngineHooks, EngineHost
 from pullfill.engine.thread import EngineThread
 from pullfill.ids import new_instance_id
@@ -161,7 +162,7 @@ class PrefillRole(Role[PrefillContext, PrefillHooks]):
                     context, engine.compat, host=options.host, port=options.kv_port,
                     advertise=options.advertise_kv, transports=options.transports, key=self._key,
                 ),
-                computes=computes.digest(config),
+                computes=rounding_digest(config),
             ),
             engine.compat,
             open_transfer_worker,

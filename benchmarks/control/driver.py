@@ -21,7 +21,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from pullfill.config import ClusterRef
 from pullfill.engine import check, front_wire
@@ -48,7 +48,7 @@ class Sticky:
 
 
 class Driver:
-    """Implements `engine.front_ports.OutputSink`."""
+    """Takes the place of `engine.front_client.DecodeClient`."""
 
     def __init__(self) -> None:
         self.tokens = 0
@@ -75,10 +75,10 @@ class Driver:
         self._port = Dispatcher(
             front_wire.FrontendCodec(), Sticky(), self._explain, self.pool.candidates, board
         )
-        self._port.bind(self)
+        self._port.bind(cast(Any, self))
         await self.pool.start(self._port)
 
-    # ---------------------------------------------------------------- OutputSink
+    # ---------------------------------------------------------------- called by the dispatcher
 
     def outputs(self, instance_id: str, outputs: Any) -> None:
         for out in outputs.outputs:

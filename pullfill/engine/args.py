@@ -22,10 +22,6 @@ _ROTARY = "rotary_embedding"
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
-class _Refused(Exception):
-    """argparse wanted to exit."""
-
-
 def build_config(
     model: str,
     vllm_args: Sequence[str],
@@ -48,20 +44,12 @@ def build_config(
     from vllm.config import KVTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     if any(arg.split("=")[0] == _OURS for arg in vllm_args):
         raise ConfigError(f"{_OURS} is pullfill's own to set: remove it")
 
-    class Parser(FlexibleArgumentParser):  # type: ignore[misc]
-        def error(self, message: str) -> Any:
-            raise _Refused(message)
-
-    parser = AsyncEngineArgs.add_cli_args(Parser(prog="pullfill", exit_on_error=False))
-    try:
-        namespace = parser.parse_args(["--model", model, *vllm_args])
-    except _Refused as exc:
-        raise ConfigError(f"vLLM does not accept these flags: {exc}") from exc
+    parser = AsyncEngineArgs.add_cli_args(flag_parser("pullfill"))
+    namespace = parser.parse_args(["--model", model, *vllm_args])
     args = AsyncEngineArgs.from_cli_args(namespace)
     # Also from a --config file, which the command line does not show.
     if args.data_parallel_size > 1:
@@ -86,13 +74,32 @@ def build_config(
     try:
         config = args.create_engine_config()
     except (ValueError, OSError, RuntimeError) as exc:
-        raise ConfigError(f"cannot load model {model!r}: {_first_line(exc)}") from exc
+        raise ConfigError(f"cannot load model {model!r}: {first_line(exc)}") from exc
     check_config(config)
     if _is_cpu():
         _rotate_parts_of_heads_natively(config)
     names = namespace.served_model_name
     served = names[0] if isinstance(names, list) else names
     return config, served or model
+
+
+def flag_parser(program: str) -> Any:
+    """Return a parser of vLLM's. It raises ConfigError where argparse would end the process."""
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    class Parser(FlexibleArgumentParser):  # type: ignore[misc]
+        def error(self, message: str) -> Any:
+            raise ConfigError(f"vLLM does not accept these flags: {message}")
+
+    return Parser(prog=program, exit_on_error=False)
+
+
+def first_line(exc: BaseException) -> str:
+    """What an error of vLLM says, in one line."""
+    # pydantic's first line only counts the errors; the reason is in the first of them.
+    details = getattr(exc, "errors", None)
+    text = str(details()[0]["msg"] if callable(details) else exc).strip()
+    return text.splitlines()[0] if text else type(exc).__name__
 
 
 def check_flags(args: Any, device_type: str, env: Mapping[str, str]) -> None:
@@ -153,10 +160,3 @@ def _rotate_parts_of_heads_natively(config: VllmConfig) -> None:
     partial = getattr(config.model_config.hf_text_config, "qk_rope_head_dim", None)
     if partial and f"+{_ROTARY}" not in chosen and f"-{_ROTARY}" not in chosen:
         chosen.append(f"-{_ROTARY}")
-
-
-def _first_line(exc: BaseException) -> str:
-    # pydantic's first line only counts the errors; the reason is in the first of them.
-    details = getattr(exc, "errors", None)
-    text = str(details()[0]["msg"] if callable(details) else exc).strip()
-    return text.splitlines()[0] if text else type(exc).__name__

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.routing import Match
 
 from pullfill.engine import check
-from pullfill.engine.front_ports import DecodePort
+from pullfill.engine.args import first_line, flag_parser
 from pullfill.errors import ConfigError
 from pullfill.runtime import log
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
     from starlette.applications import Starlette
 
-    from pullfill.engine.front_client import DecodeClient
+    from pullfill.engine.front_client import DecodeClient, DecodePort
 
 _log = log.get("engine.front_app")
 
@@ -46,10 +46,6 @@ _REQUIRED_NAMES = {
 }
 HOT_PATHS = ("/v1/completions", "/v1/chat/completions")
 """Routes that are looked up first."""
-
-
-class _Refused(Exception):
-    """argparse wanted to exit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +103,7 @@ def prepare(model: str, vllm_args: Sequence[str], host: str, port: int) -> Prepa
             observability_config=engine_args.create_observability_config(),
         )
     except (ValueError, OSError, RuntimeError) as exc:
-        raise ConfigError(f"cannot load model {model!r}: {_first_line(exc)}") from exc
+        raise ConfigError(f"cannot load model {model!r}: {first_line(exc)}") from exc
     for name in ("stream_interval", "max_num_queued_reqs", "max_num_queued_tokens"):
         value = getattr(args, name, None)
         if value is not None and hasattr(config.scheduler_config, name):
@@ -120,32 +116,16 @@ def prepare(model: str, vllm_args: Sequence[str], host: str, port: int) -> Prepa
 
 def _parse(model: str, vllm_args: Sequence[str]) -> Namespace:
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    class Parser(FlexibleArgumentParser):  # type: ignore[misc]
-        def error(self, message: str) -> Any:
-            raise _Refused(message)
-
-    parser = make_arg_parser(Parser(prog="pullfill frontend", exit_on_error=False))
+    parser = make_arg_parser(flag_parser("pullfill frontend"))
     # Users of prefix caching want to see it; vLLM leaves this off.
     parser.set_defaults(enable_prompt_tokens_details=True)
     try:
-        args = parser.parse_args(["--model", model, *vllm_args])
+        args: Namespace = parser.parse_args(["--model", model, *vllm_args])
         validate_parsed_serve_args(args)
-    except _Refused as exc:
-        raise ConfigError(f"vLLM does not accept these flags: {exc}") from exc
     except (TypeError, ValueError) as exc:
-        raise ConfigError(f"vLLM does not accept these flags: {_first_line(exc)}") from exc
-    result: Namespace = args
-    return result
-
-
-def _first_line(exc: BaseException) -> str:
-    lines = [line.strip() for line in str(exc).splitlines() if line.strip()]
-    # pydantic puts a count first and the reason on a later, indented line
-    if len(lines) > 1 and "validation error" in lines[0]:
-        return lines[1]
-    return lines[0] if lines else type(exc).__name__
+        raise ConfigError(f"vLLM does not accept these flags: {first_line(exc)}") from exc
+    return args
 
 
 @dataclass(slots=True)

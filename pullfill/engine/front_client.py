@@ -1,19 +1,20 @@
 """vLLM's EngineCoreClient over any number of decode workers.
 
-`AsyncLLM` believes it talks to one engine core. Here its requests go to `DecodePort`, and the
-outputs of all workers come back through one queue. `resources.engine_dead` stays False: losing a
-worker fails at most that worker's requests, through `failed`, never the frontend.
+`AsyncLLM` believes it talks to one engine core. Here its requests go to a `DecodePort`, and the
+outputs of all workers come back through one queue. `resources.engine_dead` stays False: the loss of
+a worker fails at most that worker's requests, through `failed`, never the frontend.
 
-Owned by the AsyncLLM it was made for; everything runs on its event loop.
+Everything runs on the event loop of the AsyncLLM that owns the client.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Sequence
 from http import HTTPStatus
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
 from vllm.exceptions import (
     GenerationError,
@@ -28,8 +29,8 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from pullfill.engine import request_limits
 from pullfill.engine.blame import Fault, explained, fault_of
-from pullfill.engine.front_ports import DecodePort
 from pullfill.engine.front_wire import DecodeWelcome
+from pullfill.engine.request_limits import strip_transfer_params
 from pullfill.errors import PeerUnavailable
 from pullfill.runtime import failpoints, log
 
@@ -67,7 +68,6 @@ UTILITY_TIMEOUT_S = 10.0
 SLOW_UTILITY_TIMEOUT_S = 120.0
 _CACHED_LIMITS = ("default_cmpl_tok_params", "default_chat_tok_params")
 """Cached properties of vLLM's renderer that hold `max_model_len`."""
-_TRANSFER_KEYS = ("kv_transfer_params", "ec_transfer_params")
 
 
 class DecodeUnavailable(GracefulHTTPError, GenerationError):  # type: ignore[misc]
@@ -101,12 +101,26 @@ _ERRORS = {
 }
 
 
-def strip_transfer_params(request: EngineCoreRequest) -> None:
-    """Drop what a client says about KV transfer; the caller's own dict is left alone."""
-    params = request.sampling_params
-    extra = getattr(params, "extra_args", None)
-    if extra and any(key in extra for key in _TRANSFER_KEYS):
-        params.extra_args = {k: v for k, v in extra.items() if k not in _TRANSFER_KEYS} or None
+class DecodePort(Protocol):
+    """The decode workers as one engine. The frontend room implements it."""
+
+    def submit(self, request: Any) -> None:
+        """Take an EngineCoreRequest. Returns at once.
+
+        Each request ends in outputs up to a finish reason, in `DecodeClient.failed`, or in
+        `abort`."""
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """Forget these requests here and at their workers. Unknown ids are ignored."""
+
+    async def call(self, method: str, args: Sequence[Any], timeout_s: float) -> list[Any]:
+        """Run an engine utility on every ready worker. One result for each, in no order.
+
+        Raises PeerUnavailable: no worker, none left, no answer in time, or a worker reported a
+        failure (its text is in the message)."""
+
+    def supported_tasks(self) -> tuple[str, ...] | None:
+        """Tasks of the workers seen so far. None before the first."""
 
 
 class FrontLLM(AsyncLLM):  # type: ignore[misc]
@@ -134,8 +148,8 @@ class FrontLLM(AsyncLLM):  # type: ignore[misc]
 
 
 class DecodeClient(EngineCoreClient):  # type: ignore[misc]
-    """Implements `engine.front_ports.OutputSink`. Set `processor` (vLLM's OutputProcessor) and
-    `renderer` before the first request."""
+    """See the module. Set `processor` (vLLM's OutputProcessor) and `renderer` before the first
+    request."""
 
     def __init__(self, vllm_config: Any, port: DecodePort) -> None:
         self.resources = SimpleNamespace(engine_dead=False)
@@ -172,9 +186,10 @@ class DecodeClient(EngineCoreClient):  # type: ignore[misc]
     def dp_engines_running(self) -> bool:
         return bool(self.processor is not None and self.processor.has_unfinished_requests())
 
-    # ---------------------------------------------------------------- OutputSink
+    # ---------------------------------------------------------------- called by the port
 
     def outputs(self, instance_id: str, outputs: EngineCoreOutputs) -> None:
+        """Take outputs of one worker, only of requests that are still at it."""
         outputs.engine_index = 0
         stats = outputs.scheduler_stats
         if stats is not None:
@@ -192,6 +207,7 @@ class DecodeClient(EngineCoreClient):  # type: ignore[misc]
         self._wake.set()
 
     def failed(self, request_id: str, message: str, fault: Fault = Fault.WORKERS) -> None:
+        """End a request that cannot be finished. message: for the user."""
         state = self.processor.request_states.get(request_id)
         if state is None:
             return
@@ -204,6 +220,7 @@ class DecodeClient(EngineCoreClient):  # type: ignore[misc]
         self._port.abort([other for other in rest if other != request_id])
 
     def joined(self, welcome: DecodeWelcome) -> None:
+        """A worker takes requests now."""
         model = self._config.model_config
         cache = self._config.cache_config
         if welcome.max_model_len < model.max_model_len:
@@ -215,6 +232,7 @@ class DecodeClient(EngineCoreClient):  # type: ignore[misc]
         cache.num_gpu_blocks = welcome.num_gpu_blocks
 
     def left(self, instance_id: str) -> None:
+        """A worker is gone."""
         self._stats.pop(instance_id, None)
 
     # ---------------------------------------------------------------- utilities

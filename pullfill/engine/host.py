@@ -17,6 +17,7 @@ import contextlib
 import os
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Collection
 from functools import cache
@@ -27,7 +28,6 @@ import zmq
 
 from pullfill.engine import environment
 from pullfill.engine.heap import Heap
-from pullfill.engine.untouched import untouched
 from pullfill.engine.watchdog import Pulse
 from pullfill.runtime import failpoints, log
 
@@ -201,7 +201,10 @@ class EngineHost:
             try:
                 outputs, executed = core.step_fn()
             except Exception as exc:
-                self._tell_untouched(core, exc)
+                try:
+                    self.hooks.on_failed_step(untouched(core.scheduler, exc))
+                except Exception:
+                    logger.exception("could not hand back the requests that the step did not touch")
                 raise
             self.hooks.after_step(len(core.batch_queue or ()))
             if outputs:
@@ -227,12 +230,6 @@ class EngineHost:
         request may be far away."""
         scheduler: Any = core.scheduler
         return bool(scheduler.has_requests() if quiet else scheduler.requests)
-
-    def _tell_untouched(self, core: EngineCore, error: Exception) -> None:
-        try:
-            self.hooks.on_failed_step(untouched(core.scheduler, error))
-        except Exception:
-            logger.exception("could not hand back the requests that the failed step did not touch")
 
     def _let_them_go(self, rested: bool) -> None:
         """Sleep for a moment after a step that made the first tokens of remote prefills.
@@ -317,3 +314,24 @@ class EngineHost:
             if not waits and not status.is_finished(request.status):
                 return 0 if executed else _BLOCKED_POLL_MS
         return _IDLE_POLL_MS
+
+
+def untouched(scheduler: Any, error: BaseException) -> set[str]:
+    """Return the waiting requests that a failed step cannot have touched.
+
+    scheduler: vLLM's. error: what the step has raised."""
+    from vllm.v1.request import RequestStatus
+
+    fresh = [
+        request
+        for request in scheduler.waiting
+        if request.status == RequestStatus.WAITING and not request.num_computed_tokens
+    ]
+    code = type(scheduler).schedule.__code__
+    frames = traceback.walk_tb(error.__traceback__)
+    if fresh and any(frame.f_code is code for frame, _ in frames):
+        # It failed while it scheduled. vLLM takes requests off the head of its queue, and looks at
+        # no other one in it. Those that it has looked at and put aside are not in the queue now.
+        head = scheduler.waiting.peek_request()
+        fresh = [request for request in fresh if request is not head]
+    return {request.request_id for request in fresh}

@@ -24,14 +24,6 @@ _COUNTS = (
 """Fields of vLLM's PrefixCacheStats that add up."""
 
 
-def strip_transfer_params(request: Any) -> None:
-    """Remove client-sent `kv_transfer_params`: only we decide how KV moves. The frontend does this
-    too; a worker does not rely on it."""
-    params = request.sampling_params
-    if params is not None and params.extra_args:
-        params.extra_args.pop("kv_transfer_params", None)
-
-
 def correct_cached_tokens(output: Any) -> None:
     """Tokens that a prefill worker computed for this request are no cache hit of the user's:
     count only the local prefix hit as cached. The external count stays for vLLM's metrics."""

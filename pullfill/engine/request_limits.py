@@ -1,7 +1,7 @@
 """Refuses requests that pass vLLM's checks but then fail, or block an engine for seconds.
 
-The frontend calls this. The comment at each limit says what vLLM would do with such a request, and
-`tests/integration/test_odd_requests.py` sends one. No vLLM import here.
+The frontend calls `why_refused`. The comment at each limit says what vLLM would do with such a
+request, and `tests/integration/test_odd_requests.py` sends one. No vLLM import here.
 """
 
 from __future__ import annotations
@@ -32,6 +32,16 @@ def why_refused(params: Any) -> str:
         return f"stop has {len(params.stop)} strings, at most {MAX_STOPS} are taken"
     structured = getattr(params, "structured_outputs", None)
     return "" if structured is None else _too_large(structured)
+
+
+def strip_transfer_params(request: Any) -> None:
+    """Drop what a client says about KV transfer. The client's own dict is not changed.
+
+    The frontend does this, and each decode worker again."""
+    params = request.sampling_params
+    extra = getattr(params, "extra_args", None)
+    if extra and any(key in extra for key in _TRANSFER_KEYS):
+        params.extra_args = {k: v for k, v in extra.items() if k not in _TRANSFER_KEYS} or None
 
 
 def _too_large(structured: Any) -> str:

@@ -99,11 +99,11 @@ class EngineThread(Generic[T]):
             host = self._make()
             self.host = host
             host.run(lambda core: self._built(host, core))
-        except PullfillError as exc:
-            self._end(exc)
         except BaseException as exc:
-            logger.exception("the engine died")
-            self._end(exc)
+            if not isinstance(exc, PullfillError):
+                logger.exception("the engine died")
+            self.failure = exc
+            self._call(self._fail, exc)
         finally:
             self._call(self.dead.set)
         if self.host is not None:
@@ -123,10 +123,6 @@ class EngineThread(Generic[T]):
     def _succeed(self, built: T) -> None:
         if not self.ready.done():
             self.ready.set_result(built)
-
-    def _end(self, exc: BaseException) -> None:
-        self.failure = exc
-        self._call(self._fail, exc)
 
     def _fail(self, exc: BaseException) -> None:
         if self.ready.done():

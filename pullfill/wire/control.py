@@ -84,8 +84,8 @@ class Hello(Message, tag="hello", frozen=True, kw_only=True):
 
     regions: the worker's own KV memory, one region for each rank, for decode workers that pull.
     Empty: nobody can read it.
-    computes: digest of everything that decides how this worker rounds (engine/computes.py). Empty:
-    its prefills are never checked."""
+    computes: digest of what decides how this worker rounds (`engine.compat.rounding_digest`).
+    Empty: its prefills are never checked."""
 
     v: Version = WIRE_VERSION
     prefill_instance: Id

@@ -11,23 +11,39 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorRole,
+)
 
 from pullfill.engine import attention, kv
-from pullfill.engine.attention import Attention
-from pullfill.engine.handshake import RankTold
+from pullfill.engine.attention import Attention, RankAttention
 from pullfill.engine.rank_processes import bind_to_parent
 from pullfill.runtime import pages
 from pullfill.transfer.shm.kv_pool import SharedKvPool, tell
+from pullfill.transfer.shm.ranks import RankRegion
 from pullfill.worker.memory import Told
 
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+@dataclass
+class RankTold(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+    """What a rank tells the main process about its memory, by vLLM's own handshake.
+
+    vLLM asks each rank for it once the KV caches are registered, and gives all of it to the
+    scheduler half before the first request."""
+
+    region: RankRegion
+    attention: RankAttention
 
 
 class WorkerConnector(KVConnectorBase_V1):  # type: ignore[misc]

@@ -15,7 +15,6 @@ from pullfill.decode_worker.ledger_types import JobState
 from pullfill.decode_worker.peers import Peer
 from pullfill.decode_worker.self_check import Checks, Ours
 from pullfill.decode_worker.self_check_requests import Incomplete
-from pullfill.engine import computes
 from pullfill.errors import Outcome
 from pullfill.wire import Claim, Refused, SelfCheck
 from tests.support.workers import eventually
@@ -174,7 +173,7 @@ async def test_nobody_passes_of_whom_nothing_was_compared(monkeypatch: pytest.Mo
 def test_log_probabilities_are_asked_where_they_are_cheap_or_nothing_else_can_be_compared(
     monkeypatch: pytest.MonkeyPatch, kv_dtype: str, cheap: bool, asked: int | None
 ) -> None:
-    monkeypatch.setattr(computes, "logprobs_are_cheap", lambda: cheap)
+    monkeypatch.setattr(self_check, "logprobs_are_cheap", lambda: cheap)
     assert self_check.logprobs_to_ask(kv_dtype) == asked
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pullfill.engine.watchdog import EngineWatchdog, Health, Pulse, Watchdog
+from pullfill.engine.watchdog import EngineWatchdog, Health, Pulse
 from tests.support.fakes import FakeClock
 
 STALL_S = 8.0
@@ -93,14 +93,14 @@ def test_a_process_that_was_stopped_does_not_blame_its_engine() -> None:
 def test_stuck_only_after_the_whole_time_without_a_beat(
     looks: list[tuple[bool, bool, float]],
 ) -> None:
-    clock = FakeClock()
-    dog = Watchdog(STALL_S, clock)
-    beat, still = 0, 0.0
+    rig, still = Rig(), 0.0
     for beats, busy, seconds in looks:
-        clock.advance(seconds)
-        beat += beats
-        before = dog.health
-        health = dog.look(Pulse(beat, "a step" if busy else "", 1))
+        rig.clock.advance(seconds)
+        rig.engine.beat += beats
+        rig.engine.busy = "a step" if busy else ""
+        before = rig.guard.health
+        rig.guard.look()
+        health = rig.guard.health
         still = 0.0 if beats or not busy else still + seconds
         if before is Health.LOST:
             assert health is Health.LOST

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from pullfill.decode_worker import leave
-from pullfill.engine.host import EngineHooks, EngineHost
-from pullfill.engine.untouched import untouched
+from pullfill.engine.host import EngineHooks, EngineHost, untouched
 
 
 class RequestStatus(Enum):
