@@ -205,9 +205,9 @@ def test_writer_stopped_at_any_moment(region: Region, start: Callable[..., Write
 def test_files_of_a_killed_owner_are_swept(tmp_path: Path) -> None:
     code = (
         "import sys, time; from pathlib import Path\n"
-        "from pullfill.transfer.shm.files import RegionFiles\n"
+        "from pullfill.transfer.shm.files import RegionFiles, create_kv\n"
         "files = RegionFiles('decode-dead', Path(sys.argv[1]))\n"
-        "files.create_kv(4096); files.create_kv(4096, 1)\n"
+        "for rank in (0, 1): create_kv(files.directory, 'decode-dead', rank, 4096)\n"
         "print('up', flush=True); time.sleep(60)"
     )
     owner = subprocess.Popen(

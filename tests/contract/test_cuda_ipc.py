@@ -15,9 +15,10 @@ import pytest
 
 from pullfill.errors import BadMessage, ConfigError, IncompatibleError, PeerUnavailable
 from pullfill.transfer.cuda_ipc.endpoint import IpcEndpoint
+from pullfill.transfer.cuda_ipc.owner import CudaIpcOwner
 from pullfill.transfer.cuda_ipc.peer import CudaIpcTransport
 from pullfill.transfer.gpu import region as regions
-from pullfill.transfer.gpu.region import GpuMapping, export, make_gpu_owner
+from pullfill.transfer.gpu.region import GpuMapping, export
 from pullfill.transfer.layout import dense_layout
 from pullfill.transfer.shm import ranks
 from pullfill.transfer.shm.files import RegionFiles
@@ -252,7 +253,7 @@ def test_one_owner_for_all_ranks(tmp_path: Path) -> None:
     memories = [replace(memory_over(b.data, layout), device=b.device) for b in blocks]
     handles = [export(memory, driver) for memory in memories]
     files = RegionFiles("decode-1", tmp_path)
-    owner = make_gpu_owner(files, [*memories, memories[1]], [*handles, None], "i1", slots=4)
+    owner = CudaIpcOwner(files, [*memories, memories[1]], [*handles, None], "i1", slots=4)
     devices = [
         IpcEndpoint.decode(owner.endpoints(rank)["cuda_ipc"]).memory.device for rank in (0, 1)
     ]

@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 
 from pullfill.errors import TransferFailed
 from pullfill.transfer.gpu.copies import Lane
-from pullfill.transfer.gpu.gpu_contract import HANDLE_BYTES, Addresses, Allocation
+from pullfill.transfer.gpu.cuda import HANDLE_BYTES, Addresses, Allocation
 
 SETTINGS = 'EnableMSI: 1\nRegistryDwords: ""\n'
 _handles = itertools.count(1)
@@ -85,7 +85,7 @@ class _Opened:
 
 @dataclass
 class FakeDriver:
-    """GpuDriver. Sees the devices named in `devices`. `apart`: pairs that cannot reach each other;
+    """CudaDriver. Sees the devices named in `devices`. `apart`: pairs that cannot reach each other;
     `nvlinks`: pairs joined by NVLink; `mps`: whether processes share contexts; `module`: the kernel
     module's settings, None: unreadable."""
 

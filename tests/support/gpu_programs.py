@@ -36,7 +36,7 @@ from pullfill.transfer.contract import KvLayout, LocalMemory
 from pullfill.transfer.cuda_ipc.owner import CudaIpcOwner
 from pullfill.transfer.cuda_ipc.peer import CudaIpcTransport
 from pullfill.transfer.digest import BlockDigester
-from pullfill.transfer.gpu.region import make_gpu_owner, tell_gpu
+from pullfill.transfer.gpu.region import tell_gpu
 from pullfill.transfer.layout import dense_layout, describe_region, layout_of
 from pullfill.transfer.nccl.library import Message, Nccl
 from pullfill.transfer.nccl.nccl_cuda import CudaGpu
@@ -154,7 +154,7 @@ def owner(directory: str, *shape: str) -> None:
         print(f"refused {told.why_not}", flush=True)
         return
     files = RegionFiles("gpu-owner", Path(directory))
-    made = make_gpu_owner(files, [kv.memory], [told.exported], "i1")
+    made = CudaIpcOwner(files, [kv.memory], [told.exported], "i1")
     descriptor = describe_region(
         kv.memory,
         instance_id="gpu-owner",

@@ -17,11 +17,12 @@ from pullfill.testing.loopback import LoopbackOwner, LoopbackTransport
 from pullfill.transfer.combined_owner import CombinedOwner
 from pullfill.transfer.contract import KvLayout, LocalMemory, Owner, PeerSession, PeerTransport
 from pullfill.transfer.cuda_ipc.endpoint import IpcEndpoint
+from pullfill.transfer.cuda_ipc.owner import CudaIpcOwner
 from pullfill.transfer.cuda_ipc.peer import CudaIpcTransport
-from pullfill.transfer.gpu.region import export, make_gpu_owner
+from pullfill.transfer.gpu.region import export
 from pullfill.transfer.layout import check_bounds, dense_layout, describe_region
 from pullfill.transfer.nixl.backend import NixlKind
-from pullfill.transfer.shm.files import RegionFiles
+from pullfill.transfer.shm.files import RegionFiles, create_kv
 from pullfill.transfer.shm.owner import FenceOwner, ShmOwner
 from pullfill.transfer.shm.peer import ShmTransport
 from pullfill.transfer.stream.backend_contract import BackendKind
@@ -194,9 +195,10 @@ def shm_rig(directory: Path) -> Rig:
         layout: KvLayout, instance_id: str, incarnation: str, slots: int
     ) -> tuple[Owner, Bytes]:
         files = RegionFiles(instance_id, directory)
-        path = files.create_kv(extent(layout))
+        path = create_kv(directory, instance_id, 0, extent(layout))
         data = np.asarray(np.memmap(path, np.uint8, "r+"))
-        return ShmOwner(files, memory_over(data, layout), incarnation, slots=slots), data
+        memory = memory_over(data, layout)
+        return ShmOwner(files, [memory], [str(path)], incarnation, slots=slots), data
 
     return Rig("shm", ShmTransport(), make)
 
@@ -266,7 +268,7 @@ def ipc_rig(directory: Path) -> Rig:
         # Only the pid of another process lets ours map the memory once more.
         exported = msgspec.structs.replace(export(memory, driver), pid=1)
         files = RegionFiles(instance_id, directory)
-        return make_gpu_owner(files, [memory], [exported], incarnation, slots), data
+        return CudaIpcOwner(files, [memory], [exported], incarnation, slots), data
 
     return _GpuRig("cuda_ipc", CudaIpcTransport(0, lambda: driver, driver.lane), make)
 

@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from pullfill.transfer.gpu.gpu_contract import HANDLE_BYTES
+from pullfill.transfer.gpu.cuda import HANDLE_BYTES
 from pullfill.transfer.shm.files import Endpoint
 
 _Size = Annotated[int, Meta(ge=0, le=1 << 62)]

@@ -1,10 +1,8 @@
-"""The decode worker's side of cuda_ipc: the fence file, and a handle on each rank's GPU memory.
-
-The memory belongs to vLLM. CUDA says that freeing an exported allocation while another process maps
-it is undefined; a worker therefore frees its KV cache only by ending, after its streams ended.
-"""
+"""The decode worker's side of cuda_ipc: the fence file, and a handle on each rank's GPU memory."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from pullfill.transfer.contract import LocalMemory
 from pullfill.transfer.cuda_ipc.endpoint import Exported, IpcEndpoint
@@ -16,39 +14,41 @@ from pullfill.transfer.shm.owner import FenceOwner
 
 
 class CudaIpcOwner(FenceOwner):
-    """Owner over GPU memory, one region for each rank. Thread-safe."""
+    """Offers the GPU memory of each rank to peers that map it."""
+
+    # The memory belongs to vLLM. To free it while another process maps it is undefined (CUDA). So
+    # a worker frees its KV cache only by ending.
 
     def __init__(
         self,
         files: RegionFiles,
-        memory: LocalMemory,
-        exported: Exported | None,
+        memories: Sequence[LocalMemory],
+        exported: Sequence[Exported | None],
         incarnation: str,
-        *,
         slots: int = SLOTS,
     ) -> None:
-        """`files`: only its fence file is used; owned from here on. `exported`: None = rank 0 has
-        no handle, only transports through a port reach it. Raises BadMessage."""
-        self._endpoints: list[str | None] = []
-        self._fence = str(files.fence_path), inode(files.fence_fd)
-        self.add_rank(memory, exported)
-        super().__init__(files, memory.layout.num_blocks, incarnation, slots=slots)
+        """
+        files: only its fence file is used.
+        memories: by rank.
+        exported: by rank. None: the rank has no handle, so only transports through a port reach it.
+
+        Raises BadMessage.
+        """
+        fence = str(files.fence_path), inode(files.fence_fd)
+        self._endpoints: list[dict[str, str]] = []
+        for memory, handle in zip(memories, exported, strict=True):
+            check_bounds(memory.layout, memory.nbytes)
+            offers = {}
+            if handle is not None:
+                endpoint = IpcEndpoint(memory=handle, fence=fence[0], fence_inode=fence[1])
+                offers["cuda_ipc"] = endpoint.encode()
+            self._endpoints.append(offers)
+        super().__init__(files, memories[0].layout.num_blocks, incarnation, slots=slots)
         self._writers = WriterTable(files.fence_fd)
         self.fences.quiet = self._writers.quiet
 
-    def add_rank(self, memory: LocalMemory, exported: Exported | None) -> None:
-        """The next rank's region, before anything is published."""
-        check_bounds(memory.layout, memory.nbytes)
-        if exported is None:
-            self._endpoints.append(None)
-            return
-        endpoint = IpcEndpoint(memory=exported, fence=self._fence[0], fence_inode=self._fence[1])
-        self._endpoints.append(endpoint.encode())
-
     def endpoints(self, rank: int = 0) -> dict[str, str]:
-        """See Owner."""
-        endpoint = self._endpoints[rank]
-        return {} if endpoint is None else {"cuda_ipc": endpoint}
+        return self._endpoints[rank]
 
     def close(self) -> None:
         """See Owner. Idempotent."""

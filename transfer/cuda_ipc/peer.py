@@ -24,8 +24,7 @@ from pullfill.transfer.cuda_ipc.endpoint import IpcEndpoint
 from pullfill.transfer.cuda_ipc.owner_alive import Process
 from pullfill.transfer.cuda_ipc.writers import WriterRecord, pid_namespace, why_no_proof
 from pullfill.transfer.gpu.copies import GpuCopier, Lane, lane_of
-from pullfill.transfer.gpu.cuda import load
-from pullfill.transfer.gpu.gpu_contract import GpuDriver
+from pullfill.transfer.gpu.cuda import CudaDriver, load
 from pullfill.transfer.gpu.interconnect import link_to, visible
 from pullfill.transfer.layout import both_sides
 from pullfill.transfer.session import MappedSession
@@ -95,7 +94,7 @@ class CudaIpcTransport:
     def __init__(
         self,
         device: int | None,
-        driver: Callable[[], GpuDriver] = load,
+        driver: Callable[[], CudaDriver] = load,
         lane: Callable[[int], Lane] = lane_of,
     ) -> None:
         """`device`: which holds our KV memory (`LocalMemory.device`)."""
@@ -121,7 +120,7 @@ class CudaIpcTransport:
         except OSError as exc:
             return f"its fence cannot be opened: {exc}"
 
-    def _why_no_path(self, driver: GpuDriver, device: int, endpoint: IpcEndpoint) -> str | None:
+    def _why_no_path(self, driver: CudaDriver, device: int, endpoint: IpcEndpoint) -> str | None:
         other = visible(driver).get(endpoint.memory.device)
         if other is not None:
             reach = driver.can_map(device, other)
@@ -196,7 +195,7 @@ def _open_hold(endpoint: IpcEndpoint, descriptor: RegionDescriptor, copier: GpuC
 
 
 def _map(
-    driver: GpuDriver, device: int, endpoint: IpcEndpoint, descriptor: RegionDescriptor
+    driver: CudaDriver, device: int, endpoint: IpcEndpoint, descriptor: RegionDescriptor
 ) -> int:
     try:
         return driver.open(device, endpoint.memory.handle)
@@ -206,13 +205,13 @@ def _map(
         ) from exc
 
 
-def _check_size(driver: GpuDriver, device: int, base: int, endpoint: IpcEndpoint) -> None:
+def _check_size(driver: CudaDriver, device: int, base: int, endpoint: IpcEndpoint) -> None:
     _, size = driver.extent(device, base)  # whichever GPU holds it
     if endpoint.memory.offset + endpoint.memory.nbytes > size:
         raise BadMessage(f"the endpoint reaches beyond its allocation of {size} bytes")
 
 
-def _why_not_here(endpoint: IpcEndpoint, driver: GpuDriver, device: int) -> str | None:
+def _why_not_here(endpoint: IpcEndpoint, driver: CudaDriver, device: int) -> str | None:
     if not endpoint.memory.pid_space or endpoint.memory.pid_space != pid_namespace():
         return (
             "it does not share our process ids, so the end of a process could not be proved; run "

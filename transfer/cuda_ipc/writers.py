@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pullfill.errors import PeerUnavailable, TransferFailed
-from pullfill.transfer.gpu.gpu_contract import GpuDriver
+from pullfill.transfer.gpu.cuda import CudaDriver
 from pullfill.transfer.shm import lock
 
 _AT = 1024
@@ -49,7 +49,7 @@ def pid_namespace() -> str:
         return ""
 
 
-def why_no_proof(driver: GpuDriver, device: int) -> str | None:
+def why_no_proof(driver: CudaDriver, device: int) -> str | None:
     """Why the end of this process would not prove the end of its copies on `device`, for people."""
     try:
         os.close(os.pidfd_open(os.getpid()))

@@ -1,12 +1,12 @@
-"""Copies of many runs on one GPU: a session's `Copier` for GPUs. It returns when they are done.
+"""Copies many runs on one GPU, and returns when they are done.
 
-Each GPU of a process has one `Lane`: the stream, the kernel and the buffers. All sessions share it
-and take turns, because one batch uses the whole link anyway. A session's `GpuCopier` knows which
-link it copies over, and so whether one kernel or the copy engines move a batch (`interconnect.py`).
+Each GPU of a process has one `Lane`: a stream, a kernel and buffers. All sessions take turns on it,
+because one batch uses the whole link anyway. Each session has a `GpuCopier`. It knows the link that
+it copies over, and so whether the kernel or the copy engines move a batch (`interconnect.py`).
 
-A fence depends on `settled`. It is False from the moment when something may have been queued until
-the stream was synchronised. A copier that failed in between stays unsettled for good: nobody knows
-whether the device still writes. Its lane then takes no more copies, not of other sessions either.
+A fence depends on `GpuCopier.settled`. It is False from the moment when something may be queued
+until the stream is synchronised. If that fails, it stays False: nobody knows whether the device
+still writes. The lane then takes no more copies of any session.
 """
 
 from __future__ import annotations
@@ -15,18 +15,20 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from pullfill.errors import TransferFailed
 from pullfill.runtime import log
 from pullfill.transfer.contract import LocalMemory
-from pullfill.transfer.gpu.cuda import load
-from pullfill.transfer.gpu.gpu_contract import Addresses, GpuDriver
+from pullfill.transfer.gpu.cuda import Addresses, CudaDriver, load
 from pullfill.transfer.gpu.interconnect import BATCH_RUNS, SAME, Interconnect
 from pullfill.transfer.layout import dense_layout
 from pullfill.transfer.runs import Batch, plan
+
+if TYPE_CHECKING:
+    from pullfill.transfer.gpu.kernel import RunKernel
 
 logger = log.get("transfer.gpu")
 
@@ -34,18 +36,9 @@ _BROKEN = "an earlier copy failed on the GPU; restart this worker"
 _STAGE_BYTES = 1 << 20
 
 
-class Kernel(Protocol):
-    """kernel.RunKernel, or nothing like it in tests."""
-
-    def launch(self, target: Addresses, source: Addresses, nbytes: Addresses) -> None: ...
-
-
-MakeKernel = Callable[[int, int], Kernel | None]
-"""From a device and a CUstream."""
-
-
-def kernel_for(device: int, stream: int) -> Kernel | None:
-    """The Triton kernel on a real device, compiled; None, with a warning, where it cannot run."""
+def kernel_for(device: int, stream: int) -> RunKernel | None:
+    """The compiled Triton kernel for a device and a CUstream. None, with a warning: it cannot run
+    here."""
     try:
         import torch
 
@@ -60,11 +53,15 @@ def kernel_for(device: int, stream: int) -> Kernel | None:
 
 
 class Lane:
-    """What this process copies with on one device. Its user holds `lock` from the first `queue`
-    until `wait` has returned."""
+    """What this process copies with on one device.
+
+    Its user holds `lock` from the first `queue` until `wait` has returned."""
 
     def __init__(
-        self, driver: GpuDriver, device: int, make_kernel: MakeKernel = kernel_for
+        self,
+        driver: CudaDriver,
+        device: int,
+        make_kernel: Callable[[int, int], RunKernel | None] = kernel_for,
     ) -> None:
         self.lock = threading.Lock()
         self._driver, self._device = driver, device
@@ -75,14 +72,15 @@ class Lane:
 
     @property
     def has_kernel(self) -> bool:
-        """Else every copy takes the copy engines."""
+        """If False, the copy engines make every copy."""
         return self._kernel is not None
 
     def queue(
         self, target: Addresses, source: Addresses, nbytes: Addresses, link: Interconnect
     ) -> None:
-        """Queue copies over a link, at most BATCH_RUNS. Raises TransferFailed; a part may be queued
-        then. `wait` is due before the next call that the kernel serves."""
+        """Queue at most BATCH_RUNS copies over a link. Call `wait` before the next `queue`, because
+        the kernel's table is in use until then. Raises TransferFailed; a part may be queued then.
+        """
         if self._kernel is not None and int(nbytes.mean()) < link.small_run:
             self._kernel.launch(target, source, nbytes)
         else:
@@ -90,8 +88,8 @@ class Lane:
             self._stream.copy_batch(target, source, nbytes, engines=link is not SAME)
 
     def wait(self) -> None:
-        """Return when all that was queued is done. Raises TransferFailed; then the lane takes no
-        more copies."""
+        """Wait until all that was queued is done. Raises TransferFailed. After that the lane takes
+        no more copies."""
         try:
             self._stream.synchronize()
         except BaseException:
@@ -105,15 +103,16 @@ class Lane:
 
     @contextmanager
     def fetched(self, memory: LocalMemory, blocks: Sequence[int]) -> Iterator[LocalMemory]:
-        """The blocks in memory of the CPU, side by side and numbered from 0, until the `with` ends.
-        They are gathered on the GPU and cross to the CPU in one copy."""
+        """A copy of the blocks in the CPU's memory, side by side and numbered from 0. Valid until
+        the `with` ends."""
+        # Gathered on the GPU first, so that they cross to the CPU in one copy.
         layout = memory.layout
         nbytes = len(blocks) * layout.block_bytes
         dense = dense_layout(layout.num_layers, len(blocks), layout.num_kv_heads, layout.page_bytes)
         with self.lock:
             self.check()
             if nbytes > self._staged:
-                # Never given back, so not a little more each time.
+                # Never given back. So it grows by doubling.
                 size = max(1 << (nbytes - 1).bit_length(), _STAGE_BYTES)
                 self._stage, self._staged = self._driver.stage(self._device, size), size
             there, here = self._stage
@@ -139,8 +138,9 @@ _making = threading.Lock()
 
 
 def lane_of(device: int) -> Lane:
-    """This process's lane on the device. The first call compiles the kernel, which takes seconds.
-    Raises TransferFailed."""
+    """This process's lane on the device. Raises TransferFailed.
+
+    The first call compiles the kernel, which takes seconds."""
     with _making:
         if device not in _lanes:
             _lanes[device] = Lane(load(), device)

@@ -1,11 +1,12 @@
-"""The CUDA driver API through ctypes: no package is needed but the driver itself (libcuda.so.1).
+"""What pullfill needs of CUDA: the driver API through ctypes. Needs nothing but libcuda.so.1.
 
-Only entry points whose binary interface is frozen are used (the `_v2` names where they exist). Two
-handles on the library: calls that return at once keep the GIL, because giving it up costs up to a
-switch interval beside a busy engine thread; calls that wait give it up.
+Devices are numbered as this process sees them (CUDA_VISIBLE_DEVICES). To other processes a device
+is named by its UUID. Addresses are device addresses, as integers.
 
-Contexts: the primary context of each device is retained on first use and kept until the process
-ends, and made current on the calling thread before each call. torch uses the same one.
+Threads: any thread may make any call. One thread at a time uses a `CudaStream`.
+
+Errors are TransferFailed with CUDA's name for them. After an error, the device's work of the whole
+process may be in an unknown state. Who waits for copies must not believe that they ended.
 """
 
 from __future__ import annotations
@@ -13,19 +14,23 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pullfill.errors import TransferFailed
-from pullfill.transfer.gpu.gpu_contract import HANDLE_BYTES, Addresses, Allocation, GpuDriver
+
+HANDLE_BYTES = 64
+Addresses = NDArray[np.uint64]
 
 _LIBRARY = "libcuda.so.1"
 _SETTINGS = Path("/proc/driver/nvidia/params")
 _MPS_PIPES = "CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"
-"""Where MPS's control daemon listens, in `control`: the variable that names it, the default."""
+"""The folder of the MPS daemon's socket `control`: the variable that names it, and the default."""
 _PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: not ordered with the legacy default stream
 _BLOCKING_EVENT = 1 | 2  # CU_EVENT_BLOCKING_SYNC, CU_EVENT_DISABLE_TIMING
@@ -57,9 +62,22 @@ class _CopyAttributes(ctypes.Structure):
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """One allocation of device memory.
+
+    exportable: whether the driver gives it an IPC handle. Memory made of mapped physical pages
+    (VMM: expandable segments, sleep mode) has none.
+    """
+
+    base: int
+    nbytes: int
+    exportable: bool
+
+
 @cache
 def why_no_cuda() -> str | None:
-    """Why this process has no CUDA device, for people; None if it has. Makes no context."""
+    """Why this process has no CUDA device, for people. None: it has one. Makes no context."""
     try:
         count = load().count()
     except TransferFailed as exc:
@@ -73,78 +91,89 @@ def load() -> CudaDriver:
     return CudaDriver()
 
 
-class CudaDriver(GpuDriver):
-    """See GpuDriver. One per process is enough; use `load`."""
+class CudaDriver:
+    """One process's way to the GPUs. One per process is enough: use `load`.
+
+    The first call that needs a device's context retains the device's primary context, which torch
+    uses too. It stays until the process ends.
+    """
+
+    # Only entry points whose binary interface is frozen (the `_v2` names where they exist).
 
     def __init__(self) -> None:
         try:
-            self._quick: Any = ctypes.PyDLL(_LIBRARY)
-            self._slow: Any = ctypes.CDLL(_LIBRARY)
+            self.quick: Any = ctypes.PyDLL(_LIBRARY)
+            self.slow: Any = ctypes.CDLL(_LIBRARY)
         except OSError as exc:
             raise TransferFailed(f"no CUDA driver on this machine ({exc})") from exc
         self._contexts: dict[int, ctypes.c_void_p] = {}
         self._lock = threading.Lock()
-        self.check("cuInit", self._slow.cuInit(0))
+        self.wait("cuInit", 0)
 
-    def check(self, what: str, code: int) -> None:
-        """Raises TransferFailed unless `code` is CUDA_SUCCESS."""
+    def call(self, name: str, *arguments: Any) -> None:
+        """Make a call that returns at once. Raises TransferFailed."""
+        # Keeps the GIL: to give it up costs up to a switch interval beside a busy engine thread.
+        self.check(name, getattr(self.quick, name)(*arguments))
+
+    def wait(self, name: str, *arguments: Any) -> None:
+        """Make a call that may wait, without the GIL. Raises TransferFailed."""
+        self.check(name, getattr(self.slow, name)(*arguments))
+
+    def check(self, name: str, code: int) -> None:
+        """Raise TransferFailed unless `code` is CUDA_SUCCESS."""
         if code:
-            name = ctypes.c_char_p()
-            self._quick.cuGetErrorName(code, ctypes.byref(name))
-            text = name.value.decode() if name.value else f"error {code}"
-            raise TransferFailed(f"{what}: {text}")
+            text = ctypes.c_char_p()
+            self.quick.cuGetErrorName(code, ctypes.byref(text))
+            error = text.value.decode() if text.value else f"error {code}"
+            raise TransferFailed(f"{name.removesuffix('_v2')}: {error}")
 
     def enter(self, device: int) -> None:
         """Make the device's primary context current on this thread."""
-        context = self._contexts.get(device) or self._retain(device)
-        self.check("cuCtxSetCurrent", self._quick.cuCtxSetCurrent(context))
+        self.call("cuCtxSetCurrent", self._contexts.get(device) or self._retain(device))
 
     def _retain(self, device: int) -> ctypes.c_void_p:
         with self._lock:
             if device not in self._contexts:
                 context = ctypes.c_void_p()
-                code = self._slow.cuDevicePrimaryCtxRetain(ctypes.byref(context), self._cu(device))
-                self.check("cuDevicePrimaryCtxRetain", code)
+                self.wait("cuDevicePrimaryCtxRetain", ctypes.byref(context), self._cu(device))
                 self._contexts[device] = context
             return self._contexts[device]
 
     def _cu(self, device: int) -> ctypes.c_int:
         number = ctypes.c_int()
-        self.check("cuDeviceGet", self._quick.cuDeviceGet(ctypes.byref(number), device))
+        self.call("cuDeviceGet", ctypes.byref(number), device)
         return number
 
     def count(self) -> int:
         number = ctypes.c_int()
-        self.check("cuDeviceGetCount", self._quick.cuDeviceGetCount(ctypes.byref(number)))
+        self.call("cuDeviceGetCount", ctypes.byref(number))
         return number.value
 
     def uuid(self, device: int) -> str:
+        """Hexadecimal, the same in every process."""
         raw = (ctypes.c_ubyte * 16)()
-        code = self._quick.cuDeviceGetUuid_v2(ctypes.byref(raw), self._cu(device))
-        self.check("cuDeviceGetUuid", code)
+        self.call("cuDeviceGetUuid_v2", ctypes.byref(raw), self._cu(device))
         return bytes(raw).hex()
 
     def can_map(self, device: int, other: int) -> bool:
+        """Whether `device` can copy to memory of `other` directly."""
         if device == other:
             return True
         yes = ctypes.c_int()
-        code = self._quick.cuDeviceCanAccessPeer(
-            ctypes.byref(yes), self._cu(device), self._cu(other)
-        )
-        self.check("cuDeviceCanAccessPeer", code)
+        self.call("cuDeviceCanAccessPeer", ctypes.byref(yes), self._cu(device), self._cu(other))
         return bool(yes.value)
 
     def fast_link(self, device: int, other: int) -> bool:
-        yes = ctypes.c_int()
-        code = self._quick.cuDeviceGetP2PAttribute(
-            ctypes.byref(yes), _NATIVE_ATOMICS, self._cu(device), self._cu(other)
-        )
-        self.check("cuDeviceGetP2PAttribute", code)
+        """Whether the two GPUs are joined by NVLink rather than by PCIe."""
+        yes, pair = ctypes.c_int(), (self._cu(device), self._cu(other))
+        self.call("cuDeviceGetP2PAttribute", ctypes.byref(yes), _NATIVE_ATOMICS, *pair)
         return bool(yes.value)
 
     def shares_contexts(self, device: int) -> bool:
+        """Whether processes share one context on `device` (MPS). Where the driver cannot say:
+        whether MPS's control daemon is in reach, or may be."""
         yes = ctypes.c_int()
-        code = self._quick.cuDeviceGetAttribute(ctypes.byref(yes), _MPS_ENABLED, self._cu(device))
+        code = self.quick.cuDeviceGetAttribute(ctypes.byref(yes), _MPS_ENABLED, self._cu(device))
         if code != _INVALID_VALUE:
             self.check("cuDeviceGetAttribute", code)
             return bool(yes.value)
@@ -159,104 +188,115 @@ class CudaDriver(GpuDriver):
         return True
 
     def settings(self) -> str:
+        """The settings of the driver's kernel module. Raises TransferFailed."""
         try:
             return _SETTINGS.read_text()
         except OSError as exc:
             raise TransferFailed(f"the NVIDIA driver's settings cannot be read: {exc}") from exc
 
     def allocation(self, device: int, address: int) -> Allocation:
+        """The allocation around an address. Raises TransferFailed when it is not of `device`."""
         self.enter(device)
         pointer = ctypes.c_uint64(address)
         kind, where, capable = ctypes.c_uint(), ctypes.c_int(), ctypes.c_int()
         for attribute, into in (
             (_MEMORY_TYPE, kind), (_DEVICE_ORDINAL, where), (_IPC_CAPABLE, capable)
         ):  # fmt: skip
-            code = self._quick.cuPointerGetAttribute(ctypes.byref(into), attribute, pointer)
-            self.check("cuPointerGetAttribute", code)
+            self.call("cuPointerGetAttribute", ctypes.byref(into), attribute, pointer)
         if kind.value != _DEVICE_MEMORY or where.value != device:
             raise TransferFailed(f"the address is not memory of device {device}")
         base, size = self.extent(device, address)
         return Allocation(base, size, bool(capable.value))
 
     def extent(self, device: int, address: int) -> tuple[int, int]:
+        """Base and bytes of the allocation around an address that `device` can use, whichever
+        device holds it. Raises TransferFailed when there is none."""
         self.enter(device)
         base, size = ctypes.c_uint64(), ctypes.c_size_t()
-        code = self._quick.cuMemGetAddressRange_v2(
-            ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address)
-        )
-        self.check("cuMemGetAddressRange", code)
+        around = ctypes.c_uint64(address)
+        self.call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), around)
         return base.value, size.value
 
     def allocate(self, device: int, nbytes: int) -> int:
         """The address of so much new memory of `device`. It stays until the process ends."""
         self.enter(device)
         address = ctypes.c_uint64()
-        code = self._slow.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(nbytes))
-        self.check("cuMemAlloc", code)
+        self.wait("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(nbytes))
         return address.value
 
     def stage(self, device: int, nbytes: int) -> tuple[int, int]:
+        """Addresses of so much new memory of `device`, and of so much page-locked memory of the
+        CPU. Both stay until the process ends."""
         there, here = self.allocate(device, nbytes), ctypes.c_void_p()
-        code = self._slow.cuMemAllocHost_v2(ctypes.byref(here), ctypes.c_size_t(nbytes))
-        self.check("cuMemAllocHost", code)
+        self.wait("cuMemAllocHost_v2", ctypes.byref(here), ctypes.c_size_t(nbytes))
         return there, here.value or 0
 
     def export(self, device: int, base: int) -> bytes:
+        """The IPC handle of an allocation, HANDLE_BYTES long. Valid while it is allocated."""
         self.enter(device)
         handle = _Handle()
-        code = self._quick.cuIpcGetMemHandle(ctypes.byref(handle), ctypes.c_uint64(base))
-        self.check("cuIpcGetMemHandle", code)
+        self.call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(base))
         return bytes(handle)
 
     def open(self, device: int, handle: bytes) -> int:
+        """Map another process's allocation for use on `device`. Returns its base address here.
+
+        A handle opened twice gives the same address, and each opening needs its own `close`. A
+        process cannot open what it exported itself."""
         self.enter(device)
-        base = ctypes.c_uint64()
-        code = self._slow.cuIpcOpenMemHandle_v2(
-            ctypes.byref(base), _Handle.from_buffer_copy(handle), ctypes.c_uint(_PEER_ACCESS)
-        )
-        self.check("cuIpcOpenMemHandle", code)
+        base, theirs = ctypes.c_uint64(), _Handle.from_buffer_copy(handle)
+        access = ctypes.c_uint(_PEER_ACCESS)
+        self.wait("cuIpcOpenMemHandle_v2", ctypes.byref(base), theirs, access)
         return base.value
 
     def close(self, device: int, base: int) -> None:
+        """Unmap what `open` gave."""
         self.enter(device)
-        self.check("cuIpcCloseMemHandle", self._slow.cuIpcCloseMemHandle(ctypes.c_uint64(base)))
+        self.wait("cuIpcCloseMemHandle", ctypes.c_uint64(base))
 
     def stream(self, device: int) -> CudaStream:
-        return CudaStream(self, self._quick, self._slow, device)
+        return CudaStream(self, device)
 
     def synchronize(self, device: int) -> None:
+        """Wait for all that anybody in this process has queued on `device`."""
         self.enter(device)
-        self.check("cuCtxSynchronize", self._slow.cuCtxSynchronize())
+        self.wait("cuCtxSynchronize")
 
 
 class CudaStream:
-    """See Stream. Owns the CUstream, and the event that a waiting thread sleeps on: to wait for the
-    stream itself keeps a core busy."""
+    """An order of copies on one device. What is queued runs on, also if nobody waits for it."""
 
-    def __init__(self, driver: CudaDriver, quick: Any, slow: Any, device: int) -> None:
-        self._driver, self._quick, self._slow = driver, quick, slow
+    # A waiting thread sleeps on an event: to wait for the stream itself keeps a core busy.
+
+    def __init__(self, driver: CudaDriver, device: int) -> None:
+        self._driver = driver
         self.device = device
         driver.enter(device)
         self._stream = ctypes.c_void_p()
-        code = slow.cuStreamCreate(ctypes.byref(self._stream), _NON_BLOCKING)
-        driver.check("cuStreamCreate", code)
+        driver.wait("cuStreamCreate", ctypes.byref(self._stream), _NON_BLOCKING)
         self._done = ctypes.c_void_p()
-        code = slow.cuEventCreate(ctypes.byref(self._done), _BLOCKING_EVENT)
-        driver.check("cuEventCreate", code)
+        driver.wait("cuEventCreate", ctypes.byref(self._done), _BLOCKING_EVENT)
         self._first = ctypes.c_size_t(0)
-        self._batch = getattr(slow, "cuMemcpyBatchAsync", None)
+        self._batch = getattr(driver.slow, "cuMemcpyBatchAsync", None)
 
     @property
     def handle(self) -> int:
+        """The CUstream, for kernels that others launch."""
         return self._stream.value or 0
 
     @property
     def batches(self) -> bool:
+        """Whether `copy_batch` is one call of the driver (12.8 and newer), not a loop."""
         return self._batch is not None
 
     def copy_batch(
         self, target: Addresses, source: Addresses, nbytes: Addresses, *, engines: bool = False
     ) -> None:
+        """Queue a copy for each triple, in no order among them.
+
+        target, source: device addresses, or addresses of page-locked memory of the CPU.
+        engines: use copy engines, where the driver lets us choose. If False, it does as it likes.
+        """
         self._driver.enter(self.device)
         if self._batch is None or not self._in_one_call(target, source, nbytes, engines):
             self._one_by_one(target, source, nbytes)
@@ -279,37 +319,40 @@ class CudaStream:
             ctypes.byref(failed),
             self._stream,
         )
-        if code == _NOT_SUPPORTED:  # a driver older or a device other than the library's: loop
+        if code == _NOT_SUPPORTED:  # the library knows the call, the kernel module or GPU does not
             self._batch = None
             return False
         self._driver.check("cuMemcpyBatchAsync", code)
         return True
 
     def _one_by_one(self, target: Addresses, source: Addresses, nbytes: Addresses) -> None:
-        copy = self._quick.cuMemcpyAsync
+        copy = self._driver.quick.cuMemcpyAsync
         u64, size, stream = ctypes.c_uint64, ctypes.c_size_t, self._stream
         for t, s, n in zip(target.tolist(), source.tolist(), nbytes.tolist(), strict=True):
             self._driver.check("cuMemcpyAsync", copy(u64(t), u64(s), size(n), stream))
 
     @property
     def done(self) -> bool:
-        """Whether everything queued is done. Raises TransferFailed when the GPU or the driver
-        failed: then nothing is known about what was queued."""
+        """Whether everything queued is done. If it raises, nothing is known about what was
+        queued."""
         self._driver.enter(self.device)
-        code = self._quick.cuStreamQuery(self._stream)
+        code = self._driver.quick.cuStreamQuery(self._stream)
         if code == _NOT_READY:
             return False
         self._driver.check("cuStreamQuery", code)
         return True
 
     def synchronize(self) -> None:
+        """Sleep, without the GIL, until everything queued is done and visible to every device and
+        the CPU. If it raises, nothing is known about what was queued."""
         self._driver.enter(self.device)
-        self._driver.check("cuEventRecord", self._quick.cuEventRecord(self._done, self._stream))
-        self._driver.check("cuEventSynchronize", self._slow.cuEventSynchronize(self._done))
+        self._driver.call("cuEventRecord", self._done, self._stream)
+        self._driver.wait("cuEventSynchronize", self._done)
 
     def close(self) -> None:
+        """Nothing may be queued any more. Idempotent."""
         if self._stream.value:
             self._driver.enter(self.device)
-            self._driver.check("cuEventDestroy", self._slow.cuEventDestroy_v2(self._done))
-            self._driver.check("cuStreamDestroy", self._slow.cuStreamDestroy_v2(self._stream))
+            self._driver.wait("cuEventDestroy_v2", self._done)
+            self._driver.wait("cuStreamDestroy_v2", self._stream)
             self._stream = ctypes.c_void_p()

@@ -1,15 +1,15 @@
-"""What lies between the GPU that copies and the memory that it copies from or to.
+"""The link between the GPU that copies and the memory that it copies from or to.
 
-A fence is held for one batch, and a revoke waits for it: a batch is to take about 2 ms. Nobody has
-measured these links yet, so the sizes follow from what the links are sold as. `make bench-gpu`
-prints how long a batch really takes, and the run length from which copy engines are faster.
+A revoke waits for one batch, so a batch should take about 2 ms. Nobody has measured these links
+yet. The sizes follow from the speeds that the links are sold with. `make bench-gpu` prints how long
+a batch takes, and the run length from which copy engines are faster.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pullfill.transfer.gpu.gpu_contract import GpuDriver
+from pullfill.transfer.gpu.cuda import CudaDriver
 
 BATCH_RUNS = 32768
 """Runs of a batch at most: 2 GiB of 64 KiB runs."""
@@ -17,8 +17,11 @@ BATCH_RUNS = 32768
 
 @dataclass(frozen=True, slots=True)
 class Interconnect:
-    """small_run: mean bytes of a batch's runs below which one kernel moves them all, instead of
-    the copy engines. batch_bytes: of one batch at most."""
+    """
+    small_run: if a batch's runs have fewer bytes than this on average, the kernel moves them.
+        Otherwise the copy engines do.
+    batch_bytes: of one batch at most.
+    """
 
     name: str
     small_run: int
@@ -26,7 +29,8 @@ class Interconnect:
 
     @property
     def limits(self) -> tuple[int, int, int]:
-        """For `CopyPlan.batches`. No run is cut to make batches even."""
+        """For `CopyPlan.batches`."""
+        # No run is cut to make batches even.
         return self.batch_bytes, BATCH_RUNS, self.batch_bytes
 
 
@@ -39,13 +43,13 @@ NVLINK = Interconnect("NVLink", small_run=256 << 10, batch_bytes=512 << 20)
 PCIE = Interconnect("PCIe", small_run=32 << 10, batch_bytes=64 << 20)
 
 
-def visible(driver: GpuDriver) -> dict[str, int]:
+def visible(driver: CudaDriver) -> dict[str, int]:
     """This process's numbers of the GPUs that it sees, by UUID."""
     return {driver.uuid(number): number for number in range(driver.count())}
 
 
-def link_to(driver: GpuDriver, device: int, uuid: str) -> Interconnect:
-    """From `device` to the GPU with this UUID. One that CUDA_VISIBLE_DEVICES hides counts as behind
+def link_to(driver: CudaDriver, device: int, uuid: str) -> Interconnect:
+    """The link from `device` to the GPU with this UUID. Where CUDA_VISIBLE_DEVICES hides that GPU,
     the slowest link."""
     other = visible(driver).get(uuid)
     if other == device:

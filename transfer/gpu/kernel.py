@@ -1,14 +1,13 @@
-"""One Triton kernel that copies many small runs: a table of (source, target, words) addresses.
+"""One Triton kernel that copies many small runs. Its input is a table: source, target, length.
 
-Gathering into a dense buffer, scattering out of one, and copying straight into a peer's mapped
-blocks are the same thing to it: addresses in a table. So a layout change (heads or layers at other
-distances) needs no kernel of its own, only other addresses.
+Gathering into a buffer, scattering out of one, and copying into a peer's mapped blocks differ only
+in the addresses of the table.
 
-A program copies one piece of one run. Long runs stand in the table in several rows, so that a few
-of them do not make every short one launch as many programs. Loads and stores are 16 bytes wide when
-16 divides all addresses and lengths, as it does for KV pages, else a byte. Under
-`TRITON_INTERPRET=1` (set before import) it runs on plain CPU memory, which is how it is tested
-without a device.
+A program copies one piece of one run. All runs launch as many programs as the longest one. So a
+long run is cut into several rows of the table. Loads and stores are 16 bytes wide if 16 divides all
+addresses and lengths, as it does for KV pages. Otherwise they are one byte wide.
+
+With `TRITON_INTERPRET=1`, set before the import, the kernel runs on plain CPU memory, for tests.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
-from pullfill.transfer.gpu.gpu_contract import Addresses
+from pullfill.transfer.gpu.cuda import Addresses
 
 LANES = 1024
-"""Words of 8 bytes that a program moves per step: 64 bytes per thread of 4 warps."""
+"""Words of 8 bytes that a program moves in a step: 64 bytes for each thread of 4 warps."""
 STEPS = 4
 SPAN = 256 << 10
 """Bytes of a row at most, a multiple of 16."""
 ROOM = (4 << 30) // SPAN
-"""Rows that long runs add at most: 4 GiB of them."""
+"""Rows that long runs add at most: those of 4 GiB."""
 _WIDTH = 3
 
 
@@ -41,8 +40,8 @@ def _copy_runs(table, WIDE: tl.constexpr, LANES: tl.constexpr, STEPS: tl.constex
     target = tl.load(table + run * 3 + 1)
     words = tl.load(table + run * 3 + 2)
     if WIDE:
-        # What the table holds is not known when this is compiled: promise the alignment that
-        # `launch` has checked, so that loads and stores become 16 bytes wide.
+        # The compiler does not know what the table holds. `launch` has checked the alignment: to
+        # promise it here makes loads and stores 16 bytes wide.
         s = tl.multiple_of(source.to(tl.pointer_type(tl.int64)), 16)
         d = tl.multiple_of(target.to(tl.pointer_type(tl.int64)), 16)
         words = tl.multiple_of(words, 2)
@@ -57,12 +56,14 @@ def _copy_runs(table, WIDE: tl.constexpr, LANES: tl.constexpr, STEPS: tl.constex
 
 
 class RunKernel:
-    """Launches the kernel on one device and stream, with a table of its own. One thread at a time;
-    the stream must be synchronised before the next launch."""
+    """Launches the kernel on one device and stream. One thread at a time. The stream must be
+    synchronised before the next launch."""
 
     def __init__(self, device: torch.device, stream: int, most: int) -> None:
-        """`stream`: the CUstream, 0 on the CPU (the interpreter). `most`: runs of a launch, 49,000
-        at most (a grid is 65,535 high). Allocates 24 bytes for each and for each row of ROOM."""
+        """
+        stream: the CUstream. 0 on the CPU (the interpreter).
+        most: runs of a launch. At most 49,000, because a grid is at most 65,535 high.
+        """
         on_gpu = device.type == "cuda"
         rows = most + ROOM
         self._host = torch.empty((rows, _WIDTH), dtype=torch.int64, pin_memory=on_gpu)
@@ -72,7 +73,7 @@ class RunKernel:
         self._stream: Any = torch.cuda.ExternalStream(stream, device) if on_gpu else None
 
     def launch(self, target: Addresses, source: Addresses, nbytes: Addresses) -> None:
-        """Queue the copies, 4 GiB at most. Device addresses that this device can reach."""
+        """Queue copies of 4 GiB at most, between addresses that this device can reach."""
         if not len(nbytes):
             return
         target, source, nbytes = _cut(target, source, nbytes)
@@ -91,7 +92,7 @@ class RunKernel:
             self._run(count, pieces, wide)
 
     def warm(self) -> None:
-        """Compile both forms now: it takes seconds, too long for somebody who holds a fence."""
+        """Compile both widths now. It takes seconds: too long for somebody who holds a fence."""
         buffer = torch.zeros(64, dtype=torch.uint8, device=self._device)
         base = np.array([buffer.data_ptr()], np.uint64)
         for nbytes in (16, 1):
@@ -100,7 +101,7 @@ class RunKernel:
                 self._stream.synchronize()
 
     def _run(self, count: int, pieces: int, wide: bool) -> None:
-        # CUDA allows 65,535 in the second place only, and that many pieces are soon there.
+        # Pieces first: the second dimension of a CUDA grid ends at 65,535.
         _copy_runs[(pieces, count)](self._table, WIDE=wide, LANES=LANES, STEPS=STEPS)
 
 

@@ -2,36 +2,29 @@
 
 A rank's process exports its memory and describes it to the worker's main process (`tell_gpu`). The
 main process makes all copies. It uses the memory of a rank that lives in it as it is. It maps what
-other ranks exported (`GpuMapping`), which takes a CUDA context on each rank's device.
-`make_gpu_owner` offers all of it to peers.
+other ranks exported (`GpuMapping`). `CudaIpcOwner` offers all of it to peers.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import replace
 
 from pullfill.errors import ConfigError, PeerUnavailable, TransferFailed
 from pullfill.runtime import log
 from pullfill.transfer.contract import LocalMemory
 from pullfill.transfer.cuda_ipc.endpoint import Exported
-from pullfill.transfer.cuda_ipc.owner import CudaIpcOwner
 from pullfill.transfer.cuda_ipc.writers import pid_namespace
-from pullfill.transfer.gpu.cuda import load
-from pullfill.transfer.gpu.gpu_contract import GpuDriver
+from pullfill.transfer.gpu.cuda import CudaDriver, load
 from pullfill.transfer.gpu.interconnect import visible
-from pullfill.transfer.shm.fence import SLOTS
-from pullfill.transfer.shm.files import RegionFiles
 from pullfill.transfer.shm.ranks import RankRegion
 
 logger = log.get("transfer.gpu")
 
 
-def tell_gpu(memory: LocalMemory, driver: GpuDriver | None = None) -> RankRegion:
-    """Describe a rank's GPU memory for the main process. `kv_pool.tell` keeps it allocated, because
-    CUDA does not define what happens when exported memory is freed. Without a handle, only
-    transports that copy in the rank's own process reach the memory."""
+def tell_gpu(memory: LocalMemory, driver: CudaDriver | None = None) -> RankRegion:
+    """Describe a rank's GPU memory for the main process. If it cannot be exported, only transports
+    that copy in the rank's own process reach it. `kv_pool.tell` keeps it allocated."""
     exported, why_not = None, ""
     try:
         exported = export(memory, driver)
@@ -49,11 +42,11 @@ def tell_gpu(memory: LocalMemory, driver: GpuDriver | None = None) -> RankRegion
     )
 
 
-def export(memory: LocalMemory, driver: GpuDriver | None = None) -> Exported:
+def export(memory: LocalMemory, driver: CudaDriver | None = None) -> Exported:
     """What lets other processes of this host map `memory`, which is this process's own.
 
-    Raises ConfigError saying what to change when the memory cannot be exported: then only
-    transports that copy on this side reach it. Raises TransferFailed when CUDA fails.
+    Raises ConfigError, which says what to change, when the memory cannot be exported. Raises
+    TransferFailed when CUDA fails.
     """
     driver = driver or load()
     if memory.device is None:
@@ -79,14 +72,19 @@ def export(memory: LocalMemory, driver: GpuDriver | None = None) -> Exported:
 
 
 class GpuMapping:
-    """Another process's exported memory, mapped here for as long as this lives. For the main
-    process of a worker and its own ranks; peers map through cuda_ipc/peer.py."""
+    """Another process's exported memory, mapped here until `close`. For the main process of a
+    worker and its own ranks. Peers map through cuda_ipc/peer.py."""
+
+    # To map takes a CUDA context on the rank's device.
 
     def __init__(
-        self, exported: Exported, theirs: LocalMemory, driver: GpuDriver | None = None
+        self, exported: Exported, theirs: LocalMemory, driver: CudaDriver | None = None
     ) -> None:
-        """`theirs`: as its process sees it. Raises PeerUnavailable when the device is not visible
-        to this process or the memory cannot be mapped."""
+        """
+        theirs: the memory as its process sees it.
+
+        Raises PeerUnavailable when this process does not see the device, or cannot map the memory.
+        """
         self._driver = driver or load()
         device = visible(self._driver).get(exported.device)
         if device is None:
@@ -103,18 +101,3 @@ class GpuMapping:
         if self._base is not None:
             self._driver.close(self._device, self._base)
             self._base = None
-
-
-def make_gpu_owner(
-    files: RegionFiles,
-    memories: Sequence[LocalMemory],
-    exported: Sequence[Exported | None],
-    incarnation: str,
-    slots: int = SLOTS,
-) -> CudaIpcOwner:
-    """The owner of all ranks' GPU memory, in rank order. `files`: its fence; owned from here on.
-    None: that rank has no handle (`export` said why). Give it to `CombinedOwner` as its base."""
-    owner = CudaIpcOwner(files, memories[0], exported[0], incarnation, slots=slots)
-    for memory, handle in zip(memories[1:], exported[1:], strict=True):
-        owner.add_rank(memory, handle)
-    return owner

@@ -158,15 +158,6 @@ class RegionFiles:
             ) from exc
         self._forget = at_leave(self.close)
 
-    @property
-    def kv_path(self) -> Path:
-        """Rank 0's."""
-        return kv_path(self.directory, self.instance_id, 0)
-
-    def create_kv(self, nbytes: int, rank: int = 0) -> Path:
-        """See the function of that name."""
-        return create_kv(self.directory, self.instance_id, rank, nbytes)
-
     def _create_locked(self) -> int:
         # A sweeper may lock the file between our create and our lock, and unlink it then. Only who
         # holds the lock may unlink, or the sweeper's unlink would hit the next file of this name:

@@ -1,14 +1,13 @@
 """The fence over a worker's memory, and what the worker offers to peers of its own host.
 
-`FenceOwner` has the fence alone. Whatever moves the bytes, its one file says who still may. It owns
-the RegionFiles from construction on. `ShmOwner` adds the KV files of the ranks, for peers that map
-them. The KV memory belongs to the engine, which mapped it. After `close` it stays mapped there, but
-nobody new can open it.
+`FenceOwner` has the fence alone. Whatever moves the bytes, its one file says who still may.
+`ShmOwner` adds the KV files of the ranks, for peers that map them.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 from pullfill.errors import ConfigError
 from pullfill.runtime import failpoints
@@ -34,7 +33,10 @@ class ReceiverHold(ShmHold):
 
 
 class FenceOwner:
-    """An Owner that offers nothing by itself: `CombinedOwner` adds offers. Thread-safe."""
+    """An Owner that offers nothing by itself: `CombinedOwner` adds offers. Thread-safe.
+
+    It owns `files`. The KV memory belongs to the engine. After `close` the memory stays mapped
+    there, but nobody new can open it."""
 
     def __init__(
         self, files: RegionFiles, num_blocks: int, incarnation: str, *, slots: int = SLOTS
@@ -43,7 +45,6 @@ class FenceOwner:
         self._fences = ShmFences(files.fence_fd, incarnation, num_blocks, slots=slots)
 
     def endpoints(self, rank: int = 0) -> dict[str, str]:
-        """See Owner."""
         return {}
 
     @property
@@ -58,7 +59,6 @@ class FenceOwner:
         return ReceiverHold(fd, incarnation)
 
     def renew(self, incarnation: str) -> None:
-        """See Owner."""
         self._fences.renew(incarnation)
 
     def close(self) -> None:
@@ -68,47 +68,45 @@ class FenceOwner:
 
 
 class ShmOwner(FenceOwner):
-    """Owner over shared regions, one for each rank."""
+    """Offers the KV file of each rank to peers that map it."""
 
     def __init__(
         self,
         files: RegionFiles,
-        memory: LocalMemory,
+        memories: Sequence[LocalMemory],
+        paths: Sequence[str],
         incarnation: str,
         *,
-        kv_path: str | None = None,
         slots: int = SLOTS,
     ) -> None:
         """
-        memory: of rank 0. Its address is the first byte of the KV file.
-        kv_path: rank 0's KV file. By default the one that `files` made.
+        memories: by rank. Each address is the first byte of the rank's KV file.
+        paths: the KV files, by rank.
 
-        Raises ConfigError when the file is smaller than the memory.
+        Raises ConfigError when a file is smaller than its memory.
         """
-        self._endpoints: list[str] = []
-        self._fence = str(files.fence_path), inode(files.fence_fd)
-        self.add_rank(memory, kv_path or str(files.kv_path))
-        super().__init__(files, memory.layout.num_blocks, incarnation, slots=slots)
-
-    def add_rank(self, memory: LocalMemory, kv_path: str) -> None:
-        """Add the next rank's region, before anything is published. Raises ConfigError."""
-        check_bounds(memory.layout, memory.nbytes)
-        fd = os.open(kv_path, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            size, kv_inode = os.fstat(fd).st_size, inode(fd)
-        finally:
-            os.close(fd)
-        if size < memory.nbytes:
-            raise ConfigError(f"{kv_path} has {size} bytes, the KV memory {memory.nbytes}")
-        endpoint = ShmEndpoint(
-            kv=kv_path,
-            kv_inode=kv_inode,
-            fence=self._fence[0],
-            fence_inode=self._fence[1],
-            nbytes=memory.nbytes,
-        )
-        self._endpoints.append(endpoint.encode())
+        fence = str(files.fence_path), inode(files.fence_fd)
+        self._endpoints = [
+            _endpoint(memory, path, *fence).encode()
+            for memory, path in zip(memories, paths, strict=True)
+        ]
+        super().__init__(files, memories[0].layout.num_blocks, incarnation, slots=slots)
 
     def endpoints(self, rank: int = 0) -> dict[str, str]:
-        """See Owner."""
         return {"shm": self._endpoints[rank]}
+
+
+def _endpoint(
+    memory: LocalMemory, path: str, fence: str, fence_inode: tuple[int, int]
+) -> ShmEndpoint:
+    check_bounds(memory.layout, memory.nbytes)
+    info = os.stat(path)
+    if info.st_size < memory.nbytes:
+        raise ConfigError(f"{path} has {info.st_size} bytes, the KV memory {memory.nbytes}")
+    return ShmEndpoint(
+        kv=path,
+        kv_inode=(info.st_dev, info.st_ino),
+        fence=fence,
+        fence_inode=fence_inode,
+        nbytes=memory.nbytes,
+    )

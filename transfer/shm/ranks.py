@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from pullfill.errors import IncompatibleError
 from pullfill.transfer.contract import KvLayout, LocalMemory
 from pullfill.transfer.cuda_ipc.endpoint import Exported
+from pullfill.transfer.cuda_ipc.owner import CudaIpcOwner
 from pullfill.transfer.shm import files
 from pullfill.transfer.shm.owner import FenceOwner, ShmOwner
 from pullfill.transfer.topology import head_range
@@ -129,18 +130,10 @@ def base_owner(
 ) -> FenceOwner:
     """The fence over the memory of all ranks, and what peers of this host can map of it. Owns
     `region_files`. Raises ConfigError."""
-    first = ranks[0]
-    if first.memory.device is not None:
-        from pullfill.transfer.gpu.region import make_gpu_owner
-
-        memories = [rank.memory for rank in ranks]
-        return make_gpu_owner(
-            region_files, memories, [rank.exported for rank in ranks], incarnation
-        )
-    owner = ShmOwner(region_files, first.memory, incarnation, kv_path=first.path)
-    for rank in ranks[1:]:
-        owner.add_rank(rank.memory, rank.path)
-    return owner
+    memories = [rank.memory for rank in ranks]
+    if memories[0].device is not None:
+        return CudaIpcOwner(region_files, memories, [rank.exported for rank in ranks], incarnation)
+    return ShmOwner(region_files, memories, [rank.path for rank in ranks], incarnation)
 
 
 def _attach(region: RankRegion, memory: LocalMemory) -> MappedRank:

@@ -14,7 +14,7 @@ from pullfill.errors import Fenced, IncompatibleError
 from pullfill.options import WorkerOptions
 from pullfill.prefill_worker.context import PrefillContext
 from pullfill.prefill_worker.readable_memory import open_region
-from pullfill.transfer.shm.files import RegionFiles
+from pullfill.transfer.shm.files import RegionFiles, create_kv
 from pullfill.transfer.shm.ranks import MappedRank
 from pullfill.wire import KvMode
 from pullfill.worker import memory
@@ -28,8 +28,8 @@ class Prefill:
 
     def __init__(self, directory: Path, transports: frozenset[str] | None, **where: Any) -> None:
         self.context = PrefillContext("prefill-1", wake=lambda: None)
-        files = self.context.files = RegionFiles("prefill-1", directory=directory)
-        path = files.create_kv(extent(DENSE))
+        self.context.files = RegionFiles("prefill-1", directory=directory)
+        path = create_kv(directory, "prefill-1", 0, extent(DENSE))
         self.data = np.asarray(np.memmap(path, np.uint8, "r+"))
         self.data[:] = random_bytes(self.data.nbytes, seed=5)
         self.context.ranks = [MappedRank(memory_over(self.data, DENSE), str(path), None)]

@@ -20,7 +20,7 @@ from pullfill.transfer.digest import DIGEST_BYTES, BlockDigester, copies_of
 from pullfill.transfer.group import GroupSession
 from pullfill.transfer.layout import describe_region
 from pullfill.transfer.session import MappedSession
-from pullfill.transfer.shm.files import RegionFiles
+from pullfill.transfer.shm.files import RegionFiles, create_kv
 from pullfill.transfer.shm.owner import ShmOwner
 from pullfill.transfer.shm.peer import ShmTransport
 from pullfill.transfer.stream.peer import StreamTransport
@@ -44,18 +44,14 @@ class Owned:
 def own(directory: Path, rects: list[Rect]) -> Owned:
     worker = RankedWorker(rects, seed=2)
     files = RegionFiles("decode-1", directory)
-    base: ShmOwner | None = None
+    paths: list[str] = []
     for rank, memory in enumerate(worker.memories):
-        path = str(files.create_kv(memory.nbytes, rank))
-        shared = np.asarray(np.memmap(path, np.uint8, "r+"))
+        paths.append(str(create_kv(directory, "decode-1", rank, memory.nbytes)))
+        shared = np.asarray(np.memmap(paths[-1], np.uint8, "r+"))
         shared[:] = worker.data[rank]
         worker.data[rank] = shared
-        worker.memories[rank] = memory = replace(memory, address=shared.ctypes.data)
-        if base is None:
-            base = ShmOwner(files, memory, "i1", kv_path=path)
-        else:
-            base.add_rank(memory, path)
-    assert base is not None
+        worker.memories[rank] = replace(memory, address=shared.ctypes.data)
+    base = ShmOwner(files, worker.memories, paths, "i1")
     owner = CombinedOwner(base, worker.memories, instance_id="decode-1", kinds={"tcp": TcpKind()})
     owner.listen("127.0.0.1")
     descriptors = [

@@ -14,7 +14,7 @@ from pullfill.errors import BadMessage, ConfigError, Fenced, PeerUnavailable
 from pullfill.transfer.layout import dense_layout
 from pullfill.transfer.shm import fence, lock
 from pullfill.transfer.shm import files as files_module
-from pullfill.transfer.shm.files import RegionFiles, ShmEndpoint, open_same, sweep
+from pullfill.transfer.shm.files import RegionFiles, ShmEndpoint, create_kv, open_same, sweep
 from tests.support.transfer_rigs import Rig, shm_rig
 
 
@@ -101,9 +101,9 @@ def test_a_live_name_is_not_taken_twice(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="running worker"):
         RegionFiles("decode-a", tmp_path)
     other = RegionFiles("decode-a-1", tmp_path)
-    theirs = other.create_kv(4096)
+    theirs = create_kv(tmp_path, "decode-a-1", 0, 4096)
     for rank in (0, 1, 12):
-        assert first.create_kv(4096, rank).stat().st_mode & 0o777 == 0o600
+        assert create_kv(tmp_path, "decode-a", rank, 4096).stat().st_mode & 0o777 == 0o600
     assert first.fence_path.stat().st_mode & 0o777 == 0o600
     first.close()
     first.close()
@@ -115,8 +115,7 @@ def test_a_live_name_is_not_taken_twice(tmp_path: Path) -> None:
 
 def test_sweep_takes_orphans_and_only_those(tmp_path: Path) -> None:
     live = RegionFiles("decode-live", tmp_path)
-    live.create_kv(4096)
-    live.create_kv(4096, 1)
+    kvs = [create_kv(tmp_path, "decode-live", rank, 4096) for rank in (0, 1)]
     orphans = {"dead.fence", "dead-0.kv", "dead-1.kv", "alone-0.kv"}
     for name in orphans:
         (tmp_path / f"pullfill-{name}").write_bytes(b"x")
@@ -125,8 +124,7 @@ def test_sweep_takes_orphans_and_only_those(tmp_path: Path) -> None:
     (tmp_path / "pullfill-link.fence").symlink_to(tmp_path / "someone.kv")
     assert set(sweep(tmp_path)) == {f"pullfill-{name}" for name in orphans}
     assert (tmp_path / "someone.kv").exists()
-    assert live.kv_path.exists()
-    assert (tmp_path / "pullfill-decode-live-1.kv").exists()
+    assert all(kv.exists() for kv in kvs)
     live.close()
 
 
@@ -233,12 +231,12 @@ def test_too_small_a_directory_is_refused_before_sigbus(
     free = space.f_bavail * space.f_frsize
     made = RegionFiles("decode-a", tmp_path)
     with pytest.raises(ConfigError, match="PULLFILL_SHM_DIR"):
-        made.create_kv(2 * free)
+        create_kv(tmp_path, "decode-a", 0, 2 * free)
     # What another sparse region may still grow into counts as used.
     other = RegionFiles("decode-b", tmp_path)
-    other.create_kv(free * 2 // 3)
+    create_kv(tmp_path, "decode-b", 0, free * 2 // 3)
     with pytest.raises(ConfigError, match="MiB left"):
-        made.create_kv(free * 2 // 3)
+        create_kv(tmp_path, "decode-a", 0, free * 2 // 3)
     made.close()
     other.close()
     with pytest.raises(ConfigError, match="cannot use"):

@@ -189,9 +189,10 @@ def test_a_process_that_fails_at_its_start_leaves_no_files(tmp_path: Path) -> No
     code = (
         "import sys; from pathlib import Path\n"
         "from pullfill.runtime.lifecycle import at_leave, leave\n"
-        "from pullfill.transfer.shm.files import RegionFiles\n"
+        "from pullfill.transfer.shm.files import RegionFiles, create_kv\n"
         "at_leave(lambda: 1 / 0)\n"
-        "files = RegionFiles('decode-a', Path(sys.argv[1])); files.create_kv(4096, 1)\n"
+        "files = RegionFiles('decode-a', Path(sys.argv[1]))\n"
+        "create_kv(files.directory, 'decode-a', 1, 4096)\n"
         "RegionFiles('decode-b', Path(sys.argv[1])).close()\n"
         "leave(2)"
     )
