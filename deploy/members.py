@@ -12,11 +12,12 @@ import urllib.request
 from types import TracebackType
 from typing import Any, Self
 
+from pullfill.cluster_status import Report, read_report
 from pullfill.config import ClusterRef
 from pullfill.errors import UnavailableError
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.orders import LiveWorker, live_workers
-from pullfill.wire import WorkerState
+from pullfill.wire import WorkerRecord, WorkerState
 
 
 class Members:
@@ -93,6 +94,15 @@ def http_json(url: str, timeout_s: float = 3.0, key: str = "") -> tuple[int, Any
         return status, json.loads(body)
     except ValueError:
         return status, None
+
+
+def ask_worker(record: WorkerRecord) -> Report | None:
+    """Return a worker's report, its answer to `/status`. None: it gives none."""
+    try:
+        code, body = http_get(f"{record.http}/status", 2.0)
+    except UnavailableError:
+        return None
+    return read_report(body) if code == 200 else None
 
 
 def frontend_ready(url: str) -> bool:

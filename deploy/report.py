@@ -16,7 +16,7 @@ from rich.text import Text
 from pullfill import cluster_status
 from pullfill.config import ClusterRef, read_cluster_file
 from pullfill.deploy import local, suspects
-from pullfill.deploy.members import Members, http_get, http_json
+from pullfill.deploy.members import Members, ask_worker, http_json
 from pullfill.errors import ConfigError, PullfillError, UnavailableError
 from pullfill.registry.orders import LiveWorker
 from pullfill.runtime.health import outage_of
@@ -113,16 +113,8 @@ def _from_registry(ref: ClusterRef) -> dict[str, Any]:
             "unknown: name its state directory with --state-dir, or try `pullfill doctor`"
         ) from exc
     records = [worker.record for worker in workers if worker.record.role != "frontend"]
-    reports = [(record, _ask_worker(record.http)) for record in records]
+    reports = [(record, ask_worker(record)) for record in records]
     return cluster_status.status_of(reports, ServerStatus(up=True, since_s=0.0), 0.0)
-
-
-def _ask_worker(http: str) -> cluster_status.Report | None:
-    try:
-        code, body = http_get(f"{http}/status", 2.0)
-    except UnavailableError:
-        return None
-    return cluster_status.read_report(body) if code == 200 else None
 
 
 def _workers_table(rows: list[dict[str, Any]]) -> Group:

@@ -9,8 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from pullfill.deploy.machine import FAIL, OK, WARN, Finding
-from pullfill.deploy.members import http_json
-from pullfill.errors import UnavailableError
+from pullfill.deploy.members import ask_worker
 from pullfill.registry.orders import LiveWorker
 
 _PAIRS = 32
@@ -41,11 +40,9 @@ def pairs(workers: Iterable[LiveWorker]) -> Iterator[Finding]:
     decode = [r.instance_id for r in records if r.role == "decode"]
     shown = 0
     for prefill in (r for r in records if r.role == "prefill" and r.http):
-        try:
-            code, body = http_json(f"{prefill.http}/status", 2.0)
-        except UnavailableError:
+        if (report := ask_worker(prefill)) is None:
             continue
-        routes = body.get("routes") if code == 200 and isinstance(body, dict) else None
+        routes = report.said.get("routes")
         for name in decode:
             shown += 1
             if shown > _PAIRS:

@@ -11,14 +11,16 @@ from rich.console import Console
 from pullfill import wire
 from pullfill.deploy import report, transports
 from pullfill.deploy.machine import FAIL, OK, WARN
-from pullfill.errors import ConfigError, UnavailableError
+from pullfill.deploy.servers import free_port
+from pullfill.errors import ConfigError
 from pullfill.options import check_address, parse_transports
 from pullfill.registry.orders import LiveWorker
+from tests.support.http_stub import serving
 from tests.support.workers import record
 
 
-def live(instance_id: str) -> LiveWorker:
-    return LiveWorker(record(instance_id, http="http://x"), 1, 1)
+def live(instance_id: str, http: str) -> LiveWorker:
+    return LiveWorker(record(instance_id, http=http), 1, 1)
 
 
 def test_this_machines_transports_are_found_by_looking() -> None:
@@ -44,37 +46,30 @@ def test_a_survey_that_finds_nothing_or_fails(
     assert finding.advice
 
 
-def test_each_pair_of_workers_has_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = {
-        "routes": {"decode-a": {"transport": "tcp", "why_not_better": ["shm: on another host"]}},
-        "load": {},
-    }
-    monkeypatch.setattr(transports, "http_json", lambda *_: (200, told))
-    workers = [live(name) for name in ("decode-a", "decode-b", "prefill-a", "frontend-a")]
-    used, unused = transports.pairs(workers)
+def test_each_pair_of_workers_has_its_line() -> None:
+    route = {"transport": "tcp", "why_not_better": ["shm: on another host"]}
+    told = {"routes": {"decode-a": route}, "load": {}}
+    with serving(lambda path, _: (200, told) if path == "/status" else (404, {})) as url:
+        names = ("decode-a", "decode-b", "prefill-a", "frontend-a")
+        used, unused = transports.pairs([live(name, url) for name in names])
     assert used.what == "prefill-a writes to decode-a over tcp"
     assert used.advice == "not shm: on another host"
     assert "decode-b yet" in unused.what
 
 
-@pytest.mark.parametrize("answer", [(200, None), (500, {}), (200, {"routes": 3}), None])
-def test_a_worker_that_answers_nonsense_is_no_failure(
-    monkeypatch: pytest.MonkeyPatch, answer: tuple[int, Any] | None
-) -> None:
-    def ask(*_: object) -> tuple[int, Any]:
-        if answer is None:
-            raise UnavailableError("gone")
-        return answer
-
-    monkeypatch.setattr(transports, "http_json", ask)
-    found = list(transports.pairs([live("decode-a"), live("prefill-a")]))
-    assert [f.level for f in found] == ([OK] if answer else [])
+@pytest.mark.parametrize("answer", [(200, {"routes": 3}), (200, None), (500, {}), None])
+def test_a_worker_that_answers_nonsense_is_no_failure(answer: tuple[int, Any] | None) -> None:
+    with serving(lambda *_: answer or (200, {})) as url:
+        gone = f"http://127.0.0.1:{free_port()}"
+        there = url if answer else gone
+        found = list(transports.pairs([live("decode-a", url), live("prefill-a", there)]))
+    assert [f.level for f in found] == ([OK] if answer == (200, {"routes": 3}) else [])
 
 
-def test_many_pairs_are_cut_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transports, "http_json", lambda *_: (200, {}))
-    workers = [live(f"{role}-{n}") for role in ("decode", "prefill") for n in range(9)]
-    found = list(transports.pairs(workers))
+def test_many_pairs_are_cut_short() -> None:
+    with serving(lambda *_: (200, {})) as url:
+        workers = [live(f"{role}-{n}", url) for role in ("decode", "prefill") for n in range(9)]
+        found = list(transports.pairs(workers))
     assert len(found) == 33
     assert "more" in found[-1].what
 
