@@ -24,10 +24,13 @@ from pullfill.deploy.state import Launch, Locked, StateDir, new_cluster_id
 from pullfill.deploy.teardown import take_down
 from pullfill.deploy.up_options import UpOptions
 from pullfill.deploy.view import ProcessView
+from pullfill.errors import RegistryUnavailable
 
 START_FAILED_DRAIN_S = 5.0
 SERVER_READY_S = 30.0
 SERVER_TRIES = 3
+SELF_CHECKS_S = 10.0
+"""Longest wait for the self-checks, once all processes are ready."""
 _POLL_S = 0.1
 
 
@@ -147,6 +150,8 @@ class Supervisor:
         if specs:
             await self._wait_ready(ref, specs)
             self._make_room()
+            if options.prefill:
+                await self._wait_checked(ref, specs)
 
     def _make_room(self) -> None:
         """Frontends keep off the prefill workers' cores, now that they no longer compete with the
@@ -247,6 +252,28 @@ class Supervisor:
                     why = f"was not ready after {self._options.ready_timeout_s:.0f} s"
                     raise StartFailed(self._children.describe(name, why))
                 await asyncio.sleep(2 * _POLL_S)
+
+    async def _wait_checked(self, ref: ClusterRef, specs: list[plan.ProcessSpec]) -> None:
+        """Wait for the self-checks of the decode workers. If they take too long, say so.
+
+        Until a self-check is over, the decode worker prefills every prompt itself."""
+        waiting = {str(spec.instance_id): spec.name for spec in specs if spec.role == "decode"}
+        deadline = time.monotonic() + SELF_CHECKS_S
+        with suppress(RegistryUnavailable):
+            async with members.Members(ref) as found:
+                while waiting and time.monotonic() < deadline:
+                    for record in (worker.record for worker in await found.all()):
+                        if record.instance_id in waiting:
+                            report = await asyncio.to_thread(members.ask_worker, record)
+                            if report is not None and report.self_checks_over:
+                                del waiting[record.instance_id]
+                    await asyncio.sleep(_POLL_S)
+        if waiting:
+            self._view.say(
+                f"{', '.join(waiting.values())}: the self-checks are not over after "
+                f"{SELF_CHECKS_S:.0f} s; until then every prompt is prefilled there",
+                "yellow",
+            )
 
     # ------------------------------------------------------------------ afterwards
 

@@ -39,6 +39,13 @@ class Report:
         load = self.said.get("load")
         return load if isinstance(load, dict) else {}
 
+    @property
+    def self_checks_over(self) -> bool:
+        """Whether a prefill worker may bring KV to this decode worker, or none may for good."""
+        pending = any(c.get("result") == "pending" for c in self.load.get("self_checks", ()))
+        failed = self.load.get("self_check") == "self_check_failed"
+        return not pending and (failed or self.load.get("prefill_workers_pulling", 0) > 0)
+
     def server(self, name: str) -> ServerStatus | None:
         """The status of NATS or etcd, as this worker sees it."""
         servers = self.said.get("servers")

@@ -1,55 +1,48 @@
-"""What `up` records, without starting anything."""
+"""How `up` starts a cluster: in what order, what it waits for, and what it records.
+
+Its processes are `sleep`. NATS is away, and `_Registry` stands for etcd.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import io
+import os
+import signal
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Self
 
 import pytest
 from rich.console import Console
 
-from pullfill.deploy import members, plan
+from pullfill.deploy import members, plan, servers, supervisor
 from pullfill.deploy.state import StateDir
 from pullfill.deploy.supervisor import Supervisor
 from pullfill.deploy.view import ProcessView
+from pullfill.errors import RegistryUnavailable
+from pullfill.registry.orders import LiveWorker
+from tests.support.http_stub import serving
+from tests.support.waiting import eventually
+from tests.support.workers import record
+
+PENDING = {"result": "pending"}
+PASSED = {"result": "passed"}
 
 
-async def test_cluster_json_names_the_port_that_was_chosen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def start_all(_: Supervisor) -> None:
-        pass
+class _Registry:
+    """A process that runs is ready at the third look.
 
-    monkeypatch.setattr(Supervisor, "_start_all", start_all)
-    monkeypatch.setattr(Supervisor, "_catch_signals", lambda _: None)
-    options, state = plan.UpOptions(port=0), StateDir(tmp_path)
-    view = ProcessView(Console(file=io.StringIO()), "starting")
-    await Supervisor(options, state, view).start()
-    cluster = state.cluster()
-    assert options.port != 0
-    assert cluster is not None
-    assert cluster.frontend_url == f"http://127.0.0.1:{options.port}"
+    http: where workers answer /status.
+    away: whether etcd does not answer any more, once all are ready."""
 
-
-class _Machine:
-    """Stands for the children, and for etcd: a process is ready at the third look after its start.
-    log: what happened, in order."""
-
-    def __init__(self) -> None:
-        self.log: list[str] = []
-        self.names: list[str] = []
-        self._looks: dict[str, int] = {}
-        self.cluster = SimpleNamespace(processes=[])
-
-    def launch(self, spec: plan.ProcessSpec, note: str = "") -> None:
-        self.log.append(f"start {spec.name}")
-        self.names.append(spec.name)
-        self._looks[str(spec.instance_id)] = 0
-
-    def raise_if_dead(self, name: str) -> None:
-        assert name in self.names, f"{name} does not run yet"
+    def __init__(self, state: StateDir) -> None:
+        self._state = state
+        self._looks: Counter[str] = Counter()
+        self.http = ""
+        self.away = False
 
     async def __aenter__(self) -> Self:
         return self
@@ -57,35 +50,142 @@ class _Machine:
     async def __aexit__(self, *_: object) -> None:
         """Nothing was opened."""
 
+    async def all(self) -> list[LiveWorker]:
+        if self.away:
+            raise RegistryUnavailable("etcd is away")
+        return self._ready()
+
     async def ready_instances(self) -> set[str]:
-        ready = {name for name, looks in self._looks.items() if looks >= 2}
-        self.log += [f"{name} ready" for name, looks in self._looks.items() if looks == 2]
-        self._looks = {name: looks + 1 for name, looks in self._looks.items()}
-        return ready
+        return {worker.record.instance_id for worker in self._ready()}
+
+    def _ready(self) -> list[LiveWorker]:
+        self._looks.update(str(entry.instance_id) for entry in self._state.live())
+        return [
+            LiveWorker(record(name, http=self.http), 1, 1)
+            for name, looks in self._looks.items()
+            if looks > 2
+        ]
 
 
-def _worker(name: str, after: str = "") -> plan.ProcessSpec:
-    return plan.ProcessSpec(
-        name=name, role="decode", argv=[], env={}, instance_id=name, after=after
+class Rig:
+    """One `up` of such processes, and what it prints."""
+
+    def __init__(self, directory: Path) -> None:
+        self.state = StateDir(directory)
+        self.registry = _Registry(self.state)
+        self.specs: list[plan.ProcessSpec] = []
+        self.printed = io.StringIO()
+        self.load: dict[str, Any] = {}
+
+    def add(self, name: str, after: str = "") -> None:
+        role, sleep = name.split("-")[0], ["sleep", "60"]
+        self.specs.append(
+            plan.ProcessSpec(
+                name=name, role=role, argv=sleep, env={}, instance_id=name, after=after
+            )
+        )
+
+    @asynccontextmanager
+    async def up(self, **options: Any) -> AsyncIterator[list[str]]:
+        """Start them. Gives the lines that were printed until they were ready."""
+        given = plan.UpOptions(model="org/m", nats_url="nats://h", etcd_url="http://h", **options)
+        view = ProcessView(Console(file=self.printed, width=200), "starting")
+        it = Supervisor(given, self.state, view)
+        await it.start()
+        try:
+            yield self.printed.getvalue().splitlines()
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+            await it.watch(detached=False)
+
+    def self_check(self, *results: dict[str, str], pulling: int, reason: str = "passed") -> None:
+        """What decode workers say of their self-checks from now on."""
+        checks = {"self_check": reason, "self_checks": list(results)}
+        self.load = {"prefill_workers_pulling": pulling, **checks}
+
+
+@pytest.fixture
+def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
+    rig = Rig(tmp_path)
+    monkeypatch.setattr(servers, "nats_ready", lambda *_: None)
+    monkeypatch.setattr(servers, "etcd_ready", lambda *_: None)
+    monkeypatch.setattr(members, "Members", lambda _: rig.registry)
+    monkeypatch.setattr(plan, "worker_specs", lambda *_: rig.specs)
+    rig.self_check(pulling=1)
+    with serving(lambda *_: (200, {"load": rig.load})) as url:
+        rig.registry.http = url
+        yield rig
+
+
+async def test_cluster_json_names_the_port_that_was_chosen(rig: Rig) -> None:
+    async with rig.up(port=0):
+        cluster = rig.state.cluster()
+        assert cluster is not None
+        host, _, port = cluster.frontend_url.rpartition(":")
+        assert host == "http://127.0.0.1"
+        assert int(port) > 0
+
+
+async def test_a_worker_starts_when_the_one_before_it_on_its_gpu_is_ready(rig: Rig) -> None:
+    for name, after in (("decode-0", ""), ("decode-1", ""), ("prefill-0", "decode-0")):
+        rig.add(name, after)
+    async with rig.up(frontends=0) as printed:
+        assert [" ".join(line.split()[:2]) for line in printed] == [
+            "decode-0 starting", "decode-1 starting", "prefill-0 waiting",
+            "decode-0 ready", "decode-1 ready", "prefill-0 starting", "prefill-0 ready",
+        ]  # fmt: skip
+
+
+class TestSelfChecks:
+    """Until they are over, prompts stay on the decode worker."""
+
+    @pytest.fixture(autouse=True)
+    def _workers(self, rig: Rig) -> None:
+        rig.add("decode-0")
+        rig.add("prefill-0")
+
+    @pytest.mark.parametrize(
+        ("results", "pulling", "reason"),
+        [([PENDING], 0, "self_check_pending"), ([PASSED, PENDING], 1, "passed"), ([], 0, "passed")],
+        ids=["pending", "of another kind pending", "nobody is connected"],
     )
+    async def test_up_waits_for_them(
+        self, rig: Rig, results: list[dict[str, str]], pulling: int, reason: str
+    ) -> None:
+        rig.self_check(*results, pulling=pulling, reason=reason)
 
+        async def ready() -> list[str]:
+            async with rig.up(frontends=0) as printed:
+                return printed
 
-async def test_a_worker_starts_when_the_one_before_it_on_its_gpu_is_ready(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def nothing(_: Supervisor) -> None:
-        pass
+        starting = asyncio.create_task(ready())
+        await asyncio.to_thread(
+            eventually, lambda: "prefill-0    ready" in rig.printed.getvalue(), "all are ready"
+        )
+        await asyncio.sleep(0.5)
+        assert not starting.done()
+        rig.self_check(PASSED, pulling=1)
+        assert "self-check" not in "".join(await starting)
 
-    machine: Any = _Machine()
-    specs = [_worker("a"), _worker("b"), _worker("c", "a"), _worker("d", "c")]
-    monkeypatch.setattr(Supervisor, "_start_nats", nothing)
-    monkeypatch.setattr(Supervisor, "_start_etcd", nothing)
-    monkeypatch.setattr(members, "Members", lambda ref: machine)
-    monkeypatch.setattr(plan, "worker_specs", lambda *_: specs)
-    view = ProcessView(Console(file=io.StringIO()), "starting")
-    supervisor = Supervisor(plan.UpOptions(model="org/m"), StateDir(tmp_path), view)
-    supervisor._children = machine
-    await supervisor._start_all()
-    assert machine.log == [
-        "start a", "start b", "a ready", "b ready", "start c", "c ready", "start d", "d ready",
-    ]  # fmt: skip
+    async def test_a_failed_one_is_over(self, rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+        rig.self_check({"result": "failed"}, pulling=0, reason="self_check_failed")
+        monkeypatch.setattr(supervisor, "SELF_CHECKS_S", 60.0)
+        async with rig.up(frontends=0) as printed:
+            assert "self-check" not in "".join(printed)
+
+    @pytest.mark.parametrize("etcd_away", [False, True])
+    async def test_one_line_says_that_they_take_too_long(
+        self, rig: Rig, monkeypatch: pytest.MonkeyPatch, etcd_away: bool
+    ) -> None:
+        rig.self_check(PENDING, pulling=0, reason="self_check_pending")
+        monkeypatch.setattr(supervisor, "SELF_CHECKS_S", 0.3)
+        rig.registry.away = etcd_away
+        async with rig.up(frontends=0) as printed:
+            (line,) = [line for line in printed if "self-checks" in line]
+        assert line.startswith("decode-0: the self-checks are not over after 0 s")
+
+    async def test_without_prefill_workers_there_are_none(self, rig: Rig) -> None:
+        rig.specs.pop()
+        rig.self_check(pulling=0)
+        async with asyncio.timeout(8.0), rig.up(frontends=0, prefill=0) as printed:
+            assert "self-check" not in "".join(printed)
