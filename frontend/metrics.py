@@ -14,7 +14,7 @@ RESENT = Counter(
 MIGRATED = Counter(
     "pullfill_frontend_migrated",
     "Answers whose decode worker left before their end, by what became of them: sent (to another "
-    "decode worker), not_exact, no_worker, given_up, failed",
+    "decode worker), not_exact, no_worker, given_up, refused, failed",
     ["result"],
 )
 FAILED = Counter(

@@ -1,58 +1,34 @@
-"""What the documents name exists: links, commands, flags, metrics, messages, tests, targets."""
+"""What the documents name exists: links, commands, flags, messages, tests, targets."""
 
 from __future__ import annotations
 
 import ast
 import re
-import shlex
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import msgspec
-import prometheus_client
 import pytest
-import typer
-import typer.testing
 
 from pullfill import wire
-from pullfill.deploy import defaults
-from pullfill.deploy.cli import app
 from pullfill.engine import front_wire
 from pullfill.errors import Outcome
-from pullfill.frontend import metrics as frontend_metrics
-from pullfill.runtime import metrics
-
-ROOT = Path(__file__).resolve().parents[2]
-DOCS = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")),
-    *sorted((ROOT / "docs").glob("*.md")),
-]
-COMMANDS = ROOT / "docs" / "configuration.md"
-NAMES = [str(path.relative_to(ROOT)) for path in DOCS]
-CODE = re.compile(r"```.*?```|`[^`\n]+`", re.DOTALL)
-
-
-def text_of(name: str) -> str:
-    return (ROOT / name).read_text()
+from tests.support.docs import (
+    CODE,
+    NAMES,
+    ROOT,
+    code_of,
+    commands,
+    flags,
+    python_files,
+    text_of,
+)
 
 
 def section(begin: str, end: str) -> str:
     """Of docs/architecture.md, from one heading to another."""
     return text_of("docs/architecture.md").split(f"\n{begin}\n")[1].split(f"\n{end}\n")[0]
-
-
-def code_of(name: str) -> list[str]:
-    """Code blocks and code spans."""
-    return CODE.findall(text_of(name))
-
-
-def python_files() -> Iterator[Path]:
-    for room in ("pullfill", "queue", "transfer", "decode_worker", "prefill_worker", "frontend"):
-        # Not through the symlinks: each file once, at its real place.
-        yield from (p for p in (ROOT / room).rglob("*.py") if p.resolve() == p)
-    yield from (ROOT / "deploy").rglob("*.py")
 
 
 # ------------------------------------------------------------------ files
@@ -128,23 +104,6 @@ def test_every_document_is_in_the_readme() -> None:
 # ------------------------------------------------------------------ the command line
 
 
-@cache
-def commands() -> dict[str, Any]:
-    """`up`, `config get`, … → the click command (typer may bring a click of its own)."""
-    root: Any = typer.main.get_command(app)
-    found: dict[str, Any] = {}
-    for name, command in root.commands.items():
-        found[name] = command
-        for sub, below in getattr(command, "commands", {}).items():
-            found[f"{name} {sub}"] = below
-    return found
-
-
-def flags(command: Any) -> set[str]:
-    options = [p for p in command.params if p.param_type_name == "option" and not p.hidden]
-    return {flag for o in options for flag in (*o.opts, *o.secondary_opts)} | {"--help"}
-
-
 def shell_parts(code: str) -> Iterator[str]:
     """The inside of each `$( )`, then the rest with a word in its place."""
     while inner := re.search(r"\$\(([^()]*)\)", code):
@@ -180,99 +139,6 @@ def test_readme_and_tour_use_the_commands_they_should_show() -> None:
     assert {"explain", "down"} <= {command for command, _ in used_commands("README.md")}
     shown = {command for command, _ in used_commands("docs/tour.md")}
     assert {"prefill", "status", "explain", "config set", "drain", "down"} <= shown
-
-
-def test_configuration_lists_every_command_and_flag() -> None:
-    """Row by row: no flag missing, none too many. Flags for testing are hidden and not listed."""
-    rows: dict[str, set[str]] = {}
-    for row in re.findall(r"^\| (`pullfill [^|]*)\|([^|]*)\|", COMMANDS.read_text(), re.M):
-        named = re.findall(r"`pullfill ((?:config |suspects (?=clear))?[a-z]+)", row[0])
-        for command in named:
-            rows[command] = set(re.findall(r"--[a-z-]+", row[1]))
-            if "the same without" in row[1]:
-                rows[command] = flags(commands()[command])
-    assert set(rows) == {c for c in commands() if c != "config"}
-    common = {"--help", "-h", "--state-dir", "--etcd", "--nats", "--namespace", "--security"}
-    for command, listed in rows.items():
-        assert listed - common == flags(commands()[command]) - common, command
-
-
-def test_help_works_for_what_is_documented() -> None:
-    runner = typer.testing.CliRunner()
-    for command in commands():
-        assert runner.invoke(app, [*shlex.split(command), "--help"]).exit_code == 0
-
-
-def test_flags_that_up_adds() -> None:
-    text = COMMANDS.read_text()
-    assert f"`{' '.join(defaults.DEMO_FLAGS)}`" in text
-    (kv,) = defaults.CPU_FLAGS[defaults.DEMO]
-    assert f"{int(kv.split('=')[1]) >> 20} MiB of KV cache" in text
-    assert f": {defaults.GPU_MEMORY_SHARE} of each GPU" in text
-
-
-# ------------------------------------------------------------------ environment, settings, metrics
-
-
-def test_environment_variables() -> None:
-    pattern = r"PULLFILL_[A-Z_]+[A-Z]"
-    used = {v for path in python_files() for v in re.findall(pattern, path.read_text())}
-    documented = set(re.findall(pattern, COMMANDS.read_text()))
-    assert documented == used
-    for name in NAMES:
-        assert set(re.findall(pattern, text_of(name))) <= used
-
-
-def test_failpoints() -> None:
-    used = set()
-    for path in python_files():
-        for point in re.findall(r"failpoints\.hit\(f?\"([\w.{}]+)\"\)", path.read_text()):
-            point = point.replace("{first}", "N")
-            used |= {point.replace("{verb}", verb) for verb in ("read", "write")}
-    table = re.search(r"^Failpoints are .*?\n\n(.*?)\n\n", COMMANDS.read_text(), re.M | re.S)
-    assert table is not None
-    assert set(re.findall(r"`([\w.]+)`", table[1])) == used
-
-
-def test_router_settings_and_their_defaults() -> None:
-    rows = re.findall(r"^\| `router\.(\w+)` \| (?:`(\w+)`|([\d.]+)) \|", COMMANDS.read_text(), re.M)
-    documented = {name: word or float(number) for name, word, number in rows}
-    real = msgspec.to_builtins(wire.RouterConfig())
-    assert documented == {k: v if isinstance(v, str) else float(v) for k, v in real.items()}
-
-
-def real_metrics() -> set[str]:
-    found = set()
-    for module in (metrics, frontend_metrics):
-        for metric in vars(module).values():
-            if isinstance(metric, prometheus_client.metrics.MetricWrapperBase | metrics.Histograms):
-                (family,) = metric.describe()
-                total = "_total" if family.type == "counter" else ""
-                found.add(family.name + total)
-    return found
-
-
-def test_metrics_are_documented_and_the_documented_exist() -> None:
-    real = real_metrics()
-    assert len(real) > 15
-    table = set(re.findall(r"^\| `(pullfill_\w+)", COMMANDS.read_text(), re.M))
-    assert table == real
-    for name in NAMES:
-        named = {m for code in code_of(name) for m in re.findall(r"\bpullfill_[a-z_]+[a-z]", code)}
-        assert named <= real | {"pullfill_installed"}, name
-
-
-def test_metric_labels() -> None:
-    for module in (metrics, frontend_metrics):
-        for metric in vars(module).values():
-            labels = getattr(metric, "_labelnames", ())
-            if labels:
-                (family,) = metric.describe()
-                shown = re.search(
-                    rf"`{family.name}(?:_total)?\{{([\w,]+)\}}`", COMMANDS.read_text()
-                )
-                assert shown is not None, family.name
-                assert tuple(shown[1].split(",")) == tuple(labels), family.name
 
 
 # ------------------------------------------------------------------ wires and words

@@ -1,0 +1,182 @@
+"""docs/configuration.md lists every command, flag, variable, setting and metric, with defaults."""
+
+from __future__ import annotations
+
+import re
+import shlex
+
+import msgspec
+import prometheus_client
+import typer.testing
+
+from pullfill import wire
+from pullfill.deploy import defaults
+from pullfill.deploy.cli import app
+from pullfill.deploy.up_options import UpOptions
+from pullfill.frontend import metrics as frontend_metrics
+from pullfill.options import FrontendOptions, WorkerOptions, declared
+from pullfill.queue.contract import QueueConfig
+from pullfill.runtime import metrics
+from tests.support.docs import COMMANDS, NAMES, code_of, commands, flags, python_files, text_of
+
+# ------------------------------------------------------------------ the command line
+
+PROCESSES = {
+    "all": ("up", "decode", "prefill", "frontend"),
+    "workers": ("decode", "prefill"),
+    **{command: (command,) for command in ("up", "decode", "prefill", "frontend")},
+}
+"""What the table of flags calls the commands that start processes."""
+
+
+def flag_rows() -> list[tuple[str, str]]:
+    """The flags of a row of that table with their default, and the commands that have them."""
+    return re.findall(r"^\| (`--[^|]*) \| ([a-z, ]+) \|", COMMANDS.read_text(), re.M)
+
+
+def test_configuration_lists_every_command_and_flag() -> None:
+    """Row by row: no flag missing, none too many. Flags for testing are hidden and not listed."""
+    rows: dict[str, set[str]] = {}
+    for row in re.findall(r"^\| (`pullfill [^|]*)\|([^|]*)\|", COMMANDS.read_text(), re.M):
+        named = re.findall(r"`pullfill ((?:config |suspects (?=clear))?[a-z]+)", row[0])
+        for command in named:
+            rows[command] = set(re.findall(r"--[a-z-]+", row[1]))
+    for named, of in flag_rows():
+        for command in (c for word in of.split(", ") for c in PROCESSES[word]):
+            rows[command] |= set(re.findall(r"--[a-z-]+", named))
+    assert set(rows) == {c for c in commands() if c != "config"}
+    common = {"--help", "-h", "--state-dir", "--etcd", "--nats", "--namespace", "--security"}
+    for command, listed in rows.items():
+        assert listed - common == flags(commands()[command]) - common, command
+
+
+def test_defaults_of_flags() -> None:
+    shown: dict[str, str] = {}
+    for named, _ in flag_rows():
+        default = re.search(r"\(([^)]*)\)$", named)
+        for flag in re.findall(r"--[a-z-]+", named):
+            shown[flag] = default[1] if default else ""
+    real: dict[str, str] = {}
+    for kind in (UpOptions, FrontendOptions, WorkerOptions):
+        for one in declared(kind):
+            if not one.flag.hidden and one.default not in (None, "", ()):
+                text = f"{one.default:g}" if isinstance(one.default, float) else str(one.default)
+                real[one.name.partition("/")[0]] = {"True": "on"}.get(text, text)
+    assert {flag: text for flag, text in shown.items() if text and "--no-" not in flag} == real
+
+
+def test_help_works_for_what_is_documented() -> None:
+    runner = typer.testing.CliRunner()
+    for command in commands():
+        assert runner.invoke(app, [*shlex.split(command), "--help"]).exit_code == 0
+
+
+def test_flags_that_up_adds() -> None:
+    text = COMMANDS.read_text()
+    assert f"`{' '.join(defaults.DEMO_FLAGS)}`" in text
+    (kv,) = defaults.CPU_FLAGS[defaults.DEMO]
+    assert f"{int(kv.split('=')[1]) >> 20} MiB of KV cache" in text
+    assert f": {defaults.GPU_MEMORY_SHARE} of each GPU" in text
+
+
+# ------------------------------------------------------------------ environment, settings, metrics
+
+
+def test_environment_variables() -> None:
+    pattern = r"PULLFILL_[A-Z_]+[A-Z]"
+    used = {v for path in python_files() for v in re.findall(pattern, path.read_text())}
+    documented = set(re.findall(pattern, COMMANDS.read_text()))
+    assert documented == used
+    for name in NAMES:
+        assert set(re.findall(pattern, text_of(name))) <= used
+
+
+def test_failpoints() -> None:
+    used = set()
+    for path in python_files():
+        for point in re.findall(r"failpoints\.hit\(f?\"([\w.{}]+)\"\)", path.read_text()):
+            point = point.replace("{first}", "N")
+            used |= {point.replace("{verb}", verb) for verb in ("read", "write")}
+    table = re.search(r"^Failpoints are .*?\n\n(.*?)\n\n", COMMANDS.read_text(), re.M | re.S)
+    assert table is not None
+    assert set(re.findall(r"`([\w.]+)`", table[1])) == used
+
+
+def test_router_settings_and_their_defaults() -> None:
+    rows = re.findall(r"^\| `router\.(\w+)` \| (?:`(\w+)`|([\d.]+)) \|", COMMANDS.read_text(), re.M)
+    documented = {name: word or float(number) for name, word, number in rows}
+    real = msgspec.to_builtins(wire.RouterConfig())
+    assert documented == {k: v if isinstance(v, str) else float(v) for k, v in real.items()}
+
+
+def test_queue_settings_and_their_defaults() -> None:
+    rows = re.findall(r"^\| `queue\.(\w+)` \| ([^|]+) \|", COMMANDS.read_text(), re.M)
+    documented = {name: -1.0 if value == "no limit" else float(value) for name, value in rows}
+    config = QueueConfig("demo", "0")
+    assert documented == {
+        name: float(getattr(config, name)) for name in wire.QueueSettings.__struct_fields__
+    }
+
+
+def test_variables_of_other_programs_that_are_set() -> None:
+    files = ("pullfill/engine/environment.py", "pullfill/engine/front_app.py", "deploy/defaults.py")
+    pattern = r"(?:setdefault|put)\(\"([A-Z_0-9]+)\"|environ\[\"([A-Z_0-9]+)\"\] ="
+    found = {a or b for name in files for a, b in re.findall(pattern, text_of(name))}
+    assert {"OMP_NUM_THREADS", "MALLOC_ARENA_MAX", "CUDA_DEVICE_MAX_CONNECTIONS"} < found
+    assert sorted(v for v in found if f"`{v}`" not in COMMANDS.read_text()) == []
+
+
+def metric_rows() -> dict[str, str]:
+    """The row of each metric in the tables."""
+    rows = re.findall(r"^\| `pullfill_\w+[`{].*$", COMMANDS.read_text(), re.M)
+    return {m: row for row in rows for m in re.findall(r"pullfill_\w+", row.split("|")[1])}
+
+
+def real_metrics() -> set[str]:
+    found = set()
+    for module in (metrics, frontend_metrics):
+        for metric in vars(module).values():
+            if isinstance(metric, prometheus_client.metrics.MetricWrapperBase | metrics.Histograms):
+                (family,) = metric.describe()
+                total = "_total" if family.type == "counter" else ""
+                found.add(family.name + total)
+    return found
+
+
+def test_metrics_are_documented_and_the_documented_exist() -> None:
+    real = real_metrics()
+    assert len(real) > 15
+    assert metric_rows().keys() == real
+    for name in NAMES:
+        named = {m for code in code_of(name) for m in re.findall(r"\bpullfill_[a-z_]+[a-z]", code)}
+        assert named <= real | {"pullfill_installed"}, name
+
+
+def test_metric_labels() -> None:
+    for module in (metrics, frontend_metrics):
+        for metric in vars(module).values():
+            labels = getattr(metric, "_labelnames", ())
+            if labels:
+                (family,) = metric.describe()
+                shown = re.search(
+                    rf"`{family.name}(?:_total)?\{{([\w,]+)\}}`", COMMANDS.read_text()
+                )
+                assert shown is not None, family.name
+                assert tuple(shown[1].split(",")) == tuple(labels), family.name
+
+
+def test_values_of_metric_labels() -> None:
+    """Each value that stands in the code stands in the metric's row."""
+    missing, seen = [], 0
+    for path in python_files():
+        own = frontend_metrics if path.parent.name == "frontend" else metrics
+        source = re.sub(r"\b_observe\(", "HANDOFF_STAGE.labels(", path.read_text())
+        for constant, value in re.findall(r"\b([A-Z_]+)\.labels\(\"(\w+)\"", source):
+            (family,) = getattr(own, constant).describe()
+            rows = metric_rows()
+            row = rows.get(family.name) or rows[f"{family.name}_total"]
+            seen += 1
+            if f"`{value}`" not in row:
+                missing.append(f"{family.name}: {value}")
+    assert seen > 30
+    assert missing == []
