@@ -18,12 +18,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 
-from pullfill.clock import SYSTEM_CLOCK, Clock
+from pullfill.clock import SYSTEM_CLOCK
 from pullfill.errors import BadMessage, IncompatibleError, PeerUnavailable, PullfillError
 from pullfill.registry import keys
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.orders import decode_worker_record
-from pullfill.registry.watch import Delete, Put, until_synced, watch_prefix
+from pullfill.registry.watch import Delete, Follower, Put
 from pullfill.runtime import log
 from pullfill.wire import Compat, RegionDescriptor, WorkerRecord, decode
 
@@ -48,38 +48,33 @@ class Directory:
         *,
         ttl_s: float = 5.0,
         beat_s: float = _BEAT_S,
-        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._client = client
         self._namespace = namespace
         self._roles = frozenset(roles)
         self._grace_s = ttl_s + 2.0
         self._beat_s = beat_s
-        self._clock = clock
         self._members: dict[bytes, WorkerRecord] = {}
         self._leaving: dict[bytes, asyncio.TimerHandle] = {}
         self._malformed: set[bytes] = set()
         self._descriptors: dict[tuple[str, int], RegionDescriptor] = {}
         self._callbacks: list[OnChange] = []
-        self._tasks: list[asyncio.Task[None]] = []
-        self._synced = asyncio.Event()
+        prefix = keys.workers_prefix(namespace)
+        self._follower = Follower(client, prefix, "the list of workers", self._on_event)
+        self._beats: asyncio.Task[None] | None = None
 
     async def start(self, timeout_s: float = 30.0) -> None:
         """Begin to watch; returns when every worker registered by now is known.
         Raises RegistryUnavailable after `timeout_s`."""
-        self._tasks = [
-            asyncio.create_task(self._follow(), name="directory"),
-            asyncio.create_task(self._beat(), name="directory-beat"),
-        ]
-        await until_synced(
-            self._tasks[0], self._synced, timeout_s=timeout_s, what="the list of workers"
-        )
+        self._beats = asyncio.create_task(self._beat(), name="directory-beat")
+        await self._follower.start(timeout_s)
 
     async def close(self) -> None:
         """End the watch; members stay readable. Idempotent."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._follower.close()
+        if self._beats is not None:
+            self._beats.cancel()
+            await asyncio.gather(self._beats, return_exceptions=True)
         for timer in self._leaving.values():
             timer.cancel()
         self._leaving.clear()
@@ -92,7 +87,7 @@ class Directory:
     @property
     def age_s(self) -> float:
         """Seconds since etcd last answered. The list of workers is at most this old."""
-        return self._clock.monotonic() - self._client.last_ok_at
+        return SYSTEM_CLOCK.monotonic() - self._client.last_ok_at
 
     def workers(self, role: str) -> dict[str, WorkerRecord]:
         """Members with `role` by instance id, ready and draining ones."""
@@ -147,14 +142,11 @@ class Directory:
 
     # ------------------------------------------------------------------ following
 
-    async def _follow(self) -> None:
-        async for event in watch_prefix(self._client, keys.workers_prefix(self._namespace)):
-            if isinstance(event, Put):
-                self._put(event.key, event.value)
-            elif isinstance(event, Delete):
-                self._delete(event.key)
-            else:
-                self._synced.set()
+    def _on_event(self, event: Put | Delete) -> None:
+        if isinstance(event, Put):
+            self._put(event.key, event.value)
+        else:
+            self._delete(event.key)
 
     async def _beat(self) -> None:
         while True:
@@ -184,7 +176,7 @@ class Directory:
         self._malformed.discard(key)
         if key not in self._members or key in self._leaving:
             return
-        if self._clock.monotonic() - self._client.last_failed_at < self._grace_s:
+        if SYSTEM_CLOCK.monotonic() - self._client.last_failed_at < self._grace_s:
             _log.info("%s went during etcd trouble: waiting for it", key.decode())
             self._expect(key, self._grace_s)
         else:
@@ -196,7 +188,7 @@ class Directory:
 
     def _drop_unless_troubled(self, key: bytes) -> None:
         """The grace is over, unless etcd failed again: then nobody could register."""
-        calm_s = self._clock.monotonic() - self._client.last_failed_at
+        calm_s = SYSTEM_CLOCK.monotonic() - self._client.last_failed_at
         if calm_s < self._grace_s:
             self._expect(key, self._grace_s - calm_s + 0.01)
         else:

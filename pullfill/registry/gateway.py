@@ -1,7 +1,6 @@
 """One process's connection to etcd's JSON gateway, through etcd3-py's `AioClient`.
 
-Lifecycle: `EtcdRpc.connect` waits for a server and makes the `AioClient` of this process. `close`
-ends it. Used on the loop that it was made on.
+`EtcdClient` (client.py) adds the typed calls to it.
 
 Of `AioClient` we use `call_rpc(raw=True)`, which adds the token and the API prefix of the server's
 version, `baseurl`, `close`, and the attributes `token`, `session`, `protocol`, `host` and `port`.
@@ -25,7 +24,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 from urllib.parse import unquote, urlsplit
 
 import aiohttp
@@ -42,6 +41,7 @@ from pullfill.runtime.health import Health
 T = TypeVar("T")
 
 OLDEST = sem.Version("3.4.0")
+TIMEOUT_S = 2.0
 _UNAVAILABLE, _DEADLINE, _EXHAUSTED = 14, 4, 8
 _NOT_FOUND, _OUT_OF_RANGE, _UNAUTHENTICATED = 5, 11, 16
 _FAILURES = (aiohttp.ClientError, OSError, TimeoutError, UnicodeError)
@@ -124,8 +124,9 @@ def redact(url: str) -> str:
 class EtcdRpc:
     """Raw calls, each with a deadline. See `refused` for their errors.
 
+    health: whether etcd answered the last request, and since when that is so.
     last_ok_at: seconds on `clock` when the server last answered.
-    last_failed_at: when a call or stream last was refused, timed out or broke.
+    last_failed_at: when a call or stream last was refused, timed out or broke. -inf: never.
     last_date: the HTTP `Date` of the last answer to a call, "" before it. A caller reads it
         without an `await` after its call, so that no other call comes in between.
     """
@@ -135,11 +136,13 @@ class EtcdRpc:
         api: _Api,
         endpoints: list[Endpoint],
         credentials: tuple[str, str] | None,
+        timeout_s: float,
         clock: Clock,
     ) -> None:
         self._api = api
         self._endpoints = endpoints
         self._credentials = credentials
+        self._timeout_s = timeout_s
         self._clock = clock
         self._closed = False
         self.health = Health("etcd", api.baseurl, clock)
@@ -152,15 +155,19 @@ class EtcdRpc:
         cls,
         url: str,
         *,
-        wait_s: float,
+        wait_s: float = 30.0,
         on_retry: Callable[[str], None] | None = None,
+        timeout_s: float = TIMEOUT_S,
         clock: Clock = SYSTEM_CLOCK,
         security: EtcdSecurity = OPEN.etcd,
-    ) -> EtcdRpc:
-        """Wait up to `wait_s` for an etcd at `url`, telling `on_retry` why it takes long.
+    ) -> Self:
+        """Connect to an etcd at `url`. Try for up to `wait_s`.
 
-        Raises ConfigError (bad URL, too old a server, wrong password), RegistryUnavailable.
-        """
+        on_retry: gets one line for each failed try.
+        timeout_s: deadline of a call.
+
+        Raises RegistryUnavailable with advice after `wait_s`, ConfigError at once (bad URL, too old
+        a server, refused credentials)."""
         endpoints, in_url = parse_url(url)
         credentials = security.login() or in_url
         tls = security.tls("etcd")
@@ -173,7 +180,8 @@ class EtcdRpc:
         while True:
             session = aiohttp.ClientSession(connector=EtcdConnector(tls))
             try:
-                rpc = cls(await _construct(session, endpoints[0]), endpoints, credentials, clock)
+                api = await _construct(session, endpoints[0])
+                rpc = cls(api, endpoints, credentials, timeout_s, clock)
                 if credentials:
                     await rpc._authenticate(2.0)
                 # A member without a leader answers /version too; a linearizable read does not lie.
@@ -203,12 +211,14 @@ class EtcdRpc:
             await asyncio.sleep(min(pause, max(left, 0.0)))
             pause = min(pause * 2, 1.0)
 
-    async def call(self, path: str, request: Any, kind: type[T], *, timeout_s: float) -> T:
+    async def call(
+        self, path: str, request: Any, kind: type[T], timeout_s: float | None = None
+    ) -> T:
         """POST `request` to the unary `path` and decode the answer as `kind`.
 
         Raises RegistryUnavailable (LeaseNotFound, RevisionLost), ConfigError when refused.
         """
-        body = await self._post(path, request, timeout_s)
+        body = await self._post(path, request, timeout_s or self._timeout_s)
         try:
             return msgspec.json.decode(body, type=kind, strict=False)
         except (msgspec.MsgspecError, ValueError) as exc:
@@ -271,13 +281,14 @@ class EtcdRpc:
 
     @contextlib.asynccontextmanager
     async def stream(
-        self, path: str, request: Any, *, open_s: float, idle_s: float
+        self, path: str, request: Any, *, idle_s: float
     ) -> AsyncIterator[AsyncIterator[bytes]]:
         """POST `request` and give the answer's lines as they come.
 
-        The answer must begin within `open_s`; `TimeoutError` after `idle_s` of silence, which is
-        no failure. Everything else that ends it is RegistryUnavailable; so is its end.
-        """
+        The answer must begin within the timeout of a call. Raises TimeoutError after `idle_s` of
+        silence, which is no failure. Everything else that ends it is RegistryUnavailable, its end
+        too."""
+        open_s = self._timeout_s
         if self._closed:
             raise RegistryUnavailable("the etcd client is closed")
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=open_s)

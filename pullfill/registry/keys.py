@@ -63,12 +63,9 @@ def self_check(namespace: str, pair: str) -> str:
     return f"{self_checks_prefix(namespace)}{_checked(pair, 'pair of workers')}"
 
 
-def router_config(namespace: str) -> str:
-    return f"{namespace_prefix(namespace)}config/router"
-
-
-def queue_config(namespace: str) -> str:
-    return f"{namespace_prefix(namespace)}config/queue"
+def config(namespace: str, root: str) -> str:
+    """Key of the settings `root`: "router" or "queue"."""
+    return f"{namespace_prefix(namespace)}config/{root}"
 
 
 def suspects_prefix(namespace: str) -> str:

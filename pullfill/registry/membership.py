@@ -38,8 +38,7 @@ _log = log.get("registry.membership")
 class Membership:
     """See the module.
 
-    ttl_s: whole seconds (etcd's floor is 2). one_model: refuse to join a namespace whose decode
-    and prefill workers serve another model; False: only compare with workers of our model.
+    ttl_s: whole seconds (etcd's floor is 2).
     on_reregistered: called on the loop with the new incarnation after an outage.
     """
 
@@ -52,7 +51,6 @@ class Membership:
         *,
         clock: Clock = BOOT_CLOCK,
         on_reregistered: Callable[[str], None] | None = None,
-        one_model: bool = True,
     ) -> None:
         self._client = client
         self._namespace = namespace
@@ -60,7 +58,6 @@ class Membership:
         self._make = make
         self._clock = clock
         self._on_reregistered = on_reregistered
-        self._one_model = one_model
         self._state = WorkerState.READY
         self._lease: Lease | None = None
         self._task: asyncio.Task[None] | None = None
@@ -102,9 +99,7 @@ class Membership:
     async def _join(self) -> None:
         incarnation = new_incarnation()
         record, descriptors = self._make(incarnation)
-        await refuse_if_incompatible(
-            self._client, self._namespace, record, one_model=self._one_model
-        )
+        await refuse_if_incompatible(self._client, self._namespace, record)
         await self._wait_for_free_id(record)
         await self._register(incarnation, record, descriptors)
         self._task = asyncio.create_task(self._run(), name="membership")
@@ -165,9 +160,7 @@ class Membership:
             self._record, self._descriptors = record, descriptors
             await self._write(lease)
             lease.start()
-            await refuse_if_incompatible(
-                self._client, self._namespace, record, one_model=self._one_model, registered=True
-            )
+            await refuse_if_incompatible(self._client, self._namespace, record, registered=True)
             await self._note_model(record)
         except BaseException:
             await lease.revoke()

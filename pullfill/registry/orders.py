@@ -69,13 +69,13 @@ async def refuse_if_incompatible(
     namespace: str,
     record: WorkerRecord,
     *,
-    one_model: bool,
     registered: bool = False,
 ) -> None:
     """Raise IncompatibleError, naming the first field that differs from a live KV worker's.
 
-    registered: our key is in etcd; only workers whose key is older than ours count.
-    """
+    A namespace has one model, which is one of the fields.
+
+    registered: our key is in etcd. Only workers whose key is older than ours count."""
     if record.compat is None or record.role not in _KV_ROLES:
         return
     for other in await live_workers(client, namespace):
@@ -86,13 +86,7 @@ async def refuse_if_incompatible(
             continue
         if theirs.compat is None or theirs.role not in _KV_ROLES:
             continue
-        if theirs.model != record.model:
-            if not one_model:
-                continue
-            differences: list[tuple[str, object, object]] = [("model", record.model, theirs.model)]
-        else:
-            differences = record.compat.differs_from(theirs.compat)
-        if differences:
+        if differences := record.compat.differs_from(theirs.compat):
             field, our_value, their_value = differences[0]
             raise IncompatibleError(
                 f"{record.role} worker {record.instance_id} cannot join namespace {namespace!r}: "

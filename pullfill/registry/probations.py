@@ -270,7 +270,7 @@ class Probations:
                 (keys.probation_at(self._namespace, instance_id), value),
             ]
             trial.lease = lease
-            if not await self._client.put_all_absent(both, lease):
+            if not await self._client.put_all(both, lease, absent=True):
                 if self._mine.get(name) is trial:
                     del self._mine[name]
                 await self._revoke(lease)

@@ -14,8 +14,9 @@ import msgspec
 
 from pullfill.errors import PullfillError
 from pullfill.registry import keys
+from pullfill.registry.background import Background
 from pullfill.registry.client import EtcdClient
-from pullfill.registry.watch import Put, Synced, until_synced, watch_prefix
+from pullfill.registry.watch import Delete, Follower, Put
 from pullfill.runtime import log
 from pullfill.wire import SelfCheck
 
@@ -32,8 +33,8 @@ class SelfChecks:
         self._client = client
         self._namespace = namespace
         self._prefix = keys.self_checks_prefix(namespace)
-        self._synced = asyncio.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._background = Background(client)
+        self._follower = Follower(client, self._prefix, "the self-checks", self._on_event)
         self.current: dict[str, SelfCheck] = {}
         self.on_change: Callable[[str, SelfCheck | None], None] = lambda _pair, _result: None
 
@@ -43,25 +44,19 @@ class SelfChecks:
     ) -> SelfChecks:
         """Return results that are watched, and read once. Raises RegistryUnavailable."""
         checks = cls(client, namespace)
-        task = asyncio.create_task(checks._follow(), name="self-checks")
-        checks._tasks.add(task)
-        await until_synced(task, checks._synced, timeout_s=timeout_s, what="the self-checks")
+        await checks._follower.start(timeout_s)
         return checks
 
     async def close(self) -> None:
         """End the watch, and drop what is not written yet. Idempotent."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._tasks.clear()
+        await self._follower.close()
+        await self._background.close()
 
     def keep(self, pair: str, result: SelfCheck) -> None:
         """Write a result. While etcd is away, try again.
 
         A success never replaces a failure in etcd: somebody has to clear the failure."""
-        task = asyncio.create_task(self._keep(pair, result))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._background.run(self._keep(pair, result), f"self-check-{pair}")
 
     async def _keep(self, pair: str, result: SelfCheck) -> None:
         key, value = keys.self_check(self._namespace, pair), msgspec.json.encode(result)
@@ -77,18 +72,14 @@ class SelfChecks:
                 _log.debug("not written yet: %s", exc)
                 await asyncio.sleep(_RETRY_S)
 
-    async def _follow(self) -> None:
-        async for event in watch_prefix(self._client, self._prefix):
-            if isinstance(event, Synced):
-                self._synced.set()
-                continue
-            pair = event.key.decode().removeprefix(self._prefix)
-            result = _parsed(pair, event.value) if isinstance(event, Put) else None
-            if result is None:
-                self.current.pop(pair, None)
-            else:
-                self.current[pair] = result
-            self.on_change(pair, result)
+    def _on_event(self, event: Put | Delete) -> None:
+        pair = event.key.decode().removeprefix(self._prefix)
+        result = _parsed(pair, event.value) if isinstance(event, Put) else None
+        if result is None:
+            self.current.pop(pair, None)
+        else:
+            self.current[pair] = result
+        self.on_change(pair, result)
 
 
 def _parsed(pair: str, value: bytes) -> SelfCheck | None:

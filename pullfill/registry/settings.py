@@ -8,7 +8,6 @@ field, or a missing key, means the default. Lifecycle: `start` → `current` cha
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
@@ -17,7 +16,7 @@ import msgspec
 from pullfill.errors import ConfigError, RegistryUnavailable
 from pullfill.registry import keys
 from pullfill.registry.client import EtcdClient
-from pullfill.registry.watch import Put, Synced, until_synced, watch_prefix
+from pullfill.registry.watch import Delete, Follower, Put
 from pullfill.runtime import log
 from pullfill.wire import Message, QueueSettings, RouterConfig, RouterPolicy
 
@@ -27,10 +26,6 @@ _log = log.get("registry.settings")
 UNSET = "unset"
 """A value that sets a setting back to its default."""
 _ROOT: dict[type[Message], str] = {RouterConfig: "router", QueueSettings: "queue"}
-_KEY: dict[type[Message], Callable[[str], str]] = {
-    RouterConfig: keys.router_config,
-    QueueSettings: keys.queue_config,
-}
 _ALLOWED = {
     "policy": "one of " + ", ".join(policy.value for policy in RouterPolicy),
     "max_local_prefill_length": "a whole number of tokens, 0 or more",
@@ -87,11 +82,10 @@ class Settings(Generic[T]):
         self._client = client
         self._kind = kind
         self._root = _ROOT[kind]
-        self._key = _KEY[kind](namespace)
+        self._key = keys.config(namespace, self._root)
         self._current: T = kind()
-        self._task: asyncio.Task[None] | None = None
-        self._synced = asyncio.Event()
         self._callbacks: list[Callable[[T], None]] = []
+        self._follower = Follower(client, self._key, f"the {self._root} settings", self._on_event)
 
     @property
     def current(self) -> T:
@@ -112,31 +106,21 @@ class Settings(Generic[T]):
     async def start(self, timeout_s: float = 30.0) -> None:
         """Begin to watch; returns when `current` is what etcd holds now.
         Raises RegistryUnavailable after `timeout_s`."""
-        self._task = asyncio.create_task(self._follow(), name=f"{self._root}-settings")
-        await until_synced(
-            self._task, self._synced, timeout_s=timeout_s, what=f"the {self._root} settings"
-        )
+        await self._follower.start(timeout_s)
 
     async def close(self) -> None:
         """End the watch; `current` stays readable. Idempotent."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-            self._task = None
+        await self._follower.close()
 
-    async def _follow(self) -> None:
-        async for event in watch_prefix(self._client, self._key):
-            if isinstance(event, Synced):
-                self._synced.set()
-            elif event.key != self._key.encode():
-                continue  # another key that begins like ours
-            elif isinstance(event, Put):
-                try:
-                    self._become(parse(event.value, self._kind))
-                except ConfigError as exc:
-                    _log.error("refused, keeping the last good ones: %s", exc)
-            else:
-                self._become(self._kind())
+    def _on_event(self, event: Put | Delete) -> None:
+        if event.key != self._key.encode():
+            return  # another key that begins like ours
+        try:
+            new = parse(event.value, self._kind) if isinstance(event, Put) else self._kind()
+        except ConfigError as exc:
+            _log.error("refused, keeping the last good ones: %s", exc)
+        else:
+            self._become(new)
 
     def _become(self, new: T) -> None:
         if new == self._current:

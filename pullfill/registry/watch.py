@@ -44,7 +44,9 @@ class Put:
 
 @dataclass(frozen=True, slots=True)
 class Delete:
-    """A key is gone. `mod_revision`: when; for one found missing in a snapshot, the snapshot's."""
+    """A key is gone.
+
+    mod_revision: when. Of a key that a snapshot lacks: the revision of the snapshot."""
 
     key: bytes
     value: bytes
@@ -203,22 +205,52 @@ async def _changes(
             yield known.apply(result.events or [])
 
 
-async def until_synced(
-    task: asyncio.Task[None], synced: asyncio.Event, *, timeout_s: float, what: str
-) -> None:
-    """Wait until `task`, which follows a watch, has set `synced`; from then on a failure of it is
-    logged. Raises what it raised, or RegistryUnavailable after `timeout_s`; it is ended then."""
-    waiter = asyncio.create_task(synced.wait())
-    try:
-        await asyncio.wait({waiter, task}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        if not synced.is_set():
-            if not task.done():
-                task.cancel()
-                raise RegistryUnavailable(f"etcd did not give {what} within {timeout_s:g} s")
-            await task
-    finally:
-        waiter.cancel()
-    task.add_done_callback(_report)
+class Follower:
+    """Watches a prefix in a task of its own, from `start` to `close`.
+
+    what: the name of what is there, for people.
+    on_event: called on the loop with each change. An error of it ends the watch, and is logged."""
+
+    def __init__(
+        self, client: EtcdClient, prefix: str, what: str, on_event: Callable[[Put | Delete], object]
+    ) -> None:
+        self._client = client
+        self._prefix = prefix
+        self._what = what
+        self._on_event = on_event
+        self._synced = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self, timeout_s: float = 30.0) -> None:
+        """Begin to watch. Returns once all that is in etcd now was told.
+
+        Raises RegistryUnavailable after `timeout_s`."""
+        task = self._task = asyncio.create_task(self._run(), name=self._what)
+        synced = asyncio.create_task(self._synced.wait())
+        either = asyncio.FIRST_COMPLETED
+        try:
+            await asyncio.wait({synced, task}, timeout=timeout_s, return_when=either)
+        finally:
+            synced.cancel()
+        if not self._synced.is_set():
+            if task.done():
+                await task
+            task.cancel()
+            raise RegistryUnavailable(f"etcd did not give {self._what} within {timeout_s:g} s")
+        task.add_done_callback(_report)
+
+    async def close(self) -> None:
+        """End the watch. Idempotent."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        async for event in watch_prefix(self._client, self._prefix):
+            if isinstance(event, Synced):
+                self._synced.set()
+            else:
+                self._on_event(event)
 
 
 def _report(task: asyncio.Task[None]) -> None:

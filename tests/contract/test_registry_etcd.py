@@ -45,8 +45,8 @@ async def test_prefix_of_0xff_reads_only_its_keys(client: EtcdClient) -> None:
 
 
 async def test_conditional_writes(client: EtcdClient, ns: str) -> None:
-    assert await client.put_if_absent(ns, b"1")
-    assert not await client.put_if_absent(ns, b"2")
+    assert await client.put_if(ns, b"1", mod_revision=0)
+    assert not await client.put_if(ns, b"2", mod_revision=0)
     found = await client.get(ns)
     assert found is not None
     assert found.value == b"1"
@@ -88,7 +88,7 @@ async def test_nobody_there() -> None:
 async def test_a_dead_endpoint_among_several_is_passed_over(etcd: EtcdServer, ns: str) -> None:
     dead = f"http://127.0.0.1:{free_ports(1)[0]}"
     client = await EtcdClient.connect(f"{dead},{etcd.url}", wait_s=10)
-    assert await client.put_if_absent(ns, b"")
+    await client.put(ns, b"")
     await client.close()
     with pytest.raises(RegistryUnavailable, match="closed"):
         await client.get(ns)
@@ -118,10 +118,10 @@ async def test_a_lease_lives_longer_than_its_ttl_and_takes_its_keys(
     await client.put(ns, b"", lease.id)
     await asyncio.sleep(lease.ttl_s + 0.5)
     assert await client.get(ns) is not None
-    assert await client.lease_time_to_live(lease.id) >= 0
+    assert (await client.keep_alive(lease.id)).ttl > 0
     await lease.revoke()
     assert await client.get(ns) is None
-    assert await client.lease_time_to_live(lease.id) == -1
+    assert (await client.keep_alive(lease.id)).ttl == 0
     with pytest.raises(LeaseNotFound):
         await client.put(ns, b"", lease.id)
 
@@ -220,7 +220,7 @@ async def test_settings_are_hot_and_a_bad_value_keeps_the_last_good(
     with pytest.raises(ConfigError, match="conditional, always_local, always_remote"):
         await config.set("policy", "whatever")
     with caplog.at_level(logging.ERROR, "pullfill"):
-        await client.put(keys.router_config(ns), b'{"remote_timeout_s": -4}')
+        await client.put(keys.config(ns, "router"), b'{"remote_timeout_s": -4}')
         await eventually(lambda: "remote_timeout_s" in caplog.text)
     assert config.current == good
     with pytest.raises(ConfigError, match="remote_timeout_s"):
@@ -232,7 +232,7 @@ async def test_settings_are_hot_and_a_bad_value_keeps_the_last_good(
     await config.set("remote_timeout_s", "unset")
     await eventually(lambda: config.current == RouterConfig())
     await config.set("remote_timeout_s", "5")
-    await client.delete(keys.router_config(ns))
+    await client.delete(keys.config(ns, "router"))
     await eventually(lambda: config.current == RouterConfig())
     await config.close()
 

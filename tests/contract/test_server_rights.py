@@ -133,16 +133,15 @@ async def test_a_worker_lives_on_the_rights_of_its_namespace(etcd: EtcdServer) -
         await client.ping(2.0)
         lease, _, _ = await client.grant_lease(5)
         worker = keys.worker("demo", "decode", "decode-1")
-        assert await client.put_if_absent(worker, b"one", lease)
-        await client.put_all([(keys.router_config("demo"), b"two")])
+        assert await client.put_all([(worker, b"one")], lease, absent=True)
+        assert await client.put_if(keys.config("demo", "router"), b"two", mod_revision=0)
         assert (await client.keep_alive(lease)).ttl > 0
-        assert await client.lease_time_to_live(lease) > 0
         await until(lambda: seen == [b"one", b"two"], HANG_S)
         await client.revoke_lease(lease)
         assert await client.get(worker) is None
-        await client.delete(keys.router_config("demo"))
+        await client.delete(keys.config("demo", "router"))
         for refused in (
-            client.put(keys.router_config("other"), b"mine"),
+            client.put(keys.config("other", "router"), b"mine"),
             client.get_prefix(keys.namespace_prefix("other")),
             client.get_prefix("/pullfill/"),
         ):

@@ -167,7 +167,7 @@ class Cluster:
     def start_servers(self) -> None:
         self.etcd.start()
         asyncio.run(self.nats.start())
-        self.etcd.ctl("put", keys.queue_config(self.namespace), PATIENT)
+        self.etcd.ctl("put", keys.config(self.namespace, "queue"), PATIENT)
 
     def launch(
         self,
@@ -358,7 +358,10 @@ class Cluster:
         says that they act."""
         self._router |= settings
         wanted = msgspec.convert(self._router, RouterConfig)
-        key, value = keys.router_config(self.namespace), msgspec.json.encode(self._router).decode()
+        key, value = (
+            keys.config(self.namespace, "router"),
+            msgspec.json.encode(self._router).decode(),
+        )
         if self.etcd.ctl("get", key, "--print-value-only").strip() != value:
             self.etcd.ctl("put", key, value)
         deciding = [w for w in self.of("decode") if w.instance_id and not w.stopped]
