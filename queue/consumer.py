@@ -26,9 +26,9 @@ from nats.aio.subscription import Subscription
 from pullfill.clock import SYSTEM_CLOCK
 from pullfill.errors import BadMessage, PullfillError, QueueUnavailable
 from pullfill.queue.acks import Acks
-from pullfill.queue.contract import Delivery, OnDeadLetter, QueueConfig
-from pullfill.queue.deadletter import DeadLetters, MaxDeliveries
-from pullfill.queue.delivery import IN_PROGRESS, DirectDelivery, JetStreamDelivery
+from pullfill.queue.contract import Delivery, QueueConfig
+from pullfill.queue.deadletter import DeadLetters
+from pullfill.queue.delivery import IN_PROGRESS, JetStreamDelivery
 from pullfill.queue.names import CONSUMER, MSG_ID, TAKEN, Names
 from pullfill.queue.nats_connection import NatsConnection, NoResponders, NotSent, OnEvent
 from pullfill.queue.streams import NOT_SET, Streams
@@ -58,17 +58,18 @@ class JetStreamConsumer:
     streams: call `streams.configure` when the settings change.
     """
 
-    def __init__(self, config: QueueConfig) -> None:
+    def __init__(
+        self, connection: NatsConnection, config: QueueConfig, settings: QueueSettings
+    ) -> None:
         self.running: Callable[[], Iterable[Delivery]] = tuple
-        self.connection: NatsConnection
-        self.letters: DeadLetters
-        self.acks: Acks
-        self.streams: Streams
+        self.connection = connection
         self._names = Names(config.namespace, config.compat_hash)
-        self._max_deliveries: MaxDeliveries
+        self.streams = Streams(connection, self._names, config, settings)
+        self.letters = DeadLetters(connection, self._names)
+        self.acks = Acks(connection, lambda: self.stream_id)
         self._inbox = ""
         self._subscription: Subscription | None = None
-        self._arrived: deque[JetStreamDelivery | DirectDelivery] = deque()
+        self._arrived: deque[JetStreamDelivery] = deque()
         self._wake = Bell()
         self._pulling = asyncio.Lock()
         self._returns: set[asyncio.Task[None]] = set()
@@ -90,20 +91,14 @@ class JetStreamConsumer:
         settings: QueueSettings = NOT_SET,
         wait_s: float = 30.0,
         on_event: OnEvent | None = None,
-        on_dead_letter: OnDeadLetter | None = None,
         connect_options: Mapping[str, Any] | None = None,
     ) -> Self:
-        """As `JetStreamProducer.connect`; `on_dead_letter` hears of each new dead letter."""
-        self = cls(config)
-        self.connection = NatsConnection(
-            url, "consumer", self._setup, on_event=on_event, connect_options=connect_options
+        """As `JetStreamProducer.connect`."""
+        connection = NatsConnection(
+            url, "consumer", on_event=on_event, connect_options=connect_options
         )
-        self.connection.on_down = self._wake.ring
-        self.streams = Streams(self.connection, self._names, config, settings)
-        self.acks = Acks(self.connection, lambda: self.stream_id)
-        self.letters = DeadLetters(self.connection, self._names, on_dead_letter)
-        self._max_deliveries = MaxDeliveries(self.connection, self._names, self.letters)
-        await self.connection.start(wait_s)
+        self = cls(connection, config, settings)
+        await connection.start(wait_s, self._setup, self._wake.ring)
         return self
 
     @property
@@ -135,7 +130,7 @@ class JetStreamConsumer:
         await self.acks.close()
         if self.connection.up:
             await self.connection.flush()
-        await self._max_deliveries.close()
+        await self.letters.close()
         await self.connection.close()
 
     async def drain(self) -> None:
@@ -171,10 +166,8 @@ class JetStreamConsumer:
                     taken.append(job)
                     tokens += job.tokens
             except QueueUnavailable as exc:
-                if (
-                    self.connection.up and self.connection.health.up
-                ):  # the connection works, so JetStream does not
-                    self.connection.health.failed(str(exc), PULLS)
+                if self.connection.up and self.health.up:  # it is JetStream that does not work
+                    self.health.failed(str(exc), PULLS)
                 if not taken:
                     raise
             except BaseException:
@@ -186,7 +179,7 @@ class JetStreamConsumer:
                 self._arrived.clear()
         return taken
 
-    async def _next(self, wait_s: float) -> JetStreamDelivery | DirectDelivery | None:
+    async def _next(self, wait_s: float) -> JetStreamDelivery | None:
         """One job, or None after `wait_s` or on drain. Raises QueueUnavailable."""
         deadline = SYSTEM_CLOCK.monotonic() + wait_s
         while not self._draining:
@@ -283,7 +276,7 @@ class JetStreamConsumer:
             if unknown:
                 await self._renew()
         except QueueUnavailable as exc:
-            self.connection.health.failed(str(exc), PULLS)
+            self.health.failed(str(exc), PULLS)
             if SYSTEM_CLOCK.monotonic() >= deadline:
                 raise
         if not self._arrived:
@@ -297,11 +290,11 @@ class JetStreamConsumer:
             if token == str(self._request):
                 self._status = (msg.headers or {}).get("Status", "?")
                 if self._status in (_NO_MESSAGES, _EXPIRED):
-                    self.connection.health.ok(PULLS)
+                    self.health.ok(PULLS)
                 self._live_until = 0.0
                 self._wake.ring()
             return
-        self.connection.health.ok(PULLS)
+        self.health.ok(PULLS)
         self._live_until = 0.0
         if self._waiting and not self._draining:
             self._arrived.append(job)
@@ -315,7 +308,7 @@ class JetStreamConsumer:
         The question is a message without a job."""
         free = self._waiting and not self._draining and not self._arrived
         if free and msg.headers and MSG_ID in msg.headers:
-            self._arrived.append(DirectDelivery(msg))
+            self._arrived.append(JetStreamDelivery(self, msg, past_stream=True))
             self._wake.ring()
         with contextlib.suppress(NotSent):
             await self.connection.publish(msg.reply, TAKEN if free else b"busy")
@@ -330,11 +323,11 @@ class JetStreamConsumer:
 
     async def _setup(self) -> None:
         if await self.streams.reconnected():
-            self.connection.health.ok(PULLS)
+            self.health.ok(PULLS)
         else:
-            self.connection.health.failed("JetStream does not answer", PULLS)
+            self.health.failed("JetStream does not answer", PULLS)
         client = self.connection.client
-        await self._max_deliveries.subscribe()
+        await self.letters.collect()
         if not self._draining:
             self._inbox = client.new_inbox()
             self._subscription = await client.subscribe(f"{self._inbox}.*", cb=self._on_message)

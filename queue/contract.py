@@ -12,7 +12,7 @@ settles the message. The queue is no fence; the decode worker's ledger decides w
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -212,6 +212,3 @@ class JobConsumer(Protocol):
     async def close(self) -> None:
         """Waits, for about 2 s at most, until the server has confirmed all acks."""
         ...
-
-
-OnDeadLetter = Callable[[DeadLetter], Awaitable[None]]

@@ -1,9 +1,8 @@
 """Dead letters: jobs nobody may try again, moved to a bounded second stream for people.
 
-A job gets here by `term`, or because `max_deliver` deliveries ended in silence. For the latter the
-server only sends an advisory (once, to whoever listens) and keeps the message, so `MaxDeliveries`
-listens in a queue group and also sweeps. Moving is idempotent (`Nats-Msg-Id`), so two workers that
-see the same advisory leave one record.
+A job gets here by `term`, or because `max_deliver` deliveries ended in silence. In the second case
+the server keeps the message, and sends one advisory to whoever listens. So consumers listen, in a
+queue group, and also sweep. Two workers that move the same job leave one record (`Nats-Msg-Id`).
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import msgspec
 from nats.aio.msg import Msg
 
 from pullfill.errors import PullfillError
-from pullfill.queue.contract import DeadLetter, OnDeadLetter
+from pullfill.queue.contract import DeadLetter
 from pullfill.queue.names import CONSUMER, DELIVERIES, JOB_ID, MSG_ID, REASON, Names
 from pullfill.queue.nats_connection import API_TIMEOUT_S, ApiError, NatsConnection, read_reply
 from pullfill.runtime import log, metrics
@@ -30,14 +29,12 @@ _HEADER_ROOM = 4096
 
 
 class DeadLetters:
-    """Writes and reads the dead stream of one queue."""
+    """The dead stream of one queue. Only consumers call `collect` and `close`."""
 
-    def __init__(
-        self, connection: NatsConnection, names: Names, on_dead_letter: OnDeadLetter | None
-    ) -> None:
+    def __init__(self, connection: NatsConnection, names: Names) -> None:
         self._connection = connection
         self._names = names
-        self._on_dead_letter = on_dead_letter
+        self._task: asyncio.Task[None] | None = None
 
     async def write(self, letter: DeadLetter) -> None:
         """Store one record; the same job again changes nothing. Raises QueueUnavailable."""
@@ -60,8 +57,6 @@ class DeadLetters:
             letter.deliveries,
             letter.reason,
         )
-        if self._on_dead_letter is not None:
-            await self._on_dead_letter(letter)
 
     async def read(self, limit: int) -> list[DeadLetter]:
         """The newest `limit`, newest first. Raises QueueUnavailable."""
@@ -84,18 +79,8 @@ class DeadLetters:
                 )
         return letters
 
-
-class MaxDeliveries:
-    """Moves jobs that used up their deliveries. Owned by a consumer; `close` stops the sweep."""
-
-    def __init__(self, connection: NatsConnection, names: Names, letters: DeadLetters) -> None:
-        self._connection = connection
-        self._names = names
-        self._letters = letters
-        self._task: asyncio.Task[None] | None = None
-
-    async def subscribe(self) -> None:
-        """Listen on the current connection (call after each connect)."""
+    async def collect(self) -> None:
+        """Move jobs that used up their deliveries. Call it on each new connection."""
         subject = f"$JS.EVENT.ADVISORY.CONSUMER.MAX_DELIVERIES.{self._names.stream}.{CONSUMER}"
         await self._connection.client.subscribe(subject, queue="pullfill", cb=self._on_advisory)
         if self._task is None:
@@ -147,7 +132,7 @@ class MaxDeliveries:
         if message is None:
             return
         headers, body = message
-        await self._letters.write(
+        await self.write(
             DeadLetter(
                 job_id=headers.get(MSG_ID, f"seq-{seq}"),
                 reason=MAX_DELIVER_REASON,

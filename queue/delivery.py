@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING
 from nats.aio.msg import Msg
 
 from pullfill.queue.contract import DeadLetter
-from pullfill.queue.names import MSG_ID, TOKENS, parse_ack, subject_tokens
+from pullfill.queue.names import MSG_ID, TOKENS, AckInfo, parse_ack, subject_tokens
 from pullfill.runtime import log
 
 if TYPE_CHECKING:
     from pullfill.queue.consumer import JetStreamConsumer
 
 logger = log.get("queue")
-
 
 IN_PROGRESS = b"+WPI"
 
@@ -24,19 +23,24 @@ class JetStreamDelivery:
 
     It remembers the id of the stream that it was pulled from. If the server loses its data, the
     same ack subject may mean another job. Then this delivery settles nothing.
+
+    past_stream: the job came on the direct subject. There is no message to settle. If the job is
+    not done, its decode worker serves it, after the claim timeout at the latest.
+
+    Raises BadMessage if the message is no delivery.
     """
 
-    def __init__(self, owner: JetStreamConsumer, msg: Msg) -> None:
+    def __init__(self, owner: JetStreamConsumer, msg: Msg, *, past_stream: bool = False) -> None:
         headers = msg.headers or {}
-        ack = parse_ack(msg.reply)
+        ack = AckInfo("", "", 1, 0) if past_stream else parse_ack(msg.reply)
         self.job_id: str = (headers.get(MSG_ID) or f"seq-{ack.seq}")[:128]
         self.body: bytes = msg.data
         self.tokens: int = _tokens(msg)
         self.number: int = ack.number
-        self.ack_subject: str = msg.reply
+        self.ack_subject: str = "" if past_stream else msg.reply
         self._owner = owner
         self._stream_id = owner.stream_id
-        self._settled = False
+        self._past_stream = self._settled = past_stream
 
     async def ack(self) -> None:
         if not self._settled:
@@ -51,7 +55,9 @@ class JetStreamDelivery:
         await self._owner.tell(self._stream_id, self.ack_subject, b"-NAK" + delay)
 
     async def term(self, reason: str) -> None:
-        if not self._settled:
+        if self._past_stream:
+            logger.warning("job %s is poison: %s", self.job_id, reason)
+        elif not self._settled:
             letter = DeadLetter(self.job_id, reason, self.number, self.body)
             await self._owner.letters.write(letter)
             await self._owner.settle(self._stream_id, self.ack_subject, b"+TERM")
@@ -64,32 +70,6 @@ class JetStreamDelivery:
     def obsolete(self, stream_id: str) -> bool:
         """Whether it needs no heartbeat: it is settled, or its stream is gone."""
         return self._settled or self._stream_id != stream_id
-
-
-class DirectDelivery:
-    """A `Delivery` of a job that came past the stream. There is no message to settle.
-
-    If the job is not done, its decode worker serves it, after the claim timeout at the latest."""
-
-    def __init__(self, msg: Msg) -> None:
-        headers = msg.headers or {}
-        self.job_id: str = headers.get(MSG_ID, "")[:128]
-        self.body: bytes = msg.data
-        self.tokens: int = _tokens(msg)
-        self.number = 1
-        self.ack_subject = ""
-
-    async def ack(self) -> None:
-        """Nothing to do."""
-
-    async def nak(self, delay_s: float = 0.0) -> None:
-        """Nothing to do."""
-
-    async def term(self, reason: str) -> None:
-        logger.warning("job %s is poison: %s", self.job_id, reason)
-
-    async def in_progress(self) -> None:
-        """Nothing to do."""
 
 
 def _tokens(msg: Msg) -> int:

@@ -22,7 +22,7 @@ import asyncio
 import contextlib
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from datetime import datetime
 from typing import Any
 
@@ -46,7 +46,9 @@ logger = log.get("queue")
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What the server said at one moment. `oldest_age_s` by its own clock; 0 when empty."""
+    """What the server said at one moment. A `DepthReport` has the same fields.
+
+    oldest_age_s: by the server's clock. 0 if the queue is empty."""
 
     jobs: int
     tokens: int
@@ -66,7 +68,8 @@ def read_snapshot(stream: Mapping[str, Any], consumer: Mapping[str, Any]) -> Sna
     jobs = sum(counts.values())
     age = 0.0
     if jobs and "ts" in stream:
-        age = max(0.0, (moment(stream["ts"]) - moment(state["first_ts"])).total_seconds())
+        now, first = map(datetime.fromisoformat, (stream["ts"], state["first_ts"]))
+        age = max(0.0, (now - first).total_seconds())
     return Snapshot(
         jobs=jobs,
         tokens=sum(count * subject_tokens(subject) for subject, count in counts.items()),
@@ -75,11 +78,6 @@ def read_snapshot(stream: Mapping[str, Any], consumer: Mapping[str, Any]) -> Sna
         last_seq=int(state.get("last_seq", 0)),
         stream_id=str(stream.get("created", "")),
     )
-
-
-def moment(text: str) -> datetime:
-    """A server time stamp (RFC 3339 with nanoseconds)."""
-    return datetime.fromisoformat(text)
 
 
 class DepthCache:
@@ -223,16 +221,8 @@ class SharedDepth:
         """Send a report, if this producer is an asker."""
         if not self.asks:
             return
-        report = DepthReport(
-            asker=self._id,
-            jobs=snapshot.jobs,
-            tokens=snapshot.tokens,
-            in_flight=snapshot.in_flight,
-            oldest_age_s=snapshot.oldest_age_s,
-            last_seq=snapshot.last_seq,
-            stream_id=snapshot.stream_id,
-            asked_s=max(0.0, SYSTEM_CLOCK.monotonic() - asked_at),
-        )
+        asked_s = max(0.0, SYSTEM_CLOCK.monotonic() - asked_at)
+        report = DepthReport(asker=self._id, asked_s=asked_s, **asdict(snapshot))
         with contextlib.suppress(QueueUnavailable):
             await self._connection.publish(f"{self._names.depth}.report", encode(report))
 
@@ -252,13 +242,6 @@ class SharedDepth:
         if report.asker < self._id and self.asks:
             with contextlib.suppress(nats.errors.Error):
                 await self._leave_it_to_another()
-        snapshot = Snapshot(
-            report.jobs,
-            report.tokens,
-            report.in_flight,
-            report.oldest_age_s,
-            report.last_seq,
-            report.stream_id,
-        )
+        snapshot = Snapshot(*(getattr(report, field.name) for field in fields(Snapshot)))
         self._on_report(snapshot, SYSTEM_CLOCK.monotonic() - report.asked_s)
         self._heard.set()

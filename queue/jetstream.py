@@ -10,7 +10,6 @@ streams.py          makes and checks the streams and the consumer
 names.py            names of streams and subjects, token counts in subjects, ack subjects
 depth.py            depth from a cache, shared between decode workers
 deadletter.py       jobs that nobody may try again
-queries.py          what `pullfill doctor` and `pullfill status` ask
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """One NATS connection, which is up or being dialled.
 
 Life: `start` dials until the first success, for at most `wait_s`. Then one task redials after each
-loss, until `close`. `setup` runs on each new connection before it counts as up. It makes streams
-and subscriptions.
+loss, until `close`.
 
 Each connection has a nats-py client of its own. nats-py's own reconnect is not used: it gives up
 for good on some server errors, and against a stopped server it can wait for ever for its socket to
@@ -70,13 +69,14 @@ class NatsConnection:
 
     url: URL of the server, or `URL,URL` of several servers of a cluster. The first that answers is
     used.
+    on_event: called while `start` waits, with a line for people each time the cause changes.
+    connect_options: of `nats.connect` (user, password, token, tls, ...).
     """
 
     def __init__(
         self,
         url: str,
         name: str,
-        setup: Callable[[], Awaitable[None]],
         *,
         on_event: OnEvent | None = None,
         connect_options: Mapping[str, Any] | None = None,
@@ -86,10 +86,8 @@ class NatsConnection:
         self.up = False
         self.generation = 0
         """Counts connections. A server restart is always a new one."""
-        self.on_down: Callable[[], None] = lambda: None
         self._urls = split_urls(url) or [url]
         self._name = name
-        self._setup = setup
         self._on_event = on_event
         self._options = dict(connect_options or {})
         self._client: Client | None = None
@@ -106,8 +104,17 @@ class NatsConnection:
         self._task: asyncio.Task[None] | None = None
         self._burials: set[asyncio.Task[None]] = set()
 
-    async def start(self, wait_s: float) -> None:
-        """Raises QueueUnavailable after `wait_s` (nothing is left running), or ConfigError."""
+    async def start(
+        self,
+        wait_s: float,
+        setup: Callable[[], Awaitable[object]],
+        on_down: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Dial. Raises QueueUnavailable after `wait_s` (nothing is left running), or ConfigError.
+
+        setup: makes streams and subscriptions. Runs on each new connection before it counts as up.
+        on_down: called when a connection that was up is lost."""
+        self._setup, self._on_down = setup, on_down
         self._task = asyncio.create_task(self._run(), name=f"nats-connection-{self._name}")
         up = await self.wait_up(wait_s)
         self._started, self._on_event = True, None
@@ -320,7 +327,7 @@ class NatsConnection:
         if was_up:
             self.health.failed(self._cause)
             self._changed.set()
-            self.on_down()
+            self._on_down()
         if client is not None:
             task = asyncio.create_task(_bury(client))
             self._burials.add(task)

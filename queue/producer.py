@@ -67,14 +67,15 @@ _NO_STREAM = "direct"
 class JetStreamProducer:
     """A `JobProducer`. See the contract for what each method promises."""
 
-    def __init__(self, config: QueueConfig) -> None:
-        self._config = config
+    def __init__(
+        self, connection: NatsConnection, config: QueueConfig, settings: QueueSettings
+    ) -> None:
+        self.connection = connection
         self._names = Names(config.namespace, config.compat_hash)
-        self._connection: NatsConnection
-        self._letters: DeadLetters
-        self._shared: SharedDepth
+        self.streams = Streams(connection, self._names, config, settings)
+        self._letters = DeadLetters(connection, self._names)
+        self._shared = SharedDepth(connection, self._names, self._on_report, self._on_want)
         self._depth = DepthCache()
-        self.streams: Streams
         self._answering = False
         self._takers = False
         self._debts: dict[str, Receipt | None] = {}
@@ -96,18 +97,16 @@ class JetStreamProducer:
         on_event: OnEvent | None = None,
         connect_options: Mapping[str, Any] | None = None,
     ) -> Self:
-        """Connect and make the streams if they are not there; `on_event` gets a line for people
-        whenever the cause of waiting changes. `connect_options` go to `nats.connect` (user,
-        password, token, tls, …). Raises QueueUnavailable after `wait_s`, ConfigError."""
-        self = cls(config)
-        self._connection = NatsConnection(
-            url, "producer", self._setup, on_event=on_event, connect_options=connect_options
+        """Connect, and make the streams if they are not there.
+
+        on_event, connect_options: as of NatsConnection.
+
+        Raises QueueUnavailable after `wait_s`, ConfigError."""
+        connection = NatsConnection(
+            url, "producer", on_event=on_event, connect_options=connect_options
         )
-        self._connection.on_down = self._on_down
-        self.streams = Streams(self._connection, self._names, config, settings)
-        self._letters = DeadLetters(self._connection, self._names, None)
-        self._shared = SharedDepth(self._connection, self._names, self._on_report, self._on_want)
-        await self._connection.start(wait_s)
+        self = cls(connection, config, settings)
+        await connection.start(wait_s, self._setup, self._on_down)
         self._watcher = asyncio.create_task(self._watch(), name="queue-watch")
         return self
 
@@ -118,24 +117,24 @@ class JetStreamProducer:
             self._watcher = None
         self._answering = False
         await self.streams.close()
-        await self._connection.close()
+        await self.connection.close()
 
     @property
     def available(self) -> bool:
         return self.past_stream or (
-            self._answering and self._connection.up and self._connection.health.up
+            self._answering and self.connection.up and self.connection.health.up
         )
 
     @property
     def past_stream(self) -> bool:
         """Whether jobs go past the stream now. Then `depth` is old, and must not keep jobs local:
         prefill workers themselves answer whether they would take one."""
-        return self._takers and not self._answering and self._connection.up
+        return self._takers and not self._answering and self.connection.up
 
     @property
     def health(self) -> Health:
         """Whether the server answers this producer."""
-        return self._connection.health
+        return self.connection.health
 
     def depth(self) -> QueueStatus:
         return self._depth.status()
@@ -204,16 +203,16 @@ class JetStreamProducer:
             return
         if ack.seq != receipt.seq:
             raise BadMessage(f"ack subject of another job: {ack_subject[:200]!r}")
-        if self._connection.up:
+        if self.connection.up:
             with contextlib.suppress(NotSent):
-                await self._connection.publish(ack_subject, b"-NAK")
+                await self.connection.publish(ack_subject, b"-NAK")
 
     async def dead_letters(self, limit: int = 20) -> list[DeadLetter]:
         return await self._letters.read(limit)
 
     async def _store(self, job_id: str, body: bytes, tokens: int) -> dict[str, Any]:
         headers = {MSG_ID: job_id, TOKENS: str(tokens), EXPECTED_STREAM: self._names.stream}
-        reply = await self._connection.request(
+        reply = await self.connection.request(
             self._names.job(tokens), body, self.streams.publish_timeout_s, headers
         )
         return read_reply(reply)
@@ -231,7 +230,7 @@ class JetStreamProducer:
     async def _ask_takers(self, body: bytes, headers: dict[str, str] | None = None) -> bool:
         """Whether a prefill worker takes this job. Without a body: whether one would take a job."""
         with contextlib.suppress(QueueUnavailable):
-            reply = await self._connection.request(
+            reply = await self.connection.request(
                 self._names.direct, body, self.streams.publish_timeout_s, headers
             )
             return bool(reply.data == TAKEN)
@@ -240,7 +239,7 @@ class JetStreamProducer:
     async def _remove(self, receipt: Receipt) -> bool:
         """Delete one job of the current stream."""
         there = await delete_message(
-            self._connection, self._names.stream, receipt.seq, self.streams.publish_timeout_s
+            self.connection, self._names.stream, receipt.seq, self.streams.publish_timeout_s
         )
         if there:
             self._depth.cancelled(receipt.seq, receipt.tokens)
@@ -263,7 +262,7 @@ class JetStreamProducer:
 
     def _answers(self) -> None:
         self._answering = True
-        self._connection.health.ok(JETSTREAM)
+        self.connection.health.ok(JETSTREAM)
 
     def _trip(self, why: Exception) -> None:
         if self._answering:
@@ -272,7 +271,7 @@ class JetStreamProducer:
                 "workers that wait for a job"
             )
         self._answering = False
-        self._connection.health.failed(str(why), JETSTREAM)
+        self.connection.health.failed(str(why), JETSTREAM)
         self._kick.ring()
 
     def _touch(self) -> None:
@@ -284,8 +283,8 @@ class JetStreamProducer:
     async def _watch(self) -> None:
         while True:
             await self._pause()
-            if not self._connection.up:
-                await self._connection.wait_up(IDLE_REFRESH_S)
+            if not self.connection.up:
+                await self.connection.wait_up(IDLE_REFRESH_S)
                 continue
             try:
                 try:
@@ -305,10 +304,10 @@ class JetStreamProducer:
         try:
             snapshot = await self._ask()
         except ApiError as exc:
+            self._trip(exc)
             if exc.err_code in (streams.STREAM_NOT_FOUND, streams.CONSUMER_NOT_FOUND):
-                await self._heal(exc)
-            else:
-                self._trip(exc)
+                with contextlib.suppress(QueueUnavailable, ConfigError):
+                    await self._setup()
             return
         if not self.streams.stream_id:
             await self.streams.ensure()  # the connection came up without JetStream
@@ -357,17 +356,12 @@ class JetStreamProducer:
     async def _ask(self) -> Snapshot:
         names, timeout_s = self._names, self.streams.publish_timeout_s
         stream, consumer = await asyncio.gather(
-            self._connection.api(
+            self.connection.api(
                 f"STREAM.INFO.{names.stream}", {"subjects_filter": names.jobs}, timeout_s
             ),
-            self._connection.api(f"CONSUMER.INFO.{names.stream}.{CONSUMER}", None, timeout_s),
+            self.connection.api(f"CONSUMER.INFO.{names.stream}.{CONSUMER}", None, timeout_s),
         )
         return read_snapshot(stream, consumer)
-
-    async def _heal(self, why: Exception) -> None:
-        self._trip(why)
-        with contextlib.suppress(QueueUnavailable, ConfigError):
-            await self._setup()
 
     def _owe(self, job_id: str, receipt: Receipt | None) -> None:
         if len(self._debts) < MAX_DEBTS:
@@ -380,7 +374,7 @@ class JetStreamProducer:
             try:
                 if receipt is None:
                     headers = {MSG_ID: job_id, EXPECTED_STREAM: self._names.stream}
-                    reply = await self._connection.request(
+                    reply = await self.connection.request(
                         self._names.void, b"", self.streams.publish_timeout_s, headers
                     )
                     answer = read_reply(reply)

@@ -47,39 +47,38 @@ def _ns(seconds: float) -> int:
 
 def job_stream(names: Names, config: QueueConfig) -> dict[str, Any]:
     """Work-queue retention, file storage, refuse new jobs when full."""
-    return {
+    return _stream(config, config.max_age_s) | {
         "name": names.stream,
         "description": "pullfill prefill jobs",
         "subjects": [names.jobs, names.void],
         "retention": "workqueue",
-        "storage": "file",
         "discard": "new",
         "max_msgs": config.max_jobs,
         "max_bytes": config.max_bytes,
-        "max_age": _ns(config.max_age_s),
-        "max_consumers": -1,
-        "max_msg_size": -1,
-        "num_replicas": config.replicas,
-        "duplicate_window": _ns(min(DUPLICATE_WINDOW_S, config.max_age_s)),
     }
 
 
 def dead_stream(names: Names, config: QueueConfig) -> dict[str, Any]:
-    """The last dead letters, for people; bounded in number, bytes and age."""
-    return {
+    """The last dead letters, for people. Bounded in number, bytes and age."""
+    return _stream(config, DEAD_MAX_AGE_S) | {
         "name": names.dead_stream,
         "description": "pullfill jobs that nobody may try again",
         "subjects": [names.dead],
         "retention": "limits",
-        "storage": "file",
         "discard": "old",
         "max_msgs": DEAD_MAX,
         "max_bytes": DEAD_MAX_BYTES,
-        "max_age": _ns(DEAD_MAX_AGE_S),
+    }
+
+
+def _stream(config: QueueConfig, max_age_s: float) -> dict[str, Any]:
+    return {
+        "storage": "file",
+        "max_age": _ns(max_age_s),
         "max_consumers": -1,
         "max_msg_size": -1,
         "num_replicas": config.replicas,
-        "duplicate_window": _ns(DUPLICATE_WINDOW_S),
+        "duplicate_window": _ns(min(DUPLICATE_WINDOW_S, max_age_s)),
     }
 
 

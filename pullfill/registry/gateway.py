@@ -164,10 +164,10 @@ class EtcdRpc:
         """Connect to an etcd at `url`. Try for up to `wait_s`.
 
         on_retry: gets one line for each failed try.
-        timeout_s: deadline of a call.
+        timeout_s: of each call.
 
-        Raises RegistryUnavailable with advice after `wait_s`, ConfigError at once (bad URL, too old
-        a server, refused credentials)."""
+        Raises RegistryUnavailable after `wait_s`, ConfigError at once (bad URL, old server, refused
+        credentials)."""
         endpoints, in_url = parse_url(url)
         credentials = security.login() or in_url
         tls = security.tls("etcd")
@@ -175,8 +175,7 @@ class EtcdRpc:
             raise ConfigError(
                 f"[etcd] has certificates, but {redact(url)} is not encrypted: use https://"
             )
-        give_up = time.monotonic() + wait_s
-        pause = 0.1
+        give_up, pause = time.monotonic() + wait_s, 0.1
         while True:
             session = aiohttp.ClientSession(connector=EtcdConnector(tls))
             try:
@@ -267,8 +266,7 @@ class EtcdRpc:
 
     async def _authenticate(self, timeout_s: float) -> None:
         assert self._credentials is not None
-        name, password = self._credentials
-        request = {"name": name, "password": password}
+        request = dict(zip(("name", "password"), self._credentials, strict=True))
         try:
             status, body = await self._exchange(
                 "/auth/authenticate", request, timeout_s, anonymous=True
@@ -285,9 +283,8 @@ class EtcdRpc:
     ) -> AsyncIterator[AsyncIterator[bytes]]:
         """POST `request` and give the answer's lines as they come.
 
-        The answer must begin within the timeout of a call. Raises TimeoutError after `idle_s` of
-        silence, which is no failure. Everything else that ends it is RegistryUnavailable, its end
-        too."""
+        Raises TimeoutError after `idle_s` of silence, which is no failure. Everything else that
+        ends it is RegistryUnavailable, also its end."""
         open_s = self._timeout_s
         if self._closed:
             raise RegistryUnavailable("the etcd client is closed")
@@ -303,10 +300,9 @@ class EtcdRpc:
             if response.status != 200:
                 try:
                     async with asyncio.timeout(open_s):
-                        body = await response.read()
+                        failure = _read_failure(await response.read())
                 except _FAILURES as exc:
                     raise self._lost(exc) from exc
-                failure = _read_failure(body)
                 if failure.code == _UNAUTHENTICATED and self._credentials:
                     await self._authenticate(open_s)
                 raise self.refused(failure, response.status)
@@ -336,7 +332,7 @@ class EtcdRpc:
                     yield line
 
     def refused(self, failure: Failure, status: int = 200) -> RegistryUnavailable | ConfigError:
-        """The error that an answer other than success stands for."""
+        """Return the error for an answer other than success."""
         code = failure.code or failure.grpc_code
         text = failure.message or str(failure.error or f"HTTP {status}")
         if code == _NOT_FOUND and "lease" in text:
@@ -380,8 +376,7 @@ async def _construct(session: aiohttp.ClientSession, endpoint: Endpoint) -> _Api
     async with session.get(url, timeout=aiohttp.ClientTimeout(total=2.0)) as response:
         body = await response.read()
     try:
-        text = msgspec.json.decode(body, type=_Version).etcdserver
-        version = sem.Version(text)
+        version = sem.Version(text := msgspec.json.decode(body, type=_Version).etcdserver)
     except (msgspec.MsgspecError, ValueError):
         raise RegistryUnavailable("the server there is not an etcd, or not ready") from None
     if version < OLDEST:

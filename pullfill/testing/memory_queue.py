@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from pullfill.clock import SYSTEM_CLOCK, Clock
 from pullfill.errors import BadMessage, QueueFull, QueueUnavailable
-from pullfill.queue.contract import DeadLetter, Delivery, OnDeadLetter, QueueConfig, Receipt
+from pullfill.queue.contract import DeadLetter, Delivery, QueueConfig, Receipt
 from pullfill.queue.names import round_up_tokens
 from pullfill.wire import QueueStatus
 
@@ -43,7 +43,6 @@ class MemoryQueue:
 
     config: QueueConfig
     clock: Clock = SYSTEM_CLOCK
-    on_dead_letter: OnDeadLetter | None = None
     offline: bool = False
     dead: deque[DeadLetter] = field(default_factory=lambda: deque(maxlen=1000))
     _jobs: dict[int, _Job] = field(default_factory=dict)
@@ -112,8 +111,6 @@ class MemoryQueue:
         """Keep a dead letter; one per job."""
         if all(known.job_id != letter.job_id for known in self.dead):
             self.dead.append(letter)
-            if self.on_dead_letter is not None:
-                await self.on_dead_letter(letter)
 
     async def take(self) -> _Job | None:
         """The oldest job that may be delivered now. Jobs out of deliveries die here, as on the

@@ -128,7 +128,7 @@ async def test_a_hang_longer_than_the_client_keeps_its_connection(
     caplog.set_level(logging.INFO, "pullfill.queue")
     logging.getLogger("pullfill").propagate = True
     server.pause()
-    await until(lambda: not (producer._connection.up or consumer.connection.up))
+    await until(lambda: not (producer.connection.up or consumer.connection.up))
     await asyncio.sleep(3.0)
     assert len(caplog.records) < 10, "an outage is not logged per attempt"
     server.resume()

@@ -124,7 +124,7 @@ async def test_jobs_flow_again_after_the_stream_leader_is_killed(
         await until(lambda: producer.depth().depth_jobs == 0 and producer.available, HANG_S)
         await traffic.stop()
         assert traffic.slowest_s < 10 * config.publish_timeout_s, "a publish never hangs"
-        after = await producer._connection.api(f"STREAM.INFO.{stream}")
+        after = await producer.connection.api(f"STREAM.INFO.{stream}")
         assert after["config"] == before["config"]
         await asyncio.gather(producer.close(), consumer.close())
     finally:

@@ -136,10 +136,10 @@ async def test_a_link_closes_though_its_dial_loses_a_cancellation(
         return
 
     monkeypatch.setattr(Client, "connect", connect)
-    link = NatsConnection(ends.server.url, "test", setup)
+    link = NatsConnection(ends.server.url, "test")
     async with asyncio.timeout(HANG_S / 3):
         with pytest.raises(QueueUnavailable):
-            await link.start(0.05)
+            await link.start(0.05, setup)
     assert lost == ["cancellation"]
 
 

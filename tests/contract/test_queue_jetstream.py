@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from pullfill.errors import ConfigError, QueueFull, QueueUnavailable
-from pullfill.queue import queries
 from pullfill.queue.contract import Delivery, QueueConfig, Receipt
 from pullfill.queue.depth import Snapshot
 from pullfill.queue.jetstream import JetStreamConsumer, JetStreamProducer
@@ -157,9 +156,9 @@ async def test_a_deleted_stream_or_consumer_is_made_again(pair: Pair, what: str)
     producer, consumer = pair
     names = producer._names
     if what == "stream":
-        await producer._connection.api(f"STREAM.DELETE.{names.stream}")
+        await producer.connection.api(f"STREAM.DELETE.{names.stream}")
     else:
-        await producer._connection.api(f"CONSUMER.DELETE.{names.stream}.prefill")
+        await producer.connection.api(f"CONSUMER.DELETE.{names.stream}.prefill")
     async with asyncio.timeout(HANG_S):
         while True:
             try:
@@ -211,7 +210,7 @@ async def test_a_hung_server_costs_one_timeout_then_nothing(
 
 
 async def test_an_answer_that_comes_late_is_nobody_elses(server: NatsServer, pair: Pair) -> None:
-    link, stream = pair[0]._connection, pair[0]._names.stream
+    link, stream = pair[0].connection, pair[0]._names.stream
     server.pause()
     with pytest.raises(QueueUnavailable, match="no answer"):
         await link.api("INFO", timeout_s=0.1)
@@ -295,7 +294,7 @@ async def test_a_body_above_max_payload_says_what_to_change(pair: Pair) -> None:
 
 async def test_a_forged_message_is_delivered_and_can_be_terminated(pair: Pair) -> None:
     producer, consumer = pair
-    await producer._connection.publish(producer._names.jobs.replace("*", "many"), b"\xff\x00junk")
+    await producer.connection.publish(producer._names.jobs.replace("*", "many"), b"\xff\x00junk")
     [job] = await consumer.pull(1, 1, 5)
     assert (job.body, job.tokens) == (b"\xff\x00junk", 0)
     await job.term("not a job")
@@ -316,11 +315,11 @@ async def test_a_sweep_finds_what_an_advisory_was_missed_for(
         if "ADVISORY" in subscription.subject:
             await subscription.unsubscribe()
     [job] = await consumer.pull(1, 1, 5)
-    assert await consumer._max_deliveries.sweep() == 0, "nothing is swept while a job is in flight"
+    assert await consumer.letters.sweep() == 0, "nothing is swept while a job is in flight"
     await job.ack()
     await asyncio.sleep(0.3)
     await consumer.pull(1, 1, 0.1)
-    assert await consumer._max_deliveries.sweep() == 1
+    assert await consumer.letters.sweep() == 1
     [letter] = await producer.dead_letters()
     assert (letter.job_id, letter.body) == ("a", b"body")
     await asyncio.gather(producer.close(), consumer.close())
@@ -356,24 +355,8 @@ async def test_a_stream_of_another_kind_is_refused_with_advice(
     producer, _ = pair
     other = replace(config, compat_hash=secrets.token_hex(8))
     name = Names(other.namespace, other.compat_hash).stream
-    await producer._connection.api(
+    await producer.connection.api(
         f"STREAM.CREATE.{name}", {"name": name, "subjects": ["x"], "storage": "memory"}
     )
     with pytest.raises(ConfigError, match="nats stream rm"):
         await JetStreamProducer.connect(server.url, other, wait_s=HANG_S)
-
-
-async def test_survey_shows_the_queues_of_a_namespace(server: NatsServer, pair: Pair) -> None:
-    producer, consumer = pair
-    await producer.publish("a", b"", 1000)
-    await producer.publish("b", b"", 10)
-    [job] = await consumer.pull(1, 1, 5)
-    await job.term("poison")
-    report = await queries.survey(server.url, "test")
-    assert report.max_payload == 8 << 20
-    [queue] = report.queues
-    assert (queue.status.depth_jobs, queue.status.depth_tokens, queue.dead) == (1, 10, 1)
-    assert queue.storage == "file"
-    [letter] = await queries.dead_letters(server.url, "test", queue.compat_hash)
-    assert letter.reason == "poison"
-    assert (await queries.survey(server.url, "elsewhere")).queues == []

@@ -50,7 +50,7 @@ async def test_an_answer_that_makes_no_sense_does_not_keep_the_queue_shut(
     try:
         with monkeypatch.context() as odd:
             if asked_for == "depth":
-                odd.setattr(producer._connection, "api", api)
+                odd.setattr(producer.connection, "api", api)
             else:
                 odd.setattr(producer, "_pay", pay)
             await producer.publish("a", b"", 10)

@@ -106,11 +106,11 @@ async def test_only_the_asker_hears_who_wants_to_know(watched: Watched) -> None:
     await until(lambda: len(watched.askers) == 1)
     others = [p for p in watched.producers if not p._shared.asks]
     await until(lambda: all(p._shared._wants is None for p in others))
-    before = [p._connection.client.stats["in_msgs"] for p in others]
+    before = [p.connection.client.stats["in_msgs"] for p in others]
     for _ in range(100):
         await watched.witness.publish(f"{NAMES.depth}.want", b"")
     await watched.rounds(2)
-    heard = [p._connection.client.stats["in_msgs"] - b for p, b in zip(others, before, strict=True)]
+    heard = [p.connection.client.stats["in_msgs"] - b for p, b in zip(others, before, strict=True)]
     assert all(count < 50 for count in heard), heard
 
 

@@ -188,7 +188,7 @@ async def test_a_worker_that_drains_takes_no_job_with_it(
     pulling = asyncio.create_task(leaving.pull(100, 1, 5.0))
     consumer = f"CONSUMER.INFO.{Names(config.namespace, config.compat_hash).stream}.{CONSUMER}"
     async with asyncio.timeout(HANG_S):
-        while (await producer._connection.api(consumer))["num_waiting"] == 0:  # noqa: ASYNC110
+        while (await producer.connection.api(consumer))["num_waiting"] == 0:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     pulling.cancel()
     await asyncio.gather(pulling, return_exceptions=True)
