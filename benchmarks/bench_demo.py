@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.report import Row, finish, row
-from pullfill.demo.llama import Cache, Llama, answer_only, random_weights
 from pullfill.demo.recipe import DEMO, SPECIAL_TOKENS
 from pullfill.demo.tokenizer import build_tokenizer, readable
+from pullfill.demo.weights import answer_only, random_weights
+from tests.support.llama import Cache, Llama
 
 PROMPTS, SHORT, LONG, ANSWER = 50, 48, 1000, 64
 LONGEST_LOOP = 16

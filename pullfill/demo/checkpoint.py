@@ -77,10 +77,9 @@ def _locked(path: Path) -> Iterator[None]:
 
 def _sweep(directory: Path) -> None:
     """Remove what a killed builder left. Only under the lock, so nobody is building."""
-    for leftover in directory.parent.glob(f".{directory.name}.new-*"):
-        shutil.rmtree(leftover, ignore_errors=True)
-    for leftover in directory.parent.glob(f".{directory.name}.old-*"):
-        shutil.rmtree(leftover, ignore_errors=True)
+    for what in ("new", "old"):
+        for leftover in directory.parent.glob(f".{directory.name}.{what}-*"):
+            shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _swap(fresh: Path, directory: Path) -> None:
@@ -96,14 +95,18 @@ def _swap(fresh: Path, directory: Path) -> None:
 
 def _build(recipe: Recipe, directory: Path) -> None:
     # Imported here: whoever finds the model ready need not wait for torch.
-    from pullfill.demo.llama import Llama, answer_only, random_weights
+    from safetensors.torch import save_file
+
     from pullfill.demo.tokenizer import build_tokenizer, readable, write_tokenizer
+    from pullfill.demo.weights import answer_only, random_weights
 
     tokenizer, weights = build_tokenizer(recipe.vocab), random_weights(recipe)
     if recipe.readable:
         answer_only(weights, readable(tokenizer))
     write_tokenizer(tokenizer, recipe, directory)
-    Llama(recipe, weights).save(directory)
+    file = directory / "model.safetensors"
+    save_file(weights, file, {"format": "pt"})
+    file.chmod(0o644)
     for name, content in (
         ("config.json", recipe.hf_config()),
         ("generation_config.json", recipe.generation_config()),

@@ -24,7 +24,8 @@ from tests.support.checkpoint import TINY, tiny_checkpoint
 from tests.support.late import Late
 
 torch: Any = Late("torch")
-demo_llama: Any = Late("pullfill.demo.llama")
+weights: Any = Late("pullfill.demo.weights")
+llama: Any = Late("tests.support.llama")
 
 SMALL = Recipe(
     hidden=32, layers=1, heads=2, kv_heads=1, intermediate=32, vocab=268, max_positions=128
@@ -151,8 +152,8 @@ def test_another_recipe_replaces_the_model(tmp_path: Path) -> None:
     demo.ensure_demo_model(where, other)
     assert demo.is_ready(where, other)
     assert not demo.is_ready(where, SMALL)
-    loaded, made = demo_llama.Llama.load(other, where).weights, demo_llama.random_weights(other)
-    assert torch.equal(loaded[demo_llama.EMBED], made[demo_llama.EMBED])
+    loaded, made = llama.Llama.load(other, where).weights, weights.random_weights(other)
+    assert torch.equal(loaded[weights.EMBED], made[weights.EMBED])
     assert sorted(p.name for p in tmp_path.iterdir()) == [".m.lock", "m"]
 
 
@@ -168,7 +169,7 @@ def test_failed_build_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
         raise OSError("disk full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(demo_llama.Llama, "save", broken)
+        patch.setattr("safetensors.torch.save_file", broken)
         with pytest.raises(OSError, match="disk full"):
             demo.ensure_demo_model(tmp_path / "m", SMALL)
     assert [p.name for p in tmp_path.iterdir()] == [".m.lock"]
@@ -183,17 +184,19 @@ def test_leftovers_of_a_killed_builder_are_swept(tmp_path: Path) -> None:
 
 
 def _race(where: Path, log: Path, gate: object) -> None:
-    build = demo._build
+    from safetensors import torch as files
+
+    save = files.save_file
 
     def counted(*args: object) -> None:
         with log.open("a") as handle:
             handle.write(f"{os.getpid()}\n")
-        build(*args)  # type: ignore[arg-type]
+        save(*args)
 
-    demo._build = counted  # type: ignore[assignment]
+    files.save_file = counted
     gate.wait()  # type: ignore[attr-defined]
     demo.ensure_demo_model(where, SMALL)
-    demo_llama.Llama.load(SMALL, where)  # complete as soon as ensure returns
+    llama.Llama.load(SMALL, where)  # complete as soon as ensure returns
 
 
 def test_concurrent_callers_build_once(tmp_path: Path) -> None:
@@ -213,7 +216,7 @@ def test_concurrent_callers_build_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("length", [100, 500, 2000])
 def test_tiny_checkpoint_feels_a_changed_block(length: int) -> None:
-    model = demo_llama.Llama.load(TINY, tiny_checkpoint())
+    model = llama.Llama.load(TINY, tiny_checkpoint())
     draw = torch.Generator().manual_seed(length)
     prompt = torch.randint(8, TINY.vocab, (length,), generator=draw)
     prompts = prompt.repeat(4, 1)
@@ -229,7 +232,7 @@ def test_tiny_checkpoint_feels_a_changed_block(length: int) -> None:
 def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The model behind `--model demo`."""
     where = demo.ensure_demo_model(tmp_path_factory.mktemp("demo") / "m")
-    return demo_llama.Llama.load(DEMO, where)
+    return llama.Llama.load(DEMO, where)
 
 
 def chats(length: int) -> Any:

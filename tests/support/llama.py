@@ -1,70 +1,19 @@
-"""Llama in plain torch, its weights named as in a Hugging Face checkpoint.
-
-Makes the demo model's random weights, and is a second opinion on the logits of a checkpoint.
-Serving is vLLM's business.
-"""
+"""Llama in plain torch: a second opinion on the logits of a checkpoint. vLLM does the serving."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
 
 from pullfill.demo.recipe import Recipe
-
-EMBED, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+from pullfill.demo.weights import EMBED, HEAD, NORM, layer_name
 
 Cache = dict[int, tuple[Tensor, Tensor]]
 """Keys and values of each layer."""
-
-
-def layer_name(layer: int, part: str) -> str:
-    """Weight name of one part of one layer, e.g. `self_attn.q_proj`."""
-    return f"model.layers.{layer}.{part}.weight"
-
-
-def random_weights(recipe: Recipe) -> dict[str, Tensor]:
-    """Weights drawn from `recipe.seed`, the same on every call; norms are one."""
-    wide, narrow = recipe.heads * recipe.head_dim, recipe.kv_heads * recipe.head_dim
-    hidden, inner = recipe.hidden, recipe.intermediate
-    draw = torch.Generator().manual_seed(recipe.seed)
-
-    def matrix(rows: int, columns: int, scale: float = 1.0) -> Tensor:
-        return torch.randn(rows, columns, generator=draw) * (recipe.init_range * scale)
-
-    weights = {EMBED: matrix(recipe.vocab, hidden, recipe.embedding)}
-    for layer in range(recipe.layers):
-        parts = {
-            "input_layernorm": torch.ones(hidden),
-            "self_attn.q_proj": matrix(wide, hidden, 0.5),
-            "self_attn.k_proj": matrix(narrow, hidden, 0.5),
-            "self_attn.v_proj": matrix(narrow, hidden),
-            "self_attn.o_proj": matrix(hidden, wide),
-            "post_attention_layernorm": torch.ones(hidden),
-            "mlp.gate_proj": matrix(inner, hidden),
-            "mlp.up_proj": matrix(inner, hidden),
-            "mlp.down_proj": matrix(hidden, inner),
-        }
-        weights |= {layer_name(layer, part): weight for part, weight in parts.items()}
-    return weights | {NORM: torch.ones(hidden), HEAD: matrix(recipe.vocab, hidden)}
-
-
-def answer_only(weights: dict[str, Tensor], tokens: Sequence[int]) -> None:
-    """Change the weights so that the model answers with these tokens only."""
-    # The first of the hidden numbers becomes a positive constant: each embedding has it, and no
-    # layer adds to it. To the logit of every other token it adds a large negative number.
-    weights[EMBED][:, 0] = 3 * weights[EMBED].std()
-    for name, weight in weights.items():
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
-            weight[0] = 0
-    head = weights[HEAD]
-    others = torch.ones(len(head), dtype=torch.bool)
-    others[list(tokens)] = False
-    head[others] = 0
-    head[:, 0] = -10_000 * others
 
 
 class Llama:
@@ -76,18 +25,8 @@ class Llama:
 
     @staticmethod
     def load(recipe: Recipe, directory: Path) -> Llama:
-        """The model saved in directory."""
-        from safetensors.torch import load_file
-
+        """Return the model saved in directory."""
         return Llama(recipe, dict(load_file(directory / "model.safetensors")))
-
-    def save(self, directory: Path) -> None:
-        """Write `model.safetensors` into directory."""
-        from safetensors.torch import save_file
-
-        path = directory / "model.safetensors"
-        save_file(self.weights, path, {"format": "pt"})
-        path.chmod(0o644)
 
     def logits(self, ids: Tensor, cache: Cache | None = None) -> Tensor:
         """Return the logits [batch, tokens, vocab] of ids [batch, tokens].
