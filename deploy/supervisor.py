@@ -25,6 +25,7 @@ from pullfill.deploy.teardown import take_down
 from pullfill.deploy.up_options import UpOptions
 from pullfill.deploy.view import ProcessView
 from pullfill.errors import RegistryUnavailable
+from pullfill.wire import WorkerState
 
 START_FAILED_DRAIN_S = 5.0
 SERVER_READY_S = 30.0
@@ -230,9 +231,10 @@ class Supervisor:
         """Wait until all are ready. Start workers that had to wait for another on their GPU."""
         waiting = {spec.name: spec for spec in specs}
         deadline = time.monotonic() + self._options.ready_timeout_s
-        async with members.Members(ref) as found:
+        async with members.etcd_of(ref) as etcd:
             while waiting:
-                ready = await found.ready_instances()
+                found = await members.workers(etcd, ref.namespace)
+                ready = {w.instance_id for w in found if w.state is WorkerState.READY}
                 for name, spec in list(waiting.items()):
                     if spec.after in waiting:
                         continue
@@ -260,13 +262,13 @@ class Supervisor:
         waiting = {str(spec.instance_id): spec.name for spec in specs if spec.role == "decode"}
         deadline = time.monotonic() + SELF_CHECKS_S
         with suppress(RegistryUnavailable):
-            async with members.Members(ref) as found:
+            async with members.etcd_of(ref) as etcd:
                 while waiting and time.monotonic() < deadline:
-                    for record in (worker.record for worker in await found.all()):
-                        if record.instance_id in waiting:
-                            report = await asyncio.to_thread(members.ask_worker, record)
+                    for worker in await members.workers(etcd, ref.namespace):
+                        if worker.instance_id in waiting:
+                            report = await asyncio.to_thread(members.ask_worker, worker)
                             if report is not None and report.self_checks_over:
-                                del waiting[record.instance_id]
+                                del waiting[worker.instance_id]
                     await asyncio.sleep(_POLL_S)
         if waiting:
             self._view.say(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from typing import Any
 
@@ -10,9 +9,10 @@ from rich.console import Console
 from rich.table import Table
 
 from pullfill.config import ClusterRef
-from pullfill.deploy.members import Members
+from pullfill.deploy.members import ask_etcd
 from pullfill.errors import ConfigError
-from pullfill.registry import suspect_records as board
+from pullfill.registry import suspect_records
+from pullfill.registry.client import EtcdClient
 
 
 def show(ref: ClusterRef, as_json: bool) -> None:
@@ -24,33 +24,26 @@ def show(ref: ClusterRef, as_json: bool) -> None:
         Console().print(table(rows) if rows else "no request is refused", soft_wrap=True)
 
 
+def posted(ref: ClusterRef) -> list[dict[str, Any]]:
+    """Return the requests that all frontends refuse, from etcd. Raises RegistryUnavailable."""
+    return [suspect_records.row_of(r) for r in ask_etcd(ref, suspect_records.posted)]
+
+
 def clear(ref: ClusterRef, fingerprint: str | None) -> None:
     """Allow a request again. Raises ConfigError if it is not refused.
 
     fingerprint: of the request. None: allow all."""
-    print(asyncio.run(_allow(ref, fingerprint)))
 
-
-def posted(ref: ClusterRef) -> list[dict[str, Any]]:
-    """Return the requests that all frontends refuse, from etcd. Raises RegistryUnavailable."""
-
-    async def ask() -> list[dict[str, Any]]:
-        async with Members(ref) as members:
-            records = await board.posted(members.client, ref.namespace)
-            return [board.row_of(record) for record in records]
-
-    return asyncio.run(ask())
-
-
-async def _allow(ref: ClusterRef, fingerprint: str | None) -> str:
-    async with Members(ref) as members:
-        names = [r.fingerprint for r in await board.posted(members.client, ref.namespace)]
+    async def allow(etcd: EtcdClient, namespace: str) -> list[str]:
+        names = [r.fingerprint for r in await suspect_records.posted(etcd, namespace)]
         chosen = names if fingerprint is None else [fingerprint]
         for name in chosen:
-            if not await board.clear(members.client, ref.namespace, name):
+            if not await suspect_records.clear(etcd, namespace, name):
                 known = ", ".join(names) or "none"
                 raise ConfigError(f"{name!r} is not refused; refused are: {known}")
-    return f"allowed again: {', '.join(chosen) or 'nothing was refused'}"
+        return chosen
+
+    print(f"allowed again: {', '.join(ask_etcd(ref, allow)) or 'nothing was refused'}")
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
@@ -59,11 +52,6 @@ def table(rows: list[dict[str, Any]]) -> Table:
     for column in ("suspect", "state", "deaths", "prompt tokens", "for another"):
         result.add_column(column)
     for row in rows:
-        result.add_row(
-            row["fingerprint"],
-            row["state"],
-            str(row["deaths"]),
-            str(row["prompt_tokens"]),
-            f"{row['left_s']:.0f} s",
-        )
+        deaths, tokens, left = row["deaths"], row["prompt_tokens"], f"{row['left_s']:.0f} s"
+        result.add_row(row["fingerprint"], row["state"], str(deaths), str(tokens), left)
     return result

@@ -20,7 +20,7 @@ import nats
 import pytest
 
 from pullfill.config import ClusterRef
-from pullfill.deploy import report
+from pullfill.deploy import status
 from tests.support import web
 from tests.support.cluster import MODEL, Cluster, Worker, until
 from tests.support.etcd import free_ports
@@ -83,7 +83,7 @@ class Wires:
         entries |= {"namespace": cluster.namespace, "frontend_url": cluster.frontend_url}
         (cluster.directory / "cluster.json").write_bytes(msgspec.json.encode(entries))
         capsys.readouterr()
-        assert report.status(ClusterRef.resolve(state_dir=cluster.directory), as_json=False) == 0
+        assert status.status(ClusterRef.resolve(state_dir=cluster.directory), as_json=False) == 0
         return capsys.readouterr().out
 
     def pulling(self) -> int:

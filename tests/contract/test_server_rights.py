@@ -76,7 +76,7 @@ async def test_jobs_dead_letters_and_surveys_with_the_rights_of_one_namespace(
             while await dead() != {"poison", "used up"}:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
         login = nats.url.replace("://", f"://demo:{PASSWORD}@")
-        counted = await doctor._dead_letters(ClusterRef("demo", "", login))
+        counted = await doctor.count_dead_letters(ClusterRef("demo", "", login))
         assert list(counted.values()) == [2]
     finally:
         await asyncio.gather(producer.close(), consumer.close())

@@ -11,13 +11,16 @@ import typer
 from typer.testing import CliRunner
 
 from pullfill.deploy import cli, roles
+from pullfill.errors import ConfigError
 from pullfill.options import (
     ClusterOptions,
     FrontendOptions,
     RoleOptions,
     WorkerOptions,
     arguments,
+    check_address,
     declared,
+    parse_transports,
 )
 from pullfill.wire import DigestMode, KvMode
 
@@ -109,3 +112,26 @@ def test_flags_of_up_are_those_of_the_processes_it_starts() -> None:
     for name, one in handed_on.items():
         assert flags[name].help == one.flag.help
         assert flags[name].default == (None if one.flag.given else one.default)
+
+
+# --------------------------------------------------------------------------- values
+
+
+def test_transports_flag() -> None:
+    assert parse_transports(None) is None
+    assert parse_transports("tcp, shm") == {"tcp", "shm"}
+    for wrong in ("", " , ", "udp", "shm,udp"):
+        with pytest.raises(ConfigError, match="cuda_ipc, shm, nccl, nixl, tcp"):
+            parse_transports(wrong)
+
+
+@pytest.mark.parametrize("given", ["tcp://h:1", "h:1"])
+def test_an_address_to_publish(given: str) -> None:
+    assert check_address("--advertise-kv", given) == "tcp://h:1"
+    assert check_address("--advertise-kv", None) is None
+
+
+@pytest.mark.parametrize("wrong", ["", "h", "tcp://h", "h:x", ":1", "h:0", "h:65536", "a#b:1"])
+def test_an_address_that_is_none_is_refused(wrong: str) -> None:
+    with pytest.raises(ConfigError, match="--advertise-kv"):
+        check_address("--advertise-kv", wrong)

@@ -1,106 +1,107 @@
-"""What `pullfill doctor` finds."""
+"""What `pullfill doctor` finds in a cluster."""
 
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
-from pullfill import wire
 from pullfill.config import ClusterRef
-from pullfill.deploy import doctor, install, machine, servers
-from pullfill.net.this_host import SHM_DIR_ENV
-from pullfill.registry.orders import LiveWorker
+from pullfill.deploy import doctor
+from pullfill.deploy.machine import FAIL, OK, WARN
+from pullfill.deploy.servers import free_port
+from pullfill.registry.client import EtcdClient
+from pullfill.wire import WorkerRecord
+from tests.support.http_stub import serving
+from tests.support.workers import compat, record
 
 
-def _worker(role: str, name: str, dtype: str = "float32") -> LiveWorker:
-    compat = wire.Compat(
-        model="m", model_fingerprint="f", vllm="0", dtype=dtype, kv_cache_dtype="auto",
-        block_size=16, layout="L", num_layers=1, num_kv_heads=1, page_bytes=1, isa="x",
-        attention="a", kv_scales="1",
-    )  # fmt: skip
-    record = wire.WorkerRecord(
-        instance_id=name, incarnation="i", role=role, state=wire.WorkerState.READY, model="m",
-        compat=compat, host="h", host_id="h", pid=1, started_at=0.0,
-    )  # fmt: skip
-    return LiveWorker(record, 1, 1)
+class _Empty:
+    """An etcd without a key."""
+
+    @classmethod
+    async def connect(cls, *_: object, **__: object) -> Self:
+        return cls()
+
+    async def get_prefix(self, _: str) -> tuple[list[Any], int]:
+        return [], 1
+
+    async def close(self) -> None:
+        """Nothing was opened."""
 
 
-class TestDoctor:
-    def test_workers_that_fit(self) -> None:
-        found = list(doctor.fit([_worker("decode", "d"), _worker("prefill", "p")]))
-        assert [f.level for f in found] == [doctor.OK, doctor.OK]
+def live(instance_id: str, http: str) -> WorkerRecord:
+    return record(instance_id, http=http)
 
-    def test_workers_that_do_not_fit(self) -> None:
-        found = list(doctor.fit([_worker("decode", "d"), _worker("prefill", "p", "bfloat16")]))
-        assert found[-1].level == doctor.FAIL
-        assert "dtype" in found[-1].what
-        assert found[-1].advice
 
-    def test_no_workers(self) -> None:
-        assert [f.level for f in doctor.fit([])] == [doctor.FAIL, doctor.WARN]
+def test_workers_that_fit() -> None:
+    found = list(doctor.fit([record("decode-d"), record("prefill-p")]))
+    assert [f.level for f in found] == [OK, OK]
 
-    def test_this_machine_has_the_pins(self) -> None:
-        for check in (machine.python_version, machine.packages, machine.server_binaries):
-            assert all(f.level == doctor.OK for f in check()), check
 
-    def test_another_vllm_fails(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        versions = {"vllm": "0.31.0", "torch": None}
-        monkeypatch.setattr(machine, "installed", lambda *names: versions.get(names[0]))
-        found = list(machine.packages())
-        assert [f.level for f in found] == [doctor.FAIL, doctor.FAIL]
-        assert "0.31.0" in found[0].what
-        assert install.VLLM in found[0].what
+def test_workers_that_do_not_fit() -> None:
+    other = record("prefill-p", compat=compat(dtype="bfloat16"))
+    found = list(doctor.fit([record("decode-d"), other]))
+    assert found[-1].level == FAIL
+    assert "decode-d and prefill-p cannot exchange KV: dtype" in found[-1].what
+    assert found[-1].advice
 
-    def test_the_torchvision_trap(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        versions = {"torch": "2.13.0+cpu", "torchvision": "0.28.0"}
-        monkeypatch.setattr(machine, "installed", lambda *names: versions.get(names[0]))
-        (finding,) = machine.torch_add_ons()
-        assert finding.level == doctor.FAIL
-        assert "uninstall" in finding.advice
-        versions["torchvision"] = "0.28.0+cpu"
-        assert list(machine.torch_add_ons()) == []
 
-    def test_left_over_shared_memory(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        (tmp_path / "pullfill-decode-1").touch()
-        monkeypatch.setenv(SHM_DIR_ENV, str(tmp_path))
-        levels = {f.level: f for f in machine.shared_memory()}
-        assert "pullfill-decode-1" in levels[doctor.WARN].what
-        assert levels[doctor.WARN].advice == f"rm {tmp_path}/pullfill-decode-1"
-        monkeypatch.setenv(SHM_DIR_ENV, str(tmp_path / "none"))
-        (missing,) = machine.shared_memory()
-        assert missing.what == f"{tmp_path}/none is missing"
+def test_no_workers() -> None:
+    assert [f.level for f in doctor.fit([])] == [FAIL, WARN]
 
-    def test_dead_letters_without_nats(
-        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        """One line says that it is down; nobody waits for it, and no library prints tracebacks."""
-        ref = ClusterRef("ns", "http://h", f"nats://127.0.0.1:{servers.free_port()}")
 
-        async def workers(_: ClusterRef) -> list[LiveWorker]:
-            return [_worker("decode", "d")]
+def test_each_pair_of_workers_has_its_line() -> None:
+    route = {"transport": "tcp", "why_not_better": ["shm: on another host"]}
+    told = {"routes": {"decode-a": route}, "load": {}}
+    with serving(lambda path, _: (200, told) if path == "/status" else (404, {})) as url:
+        names = ("decode-a", "decode-b", "prefill-a", "frontend-a")
+        used, unused = doctor.pairs([live(name, url) for name in names])
+    assert used.what == "prefill-a writes to decode-a over tcp"
+    assert used.advice == "not shm: on another host"
+    assert "decode-b yet" in unused.what
 
-        monkeypatch.setattr(doctor, "_workers", workers)
-        monkeypatch.setattr(servers, "etcd_ready", lambda *_: None)
-        for where, name in ((doctor, "frontend_urls"), (doctor.recheck, "findings")):
-            monkeypatch.setattr(where, name, lambda _: [])  # they would wait for etcd
-        with monkeypatch.context() as first:
-            first.setattr(doctor, "_dead_letters", lambda _: 1 / 0)
-            told = [f.what for f in doctor.cluster(ref)]
-        assert sum("NATS" in what for what in told) == 1
-        assert not any("dead letters" in what for what in told)
-        pauses: list[float] = []
-        sleep = asyncio.sleep
 
-        async def counted(delay: float, *rest: Any) -> Any:
-            pauses.append(delay)
-            assert len(pauses) < 10
-            return await sleep(min(delay, 0.01), *rest)
+@pytest.mark.parametrize("answer", [(200, {"routes": 3}), (200, None), (500, {}), None])
+def test_a_worker_that_answers_nonsense_is_no_failure(answer: tuple[int, Any] | None) -> None:
+    with serving(lambda *_: answer or (200, {})) as url:
+        gone = f"http://127.0.0.1:{free_port()}"
+        there = url if answer else gone
+        found = list(doctor.pairs([live("decode-a", url), live("prefill-a", there)]))
+    assert [f.level for f in found] == ([OK] if answer == (200, {"routes": 3}) else [])
 
-        monkeypatch.setattr(asyncio, "sleep", counted)
-        (finding,) = doctor.dead_letters(ref)
-        assert "cannot be counted" in finding.what
-        assert sum(pauses) < 1.0
-        assert caplog.records == []
+
+def test_many_pairs_are_cut_short() -> None:
+    with serving(lambda *_: (200, {})) as url:
+        workers = [live(f"{role}-{n}", url) for role in ("decode", "prefill") for n in range(9)]
+        found = list(doctor.pairs(workers))
+    assert len(found) == 33
+    assert "more" in found[-1].what
+
+
+def test_dead_letters_without_nats(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One line says that it is down; nobody waits for it, and no library prints tracebacks."""
+    with serving(lambda *_: (200, {"health": "true"})) as etcd:
+        monkeypatch.setattr(EtcdClient, "connect", _Empty.connect)
+        ref = ClusterRef("ns", etcd, f"nats://127.0.0.1:{free_port()}")
+        told = [f.what for f in doctor.cluster(ref)]
+    assert f"etcd answers at {etcd}" in told
+    assert "no frontend" in told
+    assert sum("NATS" in what for what in told) == 1
+    assert not any("dead letters" in what for what in told)
+    pauses: list[float] = []
+    sleep = asyncio.sleep
+
+    async def counted(delay: float, *rest: Any) -> Any:
+        pauses.append(delay)
+        assert len(pauses) < 10
+        return await sleep(min(delay, 0.01), *rest)
+
+    monkeypatch.setattr(asyncio, "sleep", counted)
+    (finding,) = doctor.dead_letters(ref)
+    assert "cannot be counted" in finding.what
+    assert sum(pauses) < 1.0
+    assert caplog.records == []

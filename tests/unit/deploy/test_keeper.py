@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from pullfill.config import RESTARTS_ENV, ClusterFile, ClusterRef, ProcessEntry
-from pullfill.deploy import keeper, local, plan
+from pullfill.deploy import keeper, plan, status
 from pullfill.deploy.children import Children
 from pullfill.deploy.keeper import MAX_DEATHS, WINDOW_S, Deaths, Keeper
 from pullfill.deploy.state import Launch, StateDir
@@ -147,8 +147,8 @@ async def test_five_deaths_end_it_with_the_last_lines_of_the_log(rig: Rig) -> No
     said = rig.said.getvalue()
     assert "gave up after 5 deaths" in said
     assert said.count("died (exit code 3)") == MAX_DEATHS
-    here = local.processes(ClusterRef("n", "e", "q", rig.state.path))
-    told = "\n".join(local.lines(here))
+    here = status.processes(ClusterRef("n", "e", "q", rig.state.path))
+    told = "\n".join(status.process_lines(here))
     assert "nats: gave up" in told
     assert "reason 4" in told
     assert "the supervisor (pid 0) is gone" in told

@@ -18,12 +18,13 @@ from typing import Any, Self
 import pytest
 from rich.console import Console
 
-from pullfill.deploy import members, plan, servers, supervisor
+from pullfill import wire
+from pullfill.deploy import plan, servers, supervisor
 from pullfill.deploy.state import StateDir
 from pullfill.deploy.supervisor import Supervisor
 from pullfill.deploy.view import ProcessView
 from pullfill.errors import RegistryUnavailable
-from pullfill.registry.orders import LiveWorker
+from pullfill.registry.client import EtcdClient, KeyValue
 from tests.support.http_stub import serving
 from tests.support.waiting import eventually
 from tests.support.workers import record
@@ -33,10 +34,10 @@ PASSED = {"result": "passed"}
 
 
 class _Registry:
-    """A process that runs is ready at the third look.
+    """Stands for etcd. A process that runs is ready at the third look.
 
     http: where workers answer /status.
-    away: whether etcd does not answer any more, once all are ready."""
+    away: whether etcd is away once all are ready."""
 
     def __init__(self, state: StateDir) -> None:
         self._state = state
@@ -44,27 +45,19 @@ class _Registry:
         self.http = ""
         self.away = False
 
-    async def __aenter__(self) -> Self:
+    async def connect(self, *_: object, **__: object) -> Self:
+        if self.away and self._looks and min(self._looks.values()) > 2:
+            raise RegistryUnavailable("etcd is away")
         return self
 
-    async def __aexit__(self, *_: object) -> None:
-        """Nothing was opened."""
-
-    async def all(self) -> list[LiveWorker]:
-        if self.away:
-            raise RegistryUnavailable("etcd is away")
-        return self._ready()
-
-    async def ready_instances(self) -> set[str]:
-        return {worker.record.instance_id for worker in self._ready()}
-
-    def _ready(self) -> list[LiveWorker]:
+    async def get_prefix(self, prefix: str) -> tuple[list[KeyValue], int]:
         self._looks.update(str(entry.instance_id) for entry in self._state.live())
-        return [
-            LiveWorker(record(name, http=self.http), 1, 1)
-            for name, looks in self._looks.items()
-            if looks > 2
-        ]
+        ready = [record(n, http=self.http) for n, looks in self._looks.items() if looks > 2]
+        keys = [f"{prefix}{r.role}/{r.instance_id}".encode() for r in ready]
+        return [KeyValue(key, wire.encode(r)) for key, r in zip(keys, ready, strict=True)], 1
+
+    async def close(self) -> None:
+        """Nothing was opened."""
 
 
 class Rig:
@@ -109,7 +102,7 @@ def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     rig = Rig(tmp_path)
     monkeypatch.setattr(servers, "nats_ready", lambda *_: None)
     monkeypatch.setattr(servers, "etcd_ready", lambda *_: None)
-    monkeypatch.setattr(members, "Members", lambda _: rig.registry)
+    monkeypatch.setattr(EtcdClient, "connect", rig.registry.connect)
     monkeypatch.setattr(plan, "worker_specs", lambda *_: rig.specs)
     rig.self_check(pulling=1)
     with serving(lambda *_: (200, {"load": rig.load})) as url:

@@ -1,0 +1,135 @@
+"""`pullfill explain`: how one request was served, for people and as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from urllib.parse import quote
+
+import msgspec
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from pullfill.config import ClusterRef
+from pullfill.deploy.members import ask_frontend, frontend_urls
+from pullfill.errors import ConfigError, UnavailableError
+from pullfill.wire import Expected, ExplainRecord
+
+_BAR = 40
+"""Characters of the longest bar."""
+_CERTIFICATE = (
+    "name your own authority with SSL_CERT_FILE=ca.pem, and start the frontend with --advertise "
+    "https://NAME, a name that its certificate has"
+)
+
+
+def explain(ref: ClusterRef, request_id: str, as_json: bool) -> int:
+    """Print how a request was served.
+
+    Raises ConfigError if no frontend knows it, UnavailableError if none answers."""
+    answered = False
+    why_not: list[str] = []
+    for url in frontend_urls(ref):
+        where = f"{url}/pullfill/requests/{quote(request_id, safe='')}"
+        try:
+            code, body = ask_frontend(ref, where)
+        except UnavailableError as exc:
+            why_not.append(str(exc))
+            continue
+        if code == 401:
+            raise ConfigError(
+                f"the frontend at {url} wants an API key: name the --security file that has it as "
+                "[frontend] api_key_file"
+            )
+        answered = True
+        if code == 200 and body is not None:
+            if as_json:
+                print(json.dumps(body))
+            else:
+                record = msgspec.convert(body, type=ExplainRecord)
+                Console().print(trace(record), soft_wrap=True, highlight=False)
+            return 0
+    if not answered:
+        raise UnavailableError(
+            f"no frontend answers ({'; '.join(why_not) or 'none is known'}): "
+            + (_CERTIFICATE if "CERTIFICATE" in "".join(why_not) else "try `pullfill doctor`")
+        )
+    raise ConfigError(
+        f"no frontend knows request {request_id!r}: use the `id` of a finished response; only the "
+        "latest are kept, and not across a restart of the frontend"
+    )
+
+
+def trace(record: ExplainRecord) -> Group:
+    """Return what happened to one request in words, and a bar for each stage."""
+    return Group(*_lines(record), _bars(record))
+
+
+def _lines(record: ExplainRecord) -> Iterator[Text]:
+    local = max(0, record.prompt_tokens - record.prefix_hit_tokens - record.remote_tokens)
+    yield Text(f"request {record.request_id}", style="bold")
+    yield Text(f"  {_what_happened(record)}")
+    yield Text(
+        f"  prompt: {record.prompt_tokens} tokens = {record.prefix_hit_tokens} cached"
+        f" + {record.remote_tokens} prefilled remotely + {local} locally"
+    )
+    yield Text(f"  decode worker: {record.decode_instance}")
+    if record.expected_s is not None:
+        yield Text(f"  expected: {_expected(record.expected_s)}")
+    if record.outage:
+        yield Text(f"  at that time: {record.outage}", style="red")
+    if record.migrated_from:
+        out = f", from {record.migrated_tokens} tokens on" if record.migrated_tokens else ""
+        yield Text(f"  continued after: {', '.join(record.migrated_from)}{out}")
+    if record.prefill_instance:
+        plural = "" if record.attempts == 1 else "s"
+        yield Text(
+            f"  prefill worker: {record.prefill_instance} ({record.attempts} attempt{plural})"
+        )
+    if record.kv_bytes:
+        over = f" over {record.transport}" if record.transport else ""
+        yield Text(f"  KV written into decode memory: {_size(record.kv_bytes)}{over}")
+        for reason in record.why_not_better:
+            yield Text(f"    not over {reason}", style="dim")
+
+
+def _what_happened(record: ExplainRecord) -> str:
+    if record.path == "remote":
+        return f"prefilled by a prefill worker (reason: {record.reason})"
+    if record.fallback:
+        return f"sent to be prefilled remotely, then done locally: {record.fallback}"
+    return f"prefilled by the decode worker itself (reason: {record.reason})"
+
+
+def _expected(told: Expected) -> str:
+    parts = (
+        ("in the queue", told.queue),
+        ("to compute", told.prefill),
+        ("to write the KV", told.kv_write),
+    )
+    said = [f"{s:.2f} s {what}" if s is not None else f"not known {what}" for what, s in parts]
+    return f"{', '.join(said)}; time limit {told.timeout:.0f} s"
+
+
+def _bars(record: ExplainRecord) -> Table:
+    stages = msgspec.structs.asdict(record.timings_ms)
+    known = {name: ms for name, ms in stages.items() if ms is not None}
+    longest = max(known.values(), default=0.0) or 1.0
+    table = Table.grid(padding=(0, 1, 0, 0))
+    table.add_column()
+    table.add_column(justify="right")
+    for name, ms in known.items():
+        style = "bold" if name == "first_token" else "cyan"
+        bar = Text("█" * max(1, round(_BAR * ms / longest)) if ms > 0 else "", style=style)
+        table.add_row(f"  {name}", f"{ms:.1f} ms", bar)
+    return table
+
+
+def _size(nbytes: int) -> str:
+    value = float(nbytes)
+    for unit in ("bytes", "KiB", "MiB"):
+        if value < 1024:
+            return f"{value:.1f} {unit}" if unit != "bytes" else f"{nbytes} bytes"
+        value /= 1024
+    return f"{value:.2f} GiB"

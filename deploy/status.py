@@ -1,0 +1,171 @@
+"""`pullfill status`: the workers and the job queue, as a frontend tells them, else as etcd does.
+
+On the machine of `pullfill up` also which of its processes run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from pullfill import cluster_status
+from pullfill.config import ClusterRef
+from pullfill.deploy import suspects
+from pullfill.deploy.members import ask_etcd, ask_frontend, ask_worker, frontend_urls, workers
+from pullfill.deploy.procs import is_alive
+from pullfill.deploy.state import StateDir, identity
+from pullfill.errors import ConfigError, PullfillError, UnavailableError
+from pullfill.runtime.health import outage_of
+from pullfill.wire import ServerStatus
+
+_STATE_STYLES = {"ready": "green", "draining": "yellow", "lost": "red"}
+
+
+def status(ref: ClusterRef, as_json: bool) -> int:
+    """Print the cluster's state. Raises UnavailableError when nobody can tell it."""
+    told = _from_frontends(ref)
+    state = told or _from_registry(ref)
+    here = processes(ref)
+    if as_json:
+        print(json.dumps(state | here))
+        return 0
+    console = Console()
+    console.print(workers_table(state["workers"]))
+    for text in state_lines(state):
+        console.print(text, highlight=False, soft_wrap=True)
+    for line in process_lines(here):
+        console.print(line, style="yellow", highlight=False, markup=False, soft_wrap=True)
+    if rows := state.get("suspects"):
+        console.print(suspects.table(rows))
+    if told is None:
+        console.print("as told by etcd (no frontend answers)", style="yellow")
+    return 0
+
+
+def _from_frontends(ref: ClusterRef) -> dict[str, Any] | None:
+    for url in frontend_urls(ref):
+        try:
+            code, body = ask_frontend(ref, f"{url}/pullfill/status")
+        except UnavailableError:
+            continue
+        if code == 200 and isinstance(body, dict) and "workers" in body:
+            return body
+    return None
+
+
+def _from_registry(ref: ClusterRef) -> dict[str, Any]:
+    try:
+        records = [r for r in ask_etcd(ref, workers, wait_s=1.0) if r.role != "frontend"]
+    except PullfillError as exc:
+        raise UnavailableError(
+            f"neither a frontend nor etcd answers ({exc}), so the members of the cluster are "
+            "unknown: name its state directory with --state-dir, or try `pullfill doctor`"
+        ) from exc
+    reports = [(record, ask_worker(record)) for record in records]
+    found = cluster_status.status_of(reports, ServerStatus(up=True, since_s=0.0), 0.0)
+    return found | {"suspects": suspects.posted(ref)}
+
+
+def workers_table(rows: list[dict[str, Any]]) -> Group:
+    """Return a table with a row for each worker, and a line with its load below the row."""
+    table, loads = Table(box=None, padding=(0, 2, 0, 0)), list[Text]()
+    for column in ("instance", "role", "state", "model", "host", "pid", "restarts"):
+        table.add_column(column)
+    for row in rows:
+        state = Text(row["state"], style=_STATE_STYLES.get(row["state"], ""))
+        who = (row["model"], row["host"], str(row["pid"]), str(row.get("restarts", 0)))
+        table.add_row(row["instance_id"], row["role"], state, *who)
+        load = (row.get("load") or {}).items()
+        numbers = [f"{k}={_short(v)}" for k, v in load if isinstance(v, int | float | str)]
+        if numbers:
+            loads.append(Text(f"{row['instance_id']}: {' '.join(numbers)}"))
+    if not rows:
+        table.add_row("(no workers)")
+    return Group(table, *loads)
+
+
+def _short(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def state_lines(state: dict[str, Any]) -> Iterator[Text]:
+    """Yield lines about servers, the queue, and workers in trouble."""
+    servers = msgspec.convert(state.get("servers", {}), dict[str, ServerStatus])
+    away = {name: server for name, server in servers.items() if not server.up}
+    for name, server in away.items():
+        yield Text(outage_of(name, server), style="bold red")
+    if "etcd" in away:
+        age = state.get("workers_age_s", 0.0)
+        yield Text(f"the list of workers is {age:.0f} s old", style="red")
+    if servers and not away:
+        yield Text("NATS and etcd answer")
+    yield Text(_queue_line(state.get("queue")))
+    for row in state["workers"]:
+        for trouble in row.get("troubles", ()):
+            yield Text(f"{row['instance_id']}: {trouble}", style="yellow")
+
+
+def _queue_line(queue: dict[str, Any] | None) -> str:
+    if not queue:
+        return "queue: unknown"
+    return (
+        f"queue: {queue['depth_jobs']} jobs ({queue['depth_tokens']} tokens), "
+        f"{queue['in_flight']} in flight, oldest {queue['oldest_age_s']:.1f} s "
+        f"(counted {queue['age_s']:.1f} s ago)"
+    )
+
+
+# --------------------------------------------------------------------------- this machine
+
+
+def processes(ref: ClusterRef) -> dict[str, Any]:
+    """Return `processes` and `supervisor` of `status --json`. {}: `up` has not started it here."""
+    if ref.state_dir is None:
+        return {}
+    state = StateDir(ref.state_dir)
+    try:
+        cluster, launch = state.cluster(), state.launch()
+    except ConfigError:
+        return {}
+    if cluster is None or launch is None or cluster.etcd_url != ref.etcd_url:
+        return {}
+    rows = [
+        {
+            "name": entry.name,
+            "role": entry.role,
+            "instance_id": entry.instance_id,
+            "pid": entry.pid,
+            "alive": is_alive(identity(entry)),
+            "restarts": entry.restarts,
+            "gave_up": entry.gave_up or None,
+        }
+        for entry in cluster.processes
+    ]
+    pid = launch.supervisor_pid
+    supervisor = {"pid": pid, "alive": is_alive(launch.supervisor), "restart": launch.restart}
+    return {"processes": rows, "supervisor": supervisor}
+
+
+def process_lines(found: dict[str, Any]) -> Iterator[str]:
+    """Yield lines for people: what has ended, what was restarted, and whether restarts are on."""
+    for row in found.get("processes", ()):
+        if row["gave_up"]:
+            yield f"{row['name']}: " + row["gave_up"].replace("\n", "\n    ")
+        elif not row["alive"]:
+            yield f"{row['name']} (pid {row['pid']}) does not run, restarts: {row['restarts']}"
+        elif row["restarts"]:
+            yield f"{row['name']} (pid {row['pid']}) runs, restarts: {row['restarts']}"
+    supervisor = found.get("supervisor", {"alive": True, "restart": True})
+    if not supervisor["restart"]:
+        yield "processes that die are not started again (--no-restart)"
+    elif not supervisor["alive"]:
+        yield (
+            f"processes that die are not started again: the supervisor (pid {supervisor['pid']}) "
+            "is gone. To have one, use `pullfill down`, then `pullfill up`"
+        )

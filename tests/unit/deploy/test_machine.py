@@ -1,0 +1,98 @@
+"""What `pullfill doctor` finds on this machine."""
+
+from __future__ import annotations
+
+import mmap
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from pullfill.deploy import install, machine
+from pullfill.deploy.machine import FAIL, OK, WARN
+from pullfill.net.this_host import SHM_DIR_ENV
+
+
+@pytest.fixture
+def versions(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """The packages that seem to be installed."""
+    found: dict[str, str] = {}
+
+    def version(name: str) -> str:
+        if name not in found:
+            raise metadata.PackageNotFoundError
+        return found[name]
+
+    monkeypatch.setattr(metadata, "version", version)
+    return found
+
+
+def test_this_machine_has_the_pins() -> None:
+    for check in (machine.python_version, machine.packages, machine.server_binaries):
+        assert all(f.level == OK for f in check()), check
+
+
+def test_another_vllm_fails(versions: dict[str, str]) -> None:
+    versions["vllm"] = "0.31.0"
+    found = list(machine.packages())
+    assert [f.level for f in found] == [FAIL, FAIL]
+    assert "0.31.0" in found[0].what
+    assert install.VLLM in found[0].what
+    assert "torch is not installed" in found[1].what
+
+
+def test_the_torchvision_trap(versions: dict[str, str]) -> None:
+    versions |= {"torch": "2.13.0+cpu", "torchvision": "0.28.0"}
+    (finding,) = machine.torch_add_ons()
+    assert finding.level == FAIL
+    assert "uninstall" in finding.advice
+    versions["torchvision"] = "0.28.0+cpu"
+    assert list(machine.torch_add_ons()) == []
+    versions |= {"torch": "2.13.0", "torchvision": "0.28.0"}
+    assert list(machine.torch_add_ons()) == []
+
+
+def test_left_over_shared_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "pullfill-decode-1").touch()
+    monkeypatch.setenv(SHM_DIR_ENV, str(tmp_path))
+    levels = {f.level: f for f in machine.shared_memory()}
+    assert "pullfill-decode-1" in levels[WARN].what
+    assert levels[WARN].advice == f"rm {tmp_path}/pullfill-decode-1"
+    monkeypatch.setenv(SHM_DIR_ENV, str(tmp_path / "none"))
+    (missing,) = machine.shared_memory()
+    assert missing.what == f"{tmp_path}/none is missing"
+
+
+def test_shared_memory_that_a_process_maps_is_not_left_over(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(SHM_DIR_ENV, str(tmp_path))
+    path = tmp_path / "pullfill-decode-1"
+    path.write_bytes(b"x")
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ):
+        assert "dead workers" not in "".join(f.what for f in machine.shared_memory())
+    assert "dead workers" in "".join(f.what for f in machine.shared_memory())
+
+
+def test_this_machines_transports_are_found_by_looking() -> None:
+    (finding,) = machine.transports()
+    assert finding.level == OK
+    assert "shm" in finding.what
+    assert "tcp" in finding.what
+
+
+@pytest.mark.parametrize(
+    ("code", "level"),
+    [('print(\'{"shm": "no"}\')', FAIL), ("print('x')", WARN), ("raise SystemExit(3)", WARN)],
+)
+def test_a_survey_that_finds_nothing_or_fails(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: str, level: str
+) -> None:
+    fake = tmp_path / "python"
+    fake.write_text(f"#!{sys.executable}\n{code}\n")
+    fake.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(fake))
+    (finding,) = machine.transports()
+    assert finding.level == level
+    assert finding.advice

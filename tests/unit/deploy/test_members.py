@@ -1,0 +1,69 @@
+"""Which frontend is asked, and what it is shown."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from pullfill.config import ClusterRef
+from pullfill.deploy import members
+from pullfill.errors import RegistryUnavailable
+from pullfill.net.security import FrontendSecurity, Security
+from pullfill.registry.client import EtcdClient
+from tests.support.http_stub import serving
+
+
+def test_the_frontend_of_the_state_directory_is_asked_before_etcd(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With etcd away it knows more than etcd."""
+    cluster = {"namespace": "n", "nats_url": "nats://h", "etcd_url": "http://h", "processes": []}
+    (tmp_path / "cluster.json").write_bytes(msgspec.json.encode(cluster | {"frontend_url": "f"}))
+    asked: list[object] = []
+
+    async def connect(url: str, **_: object) -> None:
+        asked.append(url)
+        raise RegistryUnavailable("away")
+
+    monkeypatch.setattr(EtcdClient, "connect", connect)
+    urls = members.frontend_urls(ClusterRef("n", "http://h", "nats://h", tmp_path))
+    assert (next(urls), asked) == ("f", [])
+    assert list(urls) == []
+    assert asked == ["http://h"]
+
+
+@pytest.mark.parametrize(
+    ("has_keys", "answer", "shown", "told"),
+    [(True, 200, [""], 200), (True, 401, ["", "api-key-0123456789"], 200), (False, 401, [""], 401)],
+    ids=["open", "locked", "without"],
+)
+def test_a_frontend_is_shown_no_key_that_it_does_not_ask_for_and_never_an_administrators(
+    tmp_path: Path,
+    has_keys: bool,
+    answer: int,
+    shown: list[str],
+    told: int,
+) -> None:
+    """Its address comes from etcd: it may be anybody's."""
+    keys: list[str] = []
+
+    def locked(_: str, headers: Mapping[str, str]) -> tuple[int, Any]:
+        key = headers.get("Authorization", "").removeprefix("Bearer ")
+        keys.append(key)
+        return (200 if key else answer), {"workers": []}
+
+    for name in ("api", "admin"):
+        (tmp_path / name).write_text(f"{name}-key-0123456789\nanother-{name}-key-01234\n")
+        (tmp_path / name).chmod(0o600)
+    frontend = FrontendSecurity(
+        api_key_file=str(tmp_path / "api") if has_keys else None,
+        admin_key_file=str(tmp_path / "admin"),
+    )
+    ref = ClusterRef("ns", "http://etcd", "nats://nats", security=Security(frontend=frontend))
+    with serving(locked) as url:
+        assert members.ask_frontend(ref, f"{url}/pullfill/status")[0] == told
+    assert keys == shown

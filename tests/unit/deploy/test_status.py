@@ -1,0 +1,48 @@
+"""What `pullfill status` shows of workers, servers and the queue."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+from rich.console import Console
+
+from pullfill.deploy.status import state_lines, workers_table
+
+
+def test_status_says_what_is_away_and_how_old_the_rest_is() -> None:
+    up = {"up": True, "since_s": 9.0, "error": None}
+    away = {"up": False, "since_s": 12.3, "error": "nats://h:1: refused"}
+    queue = {
+        "depth_jobs": 7, "depth_tokens": 90, "in_flight": 5, "oldest_age_s": 2.0, "age_s": 0.31,
+    }  # fmt: skip
+    state: dict[str, Any] = {"workers": [], "workers_age_s": 40.2, "queue": queue}
+
+    def said(nats: dict[str, Any], etcd: dict[str, Any], **more: Any) -> list[str]:
+        whole = state | {"servers": {"nats": nats, "etcd": etcd}} | more
+        return [text.plain for text in state_lines(whole)]
+
+    counted = "queue: 7 jobs (90 tokens), 5 in flight, oldest 2.0 s (counted 0.3 s ago)"
+    assert said(up, up) == ["NATS and etcd answer", counted]
+    assert said(away, up, queue=None) == [
+        "NATS unreachable for 12 s: nats://h:1: refused",
+        "queue: unknown",
+    ]
+    assert said(up, away | {"error": "http://h:2: refused"}) == [
+        "etcd unreachable for 12 s: http://h:2: refused",
+        "the list of workers is 40 s old",
+        counted,
+    ]
+    rows = [{"instance_id": "prefill-1", "troubles": ["no decode worker is connected to it"]}]
+    assert said(up, up, workers=rows)[-1] == "prefill-1: no decode worker is connected to it"
+
+
+def test_status_shows_names_and_loads_whole_at_80_columns() -> None:
+    row: dict[str, Any] = dict.fromkeys(("state", "model", "host", "pid"), "demo")
+    rows = [row | {"role": "decode", "instance_id": f"decode-4{n}f1a16d"} for n in range(2)]
+    rows[1]["load"] = {"running": 3, "quarantined_blocks": 12, "steps_s": 0.12345}
+    stream = io.StringIO()
+    Console(file=stream, width=80).print(workers_table(rows))
+    lines = stream.getvalue().splitlines()
+    assert [line.split()[0] for line in lines[1:3]] == ["decode-40f1a16d", "decode-41f1a16d"]
+    assert lines[3:] == ["decode-41f1a16d: running=3 quarantined_blocks=12 steps_s=0.123"]
