@@ -59,7 +59,7 @@ def agents(region: Region, session: object) -> list[Agent]:
     """Those alive at this moment, of the owner's connections and of our session."""
     backends = [peer._backend for peer in region.owner._server._peers]  # type: ignore[attr-defined]
     backends.append(session._backend)  # type: ignore[attr-defined]
-    return [p._agent for p in backends if p is not None and p._agent is not None]
+    return [b.resource for b in backends if b is not None and b.resource is not None]
 
 
 @needs_nixl
@@ -291,5 +291,5 @@ def test_bad_metadata_is_a_failure_like_any_other(make: Make) -> None:
     agent = Agent(region.memory)
     with pytest.raises(TransferFailed):
         agent.connect(b"not NIXL's")
-    agent.drop()
-    agent.drop()
+    agent.close()
+    agent.close()

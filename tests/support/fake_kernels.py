@@ -51,7 +51,7 @@ class FakeComm:
 
 
 class FakeStream:
-    """contract.Stream."""
+    """CudaStream."""
 
     def __init__(self, world: Kernels, device: str) -> None:
         self._world, self.device = world, device

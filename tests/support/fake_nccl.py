@@ -52,7 +52,7 @@ class _Mine(threading.local):
 
 
 class World(Kernels):
-    """contract.Library, all communicators of a test, and its faults."""
+    """libnccl, all communicators of a test, and its faults."""
 
     def __init__(self) -> None:
         super().__init__()

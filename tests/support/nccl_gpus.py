@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 
 from pullfill.transfer.contract import LocalMemory
+from pullfill.transfer.gpu.cuda import Addresses
 from pullfill.transfer.nccl.backend import NcclKind
 from pullfill.transfer.nccl.device import Device
-from pullfill.transfer.nccl.nccl_contract import Addresses
 from pullfill.transfer.stream.backend_contract import Backend
 from tests.support.fake_kernels import FakeStream
 from tests.support.fake_nccl import World
 
 
 class FakeGpu:
-    """contract.Gpu over this process's memory."""
+    """CudaGpu over this process's memory."""
 
     def __init__(self, world: World, uuid: str) -> None:
         self.world, self.uuid = world, uuid
@@ -52,7 +52,7 @@ class FakeGpu:
 
 
 class FakeGpus:
-    """device.Gpus: all memory is on one GPU."""
+    """CudaGpus: all memory is on one GPU."""
 
     def __init__(self, world: World, mine: str = "GPU-0", *, shared: bool = False) -> None:
         self.world = world

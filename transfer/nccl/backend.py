@@ -1,38 +1,41 @@
 """The payload through NCCL: each batch is one group of sends here and receives there.
 
-A batch is cut into messages of `MESSAGE_BYTES` at the same places on both sides. A message that is
-contiguous in a side's memory goes straight from or into the KV blocks; the others through memory of
-that side's turn (staging.py), gathered or scattered there by one kernel. Neither side needs to know
-how the other does it. Both queue their half when both have a turn and the bytes to send are in
-place, so that a kernel on either GPU waits for a message on the link and no longer.
+Both sides cut a batch into messages of `MESSAGE_BYTES`, at the same places. A message that is
+contiguous in a side's memory goes straight from or into its KV blocks. The others go through memory
+of that side's turn (staging.py): one kernel gathers or scatters them there.
 
-A communicator takes time and memory (some 50 MB), so it is made with the first batch, kept while
-batches come, and given up when idle or after any fault. The peer decides (`messages.py`): it
-lets go first, the owner after twice the time, and a peer that comes in between is told by an error.
+Both sides queue their half only when each has a turn and the bytes to send are in place. So a
+kernel waits for a message on the link, and for nothing else.
+
+A communicator takes time to make and some 50 MB. It is made with the first batch, kept while
+batches come, and given up when idle or after any fault. The peer decides (`messages.py`). An idle
+owner keeps its side twice as long as a peer does, so that the peer lets go first. A peer whose
+owner has let go already is told by an error.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import select
-import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import TypeVar
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, TypeVar
 
 from pullfill.errors import BadMessage, ConfigError, PullfillError, TransferFailed
 from pullfill.runtime import failpoints
 from pullfill.transfer.contract import LocalMemory
-from pullfill.transfer.idle_resources import Reaper
-from pullfill.transfer.nccl.device import Communicator, Device, Gpus
+from pullfill.transfer.nccl.device import Communicator, Device
 from pullfill.transfer.nccl.library import Message
 from pullfill.transfer.nccl.messages import NcclReady, NcclStart, NcclUse
 from pullfill.transfer.nccl.staging import Laid
 from pullfill.transfer.stream.backend_contract import Backend, Interjected
 from pullfill.transfer.stream.batches import Runs
+from pullfill.transfer.stream.lazy_backend import LazyBackend, Reaper
 from pullfill.transfer.stream.socket_connection import SocketConnection
 from pullfill.wire.codec import decode, encode
+
+if TYPE_CHECKING:
+    from pullfill.transfer.nccl.nccl_cuda import CudaGpus
 
 log = logging.getLogger(__name__)
 
@@ -43,36 +46,26 @@ OWNER, PEER = 0, 1
 M = TypeVar("M", NcclStart, NcclReady)
 
 
-class _NcclBackend:
-    """What both sides share. `_held` is taken for each call; everything below it by the holder."""
+class _NcclBackend(LazyBackend[Communicator]):
+    """What both sides share."""
 
     rank: int
     patience = 1
 
     def __init__(self, device: Device, kind: NcclKind) -> None:
+        # The other side learns which GPU this side is on.
+        super().__init__(kind.reaper, kind.idle_s * self.patience, device.gpu.uuid.encode())
         self._device = device
         self._kind = kind
-        self._held = threading.Lock()
-        self._stop = threading.Event()
-        self._comm: Communicator | None = None
         self._generation = 0
         self._step = kind.message_bytes
-        self._used = 0.0
-        self._connection: SocketConnection | None = None
-
-    @property
-    def setup(self) -> bytes:
-        """Which GPU this side is on."""
-        return self._device.gpu.uuid.encode()
 
     def start(self, connection: SocketConnection, theirs: bytes) -> None:
-        """See Backend. The communicator waits for the first batch."""
         if theirs == self.setup and not self._kind.shared:
             raise TransferFailed(f"both workers are on the same GPU ({SHARING})")
-        self._connection = connection
+        super().start(connection, theirs)
 
     def send(self, runs: Runs) -> None:
-        """See Backend."""
         with self._call() as comm, self._device.turns.take(self._watch()) as turn:
             laid = Laid(runs, self._step, turn)
             turn.copy(laid.ring, laid.blocks)
@@ -88,26 +81,9 @@ class _NcclBackend:
             turn.copy(laid.blocks, laid.ring)
 
     def interrupt(self) -> None:
-        self._stop.set()
+        super().interrupt()
         if self._connection is not None:
             self._connection.interrupt()
-
-    def close(self) -> None:
-        self._kind.reaper.forget(self)
-        with self._held:
-            self._drop()
-
-    def release_if_idle(self, now: float) -> None:
-        """See Idle."""
-        if not self._held.acquire(blocking=False):
-            return
-        try:
-            idle = now - self._used > self._kind.idle_s * self.patience
-            if self._comm is not None and idle:
-                log.debug("releasing an idle NCCL communicator")
-                self._drop()
-        finally:
-            self._held.release()
 
     @contextlib.contextmanager
     def _call(self) -> Iterator[Communicator]:
@@ -125,52 +101,27 @@ class _NcclBackend:
                 raise TransferFailed(f"the GPU failed: {exc}") from exc
 
     def _agree(self) -> Communicator:
-        """The communicator of this call, the same on both sides. The two backends below say how."""
-        raise NotImplementedError  # this class is only ever a base
+        """The communicator of this call, the same on both sides."""
+        raise NotImplementedError
 
     def _meet(self) -> None:
-        """Both sides have their turn and their bytes; what they queue now ends soon."""
+        """Wait until both sides have a turn and the bytes to send are in place."""
         raise NotImplementedError
 
     def _make(self, unique_id: bytes) -> Communicator:
-        self._comm = self._device.communicator(unique_id, self.rank)
-        self._comm.wait_ready(self._watch())
-        self._used = time.monotonic()
-        self._kind.reaper.watch(self)
-        return self._comm
-
-    def _drop(self) -> None:
-        comm, self._comm = self._comm, None
-        if comm is not None:
-            comm.close()
-
-    def _watch(self) -> Callable[[], None]:
-        """Raises TransferFailed when it is called after an interrupt, the peer's end, or too
-        late."""
-        assert self._connection is not None
-        stall_s, poll = self._connection.stall_s, select.poll()
-        poll.register(self._connection.fd, select.POLLRDHUP)
-        until = time.monotonic() + stall_s
-
-        def watch() -> None:
-            if self._stop.is_set():
-                raise TransferFailed("interrupted")
-            if poll.poll(0):
-                raise TransferFailed("the peer is gone")
-            if time.monotonic() > until:
-                raise TransferFailed(f"the peer makes no progress for {stall_s:g} s")
-
-        return watch
+        self.resource = self._device.communicator(unique_id, self.rank)
+        self.resource.wait_ready(self._watch())
+        return self._keep(self.resource)
 
 
 class OwnerBackend(_NcclBackend):
-    """The decode side: makes the id, posts what the peer announces."""
+    """The decode worker's side: makes the id, and posts what the peer announces."""
 
     rank = OWNER
     patience = 2
 
     def discard(self, nbytes: int) -> None:
-        """See Backend. Nothing is sent: the peer waits for our word and hears the refusal
+        """See Backend. The peer has sent nothing yet. It waits for our word, and hears the refusal
         instead."""
         with self._held:
             try:
@@ -190,9 +141,10 @@ class OwnerBackend(_NcclBackend):
             self._connection.send(encode(NcclStart(unique_id=unique_id)))
             self._make(unique_id)
             said = self._hear()
-        if self._comm is None or said.generation != self._generation or not self._comm.usable:
+        comm = self.resource
+        if comm is None or said.generation != self._generation or not comm.usable:
             raise TransferFailed("the communicator was given up here; it is made anew")
-        return self._comm
+        return comm
 
     def _hear(self) -> NcclUse:
         assert self._connection is not None
@@ -206,7 +158,7 @@ class OwnerBackend(_NcclBackend):
 
 
 class PeerBackend(_NcclBackend):
-    """The prefill side: says which communicator, and when there must be a new one."""
+    """The prefill worker's side: says which communicator, and when there must be a new one."""
 
     rank = PEER
 
@@ -214,8 +166,8 @@ class PeerBackend(_NcclBackend):
         raise TransferFailed("the owner discards, the peer does not")
 
     def _agree(self) -> Communicator:
-        if self._comm is not None and self._comm.usable:
-            return self._comm
+        if self.resource is not None and self.resource.usable:
+            return self.resource
         self._drop()
         self._generation += 1
         return self._make(self._ask(NcclStart, fresh=True).unique_id)
@@ -245,14 +197,16 @@ class NcclKind:
 
     def __init__(
         self,
-        gpus: Gpus,
+        gpus: CudaGpus,
         *,
         batch_bytes: int = BATCH_BYTES,
         message_bytes: int = MESSAGE_BYTES,
         idle_s: float = IDLE_S,
     ) -> None:
-        """batch_bytes, message_bytes: what a peer asks for. idle_s: of the peer; the owner waits
-        twice as long."""
+        """
+        batch_bytes, message_bytes: what a peer asks for.
+        idle_s: how long a peer keeps an idle communicator. An owner keeps it twice as long.
+        """
         self._gpus = gpus
         self.batch_bytes = batch_bytes
         self.message_bytes = message_bytes
@@ -265,16 +219,15 @@ class NcclKind:
         return self._gpus.shared()
 
     def why_not(self) -> str | None:
-        """See BackendKind."""
         return self._gpus.why_not()
 
     def detail(self, memory: LocalMemory) -> str | None:
-        """See BackendKind: NCCL's version, the GPU, whether it may be shared. Workers ask for it
-        when they start, so it also takes the memory for turns."""
+        """See BackendKind: NCCL's version, the GPU, whether it may be shared."""
         device = self._gpus.of(memory)
         if device is None:
             return None
         try:
+            # Workers ask for the detail when they start: the time to take the memory for turns.
             device.turns.make(self.batch_bytes)
         except TransferFailed as exc:
             log.warning("nccl is not used: %s", exc)
@@ -298,7 +251,6 @@ class NcclKind:
         return None
 
     def make(self, memory: LocalMemory, *, owner: bool) -> Backend:
-        """See BackendKind."""
         device = self._gpus.of(memory)
         if device is None:
             raise ConfigError("nccl moves GPU memory only")

@@ -1,4 +1,4 @@
-"""All NCCL calls of one GPU, on one thread: communicators between two ranks, from birth to abort.
+"""All NCCL calls of one GPU, on one thread: communicators of two ranks, from making to abort.
 
     making --both there--> idle --run--> issuing --on the stream--> running --done--> idle
       |                     |               |                          | fault, given up
@@ -8,19 +8,19 @@
                                                         | nothing else runs on the GPU
                                                        freed
 
-NCCL's manual forbids calls for one GPU from two threads at once ("Thread Safety"), and allows an
+NCCL's manual forbids calls for one GPU from two threads at once ("Thread Safety"). It allows an
 abort only while no other thread is in a call ("Fault Tolerance"). So sessions never call NCCL. They
 leave a request at their communicator. The GPU's owner thread does what is asked, and polls every
-communicator until it is idle. Its calls do not wait for other workers, because all communicators
-are nonblocking.
+communicator until it is idle. All communicators are nonblocking, so its calls do not wait for other
+workers.
 
 An abort is the exception. It frees GPU memory, and that waits for every kernel on the GPU, also for
 one that waits for a dead worker. Only the owner thread could stop that kernel. So a running
 transfer is first *revoked*, which stops its kernel and frees nothing. The abort comes when nothing
-else runs. No new group begins while somebody waits for an abort, or while `DEAD` communicators do.
+else runs. No new group begins while a `run` waits for an abort, or while `DEAD` communicators wait.
 
-NCCL may still launch a group that was given up while it was `issuing`. Such a group cannot be
-revoked. So all dead communicators are aborted together, in one group of NCCL's: it stops all their
+A group that was given up while it was `issuing` cannot be revoked, and NCCL may still launch it. So
+all dead communicators are aborted together, in one group of NCCL's. The group stops all their
 kernels before it frees anything.
 
 `run` returns only when the GPU does nothing more with its messages: the kernel has ended, or it was
@@ -34,12 +34,11 @@ import enum
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from pullfill.errors import TransferFailed
-from pullfill.transfer.contract import LocalMemory
+from pullfill.transfer.gpu.cuda import CudaStream
+from pullfill.transfer.nccl.gpu import CudaGpu
 from pullfill.transfer.nccl.library import RANKS, Message, Nccl
-from pullfill.transfer.nccl.nccl_contract import Gpu, Stream
 from pullfill.transfer.nccl.staging import Turns
 
 log = logging.getLogger(__name__)
@@ -47,14 +46,12 @@ log = logging.getLogger(__name__)
 TICK_S = 0.02
 """How often a waiting session looks at its connection."""
 DEAD = 4
-"""So many communicators at most wait to be freed before new groups wait for them."""
+"""While so many communicators wait to be freed, no new group begins."""
 _PAUSES_S = (20e-6, 500e-6)
 _FAST_POLLS = 200
 
 
 class State(enum.Enum):
-    """See the module."""
-
     MAKING = enum.auto()
     IDLE = enum.auto()
     ISSUING = enum.auto()
@@ -68,7 +65,7 @@ _ON_THE_GPU = (State.ISSUING, State.RUNNING, State.REVOKING)
 
 
 class Communicator:
-    """One side of one pair. `wait_ready`, `run` and `close` by one thread at a time."""
+    """One side of one pair. One thread at a time calls `wait_ready`, `run` and `close`."""
 
     def __init__(self, device: Device, unique_id: bytes, rank: int) -> None:
         self._device = device
@@ -84,7 +81,7 @@ class Communicator:
         self.state = State.MAKING
         self.messages: Sequence[Message] | None = None
         self.comm: int | None = None
-        self.stream: Stream | None = None
+        self.stream: CudaStream | None = None
 
     @property
     def usable(self) -> bool:
@@ -94,7 +91,7 @@ class Communicator:
     def wait_ready(self, watch: Callable[[], None]) -> None:
         """Wait until both ranks are there. Raises TransferFailed; then the communicator is over.
 
-        watch: called now and then; raises to give up.
+        watch: called every TICK_S. It raises to give up.
         """
         self._wait(self.ready, watch)
         if self.error is not None:
@@ -102,10 +99,11 @@ class Communicator:
 
     def run(self, messages: Sequence[Message], watch: Callable[[], None]) -> None:
         """Send and receive all messages, in order, as one group. Returns when they have arrived.
-        Raises TransferFailed when the GPU does nothing more with them; then the communicator is
-        over.
 
-        watch: called now and then; raises to give up.
+        watch: called every TICK_S. It raises to give up.
+
+        When it raises, the GPU does nothing more with the messages and the communicator is over.
+        Raises TransferFailed, and what `watch` raised.
         """
         if not self.usable:
             raise TransferFailed("the communicator is over")
@@ -121,8 +119,8 @@ class Communicator:
             raise TransferFailed(f"NCCL failed: {self.error}")
 
     def close(self) -> None:
-        """Ask for its end, and return at once. It is freed when nothing else runs on the GPU.
-        Idempotent."""
+        """Ask for its end, and return at once. It is freed later, when nothing else runs on the
+        GPU. Idempotent."""
         self.given_up.set()
         self._device.wake()
 
@@ -137,10 +135,11 @@ class Communicator:
 
 
 class Device:
-    """One GPU: its turns, and its owner thread, which is there while there are communicators.
-    One per GPU and process. Thread-safe."""
+    """One GPU: its turns, and its owner thread. There is one per GPU and process. Thread-safe.
 
-    def __init__(self, gpu: Gpu) -> None:
+    The owner thread is there only while there are communicators."""
+
+    def __init__(self, gpu: CudaGpu) -> None:
         self.gpu = gpu
         self.turns = Turns(gpu)
         self.nccl = Nccl(gpu.library())
@@ -152,15 +151,15 @@ class Device:
         self._polls = 0
 
     def communicator(self, unique_id: bytes, rank: int) -> Communicator:
-        """Begin to make one."""
+        """Begin to make a communicator."""
         made = Communicator(self, unique_id, rank)
         self._ask(lambda: self._comms.append(made))
         return made
 
     def unique_id(self, watch: Callable[[], None]) -> bytes:
-        """For a communicator of ours and one of another worker. Raises TransferFailed.
+        """The id under which both ranks of a new communicator meet. Raises TransferFailed.
 
-        watch: called now and then; raises to give up.
+        watch: called every TICK_S. It raises to give up.
         """
         answered = threading.Event()
         answer: list[bytes | Exception] = []
@@ -197,7 +196,7 @@ class Device:
                 self._thread = self._last = thread
 
     def check(self) -> None:
-        """Raises TransferFailed if the owner thread has died: then nobody does what was asked."""
+        """Raise TransferFailed if the owner thread has died: then nobody does what was asked."""
         with self._changed:
             if self._thread is not None and not self._thread.is_alive():
                 raise TransferFailed(
@@ -235,7 +234,7 @@ class Device:
             self._comms = [comm for comm in self._comms if comm.state is not State.FREED]
 
     def _pause(self) -> float | None:
-        """None: nothing changes by itself."""
+        """How long until the next poll. None: nothing changes by itself."""
         if not self._comms:
             return 0.0
         if all(comm.state is State.IDLE and comm.messages is None for comm in self._comms):
@@ -243,7 +242,7 @@ class Device:
         return _PAUSES_S[self._polls > _FAST_POLLS]
 
     def _step(self, comm: Communicator) -> None:
-        """Whatever it raises is a fault of `comm`."""
+        """Bring one communicator forward. Whatever it raises is a fault of this communicator."""
         if comm.state is State.DEAD:
             return
         if comm.given_up.is_set() and comm.state is not State.REVOKING:
@@ -357,25 +356,3 @@ class Device:
             return comm.comm is not None and self.nccl.busy(comm.comm)
         except TransferFailed:
             return False
-
-
-class Gpus(Protocol):
-    """The GPUs of this process."""
-
-    def why_not(self) -> str | None:
-        """Why NCCL cannot be used in this process, for people."""
-        ...
-
-    def version(self) -> int:
-        """NCCL's, as it writes it: 22903 is 2.29.3."""
-        ...
-
-    def shared(self) -> bool:
-        """Whether two ranks may be on one GPU."""
-        ...
-
-    def uuids(self) -> list[str]: ...
-
-    def of(self, memory: LocalMemory) -> Device | None:
-        """The GPU that holds `memory`, the same object each time; None when it is not on one."""
-        ...

@@ -1,10 +1,10 @@
 """libnccl through ctypes: the calls that a two-rank, nonblocking communicator takes.
 
-Every communicator is made with `blocking = 0`, because NCCL allows an abort at any moment only then
+Every communicator is made with `blocking = 0`, because only then NCCL allows an abort at any moment
 (NCCL's manual, "Fault Tolerance"). A call that cannot end at once returns ncclInProgress and goes
-on in a thread of NCCL's; `Nccl.busy` tells when it has ended.
+on in a thread of NCCL's. `Nccl.busy` tells when it has ended.
 
-Not thread-safe for one GPU: `device.py` has the one thread that calls it.
+Not thread-safe for one GPU: the thread of `device.py` makes all calls.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from types import SimpleNamespace
 from typing import Any
 
 from pullfill.errors import TransferFailed
-from pullfill.transfer.nccl.nccl_contract import Library
 from pullfill.transfer.nccl.nccl_settings import setting
 
 RANKS = 2
 MAX_CTAS = 8
-"""Thread blocks, one to a multiprocessor, that a communicator's kernel has at most. Each also costs
+"""Thread blocks of a communicator's kernel, at most. Each takes a multiprocessor while it runs, and
 about 6.5 MB of GPU memory. NCCL_MAX_CTAS in the environment overrides it."""
 SUCCESS, IN_PROGRESS = 0, 7  # ncclResult_t
 UINT8 = 1  # ncclDataType_t
 MAGIC = 0xCAFEBEEF  # NCCL_API_MAGIC
 UNDEFINED = -(1 << 31)  # NCCL_CONFIG_UNDEF_INT
 UNIQUE_ID_BYTES = 128
+# Without the GIL: the end of a group of aborts waits for the GPU. Other groups return at once.
 _REAL_NAMES = {"ncclGroupEndOfAborts": "ncclGroupEnd"}
 _SONAME = "libnccl.so.2"
 _QUICK = ("ncclCommGetAsyncError", "ncclGroupStart", "ncclGroupEnd", "ncclSend", "ncclRecv")
@@ -45,8 +45,8 @@ class UniqueId(ctypes.Structure):
 
 
 class Config(ctypes.Structure):
-    """ncclConfig_t as it was in NCCL 2.17. Newer releases read it too: `version` and `size` say
-    which fields it has, and the others keep their defaults."""
+    """ncclConfig_t of NCCL 2.17. Newer releases read it too: `version` and `size` say which fields
+    it has. The others keep their defaults."""
 
     _fields_ = (
         ("size", ctypes.c_size_t),
@@ -64,7 +64,7 @@ CONFIG_VERSION = 21700
 
 
 def nonblocking() -> Config:
-    """NCCL_CONFIG_INITIALIZER, with what we want to be different."""
+    """NCCL_CONFIG_INITIALIZER, made nonblocking and with fewer thread blocks."""
     return Config(
         size=ctypes.sizeof(Config), magic=MAGIC, version=CONFIG_VERSION, blocking=0,
         cga_cluster_size=UNDEFINED, min_ctas=UNDEFINED, max_ctas=MAX_CTAS, net_name=None,
@@ -97,9 +97,11 @@ class Message:
     nbytes: int
 
 
-def load() -> Library:
-    """The libnccl of this process: the one that torch or LD_PRELOAD brought, else that of the
-    nvidia-nccl package, else the system's. Raises TransferFailed."""
+def load() -> Any:
+    """The functions of libnccl, by name. Raises TransferFailed.
+
+    The library is the one that torch or LD_PRELOAD brought, else that of the nvidia-nccl package,
+    else the system's."""
     try:
         path, already = _SONAME, ctypes.CDLL(_SONAME, os.RTLD_NOLOAD | os.RTLD_NOW)
         del already
@@ -113,7 +115,7 @@ def load() -> Library:
         raise TransferFailed(
             f"NCCL does not load ({exc}): torch for CUDA brings it, or install nvidia-nccl-cu13"
         ) from exc
-    loaded: Any = SimpleNamespace()
+    loaded = SimpleNamespace()
     for name, types in _TYPES.items():
         try:
             function = getattr(quick if name in _QUICK else library, _REAL_NAMES.get(name, name))
@@ -123,7 +125,7 @@ def load() -> Library:
         setattr(loaded, name, function)
     for name in ("ncclGetErrorString", "ncclGetLastError"):
         getattr(loaded, name).restype = ctypes.c_char_p
-    return loaded  # type: ignore[no-any-return]
+    return loaded
 
 
 def _packaged() -> str | None:
@@ -150,20 +152,20 @@ def blocking_forced() -> str | None:
 
 
 class Nccl:
-    """The library with Python's types. Raises TransferFailed with NCCL's words for an error; the
-    communicator must then be aborted. Raises nothing else."""
+    """The library with Python's types. Every call raises TransferFailed with NCCL's words for an
+    error, and nothing else. The communicator must then be aborted."""
 
-    def __init__(self, library: Library) -> None:
+    def __init__(self, library: Any) -> None:
         self._library = library
 
     def version(self) -> int:
-        """22903 is 2.29.3. Any thread."""
+        """As NCCL writes it: 22903 is 2.29.3. Any thread."""
         number = _INT()
         self._check("ncclGetVersion", self._library.ncclGetVersion(ctypes.byref(number)))
         return number.value
 
     def unique_id(self) -> bytes:
-        """Under which both ranks meet. Opens a port."""
+        """The id under which both ranks meet. Opens a port."""
         made = UniqueId()
         self._check("ncclGetUniqueId", self._library.ncclGetUniqueId(ctypes.byref(made)))
         return bytes(made)
@@ -202,8 +204,8 @@ class Nccl:
         return state.value == IN_PROGRESS
 
     def issue(self, comm: int, messages: Sequence[Message], peer: int, stream: int) -> None:
-        """Begin to queue all of them as one group. They are on the stream when it is not `busy`;
-        until then the stream says nothing."""
+        """Begin to queue all messages as one group. They are on the stream when the communicator is
+        not `busy` any more. Until then the stream says nothing about them."""
         library, handle, on = self._library, ctypes.c_void_p(comm), ctypes.c_void_p(stream)
         self._check("ncclGroupStart", library.ncclGroupStart())
         code = SUCCESS
@@ -218,20 +220,17 @@ class Nccl:
         self._check("ncclGroupEnd", ended)
 
     def revoke(self, comm: int) -> None:
-        """Begin to end what runs on the GPU; it has ended when it is not `busy`. Frees nothing.
-        Not while an `init` or `issue` is under way: NCCL 2.30.7 then uses its own task after it
-        freed it (ncclCommEnsureReady)."""
+        """Begin to end what runs on the GPU. It has ended when the communicator is not `busy` any
+        more. Frees nothing. Not allowed while an `init` or `issue` is under way."""
+        # NCCL 2.30.7 would then use its own task after it freed it (ncclCommEnsureReady).
         self._check("ncclCommRevoke", self._library.ncclCommRevoke(ctypes.c_void_p(comm), 0))
 
     def abort(self, comms: Sequence[int]) -> None:
         """Stop everything that these communicators do, and free them. They are gone afterwards,
-        also if this raises. Blocks until every kernel on the GPU has ended, because it frees GPU
-        memory.
-
-        All aborts are one group, so that none of them waits for a kernel that another one stops
-        (NCCL 2.22 and newer). `ncclCommAbort` only stops the kernel and waits for the thread that
-        launches it. `ncclGroupEnd` frees.
-        """
+        also if this raises. Blocks until every kernel on the GPU has ended."""
+        # One group, so that no abort waits for a kernel that another one stops (NCCL 2.22 and
+        # newer). `ncclCommAbort` only stops the kernel and waits for the thread that launches it.
+        # `ncclGroupEnd` frees GPU memory, and that waits for every kernel.
         library = self._library
         self._check("ncclGroupStart", library.ncclGroupStart())
         codes = [library.ncclCommAbort(ctypes.c_void_p(comm)) for comm in comms]

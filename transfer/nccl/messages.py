@@ -1,5 +1,6 @@
-"""What the two sides of a nccl backend say on the connection (docs/wire.md). The peer speaks first,
-once per batch and before its payload.
+"""What the two sides of a nccl backend say on the connection (docs/wire.md).
+
+For each batch the peer speaks first, before its payload.
 """
 
 from __future__ import annotations
@@ -12,9 +13,13 @@ from pullfill.wire.codec import WIRE_VERSION, Count, Message, Version
 
 
 class NcclUse(Message, tag="nccl_use", frozen=True, kw_only=True):
-    """The next batch goes through the peer's communicator number `generation`, in messages of
-    `message_bytes`, the last one of what is left. fresh: the communicator is to be made now;
-    whatever came before is over, and the batch is announced once more when it is there."""
+    """Announces the next batch.
+
+    generation: the number of the peer's communicator that the batch goes through.
+    fresh: make this communicator now. The earlier one is over. When the new one is there, the peer
+        announces the batch again.
+    message_bytes: of each message. The last one has what is left.
+    """
 
     v: Version = WIRE_VERSION
     generation: Count
@@ -23,13 +28,13 @@ class NcclUse(Message, tag="nccl_use", frozen=True, kw_only=True):
 
 
 class NcclStart(Message, tag="nccl_start", frozen=True, kw_only=True):
-    """The id under which both sides now make the communicator; the owner is rank 0."""
+    """The id under which both sides make the communicator now. The owner is rank 0."""
 
     v: Version = WIRE_VERSION
     unique_id: Annotated[bytes, Meta(min_length=1, max_length=256)]
 
 
 class NcclReady(Message, tag="nccl_ready", frozen=True, kw_only=True):
-    """The owner queues its half of the batch now, and so does the peer: neither GPU waits long."""
+    """The owner queues its half of the batch now. So does the peer, when it hears this."""
 
     v: Version = WIRE_VERSION

@@ -1,10 +1,13 @@
-"""NCCL's settings as NCCL reads them: from the environment, else from a file.
+"""NCCL's settings as NCCL reads them (NCCL's manual, "Environment Variables").
 
-The first file is the one that `NCCL_CONF_FILE` names, or `.nccl.conf` in the home directory where
-that is not set. The second is `/etc/nccl.conf` (NCCL's manual, "Environment Variables"). A line is
-`NAME=VALUE`, without spaces around the `=`. Whatever comes first counts.
+Places, in this order. The first that has a setting counts:
 
-Plugins that set NCCL's environment (`NCCL_ENV_PLUGIN`) are not asked.
+- the environment
+- the file that `NCCL_CONF_FILE` names; if that is not set, `.nccl.conf` in the home directory
+- `/etc/nccl.conf`
+
+A line of a file is `NAME=VALUE`, without spaces around the `=`. Plugins that set NCCL's environment
+(`NCCL_ENV_PLUGIN`) are not asked.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ SYSTEM = Path("/etc/nccl.conf")
 
 
 def setting(name: str) -> tuple[str, str] | None:
-    """The value of a setting, and where it is set, for people. None if it is set nowhere."""
+    """The value of a setting, and where it is set, for people. None: it is set nowhere."""
     if (value := os.environ.get(name)) is not None:
         return value.strip(), "the environment"
     for path in _files():

@@ -1,11 +1,10 @@
-"""Turns on a GPU: who has one may have a transfer waiting there, and has memory to stage it in.
+"""Turns on a GPU. Who has a turn may have a transfer waiting there, and has memory to stage it in.
 
-A kernel of NCCL's occupies multiprocessors while it waits for the other side, so only `TURNS` of
-them are on a GPU at a time. A peer takes its turn first and its owner then, so peers never wait for
-each other in a circle; a worker is one of the two, as nccl is not read over by decode workers.
+A kernel of NCCL's occupies multiprocessors while it waits for the other side. So only `TURNS` of
+them are on a GPU at a time. A peer takes its turn first, and its owner after that. No worker is
+both, because decode workers do not read over nccl. So nobody waits for a turn in a circle.
 
-Turns are made when the worker starts and never given back: cudaFree waits for everything that runs
-on the GPU, also for a kernel that waits for another worker.
+Turns are made when the worker starts. Their memory is never given back (`CudaGpu.allocate`).
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pullfill.errors import TransferFailed
-from pullfill.transfer.nccl.nccl_contract import Copier, Gpu
+from pullfill.transfer.nccl.gpu import Copier, CudaGpu
 from pullfill.transfer.stream.batches import Iovec, Runs, pieces
 
 TURNS = 4
@@ -36,23 +35,24 @@ class Turn:
     copier: Copier
 
     def copy(self, target: Iovec, source: Iovec) -> None:
-        """Runs of pairwise equal lengths. Returns when done. Raises TransferFailed."""
+        """Copy runs of pairwise equal lengths. Returns when done. Raises TransferFailed."""
         if len(target):
             columns = (target[:, 0], source[:, 0], source[:, 1])
             self.copier.copy(*(np.ascontiguousarray(column) for column in columns))
 
 
 class Turns:
-    """Those of one GPU. Thread-safe."""
+    """The turns of one GPU. Thread-safe."""
 
-    def __init__(self, gpu: Gpu) -> None:
+    def __init__(self, gpu: CudaGpu) -> None:
         self._gpu = gpu
         self._free: queue.SimpleQueue[Turn] = queue.SimpleQueue()
         self._mutex = threading.Lock()
         self._made = False
 
     def make(self, nbytes: int) -> None:
-        """With so much memory each; once. Raises TransferFailed when the GPU has too little."""
+        """Make the turns, once, with so much memory each. Raises TransferFailed when the GPU has
+        too little."""
         with self._mutex:
             if self._made:
                 return
@@ -70,8 +70,10 @@ class Turns:
 
     @contextlib.contextmanager
     def take(self, watch: Callable[[], None]) -> Iterator[Turn]:
-        """`watch` is called now and then and raises to give up. On leaving, nothing on the GPU may
-        use the turn's memory."""
+        """Wait for a turn, and have it until the `with` ends. Nothing on the GPU may use the turn's
+        memory then.
+
+        watch: called every TICK_S. It raises to give up."""
         while True:
             try:
                 turn = self._free.get(timeout=TICK_S)
@@ -85,10 +87,14 @@ class Turns:
 
 
 class Laid:
-    """A batch as messages: what is sent from or received into where, and what is copied between
-    the blocks and the turn's memory. Raises TransferFailed when that is too small."""
+    """A batch cut into messages.
+
+    places: address and length of each message, in the blocks or in the turn's memory.
+    blocks, ring: the runs that are copied between the blocks and the turn's memory.
+    """
 
     def __init__(self, runs: Runs, step: int, turn: Turn) -> None:
+        """Raises TransferFailed when the turn's memory is too small."""
         messages = list(pieces(runs.iovec, step))
         staged = [message.iovec for message in messages if len(message.iovec) > 1]
         self.blocks: Iovec = np.concatenate(staged) if staged else runs.iovec[:0]

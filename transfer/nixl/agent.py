@@ -1,15 +1,16 @@
 """One NIXL agent over one memory. No other file calls NIXL. One thread at a time uses an agent.
 
-NIXL does three things that would disturb a worker. Its progress thread keeps a core busy: none is
-made, and whoever waits for a transfer polls, with pauses. A new agent may pin the thread that makes
-it to other cores: the affinity is put back. Its import sets up logging of its own: that is undone,
-and NIXL_LOG_LEVEL still sets the level.
+NIXL does three things that would disturb a worker:
+
+- Its progress thread keeps a core busy. None is made: who waits for a transfer polls, with pauses.
+- A new agent may pin the thread that makes it to other cores. The affinity is put back.
+- Its import sets up logging of its own. That is undone. NIXL_LOG_LEVEL still sets the level.
 
 The proof that nothing lands any more: a transfer that is done is done. One that is given up may
-still be in a queue of UCX or of the network card, and releasing its handle does not promise to take
-it out. So the whole agent is dropped: its worker, its endpoints, its registration of the memory.
-Without those, neither UCX nor a card can write there. On a GPU, UCX may have queued copies that go
-on without it. Whoever drops an agent then waits for all that this process has queued there.
+still be in a queue of UCX or of the network card, and to release its handle does not promise to
+take it out. So the whole agent is closed: its worker, its endpoints, its registration of the
+memory. Without those, neither UCX nor a card can write there. On a GPU, UCX may have queued copies
+that go on without it. So `close` then waits for all that this process has queued on the GPU.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from pullfill.transfer.stream.batches import Iovec
 log = logging.getLogger(__name__)
 
 _making = threading.Lock()
-"""One agent at a time: what is put back afterwards belongs to the process or the thread."""
+"""Agents are made one at a time: what is put back afterwards belongs to process or thread."""
 _FAST_S, _SHORT_S, _LONG_S, _AGAIN_S = 0.1, 50e-6, 500e-6, 1.0
 
 
@@ -61,8 +62,8 @@ def version() -> str:
 
 
 def _package() -> str | None:
-    """Where NIXL's classes are. `nixl` itself only chooses between builds, and imports torch to do
-    so, which takes seconds; where there is one build there is nothing to choose."""
+    """The package with NIXL's classes. None: it is not installed."""
+    # `nixl` only chooses between builds. It imports torch to do so, which takes seconds.
     if importlib.util.find_spec("nixl") is None:
         return None
     builds = [name for name in ("nixl_cu12", "nixl_cu13") if importlib.util.find_spec(name)]
@@ -95,7 +96,7 @@ class Pauses:
 
 
 class Agent:
-    """Owns the agent and its registration; `drop` gives both back."""
+    """Owns NIXL's agent and the registration of the memory. `close` gives both back."""
 
     def __init__(self, memory: LocalMemory) -> None:
         """Raises TransferFailed."""
@@ -133,7 +134,7 @@ class Agent:
         ours, theirs: runs of pairwise equal length.
         check: called during the wait; raises to give up.
 
-        After any error the agent must be dropped before its memory counts as quiet."""
+        After any error, close the agent before its memory counts as quiet."""
         with _failures("the transfer failed"):
             self._enter()
             here = self._agent.get_xfer_descs(_rows(ours, self._device), self._kind)
@@ -164,7 +165,7 @@ class Agent:
             self._enter()
             self._agent.get_new_notifs()
 
-    def drop(self) -> None:
+    def close(self) -> None:
         """Disconnect, deregister, destroy. When it returns, this agent moves nothing any more.
         After an error of the GPU it never returns, because nobody can know. Idempotent."""
         agent, self._agent = self._agent, None
@@ -192,8 +193,9 @@ class Agent:
 
 
 def _context(device: int | None) -> tuple[Callable[[], None], Callable[[], None]]:
-    """Two functions. The first makes the device's CUDA context the calling thread's: UCX copies GPU
-    memory in the current one. The second waits for all that was queued there."""
+    """Two functions. The first makes the device's CUDA context the calling thread's. The second
+    waits for all that was queued there."""
+    # UCX copies GPU memory in the context that is current.
     if device is None:
         return lambda: None, lambda: None
     from pullfill.transfer.gpu.cuda import load

@@ -169,7 +169,7 @@ def test_a_forged_frame_is_told_as_such(sides: Sides, monkeypatch: pytest.Monkey
     monkeypatch.setattr(sides.links[0], "receive", forged)
     with pytest.raises(AuthFailed):
         sides.backends[0].receive(sides.runs[0])
-    assert sides.backends[0]._comm is None  # type: ignore[attr-defined]
+    assert sides.backends[0].resource is None  # type: ignore[attr-defined]
 
 
 def test_a_communicator_that_the_owner_does_not_have_is_named_as_such(sides: Sides) -> None:
@@ -230,7 +230,7 @@ def test_cuda_that_fails_while_copying_is_a_failed_transfer(
 
 
 def test_device_memory_is_taken_once_and_never_given_back(sides: Sides) -> None:
-    """A cudaFree would wait for other workers' kernels, so contract.Gpu has none."""
+    """A cudaFree would wait for other workers' kernels, so CudaGpu has none."""
     taken = dict(sides.world.memory)
     assert len(taken) == 2
     sides.both("receive", "send")

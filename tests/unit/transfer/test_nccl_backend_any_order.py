@@ -35,7 +35,7 @@ class Planes(RuleBasedStateMachine):
         fresh = np.random.default_rng(self.seed).integers(0, 256, TOTAL, dtype=np.uint8)
         self.sides.datas[1 - target][:] = fresh
         before = self.sides.datas[target].copy()
-        has = [backend._comm is not None for backend in self.sides.backends]  # type: ignore[attr-defined]
+        has = [backend.resource is not None for backend in self.sides.backends]  # type: ignore[attr-defined]
         try:
             self.sides.both(owner, peer)
         except TransferFailed:
@@ -50,11 +50,11 @@ class Planes(RuleBasedStateMachine):
     def refuse(self) -> None:
         """Where the peer would have to make a communicator, it waits for an id and hears this."""
         peer = self.sides.backends[1]
-        if all(backend._comm is not None for backend in self.sides.backends):  # type: ignore[attr-defined]
+        if all(backend.resource is not None for backend in self.sides.backends):  # type: ignore[attr-defined]
             before = self.sides.datas[0].copy()
             self.sides.refuse()
             np.testing.assert_array_equal(self.sides.datas[0], before)
-            assert peer._comm is not None  # type: ignore[attr-defined]
+            assert peer.resource is not None  # type: ignore[attr-defined]
 
     @rule()
     def owner_idle(self) -> None:
@@ -67,7 +67,7 @@ class Planes(RuleBasedStateMachine):
     @rule()
     def fault(self) -> None:
         """The kernels hang; both sides are interrupted."""
-        if any(backend._comm is None for backend in self.sides.backends):  # type: ignore[attr-defined]
+        if any(backend.resource is None for backend in self.sides.backends):  # type: ignore[attr-defined]
             return
         before = self.sides.datas[0].copy()
         self.sides.world.set(hang=True)

@@ -13,8 +13,9 @@ import pytest
 from pullfill.errors import TransferFailed
 from pullfill.transfer.nccl import library, nccl_settings
 from pullfill.transfer.nccl.device import Device
+from pullfill.transfer.nccl.gpu import settle
 from pullfill.transfer.nccl.library import nonblocking
-from pullfill.transfer.nccl.nccl_cuda import CudaGpus, settle
+from pullfill.transfer.nccl.nccl_cuda import CudaGpus
 from tests.support.fake_kernels import FakeStream
 from tests.support.fake_nccl import World
 from tests.support.nccl_comms import impatient, patient
@@ -66,9 +67,9 @@ def test_calls_that_wait_for_the_gpu_give_up_the_gil(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(ctypes, "CDLL", lambda *_: waiting)
     monkeypatch.setattr(ctypes, "PyDLL", lambda *_: quick)
     found = library.load()
-    assert found.ncclGroupEnd is quick.ncclGroupEnd  # type: ignore[attr-defined]
-    assert found.ncclGroupEndOfAborts is waiting.ncclGroupEnd  # type: ignore[attr-defined]
-    assert found.ncclCommAbort is waiting.ncclCommAbort  # type: ignore[attr-defined]
+    assert found.ncclGroupEnd is quick.ncclGroupEnd
+    assert found.ncclGroupEndOfAborts is waiting.ncclGroupEnd
+    assert found.ncclCommAbort is waiting.ncclCommAbort
 
 
 def test_then_the_packages(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,11 +90,11 @@ def stalled(driver: FakeDriver) -> tuple[Agent, np.ndarray]:
 def test_nothing_lands_after_an_agent_was_dropped(driver: FakeDriver) -> None:
     agent, ours = stalled(driver)
     assert (ours[:64] == 0).all()
-    agent.drop()
+    agent.close()
     ours[:] = 1
     driver.synchronize(0)
     assert (ours == 1).all(), "a copy that was given up landed later"
-    agent.drop()
+    agent.close()
 
 
 def test_a_gpu_error_keeps_the_memory(
@@ -111,6 +111,6 @@ def test_a_gpu_error_keeps_the_memory(
             driver.fail_sync, driver.error = False, ""
 
     monkeypatch.setattr(nixl.time, "sleep", recover)
-    agent.drop()
+    agent.close()
     assert looks == 3, "it returned while copies might run"
     assert caplog.text.count("restart it") == 1
