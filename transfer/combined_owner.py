@@ -62,7 +62,6 @@ class CombinedOwner:
             self._advertised = advertise or self._server.address
 
     def endpoints(self, rank: int = 0) -> dict[str, str]:
-        """See Owner."""
         offers = {
             name: endpoint
             for name, endpoint in self._base.endpoints(rank).items()
@@ -84,11 +83,9 @@ class CombinedOwner:
         return self._server.connections
 
     def renew(self, incarnation: str) -> None:
-        """See Owner."""
         self._base.renew(incarnation)
 
     def close(self) -> None:
-        """See Owner."""
         # The fences first, so that nothing new begins.
         self._base.fences.close()
         self._server.close()

@@ -47,7 +47,6 @@ class GroupSession:
 
     @property
     def moved_bytes(self) -> int:
-        """See PeerSession."""
         return sum(member.session.moved_bytes for member in self._members)
 
     def write_blocks(
@@ -61,7 +60,6 @@ class GroupSession:
     def read_blocks(
         self, fence: FenceToken, source: Sequence[int], target: Sequence[int]
     ) -> MoveResult:
-        """See PeerSession."""
         readers = [m.session for m in self._members if m.reads]
         return _move(readers, len(source), lambda s: s.read_blocks(fence, source, target))
 
@@ -72,7 +70,6 @@ class GroupSession:
         return None
 
     def interrupt(self) -> None:
-        """See PeerSession."""
         for member in self._members:
             member.session.interrupt()
 

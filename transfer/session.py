@@ -69,25 +69,21 @@ class MappedSession:
 
     @property
     def moved_bytes(self) -> int:
-        """See PeerSession."""
         return self._moved
 
     def write_blocks(
         self, fence: FenceToken, source: Sequence[int], target: Sequence[int]
     ) -> MoveResult:
-        """See PeerSession."""
         return self._move("write", fence, source, target)
 
     def read_blocks(
         self, fence: FenceToken, source: Sequence[int], target: Sequence[int]
     ) -> MoveResult:
-        """See PeerSession."""
         return self._move("read", fence, source, target)
 
     def move_now(
         self, verb: Direction, fence: FenceToken, source: Sequence[int], target: Sequence[int]
     ) -> MoveResult | None:
-        """See PeerSession."""
         if self._copy_now is None or len(source) * self._local.layout.block_bytes > NOW_BYTES:
             return None
         started = time.perf_counter()

@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 from pullfill.errors import BadMessage, ConfigError, IncompatibleError, PeerUnavailable
-from pullfill.transfer.cuda_ipc.endpoint import IpcEndpoint
-from pullfill.transfer.cuda_ipc.owner import CudaIpcOwner
+from pullfill.transfer.cuda_ipc.owner import CudaIpcOwner, IpcEndpoint
 from pullfill.transfer.cuda_ipc.peer import CudaIpcTransport
 from pullfill.transfer.gpu import region as regions
 from pullfill.transfer.gpu.region import GpuMapping, export

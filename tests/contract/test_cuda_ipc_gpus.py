@@ -12,7 +12,7 @@ import pytest
 from pullfill.errors import BadMessage, PeerUnavailable, TransferFailed
 from pullfill.runtime import failpoints
 from pullfill.runtime.failpoints import FailpointError
-from pullfill.transfer.cuda_ipc.endpoint import IpcEndpoint
+from pullfill.transfer.cuda_ipc.owner import IpcEndpoint
 from pullfill.transfer.digest import BlockDigester
 from pullfill.transfer.gpu import copies
 from pullfill.transfer.gpu.interconnect import NVLINK, PCIE, SAME, Interconnect, link_to

@@ -18,7 +18,7 @@ from pullfill.transfer import catalogue
 from pullfill.transfer.connect import connect
 from pullfill.transfer.contract import KvLayout, LocalMemory, Owner
 from pullfill.transfer.cuda_ipc import peer
-from pullfill.transfer.cuda_ipc.endpoint import IpcEndpoint
+from pullfill.transfer.cuda_ipc.owner import IpcEndpoint
 from pullfill.transfer.cuda_ipc.peer import CudaIpcTransport
 from pullfill.transfer.gpu import cuda
 from pullfill.transfer.gpu import region as gpu_region

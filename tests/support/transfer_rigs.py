@@ -16,8 +16,7 @@ from pullfill.net.this_host import host_id
 from pullfill.testing.loopback import LoopbackOwner, LoopbackTransport
 from pullfill.transfer.combined_owner import CombinedOwner
 from pullfill.transfer.contract import KvLayout, LocalMemory, Owner, PeerSession, PeerTransport
-from pullfill.transfer.cuda_ipc.endpoint import IpcEndpoint
-from pullfill.transfer.cuda_ipc.owner import CudaIpcOwner
+from pullfill.transfer.cuda_ipc.owner import CudaIpcOwner, IpcEndpoint
 from pullfill.transfer.cuda_ipc.peer import CudaIpcTransport
 from pullfill.transfer.gpu.region import export
 from pullfill.transfer.layout import check_bounds, dense_layout, describe_region

@@ -1,16 +1,49 @@
-"""The decode worker's side of cuda_ipc: the fence file, and a handle on each rank's GPU memory."""
+"""The decode worker's side of cuda_ipc: the fence file, and a handle on each rank's GPU memory.
+
+Peers find both in the endpoint that it publishes (`IpcEndpoint`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
 
 from pullfill.transfer.contract import LocalMemory
-from pullfill.transfer.cuda_ipc.endpoint import Exported, IpcEndpoint
 from pullfill.transfer.cuda_ipc.writers import WriterTable
+from pullfill.transfer.gpu.cuda import HANDLE_BYTES
 from pullfill.transfer.layout import check_bounds
 from pullfill.transfer.shm.fence import SLOTS
-from pullfill.transfer.shm.files import RegionFiles, inode
+from pullfill.transfer.shm.files import Endpoint, RegionFiles, inode
 from pullfill.transfer.shm.owner import FenceOwner
+
+_Size = Annotated[int, Meta(ge=0, le=1 << 62)]
+
+
+class Exported(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """GPU memory of one process, as any other process of this host can map it.
+
+    handle: the IPC handle of the whole allocation.
+    offset, nbytes: the part of the allocation that is meant.
+    device: the UUID.
+    pid, pid_space: the process that exported it.
+    """
+
+    handle: Annotated[bytes, Meta(min_length=HANDLE_BYTES, max_length=HANDLE_BYTES)]
+    offset: _Size
+    nbytes: _Size
+    device: Annotated[str, Meta(max_length=64)]
+    pid: Annotated[int, Meta(ge=1)]
+    pid_space: Annotated[str, Meta(max_length=64)]
+
+
+class IpcEndpoint(Endpoint, frozen=True, kw_only=True):
+    """The GPU memory of one rank."""
+
+    transport = "cuda_ipc"
+    memory: Exported
 
 
 class CudaIpcOwner(FenceOwner):

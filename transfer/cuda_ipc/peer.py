@@ -4,10 +4,12 @@ A session owns one opening of the handle and one open file description of the fe
 on the stream that all sessions of the process share (gpu/copies.py). It waits for its batch before
 it lets go of the fence, so the fence covers every byte in flight.
 
-When the wait fails (a GPU error), nobody knows what is in flight. Then the session never lets go of
-the fence, and the end of this process is the only proof (writers.py). Such an error ends the engine
-too. A copy to the memory of a dead owner could be such an error. So each batch first checks that
-the owner lives.
+After a GPU error nobody knows what is in flight. Then the session never lets go of the fence, and
+only the end of this process is a proof (writers.py).
+
+The end of the owner frees its GPU memory. To use it after that through a mapping is undefined (CUDA
+Driver API, cuIpcOpenMemHandle), and may be a GPU error, which ends our engine too. So each batch
+first checks that the owner lives. A batch under way when the owner dies is not covered.
 """
 
 from __future__ import annotations
@@ -20,9 +22,9 @@ from pullfill.errors import BadMessage, IncompatibleError, PeerUnavailable, Tran
 from pullfill.net.this_host import host_id
 from pullfill.runtime import failpoints, log
 from pullfill.transfer.contract import LocalMemory, PeerSession, Rect
-from pullfill.transfer.cuda_ipc.endpoint import IpcEndpoint
-from pullfill.transfer.cuda_ipc.owner_alive import Process
-from pullfill.transfer.cuda_ipc.writers import WriterRecord, pid_namespace, why_no_proof
+from pullfill.transfer.cuda_ipc.owner import IpcEndpoint
+from pullfill.transfer.cuda_ipc.processes import Process, pid_namespace
+from pullfill.transfer.cuda_ipc.writers import WriterRecord, why_no_proof
 from pullfill.transfer.gpu.copies import GpuCopier, Lane, lane_of
 from pullfill.transfer.gpu.cuda import CudaDriver, load
 from pullfill.transfer.gpu.interconnect import link_to, visible
@@ -97,7 +99,7 @@ class CudaIpcTransport:
         driver: Callable[[], CudaDriver] = load,
         lane: Callable[[int], Lane] = lane_of,
     ) -> None:
-        """`device`: which holds our KV memory (`LocalMemory.device`)."""
+        """device: the GPU that holds our KV memory (`LocalMemory.device`)."""
         self._device = device
         self._driver = driver
         self._lane = lane
@@ -138,7 +140,6 @@ class CudaIpcTransport:
     def connect(
         self, local: LocalMemory, descriptor: RegionDescriptor, part: Rect | None = None
     ) -> PeerSession:
-        """See PeerTransport."""
         ours, theirs = both_sides(local, descriptor, part)
         endpoint = IpcEndpoint.decode(descriptor.endpoints.get(self.name, ""))
         if local.device is None:
@@ -169,7 +170,9 @@ class CudaIpcTransport:
                         logger.warning("GPU memory of another worker stays mapped: %s", exc)
 
             undo.callback(driver.close, device, base)
-            _check_size(driver, device, base, endpoint)
+            _, size = driver.extent(device, base)  # whichever GPU holds it
+            if endpoint.memory.offset + endpoint.memory.nbytes > size:
+                raise BadMessage(f"the endpoint reaches beyond its allocation of {size} bytes")
             session = MappedSession(
                 self.name,
                 ours,
@@ -203,12 +206,6 @@ def _map(
         raise PeerUnavailable(
             f"the GPU memory of {descriptor.instance_id} cannot be mapped: {exc}"
         ) from exc
-
-
-def _check_size(driver: CudaDriver, device: int, base: int, endpoint: IpcEndpoint) -> None:
-    _, size = driver.extent(device, base)  # whichever GPU holds it
-    if endpoint.memory.offset + endpoint.memory.nbytes > size:
-        raise BadMessage(f"the endpoint reaches beyond its allocation of {size} bytes")
 
 
 def _why_not_here(endpoint: IpcEndpoint, driver: CudaDriver, device: int) -> str | None:

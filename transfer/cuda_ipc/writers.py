@@ -1,21 +1,22 @@
 """Who copies by GPU right now: records beside the fence's header, for the proof after a death.
 
-A copy by the CPU ends with the threads of its process, and the kernel frees their file locks only
-after that. A GPU copies on by itself. When its writer is killed, the locks go when the files are
-closed. The copies end when the driver destroys the CUDA context, which may be later. So a free lock
-alone proves nothing about a writer that died.
+A CPU's copy ends with the threads of its process, and the kernel frees their file locks only after
+that. A GPU copies on by itself. When its writer is killed, its locks go when its files are closed.
+Its copies end when the driver destroys the CUDA context, which may be later. So a free lock proves
+nothing about a GPU writer that died.
 
-    1024 + 16 * i     record i: u64 process (pid and when it started), u64 slot + 1 while it copies
+    1024 + 16 * i     record i: u64 process (processes.py), u64 slot + 1 while it copies
 
-A fence hold takes a record, and a lock on it for its life. It names its slot in the record while
-copies may be in flight. The owner, once it has the slot's lock, looks for records that still name
-the slot. Their writers lost the lock without finishing, so they are dying or dead. The owner takes
-the end of the *process* as the proof. That is enough, by the driver's published source: the kernel
-reports a process as ended (pidfd) after its last file was released, and the release of the driver's
-control file frees the process's channels before it returns. A child forked without exec would keep
-the files open; workers make none.
+A fence hold takes a record, and a lock on the record for its life. It names its slot in the record
+while copies may be in flight. The owner first takes the slot's lock. Then it looks for records that
+still name the slot. Their writers lost the lock without finishing, so they are dying or dead. The
+owner takes the end of the *process* as the proof.
 
-It is not enough in two cases, which `why_no_proof` finds. Under MPS, the channels are those of a
+That is enough, by the driver's published source: the kernel reports a process as ended after its
+last file was released, and the release of the driver's control file frees the process's channels
+before it returns. A child forked without exec would keep the files open. Workers make none.
+
+`why_no_proof` finds the two cases where it is not enough. Under MPS, the channels are those of a
 server that outlives its clients. And one setting makes the driver free channels some time later.
 MIG changes nothing: an instance's channels are freed in the same way.
 """
@@ -24,13 +25,12 @@ from __future__ import annotations
 
 import mmap
 import os
-import select
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pullfill.errors import PeerUnavailable, TransferFailed
+from pullfill.transfer.cuda_ipc.processes import has_ended, process_word
 from pullfill.transfer.gpu.cuda import CudaDriver
 from pullfill.transfer.shm import lock
 
@@ -38,15 +38,6 @@ _AT = 1024
 _RECORD_BYTES = 16
 RECORDS = (4096 - _AT) // _RECORD_BYTES
 """How many GPU sessions one owner can have at a time."""
-_PID_BITS = 22  # the kernel's limit of pid_max
-
-
-def pid_namespace() -> str:
-    """Names the space in which this process's pids count; empty if unknown."""
-    try:
-        return os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return ""
 
 
 def why_no_proof(driver: CudaDriver, device: int) -> str | None:
@@ -72,49 +63,8 @@ def why_no_proof(driver: CudaDriver, device: int) -> str | None:
     return None
 
 
-def process_word(pid: int) -> int:
-    """A process that never comes again: its pid and the kernel's time of its start. Raises
-    OSError when there is none."""
-    return _started(pid) << _PID_BITS | pid
-
-
-def has_ended(word: int) -> bool:
-    """Whether that process is gone for certain: all its threads have ended, all its files are
-    released. Its parent may not have waited for it yet."""
-    pid = word & (1 << _PID_BITS) - 1
-    try:
-        fd = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    except OSError:
-        return False
-    try:
-        if _is_readable(fd):
-            return True  # and so has whoever had the number before
-        return _started(pid) != word >> _PID_BITS  # somebody else has the number now
-    except OSError:  # it ended just now, or /proc hides it from us (hidepid)
-        return _is_readable(fd)
-    finally:
-        os.close(fd)
-
-
-def _is_readable(fd: int) -> bool:
-    poll = select.poll()
-    poll.register(fd, select.POLLIN)
-    return bool(poll.poll(0))
-
-
-def _started(pid: int) -> int:
-    """Clock ticks after boot. Raises ProcessLookupError, OSError."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_bytes()
-    except FileNotFoundError as exc:
-        raise ProcessLookupError(f"no process {pid}") from exc
-    return int(stat[stat.rindex(b")") + 2 :].split()[19])
-
-
 class WriterTable:
-    """The owner's side; its `quiet` becomes `ShmFences.quiet`. Uses `fd` only to map the file."""
+    """The owner's side. `ShmFences.quiet` calls its `quiet`. It uses `fd` only to map the file."""
 
     def __init__(self, fd: int) -> None:
         self._map = mmap.mmap(fd, 4096)
@@ -141,7 +91,7 @@ class WriterTable:
 
 
 class WriterRecord:
-    """A writer's record. Its fence hold owns `fd`; the lock on `fd` keeps the record."""
+    """A writer's record. The lock on `fd` keeps it. The fence hold owns `fd`."""
 
     def __init__(self, fd: int) -> None:
         """Raises PeerUnavailable when all records are taken."""
@@ -162,11 +112,11 @@ class WriterRecord:
         raise PeerUnavailable(f"{RECORDS} GPU sessions write to this decode worker already")
 
     def begin(self, slot: int) -> None:
-        """Holding the slot, before anything is queued."""
+        """Call while holding the slot, before anything is queued."""
         self._words[self._start // 8 + 1] = slot + 1
 
     def end(self) -> None:
-        """Still holding it, after everything queued is done."""
+        """Call while holding the slot, after everything queued is done."""
         self._words[self._start // 8 + 1] = 0
 
     def close(self) -> None:

@@ -13,8 +13,8 @@ from dataclasses import replace
 from pullfill.errors import ConfigError, PeerUnavailable, TransferFailed
 from pullfill.runtime import log
 from pullfill.transfer.contract import LocalMemory
-from pullfill.transfer.cuda_ipc.endpoint import Exported
-from pullfill.transfer.cuda_ipc.writers import pid_namespace
+from pullfill.transfer.cuda_ipc.owner import Exported
+from pullfill.transfer.cuda_ipc.processes import pid_namespace
 from pullfill.transfer.gpu.cuda import CudaDriver, load
 from pullfill.transfer.gpu.interconnect import visible
 from pullfill.transfer.shm.ranks import RankRegion

@@ -101,7 +101,6 @@ class ShmFences:
 
     @property
     def in_use(self) -> int:
-        """See OwnerFences."""
         return self._slots - len(self._free)
 
     def open(self, block_ids: Sequence[int], first_target: int = 0) -> FenceToken:

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 
 from pullfill.errors import IncompatibleError
 from pullfill.transfer.contract import KvLayout, LocalMemory
-from pullfill.transfer.cuda_ipc.endpoint import Exported
-from pullfill.transfer.cuda_ipc.owner import CudaIpcOwner
+from pullfill.transfer.cuda_ipc.owner import CudaIpcOwner, Exported
 from pullfill.transfer.shm import files
 from pullfill.transfer.shm.owner import FenceOwner, ShmOwner
 from pullfill.transfer.topology import head_range

@@ -121,7 +121,6 @@ class StreamSession:
 
     @property
     def moved_bytes(self) -> int:
-        """See PeerSession."""
         return self._moved
 
     def open(self) -> None:
@@ -156,7 +155,6 @@ class StreamSession:
     def write_blocks(
         self, fence: FenceToken, source: Sequence[int], target: Sequence[int]
     ) -> MoveResult:
-        """See PeerSession."""
         ours = checked_ids(source, self._local.layout.num_blocks, "source")
         theirs = checked_ids(target, self._blocks, "target")
         _check_pairs(ours, theirs, theirs)
@@ -165,7 +163,6 @@ class StreamSession:
     def read_blocks(
         self, fence: FenceToken, source: Sequence[int], target: Sequence[int]
     ) -> MoveResult:
-        """See PeerSession."""
         theirs = checked_ids(source, self._blocks, "source")
         ours = checked_ids(target, self._local.layout.num_blocks, "target")
         _check_pairs(ours, theirs, ours)
@@ -178,7 +175,6 @@ class StreamSession:
         return None
 
     def interrupt(self) -> None:
-        """See PeerSession."""
         self._interrupted = True
         connections, backend = (self._opening, self._connection), self._backend
         if backend is not None:

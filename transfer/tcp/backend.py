@@ -59,11 +59,9 @@ class TcpBackend:
         self._move(_libc.sendmsg, socket.MSG_NOSIGNAL, runs.iovec)
 
     def receive(self, runs: Runs) -> None:
-        """See Backend."""
         self._move(_libc.recvmsg, socket.MSG_WAITALL, runs.iovec)
 
     def discard(self, nbytes: int) -> None:
-        """See Backend."""
         assert self._connection is not None
         scratch = ctypes.create_string_buffer(min(nbytes, _SCRATCH))
         while nbytes:

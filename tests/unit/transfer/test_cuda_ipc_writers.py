@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import struct
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,16 +14,8 @@ from pathlib import Path
 import pytest
 
 from pullfill.errors import PeerUnavailable
-from pullfill.transfer.cuda_ipc import writers
-from pullfill.transfer.cuda_ipc.writers import (
-    RECORDS,
-    WriterRecord,
-    WriterTable,
-    has_ended,
-    pid_namespace,
-    process_word,
-    why_no_proof,
-)
+from pullfill.transfer.cuda_ipc.processes import has_ended, pid_namespace, process_word
+from pullfill.transfer.cuda_ipc.writers import RECORDS, WriterRecord, WriterTable, why_no_proof
 from pullfill.transfer.shm import lock
 from tests.support.fake_gpu import FakeDriver
 
@@ -106,10 +99,10 @@ def test_a_process_that_proc_hides_has_not_ended(monkeypatch: pytest.MonkeyPatch
     """/proc may be mounted so that it shows no processes of other users (hidepid=2)."""
     word = process_word(os.getpid())
 
-    def hidden(pid: int) -> int:
-        raise ProcessLookupError(f"no process {pid}")
+    def hidden(path: Path) -> bytes:
+        raise FileNotFoundError(path)
 
-    monkeypatch.setattr(writers, "_started", hidden)
+    monkeypatch.setattr(Path, "read_bytes", hidden)
     assert not has_ended(word)
 
 
@@ -131,39 +124,42 @@ def test_a_record_names_its_slot_while_copies_may_be_in_flight(fds: list[int]) -
     table.close()
 
 
+def holders(fence: Path) -> list[int]:
+    """The processes in the first two records."""
+    return [struct.unpack_from("<Q", fence.read_bytes(), 1024 + 16 * i)[0] for i in (0, 1)]
+
+
 def test_a_dead_writers_record_is_taken_back_once_its_end_is_proved(
     fence: Path, fds: list[int]
 ) -> None:
     code = (
         "import os, sys; from pullfill.transfer.cuda_ipc.writers import WriterRecord; "
-        "r = WriterRecord(os.open(sys.argv[1], os.O_RDWR)); r.begin(7); print(r._start, flush=True)"
-        "; input()"
+        "r = WriterRecord(os.open(sys.argv[1], os.O_RDWR)); r.begin(7); print(flush=True); input()"
     )
     writer = subprocess.Popen(
         [sys.executable, "-c", code, str(fence)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     assert writer.stdout is not None
-    start = int(writer.stdout.readline())
+    assert writer.stdout.readline()
+    theirs, ours = process_word(writer.pid), process_word(os.getpid())
     table = WriterTable(fds[0])
     assert not table.quiet(7)
     writer.kill()
     os.waitid(os.P_PID, writer.pid, os.WEXITED | os.WNOWAIT)
     # Nobody takes the record before its owner has seen the end of who had it.
     mine = WriterRecord(fds[1])
-    assert mine._start != start
+    assert holders(fence) == [theirs, ours]
     assert table.quiet(7)
     again = WriterRecord(fds[2])
-    assert again._start == start
+    assert holders(fence) == [ours, ours]
     writer.communicate()
     again.close()
     mine.close()
     table.close()
 
 
-def test_no_record_is_left_for_more_sessions_than_there_are(
-    fds: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(writers, "RECORDS", 1)
+def test_no_record_is_left_for_more_sessions_than_there_are(fds: list[int]) -> None:
+    assert lock.try_exclusive(fds[2], 1024 + 16, 16 * (RECORDS - 1)), "others have all but one"
     record = WriterRecord(fds[0])
     with pytest.raises(PeerUnavailable, match="already"):
         WriterRecord(fds[1])
