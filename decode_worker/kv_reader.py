@@ -29,8 +29,7 @@ from pullfill.runtime import failpoints, log, metrics
 from pullfill.runtime.idle import IDLE_S, IdleTimer
 from pullfill.runtime.lanes import Lane
 from pullfill.transfer import catalogue
-from pullfill.transfer.choose import choose
-from pullfill.transfer.connect import connect, pulled_over
+from pullfill.transfer.connect import choose, connect, pulled_over
 from pullfill.transfer.contract import LocalMemory, MoveResult, PeerSession
 from pullfill.wire import FenceToken, KvMode, Ready, RegionDescriptor, u32
 

@@ -16,8 +16,7 @@ from pullfill.prefill_worker.credits import Credits
 from pullfill.prefill_worker.transfer_worker import TransferWorker
 from pullfill.registry.directory import Directory
 from pullfill.runtime import log
-from pullfill.transfer.choose import why_not_better
-from pullfill.transfer.connect import connect
+from pullfill.transfer.connect import connect, why_not_better
 from pullfill.transfer.contract import PeerTransport
 from pullfill.wire import Compat, WorkerRecord
 

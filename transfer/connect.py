@@ -1,7 +1,8 @@
-"""Connects two workers, however each of them splits the model over ranks.
+"""Connects two workers over the best transport, however each of them splits the model over ranks.
 
-For each rank of the other worker it takes the best transport (`choose.py`). For each part that goes
-between two ranks (`topology.plan`) it opens a session. `GroupSession` makes one of them.
+For each rank of the other worker, `choose` takes the best transport that reaches it. For each part
+that goes between two ranks (`topology.plan`), `connect` opens a session. `GroupSession` makes one
+session of them.
 
 Prefill workers write to decode workers and read from them this way. Decode workers that pull read
 from prefill workers this way.
@@ -11,15 +12,20 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
+from pullfill.config import TRANSPORTS
+from pullfill.errors import IncompatibleError
 from pullfill.transfer import topology
-from pullfill.transfer.choose import choose
 from pullfill.transfer.contract import LocalMemory, PeerSession, PeerTransport, Rect
 from pullfill.transfer.group import GroupSession, Member
 from pullfill.wire import RegionDescriptor
 
 logger = logging.getLogger(__name__)
+
+LONGEST_REASON = 300
+"""Characters. A longer reason is cut, because reasons travel in every commit and a library that
+fails to load may say much."""
 
 
 def pulled_over(memory: LocalMemory, chosen: Collection[str] | None) -> frozenset[str]:
@@ -29,6 +35,53 @@ def pulled_over(memory: LocalMemory, chosen: Collection[str] | None) -> frozense
     chosen: the names that `--transports` allows. None: all."""
     names = {"shm", "tcp"} if memory.device is None else {"cuda_ipc"}
     return frozenset(names if chosen is None else names & set(chosen))
+
+
+def choose(
+    descriptor: RegionDescriptor, transports: Sequence[PeerTransport]
+) -> tuple[PeerTransport, list[tuple[str, str]]]:
+    """The best transport that both sides have and that can reach the region.
+
+    Returns the transport, and (name, why not) for each better one. Names outside `TRANSPORTS` come
+    last, in the order given. If none reaches the region, raises IncompatibleError with every
+    reason; its field is "endpoints".
+    """
+    why_not: list[tuple[str, str]] = []
+    for transport in sorted(transports, key=lambda t: _rank(t.name)):
+        if transport.name not in descriptor.endpoints:
+            why_not.append((transport.name, "the owner does not offer it"))
+            continue
+        reason = transport.can_reach(descriptor)
+        if reason is None:
+            return transport, why_not
+        why_not.append((transport.name, reason))
+    known = {name for name, _ in why_not}
+    why_not += [(name, "not available here") for name in descriptor.endpoints if name not in known]
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in why_not) or "it offers none"
+    raise IncompatibleError(
+        f"no transport reaches {descriptor.instance_id} rank {descriptor.rank}: {reasons}",
+        field="endpoints",
+    )
+
+
+def why_not_better(
+    descriptor: RegionDescriptor, transports: Sequence[PeerTransport], absent: Mapping[str, str]
+) -> list[str]:
+    """For people: "name: reason" for each transport better than the one that `choose` takes. Empty
+    if none reaches the region.
+
+    absent: by name, why a transport is not among `transports`."""
+    try:
+        chosen, why_not = choose(descriptor, transports)
+    except IncompatibleError:
+        return []
+    reasons = dict(absent) | dict(why_not)
+    better = TRANSPORTS[: _rank(chosen.name)]
+    return [f"{name}: {reasons[name]}"[:LONGEST_REASON] for name in better if name in reasons]
+
+
+def _rank(name: str) -> int:
+    return TRANSPORTS.index(name) if name in TRANSPORTS else len(TRANSPORTS)
 
 
 def connect(

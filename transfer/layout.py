@@ -7,7 +7,7 @@ code that computes addresses from it then needs no checks of its own.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from pullfill.errors import BadMessage, IncompatibleError
 from pullfill.net.this_host import host_id as this_host
@@ -55,7 +55,6 @@ def describe_region(
     """The registry record of `memory`.
 
     endpoints: what `Owner.endpoints` says for this rank."""
-    layout = memory.layout
     return RegionDescriptor(
         instance_id=instance_id,
         incarnation=incarnation,
@@ -63,18 +62,11 @@ def describe_region(
         world_size=world_size,
         host_id=host_id,
         nbytes=memory.nbytes,
-        base_offset=layout.base_offset,
-        num_layers=layout.num_layers,
-        num_blocks=layout.num_blocks,
-        num_kv_heads=layout.num_kv_heads,
         first_head=memory.first_head,
         first_layer=memory.first_layer,
-        page_bytes=layout.page_bytes,
-        layer_stride=layout.layer_stride,
-        block_stride=layout.block_stride,
-        head_stride=layout.head_stride,
         compat=compat,
         endpoints=endpoints,
+        **asdict(memory.layout),
     )
 
 

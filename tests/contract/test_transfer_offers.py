@@ -12,8 +12,8 @@ from msgspec.structs import replace
 from pullfill.decode_worker.offers import offer
 from pullfill.errors import ConfigError
 from pullfill.options import WorkerOptions
-from pullfill.transfer.choose import choose, why_not_better
 from pullfill.transfer.combined_owner import CombinedOwner
+from pullfill.transfer.connect import choose, why_not_better
 from pullfill.transfer.contract import LocalMemory
 from pullfill.transfer.shm.files import RegionFiles
 from pullfill.transfer.shm.owner import FenceOwner, ShmOwner

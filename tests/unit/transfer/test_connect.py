@@ -1,4 +1,5 @@
-"""Workers of any ranks connected over shared memory and tcp: parts, roles, and failures."""
+"""Workers of any ranks connected over shared memory and tcp: the choice of a transport, parts,
+roles, and failures."""
 
 from __future__ import annotations
 
@@ -8,17 +9,18 @@ from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
 from pullfill.errors import BadMessage, Fenced, IncompatibleError, PeerUnavailable
 from pullfill.net.this_host import host_id
 from pullfill.transfer.combined_owner import CombinedOwner
-from pullfill.transfer.connect import connect
+from pullfill.transfer.connect import choose, connect
 from pullfill.transfer.contract import LocalMemory, PeerSession, PeerTransport, Rect
 from pullfill.transfer.digest import DIGEST_BYTES, BlockDigester, copies_of
 from pullfill.transfer.group import GroupSession
-from pullfill.transfer.layout import describe_region
+from pullfill.transfer.layout import dense_layout, describe_region
 from pullfill.transfer.session import MappedSession
 from pullfill.transfer.shm.files import RegionFiles, create_kv
 from pullfill.transfer.shm.owner import ShmOwner
@@ -27,7 +29,7 @@ from pullfill.transfer.stream.peer import StreamTransport
 from pullfill.transfer.tcp.backend import TcpKind
 from pullfill.wire import RegionDescriptor
 from tests.support.ranked import BLOCKS, HALVES, PAGE, REPLICAS, STAGES, WHOLE, RankedWorker
-from tests.support.transfer_rigs import COMPAT
+from tests.support.transfer_rigs import COMPAT, shm_rig
 
 SPLITS = {"whole": WHOLE, "halves": HALVES, "replicas": REPLICAS, "stages": STAGES}
 
@@ -174,3 +176,31 @@ def test_every_replica_has_a_digest_of_its_own() -> None:
         if seen[b * DIGEST_BYTES :][:DIGEST_BYTES] != right[b * DIGEST_BYTES :][:DIGEST_BYTES]
     ]  # fmt: skip
     assert differ == [5]
+
+
+class Fake:
+    def __init__(self, name: str, why_not: str | None = None) -> None:
+        self.name, self.why_not = name, why_not
+
+    def can_reach(self, descriptor: object) -> str | None:
+        return self.why_not
+
+    connect = None
+
+
+def test_best_reachable_transport_is_chosen_with_reasons(tmp_path: Path) -> None:
+    region = shm_rig(tmp_path).region(dense_layout(2, 8, 2, 64))
+    region.owner.close()
+    descriptor = msgspec.structs.replace(
+        region.descriptor, endpoints={"tcp": "t", "shm": "x", "odd": "o"}
+    )
+    tcp, cuda, odd = Fake("tcp"), Fake("cuda_ipc"), Fake("odd")
+    chosen, why_not = choose(descriptor, [odd, tcp, ShmTransport(), cuda])  # type: ignore[list-item]
+    assert chosen is tcp
+    assert [name for name, _ in why_not] == ["cuda_ipc", "shm"]
+    assert "does not offer" in why_not[0][1]
+    assert "endpoint" in why_not[1][1]
+    assert choose(descriptor, [odd])[0] is odd  # type: ignore[list-item]
+    with pytest.raises(IncompatibleError, match=r"tcp: cut off; .*odd: not available") as caught:
+        choose(descriptor, [Fake("tcp", "cut off")])  # type: ignore[list-item]
+    assert caught.value.field == "endpoints"
