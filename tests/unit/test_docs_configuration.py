@@ -127,9 +127,9 @@ def test_variables_of_other_programs_that_are_set() -> None:
 
 
 def metric_rows() -> dict[str, str]:
-    """The row of each metric in the tables."""
-    rows = re.findall(r"^\| `pullfill_\w+[`{].*$", COMMANDS.read_text(), re.M)
-    return {m: row for row in rows for m in re.findall(r"pullfill_\w+", row.split("|")[1])}
+    """The item of each metric in the list."""
+    rows = re.findall(r"^- `pullfill_.*(?:\n  .*)*", COMMANDS.read_text(), re.M)
+    return {m: row for row in rows for m in re.findall(r"pullfill_\w+", row.split(": ")[0])}
 
 
 def real_metrics() -> set[str]:
