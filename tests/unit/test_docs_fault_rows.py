@@ -11,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 ROWS = range(1, 30)
+LONG = "pytest.mark.long"
 _NAMED = re.compile(r"tests/chaos/(\w+\.py)::test_row_(\d+)_(\w+)")
 
 
@@ -45,6 +46,23 @@ def test_the_row_names_its_fault_tests(row: int) -> None:
     named = documented()[row]
     assert named & own, f"docs/failure-modes.md names none of {sorted(own)} in row {row}"
     assert named <= own, "another row's test, or none"
+
+
+def test_the_rows_that_only_make_chaos_runs_are_told() -> None:
+    short = set()
+    for path in (ROOT / "tests/chaos").glob("test_*.py"):
+        body = ast.parse(path.read_text()).body
+        if any(isinstance(node, ast.Assign) and LONG in ast.unparse(node) for node in body):
+            continue
+        for node in body:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                match = re.match(r"test_row_(\d+)_", node.name)
+                if match and not any(LONG in ast.unparse(mark) for mark in node.decorator_list):
+                    short.add(int(match[1]))
+    text = " ".join((ROOT / "docs/failure-modes.md").read_text().split())
+    told = re.search(r"`make test` all but rows ([\d, and]+)\.", text)
+    assert told is not None
+    assert {int(row) for row in re.findall(r"\d+", told[1])} == set(ROWS) - short
 
 
 def test_there_are_no_other_rows() -> None:
