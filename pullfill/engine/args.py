@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pullfill.config import NO_DATA_PARALLEL, NO_KV_OFFLOADING
-from pullfill.engine.check import check_worker
+from pullfill.engine import check
 from pullfill.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def build_config(
 
     Raises ConfigError naming what is wrong with the flags or the model path.
     """
-    check_worker()
+    check.require_names(check.WORKER_NAMES)
     from vllm.config import KVTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform

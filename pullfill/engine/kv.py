@@ -64,11 +64,6 @@ def device_of(vllm_config: Any) -> str:
     return str(current_platform.device_type)
 
 
-def rank_of(vllm_config: Any) -> int:
-    """This process's rank in its engine, as vLLM numbers them: one pipeline stage after another."""
-    return int(vllm_config.parallel_config.rank)
-
-
 def require_one_group(kv_cache_config: Any) -> None:
     """Raises IncompatibleError for a model whose KV cache vLLM splits into several groups: their
     block ids overlap, and a grant names blocks by id alone."""

@@ -33,28 +33,7 @@ def prefill_request(
 ) -> Any:
     """An EngineCoreRequest that computes the KV of `token_ids` and samples one token, which
     nobody reads. Sampling parameters of the user never come here."""
-    from vllm.v1.engine import EngineCoreRequest
-
-    return EngineCoreRequest(
-        request_id=request_id,
-        prompt_token_ids=list(token_ids),
-        mm_features=None,
-        sampling_params=copy.copy(_one_token()),
-        pooling_params=None,
-        arrival_time=arrival_time,
-        lora_request=None,
-        cache_salt=cache_salt,
-        data_parallel_rank=None,
-        priority=priority,
-    )
-
-
-@cache
-def _one_token() -> Any:
-    """SamplingParams of a prefill. Made once: vLLM checks all their fields."""
-    from vllm.sampling_params import SamplingParams
-
-    return SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False)
+    return _request(request_id, token_ids, arrival_time, cache_salt=cache_salt, priority=priority)
 
 
 def trial_request(
@@ -64,22 +43,40 @@ def trial_request(
 
     client: the client index of its outputs.
     logprobs: how many of the most likely tokens get a log probability."""
-    from vllm.sampling_params import SamplingParams
+    return _request(
+        request_id, token_ids, time.time(), logprobs, cache_salt=cache_salt, client_index=client
+    )
+
+
+def _request(
+    request_id: str,
+    token_ids: Sequence[int],
+    arrival_time: float,
+    logprobs: int | None = None,
+    **fields: Any,
+) -> Any:
     from vllm.v1.engine import EngineCoreRequest
 
     return EngineCoreRequest(
         request_id=request_id,
         prompt_token_ids=list(token_ids),
         mm_features=None,
-        sampling_params=SamplingParams(
-            max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False, logprobs=logprobs
-        ),
+        sampling_params=copy.copy(_one_token(logprobs)),
         pooling_params=None,
-        arrival_time=time.time(),
+        arrival_time=arrival_time,
         lora_request=None,
-        cache_salt=cache_salt,
         data_parallel_rank=None,
-        client_index=client,
+        **fields,
+    )
+
+
+@cache
+def _one_token(logprobs: int | None) -> Any:
+    """SamplingParams of these requests. Made once: vLLM checks all their fields."""
+    from vllm.sampling_params import SamplingParams
+
+    return SamplingParams(
+        max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False, logprobs=logprobs
     )
 
 

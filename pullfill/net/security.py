@@ -56,8 +56,11 @@ class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         """What fields must go together. Raises ConfigError."""
 
 
-class _Server(_Section, frozen=True, kw_only=True):
-    """A server we log in to. ca: who signed its certificate; cert, key: ours, for mutual TLS."""
+class ServerSecurity(_Section, frozen=True, kw_only=True):
+    """A server that we log in to. `[etcd]` has these keys only.
+
+    ca: who signed the server's certificate.
+    cert, key: ours, for mutual TLS."""
 
     user: str | None = None
     password_file: str | None = None
@@ -96,13 +99,13 @@ class _Server(_Section, frozen=True, kw_only=True):
         return context
 
 
-class NatsSecurity(_Server, frozen=True, kw_only=True):
+class NatsSecurity(ServerSecurity, frozen=True, kw_only=True):
     """`[nats]`. At most one of credentials, user, token_file."""
 
     credentials: str | None = None
     token_file: str | None = None
 
-    _secret = _Server._secret | {"credentials", "token_file"}
+    _secret = ServerSecurity._secret | {"credentials", "token_file"}
 
     def _check(self, name: str) -> None:
         super()._check(name)
@@ -124,10 +127,6 @@ class NatsSecurity(_Server, frozen=True, kw_only=True):
             options["user_jwt_cb"] = lambda: bytearray(jwt.encode())
             options["signature_cb"] = sign
         return options
-
-
-class EtcdSecurity(_Server, frozen=True, kw_only=True):
-    """`[etcd]`."""
 
 
 class ClusterSecurity(_Section, frozen=True, kw_only=True):
@@ -176,7 +175,7 @@ class Security(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """The whole file; `path` is where it was read from, "" for none."""
 
     nats: NatsSecurity = NatsSecurity()
-    etcd: EtcdSecurity = EtcdSecurity()
+    etcd: ServerSecurity = ServerSecurity()
     cluster: ClusterSecurity = ClusterSecurity()
     frontend: FrontendSecurity = FrontendSecurity()
     path: str = ""
@@ -186,10 +185,7 @@ OPEN = Security()
 """Everything off."""
 
 SECTIONS: dict[str, type[_Section]] = {
-    "nats": NatsSecurity,
-    "etcd": EtcdSecurity,
-    "cluster": ClusterSecurity,
-    "frontend": FrontendSecurity,
+    field.name: field.type for field in msgspec.structs.fields(Security) if field.name != "path"
 }
 
 

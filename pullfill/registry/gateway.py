@@ -34,7 +34,7 @@ from etcd3.baseclient import sem
 
 from pullfill.clock import SYSTEM_CLOCK, Clock
 from pullfill.errors import ConfigError, RegistryUnavailable
-from pullfill.net.security import OPEN, EtcdSecurity
+from pullfill.net.security import OPEN, ServerSecurity
 from pullfill.registry.sockets import EtcdConnector
 from pullfill.runtime.health import Health
 
@@ -159,7 +159,7 @@ class EtcdRpc:
         on_retry: Callable[[str], None] | None = None,
         timeout_s: float = TIMEOUT_S,
         clock: Clock = SYSTEM_CLOCK,
-        security: EtcdSecurity = OPEN.etcd,
+        security: ServerSecurity = OPEN.etcd,
     ) -> Self:
         """Connect to an etcd at `url`. Try for up to `wait_s`.
 

@@ -39,6 +39,8 @@ class Membership:
     """See the module.
 
     ttl_s: whole seconds (etcd's floor is 2).
+    lease: lives as far as we know. None: not registered.
+    incarnation: of the last registration. Empty before `join`.
     on_reregistered: called on the loop with the new incarnation after an outage.
     """
 
@@ -59,28 +61,14 @@ class Membership:
         self._clock = clock
         self._on_reregistered = on_reregistered
         self._state = WorkerState.READY
-        self._lease: Lease | None = None
+        self.lease: Lease | None = None
         self._task: asyncio.Task[None] | None = None
         self._record: WorkerRecord | None = None
         self._descriptors: list[RegionDescriptor] = []
-        self._incarnation = ""
+        self.incarnation = ""
         self._stale = asyncio.Event()
         self._writing = asyncio.Lock()
         self.revoked = asyncio.Event()
-
-    @property
-    def incarnation(self) -> str:
-        """Of the last registration; empty before `join`."""
-        return self._incarnation
-
-    @property
-    def registered(self) -> bool:
-        """Whether a lease of ours lives, as far as we know."""
-        return self._lease is not None
-
-    @property
-    def lease_id(self) -> int | None:
-        return self._lease.id if self._lease is not None else None
 
     async def join(self, wait_s: float = 0.0) -> None:
         """Register, trying again for `wait_s` while etcd does not answer: it may go away while a
@@ -108,10 +96,10 @@ class Membership:
         """Publish `state`. True: etcd has it. False: etcd does not answer now (it is written as
         soon as it does) or our lease is gone. Never raises for an absent etcd."""
         self._state = state
-        if self._lease is None:
+        if self.lease is None:
             return False
         try:
-            await self._write(self._lease)
+            await self._write(self.lease)
         except PullfillError as exc:
             _log.warning("state %s not published yet: %s", state, exc)
             self._stale.set()
@@ -130,7 +118,7 @@ class Membership:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
             self._task = None
-        lease, self._lease = self._lease, None
+        lease, self.lease = self.lease, None
         if lease is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(timeout_s):
@@ -165,7 +153,7 @@ class Membership:
         except BaseException:
             await lease.revoke()
             raise
-        self._lease, self._incarnation = lease, incarnation
+        self.lease, self.incarnation = lease, incarnation
         _log.info("registered %s as %s", record.instance_id, incarnation[:8])
 
     def _expected(self) -> dict[bytes, bytes]:
@@ -204,9 +192,9 @@ class Membership:
     # ------------------------------------------------------------------ holding
 
     async def _run(self) -> None:
-        while self._lease is not None:
-            end = await self._hold(self._lease)
-            lease, self._lease = self._lease, None
+        while self.lease is not None:
+            end = await self._hold(self.lease)
+            lease, self.lease = self.lease, None
             if end is LeaseEnd.REVOKED:
                 _log.warning("our lease was revoked: draining")
                 self.revoked.set()
@@ -298,6 +286,6 @@ class Membership:
             pause = min(pause * 2, RETRY_S[1])
         if self._on_reregistered is not None:
             try:
-                self._on_reregistered(self._incarnation)
+                self._on_reregistered(self.incarnation)
             except Exception:
                 _log.exception("on_reregistered failed")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 
 from pullfill.errors import BadMessage, IncompatibleError
 from pullfill.registry import keys
-from pullfill.registry.client import EtcdClient, KeyValue, LeaseNotFound
+from pullfill.registry.client import EtcdClient, LeaseNotFound
 from pullfill.wire import WorkerRecord, decode
 
 _KV_ROLES = frozenset({"decode", "prefill"})
@@ -19,13 +20,6 @@ class LiveWorker:
     record: WorkerRecord
     lease_id: int
     create_revision: int
-
-
-def read_worker(namespace: str, kv: KeyValue) -> LiveWorker:
-    """Raises BadMessage when key and value are not a worker."""
-    return LiveWorker(
-        decode_worker_record(namespace, kv.key, kv.value), kv.lease, kv.create_revision
-    )
 
 
 def decode_worker_record(namespace: str, key: bytes, value: bytes) -> WorkerRecord:
@@ -43,10 +37,9 @@ async def live_workers(client: EtcdClient, namespace: str) -> list[LiveWorker]:
     """All registered workers, oldest first; unreadable ones are left out."""
     found = []
     for kv in (await client.get_prefix(keys.workers_prefix(namespace)))[0]:
-        try:
-            found.append(read_worker(namespace, kv))
-        except BadMessage:
-            continue
+        with suppress(BadMessage):
+            record = decode_worker_record(namespace, kv.key, kv.value)
+            found.append(LiveWorker(record, kv.lease, kv.create_revision))
     return sorted(found, key=lambda worker: worker.create_revision)
 
 

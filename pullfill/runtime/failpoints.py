@@ -3,13 +3,12 @@
 Off unless `PULLFILL_FAILPOINTS` is set before start, e.g.
 `prefill.before_claim=kill;prefill.after_write=stop@2;decode.before_grant=sleep:0.5`.
 
-`PULLFILL_FAILPOINTS=@FILE` reads the same text from a file, again whenever the file is replaced, so
-that a test can arm a process that runs already; a missing file means none.
+`PULLFILL_FAILPOINTS=@FILE` reads the same text from a file, again each time the file is replaced.
+So a test can arm a process that already runs. A missing file means none.
 
 Actions: `kill` (SIGKILL to this process), `stop` (SIGSTOP), `sleep:SECONDS`, `hold` (wait until the
 file no longer says so), `error:TEXT` (raises `FailpointError`), `corrupt` (at points that follow a
-copy: one byte arrives wrong). `kill@N` acts on the N-th hit only (1-based), and a line in the log
-says so. Cost when off: one look at an empty dict.
+copy: one byte arrives wrong). `kill@N` acts on the N-th hit only, and logs it. The first hit is 1.
 """
 
 from __future__ import annotations
@@ -58,46 +57,45 @@ def parse(spec: str) -> dict[str, _Action]:
     return actions
 
 
-class _File:
-    """The file form: `refresh` parses it anew when another inode or time shows that it changed."""
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-        self._seen: tuple[int, int] | None = None
-
-    def refresh(self) -> None:
-        global _active
-        try:
-            now = os.stat(self._path)
-        except FileNotFoundError:
-            seen = None
-        else:
-            seen = (now.st_ino, now.st_mtime_ns)
-        with _lock:
-            if seen == self._seen:
-                return
-            self._seen = seen
-            _active = parse(Path(self._path).read_text()) if seen is not None else {}
-
-
 _lock = threading.Lock()
-_spec = os.environ.get(ENV, "")
-_file = _File(_spec[1:]) if _spec.startswith("@") else None
-_active: dict[str, _Action] = {} if _file is not None else parse(_spec)
+_active: dict[str, _Action] = {}
+_file = ""
+_seen: tuple[int, int] | None = None
+
+
+def arm(spec: str) -> None:
+    """Set the failpoints, in the environment's form. Raises ConfigError."""
+    global _active, _file, _seen
+    with _lock:
+        _file, _seen = (spec[1:], None) if spec.startswith("@") else ("", None)
+        _active = {} if _file else parse(spec)
 
 
 def armed() -> bool:
     """Whether any failpoint is set."""
-    if _file is not None:
-        _file.refresh()
+    if _file:
+        _read_again()
     return bool(_active)
 
 
+def _read_again() -> None:
+    """Parse the file, if another inode or time shows that it has changed."""
+    global _active, _seen
+    try:
+        now = os.stat(_file)
+        seen = now.st_ino, now.st_mtime_ns
+    except FileNotFoundError:
+        seen = None
+    with _lock:
+        if seen != _seen:
+            _seen = seen
+            _active = parse(Path(_file).read_text()) if seen is not None else {}
+
+
 def hit(name: str) -> bool:
-    """Do what the environment asks for at this point; nothing when it asks for nothing. True: the
-    caller is to change a byte of what it just moved."""
-    if _file is not None:
-        _file.refresh()
+    """Do what is asked for at this point. True: the caller must change a byte of what it moved."""
+    if _file:
+        _read_again()
     if not _active:
         return False
     with _lock:
@@ -123,3 +121,6 @@ def hit(name: str) -> bool:
     elif action.verb == "error":
         raise FailpointError(action.argument or name)
     return action.verb == "corrupt"
+
+
+arm(os.environ.get(ENV, ""))

@@ -43,9 +43,7 @@ class Prompt(Generic[V]):
         if not self._done:
             self._asyncio_future_blocking = True
             yield self
-        if self._failure is not None:
-            raise self._failure
-        return self._value
+        return self.result()
 
     def get_loop(self) -> asyncio.AbstractEventLoop:
         return self._loop
@@ -94,10 +92,10 @@ class Prompt(Generic[V]):
             self._tell(at_once=False)
 
     def remove_done_callback(self, call: Callback) -> int:
-        known = self._waiter is not None and self._waiter[0] == call
-        if known:
-            self._waiter = None
-        return int(known)
+        if self._waiter is None or self._waiter[0] != call:
+            return 0
+        self._waiter = None
+        return 1
 
     def _tell(self, at_once: bool) -> None:
         waiter, self._waiter = self._waiter, None

@@ -63,9 +63,8 @@ class WorkerConnector(KVConnectorBase_V1):  # type: ignore[misc]
         bind_to_parent()
         if kv.device_of(vllm_config) == "cpu":
             place = vllm_config.kv_transfer_config.kv_connector_extra_config
-            self._pool = SharedKvPool(
-                place["instance_id"], kv.rank_of(vllm_config), Path(place["directory"])
-            )
+            rank = vllm_config.parallel_config.rank  # one pipeline stage after another
+            self._pool = SharedKvPool(place["instance_id"], rank, Path(place["directory"]))
 
     @abstractmethod
     def start_scheduler(self, block_size: int) -> None:

@@ -1,9 +1,8 @@
 """A worker's KV cache as memory that peers can reach.
 
-Life: `place` takes the file names (main process, before the engine is built) → each rank's process
-backs its cache with a file and tells where it is (connector.py) → `attach` maps every rank in the
-main process, before the engine takes a request → `end` waits for who still copies, removes the
-files, and ends the engine.
+Life: each rank's process backs its cache with a file and tells where it is (connector.py) →
+`attach` maps every rank in the main process, before the engine takes a request → `end` waits for
+who still copies, removes the files, and ends the engine.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from pullfill.engine.kv import Geometry
 from pullfill.engine.thread import EngineThread
 from pullfill.runtime import log
 from pullfill.transfer.shm import ranks
-from pullfill.transfer.shm.files import RegionFiles
 from pullfill.transfer.shm.ranks import RankRegion
 from pullfill.worker.context import WorkerContext
 
@@ -28,11 +26,6 @@ COPIES_S = 3.0
 """How long `end` waits for the last copies, all together."""
 Told = Mapping[tuple[int, int], RankRegion]
 """What each rank, by (pipeline, tensor) rank, has told of its memory."""
-
-
-def place(files: RegionFiles, instance_id: str) -> dict[str, str]:
-    """What the ranks must know of the files."""
-    return {"instance_id": instance_id, "directory": str(files.directory)}
 
 
 def attach(

@@ -35,7 +35,6 @@ from pullfill.runtime.probe import ProbeServer
 from pullfill.transfer.shm.files import RegionFiles
 from pullfill.wire import Compat, QueueSettings, RegionDescriptor, WorkerRecord, WorkerState
 from pullfill.worker import context as contexts
-from pullfill.worker import memory
 from pullfill.worker.context import WorkerContext
 
 C = TypeVar("C", bound=WorkerContext)
@@ -250,7 +249,7 @@ class WorkerProcess(Generic[C, H]):
             module=f"pullfill.{self._role.name}_worker.connector",
             kv_role=self._role.kv_role,
             engine_id=self._instance_id,
-            extra=memory.place(files, self._instance_id),
+            extra={"instance_id": self._instance_id, "directory": str(files.directory)},
         )
         host = EngineHost(self._config, log_stats=self._role.log_stats)
         self._context = self._role.make_context(host, files)

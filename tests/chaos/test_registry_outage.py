@@ -100,7 +100,7 @@ async def test_stopped_shorter_than_the_ttl_nothing_happens(
         await client.ping(0.5)
     etcd.resume()
     await asyncio.sleep(6.0)
-    assert cluster.worker.registered
+    assert cluster.worker.lease
     assert cluster.worker.incarnation == first
     assert len(cluster.made) == 1
     assert cluster.changes == []
@@ -111,7 +111,7 @@ async def test_stopped_shorter_than_the_ttl_nothing_happens(
 async def test_stopped_longer_than_the_ttl(etcd: EtcdServer, cluster: Cluster) -> None:
     etcd.pause()
     await asyncio.sleep(4.0)
-    assert not cluster.worker.registered
+    assert not cluster.worker.lease
     assert list(cluster.directory.workers("decode")) == ["decode-1"]
     assert not cluster.directory.reachable
     assert len(cluster.made) == 1  # no new incarnation before etcd is back

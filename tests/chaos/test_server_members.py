@@ -149,7 +149,7 @@ async def test_nobody_loses_its_lease_when_the_etcd_leader_is_killed(tmp_path: P
                 assert time.monotonic() < began + HANG_S
         await eventually(lambda: follower.current.max_jobs == 7, HANG_S)
         await asyncio.sleep(6.0)  # a TTL and more
-        assert worker.registered
+        assert worker.lease
         assert len(made) == 1
         assert not worker.revoked.is_set()
         await worker.leave()

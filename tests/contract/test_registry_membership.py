@@ -37,7 +37,7 @@ async def test_join_state_leave(client: EtcdClient, ns: str) -> None:
     assert (await registered(client, ns))["decode-1"].incarnation == me.incarnation
     kv = await client.get(keys.descriptor(ns, "decode-1", 0))
     assert kv is not None
-    assert kv.lease == me.lease_id
+    assert kv.lease == me.lease.id
     assert await client.get(keys.model(ns, "demo")) is not None
     assert await me.set_state(WorkerState.DRAINING)
     assert (await registered(client, ns))["decode-1"].state is WorkerState.DRAINING
@@ -79,7 +79,7 @@ async def test_revoked_lease_is_noticed_at_once_and_stays_gone(client: EtcdClien
     told = await revoke_worker(client, ns, "prefill-1")
     assert told is not None
     await asyncio.wait_for(me.revoked.wait(), 10)
-    assert not me.registered
+    assert me.lease is None
     assert not await me.set_state(WorkerState.DRAINING)
     assert await registered(client, ns) == {}
     assert await revoke_worker(client, ns, "prefill-1") is None
@@ -101,7 +101,7 @@ async def test_keys_deleted_or_overwritten_by_hand_come_back(client: EtcdClient,
                         break
             now = await client.get(key)
             assert now is not None
-            assert now.lease == me.lease_id
+            assert now.lease == me.lease.id
     assert not me.revoked.is_set()
     await me.leave()
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,20 +18,17 @@ from pullfill.runtime import failpoints
 
 
 @pytest.fixture(autouse=True)
-def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failpoints, "_active", {})
-
-
-def _arm(monkeypatch: pytest.MonkeyPatch, spec: str) -> None:
-    monkeypatch.setattr(failpoints, "_active", failpoints.parse(spec))
+def disarmed() -> Iterator[None]:
+    yield
+    failpoints.arm("")
 
 
 def test_off_by_default() -> None:
     failpoints.hit("anything")
 
 
-def test_error_on_the_nth_hit_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    _arm(monkeypatch, "a.b=error:boom@2; c=sleep:0")
+def test_error_on_the_nth_hit_only() -> None:
+    failpoints.arm("a.b=error:boom@2; c=sleep:0")
     failpoints.hit("a.b")
     with pytest.raises(failpoints.FailpointError, match="boom"):
         failpoints.hit("a.b")
@@ -39,8 +37,8 @@ def test_error_on_the_nth_hit_only(monkeypatch: pytest.MonkeyPatch) -> None:
     failpoints.hit("unknown")
 
 
-def test_sleep_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    _arm(monkeypatch, "a=sleep:0.05")
+def test_sleep_sleeps() -> None:
+    failpoints.arm("a=sleep:0.05")
     began = time.monotonic()
     failpoints.hit("a")
     assert time.monotonic() - began >= 0.05
@@ -52,11 +50,9 @@ def test_bad_specs_are_refused(spec: str) -> None:
         failpoints.parse(spec)
 
 
-def test_a_file_is_read_again_when_it_is_replaced(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_file_is_read_again_when_it_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "points"
-    monkeypatch.setattr(failpoints, "_file", failpoints._File(str(path)))
+    failpoints.arm(f"@{path}")
     failpoints.hit("a")
     for _ in range(2):  # the second time the hits are counted from the start
         other = tmp_path / "new"
@@ -70,12 +66,10 @@ def test_a_file_is_read_again_when_it_is_replaced(
     failpoints.hit("a")
 
 
-def test_hold_waits_until_the_file_says_otherwise(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_hold_waits_until_the_file_says_otherwise(tmp_path: Path) -> None:
     path = tmp_path / "points"
     path.write_text("a=hold@1")
-    monkeypatch.setattr(failpoints, "_file", failpoints._File(str(path)))
+    failpoints.arm(f"@{path}")
     held = threading.Thread(target=failpoints.hit, args=("a",))
     held.start()
     held.join(0.1)

@@ -14,7 +14,7 @@ from pullfill.decode_worker.conditional_router import Situation, decide
 from pullfill.decode_worker.context import DecodeContext
 from pullfill.decode_worker.ledger import Ledger
 from pullfill.decode_worker.request_trace import RequestTraces
-from pullfill.engine.kv import Geometry, rank_of, require_one_group, total_heads
+from pullfill.engine.kv import Geometry, require_one_group, total_heads
 from pullfill.errors import IncompatibleError, OverloadedError
 from pullfill.prefill_worker import memory as prefill_memory
 from pullfill.prefill_worker.context import PrefillContext
@@ -90,8 +90,6 @@ def test_every_rank_is_published_and_nothing_is_left(
     monkeypatch.setenv("PULLFILL_SHM_DIR", str(tmp_path))
     context = decode_context()
     context.files = RegionFiles("decode-x")
-    placed = {"instance_id": "decode-x", "directory": str(tmp_path)}
-    assert memory.place(context.files, "decode-x") == placed
     decode_memory.attach(context, told(tmp_path, ranks), HEADS)
     assert context.geometry == Geometry(LAYERS, PAGE, "cpu")
     found = descriptors.describe(context, "i1", COMPAT)
@@ -119,7 +117,7 @@ def test_a_prefill_worker_maps_its_ranks_and_removes_their_files(
 
 
 def config(**changes: int | bool) -> SimpleNamespace:
-    parallel = {"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1, "rank": 3}
+    parallel = {"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1}
     model = SimpleNamespace(use_mla=changes.pop("mla", False), get_total_num_kv_heads=lambda: 8)
     return SimpleNamespace(
         parallel_config=SimpleNamespace(**parallel | changes), model_config=model
@@ -128,7 +126,6 @@ def config(**changes: int | bool) -> SimpleNamespace:
 
 def test_heads_of_a_model_as_its_caches_hold_them() -> None:
     assert (total_heads(config()), total_heads(config(mla=True))) == (8, 1)
-    assert rank_of(config()) == 3
 
 
 @pytest.mark.parametrize("way", ["decode", "prefill"])
