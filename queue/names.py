@@ -27,8 +27,6 @@ from pullfill.errors import BadMessage, ConfigError
 from pullfill.ids import is_name
 
 CONSUMER = "prefill"
-ROOT = "pullfill"
-STREAM_PREFIX = "PULLFILL"
 
 MSG_ID = "Nats-Msg-Id"
 EXPECTED_STREAM = "Nats-Expected-Stream"
@@ -46,57 +44,33 @@ def round_up_tokens(tokens: int) -> int:
     return -(-tokens >> shift) << shift
 
 
-@dataclass(frozen=True, slots=True)
 class Names:
-    """All names of one queue. Raises ConfigError on a namespace or hash that cannot be a name."""
+    """All names of one queue.
 
-    namespace: str
-    compat_hash: str
+    jobs: wildcard over all job subjects.
+    direct: prefill workers that wait for a job listen here, in the queue group `pullfill`.
+    depth: the common part of both depth subjects, without the last word.
 
-    def __post_init__(self) -> None:
-        for what, text in (("namespace", self.namespace), ("hash", self.compat_hash)):
+    Raises ConfigError on a namespace or hash that cannot be a name."""
+
+    def __init__(self, namespace: str, compat_hash: str) -> None:
+        for what, text in (("namespace", namespace), ("hash", compat_hash)):
             if not is_name(text):
                 raise ConfigError(
                     f"queue {what} {text!r} is not usable: lower-case letters, digits, '-', '_'"
                 )
-
-    @property
-    def stream(self) -> str:
-        return f"{STREAM_PREFIX}-{self.namespace}-{self.compat_hash}"
-
-    @property
-    def dead_stream(self) -> str:
-        return f"{self.stream}-dead"
-
-    @property
-    def root(self) -> str:
-        return f"{ROOT}.{self.namespace}.{self.compat_hash}"
-
-    @property
-    def jobs(self) -> str:
-        """Wildcard over all job subjects."""
-        return f"{self.root}.job.*"
-
-    @property
-    def void(self) -> str:
-        return f"{self.root}.void"
-
-    @property
-    def direct(self) -> str:
-        """Prefill workers that wait for a job listen here, in the queue group `pullfill`."""
-        return f"{self.root}.direct"
-
-    @property
-    def dead(self) -> str:
-        return f"{self.root}.dead"
-
-    @property
-    def depth(self) -> str:
-        """The common part of both depth subjects, without the last word."""
-        return f"{self.root}.depth"
+        root = f"pullfill.{namespace}.{compat_hash}"
+        self.stream = f"PULLFILL-{namespace}-{compat_hash}"
+        self.dead_stream = f"{self.stream}-dead"
+        self.jobs = f"{root}.job.*"
+        self.void = f"{root}.void"
+        self.direct = f"{root}.direct"
+        self.dead = f"{root}.dead"
+        self.depth = f"{root}.depth"
 
     def job(self, tokens: int) -> str:
-        return f"{self.root}.job.{round_up_tokens(max(0, tokens))}"
+        """Subject of a job with so many tokens."""
+        return f"{self.jobs[:-1]}{round_up_tokens(max(0, tokens))}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,9 @@
 """Who may speak to whom: the one file of credentials and keys, and what is made of it.
 
-`load` reads the TOML file that `--security FILE` or `PULLFILL_SECURITY` names. It holds paths, not
-secrets (docs/operations.md lists every key), so a `Security` can be printed, compared and passed
-around; secrets are read from their files where they are used, never logged, never put on a command
-line or into etcd. Frozen; no lifecycle. Without a file everything is off, which is right for one
-machine on loopback.
+`load` reads the TOML file that `--security FILE` or `PULLFILL_SECURITY` names. docs/operations.md
+lists its keys. The file holds paths, not secrets, so a `Security` can be printed and compared.
+Secrets are read from their files where they are used. They are never logged, nor put on a command
+line or into etcd. Without a file everything is off, which is right for one machine on loopback.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import ssl
 import stat
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import msgspec
 
@@ -29,22 +28,23 @@ _NATS_JWT = "NATS USER JWT"
 _NATS_SEED = "USER NKEY SEED"
 
 
-class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Paths of one section, absolute once loaded. `_secret`: those only we may read."""
+_PUBLIC = frozenset({"ca", "cert"})
+"""Keys whose files others may read. All other files hold secrets."""
 
-    _secret: ClassVar[frozenset[str]] = frozenset()
-    _plain: ClassVar[frozenset[str]] = frozenset()
+
+class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One section: paths, absolute once loaded, and `user`."""
 
     def _checked(self, name: str, base: Path) -> Any:
-        """With absolute paths, each file there and readable. Raises ConfigError."""
+        """Return it with absolute paths. Raises ConfigError unless each file can be read."""
         changes = {}
         for key in self.__struct_fields__:
             value = getattr(self, key)
-            if value is None or key not in self._secret | self._plain:
+            if value is None or key == "user":
                 continue
             path = base / Path(value).expanduser()
             try:
-                _read(path, private=key in self._secret)
+                _read(path, private=key not in _PUBLIC)
             except ConfigError as exc:
                 raise ConfigError(f"[{name}] {key}: {exc}") from None
             changes[key] = str(path)
@@ -68,9 +68,6 @@ class ServerSecurity(_Section, frozen=True, kw_only=True):
     cert: str | None = None
     key: str | None = None
 
-    _secret = frozenset({"password_file", "key"})
-    _plain = frozenset({"ca", "cert"})
-
     def _check(self, name: str) -> None:
         if (self.user is None) != (self.password_file is None):
             raise ConfigError(f"[{name}] needs both user and password_file, or neither")
@@ -86,7 +83,8 @@ class ServerSecurity(_Section, frozen=True, kw_only=True):
         return self.user, _text(self.password_file)
 
     def tls(self, name: str = "tls") -> ssl.SSLContext | None:
-        """A context that verifies the server and its name; None: plain, or the system's CAs.
+        """Return a context that verifies the server and its name. None: plain, or the system's CAs.
+
         Raises ConfigError for files that are no PEM."""
         if self.ca is None and self.cert is None:
             return None
@@ -105,8 +103,6 @@ class NatsSecurity(ServerSecurity, frozen=True, kw_only=True):
     credentials: str | None = None
     token_file: str | None = None
 
-    _secret = ServerSecurity._secret | {"credentials", "token_file"}
-
     def _check(self, name: str) -> None:
         super()._check(name)
         if sum(v is not None for v in (self.credentials, self.user, self.token_file)) > 1:
@@ -114,7 +110,7 @@ class NatsSecurity(ServerSecurity, frozen=True, kw_only=True):
         self.options()
 
     def options(self) -> dict[str, Any]:
-        """For `nats.connect`, secrets read now. Raises ConfigError."""
+        """Return options of `nats.connect`. Reads the secrets. Raises ConfigError."""
         options: dict[str, Any] = {}
         if (context := self.tls("nats")) is not None:
             options["tls"] = context
@@ -133,7 +129,6 @@ class ClusterSecurity(_Section, frozen=True, kw_only=True):
     """`[cluster]`: the secret that frontends, decode and prefill workers share."""
 
     key_file: str | None = None
-    _secret = frozenset({"key_file"})
 
     def _check(self, name: str) -> None:
         self.load()
@@ -152,11 +147,10 @@ class ClusterSecurity(_Section, frozen=True, kw_only=True):
 
 
 class FrontendSecurity(_Section, frozen=True, kw_only=True):
-    """`[frontend]`: what HTTP clients must show. One key per line; each of them is accepted."""
+    """`[frontend]`: what HTTP clients must show. One key per line. Each of them is accepted."""
 
     api_key_file: str | None = None
     admin_key_file: str | None = None
-    _secret = frozenset({"api_key_file", "admin_key_file"})
 
     def _check(self, name: str) -> None:
         self.api_keys()
@@ -172,7 +166,7 @@ class FrontendSecurity(_Section, frozen=True, kw_only=True):
 
 
 class Security(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The whole file; `path` is where it was read from, "" for none."""
+    """The whole file. path: where it was read from. Empty: there is none."""
 
     nats: NatsSecurity = NatsSecurity()
     etcd: ServerSecurity = ServerSecurity()
@@ -190,11 +184,10 @@ SECTIONS: dict[str, type[_Section]] = {
 
 
 def load(path: str | os.PathLike[str] | None) -> Security:
-    """Read and check the file and everything it names; no path: everything off.
+    """Read and check the file and everything it names. Without a path everything is off.
 
-    Relative paths in it start at its own directory. Raises ConfigError, one line, saying what to
-    do; a secret is never part of the message.
-    """
+    Relative paths in the file start at its directory. Raises ConfigError, one line that says what
+    to do. A secret is never part of it."""
     if not path:
         return OPEN
     file = Path(path).expanduser().absolute()
@@ -220,10 +213,9 @@ def load(path: str | os.PathLike[str] | None) -> Security:
 
 
 class ClusterKey:
-    """A shared secret that never leaves its process: only keys derived from it are used.
+    """A shared secret that never leaves its process. Only keys derived from it are used.
 
-    `fingerprint`: 8 hex digits that people can compare; nothing follows from it.
-    """
+    fingerprint: 8 hex digits that people can compare. They tell nothing about the secret."""
 
     __slots__ = ("_master", "fingerprint")
 
@@ -232,7 +224,7 @@ class ClusterKey:
         self.fingerprint = self.derive("fingerprint")[:4].hex()
 
     def derive(self, label: str) -> bytes:
-        """32 bytes for one purpose; another label gives unrelated ones."""
+        """Return 32 bytes for one purpose. Another label gives unrelated ones."""
         return hashlib.blake2b(label.encode(), key=self._master, digest_size=32).digest()
 
     def __repr__(self) -> str:
@@ -243,8 +235,9 @@ class ClusterKey:
 
 
 def _read(path: Path, *, private: bool) -> bytes:
-    """The file's bytes; a private one must be ours (or root's) and closed to others.
-    Raises ConfigError."""
+    """The file's bytes. Raises ConfigError.
+
+    private: the file must belong to us or root, and be closed to others."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as exc:

@@ -84,7 +84,7 @@ def as_key(key: str | bytes) -> bytes:
 
 
 def prefix_end(prefix: bytes) -> bytes:
-    """The first key after all keys with `prefix`; b"\\0" (etcd's "no end") if there is none."""
+    """The first key after all keys with `prefix`. b"\\0", etcd's "no end", if there is none."""
     kept = prefix.rstrip(b"\xff")
     return kept[:-1] + bytes([kept[-1] + 1]) if kept else b"\0"
 
@@ -95,23 +95,23 @@ class EtcdClient(EtcdRpc):
     # ------------------------------------------------------------------ keys
 
     async def put(self, key: str | bytes, value: bytes, lease_id: int | None = None) -> int:
-        """Write one key; returns its revision. Raises LeaseNotFound for a lease that is gone."""
+        """Write one key. Returns its revision. Raises LeaseNotFound if the lease is gone."""
         request = _put(key, value, lease_id)
         done = await self.call("/kv/put", request, _Done)
         return done.header.revision
 
     async def get(self, key: str | bytes) -> KeyValue | None:
-        """The key's current value (linearizable), or None."""
+        """The key's value (linearizable), or None."""
         answer = await self.call("/kv/range", {"key": as_key(key)}, _Range)
         return answer.kvs[0] if answer.kvs else None
 
     async def get_prefix(
         self, prefix: str | bytes, *, revision: int = 0
     ) -> tuple[list[KeyValue], int]:
-        """All keys with `prefix` in key order, and the store's revision they were read at.
+        """Return all keys with `prefix`, in their order, and the revision of the store.
 
-        `revision` > 0 reads the past; RevisionLost if it is compacted or not of this store.
-        """
+        revision: read the past, if it is not 0. Raises RevisionLost if it is compacted or not of
+        this store."""
         start = as_key(prefix)
         request = {
             "key": start or b"\0",
@@ -122,7 +122,7 @@ class EtcdClient(EtcdRpc):
         return answer.kvs or [], answer.header.revision
 
     async def delete(self, key: str | bytes) -> None:
-        """Remove one key; no error if it is not there."""
+        """Remove one key, if it is there."""
         await self.call("/kv/deleterange", {"key": as_key(key)}, _Done)
 
     async def put_if(self, key: str, value: bytes, *, mod_revision: int) -> bool:
@@ -161,7 +161,7 @@ class EtcdClient(EtcdRpc):
         await self.call("/lease/revoke", {"ID": lease_id}, _Done)
 
     async def keep_alive(self, lease_id: int, *, timeout_s: float | None = None) -> KeepAlive:
-        """Renew once. etcd answers for a lease that is gone too: then `ttl` is 0."""
+        """Renew once. If the lease is gone, `ttl` is 0."""
         line = await self.call("/lease/keepalive", {"ID": lease_id}, _KeepAliveLine, timeout_s)
         if line.error is not None:
             failure = self.refused(line.error)

@@ -64,13 +64,14 @@ class Directory:
         self._beats: asyncio.Task[None] | None = None
 
     async def start(self, timeout_s: float = 30.0) -> None:
-        """Begin to watch; returns when every worker registered by now is known.
+        """Begin to watch. Returns when every worker that is registered now is known.
+
         Raises RegistryUnavailable after `timeout_s`."""
         self._beats = asyncio.create_task(self._beat(), name="directory-beat")
         await self._follower.start(timeout_s)
 
     async def close(self) -> None:
-        """End the watch; members stay readable. Idempotent."""
+        """End the watch. Members stay readable. Idempotent."""
         await self._follower.close()
         if self._beats is not None:
             self._beats.cancel()
@@ -98,19 +99,19 @@ class Directory:
         return next((r for r in self._members.values() if r.instance_id == instance_id), None)
 
     def subscribe(self, callback: OnChange) -> Callable[[], None]:
-        """Call `callback(old, new)` on the loop for each change: (None, new) joined, (old, None)
-        gone, both: changed (compare incarnations). Returns what ends the subscription."""
+        """Call `callback(old, new)` on the loop for each change. Returns what ends that.
+
+        (None, new): joined. (old, None): gone. Both: changed (compare incarnations)."""
         self._callbacks.append(callback)
         return lambda: self._callbacks.remove(callback) if callback in self._callbacks else None
 
     async def descriptor(
         self, instance_id: str, rank: int = 0, *, expect: Compat | None = None
     ) -> RegionDescriptor:
-        """One rank's memory of a member, loaded at first use and kept while its incarnation lives.
+        """Return one rank's memory of a member. Loaded once for each incarnation.
 
-        Raises PeerUnavailable (no such member, or nothing readable published),
-        IncompatibleError (`expect` differs; names the field), RegistryUnavailable.
-        """
+        Raises PeerUnavailable (no such member, or nothing readable published), IncompatibleError
+        (`expect` differs; names the field), RegistryUnavailable."""
         found = self._descriptors.get((instance_id, rank))
         if found is None:
             found = await self._load(instance_id, rank)
@@ -135,7 +136,7 @@ class Directory:
         if (found.instance_id, found.rank) != (instance_id, rank):
             raise PeerUnavailable(f"the descriptor at {instance_id} rank {rank} is another's")
         if found.incarnation != member.incarnation:
-            # Its record or its descriptor is about to change; a later call finds them agreeing.
+            # Its record or its descriptor is about to change. A later call finds that they agree.
             raise PeerUnavailable(f"{instance_id} is registering again")
         self._descriptors[instance_id, rank] = found
         return found
@@ -187,7 +188,7 @@ class Directory:
         self._leaving[key] = loop.call_later(delay_s, self._drop_unless_troubled, key)
 
     def _drop_unless_troubled(self, key: bytes) -> None:
-        """The grace is over, unless etcd failed again: then nobody could register."""
+        """Drop the worker, unless etcd failed again: then it could not register."""
         calm_s = SYSTEM_CLOCK.monotonic() - self._client.last_failed_at
         if calm_s < self._grace_s:
             self._expect(key, self._grace_s - calm_s + 0.01)

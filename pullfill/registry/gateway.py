@@ -71,8 +71,7 @@ class _Api(AioClient):  # type: ignore[misc]
 
 
 PROBE = {"key": b"/pullfill/", "count_only": True}
-"""A request that only checks that etcd answers. It reads a key that does not exist, and whose name
-an operator can grant with etcdctl."""
+"""Only checks that etcd answers. Reads a key that does not exist, and that etcdctl can grant."""
 
 
 class _Version(msgspec.Struct):

@@ -1,20 +1,21 @@
 """Keeps a lease alive, and says how it ended: revoked by somebody, or lost to an outage of etcd.
 
-Lifecycle: `Lease.grant` → `start` → (keep-alive each TTL/3 or so) → `wait` returns a `LeaseEnd`, or
-the owner calls `revoke`/`stop`. Owned by one `Membership`; one task.
+Life: `Lease.grant` → `start` (a keep-alive about every TTL/3) → `wait` returns a `LeaseEnd`, or the
+owner calls `revoke` or `stop`. A `Membership` owns it.
 
-The rule, in one place (`LeaseJudge`). A lease found gone was REVOKED only if the conversation with
-etcd was continuous since the last answered keep-alive:
-- that keep-alive was *sent* less than a TTL ago, so the lease cannot have expired by itself. This
-  is measured with CLOCK_BOOTTIME: it goes on while this process is stopped and while this machine
-  sleeps;
-- etcd's own clock (the `Date` of its answers) also went on by less than a TTL. All clocks of a
-  paused virtual machine may stand still; etcd's clock does not;
-- nothing broke since: no failed keep-alive, no broken watch (`interrupted`: the owner watches its
-  own key, so a restart of etcd between two keep-alives shows as a broken stream);
-- the same store answers: same cluster id and raft term, and a revision that did not go back.
-In every other case, and when keep-alives fail until the TTL passed, it is an OUTAGE. Doubt is
-always OUTAGE: a worker that re-registers loses nothing, one that drains for no reason does.
+A lease that is gone was REVOKED only if all of this holds since the last answered keep-alive
+(`LeaseJudge`):
+
+- That keep-alive was *sent* less than a TTL ago, so the lease cannot have expired by itself. The
+  clock is CLOCK_BOOTTIME, which goes on while this process is stopped or the machine sleeps.
+- etcd's own clock (the `Date` of its answers) went on by less than a TTL. In a paused virtual
+  machine all other clocks stand still.
+- No keep-alive failed and no watch broke. The owner watches its own key, so it sees when etcd
+  restarts between two keep-alives (`interrupted`).
+- The same store answers: same cluster id and raft term, and a revision that did not go back.
+
+Everything else is an OUTAGE. A worker that registers again for no reason loses nothing. One that
+drains for no reason does.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class LeaseJudge:
     broken_at: float | None = None
 
     def alive(self, sent_at: float, header: Header) -> None:
-        """A keep-alive sent at `sent_at` was answered with a living lease."""
+        """A keep-alive that was sent at `sent_at` found the lease."""
         self.last_ok, self.header = sent_at, header
         if self.broken_at is not None and sent_at >= self.broken_at:
             self.broken_at = None
@@ -107,28 +108,28 @@ class Lease:
         self._task = asyncio.create_task(self._keep(), name=f"lease-{self.id:x}")
 
     async def wait(self) -> LeaseEnd:
-        """How the lease ended. Cancelling the caller leaves the lease alone."""
+        """Return how the lease ended. If the caller is cancelled, the lease goes on."""
         assert self._task is not None, "start() first"
         return await asyncio.shield(self._task)
 
     def check_now(self) -> None:
-        """Ask etcd at once whether the lease lives (its key was seen to go)."""
+        """Ask etcd now whether the lease lives. Call it when its key is gone."""
         self._nudge.set()
 
     def interrupted(self) -> None:
-        """The owner's conversation with the same etcd broke."""
+        """A stream of the owner to the same etcd broke."""
         self._judge.broke(self._clock.monotonic())
         self._nudge.set()
 
     async def stop(self) -> None:
-        """End keep-alives; etcd drops the lease after its TTL."""
+        """End the keep-alives. etcd drops the lease after its TTL."""
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
 
     async def revoke(self) -> None:
-        """End keep-alives and the lease. Best effort: never raises for an absent etcd."""
+        """End the keep-alives and the lease. Does not raise if etcd does not answer."""
         await self.stop()
         try:
             await self._client.revoke_lease(self.id)

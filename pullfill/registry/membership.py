@@ -1,14 +1,13 @@
 """How this process is known to the cluster: its worker key and descriptors, on its lease.
 
-Lifecycle: `join` → (held: keep-alive, own keys watched) → `leave`, or
-- lease revoked → `revoked` is set and nothing is registered again: the owner drains;
-- outage of etcd → keep serving; once etcd answers, register on a new lease with a new incarnation
-  (`make` is called again), trying for ever.
+Life: `join` → `leave`. Meanwhile the lease is kept alive and our own keys are watched:
 
-Owned by the worker process, one asyncio loop. The lease is the truth about membership, the keys
-only its picture: a key deleted or overwritten by hand while the lease lives is written again.
-`make(incarnation)` runs on the loop and returns the record and the descriptors (one per rank) to
-publish; `state` in the record is replaced by ours.
+- lease revoked: `revoked` is set, and nothing is registered again. The owner drains.
+- outage of etcd: the owner serves on. Once etcd answers, we register on a new lease, with a new
+  incarnation.
+- key deleted or overwritten by hand: it is written again. Membership is the lease, not the keys.
+
+asyncio thread only.
 """
 
 from __future__ import annotations
@@ -39,6 +38,8 @@ class Membership:
     """See the module.
 
     ttl_s: whole seconds (etcd's floor is 2).
+    make: called on the loop with a new incarnation. Returns the record and the descriptors (one per
+        rank) to publish. The record's `state` is replaced.
     lease: lives as far as we know. None: not registered.
     incarnation: of the last registration. Empty before `join`.
     on_reregistered: called on the loop with the new incarnation after an outage.
@@ -71,9 +72,11 @@ class Membership:
         self.revoked = asyncio.Event()
 
     async def join(self, wait_s: float = 0.0) -> None:
-        """Register, trying again for `wait_s` while etcd does not answer: it may go away while a
-        worker loads its model. Raises IncompatibleError (field, both values, who), ConfigError (the
-        instance id is in use), RegistryUnavailable. After any of them nothing is registered."""
+        """Register. While etcd does not answer, try again for `wait_s`.
+
+        Raises IncompatibleError (field, both values, who), ConfigError (the instance id is in use),
+        RegistryUnavailable. After any of them nothing is registered."""
+        # etcd may go away while a worker loads its model.
         give_up = self._clock.monotonic() + wait_s
         while True:
             try:
@@ -93,8 +96,7 @@ class Membership:
         self._task = asyncio.create_task(self._run(), name="membership")
 
     async def set_state(self, state: WorkerState) -> bool:
-        """Publish `state`. True: etcd has it. False: etcd does not answer now (it is written as
-        soon as it does) or our lease is gone. Never raises for an absent etcd."""
+        """Publish `state`. Returns whether etcd has it. If not, it is written once etcd answers."""
         self._state = state
         if self.lease is None:
             return False
@@ -107,12 +109,12 @@ class Membership:
         return True
 
     def note_state(self, state: WorkerState) -> None:
-        """`set_state` without waiting: etcd has it in a moment, or as soon as it answers."""
+        """`set_state` without waiting."""
         self._state = state
         self._stale.set()
 
     async def leave(self, timeout_s: float = 2.0) -> None:
-        """Revoke our lease; best effort within `timeout_s`. Idempotent; does not set `revoked`."""
+        """Try to revoke our lease, for `timeout_s`. Idempotent. Does not set `revoked`."""
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -127,7 +129,7 @@ class Membership:
     # ------------------------------------------------------------------ registering
 
     async def _wait_for_free_id(self, record: WorkerRecord) -> None:
-        """An id used again needs its last owner's lease to be gone; that takes a TTL at most."""
+        """Wait until the lease of an earlier owner of this id is gone. That takes a TTL at most."""
         key = keys.worker(self._namespace, record.role, record.instance_id)
         give_up = self._clock.monotonic() + self._ttl_s + 1.5
         while await self._client.get(key) is not None:
@@ -141,8 +143,9 @@ class Membership:
     async def _register(
         self, incarnation: str, record: WorkerRecord, descriptors: list[RegionDescriptor]
     ) -> None:
-        """Write everything on a new lease, then look again: of two that joined at the same moment
-        and do not fit together, the later one leaves."""
+        """Write everything on a new lease.
+
+        Then look again: of two that joined at the same moment and do not fit, the later leaves."""
         lease = await Lease.grant(self._client, self._ttl_s, clock=self._clock)
         try:
             self._record, self._descriptors = record, descriptors
@@ -170,13 +173,14 @@ class Membership:
         return {key.encode(): value for key, value in items.items()}
 
     async def _write(self, lease: Lease) -> None:
-        """All our keys in one transaction. The lock keeps an older state from landing last."""
+        """Write all our keys in one transaction."""
+        # The lock keeps an older state from landing last.
         async with self._writing:
             items = [(key.decode(), value) for key, value in self._expected().items()]
             await self._client.put_all(items, lease.id)
 
     async def _note_model(self, record: WorkerRecord) -> None:
-        """`models/{name}` tells people what was served here last; nothing depends on it."""
+        """Write what is served here to `models/{name}`, for people. Nothing depends on it."""
         if record.compat is None:
             return
         note = {
@@ -222,7 +226,7 @@ class Membership:
             await asyncio.gather(*helpers, return_exceptions=True)
 
     async def _watch_own_keys(self, lease: Lease, prefix: str) -> None:
-        """Watch our own keys under `prefix`, and write again what others have changed.
+        """Watch our keys under `prefix`. What others have changed is written again.
 
         The lease is told of a broken stream and of a key that is gone."""
         seen: dict[bytes, bytes] = {}
@@ -240,11 +244,11 @@ class Membership:
                 self._stale.set()
 
     async def _rewrite(self, lease: Lease) -> None:
-        """Bring etcd to what it should hold, whenever somebody says it is not so."""
+        """Write our keys again each time `_stale` is set and etcd does not hold them."""
         pause = RETRY_S[0]
         while True:
             await self._stale.wait()
-            # Our own writes echo through the watch, old ones after newer: look before writing.
+            # Our own writes come back through the watch, maybe an old one late. So look first.
             await asyncio.sleep(pause)
             self._stale.clear()
             try:
@@ -264,7 +268,7 @@ class Membership:
                 pause = min(pause * 2, RETRY_S[1])
 
     async def _reregister(self) -> None:
-        """Until it works. One new incarnation per outage, made once etcd answers."""
+        """Register until it works. Each outage makes one new incarnation, once etcd answers."""
         pause, made, last = RETRY_S[0], None, ""
         while True:
             try:

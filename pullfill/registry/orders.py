@@ -1,4 +1,4 @@
-"""One-shot questions and orders about workers, for joins and for the command line. No tasks."""
+"""Single questions and orders about workers, for joins and for the command line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _KV_ROLES = frozenset({"decode", "prefill"})
 
 @dataclass(frozen=True, slots=True)
 class LiveWorker:
-    """A registered worker, the lease it hangs on, and when its key came to be."""
+    """A registered worker. create_revision: when its key was made."""
 
     record: WorkerRecord
     lease_id: int
@@ -23,7 +23,7 @@ class LiveWorker:
 
 
 def decode_worker_record(namespace: str, key: bytes, value: bytes) -> WorkerRecord:
-    """The record at `key`. Raises BadMessage, also when it speaks of another worker."""
+    """The record at `key`. Raises BadMessage, also if it is of another worker."""
     name = keys.parse_worker(namespace, key)
     record = decode(value, WorkerRecord)
     if name != (record.role, record.instance_id):
@@ -34,7 +34,7 @@ def decode_worker_record(namespace: str, key: bytes, value: bytes) -> WorkerReco
 
 
 async def live_workers(client: EtcdClient, namespace: str) -> list[LiveWorker]:
-    """All registered workers, oldest first; unreadable ones are left out."""
+    """All registered workers, oldest first. Unreadable ones are left out."""
     found = []
     for kv in (await client.get_prefix(keys.workers_prefix(namespace)))[0]:
         with suppress(BadMessage):

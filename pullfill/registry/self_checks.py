@@ -1,8 +1,10 @@
-"""Results of self-checks at `self_checks/{pair}`. They have no lease. Decode workers watch them.
+"""Results of self-checks at `self_checks/{pair}`. Decode workers watch them.
 
-A pair names two kinds of workers, not two processes, so a result outlives the workers that made it.
-Lifecycle: `started` → `current` follows etcd by itself → `close`. `kept` and `clear` are for the
-command line.
+A pair names two kinds of workers, not two processes. So the keys have no lease: a result outlives
+the workers that made it.
+
+Life: `started` → `current` follows etcd by itself → `close`. `kept` and `clear` are for the command
+line.
 """
 
 from __future__ import annotations

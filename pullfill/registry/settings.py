@@ -1,9 +1,9 @@
-"""The hot settings at `config/router` and `config/queue`: watched by workers, written by the
-command line.
+"""The settings at `config/router` and `config/queue`. Workers watch them, `pullfill config` writes.
 
 Each key holds a JSON object with any of the fields of `RouterConfig` or `QueueSettings`. A missing
-field, or a missing key, means the default. Lifecycle: `start` → `current` changes by itself →
-`close`. `set` and `get_all` need no `start`.
+field, or a missing key, means the default.
+
+Life: `start` → `current` changes by itself → `close`. `set` and `get_all` need no `start`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _ALLOWED = {
 
 
 def parse(value: bytes, kind: type[T]) -> T:
-    """Strictly read the stored form. Raises ConfigError naming the field."""
+    """Read the stored form. Raises ConfigError naming the field."""
     try:
         return msgspec.json.decode(value, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError) as exc:
@@ -89,7 +89,7 @@ class Settings(Generic[T]):
 
     @property
     def current(self) -> T:
-        """The last good settings; defaults until there are any. No I/O."""
+        """The last good settings. Defaults until there are any."""
         return self._current
 
     def subscribe(self, callback: Callable[[T], None]) -> None:
@@ -104,12 +104,13 @@ class Settings(Generic[T]):
         return self
 
     async def start(self, timeout_s: float = 30.0) -> None:
-        """Begin to watch; returns when `current` is what etcd holds now.
+        """Begin to watch. Returns when `current` is what etcd holds now.
+
         Raises RegistryUnavailable after `timeout_s`."""
         await self._follower.start(timeout_s)
 
     async def close(self) -> None:
-        """End the watch; `current` stays readable. Idempotent."""
+        """End the watch. `current` stays readable. Idempotent."""
         await self._follower.close()
 
     def _on_event(self, event: Put | Delete) -> None:
@@ -180,7 +181,7 @@ def _from_text(kind: type[T], name: str, text: str) -> Any:
 
 
 def _good_fields(value: bytes, kind: type[T]) -> dict[str, Any]:
-    """What is valid in a stored object, so that setting one field repairs a bad key."""
+    """The valid fields of a stored object. So `set` also repairs a key with bad ones."""
     try:
         stored = msgspec.json.decode(value, type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeDecodeError):

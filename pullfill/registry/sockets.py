@@ -1,10 +1,8 @@
 """The sockets of one process's session with etcd: keep-alive on them, and none left at the end.
 
-Lifecycle: made with the session that owns it and closed by it.
-
-aiohttp closes an encrypted connection that it does not use again (an ended watch, a call that ran
-out of time) by telling the server and waiting for the answer, half a minute if need be, and forgets
-it: closing the session does not end it. So this connector remembers every socket it made.
+When aiohttp closes an encrypted connection, it tells the server and waits for the answer, up to
+half a minute. It forgets such a connection, so closing the session does not end it. So this
+connector remembers every socket that it made.
 """
 
 from __future__ import annotations
@@ -23,14 +21,14 @@ END_S = 0.5
 
 
 class EtcdConnector(aiohttp.TCPConnector):
-    """As many connections as are asked for; `close` ends all of them, TLS or not."""
+    """As many connections as are asked for. The session that owns it closes it."""
 
     def __init__(self, tls: ssl.SSLContext | None) -> None:
         super().__init__(limit=0, socket_factory=self._make, ssl=True if tls is None else tls)
         self._sockets: WeakSet[socket.socket] = WeakSet()
 
     async def close(self, *, abort_ssl: bool = False) -> None:
-        """Returns when the sockets are closed: a few turns of the loop later, END_S at most."""
+        """Close all sockets. Takes a few turns of the loop, END_S at most."""
         await super().close(abort_ssl=abort_ssl)
         for sock in self.open_sockets():
             with suppress(OSError):  # not connected yet, or just gone
@@ -43,7 +41,7 @@ class EtcdConnector(aiohttp.TCPConnector):
         return [sock for sock in self._sockets if sock.fileno() >= 0]
 
     def _make(self, address: Any) -> socket.socket:
-        """Its kernel notices a vanished server in about 20 s, also when we only listen."""
+        """Make a socket whose kernel notices a vanished server in about 20 s."""
         family, kind, proto, _, _ = address
         sock = socket.socket(family, kind, proto)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -1,15 +1,15 @@
 """Watches all keys with a prefix, and misses no change, also over restarts of etcd.
 
-Life of a watch: read a snapshot at revision R, yield it as `Put`s and a `Synced`, then stream the
-changes from R+1. `rev` is the last revision whose message was yielded whole. When the stream ends
-for any reason, the store is read *as of rev* once it answers again:
+`watch_prefix` reads a snapshot at revision R, yields it as `Put`s and a `Synced`, then streams the
+changes from R+1. `rev` is the last revision whose message was yielded whole. When the stream has
+ended, the store is read *as of rev* once it answers again:
 
-- the same as what we know: resume at rev+1; the changes made meanwhile follow, none missing;
-- anything else (compacted, or a store restarted empty, even one that has already grown past rev):
-  take a new snapshot, yield the difference, then `Synced` again.
+- It is what we know: the watch goes on at rev+1. No change is missing.
+- It is not (compacted, or a store that restarted empty, maybe grown past rev since): take a new
+  snapshot, yield the difference, then `Synced` again.
 
-A silent stream is renewed every `IDLE_S` in the same way, so a half-open connection cannot hide
-changes for longer. Consumers that are cancelled or `aclose` the iterator end the stream.
+A stream that is silent for IDLE_S is renewed in the same way. So a half-open connection cannot hide
+changes for longer. `Follower` watches in a task of its own.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Delete:
 
 @dataclass(frozen=True, slots=True)
 class Synced:
-    """Everything up to `revision` was yielded. `first` is False after a snapshot taken again."""
+    """Everything up to `revision` was yielded. first: it is the first snapshot."""
 
     revision: int
     first: bool
@@ -95,7 +95,7 @@ class _Known:
     rev: int = -1
 
     def diff(self, kvs: list[KeyValue], revision: int) -> list[WatchEvent]:
-        """Become (kvs, revision); the events that lead there, deletes first."""
+        """Become (kvs, revision). Returns the events that lead there, deletes first."""
         new = {kv.key: kv for kv in kvs}
         events: list[WatchEvent] = [
             Delete(key, b"", revision) for key in self.keys if key not in new
@@ -130,11 +130,11 @@ async def watch_prefix(
     on_break: Callable[[], None] | None = None,
     idle_s: float = IDLE_S,
 ) -> AsyncGenerator[WatchEvent, None]:
-    """Events of all keys with `prefix`, for ever; never raises RegistryUnavailable.
+    """Yield events of all keys with `prefix`, for ever.
 
-    on_break: called each time the conversation with etcd breaks or cannot be had (not for planned
-    renewals). Raises ConfigError when etcd refuses to let us read there (permissions).
-    """
+    on_break: called each time a stream breaks or cannot be opened.
+
+    Raises ConfigError if etcd does not let us read there."""
     start = as_key(prefix)
     known = _Known({})
     pause = RETRY_S[0]
@@ -180,7 +180,7 @@ async def _continues(client: EtcdClient, start: bytes, known: _Known) -> bool:
 async def _changes(
     client: EtcdClient, start: bytes, known: _Known, idle_s: float
 ) -> AsyncGenerator[list[WatchEvent], None]:
-    """One stream's messages, each applied to `known` when whole."""
+    """Yield the messages of one stream, each applied to `known`."""
     create = {
         "key": start or b"\0",
         "range_end": prefix_end(start),
@@ -197,7 +197,7 @@ async def _changes(
                 raise RegistryUnavailable(f"etcd ended the watch: {message.error}")
             if result.canceled:
                 if "permission" in result.cancel_reason:
-                    # Maybe only an old token: the next read renews it, or is refused itself.
+                    # Maybe only the token is old. Then the next read renews it.
                     raise RegistryUnavailable(f"etcd refused the watch: {result.cancel_reason}")
                 raise _Lost(result.cancel_reason or f"compacted at {result.compact_revision}")
             if result.header.revision < known.rev:
