@@ -1,14 +1,12 @@
 """One vLLM engine core, stepped by one thread of this process.
 
-Lifecycle: `EngineHost(...)` only remembers; `run()` (the engine thread) builds the engine, then
-loops until `stop()` or until a step raises; everything that touches the engine runs on that thread.
-Other threads hand work over with `submit`, or wake the loop with `wake`. The engine keeps its
-memory until `shutdown()`: others may still copy from it and to it when the loop has ended.
+Life: `run`, on the engine thread, builds the engine and loops until `stop`, or until a step raises.
+Everything that touches the engine runs on that thread. Other threads call `submit` and `wake`. The
+engine keeps its memory until `shutdown`: others may still copy from it and to it.
 
-The loop: run what was submitted, poll the registered descriptors, step the engine if a step can
-do something, else block in poll. vLLM's own loop spins while a request waits for remote KV; this
-one sleeps until the ledger (or a deadline) wakes it, so waiting costs no CPU and steals none from
-the engine next door.
+The loop polls the registered descriptors, runs what was submitted, and takes a step if a step can
+do something. Otherwise it blocks in poll. vLLM's own loop spins while a request waits for remote
+KV. This one sleeps until the ledger or a deadline wakes it.
 """
 
 from __future__ import annotations
@@ -91,7 +89,8 @@ class EngineHost:
         self._wakefd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stopping = False
         self._fd_handlers: dict[Any, Callable[[], None]] = {}
-        self._poller: zmq.Poller | None = None
+        self._poller = zmq.Poller()
+        self._poller.register(self._wakefd, zmq.POLLIN)
         self.ready = threading.Event()
         self.failure: BaseException | None = None
         self.core: EngineCore | None = None
@@ -115,13 +114,12 @@ class EngineHost:
             self.wake()
 
     def wake(self) -> None:
-        """Make the loop look around. Safe from any thread, also after the end."""
+        """Make the loop look around. From any thread, also after the end."""
         with contextlib.suppress(OSError, ValueError):
             os.eventfd_write(self._wakefd, 1)
 
     def pulse(self) -> Pulse:
-        """What the engine thread does, for the watchdog. Reads without a lock: an old value is as
-        good as a new one."""
+        """What the engine thread does, for the watchdog. Maybe a moment old."""
         requests = len(self._todo)
         if self.core is not None:
             requests += sum(self.core.scheduler.get_request_counts())
@@ -136,7 +134,6 @@ class EngineHost:
 
     def register(self, socket: Any, handler: Callable[[], None]) -> None:
         """Poll a ZMQ socket or descriptor for reading in the loop (engine thread only)."""
-        assert self._poller is not None
         self._fd_handlers[socket] = handler
         self._poller.register(socket, zmq.POLLIN)
 
@@ -145,15 +142,13 @@ class EngineHost:
         from vllm.v1.engine.core import EngineCore
         from vllm.v1.executor import Executor
 
-        self._poller = zmq.Poller()
-        self._poller.register(self._wakefd, zmq.POLLIN)
         config = self._config
         alone = config.parallel_config.world_size == 1 and config.device_config.device_type == "cpu"
         executor_class = Executor.get_class(config)
 
         def make_executor(config: VllmConfig) -> Executor:
-            # Here the process groups are made, and no thread of ours: those start when the engine
-            # hands its memory to the connector.
+            # This makes the process groups. Threads of ours start later, when the engine hands its
+            # memory to the connector.
             with environment.lazy_timers() if alone else contextlib.nullcontext():
                 return executor_class(config)
 
@@ -161,8 +156,9 @@ class EngineHost:
         return self.core
 
     def run(self, on_built: Callable[[EngineCore], None] = lambda _core: None) -> None:
-        """Build, then loop until `stop`. Sets `ready`, or `failure` and `ready`. What was built is
-        there when this returns or raises."""
+        """Build, then loop until `stop`. Sets `ready`, or `failure` and `ready`.
+
+        What was built is still there when this returns or raises."""
         try:
             core = self.build()
             on_built(core)
@@ -178,13 +174,12 @@ class EngineHost:
             raise
 
     def shutdown(self) -> None:
-        """After `run`: let vLLM drop what it has, its KV cache included, and end its processes."""
+        """After `run`: let vLLM free what it has, also the KV cache, and end its processes."""
         if self.core is not None:
             with contextlib.suppress(Exception):
                 self.core.shutdown()
 
     def _loop(self, core: EngineCore) -> None:
-        assert self._poller is not None
         self._one_core = len(os.sched_getaffinity(0)) == 1
         timeout = 0
         while not self._stopping:
@@ -277,7 +272,6 @@ class EngineHost:
 
     def _take_in(self, core: EngineCore, timeout_ms: int) -> bool:
         """Wait for work, and run what was submitted. Returns False if nothing came."""
-        assert self._poller is not None
         self._doing = ""
         events = self._poller.poll(timeout_ms)
         self._beat += 1

@@ -12,11 +12,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import zmq
 
 from pullfill.engine import host as hosts
 from pullfill.engine.heap import EVERY_S, Heap
 from pullfill.engine.host import EngineHooks, EngineHost
+from tests.support.engine_host import HostOf, looping
 from tests.support.fakes import FakeClock
 from tests.support.waiting import eventually
 
@@ -70,7 +70,9 @@ class Core:
         self.batch_queue = None
         self._said, self._waits = said, waits
         self.scheduler = SimpleNamespace(
-            requests=["a"],
+            requests={"a": SimpleNamespace(status=WAITING)},
+            running=["a"],
+            finished_recving_kv_req_ids=set(),
             get_request_counts=lambda: (self.left, 0),
             _update_from_kv_xfer_finished=lambda told: None,
         )
@@ -88,7 +90,8 @@ class Core:
 
 def run(monkeypatch: pytest.MonkeyPatch, cores: set[int], waits: bool = True) -> list[str]:
     """What a loop of three steps does, in order; KV of a prompt has come before the second."""
-    monkeypatch.setattr(hosts, "_vllm", lambda: SimpleNamespace(Report=SimpleNamespace))
+    vllm = SimpleNamespace(Report=SimpleNamespace, Status=STATUS)
+    monkeypatch.setattr(hosts, "_vllm", lambda: vllm)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: cores)
     monkeypatch.setattr(time, "sleep", lambda seconds: said.append("leaves its core"))
     said: list[str] = []
@@ -105,13 +108,8 @@ def run(monkeypatch: pytest.MonkeyPatch, cores: set[int], waits: bool = True) ->
         def on_outputs(self, outputs: object) -> None:
             said.append("outputs")
 
-    config: Any = None
-    host = EngineHost(config)
+    host = HostOf(core)
     host.hooks = Hooks()
-    monkeypatch.setattr(host, "_pause", lambda core, executed: 0 if executed else 1)
-    monkeypatch.setattr(host, "build", lambda: core)
-    host._poller = zmq.Poller()
-    host.core = core
     host.run()
     return said
 
@@ -180,16 +178,9 @@ class Scheduler:
 def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[EngineHost, Scheduler]]:
     """A host whose loop runs, and its core."""
     monkeypatch.setattr(hosts, "_vllm", lambda: SimpleNamespace(Status=STATUS))
-    config: Any = None
-    host, core = EngineHost(config), Scheduler()
-    host._poller = zmq.Poller()
-    host._poller.register(host._wakefd, zmq.POLLIN)
-    loop: Any = host._loop
-    thread = threading.Thread(target=loop, args=(core,))
-    thread.start()
-    yield host, core
-    host.stop()
-    thread.join(10)
+    core = Scheduler()
+    with looping(host := HostOf(core)):
+        yield host, core
 
 
 def settled(host: EngineHost) -> None:

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from pullfill.decode_worker import leave
-from pullfill.engine.host import EngineHooks, EngineHost, untouched
+from pullfill.engine.host import EngineHooks, untouched
+from tests.support.engine_host import HostOf
 
 
 class RequestStatus(Enum):
@@ -92,19 +93,8 @@ def test_the_engine_tells_it_before_its_loop_ends(broken: bool) -> None:
             if broken:
                 raise RuntimeError("nobody can be told")
 
-    config: Any = SimpleNamespace()
-    host = EngineHost(config)
+    host = HostOf(SimpleNamespace(scheduler=scheduler, batch_queue=None, step_fn=scheduler.run))
     host.hooks = Hooks()
-    core: Any = SimpleNamespace(scheduler=scheduler, batch_queue=None, step_fn=scheduler.run)
-
-    def build() -> Any:
-        import zmq
-
-        host._poller = zmq.Poller()
-        host.core = core
-        return core
-
-    host.build = build  # type: ignore[method-assign]
     with pytest.raises(ValueError, match="while scheduling"):
         host.run()
     assert told == [{"b"}]

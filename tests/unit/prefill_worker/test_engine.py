@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import threading
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import zmq
 
 from pullfill.engine import host as hosts
-from pullfill.engine.host import EngineHost
 from pullfill.errors import HandoffError
 from pullfill.prefill_worker.engine import PrefillEngine
 from pullfill.prefill_worker.task import PrefillTask
 from pullfill.wire import FenceToken
+from tests.support.engine_host import HostOf, looping
 from tests.support.waiting import eventually
 
 
@@ -29,22 +26,17 @@ class Core:
 
     def abort_requests(self, names: list[str]) -> None:
         self.aborted += names
+        self.scheduler.requests.clear()
 
 
-def a_host() -> EngineHost:
-    config: Any = None
-    host = EngineHost(config)
-    host._poller = zmq.Poller()
-    host._poller.register(host._wakefd, zmq.POLLIN)
-    return host
+class Host(HostOf):
+    """Counts how often it was woken."""
 
+    wakes = 0
 
-def woken(host: EngineHost) -> bool:
-    try:
-        os.eventfd_read(host._wakefd)
-    except BlockingIOError:
-        return False
-    return True
+    def wake(self) -> None:
+        self.wakes += 1
+        super().wake()
 
 
 def a_task(name: str = "j.1") -> PrefillTask:
@@ -57,33 +49,27 @@ def a_task(name: str = "j.1") -> PrefillTask:
 
 @pytest.mark.parametrize("how", ["well", "failed", "stopped"])
 def test_only_a_task_that_ended_well_is_forgotten_without_a_wake_up(how: str) -> None:
-    host, task = a_host(), a_task()
+    core: Any = Core()
+    host, task = Host(core), a_task()
     context: Any = SimpleNamespace(tasks={task.request_id: task})
     engine = PrefillEngine(host, context, block_size=4, compat_hash="c")
     if how != "stopped":
         task.end(None if how == "well" else HandoffError("no"))
     engine.end(task)
-    assert woken(host) == (how != "well")
-    core: Any = Core()
+    assert bool(host.wakes) == (how != "well")
     core.scheduler.requests[task.request_id] = "it still runs"
-    host._take_in(core, 0)
-    assert core.aborted == [task.request_id]
+    with looping(host):
+        eventually(lambda: core.aborted == [task.request_id], "it was never told")
     assert not context.tasks
 
 
 def test_work_without_a_wake_up_is_done_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the next thing that wakes the engine, in order; or when it looks around by itself."""
     monkeypatch.setattr(hosts, "_IDLE_POLL_MS", 30)
-    host, done = a_host(), list[str]()
-    core: Any = Core()
-    thread = threading.Thread(target=host._loop, args=(core,))
+    host, done = HostOf(Core()), list[str]()
     host.submit(lambda _: done.append("a"), wake=False)
     host.submit(lambda _: done.append("b"))
-    thread.start()
-    try:
+    with looping(host):
         eventually(lambda: done == ["a", "b"], "not done")
         host.submit(lambda _: done.append("c"), wake=False)
         eventually(lambda: done == ["a", "b", "c"], "forgotten")
-    finally:
-        host.stop()
-        thread.join(10)
