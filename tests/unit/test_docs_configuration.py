@@ -180,3 +180,24 @@ def test_values_of_metric_labels() -> None:
                 missing.append(f"{family.name}: {value}")
     assert seen > 30
     assert missing == []
+
+
+# ------------------------------------------------------------------ routes and alerts
+
+
+def test_every_route_of_ours_is_listed() -> None:
+    text = COMMANDS.read_text().split("\n## HTTP\n")[1].split("\n## ")[0]
+    for path, pattern in (
+        ("frontend/routes.py", r"Route\(\"([^\"]+)\""),
+        ("pullfill/runtime/probe.py", r"add_get\(\"([^\"]+)\""),
+    ):
+        routes = re.findall(pattern, text_of(path))
+        assert len(routes) >= 4
+        assert [r for r in routes if f"`{r.replace('{request_id}', 'ID')}`" not in text] == []
+
+
+def test_every_alert_is_listed() -> None:
+    alerts = re.findall(r"- alert: (\w+)", text_of("deploy/prometheus/alerts.yaml"))
+    listed = re.findall(r"^- `(Pullfill\w+)`: ", text_of("docs/operations.md"), re.M)
+    assert len(alerts) > 5
+    assert listed == alerts
