@@ -21,12 +21,14 @@ class StartFailed(UnavailableError):
 
 
 class Children:
-    """See the module. cluster: the content of cluster.json, which is written after every change."""
+    """The processes of one `up`.
+
+    cluster: the content of cluster.json, which is written after every change."""
 
     def __init__(self, cluster: ClusterFile, state: StateDir, view: ProcessView) -> None:
         self.cluster = cluster
-        self._state = state
-        self._view = view
+        self.state = state
+        self.view = view
         self._running: dict[str, subprocess.Popen[bytes]] = {}
         self._specs: dict[str, ProcessSpec] = {}
 
@@ -47,7 +49,7 @@ class Children:
 
     def launch(self, spec: ProcessSpec, note: str = "", restarts: int = 0) -> ProcessEntry:
         """Start a process, or start it again, and record it. Raises StartFailed."""
-        log = self._state.log_of(spec.name)
+        log = self.state.log_of(spec.name)
         try:
             child = spawn(spec.argv, log=log, env={**spec.env, RESTARTS_ENV: str(restarts)})
         except OSError as exc:
@@ -67,29 +69,28 @@ class Children:
         entries = {e.name: e for e in self.cluster.processes}
         entries[spec.name] = entry  # keeps its place
         self.cluster.processes = list(entries.values())
-        self._state.write_cluster(self.cluster)
+        self.state.write_cluster(self.cluster)
         again = f"pid {child.pid}, restarts: {restarts}" if restarts else ""
-        self._view.set(spec.name, "starting", again or note or spec.url or f"pid {child.pid}")
+        self.view.set(spec.name, "starting", again or note or spec.url or f"pid {child.pid}")
         return entry
 
     def raise_if_dead(self, name: str) -> None:
         """Raise StartFailed, with the end of its log, if the process has ended."""
         code = self._running[name].poll()
         if code is not None:
-            self._view.set(name, "failed", exit_words(code))
+            self.view.set(name, "failed", exit_words(code))
             raise StartFailed(self.describe(name, f"died while starting ({exit_words(code)})"))
 
     def describe(self, name: str, what: str) -> str:
         """Return a message: `what` happened to the process, and the end of its log."""
-        log = self._state.log_of(name)
+        log = self.state.log_of(name)
         lines = "".join(f"\n    {line}" for line in tail(log))
         return f"{name} {what}; its log ends with:{lines}\n  whole log: {log}"
 
     def let_go(self) -> None:
         """Let the processes outlive this one."""
         for child in self._running.values():
-            # Popen would warn that they still run.
-            child.returncode = child.poll() or 0
+            child.returncode = child.poll() or 0  # or Popen would warn that it still runs
 
     def reap(self) -> None:
         """Reap the children that have ended."""

@@ -79,7 +79,8 @@ def up(
 
     Flags not listed here go to vLLM, e.g. --max-model-len 8192.
     """
-    from pullfill.deploy import run_up, vllm_flags
+    from pullfill.deploy import up as command_up
+    from pullfill.deploy import vllm_flags
     from pullfill.net.security import load
 
     own = _own_flags(context, "up", "decode", "prefill")
@@ -97,7 +98,7 @@ def up(
             "prefill": vllm_flags.of_role("--prefill-args", prefill_args, own),
         },
     )
-    return run_up.up(options, cluster.state_dir, detach=detach)
+    return command_up.up(options, cluster.state_dir, detach=detach)
 
 
 def _own_flags(context: typer.Context, *commands: str) -> set[str]:
@@ -116,9 +117,9 @@ def down(
     ] = 60.0,
 ) -> int:
     """Drain and stop the cluster of a state directory."""
-    from pullfill.deploy import run_up
+    from pullfill.deploy import down as command_down
 
-    return run_up.down(cluster.state_dir, timeout_s=timeout)
+    return command_down.down(cluster.state_dir, timeout_s=timeout)
 
 
 @command(app, vllm=True)

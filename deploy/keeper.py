@@ -1,6 +1,6 @@
-"""Restarts processes that died, while `up` runs. Pauses grow, and after many deaths it gives up.
+"""Restarts the processes of `up` that die. A process that dies again and again is given up.
 
-Nothing polls: a pidfd tells when a process has ended. Each start happens under the lock of the
+A pidfd tells when a process has ended, so nothing polls. Each start happens under the lock of the
 state directory, so `pullfill down` never misses a process.
 """
 
@@ -14,15 +14,15 @@ from contextlib import suppress
 
 from pullfill.deploy import plan
 from pullfill.deploy.children import Children, StartFailed
+from pullfill.deploy.down import SERVERS, remove_shared_memory
 from pullfill.deploy.procs import confine, exit_words, tail, wait_exit
-from pullfill.deploy.state import Locked, StateDir
-from pullfill.deploy.teardown import SERVERS, remove_shared_memory
+from pullfill.deploy.state import Locked
 from pullfill.deploy.up_options import UpOptions
-from pullfill.deploy.view import ProcessView
 
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
 MAX_DEATHS = 5
+"""A process that dies this often within WINDOW_S is given up."""
 WINDOW_S = 60.0
 _LOG_LINES = 5
 _LOCK_POLL_S = 0.1
@@ -36,11 +36,9 @@ class Deaths:
         self._pause = 0.0
 
     def pause(self, now: float) -> float | None:
-        """Note a death at `now`. Returns the seconds to wait before the process is started again.
+        """Note a death at `now`. Return the seconds to wait before the process is started again.
 
-        Pauses double until the process has run for WINDOW_S. None: give up, since the process died
-        MAX_DEATHS times within WINDOW_S.
-        """
+        Pauses double until the process has run for WINDOW_S. None: give it up."""
         if self._at and now - self._at[-1] - self._pause > WINDOW_S:
             self._pause = 0.0
         self._at.append(now)
@@ -53,25 +51,16 @@ class Deaths:
 class Keeper:
     """Watches the children of one `up`.
 
-    stop: set by a signal. Nothing is started after that.
-    """
+    stop: set by a signal. Nothing is started after that."""
 
     def __init__(
-        self,
-        options: UpOptions,
-        children: Children,
-        state: StateDir,
-        view: ProcessView,
-        stop: asyncio.Event,
-        cluster_id: str,
+        self, options: UpOptions, children: Children, stop: asyncio.Event, cluster_id: str
     ) -> None:
         self._options = options
         self._children = children
-        self._state = state
-        self._view = view
+        self._state = children.state
         self._stop = stop
         self._cluster_id = cluster_id
-        self.gave_up: set[str] = set()
 
     def stopped(self) -> bool:
         """Whether the cluster is being stopped, by a signal or by `pullfill down`."""
@@ -124,10 +113,9 @@ class Keeper:
     def _give_up(self, name: str) -> None:
         what = f"gave up after {MAX_DEATHS} deaths in {WINDOW_S:.0f} s"
         lines = tail(self._state.log_of(name), _LOG_LINES)
-        self.gave_up.add(name)
         self._children.entry(name).gave_up = "\n".join([what, *lines])
         self._say(self._children.describe(name, what), "bold red")
-        with suppress(OSError):  # a full disk: the lines above were printed at least
+        with suppress(OSError):  # a full disk: the lines above were printed
             self._state.write_cluster(self._children.cluster)
         self._tell_loss(name)
 
@@ -153,11 +141,8 @@ class Keeper:
 
     async def _sleep(self, seconds: float) -> None:
         """Sleep, but end at `stop`."""
-        try:
-            async with asyncio.timeout(seconds):
-                await self._stop.wait()
-        except TimeoutError:
-            pass
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._stop.wait(), seconds)
 
     def _say(self, text: str, style: str = "") -> None:
-        self._view.say(f"{time.strftime('%H:%M:%S')} {text}", style)
+        self._children.view.say(f"{time.strftime('%H:%M:%S')} {text}", style)

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -148,13 +149,11 @@ def _in_use(path: Path) -> bool:
         inode = f" {path.stat().st_ino} "
     except OSError:
         return True
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        try:
-            lines = maps.read_text().splitlines()
-        except OSError:
-            continue
-        if any(inode in line and path.name in line for line in lines):
-            return True
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            lines = (entry / "maps").read_text().splitlines()
+            if any(inode in line and path.name in line for line in lines):
+                return True
     return False
 
 

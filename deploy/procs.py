@@ -14,7 +14,6 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 CLUSTER_ENV = "PULLFILL_CLUSTER_ID"
 """Set in every child of `pullfill up`: finds a child that was started but not yet recorded."""
@@ -30,32 +29,25 @@ class ProcessId:
     started: int
 
 
-def _stat_fields(pid: int) -> list[bytes] | None:
-    """Return the fields of /proc/PID/stat from the third on, the state. None: no such process."""
+def start_time(pid: int) -> int | None:
+    """Return the kernel's start time of `pid` in clock ticks since boot. None: it does not run."""
     try:
         raw = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
         return None
-    return raw[raw.rindex(b")") + 2 :].split()
-
-
-def start_time(pid: int) -> int | None:
-    """Return the kernel's start time of `pid` in clock ticks since boot. None: it does not run."""
+    state, *fields = raw[raw.rindex(b")") + 2 :].split()  # the name before it may have any letters
     # A zombie counts as ended: its parent may never reap it.
-    fields = _stat_fields(pid)
-    if fields is None or fields[0] in (b"Z", b"X"):
-        return None
-    return int(fields[19])
+    return None if state in (b"Z", b"X") else int(fields[18])
 
 
 def identify(pid: int) -> ProcessId | None:
-    """The identity of a running process."""
+    """Return the identity of a process. None: it does not run."""
     started = start_time(pid)
     return None if started is None else ProcessId(pid, started)
 
 
 def is_alive(process: ProcessId) -> bool:
-    """Whether exactly this process still runs (stopped counts as running)."""
+    """Whether exactly this process still runs. A stopped process runs."""
     return start_time(process.pid) == process.started
 
 
@@ -77,15 +69,12 @@ def send(process: ProcessId, sig: int) -> bool:
     return True
 
 
-def spawn(
-    argv: Sequence[str], *, log: Path, env: Mapping[str, str], cwd: Path | None = None
-) -> subprocess.Popen[bytes]:
+def spawn(argv: Sequence[str], *, log: Path, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
     """Start `argv` in its own session, stdin closed, stdout and stderr appended to `log`.
 
     Raises OSError when the program cannot be started.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
-    handle: IO[bytes]
     with log.open("ab") as handle:
         return subprocess.Popen(
             list(argv),
@@ -93,7 +82,6 @@ def spawn(
             stdout=handle,
             stderr=subprocess.STDOUT,
             env=dict(env),
-            cwd=cwd,
             start_new_session=True,
         )
 
@@ -113,19 +101,14 @@ def confine(pid: int, cores: Collection[int]) -> None:
 
 
 def tagged(cluster_id: str) -> list[ProcessId]:
-    """Return every running process that has this cluster's id in its environment."""
+    """Return every other running process that has this cluster's id in its environment."""
     needle = f"{CLUSTER_ENV}={cluster_id}".encode()
     found: list[ProcessId] = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit() or int(entry.name) == os.getpid():
-            continue
-        try:
-            environ = (entry / "environ").read_bytes()
-        except OSError:
-            continue
-        if needle in environ.split(b"\0"):
-            process = identify(int(entry.name))
-            if process is not None:
+    for entry in Path("/proc").glob("[0-9]*"):
+        # Not psutil: it stops at an empty entry, which a process that renames itself may have.
+        with suppress(OSError):
+            ours = needle in (entry / "environ").read_bytes().split(b"\0")
+            if ours and entry.name != str(os.getpid()) and (process := identify(int(entry.name))):
                 found.append(process)
     return found
 

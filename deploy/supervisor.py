@@ -1,9 +1,9 @@
 """`pullfill up`: starts everything, waits until it is ready, then keeps it running.
 
-Life: check → lock the state directory → servers → workers and frontends in parallel → ready →
-restart what dies, until Ctrl-C, SIGTERM, `pullfill down`, or the end of every process → drain.
-Each child is recorded in cluster.json right after its start. So `pullfill down` finds it even if
-this process was killed. A failed start stops everything and leaves nothing running.
+Life: lock the state directory → check → servers → workers and frontends in parallel → self-checks →
+ready → restart what dies, until Ctrl-C, SIGTERM, `pullfill down`, or the end of every process →
+drain. Each child is recorded in cluster.json right after its start, so that `pullfill down` finds
+it even if this process was killed. A failed start stops everything and leaves nothing running.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 from pullfill.config import ClusterFile, ClusterRef
-from pullfill.deploy import members, plan, servers
+from pullfill.deploy import defaults, members, plan, servers
 from pullfill.deploy.children import Children, StartFailed
+from pullfill.deploy.down import take_down
 from pullfill.deploy.keeper import Keeper
 from pullfill.deploy.procs import CLUSTER_ENV, confine, start_time, tail, wait_exit
 from pullfill.deploy.state import Launch, Locked, StateDir, new_cluster_id
-from pullfill.deploy.teardown import take_down
 from pullfill.deploy.up_options import UpOptions
 from pullfill.deploy.view import ProcessView
 from pullfill.errors import RegistryUnavailable
@@ -51,18 +51,18 @@ class Supervisor:
             namespace=options.namespace,
             nats_url=options.nats_url or "",
             etcd_url=options.etcd_url or "",
-            frontend_url=options.frontend_url,
+            frontend_url="",
         )
         if options.security.path:
             self._cluster.security = options.security.path
         self._signals = 0
         self._stop = asyncio.Event()
         self._children = Children(self._cluster, state, view)
-        self._keeper = Keeper(options, self._children, state, view, self._stop, self._cluster_id)
 
     async def start(self) -> None:
-        """Bring everything up. Raises ConfigError, StartFailed or Interrupted with nothing left
-        running."""
+        """Start all processes and wait until they are ready.
+
+        Raises ConfigError, StartFailed or Interrupted. Then nothing is left running."""
         self._catch_signals()
         with self._state.locked():
             self._state.refuse_if_live()
@@ -85,13 +85,7 @@ class Supervisor:
             try:
                 await self._interruptible(self._start_all())
             except BaseException:
-                await take_down(
-                    self._state,
-                    self._cluster.processes,
-                    self._view,
-                    drain_s=START_FAILED_DRAIN_S,
-                    force=lambda: self._signals > 1,
-                )
+                await self._take_down(START_FAILED_DRAIN_S)
                 self._children.reap()
                 raise
 
@@ -103,20 +97,23 @@ class Supervisor:
         detached: also stay, with no process left, so that `pullfill status` can show what was given
         up.
         """
+        keeper = Keeper(self._options, self._children, self._stop, self._cluster_id)
         loop = asyncio.get_running_loop()
-        watches = [loop.create_task(self._keeper.keep(name)) for name in self._children.names]
+        watches = [loop.create_task(keeper.keep(name)) for name in self._children.names]
         stop = loop.create_task(self._stop.wait())
         everyone = asyncio.gather(*watches) if watches else stop
         await asyncio.wait([stop, everyone], return_when=asyncio.FIRST_COMPLETED)
-        if detached and self._keeper.gave_up:
+        if detached and any(entry.gave_up for entry in self._cluster.processes):
             await stop
-        by_down = self._keeper.stopped_by_down()
-        if self._stop.is_set() and not by_down:
-            self._view.say("stopping: workers finish their streams (again to force)", "yellow")
-        if by_down:
+        if keeper.stopped_by_down():
             await everyone
         else:
-            await self._drain()
+            if self._stop.is_set():
+                self._view.say("stopping: workers finish their streams (again to force)", "yellow")
+            self._view.title = "stopping pullfill"
+            # Not ours to stop when `pullfill down` holds the lock already.
+            with suppress(Locked), self._state.locked(), self._view:
+                await self._take_down(self._options.workers.drain_timeout_s)
         for task in (stop, *watches):
             task.cancel()
         await asyncio.gather(stop, *watches, return_exceptions=True)
@@ -126,43 +123,66 @@ class Supervisor:
         """Let the children outlive this process."""
         self._children.let_go()
 
+    async def _take_down(self, drain_s: float) -> None:
+        entries, force = self._cluster.processes, lambda: self._signals > 1
+        await take_down(self._state, entries, self._view, drain_s=drain_s, force=force)
+
+    def _catch_signals(self) -> None:
+        def on_signal() -> None:
+            self._signals += 1
+            self._stop.set()
+
+        for sig in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            asyncio.get_running_loop().add_signal_handler(sig, on_signal)
+
+    async def _interruptible(self, work: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(work)
+        stop = asyncio.ensure_future(self._stop.wait())
+        try:
+            await asyncio.wait([task, stop], return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise Interrupted
+            task.result()
+        finally:
+            for future in (task, stop):
+                future.cancel()
+            await asyncio.gather(task, stop, return_exceptions=True)
+
     # ------------------------------------------------------------------ start
 
     async def _start_all(self) -> None:
         view, options = self._view, self._options
-        if options.decode + options.prefill + options.frontends and options.model == "demo":
-            view.set("demo model", "starting", "made on first use")
-            await asyncio.gather(self._make_demo_model(), self._start_nats(), self._start_etcd())
-            view.set("demo model", "ready", str(plan.demo_directory()))
-        else:
-            await asyncio.gather(self._start_nats(), self._start_etcd())
+        first = [self._start_nats(), self._start_etcd()]
+        if options.decode + options.prefill + options.frontends and options.model == defaults.DEMO:
+            first.insert(0, self._make_demo_model())
+        await asyncio.gather(*first)
         ref = ClusterRef(
             self._cluster.namespace,
             self._cluster.etcd_url,
             self._cluster.nats_url,
             self._state.path,
+            options.security,
         )
         specs = plan.worker_specs(options, ref, self._cluster_id)
         for spec in specs:
             if spec.after:
-                self._view.set(spec.name, "waiting", f"for {spec.after}, on the same GPU")
+                view.set(spec.name, "waiting", f"for {spec.after}, on the same GPU")
             else:
                 self._children.launch(spec)
-        if specs:
-            await self._wait_ready(ref, specs)
-            self._make_room()
-            if options.prefill:
-                await self._wait_checked(ref, specs)
-
-    def _make_room(self) -> None:
-        """Frontends keep off the prefill workers' cores, now that they no longer compete with the
-        workers for a quick start. NATS and etcd use little and stay where they find room."""
-        if cores := plan.other_cores(self._options):
-            for entry in self._cluster.processes:
-                if entry.role == "frontend":
-                    confine(entry.pid, cores)
+        if not specs:
+            return
+        await self._wait_ready(ref, specs)
+        # Frontends keep off the prefill workers' cores, now that they no longer compete with the
+        # workers for a quick start. NATS and etcd use little and stay where they find room.
+        if cores := plan.other_cores(options):
+            for spec in specs:
+                if spec.role == "frontend":
+                    confine(self._children[spec.name].pid, cores)
+        if options.prefill:
+            await self._wait_checked(ref, specs)
 
     async def _make_demo_model(self) -> None:
+        self._view.set("demo model", "starting", "made on first use")
         log = self._state.log_of("demo-model")
         maker = plan.start_demo_model(log, {**os.environ, CLUSTER_ENV: self._cluster_id})
         try:
@@ -170,57 +190,55 @@ class Supervisor:
         finally:
             maker.kill()
             maker.wait()
+        self._view.set("demo model", "ready", str(plan.demo_directory()))
 
     async def _start_nats(self) -> None:
-        if self._options.nats_url:
-            return
-
-        async def once() -> None:
-            port = servers.free_port()
-            url = f"nats://127.0.0.1:{port}"
-            argv = servers.nats_command(self._state.path / "nats", port)
-            self._cluster.nats_url = url
-            self._children.launch(self._server_spec("nats", argv), note=url)
-            await self._server_ready("nats", lambda: servers.nats_ready(url))
-
-        await self._with_tries("nats", once)
+        if not self._options.nats_url:
+            await self._start_server(
+                "nats",
+                "nats://127.0.0.1:{}",
+                lambda port: servers.nats_command(self._state.path / "nats", port),
+                servers.nats_ready,
+            )
 
     async def _start_etcd(self) -> None:
-        if self._options.etcd_url:
-            return
+        def command(port: int) -> list[str]:
+            return servers.etcd_command(self._state.path / "etcd", port, servers.free_port())
 
-        async def once() -> None:
-            port, peer = servers.free_port(), servers.free_port()
-            url = f"http://127.0.0.1:{port}"
-            argv = servers.etcd_command(self._state.path / "etcd", port, peer)
-            self._cluster.etcd_url = url
-            self._children.launch(self._server_spec("etcd", argv), note=url)
-            await self._server_ready("etcd", lambda: servers.etcd_ready(url))
+        if not self._options.etcd_url:
+            address = "http://127.0.0.1:{}"
+            await self._start_server("etcd", address, command, servers.etcd_ready)
 
-        await self._with_tries("etcd", once)
-
-    async def _with_tries(self, name: str, once: Callable[[], Awaitable[None]]) -> None:
+    async def _start_server(
+        self,
+        name: str,
+        address: str,
+        command: Callable[[int], list[str]],
+        problem: Callable[[str], str | None],
+    ) -> None:
         """Start a server, and try other ports if another process has taken its port."""
         for attempt in range(1, SERVER_TRIES + 1):
+            port = servers.free_port()
+            url = address.format(port)
+            setattr(self._cluster, f"{name}_url", url)
+            env = {**os.environ, CLUSTER_ENV: self._cluster_id}
+            spec = plan.ProcessSpec(name=name, role=name, argv=command(port), env=env)
+            self._children.launch(spec, note=url)
             try:
-                return await once()
+                return await self._server_ready(name, url, problem)
             except StartFailed:
                 text = "\n".join(tail(self._state.log_of(name), 50))
                 if attempt == SERVER_TRIES or "address already in use" not in text:
                     raise
 
-    def _server_spec(self, name: str, argv: list[str]) -> plan.ProcessSpec:
-        env = {**os.environ, CLUSTER_ENV: self._cluster_id}
-        return plan.ProcessSpec(name=name, role=name, argv=argv, env=env)
-
-    async def _server_ready(self, name: str, problem: Callable[[], str | None]) -> None:
+    async def _server_ready(
+        self, name: str, url: str, problem: Callable[[str], str | None]
+    ) -> None:
         deadline = time.monotonic() + SERVER_READY_S
         while True:
             self._children.raise_if_dead(name)
-            why = await asyncio.to_thread(problem)
-            if why is None:
-                self._view.set(name, "ready")
-                return
+            if await asyncio.to_thread(problem, url) is None:
+                return self._view.set(name, "ready")
             if time.monotonic() > deadline:
                 raise StartFailed(
                     self._children.describe(name, f"was not ready after {SERVER_READY_S:.0f} s")
@@ -276,40 +294,3 @@ class Supervisor:
                 f"{SELF_CHECKS_S:.0f} s; until then every prompt is prefilled there",
                 "yellow",
             )
-
-    # ------------------------------------------------------------------ afterwards
-
-    async def _drain(self) -> None:
-        self._view.title = "stopping pullfill"
-        # Not ours to stop when `pullfill down` holds the lock already.
-        with suppress(Locked), self._state.locked(), self._view:
-            await take_down(
-                self._state,
-                self._cluster.processes,
-                self._view,
-                drain_s=self._options.workers.drain_timeout_s,
-                force=lambda: self._signals > 1,
-            )
-
-    def _catch_signals(self) -> None:
-        loop = asyncio.get_running_loop()
-
-        def on_signal() -> None:
-            self._signals += 1
-            self._stop.set()
-
-        for sig in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            loop.add_signal_handler(sig, on_signal)
-
-    async def _interruptible(self, work: Awaitable[None]) -> None:
-        task = asyncio.ensure_future(work)
-        stop = asyncio.ensure_future(self._stop.wait())
-        try:
-            await asyncio.wait([task, stop], return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                raise Interrupted
-            task.result()
-        finally:
-            for future in (task, stop):
-                future.cancel()
-            await asyncio.gather(task, stop, return_exceptions=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console
@@ -27,6 +26,8 @@ _STYLES = {
 
 @dataclass(slots=True)
 class _Row:
+    """took: seconds from the beginning to this state. None: this state is a beginning."""
+
     state: str
     since: float
     note: str = ""
@@ -50,26 +51,20 @@ class ProcessView:
             self._live.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._live is not None:
             self._live.stop()
             self._live = None
 
     def set(self, name: str, state: str, note: str = "") -> None:
-        """`name` is now `state`; prints a line where there is no table."""
+        """Show that the process `name` is now `state`. Where there is no table, print a line."""
         now = time.monotonic()
         row = self._rows.get(name)
         if row is not None and (row.state, row.note) == (state, note):
             return
-        since = row.since if row else now
-        if state in _BEGINNINGS:
-            since = now
-        took = None if state in _BEGINNINGS else now - since
+        begins = state in _BEGINNINGS
+        since = now if row is None or begins else row.since
+        took = None if begins else now - since
         self._rows[name] = _Row(state, since, note, took)
         if self._live is None:
             seconds = f" after {took:.1f} s" if took is not None and row is not None else ""
@@ -77,7 +72,7 @@ class ProcessView:
             self.console.print(f"{name:<12} {state}{seconds}{tail}", highlight=False, markup=False)
 
     def say(self, text: str, style: str = "") -> None:
-        """One line above the table."""
+        """Print a line, above the table if there is one."""
         self.console.print(Text(text, style=style), soft_wrap=True)
 
     def _table(self) -> Table:

@@ -17,7 +17,7 @@ import typer
 from typer.testing import CliRunner
 
 from pullfill.config import CLUSTER_FILE, ClusterFile, ClusterRef, ProcessEntry
-from pullfill.deploy import cli, roles, run_up, servers
+from pullfill.deploy import cli, roles, servers
 from pullfill.deploy.state import Launch, StateDir
 from pullfill.deploy.up_options import UpOptions
 from pullfill.errors import ConfigError, UnavailableError
@@ -38,7 +38,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         seen.update(options=options, state_dir=state_dir, detach=detach)
         return 0
 
-    monkeypatch.setattr(run_up, "up", up)
+    monkeypatch.setattr("pullfill.deploy.up.up", up)
     return seen
 
 
@@ -117,7 +117,7 @@ def test_our_errors_are_one_line(
     def fail(*_: object, **__: object) -> int:
         raise error
 
-    monkeypatch.setattr(run_up, "down", fail)
+    monkeypatch.setattr("pullfill.deploy.down.down", fail)
     assert _main(monkeypatch, "down") == code
     assert capsys.readouterr().err == "error: no good\n"
 
@@ -128,7 +128,7 @@ def test_debug_shows_the_traceback(
     def fail(*_: object, **__: object) -> int:
         raise ConfigError("no good")
 
-    monkeypatch.setattr(run_up, "down", fail)
+    monkeypatch.setattr("pullfill.deploy.down.down", fail)
     monkeypatch.setenv(DEBUG_ENV, "")
     assert _main(monkeypatch, "--debug", "down") == 2
     told = capsys.readouterr().err
@@ -149,7 +149,7 @@ def test_what_the_system_refuses_is_one_line(
     def fail(*_: object, **__: object) -> int:
         raise OSError(number, os.strerror(number), "/the/file")
 
-    monkeypatch.setattr(run_up, "down", fail)
+    monkeypatch.setattr("pullfill.deploy.down.down", fail)
     monkeypatch.delenv(DEBUG_ENV, raising=False)
     assert _main(monkeypatch, "down") == 1
     told = capsys.readouterr().err

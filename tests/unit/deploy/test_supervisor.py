@@ -19,11 +19,12 @@ import pytest
 from rich.console import Console
 
 from pullfill import wire
-from pullfill.deploy import plan, servers, supervisor
+from pullfill.deploy import down, plan, servers, supervisor
 from pullfill.deploy.state import StateDir
 from pullfill.deploy.supervisor import Supervisor
 from pullfill.deploy.view import ProcessView
 from pullfill.errors import RegistryUnavailable
+from pullfill.net.security import Security, ServerSecurity
 from pullfill.registry.client import EtcdClient, KeyValue
 from tests.support.http_stub import serving
 from tests.support.waiting import eventually
@@ -36,16 +37,19 @@ PASSED = {"result": "passed"}
 class _Registry:
     """Stands for etcd. A process that runs is ready at the third look.
 
+    login: what a client must show.
     http: where workers answer /status.
     away: whether etcd is away once all are ready."""
 
     def __init__(self, state: StateDir) -> None:
         self._state = state
         self._looks: Counter[str] = Counter()
+        self.login = ServerSecurity()
         self.http = ""
         self.away = False
 
-    async def connect(self, *_: object, **__: object) -> Self:
+    async def connect(self, *_: object, security: ServerSecurity, **__: object) -> Self:
+        assert security == self.login
         if self.away and self._looks and min(self._looks.values()) > 2:
             raise RegistryUnavailable("etcd is away")
         return self
@@ -78,12 +82,18 @@ class Rig:
             )
         )
 
+    def supervisor(self, **options: Any) -> Supervisor:
+        security = Security(etcd=self.registry.login)
+        servers = {"nats_url": "nats://h", "etcd_url": "http://h"}
+        given = plan.UpOptions(model="org/m", security=security, **(servers | options))
+        return Supervisor(
+            given, self.state, ProcessView(Console(file=self.printed, width=200), "starting")
+        )
+
     @asynccontextmanager
     async def up(self, **options: Any) -> AsyncIterator[list[str]]:
         """Start them. Gives the lines that were printed until they were ready."""
-        given = plan.UpOptions(model="org/m", nats_url="nats://h", etcd_url="http://h", **options)
-        view = ProcessView(Console(file=self.printed, width=200), "starting")
-        it = Supervisor(given, self.state, view)
+        it = self.supervisor(**options)
         await it.start()
         try:
             yield self.printed.getvalue().splitlines()
@@ -127,6 +137,63 @@ async def test_a_worker_starts_when_the_one_before_it_on_its_gpu_is_ready(rig: R
             "decode-0 starting", "decode-1 starting", "prefill-0 waiting",
             "decode-0 ready", "decode-1 ready", "prefill-0 starting", "prefill-0 ready",
         ]  # fmt: skip
+
+
+async def test_up_shows_the_login_of_the_security_file_to_etcd(rig: Rig) -> None:
+    rig.registry.login = ServerSecurity(user="u", password_file="p")
+    rig.add("decode-0")
+    async with rig.up(frontends=0) as printed:
+        assert "ready" in printed[-1]
+
+
+async def test_a_server_whose_port_is_taken_gets_another(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ports: list[int] = []
+
+    def command(directory: Path, port: int, *_: int) -> list[str]:
+        ports.append(port)
+        taken = "sleep 0.3; echo listen: address already in use; exit 1"
+        return ["sh", "-c", taken if len(ports) == 1 else "exec sleep 60"]
+
+    def problem(url: str) -> str | None:
+        return "no answer" if url.endswith(f":{ports[0]}") else None
+
+    monkeypatch.setattr(servers, "nats_command", command)
+    monkeypatch.setattr(servers, "nats_ready", problem)
+    monkeypatch.setattr(servers, "etcd_command", lambda *_: ["sleep", "60"])
+    async with rig.up(frontends=0, nats_url=None, etcd_url=None):
+        first, second = ports
+        assert first != second
+        cluster = rig.state.cluster()
+        assert cluster is not None
+        assert cluster.nats_url == f"nats://127.0.0.1:{second}"
+        assert cluster.etcd_url.startswith("http://127.0.0.1:")
+        assert {entry.name for entry in rig.state.live()} == {"nats", "etcd"}
+
+
+def test_down_stops_in_order_what_up_has_started(
+    rig: Rig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("decode-0", "prefill-0", "frontend-0"):
+        rig.add(name)
+
+    async def start_and_leave() -> None:
+        it = rig.supervisor(restart=False)
+        await it.start()
+        it.let_go()
+
+    asyncio.run(start_and_leave())
+    assert down.down(str(rig.state.path), timeout_s=30.0) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert [" ".join(line.split()[:2]) for line in printed[:-1]] == [
+        "decode-0 draining", "prefill-0 draining", "decode-0 stopped", "prefill-0 stopped",
+        "frontend-0 stopping", "frontend-0 stopped",
+    ]  # fmt: skip
+    assert printed[-1] == "stopped 3 of 3 processes in order"
+    assert rig.state.launch() is None
+    assert down.down(str(rig.state.path), timeout_s=30.0) == 0
+    assert "nothing runs" in capsys.readouterr().out
 
 
 class TestSelfChecks:

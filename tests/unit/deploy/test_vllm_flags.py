@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from pullfill.config import ClusterRef
-from pullfill.deploy import accelerator, cli, defaults, plan, run_up, servers, vllm_flags
+from pullfill.deploy import accelerator, cli, defaults, plan, servers, vllm_flags
 from pullfill.errors import ConfigError
 
 REF = ClusterRef("blue", "http://127.0.0.1:2", "nats://127.0.0.1:1", Path("/state"))
@@ -67,7 +67,9 @@ class TestOneRole:
         """What `up` was called with."""
         calls: list[Any] = []
         monkeypatch.setenv(accelerator.DEVICE_ENV, "cpu")
-        monkeypatch.setattr(run_up, "up", lambda options, *_, **__: calls.append(options) or 0)
+        monkeypatch.setattr(
+            "pullfill.deploy.up.up", lambda options, *_, **__: calls.append(options) or 0
+        )
         return calls
 
     def test_its_flags_come_after_those_of_all(self, options: list[plan.UpOptions]) -> None:

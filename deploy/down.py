@@ -1,0 +1,223 @@
+"""Stops the recorded processes of a cluster, for `pullfill down` and at the end of `up`.
+
+Workers drain first: their streams still go through the frontends. Then the frontends stop, then the
+servers that all of them used. What outlives the deadline of its phase gets a second SIGTERM, which
+means "stop now", then SIGKILL.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import ExitStack, asynccontextmanager, suppress
+
+import typer
+from rich.console import Console
+
+from pullfill.config import ClusterRef, ProcessEntry
+from pullfill.deploy.members import etcd_of, workers
+from pullfill.deploy.procs import is_alive, send, start_time, tagged
+from pullfill.deploy.state import Locked, StateDir, identity
+from pullfill.deploy.view import ProcessView
+from pullfill.errors import ConfigError, PullfillError
+from pullfill.net.this_host import host_id, shm_dir
+
+WORKERS = ("decode", "prefill")
+SERVERS = ("etcd", "nats")
+PHASES: tuple[tuple[str, ...], ...] = (WORKERS, ("frontend",), SERVERS)
+SECOND_TERM_GRACE_S = 3.0
+SERVER_DEADLINE_S = 10.0
+SUPERVISOR_DEADLINE_S = 5.0
+_PATIENCE_S = 0.5
+"""How long to wait for the lock. A supervisor that restarts a process holds it shorter."""
+_POLL_S = 0.05
+
+
+def down(state_dir: str | None, *, timeout_s: float) -> int:
+    """Stop the cluster of a state directory, also when its `up` was killed. Return the exit code.
+
+    timeout_s: how long workers may drain."""
+    return asyncio.run(_down(StateDir(state_dir), timeout_s))
+
+
+async def _down(state: StateDir, timeout_s: float) -> int:
+    if not state.path.is_dir():
+        typer.echo(f"nothing runs from {state.path}")
+        return 0
+    hurry = asyncio.Event()
+    for sig in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(sig, hurry.set)
+    async with _locked(state, timeout_s):
+        entries = _entries(state)
+        if not entries and state.launch() is None:
+            typer.echo(f"nothing runs from {state.path}")
+            state.clear()
+            return 0
+        strangers = await _by_hand(state, entries)
+        live = [entry for entry in entries if is_alive(identity(entry))]
+        with ProcessView(Console(), "stopping pullfill") as view:
+            killed = await take_down(state, entries, view, drain_s=timeout_s, force=hurry.is_set)
+    gone = len(entries) - len(live)
+    text = f"stopped {len(live) - len(killed)} of {len(live)} processes in order"
+    text += f", killed {', '.join(killed)}" if killed else ""
+    text += f"; {gone} had ended before" if gone else ""
+    typer.echo(text)
+    for name, pid in strangers:
+        typer.echo(
+            f"{name} (pid {pid}) was started by hand and still runs: stop it with kill {pid}"
+        )
+    return 0 if not state.live() else 1
+
+
+@asynccontextmanager
+async def _locked(state: StateDir, timeout_s: float) -> AsyncIterator[None]:
+    """Hold the lock of the directory. Raises Locked if it is not free in time.
+
+    An `up` that is still starting is told to stop, and undoes its start itself. One that is
+    stopping already is waited for."""
+    began = time.monotonic()
+    told = False
+    with ExitStack() as held:
+        while True:
+            try:
+                held.enter_context(state.locked())
+                break
+            except Locked:
+                waited = time.monotonic() - began
+                if waited > timeout_s + 2 * SERVER_DEADLINE_S:
+                    raise
+            launch = state.launch()
+            if launch and not told and waited > _PATIENCE_S and not state.stopping():
+                pid = launch.supervisor_pid
+                typer.echo(f"stopping the `pullfill up` that is starting (pid {pid})")
+                told = send(launch.supervisor, signal.SIGTERM)
+            await asyncio.sleep(0.1)
+        yield
+
+
+async def _by_hand(state: StateDir, entries: Sequence[ProcessEntry]) -> list[tuple[str, int]]:
+    """Return id and pid of the workers on this machine that `up` has not started."""
+    ours = {entry.pid for entry in entries}
+    try:
+        ref = ClusterRef.resolve(state_dir=state.path)
+        async with etcd_of(ref, wait_s=0.5) as etcd:
+            records = await workers(etcd, ref.namespace)
+    except PullfillError:
+        return []
+    here = [r for r in records if r.host_id == host_id() and r.pid not in ours]
+    return [(r.instance_id, r.pid) for r in here if start_time(r.pid) is not None]
+
+
+def _entries(state: StateDir) -> list[ProcessEntry]:
+    """Return the recorded processes. If the record is damaged, kill all and return none."""
+    try:
+        cluster = state.cluster()
+    except ConfigError as exc:
+        launch = state.launch()
+        count = _kill_stragglers(launch.cluster_id) if launch else 0
+        typer.echo(f"{exc}; found by their environment and killed: {count}")
+        return []
+    return cluster.processes if cluster else []
+
+
+# --------------------------------------------------------------------------- in order
+
+
+async def take_down(
+    state: StateDir,
+    entries: Sequence[ProcessEntry],
+    view: ProcessView,
+    *,
+    drain_s: float,
+    force: Callable[[], bool],
+) -> list[str]:
+    """Stop all processes of this state directory and remove its record.
+
+    Return the names of those that had to be killed. The caller holds the lock of `state`, so
+    nothing is restarted meanwhile.
+
+    drain_s: how long workers may drain.
+    force: asked often. True: do not wait for the deadlines."""
+    # The supervisor sees the mark, and leaves the other processes to this function.
+    state.mark_stopping()
+    launch = state.launch()
+    other = launch.supervisor if launch and launch.supervisor_pid != os.getpid() else None
+    if other is not None:
+        send(other, signal.SIGTERM)
+    killed: list[str] = []
+    for roles in PHASES:
+        phase = [e for e in entries if e.role in roles and is_alive(identity(e))]
+        deadline_s = drain_s if roles is WORKERS else min(drain_s, SERVER_DEADLINE_S)
+        killed += await _stop_phase(phase, view, deadline_s, force)
+    if launch is not None:
+        _kill_stragglers(launch.cluster_id)
+    gone = [entry for entry in entries if not is_alive(identity(entry))]
+    remove_shared_memory([entry.instance_id for entry in gone if entry.instance_id])
+    if len(gone) == len(entries):
+        state.clear()
+    deadline = time.monotonic() + SUPERVISOR_DEADLINE_S
+    while other is not None and is_alive(other):
+        if time.monotonic() > deadline:
+            send(other, signal.SIGKILL)
+            break
+        await asyncio.sleep(_POLL_S)
+    return killed
+
+
+async def _stop_phase(
+    phase: Sequence[ProcessEntry],
+    view: ProcessView,
+    deadline_s: float,
+    force: Callable[[], bool],
+) -> list[str]:
+    alive = {entry.name: entry for entry in phase}
+
+    def send_all(sig: int) -> None:
+        for entry in alive.values():
+            send(identity(entry), sig)
+
+    for entry in phase:
+        view.set(entry.name, "draining" if entry.role in WORKERS else "stopping")
+    send_all(signal.SIGTERM)
+    began = time.monotonic()
+    second: float | None = None
+    killed: list[str] = []
+    while True:
+        for name, entry in list(alive.items()):
+            if not is_alive(identity(entry)):
+                view.set(name, "killed" if name in killed else "stopped")
+                del alive[name]
+        if not alive:
+            return killed
+        now = time.monotonic()
+        if second is None:
+            if now - began > deadline_s or force():
+                second = now
+                send_all(signal.SIGTERM)
+        elif not killed and now - second > SECOND_TERM_GRACE_S:
+            killed = list(alive)
+            send_all(signal.SIGKILL)
+        elif killed and now - second > 4 * SECOND_TERM_GRACE_S:
+            # Unkillable: stuck in the kernel. Say so instead of hanging.
+            for name in alive:
+                view.set(name, "failed", "does not die; see its pid in the log directory")
+            return killed
+        await asyncio.sleep(_POLL_S)
+
+
+def _kill_stragglers(cluster_id: str) -> int:
+    """Kill what carries the cluster's id and still runs. Return how many.
+
+    That is a child that `up` had no time to record, or a helper of a killed worker."""
+    return sum(send(process, signal.SIGKILL) for process in tagged(cluster_id))
+
+
+def remove_shared_memory(instances: Sequence[str]) -> None:
+    """Delete the shared-memory files that dead instances left."""
+    for instance in instances:
+        for file in shm_dir().glob(f"pullfill-{instance}*"):
+            with suppress(OSError):
+                file.unlink()
