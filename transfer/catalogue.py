@@ -1,9 +1,7 @@
 """All transports: which of them work on this machine, and why the others do not.
 
-A module that needs a package or a device is imported only when its transport is asked for. `device`
-is the CUDA device that holds this worker's KV memory. None: CPU memory.
-
-nixl is used only where `--transports` names it: UCX listens outside our login (nixl/devices.py).
+`device` is the CUDA device that holds this worker's KV memory. None: CPU memory. A module that
+needs a package or a device is imported only when its transport is asked for.
 
 `python -m pullfill.transfer.catalogue` prints the survey of this machine as JSON.
 """
@@ -40,7 +38,8 @@ def backends(
 
     chosen: names that `--transports` allows. None: all but those in BY_NAME.
     memory: what they shall move.
-    host: the address that this worker binds. What a backend opens by itself stays there, if it can.
+    host: the address that this worker binds. A backend that opens ports itself opens them there, if
+        it can.
 
     Raises ConfigError when a name was chosen and does not work."""
     found: dict[str, BackendKind] = {}
@@ -96,8 +95,7 @@ def absent(chosen: Collection[str] | None, memory: LocalMemory) -> dict[str, str
 
 
 def survey(device: int | None, names: Iterable[str] = TRANSPORTS) -> Mapping[str, str | None]:
-    """For people: each transport, best first, and why it does not work here. None: it works.
-    Imports what is installed."""
+    """For people: each transport, best first, and why it does not work here. None: it works."""
     answers: dict[str, str | None] = {}
     for name in names:
         if name not in _BACKENDS:

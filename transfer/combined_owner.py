@@ -17,6 +17,7 @@ from pullfill.transfer.shm.owner import FenceOwner
 from pullfill.transfer.stream.backend_contract import BackendKind
 from pullfill.transfer.stream.peer import endpoint_of
 from pullfill.transfer.stream.server import StreamServer
+from pullfill.transfer.stream.serving import Offer
 from pullfill.transfer.stream.socket_connection import STALL_S
 
 
@@ -48,9 +49,8 @@ class CombinedOwner:
         }
         self._offered = offered
         self._advertised = ""
-        self._server = StreamServer(
-            instance_id, self._memories, self._kinds, base, key=key, stall_s=stall_s
-        )
+        offer = Offer(instance_id, self._memories, self._kinds, base)
+        self._server = StreamServer(offer, key=key, stall_s=stall_s)
         base.fences.on_unproved = self._server.interrupt
 
     def listen(self, host: str, port: int = 0, advertise: str | None = None) -> None:

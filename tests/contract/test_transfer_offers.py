@@ -21,6 +21,7 @@ from pullfill.transfer.shm.peer import ShmTransport
 from pullfill.transfer.stream.backend_contract import BackendKind
 from pullfill.transfer.stream.peer import StreamTransport
 from pullfill.transfer.stream.server import StreamServer
+from pullfill.transfer.stream.serving import Offer
 from pullfill.transfer.tcp.backend import TcpKind
 from pullfill.wire import Commit, RegionDescriptor, StageTimings, decode, encode
 from tests.support.transfer_rigs import DENSE, extent, shm_rig
@@ -89,7 +90,7 @@ def test_an_address_to_publish_takes_the_place_of_the_bound_one(tmp_path: Path) 
     assert "tcp" not in owner.endpoints(), "nothing listens yet"
     owner.listen("127.0.0.1", advertise="tcp://10.0.0.1:99")
     assert owner.endpoints()["tcp"] == "tcp://10.0.0.1:99"
-    other = StreamServer("x", [region.memory], {}, region.owner)
+    other = StreamServer(Offer("x", [region.memory], {}, region.owner))
     with pytest.raises(ConfigError, match="cannot listen"):
         other.start("127.0.0.1", int(owner._server.address.rpartition(":")[2]))
     owner.close()

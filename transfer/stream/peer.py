@@ -7,6 +7,7 @@ revoke, and only the owner knows whether the grant still stands.
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
@@ -86,8 +87,10 @@ class StreamTransport:
 
 
 class StreamSession:
-    """A PeerSession. Thread-safe; one operation at a time. Who interrupts looks at `_opening`
-    before `_connection`; who opens sets them in the opposite order. So no connection is missed."""
+    """A PeerSession. Thread-safe; one operation at a time."""
+
+    # `interrupt` looks at `_opening` before `_connection`. `open` sets them in the opposite order.
+    # So no connection is missed.
 
     def __init__(
         self,
@@ -125,32 +128,24 @@ class StreamSession:
 
     def open(self) -> None:
         """Connect. Raises what `PeerTransport.connect` raises."""
-        sock = self._dial()
-        connection = SocketConnection(sock, hello.HELLO_S)
-        try:
+        with contextlib.ExitStack() as undo:
+            connection = SocketConnection(self._dial(), hello.HELLO_S)
+            undo.callback(connection.close)
             backend = self._kind.make(self._local, owner=False)
-        except BaseException:
-            connection.close()
-            raise
-        self._opening = connection
-        try:
-            if self._interrupted:
-                raise TransferFailed(_INTERRUPTED)
-            welcome = hello.introduce(connection, self._key, self._hello(backend.setup))
-            connection.set_stall(self._stall_s)
-            backend.start(connection, welcome.setup)
-        except TransferFailed as exc:
-            backend.close()
-            connection.close()
-            raise PeerUnavailable(f"{self._descriptor.instance_id}: {exc}") from exc
-        except BaseException:
-            backend.close()
-            connection.close()
-            raise
-        else:
-            self._connection, self._backend = connection, backend
-        finally:
-            self._opening = None
+            undo.callback(backend.close)
+            self._opening = connection
+            try:
+                if self._interrupted:
+                    raise TransferFailed(_INTERRUPTED)
+                welcome = hello.introduce(connection, self._key, self._hello(backend.setup))
+                connection.set_stall(self._stall_s)
+                backend.start(connection, welcome.setup)
+                self._connection, self._backend = connection, backend
+            except TransferFailed as exc:
+                raise PeerUnavailable(f"{self._descriptor.instance_id}: {exc}") from exc
+            finally:
+                self._opening = None
+            undo.pop_all()
 
     def write_blocks(
         self, fence: FenceToken, source: Sequence[int], target: Sequence[int]
@@ -184,7 +179,7 @@ class StreamSession:
                 connection.interrupt()
 
     def close(self) -> None:
-        """Waits for an operation under way. Idempotent."""
+        """Wait for an operation under way, then disconnect. Idempotent."""
         with self._busy:
             self._closed = True
             self._drop()
@@ -238,7 +233,7 @@ class StreamSession:
         self._judge(answer)
 
     def _connected(self) -> tuple[SocketConnection, Backend]:
-        """The connection and its backend: made anew if there is none or the owner ended it."""
+        """The connection and its backend, made anew if there is none or the owner ended it."""
         if self._connection is not None and self._connection.input_waits():
             farewell = self._farewell(self._connection)
             self._drop()

@@ -17,16 +17,12 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
 
 from pullfill.errors import AuthFailed, BadMessage, ConfigError, PullfillError, TransferFailed
 from pullfill.net import this_host as machine
 from pullfill.net.security import ClusterKey
 from pullfill.runtime.metrics import AUTH_REFUSED, KV_CONNECTIONS, KV_REFUSED, STALE_REFUSED
-from pullfill.transfer.contract import LocalMemory
-from pullfill.transfer.shm.owner import FenceOwner
 from pullfill.transfer.stream import hello
-from pullfill.transfer.stream.backend_contract import BackendKind
 from pullfill.transfer.stream.serving import Offer, ServedPeer
 from pullfill.transfer.stream.socket_connection import STALL_S, SocketConnection
 from pullfill.wire import FenceToken
@@ -51,16 +47,9 @@ class StreamServer:
     """Serves every rank's memory on one port. Thread-safe."""
 
     def __init__(
-        self,
-        instance_id: str,
-        memories: Sequence[LocalMemory],
-        kinds: Mapping[str, BackendKind],
-        base: FenceOwner,
-        *,
-        key: ClusterKey | None = None,
-        stall_s: float = STALL_S,
+        self, offer: Offer, *, key: ClusterKey | None = None, stall_s: float = STALL_S
     ) -> None:
-        self._offer = Offer(instance_id, memories, kinds, base)
+        self._offer = offer
         self._key = key
         self._stall_s = stall_s
         self._mutex = threading.Lock()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import socket
@@ -82,11 +83,16 @@ def test_addresses_of_a_device_are_the_kernels(address: str) -> None:
 
 def test_what_was_not_chosen_is_not_even_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    monkeypatch.setattr(catalogue, "_backend", lambda name: (asked.append(name), (None, "no"))[1])
+
+    def missing(module: str) -> None:
+        asked.append(module.split(".")[2])
+        raise ImportError(module)
+
+    monkeypatch.setattr(importlib, "import_module", missing)
     absent = catalogue.absent(["shm"], ON_CPU)
     assert set(absent) == set(TRANSPORTS) - {"shm"}
     assert asked == []
-    catalogue.absent(None, ON_CPU)
+    assert "not installed" in catalogue.absent(None, ON_CPU)["tcp"]
     assert asked == ["nccl", "tcp"]
 
 
