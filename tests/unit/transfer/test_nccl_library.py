@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import pwd
 import threading
 from pathlib import Path
 from typing import Any
@@ -24,19 +25,28 @@ from tests.support.waiting import eventually
 
 
 class Found:
-    """A library that has some of the functions."""
+    """A library that has all of NCCL's functions but some."""
 
     def __init__(self, *missing: str) -> None:
-        for name in set(library._TYPES) - set(missing):
-            setattr(self, library._REAL_NAMES.get(name, name), lambda *_: 0)
+        self._missing = missing
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("nccl") or name in self._missing:
+            raise AttributeError(name)
+        setattr(self, name, lambda *_: 0)
+        return getattr(self, name)
 
 
 class Loader:
-    """What ctypes finds: `loaded` is in the process already."""
+    """What ctypes finds. loaded: `libnccl.so.2` is in the process already."""
 
-    def __init__(self, files: dict[str, Found], loaded: bool = False) -> None:
+    def __init__(
+        self, patch: pytest.MonkeyPatch, files: dict[str, Found], loaded: bool = False
+    ) -> None:
         self.files, self.loaded = files, loaded
         self.asked: list[str] = []
+        patch.setattr(ctypes, "CDLL", self)
+        patch.setattr(ctypes, "PyDLL", self)
 
     def __call__(self, name: str, mode: int = 0) -> Any:
         if mode & os.RTLD_NOLOAD:
@@ -48,16 +58,20 @@ class Loader:
             raise OSError(f"{name}: cannot open shared object file")
         return self.files[name]
 
-    def use(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(ctypes, "CDLL", self)
-        monkeypatch.setattr(ctypes, "PyDLL", self)
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The library of an nvidia-nccl package."""
+    path = tmp_path / "nvidia" / "nccl" / "lib" / "libnccl.so.2"
+    path.parent.mkdir(parents=True)
+    path.touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    return str(path)
 
 
-def test_the_one_that_is_loaded_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_one_that_is_loaded_comes_first(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """LD_PRELOAD or torch brought it: two of them in a process would not know each other."""
-    loader = Loader({"libnccl.so.2": Found(), "/wheel/libnccl.so.2": Found()}, loaded=True)
-    loader.use(monkeypatch)
-    monkeypatch.setattr(library, "_packaged", lambda: "/wheel/libnccl.so.2")
+    loader = Loader(monkeypatch, {"libnccl.so.2": Found(), package: Found()}, loaded=True)
     library.load()
     assert set(loader.asked) == {"libnccl.so.2"}
 
@@ -72,24 +86,20 @@ def test_calls_that_wait_for_the_gpu_give_up_the_gil(monkeypatch: pytest.MonkeyP
     assert found.ncclCommAbort is waiting.ncclCommAbort
 
 
-def test_then_the_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    loader = Loader({"libnccl.so.2": Found(), "/wheel/libnccl.so.2": Found()})
-    loader.use(monkeypatch)
-    monkeypatch.setattr(library, "_packaged", lambda: "/wheel/libnccl.so.2")
+def test_then_the_packages(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = Loader(monkeypatch, {"libnccl.so.2": Found(), package: Found()})
     library.load()
-    assert set(loader.asked) == {"/wheel/libnccl.so.2"}
+    assert set(loader.asked) == {package}
 
 
 def test_none_says_what_brings_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    Loader({}).use(monkeypatch)
-    monkeypatch.setattr(library, "_packaged", lambda: None)
+    Loader(monkeypatch, {})
     with pytest.raises(TransferFailed, match="nvidia-nccl-cu13"):
         library.load()
 
 
 def test_one_that_is_too_old_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    Loader({"libnccl.so.2": Found("ncclCommRevoke")}).use(monkeypatch)
-    monkeypatch.setattr(library, "_packaged", lambda: None)
+    Loader(monkeypatch, {"libnccl.so.2": Found("ncclCommRevoke")}, loaded=True)
     with pytest.raises(TransferFailed, match=r"2\.28\.7 or newer"):
         library.load()
 
@@ -102,6 +112,10 @@ def test_blocking_communicators_by_force_are_refused(monkeypatch: pytest.MonkeyP
     assert "NCCL_COMM_BLOCKING=1 in the environment" in str(library.blocking_forced())
 
 
+def no_entry(user: int) -> None:
+    raise KeyError(user)
+
+
 @pytest.fixture
 def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where NCCL's files may be: `home`, `etc`, `own`. None is there."""
@@ -109,7 +123,7 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("NCCL_COMM_BLOCKING", "NCCL_MULTI_RANK_GPU_ENABLE", "NCCL_CONF_FILE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(nccl_settings, "_home_of_user", lambda: None)
+    monkeypatch.setattr(pwd, "getpwuid", no_entry)
     monkeypatch.setattr(nccl_settings, "SYSTEM", tmp_path / "etc")
     return tmp_path
 
@@ -137,13 +151,19 @@ def test_the_first_file_that_says_it_counts(places: Path, monkeypatch: pytest.Mo
     assert "etc" in str(library.blocking_forced())
 
 
-def test_sharing_a_gpu_may_be_allowed_by_a_file(
-    places: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(CudaGpus, "version", lambda _: 23007)
-    assert not CudaGpus().shared()
+class Gpus(CudaGpus):
+    """With an NCCL of that version."""
+
+    def __init__(self, version: int) -> None:
+        super().__init__()
+        self.version = lambda: version  # type: ignore[method-assign]
+
+
+def test_sharing_a_gpu_may_be_allowed_by_a_file(places: Path) -> None:
+    assert not Gpus(23007).shared()
     (places / "etc").write_text("NCCL_MULTI_RANK_GPU_ENABLE=1\n")
-    assert CudaGpus().shared()
+    assert Gpus(23007).shared()
+    assert not Gpus(22907).shared(), "older ones never allow it"
 
 
 def test_the_config_is_one_that_nccl_takes() -> None:
@@ -158,32 +178,31 @@ def test_the_config_is_one_that_nccl_takes() -> None:
     assert said == (40, 0xCAFEBEEF, 21700, 0)
 
 
-def test_an_id_that_cannot_be_made_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_id_that_cannot_be_made_says_so() -> None:
     world = World()
-    monkeypatch.setattr(world, "ncclGetUniqueId", lambda *_: 1)
+    world.ncclGetUniqueId = lambda *_: 1  # type: ignore[method-assign]
     with pytest.raises(TransferFailed, match="unhandled cuda error"):
         Device(FakeGpu(world, "GPU-0")).unique_id(patient)
 
 
-def test_an_id_that_nccl_does_not_make_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_id_that_nccl_does_not_make_is_given_up() -> None:
     world, go_on = World(), threading.Event()
-    monkeypatch.setattr(world, "ncclGetUniqueId", lambda *_: go_on.wait(20) and 1)
+    world.ncclGetUniqueId = lambda *_: go_on.wait(20) and 1  # type: ignore[method-assign]
     with pytest.raises(TransferFailed, match="too late"):
         Device(FakeGpu(world, "GPU-0")).unique_id(impatient())
     go_on.set()
 
 
-def test_who_waits_for_a_dead_owner_thread_hears_of_it(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail(device: Device) -> None:
+def test_who_waits_for_a_dead_owner_thread_hears_of_it(caplog: pytest.LogCaptureFixture) -> None:
+    def fail(comm: object) -> int:
         raise MemoryError("no more")
 
     world = World()
     device = Device(FakeGpu(world, "GPU-0"))
-    waiting = device.communicator(device.unique_id(patient), 0)
-    monkeypatch.setattr(Device, "_bury", fail)
-    device.wake()
+    waiting, other = (device.communicator(device.unique_id(patient), 0) for _ in range(2))
+    eventually(lambda: len(world.comms) == 2, "not begun")
+    world.ncclCommAbort = fail  # type: ignore[method-assign]
+    other.close()
     with pytest.raises(TransferFailed, match="restart this worker"):
         waiting.wait_ready(impatient(20))
     with pytest.raises(TransferFailed, match="restart this worker"):
@@ -197,18 +216,24 @@ def test_an_id_of_another_length_is_refused() -> None:
         comm.wait_ready(lambda: None)
 
 
-def test_a_stream_that_cannot_be_destroyed_ends_no_owner_thread(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def fail(stream: FakeStream) -> None:
-        raise TransferFailed("cuStreamDestroy: CUDA_ERROR_ILLEGAL_ADDRESS")
+class Lasting(FakeGpu):
+    """Its streams cannot be destroyed."""
 
+    def stream(self) -> FakeStream:
+        def fail() -> None:
+            raise TransferFailed("cuStreamDestroy: CUDA_ERROR_ILLEGAL_ADDRESS")
+
+        made = super().stream()
+        made.close = fail  # type: ignore[method-assign]
+        return made
+
+
+def test_a_stream_that_cannot_be_destroyed_ends_no_owner_thread() -> None:
     def give_up() -> None:
         raise TransferFailed("too late")
 
-    monkeypatch.setattr(FakeStream, "close", fail)
     world = World()
-    device = Device(FakeGpu(world, "GPU-0"))
+    device = Device(Lasting(world, "GPU-0"))
     alone = device.communicator(device.unique_id(patient), 0)
     with pytest.raises(TransferFailed, match="too late"):
         alone.wait_ready(give_up)

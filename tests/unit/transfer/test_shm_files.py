@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from pullfill.errors import BadMessage, ConfigError, Fenced, PeerUnavailable
 from pullfill.transfer.layout import dense_layout
 from pullfill.transfer.shm import fence, lock
-from pullfill.transfer.shm import files as files_module
 from pullfill.transfer.shm.files import RegionFiles, ShmEndpoint, create_kv, open_same, sweep
+from tests.support.fakes import FakeClock
 from tests.support.transfer_rigs import Rig, shm_rig
 
 
@@ -58,41 +58,39 @@ def test_a_range_made_ready_is_the_same_lock(two_fds: tuple[int, int]) -> None:
         assert lock.call(*failing) != 0
 
 
-def test_a_gate_forgets_slots_but_not_how_to_hold_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hold_forgets_slots_but_not_how_to_hold_them(tmp_path: Path) -> None:
     """More slots side by side than it keeps ready; each is held until it is left, no longer."""
-    monkeypatch.setattr(fence, "_SLOTS_KEPT", 2)
-    region = shm_rig(tmp_path).region(dense_layout(1, 4, 1, 64))
+    region = shm_rig(tmp_path).region(dense_layout(1, 4, 1, 64), slots=256)
     fences = region.owner.fences
-    gate = fence.ShmHold(os.open(tmp_path / "pullfill-decode-1.fence", os.O_RDWR), "i1")
-    tokens = [fences.open([1]) for _ in range(5)]
+    hold = fence.ShmHold(os.open(tmp_path / "pullfill-decode-1.fence", os.O_RDWR), "i1")
+    tokens = [fences.open([1]) for _ in range(200)]
     for token in tokens:
-        gate.enter(token)
+        hold.enter(token)
     assert not any(fences.try_revoke(token) for token in tokens)
     for token in tokens:
-        gate.leave(token)
+        hold.leave(token)
         assert fences.try_revoke(token)
         with pytest.raises(Fenced):
-            gate.enter(token)
-    gate.close()
+            hold.enter(token)
+    hold.close()
     region.owner.close()
 
 
 def test_a_lock_that_cannot_be_taken_or_let_go_is_no_fence(tmp_path: Path) -> None:
     region = shm_rig(tmp_path).region(dense_layout(1, 4, 1, 64))
-    gate = fence.ShmHold(os.open(tmp_path / "pullfill-decode-1.fence", os.O_RDWR), "i1")
+    fd = os.open(tmp_path / "pullfill-decode-1.fence", os.O_RDWR)
+    hold = fence.ShmHold(fd, "i1")
     token = region.owner.fences.open([1])
-    gate.enter(token)
-    spare = os.dup(gate._fd)
-    os.close(gate._fd)
+    hold.enter(token)
+    spare = os.dup(fd)
+    os.close(fd)
     with pytest.raises(OSError, match="Bad file descriptor"):
-        gate.leave(token)
+        hold.leave(token)
     with pytest.raises(OSError, match="Bad file descriptor"):
-        gate.enter(token)
-    os.dup2(spare, gate._fd)
+        hold.enter(token)
+    os.dup2(spare, fd)
     os.close(spare)
-    gate.close()
+    hold.close()
     region.owner.close()
 
 
@@ -128,20 +126,26 @@ def test_sweep_takes_orphans_and_only_those(tmp_path: Path) -> None:
     live.close()
 
 
+def after_next_open(patch: pytest.MonkeyPatch, created: bool, act: Callable[[], object]) -> None:
+    """Do `act` right after the next file was created, or was opened, as another process may."""
+    real, done = os.open, []
+
+    def open_(path: str, flags: int, *mode: int) -> int:
+        fd = real(path, flags, *mode)
+        if bool(flags & os.O_EXCL) == created and not done:
+            done.append(path)
+            act()
+        return fd
+
+    patch.setattr(os, "open", open_)
+
+
 def test_a_file_swept_while_it_is_made_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, calls = lock.try_exclusive, []
-
-    def sweeper_wins_once(fd: int, start: int, length: int) -> bool:
-        calls.append(fd)
-        if len(calls) == 1:
-            os.unlink(tmp_path / "pullfill-decode-a.fence")
-        return real(fd, start, length)
-
-    monkeypatch.setattr(files_module.lock, "try_exclusive", sweeper_wins_once)
+    path = tmp_path / "pullfill-decode-a.fence"
+    after_next_open(monkeypatch, True, path.unlink)
     made = RegionFiles("decode-a", tmp_path)
-    assert len(calls) == 2
     assert os.fstat(made.fence_fd).st_nlink == 1
     made.close()
 
@@ -163,21 +167,17 @@ def test_what_a_sweeper_has_locked_is_the_sweepers_to_unlink(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Unlinked by us as well, its unlink would hit the file that we make next."""
-    path, sweepers = tmp_path / "pullfill-decode-a.fence", []
-    real, pauses = lock.try_exclusive, []
-
-    def try_exclusive(fd: int, start: int, length: int) -> bool:
-        if not sweepers:
-            sweepers.append(Sweeper(path))
-        return real(fd, start, length)
+    path = tmp_path / "pullfill-decode-a.fence"
+    sweepers: list[Sweeper] = []
+    pauses: list[float] = []
 
     def pause(seconds: float) -> None:
         pauses.append(seconds)
         if len(pauses) == 3:
             sweepers[0].go_on()
 
-    monkeypatch.setattr(files_module, "lock", SimpleNamespace(try_exclusive=try_exclusive))
-    monkeypatch.setattr(files_module.time, "sleep", pause)
+    after_next_open(monkeypatch, True, lambda: sweepers.append(Sweeper(path)))
+    monkeypatch.setattr(time, "sleep", pause)
     made = RegionFiles("decode-a", tmp_path)
     assert len(pauses) == 3
     assert os.fstat(made.fence_fd).st_nlink == 1
@@ -188,16 +188,15 @@ def test_what_a_sweeper_has_locked_is_the_sweepers_to_unlink(
 def test_a_sweeper_that_hangs_is_not_waited_for_without_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, sweepers = tmp_path / "pullfill-decode-a.fence", []
-
-    def try_exclusive(fd: int, start: int, length: int) -> bool:
-        sweepers.append(Sweeper(path))
-        return False
-
-    monkeypatch.setattr(files_module, "lock", SimpleNamespace(try_exclusive=try_exclusive))
-    monkeypatch.setattr(files_module, "_SWEPT_S", 0.01)
+    path = tmp_path / "pullfill-decode-a.fence"
+    sweepers: list[Sweeper] = []
+    clock = FakeClock()
+    after_next_open(monkeypatch, True, lambda: sweepers.append(Sweeper(path)))
+    monkeypatch.setattr(time, "sleep", lambda _: clock.advance(1.0))
+    monkeypatch.setattr(time, "monotonic", clock.monotonic)
     with pytest.raises(ConfigError):
         RegionFiles("decode-a", tmp_path)
+    assert path.exists()
     sweepers[0].go_on()
 
 
@@ -209,24 +208,17 @@ def test_a_late_sweeper_does_not_take_the_next_file_of_that_name(
     path.write_bytes(b"x")
     made: list[RegionFiles] = []
 
-    def opened_late(name: str) -> int:
-        fd = open_same(name)
-        if not made:
-            os.unlink(path)
-            with monkeypatch.context() as patch:
-                patch.setattr(files_module, "sweep", lambda _: [])
-                made.append(RegionFiles("decode-a", tmp_path))
-        return fd
+    def take_the_name() -> None:
+        path.unlink()
+        made.append(RegionFiles("decode-a", tmp_path))
 
-    monkeypatch.setattr(files_module, "open_same", opened_late)
+    after_next_open(monkeypatch, False, take_the_name)
     assert sweep(tmp_path) == []
     assert path.exists()
     made[0].close()
 
 
-def test_too_small_a_directory_is_refused_before_sigbus(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_small_a_directory_is_refused_before_sigbus(tmp_path: Path) -> None:
     space = os.statvfs(tmp_path)
     free = space.f_bavail * space.f_frsize
     made = RegionFiles("decode-a", tmp_path)
