@@ -1,24 +1,23 @@
 """Which network devices NIXL's UCX may use, and so where it listens.
 
 UCX opens a TCP port on every device it may use, and knows nothing of our login. So its devices are
-chosen before the first agent is made: those of the address this worker binds, and RDMA cards, which
-open no such port. Whoever has set UCX_NET_DEVICES has chosen already.
+chosen before the first agent is made: those of the address that this worker binds, and RDMA cards,
+which open no such port. An operator who sets UCX_NET_DEVICES has chosen already.
 """
 
 from __future__ import annotations
 
-import fcntl
 import ipaddress
 import logging
 import os
 import socket
-import struct
 from pathlib import Path
+
+import psutil
 
 log = logging.getLogger(__name__)
 
 ENV = "UCX_NET_DEVICES"
-_SIOCGIFADDR = 0x8915
 _RDMA = Path("/sys/class/infiniband")
 
 
@@ -46,27 +45,14 @@ def devices_for(host: str, rdma: Path = _RDMA) -> str | None:
         return None
     if address.is_loopback:
         return "lo"
-    here = [name for _, name in socket.if_nameindex() if address in _addresses(name)]
+    here = [
+        device.partition(":")[0]  # an address may have a label, as in eth0:1
+        for device, addresses in psutil.net_if_addrs().items()
+        for found in addresses
+        if found.family in (socket.AF_INET, socket.AF_INET6)
+        and ipaddress.ip_address(found.address.partition("%")[0]) == address
+    ]
     if not here:
         return None
     cards = sorted(f"{port.parts[-3]}:{port.name}" for port in rdma.glob("*/ports/*"))
     return ",".join([*here, *cards])
-
-
-def _addresses(device: str) -> set[ipaddress.IPv4Address | ipaddress.IPv6Address]:
-    found: set[ipaddress.IPv4Address | ipaddress.IPv6Address] = set()
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        try:
-            asked = struct.pack("256s", device.encode()[:15])
-            answer = fcntl.ioctl(sock, _SIOCGIFADDR, asked)
-            found.add(ipaddress.IPv4Address(answer[20:24]))
-        except OSError:
-            pass  # it has none
-    try:
-        lines = Path("/proc/net/if_inet6").read_text().splitlines()
-    except OSError:
-        return found
-    for fields in map(str.split, lines):
-        if fields[-1] == device:
-            found.add(ipaddress.IPv6Address(int(fields[0], 16)))
-    return found

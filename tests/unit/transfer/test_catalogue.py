@@ -8,9 +8,9 @@ import os
 import socket
 import subprocess
 import sys
-from ipaddress import ip_address
 from pathlib import Path
 
+import psutil
 import pytest
 
 from pullfill.config import TRANSPORTS
@@ -19,7 +19,7 @@ from pullfill.transfer import catalogue
 from pullfill.transfer.contract import LocalMemory
 from pullfill.transfer.gpu import cuda
 from pullfill.transfer.layout import dense_layout
-from pullfill.transfer.nixl import devices
+from pullfill.transfer.nixl import backend, devices
 from pullfill.transfer.tcp.backend import TcpKind
 from tests.support.fake_gpu import FakeDriver
 
@@ -42,7 +42,7 @@ class _Nixl(TcpKind):
 
 
 def test_nixl_is_used_and_offered_only_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(catalogue._BACKENDS, "nixl", (__name__, "_Nixl"))
+    monkeypatch.setattr(backend, "NixlKind", _Nixl)
     monkeypatch.setenv(devices.ENV, "eth9")
     assert "nixl" not in [transport.name for transport in catalogue.peers(None, ON_CPU, None)]
     assert "nixl" not in catalogue.backends(None, ON_CPU)
@@ -54,9 +54,9 @@ def test_nixl_is_used_and_offered_only_by_name(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_nixl_listens_where_the_worker_does(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setitem(catalogue._BACKENDS, "nixl", (__name__, "_Nixl"))
+    monkeypatch.setattr(backend, "NixlKind", _Nixl)
     monkeypatch.setenv(devices.ENV, "")
     catalogue.backends(["nixl"], ON_CPU, "127.0.0.1")
     assert os.environ[devices.ENV] == "lo"
@@ -64,21 +64,30 @@ def test_nixl_listens_where_the_worker_does(
     catalogue.backends(["nixl"], ON_CPU, "0.0.0.0")
     assert not os.environ[devices.ENV]
     assert "every network device" in caplog.text
-    monkeypatch.setattr(devices, "_addresses", lambda name: {"lo": {ip_address("10.9.9.9")}}[name])
-    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo")])
+
+
+def test_the_devices_of_an_address_and_every_rdma_card(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    real = psutil.net_if_addrs()["lo"][0]
+    assert (real.family, real.address) == (socket.AF_INET, "127.0.0.1")
+    found = {
+        "lo": [(socket.AF_INET, "127.0.0.1")],
+        "eth0": [(17, "02:fc:00:00:00:01"), (socket.AF_INET, "10.9.9.9")],
+        "eth0:1": [(socket.AF_INET, "10.9.9.7")],
+        "eth1": [(socket.AF_INET6, "fe80::1%eth1")],
+    }
+    addresses = {
+        device: [real._replace(family=family, address=address) for family, address in entries]
+        for device, entries in found.items()
+    }
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: addresses)
     (tmp_path / "mlx5_0" / "ports" / "1").mkdir(parents=True)
-    assert devices.devices_for("10.9.9.9", tmp_path) == "lo,mlx5_0:1"
+    assert devices.devices_for("10.9.9.9", tmp_path) == "eth0,mlx5_0:1"
+    assert devices.devices_for("10.9.9.7", tmp_path) == "eth0,mlx5_0:1"
+    assert devices.devices_for("[fe80::1]", tmp_path) == "eth1,mlx5_0:1"
     assert devices.devices_for("10.9.9.8", tmp_path) is None
     assert devices.devices_for("a-name", tmp_path) is None
-
-
-@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
-def test_addresses_of_a_device_are_the_kernels(address: str) -> None:
-    try:
-        socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else 2).close()
-    except OSError:
-        pytest.skip(f"no {address} here")
-    assert ip_address(address) in devices._addresses("lo")
 
 
 def test_what_was_not_chosen_is_not_even_imported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
+import resource
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,15 +27,19 @@ def _batch(count: int, size: int) -> Batch:
 
 @pytest.fixture(params=["plain", "watched", "switching", "vectored"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Every way `copy_batch` can take, forced. `switching`: contention shows after a few calls."""
+    """Every way `copy_batch` can take. `switching`: at each look at the clock, a second has gone in
+    which the thread slept twice."""
     assert copying.vectored_works(), "this machine should be able to copy by iovec"
     monkeypatch.setattr(copying, "vectored_works", lambda: request.param != "plain")
     until = math.inf if request.param == "vectored" else 0.0
     monkeypatch.setattr(copying, "_vectored_until", until)
-    monkeypatch.setattr(copying, "_SLOW_S", -1.0 if request.param == "switching" else 1e9)
-    monkeypatch.setattr(copying, "_SLOW_BYTES_PER_S", 1 << 60)
-    idle = itertools.count(step=2 if request.param == "switching" else 0)
-    monkeypatch.setattr(copying, "_idle", lambda: (count := next(idle), float(count)))
+    looks = itertools.count(step=1 if request.param == "switching" else 0)
+
+    def usage(_: int) -> SimpleNamespace:
+        return SimpleNamespace(ru_nvcsw=2 * next(looks), ru_utime=0.0, ru_stime=0.0)
+
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(looks)))
+    monkeypatch.setattr(resource, "getrusage", usage)
     return request.param
 
 

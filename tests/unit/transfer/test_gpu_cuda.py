@@ -4,6 +4,7 @@ called with what it takes, that contexts are current, and that errors are named.
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -299,27 +300,32 @@ def test_mps(library: Library, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     (tmp_path / "control").unlink()
     assert not driver.shares_contexts(0)
     monkeypatch.delenv("CUDA_MPS_PIPE_DIRECTORY")
-    monkeypatch.setattr(cuda, "_MPS_PIPES", ("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path / "none")))
+    answer: OSError = FileNotFoundError(2, "No such file or directory")
+    asked = []
+
+    def stat(path: Path) -> None:
+        asked.append(str(path))
+        raise answer
+
+    monkeypatch.setattr(os, "stat", stat)
     assert not driver.shares_contexts(0)
-
-    def refuse(*_: object) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(cuda.os, "stat", refuse)
+    assert asked == ["/tmp/nvidia-mps/control"]
+    answer = PermissionError(13, "Permission denied")
     assert driver.shares_contexts(0), "it may be there"
     library.codes["cuDeviceGetAttribute"] = 3
     with pytest.raises(TransferFailed, match="cuDeviceGetAttribute: CUDA_ERROR_3"):
         driver.shares_contexts(0)
 
 
-def test_settings_that_cannot_be_read(
-    library: Library, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_settings_that_cannot_be_read(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(path: Path) -> str:
+        raise FileNotFoundError(path)
+
     driver = CudaDriver()
-    monkeypatch.setattr(cuda, "_SETTINGS", tmp_path / "params")
-    with pytest.raises(TransferFailed, match="settings cannot be read"):
+    monkeypatch.setattr(Path, "read_text", missing)
+    with pytest.raises(TransferFailed, match="settings cannot be read: /proc/driver/nvidia/params"):
         driver.settings()
-    (tmp_path / "params").write_text("EnableMSI: 1")
+    monkeypatch.setattr(Path, "read_text", lambda _: "EnableMSI: 1")
     assert driver.settings() == "EnableMSI: 1"
 
 
