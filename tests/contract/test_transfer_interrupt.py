@@ -3,29 +3,28 @@ whoever waits for that (an engine step that pushes, a preemption, a worker that 
 
 from __future__ import annotations
 
-import contextlib
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from pullfill.decode_worker.kv_reader import KvReader
 from pullfill.errors import HandoffError, TransferFailed
+from pullfill.net import frames
 from pullfill.prefill_worker.task import PrefillTask
 from pullfill.prefill_worker.transfer_worker import TransferWorker
 from pullfill.transfer.layout import dense_layout
 from pullfill.transfer.shm import owner
 from pullfill.transfer.stream import hello
-from pullfill.transfer.stream.peer import StreamSession
 from pullfill.transfer.tcp.backend import TcpKind
 from pullfill.wire import KvMode
 from tests.support.fake_nccl import World
 from tests.support.nccl_gpus import PairKind
+from tests.support.proxy import Proxy
 from tests.support.transfer_rigs import DENSE, Local, Region, Rig, shm_rig, stream_rig
+from tests.support.waiting import eventually
 
 LONG = dense_layout(2, 64, 2, 96 << 10)  # 24 MiB: more than the kernel keeps
 BLOCKS = range(64)
@@ -85,7 +84,7 @@ def test_a_move_that_waits_for_its_owner(
     move = getattr(session, verb)
     failure = failure_of(lambda: move(token, BLOCKS, BLOCKS), stuck.reached, session.interrupt)
     assert isinstance(failure, TransferFailed)
-    assert session._connection is None, "the owner is not asked for its reasons"  # type: ignore[attr-defined]
+    assert region.owner.connections == 1, "the owner is not asked for its reasons"  # type: ignore[attr-defined]
     stuck.go_on.set()
     session.interrupt()
     with pytest.raises(TransferFailed, match="interrupted"):
@@ -98,29 +97,20 @@ def test_a_connection_being_made(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> N
     """To an owner that accepts (its kernel does) and says nothing."""
     monkeypatch.setattr(hello, "HELLO_S", FOREVER_S)
     region, mine = rig.region(DENSE), rig.local(DENSE)
-    with (
-        socket.create_server(("127.0.0.1", 0)) as silent,
-        contextlib.closing(rig.connect(mine, region)) as session,
-    ):
-        assert isinstance(session, StreamSession)
-        address = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
-        session._descriptor = msgspec.structs.replace(
-            session._descriptor, endpoints={session.transport: address}
+    address, _, detail = region.descriptor.endpoints[rig.name].partition("#")
+    with Proxy(frames.split_address(address)) as proxy, ThreadPoolExecutor(1) as thread:
+        endpoints = {rig.name: f"tcp://{proxy.address}#{detail}"}
+        session, token = (
+            rig.connect(mine, region, endpoints=endpoints),
+            region.owner.fences.open([1]),
         )
-        session._drop()
-        reached, dial = threading.Event(), session._dial
-
-        def dialled() -> socket.socket:
-            sock = dial()
-            reached.set()
-            return sock
-
-        monkeypatch.setattr(session, "_dial", dialled)
-        token = region.owner.fences.open([1])
-        failure = failure_of(
-            lambda: session.write_blocks(token, [1], [1]), reached, session.interrupt
-        )
-        assert isinstance(failure, TransferFailed)
+        proxy.blackhole()
+        proxy.reset()
+        moving = thread.submit(session.write_blocks, token, [1], [1])
+        eventually(lambda: proxy.accepted == 2, "it does not connect again")
+        session.interrupt()
+        assert isinstance(moving.exception(20), TransferFailed)
+        session.close()
     region.owner.close()
 
 

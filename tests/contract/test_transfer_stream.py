@@ -37,6 +37,11 @@ LONG = dense_layout(2, 64, 2, 16 << 10)  # 4 MiB
 Make = Callable[..., Rig]
 
 
+def connections() -> set[threading.Thread]:
+    """The owner's threads: each serves one connection."""
+    return {thread for thread in threading.enumerate() if thread.name.startswith("kv-127")}
+
+
 class SmallBatches(TcpKind):
     batch_bytes = 256 << 10
 
@@ -103,7 +108,7 @@ def test_a_revoke_does_not_wait_for_a_reader_that_takes_nothing(make: Make) -> N
 
 def test_a_writer_between_batches_is_refused_early_and_the_connection_stays(make: Make) -> None:
     _, region, mine, session, token = start(make)
-    connection = session._connection
+    before, connection = connections(), session._connection
     real, calls = connection.input_waits, [0]
 
     def revoke_after_two() -> bool:
@@ -122,7 +127,7 @@ def test_a_writer_between_batches_is_refused_early_and_the_connection_stays(make
     del connection.input_waits
     fresh = region.owner.fences.open(range(64))
     session.write_blocks(fresh, [1], [2])
-    assert session._connection is connection, "a refusal is no reason to connect again"
+    assert connections() == before, "a refusal is no reason to connect again"
     session.close()
 
 
@@ -131,14 +136,14 @@ def test_a_batch_that_is_under_way_is_let_to_its_end(
 ) -> None:
     monkeypatch.setattr(server, "PATIENCE_S", 60.0)
     _, region, _, session, token = start(make)
-    connection = session._connection
+    before = connections()
     held = Held(session, "write_blocks", token)
     (peer,) = region.owner._server._peers  # type: ignore[attr-defined]
     wait_for(lambda: peer.inside == token)
     assert not region.owner.fences.try_revoke(token)
     assert not region.owner.fences.try_revoke(token)
     assert isinstance(held.finish(), Fenced)
-    assert session._connection is connection, "the connection of a peer that is alive was cut"
+    assert connections() == before, "the connection of a peer that is alive was cut"
     assert region.owner.fences.try_revoke(token)
     session.close()
 
@@ -282,15 +287,17 @@ def test_after_the_opening_its_limit_is_lifted(make: Make, monkeypatch: pytest.M
             break
         except (PeerUnavailable, TransferFailed):
             continue
-    connection = session._connection
+    before = connections()
     time.sleep(1.4 * hello_s)
     session.write_blocks(token, range(64), range(64))
-    assert session._connection is connection
+    assert connections() == before
     assert_same(region.pages, mine.pages)
     session.close()
 
 
-def test_no_thread_left_for_a_connection(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_thread_left_for_a_connection(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is refused, others are served afterwards, and closing works."""
     rig = make()
     region, mine = rig.region(DENSE), rig.local(DENSE)
@@ -307,7 +314,7 @@ def test_no_thread_left_for_a_connection(make: Make, monkeypatch: pytest.MonkeyP
             rig.connect(mine, region)
     rig.connect(mine, region).close()
     region.owner.close()
-    assert list(Path(region.owner._base._files.directory).iterdir()) == []  # type: ignore[attr-defined]
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_revoke_interrupts_only_while_it_is_that_tokens_receive(
