@@ -3,8 +3,8 @@
 The fence file decides for every offer. A peer that maps the memory (shm, cuda_ipc) holds the fence
 itself. For what comes through the port, our receiving thread holds it.
 
-Life: the engine registers its memory → `CombinedOwner` owns the base and makes the server →
-`listen` → the endpoints are published → `close`.
+Life: the engine registers its memory → `CombinedOwner` → `listen` → the endpoints are published →
+`close`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from pullfill.transfer.stream.socket_connection import STALL_S
 
 
 class CombinedOwner:
-    """Owner over `base` and a server for streams. It owns both. Thread-safe once it listens."""
+    """Owner over `base` and a server for streams. It owns both, and the backends' kinds.
+    Thread-safe once it listens."""
 
     def __init__(
         self,
@@ -30,7 +31,7 @@ class CombinedOwner:
         memories: Sequence[LocalMemory],
         *,
         instance_id: str,
-        kinds: Mapping[str, BackendKind] | None = None,
+        kinds: Mapping[str, BackendKind],
         key: ClusterKey | None = None,
         offered: frozenset[str] | None = None,
         stall_s: float = STALL_S,
@@ -38,15 +39,11 @@ class CombinedOwner:
         """
         memories: by rank, each as this process maps it.
         kinds: the backends to serve, by name.
-        offered: names of the transports to publish. None: all that work.
+        offered: which ways to map the memory are published. None: all.
         """
         self._base = base
         self._memories = list(memories)
-        self._kinds = {
-            name: kind
-            for name, kind in (kinds or {}).items()
-            if (offered is None or name in offered) and kind.why_not() is None
-        }
+        self._kinds = dict(kinds)
         self._offered = offered
         self._advertised = ""
         offer = Offer(instance_id, self._memories, self._kinds, base)

@@ -11,6 +11,7 @@ raises only after every member has ended its part. Then no member reads or write
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -75,14 +76,9 @@ class GroupSession:
 
     def close(self) -> None:
         """Close every member, also when one of them fails to close. Idempotent."""
-        failure: Exception | None = None
-        for member in self._members:
-            try:
-                member.session.close()
-            except Exception as exc:
-                failure = failure or exc
-        if failure is not None:
-            raise failure
+        with contextlib.ExitStack() as members:
+            for member in self._members:
+                members.callback(member.session.close)
 
 
 def _move(sessions: Sequence[PeerSession], blocks: int, move: _Move) -> MoveResult:

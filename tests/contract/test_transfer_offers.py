@@ -12,13 +12,13 @@ from msgspec.structs import replace
 from pullfill.decode_worker.offers import offer
 from pullfill.errors import ConfigError
 from pullfill.options import WorkerOptions
+from pullfill.transfer.catalogue import backends
 from pullfill.transfer.combined_owner import CombinedOwner
 from pullfill.transfer.connect import choose, why_not_better
 from pullfill.transfer.contract import LocalMemory
 from pullfill.transfer.shm.files import RegionFiles
 from pullfill.transfer.shm.owner import FenceOwner, ShmOwner
 from pullfill.transfer.shm.peer import ShmTransport
-from pullfill.transfer.stream.backend_contract import BackendKind
 from pullfill.transfer.stream.peer import StreamTransport
 from pullfill.transfer.stream.server import StreamServer
 from pullfill.transfer.stream.serving import Offer
@@ -35,7 +35,7 @@ def both(tmp_path: Path) -> Iterator[Callable[..., RegionDescriptor]]:
     def build(offered: frozenset[str] | None = None) -> RegionDescriptor:
         region = shm_rig(tmp_path).region(DENSE)
         assert isinstance(region.owner, ShmOwner)
-        kinds: dict[str, BackendKind] = {"tcp": TcpKind()}
+        kinds = backends(offered or {"shm", "tcp"}, region.memory)
         owner = CombinedOwner(
             region.owner, [region.memory], instance_id="decode-1", kinds=kinds, offered=offered
         )

@@ -43,11 +43,6 @@ class SharedKvPool:
         self._mode = _Intercept(self._allocate)
         self._address: int | None = None
 
-    @property
-    def fired(self) -> bool:
-        """Whether an allocation was backed by the file."""
-        return self._address is not None
-
     def __enter__(self) -> Self:
         self._mode.__enter__()
         return self

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -95,13 +96,14 @@ def attach(regions: Mapping[tuple[int, int], RankRegion], kv_heads: int) -> list
     Raises IncompatibleError when the ranks do not split the model as vLLM splits it, OSError or
     PeerUnavailable when a file cannot be mapped.
     """
+    if not all(region.within_reach for region in regions.values()):
+        return []
     tp_size = 1 + max(tp for _, tp in regions)
     ranks: list[MappedRank] = []
     first_layer = 0
-    try:
+    with ExitStack() as undo:
         for (pp, tp), region in sorted(regions.items()):
-            if region.memory is None or not region.within_reach:
-                break
+            assert region.memory is not None
             if pp and tp == 0:
                 first_layer += ranks[-1].memory.layout.num_layers
             # A single rank holds all heads that there are, whatever the model calls its KV heads.
@@ -110,12 +112,8 @@ def attach(regions: Mapping[tuple[int, int], RankRegion], kv_heads: int) -> list
             place = replace(region.memory, first_head=first_head, first_layer=first_layer)
             _check(place.layout, heads, ranks)
             ranks.append(_attach(region, place))
-    except BaseException:
-        _close(ranks)
-        raise
-    if len(ranks) < len(regions):
-        _close(ranks)
-        return []
+            undo.callback(ranks[-1].close)
+        undo.pop_all()
     return ranks
 
 
@@ -146,11 +144,6 @@ def _attach(region: RankRegion, memory: LocalMemory) -> MappedRank:
         return MappedRank(there.memory, "", there, region.exported)
     mapping = files.Mapping(region.path, region.inode, memory.nbytes)
     return MappedRank(replace(memory, address=mapping.address), region.path, mapping)
-
-
-def _close(ranks: list[MappedRank]) -> None:
-    for rank in ranks:
-        rank.close()
 
 
 def _check(layout: KvLayout, heads: int, before: list[MappedRank]) -> None:

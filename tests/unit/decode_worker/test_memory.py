@@ -84,12 +84,9 @@ def test_prefill_worker_with_memory_out_of_reach_knows_its_shape_only() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_every_rank_is_published_and_nothing_is_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
-) -> None:
-    monkeypatch.setenv("PULLFILL_SHM_DIR", str(tmp_path))
+def test_every_rank_is_published_and_nothing_is_left(tmp_path: Path, ranks: int) -> None:
     context = decode_context()
-    context.files = RegionFiles("decode-x")
+    context.files = RegionFiles("decode-x", tmp_path)
     decode_memory.attach(context, told(tmp_path, ranks), HEADS)
     assert context.geometry == Geometry(LAYERS, PAGE, "cpu")
     found = descriptors.describe(context, "i1", COMPAT)
@@ -104,12 +101,9 @@ def test_every_rank_is_published_and_nothing_is_left(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_prefill_worker_maps_its_ranks_and_removes_their_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PULLFILL_SHM_DIR", str(tmp_path))
+def test_a_prefill_worker_maps_its_ranks_and_removes_their_files(tmp_path: Path) -> None:
     context = PrefillContext("decode-x", wake=lambda: None)
-    context.files = RegionFiles("decode-x")
+    context.files = RegionFiles("decode-x", tmp_path)
     prefill_memory.attach(context, told(tmp_path, 2), HEADS)
     assert [m.first_head for m in context.memories] == [0, 1]
     memory.close(context)
