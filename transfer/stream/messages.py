@@ -16,6 +16,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
+from pullfill.transfer.contract import Direction
 from pullfill.wire import FenceToken
 from pullfill.wire.codec import WIRE_VERSION, Count, Id, Message, Text, Version
 
@@ -81,17 +82,12 @@ class StreamGoodbye(Message, tag="stream_goodbye", frozen=True, kw_only=True):
     stale: bool = False
 
 
-class Verb(enum.StrEnum):
-    WRITE = "write"
-    READ = "read"
-
-
 class Operation(Message, tag="operation", frozen=True, kw_only=True):
     """Move some blocks. No blocks at all is a question: is the token still valid?
 
     blocks: the owner's ids as raw little-endian u32, ascending (of a write: strictly)."""
 
-    verb: Verb
+    verb: Direction
     fence: FenceToken
     blocks: bytes
 

@@ -40,7 +40,6 @@ from pullfill.transfer.stream.messages import (
     Operation,
     Status,
     StreamHello,
-    Verb,
 )
 from pullfill.transfer.stream.socket_connection import STALL_S, SocketConnection
 from pullfill.wire import FenceToken, RegionDescriptor, decode, encode
@@ -153,7 +152,7 @@ class StreamSession:
         ours = checked_ids(source, self._local.layout.num_blocks, "source")
         theirs = checked_ids(target, self._blocks, "target")
         _check_pairs(ours, theirs, theirs)
-        return self._move(Verb.WRITE, fence, ours, theirs, self._send)
+        return self._move("write", fence, ours, theirs, self._send)
 
     def read_blocks(
         self, fence: FenceToken, source: Sequence[int], target: Sequence[int]
@@ -161,7 +160,7 @@ class StreamSession:
         theirs = checked_ids(source, self._blocks, "source")
         ours = checked_ids(target, self._local.layout.num_blocks, "target")
         _check_pairs(ours, theirs, ours)
-        return self._move(Verb.READ, fence, ours, theirs, self._receive)
+        return self._move("read", fence, ours, theirs, self._receive)
 
     def move_now(
         self, verb: Direction, fence: FenceToken, source: Sequence[int], target: Sequence[int]
@@ -188,7 +187,7 @@ class StreamSession:
 
     def _move(
         self,
-        verb: Verb,
+        verb: Direction,
         fence: FenceToken,
         ours: Offsets,
         theirs: Offsets,
@@ -260,7 +259,7 @@ class StreamSession:
         """After the connection broke, ask the owner anew. Raises Fenced if the grant is gone."""
         try:
             connection, _ = self._connected()
-            connection.send(encode(Operation(verb=Verb.WRITE, fence=fence, blocks=b"")))
+            connection.send(encode(Operation(verb="write", fence=fence, blocks=b"")))
             answer = decode(connection.receive(), Answer)
         except (TransferFailed, BadMessage, AuthFailed):
             self._drop()

@@ -33,7 +33,6 @@ from pullfill.transfer.stream.messages import (
     Status,
     StreamHello,
     StreamWelcome,
-    Verb,
 )
 from pullfill.transfer.stream.socket_connection import SocketConnection
 from pullfill.wire import FenceToken, decode, encode
@@ -129,7 +128,7 @@ class ServedPeer:
         try:
             blocks = self._blocks(operation)
         except BadMessage as exc:
-            if operation.verb is Verb.READ:
+            if operation.verb == "read":
                 self._connection.mark(ANSWER)
             self._answer(Status.REFUSED, str(exc))
             self._connection.linger()
@@ -137,7 +136,7 @@ class ServedPeer:
         stream = ByteStream(self._memory, blocks)
         if not stream.total:
             self._answer(*self._still_valid(operation.fence))
-        elif operation.verb is Verb.WRITE:
+        elif operation.verb == "write":
             self._receive(operation.fence, stream)
         else:
             self._send(operation.fence, stream)
@@ -150,10 +149,10 @@ class ServedPeer:
             raise BadMessage("block ids are not u32")
         ids: Any = np.frombuffer(operation.blocks, "<u4")
         blocks = checked_ids(ids, self._memory.layout.num_blocks, "named")
-        lowest_step = 1 if operation.verb is Verb.WRITE else 0
+        lowest_step = 1 if operation.verb == "write" else 0
         if len(blocks) > 1 and int(np.diff(blocks).min()) < lowest_step:
             raise BadMessage("block ids are not ascending")
-        granted = self._fences.granted(operation.fence, writes=operation.verb is Verb.WRITE)
+        granted = self._fences.granted(operation.fence, writes=operation.verb == "write")
         if granted is not None and not granted.issuperset(blocks.tolist()):
             raise BadMessage("a block is outside the grant")
         return blocks

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from pullfill.net import frames
 from pullfill.net.security import ClusterKey
-from pullfill.transfer.stream.messages import BATCH, STOP, Operation, StreamHello, Verb
+from pullfill.transfer.contract import Direction
+from pullfill.transfer.stream.messages import BATCH, STOP, Operation, StreamHello
 from pullfill.transfer.tcp.backend import TcpKind
 from pullfill.wire import AuthHello, AuthProof, FenceToken, encode
 from tests.support.fuzz import EXAMPLES, explore, mutated
@@ -37,7 +38,7 @@ def valid_hello(region: Region) -> bytes:
     )  # fmt: skip
 
 
-def operation(token: FenceToken, verb: Verb, *blocks: int) -> bytes:
+def operation(token: FenceToken, verb: Direction, *blocks: int) -> bytes:
     ids = struct.pack(f"<{len(blocks)}I", *blocks)
     return encode(Operation(verb=verb, fence=token, blocks=ids))
 
@@ -74,15 +75,15 @@ def test_any_bytes_at_the_kv_port(examples: int, tmp_path: Path) -> None:
     region.pages[:, GRANTED] = 0
     before, threads = region.pages.tobytes(), threading.active_count()
     hello = valid_hello(region)
-    write = operation(token, Verb.WRITE, *GRANTED)
+    write = operation(token, "write", *GRANTED)
     valid = [
         hello,
         write,
-        operation(token, Verb.READ, *GRANTED),
-        operation(token, Verb.WRITE, 3, 2, 1),
-        operation(token, Verb.WRITE, 0, 39),
-        operation(token, Verb.WRITE, 1, 2**32 - 1),
-        operation(FenceToken(slot=2**40, epoch=1), Verb.WRITE, 1),
+        operation(token, "read", *GRANTED),
+        operation(token, "write", 3, 2, 1),
+        operation(token, "write", 0, 39),
+        operation(token, "write", 1, 2**32 - 1),
+        operation(FenceToken(slot=2**40, epoch=1), "write", 1),
         encode(AuthHello(nonce=bytes(32))),
     ]
     raw = st.one_of(st.sampled_from([BATCH, STOP]), st.binary(max_size=40), st.just(bytes(9216)))
@@ -115,7 +116,7 @@ def test_any_bytes_from_somebody_without_the_key(examples: int, tmp_path: Path) 
         encode(AuthHello(nonce=bytes(32))),
         encode(AuthProof(proof=bytes(32))),
         valid_hello(region),
-        operation(token, Verb.WRITE, *GRANTED),
+        operation(token, "write", *GRANTED),
     ]
     part = st.one_of(st.sampled_from(valid).map(framed), mutated(valid).map(framed))
     try:
