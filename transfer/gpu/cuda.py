@@ -14,6 +14,8 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -23,10 +25,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pullfill.errors import TransferFailed
+from pullfill.runtime import log
+
+logger = log.get("transfer.gpu")
 
 HANDLE_BYTES = 64
 Addresses = NDArray[np.uint64]
 
+_ASK_S = 0.05
 _LIBRARY = "libcuda.so.1"
 _SETTINGS = Path("/proc/driver/nvidia/params")
 _MPS_PIPES = "CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"
@@ -89,6 +95,23 @@ def why_no_cuda() -> str | None:
 def load() -> CudaDriver:
     """The driver of this process. Raises TransferFailed when there is none."""
     return CudaDriver()
+
+
+def settle(synchronize: Callable[[], None], otherwise: str) -> None:
+    """Wait, for as long as it takes, until nothing runs on a stream or a device.
+
+    otherwise: logged once if CUDA fails to say it.
+
+    Never raises: who cannot know that the GPU is quiet must not let go of a fence."""
+    said = False
+    while True:
+        try:
+            return synchronize()
+        except Exception as exc:
+            if not said:
+                logger.error("%s: %s", otherwise, exc)
+            said = True
+            time.sleep(_ASK_S)
 
 
 class CudaDriver:

@@ -30,7 +30,7 @@ from pullfill.transfer.nccl.messages import NcclReady, NcclStart, NcclUse
 from pullfill.transfer.nccl.staging import Laid
 from pullfill.transfer.stream.backend_contract import Backend, Interjected
 from pullfill.transfer.stream.batches import Runs
-from pullfill.transfer.stream.lazy_backend import LazyBackend, Reaper
+from pullfill.transfer.stream.lazy_backend import IDLE_S, LazyBackend, Reaper
 from pullfill.transfer.stream.socket_connection import SocketConnection
 from pullfill.wire.codec import decode, encode
 
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-IDLE_S = 60.0
 MESSAGE_BYTES = 4 << 20
 BATCH_BYTES = 32 << 20
 OWNER, PEER = 0, 1

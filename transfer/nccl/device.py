@@ -39,12 +39,10 @@ from pullfill.errors import TransferFailed
 from pullfill.transfer.gpu.cuda import CudaStream
 from pullfill.transfer.nccl.gpu import CudaGpu
 from pullfill.transfer.nccl.library import RANKS, Message, Nccl
-from pullfill.transfer.nccl.staging import Turns
+from pullfill.transfer.nccl.staging import TICK_S, Turns
 
 log = logging.getLogger(__name__)
 
-TICK_S = 0.02
-"""How often a waiting session looks at its connection."""
 DEAD = 4
 """While so many communicators wait to be freed, no new group begins."""
 _PAUSES_S = (20e-6, 500e-6)

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from functools import cache
 
 from pullfill.errors import TransferFailed
-from pullfill.runtime import log
 from pullfill.transfer.gpu.copies import lane_of
-from pullfill.transfer.gpu.cuda import Addresses, CudaStream, load
+from pullfill.transfer.gpu.cuda import Addresses, CudaStream, load, settle
 from pullfill.transfer.gpu.interconnect import BATCH_RUNS, SAME
 from pullfill.transfer.nccl import library
-
-logger = log.get("transfer.nccl")
-
-_ASK_S = 0.05
 
 nccl = cache(library.load)
 """This process's libnccl. Raises TransferFailed."""
@@ -72,19 +65,5 @@ class Copier:
             finally:  # also when it could queue a part only
                 self._lane.wait()
         except Exception as exc:
-            settle(self._lane.wait)
+            settle(self._lane.wait, "a GPU does not say whether it still writes; waiting")
             raise TransferFailed(f"copying within the GPU failed: {exc}") from exc
-
-
-def settle(synchronize: Callable[[], None]) -> None:
-    """Wait, for as long as it takes, until nothing runs on a stream. Never raises: who cannot know
-    that the GPU is quiet must not let go of a fence."""
-    said = False
-    while True:
-        try:
-            return synchronize()
-        except Exception as exc:
-            if not said:
-                logger.error("a GPU does not say whether it still writes; waiting: %s", exc)
-            said = True
-            time.sleep(_ASK_S)

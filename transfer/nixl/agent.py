@@ -35,13 +35,14 @@ import numpy as np
 
 from pullfill.errors import TransferFailed
 from pullfill.transfer.contract import LocalMemory
+from pullfill.transfer.gpu import cuda
 from pullfill.transfer.stream.batches import Iovec
 
 log = logging.getLogger(__name__)
 
 _making = threading.Lock()
 """Agents are made one at a time: what is put back afterwards belongs to process or thread."""
-_FAST_S, _SHORT_S, _LONG_S, _AGAIN_S = 0.1, 50e-6, 500e-6, 1.0
+_FAST_S, _SHORT_S, _LONG_S = 0.1, 50e-6, 500e-6
 
 
 @cache
@@ -181,15 +182,7 @@ class Agent:
         while core() is not None:
             gc.collect()
             time.sleep(_LONG_S)
-        told = False
-        while True:
-            try:
-                return self._wait_for_gpu()
-            except TransferFailed as exc:
-                if not told:
-                    log.error("NIXL may still copy into this worker, restart it: %s", exc)
-                told = True
-            time.sleep(_AGAIN_S)
+        cuda.settle(self._wait_for_gpu, "NIXL may still copy into this worker, restart it")
 
 
 def _context(device: int | None) -> tuple[Callable[[], None], Callable[[], None]]:
@@ -198,9 +191,7 @@ def _context(device: int | None) -> tuple[Callable[[], None], Callable[[], None]
     # UCX copies GPU memory in the context that is current.
     if device is None:
         return lambda: None, lambda: None
-    from pullfill.transfer.gpu.cuda import load
-
-    driver = load()
+    driver = cuda.load()
     return lambda: driver.enter(device), lambda: driver.synchronize(device)
 
 

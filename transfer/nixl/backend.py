@@ -24,10 +24,9 @@ from pullfill.transfer.nixl.agent import Agent, Pauses
 from pullfill.transfer.nixl.messages import MAX_FRAME, NixlMoved, NixlRuns
 from pullfill.transfer.stream.backend_contract import Backend, Interjected
 from pullfill.transfer.stream.batches import Iovec, Runs, pairs
-from pullfill.transfer.stream.lazy_backend import LazyBackend, Reaper
+from pullfill.transfer.stream.lazy_backend import IDLE_S, LazyBackend, Reaper
 from pullfill.wire.codec import decode, encode
 
-IDLE_S = 60.0
 _LOOK_EVERY = 64
 """Pauses between two looks at the connection while waiting."""
 

@@ -19,6 +19,9 @@ from pullfill.transfer.stream.socket_connection import SocketConnection
 
 log = logging.getLogger(__name__)
 
+IDLE_S = 60.0
+"""A resource that is idle for so long is given back."""
+
 
 class _Resource(Protocol):
     def close(self) -> None: ...

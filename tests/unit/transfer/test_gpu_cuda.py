@@ -14,7 +14,7 @@ import pytest
 
 from pullfill.errors import TransferFailed
 from pullfill.transfer.gpu import cuda
-from pullfill.transfer.gpu.cuda import CudaDriver, _CopyAttributes, _Handle
+from pullfill.transfer.gpu.cuda import CudaDriver, _CopyAttributes, _Handle, settle
 
 MEMORY = np.zeros(1 << 16, np.uint8)
 BASE = MEMORY.ctypes.data
@@ -343,3 +343,17 @@ def test_no_driver_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda.why_no_cuda.cache_clear()
     assert "no CUDA driver" in (cuda.why_no_cuda() or "")
     cuda.why_no_cuda.cache_clear()
+
+
+def test_settle_goes_on_until_the_gpu_answers() -> None:
+    answers = iter([RuntimeError("no"), RuntimeError("no"), None])
+    asked = []
+
+    def synchronize() -> None:
+        answer = next(answers)
+        asked.append(answer)
+        if answer is not None:
+            raise answer
+
+    settle(synchronize, "waiting")
+    assert len(asked) == 3

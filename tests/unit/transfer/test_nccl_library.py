@@ -14,7 +14,6 @@ import pytest
 from pullfill.errors import TransferFailed
 from pullfill.transfer.nccl import library, nccl_settings
 from pullfill.transfer.nccl.device import Device
-from pullfill.transfer.nccl.gpu import settle
 from pullfill.transfer.nccl.library import nonblocking
 from pullfill.transfer.nccl.nccl_cuda import CudaGpus
 from tests.support.fake_kernels import FakeStream
@@ -242,17 +241,3 @@ def test_a_stream_that_cannot_be_destroyed_ends_no_owner_thread() -> None:
     asking.start()
     asking.join(20)
     assert not asking.is_alive()
-
-
-def test_settle_goes_on_until_the_gpu_answers() -> None:
-    answers = iter([RuntimeError("no"), RuntimeError("no"), None])
-    asked = []
-
-    def synchronize() -> None:
-        answer = next(answers)
-        asked.append(answer)
-        if answer is not None:
-            raise answer
-
-    settle(synchronize)
-    assert len(asked) == 3

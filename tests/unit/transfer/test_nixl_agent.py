@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -110,7 +111,7 @@ def test_a_gpu_error_keeps_the_memory(
         if looks == 3:
             driver.fail_sync, driver.error = False, ""
 
-    monkeypatch.setattr(nixl.time, "sleep", recover)
+    monkeypatch.setattr(time, "sleep", recover)
     agent.close()
     assert looks == 3, "it returned while copies might run"
     assert caplog.text.count("restart it") == 1
