@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -91,8 +92,9 @@ def test_an_address_to_publish_takes_the_place_of_the_bound_one(tmp_path: Path) 
     owner.listen("127.0.0.1", advertise="tcp://10.0.0.1:99")
     assert owner.endpoints()["tcp"] == "tcp://10.0.0.1:99"
     other = StreamServer(Offer("x", [region.memory], {}, region.owner))
-    with pytest.raises(ConfigError, match="cannot listen"):
-        other.start("127.0.0.1", int(owner._server.address.rpartition(":")[2]))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        with pytest.raises(ConfigError, match="cannot listen"):
+            other.start("127.0.0.1", taken.getsockname()[1])
     owner.close()
     owner.close()
 

@@ -30,6 +30,7 @@ from pullfill.transfer.stream import hello, server
 from pullfill.transfer.stream.peer import StreamSession, StreamTransport
 from pullfill.transfer.tcp.backend import TcpKind
 from pullfill.wire import FenceToken
+from tests.support.proxy import Proxy
 from tests.support.stream_held import Held, revoke, wait_for
 from tests.support.transfer_rigs import DENSE, Local, Region, Rig, assert_same, stream_rig
 
@@ -340,10 +341,17 @@ def test_a_revoke_interrupts_only_while_it_is_that_tokens_receive(
 
 
 def test_a_connection_that_broke_while_idle_is_made_anew(make: Make) -> None:
-    _, _, _, session, token = start(make)
-    session._connection.interrupt()
-    session.write_blocks(token, [1], [1])
-    session.close()
+    rig = make()
+    region, mine = rig.region(DENSE), rig.local(DENSE)
+    token = region.owner.fences.open([1])
+    with Proxy(frames.split_address(region.descriptor.endpoints["tcp"])) as proxy:
+        session = rig.connect(mine, region, endpoints={"tcp": f"tcp://{proxy.address}"})
+        proxy.reset()
+        wait_for(lambda: not connections())
+        session.write_blocks(token, [1], [1])
+        assert proxy.accepted == 2
+        session.close()
+    assert_same(region.pages[:, 1], mine.pages[:, 1])
 
 
 def test_a_writer_that_goes_away_in_a_batch_frees_the_fence(make: Make) -> None:

@@ -96,6 +96,8 @@ class FakeDriver:
     module: str | None = SETTINGS
     fail_sync: bool = False
     error: str = ""
+    launch_error: Exception | None = None
+    """What a launch of a kernel raises after it queued half of its runs."""
     copies: list[int] = field(default_factory=list)
     """Runs of each batch that was waited for."""
     engines: list[bool] = field(default_factory=list)
@@ -295,12 +297,12 @@ class FakeKernel:
 
     def __init__(self, driver: FakeDriver, stream: int) -> None:
         self._driver, self._stream = driver, driver.streams[stream]
-        self.error: Exception | None = None
 
     def launch(self, target: Addresses, source: Addresses, nbytes: Addresses) -> None:
         assert not self._stream.queued, "the table of an earlier launch is overwritten"
-        half = len(nbytes) // 2 if self.error else len(nbytes)
+        error = self._driver.launch_error
+        half = len(nbytes) // 2 if error else len(nbytes)
         self._driver.launched.append(half)
         self._stream.copy_batch(target[:half], source[:half], nbytes[:half])
-        if self.error:
-            raise self.error
+        if error:
+            raise error

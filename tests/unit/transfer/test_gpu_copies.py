@@ -14,16 +14,14 @@ from pullfill.transfer.gpu import copies
 from pullfill.transfer.gpu.copies import GpuCopier, Lane
 from pullfill.transfer.gpu.interconnect import SAME, Interconnect
 from pullfill.transfer.runs import Batch, Rows
-from tests.support.fake_gpu import FakeDriver, FakeKernel
+from tests.support.fake_gpu import FakeDriver
 
 NEAR = Interconnect("near", small_run=1024, batch_bytes=1 << 20)
 
 
-def rig(link: Interconnect = NEAR) -> tuple[FakeDriver, GpuCopier, FakeKernel]:
+def rig(link: Interconnect = NEAR) -> tuple[FakeDriver, GpuCopier]:
     driver = FakeDriver()
-    lane = driver.lane(0)
-    assert isinstance(lane._kernel, FakeKernel)
-    return driver, GpuCopier(lane, link), lane._kernel
+    return driver, GpuCopier(driver.lane(0), link)
 
 
 def batch(*triples: tuple[int, int, int], rows: Rows | None = None) -> Batch:
@@ -45,7 +43,7 @@ def move(driver: FakeDriver, copier: GpuCopier, todo: Batch, nbytes: int = 1 << 
 
 
 def test_short_runs_go_through_the_kernel_and_long_ones_through_the_engines() -> None:
-    driver, copier, _ = rig()
+    driver, copier = rig()
     move(driver, copier, batch((0, 5000, 4096), (9000, 20_000, 8192)))
     assert (driver.launched, driver.copies) == ([], [2])
     move(driver, copier, batch((0, 5000, 40), (9000, 20_000, 80)))
@@ -61,13 +59,13 @@ def test_engines_where_there_is_no_kernel() -> None:
 
 
 def test_rows_are_spelled_out() -> None:
-    driver, copier, _ = rig(SAME)
+    driver, copier = rig(SAME)
     move(driver, copier, batch((0, 100, 50), (700, 300, 20), rows=Rows((3,), (1000,), (2000,))))
     assert driver.copies == [6]
 
 
 def test_settled_only_when_the_device_is_done() -> None:
-    driver, copier, _ = rig()
+    driver, copier = rig()
     driver.fail_sync = True
     with pytest.raises(TransferFailed, match="ILLEGAL_ADDRESS"):
         move(driver, copier, batch((0, 0, 16)))
@@ -81,13 +79,13 @@ def test_settled_only_when_the_device_is_done() -> None:
 
 
 def test_a_launch_that_failed_half_way_is_waited_for() -> None:
-    driver, copier, kernel = rig()
-    kernel.error = RuntimeError("no kernel image")
+    driver, copier = rig()
+    driver.launch_error = RuntimeError("no kernel image")
     with pytest.raises(RuntimeError, match="no kernel image"):
         move(driver, copier, batch((0, 0, 16), (32, 32, 16)))
     assert copier.settled
     assert driver.copies == [1], "what was queued is over"
-    kernel.error = None
+    driver.launch_error = None
     move(driver, copier, batch((0, 0, 16), (32, 32, 16)))
 
 
