@@ -17,7 +17,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -35,20 +35,29 @@ _told: list[torch.UntypedStorage] = []
 memory would be used again at once, while our copies from it and into it go on."""
 
 
-class SharedKvPool:
-    """Backs one allocation with `pullfill-<instance_id>-<rank>.kv`. Not thread-safe."""
+class SharedKvPool(TorchFunctionMode):  # type: ignore[misc]
+    """Inside it, the first `torch.zeros(n, dtype=int8)` on the CPU is backed by
+    `pullfill-<instance_id>-<rank>.kv`. Not thread-safe."""
 
     def __init__(self, instance_id: str, rank: int, directory: Path) -> None:
+        super().__init__()
         self._instance_id, self._rank, self._directory = instance_id, rank, directory
-        self._mode = _Intercept(self._allocate)
         self._address: int | None = None
 
-    def __enter__(self) -> Self:
-        self._mode.__enter__()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._mode.__exit__(*exc)
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.zeros and len(args) == 1 and kwargs.get("dtype") == torch.int8:
+            size = args[0] if isinstance(args[0], int) else None
+            on_cpu = torch.device(kwargs.get("device") or torch.get_default_device()).type == "cpu"
+            if size and on_cpu and self._address is None:
+                return self._allocate(size)
+        return func(*args, **kwargs)
 
     def share(
         self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int | None = None
@@ -67,9 +76,7 @@ class SharedKvPool:
         fd, _ = storage._share_fd_cpu_()  # the storage keeps owning this descriptor
         return region_of(describe(kv_caches, num_blocks), f"/proc/{os.getpid()}/fd/{fd}")
 
-    def _allocate(self, nbytes: int) -> torch.Tensor | None:
-        if self._address is not None:
-            return None
+    def _allocate(self, nbytes: int) -> torch.Tensor:
         path = create_kv(self._directory, self._instance_id, self._rank, nbytes)
         tensor = torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.int8)
         self._address = tensor.data_ptr()
@@ -100,29 +107,6 @@ def tell(
         num_layers=len(tensors),
         page_bytes=rows * width * tensors[0].element_size(),
     )
-
-
-class _Intercept(TorchFunctionMode):  # type: ignore[misc]
-    """Answers `torch.zeros(n, dtype=int8)` on CPU with `allocate(n)` unless that returns None."""
-
-    def __init__(self, allocate: Callable[[int], torch.Tensor | None]) -> None:
-        super().__init__()
-        self._allocate = allocate
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.zeros and len(args) == 1 and kwargs.get("dtype") == torch.int8:
-            size = args[0] if isinstance(args[0], int) else None
-            on_cpu = torch.device(kwargs.get("device") or torch.get_default_device()).type == "cpu"
-            if size and on_cpu and (tensor := self._allocate(size)) is not None:
-                return tensor
-        return func(*args, **kwargs)
 
 
 def describe(

@@ -71,7 +71,6 @@ class ServedPeer:
         self._connection = connection
         self._batch_bytes = said.batch_bytes
         self._theirs = said.setup
-        self._backend_name = said.backend
         self._mutex = threading.Lock()
         self._hurried: tuple[FenceToken, float] | None = None
         self._ending = False

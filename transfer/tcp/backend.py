@@ -49,7 +49,6 @@ class TcpBackend:
 
     def __init__(self) -> None:
         self._connection: SocketConnection | None = None
-        self._scratch = b""
 
     def start(self, connection: SocketConnection, theirs: bytes) -> None:
         self._connection = connection
