@@ -1,7 +1,7 @@
 """All transports: which of them work on this machine, and why the others do not.
 
-`device` is the CUDA device that holds this worker's KV memory. None: CPU memory. A module that
-needs a package or a device is imported only when its transport is asked for.
+`device` is the CUDA device that holds this worker's KV memory. None: CPU memory. A backend's module
+may need a package or a device. It is imported only when its transport is asked for.
 
 `python -m pullfill.transfer.catalogue` prints the survey of this machine as JSON.
 """
@@ -16,7 +16,11 @@ from pullfill.config import TRANSPORTS
 from pullfill.errors import ConfigError, PullfillError
 from pullfill.net.security import ClusterKey
 from pullfill.transfer.contract import LocalMemory, PeerTransport
+from pullfill.transfer.cuda_ipc.peer import CudaIpcTransport
+from pullfill.transfer.cuda_ipc.writers import why_no_proof
+from pullfill.transfer.gpu import cuda
 from pullfill.transfer.nixl.devices import confine
+from pullfill.transfer.shm.peer import ShmTransport
 from pullfill.transfer.stream.backend_contract import BackendKind
 from pullfill.transfer.stream.peer import StreamTransport
 
@@ -71,15 +75,19 @@ def peers(
 ) -> list[PeerTransport]:
     """How a worker with such memory reaches others, best first. For the parameters and for
     ConfigError see `backends`."""
-    mapped = {name: _why_not_mapped(name, memory.device) for name in ("cuda_ipc", "shm")}
-    if chosen is not None:
-        for name in (n for n in mapped if n in chosen and mapped[n] is not None):
-            raise ConfigError(f"--transports {name}: {mapped[name]}")
-    transports = [
-        _mapped(name, memory.device)
-        for name, why in mapped.items()
-        if why is None and (chosen is None or name in chosen)
-    ]
+    mapped: dict[str, PeerTransport] = {
+        "cuda_ipc": CudaIpcTransport(memory.device),
+        "shm": ShmTransport(),
+    }
+    transports: list[PeerTransport] = []
+    for name, transport in mapped.items():
+        if chosen is not None and name not in chosen:
+            continue
+        why = _why_not_mapped(name, memory.device)
+        if why is None:
+            transports.append(transport)
+        elif chosen is not None:
+            raise ConfigError(f"--transports {name}: {why}")
     kinds = backends(chosen, memory, host)
     return transports + [StreamTransport(kind, key) for kind in kinds.values()]
 
@@ -123,33 +131,11 @@ def _why_not_mapped(name: str, device: int | None) -> str | None:
         return None if device is None else "this worker's KV memory is on a GPU"
     if device is None:
         return "this worker's KV memory is not on a GPU"
-    from pullfill.transfer.cuda_ipc.writers import why_no_proof
-    from pullfill.transfer.gpu.cuda import load
-
     try:
-        return why_no_proof(load(), device)
+        return why_no_proof(cuda.load(), device)
     except PullfillError as exc:
         return str(exc)
 
 
-def _mapped(name: str, device: int | None) -> PeerTransport:
-    if name == "shm":
-        from pullfill.transfer.shm.peer import ShmTransport
-
-        return ShmTransport()
-    from pullfill.transfer.cuda_ipc.peer import CudaIpcTransport
-
-    return CudaIpcTransport(device)
-
-
-def _a_device() -> int | None:
-    from pullfill.transfer.gpu.cuda import load
-
-    try:
-        return 0 if load().count() else None
-    except PullfillError:
-        return None
-
-
 if __name__ == "__main__":
-    print(json.dumps(survey(_a_device())))
+    print(json.dumps(survey(0 if cuda.why_no_cuda() is None else None)))

@@ -212,15 +212,8 @@ def _iovec(base: int, offsets: NDArray[np.int64], nbytes: NDArray[np.int64]) -> 
 
 
 def _vectored(source: NDArray[np.uint64], target: NDArray[np.uint64]) -> int:
-    call = _libc.process_vm_writev
+    call, pointer, size = _libc.process_vm_writev, ctypes.c_void_p, ctypes.c_ulong
+    call.argtypes = (ctypes.c_int, pointer, size, pointer, size, size)
     call.restype = ctypes.c_ssize_t
-    return int(
-        call(
-            os.getpid(),
-            ctypes.c_void_p(source.ctypes.data),
-            ctypes.c_ulong(len(source)),
-            ctypes.c_void_p(target.ctypes.data),
-            ctypes.c_ulong(len(target)),
-            ctypes.c_ulong(0),
-        )
-    )
+    from_, to = source.ctypes.data, target.ctypes.data
+    return int(call(os.getpid(), from_, len(source), to, len(target), 0))
