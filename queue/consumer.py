@@ -34,6 +34,7 @@ from pullfill.queue.nats_connection import NatsConnection, NoResponders, NotSent
 from pullfill.queue.streams import NOT_SET, Streams
 from pullfill.runtime import log
 from pullfill.runtime.health import Health
+from pullfill.runtime.lifecycle import end
 from pullfill.runtime.waits import Bell
 from pullfill.wire import QueueSettings
 
@@ -121,9 +122,7 @@ class JetStreamConsumer:
 
     async def close(self) -> None:
         await self.streams.close()
-        if self._checking is not None:
-            self._checking.cancel()
-            await asyncio.gather(self._checking, return_exceptions=True)
+        await end(self._checking)
         if self.connection.up:
             await self.drain()
             await asyncio.gather(*self._returns)

@@ -87,37 +87,30 @@ class Delivery(Protocol):
     @property
     def tokens(self) -> int:
         """Prompt tokens still to be computed, as told at publish."""
-        ...
 
     @property
     def number(self) -> int:
         """1 for the first delivery of the job."""
-        ...
 
     @property
     def ack_subject(self) -> str:
         """Whoever knows it can settle this delivery (`JobProducer.nak`)."""
-        ...
 
     async def ack(self) -> None:
         """The job is committed (or needs nobody any more). Never raises, and waits for nothing: the
         server is told within milliseconds, and again until it has confirmed it, over reconnects.
         One that is lost all the same (this process dies) costs a redelivery, whose claim is
         refused."""
-        ...
 
     async def nak(self, delay_s: float = 0.0) -> None:
         """Give it back; redelivered to any worker after `delay_s`. Never raises: if the server
         does not hear it, `ack_wait_s` does the same."""
-        ...
 
     async def term(self, reason: str) -> None:
         """Poison: never again; leaves a dead letter. Raises QueueUnavailable."""
-        ...
 
     async def in_progress(self) -> None:
         """Reset the `ack_wait_s` timer. Never raises; nothing while the server is away."""
-        ...
 
 
 class JobProducer(Protocol):
@@ -133,16 +126,13 @@ class JobProducer(Protocol):
         producer removes it by itself when the server is back. Until then a worker may pull it,
         and its claim must be refused.
         """
-        ...
 
     async def cancel(self, receipt: Receipt) -> bool:
         """Remove a job, pending or in flight; True if it was still there. Never raises: while the
         server is away it returns False and the job is removed later."""
-        ...
 
     def committed(self, receipt: Receipt) -> None:
         """Stop counting the job in `depth`. It is done, and its message will be acked soon."""
-        ...
 
     async def nak(self, ack_subject: str, receipt: Receipt | None) -> None:
         """NAK a delivery on behalf of a worker that died with it.
@@ -153,7 +143,6 @@ class JobProducer(Protocol):
         Raises BadMessage if `ack_subject`, which came over the network, is not of this queue and
         this job.
         """
-        ...
 
     def depth(self) -> QueueStatus:
         """Return the jobs and tokens that are pending or in flight. Does no I/O.
@@ -161,21 +150,17 @@ class JobProducer(Protocol):
         The figures come from a cache. While the queue moves it is at most about 1.3 s old. Own
         publishes, commits and cancels count at once. Tokens are rounded up by at most 1/16 per job.
         While the server is away, this is the last known state."""
-        ...
 
     def look_again(self) -> None:
         """A job was not published for what `depth` says: count anew soon, and often for a while,
         so that room is noticed. From any thread, returns at once."""
-        ...
 
     @property
     def available(self) -> bool:
         """Whether the server answered lately. False: do not even try to publish."""
-        ...
 
     async def dead_letters(self, limit: int = 20) -> list[DeadLetter]:
         """The newest dead letters, newest first. Raises QueueUnavailable."""
-        ...
 
     async def close(self) -> None: ...
 
@@ -191,24 +176,19 @@ class JobConsumer(Protocol):
     @property
     def ack_wait_s(self) -> float:
         """Seconds without a heartbeat after which a job is delivered again."""
-        ...
 
     @property
     def max_deliver(self) -> int:
         """Number of deliveries of one job, after which it becomes a dead letter."""
-        ...
 
     async def pull(self, budget_tokens: int, max_jobs: int, wait_s: float) -> list[Delivery]:
         """Up to `max_jobs` jobs; waits at most `wait_s` for the first. Stops taking more once
         the sum of `tokens` reaches `budget_tokens` (the first job is taken whatever its size).
         Returns [] on nothing and after `drain`. Raises QueueUnavailable when the server cannot be
         reached within `wait_s`. Cancelling is safe: what was taken is given back."""
-        ...
 
     async def drain(self) -> None:
         """Take nothing any more: later deliveries go to other workers at once."""
-        ...
 
     async def close(self) -> None:
         """Waits, for about 2 s at most, until the server has confirmed all acks."""
-        ...

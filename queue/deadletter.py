@@ -20,6 +20,7 @@ from pullfill.queue.contract import DeadLetter
 from pullfill.queue.names import CONSUMER, DELIVERIES, JOB_ID, MSG_ID, REASON, Names
 from pullfill.queue.nats_connection import API_TIMEOUT_S, ApiError, NatsConnection, read_reply
 from pullfill.runtime import log, metrics
+from pullfill.runtime.lifecycle import end
 
 logger = log.get("queue")
 
@@ -87,9 +88,7 @@ class DeadLetters:
             self._task = asyncio.create_task(self._sweep_for_ever(), name="queue-sweep")
 
     async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await end(self._task)
 
     async def _on_advisory(self, msg: Msg) -> None:
         try:

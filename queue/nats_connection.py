@@ -29,6 +29,7 @@ from pullfill.errors import ConfigError, PullfillError, QueueFull, QueueUnavaila
 from pullfill.queue.pulse import watch_pulse
 from pullfill.runtime import log
 from pullfill.runtime.health import Health
+from pullfill.runtime.lifecycle import end
 from pullfill.runtime.waits import Waits
 
 logger = log.get("queue")
@@ -317,9 +318,7 @@ class NatsConnection:
             if not ended.done() and (why := pulse.result()):
                 self._cause = why
         finally:
-            pulse.cancel()
-            ended.cancel()
-            await asyncio.gather(pulse, ended, return_exceptions=True)
+            await end(pulse, ended)
 
     def _drop(self) -> None:
         client, self._client = self._client, None

@@ -44,6 +44,7 @@ from pullfill.queue.nats_connection import (
 from pullfill.queue.streams import NOT_SET, Streams
 from pullfill.runtime import log, timer_grid
 from pullfill.runtime.health import Health
+from pullfill.runtime.lifecycle import end
 from pullfill.runtime.waits import Bell
 from pullfill.wire import QueueSettings, QueueStatus
 
@@ -111,10 +112,7 @@ class JetStreamProducer:
         return self
 
     async def close(self) -> None:
-        if self._watcher is not None:
-            self._watcher.cancel()
-            await asyncio.gather(self._watcher, return_exceptions=True)
-            self._watcher = None
+        await end(self._watcher)
         self._answering = False
         await self.streams.close()
         await self.connection.close()

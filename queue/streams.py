@@ -18,6 +18,7 @@ from pullfill.queue.contract import QueueConfig
 from pullfill.queue.names import CONSUMER, Names
 from pullfill.queue.nats_connection import ApiError, NatsConnection
 from pullfill.runtime import log
+from pullfill.runtime.lifecycle import end
 from pullfill.wire import QueueSettings
 
 logger = log.get("queue")
@@ -138,9 +139,7 @@ class Streams:
         return self._task is not None and not self._task.done()
 
     async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await end(self._task)
 
     async def _apply(self) -> None:
         """Apply the settings, again if they changed meanwhile. After a failure the next connection

@@ -186,7 +186,15 @@ class EngineHost:
             rested = timeout > 0
             came = self._take_in(core, timeout)
             quiet = timeout == _IDLE_POLL_MS and not came
-            if not (self.hooks.before_step() or core.batch_queue or self._has_work(core, quiet)):
+            # A step that would only tell the model runner which requests have finished is skipped:
+            # the next step that has requests tells it as well. If nothing has come for long, the
+            # next request may be far away. Then such a step is taken.
+            scheduler: Any = core.scheduler
+            if not (
+                self.hooks.before_step()
+                or core.batch_queue
+                or (scheduler.has_requests() if quiet else scheduler.requests)
+            ):
                 timeout = _IDLE_POLL_MS if not self._todo else 0
                 self._blocked_at = None
                 self.stepping = False
@@ -213,18 +221,6 @@ class EngineHost:
                 self._blocked_at = None
             elif timeout == _BLOCKED_POLL_MS and self._blocked_at is None:
                 self._blocked_at = time.monotonic()
-
-    @staticmethod
-    def _has_work(core: EngineCore, quiet: bool) -> bool:
-        """Whether to take a step.
-
-        A step that would only tell the model runner which requests have finished is skipped: the
-        next step that has requests tells it as well.
-
-        quiet: nothing has come for _IDLE_POLL_MS. Then such a step is taken, because the next
-        request may be far away."""
-        scheduler: Any = core.scheduler
-        return bool(scheduler.has_requests() if quiet else scheduler.requests)
 
     def _let_them_go(self, rested: bool) -> None:
         """Sleep for a moment after a step that made the first tokens of remote prefills.

@@ -10,6 +10,7 @@ from typing import Any
 from pullfill.errors import PullfillError
 from pullfill.registry.client import EtcdClient
 from pullfill.runtime import log
+from pullfill.runtime.lifecycle import end
 
 _log = log.get("registry.background")
 
@@ -31,10 +32,7 @@ class Background:
 
     async def close(self) -> None:
         """End all tasks. Idempotent."""
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end(*self._tasks)
 
     async def put(self, key: str, value: bytes, ttl_s: float) -> None:
         """Write a key that lives for `ttl_s`, on a lease of its own.

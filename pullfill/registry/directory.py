@@ -25,6 +25,7 @@ from pullfill.registry.client import EtcdClient
 from pullfill.registry.orders import decode_worker_record
 from pullfill.registry.watch import Delete, Follower, Put
 from pullfill.runtime import log
+from pullfill.runtime.lifecycle import end
 from pullfill.wire import Compat, RegionDescriptor, WorkerRecord, decode
 
 OnChange = Callable[[WorkerRecord | None, WorkerRecord | None], None]
@@ -73,9 +74,7 @@ class Directory:
     async def close(self) -> None:
         """End the watch. Members stay readable. Idempotent."""
         await self._follower.close()
-        if self._beats is not None:
-            self._beats.cancel()
-            await asyncio.gather(self._beats, return_exceptions=True)
+        await end(self._beats)
         for timer in self._leaving.values():
             timer.cancel()
         self._leaving.clear()

@@ -27,6 +27,7 @@ from pullfill.registry.lease import Lease, LeaseEnd
 from pullfill.registry.orders import refuse_if_incompatible
 from pullfill.registry.watch import Put, Synced, watch_prefix
 from pullfill.runtime import log
+from pullfill.runtime.lifecycle import end
 from pullfill.wire import RegionDescriptor, WorkerRecord, WorkerState, encode
 
 Make = Callable[[str], tuple[WorkerRecord, list[RegionDescriptor]]]
@@ -221,9 +222,7 @@ class Membership:
         try:
             return await lease.wait()
         finally:
-            for task in helpers:
-                task.cancel()
-            await asyncio.gather(*helpers, return_exceptions=True)
+            await end(*helpers)
 
     async def _watch_own_keys(self, lease: Lease, prefix: str) -> None:
         """Watch our keys under `prefix`. What others have changed is written again.

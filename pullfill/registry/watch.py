@@ -25,6 +25,7 @@ from pullfill.errors import ConfigError, RegistryUnavailable
 from pullfill.registry.client import EtcdClient, Header, KeyValue, RevisionLost, as_key, prefix_end
 from pullfill.registry.gateway import Failure
 from pullfill.runtime import log
+from pullfill.runtime.lifecycle import end
 
 IDLE_S = 60.0
 """A watch that brought nothing for this long is opened anew."""
@@ -241,9 +242,7 @@ class Follower:
 
     async def close(self) -> None:
         """End the watch. Idempotent."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await end(self._task)
 
     async def _run(self) -> None:
         async for event in watch_prefix(self._client, self._prefix):

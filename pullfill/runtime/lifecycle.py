@@ -2,7 +2,7 @@
 
 The first SIGTERM or SIGINT starts a drain: the worker takes no new work and finishes what it has.
 The second one ends the process at once. `exit_within` ends a process whose way out hangs.
-`stop_listening` closes a server without losing a connection that it is accepting.
+`stop_listening` closes a server without losing a connection that it is accepting. `end` ends tasks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 from collections.abc import Awaitable, Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from pullfill.runtime import log
 
@@ -118,6 +118,14 @@ async def stop_listening(server: asyncio.Server) -> None:
     for _ in range(3):  # turns of the loop: make the transport, call the protocol, start a task
         await asyncio.sleep(0)
     server.close()
+
+
+async def end(*tasks: asyncio.Task[Any] | None) -> None:
+    """Cancel these tasks, and wait until they have ended. Their errors are dropped."""
+    there = [task for task in tasks if task is not None]
+    for task in there:
+        task.cancel()
+    await asyncio.gather(*there, return_exceptions=True)
 
 
 async def until(*events: asyncio.Event) -> None:

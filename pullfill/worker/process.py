@@ -17,7 +17,7 @@ import time
 from abc import ABC, abstractmethod
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from pullfill.config import ClusterRef, restarts_so_far
 from pullfill.engine import args, compat
@@ -53,53 +53,42 @@ class Engine(Generic[C]):
     context: C
 
 
-class Service(ABC):
+class Service(Protocol):
     """All parts of a worker that serve. asyncio thread.
 
     Each method is called by `WorkerProcess` only."""
 
-    @abstractmethod
     def describe(self, record: WorkerRecord) -> tuple[WorkerRecord, list[RegionDescriptor]]:
         """What is published under the record's new incarnation. `record` has the common fields.
         Everything granted under another incarnation is void from now on."""
 
-    @abstractmethod
     async def start(self) -> None:
         """The worker is registered: take work."""
 
-    @abstractmethod
     def reasons(self) -> list[str]:
         """Why this worker is degraded, for /ready."""
 
-    @abstractmethod
     def told(self) -> dict[str, Any]:
         """What /ready says besides."""
 
-    @abstractmethod
     def status(self) -> dict[str, Any]:
         """What /status says besides the state."""
 
-    @abstractmethod
     def refresh_metrics(self) -> None:
         """Set the gauges that nothing else sets."""
 
-    @abstractmethod
     def engine_stuck(self, stuck: bool) -> None:
         """The engine takes no steps, or does again."""
 
-    @abstractmethod
     async def stop_taking(self) -> None:
         """Take no new work, and tell the peers."""
 
-    @abstractmethod
     async def finished(self) -> None:
         """Return when all work is done, or the engine is dead."""
 
-    @abstractmethod
     async def give_up(self) -> None:
         """Give back the work that is not done."""
 
-    @abstractmethod
     async def engine_gone(self) -> None:
         """The engine is dead: give back what can be given back without it."""
 
