@@ -159,9 +159,6 @@ class JobProducer(Protocol):
     def available(self) -> bool:
         """Whether the server answered lately. False: do not even try to publish."""
 
-    async def dead_letters(self, limit: int = 20) -> list[DeadLetter]:
-        """The newest dead letters, newest first. Raises QueueUnavailable."""
-
     async def close(self) -> None: ...
 
 

@@ -30,7 +30,7 @@ _HEADER_ROOM = 4096
 
 
 class DeadLetters:
-    """The dead stream of one queue. Only consumers call `collect` and `close`."""
+    """Writes the dead stream of one queue, for one consumer."""
 
     def __init__(self, connection: NatsConnection, names: Names) -> None:
         self._connection = connection
@@ -58,27 +58,6 @@ class DeadLetters:
             letter.deliveries,
             letter.reason,
         )
-
-    async def read(self, limit: int) -> list[DeadLetter]:
-        """The newest `limit`, newest first. Raises QueueUnavailable."""
-        info = await self._connection.api(f"STREAM.INFO.{self._names.dead_stream}")
-        state = info["state"]
-        letters: list[DeadLetter] = []
-        for seq in range(state["last_seq"], max(0, state["first_seq"] - 1), -1):
-            if len(letters) >= limit or not state["messages"]:
-                break
-            message = await get_message(self._connection, self._names.dead_stream, seq)
-            if message is not None:
-                headers, body = message
-                letters.append(
-                    DeadLetter(
-                        job_id=headers.get(JOB_ID, ""),
-                        reason=headers.get(REASON, ""),
-                        deliveries=_count(headers.get(DELIVERIES, "")),
-                        body=body,
-                    )
-                )
-        return letters
 
     async def collect(self) -> None:
         """Move jobs that used up their deliveries. Call it on each new connection."""
@@ -178,10 +157,6 @@ class _Advisory(msgspec.Struct):
 
     stream_seq: Annotated[int, msgspec.Meta(ge=1)]
     deliveries: int = 0
-
-
-def _count(text: str) -> int:
-    return int(text) if text.isascii() and text.isdigit() and len(text) < 12 else 0
 
 
 def _one_line(text: str) -> str:

@@ -29,8 +29,8 @@ from typing import Any, Self
 from pullfill.clock import SYSTEM_CLOCK
 from pullfill.errors import BadMessage, ConfigError, QueueFull, QueueUnavailable
 from pullfill.queue import streams
-from pullfill.queue.contract import DeadLetter, QueueConfig, Receipt
-from pullfill.queue.deadletter import DeadLetters, delete_message
+from pullfill.queue.contract import QueueConfig, Receipt
+from pullfill.queue.deadletter import delete_message
 from pullfill.queue.depth import DepthCache, SharedDepth, Snapshot, read_snapshot
 from pullfill.queue.names import CONSUMER, EXPECTED_STREAM, MSG_ID, TAKEN, TOKENS, Names, parse_ack
 from pullfill.queue.nats_connection import (
@@ -74,7 +74,6 @@ class JetStreamProducer:
         self.connection = connection
         self._names = Names(config.namespace, config.compat_hash)
         self.streams = Streams(connection, self._names, config, settings)
-        self._letters = DeadLetters(connection, self._names)
         self._shared = SharedDepth(connection, self._names, self._on_report, self._on_want)
         self._depth = DepthCache()
         self._answering = False
@@ -204,9 +203,6 @@ class JetStreamProducer:
         if self.connection.up:
             with contextlib.suppress(NotSent):
                 await self.connection.publish(ack_subject, b"-NAK")
-
-    async def dead_letters(self, limit: int = 20) -> list[DeadLetter]:
-        return await self._letters.read(limit)
 
     async def _store(self, job_id: str, body: bytes, tokens: int) -> dict[str, Any]:
         headers = {MSG_ID: job_id, TOKENS: str(tokens), EXPECTED_STREAM: self._names.stream}

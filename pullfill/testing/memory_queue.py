@@ -237,9 +237,6 @@ class MemoryProducer:
         if not self._queue.offline:
             self._queue.back(receipt.seq, 0.0)
 
-    async def dead_letters(self, limit: int = 20) -> list[DeadLetter]:
-        return list(reversed(self._queue.dead))[:limit]
-
     async def close(self) -> None:
         return None
 

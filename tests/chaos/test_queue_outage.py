@@ -15,7 +15,7 @@ import pytest
 from pullfill.errors import QueueUnavailable
 from pullfill.queue.contract import QueueConfig
 from pullfill.queue.jetstream import JetStreamConsumer, JetStreamProducer
-from tests.support.nats import NatsServer, until
+from tests.support.nats import NatsServer, dead_letters, until
 
 pytestmark = pytest.mark.slow
 HANG_S = 30.0
@@ -93,7 +93,7 @@ async def run_under_load(
     async with asyncio.timeout(HANG_S):
         await asyncio.gather(*tasks)
     await until(lambda: producer.available and producer.depth().depth_jobs == 0)
-    assert await producer.dead_letters() == []
+    assert await dead_letters(producer.connection, config) == []
     await asyncio.gather(producer.close(), *(worker.close() for worker in workers))
     return load
 

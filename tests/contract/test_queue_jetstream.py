@@ -21,7 +21,7 @@ from pullfill.queue.jetstream import JetStreamConsumer, JetStreamProducer
 from pullfill.queue.names import Names
 from pullfill.queue.nats_connection import NoResponders
 from pullfill.queue.producer import BUSY_REFRESH_S
-from tests.support.nats import NatsServer, until
+from tests.support.nats import NatsServer, dead_letters, until
 
 HANG_S = 15.0
 
@@ -292,13 +292,15 @@ async def test_a_body_above_max_payload_says_what_to_change(pair: Pair) -> None:
     assert producer.available
 
 
-async def test_a_forged_message_is_delivered_and_can_be_terminated(pair: Pair) -> None:
+async def test_a_forged_message_is_delivered_and_can_be_terminated(
+    pair: Pair, config: QueueConfig
+) -> None:
     producer, consumer = pair
     await producer.connection.publish(producer._names.jobs.replace("*", "many"), b"\xff\x00junk")
     [job] = await consumer.pull(1, 1, 5)
     assert (job.body, job.tokens) == (b"\xff\x00junk", 0)
     await job.term("not a job")
-    [letter] = await producer.dead_letters()
+    [letter] = await dead_letters(producer.connection, config)
     assert letter.job_id == job.job_id == "seq-1"
 
 
@@ -320,7 +322,7 @@ async def test_a_sweep_finds_what_an_advisory_was_missed_for(
     await asyncio.sleep(0.3)
     await consumer.pull(1, 1, 0.1)
     assert await consumer.letters.sweep() == 1
-    [letter] = await producer.dead_letters()
+    [letter] = await dead_letters(producer.connection, config)
     assert (letter.job_id, letter.body) == ("a", b"body")
     await asyncio.gather(producer.close(), consumer.close())
 

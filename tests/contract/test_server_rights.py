@@ -18,7 +18,7 @@ from pullfill.registry import keys
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.watch import Put, watch_prefix
 from tests.support.etcd import EtcdServer
-from tests.support.nats import NatsServer, until
+from tests.support.nats import NatsServer, dead_letters, until
 
 ROOT = Path(__file__).resolve().parents[2]
 PASSWORD = "correct-horse-battery-staple"
@@ -70,7 +70,7 @@ async def test_jobs_dead_letters_and_surveys_with_the_rights_of_one_namespace(
         await consumer.pull(1 << 20, 1, HANG_S)  # and never settled: an advisory moves it
 
         async def dead() -> set[str]:
-            return {letter.job_id for letter in await producer.dead_letters()}
+            return {letter.job_id for letter in await dead_letters(producer.connection, QUEUE)}
 
         async with asyncio.timeout(HANG_S):
             while await dead() != {"poison", "used up"}:  # noqa: ASYNC110

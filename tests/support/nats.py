@@ -18,6 +18,10 @@ import nats
 import nats.errors
 from nats.aio.client import Client
 
+from pullfill.queue.contract import DeadLetter, QueueConfig
+from pullfill.queue.deadletter import get_message
+from pullfill.queue.names import DELIVERIES, JOB_ID, REASON, Names
+from pullfill.queue.nats_connection import NatsConnection
 from tests.support.etcd import free_ports
 
 START_TIMEOUT_S = 20.0
@@ -28,6 +32,18 @@ async def until(true: Callable[[], bool], within_s: float = 30.0) -> None:
     async with asyncio.timeout(within_s):
         while not true():  # noqa: ASYNC110 - there is nothing to subscribe to
             await asyncio.sleep(0.01)
+
+
+async def dead_letters(connection: NatsConnection, config: QueueConfig) -> list[DeadLetter]:
+    """The dead letters of a queue, newest first."""
+    stream = Names(config.namespace, config.compat_hash).dead_stream
+    state = (await connection.api(f"STREAM.INFO.{stream}"))["state"]
+    letters = []
+    for seq in range(state["last_seq"], max(0, state["first_seq"] - 1), -1):
+        if (found := await get_message(connection, stream, seq)) is not None:
+            told, body = found
+            letters.append(DeadLetter(told[JOB_ID], told[REASON], int(told[DELIVERIES]), body))
+    return letters
 
 
 def nats_binary() -> str:
