@@ -15,9 +15,9 @@ from pullfill.decode_worker.breaker import STALLS
 from pullfill.errors import ClaimRefused, Outcome, PeerUnavailable
 from pullfill.net import frames, heartbeat
 from pullfill.runtime import timer_grid
-from pullfill.wire import Claim, GiveUp, Grant, Heartbeat
+from pullfill.wire import Claim, GiveUp, Grant
 from tests.support import framing
-from tests.support.control_rig import Decode, Prefill, Raw, hello, until
+from tests.support.control_rig import Decode, Prefill, Raw, hello, raw_decode, until
 
 
 async def test_a_silent_worker_is_gone_and_its_job_served_here() -> None:
@@ -60,34 +60,20 @@ async def test_a_worker_that_says_alive_stays(monkeypatch: pytest.MonkeyPatch) -
 async def test_a_link_that_nobody_uses_says_less_often_that_it_lives(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(
-        "pullfill.net.heartbeat.ALIVE_INTERVAL_S", 0.06
-    )  # a busy machine wakes it late
-    decode = Decode()
-    real, heard = decode.server._dispatch, [0]
-
-    def count(peer: Any, message: object) -> None:
-        heard[0] += isinstance(message, Heartbeat)
-        real(peer, message)
-
-    monkeypatch.setattr(decode.server, "_dispatch", count)
-    await decode.server.start("127.0.0.1")
-    prefill = Prefill(decode)
-    try:
-        await prefill.link.wait_up(5.0)
-        told = []
-        for long_ago in (1e9, 1.0):
-            prefill.link._asked_at = asyncio.get_running_loop().time() - long_ago
-            await asyncio.sleep(0.15)
-            heard[0] = 0
+    # Long enough for a busy machine, which wakes it late.
+    monkeypatch.setattr("pullfill.net.heartbeat.ALIVE_INTERVAL_S", 0.06)
+    told = []
+    for unused_s in (0.0, 1e9):
+        monkeypatch.setattr("pullfill.net.heartbeat.UNUSED_S", unused_s)
+        async with raw_decode() as decode:
+            prefill = Prefill(Decode(), address=decode.address)
+            await prefill.link.wait_up(5.0)
             await asyncio.sleep(1.0)
-            told.append(heard[0])
-        unused, used = told
-        assert 0 < 1.4 * unused < used
-        assert prefill.lost == 0
-    finally:
-        await prefill.link.close()
-        await decode.server.stop()
+            told += decode.beats
+            assert prefill.lost == 0
+            await prefill.link.close()
+    unused, used = told
+    assert 0 < 1.4 * unused < used
 
 
 async def test_a_link_that_is_used_all_the_time_need_not_say_that_it_lives(
@@ -95,31 +81,40 @@ async def test_a_link_that_is_used_all_the_time_need_not_say_that_it_lives(
 ) -> None:
     """Questions and answers say it; when they end, it is said again."""
     monkeypatch.setattr("pullfill.net.heartbeat.ALIVE_INTERVAL_S", 0.1)
+    async with raw_decode() as decode:
+        prefill = Prefill(Decode(), address=decode.address)
+        await prefill.link.wait_up(5.0)
+        await asyncio.sleep(0.02)
+        before = decode.beats[0]
+        await ask_for_a_while(prefill)
+        assert decode.beats[0] - before <= 3, "only where a question was late"
+        told = decode.beats[0]
+        await until(lambda: decode.beats[0] > told + 4)
+        assert prefill.lost == 0
+        await prefill.link.close()
+
+
+async def test_who_asks_all_the_time_is_not_taken_for_silent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("pullfill.net.heartbeat.ALIVE_INTERVAL_S", 0.1)
     decode = Decode(silent_s=0.5)
-    real, heard = decode.server._dispatch, [0]
-
-    def count(peer: Any, message: object) -> None:
-        heard[0] += isinstance(message, Heartbeat)
-        real(peer, message)
-
     await decode.server.start("127.0.0.1")
     prefill = Prefill(decode)
     try:
         await prefill.link.wait_up(5.0)
-        await asyncio.sleep(0.02)
-        monkeypatch.setattr(decode.server, "_dispatch", count)
-        for _ in range(60):
-            with pytest.raises(ClaimRefused):
-                await prefill.link.claim("nobody's", "i0", "")
-            await asyncio.sleep(0.02)
-        assert heard[0] <= 3, "only where a question was late"
+        await ask_for_a_while(prefill)
         assert (decode.server.prefill_workers, prefill.lost) == (1, 0)
-        told = heard[0]
-        await until(lambda: heard[0] > told + 4)
-        assert prefill.lost == 0
     finally:
         await prefill.link.close()
         await decode.server.stop()
+
+
+async def ask_for_a_while(prefill: Prefill) -> None:
+    for _ in range(60):
+        with pytest.raises(ClaimRefused):
+            await prefill.link.claim("nobody's", "i0", "")
+        await asyncio.sleep(0.02)
 
 
 async def test_a_worker_that_asks_for_nothing_may_miss_as_many_beats(
@@ -156,19 +151,11 @@ async def test_so_may_a_decode_worker_that_is_asked_for_nothing(
     """The first beat that is not answered does not end the link; a later one does."""
     monkeypatch.setattr("pullfill.net.heartbeat.ALIVE_INTERVAL_S", 0.15)
     monkeypatch.setattr("pullfill.net.heartbeat.UNUSED_S", 0.0)
-    decode = Decode()
-    beats: list[object] = []
-    monkeypatch.setattr(decode.server, "_dispatch", lambda _, message: beats.append(message))
-    await decode.server.start("127.0.0.1")
-    prefill = Prefill(decode, silent_s=1.95 * 0.15)
-    at_loss: list[int] = []
-    monkeypatch.setattr(prefill.link, "_on_lost", lambda _: at_loss.append(len(beats)))
-    try:
-        await until(lambda: at_loss)
-        assert at_loss[0] > 1
-    finally:
+    async with raw_decode(answers=False) as decode:
+        prefill = Prefill(Decode(), address=decode.address, silent_s=1.95 * 0.15)
+        await until(lambda: prefill.lost)
+        assert decode.beats[0] > 1
         await prefill.link.close()
-        await decode.server.stop()
 
 
 @pytest.mark.parametrize(("unasked_s", "pause", "patience"), [(2.9, 1, 5), (3.0, 2, 6)])
@@ -227,21 +214,22 @@ async def test_a_silent_decode_worker_is_let_go_and_tried_again(
 ) -> None:
     """A stopped decode worker keeps its connection too: what waits for it would wait for ever."""
     monkeypatch.setattr("pullfill.net.heartbeat.ALIVE_INTERVAL_S", 0.05)
-    decode = Decode()
-    real = decode.server._dispatch
-    monkeypatch.setattr(decode.server, "_dispatch", lambda peer, message: None)
-    await decode.server.start("127.0.0.1")
-    prefill = Prefill(decode, silent_s=0.25)
     closed: list[int] = []
-    transfer_worker: Any = SimpleNamespace(close=lambda: closed.append(1))
-    prefill.link.transfer._transfer_worker = transfer_worker
-    try:
+
+    async def opened(_: object) -> Any:
+        return SimpleNamespace(busy=False, close=lambda: closed.append(1))
+
+    async with raw_decode(answers=False) as decode:
+        prefill = Prefill(
+            Decode(), address=decode.address, silent_s=0.25, open_transfer_worker=opened
+        )
         await prefill.link.wait_up(5.0)
+        await prefill.link.transfer.get()
         await until(lambda: prefill.lost == 1)
         assert closed == [1], "its credits are written off"
         with pytest.raises(PeerUnavailable):
             await prefill.link.wait_up(3600.0)  # nobody waits for one that is silent
-        monkeypatch.setattr(decode.server, "_dispatch", real)
+        decode.answers = True
         await until(lambda: prefill.link.connected)
         for _ in range(10):  # the connection it had then may end once more
             lost = prefill.lost
@@ -250,9 +238,7 @@ async def test_a_silent_decode_worker_is_let_go_and_tried_again(
                 break
         assert prefill.lost == lost, "it answers again"
         assert prefill.link.connected
-    finally:
         await prefill.link.close()
-        await decode.server.stop()
 
 
 async def test_a_worker_that_pulls_nothing_for_now_is_not_counted() -> None:

@@ -1,9 +1,11 @@
-"""Both ends of the control channel for tests: the real server, the real link, and a raw peer."""
+"""Both ends of the control channel for tests: the real ones, and raw peers."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -14,14 +16,20 @@ from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.errors import BadMessage, PeerUnavailable
 from pullfill.net.security import ClusterKey
 from pullfill.prefill_worker.control_connection import ControlConnection
+from pullfill.runtime.lifecycle import end
 from pullfill.testing.loopback import LoopbackFences
 from pullfill.wire import (
     SILENT_S,
+    Claim,
     Commit,
     Grant,
+    Heartbeat,
     Hello,
+    Refused,
+    RefuseReason,
     Revoke,
     StageTimings,
+    ToDecode,
     ToPrefill,
     Welcome,
     WorkerRecord,
@@ -104,13 +112,14 @@ class Prefill:
         key: ClusterKey | None = None,
         address: str | None = None,
         silent_s: float = SILENT_S,
+        open_transfer_worker: Callable[[WorkerRecord], Awaitable[Any]] | None = None,
     ) -> None:
         self.revokes: list[Revoke] = []
         self.lost = 0
         self.link = ControlConnection(
             decode.record(address),
             hello(name, compat),
-            self._no_transfer_worker,
+            open_transfer_worker or self._no_transfer_worker,
             lambda _, revoke: self.revokes.append(revoke),
             self._lost,
             key,
@@ -165,6 +174,53 @@ class Raw:
             return True
         finally:
             self.writer.close()
+
+
+@dataclass
+class RawDecode:
+    """A decode worker that grants nothing, and counts what it hears.
+
+    answers: whether it returns each Heartbeat.
+    beats: number of Heartbeats, by connection."""
+
+    address: str
+    answers: bool
+    beats: list[int] = field(default_factory=list)
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        number = len(self.beats)
+        self.beats.append(0)
+        self.tasks.append(asyncio.current_task())  # type: ignore[arg-type]
+        try:
+            while True:
+                message = await framing.read(reader, ToDecode)  # type: ignore[arg-type]
+                match message:
+                    case Hello():
+                        framing.write(writer, Welcome(decode_instance="decode-1"))
+                    case Claim():
+                        refused = Refused(rid=message.rid, reason=RefuseReason.UNKNOWN_JOB)
+                        framing.write(writer, refused)
+                    case Heartbeat():
+                        self.beats[number] += 1
+                        if self.answers:
+                            framing.write(writer, message)
+        except (EOFError, ConnectionError):
+            pass
+        finally:
+            writer.close()
+
+
+@asynccontextmanager
+async def raw_decode(*, answers: bool = True) -> AsyncIterator[RawDecode]:
+    decode = RawDecode("", answers)
+    server = await asyncio.start_server(decode.serve, "127.0.0.1")
+    decode.address = "tcp://{}:{}".format(*server.sockets[0].getsockname())
+    try:
+        yield decode
+    finally:
+        server.close()
+        await end(*decode.tasks)
 
 
 def hello(name: str = "raw", compat: str | None = None) -> Hello:
