@@ -65,6 +65,18 @@ def questions(consumer: JetStreamConsumer, monkeypatch: pytest.MonkeyPatch) -> l
     return asked
 
 
+def published(consumer: JetStreamConsumer, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Subjects of what is sent without a question, from now on."""
+    sent, real = list[str](), consumer.connection.publish
+
+    async def publish(subject: str, *rest: Any, **more: Any) -> None:
+        sent.append(subject)
+        await real(subject, *rest, **more)
+
+    monkeypatch.setattr(consumer.connection, "publish", publish)
+    return sent
+
+
 async def test_many_acks_share_one_answer(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     jobs = await pulled(pair, 40)
     asked = questions(pair[1], monkeypatch)
@@ -83,14 +95,8 @@ async def test_acks_go_out_with_the_next_pull_if_it_is_near(
     monkeypatch.setattr(acks, "CONFIRM_S", 60.0)
     monkeypatch.setattr(acks, "BUSY_S", busy_s)
     producer, consumer = pair
-    jobs, sent = await pulled(pair, 3), list[str]()
-    real = consumer.connection.publish
-
-    async def publish(subject: str, *rest: Any, **more: Any) -> None:
-        sent.append(subject)
-        await real(subject, *rest, **more)
-
-    monkeypatch.setattr(consumer.connection, "publish", publish)
+    jobs = await pulled(pair, 3)
+    sent = published(consumer, monkeypatch)
     for job in jobs:
         await job.ack()
     assert len(sent) == (0 if busy_s else 3)
@@ -111,9 +117,10 @@ async def test_an_ack_that_waits_for_a_pull_does_not_wait_long(
     producer, consumer = pair
     jobs = await pulled(pair, 3)
     await consumer.acks.push()
+    sent = published(consumer, monkeypatch)
     for job in jobs:
         await job.ack()
-    assert len(consumer.acks._unsent) == 3
+    assert sent == []
     producer.look_again()
     await until(lambda: producer.depth().depth_jobs == 0)
 
@@ -146,15 +153,13 @@ async def test_what_a_connection_took_with_it_is_told_over_the_next(
 
     with monkeypatch.context() as patch:
         patch.setattr(pair[1].connection, "publish", lost)
-        patch.setattr(acks, "CONFIRM_S", 60.0)
+        patch.setattr(acks, "CONFIRM_S", 2.0)  # not before the connection is lost
         for job in jobs:
             await job.ack()
         await pair[1].acks.push()
         pair[1].connection.reset("the test")
         await until(lambda: not pair[1].connection.up)
     assert pair[1].acks.unconfirmed == 3
-    pair[1].acks._task.cancel()  # type: ignore[union-attr]
-    pair[1].acks._task = asyncio.create_task(pair[1].acks._confirm_always())
     await all_gone(pair)
 
 

@@ -12,11 +12,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 
+import nats
 import pytest
 
 from pullfill.errors import ConfigError, QueueFull, QueueUnavailable
 from pullfill.queue.contract import Delivery, QueueConfig, Receipt
-from pullfill.queue.depth import Snapshot
 from pullfill.queue.jetstream import JetStreamConsumer, JetStreamProducer
 from pullfill.queue.names import Names
 from pullfill.queue.nats_connection import NoResponders
@@ -90,24 +90,26 @@ async def test_jobs_survive_a_killed_server(server: NatsServer, pair: Pair) -> N
 
 
 async def test_a_producer_that_is_hardly_used_seldom_asks(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
+    server: NatsServer, config: QueueConfig, pair: Pair
 ) -> None:
     """Once after each use is enough to know: with many producers the questions are most of what
     the server does."""
-    producer, _ = pair
-    real, asked = producer._ask, []
+    producer, asked = pair[0], list[float]()
+    witness = await nats.connect(server.url)
+    stream = Names(config.namespace, config.compat_hash).stream
 
-    async def ask() -> Snapshot:
+    async def on_question(_: object) -> None:
         asked.append(time.monotonic())
-        return await real()
 
-    monkeypatch.setattr(producer, "_ask", ask)
+    await witness.subscribe(f"$JS.API.STREAM.INFO.{stream}", cb=on_question)
+    await witness.flush()
     await asyncio.sleep(1.1)  # the count of its start is over
     asked.clear()
     await producer.publish("job", b"", 10)
     await until(lambda: producer.depth().depth_jobs == 1 and len(asked) > 0)
     begin = asked[0]
     await until(lambda: len(asked) > 2)
+    await witness.close()
     assert asked[2] - begin > 5 * BUSY_REFRESH_S, "one soon, then slowly"
 
 
@@ -152,9 +154,11 @@ async def test_a_server_that_came_back_empty_is_set_up_again(
 
 
 @pytest.mark.parametrize("what", ["stream", "consumer"])
-async def test_a_deleted_stream_or_consumer_is_made_again(pair: Pair, what: str) -> None:
+async def test_a_deleted_stream_or_consumer_is_made_again(
+    pair: Pair, config: QueueConfig, what: str
+) -> None:
     producer, consumer = pair
-    names = producer._names
+    names = Names(config.namespace, config.compat_hash)
     if what == "stream":
         await producer.connection.api(f"STREAM.DELETE.{names.stream}")
     else:
@@ -209,8 +213,10 @@ async def test_a_hung_server_costs_one_timeout_then_nothing(
     await job.ack()
 
 
-async def test_an_answer_that_comes_late_is_nobody_elses(server: NatsServer, pair: Pair) -> None:
-    link, stream = pair[0].connection, pair[0]._names.stream
+async def test_an_answer_that_comes_late_is_nobody_elses(
+    server: NatsServer, pair: Pair, config: QueueConfig
+) -> None:
+    link, stream = pair[0].connection, Names(config.namespace, config.compat_hash).stream
     server.pause()
     with pytest.raises(QueueUnavailable, match="no answer"):
         await link.api("INFO", timeout_s=0.1)
@@ -296,7 +302,8 @@ async def test_a_forged_message_is_delivered_and_can_be_terminated(
     pair: Pair, config: QueueConfig
 ) -> None:
     producer, consumer = pair
-    await producer.connection.publish(producer._names.jobs.replace("*", "many"), b"\xff\x00junk")
+    jobs = Names(config.namespace, config.compat_hash).jobs
+    await producer.connection.publish(jobs.replace("*", "many"), b"\xff\x00junk")
     [job] = await consumer.pull(1, 1, 5)
     assert (job.body, job.tokens) == (b"\xff\x00junk", 0)
     await job.term("not a job")

@@ -63,12 +63,15 @@ async def test_while_the_stream_has_no_leader_a_job_goes_to_a_worker_that_waits(
 ) -> None:
     producer, consumer = await both(nats, config, QueueSettings())
 
-    async def no_leader(*_: object) -> Any:
-        raise NoResponders("nobody there")
+    direct, real = Names(config.namespace, config.compat_hash).direct, producer.connection.request
+
+    async def request(subject: str, *rest: Any) -> Any:
+        if subject != direct:
+            raise NoResponders("nobody there")
+        return await real(subject, *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(producer, "_store", no_leader)
-        patch.setattr(producer, "_ask", no_leader)
+        patch.setattr(producer.connection, "request", request)
         with pytest.raises(QueueUnavailable):
             await producer.publish("nobody waits", b"body", 7)
         pulling = asyncio.create_task(consumer.pull(100, 1, HANG_S))
@@ -81,7 +84,7 @@ async def test_while_the_stream_has_no_leader_a_job_goes_to_a_worker_that_waits(
         with pytest.raises(QueueUnavailable):
             await producer.publish("nobody waits", b"body", 7)
         assert not await producer.cancel(receipt)
-    await until(lambda: producer._answering)
+    await until(lambda: producer.available and not producer.past_stream)
     assert (await producer.publish("b", b"body", 7)).seq == 1
     [job] = await consumer.pull(100, 1, HANG_S)
     assert job.job_id == "b", "nothing is left of the others"
