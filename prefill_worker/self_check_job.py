@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pullfill.wire import PrefillJob, decode, u32
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TrialDelivery:
     """Looks like a `Delivery`; settling it does nothing."""
 

@@ -32,14 +32,13 @@ from pullfill.runtime import log
 logger = log.get("queue")
 
 BUSY_S = 0.005
-"""How long ago the last pull request may be for the next to be worth waiting for, and how long to
-wait for it."""
+"""An ack waits so long for the next pull request, if the last two were no further apart."""
 CONFIRM_S = 0.5
-"""From an ack to the request that confirms it: many share one."""
+"""From an ack to the request that confirms it. Many acks share one."""
 ANSWER_S = 1.0
 TRIES = 5
-"""Requests without an answer before an ack is left to itself: the server answers none of a delivery
-that it does not know of any more."""
+"""Requests without an answer, after which an ack is dropped. The server answers none for a delivery
+that it has forgotten."""
 MAX_OPEN = 10_000
 CLOSE_S = 2.0
 _PAUSE_S = 0.05
@@ -101,8 +100,9 @@ class Acks:
             loop.call_later(BUSY_S, self._overdue)
 
     async def push(self) -> None:
-        """Send what was kept back, in front of a pull request; over a new connection all that is
-        open, or the pull would bring those jobs again. Never raises."""
+        """Send the acks that wait for this pull request. Never raises.
+
+        Over a new connection send all open acks. Otherwise the pull brings those jobs again."""
         now = asyncio.get_running_loop().time()
         self._gap, self._pushed_at = now - self._pushed_at, now
         if self._pushed_over != self._connection.generation:
@@ -150,7 +150,7 @@ class Acks:
                 await self._connection.publish(one.subject, _ACK)
 
     def _moot(self, one: _Open) -> bool:
-        """Whether its number means another job by now; then it is forgotten."""
+        """Whether its number means another job now. Then it is forgotten."""
         if moot := one.stream_id != self._stream_id():
             self._forget(one)
         return moot
@@ -185,7 +185,7 @@ class Acks:
         try:
             await self._connection.request(newest.subject, _ACK, ANSWER_S)
         except QueueUnavailable as exc:
-            # Nobody there: the consumer is gone, its deliveries with it, or has no leader now.
+            # No responders: the server's consumer is gone with its deliveries, or has no leader.
             tried = isinstance(exc, NoResponders) or not isinstance(exc, NotSent)
             for one in asked:
                 one.generation, one.asked = 0, one.asked + tried

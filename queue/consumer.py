@@ -2,11 +2,11 @@
 
 Life: `connect` → `pull` repeatedly (one caller at a time) → `drain` → `close`.
 
-Each pull request asks for one job, so a worker never holds jobs it has no budget for. A request
-lives on the server until it is answered or expires, also after its caller was cancelled; then the
-next `pull` waits on the same request instead of sending another. A job that arrives while nobody
-pulls is given back at once. Requests expire within `REQUEST_S`; without any answer by then plus a
-grace the server is taken for hung.
+Each pull request asks for one job, so a worker never holds jobs that it has no budget for. A
+request lives on the server until it is answered or has expired, after REQUEST_S at most. If its
+caller is cancelled, the next `pull` waits for the same request. A job that arrives while nobody
+pulls is given back at once. If no answer comes within GRACE_S after the expiry, the server counts
+as hung.
 
 A job may also come on the direct subject, while the stream has no leader (producer.py). A worker
 takes it only if it waits for one at that moment.
@@ -43,7 +43,7 @@ logger = log.get("queue")
 REQUEST_S = 2.0
 GRACE_S = 1.0
 SHORTEST_S = 0.02
-"""The server does not answer requests that expire within a millisecond or so."""
+"""The server does not answer requests that expire within about a millisecond."""
 SETTLE_TRY_S = 1.0
 SETTLE_TRIES = 2
 PULLS = "pulls"
@@ -137,11 +137,10 @@ class JetStreamConsumer:
         self._wake.ring()
         subscription, self._subscription = self._subscription, None
         if subscription is not None:
-            # No interest, no delivery; what was already on its way is given back on arrival.
             # nats-py's own drain writes its PING before commands that wait in its buffer. So the
             # server may answer before it reads UNSUB. A job that it sends in between is lost until
             # `ack_wait_s` have passed. A request is written after UNSUB, so after its answer no job
-            # comes.
+            # comes. What comes before it is given back.
             with contextlib.suppress(Exception):
                 async with asyncio.timeout(2.0):
                     await self.connection.client._send_unsubscribe(subscription._id)
@@ -179,7 +178,7 @@ class JetStreamConsumer:
         return taken
 
     async def _next(self, wait_s: float) -> JetStreamDelivery | None:
-        """One job, or None after `wait_s` or on drain. Raises QueueUnavailable."""
+        """Return one job. None: none came within `wait_s`, or drain. Raises QueueUnavailable."""
         deadline = SYSTEM_CLOCK.monotonic() + wait_s
         while not self._draining:
             if self._arrived:
@@ -198,8 +197,8 @@ class JetStreamConsumer:
                 await self._ask(left)
             elif wait_s <= 0:
                 return None
-            # An older request may outlive this call; its answer is then given back. One that ends
-            # with this call is waited for, so that nothing is left behind.
+            # An older request may outlive this call. Then its answer is given back. A request that
+            # ends with this call is waited for, so that nothing is left behind.
             outlives = self._live_until > deadline + GRACE_S
             until = deadline if outlives else self._live_until + GRACE_S
             if not await self._answered(until):
@@ -223,7 +222,7 @@ class JetStreamConsumer:
         )
 
     async def _ask(self, wait_s: float) -> None:
-        """Send one pull request; `wait_s` <= 0: only what is there now."""
+        """Send one pull request. wait_s: 0 asks only for what is there now."""
         self._request += 1
         self._generation = self.connection.generation
         self._status = ""
@@ -369,7 +368,7 @@ class JetStreamConsumer:
                 await self.connection.request(ack_subject, verdict, SETTLE_TRY_S)
                 return
             except NoResponders:
-                return  # the consumer is gone, and this delivery with it
+                return  # the server's consumer is gone, and this delivery with it
             except QueueUnavailable as exc:
                 failure = exc
         raise failure or QueueUnavailable(f"NATS at {self.connection.shown_url} is not connected")

@@ -1,10 +1,12 @@
 """What the queue room promises: one prefill job is delivered, kept alive and settled.
 
 Life of a job: `publish` → pending → `pull` → in flight, kept alive by `in_progress` → settled by
-`ack` (done), `term` (poison, dead-lettered) or `nak` (back to pending). An in-flight job whose
-worker goes silent for `ack_wait_s` becomes pending again; after `max_deliver` deliveries it is
-dead-lettered. At-least-once: a job may be delivered twice, and a late ack of an earlier delivery
-settles the message. The queue is no fence; the decode worker's ledger decides who may write.
+`ack` (done), `term` (poison, leaves a dead letter) or `nak` (back to pending). If its worker is
+silent for `ack_wait_s`, the job is pending again. After `max_deliver` deliveries it becomes a dead
+letter.
+
+A job may be delivered twice. A late ack of an earlier delivery settles it. The queue is no fence:
+the decode worker's ledger decides who may write.
 
 `jetstream.py` and `pullfill/testing/memory_queue.py` implement it. Both pass
 `tests/contract/test_queue_contract.py`.
@@ -47,10 +49,12 @@ class QueueConfig:
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """A stored job. `seq` cancels it; `duplicate`: the job id was already in the stream.
+    """A stored job.
 
-    stream_id: which stream `seq` counts in, so that a receipt from before the server lost its
-    data never removes another job.
+    seq: its number in the stream.
+    duplicate: the job id was already in the stream.
+    stream_id: the stream that `seq` counts in. So a receipt from before the server lost its data
+    never removes another job.
     """
 
     job_id: str
@@ -62,7 +66,7 @@ class Receipt:
 
 @dataclass(frozen=True, slots=True)
 class DeadLetter:
-    """A job nobody may try again, kept for people (`pullfill doctor` shows the count)."""
+    """A job that nobody may try again. `pullfill doctor` shows how many there are."""
 
     job_id: str
     reason: str
@@ -71,65 +75,58 @@ class DeadLetter:
 
 
 class Delivery(Protocol):
-    """One delivery of one job. Exactly one of ack, nak, term settles it; later calls are no-ops.
+    """One delivery of one job. The first ack, nak or term settles it. Later calls do nothing.
 
-    A `term` that raised did not settle; it may be tried again, or left: the job then comes back
-    after `ack_wait_s`. Each nak uses up one of `max_deliver` deliveries: to wait for
-    something, keep the job alive with `in_progress` instead.
+    tokens: prompt tokens still to be computed, as told at publish.
+    number: 1 for the first delivery of the job.
+    ack_subject: who knows it can settle this delivery (`JobProducer.nak`).
     """
 
-    @property
-    def job_id(self) -> str: ...
-
-    @property
-    def body(self) -> bytes: ...
-
-    @property
-    def tokens(self) -> int:
-        """Prompt tokens still to be computed, as told at publish."""
-
-    @property
-    def number(self) -> int:
-        """1 for the first delivery of the job."""
-
-    @property
-    def ack_subject(self) -> str:
-        """Whoever knows it can settle this delivery (`JobProducer.nak`)."""
+    job_id: str
+    body: bytes
+    tokens: int
+    number: int
+    ack_subject: str
 
     async def ack(self) -> None:
-        """The job is committed (or needs nobody any more). Never raises, and waits for nothing: the
-        server is told within milliseconds, and again until it has confirmed it, over reconnects.
-        One that is lost all the same (this process dies) costs a redelivery, whose claim is
-        refused."""
+        """The job is committed, or nobody needs it any more.
+
+        Never raises and never waits. The server is told within milliseconds, and again until it has
+        confirmed it, also over reconnects. If this process dies before that, the job is delivered
+        again, and its claim is refused."""
 
     async def nak(self, delay_s: float = 0.0) -> None:
-        """Give it back; redelivered to any worker after `delay_s`. Never raises: if the server
-        does not hear it, `ack_wait_s` does the same."""
+        """Give it back. It is delivered to any worker after `delay_s`.
+
+        Never raises. If the server does not hear it, the job comes back after `ack_wait_s`. Each
+        nak uses up one of `max_deliver` deliveries. To wait for something, call `in_progress`."""
 
     async def term(self, reason: str) -> None:
-        """Poison: never again; leaves a dead letter. Raises QueueUnavailable."""
+        """Poison: never deliver it again. Leaves a dead letter.
+
+        Raises QueueUnavailable. Then it is not settled: try again, or leave the job, which comes
+        back after `ack_wait_s`."""
 
     async def in_progress(self) -> None:
-        """Reset the `ack_wait_s` timer. Never raises; nothing while the server is away."""
+        """Reset the `ack_wait_s` timer. Never raises. Does nothing while the server is away."""
 
 
 class JobProducer(Protocol):
-    """The decode worker's side. Coroutines belong to one asyncio loop; `depth()` and `available`
-    may be read from any thread."""
+    """The decode worker's side. `depth`, `look_again` and `available` may be used on any thread."""
 
     async def publish(self, job_id: str, body: bytes, tokens: int) -> Receipt:
-        """Store one job durably; the same `job_id` again is a duplicate, not a second job.
+        """Store one job durably. The same `job_id` again is a duplicate, not a second job.
 
-        Raises QueueFull (bound reached, or the body is larger than the server takes: then not
+        Raises QueueFull (a limit is reached, or the body is larger than the server takes: then not
         `retryable`), QueueUnavailable (no answer within `publish_timeout_s`; at once while
-        `available` is False). After QueueUnavailable the job may be stored all the same: the
-        producer removes it by itself when the server is back. Until then a worker may pull it,
-        and its claim must be refused.
-        """
+        `available` is False). After QueueUnavailable the job may be stored all the same. The
+        producer removes it once the server is back. Until then a worker may pull it, and its claim
+        must be refused."""
 
     async def cancel(self, receipt: Receipt) -> bool:
-        """Remove a job, pending or in flight; True if it was still there. Never raises: while the
-        server is away it returns False and the job is removed later."""
+        """Remove a job, pending or in flight. Returns whether it was still there.
+
+        Never raises. While the server is away it returns False, and removes the job later."""
 
     def committed(self, receipt: Receipt) -> None:
         """Stop counting the job in `depth`. It is done, and its message will be acked soon."""
@@ -152,12 +149,11 @@ class JobProducer(Protocol):
         While the server is away, this is the last known state."""
 
     def look_again(self) -> None:
-        """A job was not published for what `depth` says: count anew soon, and often for a while,
-        so that room is noticed. From any thread, returns at once."""
+        """Count the depth soon, and often for a while. Call it if `depth` kept a job local."""
 
     @property
     def available(self) -> bool:
-        """Whether the server answered lately. False: do not even try to publish."""
+        """Whether the server answered lately. If not, do not try to publish."""
 
     async def close(self) -> None: ...
 
@@ -165,7 +161,7 @@ class JobProducer(Protocol):
 class JobConsumer(Protocol):
     """The prefill worker's side.
 
-    running: returns the deliveries that are worked on. Set by the owner. Over a new connection a
+    running: returns the deliveries that are worked on. The owner sets it. Over a new connection a
     heartbeat is sent for each of them before the next pull."""
 
     running: Callable[[], Iterable[Delivery]]
@@ -179,13 +175,15 @@ class JobConsumer(Protocol):
         """Number of deliveries of one job, after which it becomes a dead letter."""
 
     async def pull(self, budget_tokens: int, max_jobs: int, wait_s: float) -> list[Delivery]:
-        """Up to `max_jobs` jobs; waits at most `wait_s` for the first. Stops taking more once
-        the sum of `tokens` reaches `budget_tokens` (the first job is taken whatever its size).
-        Returns [] on nothing and after `drain`. Raises QueueUnavailable when the server cannot be
-        reached within `wait_s`. Cancelling is safe: what was taken is given back."""
+        """Return up to `max_jobs` jobs. Waits for the first one, at most `wait_s`.
+
+        Takes no more once the sum of `tokens` reaches `budget_tokens`. The first job is taken
+        whatever its size. Returns [] if there is none, and after `drain`. Raises QueueUnavailable
+        if the server cannot be reached within `wait_s`. A pull that is cancelled gives back what it
+        has taken."""
 
     async def drain(self) -> None:
-        """Take nothing any more: later deliveries go to other workers at once."""
+        """Take no more jobs. What is delivered from now on goes to other workers at once."""
 
     async def close(self) -> None:
-        """Waits, for about 2 s at most, until the server has confirmed all acks."""
+        """Close. Waits until the server has confirmed all acks, for about 2 s at most."""

@@ -38,7 +38,7 @@ class DeadLetters:
         self._task: asyncio.Task[None] | None = None
 
     async def write(self, letter: DeadLetter) -> None:
-        """Store one record; the same job again changes nothing. Raises QueueUnavailable."""
+        """Store one record. The same job again changes nothing. Raises QueueUnavailable."""
         room = self._connection.client.max_payload - _HEADER_ROOM
         headers = {
             MSG_ID: f"dead-{letter.job_id}",
@@ -84,9 +84,10 @@ class DeadLetters:
                     await self.sweep()
 
     async def sweep(self) -> int:
-        """Move what an advisory was missed for. Returns how many. Such a message is in the
-        stream, neither pending nor in flight; the server does not list those in flight, so we
-        only act while nothing is."""
+        """Move the jobs whose advisory nobody heard. Returns how many.
+
+        Such a message is neither pending nor in flight. The server does not list those in flight,
+        so this does nothing while there are any."""
         info = await self._connection.api(f"CONSUMER.INFO.{self._names.stream}.{CONSUMER}")
         if info["num_ack_pending"]:
             return 0
@@ -124,7 +125,7 @@ class DeadLetters:
 async def get_message(
     connection: NatsConnection, stream: str, seq: int
 ) -> tuple[dict[str, str], bytes] | None:
-    """Headers and body of one stored message; None if it is not there."""
+    """Headers and body of one stored message. None if it is not there."""
     try:
         answer = await connection.api(f"STREAM.MSG.GET.{stream}", {"seq": seq})
     except ApiError as exc:

@@ -140,7 +140,7 @@ class NatsConnection:
         return self.up
 
     async def close(self) -> None:
-        """Stop dialling and close the socket. Idempotent; takes about a second at worst."""
+        """Stop dialling and close the socket. Takes about a second at most. Idempotent."""
         if self._task is not None:
             # Cancel repeatedly: the client dials in a `wait_for`, which can lose a cancellation on
             # Python 3.11.
@@ -161,8 +161,10 @@ class NatsConnection:
     async def request(
         self, subject: str, payload: bytes, timeout_s: float, headers: dict[str, str] | None = None
     ) -> Msg:
-        """One request and its answer. Raises NotSent, NoResponders, QueueUnavailable (sent, but no
-        answer: it may have had its effect), QueueFull (larger than the server's max_payload)."""
+        """Send one request and return its answer.
+
+        Raises NotSent, NoResponders, QueueUnavailable (no answer: it may have had its effect),
+        QueueFull (larger than the server's max_payload)."""
         client, inbox = self.client, f"{self._inbox}.{next(self._serial)}"
         answer = self._answers.open(inbox, timeout_s)
         try:
@@ -293,14 +295,14 @@ class NatsConnection:
         self._changed.set()
 
     def _meant(self, cause: Exception) -> Exception:
-        """A ConfigError for what no waiting mends: a login or a certificate that is refused."""
+        """Return a ConfigError if no waiting helps: a login or a certificate is refused."""
         text = _say(cause).lower()
         if isinstance(cause, nats.errors.AuthorizationError) or "authorization" in text:
             return ConfigError(
                 f"NATS at {self.shown_url} refuses the login: check credentials, user, "
                 "password_file or token_file of [nats] in the --security file"
             )
-        # OpenSSL's texts: the client says which way the handshake failed in no other form.
+        # OpenSSL's texts. The client tells in no other way that the handshake failed.
         if isinstance(cause, ssl.SSLError | ssl.CertificateError) or "tls" in text:
             return ConfigError(
                 f"no TLS with NATS at {self.shown_url} ({_say(cause)}): check ca, cert and key of "
@@ -333,7 +335,7 @@ class NatsConnection:
             task.add_done_callback(self._burials.discard)
 
     def _report(self, cause: str, *, first: bool) -> None:
-        """Tell people once per cause while starting, and log once per outage."""
+        """While starting, tell people each new cause. Later, log it once per outage."""
         changed, self._cause = cause != self._cause, cause
         self.health.failed(cause)
         self._changed.set()
@@ -359,8 +361,9 @@ def read_reply(reply: Msg) -> dict[str, Any]:
 
 
 async def _bury(client: Client) -> None:
-    """Close a client, by force if its socket does not drain. One whose TLS handshake failed leaves
-    its plain socket open even if it closes."""
+    """Close a client, by force if its socket does not drain.
+
+    A client whose TLS handshake failed leaves its plain socket open even if it closes."""
     with contextlib.suppress(Exception):
         async with asyncio.timeout(0.5):
             await client.close()

@@ -44,9 +44,8 @@ async def watch_pulse(client: Client, health: Health) -> str:
             # One PING at a time, and not cancelled while the connection is open: the client fails
             # on the answer to a PING whose waiter is gone.
             ping = ping or asyncio.create_task(client.flush(timeout=_HOPELESS_S))
-            for _ in range(
-                SLICES
-            ):  # if this process is stopped for a while, that counts as one slice
+            # In slices: if this process is stopped for a while, that counts as one slice.
+            for _ in range(SLICES):
                 if (await asyncio.wait({ping}, timeout=WAIT_S / SLICES))[0]:
                     break
             else:

@@ -70,35 +70,23 @@ _CACHED_LIMITS = ("default_cmpl_tok_params", "default_chat_tok_params")
 """Cached properties of vLLM's renderer that hold `max_model_len`."""
 
 
-class DecodeUnavailable(GracefulHTTPError, GenerationError):  # type: ignore[misc]
-    """No decode worker can finish this request. vLLM answers 503, or ends a stream with an error
-    event, with this message: the first base lets it pass `AsyncLLM.generate` as it is, the second
-    keeps a stack trace out of the log."""
-
-    STATUS = HTTPStatus.SERVICE_UNAVAILABLE
-
-    def __init__(self, message: str) -> None:
-        GracefulHTTPError.__init__(self, message, self.STATUS)
-        self.status_code = self.STATUS
-
-
-class Refused(DecodeUnavailable):
-    """The request itself is the reason. 400, so that no client library sends it again."""
-
-    STATUS = HTTPStatus.BAD_REQUEST
-
-
-class Failed(DecodeUnavailable):
-    """A bug of the server. 500, with a message that says so."""
-
-    STATUS = HTTPStatus.INTERNAL_SERVER_ERROR
-
-
-_ERRORS = {
-    Fault.WORKERS: DecodeUnavailable,
-    Fault.REQUEST: Refused,
-    Fault.OURS: Failed,
+_STATUS = {
+    Fault.WORKERS: HTTPStatus.SERVICE_UNAVAILABLE,
+    Fault.REQUEST: HTTPStatus.BAD_REQUEST,  # so that no client library sends it again
+    Fault.OURS: HTTPStatus.INTERNAL_SERVER_ERROR,
 }
+
+
+class RequestFailed(GracefulHTTPError, GenerationError):  # type: ignore[misc]
+    """The request cannot be finished. vLLM answers with this message and the status of the fault,
+    or ends a stream with an error event.
+
+    The first base lets the error pass `AsyncLLM.generate` as it is. The second keeps a stack trace
+    out of the log."""
+
+    def __init__(self, message: str, fault: Fault) -> None:
+        GracefulHTTPError.__init__(self, message, _STATUS[fault])
+        self.status_code = _STATUS[fault]
 
 
 class DecodePort(Protocol):
@@ -144,7 +132,7 @@ class FrontLLM(AsyncLLM):  # type: ignore[misc]
                     f"the request has a value that cannot be used ({type(exc).__name__}: {exc})"
                 ) from exc
             _log.exception("request %s could not be taken in", request_id)
-            raise Failed(explained(exc, "the frontend")) from exc
+            raise RequestFailed(explained(exc, "the frontend"), Fault.OURS) from exc
 
 
 class DecodeClient(EngineCoreClient):  # type: ignore[misc]
@@ -216,7 +204,7 @@ class DecodeClient(EngineCoreClient):  # type: ignore[misc]
         rest = self.processor.abort_requests(
             [request_id if parent is None else parent.request_id], internal=True
         )
-        queue.put(_ERRORS[fault](message))
+        queue.put(RequestFailed(message, fault))
         self._port.abort([other for other in rest if other != request_id])
 
     def joined(self, welcome: DecodeWelcome) -> None:
@@ -245,7 +233,7 @@ class DecodeClient(EngineCoreClient):  # type: ignore[misc]
         try:
             return await self._port.call(method, args, timeout)
         except PeerUnavailable as exc:
-            raise DecodeUnavailable(str(exc)) from None
+            raise RequestFailed(str(exc), Fault.WORKERS) from None
 
     async def _first(self, method: str, *args: Any, slow: bool = False) -> Any:
         return (await self._all(method, *args, slow=slow))[0]
