@@ -10,7 +10,7 @@ import typer
 from pullfill.config import ClusterRef
 from pullfill.errors import ConfigError
 from pullfill.net.security import OPEN, Security
-from pullfill.options import ClusterOptions, Flag, FrontendOptions, WorkerOptions
+from pullfill.options import PORT, ClusterOptions, FrontendOptions, WorkerOptions, flag
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON")]
 
@@ -25,23 +25,14 @@ class UpOptions:
     role_args: vLLM flags by role. They come after the flags for all roles.
     """
 
-    model: Annotated[
-        str, Flag(metavar="PATH|demo", help="Checkpoint directory, hub name, or demo")
-    ] = "demo"
-    decode: Annotated[int, Flag(metavar="N", least=0, help="Decode workers")] = 1
-    prefill: Annotated[int, Flag(metavar="N", least=0, help="Prefill workers")] = 1
-    frontends: Annotated[int, Flag(metavar="N", least=0, help="HTTP frontends")] = 1
-    host: Annotated[str, Flag(metavar="H", help="Where frontends listen")] = "127.0.0.1"
-    port: Annotated[
-        int,
-        Flag(least=0, most=65535, help="Of the first frontend, others follow; 0: any free one"),
-    ] = 8000
-    ready_timeout_s: Annotated[
-        float, Flag(metavar="S", least=1, help="Longest start, in seconds")
-    ] = 600.0
-    restart: Annotated[
-        bool, Flag(name="--restart/--no-restart", help="Restart processes that die")
-    ] = True
+    model: str = flag("demo", "Checkpoint directory, hub name, or demo", metavar="PATH|demo")
+    decode: int = flag(1, "Decode workers", metavar="N", least=0)
+    prefill: int = flag(1, "Prefill workers", metavar="N", least=0)
+    frontends: int = flag(1, "HTTP frontends", metavar="N", least=0)
+    host: str = flag("127.0.0.1", "Where frontends listen", metavar="H")
+    port: int = flag(8000, "Of the first frontend, others follow; 0: any free one", **PORT)
+    ready_timeout_s: float = flag(600.0, "Longest start, in seconds", metavar="S", least=1)
+    restart: bool = flag(True, "Restart processes that die", name="--restart/--no-restart")
     namespace: str = "default"
     etcd_url: str | None = None
     nats_url: str | None = None

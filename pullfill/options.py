@@ -1,4 +1,4 @@
-"""The options of every process, each declared once: a field of a class here, with a `Flag`.
+"""The options of every process, each declared once: a field of a class here that is a `flag`.
 
 The fields give the command's flags and their defaults (`deploy/command.py`), and the command lines
 of the processes that `pullfill up` starts (`arguments`).
@@ -6,15 +6,17 @@ of the processes that `pullfill up` starts (`arguments`).
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from enum import Enum
-from typing import Annotated, Any, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 from urllib.parse import urlsplit
 
 from pullfill.config import STANDING_LINKS, STATE_DIR_ENV, TRANSPORTS
 from pullfill.errors import ConfigError
 from pullfill.net.security import SECURITY_ENV
 from pullfill.wire import DigestMode, KvMode
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +34,7 @@ class Flag:
     text: makes the given value of the field's value.
     """
 
-    help: str = ""
+    help: str
     name: str = ""
     metavar: str | None = None
     least: float | None = None
@@ -44,6 +46,12 @@ class Flag:
     given: Any = None
     parse: Callable[[Any], Any] = lambda value: value
     text: Callable[[Any], str] = str
+
+
+def flag(default: T, help: str, **how: Any) -> T:
+    """Return a field of an options class that is a flag. how: see `Flag`."""
+    found: T = field(default=default, metadata={"flag": Flag(help=help, **how)})
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +66,14 @@ class Declared:
 
 
 def declared(options: type) -> tuple[Declared, ...]:
-    """Return the flags of an options class. Fields without a `Flag` are no flags."""
-    hints = get_type_hints(options, include_extras=True)
+    """Return the flags of an options class."""
+    hints = get_type_hints(options)
     found = []
-    for field in fields(options):
-        for flag in getattr(hints[field.name], "__metadata__", ()):
-            name = flag.name or "--" + field.name.removesuffix("_s").replace("_", "-")
-            kind = flag.given or hints[field.name].__origin__
-            found.append(Declared(field.name, name, kind, field.default, flag))
+    for each in fields(options):
+        if (how := each.metadata.get("flag")) is not None:
+            name = how.name or "--" + each.name.removesuffix("_s").replace("_", "-")
+            kind = how.given or hints[each.name]
+            found.append(Declared(each.name, name, kind, each.default, how))
     return tuple(found)
 
 
@@ -142,197 +150,151 @@ def format_cores(cores: Sequence[int]) -> str:
 # --------------------------------------------------------------------------- options
 
 
+PORT: dict[str, Any] = {"least": 0, "most": 65535}
+DIRECTORY = f"Directory of a local cluster  [default: .pullfill, or ${STATE_DIR_ENV}]"
+CREDENTIALS = f"File of credentials and keys (docs/operations.md), or ${SECURITY_ENV}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateDirOptions:
     """Which cluster of this machine a command is about."""
 
-    state_dir: Annotated[
-        str | None,
-        Flag(
-            metavar="DIR",
-            env=STATE_DIR_ENV,
-            help=f"Directory of a local cluster  [default: .pullfill, or ${STATE_DIR_ENV}]",
-        ),
-    ] = None
+    state_dir: str | None = flag(None, DIRECTORY, metavar="DIR", env=STATE_DIR_ENV)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterOptions(StateDirOptions):
     """Which cluster a command is about. See `ClusterRef.resolve`."""
 
-    etcd: Annotated[str | None, Flag(metavar="URL", help="etcd, e.g. http://127.0.0.1:2379")] = None
-    nats: Annotated[str | None, Flag(metavar="URL", help="NATS, e.g. nats://127.0.0.1:4222")] = None
-    namespace: Annotated[str | None, Flag(metavar="NS", help="Namespace of the cluster")] = None
-    security: Annotated[
-        str | None,
-        Flag(
-            metavar="FILE",
-            env=SECURITY_ENV,
-            help=f"File of credentials and keys (docs/operations.md), or ${SECURITY_ENV}",
-        ),
-    ] = None
+    etcd: str | None = flag(None, "etcd, e.g. http://127.0.0.1:2379", metavar="URL")
+    nats: str | None = flag(None, "NATS, e.g. nats://127.0.0.1:4222", metavar="URL")
+    namespace: str | None = flag(None, "Namespace of the cluster", metavar="NS")
+    security: str | None = flag(None, CREDENTIALS, metavar="FILE", env=SECURITY_ENV)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleOptions:
     """Options of every process that joins a cluster."""
 
-    model: Annotated[
-        str, Flag(metavar="PATH|demo", help="Checkpoint directory, hub name, or the demo model")
-    ] = ""
-    host: Annotated[
-        str, Flag(metavar="H", help="Address to listen at; a worker also tells it to others")
-    ] = "127.0.0.1"
-    instance_id: Annotated[str | None, Flag(hidden=True)] = None
-    lease_ttl_s: Annotated[
-        int,
-        Flag(metavar="S", least=2, help="Seconds until others notice that it has died"),
-    ] = 5
-    drain_timeout_s: Annotated[
-        float, Flag(metavar="S", least=0, up=True, help="Longest drain, in seconds")
-    ] = 60.0
-    connect_timeout_s: Annotated[
-        float, Flag(metavar="S", least=0, help="Longest wait for NATS and etcd, in seconds")
-    ] = 30.0
+    model: str = flag("", "Checkpoint directory, hub name, or the demo model", metavar="PATH|demo")
+    host: str = flag(
+        "127.0.0.1", "Address to listen at; a worker also tells it to others", metavar="H"
+    )
+    instance_id: str | None = flag(None, "", hidden=True)
+    lease_ttl_s: int = flag(5, "Seconds until others notice that it has died", metavar="S", least=2)
+    drain_timeout_s: float = flag(60.0, "Longest drain, in seconds", metavar="S", least=0, up=True)
+    connect_timeout_s: float = flag(
+        30.0, "Longest wait for NATS and etcd, in seconds", metavar="S", least=0
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerOptions(RoleOptions):
     """Options of a decode or prefill worker besides vLLM's own flags."""
 
-    cores: Annotated[
-        tuple[int, ...],
-        Flag(
-            name="--cpu",
-            metavar="N",
-            given=str | None,
-            parse=parse_cores,
-            text=format_cores,
-            help="Run on these cores only, e.g. 1 or 0-3",
-        ),
-    ] = ()
-    pin: Annotated[
-        bool, Flag(name="--pin/--no-pin", up=True, help="On CPU, give workers cores of their own")
-    ] = True
-    engine_stall_s: Annotated[
-        float,
-        Flag(
-            name="--engine-stall-timeout",
-            metavar="S",
-            least=1,
-            up=True,
-            help="Give up an engine that takes no step for S seconds while requests wait",
-        ),
-    ] = 60.0
-    transports: Annotated[
-        frozenset[str] | None,
-        Flag(
-            metavar="NAME,...",
-            up=True,
-            given=str | None,
-            parse=parse_transports,
-            text=lambda names: ",".join(sorted(names)),
-            help="Transports that may move KV: cuda_ipc, shm, nccl, nixl, tcp"
-            "  [default: all that work here but nixl]",
-        ),
-    ] = None
-    kv_port: Annotated[int, Flag(least=0, most=65535, help="Port for KV over tcp; 0: any")] = 0
-    advertise_kv: Annotated[
-        str | None,
-        Flag(
-            metavar="tcp://H:P",
-            parse=lambda text: check_address("--advertise-kv", text),
-            help="Tell others this address for KV instead of the one it listens at",
-        ),
-    ] = None
-    http_port: Annotated[
-        int, Flag(least=0, most=65535, help="Port of /live, /ready, /metrics and /status; 0: any")
-    ] = 0
-    kv_digest: Annotated[
-        DigestMode,
-        Flag(
-            metavar="off|sample|full",
-            role="decode",
-            up=True,
-            help="Compare the KV that prefill workers write with digests that they send",
-        ),
-    ] = DigestMode.OFF
-    kv_mode: Annotated[
-        KvMode,
-        Flag(
-            metavar="push_async|push|pull",
-            role="decode",
-            up=True,
-            help="push_async: prefill workers write KV while they compute the next chunk; push: "
-            "they write, then compute; pull: the decode worker reads it",
-        ),
-    ] = KvMode.PUSH_ASYNC
-    control_port: Annotated[
-        int,
-        Flag(least=0, most=65535, role="decode", help="Where prefill workers claim jobs; 0: any"),
-    ] = 0
-    advertise_control: Annotated[
-        str | None,
-        Flag(
-            metavar="tcp://H:P",
-            role="decode",
-            help="Tell others this address for claims instead of the one it listens at",
-        ),
-    ] = None
-    data_port: Annotated[
-        int, Flag(least=0, most=65535, role="decode", help="Where frontends send requests; 0: any")
-    ] = 0
-    kv_credits: Annotated[
-        int | None,
-        Flag(
-            metavar="MIB",
-            least=1,
-            role="prefill",
-            parse=lambda mib: None if mib is None else mib << 20,
-            text=lambda size: str(size >> 20),
-            help="Stop pulling jobs while this much KV (MiB) for one decode worker is computed but "
-            "not delivered  [default: 256, or the KV of a whole prefill budget if that is more]",
-        ),
-    ] = None
-    standing_links: Annotated[
-        int,
-        Flag(
-            metavar="N",
-            least=1,
-            role="prefill",
-            help="How many prefill workers stay connected to one decode worker; the others connect "
-            "when they have a job of it. Give all prefill workers the same number",
-        ),
-    ] = STANDING_LINKS
+    cores: tuple[int, ...] = flag(
+        (),
+        "Run on these cores only, e.g. 1 or 0-3",
+        name="--cpu",
+        metavar="N",
+        given=str | None,
+        parse=parse_cores,
+        text=format_cores,
+    )
+    pin: bool = flag(
+        True, "On CPU, give workers cores of their own", name="--pin/--no-pin", up=True
+    )
+    engine_stall_s: float = flag(
+        60.0,
+        "Give up an engine that takes no step for S seconds while requests wait",
+        name="--engine-stall-timeout",
+        metavar="S",
+        least=1,
+        up=True,
+    )
+    transports: frozenset[str] | None = flag(
+        None,
+        "Transports that may move KV: cuda_ipc, shm, nccl, nixl, tcp"
+        "  [default: all that work here but nixl]",
+        metavar="NAME,...",
+        up=True,
+        given=str | None,
+        parse=parse_transports,
+        text=lambda names: ",".join(sorted(names)),
+    )
+    kv_port: int = flag(0, "Port for KV over tcp; 0: any", **PORT)
+    advertise_kv: str | None = flag(
+        None,
+        "Tell others this address for KV instead of the one it listens at",
+        metavar="tcp://H:P",
+        parse=lambda text: check_address("--advertise-kv", text),
+    )
+    http_port: int = flag(0, "Port of /live, /ready, /metrics and /status; 0: any", **PORT)
+    kv_digest: DigestMode = flag(
+        DigestMode.OFF,
+        "Compare the KV that prefill workers write with digests that they send",
+        metavar="off|sample|full",
+        role="decode",
+        up=True,
+    )
+    kv_mode: KvMode = flag(
+        KvMode.PUSH_ASYNC,
+        "push_async: prefill workers write KV while they compute the next chunk; push: they "
+        "write, then compute; pull: the decode worker reads it",
+        metavar="push_async|push|pull",
+        role="decode",
+        up=True,
+    )
+    control_port: int = flag(0, "Where prefill workers claim jobs; 0: any", role="decode", **PORT)
+    advertise_control: str | None = flag(
+        None,
+        "Tell others this address for claims instead of the one it listens at",
+        metavar="tcp://H:P",
+        role="decode",
+        parse=lambda text: check_address("--advertise-control", text),
+    )
+    data_port: int = flag(0, "Where frontends send requests; 0: any", role="decode", **PORT)
+    kv_credits: int | None = flag(
+        None,
+        "Stop pulling jobs while this much KV (MiB) for one decode worker is computed but not "
+        "delivered  [default: 256, or the KV of a whole prefill budget if that is more]",
+        metavar="MIB",
+        least=1,
+        role="prefill",
+        parse=lambda mib: None if mib is None else mib << 20,
+        text=lambda size: str(size >> 20),
+    )
+    standing_links: int = flag(
+        STANDING_LINKS,
+        "How many prefill workers stay connected to one decode worker; the others connect when "
+        "they have a job of it. Give all prefill workers the same number",
+        metavar="N",
+        least=1,
+        role="prefill",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontendOptions(RoleOptions):
     """Options of a frontend besides vLLM's own flags."""
 
-    port: Annotated[int, Flag(least=0, most=65535, help="Port; 0: any free one")] = 8000
-    max_inflight: Annotated[
-        int,
-        Flag(
-            metavar="N",
-            least=1,
-            up=True,
-            help="HTTP requests that a frontend serves at once (n > 1 counts once); more get 429",
-        ),
-    ] = 1024
-    restart_wait_s: Annotated[
-        float,
-        Flag(
-            metavar="S",
-            least=0,
-            help="How long a request whose decode worker died waits for one that is being started",
-        ),
-    ] = 0.0
-    advertise: Annotated[
-        str | None,
-        Flag(
-            metavar="URL",
-            parse=lambda text: check_url("--advertise", text),
-            help="Tell others this address instead of the one it listens at, e.g. https://h:443",
-        ),
-    ] = None
+    port: int = flag(8000, "Port; 0: any free one", **PORT)
+    max_inflight: int = flag(
+        1024,
+        "HTTP requests that a frontend serves at once (n > 1 counts once); more get 429",
+        metavar="N",
+        least=1,
+        up=True,
+    )
+    restart_wait_s: float = flag(
+        0.0,
+        "How long a request whose decode worker died waits for one that is being started",
+        metavar="S",
+        least=0,
+    )
+    advertise: str | None = flag(
+        None,
+        "Tell others this address instead of the one it listens at, e.g. https://h:443",
+        metavar="URL",
+        parse=lambda text: check_url("--advertise", text),
+    )
