@@ -11,9 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pullfill.deploy import accelerator
+from pullfill.deploy.vllm_flags import flag_name, group_flags
 
 DEMO = "demo"
 
+# For the demo model exact arithmetic and a quick start matter. It is small enough to be slow.
 DEMO_FLAGS = (
     "--served-model-name=demo",
     "--dtype=float32",
@@ -22,7 +24,6 @@ DEMO_FLAGS = (
     "--max-num-seqs=32",
     "--enforce-eager",
 )
-"""For the demo model exact arithmetic and a quick start matter. It is small enough to be slow."""
 
 CPU_FLAGS = {
     # A prefill worker maps its own cache and that of each decode worker: below 0.9 GB with both.
@@ -31,79 +32,25 @@ CPU_FLAGS = {
 }
 
 PREFILL_CHUNK = 1024
-"""Tokens in one step of a prefill worker on CPU, unless the user says. Larger steps compute no
-faster there; but prompts that wait together share one, and the first ends with the last."""
+"""Tokens in one step of a prefill worker on CPU, unless the user says."""
+# Larger steps compute no faster there. But prompts that wait together share a step, so the first
+# would end with the last.
 
 _DECIDE_STEPS = frozenset(
     """
     config enable-chunked-prefill max-num-batched-tokens max-num-seqs performance-mode
     """.split()
 )
-"""Who gives one of these may have chosen the size of steps, or leaves it to vLLM, which must then
-choose (without chunked prefill a whole prompt must fit). A file's flags would lose against ours."""
+"""vLLM flags that choose the size of a step, or leave it to vLLM. Then we do not choose it."""
 
 GPU_MEMORY_SHARE = 0.88
 """Share of a GPU's memory that vLLM takes, divided by the workers on that GPU."""
 
 KV_BYTES = "kv-cache-memory-bytes"
 
-FRONTEND_ONLY = frozenset(
-    """
-    allow-credentials allowed-headers allowed-methods allowed-origins
-    anthropic-disabled-thinking-effort api-key chat-template chat-template-content-format
-    cohere-format cohere-is-reasoning-model default-chat-template-kwargs
-    disable-access-log-for-endpoints disable-fastapi-docs disable-uvicorn-access-log
-    enable-auto-tool-choice enable-force-include-usage enable-log-deltas enable-log-outputs
-    enable-log-requests enable-offline-docs enable-per-request-metrics
-    enable-prompt-tokens-details enable-request-id-headers enable-server-load-tracking
-    enable-ssl-refresh enable-tokenizer-info-endpoint exclude-tools-when-tool-choice-none
-    fingerprint-mode fingerprint-value h11-max-header-count h11-max-incomplete-event-size
-    log-error-stack lora-modules max-log-len middleware response-role return-tokens-as-token-ids
-    root-path sse-keep-alive-interval ssl-ca-certs ssl-cert-reqs ssl-certfile ssl-ciphers
-    ssl-keyfile tokens-only tool-call-parser tool-parser-plugin tool-server tool-strict-level
-    trust-request-chat-template trust-request-mm-kwargs uvicorn-log-level
-    """.split()
-)
-"""vLLM flags of its API server. Workers have none, so they do not get them."""
-
-
-def group_flags(arguments: Sequence[str]) -> list[list[str]]:
-    """Each flag with its values: ["--a", "1", "--b"] -> [["--a", "1"], ["--b"]].
-
-    Raises ValueError for a value that no flag precedes.
-    """
-    groups: list[list[str]] = []
-    for argument in arguments:
-        if argument.startswith("-") and not _is_number(argument):
-            groups.append([argument])
-        elif groups and "=" not in groups[-1][0]:
-            groups[-1].append(argument)
-        else:
-            raise ValueError(argument)
-    return groups
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
-
-
-def flag_name(flag: str) -> str:
-    """`--no-a_b=1` -> `a-b`."""
-    return flag.split("=", 1)[0].lstrip("-").replace("_", "-").removeprefix("no-")
-
-
-def worker_flags(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments without those that only an API server understands."""
-    kept = (g for g in group_flags(arguments) if flag_name(g[0]) not in FRONTEND_ONLY)
-    return [part for group in kept for part in group]
-
 
 def engine_flags(model: str, *, gpus: int, workers: int) -> list[str]:
-    """Return the default vLLM flags.
+    """Return the default vLLM flags of every process.
 
     model: as the user typed it.
     workers: number of decode and prefill workers."""
@@ -144,9 +91,7 @@ def place(
     """Return a placement for each worker.
 
     On GPUs each rank gets a GPU of its own. Workers of one rank share GPUs if there are too few.
-
-    On CPU each worker gets cores of its own: to share cores with another worker costs more than
-    more threads bring.
+    On CPU each worker gets cores of its own.
 
     ranks: TP x PP of each worker.
     one_core: give each rank one core only, for a small model.
@@ -161,6 +106,7 @@ def place(
         ]
     if not pin or len(cores) < 2 or not ranks:
         return [Placement(ranks=count) for count in ranks]
+    # To share cores with another worker costs more than more threads bring.
     share = 1 if one_core else max(1, len(cores) // sum(ranks))
     places: list[Placement] = []
     start = 0
@@ -228,5 +174,5 @@ def worker_env(
 
 
 def usable_cores() -> list[int]:
-    """Cores this process may run on."""
+    """Return the cores that this process may run on."""
     return sorted(os.sched_getaffinity(0))

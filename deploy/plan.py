@@ -1,7 +1,6 @@
-"""What `pullfill up` will start: checked before anything runs, pure apart from looking.
+"""What `pullfill up` will start. `check` refuses what cannot work, before anything runs.
 
-Lifecycle: the CLI makes `UpOptions`; `check` refuses what cannot work; `worker_specs` says which
-processes to start once the servers have addresses.
+`worker_specs` tells how to start workers and frontends, once NATS and etcd have addresses.
 """
 
 from __future__ import annotations
@@ -16,18 +15,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pullfill
-from pullfill.config import ClusterRef, ranks_of
+from pullfill.config import ClusterRef, check_namespace, ranks_of
 from pullfill.deploy import accelerator, defaults, servers, vllm_flags
 from pullfill.deploy.procs import CLUSTER_ENV, spawn
 from pullfill.deploy.up_options import UpOptions, frontend_url
 from pullfill.errors import ConfigError
-from pullfill.ids import is_name, new_instance_id
+from pullfill.ids import new_instance_id
 from pullfill.net.security import OPEN
 from pullfill.options import ClusterOptions, RoleOptions, arguments
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+\Z")
-
-
 RESTART_WAIT_S = 30.0
 """How long requests wait for a decode worker that is restarted. Longer than most starts take."""
 
@@ -55,10 +52,7 @@ def check(options: UpOptions) -> None:
             "a frontend without a decode worker cannot serve: use --decode 1 or more, or "
             "--frontends 0"
         )
-    if not is_name(options.namespace):
-        raise ConfigError(
-            f"namespace {options.namespace!r} is not usable: lower-case letters, digits, '-', '_'"
-        )
+    check_namespace(options.namespace)
     vllm_flags.check(options.vllm_args)
     vllm_flags.check_plain_http(options.vllm_args)
     _check_gpus(options)
@@ -66,12 +60,7 @@ def check(options: UpOptions) -> None:
     if options.port == 0:
         options.port = servers.free_port()
     for index in range(options.frontends):
-        problem = servers.port_problem(options.host, options.port + index)
-        if problem:
-            raise ConfigError(
-                f"cannot listen on {options.host}:{options.port + index} ({problem}): stop what "
-                "uses it, or choose another with --port N"
-            )
+        servers.check_port("--port", options.host, options.port + index)
     _check_security(options)
     if options.etcd_url is None:
         servers.etcd_binary()
@@ -220,7 +209,7 @@ def renewed(spec: ProcessSpec) -> ProcessSpec:
 def _turns(options: UpOptions, places: Sequence[defaults.Placement]) -> list[int | None]:
     """As `defaults.starts_after`. No worker waits if all were given the size of their KV cache."""
     told = [
-        defaults.KV_BYTES in map(defaults.flag_name, worker_arguments(options, role))
+        defaults.KV_BYTES in map(vllm_flags.flag_name, worker_arguments(options, role))
         for role in ("decode", "prefill")
         if getattr(options, role)
     ]
@@ -246,7 +235,7 @@ def worker_specs(options: UpOptions, cluster: ClusterRef, cluster_id: str) -> li
                 name=f"{role}-{index}",
                 role=role,
                 argv=role_command(role, cluster, model, told)
-                + defaults.worker_flags(worker_arguments(options, role)),
+                + vllm_flags.for_worker(worker_arguments(options, role)),
                 env=defaults.worker_env(base, place, local_model=local),
                 instance_id=instance,
                 after="" if before is None else "{}-{}".format(*names[before]),

@@ -1,7 +1,7 @@
 """`pullfill decode | prefill | frontend`: one process that joins a cluster.
 
-The environment (cores, threads, offline hub) must be right before vLLM is imported, so it is set
-here, and only then the role's own `run` is imported and called.
+vLLM reads the environment (cores, threads, offline hub) when it is imported. So the environment is
+set here first. Then the role's own `run` is imported and called.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from pullfill.config import ClusterRef, ranks_of, split_urls
 from pullfill.deploy import accelerator, defaults, plan, vllm_flags
-from pullfill.deploy.servers import port_problem, split_url
+from pullfill.deploy.servers import check_port, port_problem, split_url
 from pullfill.deploy.state import Launch, StateDir
 from pullfill.errors import ConfigError
 from pullfill.ids import is_name
@@ -37,13 +37,13 @@ def run_worker(
     """Run a decode or prefill worker until it has drained. Return its exit code."""
     options = replace(options, host=_address_of(options))
     ref, model, arguments = _prepare(role, options, cluster, vllm_args)
-    _warn_if_exposed(role, options.host, ref.security)
+    warn_if_exposed(role, options.host, ref.security)
     _warn_if_unreachable(role, options.host, ref)
     cores = cores_of(options, ref, small=options.model in ("", defaults.DEMO))
     _apply(cores, local_model=os.path.isdir(model), ranks=ranks_of(arguments))
     extra = defaults.role_flags(role, arguments, gpus=accelerator.gpu_count())
     options = replace(options, model=model, cores=cores)
-    return _entry(role)(ref, options, extra + defaults.worker_flags(arguments))
+    return _entry(role)(ref, options, extra + vllm_flags.for_worker(arguments))
 
 
 def run_frontend(
@@ -52,51 +52,42 @@ def run_frontend(
     """Run a frontend until it has drained. Return its exit code."""
     ref, model, arguments = _prepare("frontend", options, cluster, vllm_args)
     if not any(arg.startswith("--api-key") for arg in arguments):
-        _warn_if_exposed("frontend", options.host, ref.security)
-    if problem := port_problem(options.host, options.port):
-        raise ConfigError(
-            f"cannot listen on {options.host}:{options.port} ({problem}): stop what uses it, or "
-            "choose another with --port N"
-        )
+        warn_if_exposed("frontend", options.host, ref.security)
+    check_port("--port", options.host, options.port)
     _apply((), local_model=os.path.isdir(model))
     return _entry("frontend")(ref, replace(options, model=model), arguments)
 
 
 def _address_of(options: WorkerOptions) -> str:
-    """Return the address of `--host`, once the worker can listen there at all of its ports.
+    """Return the IPv4 address of `--host`. The worker can listen there, at all of its ports.
 
-    A host name becomes its address, since the socket for frontends binds IPv4 addresses only.
     Raises ConfigError, before the model is loaded."""
-    given = options.host
+    # The socket for frontends binds IPv4 addresses only.
+    name = options.host
     try:
-        found = socket.getaddrinfo(given, None, socket.AF_INET, socket.SOCK_STREAM)
+        found = socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)
     except (OSError, UnicodeError):
         raise ConfigError(
-            f"--host {given!r} has no IPv4 address: give one of this machine's, e.g. "
-            "--host 10.0.0.5"
+            f"--host {name!r} has no IPv4 address: give one of this machine's, e.g. --host 10.0.0.5"
         ) from None
     host = str(found[0][4][0])
     if ipaddress.ip_address(host).is_unspecified:
         raise ConfigError(
-            f"--host {given!r} is also the address that others get: give one of this machine's, "
+            f"--host {name!r} is also the address that others get: give one of this machine's, "
             "e.g. --host 10.0.0.5"
         )
     if why := port_problem(host, 0):
         raise ConfigError(
-            f"cannot listen on --host {given} ({why}): give an address of this machine"
+            f"cannot listen on --host {name} ({why}): give an address of this machine"
         )
     ports = {
-        one.name: getattr(options, one.field)
+        one.name: port
         for one in declared(WorkerOptions)
-        if one.name.endswith("-port")
+        if one.name.endswith("-port") and (port := getattr(options, one.field))
     }
     for flag, port in ports.items():
-        if port and (why := port_problem(host, port)):
-            raise ConfigError(
-                f"cannot listen on {host}:{port} ({why}): stop what uses it, or choose "
-                f"another with {flag} N"
-            )
-        if port and list(ports.values()).count(port) > 1:
+        check_port(flag, host, port)
+        if list(ports.values()).count(port) > 1:
             raise ConfigError(f"{flag} {port} is given to two servers: choose different ports")
     return host
 
@@ -105,11 +96,10 @@ def _warn_if_unreachable(role: str, host: str, ref: ClusterRef) -> None:
     """Warn if a worker listens on loopback in a cluster of several machines."""
     servers = [split_url(url, 0)[0] for url in split_urls(ref.etcd_url)]
     if _is_loopback(host) and not any(map(_is_loopback, servers)):
-        print(
-            f"WARNING: this {role} worker is at {host}, which only this machine reaches, but etcd "
-            f"is at {servers[0]}: workers and frontends elsewhere cannot use it. Give this "
-            "machine's address with --host",
-            file=sys.stderr,
+        _warn(
+            f"this {role} worker is at {host}, which only this machine reaches, but etcd is at "
+            f"{servers[0]}: workers and frontends elsewhere cannot use it. Give this machine's "
+            "address with --host"
         )
 
 
@@ -120,27 +110,29 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _warn_if_exposed(role: str, host: str, security: Security) -> None:
-    """Warn if the worker listens beyond loopback without keys: anybody could connect as a peer."""
-    if _is_loopback(host):
-        return
-    if role == "frontend" and security.frontend.api_key_file is None:
+def warn_if_exposed(role: str, host: str, security: Security) -> None:
+    """Warn if a process listens beyond loopback without keys: anybody could connect as a peer."""
+    if role == "frontend":
+        open_to_all = security.frontend.api_key_file is None
         what, key = "send it requests", "[frontend] api_key_file (or --api-key)"
-    elif role == "decode" and security.cluster.key_file is None:
-        what, key = "claim jobs, read and write KV and run requests", "[cluster] key_file"
-    elif role == "prefill" and security.cluster.key_file is None:
-        what, key = "connect to its KV port", "[cluster] key_file"
     else:
-        return
-    print(
-        f"WARNING: this {role} listens on {host}, and whoever reaches it can {what}: set {key} in "
-        "a --security file (docs/operations.md)",
-        file=sys.stderr,
-    )
+        open_to_all = security.cluster.key_file is None
+        what, key = "connect to its KV port", "[cluster] key_file"
+        if role == "decode":
+            what = "claim jobs, read and write KV and run requests"
+    if open_to_all and not _is_loopback(host):
+        _warn(
+            f"this {role} listens on {host}, and whoever reaches it can {what}: set {key} in a "
+            "--security file (docs/operations.md)"
+        )
+
+
+def _warn(text: str) -> None:
+    print(f"WARNING: {text}", file=sys.stderr)
 
 
 def _entry(role: str) -> Callable[[ClusterRef, Any, list[str]], int]:
-    # Imported here: each pulls in vLLM, and the environment must be set before that.
+    # Imported here: each imports vLLM, and the environment must be set before that.
     if role == "decode":
         from pullfill.decode_worker.main import run as decode
 

@@ -45,6 +45,15 @@ def port_problem(host: str, port: int) -> str | None:
     return None
 
 
+def check_port(flag: str, host: str, port: int) -> None:
+    """Raise ConfigError if no server could listen there. flag: gives the port."""
+    if why := port_problem(host, port):
+        raise ConfigError(
+            f"cannot listen on {host}:{port} ({why}): stop what uses it, or choose another with "
+            f"{flag} N"
+        )
+
+
 def nats_binary() -> Path:
     """Return the nats-server executable. Raises ConfigError when there is none."""
     return _binary("nats-server", sysconfig.get_path("scripts"), "--nats")

@@ -1,4 +1,4 @@
-"""Checks the user's vLLM flags before anything starts. Each refusal is one line."""
+"""Reads the user's vLLM flags, and checks them before anything starts. A refusal is one line."""
 
 from __future__ import annotations
 
@@ -7,11 +7,63 @@ import shlex
 from collections.abc import Collection, Sequence
 
 from pullfill.config import NO_DATA_PARALLEL, NO_KV_OFFLOADING
-from pullfill.deploy.defaults import flag_name, group_flags
 from pullfill.errors import ConfigError
 
 _DATA_PARALLEL = re.compile(r"data-parallel\b|dp[a-z]?\Z")
 _SIZE = ("data-parallel-size", "dp")
+
+FRONTEND_ONLY = frozenset(
+    """
+    allow-credentials allowed-headers allowed-methods allowed-origins
+    anthropic-disabled-thinking-effort api-key chat-template chat-template-content-format
+    cohere-format cohere-is-reasoning-model default-chat-template-kwargs
+    disable-access-log-for-endpoints disable-fastapi-docs disable-uvicorn-access-log
+    enable-auto-tool-choice enable-force-include-usage enable-log-deltas enable-log-outputs
+    enable-log-requests enable-offline-docs enable-per-request-metrics
+    enable-prompt-tokens-details enable-request-id-headers enable-server-load-tracking
+    enable-ssl-refresh enable-tokenizer-info-endpoint exclude-tools-when-tool-choice-none
+    fingerprint-mode fingerprint-value h11-max-header-count h11-max-incomplete-event-size
+    log-error-stack lora-modules max-log-len middleware response-role return-tokens-as-token-ids
+    root-path sse-keep-alive-interval ssl-ca-certs ssl-cert-reqs ssl-certfile ssl-ciphers
+    ssl-keyfile tokens-only tool-call-parser tool-parser-plugin tool-server tool-strict-level
+    trust-request-chat-template trust-request-mm-kwargs uvicorn-log-level
+    """.split()
+)
+"""Flags of vLLM's API server. Workers do not have one."""
+
+
+def group_flags(arguments: Sequence[str]) -> list[list[str]]:
+    """Return each flag with its values: ["--a", "1", "--b"] -> [["--a", "1"], ["--b"]].
+
+    Raises ValueError for a value that no flag precedes."""
+    groups: list[list[str]] = []
+    for argument in arguments:
+        if argument.startswith("-") and not _is_number(argument):
+            groups.append([argument])
+        elif groups and "=" not in groups[-1][0]:
+            groups[-1].append(argument)
+        else:
+            raise ValueError(argument)
+    return groups
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def flag_name(flag: str) -> str:
+    """Return the plain name of a flag: `--no-a_b=1` -> `a-b`."""
+    return flag.split("=", 1)[0].lstrip("-").replace("_", "-").removeprefix("no-")
+
+
+def for_worker(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments without those that only an API server understands."""
+    kept = (g for g in group_flags(arguments) if flag_name(g[0]) not in FRONTEND_ONLY)
+    return [part for group in kept for part in group]
 
 
 def check(arguments: Sequence[str]) -> None:
@@ -37,8 +89,8 @@ def check(arguments: Sequence[str]) -> None:
 
 
 def check_plain_http(arguments: Sequence[str]) -> None:
-    """Refuse TLS flags for `up`: it does not know which certificate to trust, so it could not ask a
-    frontend whether it is ready. Raises ConfigError."""
+    """Refuse TLS flags for `up`. Raises ConfigError."""
+    # `up` knows no certificate to trust, so it could not ask whether a frontend is ready.
     for flag in (argument.split("=", 1)[0].replace("_", "-") for argument in arguments):
         if flag.startswith("--ssl-"):
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""Where a process finds its cluster."""
+"""Where a process finds its cluster, and what both `deploy` and the workers know."""
 
 from __future__ import annotations
 
@@ -31,7 +31,6 @@ NO_KV_OFFLOADING = (
     "workers do not offload KV: give the KV cache more room instead (--kv-cache-memory-bytes N)"
 )
 
-
 RESTARTS_ENV = "PULLFILL_RESTARTS"
 """Set by `up` in every child: how often it was started again."""
 
@@ -62,7 +61,7 @@ class ProcessEntry(msgspec.Struct, kw_only=True):
 
 
 class ClusterFile(msgspec.Struct, kw_only=True):
-    """STATE/cluster.json (design.md §5). security: the file it was started with, if any."""
+    """STATE/cluster.json. security: the file it was started with, if any."""
 
     namespace: str
     nats_url: str
@@ -74,8 +73,10 @@ class ClusterFile(msgspec.Struct, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class ClusterRef:
-    """The three addresses every process needs, what it shows to be let in there and to its peers,
-    and the state directory if there is one."""
+    """Where a cluster is.
+
+    state_dir: its state directory, if it has one on this machine.
+    security: logins for NATS and etcd, and keys for its other processes."""
 
     namespace: str
     etcd_url: str
@@ -92,12 +93,11 @@ class ClusterRef:
         namespace: str | None = None,
         security: str | os.PathLike[str] | None = None,
     ) -> ClusterRef:
-        """From explicit URLs and file, else STATE/cluster.json. Raises ConfigError saying what to
-        do."""
-        if namespace is not None and not is_name(namespace):
-            raise ConfigError(
-                f"namespace {namespace!r} is not usable: lower-case letters, digits, '-', '_' only"
-            )
+        """Find the cluster by the URLs that are given, else by STATE/cluster.json.
+
+        Raises ConfigError, which says what to do."""
+        if namespace is not None:
+            check_namespace(namespace)
         if etcd and nats:
             own = Path(state_dir) if state_dir else None
             return ClusterRef(namespace or "default", etcd, nats, own, load(security))
@@ -112,9 +112,16 @@ class ClusterRef:
         )
 
 
+def check_namespace(namespace: str) -> None:
+    """Raise ConfigError if the name of a namespace cannot be used."""
+    if not is_name(namespace):
+        raise ConfigError(
+            f"namespace {namespace!r} is not usable: lower-case letters, digits, '-', '_' only"
+        )
+
+
 def read_cluster_file(directory: Path) -> ClusterFile:
-    """Read STATE/cluster.json. Raises NoCluster when missing, ConfigError when it cannot be read or
-    is damaged."""
+    """Read cluster.json. Raises NoCluster if there is none, ConfigError if it is damaged."""
     path = directory / CLUSTER_FILE
     try:
         return msgspec.json.decode(path.read_bytes(), type=ClusterFile)
@@ -126,8 +133,7 @@ def read_cluster_file(directory: Path) -> ClusterFile:
     except OSError as exc:
         raise ConfigError(
             f"cannot read {path} ({exc.strerror}): run as the user who started the cluster, or "
-            "name "
-            "another with --state-dir DIR or --etcd URL --nats URL"
+            "name another with --state-dir DIR or --etcd URL --nats URL"
         ) from exc
     except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
         raise ConfigError(
@@ -136,13 +142,13 @@ def read_cluster_file(directory: Path) -> ClusterFile:
 
 
 def restarts_so_far() -> int:
-    """How often `up` has started this process again."""
+    """Return how often `up` has started this process again."""
     text = os.environ.get(RESTARTS_ENV, "")
     return int(text) if text.isdecimal() else 0
 
 
 def split_urls(urls: str) -> list[str]:
-    """The members of `URL,URL`."""
+    """Return the URLs of `URL,URL`."""
     return [url for part in urls.split(",") if (url := part.strip())]
 
 
@@ -150,7 +156,7 @@ _SIZES = {"--tensor-parallel-size": "-tp", "--pipeline-parallel-size": "-pp"}
 
 
 def ranks_of(vllm_args: Sequence[str]) -> int:
-    """How many processes compute in one engine: TP x PP, by vLLM's own flags.
+    """Return how many processes compute in one engine: TP x PP, by vLLM's flags.
 
     The last of several equal flags counts, as in vLLM. vLLM itself refuses bad values later.
     """

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import msgspec
@@ -184,11 +185,12 @@ class TestRoles:
     def ran(self, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         """What a role's `run` was called with. The environment is put back afterwards."""
         calls: list[Any] = []
-
-        def entry(role: str) -> Any:
-            return lambda *arguments: calls.append((role, *arguments)) or 7
-
-        monkeypatch.setattr(roles, "_entry", entry)
+        for role, room in (
+            ("decode", "decode_worker"), ("prefill", "prefill_worker"), ("frontend", "frontend"),
+        ):  # fmt: skip
+            main: Any = ModuleType(f"pullfill.{room}.main")
+            main.run = lambda *given, role=role: calls.append((role, *given)) or 7
+            monkeypatch.setitem(sys.modules, main.__name__, main)
         monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: None)
         monkeypatch.setattr(os, "environ", dict(os.environ))
         return calls

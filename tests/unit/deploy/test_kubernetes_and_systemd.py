@@ -19,7 +19,7 @@ import typer
 import yaml
 
 from pullfill.config import split_urls
-from pullfill.deploy import defaults, servers
+from pullfill.deploy import servers, vllm_flags
 from pullfill.deploy.cli import app
 from pullfill.registry import settings
 from pullfill.runtime.lifecycle import EXIT_S
@@ -67,9 +67,9 @@ def parse(arguments: list[str]) -> dict[str, Any]:
     """Values of our options, by the real parser. What goes to vLLM must be a flag of vLLM's."""
     role = arguments[0]
     context = command_line().commands[role].make_context(role, arguments[1:])
-    for group in defaults.group_flags(context.args):
+    for group in vllm_flags.group_flags(context.args):
         name = group[0].split("=")[0].removeprefix("--")
-        known = ENGINE_FLAGS | (defaults.FRONTEND_ONLY if role == "frontend" else set())
+        known = ENGINE_FLAGS | (vllm_flags.FRONTEND_ONLY if role == "frontend" else set())
         assert name in known, f"{role} does not know --{name}"
     return dict(context.params)
 

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from pullfill.config import ClusterRef
-from pullfill.deploy import accelerator, cli, defaults, plan
+from pullfill.deploy import accelerator, cli, defaults, plan, vllm_flags
 from pullfill.deploy.procs import CLUSTER_ENV
 from pullfill.errors import ConfigError
 from pullfill.options import FrontendOptions, WorkerOptions, format_cores, parse_cores
@@ -26,14 +26,14 @@ def _cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 class TestFlags:
     def test_grouping(self) -> None:
         given = ["--a", "1", "--b", "--c=2", "-tp", "2", "--d", "-1", "x"]
-        assert defaults.group_flags(given) == [
+        assert vllm_flags.group_flags(given) == [
             ["--a", "1"], ["--b"], ["--c=2"], ["-tp", "2"], ["--d", "-1", "x"],
         ]  # fmt: skip
 
     def test_workers_get_no_api_server_flags(self) -> None:
         given = ["--max-model-len", "9", "--api-key", "k", "--enable-auto-tool-choice",
                  "--tool_call_parser=hermes", "--enforce-eager"]  # fmt: skip
-        assert defaults.worker_flags(given) == ["--max-model-len", "9", "--enforce-eager"]
+        assert vllm_flags.for_worker(given) == ["--max-model-len", "9", "--enforce-eager"]
 
     def test_the_user_has_the_last_word(self) -> None:
         options = plan.UpOptions(model="demo", vllm_args=["--max-model-len", "128"])
