@@ -1,4 +1,4 @@
-"""What this machine computes on. Standard library only: the installer runs before anything else."""
+"""Tells what workers compute on: CPU or GPUs. Imports the standard library only, for install.py."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _nvidia_smi(*arguments: str) -> str:
 
 
 def visible(env: Mapping[str, str]) -> list[str] | None:
-    """The devices that CUDA_VISIBLE_DEVICES names, each once; None if it is not set."""
+    """Return the devices that CUDA_VISIBLE_DEVICES names, each once. None: it is not set."""
     names = env.get("CUDA_VISIBLE_DEVICES")
     if names is None:
         return None
@@ -35,7 +35,7 @@ def visible(env: Mapping[str, str]) -> list[str] | None:
 
 
 def gpu_count() -> int:
-    """CUDA devices that workers may use; 0 when PULLFILL_DEVICE=cpu."""
+    """Return the number of CUDA devices that workers may use. 0 with PULLFILL_DEVICE=cpu."""
     if os.environ.get(DEVICE_ENV) == "cpu":
         return 0
     names = visible(os.environ)
@@ -45,7 +45,7 @@ def gpu_count() -> int:
 
 
 def detect() -> str:
-    """Return `cpu` or `cuda13`: PULLFILL_DEVICE if set, else by the driver that nvidia-smi reports.
+    """Return `cpu` or `cuda13`: PULLFILL_DEVICE if set, else what nvidia-smi says of the driver.
 
     Raises ValueError, which says what to do, if PULLFILL_DEVICE is neither or the driver too old.
     """
@@ -66,11 +66,9 @@ def detect() -> str:
 
 
 def why_not_mig() -> str | None:
-    """Return why `up` cannot use GPUs that MIG has split, for people. None: it can.
-
-    Workers in one MIG instance share its memory. Between two instances no transport moves KV: CUDA
-    allows neither IPC nor copies there.
-    """
+    """Return why `up` cannot use GPUs that MIG has split, for people. None: it can."""
+    # Workers in one MIG instance share its memory. Between two instances CUDA allows neither IPC
+    # nor copies, so no transport moves KV.
     if os.environ.get(DEVICE_ENV) == "cpu":
         return None
     names = visible(os.environ)

@@ -1,7 +1,4 @@
-"""Starts the processes of one `up` and records them in cluster.json.
-
-Owner: the Supervisor. It holds the lock of the state directory while it starts a process.
-"""
+"""Starts the processes of one `up` and records them in cluster.json."""
 
 from __future__ import annotations
 
@@ -22,6 +19,8 @@ class StartFailed(UnavailableError):
 
 class Children:
     """The processes of one `up`.
+
+    Who starts one holds the lock of the state directory.
 
     cluster: the content of cluster.json, which is written after every change."""
 

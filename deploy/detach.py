@@ -1,8 +1,8 @@
-"""`up --detach`: the command returns, and the cluster's supervisor goes on in the background.
+"""`up --detach`: the command returns, and the supervisor goes on in the background.
 
-The command forks before it starts anything. The child is the supervisor. It has a session of its
-own, and writes to the terminal until it calls `Background.ready`. The parent passes signals to it,
-and its exit code tells whether the cluster has started.
+The command forks before it starts anything. The child becomes the supervisor, in a session of its
+own. It writes to the terminal until the cluster is ready. Until then the parent waits and passes
+signals to it. The parent's exit code tells whether the cluster has started.
 """
 
 from __future__ import annotations
@@ -47,8 +47,7 @@ def to_background() -> Background | int:
     """Fork. No other thread may run in this process.
 
     In the child, return a Background. In the parent, wait until the child is ready or has ended,
-    and return the command's exit code. The parent raises UnavailableError if the child was killed
-    before it was ready.
+    and return the command's exit code. Raises UnavailableError there if the child was killed.
     """
     reading, writing = os.pipe()
     sys.stdout.flush()

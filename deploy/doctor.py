@@ -163,15 +163,14 @@ def pairs(workers: Sequence[WorkerRecord]) -> Iterator[Finding]:
     for writer in prefill:
         if not writer.http or (report := members.ask_worker(writer)) is None:
             continue
-        routes = report.said.get("routes")
         for reader in decode:
             shown += 1
             if shown > _PAIRS:
                 yield Finding(OK, "... and more pairs of workers")
                 return
-            route = routes.get(reader.instance_id) if isinstance(routes, dict) else None
+            route = report.routes.get(reader.instance_id)
             names = writer.instance_id, reader.instance_id
-            if not isinstance(route, dict):
+            if route is None:
                 yield Finding(OK, "{} has written nothing to {} yet".format(*names))
                 continue
             why = "; ".join(f"not {reason}" for reason in route.get("why_not_better", ()))

@@ -1,7 +1,7 @@
-"""Processes by identity: a pid with its kernel start time. A pid alone can be used again.
+"""Starts, finds and signals processes.
 
-Nothing here signals a process whose start time is not the one that was recorded. Children are put
-in their own session, so that Ctrl-C reaches only the supervisor, which then stops them in order.
+A process is known by its pid and its start time, since a pid can be used again. Children get a
+session of their own, so that Ctrl-C reaches only the supervisor, which stops them in order.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 CLUSTER_ENV = "PULLFILL_CLUSTER_ID"
-"""Set in every child of `pullfill up`: finds a child that was started but not yet recorded."""
+"""Set in every child of `pullfill up`, to find those that are not recorded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +70,7 @@ def send(process: ProcessId, sig: int) -> bool:
 
 
 def spawn(argv: Sequence[str], *, log: Path, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start `argv` in its own session, stdin closed, stdout and stderr appended to `log`.
-
-    Raises OSError when the program cannot be started.
-    """
+    """Start a program. What it prints is appended to `log`. Raises OSError if it cannot start."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as handle:
         return subprocess.Popen(
@@ -87,9 +84,7 @@ def spawn(argv: Sequence[str], *, log: Path, env: Mapping[str, str]) -> subproce
 
 
 def confine(pid: int, cores: Collection[int]) -> None:
-    """Pin every thread of the process, and those it starts later, to these cores.
-
-    A process that is gone, or another user's, stays as it is."""
+    """Pin every thread of the process, and those it starts later, to these cores."""
     done: set[str] = set()
     with suppress(OSError):
         # A thread that was made during a pass may have missed it.

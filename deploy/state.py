@@ -1,9 +1,13 @@
-"""The state directory of a local cluster: who owns it, what runs, where the logs are.
+"""The state directory of a local cluster.
 
-Layout: cluster.json (design.md §5), launch.json (how it was started, so that a worker started by
-hand gets the same model and engine flags), lock (held while `up` or `down` works), logs/, etcd/,
-nats/. Owner: the `up` or `down` that holds the lock. Files are replaced atomically, so a reader
-never sees half of one, whenever the writer is killed.
+    cluster.json    addresses and processes
+    launch.json     how `up` started it: a worker started by hand gets the same model and flags
+    lock            held while `up` or `down` works
+    stopping        is there while `down` stops the processes
+    logs/           of every process
+    etcd/, nats/    data of the servers
+
+Only the holder of the lock writes. Files are replaced at once, so nobody reads half of one.
 """
 
 from __future__ import annotations
@@ -35,11 +39,14 @@ STOPPING_FILE = "stopping"
 
 
 class Locked(ConfigError):
-    """Another `up` or `down` works on the directory now. It may help to wait."""
+    """Another `up` or `down` works on the directory now."""
 
 
 class Launch(msgspec.Struct, kw_only=True, frozen=True):
-    """How `up` started the cluster. `cluster_id` is in the environment of every child."""
+    """How `up` started the cluster.
+
+    cluster_id: is in the environment of every child.
+    engine_args, role_args: vLLM flags of every process, and those of one role besides."""
 
     cluster_id: str
     model: str
@@ -61,7 +68,7 @@ def identity(entry: ProcessEntry) -> ProcessId:
 
 
 class StateDir:
-    """One state directory. It is not created before `locked` or `prepare`."""
+    """One state directory. `locked` creates it."""
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
         self.path = Path(path or os.environ.get(STATE_DIR_ENV) or DEFAULT_STATE_DIR).absolute()
@@ -114,7 +121,7 @@ class StateDir:
             return None
 
     def write_cluster(self, cluster: ClusterFile) -> None:
-        _replace(self.path / CLUSTER_FILE, msgspec.json.format(msgspec.json.encode(cluster)))
+        _replace(self.path / CLUSTER_FILE, cluster)
 
     def launch(self) -> Launch | None:
         """Return how the cluster was started. None: the file is missing or damaged."""
@@ -124,7 +131,7 @@ class StateDir:
             return None
 
     def write_launch(self, launch: Launch) -> None:
-        _replace(self.path / LAUNCH_FILE, msgspec.json.format(msgspec.json.encode(launch)))
+        _replace(self.path / LAUNCH_FILE, launch)
 
     def live(self) -> list[ProcessEntry]:
         """Return the recorded processes that still run."""
@@ -133,15 +140,13 @@ class StateDir:
 
     def refuse_if_live(self) -> None:
         """Raise ConfigError, which names the pids, if a cluster runs here."""
-        live = self.live()
+        running = [f"{entry.name} (pid {entry.pid})" for entry in self.live()]
         launch = self.launch()
-        watching = launch is not None and is_alive(launch.supervisor)
-        if live or watching:
-            names = ", ".join(f"{entry.name} (pid {entry.pid})" for entry in live)
-            if launch is not None and not live:
-                names = f"its supervisor (pid {launch.supervisor_pid})"
+        if not running and launch is not None and is_alive(launch.supervisor):
+            running = [f"its supervisor (pid {launch.supervisor_pid})"]
+        if running:
             raise ConfigError(
-                f"a cluster already runs from {self.path}: {names}. Stop it with "
+                f"a cluster already runs from {self.path}: {', '.join(running)}. Stop it with "
                 f"`pullfill down --state-dir {self.path}`, or choose another --state-dir"
             )
 
@@ -173,10 +178,10 @@ def new_cluster_id() -> str:
     return secrets.token_hex(12)
 
 
-def _replace(path: Path, data: bytes) -> None:
+def _replace(path: Path, content: msgspec.Struct) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     # Flags for vLLM may hold a key (--api-key): for this user only.
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     with open(fd, "wb") as file:
-        file.write(data + b"\n")
+        file.write(msgspec.json.format(msgspec.json.encode(content)) + b"\n")
     temporary.replace(path)

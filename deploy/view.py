@@ -1,4 +1,4 @@
-"""What `up` and `down` show: a live table on a terminal, one plain line per change elsewhere."""
+"""Shows what the processes of `up` and `down` do: a live table, or lines where no terminal is."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class _Row:
 
 @dataclass(slots=True)
 class ProcessView:
-    """States of named processes. Use as a context manager; safe to call before and after it."""
+    """The states of processes, by name. The table is shown within `with`."""
 
     console: Console
     title: str

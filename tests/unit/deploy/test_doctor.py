@@ -69,7 +69,7 @@ def test_a_worker_that_answers_nonsense_is_no_failure(answer: tuple[int, Any] | 
         gone = f"http://127.0.0.1:{free_port()}"
         there = url if answer else gone
         found = list(doctor.pairs([live("decode-a", url), live("prefill-a", there)]))
-    assert [f.level for f in found] == ([OK] if answer == (200, {"routes": 3}) else [])
+    assert found == []
 
 
 def test_many_pairs_are_cut_short() -> None:
