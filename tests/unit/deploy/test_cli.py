@@ -7,18 +7,19 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import msgspec
 import pytest
-import typer
 from typer.testing import CliRunner
 
 from pullfill.config import CLUSTER_FILE, ClusterFile, ClusterRef, ProcessEntry
 from pullfill.deploy import cli, roles, servers
+from pullfill.deploy.procs import start_time
 from pullfill.deploy.state import Launch, StateDir
 from pullfill.deploy.up_options import UpOptions
 from pullfill.errors import ConfigError, UnavailableError
@@ -43,11 +44,29 @@ def given(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return seen
 
 
-def _main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["pullfill", *arguments])
-    with pytest.raises(SystemExit) as caught:
-        cli.main()
-    return int(caught.value.code or 0)
+@pytest.fixture
+def main(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """Runs one command as the script does. Gives its exit code."""
+
+    def run(*arguments: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["pullfill", *arguments])
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+        return int(caught.value.code or 0)
+
+    return run
+
+
+@pytest.fixture
+def error(monkeypatch: pytest.MonkeyPatch) -> list[Exception]:
+    """`down` fails with the error that a test puts here."""
+    errors: list[Exception] = []
+
+    def fail(*_: object, **__: object) -> int:
+        raise errors[-1]
+
+    monkeypatch.setattr("pullfill.deploy.down.down", fail)
+    return errors
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -109,36 +128,34 @@ def test_defaults_of_up(given: dict[str, Any], state_dir: Path) -> None:
         ["status", "--nope"],
     ],
 )
-def test_usage_errors_exit_2(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> None:
-    assert _main(monkeypatch, *arguments) == 2
+def test_usage_errors_exit_2(main: Callable[..., int], arguments: list[str]) -> None:
+    assert main(*arguments) == 2
 
 
 @pytest.mark.parametrize(
-    ("error", "code"), [(ConfigError("no good"), 2), (UnavailableError("no good"), 1)]
+    ("raised", "code"), [(ConfigError("no good"), 2), (UnavailableError("no good"), 1)]
 )
 def test_our_errors_are_one_line(
-    monkeypatch: pytest.MonkeyPatch,
+    main: Callable[..., int],
+    error: list[Exception],
     capsys: pytest.CaptureFixture[str],
-    error: Exception,
+    raised: Exception,
     code: int,
 ) -> None:
-    def fail(*_: object, **__: object) -> int:
-        raise error
-
-    monkeypatch.setattr("pullfill.deploy.down.down", fail)
-    assert _main(monkeypatch, "down") == code
+    error.append(raised)
+    assert main("down") == code
     assert capsys.readouterr().err == "error: no good\n"
 
 
 def test_debug_shows_the_traceback(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    main: Callable[..., int],
+    error: list[Exception],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def fail(*_: object, **__: object) -> int:
-        raise ConfigError("no good")
-
-    monkeypatch.setattr("pullfill.deploy.down.down", fail)
+    error.append(ConfigError("no good"))
     monkeypatch.setenv(DEBUG_ENV, "")
-    assert _main(monkeypatch, "--debug", "down") == 2
+    assert main("--debug", "down") == 2
     told = capsys.readouterr().err
     assert "in fail" in told
     assert told.endswith("\nerror: no good\n")
@@ -149,33 +166,32 @@ def test_debug_shows_the_traceback(
     [(errno.ENOSPC, "Free some space"), (errno.EACCES, "XDG_CACHE_HOME"), (errno.EIO, DEBUG_ENV)],
 )
 def test_what_the_system_refuses_is_one_line(
+    main: Callable[..., int],
+    error: list[Exception],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     number: int,
     advice: str,
 ) -> None:
-    def fail(*_: object, **__: object) -> int:
-        raise OSError(number, os.strerror(number), "/the/file")
-
-    monkeypatch.setattr("pullfill.deploy.down.down", fail)
+    error.append(OSError(number, os.strerror(number), "/the/file"))
     monkeypatch.delenv(DEBUG_ENV, raising=False)
-    assert _main(monkeypatch, "down") == 1
+    assert main("down") == 1
     told = capsys.readouterr().err
     assert told.startswith(f"error: /the/file: {os.strerror(number)}. ")
     assert advice in told
     assert told.count("\n") == 1
     monkeypatch.setenv(DEBUG_ENV, "1")
-    assert _main(monkeypatch, "down") == 1
+    assert main("down") == 1
     assert "in fail" in capsys.readouterr().err
 
 
 def test_no_cluster_is_told_plainly(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], state_dir: Path
+    main: Callable[..., int], capsys: pytest.CaptureFixture[str], state_dir: Path
 ) -> None:
     for command in (["status"], ["explain", "x"], ["drain", "x"], ["config", "get"], ["prefill"]):
-        assert _main(monkeypatch, *command) == 2
+        assert main(*command) == 2
         assert str(state_dir) in capsys.readouterr().err
-    assert _main(monkeypatch, "down") == 0
+    assert main("down") == 0
     assert "nothing runs" in capsys.readouterr().out
     assert not state_dir.exists()
 
@@ -365,21 +381,30 @@ class TestRoles:
         assert ran == []
 
     def test_a_worker_by_hand_goes_where_the_least_is(
-        self, state_dir: Path, monkeypatch: pytest.MonkeyPatch
+        self, state_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Beside the prefill worker, not beside the decode worker."""
-        homes = {11: {0}, 12: {1}, 13: {0, 1}}
-        live = [
-            ProcessEntry(name=role, role=role, instance_id=None, pid=pid, log="")
-            for role, pid in (("decode", 11), ("prefill", 12), ("frontend", 13))
-        ]
-        monkeypatch.setenv("PULLFILL_DEVICE", "cpu")
-        monkeypatch.setattr(StateDir, "live", lambda self: live)
-        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: homes.get(pid, {0, 1}))
-        ref = ClusterRef("n", "e", "q", state_dir)
-        assert roles.cores_of(WorkerOptions(), ref, small=True) == (1,)
-        assert roles.cores_of(WorkerOptions(), ref, small=False) == ()
-        assert roles.cores_of(WorkerOptions(pin=False), ref, small=True) == ()
+        self._cluster(state_dir, tmp_path / "m")
+        cluster = StateDir(state_dir).cluster()
+        assert cluster is not None
+        homes: dict[int, set[int]] = {}
+        with ExitStack() as running:
+            for role, home in (("decode", {0}), ("prefill", {1}), ("frontend", {0, 1})):
+                process = running.enter_context(subprocess.Popen(["sleep", "60"]))
+                running.callback(process.kill)
+                homes[process.pid] = home
+                entry = ProcessEntry(
+                    name=role, role=role, instance_id=None, pid=process.pid, log=""
+                )
+                entry.started = start_time(process.pid) or 0
+                cluster.processes.append(entry)
+            StateDir(state_dir).write_cluster(cluster)
+            monkeypatch.setenv("PULLFILL_DEVICE", "cpu")
+            monkeypatch.setattr(os, "sched_getaffinity", lambda pid: homes.get(pid, {0, 1}))
+            ref = ClusterRef("n", "e", "q", state_dir)
+            assert roles.cores_of(WorkerOptions(), ref, small=True) == (1,)
+            assert roles.cores_of(WorkerOptions(), ref, small=False) == ()
+            assert roles.cores_of(WorkerOptions(pin=False), ref, small=True) == ()
 
     @pytest.mark.parametrize("cpu", ["x", "9999"])
     def test_a_core_that_is_not_there(
@@ -389,7 +414,3 @@ class TestRoles:
         result = runner.invoke(cli.app, ["decode", "--cpu", cpu])
         assert isinstance(result.exception, ConfigError)
         assert "--cpu" in str(result.exception)
-
-
-def test_the_app_is_a_typer_app() -> None:
-    assert isinstance(cli.app, typer.Typer)

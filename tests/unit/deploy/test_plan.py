@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from pathlib import Path
 
@@ -217,7 +218,7 @@ class TestCheck:
 
 class TestSpecs:
     def test_every_process_of_a_plan(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(defaults, "usable_cores", lambda: [0, 1])
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
         options = plan.UpOptions(
             decode=1, prefill=2, frontends=2, port=9000, vllm_args=["--api-key", "k"]
         )

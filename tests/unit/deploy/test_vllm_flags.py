@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from pullfill.config import ClusterRef
-from pullfill.deploy import accelerator, cli, defaults, plan, servers, vllm_flags
+from pullfill.deploy import accelerator, cli, defaults, plan, vllm_flags
 from pullfill.errors import ConfigError
 
 REF = ClusterRef("blue", "http://127.0.0.1:2", "nats://127.0.0.1:1", Path("/state"))
@@ -198,6 +198,4 @@ class TestRanks:
 
     def test_cpus_are_never_too_few(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(accelerator.DEVICE_ENV, "cpu")
-        monkeypatch.setattr(servers, "nats_binary", lambda: Path("nats"))
-        monkeypatch.setattr(servers, "etcd_binary", lambda: Path("etcd"))
         plan.check(self.mixed())
