@@ -1,7 +1,7 @@
-"""The `pullfill` command. Thin: it reads the command line and calls one function per command.
+"""The `pullfill` command: reads the command line and calls one function for each command.
 
-Imports of everything heavy happen inside the commands, so that `--help` answers at once. A
-`PullfillError` becomes one `error:` line; exit code 1 means it failed, 2 that it was asked wrongly.
+Large modules are imported inside the commands, so that `--help` answers at once. A `PullfillError`
+becomes one `error:` line. Exit code 1: the command failed. 2: it was asked wrongly.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from pullfill.deploy.command import command, expanded
-from pullfill.deploy.up_options import JsonOption, UpOptions, find_cluster
+from pullfill.deploy.up_options import UpOptions
 from pullfill.errors import ConfigError, IncompatibleError, PullfillError
 from pullfill.options import ClusterOptions, FrontendOptions, StateDirOptions, WorkerOptions
 from pullfill.runtime.log import DEBUG_ENV, complain
@@ -38,6 +38,7 @@ suspects_app = typer.Typer(
     invoke_without_command=True,
 )
 app.add_typer(suspects_app, name="suspects")
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON")]
 
 
 def _version(wanted: bool) -> None:
@@ -151,7 +152,7 @@ def status(cluster: ClusterOptions, as_json: JsonOption = False) -> int:
     """Show workers, their load, and the job queue."""
     from pullfill.deploy.status import status
 
-    return status(find_cluster(cluster), as_json)
+    return status(cluster.find_to_ask(), as_json)
 
 
 @command(app)
@@ -166,7 +167,7 @@ def drain(
     """Let one worker finish what it has and leave, by revoking its lease."""
     from pullfill.deploy import operate
 
-    return operate.drain(find_cluster(cluster), instance, wait=wait, timeout_s=timeout)
+    return operate.drain(cluster.find_to_ask(), instance, wait=wait, timeout_s=timeout)
 
 
 @command(app)
@@ -178,7 +179,7 @@ def explain(
     """Tell how one request was served, and where its time went."""
     from pullfill.deploy.explain import explain
 
-    return explain(find_cluster(cluster), request, as_json)
+    return explain(cluster.find_to_ask(), request, as_json)
 
 
 @command(app)
@@ -194,7 +195,7 @@ def recheck(cluster: ClusterOptions) -> int:
     """Forget failed self-checks, so that workers compare their prefills again."""
     from pullfill.deploy import operate
 
-    return operate.recheck(find_cluster(cluster))
+    return operate.recheck(cluster.find_to_ask())
 
 
 @command(config_app, "get")
@@ -205,7 +206,7 @@ def config_get(
     """Print one setting, or all."""
     from pullfill.deploy import operate
 
-    return operate.config_get(find_cluster(cluster), key)
+    return operate.config_get(cluster.find_to_ask(), key)
 
 
 @command(config_app, "set")
@@ -217,14 +218,14 @@ def config_set(
     """Change one setting, or `unset` it; a bad value is refused."""
     from pullfill.deploy import operate
 
-    return operate.config_set(find_cluster(cluster), key, value)
+    return operate.config_set(cluster.find_to_ask(), key, value)
 
 
 def _suspects(context: typer.Context, cluster: ClusterOptions, as_json: JsonOption = False) -> int:
     if context.invoked_subcommand is None:
         from pullfill.deploy import suspects
 
-        suspects.show(find_cluster(cluster), as_json)
+        suspects.show(cluster.find_to_ask(), as_json)
     return 0
 
 
@@ -242,7 +243,7 @@ def suspects_clear(
         raise ConfigError("name one FINGERPRINT (`pullfill suspects` lists them), or --all")
     from pullfill.deploy import suspects
 
-    suspects.clear(find_cluster(cluster), fingerprint)
+    suspects.clear(cluster.find_to_ask(), fingerprint)
     return 0
 
 

@@ -20,7 +20,6 @@ from pullfill.deploy import machine, members, servers
 from pullfill.deploy.machine import FAIL, OK, WARN, Finding
 from pullfill.deploy.procs import is_alive
 from pullfill.deploy.state import StateDir, identity
-from pullfill.deploy.up_options import find_cluster
 from pullfill.errors import ConfigError, PullfillError, UnavailableError
 from pullfill.options import ClusterOptions
 from pullfill.registry import self_checks
@@ -45,7 +44,7 @@ def run(options: ClusterOptions) -> int:
         machine.transports,
     ]
     try:
-        ref = find_cluster(options)
+        ref = options.find_to_ask()
     except ConfigError as exc:
         missing = Finding(WARN, "no cluster to look at", str(exc))
         checks += [machine.default_port, lambda: [missing]]

@@ -12,7 +12,7 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 from pullfill.config import ClusterRef, ranks_of, split_urls
@@ -153,7 +153,7 @@ def _prepare(
     if options.instance_id is not None and not is_name(options.instance_id):
         raise ConfigError(f"instance id {options.instance_id!r}: lower-case letters, digits, -, _")
     vllm_flags.check(vllm_args)
-    ref = ClusterRef.resolve(**asdict(cluster))
+    ref = cluster.find()
     launch = None
     if ref.state_dir is not None and not (cluster.etcd and cluster.nats):
         launch = StateDir(ref.state_dir).launch()

@@ -1,18 +1,11 @@
-"""Options of `pullfill up`, and how a command names its cluster. See `pullfill/options.py`."""
+"""Options of `pullfill up`."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-from typing import Annotated
+from dataclasses import dataclass, field
 
-import typer
-
-from pullfill.config import ClusterRef
-from pullfill.errors import ConfigError
 from pullfill.net.security import OPEN, Security
-from pullfill.options import PORT, ClusterOptions, FrontendOptions, WorkerOptions, flag
-
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON")]
+from pullfill.options import PORT, FrontendOptions, WorkerOptions, flag
 
 
 @dataclass(slots=True, kw_only=True)
@@ -55,16 +48,3 @@ def frontend_url(host: str, port: int) -> str:
     elif host == "::":
         host = "::1"
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def find_cluster(cluster: ClusterOptions) -> ClusterRef:
-    """Return the cluster for a command that only looks at it. `--etcd` alone is enough for it.
-
-    Raises ConfigError, which says what to do."""
-    given = asdict(cluster)
-    try:
-        return ClusterRef.resolve(**given)
-    except ConfigError:
-        if not cluster.etcd or cluster.nats:
-            raise
-        return ClusterRef.resolve(**given | {"nats": "nats://", "state_dir": None})

@@ -6,12 +6,12 @@ of the processes that `pullfill up` starts (`arguments`).
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from enum import Enum
 from typing import Any, TypeVar, get_type_hints
 from urllib.parse import urlsplit
 
-from pullfill.config import STANDING_LINKS, STATE_DIR_ENV, TRANSPORTS
+from pullfill.config import STANDING_LINKS, STATE_DIR_ENV, TRANSPORTS, ClusterRef
 from pullfill.errors import ConfigError
 from pullfill.net.security import SECURITY_ENV
 from pullfill.wire import DigestMode, KvMode
@@ -164,12 +164,26 @@ class StateDirOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterOptions(StateDirOptions):
-    """Which cluster a command is about. See `ClusterRef.resolve`."""
+    """Which cluster a command is about."""
 
     etcd: str | None = flag(None, "etcd, e.g. http://127.0.0.1:2379", metavar="URL")
     nats: str | None = flag(None, "NATS, e.g. nats://127.0.0.1:4222", metavar="URL")
     namespace: str | None = flag(None, "Namespace of the cluster", metavar="NS")
     security: str | None = flag(None, CREDENTIALS, metavar="FILE", env=SECURITY_ENV)
+
+    def find(self) -> ClusterRef:
+        """Return the cluster, for a process that joins it. Raises ConfigError."""
+        return ClusterRef.resolve(**asdict(self))
+
+    def find_to_ask(self) -> ClusterRef:
+        """Return the cluster, for a command that only asks it. Raises ConfigError."""
+        try:
+            return self.find()
+        except ConfigError:
+            if not self.etcd or self.nats:
+                raise
+            # `--etcd` alone is enough.
+            return replace(self, nats="nats://", state_dir=None).find()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
