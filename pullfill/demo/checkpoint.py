@@ -1,9 +1,9 @@
-"""The demo model: a small Llama checkpoint with random weights, made on this machine.
-
-`ensure_demo_model(DIR)` builds beside DIR and renames, so that DIR is complete or absent, also
-after a crash. Callers in several processes wait for one another at a lock file. As a program:
+"""Makes the demo model: a small Llama checkpoint with random weights. As a program:
 
     python -m pullfill.demo.checkpoint DIR
+
+It is made beside DIR and renamed to DIR at the end. So DIR is whole or absent, also after a crash.
+Processes that make the same one wait for one another at a lock file.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ MARKER = "demo-recipe"
 
 
 def is_ready(directory: Path, recipe: Recipe = DEMO) -> bool:
-    """Whether directory holds the model of exactly this recipe. Cheap."""
+    """Return whether directory holds the model of this recipe."""
     return _made_by(directory) == recipe.digest()
 
 
 def ensure_demo_model(directory: Path, recipe: Recipe = DEMO) -> Path:
     """Make the checkpoint unless it is there. Return the absolute path of the directory.
 
-    The model of an older recipe is replaced. Processes that have its files open keep them.
+    The model of another recipe is replaced. Processes that have its files open keep them.
 
-    Raises ConfigError when the directory holds something else, OSError when it cannot be written.
+    Raises ConfigError if the directory holds something else, OSError if it cannot be written.
     """
     directory = directory.absolute()
     if is_ready(directory, recipe):
@@ -42,7 +42,7 @@ def ensure_demo_model(directory: Path, recipe: Recipe = DEMO) -> Path:
     with _locked(directory.parent / f".{directory.name}.lock"):
         if is_ready(directory, recipe):
             return directory
-        if _made_by(directory) is None and directory.exists() and _occupied(directory):
+        if _made_by(directory) is None and _occupied(directory):
             raise ConfigError(
                 f"{directory} is not empty and not a demo model: name another directory"
             )
@@ -63,20 +63,20 @@ def _made_by(directory: Path) -> str | None:
         return None
 
 
-def _occupied(directory: Path) -> bool:
-    return not directory.is_dir() or any(directory.iterdir())
+def _occupied(path: Path) -> bool:
+    return any(path.iterdir()) if path.is_dir() else path.exists()
 
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    # The file stays: removing it would let a third caller lock a new one beside a waiter's.
+    # The file stays. Without it a third process would lock a new file, not the one of a waiter.
     with path.open("a") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield
 
 
 def _sweep(directory: Path) -> None:
-    """Remove what a killed builder left. Only under the lock, so nobody is building."""
+    """Remove what a killed process left. The caller holds the lock, so nobody is at work."""
     for what in ("new", "old"):
         for leftover in directory.parent.glob(f".{directory.name}.{what}-*"):
             shutil.rmtree(leftover, ignore_errors=True)
@@ -94,7 +94,7 @@ def _swap(fresh: Path, directory: Path) -> None:
 
 
 def _build(recipe: Recipe, directory: Path) -> None:
-    # Imported here: whoever finds the model ready need not wait for torch.
+    # Imported here: a process that finds the model there need not wait for torch.
     from safetensors.torch import save_file
 
     from pullfill.demo.tokenizer import build_tokenizer, readable, write_tokenizer

@@ -1,7 +1,4 @@
-"""What a demo checkpoint is made of: one frozen recipe, and the config files that follow from it.
-
-Free of heavy imports, so that asking "is the demo model there?" costs nothing.
-"""
+"""What a demo checkpoint is made of: a recipe, and the config files that follow from it."""
 
 from __future__ import annotations
 
@@ -11,29 +8,28 @@ from typing import Any
 
 import msgspec
 
-# Part of every digest. Raise it when the tokenizer, the template or the weights change, so that
-# machines with an older demo model make a new one.
 FORMAT = 2
+"""Part of every digest. Raise it when the tokenizer, the template or the weights change: then
+machines with an older demo model make a new one."""
 
 END_OF_TEXT, PAD, TURN_END = "<|endoftext|>", "<|pad|>", "<|end|>"
 ROLES = ("system", "user", "assistant", "tool")
-# Control tokens: never produced by text, dropped when decoding. A turn is its role's token, the
-# content and TURN_END with nothing between.
+# No text gives these tokens, and decoding drops them. A turn is its role's token, the content and
+# TURN_END.
 SPECIAL_TOKENS = (END_OF_TEXT, PAD, TURN_END, *(f"<|{role}|>" for role in ROLES))
-# One token each, but text: tool parsers look for them in the decoded answer.
+# These are text, one token each: tool parsers look for them in the decoded answer.
 MARKUP_TOKENS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A Llama shape (float32), and the seed and the scales of its random weights.
+    """The shape of a Llama in float32, and the seed and the scales of its random weights.
 
     head_dim: 32, 64, 80, 96, 112, 128 or another that the CPU attention of vLLM takes.
     init_range: standard deviation of the weights. With Llama's 0.02 a random model answers nearly
-    the same whatever the prompt. That would hide wrong KV. Rows of queries and keys get half of it,
-    so that attention looks at all of the context.
+    the same whatever the prompt. That would hide wrong KV.
     embedding: times init_range for the embeddings. The smaller it is, the more the next token
-    hangs on the context, and the less on the last token alone.
+    depends on the context, and the less on the last token alone.
     readable: answer in printable ASCII characters only, and sometimes end the answer.
     """
 
@@ -53,12 +49,12 @@ class Recipe:
     seed: int = 20
 
     def digest(self) -> str:
-        """Names the model this recipe makes; two recipes that differ anywhere differ here."""
+        """Return a hash of the recipe."""
         text = msgspec.json.encode({"format": FORMAT, **asdict(self)}, order="deterministic")
         return hashlib.blake2b(text, digest_size=8).hexdigest()
 
     def hf_config(self) -> dict[str, Any]:
-        """`config.json` of the checkpoint."""
+        """Return `config.json` of the checkpoint."""
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
@@ -84,7 +80,7 @@ class Recipe:
         }
 
     def generation_config(self) -> dict[str, Any]:
-        """`generation_config.json`: where an answer ends, and sampling unless a client says."""
+        """Return `generation_config.json`: the end of an answer, and how it is sampled."""
         return {
             "eos_token_id": [SPECIAL_TOKENS.index(TURN_END), SPECIAL_TOKENS.index(END_OF_TEXT)],
             "pad_token_id": SPECIAL_TOKENS.index(PAD),

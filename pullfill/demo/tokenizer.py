@@ -12,13 +12,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from pullfill.demo.recipe import (
-    MARKUP_TOKENS,
-    PAD,
-    SPECIAL_TOKENS,
-    TURN_END,
-    Recipe,
-)
+from pullfill.demo.recipe import MARKUP_TOKENS, PAD, SPECIAL_TOKENS, TURN_END, Recipe
 
 CHAT_TEMPLATE = """\
 {%- macro body(content) -%}

@@ -13,12 +13,12 @@ EMBED, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.w
 
 
 def layer_name(layer: int, part: str) -> str:
-    """Weight name of one part of one layer, e.g. `self_attn.q_proj`."""
+    """Return the name of a weight. part: e.g. `self_attn.q_proj`."""
     return f"model.layers.{layer}.{part}.weight"
 
 
 def random_weights(recipe: Recipe) -> dict[str, Tensor]:
-    """Weights drawn from `recipe.seed`, the same on every call; norms are one."""
+    """Return weights drawn from `recipe.seed`, the same on every call. Those of norms are one."""
     wide, narrow = recipe.heads * recipe.head_dim, recipe.kv_heads * recipe.head_dim
     hidden, inner = recipe.hidden, recipe.intermediate
     draw = torch.Generator().manual_seed(recipe.seed)
@@ -30,6 +30,7 @@ def random_weights(recipe: Recipe) -> dict[str, Tensor]:
     for layer in range(recipe.layers):
         parts = {
             "input_layernorm": torch.ones(hidden),
+            # Half the scale for queries and keys, so that attention looks at all of the context.
             "self_attn.q_proj": matrix(wide, hidden, 0.5),
             "self_attn.k_proj": matrix(narrow, hidden, 0.5),
             "self_attn.v_proj": matrix(narrow, hidden),
