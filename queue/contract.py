@@ -23,7 +23,7 @@ from pullfill.wire import QueueStatus
 
 @dataclass(frozen=True, slots=True)
 class QueueConfig:
-    """One job stream, named by (namespace, compatibility hash); the hash covers the model.
+    """One job stream, named by its namespace and compatibility hash. The hash covers the model.
 
     A new stream and consumer are made with these values. Existing ones keep theirs, except for the
     fields that `QueueSettings` sets.

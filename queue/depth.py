@@ -157,7 +157,7 @@ class DepthCache:
 
 
 class SharedDepth:
-    """Lives as long as its producer; belongs to its loop.
+    """Belongs to one producer, and to its loop.
 
     on_report: called with a snapshot and the time, by our clock, at which the server was asked.
     on_want: called when another producer wants a report of ours.

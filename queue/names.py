@@ -94,6 +94,6 @@ def parse_ack(subject: str) -> AckInfo:
 
 
 def subject_tokens(subject: str) -> int:
-    """Token count of a job subject; 0 if its last token is not a number."""
+    """Token count of a job subject. 0 if its last token is not a number."""
     last = subject.rsplit(".", 1)[-1]
     return int(last) if last.isascii() and last.isdigit() and len(last) < 12 else 0

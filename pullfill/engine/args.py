@@ -96,7 +96,7 @@ def flag_parser(program: str) -> Any:
 
 def first_line(exc: BaseException) -> str:
     """What an error of vLLM says, in one line."""
-    # pydantic's first line only counts the errors; the reason is in the first of them.
+    # pydantic's first line only counts the errors. The reason is in the first of them.
     details = getattr(exc, "errors", None)
     text = str(details()[0]["msg"] if callable(details) else exc).strip()
     return text.splitlines()[0] if text else type(exc).__name__

@@ -127,9 +127,10 @@ def require_version() -> str:
 
 
 def require_names(names: Mapping[str, Iterable[str]]) -> None:
-    """Check that each module (key) has each dotted attribute; `Struct:field` asks for a field of
-    a msgspec struct or dataclass. Imports the modules. Raises IncompatibleError naming the first
-    thing missing and both versions."""
+    """Check that each module (key) has each dotted attribute. Imports the modules.
+
+    `Struct:field` asks for a field of a msgspec struct or dataclass. Raises IncompatibleError
+    naming the first thing that is missing and both versions."""
     version = require_version()
     for module_name, paths in names.items():
         try:

@@ -15,8 +15,8 @@ M_ARENA_MAX = -8
 """Of glibc's mallopt."""
 _PR_SET_TIMERSLACK = 29
 LATE_NS = 50_000_000
-"""How late a lazy thread may be. vLLM ends its dozen of them one after another, and each sees that
-it is to end when its wait is over: together less than 0.8 s of the engine thread's last seconds."""
+"""How late a lazy thread may be. vLLM ends its dozen of them one after another. Each notices that
+when its wait is over. Together that takes less than 0.8 s of the engine thread's last seconds."""
 
 
 def computes_on_cpu() -> bool:
@@ -39,12 +39,11 @@ def _is_installed(name: str) -> bool:
 def prepare(*, cpu: int | None, model: str, eager: bool = False, ranks: int = 1) -> None:
     """Set environment and affinity. Must run before the first import of torch or vllm.
 
-    cpu: pin this process to that core and use one compute thread; not with several ranks, which
-    would inherit it and get into each other's way.
-    ranks: processes that compute; they share the cores.
-    eager: the user asked for --enforce-eager, so compile nothing anywhere: vLLM's sampler would
-    otherwise compile a helper at the first request that wants log probabilities, which took 39 s
-    on two cores. Existing environment settings win.
+    Existing environment settings win.
+
+    cpu: the core to pin this process to. Ignored with several ranks, which would inherit it.
+    ranks: number of processes that compute. They share the cores.
+    eager: the user asked for --enforce-eager. Compile nothing anywhere.
     """
     bound_arenas()
     put = os.environ.setdefault
@@ -54,6 +53,8 @@ def prepare(*, cpu: int | None, model: str, eager: bool = False, ranks: int = 1)
     put("TOKENIZERS_PARALLELISM", "false")
     put("VLLM_LOGGING_LEVEL", "WARNING")
     if eager:
+        # vLLM's sampler compiles a helper at the first request that wants log probabilities. That
+        # took 39 s on two cores.
         put("TORCHDYNAMO_DISABLE", "1")
     if os.path.isdir(model):
         put("HF_HUB_OFFLINE", "1")
@@ -73,7 +74,7 @@ def prepare(*, cpu: int | None, model: str, eager: bool = False, ranks: int = 1)
         # for another worker blocks everything behind it in its queue, maybe the engine's steps.
         # CUDA reads this once, when it starts.
         put("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-    # The engine thread is CPU-bound Python; the asyncio thread needs the GIL for microseconds.
+    # The engine thread is CPU-bound Python, and the asyncio thread needs the GIL for microseconds.
     # With the default 5 ms, every hop of a claim or commit would wait that long.
     sys.setswitchinterval(0.0005)
 
@@ -93,14 +94,14 @@ def bound_arenas(count: int = 2) -> None:
 
 @contextmanager
 def lazy_timers() -> Iterator[None]:
-    """Threads that this thread starts meanwhile, and those that they start, return from timed waits
-    up to LATE_NS late; what they wait for itself wakes them as ever. So start none of ours in it.
-    Elsewhere than on Linux this does nothing.
+    """Threads that are started inside return from timed waits up to LATE_NS late.
 
-    gloo has a thread for each of a dozen process groups, which nobody uses with one rank; each
-    looks around a hundred times a second. On the core of a busy engine that cost 2.5 % of it; this
-    late it is a sixth of the wakes.
+    So do the threads that they start. What they wait for wakes them as usual. Start no thread of
+    ours inside. Only on Linux.
     """
+    # With one rank nobody uses gloo's dozen process groups. Each has a thread that looks around a
+    # hundred times a second. On the core of a busy engine that cost 2.5 % of it. Lazy threads wake
+    # a sixth as often.
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is None:
         yield

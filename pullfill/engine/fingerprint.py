@@ -4,7 +4,7 @@ Two requests share a fingerprint when their prompts and what the engine is asked
 equal. A request that is sent again by its user has the fingerprint of the first one, whatever its
 ids and whether it is streamed. The choices of one answer (n > 1) share a fingerprint too.
 
-Pure function over vLLM's structs; no vLLM import here.
+A pure function over vLLM's structs. No vLLM import here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NOT_OF_THE_ENGINE = frozenset({
     # What vLLM's frontend does with the tokens.
     "stop", "detokenize", "skip_special_tokens", "spaces_between_special_tokens",
     "include_stop_str_in_output", "output_kind", "output_text_buffer_length", "stream_interval",
-    # About the object itself; how many choices there are besides this one.
+    # About the object itself, and how many choices there are besides this one.
     "skip_clone", "n",
 })  # fmt: skip
 _SIZE = 8

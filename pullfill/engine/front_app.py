@@ -1,8 +1,9 @@
 """vLLM's own OpenAI app and AsyncLLM, unmodified, on top of `DecodeClient`.
 
-`prepare` parses vLLM's flags and reads the model's configuration (slow, blocking, no event loop);
-`FrontApp.build` makes the AsyncLLM and the FastAPI app on the running loop. No engine is started
-and no weights are loaded. Set the environment with `set_environment` before anything imports vLLM.
+Call `set_environment` before anything imports vLLM. `prepare` parses vLLM's flags and reads the
+model's configuration. It is slow and blocks, so call it without an event loop. `FrontApp.build`
+makes the AsyncLLM and the FastAPI app on the running loop. No engine is started and no weights are
+loaded.
 """
 
 from __future__ import annotations
@@ -62,8 +63,8 @@ class Prepared:
 
 
 def set_environment(model: str) -> None:
-    """Before vLLM is imported: one thread for torch (a frontend multiplies no matrices), no hub
-    look-ups for a model that is a local directory, no usage reports. What the user set stays."""
+    """Set the environment of a frontend before vLLM is imported. What the user set stays."""
+    # A frontend multiplies no matrices.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -118,7 +119,7 @@ def _parse(model: str, vllm_args: Sequence[str]) -> Namespace:
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
 
     parser = make_arg_parser(flag_parser("pullfill frontend"))
-    # Users of prefix caching want to see it; vLLM leaves this off.
+    # Users of prefix caching want to see it. vLLM leaves this off.
     parser.set_defaults(enable_prompt_tokens_details=True)
     try:
         args: Namespace = parser.parse_args(["--model", model, *vllm_args])
@@ -130,8 +131,11 @@ def _parse(model: str, vllm_args: Sequence[str]) -> Namespace:
 
 @dataclass(slots=True)
 class FrontApp:
-    """The assembled server. `app` has vLLM's routes; `client` is where outputs go in. Call
-    `settle` before the metrics are read."""
+    """The assembled server.
+
+    app: has vLLM's routes.
+    client: takes the outputs of all workers.
+    settle: call it before the metrics are read."""
 
     app: FastAPI
     engine: Any
@@ -186,8 +190,8 @@ class FrontApp:
 
 
 def look_up_first(app: Starlette, paths: Sequence[str]) -> None:
-    """Move routes to the front, which are tried one after the other, twice for each request. Only
-    those that none before them answers for."""
+    """Move the routes of these paths to the front, unless a route before them answers as well."""
+    # Routes are tried one after the other, twice for each request.
     routes = app.router.routes
     found = []
     for path in paths:
@@ -199,8 +203,8 @@ def look_up_first(app: Starlette, paths: Sequence[str]) -> None:
 
 
 class _NoServer:
-    """vLLM's error handler stops the HTTP server (`should_exit`) when it believes the engine is
-    dead. Ours has many engines and its own life cycle, so the wish is taken and ignored."""
+    """vLLM's error handler sets `should_exit` when it believes that the engine is dead. Nobody
+    reads it: our server has many engines and its own life."""
 
     should_exit = False
 
@@ -219,8 +223,8 @@ def _core_client(client: DecodeClient) -> Iterator[None]:
 
 
 async def _keep_output_handler(engine: Any) -> None:
-    """Restart AsyncLLM's output task if an output made it fail: vLLM then ends the requests that
-    were open, and the next ones must find a working frontend."""
+    """Restart AsyncLLM's output task if an output made it fail. vLLM has ended the open requests
+    then. The next ones must find a working frontend."""
     while True:
         task = engine.output_handler
         if task is not None:

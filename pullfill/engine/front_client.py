@@ -112,9 +112,10 @@ class DecodePort(Protocol):
 
 
 class FrontLLM(AsyncLLM):  # type: ignore[misc]
-    """AsyncLLM that tells bad requests from bugs (`blame`). A request that vLLM's validation
-    refuses gets 400 and the reason. Any other failure gets 500 with a message that says whose fault
-    it is; vLLM's own 500 has no message."""
+    """AsyncLLM that tells bad requests from bugs (`blame`).
+
+    A request that vLLM's validation refuses gets 400 and the reason. Any other failure gets 500
+    with a message that says whose fault it is. vLLM's own 500 has no message."""
 
     async def add_request(
         self, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any

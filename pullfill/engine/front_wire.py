@@ -13,16 +13,15 @@ ZMQ DEALER (frontend) → ROUTER (decode worker, bound at `WorkerRecord.data`). 
     BYE                                            DRAIN takes no new requests
                                                    GONE  the worker had dropped this frontend
 
-Life of a connection: the frontend connects under a routing id it never uses again, sends HELO and
-PING, and sends requests only after the welcome. A connection that breaks is over: messages may be
-gone, so neither end continues on a new one. The frontend then sends its requests elsewhere, to go
-on from the tokens it has; the decode worker aborts the requests of a frontend silent for SILENCE_S
-or gone by BYE. A request that is sent a second time gets a new id (`attempt_id`).
+Life of a connection: the frontend connects under a routing id that it never uses again, sends HELO
+and PING, and sends requests only after the welcome. A connection that breaks is over, because
+messages may be lost. Then the frontend sends its requests elsewhere, to go on from the tokens that
+it has. The decode worker aborts the requests of a frontend that has said BYE, or nothing for
+SILENCE_S. A request that is sent a second time gets a new id (`attempt_id`).
 
-vLLM's frames are its own msgpack codec over its own structs, so both ends must run the same vLLM
-release: that is checked at HELO. The prompt of an ADD travels beside them: msgpack decodes a long
-list in one go and holds the GIL meanwhile, 6 ms for 128k token ids. This module imports vLLM only
-inside the two codecs.
+vLLM's structs travel in vLLM's own msgpack codec. So both ends must run the same vLLM release.
+HELO checks that. The prompt of an ADD travels beside them: msgpack decodes a long list in one go
+and holds the GIL meanwhile, 6 ms for 128k token ids. Only the two codecs import vLLM.
 """
 
 from __future__ import annotations
@@ -79,7 +78,7 @@ QUEUE_LIMIT = 10_000
 treated as lost: nothing is ever left out of the middle."""
 
 Frames = Sequence[Any]
-"""bytes, memoryview or zmq.Frame; vLLM's codec takes all three."""
+"""bytes, memoryview or zmq.Frame. vLLM's codec takes all three."""
 # Plain numbers: with pyzmq's enums, combining the flags takes as long as sending.
 _NOW = int(zmq.NOBLOCK)
 _NOW_AND_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
@@ -108,8 +107,9 @@ class DecodeWelcome(Message, frozen=True, kw_only=True):
 
 
 def refuse_hello(hello: FrontendHello, *, vllm_version: str, models: Sequence[str]) -> str | None:
-    """Why a decode worker must answer NOPE, naming the field that differs; None: welcome it.
-    models: the names (served name, path) under which the worker's model is known."""
+    """Why a decode worker must answer NOPE, naming the field that differs. None: welcome it.
+
+    models: the names (served name, path) of the worker's model."""
     if base_version(hello.vllm_version) != base_version(vllm_version):
         return (
             f"vllm_version differs: this decode worker runs vLLM {vllm_version}, "
@@ -121,14 +121,16 @@ def refuse_hello(hello: FrontendHello, *, vllm_version: str, models: Sequence[st
 
 
 def attempt_id(request_id: str, attempt: int) -> str:
-    """The id a request goes by at a worker: its own at first, a new one for each re-send, so that
-    a worker that still holds the last attempt never sees one id twice."""
+    """The id of a request at a worker: its own at first, a new one each time it is sent again.
+
+    So a worker that still holds the last attempt never sees one id twice."""
     return request_id if attempt == 0 else f"{request_id}~{attempt}"
 
 
 def set_options(socket: Any) -> None:
-    """Common options, before bind or connect. Heartbeats run in ZMQ's I/O thread, so a Python
-    thread busy with an engine step does not look dead, and a stopped or cut-off process does."""
+    """Set the options of both ends, before bind or connect."""
+    # Heartbeats run in ZMQ's I/O thread. So a process that is busy with an engine step does not
+    # look dead, and one that is stopped or cut off does.
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, QUEUE_LIMIT)
     socket.setsockopt(zmq.RCVHWM, QUEUE_LIMIT)
@@ -223,7 +225,7 @@ def _bytes(data: Any) -> bytes | bytearray | memoryview:
 
 
 class FrontendCodec:
-    """vLLM's codec as a frontend needs it. Imports vLLM; use from one thread."""
+    """vLLM's codec as a frontend needs it. Imports vLLM. For one thread."""
 
     def __init__(self) -> None:
         from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest

@@ -73,8 +73,11 @@ class BoundedGrammar(StructuredOutputGrammar):  # type: ignore[misc]
 
 
 def bound(request: Any, core: Any) -> None:
-    """Wrap the grammar that vLLM compiles for a Request with structured output. core: vLLM's
-    EngineCore. Returns at once; the first mask is tried by the threads that compile."""
+    """Wrap the grammar that vLLM compiles for a Request with structured output. Returns at once.
+
+    The threads that compile also try the first mask.
+
+    core: vLLM's EngineCore."""
     structured = request.structured_output_request
     compiling = structured._grammar
     if not isinstance(compiling, Future):
@@ -93,7 +96,7 @@ def bound(request: Any, core: Any) -> None:
 
 
 def why_ended(request: Any) -> str:
-    """Why the structured output of a vLLM Request ended it with an error; for the user."""
+    """Why the structured output of a vLLM Request ended it with an error. For the user."""
     grammar = request.structured_output_request.grammar
     if isinstance(grammar, TooSlow) or getattr(grammar, "slow", False):
         return SLOW

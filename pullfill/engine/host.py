@@ -133,12 +133,12 @@ class EngineHost:
     # ------------------------------------------------------------------ engine thread
 
     def register(self, socket: Any, handler: Callable[[], None]) -> None:
-        """Poll a ZMQ socket or descriptor for reading in the loop (engine thread only)."""
+        """Poll a ZMQ socket or descriptor for reading in the loop. Engine thread."""
         self._fd_handlers[socket] = handler
         self._poller.register(socket, zmq.POLLIN)
 
     def build(self) -> EngineCore:
-        """Load the model and allocate the KV cache. Engine thread only; takes seconds."""
+        """Load the model and allocate the KV cache. Engine thread. Takes seconds."""
         from vllm.v1.engine.core import EngineCore
         from vllm.v1.executor import Executor
 

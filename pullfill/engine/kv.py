@@ -27,7 +27,8 @@ class Geometry:
 
 
 def total_heads(vllm_config: Any) -> int:
-    """KV heads of the whole model as caches hold them: latent attention has one, on every rank.
+    """KV heads of the whole model, as caches hold them. Latent attention has one, on every rank.
+
     Raises IncompatibleError for context parallelism, which splits a block's tokens over ranks."""
     parallel = vllm_config.parallel_config
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
@@ -45,7 +46,7 @@ def executor_without_model(vllm_config: Any) -> Any:
 
     Such a class has two attributes of ours:
     KV_KIND: what its KV is, in one word. Only workers of one kind exchange KV.
-    kv_device: function from vLLM's config to the device of the KV memory; `auto` for vLLM's."""
+    kv_device: function from vLLM's config to the device of the KV memory. `auto`: that of vLLM."""
     named = vllm_config.parallel_config.distributed_executor_backend
     if isinstance(named, str) and "." in named:  # a class path; vLLM's own executors are one word
         module, _, name = named.rpartition(".")
@@ -65,8 +66,8 @@ def device_of(vllm_config: Any) -> str:
 
 
 def require_one_group(kv_cache_config: Any) -> None:
-    """Raises IncompatibleError for a model whose KV cache vLLM splits into several groups: their
-    block ids overlap, and a grant names blocks by id alone."""
+    """Raise IncompatibleError for a model whose KV cache vLLM splits into several groups."""
+    # Block ids of several groups overlap, and a grant names blocks by id alone.
     groups = len(kv_cache_config.kv_cache_groups)
     if groups != 1:
         raise IncompatibleError(

@@ -1,8 +1,8 @@
 """Ties the processes of an engine's ranks to the main process: if one dies, all end.
 
-With tensor or pipeline parallelism vLLM runs each rank in a process of its own. The main process
-decides when they end; `bind_to_parent` runs in each of them, `RankWatch` in the main process. With
-one rank there are no such processes and neither does anything.
+With tensor or pipeline parallelism vLLM runs each rank in a process of its own. `bind_to_parent`
+runs in each of them, `RankWatch` in the main process. With one rank there are no such processes,
+and both do nothing.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _PR_SET_PDEATHSIG = 1
 
 
 def bind_to_parent() -> None:
-    """In a rank's process (main thread): die with the engine, by no other signal than SIGKILL.
+    """End this rank's process with the engine, and by no other signal than SIGKILL. Main thread.
 
-    vLLM ends a rank by closing a pipe. A rank that waits for another one in native code never
-    notices that, but the kernel's signal reaches it. SIGTERM and SIGINT go to the whole process
-    group (a drain, Ctrl-C), and only the main process knows what must still be finished. In any
-    other process this does nothing.
+    In any other process this does nothing.
     """
+    # vLLM ends a rank by closing a pipe. A rank that waits for another one in native code never
+    # notices that, but the kernel's signal reaches it. SIGTERM and SIGINT go to the whole process
+    # group (a drain, Ctrl-C), and only the main process knows what must still be finished.
     parent = multiprocessing.parent_process()
     if parent is None:
         return
@@ -44,16 +44,15 @@ def bind_to_parent() -> None:
 
 
 def sentinels_of(core: Any) -> dict[int, int]:
-    """Descriptor that becomes readable when a rank's process ends → rank; empty without any."""
+    """Rank by the descriptor that becomes readable when the rank's process ends."""
     workers: Sequence[Any] = getattr(core.model_executor, "workers", None) or ()
     return {handle.proc.sentinel: handle.rank for handle in workers}
 
 
 class RankWatch:
-    """Calls `on_death(text)` once when a rank's process ends before `stop`. Owns a thread while
-    there are ranks to watch.
+    """Calls `on_death(text)` once, when a rank's process ends before `stop`.
 
-    vLLM notices as well, but takes up to ten seconds to tell, in which requests wait for nothing.
+    Owns a thread while there are ranks. vLLM notices as well, but up to ten seconds later.
     """
 
     def __init__(self, sentinels: dict[int, int], on_death: Callable[[str], None]) -> None:
@@ -67,7 +66,7 @@ class RankWatch:
             self._thread.start()
 
     def stop(self) -> None:
-        """The ranks are about to be ended. Idempotent."""
+        """Call it before the ranks are ended. Idempotent."""
         if not self._stopped:
             self._stopped = True
             self._end.close()

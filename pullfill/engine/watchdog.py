@@ -81,7 +81,7 @@ class EngineWatchdog:
 
     @property
     def complaint(self) -> str:
-        """What is wrong, for people; "" while the engine is well."""
+        """What is wrong, for people. Empty while the engine is well."""
         if self.health is Health.WELL:
             return ""
         pulse = self._engine.pulse()
@@ -91,7 +91,7 @@ class EngineWatchdog:
         )
 
     def detail(self) -> dict[str, Any]:
-        """For /ready: empty while the engine is well."""
+        """For /ready. Empty while the engine is well."""
         return {"reason": self.complaint} if self.complaint else {}
 
     def look(self) -> None:

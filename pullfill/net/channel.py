@@ -1,9 +1,9 @@
 """One connection of the control channel, plain or sealed with the cluster key.
 
-Life: made by the loop for a new connection; `accept` (decode worker) or `introduce` (prefill
-worker) opens it, with `read` and `write`. From `hear` on each message is handled in the callback
-that received its bytes: a task that reads would cost two more turns of the loop for each message.
-`close` or `abort` ends it; `ended` tells why. Belongs to one loop; owns the transport.
+Life: the loop makes it for a new connection. `accept` (decode worker) or `introduce` (prefill
+worker) opens it, with `read` and `write`. From `hear` on, each message is handled in the callback
+that received its bytes. A task that reads costs two more turns of the loop for each message.
+`close` or `abort` ends it, and `ended` tells why.
 
 With a cluster key each end first proves to the other that it holds the key (`handshake.py`). From
 then on every frame carries a seal. Messages are not encrypted: they hold IDs and block numbers, but
@@ -30,7 +30,7 @@ T = TypeVar("T")
 FIRST_FRAME = 64 << 10
 """Bytes of a frame from somebody who has not said who it is."""
 HELLO_FRAME = 2 << 20
-"""Bytes of a frame with a `Hello`: it describes the memory of each rank, in some 800 bytes."""
+"""Bytes of a frame with a `Hello`. It describes the memory of each rank, in about 800 bytes."""
 _AHEAD = HELLO_FRAME + (64 << 10)
 """Received bytes that are buffered at most before `read` or `hear` takes them."""
 _AT_ONCE = 64 << 10
@@ -172,11 +172,11 @@ class Channel(asyncio.Protocol):
             frames.write_bodies(self._transport, waiting)
 
     def seal(self, *, incoming: bytes, outgoing: bytes) -> None:
-        """From the next frame on, in both directions."""
+        """Seal all frames from the next one on, in both directions."""
         self._in, self._out = Seal(incoming), Seal(outgoing)
 
     def close(self) -> None:
-        """Say what is queued, then end."""
+        """Send what is queued, then end."""
         self._send()
         self._transport.close()
 
@@ -191,7 +191,7 @@ class Channel(asyncio.Protocol):
 
 
 async def accept(channel: Channel, key: ClusterKey | None) -> Hello:
-    """The decode worker's end: the peer's Hello, once it has proved that it holds `key`.
+    """The decode worker's end. Returns the peer's Hello, once it has proved that it holds `key`.
 
     Raises AuthFailed (its text may be told to the peer), EOFError, BadMessage. Has no time limit.
     """
@@ -215,12 +215,11 @@ async def accept(channel: Channel, key: ClusterKey | None) -> Hello:
 
 
 async def introduce(channel: Channel, key: ClusterKey | None, hello: Hello) -> None:
-    """The prefill worker's end: prove that we hold `key`, check the peer's proof, say hello.
+    """The prefill worker's end: prove that we hold `key`, check the peer's proof, send `hello`.
 
-    Raises AuthFailed, PeerUnavailable (refused, with the peer's reason), ConfigError (the hello is
-    longer than any decode worker takes), EOFError, BadMessage. Never falls back to a plain
-    connection.
-    """
+    Never falls back to a plain connection. Raises AuthFailed, PeerUnavailable (refused, with the
+    peer's reason), ConfigError (the hello is longer than any decode worker takes), EOFError,
+    BadMessage."""
     if (size := len(encode(hello)) + Seal.BYTES) > HELLO_FRAME:
         raise ConfigError(
             f"our greeting has {size} bytes, for {len(hello.regions)} ranks; at most {HELLO_FRAME} "

@@ -28,14 +28,15 @@ def pair(key: ClusterKey, role: str) -> tuple[bytes, bytes]:
 
 
 def present(socket: Any, key: ClusterKey) -> None:
-    """The frontend's end: encrypt, talk only to a holder of `key`. Before connect."""
+    """The frontend's end, before connect: encrypt, and talk only to a holder of `key`."""
     socket.curve_publickey, socket.curve_secretkey = pair(key, "frontend")
     socket.curve_serverkey = pair(key, "decode")[0]
 
 
 def serve(socket: Any, key: ClusterKey, domain: bytes) -> bytes:
-    """The decode worker's end, before bind. Returns the 32 bytes of the one client key to let in;
-    who asks on `inproc://zeromq.zap.01` about `domain` must be told (RFC 27)."""
+    """The decode worker's end, before bind. Returns the 32 bytes of the one client key to let in.
+
+    The answer on `inproc://zeromq.zap.01` about `domain` must follow it (RFC 27)."""
     socket.curve_publickey, socket.curve_secretkey = pair(key, "decode")
     socket.curve_server = True
     socket.zap_domain = domain

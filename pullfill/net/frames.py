@@ -15,7 +15,7 @@ from pullfill.errors import BadMessage
 
 MAX_FRAME = 16 << 20
 MAX_BACKLOG = 4 << 20
-"""Bytes that may wait for a peer that does not read; one more message then ends the connection."""
+"""Bytes that may wait for a peer that does not read. One more message ends the connection."""
 _LENGTH = struct.Struct("<I")
 
 
@@ -79,7 +79,7 @@ def write_bodies(transport: asyncio.WriteTransport, bodies: Sequence[bytes]) -> 
 
 
 def tune(transport: asyncio.BaseTransport, *, dead_after_s: float = 10.0) -> None:
-    """No Nagle delay; a peer that is cut off (not closed) counts as gone after `dead_after_s`."""
+    """No Nagle delay. A peer that is cut off counts as gone after `dead_after_s`."""
     sock = transport.get_extra_info("socket")
     if sock is None or sock.family not in (socket.AF_INET, socket.AF_INET6):
         return
@@ -92,7 +92,7 @@ def tune(transport: asyncio.BaseTransport, *, dead_after_s: float = 10.0) -> Non
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """`tcp://host:port` → (host, port). Raises BadMessage."""
+    """Return (host, port) of `tcp://host:port`. Raises BadMessage."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     if not host or not port.isdigit():
         raise BadMessage(f"not a tcp://host:port address: {address!r}")

@@ -1,4 +1,4 @@
-"""What machine this is: identity for same-host transports and the address others reach us at."""
+"""What machine this is, for transports within one host, and how many files a process may open."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def shm_dir() -> Path:
 
 @cache
 def host_id() -> str:
-    """Same for two processes that can share memory: boot id + the identity of `shm_dir`."""
+    """Equal for two processes that can share memory: boot id and device of `shm_dir`."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -41,8 +41,9 @@ def open_files() -> int:
 
 
 def allow_open_files() -> None:
-    """Raise this process's soft limit to the hard one, at most to 65536: distributions start
-    processes with 1024, and a worker has a few connections for each worker of the other kind."""
+    """Raise this process's soft limit to the hard one, at most to 65536."""
+    # Distributions start processes with 1024. A worker has a few connections for each worker of the
+    # other kind.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:

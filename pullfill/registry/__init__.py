@@ -1,6 +1,6 @@
 """etcd: leases, membership, descriptors and watched settings.
 
-`client` talks to the server; `lease` and `watch` are the two long-lived conversations with it;
-`membership` is how this process is known, `directory` how it knows the others, `settings` the
-hot router settings. Everything here runs on one asyncio loop per process.
+`client` makes the calls. `lease` and `watch` keep a lease and a prefix over outages. `membership`
+is how this process is known, `directory` how it knows the others, `settings` what people set. All
+of it runs on one asyncio loop per process.
 """

@@ -37,7 +37,7 @@ class Header(msgspec.Struct, frozen=True):
 
 
 class KeyValue(msgspec.Struct, frozen=True):
-    """One key. `lease` 0: none. `name` is the key as text."""
+    """One key. lease: 0: none. name: the key as text."""
 
     key: bytes = b""
     value: bytes = b""
@@ -52,7 +52,7 @@ class KeyValue(msgspec.Struct, frozen=True):
 
 
 class KeepAlive(msgspec.Struct, frozen=True):
-    """Answer to a keep-alive; `ttl` 0: the lease is gone."""
+    """Answer to a keep-alive. ttl: 0: the lease is gone."""
 
     header: Header = Header()
     ttl: int = msgspec.field(default=0, name="TTL")

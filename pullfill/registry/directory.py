@@ -1,6 +1,6 @@
 """Who is in the cluster: a watched copy of the worker records, and descriptors on demand.
 
-Lifecycle: `start` returns once the first snapshot is in; `close` ends the watch. One loop.
+Life: `start`, which returns once the first snapshot is in, → `close`. asyncio thread only.
 
 An outage of etcd ends no worker, so a missing key alone removes no member then:
 

@@ -182,7 +182,7 @@ class EtcdRpc:
                 rpc = cls(api, endpoints, credentials, timeout_s, clock)
                 if credentials:
                     await rpc._authenticate(2.0)
-                # A member without a leader answers /version too; a linearizable read does not lie.
+                # A member without a leader answers /version, too. Only a linearizable read tells.
                 await rpc.call("/kv/range", PROBE, dict, timeout_s=2.0)
                 return rpc
             except (RegistryUnavailable, *_FAILURES) as exc:
@@ -362,7 +362,7 @@ class EtcdRpc:
         return RegistryUnavailable(f"etcd at {failed.host}:{failed.port} does not answer: {why}")
 
     async def close(self) -> None:
-        """End all connections; later calls raise RegistryUnavailable. Idempotent."""
+        """End all connections. Later calls raise RegistryUnavailable. Idempotent."""
         if not self._closed:
             self._closed = True
             await self._api.close()

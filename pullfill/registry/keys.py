@@ -1,4 +1,4 @@
-"""The key layout under `/pullfill/{namespace}/` (design.md §4). Instance ids hold no slash."""
+"""The key layout under `/pullfill/{namespace}/`. Instance ids hold no slash."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def worker(namespace: str, role: str, instance_id: str) -> str:
 
 
 def parse_worker(namespace: str, key: bytes) -> tuple[str, str] | None:
-    """(role, instance_id) of a worker key, None for any other key."""
+    """(role, instance_id) of a worker key. None for any other key."""
     prefix = workers_prefix(namespace).encode()
     if not key.startswith(prefix):
         return None
@@ -51,7 +51,7 @@ def descriptor(namespace: str, instance_id: str, rank: int) -> str:
 
 
 def model(namespace: str, name: str) -> str:
-    """Served model names may hold anything, so also slashes; nothing is parsed out of this key."""
+    """Key of a served model name, which may hold anything, also slashes. It is never parsed."""
     return f"{namespace_prefix(namespace)}models/{name}"
 
 

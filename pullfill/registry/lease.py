@@ -82,7 +82,7 @@ class LeaseJudge:
 
 
 class Lease:
-    """See the module. `id`: etcd's lease id; `ttl_s`: as granted."""
+    """See the module. id: etcd's lease id. ttl_s: as granted."""
 
     def __init__(self, client: EtcdClient, lease_id: int, judge: LeaseJudge, clock: Clock) -> None:
         self._client = client

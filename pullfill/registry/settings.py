@@ -57,10 +57,9 @@ def _advice(text: str) -> str:
 
 
 def find(key: str) -> tuple[type[Message], str]:
-    """(RouterConfig, "policy") of `router.policy` or `policy`; `queue.` is never left out.
+    """Return (RouterConfig, "policy") for `router.policy` or `policy`. `queue.` is never left out.
 
-    Raises ConfigError for an unknown setting.
-    """
+    Raises ConfigError for an unknown setting."""
     for kind, root in _ROOT.items():
         name = key.removeprefix(f"{root}.")
         if name in kind.__struct_fields__ and (name != key or kind is RouterConfig):

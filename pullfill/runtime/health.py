@@ -1,7 +1,7 @@
 """Whether NATS or etcd answers this process, since when, and why not.
 
-Each connection owns one `Health` for as long as it lives. Its loop writes it; any thread may read
-it. Status, /ready, `pullfill explain` and `pullfill_up` are told from it.
+Each connection owns one `Health`. Its loop writes it, any thread may read it. The status, /ready,
+`pullfill explain` and the metric `pullfill_up` show it.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Health:
             self._turn()
 
     def status(self) -> ServerStatus:
-        """`since_s`: seconds since it last went down or came up. Any thread."""
+        """Return its state. since_s: since it last went down or came up. Any thread."""
         errors = list(self._errors.values())
         return ServerStatus(
             up=not errors,
@@ -67,7 +67,7 @@ class Health:
         )
 
     def outage(self) -> str:
-        """One line for people, "" while it is up."""
+        """One line for people. Empty while it is up."""
         return outage_of(self.server, self.status())
 
     def _turn(self) -> None:
@@ -77,7 +77,7 @@ class Health:
 
 
 def outage_of(server: str, status: ServerStatus) -> str:
-    """One line for people, "" while the server is up."""
+    """One line for people. Empty while the server is up."""
     if status.up:
         return ""
     return f"{NAMES.get(server, server)} unreachable for {status.since_s:.0f} s: {status.error}"

@@ -21,12 +21,14 @@ from pullfill.runtime import log
 logger = log.get("lifecycle")
 
 EXIT_S = 20.0
-"""Longest way out, from the end of a drain or from being forced. All steps of it are bounded and
-together shorter; this is for what nobody thought of."""
+"""Longest way out, from the end of a drain or from being forced. All its steps have limits, which
+add up to less. This one is for what nobody thought of."""
 
 
 class Stop:
-    """`drain`: finish what you have, then exit 0. `force`: exit now. Both are sticky."""
+    """Whether this process must end.
+
+    drain: finish what is there, then exit 0. force: exit now. Once set, both stay set."""
 
     def __init__(self) -> None:
         self.drain = asyncio.Event()
@@ -41,8 +43,9 @@ class Stop:
             loop.add_signal_handler(number, self.ask, signal.Signals(number).name)
 
     def ask(self, reason: str) -> None:
-        """Ask to drain; asked by a second signal, force. What else asked before does not count: who
-        revokes a lease and then signals wants the drain."""
+        """Ask to drain. A second signal forces.
+
+        Only signals count: who revokes a lease and then sends a signal wants the drain."""
         signalled = reason.startswith("SIG")
         if signalled and self._signalled:
             self.now(f"{reason} again")
@@ -53,7 +56,7 @@ class Stop:
         self.drain.set()
 
     def now(self, reason: str) -> None:
-        """Force."""
+        """Force the process to end."""
         logger.warning("%s: stopping now", reason)
         self.reason = self.reason or reason
         self.drain.set()
@@ -61,7 +64,7 @@ class Stop:
         exit_within(EXIT_S, 1)
 
     async def race(self, work: Awaitable[object], timeout_s: float) -> bool:
-        """Wait for `work` at most `timeout_s` or until forced. True when it finished."""
+        """Wait for `work`, at most `timeout_s`, or until forced. Returns whether it finished."""
         task = asyncio.ensure_future(work)
         forced = asyncio.ensure_future(self.force.wait())
         await asyncio.wait({task, forced}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -74,8 +77,9 @@ class Stop:
 
 
 def exit_within(seconds: float, code: int) -> None:
-    """End this process with `code` after that time if it is still there then: whatever hangs, the
-    event loop included, and whoever reads our log."""
+    """End this process with `code` after that time, if it is still there then.
+
+    It does not matter what hangs: the event loop, or the reader of the log."""
     message = "the way out took longer than %g s: leaving at once"
     say = threading.Timer(seconds, logger.error, (message, seconds))
     end = threading.Timer(seconds + 0.1, os._exit, (code,))
@@ -88,15 +92,17 @@ _last: list[Callable[[], None]] = []
 
 
 def at_leave(work: Callable[[], None]) -> Callable[[], None]:
-    """Have `leave` call `work`, which must not block. For what would outlive the process, like
-    files in shared memory, when it fails before it can close anything. Returns what undoes it."""
+    """Have `leave` call `work`, which must not block. Returns a function that undoes it.
+
+    Use it for what outlives the process, like files in shared memory."""
     _last.append(work)
     return lambda: _last.remove(work) if work in _last else None
 
 
 def leave(code: int) -> NoReturn:
-    """End this process now, what it printed included: no thread, exit hook or event loop that
-    closes can hold it."""
+    """End this process now, after its output is flushed.
+
+    No thread, exit hook or closing event loop can hold it."""
     for work in list(_last):
         with contextlib.suppress(Exception):
             work()

@@ -51,8 +51,9 @@ def get(name: str) -> logging.Logger:
 
 
 class Seldom:
-    """What somebody else can make us log again and again: each key once in `every_s` seconds. It
-    remembers the last 256 keys. One thread."""
+    """Limits what others can make us log: each key once in `every_s` seconds.
+
+    Remembers the last 256 keys. For one thread."""
 
     def __init__(self, every_s: float, clock: Clock = SYSTEM_CLOCK) -> None:
         self._every_s = every_s
@@ -60,7 +61,9 @@ class Seldom:
         self._seen: dict[str, tuple[float, int]] = {}
 
     def due(self, key: str) -> str | None:
-        """None: not now. Else log it, with this at the end: how often it was kept quiet."""
+        """Return None if the line must not be logged now. Otherwise return its end.
+
+        That says how many such lines were left out."""
         now = self._clock.monotonic()
         until, kept = self._seen.pop(key, (now, 0))
         if now < until:

@@ -1,5 +1,6 @@
-"""The `pullfill_*` metrics (design.md §5). No request, job or instance id is ever a label here;
-the frontend adds `instance_id` and `role` when it merges what workers report."""
+"""The `pullfill_*` metrics of workers. No request, job or instance id is a label here.
+
+The frontend adds `instance_id` and `role` when it merges what workers report."""
 
 from __future__ import annotations
 

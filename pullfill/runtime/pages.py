@@ -1,12 +1,11 @@
-"""Memory of a KV cache that is there before the first prompt needs it.
+"""Makes the pages of a KV cache before the first prompt needs them.
 
-A page of shared memory is made, and cleared, when somebody first touches it. vLLM's block pool
-hands out every block once before it uses one again: without this a fresh worker pays for new pages
-with each prompt, computed or received, until it has been through its whole cache.
+The kernel makes and clears a page of shared memory when somebody first touches it. vLLM's block
+pool hands out every block once before it uses one again. Without this module a fresh worker pays
+for new pages with each prompt, computed or received, until it has been through its whole cache.
 
-So what is allotted to the cache is used from the start. Where that is too much for the container
-(memory cgroup), the kernel ends a process of it now, as it would have under load: these pages are
-charged like any other, and the call does not fail instead.
+So the whole cache is used from the start. If that is too much for the container (memory cgroup),
+the kernel ends one of its processes now, as it would under load.
 """
 
 from __future__ import annotations
@@ -19,17 +18,19 @@ from collections.abc import Mapping
 from typing import Any
 
 _POPULATE_WRITE = 23
-"""Of madvise(2), Linux 5.14: make the pages and map them, leave what is in them as it is."""
+"""Of madvise(2), Linux 5.14: make and map the pages, and keep what is in them."""
 _STEP = 4 << 20
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def make_present(address: int, nbytes: int, *, parts: int = 1, within_s: float = 2.0) -> int:
-    """Back memory of this process with pages; blocks for `within_s` at most. Returns how many bytes
-    are there; the rest comes as it is touched.
+    """Back memory of this process with pages. Returns how many bytes are there.
 
-    parts: so many equal pieces (layers) are filled side by side, each from its beginning, for
-    low block numbers are used first. An older kernel, or a full tmpfs, ends it early.
+    Blocks for `within_s` at most. An older kernel or a full tmpfs ends it earlier. The rest comes
+    when it is touched.
+
+    parts: number of equal pieces (layers) to fill side by side, each from its beginning, because
+    low block numbers are used first.
     """
     give_up = time.monotonic() + within_s
     length = nbytes // parts

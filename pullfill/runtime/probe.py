@@ -1,7 +1,7 @@
 """A worker's own small HTTP server: /live, /ready, /metrics, /status (docs/architecture.md).
 
-Runs on the worker's asyncio loop (aiohttp, no access log). The frontend scrapes it, so one scrape
-of the frontend shows the cluster.
+Runs on the worker's asyncio loop. The frontend scrapes it, so one scrape of the frontend shows the
+cluster.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from pullfill.errors import ConfigError
 class ProbeServer:
     """Serves four read-only routes.
 
-    ready: returns (ok, detail); detail is JSON-able. status: JSON-able load and state.
+    ready: returns whether the worker is ready, and details.
+    status: returns load and state.
+    refresh_metrics: called before the metrics are read.
     """
 
     def __init__(
@@ -36,8 +38,9 @@ class ProbeServer:
         self.url = ""
 
     async def start(self, port: int = 0) -> None:
-        """Bind (port 0: the OS picks one); `url` is set afterwards. Raises ConfigError when the
-        port is taken."""
+        """Listen, and set `url`. Raises ConfigError if the port is taken.
+
+        port: 0: the operating system picks one."""
         app = web.Application()
         app.router.add_get("/live", self._on_live)
         app.router.add_get("/ready", self._on_ready)

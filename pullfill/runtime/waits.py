@@ -239,7 +239,7 @@ class Calls:
         self._woken = False
 
     def soon(self, call: Callable[[], object]) -> None:
-        """Have `call` run. From any thread; returns at once. `call` must not raise."""
+        """Have `call` run on the loop. From any thread. `call` must not raise."""
         self._calls.append(call)
         if not self._woken:
             self._woken = True

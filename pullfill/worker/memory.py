@@ -65,8 +65,8 @@ def _join(copiers: Collection[Copier]) -> bool:
 
 
 def close(context: WorkerContext) -> None:
-    """Nobody can reach the memory any more; remove the files. The mappings go with the process: a
-    copy may still run."""
+    """Let nobody reach the memory any more, and remove the files."""
+    # The mappings go with the process, because a copy may still run.
     if context.owner is not None:
         context.owner.close()
     if context.files is not None:

@@ -133,7 +133,7 @@ class Role(ABC, Generic[C, H]):
 
 
 class WorkerProcess(Generic[C, H]):
-    """One worker of a role. Lives on the process's asyncio loop; the engine has its own thread."""
+    """One worker of a role, on the process's asyncio loop. The engine has its own thread."""
 
     def __init__(
         self,

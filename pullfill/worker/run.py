@@ -21,11 +21,9 @@ def run_worker(
     vllm_args: Sequence[str],
     serve: Callable[[], Coroutine[Any, Any, int]],
 ) -> NoReturn:
-    """Serve until told to leave, then exit. 0: drained; 1: failed; 2: wrong flags or an
-    incompatible peer.
+    """Serve until told to leave, then exit. No thread of a library can hold the process.
 
-    Leaves through os._exit so that no library's thread can hold the process.
-    """
+    Exit codes: 0: drained. 1: failed. 2: wrong flags or an incompatible peer."""
     log.setup(role)
     allow_open_files()
     eager = "--enforce-eager" in vllm_args
