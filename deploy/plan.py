@@ -220,45 +220,35 @@ def worker_specs(options: UpOptions, cluster: ClusterRef, cluster_id: str) -> li
     """Return how to start the decode workers, the prefill workers and the frontends."""
     model = resolve_model(options.model)
     local = os.path.isdir(model)
-    engine = engine_arguments(options)
     base = {**os.environ, CLUSTER_ENV: cluster_id}
-    names = [("decode", i) for i in range(options.decode)]
-    names += [("prefill", i) for i in range(options.prefill)]
-    places = placements(options)
-    turns = _turns(options, places)
-    specs: list[ProcessSpec] = []
-    for (role, index), place, before in zip(names, places, turns, strict=True):
+
+    def spec(
+        name: str, told: RoleOptions, flags: list[str], place: defaults.Placement, **more: str
+    ) -> ProcessSpec:
+        role = name.partition("-")[0]
         instance = new_instance_id(role)
-        told = replace(options.workers, instance_id=instance, cores=place.cores)
-        specs.append(
-            ProcessSpec(
-                name=f"{role}-{index}",
-                role=role,
-                argv=role_command(role, cluster, model, told)
-                + vllm_flags.for_worker(worker_arguments(options, role)),
-                env=defaults.worker_env(base, place, local_model=local),
-                instance_id=instance,
-                after="" if before is None else "{}-{}".format(*names[before]),
-            )
-        )
+        argv = role_command(role, cluster, model, replace(told, instance_id=instance)) + flags
+        env = defaults.worker_env(base, place, local_model=local)
+        return ProcessSpec(name=name, role=role, argv=argv, env=env, instance_id=instance, **more)
+
+    specs: list[ProcessSpec] = []
+    names = [f"decode-{i}" for i in range(options.decode)]
+    names += [f"prefill-{i}" for i in range(options.prefill)]
+    places = placements(options)
+    for name, place, before in zip(names, places, _turns(options, places), strict=True):
+        told = replace(options.workers, cores=place.cores)
+        flags = vllm_flags.for_worker(worker_arguments(options, name.partition("-")[0]))
+        after = "" if before is None else names[before]
+        specs.append(spec(name, told, flags, place, after=after))
     for index in range(options.frontends):
-        instance = new_instance_id("frontend")
         port = options.port + index
         served = replace(
             options.frontend,
-            instance_id=instance,
             host=options.host,
             port=port,
             restart_wait_s=RESTART_WAIT_S if options.restart else 0.0,
         )
-        specs.append(
-            ProcessSpec(
-                name=f"frontend-{index}",
-                role="frontend",
-                argv=role_command("frontend", cluster, model, served) + engine,
-                env=defaults.worker_env(base, defaults.Placement(), local_model=local),
-                instance_id=instance,
-                url=frontend_url(options.host, port),
-            )
-        )
+        name, flags = f"frontend-{index}", engine_arguments(options)
+        url = frontend_url(options.host, port)
+        specs.append(spec(name, served, flags, defaults.Placement(), url=url))
     return specs

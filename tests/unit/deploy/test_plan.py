@@ -180,6 +180,18 @@ class TestModel:
         with pytest.raises(ConfigError, match="is a file"):
             plan.check_model(str(tmp_path / "file"))
 
+    def test_a_demo_model_that_cannot_be_made_says_why(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (tmp_path / "file").touch()
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+        log = tmp_path / "demo.log"
+        with plan.start_demo_model(log, os.environ) as maker:
+            code = maker.wait()
+        with pytest.raises(ConfigError, match=rf"see {log}\. Check the free space \(\d+ MiB\)"):
+            plan.check_demo_model(code, log)
+        assert "cannot make the demo model" in log.read_text()
+
     def test_the_demo_lives_in_the_cache(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
         assert str(plan.demo_directory()).startswith("/somewhere/pullfill/demo-")

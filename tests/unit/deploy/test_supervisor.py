@@ -9,6 +9,7 @@ import asyncio
 import io
 import os
 import signal
+import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -19,9 +20,9 @@ import pytest
 from rich.console import Console
 
 from pullfill import wire
-from pullfill.deploy import down, plan, servers, supervisor
+from pullfill.deploy import down, plan, procs, servers, supervisor
 from pullfill.deploy.state import StateDir
-from pullfill.deploy.supervisor import Supervisor
+from pullfill.deploy.supervisor import Interrupted, Supervisor
 from pullfill.deploy.view import ProcessView
 from pullfill.errors import RegistryUnavailable
 from pullfill.net.security import Security, ServerSecurity
@@ -85,7 +86,7 @@ class Rig:
     def supervisor(self, **options: Any) -> Supervisor:
         security = Security(etcd=self.registry.login)
         servers = {"nats_url": "nats://h", "etcd_url": "http://h"}
-        given = plan.UpOptions(model="org/m", security=security, **(servers | options))
+        given = plan.UpOptions(**({"model": "org/m", "security": security} | servers | options))
         return Supervisor(
             given, self.state, ProcessView(Console(file=self.printed, width=200), "starting")
         )
@@ -170,6 +171,29 @@ async def test_a_server_whose_port_is_taken_gets_another(
         assert cluster.nats_url == f"nats://127.0.0.1:{second}"
         assert cluster.etcd_url.startswith("http://127.0.0.1:")
         assert {entry.name for entry in rig.state.live()} == {"nats", "etcd"}
+
+
+@pytest.mark.parametrize("model", ["org/m", "demo"])
+async def test_an_interrupted_start_leaves_nothing(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model: str
+) -> None:
+    """Workers that never get ready, or the demo model that takes a minute to make."""
+    rig.add("decode-0")
+    if model == "demo":
+        program = tmp_path / "python"
+        program.write_text("#!/bin/sh\nexec sleep 60\n")
+        program.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(program))
+    starting = asyncio.create_task(rig.supervisor(frontends=0, model=model).start())
+    begun = "decode-0     starting" if model != "demo" else "demo model   starting"
+    await asyncio.to_thread(eventually, lambda: begun in rig.printed.getvalue(), begun)
+    launch = rig.state.launch()
+    assert launch is not None
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(Interrupted):
+        await starting
+    assert procs.tagged(launch.cluster_id) == []
+    assert (rig.state.live(), rig.state.launch()) == ([], None)
 
 
 def test_down_stops_in_order_what_up_has_started(
