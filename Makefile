@@ -13,7 +13,7 @@ N ?= 10
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-nixl install-bench up down status test test-fast flaky lint format chaos chaos-report soak bench bench-quick clean
+.PHONY: help install install-nixl install-bench up down status test test-fast zoo flaky lint format chaos chaos-report soak bench bench-quick clean
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -47,6 +47,9 @@ test: lint test-fast ## All tests, quick ones first
 
 test-fast: install ## Unit, contract and benchmark tests, in eight forked processes
 	$(BIN)/pytest -q --forks 8 tests/unit tests/contract benchmarks/tests $(PYTEST_ARGS)
+
+zoo: install ## Tiny models of each architecture: a cluster answers as one engine (minutes)
+	$(BIN)/pytest -m engine tests/integration/test_models.py $(PYTEST_ARGS)
 
 flaky: install ## Repeat make test, list what differed: make flaky N=10 [ARGS="--busy 2 tests/chaos"]
 	$(BIN)/python -m tests.flaky --runs $(N) $(ARGS)

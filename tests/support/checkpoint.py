@@ -1,6 +1,6 @@
-"""A random-weight checkpoint for tests that run real engines: small, float32, made in a second.
+"""Random-weight checkpoints for tests that run real engines: small, float32, made in a second.
 
-Its answers depend on every part of the prompt, so one wrong KV block shows in the tokens or at
+Their answers depend on every part of the prompt, so one wrong KV block shows in the tokens or at
 least in the logprobs.
 """
 
@@ -52,6 +52,44 @@ def _cache_dir() -> Path:
     return directory
 
 
+_MAKE = """
+import json, sys, torch, transformers
+config, model = (getattr(transformers, name) for name in sys.argv[1:3])
+torch.manual_seed(7)
+made = model(config(**json.loads(sys.argv[3]))).float()
+# Else norms and biases are all 1 or 0, whatever initializer_range says.
+for parameter in made.parameters():
+    if parameter.dim() == 1:
+        torch.nn.init.normal_(parameter, mean=parameter.mean().item(), std=0.1)
+made.save_pretrained(sys.argv[4])
+"""
+
+
+def random_checkpoint(config: str, model: str, **fields: object) -> Path:
+    """Directory of a checkpoint with random weights, made unless it is there.
+
+    It has the tokenizer of the tiny checkpoint.
+
+    config, model: names of classes of transformers.
+    fields: of the config."""
+    target = _cache_dir() / f"{model}-{_digest({'config': config, 'make': _MAKE, **fields})}"
+    if target.is_dir():
+        return target
+    fresh = Path(tempfile.mkdtemp(prefix=".making-", dir=target.parent))
+    subprocess.run(
+        [sys.executable, "-c", _MAKE, config, model, json.dumps(fields), str(fresh)],
+        check=True,
+        capture_output=True,
+    )
+    for file in tiny_checkpoint().glob("*token*"):
+        shutil.copy(file, fresh)
+    try:
+        fresh.rename(target)
+    except OSError:  # another process was faster
+        shutil.rmtree(fresh)
+    return target
+
+
 DEEPSEEK: dict[str, object] = {
     "vocab_size": TINY.vocab,
     "hidden_size": 128,
@@ -80,32 +118,7 @@ DEEPSEEK: dict[str, object] = {
 """DeepSeek-V3 in small. vLLM's CPU kernel for MLA takes only this kv_lora_rank and these head
 dimensions."""
 
-_MAKE = """
-import json, sys, torch
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
-torch.manual_seed(7)
-DeepseekV3ForCausalLM(DeepseekV3Config(**json.loads(sys.argv[1]))).float().save_pretrained(sys.argv[2])
-"""
-
 
 def deepseek_checkpoint() -> Path:
-    """Directory of a random DeepSeek-V3 checkpoint (MLA, experts), made unless it is there.
-
-    It has the tokenizer of the tiny checkpoint.
-    """
-    target = _cache_dir() / f"deepseek-{_digest(DEEPSEEK)}"
-    if target.is_dir():
-        return target
-    fresh = Path(tempfile.mkdtemp(prefix=".deepseek-", dir=target.parent))
-    subprocess.run(
-        [sys.executable, "-c", _MAKE, json.dumps(DEEPSEEK), str(fresh)],
-        check=True,
-        capture_output=True,
-    )
-    for file in tiny_checkpoint().glob("*token*"):
-        shutil.copy(file, fresh)
-    try:
-        fresh.rename(target)
-    except OSError:  # another process was faster
-        shutil.rmtree(fresh)
-    return target
+    """Directory of a random DeepSeek-V3 checkpoint (MLA, experts), made unless it is there."""
+    return random_checkpoint("DeepseekV3Config", "DeepseekV3ForCausalLM", **DEEPSEEK)

@@ -1,0 +1,108 @@
+"""Each architecture of the zoo: a cluster answers as one plain engine does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from tests.support.cluster import Cluster
+from tests.support.oracle import Oracle
+from tests.support.prompts import (
+    Answer,
+    ask,
+    ask_all,
+    forget_decode_prefixes,
+    going_away,
+    random_prompt,
+    truth,
+)
+from tests.support.zoo import ZOO, Model
+
+pytestmark = pytest.mark.engine
+
+LENGTHS = (2, 33, 90, 200, 700, 1500)
+STEPS = 6
+TOLERANCE = 1e-4
+SHORT = ("Gemma 3", "Mistral")
+"""The others are asked by `make zoo`."""
+
+
+@dataclass
+class Served:
+    name: str
+    model: Model
+    cluster: Cluster
+    oracle: Oracle
+
+    def check(self, prompts: list[list[int]], answers: list[Answer]) -> None:
+        expected = truth(self.oracle, prompts, STEPS)
+        for prompt, answer, (tokens, logprobs) in zip(prompts, answers, expected, strict=True):
+            what = f"{self.name}: prompt of {len(prompt)} tokens"
+            assert answer.tokens == tokens, what
+            assert answer.logprobs == pytest.approx(logprobs, abs=TOLERANCE), what
+
+    def paths(self, answers: list[Answer]) -> set[str]:
+        return {self.cluster.explain(answer.request_id)["path"] for answer in answers}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=() if name in SHORT else pytest.mark.long) for name in ZOO],
+)
+def served(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
+    model = ZOO[request.param]
+    path = model.checkpoint()
+    block = f"--block-size={model.block_size}"
+    cluster = Cluster(tmp_path_factory.mktemp("zoo"), path)
+    with Oracle(path, block_size=model.block_size, **model.plain) as oracle:
+        try:
+            cluster.start_servers()
+            for role in ("decode", "prefill"):
+                cluster.launch(role, block)
+            cluster.launch("frontend", block, *model.front, env={"VLLM_SERVER_DEV_MODE": "1"})
+            cluster.wait_ready(*cluster.workers)
+            cluster.set_router(policy="always_remote")
+            yield Served(request.param, model, cluster, oracle)
+            assert not cluster.log_errors()
+        finally:
+            cluster.stop()
+
+
+def test_answers_are_those_of_one_engine(served: Served) -> None:
+    cluster = served.cluster
+    for record in [*cluster.records("decode").values(), *cluster.records("prefill").values()]:
+        assert record.compat is not None
+        assert len(record.compat.kv_groups.split()) == served.model.groups
+    cold = [random_prompt(length, seed=1) for length in LENGTHS]
+    answers = [ask(cluster, prompt, STEPS) for prompt in cold]
+    served.check(cold, answers)
+    assert served.paths(answers) == {"remote"}
+    assert len({tuple(answer.tokens) for answer in answers}) > len(cold) // 2, "prompts matter"
+
+    longer = [prompt + random_prompt(130, seed=2) for prompt in cold]
+    served.check(longer, ask_all(cluster, longer, STEPS))  # a hit on both sides
+    forget_decode_prefixes(cluster)
+    longest = [prompt + random_prompt(60, seed=3) for prompt in longer]
+    answers = ask_all(cluster, longest, STEPS)  # a hit on the prefill side only
+    served.check(longest, answers)
+    assert served.paths(answers) == {"remote"}
+
+    cluster.set_router(policy="always_local")
+    heads = [random_prompt(length, seed=4) for length in (64, 300, 900)]
+    served.check(heads, ask_all(cluster, heads, STEPS))
+    cluster.set_router(policy="always_remote")
+    read_before = cluster.counter("pullfill_kv_read_bytes_total")
+    tails = [head + random_prompt(more, seed=5) for head in heads for more in (40, 300)]
+    answers = ask_all(cluster, tails, STEPS)  # a hit on the decode side only
+    served.check(tails, answers)
+    assert served.paths(answers) == {"remote"}
+    if served.model.caches:
+        assert cluster.counter("pullfill_kv_read_bytes_total") > read_before
+
+    with going_away(cluster, random_prompt(1800, seed=6)):
+        pass
+    cluster.assert_clean()

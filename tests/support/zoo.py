@@ -1,0 +1,99 @@
+"""Small random checkpoints of the architectures that people serve."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.support.checkpoint import DEEPSEEK, TINY, random_checkpoint, tiny_checkpoint
+
+WINDOW = 96
+"""Tokens that a layer with a window sees: three blocks."""
+
+_SMALL: dict[str, object] = {
+    "vocab_size": TINY.vocab,
+    "hidden_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 256,
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_EXPERTS: dict[str, object] = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
+_LAYERS = ["sliding_attention", "full_attention"] * 2
+
+
+@dataclass(frozen=True)
+class Model:
+    """One architecture.
+
+    config, model: names of classes of transformers. Empty: the tiny Llama.
+    fields: of the config.
+    groups: number of KV cache groups that vLLM makes of it.
+    front: flags of the frontend, beyond those of `Cluster.launch`.
+    plain: arguments of the plain engine.
+    caches: whether vLLM's CPU build has a prefix cache for it."""
+
+    config: str = ""
+    model: str = ""
+    fields: dict[str, object] = field(default_factory=dict)
+    groups: int = 1
+    block_size: int = 32
+    front: tuple[str, ...] = ()
+    plain: dict[str, object] = field(default_factory=dict)
+    caches: bool = True
+
+    def checkpoint(self) -> Path:
+        """Directory of the checkpoint, made unless it is there."""
+        if not self.config:
+            return tiny_checkpoint()
+        return random_checkpoint(self.config, self.model, **self.fields)
+
+
+ZOO = {
+    "Llama": Model(),
+    "Qwen3": Model("Qwen3Config", "Qwen3ForCausalLM", _SMALL),
+    "Qwen3-MoE": Model(
+        "Qwen3MoeConfig", "Qwen3MoeForCausalLM", {**_SMALL, **_EXPERTS, "num_experts": 4}
+    ),
+    "DeepSeek-V3": Model(
+        "DeepseekV3Config",
+        "DeepseekV3ForCausalLM",
+        DEEPSEEK,
+        block_size=16,
+        # vLLM's CPU kernel rotates the wrong rows. Workers turn it off by themselves.
+        caches=False,
+        plain={"compilation_config": {"custom_ops": ["-rotary_embedding"]}},
+    ),
+    "Gemma 3": Model(
+        "Gemma3TextConfig",
+        "Gemma3ForCausalLM",
+        {
+            **_SMALL,
+            "sliding_window": WINDOW,
+            "layer_types": _LAYERS,
+            "query_pre_attn_scalar": 32,
+        },
+        groups=2,
+    ),
+    "gpt-oss": Model(
+        "GptOssConfig",
+        "GptOssForCausalLM",
+        {
+            **_SMALL,
+            "sliding_window": WINDOW,
+            "layer_types": _LAYERS,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+        groups=2,
+        front=("--tool-call-parser=openai",),
+    ),
+    "Mistral": Model("MistralConfig", "MistralForCausalLM", {**_SMALL, "sliding_window": WINDOW}),
+    "Phi-3": Model("Phi3Config", "Phi3ForCausalLM", {**_SMALL, "sliding_window": WINDOW}),
+}
