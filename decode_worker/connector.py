@@ -16,8 +16,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from pullfill.decode_worker import memory
 from pullfill.decode_worker.connector_scheduler import ConnectorScheduler
 from pullfill.decode_worker.context import DecodeContext
-from pullfill.engine import kv
 from pullfill.engine.attention import Attention
+from pullfill.engine.groups import kept_from
 from pullfill.worker.connector import WorkerConnector
 from pullfill.worker.context import current
 from pullfill.worker.memory import Told
@@ -45,7 +45,7 @@ class DecodeConnector(WorkerConnector):
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
-        self._scheduler.bind_skipped(kv.skipped_of(kv_cache_manager))
+        self._scheduler.bind_kept(kept_from(kv_cache_manager))
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         self._scheduler.bind_pool(gpu_block_pool)
@@ -56,14 +56,14 @@ class DecodeConnector(WorkerConnector):
         return self._scheduler.decide(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self._scheduler.enqueue(request, blocks.get_block_ids()[0], num_external_tokens)
+        self._scheduler.enqueue(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> DecodeMetadata:
         loaded, failed = self._scheduler.collect()
         return DecodeMetadata(set(loaded), set(failed))
 
-    def request_finished(
-        self, request: Any, block_ids: list[int]
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         self._scheduler.request_finished(request.request_id, block_ids)
         return False, None

@@ -30,6 +30,7 @@ from pullfill.decode_worker.conditional_router import (
 )
 from pullfill.decode_worker.context import DecodeContext, OpenedJob
 from pullfill.decode_worker.ledger_types import Hold, Release, Settle
+from pullfill.engine.groups import BlockOrder
 from pullfill.ids import new_job_id
 from pullfill.runtime import failpoints, log
 from pullfill.wire import MAX_TEXT
@@ -43,6 +44,7 @@ class ConnectorScheduler:
     _decisions: the last decision about each request that has no blocks yet.
     _waiting: requests that wait for remote KV.
     _held: blocks that are held for each job whose writer is not proved quiet.
+    _lent: blocks that a job may read and its request does not hold, by request.
     _failed: requests to report as failed at the next `collect`.
     _unpublished: jobs to publish after the step that is being scheduled. `enqueue` says why.
     _scheduled: the same for each step that still runs.
@@ -52,10 +54,11 @@ class ConnectorScheduler:
         self._context = context
         self._block_size = block_size
         self._pool: Any = None
-        self._skipped: Callable[[int], int] = lambda _tokens: 0
+        self._kept_from: Callable[[int], tuple[int, ...]] = lambda _tokens: (0,)
         self._decisions: dict[str, tuple[Situation, Decision]] = {}
         self._waiting: set[str] = set()
         self._held: dict[str, list[Any]] = {}
+        self._lent: dict[str, list[Any]] = {}
         self._failed: list[str] = []
         self._unpublished: list[OpenedJob] = []
         self._scheduled: deque[list[OpenedJob]] = deque()
@@ -64,16 +67,16 @@ class ConnectorScheduler:
         """Set vLLM's block pool. Blocks in quarantine are held by its reference counts."""
         self._pool = pool
 
-    def bind_skipped(self, skipped: Callable[[int], int]) -> None:
-        """Set the function of `engine.kv.skipped_of`."""
-        self._skipped = skipped
+    def bind_kept(self, kept_from: Callable[[int], tuple[int, ...]]) -> None:
+        """Set the function of `engine.groups.kept_from`."""
+        self._kept_from = kept_from
 
     def longest_kept(self, tokens: int) -> int:
         """Return the longest prompt, of `tokens` at most, of which vLLM keeps every block.
 
         In tokens, rounded down to whole blocks."""
         lengths = range(tokens, 0, -self._block_size)
-        return next((length for length in lengths if self._skipped(length) <= 0), 0)
+        return next((length for length in lengths if not any(self._kept_from(length))), 0)
 
     @property
     def has_work(self) -> bool:
@@ -114,8 +117,6 @@ class ConnectorScheduler:
             return "fallback"
         if request.skip_reading_prefix_cache:
             return "prompt_logprobs"
-        if self._skipped(request.num_prompt_tokens) > 0:
-            return "sliding_window"  # its first block ids all name the same empty block
         if request.mm_features:
             return "multimodal"
         if request.prompt_embeds is not None or request.prompt_token_ids is None:
@@ -130,11 +131,12 @@ class ConnectorScheduler:
 
     # ------------------------------------------------------------------ step 4: enqueue
 
-    def enqueue(self, request: Any, block_ids: Sequence[int], external_tokens: int) -> None:
+    def enqueue(self, request: Any, tables: Sequence[Sequence[int]], external_tokens: int) -> None:
         """Open the job of a remote prompt, and publish it.
 
         vLLM's `update_state_after_alloc`: the request has its blocks.
 
+        tables: the block ids of the request, for each KV cache group.
         external_tokens: number of tokens that a prefill worker will bring. 0 if the prompt is
         computed here."""
         made = self._decisions.pop(request.request_id, None)
@@ -147,7 +149,7 @@ class ConnectorScheduler:
         self._context.traces.decided(request.request_id, situation, decision, shown)
         if not external_tokens:
             return
-        job = self._open(request, block_ids, situation, external_tokens)
+        job = self._open(request, tables, situation, external_tokens)
         failpoints.hit("decode.before_publish")
         if situation.hit_tokens or self._scheduled:
             # vLLM puts a block into its prefix cache when it schedules the block's tokens, so the
@@ -159,19 +161,28 @@ class ConnectorScheduler:
             self._context.publish(job)
 
     def _open(
-        self, request: Any, block_ids: Sequence[int], situation: Situation, external_tokens: int
+        self,
+        request: Any,
+        tables: Sequence[Sequence[int]],
+        situation: Situation,
+        external_tokens: int,
     ) -> OpenedJob:
         """Open the job in the ledger. From now on its request waits."""
         hit_tokens = situation.hit_tokens
         tokens = hit_tokens + external_tokens
         config = self._context.router_config()
         timeout_s, claim_timeout_s = timeouts(situation.forecast, config)
+        hit, end = hit_tokens // self._block_size, -(-tokens // self._block_size)
+        kept_from = self._kept_from(tokens)
+        read_from, prefix = self._prefix(request, tables, hit_tokens, kept_from)
         job = OpenedJob(
             job_id=new_job_id(),
             request_id=request.request_id,
             token_ids=request.prompt_token_ids[:tokens],
             hit_tokens=hit_tokens,
-            blocks=tuple(block_ids[: -(-tokens // self._block_size)]),
+            blocks=(*prefix, *BlockOrder(kept_from).ids(tables, hit, end)),
+            read_from=read_from,
+            kept_from=kept_from,
             cache_salt=request.cache_salt,
             priority=request.priority,
             timeout_s=timeout_s,
@@ -184,12 +195,42 @@ class ConnectorScheduler:
             job.job_id,
             job.request_id,
             job.blocks,
-            first_target=hit_tokens // self._block_size,
+            first_target=len(prefix),
             timeout_s=timeout_s,
             claim_timeout_s=claim_timeout_s,
             stall_s=config.remote_timeout_s,
         )
         return job
+
+    def _prefix(
+        self,
+        request: Any,
+        tables: Sequence[Sequence[int]],
+        hit_tokens: int,
+        kept_from: Sequence[int],
+    ) -> tuple[tuple[int, ...], list[int]]:
+        """Return which blocks of the hit a prefill worker may read, and from which positions on.
+
+        A prefill worker goes on at the end of the hit. There a window sees blocks that this request
+        does not need any more, so vLLM has not kept them for it. Those that are still cached are
+        held here until the job ends."""
+        hit = hit_tokens // self._block_size
+        needed = self._kept_from(hit_tokens)
+        own = tuple(map(list, tables))
+        read_from = []
+        for group, (first, kept) in enumerate(zip(needed, kept_from, strict=True)):
+            gap = range(first, min(kept, hit))
+            found = [self._pool.get_cached_block(request.block_hashes[at], [group]) for at in gap]
+            if all(found):
+                held = [blocks[0] for blocks in found]
+                self._pool.touch(held)
+                self._lent.setdefault(request.request_id, []).extend(held)
+                for at, block in zip(gap, held, strict=True):
+                    own[group][at] = block.block_id
+                read_from.append(first)
+            else:
+                read_from.append(min(kept, hit))
+        return tuple(read_from), BlockOrder(tuple(read_from)).ids(own, 0, hit)
 
     def step_done(self, running: int = 0) -> None:
         """Publish the jobs that waited for steps to end.
@@ -229,6 +270,8 @@ class ConnectorScheduler:
                         logger.error("dropped a second report for %s", request_id)
                         continue
                     self._waiting.discard(request_id)
+                    if lent := self._lent.pop(request_id, None):
+                        self._pool.free_blocks(reversed(lent))
                     self._context.traces.settled(request_id, was_loaded, outcome)
                     (loaded if was_loaded else self._failed).append(request_id)
         return loaded
@@ -245,12 +288,12 @@ class ConnectorScheduler:
         failed, self._failed = self._failed, []
         return loaded, failed
 
-    def request_finished(self, request_id: str, block_ids: Sequence[int] = ()) -> None:
+    def request_finished(self, request_id: str, tables: Sequence[Sequence[int]] = ()) -> None:
         """Cancel the job of a request that is over in vLLM, if one is open.
 
         If the request still waits, vLLM frees its blocks when `collect` reports it."""
         self._decisions.pop(request_id, None)
         if self._context.trials is not None:
-            self._context.trials.finished(request_id, block_ids)
+            self._context.trials.finished(request_id, tables)
         if request_id in self._waiting:
             self._context.ledger.cancel(request_id)

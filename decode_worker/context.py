@@ -28,6 +28,8 @@ class OpenedJob:
     token_ids: list[int]
     hit_tokens: int
     blocks: tuple[int, ...]
+    read_from: tuple[int, ...]
+    kept_from: tuple[int, ...]
     cache_salt: str | None
     priority: int
     timeout_s: float

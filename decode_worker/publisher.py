@@ -71,6 +71,8 @@ class Publisher:
                 token_ids=u32.pack(job.token_ids),
                 hit_tokens=job.hit_tokens,
                 block_ids=u32.pack(job.blocks),
+                read_from=job.read_from,
+                kept_from=job.kept_from,
                 block_size=self._block_size,
                 cache_salt=job.cache_salt,
                 priority=job.priority,

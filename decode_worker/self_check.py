@@ -340,7 +340,7 @@ def checks_for(
     kv_dtype = dtype_of_kv(config)
     context.trials = Trials(
         asyncio.get_running_loop(), host, context.traces, context.memories,
-        logprobs=logprobs_to_ask(kv_dtype),
+        logprobs=logprobs_to_ask(kv_dtype), groups=context.groups,
     )  # fmt: skip
     ours = Ours(
         instance_id=context.instance_id,

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from pullfill.decode_worker.conditional_router import Decision
 from pullfill.engine import requests
+from pullfill.engine.groups import ONE_GROUP, Groups
 from pullfill.ids import new_job_id
 from pullfill.transfer.digest import BlockDigester, copies_of
 
@@ -40,7 +41,7 @@ class Trial:
     """One request.
 
     writer: name of the prefill worker's connection. Empty: prefilled here.
-    blocks: how many of its first blocks are copied.
+    blocks: how many of its first blocks are copied, in each KV cache group.
     pages: the copied KV, once for each group of ranks that hold the same heads."""
 
     request_id: str
@@ -57,7 +58,8 @@ class Trials:
     """See the module. asyncio thread only, except where a heading says otherwise.
 
     send: called on the loop with a job and the connection that it goes to.
-    logprobs: how many of the most likely tokens get a log probability. None: no tokens."""
+    logprobs: how many of the most likely tokens get a log probability. None: no tokens.
+    groups: the KV cache groups of the model."""
 
     def __init__(
         self,
@@ -67,11 +69,13 @@ class Trials:
         memories: Sequence[LocalMemory],
         *,
         logprobs: int | None,
+        groups: Groups = ONE_GROUP,
     ) -> None:
         self.loop = loop
         self._host = host
         self._traces = traces
         self._logprobs = logprobs
+        self._groups = groups
         self._readers = [BlockDigester(memories, copy=i) for i in range(copies_of(memories))]
         self._open: dict[str, Trial] = {}
         self.send: Callable[[OpenedJob, str], None] = lambda _job, _writer: None
@@ -143,12 +147,25 @@ class Trials:
         if (trial := self._open.get(request_id)) is not None:
             trial.opened = True
 
-    def finished(self, request_id: str, block_ids: Sequence[int]) -> None:
-        """Copy the request's blocks. vLLM is done with it, and has not reused them yet."""
+    def finished(self, request_id: str, tables: Sequence[Sequence[int]]) -> None:
+        """Copy the request's blocks. vLLM is done with it, and has not reused them yet.
+
+        tables: the block ids of the request, for each KV cache group."""
         trial = self._open.get(request_id)
-        if trial is None or not trial.blocks or len(block_ids) < trial.blocks:
+        if trial is None or not trial.blocks or min(map(len, tables), default=0) < trial.blocks:
             return
-        trial.pages = [reader.pages(block_ids[: trial.blocks]) for reader in self._readers]
+        ids = [block for table in tables for block in table[: trial.blocks]]
+        trial.pages = [self._of_layers(reader.pages(ids), trial.blocks) for reader in self._readers]
+
+    def _of_layers(self, pages: Pages, blocks: int) -> Pages:
+        """Fill the memory that no layer of the blocks' group uses with zeros.
+
+        It holds what the blocks held before, in a group with more layers."""
+        most = max(self._groups.layers, default=0)
+        for index, layers in enumerate(self._groups.layers):
+            some = pages[index * blocks : (index + 1) * blocks]
+            some.reshape(len(some), most, -1)[:, layers:] = 0
+        return pages
 
     def take(self, outputs: dict[int, Any]) -> None:
         """Remove our requests from the outputs of a step.

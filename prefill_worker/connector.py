@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from pullfill.engine.attention import Attention
+from pullfill.engine.groups import kept_from
 from pullfill.prefill_worker import memory
 from pullfill.prefill_worker.connector_scheduler import ConnectorScheduler, Reports
 from pullfill.prefill_worker.context import PrefillContext
@@ -45,6 +46,7 @@ class PrefillConnector(WorkerConnector):
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
         self._scheduler.bind_manager(kv_cache_manager)
+        self._scheduler.bind_kept(kept_from(kv_cache_manager))
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
@@ -52,13 +54,13 @@ class PrefillConnector(WorkerConnector):
         return self._scheduler.matched(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+        self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> PrefillMetadata:
         return PrefillMetadata(self._scheduler.plan(scheduler_output).reports)
 
-    def request_finished(
-        self, request: Any, block_ids: list[int]
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         return self._scheduler.finished(request.request_id), None
 

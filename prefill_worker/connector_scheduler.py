@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from pullfill.engine.groups import EMPTY
 from pullfill.errors import HandoffError
 from pullfill.prefill_worker.context import PrefillContext
 from pullfill.prefill_worker.task import PrefillTask
@@ -67,6 +68,7 @@ class ConnectorScheduler:
         self._context = context
         self._block_size = block_size
         self._manager: Any = None
+        self._kept_from: Callable[[int], tuple[int, ...]] = lambda _tokens: (0,)
         self._reads_done: deque[tuple[PrefillTask, BaseException | None]] = deque()
         self._reads_failed: list[PrefillTask] = []
         self._sends_done: deque[str] = deque()
@@ -75,6 +77,10 @@ class ConnectorScheduler:
     def bind_manager(self, manager: Any) -> None:
         """vLLM's KVCacheManager, asked for block tables."""
         self._manager = manager
+
+    def bind_kept(self, kept_from: Callable[[int], tuple[int, ...]]) -> None:
+        """Set the function of `engine.groups.kept_from`."""
+        self._kept_from = kept_from
 
     @property
     def has_work(self) -> bool:
@@ -105,30 +111,42 @@ class ConnectorScheduler:
         if task is None or task.read_asked or task.cancelled:
             return 0, False
         missing = task.hit_tokens - hit_tokens
-        return (missing, True) if missing > 0 else (0, False)
+        if missing <= 0:
+            return 0, False
+        # With a window the decode worker may have dropped blocks of its hit that are needed here.
+        first, needed = hit_tokens // self._block_size, self._kept_from(task.hit_tokens)
+        for here, there in zip(needed, task.readable.begins, strict=True):
+            if there > max(here, first):
+                return 0, False
+        return missing, True
 
-    def allocated(self, request: Any, block_ids: Sequence[int], external_tokens: int) -> None:
-        """vLLM has allocated blocks for the request: read the missing prefix into them."""
+    def allocated(
+        self, request: Any, tables: Sequence[Sequence[int]], external_tokens: int
+    ) -> None:
+        """vLLM has allocated blocks for the request: read the missing prefix into them.
+
+        tables: this engine's block ids of the request, for each KV cache group."""
         task = self._context.tasks.get(request.request_id)
         if task is None:
             return
         task.request = request
         if external_tokens and not task.read_asked:
-            self.read_prefix(task, block_ids, external_tokens // self._block_size)
+            self.read_prefix(task, tables, external_tokens // self._block_size)
 
     # ------------------------------------------------------------------ step 6: read_prefix
 
-    def read_prefix(self, task: PrefillTask, block_ids: Sequence[int], missing: int) -> None:
+    def read_prefix(self, task: PrefillTask, tables: Sequence[Sequence[int]], missing: int) -> None:
         """Read the prefix blocks that the decode worker has and this engine lacks.
 
         If the read fails, the engine computes the prefix.
 
-        block_ids: this engine's blocks of the request, in the order of the prompt.
-        missing: number of blocks to read. They are the last ones of the decode worker's hit."""
+        tables: this engine's block ids of the request, for each KV cache group.
+        missing: number of positions to read. They are the last ones of the decode worker's hit."""
         task.read_asked = True
         end = task.hit_tokens // self._block_size
         start = end - missing
-        read = Write(task, list(block_ids[start:end]), task.remote_blocks[start:end], last=False)
+        local = task.readable.ids(tables, start, end)
+        read = Write(task, local, task.source(start, end), last=False)
         if not self._scheduled:
             task.transfer_worker.read(task, read.remote, read.local, self._read_done)
             return
@@ -161,22 +179,24 @@ class ConnectorScheduler:
         task.first_step = task.first_step or time.monotonic()
         computed = task.request.num_computed_tokens + scheduled_tokens
         whole = computed >= len(task.token_ids)
-        upto = task.total_blocks if whole else computed // self._block_size
-        start = task.scheduled_blocks
+        upto = task.positions if whole else computed // self._block_size
+        start = task.scheduled
         if upto <= start:
             return
-        local = list(self._manager.get_block_ids(task.request_id)[0])
-        task.scheduled_blocks = upto
+        local = task.written.ids(self._manager.get_block_ids(task.request_id), start, upto)
+        if any(task.written.begins) and EMPTY in local:
+            task.cancel()
+            task.end(HandoffError("a window has left a block behind that is still to be written"))
+            return
+        task.scheduled = upto
         with task.lock:
             task.outstanding += 1  # vLLM may be done with the request before the write begins
-        plan.writes.append(
-            Write(task, local[start:upto], task.remote_blocks[start:upto], last=whole)
-        )
+        plan.writes.append(Write(task, local, task.target(start, upto), last=whole))
 
     def _preempted(self, task: PrefillTask) -> None:
         """Its blocks are about to be overwritten: wait for copies that still read them, and drop
         the writes of steps that have not run yet."""
-        task.scheduled_blocks = task.first_target
+        task.scheduled = task.first_target
         for plan in self._scheduled:
             for write in [w for w in plan.writes if w.task is task]:
                 plan.writes.remove(write)
@@ -221,7 +241,7 @@ class ConnectorScheduler:
             # A pending prefix read is reported as a receive, which also frees the blocks.
             kept = busy and not (task.read_asked and task.first_step == 0.0)
             task.freed_by_report = kept
-        if task.scheduled_blocks < task.total_blocks:
+        if task.scheduled < task.positions:
             task.cancel()
             task.end(HandoffError("the engine ended the request early"))
         return (

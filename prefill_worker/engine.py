@@ -28,6 +28,7 @@ class PrefillEngine:
         self._host = host
         self._context = context
         self.block_size = block_size
+        self.groups = max(1, len(context.groups.layers))
         self.compat_hash = compat_hash
 
     def submit(self, task: PrefillTask) -> None:

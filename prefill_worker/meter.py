@@ -33,6 +33,6 @@ class Meter:
 
     def load(self, tasks: Iterable[PrefillTask]) -> Load:
         """Return the load to report to decode workers. tasks: all tasks under way."""
-        done = sum((t.scheduled_blocks - t.first_target) * t.block_size for t in tasks)
+        done = sum((t.scheduled - t.first_target) * t.block_size for t in tasks)
         rate = self._tokens / self._seconds if self._seconds else 0.0
         return Load(tokens_per_s=min(rate, 1e12), done_tokens=max(0, done))

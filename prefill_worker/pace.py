@@ -108,7 +108,7 @@ class Pace:
 
         It has if more was computed, or if the link has copied while the task waits for the link.
         Copies for other jobs count, too, because they are in front of it."""
-        computed, moved = task.scheduled_blocks, task.transfer_worker.moved_bytes
+        computed, moved = task.scheduled, task.transfer_worker.moved_bytes
         more = computed > self._computed or (task.submitted > 0 and moved > self._moved)
         self._computed, self._moved = computed, moved
         return more

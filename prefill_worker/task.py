@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from pullfill.engine.groups import ONE_TABLE, BlockOrder
 from pullfill.errors import BadMessage, HandoffError
 from pullfill.ids import job_digest
 from pullfill.transfer.digest import sampled
@@ -35,7 +36,7 @@ class TooLong(HandoffError):
 
 def check(
     job: PrefillJob, body: bytes, token_ids: list[int], grant: Grant, *, block_size: int,
-    compat_hash: str, max_prompt_tokens: int,
+    compat_hash: str, max_prompt_tokens: int, groups: int,
 ) -> None:  # fmt: skip
     """Check that the pulled job is the one that the decode worker granted, and that it fits here.
 
@@ -45,13 +46,13 @@ def check(
     body: the job as it was pulled."""
     if job_digest(body) != grant.job_digest:
         raise BadMessage("the job differs from what the decode worker published")
-    blocks = len(job.block_ids) // u32.SIZE
-    if (
-        len(job.block_ids) % u32.SIZE
-        or blocks != -(-len(token_ids) // job.block_size)
-        or job.hit_tokens % job.block_size
-    ):
+    hit, positions = job.hit_tokens // job.block_size, -(-len(token_ids) // job.block_size)
+    kept = BlockOrder(job.kept_from)
+    blocks = BlockOrder(job.read_from).before(hit) + kept.before(positions) - kept.before(hit)
+    if len(job.block_ids) != u32.SIZE * blocks or job.hit_tokens % job.block_size:
         raise BadMessage("the job's blocks do not match its tokens")
+    if len(job.read_from) != groups or len(job.kept_from) != groups:
+        raise BadMessage(f"the job is for other than {groups} KV cache groups")
     if job.block_size != block_size or job.compat != compat_hash:
         raise BadMessage("block size or compatibility hash is not this worker's")
     if len(token_ids) > max_prompt_tokens:
@@ -63,13 +64,16 @@ def check(
 
 @dataclass(slots=True, eq=False)
 class PrefillTask:
-    """See the module.
+    """See the module. A position counts blocks of the prompt.
 
-    remote_blocks: the decode worker's block for each block of the prompt, hit blocks first.
+    remote_blocks: the decode worker's blocks: first those that may be read, then those to write.
+    readable, written: which blocks of each KV cache group they are.
     on_done: called once, from any thread. With None when all blocks are written (pull mode: kept),
     else with the failure.
     well: whether `on_done` was called with None.
-    first_target: index of the first block to be written. All before are the decode worker's hit.
+    first_target: the first position whose blocks are written. Before it is the decode worker's hit.
+    positions: number of positions.
+    scheduled: positions before this one are computed, or will be after the steps planned so far.
     checked: the decode worker's blocks whose digests go with the commit.
     digests: those made so far. A block that is written again after a preemption gets a new one.
     kept: pull mode: our block for each target block. The decode worker may read them until
@@ -88,6 +92,8 @@ class PrefillTask:
     priority: int
     transfer_worker: Any
     on_done: Callable[[BaseException | None], None]
+    readable: BlockOrder = ONE_TABLE
+    written: BlockOrder = ONE_TABLE
     checked: frozenset[int] = frozenset()
     mode: KvMode = KvMode.PUSH_ASYNC
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -97,7 +103,7 @@ class PrefillTask:
     on_quiet: list[Callable[[], object]] = field(default_factory=list)
     # engine thread
     request: Any = None
-    scheduled_blocks: int = 0
+    scheduled: int = 0
     read_asked: bool = False
     freed_by_report: bool = False
     # engine and transfer worker threads, under lock
@@ -128,8 +134,8 @@ class PrefillTask:
         on_done: Callable[[BaseException | None], None],
     ) -> PrefillTask:
         """The task of the attempt that was granted."""
-        blocks = u32.unpack(job.block_ids)
-        targets = blocks[job.hit_tokens // job.block_size :]
+        blocks, readable = u32.unpack(job.block_ids), BlockOrder(job.read_from)
+        targets = blocks[readable.before(job.hit_tokens // job.block_size) :]
         checked = sampled(grant.kv_digest, len(targets), grant.job_digest, grant.attempt)
         return cls(
             request_id=f"{job.job_id}.{grant.attempt}",
@@ -138,6 +144,8 @@ class PrefillTask:
             token_ids=token_ids,
             block_size=job.block_size,
             hit_tokens=job.hit_tokens,
+            readable=readable,
+            written=BlockOrder(job.kept_from),
             remote_blocks=blocks,
             fence=grant.fence,
             cache_salt=job.cache_salt,
@@ -149,28 +157,42 @@ class PrefillTask:
         )
 
     def __post_init__(self) -> None:
-        self.scheduled_blocks = self.first_target
+        self.scheduled = self.first_target
 
     @property
     def first_target(self) -> int:
         return self.hit_tokens // self.block_size
 
     @property
-    def total_blocks(self) -> int:
+    def positions(self) -> int:
         return -(-len(self.token_ids) // self.block_size)
+
+    @property
+    def targets(self) -> list[int]:
+        """The decode worker's blocks that are written."""
+        return self.remote_blocks[self.readable.before(self.first_target) :]
+
+    def source(self, start: int, stop: int) -> list[int]:
+        """The decode worker's blocks to read at the positions from `start` to before `stop`."""
+        return self.remote_blocks[self.readable.before(start) : self.readable.before(stop)]
+
+    def target(self, start: int, stop: int) -> list[int]:
+        """The decode worker's blocks to write at the positions from `start` to before `stop`."""
+        skipped = self.written.before(self.first_target) - self.readable.before(self.first_target)
+        first, last = self.written.before(start) - skipped, self.written.before(stop) - skipped
+        return self.remote_blocks[first:last]
 
     @property
     def digest(self) -> bytes | None:
         """Of the checked blocks in the order of the prompt, once all are written."""
         if not self.checked:
             return None
-        targets = self.remote_blocks[self.first_target :]
-        return b"".join(self.digests[block] for block in targets if block in self.checked)
+        return b"".join(self.digests[block] for block in self.targets if block in self.checked)
 
     @property
     def kept_blocks(self) -> list[int]:
         """Ours, one for each target block, in the order of the prompt, once all are kept."""
-        return [self.kept[block] for block in self.remote_blocks[self.first_target :]]
+        return [self.kept[block] for block in self.targets]
 
     def timings(self, claim_ms: float) -> StageTimings:
         """What was measured until now, when the commit (or `Ready`) goes out."""

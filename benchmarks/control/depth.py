@@ -37,7 +37,7 @@ _HOURS_S = 3600.0
 _COMPAT = Compat(
     model="m", model_fingerprint="f", vllm="0", dtype="d", kv_cache_dtype="d", block_size=BLOCK,
     layout="LBHNC", num_layers=1, num_kv_heads=1, page_bytes=64, isa="x",
-    attention="a", kv_scales="1",
+    attention="a", kv_scales="1", kv_groups="FullAttention",
 )  # fmt: skip
 
 
@@ -104,7 +104,7 @@ class Half:
         for request in requests:
             asked = time.thread_time()
             external, _ = self.side.decide(request, 0)
-            self.side.enqueue(request, range(-(-PROMPT // BLOCK)), external)
+            self.side.enqueue(request, [range(-(-PROMPT // BLOCK))], external)
             took = time.thread_time() - asked
             spent += took
             if cost is not None:

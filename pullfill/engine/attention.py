@@ -19,6 +19,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pullfill.engine.groups import ONE_GROUP, Groups
+
 NO_ATTENTION = "none"
 UNSCALED = "1"
 
@@ -41,10 +43,12 @@ class Attention:
     """How the whole model stores KV.
 
     backend: vLLM's name of the attention backend, or several joined by `+`. `none` without a model.
-    scales: `1` if nothing is scaled, else 16 hex digits: a digest of the scales of all layers."""
+    scales: `1` if nothing is scaled, else 16 hex digits: a digest of the scales of all layers.
+    groups: which layers share their blocks."""
 
     backend: str = NO_ATTENTION
     scales: str = UNSCALED
+    groups: Groups = ONE_GROUP
 
 
 NO_MODEL = Attention()

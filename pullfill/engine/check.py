@@ -49,6 +49,7 @@ WORKER_NAMES = {
         "SchedulerOutput:num_scheduled_tokens",
     ),
     "vllm.v1.core.block_pool": (
+        "BlockPool.get_cached_block",
         "BlockPool.touch",
         "BlockPool.free_blocks",
         "BlockPool.get_num_free_blocks",
@@ -71,7 +72,14 @@ WORKER_NAMES = {
     "vllm.v1.executor.multiproc_executor": ("WorkerProcHandle:proc", "WorkerProcHandle:rank"),
     "vllm.v1.worker.gpu_input_batch": ("CachedRequestState:generator", "InputBatch"),
     "vllm.v1.worker.worker_base": ("WorkerBase.sample_tokens",),
+    "vllm.v1.kv_cache_interface": (
+        "ChunkedLocalAttentionSpec",
+        "FullAttentionSpec",
+        "MambaSpec",
+        "SlidingWindowSpec",
+    ),
     "vllm.distributed.kv_transfer.kv_connector.v1.base": (
+        "SupportsHMA.request_finished_all_groups",
         "KVConnectorTransferResults:failed_recving",
         "KVConnectorBase_V1.get_mem_pool_context",
         "KVConnectorBase_V1.get_transfer_results",

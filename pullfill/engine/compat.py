@@ -82,6 +82,7 @@ def describe(config: VllmConfig, served_name: str, geometry: Geometry) -> Compat
         isa=computes,
         attention=geometry.attention.backend,
         kv_scales=geometry.attention.scales,
+        kv_groups=geometry.attention.groups.kinds,
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -63,29 +62,6 @@ def device_of(vllm_config: Any) -> str:
     if wanted != "auto":
         return str(wanted)
     return str(current_platform.device_type)
-
-
-def require_one_group(kv_cache_config: Any) -> None:
-    """Raise IncompatibleError for a model whose KV cache vLLM splits into several groups."""
-    # Block ids of several groups overlap, and a grant names blocks by id alone.
-    groups = len(kv_cache_config.kv_cache_groups)
-    if groups != 1:
-        raise IncompatibleError(
-            f"this model needs {groups} KV cache groups; pullfill moves one: serve it with plain "
-            "vLLM",
-            field="kv_cache_groups",
-        )
-
-
-def skipped_of(kv_cache_manager: Any) -> Callable[[int], int]:
-    """Return a function from a number of prompt tokens to the number of tokens without a block.
-
-    With a sliding window or chunked local attention, attention never looks at the first tokens of a
-    long prompt again, so vLLM keeps no blocks for them. With full attention the number is 0, also
-    where vLLM uses full attention in place of a window."""
-    (manager,) = kv_cache_manager.coordinator.single_type_managers
-    skipped: Callable[[int], int] = manager.get_num_skipped_tokens
-    return skipped
 
 
 def free_blocks(core: Any) -> int:

@@ -17,7 +17,7 @@ from msgspec import Meta
 
 from pullfill.errors import BadMessage
 
-WIRE_VERSION = 5
+WIRE_VERSION = 6
 
 U32 = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 Count = Annotated[int, Meta(ge=0)]
@@ -74,6 +74,7 @@ class Compat(Message, frozen=True, kw_only=True):
     """What two workers must share to exchange KV bytes. Compared field by field at join.
 
     attention, kv_scales: see engine/attention.py.
+    kv_groups: see engine/groups.py.
     """
 
     model: str
@@ -89,6 +90,7 @@ class Compat(Message, frozen=True, kw_only=True):
     isa: str
     attention: str
     kv_scales: str
+    kv_groups: str
 
     def hash(self) -> str:
         """16 hex digits over all fields; names the job stream."""

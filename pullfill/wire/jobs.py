@@ -8,6 +8,8 @@ from msgspec import Meta
 
 from pullfill.wire.codec import WIRE_VERSION, Count, Id, Message, Text, Version
 
+Positions = Annotated[tuple[Count, ...], Meta(min_length=1, max_length=256)]
+
 
 class PrefillJob(Message, frozen=True, kw_only=True):
     """One remote prefill, as published on the job stream.
@@ -15,7 +17,10 @@ class PrefillJob(Message, frozen=True, kw_only=True):
     token_ids: the prompt tokens whose KV is wanted, raw little-endian u32.
     hit_tokens: leading tokens whose KV the decode worker already holds (a block multiple).
     block_ids: decode-side blocks of all `token_ids` (hit blocks first), raw little-endian u32. The
-    first `hit_tokens // block_size` may be read, the others are written. A grant must confirm them.
+    blocks of the first `hit_tokens` may be read, the others are written. A grant must confirm them.
+    read_from: for each KV cache group, the position in the prompt of its first block that may be
+    read. A position counts blocks. See engine/groups.py for the order.
+    kept_from: the same for blocks that are written.
     request_id: for people who read a dead letter.
     timeout_s: how long from publish the decode worker waits before it serves locally.
     """
@@ -29,6 +34,8 @@ class PrefillJob(Message, frozen=True, kw_only=True):
     token_ids: bytes
     hit_tokens: Count
     block_ids: bytes
+    read_from: Positions = (0,)
+    kept_from: Positions = (0,)
     block_size: Annotated[int, Meta(ge=1)]
     cache_salt: Text | None = None
     priority: int = 0

@@ -9,9 +9,10 @@ from there.
 
 from __future__ import annotations
 
+import os
 from abc import abstractmethod
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +20,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
     KVConnectorRole,
+    SupportsHMA,
 )
 
-from pullfill.engine import attention, kv
+from pullfill.engine import attention, groups, kv
 from pullfill.engine.attention import Attention, RankAttention
 from pullfill.engine.rank_processes import bind_to_parent
 from pullfill.runtime import pages
@@ -46,14 +48,13 @@ class RankTold(KVConnectorHandshakeMetadata):  # type: ignore[misc]
     attention: RankAttention
 
 
-class WorkerConnector(KVConnectorBase_V1):  # type: ignore[misc]
+class WorkerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """See the module. A role says what its scheduler half does, and what step metadata it sends."""
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        kv.require_one_group(kv_cache_config)
         self._heads = kv.total_heads(vllm_config)
         self._pool: SharedKvPool | None = None
         self._told: RankTold | None = None
@@ -88,7 +89,10 @@ class WorkerConnector(KVConnectorBase_V1):  # type: ignore[misc]
     ) -> None:
         stored = {rank: told.attention for rank, told in metadata.items()}
         regions = {rank: told.region for rank, told in metadata.items()}
-        self.attach(regions, self._heads, attention.join(stored, self._heads))
+        whole = attention.join(stored, self._heads)
+        self.attach(
+            regions, self._heads, replace(whole, groups=groups.groups_of(self._kv_cache_config))
+        )
 
     def shutdown(self) -> None:
         """The process owns what the connector uses, and closes it."""
@@ -99,9 +103,17 @@ class WorkerConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return self._pool
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        region = tell(self._pool, kv_caches, self._kv_cache_config.num_blocks)
+        config = self._kv_cache_config
+        why_not = groups.why_local(self._vllm_config, config)
+        if why_not:
+            device = kv.device_of(self._vllm_config)
+            region = RankRegion(os.getpid(), device, len(kv_caches), 0, why_not=why_not)
+        else:
+            several = len(config.kv_cache_groups) > 1
+            caches = groups.apart(kv_caches) if several else kv_caches
+            region = tell(self._pool, caches, config.num_blocks)
         self._told = RankTold(region, attention.of_rank(self._vllm_config, kv_caches))
-        if self._pool is not None:
+        if self._pool is not None and not why_not:
             pages.make_caches_present(kv_caches)
 
     def get_handshake_metadata(self) -> RankTold | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from pullfill.engine.groups import ONE_GROUP, Groups
 from pullfill.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -40,6 +41,11 @@ class WorkerContext:
     def memories(self) -> list[LocalMemory]:
         """Of all ranks, in order."""
         return [rank.memory for rank in self.ranks]
+
+    @property
+    def groups(self) -> Groups:
+        """The KV cache groups of the model."""
+        return self.geometry.attention.groups if self.geometry else ONE_GROUP
 
 
 C = TypeVar("C", bound=WorkerContext)

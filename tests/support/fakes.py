@@ -34,10 +34,13 @@ class FakeBlock:
 
 
 class FakePool:
-    """vLLM's BlockPool as far as references go: a block is free while nobody refers to it."""
+    """vLLM's BlockPool as far as references go: a block is free while nobody refers to it.
+
+    cached: the block of each hash and KV cache group that is cached."""
 
     def __init__(self, num_blocks: int) -> None:
         self.blocks = [FakeBlock(i) for i in range(num_blocks)]
+        self.cached: dict[tuple[str, int], int] = {}
 
     @property
     def free(self) -> set[int]:
@@ -60,6 +63,13 @@ class FakePool:
             assert block.ref_cnt > 0, f"block {block.block_id} freed twice"
             block.ref_cnt -= 1
 
+    def get_cached_block(self, block_hash: str, groups: Sequence[int]) -> list[FakeBlock] | None:
+        found = [self.cached.get((block_hash, group)) for group in groups]
+        return None if None in found else [self.blocks[at] for at in found if at is not None]
+
+    def refs(self, block_id: int) -> int:
+        return self.blocks[block_id].ref_cnt
+
     def release(self, ids: Iterable[int]) -> None:
         """What a request's end does."""
         self.free_blocks([self.blocks[i] for i in ids])
@@ -81,6 +91,7 @@ class FakeRequest:
     pooling_params: Any = None
     cache_salt: str | None = None
     priority: int = 0
+    block_hashes: list[str] = field(default_factory=list)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -97,13 +108,18 @@ def step(
 
 
 class FakeManager:
-    """vLLM's KVCacheManager: block tables only."""
+    """vLLM's KVCacheManager: block tables only.
+
+    tables: of the first KV cache group.
+    windows: of the second, if there is one."""
 
     def __init__(self) -> None:
         self.tables: dict[str, list[int]] = {}
+        self.windows: dict[str, list[int]] = {}
 
     def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
-        return (self.tables[request_id],)
+        tables = (self.tables[request_id],)
+        return (*tables, self.windows[request_id]) if request_id in self.windows else tables
 
 
 @dataclass(slots=True)

@@ -150,7 +150,7 @@ class DecodeHalf:
         self.pages[:, own] = 0xAA
         self.pool.touch([self.pool.blocks[b] for b in hit])
         served = self.requests[request.request_id] = Served(request, [*hit, *own])
-        self.side.enqueue(request, served.table, external)
+        self.side.enqueue(request, [served.table], external)
         self.side.step_done()
         return served
 

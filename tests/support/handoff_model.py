@@ -115,7 +115,7 @@ class HandoffModel:
         external, asynchronous = self.side.decide(request, hits * BLOCK)
         assert asynchronous
         assert external == tokens - 1 - hits * BLOCK
-        self.side.enqueue(request, blocks, external)
+        self.side.enqueue(request, [blocks], external)
         self.side.step_done()
         opened = self._opened.pop()
         assert not self._opened

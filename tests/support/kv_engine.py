@@ -85,7 +85,7 @@ class KvEngine:
     """
 
     def __init__(self, pages: Pages, *, chunk: int, compat_hash: str) -> None:
-        self.block_size, self.compat_hash = BLOCK, compat_hash
+        self.block_size, self.compat_hash, self.groups = BLOCK, compat_hash, 1
         self.pages, self.chunk = pages, chunk
         self.gate = threading.Event()
         self.gate.set()
@@ -202,14 +202,14 @@ class KvEngine:
     def _admit(self, run: _Run) -> None:
         hit = self._hit(run.task.token_ids) if not run.request.num_preemptions else []
         external, _ = self.side.matched(run.request, len(hit) * BLOCK)
-        own = self.pool.allocate(run.task.total_blocks - len(hit))
+        own = self.pool.allocate(run.task.positions - len(hit))
         if own is None:
             return
         self.pool.touch([self.pool.blocks[b] for b in hit])
         run.table = [*hit, *own]
         self._manager.tables[run.task.request_id] = run.table
         run.request.num_computed_tokens = len(hit) * BLOCK
-        self.side.allocated(run.request, run.table, external)
+        self.side.allocated(run.request, [run.table], external)
         run.state = "reading" if external else "running"
 
     def _hit(self, tokens: Sequence[int]) -> list[int]:

@@ -48,6 +48,7 @@ COMPAT = Compat(
     isa="x",
     attention="a",
     kv_scales="1",
+    kv_groups="FullAttention",
 )
 
 PAGE = 512

@@ -27,6 +27,7 @@ COMPAT = Compat(
     isa="avx2",
     attention="a",
     kv_scales="1",
+    kv_groups="FullAttention",
 )
 
 

@@ -16,7 +16,7 @@ from pullfill.errors import BadMessage
 COMPAT = wire.Compat(
     model="m", model_fingerprint="f", vllm="0.32.0", dtype="float32", kv_cache_dtype="auto",
     block_size=16, layout="LBHNC", num_layers=2, num_kv_heads=2, page_bytes=64, isa="x",
-    attention="a", kv_scales="1",
+    attention="a", kv_scales="1", kv_groups="FullAttention",
 )  # fmt: skip
 JOB = wire.PrefillJob(
     job_id="j", incarnation="i", decode_instance="d", request_id="r", compat="h",

@@ -57,7 +57,7 @@ def _value(kind: Any) -> Any:
             return {"k": "v"}
         return _value(get_args(kind)[0])
     if hasattr(kind, "__metadata__"):
-        return {int: 1, float: 1.0, str: "id"}[kind.__origin__]
+        return _value(kind.__origin__)
     if isinstance(kind, type) and issubclass(kind, str) and kind is not str:
         return next(iter(kind))  # type: ignore[call-overload]
     return {int: 1, float: 1.0, str: "id", bool: True}[kind]

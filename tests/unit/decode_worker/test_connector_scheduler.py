@@ -53,7 +53,7 @@ class Rig:
         assert asynchronous
         blocks = self.pool.allocate(-(-(hit + external) // BLOCK))
         assert blocks is not None
-        self.side.enqueue(request, blocks, external)
+        self.side.enqueue(request, [blocks], external)
         return request
 
 
@@ -101,7 +101,7 @@ def test_more_blocks_than_needed_are_not_granted() -> None:
     rig = Rig()
     request = FakeRequest("r", list(range(2 * BLOCK + 1)))
     external, _ = rig.side.decide(request, 0)
-    rig.side.enqueue(request, [9, 8, 7, 6], external)
+    rig.side.enqueue(request, [[9, 8, 7, 6]], external)
     assert rig.published[0].blocks == (9, 8)
 
 
@@ -155,10 +155,10 @@ def test_asking_twice_opens_once_and_the_last_answer_counts() -> None:
     assert rig.side.decide(request, 0) == (19, True)
     assert rig.side.decide(request, 8) == (11, True)
     assert rig.ledger.open_jobs == 0, "asking has no effect"
-    rig.side.enqueue(request, list(range(5)), 11)
+    rig.side.enqueue(request, [list(range(5))], 11)
     rig.side.step_done()
     assert [job.hit_tokens for job in rig.published] == [8]
-    rig.side.enqueue(request, list(range(5)), 0)  # vLLM calls again after the load
+    rig.side.enqueue(request, [list(range(5))], 0)  # vLLM calls again after the load
     assert rig.ledger.open_jobs == 1
 
 
@@ -166,7 +166,7 @@ def test_vllm_may_overrule() -> None:
     rig = Rig()
     request = FakeRequest("r", list(range(20)))
     assert rig.side.decide(request, 0)[1]
-    rig.side.enqueue(request, list(range(5)), 0)
+    rig.side.enqueue(request, [list(range(5))], 0)
     assert rig.ledger.open_jobs == 0
     record = rig.traces.finish("r")
     assert record is not None
@@ -190,21 +190,54 @@ def test_what_cannot_go_remote(fields: dict[str, Any], reason: str) -> None:
     rig = Rig()
     request = FakeRequest("r", list(range(20)), **fields)
     assert rig.side.decide(request, 0) == (0, False)
-    rig.side.enqueue(request, list(range(5)), 0)
+    rig.side.enqueue(request, [list(range(5))], 0)
     record = rig.traces.finish("r")
     assert record is not None
     assert record.reason == reason
 
 
-def test_a_prompt_beyond_the_window_of_every_layer_stays_here() -> None:
+def test_a_job_names_no_block_that_a_window_has_left_behind() -> None:
+    """Two groups: one keeps all blocks, the other the last two that are full, and what follows."""
     rig = Rig()
-    rig.side.bind_skipped(lambda tokens: max(0, tokens - 15))
-    assert rig.side.decide(FakeRequest("long", list(range(16))), 0) == (0, False)
-    rig.side.enqueue(FakeRequest("long", list(range(16))), [0, 0, 7, 8], 0)
-    record = rig.traces.finish("long")
-    assert record is not None
-    assert (record.path, record.reason) == ("local", "sliding_window")
-    assert rig.side.decide(FakeRequest("short", list(range(15))), 0)[1]
+    rig.side.bind_kept(lambda tokens: (0, max(0, tokens // BLOCK - 2)))
+    request = FakeRequest("r", list(range(6 * BLOCK + 2)))
+    external, _ = rig.side.decide(request, 0)
+    rig.side.enqueue(request, [list(range(11, 18)), [0, 0, 0, 0, 25, 26, 27]], external)
+    (job,) = rig.published
+    assert (job.read_from, job.kept_from) == ((0, 0), (0, 4))
+    assert job.blocks == (11, 12, 13, 14, 15, 25, 16, 26, 17, 27)
+    assert rig.side.longest_kept(8 * BLOCK) == 2 * BLOCK
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_what_a_window_sees_at_the_end_of_the_hit_is_held_for_the_job(cached: bool) -> None:
+    """The request needs the window at the end of the prompt, the prefill worker that at the end of
+    the hit. What was evicted from there cannot be read."""
+    rig = Rig()
+    rig.side.bind_kept(lambda tokens: (0, max(0, tokens // BLOCK - 2)))
+    request = FakeRequest("r", list(range(6 * BLOCK + 2)))
+    request.block_hashes = [f"h{at}" for at in range(6)]
+    known = {"h1": 31, "h2": 32} if cached else {"h1": 31}
+    rig.pool.cached = {(name, 1): block for name, block in known.items()}
+    external, _ = rig.side.decide(request, 3 * BLOCK)
+    rig.side.enqueue(request, [list(range(11, 18)), [0, 0, 0, 0, 25, 26, 27]], external)
+    rig.side.step_done()
+    (job,) = rig.published
+    targets = (14, 15, 25, 16, 26, 17, 27)
+    entry = rig.ledger.find(job.job_id)
+    assert entry is not None
+    assert job.kept_from == (0, 4)
+    if not cached:
+        assert (job.read_from, job.blocks) == ((0, 3), (11, 12, 13, *targets))
+        assert entry.first_target == 3
+        assert rig.pool.refs(31) == 0
+        return
+    assert (job.read_from, job.blocks) == ((0, 1), (11, 12, 31, 13, 32, *targets))
+    assert entry.first_target == 5
+    assert (rig.pool.refs(31), rig.pool.refs(32)) == (1, 1)
+    rig.ledger.cancel("r")
+    rig.side.collect()
+    assert (rig.pool.refs(31), rig.pool.refs(32)) == (0, 0)
 
 
 def test_salt_and_priority_go_with_the_job() -> None:
@@ -236,7 +269,7 @@ def test_explain_shows_what_the_decision_was_made_on() -> None:
         request = FakeRequest(request_id, list(range(20)))
         request.lora_request = None if shown else object()
         assert rig.side.decide(request, 0) == (0, False)
-        rig.side.enqueue(request, list(range(5)), 0)
+        rig.side.enqueue(request, [list(range(5))], 0)
         record = rig.traces.finish(request_id)
         assert record is not None
         assert (record.expected_s is not None) is shown, record.reason
@@ -253,7 +286,7 @@ def test_a_fallback_is_local_when_vllm_asks_again() -> None:
     assert rig.side.collect() == ([], ["r"])
     assert not rig.side.has_work
     assert rig.side.decide(request, 0) == (0, False)
-    rig.side.enqueue(request, list(range(5)), 0)
+    rig.side.enqueue(request, [list(range(5))], 0)
     record = rig.traces.finish("r")
     assert record is not None
     assert (record.path, record.reason) == ("local", "policy_always_remote")
@@ -337,7 +370,7 @@ def test_finished_before_it_was_allocated_leaves_nothing() -> None:
     rig = Rig()
     rig.side.decide(FakeRequest("r", list(range(20))), 0)
     rig.side.request_finished("r")
-    rig.side.enqueue(FakeRequest("r", list(range(20))), [1, 2, 3, 4, 5], 19)
+    rig.side.enqueue(FakeRequest("r", list(range(20))), [[1, 2, 3, 4, 5]], 19)
     assert rig.ledger.open_jobs == 0
     assert rig.side.collect() == ([], [])
 

@@ -222,7 +222,7 @@ def test_a_small_prompt_keeps_the_timeouts_of_the_settings() -> None:
 
 
 def task(done_blocks: int) -> Any:
-    return SimpleNamespace(scheduled_blocks=2 + done_blocks, first_target=2, block_size=BLOCK)
+    return SimpleNamespace(scheduled=2 + done_blocks, first_target=2, block_size=BLOCK)
 
 
 def test_the_rate_is_of_the_time_in_which_it_computes() -> None:

@@ -14,7 +14,7 @@ from pullfill.decode_worker.conditional_router import Situation, decide
 from pullfill.decode_worker.context import DecodeContext
 from pullfill.decode_worker.ledger import Ledger
 from pullfill.decode_worker.request_trace import RequestTraces
-from pullfill.engine.kv import Geometry, require_one_group, total_heads
+from pullfill.engine.kv import Geometry, total_heads
 from pullfill.errors import IncompatibleError, OverloadedError
 from pullfill.prefill_worker import memory as prefill_memory
 from pullfill.prefill_worker.context import PrefillContext
@@ -126,11 +126,3 @@ def test_heads_of_a_model_as_its_caches_hold_them() -> None:
 def test_context_parallelism_is_refused(way: str) -> None:
     with pytest.raises(IncompatibleError, match="context parallelism"):
         total_heads(config(**{f"{way}_context_parallel_size": 2}))
-
-
-@pytest.mark.parametrize("groups", [0, 2])
-def test_several_kv_cache_groups_are_refused_by_name(groups: int) -> None:
-    require_one_group(SimpleNamespace(kv_cache_groups=[object()]))
-    with pytest.raises(IncompatibleError, match=f"{groups} KV cache groups") as refused:
-        require_one_group(SimpleNamespace(kv_cache_groups=[object()] * groups))
-    assert refused.value.field == "kv_cache_groups"

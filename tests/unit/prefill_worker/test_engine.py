@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from pullfill.engine import host as hosts
+from pullfill.engine.groups import ONE_GROUP
 from pullfill.errors import HandoffError
 from pullfill.prefill_worker.engine import PrefillEngine
 from pullfill.prefill_worker.task import PrefillTask
@@ -51,7 +52,7 @@ def a_task(name: str = "j.1") -> PrefillTask:
 def test_only_a_task_that_ended_well_is_forgotten_without_a_wake_up(how: str) -> None:
     core: Any = Core()
     host, task = Host(core), a_task()
-    context: Any = SimpleNamespace(tasks={task.request_id: task})
+    context: Any = SimpleNamespace(tasks={task.request_id: task}, groups=ONE_GROUP)
     engine = PrefillEngine(host, context, block_size=4, compat_hash="c")
     if how != "stopped":
         task.end(None if how == "well" else HandoffError("no"))

@@ -88,7 +88,7 @@ class Worker:
             find=self._find, knows=lambda _: self.known, is_up=lambda _: self.known
         )
         engine: Any = SimpleNamespace(
-            block_size=4, compat_hash="c", submit=self.tasks.append,
+            block_size=4, groups=1, compat_hash="c", submit=self.tasks.append,
             end=lambda _: None,
         )  # fmt: skip
         self.runner = JobRunner(
@@ -205,6 +205,31 @@ async def test_the_blocks_that_the_job_names_are_written() -> None:
     task.end(None)
     await worker.over()
     assert delivery.verbs == ["ack"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kept_from": (0, 0)},
+        {"read_from": (0, 0)},
+        {"kept_from": (2,)},
+        {"read_from": (1,)},
+        {"block_ids": u32.pack([9, 5])},
+    ],
+)
+async def test_a_job_whose_blocks_are_not_those_of_its_tokens_is_poison(
+    changes: dict[str, Any],
+) -> None:
+    job = msgspec.structs.replace(
+        JOB, token_ids=u32.pack(range(12)), hit_tokens=4, block_ids=u32.pack([9, 5, 7])
+    )
+    worker, delivery = Worker(some_transfer_worker), Delivered()
+    delivery.body = encode(msgspec.structs.replace(job, **changes))
+    worker.grant = msgspec.structs.replace(worker.grant, job_digest=job_digest(delivery.body))
+    worker.runner.start(delivery)  # type: ignore[arg-type]
+    await worker.over()
+    assert delivery.verbs == ["term"]
+    assert not back(worker).retry
 
 
 async def test_a_job_that_is_not_what_was_granted_is_poison() -> None:

@@ -165,6 +165,7 @@ COMPAT = Compat(
     isa="i",
     attention="a",
     kv_scales="1",
+    kv_groups="FullAttention",
 )
 
 
