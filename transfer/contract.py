@@ -154,7 +154,7 @@ class FenceHold(Protocol):
 
     def before_batch(self, verb: str) -> None:
         """Outside the fence, before each batch; `verb` is `write` or `read`."""
-        ...
+        return None
 
     def inside_batch(self, verb: str) -> None:
         """Holding the fence, before the first byte moves."""
@@ -230,13 +230,13 @@ class PeerSession(Protocol):
 
         Moves the blocks if that takes less than a millisecond and waits for nobody. Otherwise
         returns None, and nothing was moved."""
-        ...
+        return None
 
     def interrupt(self) -> None:
         """End a move that waits for the owner: it raises TransferFailed soon, and so does every
         later move. Never blocks; any thread. Does nothing where no move waits for the owner (mapped
         memory). `close` is still needed."""
-        ...
+        return None
 
     def close(self) -> None: ...
 

@@ -12,15 +12,15 @@ raises only after every member has ended its part. Then no member reads or write
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 
 from pullfill.errors import Fenced
 from pullfill.runtime.lanes import POOL
-from pullfill.transfer.contract import Direction, MoveResult, PeerSession
+from pullfill.transfer.contract import MoveResult, PeerSession
 from pullfill.wire import FenceToken
 
 _Move = Callable[[PeerSession], MoveResult]
@@ -35,8 +35,9 @@ class Member:
     reads: bool
 
 
-class GroupSession:
-    """PeerSession over the members. A move has happened when all of them have done their part."""
+class GroupSession(PeerSession):
+    """A move has happened when all members have done their part. `move_now` moves nothing, because
+    it would be one move per member."""
 
     def __init__(self, members: Sequence[Member]) -> None:
         self._members = list(members)
@@ -63,12 +64,6 @@ class GroupSession:
     ) -> MoveResult:
         readers = [m.session for m in self._members if m.reads]
         return _move(readers, len(source), lambda s: s.read_blocks(fence, source, target))
-
-    def move_now(
-        self, verb: Direction, fence: FenceToken, source: Sequence[int], target: Sequence[int]
-    ) -> MoveResult | None:
-        """See PeerSession. Always None: it would be one move per member."""
-        return None
 
     def interrupt(self) -> None:
         for member in self._members:
@@ -99,27 +94,22 @@ def _side_by_side(parts: Sequence[Callable[[], MoveResult]]) -> list[MoveResult]
     is gone. The other parts are not interrupted, because a session cannot be used after an
     interrupt, and the next job needs it. Each part has a time limit of its own.
     """
-    results: list[MoveResult] = []
-    failures: list[BaseException] = []
-    ended = threading.Semaphore(0)
+    ends: list[Future[MoveResult]] = [Future() for _ in parts]
 
-    def run(part: Callable[[], MoveResult]) -> None:
+    def run(number: int) -> None:
         try:
-            results.append(part())
+            ends[number].set_result(parts[number]())
         except BaseException as exc:
-            failures.append(exc)
-        finally:
-            ended.release()
+            ends[number].set_exception(exc)
 
-    for part in parts[1:]:
+    for number in range(1, len(parts)):
         try:
-            POOL.run(partial(run, part))
+            POOL.run(partial(run, number))
         except RuntimeError:  # no thread can be started
-            run(part)
+            run(number)
     if parts:
-        run(parts[0])
-    for _ in parts:
-        ended.acquire()
+        run(0)
+    failures = [exc for end in ends if (exc := end.exception()) is not None]  # waits
     if failures:
         raise next((exc for exc in failures if isinstance(exc, Fenced)), failures[0])
-    return results
+    return [end.result() for end in ends]

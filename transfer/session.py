@@ -15,7 +15,14 @@ import time
 from collections.abc import Callable, Sequence
 
 from pullfill.errors import TransferFailed
-from pullfill.transfer.contract import Direction, FenceHold, KvLayout, LocalMemory, MoveResult
+from pullfill.transfer.contract import (
+    Direction,
+    FenceHold,
+    KvLayout,
+    LocalMemory,
+    MoveResult,
+    PeerSession,
+)
 from pullfill.transfer.copying import copy_batch
 from pullfill.transfer.runs import LIMITS, Batch, CopyPlan, Planner
 from pullfill.wire import FenceToken
@@ -28,8 +35,8 @@ NOW_COPIES = 64
 """Copies that `move_now` makes at most."""
 
 
-class MappedSession:
-    """PeerSession over memory mapped at `remote_address`. Owns the hold; closes it once."""
+class MappedSession(PeerSession):
+    """Over memory mapped at `remote_address`. Owns the hold; closes it once."""
 
     def __init__(
         self,
@@ -95,9 +102,6 @@ class MappedSession:
         finally:
             self._busy.release()
         return _result(todo, started) if done else None
-
-    def interrupt(self) -> None:
-        """See PeerSession. Nothing to do: a copy waits for nobody."""
 
     def close(self) -> None:
         """Wait for a batch under way, then let go of the region. Idempotent."""

@@ -23,7 +23,14 @@ from pullfill.errors import (
     PeerUnavailable,
     TransferFailed,
 )
-from pullfill.transfer.contract import KvLayout, LocalMemory, MoveResult, PeerSession, Rect
+from pullfill.transfer.contract import (
+    FenceHold,
+    KvLayout,
+    LocalMemory,
+    MoveResult,
+    PeerSession,
+    Rect,
+)
 from pullfill.transfer.copying import corrupt
 from pullfill.transfer.layout import both_sides, check_bounds
 from pullfill.transfer.runs import checked_ids
@@ -199,7 +206,7 @@ class LoopbackOwner:
         _owners.pop(self._name, None)
 
 
-class _LoopbackHold:
+class _LoopbackHold(FenceHold):
     def __init__(self, owner: LoopbackOwner) -> None:
         self._owner = owner
         self._incarnation = owner.incarnation
@@ -217,9 +224,6 @@ class _LoopbackHold:
         with fences.changed:
             fences.slots[token.slot].holders -= 1
             fences.changed.notify_all()
-
-    def before_batch(self, verb: str) -> None:
-        pass
 
     def inside_batch(self, verb: str) -> None:
         self._owner.faults.inside_batch()

@@ -28,7 +28,7 @@ from pullfill.transfer.nccl.device import Communicator, Device
 from pullfill.transfer.nccl.library import Message
 from pullfill.transfer.nccl.messages import NcclReady, NcclStart, NcclUse
 from pullfill.transfer.nccl.staging import Laid
-from pullfill.transfer.stream.backend_contract import Backend, Interjected
+from pullfill.transfer.stream.backend_contract import Backend, BackendKind, Interjected
 from pullfill.transfer.stream.batches import Runs
 from pullfill.transfer.stream.lazy_backend import IDLE_S, LazyBackend, Reaper
 from pullfill.transfer.stream.socket_connection import SocketConnection
@@ -189,8 +189,8 @@ class PeerBackend(_NcclBackend):
 SHARING = "NCCL 2.30 allows it with NCCL_MULTI_RANK_GPU_ENABLE=1 on both, older ones never"
 
 
-class NcclKind:
-    """The BackendKind over the GPUs of this process."""
+class NcclKind(BackendKind):
+    """Over the GPUs of this process. Their turns outlive it."""
 
     name = "nccl"
 
@@ -255,9 +255,6 @@ class NcclKind:
             raise ConfigError("nccl moves GPU memory only")
         device.turns.make(self.batch_bytes)
         return (OwnerBackend if owner else PeerBackend)(device, self)
-
-    def close(self) -> None:
-        """Turns stay: they are the GPU's."""
 
 
 def _dotted(version: int) -> str:

@@ -22,7 +22,7 @@ from pullfill.transfer.contract import LocalMemory
 from pullfill.transfer.nixl import agent as nixl
 from pullfill.transfer.nixl.agent import Agent, Pauses
 from pullfill.transfer.nixl.messages import MAX_FRAME, NixlMoved, NixlRuns
-from pullfill.transfer.stream.backend_contract import Backend, Interjected
+from pullfill.transfer.stream.backend_contract import Backend, BackendKind, Interjected
 from pullfill.transfer.stream.batches import Iovec, Runs, pairs
 from pullfill.transfer.stream.lazy_backend import IDLE_S, LazyBackend, Reaper
 from pullfill.wire.codec import decode, encode
@@ -149,8 +149,8 @@ def _checked(said: NixlRuns, total: int) -> Iovec:
     return theirs
 
 
-class NixlKind:
-    """The BackendKind. Backends of one process share only the thread that drops idle agents."""
+class NixlKind(BackendKind):
+    """Backends of one process share only the thread that drops idle agents."""
 
     name = "nixl"
     batch_bytes = 4 << 20
@@ -175,6 +175,3 @@ class NixlKind:
 
     def make(self, memory: LocalMemory, *, owner: bool) -> Backend:
         return (OwnerBackend if owner else PeerBackend)(memory, self._reaper, self._idle_s)
-
-    def close(self) -> None:
-        """Nothing else is shared."""

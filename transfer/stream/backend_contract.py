@@ -90,7 +90,7 @@ class BackendKind(Protocol):
 
     def why_not(self) -> str | None:
         """For people: why this process cannot use it (no device, package missing). None: it can."""
-        ...
+        return None
 
     def detail(self, memory: LocalMemory) -> str | None:
         """Owner: what a peer must know before it connects, printable. It is published in the
@@ -100,7 +100,7 @@ class BackendKind(Protocol):
     def can_reach(self, detail: str) -> str | None:
         """Peer: why an owner with this `detail` (from the network) is out of reach, for people.
         None: it can be reached."""
-        ...
+        return None
 
     def make(self, memory: LocalMemory, *, owner: bool) -> Backend:
         """The backend of one side of a new connection. Raises TransferFailed, ConfigError."""
@@ -108,4 +108,4 @@ class BackendKind(Protocol):
 
     def close(self) -> None:
         """Give back what all connections share. They are closed already. Idempotent."""
-        ...
+        return None

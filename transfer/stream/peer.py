@@ -85,8 +85,9 @@ class StreamTransport:
         return session
 
 
-class StreamSession:
-    """A PeerSession. Thread-safe; one operation at a time."""
+class StreamSession(PeerSession):
+    """Thread-safe; one operation at a time. `move_now` moves nothing, because the owner has to
+    answer."""
 
     # `interrupt` looks at `_opening` before `_connection`. `open` sets them in the opposite order.
     # So no connection is missed.
@@ -161,12 +162,6 @@ class StreamSession:
         ours = checked_ids(target, self._local.layout.num_blocks, "target")
         _check_pairs(ours, theirs, ours)
         return self._move("read", fence, ours, theirs, self._receive)
-
-    def move_now(
-        self, verb: Direction, fence: FenceToken, source: Sequence[int], target: Sequence[int]
-    ) -> MoveResult | None:
-        """See PeerSession. Always None: the owner has to answer."""
-        return None
 
     def interrupt(self) -> None:
         self._interrupted = True

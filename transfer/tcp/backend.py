@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from pullfill.errors import TransferFailed
 from pullfill.transfer.contract import LocalMemory
-from pullfill.transfer.stream.backend_contract import Backend
+from pullfill.transfer.stream.backend_contract import Backend, BackendKind
 from pullfill.transfer.stream.batches import Iovec, Runs
 from pullfill.transfer.stream.socket_connection import SocketConnection, reason
 
@@ -115,25 +115,14 @@ def _fail(got: int) -> None:
     raise TransferFailed("the connection is closed" if got == 0 else reason(code))
 
 
-class TcpKind:
-    """The BackendKind."""
-
+class TcpKind(BackendKind):
     name = "tcp"
     batch_bytes = 16 << 20
     """At 4 MiB, the work between two batches costs a tenth of the speed. A revoke does not wait for
     a batch that takes long: it interrupts it."""
 
-    def why_not(self) -> str | None:
-        return None
-
     def detail(self, memory: LocalMemory) -> str | None:
         return "" if memory.device is None else None
 
-    def can_reach(self, detail: str) -> str | None:
-        return None
-
     def make(self, memory: LocalMemory, *, owner: bool) -> Backend:
         return TcpBackend()
-
-    def close(self) -> None:
-        """Nothing is shared."""
