@@ -161,9 +161,6 @@ class PeerBackend(_NcclBackend):
 
     rank = PEER
 
-    def discard(self, nbytes: int) -> None:
-        raise TransferFailed("the owner discards, the peer does not")
-
     def _agree(self) -> Communicator:
         if self.resource is not None and self.resource.usable:
             return self.resource

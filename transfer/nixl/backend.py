@@ -17,7 +17,7 @@ import time
 
 import numpy as np
 
-from pullfill.errors import BadMessage, TransferFailed
+from pullfill.errors import BadMessage
 from pullfill.transfer.contract import LocalMemory
 from pullfill.transfer.nixl import agent as nixl
 from pullfill.transfer.nixl.agent import Agent, Pauses
@@ -121,9 +121,6 @@ class PeerBackend(LazyBackend[Agent]):
     # The owner does the same to receive. After a fault, dropping the agent takes the memory away
     # from it.
     receive = send
-
-    def discard(self, nbytes: int) -> None:
-        raise TransferFailed("the owner discards, the peer does not")
 
     def _help(self, agent: Agent) -> None:
         """Let UCX answer the owner until the owner says something or leaves."""

@@ -45,12 +45,11 @@ class Interjected(TransferFailed):
 
 
 class Backend(Protocol):
-    """What one side of one connection moves its batches with."""
+    """What one side of one connection moves its batches with.
 
-    @property
-    def setup(self) -> bytes:
-        """What the other side's `start` gets (at most 64 KiB)."""
-        ...
+    setup: what the other side's `start` gets. At most 64 KiB."""
+
+    setup: bytes
 
     def start(self, connection: SocketConnection, theirs: bytes) -> None:
         """Get ready to move batches. Raises TransferFailed, BadMessage.
@@ -68,9 +67,9 @@ class Backend(Protocol):
         ...
 
     def discard(self, nbytes: int) -> None:
-        """Take the peer's next `send` and throw it away. Raises TransferFailed. A backend that
-        cannot discard always raises it; then the peer connects anew."""
-        ...
+        """Owner: take the peer's next `send` and throw it away. Raises TransferFailed. A backend
+        that cannot discard always raises it; then the peer connects anew."""
+        raise TransferFailed("this backend discards nothing")
 
     def interrupt(self) -> None: ...
 

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
 from pullfill.errors import TransferFailed
+from pullfill.transfer.stream.backend_contract import Backend
 from pullfill.transfer.stream.socket_connection import SocketConnection
 
 log = logging.getLogger(__name__)
@@ -30,8 +31,8 @@ class _Resource(Protocol):
 R = TypeVar("R", bound=_Resource)
 
 
-class LazyBackend(Generic[R]):
-    """The part of a Backend that keeps `resource`. Every call on the backend holds `_held`."""
+class LazyBackend(Backend, Generic[R]):
+    """Keeps `resource`. Every call on the backend holds `_held`."""
 
     def __init__(self, reaper: Reaper, idle_s: float, setup: bytes = b"") -> None:
         self.setup = setup

@@ -42,8 +42,8 @@ for _name in ("sendmsg", "recvmsg"):
     getattr(_libc, _name).restype = ctypes.c_ssize_t
 
 
-class TcpBackend:
-    """A Backend. Borrows the connection's socket."""
+class TcpBackend(Backend):
+    """Borrows the connection's socket."""
 
     setup = b""
 
