@@ -101,9 +101,9 @@ class Agent:
 
     def __init__(self, memory: LocalMemory) -> None:
         """Raises TransferFailed."""
+        self._gpu = memory.device
         self._kind = "DRAM" if memory.device is None else "VRAM"
         self._device = memory.device or 0
-        self._enter, self._wait_for_gpu = _context(memory.device)
         self._remote: str | None = None
         with _failures("cannot make a NIXL agent"), _making, _same_affinity():
             self._enter()
@@ -182,17 +182,16 @@ class Agent:
         while core() is not None:
             gc.collect()
             time.sleep(_LONG_S)
-        cuda.settle(self._wait_for_gpu, "NIXL may still copy into this worker, restart it")
+        if (gpu := self._gpu) is not None:
+            driver = cuda.load()
+            cuda.settle(
+                lambda: driver.synchronize(gpu), "NIXL may still copy into this worker, restart it"
+            )
 
-
-def _context(device: int | None) -> tuple[Callable[[], None], Callable[[], None]]:
-    """Two functions. The first makes the device's CUDA context the calling thread's. The second
-    waits for all that was queued there."""
-    # UCX copies GPU memory in the context that is current.
-    if device is None:
-        return lambda: None, lambda: None
-    driver = cuda.load()
-    return lambda: driver.enter(device), lambda: driver.synchronize(device)
+    def _enter(self) -> None:
+        """Make the GPU's CUDA context the calling thread's: UCX copies in the current one."""
+        if self._gpu is not None:
+            cuda.load().enter(self._gpu)
 
 
 def _undo(agent: Any, remote: str | None, registered: Any) -> None:
