@@ -229,13 +229,13 @@ class PeerSession(Protocol):
         """As `write_blocks` or `read_blocks`, for callers that must not wait.
 
         Moves the blocks if that takes less than a millisecond and waits for nobody. Otherwise
-        returns None, and nothing was moved."""
+        returns None, and nothing was moved. The default moves nothing."""
         return None
 
     def interrupt(self) -> None:
         """End a move that waits for the owner: it raises TransferFailed soon, and so does every
-        later move. Never blocks; any thread. Does nothing where no move waits for the owner (mapped
-        memory). `close` is still needed."""
+        later move. Never blocks; any thread. `close` is still needed. The default does nothing: it
+        is for mapped memory, where no move waits for the owner."""
         return None
 
     def close(self) -> None: ...

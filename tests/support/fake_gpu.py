@@ -248,9 +248,7 @@ class FakeDriver:
 
 
 class FakeStream:
-    """Stream."""
-
-    batches = True
+    """CudaStream."""
 
     def __init__(self, driver: FakeDriver, device: int) -> None:
         self._driver = driver

@@ -307,15 +307,11 @@ class CudaStream:
         """The CUstream, for kernels that others launch."""
         return self._stream.value or 0
 
-    @property
-    def batches(self) -> bool:
-        """Whether `copy_batch` is one call of the driver (12.8 and newer), not a loop."""
-        return self._batch is not None
-
     def copy_batch(
         self, target: Addresses, source: Addresses, nbytes: Addresses, *, engines: bool = False
     ) -> None:
-        """Queue a copy for each triple, in no order among them.
+        """Queue a copy for each triple, in no order among them. One call of the driver from CUDA
+        12.8 on, before that a loop.
 
         target, source: device addresses, or addresses of page-locked memory of the CPU.
         engines: use copy engines, where the driver lets us choose. If False, it does as it likes.

@@ -100,8 +100,8 @@ class Communicator:
 
         watch: called every TICK_S. It raises to give up.
 
-        When it raises, the GPU does nothing more with the messages and the communicator is over.
-        Raises TransferFailed, and what `watch` raised.
+        Raises TransferFailed, and what `watch` raised. The GPU does nothing more with the messages
+        then, and the communicator is over.
         """
         if not self.usable:
             raise TransferFailed("the communicator is over")

@@ -82,7 +82,9 @@ class BackendKind(Protocol):
     """Makes the backends of one transport in this process. Thread-safe.
 
     name: the transport's.
-    batch_bytes: of a batch that a peer asks for. The fence is held for one batch."""
+    batch_bytes: of a batch that a peer asks for. The fence is held for one batch.
+
+    By default it works everywhere, reaches every owner, and shares nothing."""
 
     name: str
     batch_bytes: int
