@@ -17,7 +17,7 @@ from pullfill.transfer.cuda_ipc.owner import Exported
 from pullfill.transfer.cuda_ipc.processes import pid_namespace
 from pullfill.transfer.gpu.cuda import CudaDriver, load
 from pullfill.transfer.gpu.interconnect import visible
-from pullfill.transfer.shm.ranks import RankRegion
+from pullfill.transfer.shm.ranks import RankRegion, region_of
 
 logger = log.get("transfer.gpu")
 
@@ -31,15 +31,7 @@ def tell_gpu(memory: LocalMemory, driver: CudaDriver | None = None) -> RankRegio
     except (ConfigError, TransferFailed) as exc:
         why_not = str(exc)
         logger.warning("other processes cannot map this KV cache: %s", why_not)
-    return RankRegion(
-        pid=os.getpid(),
-        device="cuda",
-        num_layers=memory.layout.num_layers,
-        page_bytes=memory.layout.page_bytes,
-        memory=memory,
-        exported=exported,
-        why_not=why_not,
-    )
+    return region_of(memory, exported=exported, why_not=why_not)
 
 
 def export(memory: LocalMemory, driver: CudaDriver | None = None) -> Exported:

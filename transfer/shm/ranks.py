@@ -55,17 +55,21 @@ class RankRegion:
         return self.exported is not None or self.pid == os.getpid()
 
 
-def region_of(memory: LocalMemory, path: str) -> RankRegion:
-    """This process's `memory`, whose file is at `path`. Raises OSError."""
-    info, layout = os.stat(path), memory.layout
+def region_of(
+    memory: LocalMemory, path: str = "", exported: Exported | None = None, why_not: str = ""
+) -> RankRegion:
+    """This process's `memory`. For the parameters see RankRegion. Raises OSError."""
+    info = os.stat(path) if path else None
     return RankRegion(
         pid=os.getpid(),
-        device="cpu",
-        num_layers=layout.num_layers,
-        page_bytes=layout.page_bytes,
+        device="cpu" if memory.device is None else "cuda",
+        num_layers=memory.layout.num_layers,
+        page_bytes=memory.layout.page_bytes,
         memory=memory,
         path=path,
-        inode=(info.st_dev, info.st_ino),
+        inode=(info.st_dev, info.st_ino) if info is not None else (0, 0),
+        exported=exported,
+        why_not=why_not,
     )
 
 
