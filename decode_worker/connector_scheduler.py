@@ -33,7 +33,7 @@ from pullfill.decode_worker.ledger_types import Hold, Release, Settle
 from pullfill.engine.groups import BlockOrder
 from pullfill.ids import new_job_id
 from pullfill.runtime import failpoints, log
-from pullfill.wire import MAX_TEXT
+from pullfill.wire import MAX_TEXT, Adapter
 
 logger = log.get("decode_worker.scheduler")
 
@@ -121,13 +121,26 @@ class ConnectorScheduler:
             return "multimodal"
         if request.prompt_embeds is not None or request.prompt_token_ids is None:
             return "prompt_embeds"
-        if request.lora_request is not None:
+        if request.lora_request is not None and not self._context.adapters_elsewhere():
+            return "lora"
+        if request.lora_request is not None and self._adapter(request) is None:
             return "lora"
         if request.pooling_params is not None:
             return "pooling"
         if request.cache_salt is not None and len(request.cache_salt) > MAX_TEXT:
             return "cache_salt"  # the user's; a job with it would be refused as poison
         return ""
+
+    def _adapter(self, request: Any) -> Adapter | None:
+        """The request's LoRA adapter for a job. None: it has none, or its files are not read yet,
+        or its name or path is too long for a job."""
+        asked = request.lora_request
+        if asked is None:
+            return None
+        content = self._context.adapters.content_of(asked)
+        if not content or max(len(asked.lora_name), len(asked.lora_path)) > MAX_TEXT:
+            return None
+        return Adapter(name=asked.lora_name, path=asked.lora_path, content=content)
 
     # ------------------------------------------------------------------ step 4: enqueue
 
@@ -184,6 +197,7 @@ class ConnectorScheduler:
             read_from=read_from,
             kept_from=kept_from,
             cache_salt=request.cache_salt,
+            adapter=self._adapter(request),
             priority=request.priority,
             timeout_s=timeout_s,
             claim_timeout_s=claim_timeout_s,

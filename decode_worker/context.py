@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pullfill.decode_worker.conditional_router import Situation
+from pullfill.engine.adapters import Adapters
 from pullfill.worker.context import LATER, WorkerContext
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from pullfill.decode_worker.self_check_requests import Trials
     from pullfill.transfer.contract import LocalMemory, Owner, OwnerFences
     from pullfill.transfer.shm.owner import FenceOwner
-    from pullfill.wire import RouterConfig
+    from pullfill.wire import Adapter, RouterConfig
 
 
 @dataclass(slots=True)
@@ -31,6 +32,7 @@ class OpenedJob:
     read_from: tuple[int, ...]
     kept_from: tuple[int, ...]
     cache_salt: str | None
+    adapter: Adapter | None
     priority: int
     timeout_s: float
     claim_timeout_s: float
@@ -41,13 +43,15 @@ class DecodeContext(WorkerContext):
     """What the connector needs from the rest of the process.
 
     The engine is built before the parts that talk to others. These replace `situation`, `publish`,
-    `queue_full` and `wake_control` before the first request comes.
+    `queue_full`, `wake_control` and `adapters_elsewhere` before the first request comes.
 
     situation: takes (prompt tokens, hit tokens, ineligible) and adds what the process knows about
     workers and queue.
     publish: hands an opened job to the asyncio thread. Must not block.
     queue_full: called when a prompt stays local because of the queue's depth. Must not block.
     wake_control: called when the ledger asks something of the network. Must not block.
+    adapters: the LoRA adapters of this worker.
+    adapters_elsewhere: whether a prefill worker can load LoRA adapters.
     offer: opens the fences and the memories to peers.
     ledger, scheduler: made when vLLM registers the KV cache, and constructs the connector.
     trials: requests of the self-check. None if nothing can be compared.
@@ -61,6 +65,8 @@ class DecodeContext(WorkerContext):
     make_ledger: Callable[[OwnerFences], Ledger]
     queue_full: Callable[[], None] = lambda: None
     wake_control: Callable[[], None] = lambda: None
+    adapters: Adapters = field(default_factory=Adapters)
+    adapters_elsewhere: Callable[[], bool] = lambda: False
     offer: Callable[[FenceOwner, Sequence[LocalMemory]], Owner | None] = lambda base, _: base
     trials: Trials | None = None
     ledger: Ledger = LATER

@@ -257,7 +257,9 @@ class ControlServer:
             return None
         name = f"{hello.prefill_instance}#{next(self._serial)}"
         now, reader = self._loop.time(), self._reader_of(hello)
-        peer = Peer(name, hello.prefill_instance, channel, now, reader, hello.computes)
+        peer = Peer(
+            name, hello.prefill_instance, channel, now, reader, hello.computes, hello.adapters
+        )
         self.peers[peer.name] = peer
         for old in [p for p in self.peers.values() if p.instance_id == peer.instance_id]:
             if old is not peer:

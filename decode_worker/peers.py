@@ -19,6 +19,7 @@ class Peer:
     connects, closed when it is lost.
     within_reach: whether the reader can reach that memory now. If not, grants do not say pull.
     computes: digest of how the worker rounds.
+    adapters: whether the worker can load LoRA adapters.
     cleared: whether the worker may bring KV (self_check.py).
     heard: when the last message came, by the loop's clock.
     asked_at: when the worker was welcomed, or sent its last claim, commit or ready."""
@@ -29,6 +30,7 @@ class Peer:
     heard: float
     reader: KvReader | None = None
     computes: str = ""
+    adapters: bool = False
     cleared: bool = True
     leaving: bool = False
     pulls: bool = True

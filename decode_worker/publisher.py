@@ -75,6 +75,7 @@ class Publisher:
                 kept_from=job.kept_from,
                 block_size=self._block_size,
                 cache_salt=job.cache_salt,
+                adapter=job.adapter,
                 priority=job.priority,
                 timeout_s=job.timeout_s,
             )

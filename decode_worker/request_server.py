@@ -1,8 +1,8 @@
 """Serves frontends: the ROUTER end of engine/front_wire.py, on the engine thread.
 
 The engine thread itself receives messages between steps and sends the outputs of each step, so no
-token waits for another thread. The intake thread (intake.py) prepares new requests, but for small
-ones. Utility calls also go through the intake thread, which keeps their order with the requests.
+token waits for another thread. The intake thread (intake.py) prepares requests that are not small,
+and takes utility calls too, which keeps their order.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ import zmq
 from pullfill import wire
 from pullfill.clock import SYSTEM_CLOCK, Clock
 from pullfill.decode_worker.curve_auth import CurveAuth
-from pullfill.decode_worker.frontends import UTILITIES, Frontend, HeldStats, Request, check_fits
+from pullfill.decode_worker.frontends import Frontend, HeldStats, Request, call_utility, check_fits
 from pullfill.decode_worker.intake import Intake, Preparation
 from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.engine import front_wire, request_limits, requests
 from pullfill.engine import outputs as vllm_outputs
+from pullfill.engine.adapters import Adapters
 from pullfill.engine.blame import Fault, explained, fault_of
 from pullfill.errors import BadMessage
 from pullfill.net.security import ClusterKey
@@ -39,6 +40,7 @@ class RequestServer:
 
     Engine thread only, except for preparations (intake thread) and reads of `draining` (any).
     welcome: returns the message for a new frontend. models: names under which the model is served.
+    adapters: the LoRA adapters of this worker.
     key: the cluster key. A frontend that does not hold it is refused.
     """
 
@@ -49,10 +51,12 @@ class RequestServer:
         *,
         welcome: Callable[[], front_wire.DecodeWelcome],
         models: Iterable[str],
+        adapters: Adapters | None = None,
         clock: Clock = SYSTEM_CLOCK,
         key: ClusterKey | None = None,
     ) -> None:
         self.host = host
+        self._adapters = adapters or Adapters()
         self._traces = traces
         self._welcome = welcome
         self._models = list(models)
@@ -244,11 +248,11 @@ class RequestServer:
         if not taken.wanted:
             return
         taken.coming = False
-        core = self.host.core
-        assert core is not None
+        core: Any = self.host.core
         try:
             if failure is not None:
                 raise failure
+            self._adapters.admit(core, request)
             if vllm_outputs.bound_grammar(request, core):
                 self._grammars[taken.id] = request
             core.add_request(request)
@@ -269,7 +273,7 @@ class RequestServer:
 
     def _abort(self, frontend: Frontend, request_ids: Iterable[str]) -> None:
         mine = [r for r in request_ids if r in frontend.requests]
-        core = self.host.core
+        core: Any = self.host.core
         inside = [r for r in mine if not self._taken[r].coming]
         if inside and core is not None:
             core.abort_requests(inside)
@@ -304,9 +308,7 @@ class RequestServer:
 
         future: Future[Any] = Future()
         try:
-            if method not in UTILITIES:
-                raise PermissionError(f"{method} cannot be called from a frontend")
-            result = getattr(self.host.core, method)(*args)
+            result = call_utility(self.host.core, self._adapters, method, args)
             if isinstance(result, Future):
                 future = result
             else:
@@ -393,8 +395,6 @@ class RequestServer:
         """Returns False if too much waits for this peer. If the peer is gone, nothing happens."""
         try:
             front_wire.send(self._socket, (identity, *parts))
-        except zmq.Again:
-            return False
-        except zmq.ZMQError:
-            pass
+        except zmq.ZMQError as exc:
+            return not isinstance(exc, zmq.Again)
         return True

@@ -138,6 +138,7 @@ class DecodeRole(Role[DecodeContext, DecodeHooks]):
             self._traces,
             welcome=partial(_welcome, engine),
             models=[engine.served_name, self._options.model],
+            adapters=engine.context.adapters,
             key=self._key,
         )
         return DecodeHooks(engine, self._options, server)
@@ -199,6 +200,9 @@ class DecodeRole(Role[DecodeContext, DecodeHooks]):
         context.situation = outlook.situation
         context.publish = lambda job: None if context.of_a_trial(job) else publisher.submit(job)
         context.queue_full = producer.look_again
+        context.adapters_elsewhere = lambda: any(
+            peer.adapters and peer.cleared for peer in control.peers.pulling
+        )
         context.wake_control = partial(_call_soon, self._loop, control.wake)
         return DecodeService(engine, hooks.server, control, outlook, address, thread)
 

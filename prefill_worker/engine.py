@@ -10,13 +10,20 @@ import time
 from typing import Any
 
 from pullfill.engine import requests
+from pullfill.engine.adapters import AdapterFiles, Adapters, lora_request
 from pullfill.engine.host import EngineHost
-from pullfill.errors import HandoffError
+from pullfill.errors import BadMessage, HandoffError
 from pullfill.prefill_worker.context import PrefillContext
+from pullfill.prefill_worker.shared_transfer_worker import OutOfReach
 from pullfill.prefill_worker.task import PrefillTask
 from pullfill.runtime import log
+from pullfill.wire import Adapter
 
 logger = log.get("prefill_worker.engine")
+
+
+class NoAdapter(OutOfReach):
+    """This worker cannot compute with the job's LoRA adapter. Another one may."""
 
 
 class PrefillEngine:
@@ -30,11 +37,22 @@ class PrefillEngine:
         self.block_size = block_size
         self.groups = max(1, len(context.groups.layers))
         self.compat_hash = compat_hash
+        self._adapters = Adapters()
+        self._files = AdapterFiles()
 
     def submit(self, task: PrefillTask) -> None:
         """Start computing. The task ends through its `on_done`."""
         self._context.tasks[task.request_id] = task
         self._host.submit(lambda core: self._add(core, task))
+
+    async def check_adapter(self, adapter: Adapter) -> None:
+        """Check that this machine has the adapter's files, as they are for the decode worker.
+
+        Raises NoAdapter."""
+        found = await self._files.content(adapter.path)
+        if found != adapter.content:
+            why = "has other files" if found else "is not"
+            raise NoAdapter(f"LoRA adapter {adapter.name} {why} at {adapter.path} here")
 
     def end(self, task: PrefillTask) -> None:
         """Forget the task; abort its request if it still runs. The engine keeps its blocks until
@@ -48,17 +66,32 @@ class PrefillEngine:
         if task.ended:
             return
         try:
+            lora_request = self._load(core, task.adapter)
             request = requests.prefill_request(
                 task.request_id,
                 task.token_ids,
                 cache_salt=task.cache_salt,
                 priority=task.priority,
                 arrival_time=time.time(),
+                lora_request=lora_request,
             )
             core.add_request(*core.preprocess_add_request(request))
+        except NoAdapter as exc:
+            task.end(exc)
         except Exception as exc:
             logger.exception("the engine refused job %s", task.job_id)
             task.end(HandoffError(f"the engine refused the job: {exc}"))
+
+    def _load(self, core: Any, adapter: Adapter | None) -> Any:
+        """Have the engine load the job's LoRA adapter. Raises NoAdapter."""
+        if adapter is None:
+            return None
+        # The name says what the files hold. So KV of other files is never taken for a prefix hit.
+        name = f"{adapter.name}@{adapter.content}"
+        try:
+            return self._adapters.load(core, lora_request(name, adapter.path))
+        except BadMessage as exc:
+            raise NoAdapter(str(exc)) from exc
 
     def _remove(self, core: Any, task: PrefillTask) -> None:
         if task.request_id in core.scheduler.requests:

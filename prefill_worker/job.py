@@ -189,6 +189,9 @@ class Job:
             # The decode worker has registered again since this connection was made: only a new
             # connection can write into its memory.
             raise Renewed(f"{self.job.decode_instance} has registered again")
+        if self.job.adapter is not None:
+            await self._runner.engine.check_adapter(self.job.adapter)
+            self._check_alive()
         self._done = Prompt(asyncio.get_running_loop())
         task = PrefillTask.of(self.job, self._token_ids, grant, transfer_worker, self._on_done)
         self._opening, self.task = False, task

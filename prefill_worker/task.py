@@ -19,6 +19,7 @@ from pullfill.ids import job_digest
 from pullfill.transfer.digest import sampled
 from pullfill.wire import (
     MAX_TEXT,
+    Adapter,
     Commit,
     FenceToken,
     Grant,
@@ -92,6 +93,7 @@ class PrefillTask:
     priority: int
     transfer_worker: Any
     on_done: Callable[[BaseException | None], None]
+    adapter: Adapter | None = None
     readable: BlockOrder = ONE_TABLE
     written: BlockOrder = ONE_TABLE
     checked: frozenset[int] = frozenset()
@@ -144,6 +146,7 @@ class PrefillTask:
             token_ids=token_ids,
             block_size=job.block_size,
             hit_tokens=job.hit_tokens,
+            adapter=job.adapter,
             readable=readable,
             written=BlockOrder(job.kept_from),
             remote_blocks=blocks,

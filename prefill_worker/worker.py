@@ -163,6 +163,7 @@ class PrefillRole(Role[PrefillContext, PrefillHooks]):
                     advertise=options.advertise_kv, transports=options.transports, key=self._key,
                 ),
                 computes=rounding_digest(config),
+                adapters=config.lora_config is not None,
             ),
             engine.compat,
             open_transfer_worker,

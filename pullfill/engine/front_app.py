@@ -90,7 +90,7 @@ def prepare(model: str, vllm_args: Sequence[str], host: str, port: int) -> Prepa
     check.require_names(migration.REQUIRED_NAMES)
     args = _parse(model, vllm_args)
     args.host, args.port = host, port
-    from vllm.config import VllmConfig
+    from vllm.config import LoRAConfig, VllmConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.sampling_params import SamplingParams
 
@@ -102,6 +102,7 @@ def prepare(model: str, vllm_args: Sequence[str], host: str, port: int) -> Prepa
             model_config=model_config,
             structured_outputs_config=engine_args.create_structured_outputs_config(),
             observability_config=engine_args.create_observability_config(),
+            lora_config=LoRAConfig() if args.enable_lora else None,  # only that there is one counts
         )
     except (ValueError, OSError, RuntimeError) as exc:
         raise ConfigError(f"cannot load model {model!r}: {first_line(exc)}") from exc

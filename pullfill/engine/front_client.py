@@ -272,6 +272,8 @@ class DecodeClient(EngineCoreClient):  # type: ignore[misc]
         await self._all("profile", is_start, *args, slow=True)
 
     async def add_lora_async(self, lora_request: Any) -> bool:
+        if self._port.supported_tasks() is None:
+            return True  # no worker yet: each loads the adapter for the first request that has it
         return all(await self._all("add_lora", lora_request, slow=True))
 
     async def remove_lora_async(self, lora_id: int) -> bool:

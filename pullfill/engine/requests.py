@@ -30,10 +30,14 @@ def prefill_request(
     cache_salt: str | None,
     priority: int,
     arrival_time: float,
+    lora_request: Any = None,
 ) -> Any:
     """An EngineCoreRequest that computes the KV of `token_ids` and samples one token, which
     nobody reads. Sampling parameters of the user never come here."""
-    return _request(request_id, token_ids, arrival_time, cache_salt=cache_salt, priority=priority)
+    return _request(
+        request_id, token_ids, arrival_time, cache_salt=cache_salt, priority=priority,
+        lora_request=lora_request,
+    )  # fmt: skip
 
 
 def trial_request(
@@ -53,6 +57,7 @@ def _request(
     token_ids: Sequence[int],
     arrival_time: float,
     logprobs: int | None = None,
+    lora_request: Any = None,
     **fields: Any,
 ) -> Any:
     from vllm.v1.engine import EngineCoreRequest
@@ -64,7 +69,7 @@ def _request(
         sampling_params=copy.copy(_one_token(logprobs)),
         pooling_params=None,
         arrival_time=arrival_time,
-        lora_request=None,
+        lora_request=lora_request,
         data_parallel_rank=None,
         **fields,
     )

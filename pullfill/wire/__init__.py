@@ -56,7 +56,7 @@ from pullfill.wire.control import (
     Trial,
     Welcome,
 )
-from pullfill.wire.jobs import PrefillJob
+from pullfill.wire.jobs import Adapter, PrefillJob
 from pullfill.wire.records import (
     DepthReport,
     Expected,
@@ -80,6 +80,7 @@ __all__ = [
     "SILENT_S",
     "U32",
     "WIRE_VERSION",
+    "Adapter",
     "AuthChallenge",
     "AuthHello",
     "AuthProof",

@@ -85,13 +85,15 @@ class Hello(Message, tag="hello", frozen=True, kw_only=True):
     regions: the worker's own KV memory, one region for each rank, for decode workers that pull.
     Empty: nobody can read it.
     computes: digest of what decides how this worker rounds (`engine.compat.rounding_digest`).
-    Empty: its prefills are never checked."""
+    Empty: its prefills are never checked.
+    adapters: whether it can load LoRA adapters."""
 
     v: Version = WIRE_VERSION
     prefill_instance: Id
     compat: Id
     regions: tuple[RegionDescriptor, ...] = ()
     computes: Text = ""
+    adapters: bool = False
 
 
 class Welcome(Message, tag="welcome", frozen=True, kw_only=True):

@@ -11,6 +11,14 @@ from pullfill.wire.codec import WIRE_VERSION, Count, Id, Message, Text, Version
 Positions = Annotated[tuple[Count, ...], Meta(min_length=1, max_length=256)]
 
 
+class Adapter(Message, frozen=True, kw_only=True):
+    """The LoRA adapter of a request. content: digest of its files (`engine.adapters.content`)."""
+
+    name: Text
+    path: Text
+    content: Id
+
+
 class PrefillJob(Message, frozen=True, kw_only=True):
     """One remote prefill, as published on the job stream.
 
@@ -38,5 +46,6 @@ class PrefillJob(Message, frozen=True, kw_only=True):
     kept_from: Positions = (0,)
     block_size: Annotated[int, Meta(ge=1)]
     cache_salt: Text | None = None
+    adapter: Adapter | None = None
     priority: int = 0
     timeout_s: Annotated[float, Meta(gt=0, le=1e9)]

@@ -43,11 +43,12 @@ def ask(
     prompt: Sequence[int],
     max_tokens: int = 6,
     client: openai.OpenAI | None = None,
+    model: str = MODEL,
 ) -> Answer:
-    """One completion over HTTP."""
+    """One completion over HTTP. model: or the name of an adapter."""
     client = client or cluster.client()
     result = client.completions.create(
-        model=MODEL,
+        model=model,
         prompt=list(prompt),
         max_tokens=max_tokens,
         temperature=0,

@@ -40,6 +40,7 @@ class _Codec:
             sampling_params=None,
             _all_token_ids=[],
             block_hashes=[],
+            lora_request=None,
         )
         return request, memoryview(frames[1].bytes)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from pullfill.decode_worker.ledger import Ledger
 from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.errors import Outcome
 from pullfill.testing.loopback import LoopbackFences
-from pullfill.wire import MAX_TEXT, Expected, RouterConfig, RouterPolicy
+from pullfill.wire import MAX_TEXT, Adapter, Expected, RouterConfig, RouterPolicy
 from tests.support.fakes import FakeClock, FakePool, FakeRequest
 from tests.support.handoff_model import BLOCK, HandoffModel
 
@@ -238,6 +239,21 @@ def test_what_a_window_sees_at_the_end_of_the_hit_is_held_for_the_job(cached: bo
     rig.ledger.cancel("r")
     rig.side.collect()
     assert (rig.pool.refs(31), rig.pool.refs(32)) == (0, 0)
+
+
+def test_a_job_carries_the_adapter_once_its_files_are_known() -> None:
+    rig, known = Rig(), {"content": ""}
+    context = rig.side._context
+    context.adapters = SimpleNamespace(content_of=lambda _: known["content"])  # type: ignore[assignment]
+    context.adapters_elsewhere = lambda: True
+    asked = SimpleNamespace(lora_name="red", lora_path="/red")
+    request = FakeRequest("first", list(range(20)), lora_request=asked)
+    assert rig.side.decide(request, 0) == (0, False)
+    known["content"] = "c"
+    rig.send(20, lora_request=asked)
+    assert rig.published[0].adapter == Adapter(name="red", path="/red", content="c")
+    long = SimpleNamespace(lora_name="red", lora_path="/" * (MAX_TEXT + 1))
+    assert rig.side.decide(FakeRequest("r", list(range(20)), lora_request=long), 0) == (0, False)
 
 
 def test_salt_and_priority_go_with_the_job() -> None:

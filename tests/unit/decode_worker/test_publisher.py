@@ -28,7 +28,7 @@ def opened(job_id: str) -> OpenedJob:
     return OpenedJob(
         job_id=job_id, request_id=f"r-{job_id}", token_ids=[1, 2, 3], hit_tokens=0, blocks=(1,),
         read_from=(0,), kept_from=(0,), cache_salt=None, priority=0, timeout_s=5.0,
-        claim_timeout_s=5.0,
+        claim_timeout_s=5.0, adapter=None,
     )  # fmt: skip
 
 

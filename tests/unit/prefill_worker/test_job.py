@@ -16,9 +16,11 @@ import pytest
 from pullfill.errors import BadMessage, PeerUnavailable
 from pullfill.ids import job_digest
 from pullfill.prefill_worker.control_connection import ControlConnection
+from pullfill.prefill_worker.engine import NoAdapter
 from pullfill.prefill_worker.jobs import JobRunner
 from pullfill.prefill_worker.shared_transfer_worker import OutOfReach
 from pullfill.wire import (
+    Adapter,
     CommitReply,
     DrainAck,
     FenceToken,
@@ -166,6 +168,27 @@ async def test_memory_still_out_of_reach_is_computed_by_the_decode_worker() -> N
     await worker.over()
     assert delivery.verbs == ["ack"]
     assert not back(worker).retry
+
+
+@pytest.mark.parametrize(("number", "verb", "retry"), [(1, "nak", True), (2, "ack", False)])
+async def test_a_job_whose_adapter_is_not_here_is_left_to_others_once(
+    number: int, verb: str, retry: bool
+) -> None:
+    async def absent(adapter: Adapter) -> None:
+        raise NoAdapter(f"LoRA adapter {adapter.name} is not at {adapter.path} here")
+
+    worker, delivery = Worker(some_transfer_worker), Delivered(number=number)
+    adapter = Adapter(name="red", path="/red", content="c")
+    delivery.body = encode(msgspec.structs.replace(JOB, adapter=adapter))
+    worker.grant = msgspec.structs.replace(worker.grant, job_digest=job_digest(delivery.body))
+    worker.runner.engine.check_adapter = absent  # type: ignore[method-assign]
+    worker.runner.start(delivery)  # type: ignore[arg-type]
+    await worker.over()
+    assert delivery.verbs == [verb]
+    said = back(worker)
+    assert said.retry is retry
+    assert "red is not at" in said.cause
+    assert worker.tasks == [], "nothing was computed"
 
 
 async def test_nonsense_from_the_kv_port_in_the_middle_is_no_poison() -> None:

@@ -1,0 +1,139 @@
+"""LoRA adapters: prompts go remote with the right one, and are never computed with another."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import pytest
+
+from tests.support.cluster import Cluster
+from tests.support.lora import lora_adapter
+from tests.support.prompts import Answer, ask, forget_decode_prefixes, random_prompt
+
+pytestmark = pytest.mark.engine
+
+FLAGS = ("--enable-lora", "--max-lora-rank=8", "--max-loras=2")
+NAMES = ("red", "blue")
+LENGTHS = (40, 300, 700)
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with one adapter for each name, and one whose rank is too high."""
+    directory = tmp_path_factory.mktemp("adapters")
+    for seed, name in enumerate(NAMES):
+        lora_adapter(directory / name, seed)
+    lora_adapter(directory / "large", 7, rank=16)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def cluster(
+    adapters: Path, model_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Cluster]:
+    cluster = Cluster(tmp_path_factory.mktemp("lora"), model_path)
+    try:
+        cluster.start_servers()
+        for role in ("decode", "prefill"):
+            cluster.launch(role, *FLAGS)
+        modules = [f"{name}={adapters / name}" for name in NAMES]
+        cluster.launch(
+            "frontend", *FLAGS, "--lora-modules", *modules,
+            env={"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_SERVER_DEV_MODE": "1"},
+        )  # fmt: skip
+        cluster.wait_ready(*cluster.workers)
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+def same(one: Answer, other: Answer) -> bool:
+    return one.tokens == other.tokens and one.logprobs == pytest.approx(
+        other.logprobs, abs=TOLERANCE
+    )
+
+
+def test_a_remote_prefill_computes_with_the_adapter_of_the_request(cluster: Cluster) -> None:
+    cluster.set_router(policy="always_local")
+    prompts = [random_prompt(length, seed=1) for length in LENGTHS]
+    models = ("tiny", *NAMES)
+    local = {(m, len(p)): ask(cluster, p, model=m) for m in models for p in prompts}
+    for prompt in prompts:
+        answers = [local[model, len(prompt)] for model in models]
+        assert not any(same(a, b) for i, a in enumerate(answers) for b in answers[:i])
+    cluster.set_router(policy="always_remote")
+    forget_decode_prefixes(cluster)
+    for (model, length), expected in local.items():
+        answer = ask(cluster, random_prompt(length, seed=1), model=model)
+        assert same(answer, expected), (model, length)
+        assert cluster.explain(answer.request_id)["path"] == "remote", (model, length)
+    for model in models:  # a hit of each side's own adapter
+        prompt = prompts[-1] + random_prompt(90, seed=2)
+        answer = ask(cluster, prompt, model=model)
+        assert cluster.explain(answer.request_id)["path"] == "remote"
+        cluster.set_router(policy="always_local")
+        forget_decode_prefixes(cluster)
+        assert same(answer, ask(cluster, prompt, model=model)), model
+        cluster.set_router(policy="always_remote")
+    cluster.assert_clean()
+
+
+def test_files_that_differ_on_the_prefill_side_are_never_used(
+    cluster: Cluster, adapters: Path
+) -> None:
+    """The decode worker keeps what it has loaded. Then the files change."""
+    cluster.set_router(policy="always_remote")
+    path = shutil.copytree(adapters / "red", adapters / "mine")
+    load(cluster, "mine", path)
+    prompt = random_prompt(300, seed=3)
+    before = ask(cluster, prompt, model="mine")
+    shutil.copy(adapters / "blue" / "adapter_model.safetensors", path)
+    forget_decode_prefixes(cluster)
+    answer = ask(cluster, prompt, model="mine")
+    assert same(answer, before)
+    assert cluster.explain(answer.request_id)["path"] == "local"
+    assert "has other files" in cluster.of("prefill")[0].log.read_text()
+    cluster.assert_clean()
+
+
+def load(cluster: Cluster, name: str, path: Path) -> None:
+    cluster.client().post(
+        f"{cluster.frontend_url}/v1/load_lora_adapter",
+        body={"lora_name": name, "lora_path": str(path)},
+        cast_to=object,
+    )
+
+
+def test_an_adapter_that_cannot_be_loaded_is_refused_and_ends_no_engine(
+    cluster: Cluster, adapters: Path
+) -> None:
+    with pytest.raises(openai.APIStatusError, match=r"16.*max_lora_rank"):
+        load(cluster, "large", adapters / "large")
+    with pytest.raises(openai.NotFoundError):
+        ask(cluster, random_prompt(40, seed=4), model="large")
+    assert same(*(ask(cluster, random_prompt(40, seed=5), model="red") for _ in range(2)))
+
+
+def test_without_a_prefill_worker_that_takes_adapters_prompts_stay_local(
+    adapters: Path, model_path: Path, tmp_path: Path
+) -> None:
+    cluster = Cluster(tmp_path, model_path)
+    try:
+        cluster.start_servers()
+        cluster.launch("decode", *FLAGS)
+        cluster.launch("prefill")
+        cluster.launch("frontend", *FLAGS, "--lora-modules", f"red={adapters / 'red'}")
+        cluster.wait_ready(*cluster.workers)
+        cluster.set_router(policy="always_remote")
+        for model, path, reason in (
+            ("tiny", "remote", "policy_always_remote"), ("red", "local", "lora"),
+        ):  # fmt: skip
+            answer = ask(cluster, random_prompt(300, seed=6), model=model)
+            told = cluster.explain(answer.request_id)
+            assert (told["path"], told["reason"]) == (path, reason)
+    finally:
+        cluster.stop()
