@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 from collections.abc import Mapping
 
@@ -14,15 +13,13 @@ _CUDA = 13  # what the wheels of the pinned vLLM and its torch are built for
 
 
 def _nvidia_smi(*arguments: str) -> str:
-    if shutil.which("nvidia-smi") is None:
-        return ""
+    command = ["nvidia-smi", *arguments]
     try:
-        done = subprocess.run(
-            ["nvidia-smi", *arguments], capture_output=True, text=True, timeout=20, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=20, check=True
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
         return ""
-    return done.stdout if done.returncode == 0 else ""
 
 
 def visible(env: Mapping[str, str]) -> list[str] | None:

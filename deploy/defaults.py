@@ -144,10 +144,10 @@ def other_cores(workers: Sequence[Placement], decode: int, cores: Sequence[int])
     # A frontend works for each decoded token. On a decode worker's core it slows only the answers
     # that it serves. On a prefill worker's core it would slow every prompt that waits.
     taken = {core for place in workers for core in place.cores}
+    if not taken:
+        return ()
     free = tuple(core for core in cores if core not in taken)
-    if not taken or free:
-        return free if taken else ()
-    return tuple(dict.fromkeys(core for place in workers[:decode] for core in place.cores))
+    return free or tuple(dict.fromkeys(core for place in workers[:decode] for core in place.cores))
 
 
 def worker_env(
@@ -157,10 +157,8 @@ def worker_env(
 
     On GPUs a worker sees only its own devices.
     """
-    env = dict(base)
-    env.setdefault("VLLM_NO_USAGE_STATS", "1")
-    env.setdefault("TOKENIZERS_PARALLELISM", "false")
-    env.setdefault("PYTHONUNBUFFERED", "1")
+    ours = {"VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+    env = {**ours, **base}
     if local_model:
         env.setdefault("HF_HUB_OFFLINE", "1")
     if placement.gpus:

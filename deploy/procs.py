@@ -54,19 +54,15 @@ def is_alive(process: ProcessId) -> bool:
 def send(process: ProcessId, sig: int) -> bool:
     """Send a signal to exactly this process. False: it is gone."""
     # The pid could be used again between the check and the signal. A pidfd rules that out.
-    try:
+    with suppress(OSError):
         fd = os.pidfd_open(process.pid)
-    except OSError:
-        return False
-    try:
-        if not is_alive(process):
-            return False
-        signal.pidfd_send_signal(fd, sig)
-    except OSError:
-        return False
-    finally:
-        os.close(fd)
-    return True
+        try:
+            if is_alive(process):
+                signal.pidfd_send_signal(fd, sig)
+                return True
+        finally:
+            os.close(fd)
+    return False
 
 
 def spawn(argv: Sequence[str], *, log: Path, env: Mapping[str, str]) -> subprocess.Popen[bytes]:

@@ -1,17 +1,30 @@
-"""`pullfill up`: runs a supervisor, here or in the background, and tells when it is ready."""
+"""`pullfill up`: runs a supervisor and tells when the cluster is ready.
+
+With --detach the command forks before it starts anything. The child becomes the supervisor, in a
+session of its own. It writes to the terminal until the cluster is ready. Until then the parent
+waits and passes signals to it. The parent's exit code tells whether the cluster has started.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import resource
+import signal
+import sys
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
 
 import typer
 from rich.console import Console
 
-from pullfill.deploy.detach import Background, to_background
+from pullfill.deploy.procs import exit_words
 from pullfill.deploy.state import StateDir
 from pullfill.deploy.supervisor import Interrupted, Supervisor
 from pullfill.deploy.up_options import UpOptions
 from pullfill.deploy.view import ProcessView
+from pullfill.errors import UnavailableError
 
 SUPERVISOR_LOG = "supervisor"
 _LOG_WIDTH = 200
@@ -21,18 +34,16 @@ def up(options: UpOptions, state_dir: str | None, *, detach: bool) -> int:
     """Start a cluster and restart processes that die, until it is stopped. Return the exit code.
 
     detach: return when the cluster is ready. A supervisor goes on in the background."""
-    background: Background | None = None
+    pipe: int | None = None
     if detach and options.restart:
-        found = to_background()
-        if isinstance(found, int):
-            return found
-        background = found
-    return asyncio.run(_up(options, StateDir(state_dir), detach, background))
+        reading, pipe = os.pipe()
+        if child := _fork(pipe):
+            os.close(pipe)
+            return _wait_for(child, reading)
+    return asyncio.run(_up(options, StateDir(state_dir), detach, pipe))
 
 
-async def _up(
-    options: UpOptions, state: StateDir, detach: bool, background: Background | None
-) -> int:
+async def _up(options: UpOptions, state: StateDir, detach: bool, pipe: int | None) -> int:
     view = ProcessView(Console(), "starting pullfill")
     supervisor = Supervisor(options, state, view)
     try:
@@ -42,8 +53,8 @@ async def _up(
         typer.echo("interrupted: everything that was started is stopped")
         return 130
     _say_ready(options, state, detach)
-    if background is not None:
-        background.ready(state.log_of(SUPERVISOR_LOG))
+    if pipe is not None:
+        _leave_terminal(state.log_of(SUPERVISOR_LOG), pipe)
         view.console = Console(width=_LOG_WIDTH)
     elif detach:
         supervisor.let_go()
@@ -65,3 +76,58 @@ def _say_ready(options: UpOptions, state: StateDir, detach: bool) -> None:
     where = f" --state-dir {state.path}" if state.path.name != ".pullfill" else ""
     by_key = "" if detach else "Ctrl-C, or "
     typer.echo(f"  logs: {state.logs}\n  stop: {by_key}pullfill down{where}")
+
+
+# --------------------------------------------------------------------------- --detach
+
+
+def _fork(pipe: int) -> int:
+    """Fork. Return the child's pid, or 0 in the child. No other thread may run in this process.
+
+    pipe: the only file that the child keeps, besides the terminal."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        stdin = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(stdin, 0)
+        # Close what the caller had open, such as a lock or a pipe. The cluster must not keep it.
+        os.closerange(3, pipe)
+        os.closerange(pipe + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    return child
+
+
+def _leave_terminal(log: Path, pipe: int) -> None:
+    """Let the parent return. Output of this process goes to `log` from now on."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    try:
+        fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    except OSError:  # a full disk must not end the cluster
+        fd = os.open(os.devnull, os.O_WRONLY)
+    for standard in (1, 2):
+        os.dup2(fd, standard)
+    os.close(fd)
+    with suppress(BrokenPipeError):  # the parent was killed
+        os.write(pipe, b"1")
+    os.close(pipe)
+
+
+def _wait_for(child: int, pipe: int) -> int:
+    """Wait until the child is ready or has ended. Return the exit code of the command.
+
+    Raises UnavailableError if the child was killed."""
+
+    def forward(number: int, _: FrameType | None) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(child, number)
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, forward)
+    if os.read(pipe, 1):
+        return 0
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if code < 0:
+        raise UnavailableError(f"the start was {exit_words(code)}: clean up with `pullfill down`")
+    return code

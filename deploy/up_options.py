@@ -43,8 +43,5 @@ class UpOptions:
 
 def frontend_url(host: str, port: int) -> str:
     """Return a URL that reaches a server bound to `host`. For a wildcard: the loopback address."""
-    if host in ("", "0.0.0.0"):
-        host = "127.0.0.1"
-    elif host == "::":
-        host = "::1"
+    host = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

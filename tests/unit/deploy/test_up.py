@@ -1,0 +1,68 @@
+"""`pullfill up --detach`: what the command prints, and what goes on behind it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.waiting import eventually
+
+CODE = """
+import asyncio, os, signal, sys
+from pullfill.deploy import up
+from pullfill.deploy.up_options import UpOptions
+
+class Supervisor:
+    def __init__(self, options, state, view):
+        state.logs.mkdir(parents=True)
+
+    async def start(self):
+        print(f"session {os.getsid(0) == os.getpid()}", flush=True)
+        START
+
+    async def watch(self, *, detached):
+        print("it goes on", flush=True)
+        await asyncio.sleep(0.3)
+
+up.Supervisor = Supervisor
+sys.exit(up.up(UpOptions(frontends=0), sys.argv[1], detach=True))
+"""
+
+
+def _up(directory: Path, start: str) -> subprocess.CompletedProcess[str]:
+    """Run the command, whose supervisor starts like this. Returns when its pipes are closed."""
+    code = CODE.replace("START", start)
+    command = [sys.executable, "-c", code, str(directory / "state")]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def test_it_returns_when_the_cluster_is_ready(tmp_path: Path) -> None:
+    done = _up(tmp_path, "pass")
+    assert done.returncode == 0, done.stderr
+    logs = tmp_path / "state" / "logs"
+    stop = f"pullfill down --state-dir {tmp_path}/state"
+    assert done.stdout == f"session True\nready (no frontend)\n  logs: {logs}\n  stop: {stop}\n"
+    log = logs / "supervisor.log"
+    eventually(lambda: log.read_text() == "it goes on\nstopped\n", "it has gone on")
+
+
+@pytest.mark.parametrize(
+    ("start", "code", "said"),
+    [
+        ("raise SystemExit(3)", 3, ""),
+        ("raise up.Interrupted", 130, "interrupted: everything that was started is stopped"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 1, "the start was killed by SIGKILL: clean up"),
+        ("os.kill(os.getppid(), signal.SIGTERM); signal.pause()", 1, "killed by SIGTERM"),
+    ],
+    ids=["failed", "interrupted", "killed", "the command gets a signal"],
+)
+def test_it_tells_why_the_cluster_did_not_start(
+    tmp_path: Path, start: str, code: int, said: str
+) -> None:
+    done = _up(tmp_path, start)
+    assert done.returncode == code
+    assert said in done.stdout + done.stderr
+    assert "it goes on" not in done.stdout
