@@ -1,4 +1,4 @@
-"""A decode worker's load, as /status and `pullfill status` show it (asyncio thread)."""
+"""A decode worker's load, as /status and `pullfill status` show it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _REMOTE = (JobState.QUEUED, *UNDER_WAY)
 def load_of(
     engine: Engine[DecodeContext], server: RequestServer, control: ControlServer
 ) -> dict[str, Any]:
-    """JSON-able."""
+    """Return the load, for JSON. asyncio thread only."""
     ledger = engine.context.ledger
     counts = ledger.counts()
     running, waiting = engine.core.scheduler.get_request_counts()

@@ -15,7 +15,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from pullfill.options import Declared, RoleOptions, declared
+from pullfill.options import Flag, RoleOptions, declared
 
 PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True}
 """For commands that hand unknown flags to vLLM."""
@@ -41,7 +41,7 @@ def command(
 def expanded(function: Callable[..., int], called: str) -> Callable[..., None]:
     """Return `function` with a parameter for each flag of its options classes."""
     hints = get_type_hints(function, include_extras=True)
-    groups: dict[str, tuple[type, list[Declared]]] = {}
+    groups: dict[str, tuple[type, list[Flag]]] = {}
     parameters: dict[str, inspect.Parameter] = {}
     for parameter in inspect.signature(function).parameters.values():
         kind = hints[parameter.name]
@@ -56,7 +56,7 @@ def expanded(function: Callable[..., int], called: str) -> Callable[..., None]:
     def run(**given: Any) -> None:
         plain = {name: value for name, value in given.items() if name in hints}
         for name, (kind, flags) in groups.items():
-            plain[name] = kind(**{one.field: one.flag.parse(given[_key(one)]) for one in flags})
+            plain[name] = kind(**{one.field: one.parse(given[_key(one)]) for one in flags})
         if code := function(**plain):
             raise typer.Exit(code)
 
@@ -66,37 +66,36 @@ def expanded(function: Callable[..., int], called: str) -> Callable[..., None]:
     return run
 
 
-def flags_of(options: type, called: str) -> Iterator[Declared]:
+def flags_of(options: type, called: str) -> Iterator[Flag]:
     """Yield those flags of an options class that the command `called` has."""
     for_children = called == "up" and issubclass(options, RoleOptions)
     for one in declared(options):
-        if one.flag.up if for_children else one.flag.role in ("", called):
+        if one.up if for_children else one.role in ("", called):
             yield one
 
 
 _BY_NAME = inspect.Parameter.KEYWORD_ONLY
 
 
-def _key(one: Declared) -> str:
+def _key(one: Flag) -> str:
     """Return the name of the flag's value: `kv_mode` for `--kv-mode`."""
     return one.name.partition("/")[0].lstrip("-").replace("-", "_")
 
 
-def _typer_parameter(one: Declared) -> inspect.Parameter:
-    flag = one.flag
+def _typer_parameter(one: Flag) -> inspect.Parameter:
     option = typer.Option(
         one.name,
-        metavar=flag.metavar,
-        min=flag.least,
-        max=flag.most,
-        help=flag.help,
-        envvar=flag.env,
+        metavar=one.metavar,
+        min=one.least,
+        max=one.most,
+        help=one.help,
+        envvar=one.env,
         show_envvar=False,
         show_default=one.default != "",
-        hidden=flag.hidden,
+        hidden=one.hidden,
     )
     # The default of a flag that is parsed stands in its help.
-    default = None if one.flag.given else one.default
+    default = None if one.given else one.default
     return inspect.Parameter(
         _key(one), _BY_NAME, default=default, annotation=Annotated[one.type, option]
     )

@@ -32,6 +32,7 @@ class Flag:
     given: type of the value on the command line, if it is not the field's.
     parse: makes the field's value of the given one. Raises ConfigError.
     text: makes the given value of the field's value.
+    field, default, type: set by `declared`. type: of the value on the command line.
     """
 
     help: str
@@ -46,6 +47,9 @@ class Flag:
     given: Any = None
     parse: Callable[[Any], Any] = lambda value: value
     text: Callable[[Any], str] = str
+    field: str = ""
+    default: Any = None
+    type: Any = None
 
 
 def flag(default: T, help: str, **how: Any) -> T:
@@ -54,47 +58,40 @@ def flag(default: T, help: str, **how: Any) -> T:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class Declared:
-    """One flag of an options class. name: `--kv-mode`. type: of the value on the command line."""
-
-    field: str
-    name: str
-    type: Any
-    default: Any
-    flag: Flag
-
-
-def declared(options: type) -> tuple[Declared, ...]:
+def declared(options: type) -> tuple[Flag, ...]:
     """Return the flags of an options class."""
     hints = get_type_hints(options)
-    found = []
-    for each in fields(options):
-        if (how := each.metadata.get("flag")) is not None:
-            name = how.name or "--" + each.name.removesuffix("_s").replace("_", "-")
-            kind = how.given or hints[each.name]
-            found.append(Declared(each.name, name, kind, each.default, how))
-    return tuple(found)
+    return tuple(
+        replace(
+            how,
+            name=how.name or "--" + each.name.removesuffix("_s").replace("_", "-"),
+            field=each.name,
+            default=each.default,
+            type=how.given or hints[each.name],
+        )
+        for each in fields(options)
+        if (how := each.metadata.get("flag")) is not None
+    )
 
 
 def arguments(options: Any, role: str = "") -> Iterator[str]:
     """Yield the flags that make these options for the role. Defaults are left out."""
     for one in declared(type(options)):
         value = getattr(options, one.field)
-        if value == one.default or one.flag.role not in ("", role):
+        if value == one.default or one.role not in ("", role):
             continue
         if isinstance(value, bool):
             yes, _, no = one.name.partition("/")
             yield yes if value else no
         else:
-            yield from (one.name, value.value if isinstance(value, Enum) else one.flag.text(value))
+            yield from (one.name, value.value if isinstance(value, Enum) else one.text(value))
 
 
 # --------------------------------------------------------------------------- values
 
 
 def parse_transports(text: str | None) -> frozenset[str] | None:
-    """Names of transports, separated by commas. None: whatever works. Raises ConfigError."""
+    """Return the transports that are named. None: whatever works. Raises ConfigError."""
     if text is None:
         return None
     names = [name.strip() for name in text.split(",") if name.strip()]

@@ -1,4 +1,4 @@
-"""Who may speak to whom: the one file of credentials and keys, and what is made of it.
+"""The file of credentials and keys: logins at NATS and etcd, the cluster key, HTTP keys.
 
 `load` reads the TOML file that `--security FILE` or `PULLFILL_SECURITY` names. docs/operations.md
 lists its keys. The file holds paths, not secrets, so a `Security` can be printed and compared.
@@ -33,7 +33,7 @@ _PUBLIC = frozenset({"ca", "cert"})
 
 
 class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One section: paths, absolute once loaded, and `user`."""
+    """One section. All fields but `user` are paths."""
 
     def _checked(self, name: str, base: Path) -> Any:
         """Return it with absolute paths. Raises ConfigError unless each file can be read."""
@@ -53,7 +53,7 @@ class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         return checked
 
     def _check(self, name: str) -> None:
-        """What fields must go together. Raises ConfigError."""
+        """Check which fields go together, and what their files hold. Raises ConfigError."""
 
 
 class ServerSecurity(_Section, frozen=True, kw_only=True):
@@ -77,7 +77,7 @@ class ServerSecurity(_Section, frozen=True, kw_only=True):
         self.tls(name)
 
     def login(self) -> tuple[str, str] | None:
-        """(user, password), read now. Raises ConfigError."""
+        """Read and return (user, password). None: the file names none. Raises ConfigError."""
         if self.user is None or self.password_file is None:
             return None
         return self.user, _text(self.password_file)
@@ -134,7 +134,7 @@ class ClusterSecurity(_Section, frozen=True, kw_only=True):
         self.load()
 
     def load(self) -> ClusterKey | None:
-        """The key, read now. Raises ConfigError."""
+        """Read and return the key. None: the file names none. Raises ConfigError."""
         if self.key_file is None:
             return None
         secret = _read(Path(self.key_file), private=True).strip()
@@ -157,11 +157,11 @@ class FrontendSecurity(_Section, frozen=True, kw_only=True):
         self.admin_keys()
 
     def api_keys(self) -> tuple[str, ...]:
-        """Read now. Raises ConfigError."""
+        """Read and return the keys for the API. Raises ConfigError."""
         return _keys("api_key_file", self.api_key_file)
 
     def admin_keys(self) -> tuple[str, ...]:
-        """Read now. Raises ConfigError."""
+        """Read and return the keys of administrators. Raises ConfigError."""
         return _keys("admin_key_file", self.admin_key_file)
 
 
@@ -235,7 +235,7 @@ class ClusterKey:
 
 
 def _read(path: Path, *, private: bool) -> bytes:
-    """The file's bytes. Raises ConfigError.
+    """Return the file's bytes. Raises ConfigError.
 
     private: the file must belong to us or root, and be closed to others."""
     try:
@@ -258,7 +258,7 @@ def _read(path: Path, *, private: bool) -> bytes:
 
 
 def _text(path: str) -> str:
-    """One secret: the file's text without the line end. Raises ConfigError."""
+    """Return the secret in a file of one line. Raises ConfigError."""
     try:
         text = _read(Path(path), private=True).decode().strip()
     except UnicodeDecodeError:
@@ -284,7 +284,7 @@ def _keys(name: str, path: str | None) -> tuple[str, ...]:
 
 
 def _nats_credentials(path: str) -> tuple[str, Callable[[str], bytes]]:
-    """(JWT, signer of the server's nonce) of a NATS .creds file. Raises ConfigError."""
+    """Return the JWT of a NATS .creds file, and what signs a nonce. Raises ConfigError."""
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
     try:
@@ -303,7 +303,7 @@ def _nats_credentials(path: str) -> tuple[str, Callable[[str], bytes]]:
 
 
 def _block(text: str, title: str) -> str:
-    """The line between `-----BEGIN title-----` and the next line of dashes."""
+    """Return the line below `-----BEGIN title-----`. Raises ValueError."""
     _, found, rest = text.partition(f"BEGIN {title}")
     lines = [line.strip() for line in rest.splitlines()[1:] if line.strip()]
     if not found or not lines:

@@ -59,7 +59,7 @@ def test_defaults_of_flags() -> None:
     real: dict[str, str] = {}
     for kind in (UpOptions, FrontendOptions, WorkerOptions):
         for one in declared(kind):
-            if not one.flag.hidden and one.default not in (None, "", ()):
+            if not one.hidden and one.default not in (None, "", ()):
                 text = f"{one.default:g}" if isinstance(one.default, float) else str(one.default)
                 real[one.name.partition("/")[0]] = {"True": "on"}.get(text, text)
     assert {flag: text for flag, text in shown.items() if text and "--no-" not in flag} == real

@@ -106,12 +106,12 @@ def test_flags_of_up_are_those_of_the_processes_it_starts() -> None:
         one.name.partition("/")[0][2:].replace("-", "_"): one
         for kind in (WorkerOptions, FrontendOptions)
         for one in declared(kind)
-        if one.flag.up
+        if one.up
     }
     assert {"kv_mode", "max_inflight", "drain_timeout", "pin"} <= handed_on.keys()
     for name, one in handed_on.items():
-        assert flags[name].help == one.flag.help
-        assert flags[name].default == (None if one.flag.given else one.default)
+        assert flags[name].help == one.help
+        assert flags[name].default == (None if one.given else one.default)
 
 
 # --------------------------------------------------------------------------- values
