@@ -16,7 +16,7 @@ from tests.support.cluster import MODEL, Cluster
 
 @dataclass
 class Heard:
-    """One answer, filled while it comes; `done` at its end. Complete if `error` is empty."""
+    """One answer, filled while it comes. done: it has ended. error: empty if it is complete."""
 
     request_id: str = ""
     text: str = ""
@@ -47,8 +47,10 @@ class Heard:
 def ask_for(
     cluster: Cluster, prompt: Sequence[int] | str, max_tokens: int, **options: Any
 ) -> Heard:
-    """Ask in a thread of its own. A text is asked as chat. options: of the OpenAI call; what it
-    does not know goes into the body. Greedy and past the end of text unless told otherwise."""
+    """Ask in a thread of its own. A text is asked as chat.
+
+    options: of the OpenAI call. What the client does not know goes into the body. Without them the
+    answer is greedy, and goes on after an end of text."""
     heard = Heard()
     client, stream = cluster.client(), options.pop("stream", True)
     known = {"n", "stop", "seed", "logprobs", "top_logprobs", "response_format"}

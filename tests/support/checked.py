@@ -4,10 +4,14 @@
         answer = check.ask(prompt)      # and the fault
         with check.load(threads=3) as load: ...
 
-When the block ends without an exception: every request ended once, well and in time (I1), with the
-oracle's tokens (I2); blocks, ledger and quarantine are back (I3), the stream is empty (I4); the
-counters moved by exactly what the test says, and by nothing else (I6); and a new request succeeds,
-remotely if a prefill worker lives (I5).
+The end of the block checks:
+
+    I1  every request ended once, well and in time
+    I2  with the oracle's tokens
+    I3  blocks, ledger and quarantine are as before
+    I4  the stream is empty
+    I5  a new request succeeds, remotely if a prefill worker lives
+    I6  the counters moved by exactly what the test says
 """
 
 from __future__ import annotations
@@ -54,13 +58,13 @@ class Checked:
         self._before = self._now()
 
     def ask(self, prompt: list[int], steps: int = STEPS) -> Answer:
-        """One request; its answer is checked at the end of the block."""
+        """Send one request. Its answer is checked at the end of the block."""
         answer = ask(self._cluster, prompt, steps)
         self._sent.append((prompt, steps, answer))
         return answer
 
     def load(self, **options: Any) -> Load:
-        """Steady load; its answers are checked at the end of the block."""
+        """Steady load. Its answers are checked at the end of the block."""
         self._loads.append(Load(self._cluster, **options))
         return self._loads[-1]
 
@@ -162,8 +166,10 @@ def checked(
     dead_letters: Bound = 0,
     cancelled: Bound = 0,
 ) -> Iterator[Checked]:
-    """See the module. fallbacks, stale: by cause and by what; what is not named must not occur.
-    cancelled: remote prefills whose clients went away."""
+    """See the module.
+
+    fallbacks, stale: number by cause and by what. What is not named must not occur.
+    cancelled: number of remote prefills whose clients went away."""
     check = Checked(cluster, oracle)
     yield check
     check.check_answers()

@@ -1,7 +1,7 @@
 """A real cluster for tests: nats-server, etcd, and workers as processes of the command line.
 
-Everything started here is ended here, by pid. Ports are the operating system's choice; the test's
-own namespace keeps it apart from anything else on the machine.
+What is started here is ended here, by pid. The operating system picks the ports. The test's
+namespace keeps it apart from anything else on the machine.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _MAIN = "from pullfill.deploy.cli import main; main()"
 
 
 def until(check: Callable[[], Any], within_s: float, what: str) -> Any:
-    """The first true value of `check`; AssertionError naming `what` after `within_s`."""
+    """Return the first true value of `check`. Raises AssertionError naming `what`."""
     deadline = time.monotonic() + within_s
     while True:
         value = check()
@@ -98,12 +98,12 @@ class Worker:
         return msgspec.json.decode(said[-1], type=RouterConfig) if said else RouterConfig()
 
     def arm(self, spec: str) -> None:
-        """Set its failpoints, now, whatever they were; hits are counted from here."""
+        """Replace its failpoints now. Hits are counted from here."""
         self.armed = spec
         _write_failpoints(self.log, spec)
 
     def hold(self, failpoint: str, within_s: float = 20.0) -> None:
-        """Hold it at its next hit of a failpoint. Returns when it is there; `arm` lets it go."""
+        """Hold it at its next hit of a failpoint. Returns when it is there. `arm` lets it go."""
         line = f"failpoint {failpoint} acts: hold".encode()
         before = self.log.read_bytes().count(line)
         self.arm(f"{failpoint}=hold@1")
@@ -119,7 +119,7 @@ class Worker:
         self.process.wait()
 
     def stop(self, within_s: float = 30.0) -> int:
-        """SIGTERM (drain) and wait; the exit code."""
+        """Send SIGTERM (drain), wait, and return the exit code."""
         self.signal(signal.SIGTERM)
         return self.process.wait(within_s)
 
@@ -129,9 +129,12 @@ class Worker:
 
 @dataclass
 class Cluster:
-    """See the module. `kv_mib`: KV memory of each worker, which sets how many blocks there are.
-    `api_key`: what our requests to frontends show. `forked`: workers start from the zygote, which
-    takes 3 s; without it they start as a user starts them, which takes 13."""
+    """See the module.
+
+    kv_mib: KV memory of each worker, which sets how many blocks there are.
+    api_key: what our requests to frontends show.
+    forked: workers start from the zygote, which takes 3 s. Otherwise they start as a user starts
+    them, which takes 13 s."""
 
     directory: Path
     model_path: Path
@@ -155,7 +158,7 @@ class Cluster:
     # ------------------------------------------------------------------ life
 
     def start(self, decode: int = 1, prefill: int = 1, frontends: int = 1) -> Cluster:
-        """Servers, then all workers at once; returns when requests can be sent."""
+        """Start the servers, then all workers at once. Returns when requests can be sent."""
         self.start_servers()
         roles = ["decode"] * decode + ["prefill"] * prefill + ["frontend"] * frontends
         for role in roles:
@@ -280,7 +283,7 @@ class Cluster:
         return [w for w in self.workers if w.role == role and w.alive]
 
     def client(self) -> openai.OpenAI:
-        """One client for all; closed with the cluster."""
+        """One client for all. It is closed with the cluster."""
         import openai
 
         url = f"{self.frontend_url}/v1"

@@ -44,9 +44,12 @@ def free_ports(count: int) -> list[int]:
 
 
 class EtcdServer:
-    """One single-member etcd. `start` returns when it answers; `stop` leaves no process behind.
-    tls: it shows `cert` to clients and wants theirs, signed by `ca`. host: where it listens.
-    before: what goes before its command line. options: more of its flags."""
+    """One etcd with a single member. `start` returns when it answers.
+
+    tls: it shows `cert` to clients and wants theirs, signed by `ca`.
+    host: where it listens.
+    before: what goes before its command line.
+    options: more of its flags."""
 
     def __init__(
         self,
@@ -135,7 +138,7 @@ class EtcdServer:
             return False
 
     def status(self) -> dict[str, Any]:
-        """What it says of itself and of its leader; {} if it does not answer."""
+        """What it says of itself and of its leader. {} if it does not answer."""
         request = urllib.request.Request(f"{self.url}/v3/maintenance/status", data=b"{}")
         try:
             with urllib.request.urlopen(request, timeout=1.0, context=self._context) as response:
@@ -154,11 +157,11 @@ class EtcdServer:
                 self.process.wait()
 
     def kill(self) -> None:
-        """SIGKILL; the data stays."""
+        """Send SIGKILL. The data stays."""
         self._end(signal.SIGKILL)
 
     def stop(self) -> None:
-        """SIGTERM (of a paused one too); the data stays. Idempotent."""
+        """Send SIGTERM, also if it is paused. The data stays. Idempotent."""
         if self.process is not None and self.process.poll() is None:
             self.process.send_signal(signal.SIGCONT)
         self._end(signal.SIGTERM)
@@ -186,7 +189,7 @@ class EtcdServer:
         self.start()
 
     def ctl(self, *arguments: str) -> str:
-        """Run the real etcdctl against it; returns its stdout."""
+        """Run the real etcdctl against it. Returns its stdout."""
         command = [str(etcd_binary("etcdctl")), f"--endpoints={self.url}", *self._ctl_flags]
         return subprocess.run(
             [*command, *arguments], check=True, capture_output=True, text=True, timeout=20
@@ -206,7 +209,7 @@ class EtcdServer:
 
 
 class EtcdCluster:
-    """Several members on free loopback ports; otherwise as one `EtcdServer`."""
+    """Several members on free loopback ports. Otherwise as one `EtcdServer`."""
 
     def __init__(self, directory: Path, count: int = 3) -> None:
         self.members = [EtcdServer(directory / f"m{i}") for i in range(count)]

@@ -49,12 +49,17 @@ class _Active:
 class FakeDecode:
     """One fake worker. `start`, then `record` is what the registry would hold.
 
-    hold: take requests and utility calls but answer nothing. step_s: pause between tokens.
-    refuse: text of a NOPE to every HELO. migrate: answer ADD with BACK. stop_after: tokens of an
-    answer after which it gets no more, 0 for never. ahead_s: of our clock; it is on another host.
-    fatal_token: it dies of a prompt with this token; fatal_length: when prompt and answer are that
-    long, else when the prompt comes. killed_by: that prompt. slots: requests that it works on at a
-    time, 0 for any number; the others wait in its queue, and it does not die of those.
+    hold: take requests and utility calls, but answer nothing.
+    step_s: pause between tokens.
+    refuse: text of a NOPE to every HELO.
+    migrate: answer ADD with BACK.
+    stop_after: no more tokens after so many of an answer. 0: never.
+    ahead_s: how far its clock is ahead of ours, as on another host.
+    fatal_token: it dies of a prompt with this token.
+    fatal_length: it dies once prompt and answer are so long. 0: when the prompt comes.
+    killed_by: the prompt that it died of.
+    slots: number of requests that it works on at a time. 0: any. The others wait in its queue, and
+    it does not die of those.
     """
 
     instance_id: str = "decode-fake"

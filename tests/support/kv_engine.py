@@ -80,8 +80,10 @@ class _Run:
 class KvEngine:
     """Has PrefillEngine's methods (asyncio side) and a thread that steps.
 
-    chunk: tokens per step. gate: cleared, the engine stops before its next step. preempt_next: once
-    something is half computed, everything is preempted. warm: the prefix cache.
+    chunk: tokens per step.
+    gate: while it is cleared, the engine stops before its next step.
+    preempt_next: once something is half computed, everything is preempted.
+    warm: the prefix cache.
     """
 
     def __init__(self, pages: Pages, *, chunk: int, compat_hash: str) -> None:
@@ -156,7 +158,7 @@ class KvEngine:
             self.failure = exc
 
     def _step(self) -> bool:
-        """One engine step; whether another may do something."""
+        """Take one engine step. Returns whether another may do something."""
         self.gate.wait(10)
         while self._todo:
             verb, task = self._todo.popleft()

@@ -58,9 +58,11 @@ def nats_binary() -> str:
 class NatsServer:
     """One server process. After the first start it keeps its port over restarts.
 
-    extra: more of its configuration (logins, TLS). host: where it listens. before: what goes before
-    its command line.
     Owns the process and everything under `directory`. `stop` must be called at the end.
+
+    extra: more of its configuration (logins, TLS).
+    host: where it listens.
+    before: what goes before its command line.
     """
 
     def __init__(
@@ -164,7 +166,7 @@ class NatsServer:
             self.resume()
 
     async def restart(self, *, empty: bool = False) -> None:
-        """SIGKILL, then start on the same port; `empty`: with its data gone."""
+        """Send SIGKILL, then start on the same port. empty: without its data."""
         self.kill()
         if empty:
             shutil.rmtree(self.directory / "store", ignore_errors=True)
@@ -194,7 +196,7 @@ class NatsCluster:
 
     @property
     def url(self) -> str:
-        """Of all servers; known after the start."""
+        """Of all servers. Known after the start."""
         return ",".join(member.url for member in self.members)
 
     async def start(self) -> None:

@@ -19,7 +19,7 @@ BOUND_S = 60.0
 
 
 def send(cluster: Cluster, path: str, body: dict[str, Any] | bytes) -> httpx.Response:
-    """POST one request. A dict gets the model's name; bytes go as they are."""
+    """POST one request. A dict gets the model's name. Bytes go as they are."""
     if isinstance(body, dict):
         # The standard library also writes what JSON does not have: NaN, and halves of pairs.
         body = json.dumps({"model": MODEL, **body}).encode()
@@ -42,7 +42,7 @@ def message_of(answer: httpx.Response) -> str:
 
 
 def wrong_with(answer: httpx.Response) -> str:
-    """What is wrong with an answer; "" if it is whole, or an error of the request that says why."""
+    """What is wrong with an answer. Empty if it is whole, or refuses the request and says why."""
     if 400 <= answer.status_code < 500:
         return "" if message_of(answer).strip() else "an error without a message"
     if answer.status_code != 200:

@@ -48,7 +48,7 @@ class Completion:
 
 
 class Oracle:
-    """One plain engine over `model`. Start with `start()` or `with`; safe for several threads.
+    """One plain engine over `model`. Start it with `start` or `with`. Thread-safe.
 
     engine_args: more keyword arguments of `vllm.LLM`.
     """

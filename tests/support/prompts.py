@@ -23,14 +23,14 @@ FIRST_TOKEN, LAST_TOKEN = 10, 250
 
 
 def random_prompt(length: int, seed: int) -> list[int]:
-    """`length` ordinary tokens; the same for the same arguments."""
+    """`length` ordinary tokens, the same for the same arguments."""
     rng = random.Random(f"{length}/{seed}")
     return [rng.randint(FIRST_TOKEN, LAST_TOKEN) for _ in range(length)]
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Greedy continuation of one prompt; logprobs[i] belongs to tokens[i]."""
+    """Greedy continuation of one prompt. logprobs[i] belongs to tokens[i]."""
 
     request_id: str
     tokens: list[int]
@@ -69,7 +69,7 @@ def ask(
 def ask_all(
     cluster: Cluster, prompts: Sequence[Sequence[int]], max_tokens: int = 6, at_once: int = 8
 ) -> list[Answer]:
-    """All prompts, `at_once` requests in flight; answers in the prompts' order."""
+    """Ask all prompts, `at_once` at a time. Returns the answers in the prompts' order."""
     client = cluster.client()
     with ThreadPoolExecutor(at_once) as pool:
         return list(pool.map(lambda p: ask(cluster, p, max_tokens, client), prompts))
@@ -114,7 +114,7 @@ def going_away(cluster: Cluster, prompt: list[int]) -> Iterator[None]:
 
 
 def forget_decode_prefixes(cluster: Cluster) -> None:
-    """Empty the decode workers' prefix caches; the prefill workers keep theirs."""
+    """Empty the decode workers' prefix caches. The prefill workers keep theirs."""
     web.post(f"{cluster.frontend_url}/reset_prefix_cache", timeout=10.0).raise_for_status()
 
 

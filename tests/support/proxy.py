@@ -69,7 +69,7 @@ class Proxy:
     # ------------------------------------------------------------------ modes
 
     def pass_all(self) -> None:
-        """Forward at once, both ways; what a blackhole held goes on."""
+        """Forward at once, both ways. What a blackhole held goes on."""
 
         def do() -> None:
             self._delay_s = 0.0
@@ -83,7 +83,7 @@ class Proxy:
         self._call(lambda: setattr(self, "_delay_s", seconds))
 
     def blackhole(self, *ways: Direction) -> None:
-        """Nothing gets through (both ways, or those named); connections stand, also new ones."""
+        """Let nothing through, both ways or those named. Connections stand, also new ones."""
 
         def do() -> None:
             for way in ways or ("up", "down"):
@@ -92,7 +92,7 @@ class Proxy:
         self._call(do)
 
     def half_open(self) -> None:
-        """The clients see their connections end; the target keeps its ends, and hears nothing."""
+        """End the connections to the clients. The target keeps its ends, and hears nothing."""
 
         def do() -> None:
             for client, target in self._pairs:

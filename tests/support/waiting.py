@@ -9,7 +9,7 @@ _FAR_S = 20.0
 
 
 def eventually(holds: Callable[[], bool], otherwise: str) -> None:
-    """Wait until `holds()`; fails with `otherwise` when it is hopeless."""
+    """Wait until `holds()`. Fails with `otherwise` after 20 s."""
     give_up = time.monotonic() + _FAR_S
     while not holds():
         assert time.monotonic() < give_up, otherwise

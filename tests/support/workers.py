@@ -68,7 +68,7 @@ def region(instance_id: str, incarnation: str, rank: int = 0, **changes: Any) ->
 
 
 def maker(instance_id: str, ranks: int = 1, made: list[str] | None = None, **changes: Any) -> Make:
-    """A `make` for Membership; appends each incarnation to `made`."""
+    """A `make` for Membership. made: gets each incarnation."""
 
     def make(incarnation: str) -> tuple[WorkerRecord, list[RegionDescriptor]]:
         if made is not None:
@@ -80,7 +80,7 @@ def maker(instance_id: str, ranks: int = 1, made: list[str] | None = None, **cha
 
 
 def member(client: EtcdClient, namespace: str, instance_id: str, **options: Any) -> Membership:
-    """A Membership with TTL 2 unless told otherwise; `changes` go into its record."""
+    """A Membership. Its TTL is 2 s by default. changes: of its record."""
     changes = options.pop("changes", {})
     made = options.pop("made", None)
     ttl_s = options.pop("ttl_s", 2)
@@ -89,7 +89,7 @@ def member(client: EtcdClient, namespace: str, instance_id: str, **options: Any)
 
 
 async def eventually(check: Callable[[], bool], within_s: float = 15.0) -> None:
-    """Wait until `check()`; the bound only catches hangs."""
+    """Wait until `check()`. within_s only catches hangs."""
     give_up = time.monotonic() + within_s
     while not check():
         assert time.monotonic() < give_up, "it never happened"

@@ -130,7 +130,7 @@ _zygote: Zygote | None = None
 
 
 def zygote() -> Zygote:
-    """The one of this process; started at the first call, without waiting for it."""
+    """The zygote of this process. The first call starts it, and does not wait for it."""
     global _zygote
     if _zygote is None or not _zygote.alive:
         _zygote = Zygote()
@@ -170,7 +170,7 @@ def _become_worker(order: dict[str, Any]) -> None:
 
 
 def _serve() -> None:
-    """Fork on demand. Returns in each child, which is a worker then; never in the zygote itself."""
+    """Fork on demand. Returns in each child, which is a worker then, never in the zygote."""
     answers = os.fdopen(os.dup(1), "w")
     orders = os.fdopen(os.dup(0))
     os.dup2(2, 1)  # libraries print
