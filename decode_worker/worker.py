@@ -157,7 +157,6 @@ class DecodeRole(Role[DecodeContext, DecodeHooks]):
             QueueConfig(namespace=self._cluster.namespace, compat_hash=engine.compat.hash()),
             settings=queue.current,
             wait_s=options.connect_timeout_s,
-            on_event=logger.warning,
             connect_options=self._cluster.security.nats.options(),
         )
         parts.push_async_callback(producer.close)

@@ -122,7 +122,6 @@ class PrefillRole(Role[PrefillContext, PrefillHooks]):
             QueueConfig(namespace=self._cluster.namespace, compat_hash=engine.compat.hash()),
             settings=queue.current,
             wait_s=self._options.connect_timeout_s,
-            on_event=logger.warning,
             connect_options=self._cluster.security.nats.options(),
         )
         parts.push_async_callback(consumer.close)

@@ -30,7 +30,7 @@ from pullfill.queue.contract import Delivery, QueueConfig
 from pullfill.queue.deadletter import DeadLetters
 from pullfill.queue.delivery import IN_PROGRESS, JetStreamDelivery
 from pullfill.queue.names import CONSUMER, MSG_ID, TAKEN, Names
-from pullfill.queue.nats_connection import NatsConnection, NoResponders, NotSent, OnEvent
+from pullfill.queue.nats_connection import NatsConnection, NoResponders, NotSent
 from pullfill.queue.streams import NOT_SET, Streams
 from pullfill.runtime import log
 from pullfill.runtime.health import Health
@@ -91,13 +91,10 @@ class JetStreamConsumer:
         *,
         settings: QueueSettings = NOT_SET,
         wait_s: float = 30.0,
-        on_event: OnEvent | None = None,
         connect_options: Mapping[str, Any] | None = None,
     ) -> Self:
         """As `JetStreamProducer.connect`."""
-        connection = NatsConnection(
-            url, "consumer", on_event=on_event, connect_options=connect_options
-        )
+        connection = NatsConnection(url, "consumer", connect_options)
         self = cls(connection, config, settings)
         await connection.start(wait_s, self._setup, self._wake.ring)
         return self

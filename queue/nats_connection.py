@@ -34,7 +34,6 @@ from pullfill.runtime.waits import Waits
 
 logger = log.get("queue")
 
-OnEvent = Callable[[str], None]
 DIAL_TIMEOUT_S = 2.0
 API_TIMEOUT_S = 2.0
 _BACKOFF_S = (0.05, 0.1, 0.2, 0.5, 1.0)
@@ -70,7 +69,6 @@ class NatsConnection:
 
     url: URL of the server, or `URL,URL` of several servers of a cluster. The first that answers is
     used.
-    on_event: called while `start` waits, with a line for people each time the cause changes.
     connect_options: of `nats.connect` (user, password, token, tls, ...).
     """
 
@@ -78,8 +76,6 @@ class NatsConnection:
         self,
         url: str,
         name: str,
-        *,
-        on_event: OnEvent | None = None,
         connect_options: Mapping[str, Any] | None = None,
     ) -> None:
         self.shown_url = _without_credentials(url)
@@ -89,7 +85,6 @@ class NatsConnection:
         """Counts connections. A server restart is always a new one."""
         self._urls = split_urls(url) or [url]
         self._name = name
-        self._on_event = on_event
         self._options = dict(connect_options or {})
         self._client: Client | None = None
         self._ended = asyncio.Event()
@@ -100,6 +95,7 @@ class NatsConnection:
         self._serial = itertools.count(1)
         self._answers: Waits[str, Msg] = Waits(lambda _: TimeoutError())
         self._cause = "not connected yet"
+        self._said = ""
         self._fatal: ConfigError | None = None
         self._started = False
         self._task: asyncio.Task[None] | None = None
@@ -118,7 +114,7 @@ class NatsConnection:
         self._setup, self._on_down = setup, on_down
         self._task = asyncio.create_task(self._run(), name=f"nats-connection-{self._name}")
         up = await self.wait_up(wait_s)
-        self._started, self._on_event = True, None
+        self._started = True
         if up:
             return
         await self.close()
@@ -235,16 +231,16 @@ class NatsConnection:
                     await self._dial()
                 except ConfigError as exc:
                     self._fatal = exc
-                    self._report(str(exc), first=failures == 0)
+                    self._report(str(exc))
                 except Exception as exc:  # whatever it was, the next try may work
-                    self._report(_say(exc), first=failures == 0)
+                    self._report(_say(exc))
                 else:
                     if not quiet:
                         seconds = time.monotonic() - down_since
                         logger.info("NATS at %s is back after %.1f s", self.shown_url, seconds)
                     failures, quiet, self._fatal = 0, False, None
                     await self._until_ended()
-                    down_since = time.monotonic()
+                    down_since, self._said = time.monotonic(), self._cause
                     logger.warning(
                         "lost NATS at %s (%s); reconnecting", self.shown_url, self._cause
                     )
@@ -334,16 +330,15 @@ class NatsConnection:
             self._burials.add(task)
             task.add_done_callback(self._burials.discard)
 
-    def _report(self, cause: str, *, first: bool) -> None:
-        """While starting, tell people each new cause. Later, log it once per outage."""
-        changed, self._cause = cause != self._cause, cause
+    def _report(self, cause: str) -> None:
+        """Log each new cause."""
+        self._cause = cause
         self.health.failed(cause)
         self._changed.set()
-        if self._on_event is not None:
-            if first or changed:
-                self._on_event(f"waiting for NATS at {self.shown_url}: {cause}")
-        elif changed:
-            logger.warning("NATS at %s: %s", self.shown_url, cause)
+        if cause != self._said:
+            self._said = cause
+            waiting = "" if self._started else "waiting for "
+            logger.warning("%sNATS at %s: %s", waiting, self.shown_url, cause)
 
 
 def read_reply(reply: Msg) -> dict[str, Any]:

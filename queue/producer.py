@@ -38,7 +38,6 @@ from pullfill.queue.nats_connection import (
     NatsConnection,
     NoResponders,
     NotSent,
-    OnEvent,
     read_reply,
 )
 from pullfill.queue.streams import NOT_SET, Streams
@@ -94,17 +93,12 @@ class JetStreamProducer:
         *,
         settings: QueueSettings = NOT_SET,
         wait_s: float = 30.0,
-        on_event: OnEvent | None = None,
         connect_options: Mapping[str, Any] | None = None,
     ) -> Self:
         """Connect, and make the streams if they are not there.
 
-        on_event, connect_options: as of NatsConnection.
-
         Raises QueueUnavailable after `wait_s`, ConfigError."""
-        connection = NatsConnection(
-            url, "producer", on_event=on_event, connect_options=connect_options
-        )
+        connection = NatsConnection(url, "producer", connect_options)
         self = cls(connection, config, settings)
         await connection.start(wait_s, self._setup, self._on_down)
         self._watcher = asyncio.create_task(self._watch(), name="queue-watch")
