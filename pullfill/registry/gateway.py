@@ -32,7 +32,7 @@ import msgspec
 from etcd3.aio_client import AioClient
 from etcd3.baseclient import sem
 
-from pullfill.clock import SYSTEM_CLOCK, Clock
+from pullfill.clock import SYSTEM_CLOCK
 from pullfill.errors import ConfigError, RegistryUnavailable
 from pullfill.net.security import OPEN, ServerSecurity
 from pullfill.registry.sockets import EtcdConnector
@@ -124,7 +124,7 @@ class EtcdRpc:
     """Raw calls, each with a deadline. See `refused` for their errors.
 
     health: whether etcd answered the last request, and since when that is so.
-    last_ok_at: seconds on `clock` when the server last answered.
+    last_ok_at: seconds on SYSTEM_CLOCK when the server last answered.
     last_failed_at: when a call or stream last was refused, timed out or broke. -inf: never.
     last_date: the HTTP `Date` of the last answer to a call, "" before it. A caller reads it
         without an `await` after its call, so that no other call comes in between.
@@ -136,16 +136,14 @@ class EtcdRpc:
         endpoints: list[Endpoint],
         credentials: tuple[str, str] | None,
         timeout_s: float,
-        clock: Clock,
     ) -> None:
         self._api = api
         self._endpoints = endpoints
         self._credentials = credentials
         self._timeout_s = timeout_s
-        self._clock = clock
         self._closed = False
-        self.health = Health("etcd", api.baseurl, clock)
-        self.last_ok_at = clock.monotonic()
+        self.health = Health("etcd", api.baseurl)
+        self.last_ok_at = SYSTEM_CLOCK.monotonic()
         self.last_failed_at = float("-inf")
         self.last_date = ""
 
@@ -157,7 +155,6 @@ class EtcdRpc:
         wait_s: float = 30.0,
         on_retry: Callable[[str], None] | None = None,
         timeout_s: float = TIMEOUT_S,
-        clock: Clock = SYSTEM_CLOCK,
         security: ServerSecurity = OPEN.etcd,
     ) -> Self:
         """Connect to an etcd at `url`. Try for up to `wait_s`.
@@ -179,7 +176,7 @@ class EtcdRpc:
             session = aiohttp.ClientSession(connector=EtcdConnector(tls))
             try:
                 api = await _construct(session, endpoints[0])
-                rpc = cls(api, endpoints, credentials, timeout_s, clock)
+                rpc = cls(api, endpoints, credentials, timeout_s)
                 if credentials:
                     await rpc._authenticate(2.0)
                 # A member without a leader answers /version, too. Only a linearizable read tells.
@@ -230,7 +227,7 @@ class EtcdRpc:
             except _FAILURES as exc:
                 raise self._lost(exc) from exc
             if status == 200:
-                self.last_ok_at = self._clock.monotonic()
+                self.last_ok_at = SYSTEM_CLOCK.monotonic()
                 self.health.ok()
                 return body
             failure = _read_failure(body)
@@ -349,7 +346,7 @@ class EtcdRpc:
 
     def _lost(self, cause: BaseException) -> RegistryUnavailable:
         """Note the failure, and use the next endpoint from now on."""
-        self.last_failed_at = self._clock.monotonic()
+        self.last_failed_at = SYSTEM_CLOCK.monotonic()
         failed = Endpoint(self._api.protocol, self._api.host, self._api.port)
         where = self._api.baseurl
         if len(self._endpoints) > 1 and failed == self._endpoints[0]:

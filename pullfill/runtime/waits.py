@@ -176,16 +176,13 @@ class Waits(Generic[K, V]):
 
 
 class Bell:
-    """Like asyncio.Event, for one waiter and with a timeout.
+    """Like asyncio.Event, for one waiter and with a timeout."""
 
-    prompt: resume the waiter as a `Prompt` does."""
-
-    def __init__(self, *, prompt: bool = False) -> None:
-        self._prompt = prompt
+    def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self.rung = False
         """Whether it rang since the last `clear`. Any thread may read it."""
-        self._waiter: asyncio.Future[bool] | Prompt[bool] | None = None
+        self._waiter: asyncio.Future[bool] | None = None
         self._until = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
@@ -206,7 +203,7 @@ class Bell:
         if self.rung:
             return True
         assert self._waiter is None, "one waiter at a time"
-        self._waiter = Prompt(self._loop) if self._prompt else self._loop.create_future()
+        self._waiter = self._loop.create_future()
         self._until = self._loop.time() + (math.inf if within_s is None else within_s)
         timer = self._timer
         if self._until < math.inf and (timer is None or self._until < timer.when()):

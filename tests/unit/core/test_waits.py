@@ -210,9 +210,8 @@ async def test_a_wait_that_a_late_one_opens_is_timed_too() -> None:
 # --------------------------------------------------------------------------- Bell
 
 
-@pytest.mark.parametrize("prompt", [True, False])
-async def test_a_bell_rings_or_the_time_passes(prompt: bool) -> None:
-    bell, loop = Bell(prompt=prompt), asyncio.get_running_loop()
+async def test_a_bell_rings_or_the_time_passes() -> None:
+    bell, loop = Bell(), asyncio.get_running_loop()
     assert not await bell.wait(0.01)
     loop.call_later(0.01, bell.ring)
     assert await bell.wait(10)
