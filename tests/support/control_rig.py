@@ -194,7 +194,7 @@ class RawDecode:
         self.tasks.append(asyncio.current_task())  # type: ignore[arg-type]
         try:
             while True:
-                message = await framing.read(reader, ToDecode)  # type: ignore[arg-type]
+                message: Any = await framing.read(reader, ToDecode)  # type: ignore[arg-type]
                 match message:
                     case Hello():
                         framing.write(writer, Welcome(decode_instance="decode-1"))

@@ -29,6 +29,7 @@ import os
 import select
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -124,7 +125,9 @@ class FakeDriver:
     def lane(self, device: int) -> Lane:
         """As `copies.lane_of`."""
         if device not in self._lanes:
-            self._lanes[device] = Lane(self, device, lambda _, handle: FakeKernel(self, handle))
+            fake: Any = FakeKernel
+            driver: Any = self
+            self._lanes[device] = Lane(driver, device, lambda _, handle: fake(self, handle))
         return self._lanes[device]
 
     def maps(self, handle: bytes) -> bool:

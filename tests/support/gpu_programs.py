@@ -38,8 +38,8 @@ from pullfill.transfer.cuda_ipc.peer import CudaIpcTransport
 from pullfill.transfer.digest import BlockDigester
 from pullfill.transfer.gpu.region import tell_gpu
 from pullfill.transfer.layout import dense_layout, describe_region, layout_of
+from pullfill.transfer.nccl.gpu import CudaGpu
 from pullfill.transfer.nccl.library import Message, Nccl
-from pullfill.transfer.nccl.nccl_cuda import CudaGpu
 from pullfill.transfer.shm.files import RegionFiles
 from pullfill.transfer.shm.kv_pool import describe
 from pullfill.wire import FenceToken, RegionDescriptor

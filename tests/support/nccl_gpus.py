@@ -57,7 +57,8 @@ class FakeGpus:
     def __init__(self, world: World, mine: str = "GPU-0", *, shared: bool = False) -> None:
         self.world = world
         self.gpu = FakeGpu(world, mine)
-        self.device = Device(self.gpu)
+        gpu: Any = self.gpu
+        self.device = Device(gpu)
         self._shared = shared
         self.reason: str | None = None
 
@@ -81,8 +82,10 @@ class PairKind(NcclKind):
     """Both workers of a pair in one process: the owner on GPU-0, the peer on GPU-1."""
 
     def __init__(self, world: World, **settings: Any) -> None:
-        self.gpus, theirs = FakeGpus(world), FakeGpus(world, "GPU-1")
-        super().__init__(self.gpus, **settings)
+        self.gpus = FakeGpus(world)
+        ours: Any = self.gpus
+        theirs: Any = FakeGpus(world, "GPU-1")
+        super().__init__(ours, **settings)
         self.peer = NcclKind(theirs, **settings)
         self.theirs = theirs
 

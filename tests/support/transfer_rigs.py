@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -257,7 +258,7 @@ def nccl_rig(directory: Path) -> Rig:
 
 def ipc_rig(directory: Path) -> Rig:
     """Over GPUs made of plain memory."""
-    driver = FakeDriver()
+    driver: Any = FakeDriver()
 
     def make(
         layout: KvLayout, instance_id: str, incarnation: str, slots: int
