@@ -8,9 +8,8 @@ The one promise: after `OwnerFences.try_revoke` returned True for a fence, no by
 under that fence any more, and no read under it is believed, whatever the peer does. Time is never
 the proof.
 
-Threads: `PeerSession.read_blocks` and `write_blocks` block the caller. A session takes them from
-any thread, one at a time, and `interrupt` from any thread at any time. The owner side is
-thread-safe.
+Threads: `PeerSession.move` blocks the caller. Any thread may call it, one at a time. Any thread may
+call `interrupt` at any time. The owner side is thread-safe.
 """
 
 from __future__ import annotations
@@ -202,31 +201,36 @@ class PeerSession(Protocol):
         It never decreases. While it grows, the connection is alive. Any thread may read it."""
         ...
 
+    def move(
+        self, verb: Direction, fence: FenceToken, source: Sequence[int], target: Sequence[int]
+    ) -> MoveResult:
+        """Copy blocks `source[i]` to `target[i]`, all layers and heads. Returns when all bytes are
+        there.
+
+        verb: `write` copies local blocks to remote ones, `read` remote blocks to local ones.
+
+        The blocks move in bounded batches. Each batch holds the fence and checks it.
+
+        Raises Fenced when a batch found the fence dead. That batch moved nothing. Earlier ones may
+        have landed, before the revoke was proved. After a read the local target blocks hold
+        garbage. Raises BadMessage before anything moved, when an id is out of range, the lengths
+        differ or a target appears twice. Raises TransferFailed."""
+        ...
+
     def write_blocks(
         self, fence: FenceToken, source: Sequence[int], target: Sequence[int]
     ) -> MoveResult:
-        """Copy local blocks `source[i]` to remote blocks `target[i]`, all layers and heads.
-
-        The blocks move in bounded batches. Each batch holds the fence and checks it. Returns when
-        all bytes are in the owner's memory.
-
-        Raises Fenced when a batch found the fence dead: that batch moved nothing; earlier ones may
-        have landed, before the revoke was proved. Raises BadMessage before anything moved, when an
-        id is out of range, the lengths differ or a target appears twice. Raises TransferFailed.
-        """
-        ...
+        return self.move("write", fence, source, target)
 
     def read_blocks(
         self, fence: FenceToken, source: Sequence[int], target: Sequence[int]
     ) -> MoveResult:
-        """Copy remote blocks `source[i]` into local blocks `target[i]`, by the same rules. After
-        Fenced the local target blocks hold garbage and must not be used."""
-        ...
+        return self.move("read", fence, source, target)
 
     def move_now(
         self, verb: Direction, fence: FenceToken, source: Sequence[int], target: Sequence[int]
     ) -> MoveResult | None:
-        """As `write_blocks` or `read_blocks`, for callers that must not wait.
+        """As `move`, for callers that must not wait.
 
         Moves the blocks if that takes less than a millisecond and waits for nobody. Otherwise
         returns None, and nothing was moved. The default moves nothing."""

@@ -20,10 +20,8 @@ from functools import partial
 
 from pullfill.errors import Fenced
 from pullfill.runtime.lanes import POOL
-from pullfill.transfer.contract import MoveResult, PeerSession
+from pullfill.transfer.contract import Direction, MoveResult, PeerSession
 from pullfill.wire import FenceToken
-
-_Move = Callable[[PeerSession], MoveResult]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,19 +49,20 @@ class GroupSession(PeerSession):
     def moved_bytes(self) -> int:
         return sum(member.session.moved_bytes for member in self._members)
 
-    def write_blocks(
-        self, fence: FenceToken, source: Sequence[int], target: Sequence[int]
+    def move(
+        self, verb: Direction, fence: FenceToken, source: Sequence[int], target: Sequence[int]
     ) -> MoveResult:
         """See PeerSession. If a member fails, the move fails once the others have ended. They may
         have written."""
-        writers = [m.session for m in self._members if m.writes]
-        return _move(writers, len(source), lambda s: s.write_blocks(fence, source, target))
-
-    def read_blocks(
-        self, fence: FenceToken, source: Sequence[int], target: Sequence[int]
-    ) -> MoveResult:
-        readers = [m.session for m in self._members if m.reads]
-        return _move(readers, len(source), lambda s: s.read_blocks(fence, source, target))
+        started = time.perf_counter()
+        needed = [m.session for m in self._members if (m.writes if verb == "write" else m.reads)]
+        results = _side_by_side([partial(s.move, verb, fence, source, target) for s in needed])
+        return MoveResult(
+            blocks=len(source),
+            nbytes=sum(r.nbytes for r in results),
+            seconds=time.perf_counter() - started,
+            runs=sum(r.runs for r in results),
+        )
 
     def interrupt(self) -> None:
         for member in self._members:
@@ -74,17 +73,6 @@ class GroupSession(PeerSession):
         with contextlib.ExitStack() as members:
             for member in self._members:
                 members.callback(member.session.close)
-
-
-def _move(sessions: Sequence[PeerSession], blocks: int, move: _Move) -> MoveResult:
-    started = time.perf_counter()
-    results = _side_by_side([partial(move, session) for session in sessions])
-    return MoveResult(
-        blocks=blocks,
-        nbytes=sum(r.nbytes for r in results),
-        seconds=time.perf_counter() - started,
-        runs=sum(r.runs for r in results),
-    )
 
 
 def _side_by_side(parts: Sequence[Callable[[], MoveResult]]) -> list[MoveResult]:

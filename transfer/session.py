@@ -78,15 +78,14 @@ class MappedSession(PeerSession):
     def moved_bytes(self) -> int:
         return self._moved
 
-    def write_blocks(
-        self, fence: FenceToken, source: Sequence[int], target: Sequence[int]
+    def move(
+        self, verb: Direction, fence: FenceToken, source: Sequence[int], target: Sequence[int]
     ) -> MoveResult:
-        return self._move("write", fence, source, target)
-
-    def read_blocks(
-        self, fence: FenceToken, source: Sequence[int], target: Sequence[int]
-    ) -> MoveResult:
-        return self._move("read", fence, source, target)
+        started = time.perf_counter()
+        todo = self._plan(verb, source, target)
+        with self._busy:
+            self._batches(verb, fence, todo, self._copy)
+        return _result(todo, started)
 
     def move_now(
         self, verb: Direction, fence: FenceToken, source: Sequence[int], target: Sequence[int]
@@ -114,15 +113,6 @@ class MappedSession(PeerSession):
     def _plan(self, verb: Direction, source: Sequence[int], target: Sequence[int]) -> CopyPlan:
         planner = self._writes if verb == "write" else self._reads
         return planner.plan(source, target)
-
-    def _move(
-        self, verb: Direction, fence: FenceToken, source: Sequence[int], target: Sequence[int]
-    ) -> MoveResult:
-        started = time.perf_counter()
-        todo = self._plan(verb, source, target)
-        with self._busy:
-            self._batches(verb, fence, todo, self._copy)
-        return _result(todo, started)
 
     def _batches(
         self, verb: Direction, fence: FenceToken, todo: CopyPlan, copy: Copier, wait: bool = True

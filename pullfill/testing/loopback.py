@@ -24,6 +24,7 @@ from pullfill.errors import (
     TransferFailed,
 )
 from pullfill.transfer.contract import (
+    Direction,
     FenceHold,
     KvLayout,
     LocalMemory,
@@ -241,17 +242,12 @@ class _Session(MappedSession):
         super().__init__("loopback", local, layout, owner.memory.address, _LoopbackHold(owner))
         self._owner = owner
 
-    def write_blocks(
-        self, fence: FenceToken, source: Sequence[int], target: Sequence[int]
+    def move(
+        self, verb: Direction, fence: FenceToken, source: Sequence[int], target: Sequence[int]
     ) -> MoveResult:
-        self._check(fence, target, writes=True)
-        return super().write_blocks(fence, source, target)
-
-    def read_blocks(
-        self, fence: FenceToken, source: Sequence[int], target: Sequence[int]
-    ) -> MoveResult:
-        self._check(fence, source, writes=False)
-        return super().read_blocks(fence, source, target)
+        writes = verb == "write"
+        self._check(fence, target if writes else source, writes=writes)
+        return super().move(verb, fence, source, target)
 
     def _check(self, fence: FenceToken, blocks: Sequence[int], *, writes: bool) -> None:
         ids = checked_ids(blocks, self._owner.memory.layout.num_blocks, "named")

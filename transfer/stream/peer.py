@@ -147,22 +147,6 @@ class StreamSession(PeerSession):
                 self._opening = None
             undo.pop_all()
 
-    def write_blocks(
-        self, fence: FenceToken, source: Sequence[int], target: Sequence[int]
-    ) -> MoveResult:
-        ours = checked_ids(source, self._local.layout.num_blocks, "source")
-        theirs = checked_ids(target, self._blocks, "target")
-        _check_pairs(ours, theirs, theirs)
-        return self._move("write", fence, ours, theirs, self._send)
-
-    def read_blocks(
-        self, fence: FenceToken, source: Sequence[int], target: Sequence[int]
-    ) -> MoveResult:
-        theirs = checked_ids(source, self._blocks, "source")
-        ours = checked_ids(target, self._local.layout.num_blocks, "target")
-        _check_pairs(ours, theirs, ours)
-        return self._move("read", fence, ours, theirs, self._receive)
-
     def interrupt(self) -> None:
         self._interrupted = True
         connections, backend = (self._opening, self._connection), self._backend
@@ -180,14 +164,18 @@ class StreamSession(PeerSession):
 
     # ------------------------------------------------------------------ one operation
 
-    def _move(
-        self,
-        verb: Direction,
-        fence: FenceToken,
-        ours: Offsets,
-        theirs: Offsets,
-        run: Callable[[SocketConnection, Backend, ByteStream], Answer],
+    def move(
+        self, verb: Direction, fence: FenceToken, source: Sequence[int], target: Sequence[int]
     ) -> MoveResult:
+        if verb == "write":
+            ours = checked_ids(source, self._local.layout.num_blocks, "source")
+            theirs = targets = checked_ids(target, self._blocks, "target")
+            run = self._send
+        else:
+            theirs = checked_ids(source, self._blocks, "source")
+            ours = targets = checked_ids(target, self._local.layout.num_blocks, "target")
+            run = self._receive
+        _check_pairs(ours, theirs, targets)
         started = time.perf_counter()
         order = np.argsort(theirs, kind="stable")
         stream = ByteStream(self._local, ours[order])

@@ -11,7 +11,7 @@ import pytest
 
 from pullfill.errors import Fenced, TransferFailed
 from pullfill.transfer import group as group_module
-from pullfill.transfer.contract import MoveResult, Rect
+from pullfill.transfer.contract import Direction, MoveResult, Rect
 from pullfill.transfer.group import GroupSession, Member
 from pullfill.transfer.layout import part_of
 from pullfill.transfer.session import MappedSession
@@ -91,15 +91,15 @@ class _Scripted:
     def interrupt(self) -> None:
         self.interrupted = True
 
-    def write_blocks(self, fence: FenceToken, s: Sequence[int], t: Sequence[int]) -> MoveResult:
-        self.moves.append("write")
+    def move(
+        self, verb: Direction, fence: FenceToken, s: Sequence[int], t: Sequence[int]
+    ) -> MoveResult:
+        self.moves.append(verb)
+        if verb == "read":
+            return MoveResult(len(s), 7, 0.5, 1)
         if self.failure is not None:
             raise self.failure
         return MoveResult(len(s), 10, 0.5, 2)
-
-    def read_blocks(self, fence: FenceToken, s: Sequence[int], t: Sequence[int]) -> MoveResult:
-        self.moves.append("read")
-        return MoveResult(len(s), 7, 0.5, 1)
 
     def close(self) -> None:
         self.closed = True
@@ -144,13 +144,11 @@ class _Meets(_Scripted):
         super().__init__()
         self._party = party
 
-    def write_blocks(self, fence: FenceToken, s: Sequence[int], t: Sequence[int]) -> MoveResult:
+    def move(
+        self, verb: Direction, fence: FenceToken, s: Sequence[int], t: Sequence[int]
+    ) -> MoveResult:
         self._party.wait(10)
-        return super().write_blocks(fence, s, t)
-
-    def read_blocks(self, fence: FenceToken, s: Sequence[int], t: Sequence[int]) -> MoveResult:
-        self._party.wait(10)
-        return super().read_blocks(fence, s, t)
+        return super().move(verb, fence, s, t)
 
 
 @pytest.mark.parametrize("verb", ["write_blocks", "read_blocks"])
@@ -168,13 +166,15 @@ class _Slow(_Scripted):
         super().__init__()
         self._data, self._begun, self._stop = data, begun, threading.Event()
 
-    def write_blocks(self, fence: FenceToken, s: Sequence[int], t: Sequence[int]) -> MoveResult:
+    def move(
+        self, verb: Direction, fence: FenceToken, s: Sequence[int], t: Sequence[int]
+    ) -> MoveResult:
         for index in range(len(self._data)):
             if self._stop.wait(0.001):
                 raise TransferFailed("interrupted")
             self._data[index] = 1
             self._begun.set()
-        return super().write_blocks(fence, s, t)
+        return super().move(verb, fence, s, t)
 
     def interrupt(self) -> None:
         self._stop.set()
@@ -187,9 +187,11 @@ class _FailsLater(_Scripted):
         super().__init__(failure)
         self._begun = begun
 
-    def write_blocks(self, fence: FenceToken, s: Sequence[int], t: Sequence[int]) -> MoveResult:
+    def move(
+        self, verb: Direction, fence: FenceToken, s: Sequence[int], t: Sequence[int]
+    ) -> MoveResult:
         assert self._begun.wait(10)
-        return super().write_blocks(fence, s, t)
+        return super().move(verb, fence, s, t)
 
 
 @pytest.mark.parametrize("first", ["fails", "writes"])
