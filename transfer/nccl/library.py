@@ -142,7 +142,7 @@ def _packaged() -> str | None:
 
 def blocking_forced() -> str | None:
     """Why communicators cannot be nonblocking here, for people."""
-    value, where = setting("NCCL_COMM_BLOCKING") or ("", "")
+    value, where = setting("NCCL_COMM_BLOCKING")
     if value in ("", "0"):
         return None
     return (

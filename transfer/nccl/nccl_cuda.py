@@ -45,7 +45,7 @@ class CudaGpus:
 
     def shared(self) -> bool:
         """Whether two ranks may be on one GPU."""
-        value, _ = setting("NCCL_MULTI_RANK_GPU_ENABLE") or ("", "")
+        value, _ = setting("NCCL_MULTI_RANK_GPU_ENABLE")
         return value == "1" and self.version() >= _SHARING_FROM
 
     def uuids(self) -> list[str]:

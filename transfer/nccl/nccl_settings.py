@@ -20,8 +20,8 @@ from pathlib import Path
 SYSTEM = Path("/etc/nccl.conf")
 
 
-def setting(name: str) -> tuple[str, str] | None:
-    """The value of a setting, and where it is set, for people. None: it is set nowhere."""
+def setting(name: str) -> tuple[str, str]:
+    """The value of a setting, and where it is set, for people. Both are empty if it is not set."""
     if (value := os.environ.get(name)) is not None:
         return value.strip(), "the environment"
     for path in _files():
@@ -33,7 +33,7 @@ def setting(name: str) -> tuple[str, str] | None:
             key, equals, value = line.partition("=")
             if equals and key == name:
                 return value.strip(), str(path)
-    return None
+    return "", ""
 
 
 def _files() -> Iterator[Path]:
