@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import pwd
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,8 @@ import pytest
 
 from pullfill.errors import TransferFailed
 from pullfill.transfer.nccl import library, nccl_settings
-from pullfill.transfer.nccl.device import Device
 from pullfill.transfer.nccl.library import nonblocking
 from pullfill.transfer.nccl.nccl_cuda import CudaGpus
-from tests.support.fake_kernels import FakeStream
-from tests.support.fake_nccl import World
-from tests.support.nccl_comms import impatient, patient
-from tests.support.nccl_gpus import FakeGpu
-from tests.support.waiting import eventually
 
 
 class Found:
@@ -175,69 +168,3 @@ def test_the_config_is_one_that_nccl_takes() -> None:
     }  # fmt: skip
     said = (config.size, config.magic, config.version, config.blocking)
     assert said == (40, 0xCAFEBEEF, 21700, 0)
-
-
-def test_an_id_that_cannot_be_made_says_so() -> None:
-    world = World()
-    world.ncclGetUniqueId = lambda *_: 1  # type: ignore[method-assign]
-    with pytest.raises(TransferFailed, match="unhandled cuda error"):
-        Device(FakeGpu(world, "GPU-0")).unique_id(patient)
-
-
-def test_an_id_that_nccl_does_not_make_is_given_up() -> None:
-    world, go_on = World(), threading.Event()
-    world.ncclGetUniqueId = lambda *_: go_on.wait(20) and 1  # type: ignore[method-assign]
-    with pytest.raises(TransferFailed, match="too late"):
-        Device(FakeGpu(world, "GPU-0")).unique_id(impatient())
-    go_on.set()
-
-
-def test_who_waits_for_a_dead_owner_thread_hears_of_it(caplog: pytest.LogCaptureFixture) -> None:
-    def fail(comm: object) -> int:
-        raise MemoryError("no more")
-
-    world = World()
-    device = Device(FakeGpu(world, "GPU-0"))
-    waiting, other = (device.communicator(device.unique_id(patient), 0) for _ in range(2))
-    eventually(lambda: len(world.comms) == 2, "not begun")
-    world.ncclCommAbort = fail  # type: ignore[method-assign]
-    other.close()
-    with pytest.raises(TransferFailed, match="restart this worker"):
-        waiting.wait_ready(impatient(20))
-    with pytest.raises(TransferFailed, match="restart this worker"):
-        device.unique_id(impatient(20))
-    assert "no more" in caplog.text
-
-
-def test_an_id_of_another_length_is_refused() -> None:
-    comm = Device(FakeGpu(World(), "GPU-0")).communicator(b"x", 1)
-    with pytest.raises(TransferFailed, match="128 bytes"):
-        comm.wait_ready(lambda: None)
-
-
-class Lasting(FakeGpu):
-    """Its streams cannot be destroyed."""
-
-    def stream(self) -> FakeStream:
-        def fail() -> None:
-            raise TransferFailed("cuStreamDestroy: CUDA_ERROR_ILLEGAL_ADDRESS")
-
-        made = super().stream()
-        made.close = fail  # type: ignore[method-assign]
-        return made
-
-
-def test_a_stream_that_cannot_be_destroyed_ends_no_owner_thread() -> None:
-    def give_up() -> None:
-        raise TransferFailed("too late")
-
-    world = World()
-    device = Device(Lasting(world, "GPU-0"))
-    alone = device.communicator(device.unique_id(patient), 0)
-    with pytest.raises(TransferFailed, match="too late"):
-        alone.wait_ready(give_up)
-    eventually(lambda: world.aborts == 1, "not freed")
-    asking = threading.Thread(target=device.unique_id, args=(patient,), daemon=True)
-    asking.start()
-    asking.join(20)
-    assert not asking.is_alive()
