@@ -37,7 +37,10 @@ class Model:
     groups: number of KV cache groups that vLLM makes of it.
     front: flags of the frontend, beyond those of `Cluster.launch`.
     plain: arguments of the plain engine.
-    caches: whether vLLM's CPU build has a prefix cache for it."""
+    caches: whether vLLM's CPU build has a prefix cache for it.
+    flags: of the workers.
+    dtype: what vLLM's CPU build takes.
+    local: why the decode worker prefills its prompts. Empty: prefill workers do."""
 
     config: str = ""
     model: str = ""
@@ -47,6 +50,9 @@ class Model:
     front: tuple[str, ...] = ()
     plain: dict[str, object] = field(default_factory=dict)
     caches: bool = True
+    flags: tuple[str, ...] = ()
+    dtype: str = "float32"
+    local: str = ""
 
     def checkpoint(self) -> Path:
         """Directory of the checkpoint, made unless it is there."""
@@ -96,4 +102,39 @@ ZOO = {
     ),
     "Mistral": Model("MistralConfig", "MistralForCausalLM", {**_SMALL, "sliding_window": WINDOW}),
     "Phi-3": Model("Phi3Config", "Phi3ForCausalLM", {**_SMALL, "sliding_window": WINDOW}),
+    "Falcon-H1 (Mamba-2)": Model(
+        "FalconH1Config",
+        "FalconH1ForCausalLM",
+        {
+            **_SMALL,
+            "mamba_d_ssm": 256,
+            "mamba_n_heads": 8,
+            "mamba_d_head": 32,
+            "mamba_d_state": 16,
+            "mamba_chunk_size": 32,
+        },
+        groups=2,
+        caches=False,
+        # With a prefix cache vLLM's CPU kernel of Mamba-2 fails at the first prompt.
+        flags=("--no-enable-prefix-caching",),
+        local="no_transport",
+    ),
+    "Qwen3-Next": Model(
+        "Qwen3NextConfig",
+        "Qwen3NextForCausalLM",
+        {
+            **_SMALL,
+            **_EXPERTS,
+            "num_experts": 4,
+            "shared_expert_intermediate_size": 64,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+        },
+        groups=4,
+        caches=False,
+        dtype="bfloat16",
+        local="no_transport",
+    ),
 }
