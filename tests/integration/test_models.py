@@ -116,3 +116,9 @@ def test_answers_are_those_of_one_engine(served: Served) -> None:
     with going_away(cluster, random_prompt(1800, seed=6)):
         pass
     cluster.assert_clean()
+
+    cluster.of("prefill")[0].arm("prefill.before_commit=kill@1")
+    last = [tails[-1] + random_prompt(200, seed=7), random_prompt(1100, seed=7)]
+    served.check(last, ask_all(cluster, last, STEPS))  # recomputed by the decode worker
+    assert cluster.of("prefill") == [] or served.model.local
+    cluster.assert_clean()
