@@ -105,7 +105,7 @@ class DecodeRole(Role[DecodeContext, DecodeHooks]):
         namespace = self._cluster.namespace
         self._kept = await SelfChecks.started(etcd, namespace)
         parts.push_async_callback(self._kept.close)
-        self._router_settings = await Settings.started(etcd, namespace, RouterConfig)
+        self._router_settings = await Settings(etcd, namespace, RouterConfig).start()
         parts.push_async_callback(self._router_settings.close)
 
     def make_context(self, host: EngineHost, files: RegionFiles) -> DecodeContext:

@@ -9,7 +9,7 @@ Life: `start` → `current` changes by itself → `close`. `set` and `get_all` n
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import msgspec
 
@@ -95,18 +95,12 @@ class Settings(Generic[T]):
         """Call on the loop with the new settings at each change."""
         self._callbacks.append(callback)
 
-    @classmethod
-    async def started(cls, client: EtcdClient, namespace: str, kind: type[T]) -> Settings[T]:
-        """Return started settings. Raises RegistryUnavailable."""
-        self = cls(client, namespace, kind)
-        await self.start()
-        return self
-
-    async def start(self, timeout_s: float = 30.0) -> None:
-        """Begin to watch. Returns when `current` is what etcd holds now.
+    async def start(self, timeout_s: float = 30.0) -> Self:
+        """Begin to watch. Returns itself when `current` is what etcd holds now.
 
         Raises RegistryUnavailable after `timeout_s`."""
         await self._follower.start(timeout_s)
+        return self
 
     async def close(self) -> None:
         """End the watch. `current` stays readable. Idempotent."""

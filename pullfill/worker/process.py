@@ -167,7 +167,7 @@ class WorkerProcess(Generic[C, H]):
             )
             parts.push_async_callback(etcd.close)
             await self._role.watch(etcd, parts)
-            queue = await Settings.started(etcd, namespace, QueueSettings)
+            queue = await Settings(etcd, namespace, QueueSettings).start()
             parts.push_async_callback(queue.close)
             self._engine, hooks = await thread.ready
             self._service = await self._role.build(self._engine, hooks, thread, queue, parts)

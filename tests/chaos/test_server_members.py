@@ -135,7 +135,7 @@ async def test_nobody_loses_its_lease_when_the_etcd_leader_is_killed(tmp_path: P
     made: list[str] = []
     with EtcdCluster(tmp_path) as cluster:
         client = await EtcdClient.connect(cluster.url, wait_s=HANG_S)
-        follower = await Settings.started(client, "ns", QueueSettings)
+        follower = await Settings(client, "ns", QueueSettings).start()
         worker = member(client, "ns", "decode-1", ttl_s=5, made=made)
         await worker.join()
         leader = await asyncio.to_thread(cluster.leader)
