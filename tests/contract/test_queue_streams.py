@@ -59,7 +59,10 @@ async def test_a_server_whose_clock_was_set_back_makes_no_delivery_stale(
 
 
 async def test_while_the_stream_has_no_leader_a_job_goes_to_a_worker_that_waits(
-    nats: NatsServer, config: QueueConfig, monkeypatch: pytest.MonkeyPatch
+    nats: NatsServer,
+    config: QueueConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     producer, consumer = await both(nats, config, QueueSettings())
 
@@ -80,6 +83,8 @@ async def test_while_the_stream_has_no_leader_a_job_goes_to_a_worker_that_waits(
         [job] = await pulling
         assert (job.job_id, job.body, job.tokens, job.number) == ("a", b"body", 7, 1)
         await job.in_progress()
+        await job.term("cannot be read")
+        assert "job a is poison: cannot be read" in caplog.text
         await job.ack()
         with pytest.raises(QueueUnavailable):
             await producer.publish("nobody waits", b"body", 7)
