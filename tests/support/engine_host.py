@@ -22,6 +22,11 @@ class HostOf(EngineHost):
         return self.core
 
 
+def engine_threads() -> list[threading.Thread]:
+    """The threads of engines that live now."""
+    return [thread for thread in threading.enumerate() if thread.name == "engine"]
+
+
 @contextmanager
 def looping(host: EngineHost) -> Iterator[None]:
     """The host's loop runs on a thread of its own."""

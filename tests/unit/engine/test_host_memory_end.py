@@ -28,7 +28,9 @@ from pullfill.transfer.layout import dense_layout
 from pullfill.wire import FenceToken
 from pullfill.worker import memory
 from pullfill.worker.context import WorkerContext
+from tests.support.engine_host import engine_threads
 from tests.support.late import Late
+from tests.support.waiting import eventually
 
 torch: Any = Late("torch")
 shm_pool: Any = Late("pullfill.transfer.shm.kv_pool")
@@ -96,7 +98,7 @@ async def running(host: Host) -> AsyncIterator[EngineThread[None]]:
     await engine.ready
     yield engine
     await engine.stop()
-    assert not engine._thread.is_alive()
+    assert not engine_threads()
 
 
 async def test_an_engine_that_died_is_known_as_such_and_keeps_its_memory() -> None:
@@ -139,8 +141,7 @@ async def test_an_engine_that_was_given_up_frees_nothing() -> None:
     await engine.stop()
     host.stop()
     go_on.set()
-    await asyncio.to_thread(engine._thread.join, PATIENCE_S)
-    assert not engine._thread.is_alive()
+    await asyncio.to_thread(eventually, lambda: not engine_threads(), "it goes on")
     assert not host.freed.is_set()
 
 

@@ -19,6 +19,8 @@ from pullfill.config import ranks_of
 from pullfill.engine import rank_processes
 from pullfill.engine.thread import EngineThread
 from pullfill.errors import EngineStuck
+from tests.support.engine_host import engine_threads
+from tests.support.waiting import eventually
 
 REPO = Path(__file__).resolve().parents[3]
 PATIENCE_S = 20.0
@@ -167,9 +169,7 @@ async def test_an_engine_whose_rank_dies_is_dead_at_once(
     assert "rank 0" in str(engine.failure)
     assert engine.hangs, "nobody may wait for its thread"
     stopping.set()
-    await asyncio.to_thread(engine._thread.join, PATIENCE_S)
-    assert engine._ranks is not None
-    engine._ranks.stop()
+    await asyncio.to_thread(eventually, lambda: not engine_threads(), "it goes on")
     sleeper.wait()
     os.close(core.model_executor.workers[0].proc.sentinel)
 
