@@ -94,9 +94,9 @@ jetstream {{
     return [str(nats_binary()), "--config", str(config)]
 
 
-def etcd_command(directory: Path, port: int, peer_port: int) -> list[str]:
+def etcd_command(directory: Path, port: int) -> list[str]:
     """Return the command of an etcd with one member on loopback."""
-    client, peer = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{peer_port}"
+    client, peer = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{free_port()}"
     return [
         str(etcd_binary()),
         "--name=pullfill",

@@ -14,6 +14,7 @@ import signal
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from pathlib import Path
 
 from pullfill.config import ClusterFile, ClusterRef
 from pullfill.deploy import defaults, members, plan, servers
@@ -152,7 +153,10 @@ class Supervisor:
 
     async def _start_all(self) -> None:
         view, options = self._view, self._options
-        first = [self._start_nats(), self._start_etcd()]
+        first = [
+            self._start_server("nats", "nats", servers.nats_command, servers.nats_ready),
+            self._start_server("etcd", "http", servers.etcd_command, servers.etcd_ready),
+        ]
         if options.decode + options.prefill + options.frontends and options.model == defaults.DEMO:
             first.insert(0, self._make_demo_model())
         await asyncio.gather(*first)
@@ -192,37 +196,23 @@ class Supervisor:
             maker.wait()
         self._view.set("demo model", "ready", str(plan.demo_directory()))
 
-    async def _start_nats(self) -> None:
-        if not self._options.nats_url:
-            await self._start_server(
-                "nats",
-                "nats://127.0.0.1:{}",
-                lambda port: servers.nats_command(self._state.path / "nats", port),
-                servers.nats_ready,
-            )
-
-    async def _start_etcd(self) -> None:
-        def command(port: int) -> list[str]:
-            return servers.etcd_command(self._state.path / "etcd", port, servers.free_port())
-
-        if not self._options.etcd_url:
-            address = "http://127.0.0.1:{}"
-            await self._start_server("etcd", address, command, servers.etcd_ready)
-
     async def _start_server(
         self,
         name: str,
-        address: str,
-        command: Callable[[int], list[str]],
+        scheme: str,
+        command: Callable[[Path, int], list[str]],
         problem: Callable[[str], str | None],
     ) -> None:
-        """Start a server, and try other ports if another process has taken its port."""
+        """Start a server, unless the user has one. Try other ports if its port is taken."""
+        if getattr(self._options, f"{name}_url"):
+            return
         for attempt in range(1, SERVER_TRIES + 1):
             port = servers.free_port()
-            url = address.format(port)
+            url = f"{scheme}://127.0.0.1:{port}"
             setattr(self._cluster, f"{name}_url", url)
+            argv = command(self._state.path / name, port)
             env = {**os.environ, CLUSTER_ENV: self._cluster_id}
-            spec = plan.ProcessSpec(name=name, role=name, argv=command(port), env=env)
+            spec = plan.ProcessSpec(name=name, role=name, argv=argv, env=env)
             self._children.launch(spec, note=url)
             try:
                 return await self._server_ready(name, url, problem)

@@ -4,7 +4,7 @@ The fields give the command's flags and their defaults (`deploy/command.py`), an
 of the processes that `pullfill up` starts (`arguments`).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import Enum
@@ -139,11 +139,6 @@ def parse_cores(text: str | None) -> tuple[int, ...]:
     return tuple(dict.fromkeys(cores))
 
 
-def format_cores(cores: Sequence[int]) -> str:
-    """Return what `parse_cores` reads."""
-    return ",".join(map(str, cores))
-
-
 # --------------------------------------------------------------------------- options
 
 
@@ -210,7 +205,7 @@ class WorkerOptions(RoleOptions):
         metavar="N",
         given=str | None,
         parse=parse_cores,
-        text=format_cores,
+        text=lambda cores: ",".join(map(str, cores)),
     )
     pin: bool = flag(
         True, "On CPU, give workers cores of their own", name="--pin/--no-pin", up=True

@@ -290,14 +290,14 @@ def plant(base: Path) -> Iterator[Plant]:
     """Start NATS, etcd and the zygote under `base`."""
     if not plan.demo_directory().exists():
         raise BenchError("no demo checkpoint: run `make up` once")
-    nats_port, etcd_port, peer = (binaries.free_port() for _ in range(3))
+    nats_port, etcd_port = binaries.free_port(), binaries.free_port()
     nats, etcd = f"nats://127.0.0.1:{nats_port}", f"http://127.0.0.1:{etcd_port}"
     with ExitStack() as stack:
         first = stack.enter_context(
             child(binaries.nats_command(base / "nats", nats_port), base / "nats.log")
         )
         second = stack.enter_context(
-            child(binaries.etcd_command(base / "etcd", etcd_port, peer), base / "etcd.log")
+            child(binaries.etcd_command(base / "etcd", etcd_port), base / "etcd.log")
         )
         wait_for(lambda: binaries.nats_ready(nats) is None, 30.0, "NATS answers")
         wait_for(lambda: binaries.etcd_ready(etcd) is None, 30.0, "etcd answers")

@@ -13,8 +13,6 @@ import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from pullfill.demo.recipe import DEMO, Recipe
@@ -39,7 +37,9 @@ def ensure_demo_model(directory: Path, recipe: Recipe = DEMO) -> Path:
     if is_ready(directory, recipe):
         return directory
     directory.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(directory.parent / f".{directory.name}.lock"):
+    # The file stays. Without it a third process would lock a new file, not the one of a waiter.
+    with (directory.parent / f".{directory.name}.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         if is_ready(directory, recipe):
             return directory
         if _made_by(directory) is None and _occupied(directory):
@@ -65,14 +65,6 @@ def _made_by(directory: Path) -> str | None:
 
 def _occupied(path: Path) -> bool:
     return any(path.iterdir()) if path.is_dir() else path.exists()
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    # The file stays. Without it a third process would lock a new file, not the one of a waiter.
-    with path.open("a") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
 
 
 def _sweep(directory: Path) -> None:

@@ -21,7 +21,7 @@ class TestServers:
         assert 'store_dir: "' in config
         assert f"max_payload: {8 << 20}" in config
         assert '\\"b\\"' in config
-        argv = servers.etcd_command(tmp_path, 5000, 5001)
+        argv = servers.etcd_command(tmp_path, 5000)
         assert Path(argv[0]).read_bytes()[:4] == b"\x7fELF"
         assert all("0.0.0.0" not in argument for argument in argv)
 

@@ -152,7 +152,7 @@ async def test_a_server_whose_port_is_taken_gets_another(
 ) -> None:
     ports: list[int] = []
 
-    def command(directory: Path, port: int, *_: int) -> list[str]:
+    def command(directory: Path, port: int) -> list[str]:
         ports.append(port)
         taken = "sleep 0.3; echo listen: address already in use; exit 1"
         return ["sh", "-c", taken if len(ports) == 1 else "exec sleep 60"]
