@@ -118,7 +118,7 @@ def _entries(state: StateDir) -> list[ProcessEntry]:
     except ConfigError as exc:
         launch = state.launch()
         count = _kill_stragglers(launch.cluster_id) if launch else 0
-        typer.echo(f"{exc}; found by their environment and killed: {count}")
+        typer.echo(f"{exc}; killed {count} process(es) of it, found by their environment")
         return []
     return cluster.processes if cluster else []
 

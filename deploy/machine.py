@@ -112,7 +112,7 @@ def compute() -> Iterator[Finding]:
         yield Finding(
             WARN,
             "one CPU core: decode and prefill workers take it from each other",
-            "two or more cores let a long prefill not disturb decoding",
+            "with two or more cores a long prefill does not slow decoding",
         )
     else:
         yield Finding(OK, f"{cores} CPU cores, no GPU: each worker gets cores of its own")

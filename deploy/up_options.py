@@ -23,7 +23,7 @@ class UpOptions:
     prefill: int = flag(1, "Prefill workers", metavar="N", least=0)
     frontends: int = flag(1, "HTTP frontends", metavar="N", least=0)
     host: str = flag("127.0.0.1", "Where frontends listen", metavar="H")
-    port: int = flag(8000, "Of the first frontend, others follow; 0: any free one", **PORT)
+    port: int = flag(8000, "Port of the first frontend, others follow; 0: any free one", **PORT)
     ready_timeout_s: float = flag(600.0, "Longest start, in seconds", metavar="S", least=1)
     restart: bool = flag(True, "Restart processes that die", name="--restart/--no-restart")
     namespace: str = "default"
