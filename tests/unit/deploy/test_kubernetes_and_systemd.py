@@ -5,6 +5,7 @@ No Kubernetes and no systemd here: whether a cluster accepts the objects is not 
 
 from __future__ import annotations
 
+import asyncio
 import configparser
 import re
 import shlex
@@ -12,6 +13,7 @@ import subprocess
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 from urllib.parse import urlsplit
 
 import pytest
@@ -238,7 +240,10 @@ def test_the_servers_are_three_and_the_streams_have_as_many_replicas() -> None:
     command = command_line().commands["config"].commands["set"]
     told = command.make_context("set", arguments[2:]).params
     assert settings.find(told["key"]) == (QueueSettings, "replicas")
-    assert settings._from_text(QueueSettings, "replicas", told["value"]) == 3
+    etcd: Any = AsyncMock()
+    etcd.get.return_value = None
+    stored = settings.Settings(etcd, "n", QueueSettings).set("replicas", told["value"])
+    assert asyncio.run(stored).replicas == 3
     assert (told["etcd"], told["namespace"]) == (values["ETCD"], values["NAMESPACE"])
 
 
