@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 
 from rich.console import Console
@@ -34,7 +34,17 @@ def run(options: ClusterOptions) -> int:
     """Print all findings. Return 1 if any failed."""
     console = Console()
     failed = False
-    checks: list[Callable[[], Iterable[Finding]]] = [
+    for finding in _findings(options):
+        failed |= finding.level == FAIL
+        line = Text(f"{finding.level:<5}", style=_STYLES[finding.level])
+        console.print(line.append(finding.what, style="default"), soft_wrap=True)
+        if finding.advice:
+            console.print(Text(f"       {finding.advice}", style="dim"), soft_wrap=True)
+    return int(failed)
+
+
+def _findings(options: ClusterOptions) -> Iterator[Finding]:
+    for check in (
         machine.python_version,
         machine.packages,
         machine.torch_add_ons,
@@ -42,22 +52,16 @@ def run(options: ClusterOptions) -> int:
         machine.compute,
         machine.shared_memory,
         machine.transports,
-    ]
+    ):
+        yield from check()
     try:
         ref = options.find_to_ask()
     except ConfigError as exc:
-        missing = Finding(WARN, "no cluster to look at", str(exc))
-        checks += [machine.default_port, lambda: [missing]]
+        yield from machine.default_port()
+        yield Finding(WARN, "no cluster to look at", str(exc))
     else:
-        checks += [lambda: processes(ref), lambda: cluster(ref)]
-    for check in checks:
-        for finding in check():
-            failed |= finding.level == FAIL
-            line = Text(f"{finding.level:<5}", style=_STYLES[finding.level])
-            console.print(line.append(finding.what, style="default"), soft_wrap=True)
-            if finding.advice:
-                console.print(Text(f"       {finding.advice}", style="dim"), soft_wrap=True)
-    return int(failed)
+        yield from processes(ref)
+        yield from cluster(ref)
 
 
 # --------------------------------------------------------------------------- its processes

@@ -36,7 +36,7 @@ PASSED = {"result": "passed"}
 
 
 class _Registry:
-    """Stands for etcd. A process that runs is ready at the third look.
+    """Stands for etcd. A process that runs is ready at the second look.
 
     login: what a client must show.
     http: where workers answer /status.
@@ -51,13 +51,13 @@ class _Registry:
 
     async def connect(self, *_: object, security: ServerSecurity, **__: object) -> Self:
         assert security == self.login
-        if self.away and self._looks and min(self._looks.values()) > 2:
+        if self.away and self._looks and min(self._looks.values()) > 1:
             raise RegistryUnavailable("etcd is away")
         return self
 
     async def get_prefix(self, prefix: str) -> tuple[list[KeyValue], int]:
         self._looks.update(str(entry.instance_id) for entry in self._state.live())
-        ready = [record(n, http=self.http) for n, looks in self._looks.items() if looks > 2]
+        ready = [record(n, http=self.http) for n, looks in self._looks.items() if looks > 1]
         keys = [f"{prefix}{r.role}/{r.instance_id}".encode() for r in ready]
         return [KeyValue(key, wire.encode(r)) for key, r in zip(keys, ready, strict=True)], 1
 
@@ -246,7 +246,7 @@ class TestSelfChecks:
         await asyncio.to_thread(
             eventually, lambda: "prefill-0    ready" in rig.printed.getvalue(), "all are ready"
         )
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(0.3)
         assert not starting.done()
         rig.self_check(PASSED, pulling=1)
         assert "self-check" not in "".join(await starting)
