@@ -268,10 +268,9 @@ class Supervisor:
 
         Until a self-check is over, the decode worker prefills every prompt itself."""
         waiting = {str(spec.instance_id): spec.name for spec in specs if spec.role == "decode"}
-        deadline = time.monotonic() + SELF_CHECKS_S
-        with suppress(RegistryUnavailable):
-            async with members.etcd_of(ref) as etcd:
-                while waiting and time.monotonic() < deadline:
+        with suppress(RegistryUnavailable, TimeoutError):
+            async with asyncio.timeout(SELF_CHECKS_S), members.etcd_of(ref) as etcd:
+                while waiting:
                     for worker in await members.workers(etcd, ref.namespace):
                         if worker.instance_id in waiting:
                             report = await asyncio.to_thread(members.ask_worker, worker)
@@ -280,7 +279,7 @@ class Supervisor:
                     await asyncio.sleep(_POLL_S)
         if waiting:
             self._view.say(
-                f"{', '.join(waiting.values())}: the self-checks are not over after "
-                f"{SELF_CHECKS_S:.0f} s; until then every prompt is prefilled there",
+                f"{', '.join(waiting.values())}: the self-checks are not over yet; until they are, "
+                "every prompt is prefilled there",
                 "yellow",
             )
