@@ -36,7 +36,7 @@ def _up(directory: Path, start: str) -> subprocess.CompletedProcess[str]:
     """Run the command, whose supervisor starts like this. Returns when its pipes are closed."""
     code = CODE.replace("START", start)
     command = [sys.executable, "-c", code, str(directory / "state")]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, timeout=240)
 
 
 def test_it_returns_when_the_cluster_is_ready(tmp_path: Path) -> None:
