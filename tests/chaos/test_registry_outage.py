@@ -169,7 +169,7 @@ async def test_a_worker_that_dies_for_good_in_an_outage_is_dropped_after_its_gra
 ) -> None:
     task = cluster.worker._task
     assert task is not None
-    lease = cluster.worker._lease
+    lease = cluster.worker.lease
     assert lease is not None
     await asyncio.to_thread(etcd.kill)
     task.cancel()
@@ -184,10 +184,10 @@ async def test_a_worker_that_dies_for_good_in_an_outage_is_dropped_after_its_gra
 
 async def test_dead_worker_of_a_healthy_etcd_is_dropped_at_its_ttl(cluster: Cluster) -> None:
     assert cluster.worker._task is not None
-    assert cluster.worker._lease is not None
+    assert cluster.worker.lease is not None
     await asyncio.sleep(4.5)  # the grace of start-up, were there one, is over
     cluster.worker._task.cancel()
-    await cluster.worker._lease.stop()
+    await cluster.worker.lease.stop()
     await eventually(lambda: not cluster.directory.workers("decode"), within_s=10)
 
 
