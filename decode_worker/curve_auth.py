@@ -1,7 +1,7 @@
-"""Who may connect to the decode worker's ROUTER, with a cluster key (pullfill/net/curve.py).
+"""Refuses frontends without the cluster key at the decode worker's ROUTER (pullfill/net/curve.py).
 
-It has no thread: its owner polls `sockets` and calls `look`, so the answer to libzmq's question
-about each new connection (ZAP) comes from the loop that serves the socket: the engine's.
+libzmq asks about each new connection (ZAP). There is no thread for the answers: the engine's loop,
+which serves the ROUTER, also polls `sockets` and calls `look`.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _LOG_EVERY_S = 60.0
 
 
 class CurveAuth:
-    """Watches the door of one bound socket; lives as long as it. One per ZMQ context.
+    """Checks who connects to one bound socket, and lives as long as it. One per ZMQ context.
 
-    key None: only tells that somebody who encrypts was turned away.
+    key: the cluster key. None: only log that a peer that encrypts was refused.
     """
 
     def __init__(self, socket: Any, key: ClusterKey | None) -> None:
-        """Before bind."""
+        """Call it before the socket is bound."""
         self._key = key
         self._zap: Any = None
         self._seldom = log.Seldom(_LOG_EVERY_S)
@@ -48,7 +48,7 @@ class CurveAuth:
         return [s for s in (self._zap, self._monitor) if s is not None]
 
     def look(self) -> None:
-        """Answer who may come in, and tell who was turned away. Never blocks."""
+        """Answer libzmq's questions, and log who was refused. Never blocks."""
         while self._zap is not None:
             try:
                 request = self._zap.recv_multipart(zmq.NOBLOCK)
@@ -64,7 +64,9 @@ class CurveAuth:
                 self._turned_away(event["event"])
 
     def _answer(self, request: list[bytes]) -> list[bytes]:
-        """To libzmq (RFC 27): version, id, domain, address, identity, mechanism, key."""
+        """Answer one question of libzmq (ZAP, RFC 27).
+
+        request: version, id, domain, address, identity, mechanism, key."""
         good = (
             len(request) == 7
             and request[2] == _DOMAIN
@@ -76,8 +78,10 @@ class CurveAuth:
         return [b"1.0", request_id, *status, b"", b""]
 
     def _turned_away(self, event: int) -> None:
-        """NO_DETAIL: the peer left in the middle. That is a port scan, or a frontend that saw
-        before us that only one of us has a key; another key than ours is always noticed here."""
+        """Count and log a failed handshake.
+
+        event: NO_DETAIL if the peer left during the handshake. That is a port scan, or a frontend
+        that saw first that only one side has a key. Any other event is a wrong or missing key."""
         certain = event != curve.NO_DETAIL
         if certain:
             metrics.AUTH_REFUSED.labels("frontend").inc()
@@ -91,12 +95,12 @@ class CurveAuth:
                 "[cluster] key_file"
             )
         if certain:
-            _log.warning("turned a frontend away: %s%s", why, more)
+            _log.warning("refused a frontend: %s%s", why, more)
         else:
-            _log.info("somebody left in the handshake: a port scan, or perhaps %s%s", why, more)
+            _log.info("a peer left during the handshake: a port scan, or perhaps %s%s", why, more)
 
     def close(self) -> None:
-        """Before the socket is closed."""
+        """Call it before the socket is closed."""
         self._socket.disable_monitor()
         self._monitor.close(0)
         if self._zap is not None:

@@ -8,8 +8,9 @@ from pullfill.wire import Compat, RegionDescriptor
 
 
 def describe(context: DecodeContext, incarnation: str, compat: Compat) -> list[RegionDescriptor]:
-    """Under `incarnation`; empty when no transport reaches the memory. Sessions and descriptors of
-    the incarnation before are refused from now on."""
+    """Describe the memory of each rank under `incarnation`. Empty: no transport reaches it.
+
+    From now on sessions and descriptors of the last incarnation are refused."""
     if context.owner is None:
         return []
     context.owner.renew(incarnation)

@@ -1,5 +1,4 @@
-"""What the request server stores about one frontend, about one request, and of the engine's
-statistics."""
+"""What the request server stores: frontends, their requests, and the engine's unsent statistics."""
 
 from __future__ import annotations
 

@@ -68,13 +68,15 @@ class KvReader:
 
     @property
     def moved_bytes(self) -> int:
-        """See PeerSession. Of the current session."""
+        """Bytes that the current session has moved so far."""
         session = self._session
         return 0 if session is None else session.moved_bytes
 
     def within_reach(self) -> bool:
-        """Whether the next grant may say pull (asyncio thread). False: its memory could not be
-        reached when it was last tried; now and then this has it tried again. Does not block."""
+        """Whether the worker's memory could be reached at the last attempt. asyncio thread.
+
+        If it could not, grants do not say pull. A call AGAIN_S or later after that attempt starts
+        another one in the lane. Does not block."""
         if self._unreachable and self._clock.monotonic() - self._tried_at >= AGAIN_S:
             self._tried_at = self._clock.monotonic()
             self._lane.put(self._look_again)
@@ -186,8 +188,12 @@ class KvReader:
 def reach_for(
     memories: Sequence[LocalMemory], options: WorkerOptions, key: ClusterKey | None
 ) -> Reach | None:
-    """Into our memory, of all ranks, over the transports of `options`. None where nothing is ever
-    read: grants do not say pull, or nobody reaches our memory. Raises ConfigError."""
+    """Return a function that opens a prefill worker's memory for reading. Raises ConfigError.
+
+    Returns None if this worker never reads: `--kv-mode` is not pull, or its own memory cannot be
+    reached.
+
+    memories: of all our ranks, which the KV is read into."""
     if options.kv_mode is not KvMode.PULL or not memories:
         return None
     names = pulled_over(memories[0], options.transports)

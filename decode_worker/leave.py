@@ -1,4 +1,4 @@
-"""Hands unfinished requests back to their frontends, which continue them on other decode workers.
+"""Migrates unfinished requests: gives them to their frontends, which use other decode workers.
 
 This happens when this worker shuts down, when its engine fails, and when requests find no free
 blocks (`make_way`).
@@ -23,10 +23,10 @@ logger = log.get("decode_worker.leave")
 
 NO_ROOM_S = 5.0
 """How long requests may wait for free blocks while no request runs and blocks are in quarantine."""
-_HAND_BACK_S = 1.0
-"""How long the engine thread may take to hand its requests back."""
+_MIGRATE_S = 1.0
+"""How long the engine thread may take to migrate its requests."""
 _FLUSH_S = 0.1
-"""Pause after the messages that hand requests back, before the socket is closed."""
+"""Pause between the last messages to frontends and the end of the socket."""
 
 
 async def idle(engine: EngineThread[Any], request_server: RequestServer, ledger: Ledger) -> None:
@@ -43,7 +43,7 @@ async def idle(engine: EngineThread[Any], request_server: RequestServer, ledger:
 
 
 async def migrate_unfinished(host: EngineHost, request_server: RequestServer) -> None:
-    """Hand all requests back to their frontends, within _HAND_BACK_S.
+    """Migrate all requests, within _MIGRATE_S.
 
     A stuck engine thread cannot do it. Then the frontends notice when this process has ended."""
     loop = asyncio.get_running_loop()
@@ -55,13 +55,13 @@ async def migrate_unfinished(host: EngineHost, request_server: RequestServer) ->
 
     host.submit(work)
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(_HAND_BACK_S):
+        async with asyncio.timeout(_MIGRATE_S):
             await done.wait()
             await asyncio.sleep(_FLUSH_S)
 
 
 def last_words(request_server: RequestServer, untouched: set[str]) -> None:
-    """Hand back the requests that cannot have caused the failure of this engine step.
+    """Migrate the requests that cannot have caused the failure of this engine step.
 
     The step has raised, so this worker ends. The frontends suspect the requests that were in the
     step, once they notice that this process has ended. Engine thread.
@@ -76,22 +76,22 @@ def last_words(request_server: RequestServer, untouched: set[str]) -> None:
 def look(request_server: RequestServer, ledger: Ledger) -> None:
     """Periodic work of the engine thread between its steps.
 
-    Drops silent frontends, hands back requests that find no blocks, and handles the ledger's
-    deadlines if the asyncio thread, which does so otherwise, hangs."""
+    Drops silent frontends, and migrates requests that find no blocks. Handles the ledger's
+    deadlines if the asyncio thread hangs, which normally does so."""
     request_server.check_silent()
     ledger.tick_overdue()
     make_way(request_server, ledger)
 
 
 def make_way(request_server: RequestServer, ledger: Ledger) -> None:
-    """Hand back requests that wait for blocks while blocks are in quarantine.
+    """Migrate requests that wait for blocks while blocks are in quarantine.
 
     The writer of these blocks may be stopped for ever, and vLLM would wait as long. Engine thread,
     before each step."""
     ids = request_server.host.waiting_for_blocks(NO_ROOM_S)
     if ids and (blocks := ledger.quarantined_blocks):
         logger.warning(
-            "handing back %d requests: no room for them while %d blocks are in quarantine; "
+            "migrating %d requests: no room for them while %d blocks are in quarantine; "
             "continue or end the prefill worker that is stopped",
             len(ids),
             blocks,

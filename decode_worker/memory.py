@@ -22,8 +22,11 @@ logger = log.get("decode_worker.memory")
 def attach(
     context: DecodeContext, told: memory.Told, kv_heads: int, attention: Attention = NO_MODEL
 ) -> None:
-    """Every rank has told its memory: map it, open it to peers, start the ledger. Memory that no
-    transport reaches stays private: the worker serves, and prefills everything itself."""
+    """Map the memory of every rank, open it to peers, and make the ledger.
+
+    If no transport reaches the memory, the worker prefills every prompt itself.
+
+    told: what each rank has told of its memory."""
     first = memory.attach(context, told, kv_heads, attention)
     if context.ranks and context.files is not None:
         base = ranks.base_owner(context.files, context.ranks, context.incarnation)
@@ -44,7 +47,7 @@ def attach(
 
 
 class _NoFences:
-    """OwnerFences of memory that nobody else can touch: nothing to grant, nothing to prove."""
+    """OwnerFences of memory that no other process can reach. Every grant is refused."""
 
     in_use = 0
 

@@ -1,4 +1,4 @@
-"""Which ways into its KV memory a decode worker offers: what can be mapped, and a port."""
+"""Opens a decode worker's KV memory to prefill workers: memory to map, and a port for streams."""
 
 from __future__ import annotations
 
@@ -24,9 +24,13 @@ def offer(
     options: WorkerOptions,
     key: ClusterKey | None,
 ) -> Owner | None:
-    """Everything of `options.transports` that works here, over all ranks. Owns `base`; listens on
-    `options.host`. None: no transport reaches this memory, and nobody asked for a particular one.
-    Raises ConfigError when none of those asked for does, or the port is taken."""
+    """Serve every transport of `options.transports` that works here. Listens on `options.host`.
+
+    Returns the owner of all of them, which owns `base` too. Returns None if no transport reaches
+    the memory and `options` names none. Raises ConfigError if none of the named ones reaches it, or
+    the port is taken.
+
+    memories: of all ranks."""
     owner = CombinedOwner(
         base,
         memories,

@@ -118,8 +118,8 @@ class RequestServer:
             self._send(frontend, front_wire.DRAIN)
 
     def migrate(self, request_ids: Collection[str] | None = None) -> None:
-        """Give up these requests (None: every one, after `start_drain`): the frontends continue
-        them elsewhere from the tokens they have. Whatever was sent before arrives before."""
+        """Have the frontends continue these requests elsewhere, after all outputs sent so far.
+        request_ids: None: all of them; call `start_drain` first."""
         for frontend in self._frontends.values():
             mine = [r for r in frontend.requests if request_ids is None or r in request_ids]
             self._abort(frontend, mine)
@@ -130,7 +130,7 @@ class RequestServer:
     # ------------------------------------------------------------------ in
 
     def receive(self) -> None:
-        """Take everything that has arrived."""
+        """Receive and handle all messages that have arrived."""
         self._first = True
         while front_wire.readable(self._socket):
             message = front_wire.receive(self._socket)
@@ -384,7 +384,7 @@ class RequestServer:
             taken.frontend.requests.discard(request_id)
 
     def _send(self, frontend: Frontend, *parts: Any) -> None:
-        """Never blocks. Sends nothing more to a frontend whose queue was full once."""
+        """Send a message without blocking. A frontend whose queue was full once gets no more."""
         if not frontend.clogged:
             frontend.clogged = not self._tell(frontend.identity, *parts)
 
@@ -392,7 +392,7 @@ class RequestServer:
         self._send(frontend, front_wire.OUT, *self._codec.encode(outputs))
 
     def _tell(self, identity: bytes, *parts: Any) -> bool:
-        """Returns False if too much waits for this peer. If the peer is gone, nothing happens."""
+        """Send a message. Returns False if the peer's queue is full. It may be gone already."""
         try:
             front_wire.send(self._socket, (identity, *parts))
         except zmq.ZMQError as exc:

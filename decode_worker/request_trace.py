@@ -109,7 +109,7 @@ class RequestTraces:
         _decision(path, decision.reason).inc()
 
     def claimed(self, request_id: str, attempt: int, instance: str, queued_s: float) -> None:
-        """A prefill worker holds the job now."""
+        """Note that a prefill worker holds the job now."""
         if request_id in self.apart:
             return
         _observe("queue", queued_s)
@@ -126,8 +126,7 @@ class RequestTraces:
         transport: str = "",
         why_not_better: tuple[str, ...] = (),
     ) -> None:
-        """The KV is in our blocks; what the prefill worker measured comes with it, and over what it
-        came."""
+        """Note that the KV is in our blocks, and what the prefill worker has measured."""
         if request_id in self.apart:
             return
         _observe("claim", stages.claim_ms / 1e3)
@@ -142,7 +141,7 @@ class RequestTraces:
                 trace.committed_at = self._clock.monotonic()
 
     def settled(self, request_id: str, loaded: bool, outcome: Outcome) -> None:
-        """The scheduler was told (engine thread)."""
+        """Note that vLLM was told how the remote prefill ended. Engine thread."""
         if (tell := self.apart.get(request_id)) is not None:
             tell(loaded)
             return
@@ -161,13 +160,13 @@ class RequestTraces:
             metrics.FALLBACK.labels(outcome.value).inc()
 
     def fallback_of(self, request_id: str) -> str | None:
-        """Why the request's remote prefill was given up, None if it was not."""
+        """Return why the request's remote prefill was given up. None: it was not."""
         with self._lock:
             trace = self._open.get(request_id)
             return None if trace is None else trace.fallback
 
     def finish(self, request_id: str) -> ExplainRecord | None:
-        """Close the record; None if the request never reached a decision."""
+        """Close and return the record. None: no decision was made about the request."""
         with self._lock:
             trace = self._open.pop(request_id, None)
         if trace is None:

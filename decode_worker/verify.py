@@ -65,7 +65,7 @@ class Verifier:
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def _compare(self, verify: Verify) -> str:
-        """What is wrong, "" if nothing is (the thread)."""
+        """Compute and compare the digests, on the thread. Returns what is wrong. Empty: nothing."""
         started = time.perf_counter()
         blocks, sent, size = verify.blocks, verify.digest, DIGEST_BYTES
         checked = sampled(verify.kv_digest, len(blocks), verify.job_digest, verify.attempt)
@@ -86,7 +86,10 @@ class Verifier:
         )
 
     def _complain(self, verify: Verify, prefill_instance: str, wrong: str) -> None:
-        """Its jobs are not refused for it: what it pulled nobody else would get any more."""
+        """Log a wrong digest.
+
+        The prefill worker's later claims are not refused: a job that it has pulled reaches no other
+        worker."""
         self._mismatches[prefill_instance] += 1
         logger.error(
             "%s: KV of job %s attempt %d, written by %s, is not what was sent (%s); the prompt is "
@@ -102,7 +105,7 @@ class Verifier:
 
 
 def verifier_for(ledger: Ledger, memories: Sequence[LocalMemory]) -> Verifier | None:
-    """None where the ledger never asks: digests are off, or no peer can write here."""
+    """Return a verifier, or None if digests are off or no peer can write here."""
     if not memories or ledger.kv_digest is DigestMode.OFF:
         return None
     return Verifier(ledger, memories)

@@ -265,7 +265,7 @@ class DecodeService(Service):
         await leave.idle(self._thread, self._server, self._ledger)
 
     async def give_up(self) -> None:
-        logger.warning("handing back %d unfinished requests", self._server.active_requests)
+        logger.warning("migrating %d unfinished requests", self._server.active_requests)
         await leave.migrate_unfinished(self._engine.host, self._server)
 
     async def engine_gone(self) -> None:

@@ -56,7 +56,7 @@ class _Client:
 
     since: when the part that is being sent was handed over. inf: none is.
     size: bytes of its request that have come.
-    left: it took nothing for too long, and is being disconnected."""
+    left: it stopped reading, and is being disconnected."""
 
     __slots__ = ("_loop", "_send", "left", "since", "size", "task")
 
@@ -214,8 +214,9 @@ _HALF = re.compile(rb"\\u[dD][89a-fA-F][0-9a-fA-F]{2}|\xed[\xa0-\xbf][\x80-\xbf]
 
 
 def lone_surrogate(body: list[Message]) -> str:
-    """The first half of a surrogate pair that stands alone in a JSON body, or "". Python takes such
-    text from JSON, and can then write it to no wire and give it to no tokenizer."""
+    """Return the first unpaired surrogate in a JSON body. Empty: there is none.
+
+    Python's JSON parser accepts it. But it cannot be encoded as UTF-8, nor tokenized."""
     data = body[0].get("body", b"") if len(body) == 1 else b"".join(m["body"] for m in body)
     if not (b"\\ud" in data or b"\\uD" in data or b"\xed" in data):
         return ""
@@ -227,7 +228,7 @@ def lone_surrogate(body: list[Message]) -> str:
 
 
 def route_of(scope: Scope) -> str:
-    """The path by which the app finds its route: as Starlette, without the scope's root path."""
+    """Return the path without the scope's root path, as Starlette matches it with routes."""
     path: str = scope["path"]
     root: str = scope.get("root_path", "")
     if root and path.startswith(root) and path[len(root) : len(root) + 1] in ("", "/"):
@@ -236,7 +237,7 @@ def route_of(scope: Scope) -> str:
 
 
 def _replay(body: list[Message], receive: Receive) -> Receive:
-    """`receive` as if nothing had been read."""
+    """Return a `receive` that first gives the messages of `body` again."""
     messages = iter(body)
 
     async def read() -> Message:

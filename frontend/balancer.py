@@ -40,7 +40,7 @@ class RoundRobin:
 
 
 class Together:
-    """Asks a balancer. All choices of one answer (`n` > 1) go to the worker of the first one.
+    """Sends all choices of one answer (`n` > 1) to one worker, which a balancer chooses.
 
     So a prompt that kills workers kills only one at a time, and its prefix is computed once."""
 

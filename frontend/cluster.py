@@ -60,7 +60,7 @@ class ClusterView:
         ]
 
     async def status(self) -> dict[str, Any]:
-        """The object of `GET /pullfill/status` (design.md §5)."""
+        """The object of `GET /pullfill/status` (docs/wire.md)."""
         reports = await self._look()
         told = [(record, reports.get(record.instance_id)) for record in self.records()]
         return cluster_status.status_of(told, self._etcd.status(), self._directory.age_s)

@@ -103,7 +103,7 @@ class WorkerPool:
         return True
 
     def refusals(self) -> list[str]:
-        """For people: workers that are listed but not usable by this frontend, and why."""
+        """Return, for people, which listed workers this frontend cannot use, and why."""
         reasons = {name: reason for name, (_, reason) in self._refused.items()}
         reasons |= {
             name: connection.trouble

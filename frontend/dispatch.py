@@ -71,7 +71,7 @@ class Dispatcher:
     """Implements `engine.front_client.DecodePort`.
 
     candidates: returns the workers that may take requests.
-    board: as of `Suspects`.
+    board: what all frontends know about suspects.
     never: why no answer can migrate with this configuration. Empty: answers can.
     restart_wait_s: how long a request whose worker was lost waits for one that is being started.
     """
@@ -200,7 +200,7 @@ class Dispatcher:
                 flight = worker.flights.pop(wire_id, None)
                 if flight is not None:
                     flight.avoid = worker
-                    how = "handed it back: it leaves, or has no room for it"
+                    how = "gave it up: it drains, or has no room for it"
                     self._try(flight, self._leave, worker, how)
         else:
             raise BadMessage(f"unknown kind {kind[:8]!r}")
@@ -243,9 +243,9 @@ class Dispatcher:
     # ---------------------------------------------------------------- inside
 
     def _finish(self, worker: DecodeConnection, flight: Flight, out: Any) -> bool:
-        """Forget a finished request. Returns False if the output does not end its answer.
+        """Forget a finished request. Returns False if its answer is not complete.
 
-        Then the worker cut it short, so it goes on elsewhere, or the worker refused it."""
+        The worker then either cut the answer short in its drain, or refused the request."""
         if flight.request.resumable:
             return True
         del worker.flights[flight.wire_id]

@@ -66,7 +66,7 @@ class ExplainStore:
             self.put(record)
 
     def put(self, record: ExplainRecord) -> None:
-        """Keep a worker's record with the frontend's own timings; unknown requests are dropped."""
+        """Keep a worker's record, with the frontend's own timings. Unknown requests are dropped."""
         trace = self._open.pop(record.request_id, None)
         if trace is None:
             return
@@ -90,7 +90,7 @@ class ExplainStore:
 
 
 def _told(response_id: str, record: ExplainRecord, trace: Trace) -> ExplainRecord:
-    """Combine what a worker and this frontend know about one request. Done when it is asked for."""
+    """Combine what a worker and this frontend know about one request."""
     timings = msgspec.structs.replace(
         record.timings_ms, route=trace.route_ms, first_token=trace.first_token_ms
     )
@@ -104,5 +104,5 @@ def _told(response_id: str, record: ExplainRecord, trace: Trace) -> ExplainRecor
 
 
 def to_json(record: ExplainRecord) -> bytes:
-    """Exactly the object of design.md §5."""
+    """The JSON of `GET /pullfill/requests/ID` (docs/wire.md)."""
     return msgspec.json.encode(record)

@@ -26,9 +26,10 @@ class Suspect:
     likely: whether it had no output from the last process that died.
     seen_at: when the last of them died.
     not_before: when it may be tried again.
-    left: by process, until when the loss of a worker that it was taken back from may be its doing.
+    left: workers that a request was taken back from, by process. If such a worker dies before the
+    given time, the request counts as in flight there.
     trying: the request of this frontend with this fingerprint that is on probation.
-    deaths_elsewhere: number of deaths that another frontend counted when it refused it.
+    deaths_elsewhere: number of deaths that another frontend counted when it refused the request.
     """
 
     fingerprint: str

@@ -69,7 +69,7 @@ class HttpAuth:
             await respond(send, status, why, kind)
 
     def _judge(self, scope: Scope) -> tuple[int, str]:
-        """(0, "") to let it pass, else the status and what to say."""
+        """Return (0, "") if the request may pass, else the HTTP status and the message."""
         path, method = route_of(scope), scope.get("method", "GET")
         if path in OPEN_PATHS or method == "OPTIONS":
             return 0, ""
@@ -95,7 +95,7 @@ def _digest(text: bytes) -> bytes:
 
 
 def _any(shown: bytes | None, keys: list[bytes]) -> bool:
-    """Whether `shown` is one of them; takes as long whichever it is."""
+    """Whether `shown` is one of the keys. Takes the same time whichever it is."""
     if shown is None:
         return False
     found = False
@@ -105,7 +105,7 @@ def _any(shown: bytes | None, keys: list[bytes]) -> bool:
 
 
 def _bearer(scope: Scope) -> bytes | None:
-    """Digest of the key that the request shows."""
+    """Return the digest of the key in the Authorization header."""
     values = [value for name, value in scope["headers"] if name == b"authorization"]
     if len(values) != 1:
         return None
@@ -114,7 +114,7 @@ def _bearer(scope: Scope) -> bytes | None:
 
 
 def _from_here(scope: Scope) -> bool:
-    """Whether the request was made on this machine, for all we can see."""
+    """Whether the request was made on this machine, as far as its headers tell."""
     if any(n in _SPOKEN_FOR or n.startswith(_SPOKEN_FOR_PREFIXES) for n, _ in scope["headers"]):
         return False
     client = scope.get("client")

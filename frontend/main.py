@@ -103,7 +103,7 @@ def _run_loop(main: Coroutine[Any, Any, NoReturn]) -> NoReturn:
 
 
 async def _end(frontend: _Frontend) -> NoReturn:
-    """Leaves from inside the loop: closing it would wait for whatever its threads still do."""
+    """End the process from inside the loop: closing the loop would wait for its threads."""
     code = 1
     try:
         code = await frontend.main()
@@ -118,8 +118,9 @@ async def _end(frontend: _Frontend) -> NoReturn:
 
 
 def _keys(prepared: Any, security: FrontendSecurity) -> tuple[list[str], list[str]]:
-    """(keys of clients, of administrators). vLLM's own check gets them all, so that what passes
-    ours passes it too. Raises ConfigError."""
+    """Return the keys of clients and those of administrators. Raises ConfigError.
+
+    vLLM's own check gets all of them, so that it passes every request that our check passes."""
     api = [*(prepared.args.api_key or [os.environ.get("VLLM_API_KEY", "")]), *security.api_keys()]
     api, admin = list(filter(None, api)), list(security.admin_keys())
     if api:

@@ -24,11 +24,11 @@ NO_PREFILL = (
 
 @dataclass(slots=True)
 class Admin:
-    """Read-only views.
+    """Serves the routes. All are read-only.
 
     suspected: returns the entries of `suspects` of this frontend.
     refused: returns those of all frontends. They replace entries of the same fingerprint.
-    settle: called before the metrics are read.
+    settle: enters vLLM's late statistics into the metrics. Called before the metrics are read.
     draining: set by the process when it takes no new requests."""
 
     pool: WorkerPool

@@ -28,7 +28,10 @@ class _Charge:
 
 
 class Budget:
-    """See the module. on_room: called when `tokens` has become less."""
+    """See the module.
+
+    tokens: sum over the deliveries that count.
+    on_room: called when `tokens` has become less."""
 
     def __init__(self, on_room: Callable[[], None]) -> None:
         self._on_room = on_room

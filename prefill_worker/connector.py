@@ -25,8 +25,9 @@ from pullfill.worker.memory import Told
 
 @dataclass
 class PrefillMetadata(KVConnectorMetadata):  # type: ignore[misc]
-    """What the worker half must report in this step, because vLLM takes it only from there. Sent
-    to every rank: small and plain."""
+    """What the worker half must report in this step. vLLM takes these reports only from there.
+
+    It is sent to every rank, so it is small and holds plain types only."""
 
     reports: Reports
 

@@ -1,13 +1,19 @@
-"""The prefill worker's half of the connector that runs inside the scheduler.
+"""The half of the prefill worker's KV connector that vLLM runs inside its scheduler.
 
-Engine thread only. For each task it asks for the prefix blocks the decode worker has and this
-engine lacks. When a step is scheduled, `plan` says which blocks will be complete after it; when the
-step has run (on every rank), `step_done` hands them to the transfer workers. Blocks that were a
-prefix hit on this side only are written too: the decode worker does not have them.
+Two steps of a request's life (docs/architecture.md) are here:
 
-A block leaves this engine's hands only when nothing copies from it any more: a finished request
-keeps its blocks until its last write is over, planned ones included, and a preempted one is flushed
-before the step that may overwrite its blocks is sent to the ranks.
+    read_prefix  read the blocks of the decode worker's hit that this engine lacks
+    step_done    write the blocks that a step has computed
+
+When a step is scheduled, `plan` finds the blocks that will be whole after it. Once the step has run
+on every rank, `step_done` gives them to the transfer workers. Blocks of a prefix hit that only this
+engine has are written too.
+
+No block is reused while it is copied. A finished request keeps its blocks until its last write has
+ended, also one that is only planned. `plan` waits for the copies from a preempted request's blocks,
+because the step that it plans may overwrite them.
+
+Engine thread only, except where a heading says otherwise.
 """
 
 from __future__ import annotations
@@ -62,7 +68,7 @@ class StepPlan:
 
 
 class ConnectorScheduler:
-    """Reads before, writes after, and the reports vLLM needs for both."""
+    """Plans the reads and writes of one engine, and reports their ends to vLLM."""
 
     def __init__(self, context: PrefillContext, block_size: int) -> None:
         self._context = context
@@ -75,7 +81,7 @@ class ConnectorScheduler:
         self._scheduled: deque[StepPlan] = deque()
 
     def bind_manager(self, manager: Any) -> None:
-        """vLLM's KVCacheManager, asked for block tables."""
+        """Set vLLM's KVCacheManager, which has the block tables."""
         self._manager = manager
 
     def bind_kept(self, kept_from: Callable[[int], tuple[int, ...]]) -> None:
@@ -84,7 +90,7 @@ class ConnectorScheduler:
 
     @property
     def has_work(self) -> bool:
-        """Reports are waiting for a step."""
+        """Whether reports wait for a step."""
         return bool(self._reads_done or self._reads_failed or self._sends_done)
 
     def take_in(self) -> tuple[set[str], set[str]]:
@@ -106,7 +112,11 @@ class ConnectorScheduler:
         return reads, sent
 
     def matched(self, request: Any, hit_tokens: int) -> tuple[int, bool]:
-        """Tokens to read from the decode worker beyond this engine's own prefix hit."""
+        """Return how many tokens to read from the decode worker, and whether there are any.
+
+        vLLM's `get_num_new_matched_tokens`.
+
+        hit_tokens: length of this engine's own prefix hit."""
         task = self._context.tasks.get(request.request_id)
         if task is None or task.read_asked or task.cancelled:
             return 0, False
@@ -123,7 +133,9 @@ class ConnectorScheduler:
     def allocated(
         self, request: Any, tables: Sequence[Sequence[int]], external_tokens: int
     ) -> None:
-        """vLLM has allocated blocks for the request: read the missing prefix into them.
+        """Read the missing prefix into the blocks that vLLM has allocated for the request.
+
+        vLLM's `update_state_after_alloc`.
 
         tables: this engine's block ids of the request, for each KV cache group."""
         task = self._context.tasks.get(request.request_id)
@@ -158,8 +170,11 @@ class ConnectorScheduler:
     # ------------------------------------------------------------------ step 7: step_done
 
     def plan(self, scheduler_output: Any) -> StepPlan:
-        """Once for each step, at the end of its scheduling: what is complete after the step
-        described by vLLM's SchedulerOutput. Waits for copies from preempted requests' blocks."""
+        """Find what will be whole after the step that vLLM has just scheduled.
+
+        Called once for each step. Waits for copies from preempted requests' blocks.
+
+        scheduler_output: vLLM's SchedulerOutput of the step."""
         plan = StepPlan()
         if self.has_work:
             plan.reports.read_ok, plan.reports.sent = self.take_in()
@@ -194,8 +209,7 @@ class ConnectorScheduler:
         plan.writes.append(Write(task, local, task.target(start, upto), last=whole))
 
     def _preempted(self, task: PrefillTask) -> None:
-        """Its blocks are about to be overwritten: wait for copies that still read them, and drop
-        the writes of steps that have not run yet."""
+        """Wait for copies from the blocks of a preempted task, and drop its planned writes."""
         task.scheduled = task.first_target
         for plan in self._scheduled:
             for write in [w for w in plan.writes if w.task is task]:
@@ -208,8 +222,9 @@ class ConnectorScheduler:
             task.written_blocks = 0
 
     def step_done(self, running: int = 0) -> None:
-        """All steps planned so far but the last `running` ones have run: hand their finished
-        blocks to the transfer workers, and start the reads that waited for them."""
+        """Write the blocks of the steps that have run, and start the reads that waited for them.
+
+        running: number of planned steps that have not run yet. They are the last ones."""
         now = time.monotonic()
         while len(self._scheduled) > running:
             plan = self._scheduled.popleft()
@@ -226,13 +241,15 @@ class ConnectorScheduler:
                 self._let_go(task)  # the transfer worker counts the write itself now
 
     def _let_go(self, task: PrefillTask) -> None:
-        """One planned copy less."""
+        """Stop counting one planned copy."""
         with task.lock:
             task.outstanding -= 1
         self._write_done(task, None)
 
     def finished(self, request_id: str) -> bool:
-        """vLLM is done with the request. True: keep its blocks until `sent` names it."""
+        """Note that vLLM is done with the request.
+
+        Returns True if vLLM must keep its blocks until `Reports.sent` names it."""
         task = self._context.tasks.get(request_id)
         if task is None:
             return False

@@ -59,7 +59,7 @@ class Credits:
         self._full: set[Account] = set()
 
     def open(self, peer: str) -> Account:
-        """A new account. A peer that is connected anew has two until the old one is closed."""
+        """Open an account. A peer that has reconnected has two until the old one is closed."""
         account = Account(self, peer)
         with self._lock:
             self._accounts.append(account)
@@ -67,7 +67,7 @@ class Credits:
 
     @property
     def gone(self) -> list[str]:
-        """Decode workers without credit, by name."""
+        """Names of the decode workers that have no credit left."""
         with self._lock:
             return sorted({account.peer for account in self._full})
 
@@ -85,7 +85,7 @@ class Credits:
         return {"limit_bytes": self.limit, "used_bytes": self.used, "gone": self.gone}
 
     def refresh_metrics(self) -> None:
-        """Before a scrape."""
+        """Set the gauges. Called before a scrape."""
         used = list(self.used.values())
         for what, value in (
             ("limit", self.limit), ("most", max(used, default=0)), ("all", sum(used)),
@@ -112,7 +112,9 @@ class Credits:
             self._on_room()
 
     def _judge(self, account: Account) -> bool:
-        """Whether this made room; with the lock held."""
+        """Update whether an account is at the limit. Returns whether there is room again.
+
+        The caller holds the lock."""
         was_full = bool(self._full)
         (self._full.add if account.used >= self.limit else self._full.discard)(account)
         return was_full and not self._full

@@ -1,7 +1,7 @@
-"""The prefill worker's engine: tasks in, finished blocks out through the connector.
+"""Has the engine of a prefill worker compute tasks.
 
-asyncio side of EngineHost. A task becomes a vLLM request with one token to sample (thrown away);
-its KV leaves through the transfer workers while it runs.
+A task becomes a vLLM request that samples one token, which nobody reads. While it runs, the
+connector gives its KV to the transfer workers.
 """
 
 from __future__ import annotations
@@ -55,9 +55,10 @@ class PrefillEngine:
             raise NoAdapter(f"LoRA adapter {adapter.name} {why} at {adapter.path} here")
 
     def end(self, task: PrefillTask) -> None:
-        """Forget the task; abort its request if it still runs. The engine keeps its blocks until
-        no copy reads them. For one that ended well there is nothing to abort: it is forgotten the
-        next time the engine does anything, a second later at most."""
+        """Forget the task, and abort its request if it still runs.
+
+        The engine keeps its blocks until no copy reads them. A task that ended well is forgotten
+        when the engine next does anything, at most a second later."""
         self._host.submit(lambda core: self._remove(core, task), wake=not task.well)
 
     # ------------------------------------------------------------------ engine thread
@@ -99,7 +100,7 @@ class PrefillEngine:
         self._context.tasks.pop(task.request_id, None)
 
     def on_outputs(self, outputs: dict[int, Any]) -> None:
-        """An engine error ends the task at once; everything else is told by the connector."""
+        """End the tasks of requests that the engine failed. The connector handles all others."""
         for batch in outputs.values():
             for output in batch.outputs:
                 if requests.is_error(output):

@@ -343,7 +343,7 @@ class Job:
                 if why.reason != RefuseReason.IN_PROGRESS or last:
                     await self.message.settle("ack")
             case ConnectionLost():
-                logger.info("job %s: %s; the decode worker hands it back", self.job_id, why)
+                logger.info("job %s: %s; the decode worker naks it", self.job_id, why)
             case PeerUnavailable():
                 await self._unreachable(why)
             case _:

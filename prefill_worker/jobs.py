@@ -100,7 +100,7 @@ class JobRunner:
         job.asyncio_task = asyncio.create_task(self._run(job))
 
     async def abandon(self) -> None:
-        """Stop now. Hand every job back to the queue and to its decode worker."""
+        """Stop now. Give every attempt up, and nak its message."""
         while self._jobs or self._kept:
             tasks = [*(job.asyncio_task for job in self._jobs.values()), *self._kept]
             for task in tasks:

@@ -1,5 +1,6 @@
-"""The prefill worker's own KV cache: read from and written into by its transfer workers, and read
-by decode workers that pull (readable_memory.py). Its life is that of worker/memory.py.
+"""The prefill worker's own KV cache, as its transfer workers use it.
+
+Decode workers that pull read it too (readable_memory.py). worker/memory.py has its life.
 """
 
 from __future__ import annotations
@@ -15,8 +16,11 @@ logger = log.get("prefill_worker.memory")
 def attach(
     context: PrefillContext, told: memory.Told, kv_heads: int, attention: Attention = NO_MODEL
 ) -> None:
-    """Every rank has told its memory: map it. Raises IncompatibleError. Memory that no transport
-    reaches makes a worker that gets no jobs."""
+    """Map the memory of every rank. Raises IncompatibleError.
+
+    If no transport reaches the memory, the worker gets no jobs.
+
+    told: what each rank has told of its memory."""
     first = memory.attach(context, told, kv_heads, attention)
     if not context.ranks:
         why = first.why_not and f" ({first.why_not})"

@@ -76,7 +76,7 @@ class Puller:
         self._room.ring()
 
     def pause(self, paused: bool) -> None:
-        """Stop or continue pulling. While paused, jobs of a pull under way are given back."""
+        """Stop or continue pulling. While paused, a job that a running pull brings gets a nak."""
         self._paused = paused
         self._room.ring()
 

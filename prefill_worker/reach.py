@@ -1,7 +1,7 @@
-"""How this worker reaches a decode worker's KV memory: descriptors, transports, sessions.
+"""Connects to a decode worker's KV memory: loads descriptors, chooses transports, opens sessions.
 
-Each rank of the decode worker has a region of its own, and so does each rank here; all are mapped
-in this process. The transfer worker sees one session over all of them (`transfer/connect.py`).
+Each rank of the decode worker has a region of its own, and so has each rank here. The transfer
+worker uses one session over all of them (`transfer/connect.py`).
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ async def open_transfer_worker(
     credits: Credits | None = None,
     absent: Mapping[str, str] = NOTHING,
 ) -> TransferWorker:
-    """Connect to a decode worker's KV memory by its descriptors from the registry, each rank over
-    the best of `transports`. absent: why others are not among them, for people. Raises
-    IncompatibleError, PeerUnavailable, TransferFailed. Whatever is strange about the descriptors,
-    or said at their addresses, speaks about the decode worker and never about a job: it is
-    PeerUnavailable too."""
+    """Connect to a decode worker's KV memory, each rank over the best of `transports`.
+
+    Raises IncompatibleError, TransferFailed and PeerUnavailable. The last also for descriptors or
+    answers that cannot be read: those are the decode worker's fault, never that of a job.
+
+    absent: why other transports are not among `transports`, for people."""
     try:
         return await _open(record, context, directory, compat, transports, credits, absent)
     except BadMessage as exc:

@@ -1,9 +1,9 @@
-"""Who may read this worker's KV blocks (`--kv-mode pull`), and the proof that nobody does any more.
+"""Lets decode workers read this worker's KV blocks (`--kv-mode pull`), until that is revoked.
 
 A task that is computed gets a fence over its own blocks, which goes to the decode worker with
-`Ready`. When the attempt is over, however, the fence is revoked until that is proved, and only then
-are the blocks let go. A decode worker that is stopped in the middle of a read keeps them, as a
-stopped prefill worker keeps the blocks it writes to; a dead one does not.
+`Ready`. After the attempt, however it ended, the fence is revoked. The blocks are freed only when
+it is proved that nobody reads them. So a decode worker that is stopped during a read keeps them,
+and one that is dead does not.
 
 asyncio thread only.
 """
@@ -25,7 +25,7 @@ _PROOF_LATEST_S = 0.05
 
 
 class ReadGrants:
-    """Fences over our own region; `fences` None: nobody can read it."""
+    """See the module. fences: over our own memory. None: nobody can read it."""
 
     def __init__(self, fences: OwnerFences | None) -> None:
         self._fences = fences
@@ -37,7 +37,9 @@ class ReadGrants:
         return sum(len(task.kept) for task in self._open)
 
     def open(self, task: PrefillTask) -> FenceToken:
-        """The right to read what the task has computed. Raises HandoffError, OverloadedError."""
+        """Return the right to read what the task has computed.
+
+        Raises HandoffError, OverloadedError."""
         if self._fences is None:
             raise HandoffError("told to keep its blocks, but nobody can read this worker's memory")
         blocks = task.kept_blocks
@@ -45,11 +47,13 @@ class ReadGrants:
         return fence
 
     def stop(self, task: PrefillTask) -> None:
-        """A read under way ends soon. Proves nothing."""
+        """Revoke the fence, so that a read under way ends soon. Proves nothing."""
         self._revoked(task)
 
     async def let_go(self, task: PrefillTask) -> None:
-        """Wait for the proof, then give the blocks back to the engine. The task is cancelled."""
+        """Revoke the fence, wait for the proof, then let the engine free the blocks.
+
+        Call it only for a cancelled task."""
         pause = _PROOF_SOONEST_S
         try:
             while not self._proved(task):
@@ -62,7 +66,7 @@ class ReadGrants:
         task.transfer_worker.let_go(task)
 
     def _proved(self, task: PrefillTask) -> bool:
-        """As `_revoked`. False after a system error: the blocks are kept, and it is tried again."""
+        """Revoke the fence. Returns whether it is proved that nobody reads; False on an OSError."""
         try:
             return self._revoked(task)
         except OSError:

@@ -1,9 +1,8 @@
-"""This worker's own KV memory as decode workers may read it (`--kv-mode pull`).
+"""Opens this worker's own KV memory to decode workers that read it (`--kv-mode pull`).
 
-Opened once the engine has told its memory, whatever the modes of the decode workers are: they say
-theirs only with a grant. What we publish is a region that only a fence of ours lets anybody read;
-`ReadGrants` opens one for each task that is kept. It goes to the decode workers with `Hello`, so it
-is known as long as the connection lasts, under an incarnation that is this process's own.
+It is always opened, because a decode worker says its mode only with a grant. Nobody can read it
+without one of our fences, and `ReadGrants` opens one for each task whose blocks are kept. The
+descriptors go to the decode workers with `Hello`. Their incarnation is this process's own.
 
 Life: `open_region` → `PrefillContext.owner`, closed by the worker when no session can be open.
 """
@@ -34,8 +33,12 @@ def open_region(
     transports: frozenset[str] | None,
     key: ClusterKey | None,
 ) -> tuple[RegionDescriptor, ...]:
-    """Describe each rank's memory; none if nobody can read it. Binds `port` of `host` (0: any) if
-    `tcp` is among the transports; advertise: told instead of it. Raises ConfigError."""
+    """Open the memory, and describe that of each rank. Empty: nobody can read it.
+
+    Raises ConfigError.
+
+    host, port: where to listen if `tcp` is among the transports. Port 0: any.
+    advertise: the address to publish instead."""
     if not context.ranks or context.files is None:
         return ()
     incarnation = new_incarnation()

@@ -1,7 +1,6 @@
-"""A job of a decode worker's self-check: it comes over the control channel and not off the queue.
+"""A job of a decode worker's self-check. It comes over the control channel, not from the queue.
 
-It runs like any other job, so it shows what any other job would bring. There is no message to
-settle.
+It runs like any other job. There is no message to settle.
 """
 
 from __future__ import annotations
@@ -35,6 +34,6 @@ class TrialDelivery:
 
 
 def delivery_of(body: bytes) -> TrialDelivery:
-    """The job as the runner takes it. Raises BadMessage."""
+    """Return a delivery for `JobRunner.start`. Raises BadMessage."""
     job = decode(body, PrefillJob)
     return TrialDelivery(job.job_id, body, len(u32.unpack(job.token_ids)))

@@ -31,7 +31,10 @@ class OutOfReach(PeerUnavailable):
 
 
 class SharedTransferWorker:
-    """open_transfer_worker: makes a transfer worker. name: the decode worker's, for people."""
+    """See the module.
+
+    open_transfer_worker: makes a transfer worker.
+    name: the decode worker's, for people."""
 
     def __init__(
         self,
@@ -82,7 +85,9 @@ class SharedTransferWorker:
         return self._idle.used()
 
     async def get(self) -> TransferWorker:
-        """Raises OutOfReach. Who stops waiting does not end the attempt, which is others' too."""
+        """Return the transfer worker. Connects if there is none. Raises OutOfReach.
+
+        If the caller is cancelled, the attempt to connect goes on: other jobs wait for it too."""
         if self._transfer_worker is not None:
             return self._transfer_worker
         if self._attempt is None:
@@ -95,11 +100,11 @@ class SharedTransferWorker:
         return self._transfer_worker
 
     def forgive(self) -> None:
-        """Something has changed: the next who asks makes an attempt."""
+        """Let the next `get` try to connect at once, because something has changed."""
         self._rest_s, self._again_at = _REST_S, 0.0
 
     def drop(self) -> None:
-        """End the transfer worker there is; the next who asks gets a new one."""
+        """Close the current transfer worker. The next `get` makes a new one."""
         transfer_worker, self._transfer_worker = self._transfer_worker, None
         self._rested = None
         self._idle.stop()
@@ -108,13 +113,13 @@ class SharedTransferWorker:
             transfer_worker.close()
 
     def close(self) -> None:
-        """For good. An attempt under way ends by itself, and what it brings is closed."""
+        """Close for good. The result of an attempt under way is closed too."""
         self._closed = True
         self._why = "it is gone"
         self.drop()
 
     def _rest(self) -> bool:
-        """Close the transfer worker, which nobody has held for a while."""
+        """Close the idle transfer worker. Returns False if it still copies."""
         transfer_worker = self._transfer_worker
         if transfer_worker is not None and transfer_worker.busy:
             return False
@@ -128,7 +133,7 @@ class SharedTransferWorker:
         return OutOfReach(f"the KV memory of decode worker {self._name}: {self._why}")
 
     async def _connect(self) -> None:
-        """Never raises: it may be that nobody waits for it any more."""
+        """Try to connect. Never raises, because maybe nobody waits for it any more."""
         try:
             transfer_worker = await self._open()
         except Exception as exc:

@@ -30,7 +30,7 @@ def key(name: str) -> int:
 
 
 def rank(decode: int, prefill: int) -> int:
-    """Of a pair, from both keys. The higher, the rather the pair is connected."""
+    """Return the rank of a pair, from both keys. Pairs of a higher rank are connected first."""
     # A product with an odd number, because a fleet of 256 + 256 workers makes 65,536 of these in
     # each prefill worker when it starts. Its high bits depend on all bits of both keys.
     return (decode ^ prefill) * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
@@ -38,7 +38,10 @@ def rank(decode: int, prefill: int) -> int:
 
 @dataclass(slots=True)
 class _Place:
-    """Ours at one decode worker. ahead: how many prefill workers rank higher there."""
+    """Our rank at one decode worker.
+
+    key: of the decode worker's name.
+    ahead: number of prefill workers that rank higher there."""
 
     key: int
     rank: int
@@ -46,7 +49,7 @@ class _Place:
 
 
 class Standing:
-    """Follows the members of the cluster for the prefill worker `me`."""
+    """See the module. For the prefill worker `me`."""
 
     def __init__(self, me: str, most: int = STANDING_LINKS) -> None:
         self._me = me
@@ -56,7 +59,7 @@ class Standing:
         self._places: dict[str, _Place] = {}
 
     def prefill(self, name: str, pulls: bool) -> None:
-        """Another prefill worker is there and takes jobs, or no longer."""
+        """Note whether another prefill worker is in the cluster and pulls jobs."""
         if pulls == (name in self._others) or name == self._me:
             return
         if not pulls:
@@ -69,7 +72,7 @@ class Standing:
             place.ahead += rank(place.key, theirs) > place.rank
 
     def decode(self, name: str, here: bool) -> None:
-        """A decode worker can be connected, or no longer."""
+        """Note whether a decode worker can be connected."""
         if not here:
             self._places.pop(name, None)
         elif name not in self._places:
@@ -80,8 +83,9 @@ class Standing:
 
     @property
     def pool(self) -> int:
-        """Prefill workers that take jobs, this one too; 0 while each decode worker is connected to
-        all of them and can count them itself."""
+        """Number of prefill workers that pull jobs, this one included.
+
+        0 while each decode worker is connected to all of them, and can count them itself."""
         workers = len(self._others) + 1
         return workers if workers > self._most else 0
 

@@ -172,7 +172,7 @@ class PrefillTask:
 
     @property
     def targets(self) -> list[int]:
-        """The decode worker's blocks that are written."""
+        """The decode worker's blocks to write."""
         return self.remote_blocks[self.readable.before(self.first_target) :]
 
     def source(self, start: int, stop: int) -> list[int]:
@@ -187,7 +187,7 @@ class PrefillTask:
 
     @property
     def digest(self) -> bytes | None:
-        """Of the checked blocks in the order of the prompt, once all are written."""
+        """Digests of the checked blocks, in the order of the prompt. None: nothing is checked."""
         if not self.checked:
             return None
         return b"".join(self.digests[block] for block in self.targets if block in self.checked)
@@ -237,12 +237,12 @@ class PrefillTask:
         )
 
     def submit(self) -> None:
-        """The transfer worker has one more operation of this task."""
+        """Count an operation of this task that the transfer worker gets."""
         with self.lock:
             self.submitted += 1
 
     def submitted_over(self) -> None:
-        """One of them is over, its callback included. Runs what waits for the last one."""
+        """Count an operation, and its callback, as over. After the last one run the `on_quiet`."""
         with self.lock:
             self.submitted -= 1
             calls: list[Callable[[], object]] = []
@@ -263,13 +263,13 @@ class PrefillTask:
         call()
 
     def wait_quiet(self, timeout_s: float) -> bool:
-        """Block until that is so. Returns False after `timeout_s`."""
+        """Block until no submitted operation touches the blocks. False: not in time."""
         quiet = threading.Event()
         self.when_quiet(quiet.set)
         return quiet.wait(timeout_s)
 
     async def drained(self, timeout_s: float) -> bool:
-        """Wait until that is so. Returns False after `timeout_s`."""
+        """As `wait_quiet`, for the asyncio thread."""
         # No thread waits for it, because there may be as many revokes as jobs.
         loop = asyncio.get_running_loop()
         quiet: asyncio.Future[None] = loop.create_future()
@@ -278,7 +278,7 @@ class PrefillTask:
         return bool(done)
 
     def end(self, failure: BaseException | None) -> None:
-        """Report the end once; later calls do nothing."""
+        """End the task, and call `on_done` with the failure. Later calls do nothing."""
         with self.lock:
             if self.ended:
                 return

@@ -40,7 +40,7 @@ _Move = Callable[[FenceToken, Sequence[int], Sequence[int]], MoveResult | None]
 
 @cache
 def _of(metric: Any, label: str) -> Any:
-    """Looked up once: a write has four of them."""
+    """Return a metric's child, cached, because a write needs four."""
     return metric.labels(label)
 
 
@@ -110,8 +110,9 @@ class TransferWorker:
         last: bool,
         done: Done,
     ) -> None:
-        """Bring finished blocks to the decode worker in the task's mode; after the `last` ones the
-        task has ended well. With `push` this returns when they are there."""
+        """Write whole blocks, or keep them in pull mode. With `push` returns when they are there.
+
+        last: with these blocks the task has ended well."""
         operation = _Operation(task, "write", local, remote, last, done)
         match task.mode:
             case KvMode.PULL:
@@ -130,8 +131,9 @@ class TransferWorker:
                 self._submit(operation)
 
     def let_go(self, task: PrefillTask) -> None:
-        """Pull: nobody reads the task's blocks any more, and it is cancelled, so that no more are
-        kept. From any thread; later calls do nothing."""
+        """Pull mode: stop keeping the blocks of a task. Any thread. Later calls do nothing.
+
+        Call it when nobody reads them any more and the task is cancelled, so that no more come."""
         with task.lock:
             done, task.on_let_go = task.on_let_go, None
             nbytes, task.kept_bytes = task.kept_bytes, 0
@@ -144,14 +146,16 @@ class TransferWorker:
             done(task, None)
 
     def flush(self, task: PrefillTask, timeout_s: float = 30.0) -> bool:
-        """Block until everything submitted so far for the task is over (preemption: its source
-        blocks are about to be reused). Copies for others do not count. False: it was not in time,
-        a copy may still be running."""
+        """Block until all operations submitted for the task are over. Other tasks do not count.
+
+        Call it before the task's blocks are reused. Returns False after `timeout_s`: a copy may
+        still run."""
         return task.wait_quiet(timeout_s)
 
     def close(self) -> None:
-        """Stop after the running operation, which ends soon if it waits for the peer. Safe to call
-        twice. What it has charged is written off now: the peer is gone, or treated so."""
+        """Stop after the running operation, which is interrupted if it waits for the peer.
+
+        Its charges are refunded now, because the peer is gone or treated so. Idempotent."""
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -165,7 +169,9 @@ class TransferWorker:
         return self._lane.wait(timeout_s)
 
     def _keep(self, operation: _Operation) -> None:
-        """The first kept blocks of a task hold all its blocks, until `let_go`."""
+        """Keep blocks for the decode worker to read. `done` of the task's first ones comes last.
+
+        It is called by `let_go`. Until then the engine frees none of the task's blocks."""
         task = operation.task
         with task.lock:
             kept = not task.cancelled
@@ -184,7 +190,7 @@ class TransferWorker:
         self._submit(replace(operation, verb="keep"))
 
     def _charge(self, verb: str, nbytes: int) -> None:
-        """Count what is under way; negative: it is over."""
+        """Add to the bytes under way. nbytes: negative when they are over."""
         _of(metrics.KV_IN_FLIGHT, verb).inc(nbytes)
         if self._account is not None and verb != "read":
             (self._account.charge if nbytes >= 0 else self._account.refund)(abs(nbytes))
@@ -227,8 +233,9 @@ class TransferWorker:
         return moved
 
     def _put(self, call: Callable[[], object]) -> bool:
-        """Queue a call. Returns False if no thread can be started. Call it with the lock held, so
-        that nothing is queued after the end."""
+        """Queue a call. Returns False if no thread can be started.
+
+        The caller holds the lock, so that nothing is queued after the end."""
         try:
             self._lane.put(call)
         except RuntimeError as exc:
@@ -294,7 +301,7 @@ class TransferWorker:
         return True
 
     def _take_digests(self, operation: _Operation) -> None:
-        """Now, of what was meant to be written: the source blocks may be reused afterwards."""
+        """Compute the digests of the source blocks, which may be reused after this."""
         task = operation.task
         pairs = zip(operation.local, operation.remote, strict=True)
         checked = [(local, remote) for local, remote in pairs if remote in task.checked]

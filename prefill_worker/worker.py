@@ -1,7 +1,7 @@
 """The prefill worker's parts, put together (worker/process.py has the life of the process).
 
-Start: links to the decode workers, then the registration, then the first pull. A drain stops
-pulling, and finishes the granted jobs and their writes.
+Start: the registration, then the control connections to decode workers, then the first pull. A
+drain stops pulling, and finishes the granted jobs and their writes.
 """
 
 from __future__ import annotations
@@ -261,7 +261,7 @@ class PrefillService(Service):
         await until(self._runner.idle, self._thread.dead)
 
     async def give_up(self) -> None:
-        logger.warning("handing %d jobs back", self._runner.in_flight)
+        logger.warning("giving up %d jobs", self._runner.in_flight)
         await self._runner.abandon()
 
     async def engine_gone(self) -> None:

@@ -5,11 +5,11 @@ copy. A run alone is one `memmove`. Loops over both run in C, because Python bet
 copies would take a good part of the time. These two ways copy as fast as the memory allows while no
 other thread wants the GIL.
 
-Beside a busy Python thread, a call that released the GIL waits up to a switch interval (5 ms) until
-it has the GIL again. Short copies became 18 times slower. So short copies are watched. When the
-thread sleeps for milliseconds between them, the third way is taken for one second: one vectored
-kernel copy for the whole batch (`process_vm_writev` to this process). It is half as fast, but
-releases the GIL once per batch.
+Beside a busy Python thread, a call that released the GIL waits for it up to a switch interval: 5 ms
+by default, 0.5 ms in workers (engine/environment.py). With 5 ms short copies became 18 times
+slower. So short copies are watched. When the thread sleeps for milliseconds between them, the third
+way is taken for one second: one vectored kernel copy for the whole batch (`process_vm_writev` to
+this process). It is half as fast, but releases the GIL once per batch.
 """
 
 from __future__ import annotations

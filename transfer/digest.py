@@ -116,8 +116,10 @@ def _readable(
 
 
 def sampled(mode: DigestMode, count: int, job_digest: bytes, attempt: int) -> list[int]:
-    """Which of the `count` blocks of a grant are checked: indices, ascending. Both ends compute the
-    same from the grant. With `sample`, each attempt checks other blocks, and always the last."""
+    """Return which of the `count` blocks of a grant are checked: indices, ascending.
+
+    Both ends compute the same from the grant. With `sample`, each attempt checks other blocks, and
+    always the last one."""
     if mode is DigestMode.OFF or not count:
         return []
     if mode is DigestMode.FULL:

@@ -207,7 +207,7 @@ class EngineHost:
                 try:
                     self.hooks.on_failed_step(untouched(core.scheduler, exc))
                 except Exception:
-                    logger.exception("could not hand back the requests that the step did not touch")
+                    logger.exception("could not migrate the requests that the step did not touch")
                 raise
             self.hooks.after_step(len(core.batch_queue or ()))
             if outputs:

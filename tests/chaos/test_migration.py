@@ -148,7 +148,7 @@ def test_row_21_what_a_drain_does_not_finish_goes_on_elsewhere(
         for one in asked:
             one.check(oracle)
         assert continued(paired, asked, victim) == 3
-        assert "handing back 3 unfinished requests" in victim.log.read_text()
+        assert "migrating 3 unfinished requests" in victim.log.read_text()
 
 
 @pytest.mark.long

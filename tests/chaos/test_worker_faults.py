@@ -217,10 +217,10 @@ def test_row_21_second_sigterm_forces(paired: Cluster, oracle: Oracle) -> None:
         victim.signal(signal.SIGTERM)
         time.sleep(0.5)
         assert victim.alive, "the first one lets its streams finish"
-        assert "handing back" not in victim.log.read_text()
+        assert "migrating" not in victim.log.read_text()
         victim.signal(signal.SIGTERM)
         assert victim.process.wait(10) == 0
-        assert "handing back 1 unfinished requests" in victim.log.read_text()
+        assert "migrating 1 unfinished requests" in victim.log.read_text()
         for stream in streams:
             stream.close()
 
@@ -311,7 +311,7 @@ def test_row_5_a_stopped_writer_holds_what_others_need(small: Cluster, oracle: O
     with checked(small, oracle, fallbacks={"timeout": 1}, stale=late) as check:
         check.ask(random_prompt(1700, seed=16_001))
         assert small.counter("pullfill_quarantined_blocks") > 0
-        with pytest.raises(openai.InternalServerError, match="handed it back"):
+        with pytest.raises(openai.InternalServerError, match="gave it up"):
             ask(small, random_prompt(3900, seed=16_000), 6)
         check.ask(random_prompt(300, seed=16_002))
         writer.arm("")

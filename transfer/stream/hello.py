@@ -1,4 +1,4 @@
-"""Opening a stream connection: who are you, which memory, which backend. Blocking, bounded in time.
+"""Opens a stream connection: the peer says which memory and backend. Blocking, bounded in time.
 
 With a cluster key both ends first prove that they hold it (`net/handshake.py`), and then seal every
 frame. The payload itself is not sealed: somebody on the path can change KV. Digests in the commit
@@ -27,8 +27,9 @@ class StalePeer(PeerUnavailable):
 
 
 def accept(link: SocketConnection, key: ClusterKey | None) -> StreamHello:
-    """The owner's end: the peer's hello, once it has proved that it holds `key`. Raises AuthFailed
-    (its text may be told to the peer), BadMessage, TransferFailed."""
+    """The owner's end. Returns the peer's hello, once the peer has proved that it holds `key`.
+
+    Raises AuthFailed (its text may be told to the peer), BadMessage, TransferFailed."""
     link.limit(2 * HELLO_S)
     first: Any = decode(link.receive(2 * FIRST_FRAME), AuthHello | StreamHello)  # type: ignore[arg-type]
     shake = Acceptance(key, KV_PORT)
@@ -41,8 +42,10 @@ def accept(link: SocketConnection, key: ClusterKey | None) -> StreamHello:
 
 
 def introduce(link: SocketConnection, key: ClusterKey | None, hello: StreamHello) -> StreamWelcome:
-    """The peer's end. Raises AuthFailed, PeerUnavailable (StalePeer), IncompatibleError,
-    BadMessage, TransferFailed. Never falls back to a plain connection."""
+    """The peer's end. Returns the owner's welcome. Never falls back to a plain connection.
+
+    Raises AuthFailed, PeerUnavailable (StalePeer), IncompatibleError, BadMessage and
+    TransferFailed."""
     link.limit(2 * HELLO_S)
     if key is not None:
         shake = Introduction(key, KV_PORT)

@@ -136,7 +136,7 @@ async def test_a_request_does_not_return_to_the_worker_that_handed_it_back() -> 
         await r.ready(1)
         r.dispatcher.submit(request("a"))
         await until(lambda: bool(r.sink.failures))
-        assert "decode-1 handed it back" in r.sink.failures["a"]
+        assert "decode-1 gave it up" in r.sink.failures["a"]
         assert len(alone.added) <= 1
 
 
