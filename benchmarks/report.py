@@ -1,7 +1,7 @@
 """What every benchmark leaves behind: results/NAME.json and the same rows as a markdown table.
 
-design.md §5 fixes the fields. `quiet` tells a reader whether to believe the numbers: it is False
-when anything but the measured processes used the CPU meanwhile (see `machine.OtherLoad`).
+`quiet` tells a reader whether to believe the numbers: it is False when anything but the measured
+processes used the CPU meanwhile (see `machine.OtherLoad`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """pullfill: pull-based disaggregated prefill for stock vLLM.
 
-This package holds the words every room shares (wire structs, errors, config,
-clock, metrics). The rooms themselves are sub-packages; see docs/architecture.md.
+All rooms share its modules: config, options, errors, clock and ids. The rooms are its sub-packages.
+docs/architecture.md lists them.
 """
 
 __version__ = "0.1.0"

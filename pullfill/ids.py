@@ -10,7 +10,7 @@ _NAME = re.compile(r"[a-z0-9](?:[a-z0-9_-]{0,62})\Z")
 
 
 def new_instance_id(role: str) -> str:
-    """`role-xxxxxxxx`, new at every process start (design.md §4)."""
+    """Return `role-xxxxxxxx`, a new one for every process."""
     return f"{role}-{secrets.token_hex(4)}"
 
 
@@ -30,6 +30,8 @@ def is_name(text: str) -> bool:
 
 
 def job_digest(body: bytes) -> bytes:
-    """16 bytes over a job's body. The grant carries it, so a prefill worker knows whether the job
-    it pulled is the one that the decode worker published; both ends use this one."""
+    """Return a digest of a job's body: 16 bytes.
+
+    The grant carries it. So a prefill worker knows whether the job that it pulled is the one that
+    the decode worker has published."""
     return hashlib.blake2b(body, digest_size=16).digest()

@@ -1,14 +1,14 @@
-"""LoRA adapters, known by what their files hold.
+"""Loads LoRA adapters into an engine, and identifies them by a digest of their files.
 
-A name or a path does not say what an adapter is: its files may change, and another machine may have
-other files there. So a job carries a digest of the files, and a prefill worker computes with its
-own files only if they have the same digest.
+Name and path do not identify an adapter: its files may change, and another machine may have other
+files at that path. So a job carries a digest of the files. A prefill worker uses its own files only
+if they have the same digest.
 
-vLLM keeps an adapter under a number that each frontend gives it. Two frontends may give one number
-to two adapters. So each worker gives its own numbers.
+An adapter has a number in the engine (`lora_int_id`). Each frontend counts by itself, so two
+frontends may give one number to two adapters. So each worker replaces it by a number of its own.
 
-vLLM loads an adapter when a step needs it, and a failure there ends the engine. So an adapter is
-loaded before its first request enters the engine, and a failure ends that request only.
+vLLM loads an adapter when a step needs it, and a failure there ends the engine. So `Adapters` loads
+it before its first request enters the engine, and a failure ends that request only.
 """
 
 from __future__ import annotations
@@ -33,9 +33,11 @@ _CHUNK = 1 << 20
 
 
 def content(path: str) -> str:
-    """Return 32 hex digits over the names and bytes of all files of an adapter.
+    """Return a digest of the names and bytes of all files of an adapter: 32 hex digits.
 
-    Reads them: tens of ms for 100 MB. Raises OSError."""
+    Takes tens of ms for 100 MB. Raises OSError.
+
+    path: the adapter's directory."""
     from blake3 import blake3
 
     files = sorted(file for file in Path(path).rglob("*") if file.is_file())
@@ -51,7 +53,7 @@ def content(path: str) -> str:
 
 
 def lora_request(name: str, path: str) -> LoRARequest:
-    """Return a request for an adapter, for `Adapters.load`."""
+    """Return vLLM's LoRARequest for `Adapters.load`, which sets the number."""
     from vllm.lora.request import LoRARequest
 
     return LoRARequest(name, 1, path)
@@ -68,9 +70,9 @@ class Adapters:
         self._contents: dict[tuple[str, str], str] = {}
 
     def add(self, core: Any, fields: Any) -> bool:
-        """Do what vLLM's `add_lora` does, for a frontend. fields: of vLLM's LoRARequest.
+        """Load an adapter for a frontend that calls vLLM's `add_lora`. Raises BadMessage.
 
-        Raises BadMessage."""
+        fields: those of vLLM's LoRARequest, as they came over the wire."""
         from vllm.lora.request import LoRARequest
 
         try:
@@ -81,15 +83,18 @@ class Adapters:
         return True
 
     def admit(self, core: Any, request: Any) -> None:
-        """Have the engine load the adapter of a request, if it has one. Raises BadMessage."""
+        """Load the adapter of an EngineCoreRequest, if it has one, and set this worker's number.
+
+        Raises BadMessage."""
         if request.lora_request is not None:
             request.lora_request = self.load(core, request.lora_request)
 
     def load(self, core: Any, asked: LoRARequest, *, again: bool = False) -> LoRARequest:
-        """Have the engine load an adapter, unless it has. Returns it with this worker's number.
+        """Load an adapter, unless the engine has it. Returns its LoRARequest with our number.
 
-        The engine stands still meanwhile. Raises BadMessage, which says why it cannot be loaded.
+        The engine takes no step meanwhile. Raises BadMessage if the adapter cannot be loaded.
 
+        asked: the LoRARequest as the client's frontend made it.
         again: load it even if the engine has it."""
         if core.vllm_config.lora_config is None:
             raise BadMessage(
@@ -117,7 +122,7 @@ class Adapters:
         return self._contents.get((adapter.lora_name, adapter.lora_path), "")
 
     def _look(self, own: LoRARequest) -> None:
-        """Read the files right after they were loaded: later they may have changed."""
+        """Compute the digest right after the adapter was loaded: later its files may change."""
         key = own.lora_name, own.lora_path
         try:
             found = self._read(own.lora_path)
@@ -129,7 +134,7 @@ class Adapters:
 
 
 class AdapterFiles:
-    """Digests of adapters on this machine. Files are read again when one has changed."""
+    """Digests of adapter files on this machine, cached until a file changes."""
 
     def __init__(self, read: Callable[[str], str] = content) -> None:
         self._read = read
@@ -151,6 +156,6 @@ class AdapterFiles:
 
 
 def _signature(path: str) -> object:
-    """What changes when a file does, as far as that can be seen without reading it."""
+    """Return name, size, time and inode of each file. So a change shows without reading it."""
     stats = {str(file): file.stat() for file in Path(path).rglob("*")}
     return sorted((name, s.st_size, s.st_mtime_ns, s.st_ino) for name, s in stats.items())

@@ -87,8 +87,9 @@ def describe(config: VllmConfig, served_name: str, geometry: Geometry) -> Compat
 
 
 def _fingerprint_as_run(model: Any) -> str:
-    """The files and what the flags made of them: `--hf-overrides` or `--quantization` change the
-    KV of the same weights."""
+    """Return a fingerprint of the model's files and of the flags that change its KV.
+
+    Such flags are `--hf-overrides` and `--quantization`."""
     resolved = getattr(model.hf_config, "_commit_hash", None) or model.revision
     config = {k: v for k, v in model.hf_text_config.to_dict().items() if k not in _NOT_THE_MODEL}
     digest = hashlib.blake2b(digest_size=8)
@@ -99,8 +100,9 @@ def _fingerprint_as_run(model: Any) -> str:
 
 
 def _isa() -> str:
-    """CPU attention may reorder K by what the processor offers, so KV bytes are only exchanged
-    between processors that offer the same."""
+    """Return the processor's architecture and its best vector extension.
+
+    CPU attention may reorder K by them. So only equal processors exchange KV bytes."""
     flags: set[str] = set()
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
@@ -114,8 +116,7 @@ def _isa() -> str:
 
 
 def rounding_digest(config: VllmConfig) -> str:
-    """16 hex digits of what decides how an engine rounds. Empty without a model, whose KV means
-    nothing."""
+    """Return a digest of what decides how an engine rounds, or "" if there is no model."""
     if executor_without_model(config) is not None:
         return ""
     text = json.dumps(_rounding(config), sort_keys=True, default=str)

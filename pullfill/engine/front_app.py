@@ -224,8 +224,9 @@ def _core_client(client: DecodeClient) -> Iterator[None]:
 
 
 async def _keep_output_handler(engine: Any) -> None:
-    """Restart AsyncLLM's output task if an output made it fail. vLLM has ended the open requests
-    then. The next ones must find a working frontend."""
+    """Restart AsyncLLM's output task if it fails on an output, so that new requests still work.
+
+    vLLM ends the open requests then."""
     while True:
         task = engine.output_handler
         if task is not None:

@@ -57,14 +57,15 @@ class LateStats(PrometheusStatLogger):  # type: ignore[misc]
 
 
 def stat_loggers() -> list[type[LateStats]]:
-    """For AsyncLLM. None where a plugin of vLLM brings a Prometheus logger of its own: a process
-    has one."""
+    """Return the stat loggers for AsyncLLM.
+
+    Empty if a plugin of vLLM brings a Prometheus logger, because a process has only one."""
     theirs = [f for f in load_stat_logger_plugin_factories() if isinstance(f, type)]
     return [] if any(issubclass(f, PrometheusStatLogger) for f in theirs) else [LateStats]
 
 
 def only_gauges(stats: Any) -> bool:
-    """Whether a later step's SchedulerStats say all that these say."""
+    """Whether SchedulerStats hold only gauges, so that those of a later step replace them."""
     hits = stats.prefix_cache_stats
     return not (hits.requests or hits.queries or hits.hits) and not any(
         value

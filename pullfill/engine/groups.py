@@ -1,18 +1,18 @@
-"""Models whose KV cache vLLM splits into groups, and the order in which a job names their blocks.
+"""The KV cache groups of a model, and the order in which a job lists the blocks of all groups.
 
-The layers of a group share one table of blocks for each request. A model with windows, for example,
-has a group of the layers that see the whole prompt, and groups of the layers that see its end. All
-groups take their blocks from one pool, so a block id names one block, whatever its group. A block
-has memory for as many layers as the largest group has.
+vLLM splits the layers of a model into KV cache groups. The layers of a group share one table of
+blocks for each request. For example, layers with full attention are in one group, and layers with a
+sliding window in others. All groups take their blocks from one pool, so a block id names one block,
+whatever its group. A block has memory for as many layers as the largest group has.
 
-vLLM drops the blocks that a window has left behind. In a request's table their places hold the id
-of an empty block. So a job names, for each group, only the blocks from some position on. A position
-counts blocks of the prompt.
+vLLM frees the blocks that a sliding window has left behind, and puts its null block (EMPTY) into
+their places in the table. So a job lists, for each group, only the blocks from some position on. A
+position counts blocks of the prompt.
 
     position        0    1    2    3
-    all tokens     11   12   13   14        from position 0
-    a window        -    -   23   24        from position 2
-    the job names  11   12   13 23   14 24
+    full           11   12   13   14        from position 0
+    window          -    -   23   24        from position 2
+    the job lists  11   12   13 23   14 24
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ if TYPE_CHECKING:
     import torch
 
 EMPTY = 0
-"""vLLM's id of the empty block."""
+"""vLLM's id of its null block."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockOrder:
-    """Which blocks are named: by position in the prompt, at one position by group.
+    """The blocks that a job lists: by position in the prompt, and at each position by group.
 
-    begins: for each group, the position of its first block that is named."""
+    begins: for each group, the position of its first block that is listed."""
 
     begins: tuple[int, ...] = (0,)
 
     def before(self, position: int) -> int:
-        """Return how many blocks come before this position."""
+        """Return how many of the listed blocks come before this position."""
         return sum(max(0, position - first) for first in self.begins)
 
     def ids(self, tables: Sequence[Sequence[int]], start: int, stop: int) -> list[int]:
-        """Return the blocks at the positions from `start` to before `stop`.
+        """Return the listed blocks at the positions from `start` to before `stop`.
 
         tables: for each group, the block ids of the request by position."""
         if len(self.begins) == 1:
             return list(tables[0][max(start, self.begins[0]) : stop])
-        named: list[int] = []
+        listed: list[int] = []
         marks = sorted({start, stop, *(at for at in self.begins if start < at < stop)})
         for first, last in pairwise(marks):
             groups = [
@@ -55,8 +55,8 @@ class BlockOrder:
                 for table, begin in zip(tables, self.begins, strict=True)
                 if begin <= first
             ]
-            named += chain.from_iterable(zip(*groups, strict=True))
-        return named
+            listed += chain.from_iterable(zip(*groups, strict=True))
+        return listed
 
 
 ONE_TABLE = BlockOrder()
@@ -66,7 +66,8 @@ ONE_TABLE = BlockOrder()
 class Groups:
     """The KV cache groups of a model.
 
-    kinds: what the layers of each group see. Workers that exchange KV have the same.
+    kinds: the kind of each group, e.g. `2xFullAttention 4xSlidingWindow(128)`. Workers that
+    exchange KV have the same.
     layers: number of layers of each group."""
 
     kinds: str = ""
@@ -77,9 +78,11 @@ ONE_GROUP = Groups()
 
 
 def kept_from(kv_cache_manager: Any) -> Callable[[int], tuple[int, ...]]:
-    """Return a function from a number of prompt tokens to a position for each group.
+    """Return a function that takes a number of prompt tokens and returns a position for each group.
 
-    Once all these tokens are computed, vLLM keeps the blocks of the group from there on."""
+    It is the position of the first block that vLLM still keeps once these tokens are computed.
+
+    kv_cache_manager: vLLM's."""
     managers = kv_cache_manager.coordinator.single_type_managers
 
     def kept(tokens: int) -> tuple[int, ...]:
@@ -89,11 +92,11 @@ def kept_from(kv_cache_manager: Any) -> Callable[[int], tuple[int, ...]]:
 
 
 def groups_of(kv_cache_config: Any) -> Groups:
-    """Return what vLLM has made of the model's layers."""
+    """Return the groups of vLLM's KVCacheConfig."""
     groups = kv_cache_config.kv_cache_groups
     layers = tuple(len(group.layer_names) for group in groups)
     kinds = [_kind(group.kv_cache_spec) for group in groups]
-    if len(groups) == 1:  # a pipeline stage has a part of the layers
+    if len(groups) == 1:  # the number is left out: pipeline stages may differ in it
         return Groups(kinds[0], layers)
     return Groups(" ".join(map("{}x{}".format, layers, kinds)), layers)
 
@@ -130,6 +133,6 @@ def why_local(vllm_config: Any, kv_cache_config: Any) -> str:
 
 
 def apart(kv_caches: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return one layer for each piece of memory, by address: layers of several groups share it."""
+    """Return one tensor for each address. Layers of different groups share their memory."""
     found = {cache.data_ptr(): name for name, cache in kv_caches.items()}
     return {found[address]: kv_caches[found[address]] for address in sorted(found)}

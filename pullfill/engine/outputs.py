@@ -25,8 +25,9 @@ _COUNTS = (
 
 
 def correct_cached_tokens(output: Any) -> None:
-    """Tokens that a prefill worker computed for this request are no cache hit of the user's:
-    count only the local prefix hit as cached. The external count stays for vLLM's metrics."""
+    """Count only the local prefix hit as cached, not the tokens that a prefill worker computed.
+
+    The number of external tokens stays for vLLM's metrics."""
     stats = output.prefill_stats
     if stats is not None and stats.num_external_cached_tokens:
         stats.num_cached_tokens = stats.num_local_cached_tokens

@@ -2,8 +2,8 @@
 
     start ──▶ ready ──▶ dead: no more steps ──▶ stop: its memory may go ──▶ thread over
 
-An engine that died keeps its memory until `stop` is called, for it is the asyncio side that knows
-who still copies from and to it, and must know at once that there is something to end.
+An engine that died keeps its memory until `stop` is called. The asyncio side calls `stop`, because
+it knows who still copies from and to that memory.
 """
 
 from __future__ import annotations
@@ -88,8 +88,9 @@ class EngineThread(Generic[T]):
         return self.host.pulse()
 
     def give_up(self, why: str) -> None:
-        """The thread is stuck for good, or a process it needs is gone: to everybody else it is
-        dead (asyncio thread)."""
+        """Treat the engine as dead: it is stuck for good, or one of its processes is gone.
+
+        asyncio thread."""
         self.hangs, self.failure = True, EngineStuck(why)
         self.dead.set()
         self._unused.set()

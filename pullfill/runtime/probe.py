@@ -1,4 +1,4 @@
-"""A worker's own small HTTP server: /live, /ready, /metrics, /status (docs/architecture.md).
+"""A worker's own small HTTP server: /live, /ready, /metrics, /status (docs/configuration.md).
 
 Runs on the worker's asyncio loop. The frontend scrapes it, so one scrape of the frontend shows the
 cluster.

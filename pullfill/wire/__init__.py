@@ -3,10 +3,6 @@
 `jobs`: the job on the queue. `control`: the control channel between workers. `records`: what etcd
 keeps and people read. `codec`: how all of them are encoded. What a frontend and a decode worker say
 to each other is in `engine/front_wire.py`, since it carries vLLM's own structs.
-
-Each top-level message carries `v`; a reader refuses another version with `BadMessage`.
-Sizes are bytes, times are seconds unless the name ends in `_ms`. Durations are relative:
-clocks of two hosts are never compared.
 """
 
 from __future__ import annotations

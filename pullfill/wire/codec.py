@@ -1,9 +1,10 @@
 """How structs are encoded between processes, and what decides whether two workers fit.
 
-Encoding is msgpack through msgspec: strict types, unknown fields refused, no pickle.
-Each top-level message carries `v`; a reader refuses another version with `BadMessage`.
-Sizes are bytes, times are seconds unless the name ends in `_ms`. Durations are relative:
-clocks of two hosts are never compared.
+Encoding is msgpack through msgspec: strict types, unknown fields refused, no pickle. Each top-level
+message carries its version `v`. A reader raises BadMessage for any other version.
+
+Sizes are in bytes. Times are in seconds, unless the name ends in `_ms`. They are durations: clocks
+of two hosts are never compared.
 """
 
 from __future__ import annotations

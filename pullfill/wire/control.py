@@ -248,7 +248,7 @@ class GiveUp(Message, tag="give_up", frozen=True, kw_only=True):
 
 
 class Revoke(Message, tag="revoke", frozen=True, kw_only=True):
-    """Stop working on the attempt: abort, then answer `DrainAck`."""
+    """Stop the attempt. Answer `DrainAck` once nothing copies for it any more."""
 
     job_id: Id
     attempt: Count
@@ -256,7 +256,7 @@ class Revoke(Message, tag="revoke", frozen=True, kw_only=True):
 
 
 class DrainAck(Message, tag="drain_ack", frozen=True, kw_only=True):
-    """No byte of a revoked attempt can land any more. The decode worker asks the fence."""
+    """Nothing copies for a revoked attempt any more. The decode worker then asks for the proof."""
 
 
 class Draining(Message, tag="draining", frozen=True, kw_only=True):

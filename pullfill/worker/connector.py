@@ -49,7 +49,7 @@ class RankTold(KVConnectorHandshakeMetadata):  # type: ignore[misc]
 
 
 class WorkerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """See the module. A role says what its scheduler half does, and what step metadata it sends."""
+    """See the module. A role's subclass has its scheduler half and the metadata of its steps."""
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -77,7 +77,7 @@ class WorkerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str:
-        """One KV head range of one block is one contiguous run."""
+        """Return the layout with layers outermost, so that KV heads of a block are contiguous."""
         return "LBHNC"
 
     @property

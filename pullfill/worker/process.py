@@ -59,26 +59,27 @@ class Service(Protocol):
     Each method is called by `WorkerProcess` only."""
 
     def describe(self, record: WorkerRecord) -> tuple[WorkerRecord, list[RegionDescriptor]]:
-        """What is published under the record's new incarnation. `record` has the common fields.
-        Everything granted under another incarnation is void from now on."""
+        """Return what to publish: the record with the role's own fields, and descriptors.
+
+        Everything granted under another incarnation than the record's is void from now on."""
 
     async def start(self) -> None:
-        """The worker is registered: take work."""
+        """Begin to take work. The worker is registered."""
 
     def reasons(self) -> list[str]:
         """Why this worker is degraded, for /ready."""
 
     def told(self) -> dict[str, Any]:
-        """What /ready says besides."""
+        """Further entries of /ready."""
 
     def status(self) -> dict[str, Any]:
-        """What /status says besides the state."""
+        """Further entries of /status."""
 
     def refresh_metrics(self) -> None:
         """Set the gauges that nothing else sets."""
 
     def engine_stuck(self, stuck: bool) -> None:
-        """The engine takes no steps, or does again."""
+        """Note that the engine takes no steps, or takes steps again."""
 
     async def stop_taking(self) -> None:
         """Take no new work, and tell the peers."""
@@ -87,10 +88,10 @@ class Service(Protocol):
         """Return when all work is done, or the engine is dead."""
 
     async def give_up(self) -> None:
-        """Give back the work that is not done."""
+        """Let other workers do the work that is not done: migrate requests, nak jobs."""
 
     async def engine_gone(self) -> None:
-        """The engine is dead: give back what can be given back without it."""
+        """As `give_up`, as far as possible without the engine, which is dead."""
 
 
 class Role(ABC, Generic[C, H]):
@@ -198,7 +199,7 @@ class WorkerProcess(Generic[C, H]):
         return code
 
     async def _leave(self, thread: EngineThread[Any]) -> int:
-        """Finish what is there, or give it back. Returns the exit code."""
+        """Finish the work, or let others do the rest. Returns the exit code."""
         if self._membership.revoked.is_set():
             self._stop.ask("lease revoked")
         if not thread.dead.is_set():

@@ -1,4 +1,4 @@
-"""The rooms keep to themselves: who may import whom, read from the source (design.md §1)."""
+"""Which room may import which, read from the source (docs/architecture.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ledger's table (design.md §4), row by row, and the faults that once slipped through it."""
+"""The ledger's transitions, one by one, and faults that it once had."""
 
 from __future__ import annotations
 
