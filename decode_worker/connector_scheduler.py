@@ -107,10 +107,11 @@ class ConnectorScheduler:
         return (situation.remote_tokens, True) if decision.remote else (0, False)
 
     def _ineligible(self, request: Any) -> str:
-        """Why this request can never be prefilled remotely. Empty: it can.
+        """Return why this request can never be prefilled remotely. Empty: it can.
 
-        A prefill worker gets token ids only, and brings KV only. So the KV of a prompt that is more
-        than its token ids is computed here, and of a prompt of which vLLM wants every logit."""
+        A job holds token ids and a LoRA adapter. So a prompt whose KV depends on more is prefilled
+        here. So is a prompt of which vLLM wants every logit, because a prefill worker brings KV
+        only."""
         if request.num_output_tokens or request.num_preemptions:
             return "resumed"
         if self._context.traces.fallback_of(request.request_id) is not None:
@@ -132,8 +133,9 @@ class ConnectorScheduler:
         return ""
 
     def _adapter(self, request: Any) -> Adapter | None:
-        """The request's LoRA adapter for a job. None: it has none, or its files are not read yet,
-        or its name or path is too long for a job."""
+        """Return the request's LoRA adapter for a job. None: it has none, or it cannot be sent.
+
+        The digest of its files may not be known yet, or its name or path too long for a job."""
         asked = request.lora_request
         if asked is None:
             return None
@@ -225,9 +227,9 @@ class ConnectorScheduler:
     ) -> tuple[tuple[int, ...], list[int]]:
         """Return which blocks of the hit a prefill worker may read, and from which positions on.
 
-        A prefill worker goes on at the end of the hit. There a window sees blocks that this request
-        does not need any more, so vLLM has not kept them for it. Those that are still cached are
-        held here until the job ends."""
+        A prefill worker computes from the end of the hit on. Its first tokens may see, through a
+        sliding window, blocks of the hit that vLLM has not kept for this request, which begins
+        later. If all of these are still cached, they are held until the job ends."""
         hit = hit_tokens // self._block_size
         needed = self._kept_from(hit_tokens)
         own = tuple(map(list, tables))
@@ -264,9 +266,9 @@ class ConnectorScheduler:
     def finish(self) -> list[str]:
         """Act on how remote prefills have ended. Returns the requests whose KV is there.
 
-        vLLM computes the last prompt token of those, and samples. Called before a step is
-        scheduled, so that they run in that step and not in the one after. Requests that failed are
-        reported by `collect`."""
+        vLLM computes the last prompt token of those, and samples. `DecodeHooks` calls this before a
+        step is scheduled, so that they run in that step and not in the one after. Requests that
+        failed are reported by `collect`."""
         loaded: list[str] = []
         # A hold comes before the report that makes vLLM free the same blocks. So no block in
         # quarantine reaches the free list.

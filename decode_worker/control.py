@@ -278,7 +278,8 @@ class ControlServer:
         try:
             reader = KvReader(hello.prefill_instance, self._reach(hello.regions))
         except PullfillError as exc:
-            logger.warning("%s writes, we cannot read it: %s", hello.prefill_instance, exc)
+            name = hello.prefill_instance
+            logger.warning("%s writes, because we cannot read from it: %s", name, exc)
             return None
         self._readers.add(reader)
         return reader

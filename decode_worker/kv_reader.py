@@ -157,7 +157,9 @@ class KvReader:
             if not self._unreachable:
                 self._unreachable = True
                 logger.warning(
-                    "%s writes from now on, we cannot read it: %s", self._instance_id, exc
+                    "%s writes from now on, because we cannot read from it: %s",
+                    self._instance_id,
+                    exc,
                 )
             raise
         self._unreachable = False
@@ -173,7 +175,7 @@ class KvReader:
         except PullfillError as exc:
             logger.debug("%s still cannot be read: %s", self._instance_id, exc)
         except Exception:
-            logger.exception("looking for %s failed", self._instance_id)
+            logger.exception("trying to reach %s failed", self._instance_id)
 
     def _let_go(self) -> None:
         session, self._session = self._session, None

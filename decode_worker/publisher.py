@@ -46,7 +46,9 @@ class Publisher:
         self._woken = False
 
     def submit(self, job: OpenedJob) -> None:
-        """Publish the job later. Any thread. The jobs of one engine step wake the loop once."""
+        """Have the asyncio thread publish a job. Any thread.
+
+        All jobs of one engine step wake the loop once."""
         self._submitted.append(job)
         if not self._woken:
             self._woken = True

@@ -141,7 +141,7 @@ class Admission:
             if not client.left:
                 raise
             client.task.uncancel()
-            _log.warning("disconnected a client that took nothing for %g s", self._send_s)
+            _log.warning("disconnected a client that read nothing for %g s", self._send_s)
         finally:
             self._clients.discard(client)
             self._bytes -= client.size

@@ -283,7 +283,7 @@ class Dispatcher:
         self._try(flight, self._leave, flight.worker, "had it queued when a copy was at a death")
 
     def route(self, flight: Flight, now: float) -> None:
-        """Send a request to a worker, or let it wait for one, or for a turn on probation."""
+        """Step 2: send a request to a worker, or let it wait for one or for a turn on probation."""
         if flight.suspect is not None and flight.suspect.charged:
             flight.deadline = now + 2 * CONFIRM_S  # Suspects ends this wait earlier
             self._waiting.hold(flight)

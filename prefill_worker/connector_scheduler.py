@@ -201,7 +201,7 @@ class ConnectorScheduler:
         local = task.written.ids(self._manager.get_block_ids(task.request_id), start, upto)
         if any(task.written.begins) and EMPTY in local:
             task.cancel()
-            task.end(HandoffError("a window has left a block behind that is still to be written"))
+            task.end(HandoffError("a sliding window has freed a block that is not written yet"))
             return
         task.scheduled = upto
         with task.lock:

@@ -355,7 +355,7 @@ class ControlConnection:
 
     def _drop(self, why: str) -> None:
         """End the connection and the transfer worker, with its credits; both are made anew."""
-        logger.warning("ending the link to %s: %s", self.record.instance_id, why)
+        logger.warning("ending the control connection to %s: %s", self.record.instance_id, why)
         self.transfer.drop()
         self._silent = True
         if self._channel is not None:

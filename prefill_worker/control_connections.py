@@ -203,7 +203,7 @@ class ControlConnections:
     def _on_idle(self, connection: ControlConnection) -> None:
         """Close a connection that nothing needs."""
         if self._connections.get(connection.record.instance_id) is connection:
-            logger.debug("closing the idle link to %s", connection.record.instance_id)
+            logger.debug("closing the idle control connection to %s", connection.record.instance_id)
             del self._connections[connection.record.instance_id]
         self._close(connection)
 

@@ -121,7 +121,7 @@ class Job:
         except Exception:
             self.succeeded = False
             self._give_up("failed", retry=True)
-            logger.exception("job %s failed; giving it back", self.job_id)
+            logger.exception("job %s failed; its message gets a nak", self.job_id)
             await self.message.settle("nak")
 
     async def _steps(self) -> None:

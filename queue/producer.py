@@ -281,7 +281,7 @@ class JetStreamProducer:
                     self._trip(exc)
                 self._takers = not self._answering and await self._ask_takers(b"")
             except Exception as exc:  # without this task the breaker would stay open
-                logger.exception("an answer of the job queue makes no sense")
+                logger.exception("a reply of the job queue could not be handled")
                 self._trip(exc)
 
     async def _look(self) -> None:

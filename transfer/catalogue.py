@@ -73,8 +73,9 @@ def peers(
     key: ClusterKey | None,
     host: str = "127.0.0.1",
 ) -> list[PeerTransport]:
-    """How a worker with such memory reaches others, best first. For the parameters and for
-    ConfigError see `backends`."""
+    """Return the transports by which a worker with such memory reaches others, best first.
+
+    For the parameters and for ConfigError see `backends`."""
     mapped: dict[str, PeerTransport] = {
         "cuda_ipc": CudaIpcTransport(memory.device),
         "shm": ShmTransport(),

@@ -139,7 +139,7 @@ class OwnerFences(Protocol):
 
 
 class FenceHold(Protocol):
-    """How whoever copies holds a fence for one batch. For one owner; any of its fences."""
+    """Holds a fence while one batch is copied. One object serves all fences of one owner."""
 
     def enter(self, token: FenceToken, wait: bool = True) -> bool:
         """Hold the fence. Raises Fenced, without holding it, if the token is not valid any more.

@@ -34,8 +34,7 @@ class Member:
 
 
 class GroupSession(PeerSession):
-    """A move has happened when all members have done their part. `move_now` moves nothing, because
-    it would be one move per member."""
+    """See the module. `move_now` moves nothing, because it would be one move per member."""
 
     def __init__(self, members: Sequence[Member]) -> None:
         self._members = list(members)

@@ -150,6 +150,7 @@ class DecodeClient(EngineCoreClient):  # type: ignore[misc]
     # ---------------------------------------------------------------- requests
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
+        """Step 1 of docs/architecture.md: take a rendered request. The port routes it (step 2)."""
         if request.abort_immediately:
             return
         failpoints.hit("frontend.submit")

@@ -222,7 +222,7 @@ async def introduce(channel: Channel, key: ClusterKey | None, hello: Hello) -> N
     BadMessage."""
     if (size := len(encode(hello)) + Seal.BYTES) > HELLO_FRAME:
         raise ConfigError(
-            f"our greeting has {size} bytes, for {len(hello.regions)} ranks; at most {HELLO_FRAME} "
+            f"our Hello has {size} bytes, for {len(hello.regions)} ranks; at most {HELLO_FRAME} "
             "are taken"
         )
     if key is not None:

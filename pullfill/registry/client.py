@@ -37,7 +37,9 @@ class Header(msgspec.Struct, frozen=True):
 
 
 class KeyValue(msgspec.Struct, frozen=True):
-    """One key. lease: 0: none. name: the key as text."""
+    """One key and its value.
+
+    lease: the id of its lease. 0: it has none."""
 
     key: bytes = b""
     value: bytes = b""

@@ -1,10 +1,10 @@
-"""The job queue in this process, with an injected clock: same promises, no server.
+"""The job queue in this process, without a server. It keeps every promise of queue/contract.py.
 
-`MemoryQueue` is the broker; its `producer()` and `consumer()` share it. Message timers (ack_wait,
-nak delay, age, deduplication) follow the clock; how long a `pull` waits is real time, because a
-test that holds a fake clock still must not hang in it. Everything belongs to one asyncio loop.
+`MemoryQueue` is the broker. Its `producer()` and `consumer()` share it. Message timers (ack_wait,
+nak delay, age, deduplication) follow an injected clock. `pull` waits in real time, so that a test
+whose fake clock stands still does not hang. Everything belongs to one asyncio loop.
 
-For tests of others: `offline = True` makes it behave like a server that is away.
+`offline = True` makes it behave like a server that is away.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class MemoryQueue:
         return MemoryConsumer(self)
 
     def check_online(self) -> None:
-        """Raises QueueUnavailable while `offline`; pays the debts otherwise."""
+        """Raise QueueUnavailable while `offline`. After that, do what was asked meanwhile."""
         if self.offline:
             raise QueueUnavailable("the in-memory queue is offline")
         for seq in [*self._debts.values(), *self._acked]:
@@ -71,7 +71,7 @@ class MemoryQueue:
         self._debts[job_id] = seq
 
     def ack(self, seq: int) -> None:
-        """Now, or when it is online again."""
+        """Remove the job now, or once the queue is online again."""
         self._acked.append(seq)
         if not self.offline:
             self.check_online()
@@ -113,8 +113,9 @@ class MemoryQueue:
             self.dead.append(letter)
 
     async def take(self) -> _Job | None:
-        """The oldest job that may be delivered now. Jobs out of deliveries die here, as on the
-        server: when somebody asks for them."""
+        """Return the oldest job that may be delivered now.
+
+        A job that has used up its deliveries becomes a dead letter here, as on the server."""
         now = self.clock.monotonic()
         self._expire(now)
         for job in list(self._jobs.values()):
@@ -144,7 +145,7 @@ class MemoryQueue:
         )
 
     async def wait_changed(self, timeout_s: float) -> None:
-        """Wait for a change, or a moment: the injected clock may have moved."""
+        """Wait for a change, for a moment at most, because the injected clock may have moved."""
         self._changed.clear()
         try:
             async with asyncio.timeout(min(_POLL_S, timeout_s)):

@@ -3,16 +3,15 @@
     pullfill decode … --distributed-executor-backend pullfill.testing.mock_executor.MockExecutor
                       --additional-config '{"mock": {"prefill_tokens_per_s": 20000}}'
 
-Only what computes is replaced. The engine core, its scheduler, prefix cache and block pool are
-vLLM's, the connectors are ours, and the KV cache is real memory that transfer workers copy; its
-bytes mean nothing, so only workers on the mock exchange it (compat.py). Each step takes as long as
-the settings say, and every request that has computed all its tokens gets one more. So decisions,
-block ids, hits and frees are those of a real worker.
+It replaces only the computation. The engine core, its scheduler, prefix cache and block pool are
+vLLM's, and the connectors are ours. So decisions, block ids, hits and frees are those of a real
+worker. A step takes as long as the settings say. Each request that has computed all its tokens gets
+one more. The KV cache is real memory, and transfer workers copy it. Its bytes mean nothing, so only
+workers with this executor exchange it (compat.py).
 
-Costs no weights and, by default, 1 KiB of KV per block of 16 tokens. It runs on any machine; where
-vLLM would compute on a GPU, the KV cache is GPU memory, so that the transports between GPUs can be
-tried without a model (`"device": "cpu"` keeps it off the GPU). All methods are called
-on the engine thread; a step sleeps there, as a model would compute there.
+It needs no weights and, by default, 1 KiB of KV per block of 16 tokens. Where vLLM would compute on
+a GPU, the KV cache is GPU memory, so that the transports between GPUs can be tried without a model
+(`"device": "cpu"` prevents that). All methods run on the engine thread, where a step sleeps.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ class MockExecutor(Executor):  # type: ignore[misc]
         kwargs: dict[str, Any] | None = None,
         non_block: bool = False,
     ) -> Any:
-        """There is no worker: what would only change a model does nothing."""
+        """Do nothing for calls that would only change a model. There is no worker to call."""
         if not non_block:
             return [None]
         return _done([None])

@@ -80,7 +80,7 @@ async def test_a_greeting_that_nobody_takes_is_told_to_people(
     await decode.server.start("127.0.0.1")
     link = link_to(decode, hello, None)
     try:
-        await until(lambda: "our greeting has" in caplog.text)
+        await until(lambda: "our Hello has" in caplog.text)
         assert caplog.records[-1].levelno == logging.WARNING
         assert not link.connected
     finally:

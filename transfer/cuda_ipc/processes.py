@@ -74,7 +74,7 @@ def has_ended(word: int) -> bool:
 
 
 def pid_namespace() -> str:
-    """Names the space in which this process's pids count. Empty if unknown."""
+    """Return an id of this process's PID namespace. Empty if unknown."""
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:

@@ -17,7 +17,8 @@ BATCH_RUNS = 32768
 
 @dataclass(frozen=True, slots=True)
 class Interconnect:
-    """
+    """See the module.
+
     small_run: if a batch's runs have fewer bytes than this on average, the kernel moves them.
         Otherwise the copy engines do.
     batch_bytes: of one batch at most.
