@@ -132,8 +132,8 @@ class ControlServer:
         await asyncio.gather(*self._serving, *self._timers, return_exceptions=True)
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=1.0)
-        for errand in list(self._tasks):
-            errand.cancel()
+        for left in list(self._tasks):
+            left.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for reader in list(self._readers):
             await asyncio.to_thread(reader.close)

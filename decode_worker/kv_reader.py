@@ -36,13 +36,13 @@ from pullfill.wire import FenceToken, KvMode, Ready, RegionDescriptor, u32
 logger = log.get("decode_worker.reader")
 
 AGAIN_S = 60.0
-"""After so long a worker that could not be reached is looked for again: a route may be back."""
+"""Pause before a worker whose memory could not be reached is tried again."""
 
 Open = Callable[[], PeerSession]
-"""Connects to one prefill worker's memory; blocks. Raises PullfillError."""
+"""Connects to one prefill worker's memory. Blocks. Raises PullfillError."""
 
 Reach = Callable[[Sequence[RegionDescriptor]], Open]
-"""How to read the regions a prefill worker has. Raises PullfillError when nothing reaches them."""
+"""Returns how to connect to a prefill worker's regions. Raises PullfillError if nothing can."""
 
 
 class KvReader:

@@ -26,7 +26,7 @@ from pullfill.wire import DigestMode
 logger = log.get("decode_worker.verify")
 
 SUSPECT = 3
-"""So many mismatches of one prefill worker are no chance."""
+"""From this many mismatches of one prefill worker on, the log asks to remove it."""
 
 
 class Verifier:

@@ -46,9 +46,9 @@ BODY_S = 60.0
 """How long a client may take to send its request."""
 BODY_BYTES = 256 << 20
 ALL_BYTES = 1 << 30
-"""All counted requests' bodies: vLLM keeps each until its answer has ended."""
+"""Most bytes of the bodies of all counted requests. vLLM keeps each until its answer has ended."""
 SEND_S = 120.0
-"""How long a client may take nothing while its connection's buffers are full."""
+"""How long a client may read nothing while its connection's buffers are full."""
 
 
 class _Client:

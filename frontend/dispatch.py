@@ -45,14 +45,15 @@ NO_WORKER_WAIT_S = 2.0
 RESEND_WAIT_S = 0.8
 """The least time a request waits for another worker after its own was lost."""
 RESEND_WAIT_MAX_S = 2.5
-"""The most: for a loss that was noticed at once. A connection that broke may be back by then."""
+"""The most time. A worker whose connection broke may be connected again by then."""
 SILENT_WAIT_S = 4.0
-"""From the last sign of life of the worker to the end of waiting, between these two bounds; with
-the time to notice the loss an error comes within 5 s."""
+"""Between these bounds the wait ends this long after the lost worker's last sign of life. So an
+error comes within 5 s, although it takes time to notice the loss."""
 STALL_S = 4.5
-"""The most from there on for one worker lost after another, with no token in between."""
+"""If several workers are lost without a token in between, all waits end this long after the first
+one's last sign of life."""
 LAST_TRY_S = 0.25
-"""What is left then to be sent to a worker that is ready."""
+"""But each wait has at least this much time to find a worker that is ready."""
 MAX_MIGRATIONS = 20
 """How many workers one request may leave."""
 LOOK_S = 0.1

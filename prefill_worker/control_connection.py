@@ -255,15 +255,15 @@ class ControlConnection:
                 try:
                     await self._session()
                 except (OSError, EOFError, BadMessage, TimeoutError) as exc:
-                    logger.debug("link to %s: %s", self.record.instance_id, exc)
+                    logger.debug("control connection to %s: %s", self.record.instance_id, exc)
                 except PullfillError as exc:
                     if isinstance(exc, AuthFailed):
                         metrics.AUTH_REFUSED.labels("control").inc()
                     level = logger.debug if str(exc) == self._said else logger.warning
-                    level("link to %s: %s", self.record.instance_id, exc)
+                    level("control connection to %s: %s", self.record.instance_id, exc)
                     self._said = str(exc)
                 except Exception:
-                    logger.exception("link to %s failed", self.record.instance_id)
+                    logger.exception("control connection to %s failed", self.record.instance_id)
                 if self.retired:
                     return
                 if self._idle():

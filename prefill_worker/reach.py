@@ -23,7 +23,7 @@ from pullfill.wire import Compat, WorkerRecord
 logger = log.get("prefill_worker.reach")
 
 MAX_RANKS = 1024
-"""More than any engine has; a descriptor that says more is nonsense, not a reason to ask etcd."""
+"""More than any engine has. A descriptor that says more is refused, so etcd is asked no further."""
 NOTHING: Mapping[str, str] = MappingProxyType({})
 
 

@@ -38,7 +38,7 @@ from pullfill.runtime import log
 from pullfill.wire import DepthReport, QueueStatus, decode, encode
 
 REPORT_S = 0.3
-"""Longer than the time between two requests of an asker plus the way of its report."""
+"""How long to wait for a report. Longer than an asker's pause between two requests to NATS."""
 _LOG_EVERY_S = 60.0
 
 logger = log.get("queue")

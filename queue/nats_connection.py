@@ -176,7 +176,7 @@ class NatsConnection:
             too_large = QueueFull(
                 f"{len(payload)} bytes are more than the max_payload of {client.max_payload} of "
                 f"NATS at {self.shown_url}: raise max_payload in its configuration (8MB is enough "
-                "for two million tokens)"
+                "for 1.5 million tokens)"
             )
             too_large.retryable = False
             raise too_large from None

@@ -30,16 +30,17 @@ from pullfill.errors import TransferFailed
 from pullfill.transfer.runs import Batch, Flat, Rows
 
 _LONG_CALL = 1 << 20
-"""Calls that copy at least so many bytes are not watched: they take so long that the wait for the
-GIL does not matter."""
+"""Calls that copy at least this many bytes are not watched: beside their time the wait for the GIL
+does not matter."""
 _WATCH_EVERY = 8
 """Calls between two looks at the clock."""
 _SLOW_S, _SLOW_BYTES_PER_S = 1e-3, 1 << 30
-"""So many calls are slow when they take longer than this time and their bytes at this rate."""
+"""_WATCH_EVERY calls are slow if they take _SLOW_S longer than their bytes do at
+_SLOW_BYTES_PER_S."""
 _SLEEPS = 2
 _LOST_S = 2e-3
-"""The GIL counts as contended when, in one batch, the thread went to sleep so often by itself and
-lost so much time. (Preemption by other processes is no sleep of its own.)"""
+"""The GIL counts as contended if, in one batch, the thread went to sleep by itself _SLEEPS times
+and lost _LOST_S. (Preemption by other processes is no sleep of its own.)"""
 _VECTORED_FOR_S = 1.0
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -174,7 +175,7 @@ def _copy_watched(source: int, target: int, batch: Batch, copy: _Copy) -> int:
 
 
 def _idle() -> tuple[int, float]:
-    """So far: how often this thread has gone to sleep, and for how long it did not compute."""
+    """Return how often this thread has gone to sleep so far, and for how long it did not run."""
     usage = resource.getrusage(resource.RUSAGE_THREAD)
     return usage.ru_nvcsw, time.perf_counter() - usage.ru_utime - usage.ru_stime
 

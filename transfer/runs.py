@@ -29,8 +29,8 @@ from pullfill.transfer.contract import KvLayout
 Offsets = NDArray[np.int64]
 
 BATCH_BYTES = 32 << 20
-"""A fence is held for one batch. At 4-10 GB/s a batch takes 3-8 ms: so long a revoke waits for a
-writer that runs. The work between two batches costs 1 % of the copy."""
+"""A fence is held for one batch. At 4-10 GB/s a batch takes 3-8 ms, so a revoke waits that long
+for a running writer. The work between two batches costs 1 % of the copy."""
 BATCH_RUNS = 1024
 """Also the kernel's limit of one vectored copy (IOV_MAX)."""
 RUN_BYTES = 1 << 20

@@ -39,7 +39,7 @@ logger = log.get("engine.host")
 _BLOCKED_POLL_MS = 2
 _IDLE_POLL_MS = 1_000
 _MOMENT_S = 0.001
-"""What a frontend needs for a first token."""
+"""The pause in which a frontend on the same core sends a first token to its client."""
 
 
 @cache

@@ -66,7 +66,7 @@ async def test_without_the_right_key_nobody_gets_in_and_both_sides_say_which_to_
         await until(lambda: refused() > before + 4)  # more than one attempt, seen by both ends
         assert locked.server.prefill_workers == 0
         said = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
-        for room in ("refused a control connection", "link to decode-1"):
+        for room in ("refused a control connection", "control connection to decode-1"):
             (line, *more) = [text for text in said if text.startswith(room)]
             assert "[cluster] key_file" in line
             assert KEY.fingerprint in line or (theirs and theirs.fingerprint in line)

@@ -23,7 +23,7 @@ from pullfill.transfer.stream.batches import Iovec, Runs, pieces
 
 TURNS = 4
 TICK_S = 0.02
-"""How often a waiting session looks at its connection."""
+"""Seconds between two looks of a waiting session at its connection."""
 
 
 @dataclass(frozen=True, slots=True)
