@@ -6,14 +6,19 @@ if they have the same digest.
 
 An adapter has a number in the engine (`lora_int_id`). Each frontend counts by itself, so two
 frontends may give one number to two adapters. So each worker replaces it by a number of its own.
+No number is used twice, because vLLM keeps an adapter whose loading failed halfway, and would take
+it for the next one with its number.
 
 vLLM loads an adapter when a step needs it, and a failure there ends the engine. So `Adapters` loads
-it before its first request enters the engine, and a failure ends that request only.
+it before its first request enters the engine, and a failure ends that request only. vLLM holds
+`--max-cpu-loras` adapters, and loads others again from their files in a step. So `Adapters` loads
+files that have changed before the next request enters.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -30,22 +35,25 @@ if TYPE_CHECKING:
 logger = log.get("engine.adapters")
 
 _CHUNK = 1 << 20
+_FILES = "adapter_*"
+"""The files that vLLM loads. Others in the directory differ from machine to machine: a download
+leaves its time there, and a training its checkpoints."""
 
 
 def content(path: str) -> str:
-    """Return a digest of the names and bytes of all files of an adapter: 32 hex digits.
+    """Return a digest of the names and bytes of the files that vLLM loads: 32 hex digits.
 
-    Takes tens of ms for 100 MB. Raises OSError.
+    Takes tens of ms for 100 MB. Raises OSError or ValueError.
 
     path: the adapter's directory."""
     from blake3 import blake3
 
-    files = sorted(file for file in Path(path).rglob("*") if file.is_file())
+    files = _files(path)
     if not files:
         raise FileNotFoundError(f"no adapter at {path}")
     digest = blake3()
     for file in files:
-        digest.update(f"{file.relative_to(path)}:{file.stat().st_size}\n".encode())
+        digest.update(f"{file.name}:{file.stat().st_size}\n".encode())
         with file.open("rb") as opened:
             while chunk := opened.read(_CHUNK):
                 digest.update(chunk)
@@ -66,8 +74,10 @@ class Adapters:
 
     def __init__(self, read: Callable[[str], str] = content) -> None:
         self._read = read
+        self._given = 0
         self._loaded: dict[tuple[str, str], LoRARequest] = {}
-        self._contents: dict[tuple[str, str], str] = {}
+        self._seen: dict[tuple[str, str], object] = {}
+        self._contents: dict[int, str] = {}
 
     def add(self, core: Any, fields: Any) -> bool:
         """Load an adapter for a frontend that calls vLLM's `add_lora`. Raises BadMessage.
@@ -102,35 +112,62 @@ class Adapters:
             )
         key = asked.lora_name, asked.lora_path
         loaded = self._loaded.get(key)
-        if loaded is not None and not again:
+        if loaded is not None and not again and self._as_loaded(core, loaded):
             return loaded
-        number = loaded.lora_int_id if loaded is not None else len(self._loaded) + 1
-        own = msgspec.structs.replace(asked, lora_int_id=number, load_inplace=False)
+        self._given += 1
+        own = msgspec.structs.replace(asked, lora_int_id=self._given, load_inplace=False)
+        seen = _signature(own.lora_path)
         try:
-            core.add_lora(msgspec.structs.replace(own, load_inplace=loaded is not None))
+            core.add_lora(own)
         except Exception as exc:
+            with contextlib.suppress(Exception):
+                core.remove_lora(own.lora_int_id)
             raise BadMessage(f"LoRA adapter {asked.lora_name} cannot be loaded: {exc}") from exc
-        self._loaded[key] = own
-        self._contents.pop(key, None)
-        look = threading.Thread(target=self._look, args=(own,), name="pullfill-adapter")
+        self._loaded[key], self._seen[key] = own, seen
+        before = None
+        if loaded is not None:
+            before = self._contents.pop(loaded.lora_int_id, "")
+        look = threading.Thread(target=self._look, args=(own, before), name="pullfill-adapter")
         look.daemon = True
         look.start()
         return own
 
-    def content_of(self, adapter: LoRARequest) -> str:
-        """Return the digest of a loaded adapter's files. Empty: it is not known yet. Any thread."""
-        return self._contents.get((adapter.lora_name, adapter.lora_path), "")
+    def _as_loaded(self, core: Any, loaded: LoRARequest) -> bool:
+        """Whether the engine still has the adapter, or would load the same files again."""
+        if self._given <= core.vllm_config.lora_config.max_cpu_loras:
+            return True
+        seen = self._seen[loaded.lora_name, loaded.lora_path]
+        return _signature(loaded.lora_path) == seen or loaded.lora_int_id in core.list_loras()
 
-    def _look(self, own: LoRARequest) -> None:
-        """Compute the digest right after the adapter was loaded: later its files may change."""
-        key = own.lora_name, own.lora_path
+    def content_of(self, adapter: LoRARequest) -> str:
+        """Return the digest of a loaded adapter's files. Any thread.
+
+        Empty: it is not known yet, or prompts with this adapter must be prefilled here.
+
+        adapter: as `load` has returned it."""
+        return self._contents.get(adapter.lora_int_id, "")
+
+    def _look(self, own: LoRARequest, before: str | None) -> None:
+        """Compute the digest right after the adapter was loaded: later its files may change.
+
+        before: their digest at the load before this one. Empty: not known. None: there was none."""
+        name, number = own.lora_name, own.lora_int_id
         try:
             found = self._read(own.lora_path)
-        except OSError as exc:
-            logger.warning("prompts for LoRA adapter %s are prefilled here: %s", key[0], exc)
+        except (OSError, ValueError) as exc:
+            logger.warning("prompts for LoRA adapter %s are prefilled here: %s", name, exc)
             return
-        if self._loaded.get(key) is own:
-            self._contents[key] = found
+        if before is not None and found != before:
+            # vLLM knows cached KV by the adapter's name and path. A prefill worker would read KV of
+            # the old files as a prefix, keep it, and bring it to other decode workers too.
+            logger.warning(
+                "prompts for LoRA adapter %s are prefilled here: KV of its old files may be in the "
+                "prefix cache; load changed files from another path", name,
+            )  # fmt: skip
+        elif own.is_3d_lora_weight:
+            logger.info("prompts for LoRA adapter %s are prefilled here: it is 3D", name)
+        elif self._loaded.get((name, own.lora_path)) is own:
+            self._contents[number] = found
 
 
 class AdapterFiles:
@@ -150,12 +187,21 @@ class AdapterFiles:
             known = self._known.get(path)
             if known is None or known[0] != seen:
                 known = self._known[path] = seen, self._read(path)
-        except OSError:
+        except (OSError, ValueError):
             return ""
         return known[1]
 
 
+def _files(path: str) -> list[Path]:
+    return sorted(file for file in Path(path).glob(_FILES) if file.is_file())
+
+
 def _signature(path: str) -> object:
-    """Return name, size, time and inode of each file. So a change shows without reading it."""
-    stats = {str(file): file.stat() for file in Path(path).rglob("*")}
-    return sorted((name, s.st_size, s.st_mtime_ns, s.st_ino) for name, s in stats.items())
+    """Return name, size, time and inode of each file. So a change shows without reading it.
+
+    None: the files cannot be seen."""
+    try:
+        stats = {file.name: file.stat() for file in _files(path)}
+    except (OSError, ValueError):
+        return None
+    return [(name, s.st_size, s.st_mtime_ns, s.st_ino) for name, s in stats.items()]

@@ -16,16 +16,37 @@ from tests.support.waiting import eventually
 
 
 class Core:
-    """Loads every adapter but those named `broken`."""
+    """Loads adapters as vLLM does, all but those named `broken` and those without files.
 
-    def __init__(self, enabled: bool = True) -> None:
-        self.vllm_config = SimpleNamespace(lora_config=object() if enabled else None)
+    loaded: those that were loaded from their files.
+    held: the adapter that vLLM computes with, by number. At most `most`."""
+
+    def __init__(self, enabled: bool = True, most: int = 8) -> None:
+        config = SimpleNamespace(max_cpu_loras=most)
+        self.vllm_config = SimpleNamespace(lora_config=config if enabled else None)
         self.loaded: list[Any] = []
+        self.held: dict[int, Any] = {}
 
     def add_lora(self, asked: Any) -> None:
+        number = asked.lora_int_id
         if asked.lora_name == "broken":
             raise ValueError("rank 64 is greater than max_lora_rank 16")
+        if number in self.held:
+            return  # it has this one, as far as it knows
+        if not list(Path(asked.lora_path).iterdir()):
+            raise FileNotFoundError(f"no adapter at {asked.lora_path}")
+        while len(self.held) >= self.vllm_config.lora_config.max_cpu_loras:
+            del self.held[next(iter(self.held))]
+        self.held[number] = asked
+        if asked.lora_name == "misshapen":  # known only when vLLM copies it to its place
+            raise RuntimeError("The size of tensor a (64) must match that of tensor b (32)")
         self.loaded.append(asked)
+
+    def remove_lora(self, number: int) -> bool:
+        return self.held.pop(number, None) is not None
+
+    def list_loras(self) -> set[int]:
+        return set(self.held)
 
 
 def asked(name: str, path: Path, number: int = 1, **more: Any) -> Any:
@@ -41,13 +62,18 @@ def an_adapter(directory: Path, weights: bytes = b"w") -> Path:
     return directory
 
 
-def test_content_is_that_of_all_files_wherever_they_are(tmp_path: Path) -> None:
+def test_content_is_that_of_the_files_wherever_they_are(tmp_path: Path) -> None:
     one, same = an_adapter(tmp_path / "one"), an_adapter(tmp_path / "same")
     assert content(str(one)) == content(str(same))
     (same / "adapter_model.safetensors").write_bytes(b"x")
     assert content(str(one)) != content(str(same))
     (one / "adapter_model.safetensors").rename(one / "adapter_model.bin")
     assert content(str(one)) != content(str(an_adapter(tmp_path / "third")))
+    before = content(str(same))
+    (same / "checkpoint-1").mkdir()
+    (same / "checkpoint-1" / "adapter_config.json").write_text("{}")
+    (same / "README.md").write_text("of this machine")
+    assert content(str(same)) == before, "vLLM reads no other files"
     (tmp_path / "empty").mkdir()
     for nothing in ("empty", "none"):
         with pytest.raises(OSError, match="no adapter at"):
@@ -71,32 +97,111 @@ def test_what_was_loaded_is_known_by_its_files_of_that_moment(tmp_path: Path) ->
     before = adapters.content_of(own)
     assert before == content(str(path))
     (path / "adapter_model.safetensors").write_bytes(b"changed")
-    adapters.load(core, asked("a", path, load_inplace=True))
-    assert adapters.content_of(own) == before, "a request does not load it again"
+    assert adapters.load(core, asked("a", path, load_inplace=True)) is own, "no request loads it"
+    assert adapters.content_of(own) == before
+
+
+def looks_are_over() -> None:
+    looks = [t for t in threading.enumerate() if t.name == "pullfill-adapter"]
+    eventually(lambda: not any(t.is_alive() for t in looks), "its files were read")
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_an_adapter_that_is_loaded_again_stays_remote_only_with_the_same_files(
+    changed: bool, tmp_path: Path
+) -> None:
+    """vLLM finds cached KV by the adapter's name and path, also KV of the old files."""
+    core, adapters = Core(), Adapters()
+    path = an_adapter(tmp_path / "a")
+    own = adapters.load(core, asked("a", path))
+    looks_are_over()
+    if changed:
+        (path / "adapter_model.safetensors").write_bytes(b"changed")
     assert adapters.add(core, ["a", 9, str(path), None, True])
-    eventually(lambda: adapters.content_of(own) == content(str(path)), "they were read again")
-    assert [lora.load_inplace for lora in core.loaded] == [False, True]
+    assert [lora.lora_int_id for lora in core.loaded] == [1, 2]
+    assert adapters.content_of(own) == ""
+    looks_are_over()
+    again = adapters.load(core, asked("a", path))
+    assert again.lora_int_id == 2
+    assert adapters.content_of(again) == ("" if changed else content(str(path)))
 
 
-def test_a_late_look_at_the_files_does_not_hide_a_newer_one(tmp_path: Path) -> None:
+def test_a_late_look_at_the_files_counts_for_nothing(tmp_path: Path) -> None:
+    """Which files were loaded first is not known then, and KV of them may be cached."""
     path, held, reads = an_adapter(tmp_path / "a"), threading.Event(), []
 
     def read(_: str) -> str:
         reads.append(len(reads))
         if reads[-1] == 0:
             held.wait(10)
-            return "old"
         return "new"
 
     core, adapters = Core(), Adapters(read)
     own = adapters.load(core, asked("a", path))
     eventually(lambda: bool(reads), "the first look has begun")
-    adapters.load(core, asked("a", path), again=True)
-    eventually(lambda: adapters.content_of(own) == "new", "the second look is over")
+    again = adapters.load(core, asked("a", path), again=True)
     held.set()
-    looks = [t for t in threading.enumerate() if t.name == "pullfill-adapter"]
-    eventually(lambda: not any(t.is_alive() for t in looks), "the first look is over")
-    assert adapters.content_of(own) == "new"
+    looks_are_over()
+    assert (adapters.content_of(own), adapters.content_of(again)) == ("", "")
+
+
+@pytest.mark.parametrize("second", ["misshapen", "a"])
+def test_what_vllm_keeps_of_a_failed_adapter_is_never_another_ones(
+    second: str, tmp_path: Path
+) -> None:
+    core, adapters = Core(), Adapters()
+    path = an_adapter(tmp_path / "a")
+    with pytest.raises(BadMessage, match="size of tensor"):
+        adapters.load(core, asked("misshapen", path))
+    assert core.held == {}
+    if second == "misshapen":
+        with pytest.raises(BadMessage, match="size of tensor"):
+            adapters.load(core, asked("misshapen", path))
+        return
+    own = adapters.load(core, asked("a", path))
+    assert core.held == {own.lora_int_id: own}
+    looks_are_over()
+
+
+def test_a_failed_reload_leaves_the_adapter_as_it_was(tmp_path: Path) -> None:
+    core, adapters = Core(), Adapters()
+    path = an_adapter(tmp_path / "a")
+    own = adapters.load(core, asked("a", path))
+    for file in path.iterdir():
+        file.unlink()
+    with pytest.raises(BadMessage, match="no adapter"):
+        adapters.load(core, asked("a", path), again=True)
+    assert adapters.load(core, asked("a", path)) is own
+    assert core.held == {own.lora_int_id: own}
+    looks_are_over()
+
+
+def test_files_that_are_gone_refuse_a_request_and_end_no_engine(tmp_path: Path) -> None:
+    """vLLM has dropped the adapter, and would load it again in the step that needs it."""
+    core, adapters = Core(most=1), Adapters()
+    path = an_adapter(tmp_path / "a")
+    own = adapters.load(core, asked("a", path))
+    other = adapters.load(core, asked("b", an_adapter(tmp_path / "b")))
+    assert adapters.load(core, asked("a", path)) is own, "vLLM will load the same files again"
+    kept = [(file, file.read_bytes()) for file in path.iterdir()]
+    for file, _ in kept:
+        file.unlink()
+    with pytest.raises(BadMessage, match="no adapter"):
+        adapters.load(core, asked("a", path))
+    assert adapters.load(core, asked("b", tmp_path / "b")) is other
+    for file, data in kept:
+        file.write_bytes(data)
+    again = adapters.load(core, asked("a", path))
+    assert core.held == {again.lora_int_id: again}
+    looks_are_over()
+
+
+def test_an_adapter_of_another_layout_is_prefilled_here(tmp_path: Path) -> None:
+    """A job does not say that its adapter is 3D."""
+    core, adapters = Core(), Adapters()
+    own = adapters.load(core, asked("a", an_adapter(tmp_path / "a"), is_3d_lora_weight=True))
+    looks_are_over()
+    assert adapters.content_of(own) == ""
 
 
 @pytest.mark.parametrize(
@@ -107,7 +212,7 @@ def test_an_adapter_that_cannot_be_loaded_is_refused(
 ) -> None:
     adapters = Adapters()
     with pytest.raises(BadMessage, match=why):
-        adapters.load(Core(enabled), asked(name, tmp_path))
+        adapters.load(Core(enabled), asked(name, an_adapter(tmp_path / "a")))
     assert adapters.content_of(asked(name, tmp_path)) == ""
 
 
