@@ -236,7 +236,7 @@ class ConnectorScheduler:
         read_from = []
         for group, (first, kept) in enumerate(zip(needed, kept_from, strict=True)):
             gap = range(first, min(kept, hit))
-            found = [self._pool.get_cached_block(request.block_hashes[at], [group]) for at in gap]
+            found = [self._cached(request, at, group) for at in gap]
             if all(found):
                 held = [blocks[0] for blocks in found]
                 self._pool.touch(held)
@@ -247,6 +247,14 @@ class ConnectorScheduler:
             else:
                 read_from.append(min(kept, hit))
         return tuple(read_from), BlockOrder(tuple(read_from)).ids(own, 0, hit)
+
+    def _cached(self, request: Any, position: int, group: int) -> Any:
+        """Return the cached block of a KV cache group at a position, in a list. None: none is."""
+        # With --prefix-match-unit a block has several hashes. The last one is over all its tokens.
+        hashes = self._block_size // self._pool.hash_block_size
+        return self._pool.get_cached_block(
+            request.block_hashes[(position + 1) * hashes - 1], [group]
+        )
 
     def step_done(self, running: int = 0) -> None:
         """Publish the jobs that waited for steps to end.

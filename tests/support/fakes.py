@@ -36,9 +36,11 @@ class FakeBlock:
 class FakePool:
     """vLLM's BlockPool as far as references go: a block is free while nobody refers to it.
 
-    cached: the block of each hash and KV cache group that is cached."""
+    cached: the block of each hash and KV cache group that is cached.
+    hash_block_size: number of tokens of one hash."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, hash_block_size: int = 4) -> None:
+        self.hash_block_size = hash_block_size
         self.blocks = [FakeBlock(i) for i in range(num_blocks)]
         self.cached: dict[tuple[str, int], int] = {}
 

@@ -210,14 +210,21 @@ def test_a_job_names_no_block_that_a_window_has_left_behind() -> None:
     assert rig.side.longest_kept(8 * BLOCK) == 2 * BLOCK
 
 
+@pytest.mark.parametrize("hashes", [1, 2], ids=["one hash", "--prefix-match-unit"])
 @pytest.mark.parametrize("cached", [True, False])
-def test_what_a_window_sees_at_the_end_of_the_hit_is_held_for_the_job(cached: bool) -> None:
+def test_what_a_window_sees_at_the_end_of_the_hit_is_held_for_the_job(
+    cached: bool, hashes: int
+) -> None:
     """The request needs the window at the end of the prompt, the prefill worker that at the end of
-    the hit. What was evicted from there cannot be read."""
+    the hit. What was evicted from there cannot be read.
+
+    hashes: number of hashes of each block."""
     rig = Rig()
+    rig.pool.hash_block_size = BLOCK // hashes
     rig.side.bind_kept(lambda tokens: (0, max(0, tokens // BLOCK - 2)))
     request = FakeRequest("r", list(range(6 * BLOCK + 2)))
-    request.block_hashes = [f"h{at}" for at in range(6)]
+    names = [f"h{at}" for at in range(6)]
+    request.block_hashes = [part for name in names for part in [f"{name}-"] * (hashes - 1) + [name]]
     known = {"h1": 31, "h2": 32} if cached else {"h1": 31}
     rig.pool.cached = {(name, 1): block for name, block in known.items()}
     external, _ = rig.side.decide(request, 3 * BLOCK)
