@@ -52,6 +52,7 @@ class Suspect:
 
     @property
     def grave(self) -> bool:
+        """Whether it is the likely cause: it had no output, or was at several deaths."""
         return self.likely or len(self.deaths) > 1
 
     @property

@@ -83,7 +83,7 @@ class Channel(asyncio.Protocol):
         self._wake()
 
     def eof_received(self) -> None:
-        """The transport closes itself then."""
+        """Send what is queued. The transport closes itself after this."""
         self._send()
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -41,7 +41,7 @@ class Membership:
     ttl_s: whole seconds (etcd's floor is 2).
     make: called on the loop with a new incarnation. Returns the record and the descriptors (one per
         rank) to publish. The record's `state` is replaced.
-    lease: lives as far as we know. None: not registered.
+    lease: our lease, which lives as far as we know. None: not registered.
     incarnation: of the last registration. Empty before `join`.
     on_reregistered: called on the loop with the new incarnation after an outage.
     """

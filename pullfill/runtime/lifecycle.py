@@ -21,8 +21,8 @@ from pullfill.runtime import log
 logger = log.get("lifecycle")
 
 EXIT_S = 20.0
-"""Longest way out, from the end of a drain or from being forced. All its steps have limits, which
-add up to less. This one is for what nobody thought of."""
+"""Longest time from the end of a drain, or from being forced, to the end of the process. The limits
+of all steps add up to less. This one is for hangs that nobody thought of."""
 
 
 class Stop:
@@ -37,7 +37,7 @@ class Stop:
         self._signalled = False
 
     def install(self) -> None:
-        """SIGTERM and SIGINT on the running loop."""
+        """Handle SIGTERM and SIGINT on the running loop."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.ask, signal.Signals(number).name)
@@ -45,7 +45,7 @@ class Stop:
     def ask(self, reason: str) -> None:
         """Ask to drain. A second signal forces.
 
-        Only signals count: who revokes a lease and then sends a signal wants the drain."""
+        A revoked lease is no signal. So a SIGTERM after it does not force."""
         signalled = reason.startswith("SIG")
         if signalled and self._signalled:
             self.now(f"{reason} again")

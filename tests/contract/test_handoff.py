@@ -129,7 +129,7 @@ async def test_a_runner_that_is_killed_hands_its_job_on(tmp_path: Path, where: s
         second = await cluster.prefill()
         await first.puller.stop()
         await first.runner.abandon()
-        decode.pass_time(0.06)  # for so long the queue keeps what was handed back
+        decode.pass_time(0.06)  # the queue delivers a job again only after its nak delay
         if where == "writing":
             await until(lambda: decode.ledger.quarantined_blocks == len(served.table))
             faults.resume()

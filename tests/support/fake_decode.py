@@ -1,7 +1,7 @@
 """A decode worker without an engine: speaks engine/front_wire.py, answers with predictable
 tokens.
 
-`FakeDecode` runs in a thread and can be told to hold, drain, hand back, hang or die. It decodes and
+`FakeDecode` runs in a thread and can be told to hold, drain, give up, hang or die. It decodes and
 makes vLLM's frames with mirror structs (positions as in the pinned vLLM), so a test that uses it
 does not import vLLM; `PlainCodec` is the frontend's end of the same, for tests without vLLM.
 
@@ -128,7 +128,7 @@ class FakeDecode:
         self.send_raw(front_wire.DRAIN)
 
     def leave(self) -> None:
-        """As a drain that ran out of time: DRAIN, then every request is handed back."""
+        """As a drain that ran out of time: DRAIN, then every request is given up."""
         self.drain()
 
         def order() -> None:

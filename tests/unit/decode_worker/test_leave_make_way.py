@@ -1,4 +1,4 @@
-"""Requests that find no room because of quarantined blocks are handed back, and no others."""
+"""Requests that find no room because of quarantined blocks migrate, and no others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests that a failed engine step did not touch are found and handed back."""
+"""Requests that a failed engine step did not touch are found and migrated."""
 
 from __future__ import annotations
 

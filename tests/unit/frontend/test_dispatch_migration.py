@@ -235,7 +235,7 @@ async def test_tokens_that_come_with_the_cut_are_not_lost() -> None:
         assert r.sink.tokens["a"] == answer(PROMPT, 9)
 
 
-async def test_what_the_first_worker_says_after_handing_back_is_dropped() -> None:
+async def test_what_the_first_worker_says_after_giving_up_is_dropped() -> None:
     one, two = FakeDecode("decode-1", step_s=0.005), FakeDecode("decode-2", step_s=0.005)
     async with rig(one, two) as r:
         await r.ready(2)

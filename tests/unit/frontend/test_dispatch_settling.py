@@ -132,7 +132,7 @@ async def test_who_must_not_wait_long_does_not_wait_for_who_may(
 
 
 async def test_one_loss_after_another_is_waited_for_once() -> None:
-    """But a token in between, or a worker that hands back, shows that it goes on."""
+    """But a token in between, or a worker that gives up, shows that it goes on."""
     desk = Desk(request("a"), request("b"), request("c"))
     a, b, c = desk.workers[0].flights.values()
     second = Worker("B")

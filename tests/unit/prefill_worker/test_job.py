@@ -326,7 +326,7 @@ async def test_what_ends_the_attempt_ends_the_wait_for_its_transfer_worker(end: 
     if "lost" in end:
         worker.runner.connection_lost(worker.link)
     await worker.over()
-    # The decode worker hands back what it revoked, and the deliveries of a link that broke.
+    # The decode worker naks what it revoked, and the deliveries of a connection that broke.
     assert delivery.verbs == (["nak"] if end == "deadline" else [])
     assert (worker.sent == []) if end == "lost" else back(worker).retry
     assert not worker.tasks

@@ -69,7 +69,7 @@ def test_deliveries_last_until_the_decode_worker_gives_up(
         wait = patience(timeout_s, delivery, max_deliver)
         if wait is None:
             break
-        assert delivery < max_deliver, "the last delivery is never handed back: a dead letter"
+        assert delivery < max_deliver, "the last delivery gets no nak: it would be a dead letter"
         waits.append(wait)
     assert wait is None
     assert sum(waits) >= timeout_s, "nobody waits for it any more"
