@@ -67,6 +67,26 @@ def lora_request(name: str, path: str) -> LoRARequest:
     return LoRARequest(name, 1, path)
 
 
+def _add(worker: Any, adapter: LoRARequest) -> str:
+    """Load an adapter in one rank. Returns why that failed. Empty: it is loaded.
+
+    It must not raise: vLLM would leave the answers of other ranks unread, and take them for those
+    of its next call. That is a step, which then fails.
+
+    worker: vLLM's worker of the rank."""
+    try:
+        worker.add_lora(adapter)
+    except Exception as exc:
+        return str(exc) or repr(exc)
+    return ""
+
+
+def _remove(worker: Any, number: int) -> None:
+    """Remove an adapter in one rank. It must not raise either."""
+    with contextlib.suppress(Exception):
+        worker.remove_lora(number)
+
+
 class Adapters:
     """The adapters of one engine. Engine thread, except where a method says otherwise.
 
@@ -117,12 +137,9 @@ class Adapters:
         self._given += 1
         own = msgspec.structs.replace(asked, lora_int_id=self._given, load_inplace=False)
         seen = _signature(own.lora_path)
-        try:
-            core.add_lora(own)
-        except Exception as exc:
-            with contextlib.suppress(Exception):
-                core.remove_lora(own.lora_int_id)
-            raise BadMessage(f"LoRA adapter {asked.lora_name} cannot be loaded: {exc}") from exc
+        if why := next(filter(None, core.collective_rpc(_add, args=(own,))), ""):
+            core.collective_rpc(_remove, args=(own.lora_int_id,))
+            raise BadMessage(f"LoRA adapter {asked.lora_name} cannot be loaded: {why}")
         self._loaded[key], self._seen[key] = own, seen
         before = None
         if loaded is not None:

@@ -19,13 +19,22 @@ class Core:
     """Loads adapters as vLLM does, all but those named `broken` and those without files.
 
     loaded: those that were loaded from their files.
-    held: the adapter that vLLM computes with, by number. At most `most`."""
+    held: the adapter that vLLM computes with, by number. At most `most`.
+    broken: whether a rank has raised. Then vLLM mixes up the answers of the ranks."""
 
     def __init__(self, enabled: bool = True, most: int = 8) -> None:
+        self.broken = False
         config = SimpleNamespace(max_cpu_loras=most)
         self.vllm_config = SimpleNamespace(lora_config=config if enabled else None)
         self.loaded: list[Any] = []
         self.held: dict[int, Any] = {}
+
+    def collective_rpc(self, method: Any, args: tuple[Any, ...]) -> list[Any]:
+        try:
+            return [method(self, *args)]
+        except Exception:
+            self.broken = True
+            raise
 
     def add_lora(self, asked: Any) -> None:
         number = asked.lora_int_id
@@ -210,9 +219,10 @@ def test_an_adapter_of_another_layout_is_prefilled_here(tmp_path: Path) -> None:
 def test_an_adapter_that_cannot_be_loaded_is_refused(
     name: str, enabled: bool, why: str, tmp_path: Path
 ) -> None:
-    adapters = Adapters()
+    adapters, core = Adapters(), Core(enabled)
     with pytest.raises(BadMessage, match=why):
-        adapters.load(Core(enabled), asked(name, an_adapter(tmp_path / "a")))
+        adapters.load(core, asked(name, an_adapter(tmp_path / "a")))
+    assert not core.broken
     assert adapters.content_of(asked(name, tmp_path)) == ""
 
 
@@ -240,3 +250,16 @@ async def test_files_are_read_again_only_when_they_have_changed(tmp_path: Path) 
     os.utime(weights, ns=(1, 1))
     assert await files.content(str(path)) == content(str(path)) != first
     assert await files.content(str(tmp_path / "none")) == ""
+
+
+def test_an_adapter_that_fails_in_one_rank_is_in_no_rank(tmp_path: Path) -> None:
+    ranks = [Core(), Core()]
+    ranks[1].vllm_config.lora_config.max_cpu_loras = 0  # its last adapter cannot be dropped
+
+    class Ranks(Core):
+        def collective_rpc(self, method: Any, args: tuple[Any, ...]) -> list[Any]:
+            return [found for rank in ranks for found in rank.collective_rpc(method, args)]
+
+    with pytest.raises(BadMessage, match="cannot be loaded"):
+        Adapters().load(Ranks(), asked("a", an_adapter(tmp_path / "a")))
+    assert [(rank.held, rank.broken) for rank in ranks] == [({}, False)] * 2
