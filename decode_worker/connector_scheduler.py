@@ -78,6 +78,14 @@ class ConnectorScheduler:
         lengths = range(tokens, 0, -self._block_size)
         return next((length for length in lengths if not any(self._kept_from(length))), 0)
 
+    def target_blocks(self, prompt_tokens: int, hit_tokens: int) -> int:
+        """Return how many blocks a prefill worker would write, over all KV cache groups.
+
+        hit_tokens: length of the prefix hit on this worker."""
+        tokens, kept = prompt_tokens - 1, BlockOrder(self._kept_from(max(0, prompt_tokens - 1)))
+        end, hit = -(-tokens // self._block_size), hit_tokens // self._block_size
+        return max(0, kept.before(end) - kept.before(hit))
+
     @property
     def has_work(self) -> bool:
         """Whether there is something to tell vLLM. Then the engine must take a step."""
@@ -212,6 +220,7 @@ class ConnectorScheduler:
             job.request_id,
             job.blocks,
             first_target=len(prefix),
+            tokens=external_tokens,
             timeout_s=timeout_s,
             claim_timeout_s=claim_timeout_s,
             stall_s=config.remote_timeout_s,

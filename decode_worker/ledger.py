@@ -157,12 +157,14 @@ class Ledger:
         *,
         first_target: int,
         timeout_s: float,
+        tokens: int = 0,
         claim_timeout_s: float | None = None,
         stall_s: float | None = None,
     ) -> None:
         """Register a job before it is published. Its request waits until the job is settled.
 
         timeout_s: most seconds for the whole job.
+        tokens: number of tokens to compute.
         claim_timeout_s: most seconds for each wait for a claim. None: as timeout_s.
         stall_s: an attempt that makes progress goes on beyond timeout_s, and ends after this many
         seconds without progress. None: as timeout_s."""
@@ -177,6 +179,7 @@ class Ledger:
             deadline=now + timeout_s,
             claim_timeout_s=timeout_s if claim_timeout_s is None else claim_timeout_s,
             stall_s=timeout_s if stall_s is None else stall_s,
+            tokens=tokens,
         )
         with self._lock:
             if self.claims.queued(job_id):
@@ -687,12 +690,12 @@ class Ledger:
         return {state: states.count(state) for state in JobState}
 
     def queued(self) -> tuple[int, int]:
-        """Number of jobs that nobody has claimed, and of the blocks that they wait for."""
+        """Number of jobs that nobody has claimed, and of the tokens to compute for them."""
         if not self._jobs:
             return 0, 0
         with self._lock:
-            targets = [e.targets for e in self._jobs.values() if e.state is JobState.QUEUED]
-        return len(targets), sum(targets)
+            tokens = [e.tokens for e in self._jobs.values() if e.state is JobState.QUEUED]
+        return len(tokens), sum(tokens)
 
     def unwritten(self) -> int:
         """Number of blocks that are not written yet, over all jobs that prefill workers hold."""

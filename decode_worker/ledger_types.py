@@ -38,6 +38,7 @@ class Entry:
     claim.
     stall_s: an attempt that makes progress may go on beyond the deadline. It ends after this many
     seconds without progress.
+    tokens: number of tokens that a prefill worker must compute.
     receipt: of the queue, once the job is stored there and as long as it may have to be deleted.
     attempt: number of grants so far.
     writer, ack_subject, fence: control connection, delivery and fence of the current grant.
@@ -55,6 +56,7 @@ class Entry:
     deadline: float
     claim_timeout_s: float
     stall_s: float
+    tokens: int = 0
     state: JobState = JobState.QUEUED
     digest: bytes = b""
     receipt: object | None = None

@@ -6,6 +6,7 @@ Made once all parts of the process exist. Reads them on the engine thread, witho
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,8 @@ class Outlook:
     cache: vLLM's cache configuration.
     kv_bytes: bytes of all its blocks.
     within_reach: whether any transport reaches the KV memory.
+    target_blocks: `ConnectorScheduler.target_blocks`. None: the model has one KV cache group that
+    keeps all blocks.
     draining: whether this worker refuses new requests."""
 
     ledger: Ledger
@@ -37,6 +40,7 @@ class Outlook:
     cache: Any
     kv_bytes: int
     within_reach: bool
+    target_blocks: Callable[[int, int], int] | None = None
     draining: bool = False
 
     def situation(self, prompt_tokens: int, hit_tokens: int, ineligible: str) -> Situation:
@@ -44,11 +48,13 @@ class Outlook:
         ledger, blocks = self.ledger, self.cache.num_gpu_blocks
         tokens = max(0, prompt_tokens - 1 - hit_tokens)
         more = -(-tokens // self.cache.block_size)
+        if self.target_blocks is not None:
+            more = self.target_blocks(prompt_tokens, hit_tokens)
         self_check = self.control.checks.reason if self.control.checks else ""
         past_stream = self.producer.past_stream and not self_check
         depth = self.producer.depth()
         # Our own jobs count once they are opened. They reach the queue later.
-        own_jobs, own_blocks = ledger.queued()
+        own_jobs, own_tokens = ledger.queued()
         pulling = [peer for peer in self.control.peers.pulling if peer.cleared]
         return Situation(
             prompt_tokens=prompt_tokens,
@@ -71,7 +77,7 @@ class Outlook:
                 workers=self.control.peers.pool if pulling else 0,
                 loads=[peer.load for peer in pulling],
                 depth_tokens=depth.depth_tokens,
-                own_tokens=own_blocks * self.cache.block_size,
+                own_tokens=own_tokens,
                 own_unwritten=ledger.unwritten(),
             ),
         )

@@ -194,6 +194,7 @@ class DecodeRole(Role[DecodeContext, DecodeHooks]):
             engine.config.cache_config,
             sum(memory.nbytes for memory in context.memories),
             within_reach=context.owner is not None,
+            target_blocks=context.scheduler.target_blocks,
         )
         self._traces.outage = outlook.outage
         context.situation = outlook.situation

@@ -24,7 +24,7 @@ def looking(decode: DecodeHalf) -> None:
     producer: Any = SimpleNamespace(available=True, past_stream=False, depth=decode.producer.depth)
     outlook = Outlook(
         decode.ledger, producer, decode.control, unused, cache, 1,
-        within_reach=True,
+        within_reach=True, target_blocks=decode.side.target_blocks,
     )  # fmt: skip
     decode.side._context.situation = outlook.situation
 

@@ -208,6 +208,8 @@ def test_a_job_names_no_block_that_a_window_has_left_behind() -> None:
     assert (job.read_from, job.kept_from) == ((0, 0), (0, 4))
     assert job.blocks == (11, 12, 13, 14, 15, 25, 16, 26, 17, 27)
     assert rig.side.longest_kept(8 * BLOCK) == 2 * BLOCK
+    assert rig.side.target_blocks(request.num_prompt_tokens, 0) == len(job.blocks)
+    assert rig.ledger.queued() == (1, 6 * BLOCK + 1), "however many blocks each token has"
 
 
 @pytest.mark.parametrize("hashes", [1, 2], ids=["one hash", "--prefix-match-unit"])
@@ -235,6 +237,7 @@ def test_what_a_window_sees_at_the_end_of_the_hit_is_held_for_the_job(
     entry = rig.ledger.find(job.job_id)
     assert entry is not None
     assert job.kept_from == (0, 4)
+    assert rig.side.target_blocks(request.num_prompt_tokens, 3 * BLOCK) == len(targets)
     if not cached:
         assert (job.read_from, job.blocks) == ((0, 3), (11, 12, 13, *targets))
         assert entry.first_target == 3
