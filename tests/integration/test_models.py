@@ -65,13 +65,14 @@ def served(
     model = ZOO[request.param]
     path = model.checkpoint()
     flags = (f"--block-size={model.block_size}", f"--dtype={model.dtype}")
-    cluster = Cluster(tmp_path_factory.mktemp("zoo"), path)
+    # Ranks that compute a long prompt leave their main process no time for the usual 2 s.
+    cluster = Cluster(tmp_path_factory.mktemp("zoo"), path, kv_mib=192, lease_ttl_s=10)
     plain = {"block_size": model.block_size, "dtype": model.dtype, **model.plain}
     with Oracle(path, **plain) as oracle:
         try:
             cluster.start_servers()
-            for role in ("decode", "prefill"):
-                cluster.launch(role, *flags, *model.flags)
+            cluster.launch("decode", *flags, *model.flags, *model.decode)
+            cluster.launch("prefill", *flags, *model.flags)
             development = {"VLLM_SERVER_DEV_MODE": "1"}  # to empty a prefix cache
             cluster.launch("frontend", *flags, *model.front, env=development)
             cluster.wait_ready(*cluster.workers)

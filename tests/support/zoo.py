@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tests.support.checkpoint import DEEPSEEK, TINY, random_checkpoint, tiny_checkpoint
@@ -39,6 +39,7 @@ class Model:
     plain: arguments of the plain engine.
     caches: whether vLLM's CPU build has a prefix cache for it.
     flags: of the workers.
+    decode: of the decode worker alone.
     dtype: what vLLM's CPU build takes.
     local: why the decode worker prefills its prompts. Empty: prefill workers do."""
 
@@ -51,6 +52,7 @@ class Model:
     plain: dict[str, object] = field(default_factory=dict)
     caches: bool = True
     flags: tuple[str, ...] = ()
+    decode: tuple[str, ...] = ()
     dtype: str = "float32"
     local: str = ""
 
@@ -138,3 +140,6 @@ ZOO = {
         local="no_transport",
     ),
 }
+for _name in ("DeepSeek-V3", "Gemma 3", "Mistral"):
+    # MLA has one latent cache for all heads: each decode rank gets a copy.
+    ZOO[f"{_name}, decode on two ranks"] = replace(ZOO[_name], decode=("--tensor-parallel-size=2",))
