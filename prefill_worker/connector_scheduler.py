@@ -126,7 +126,7 @@ class ConnectorScheduler:
         # With a window the decode worker may have dropped blocks of its hit that are needed here.
         first, needed = hit_tokens // self._block_size, self._kept_from(task.hit_tokens)
         for here, there in zip(needed, task.readable.begins, strict=True):
-            if there > max(here, first):
+            if max(there, first) != max(here, first):
                 return 0, False
         return missing, True
 

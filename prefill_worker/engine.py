@@ -6,6 +6,7 @@ connector gives its KV to the transfer workers.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Any
 
@@ -20,6 +21,10 @@ from pullfill.runtime import log
 from pullfill.wire import Adapter
 
 logger = log.get("prefill_worker.engine")
+
+
+FILES_S = 20.0
+"""How long a prefill worker may take to read an adapter's files. A network drive may hang."""
 
 
 class NoAdapter(OutOfReach):
@@ -49,7 +54,13 @@ class PrefillEngine:
         """Check that this machine has the adapter's files, as they are for the decode worker.
 
         Raises NoAdapter."""
-        found = await self._files.content(adapter.path)
+        try:
+            async with asyncio.timeout(FILES_S):
+                found = await self._files.content(adapter.path)
+        except TimeoutError:
+            raise NoAdapter(
+                f"LoRA adapter {adapter.name}: {adapter.path} was not read in {FILES_S:.0f} s"
+            ) from None
         if found != adapter.content:
             why = "has other files" if found else "is not"
             raise NoAdapter(f"LoRA adapter {adapter.name} {why} at {adapter.path} here")

@@ -124,6 +124,8 @@ def why_local(vllm_config: Any, kv_cache_config: Any) -> str:
             return f"pullfill does not move the state of {_kind(spec)} layers yet"
     if len({spec.page_size_bytes for spec in specs}) > 1:
         return "its KV cache groups have blocks of different sizes"
+    if len({(spec.num_kv_heads, spec.head_size) for spec in specs}) > 1:
+        return "its KV cache groups have different heads"  # ranks could not split them alike
     sizes = {spec.block_size for spec in specs}
     if sizes != {vllm_config.cache_config.block_size}:
         return f"its KV cache groups have blocks of {sorted(sizes)} tokens"

@@ -31,6 +31,9 @@ specs = {
     "chunks": [ChunkedLocalAttentionSpec(**common, attention_chunk_size=64)],
     "both": [full, SlidingWindowSpec(**common, sliding_window=64)],
     "state": [MambaSpec(block_size=16, shapes=((2, 8),), dtypes=(torch.float32,))],
+    "heads": [
+        full, SlidingWindowSpec(**common | {"num_kv_heads": 4, "head_size": 4}, sliding_window=64)
+    ],
     "blocks": [full, SlidingWindowSpec(**common | {"block_size": 32}, sliding_window=64)],
 }
 def told(name):
@@ -39,7 +42,7 @@ def told(name):
     parallel = SimpleNamespace(pipeline_parallel_size=1)
     cache = SimpleNamespace(block_size=16)
     kept = []
-    if name not in ("state", "blocks"):
+    if name not in ("state", "blocks", "heads"):
         manager = KVCacheManager(
             config, max_model_len=512, scheduler_block_size=16, hash_block_size=16
         )
@@ -70,10 +73,12 @@ def test_what_vllm_keeps_of_a_prompt_and_which_models_stay_local() -> None:
         "chunks": "ChunkedLocalAttention(64)",
         "both": "1xFullAttention 1xSlidingWindow(64)",
         "state": "Mamba",
+        "heads": "1xFullAttention 1xSlidingWindow(64)",
         "blocks": "1xFullAttention 1xSlidingWindow(64)",
     }
     assert {name: why for name, (_, _, why) in told.items() if why} == {
         "state": "pullfill does not move the state of Mamba layers yet",
+        "heads": "its KV cache groups have different heads",
         "blocks": "its KV cache groups have blocks of different sizes",
     }
 
