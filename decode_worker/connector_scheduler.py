@@ -55,7 +55,7 @@ class ConnectorScheduler:
         self._block_size = block_size
         self._pool: Any = None
         self._kept_from: Callable[[int], tuple[int, ...]] = lambda _tokens: (0,)
-        self._decisions: dict[str, tuple[Situation, Decision]] = {}
+        self._decisions: dict[str, tuple[Situation, Decision, Adapter | None]] = {}
         self._waiting: set[str] = set()
         self._held: dict[str, list[Any]] = {}
         self._lent: dict[str, list[Any]] = {}
@@ -104,17 +104,18 @@ class ConnectorScheduler:
         first = request.prompt_token_ids[0] if request.prompt_token_ids else 0
         failpoints.hit(f"decode.prompt.{first}")
         context = self._context
+        adapter = self._adapter(request)
         situation = context.situation(
-            request.num_prompt_tokens, hit_tokens, self._ineligible(request)
+            request.num_prompt_tokens, hit_tokens, self._ineligible(request, adapter)
         )
         own = context.trials and context.trials.decision(request.request_id)
         decision = own or conditional_router.decide(situation, context.router_config())
-        self._decisions[request.request_id] = (situation, decision)
+        self._decisions[request.request_id] = (situation, decision, adapter)
         if decision.reason in (QUEUE_FULL, QUEUE_WAIT):
             context.queue_full()
         return (situation.remote_tokens, True) if decision.remote else (0, False)
 
-    def _ineligible(self, request: Any) -> str:
+    def _ineligible(self, request: Any, adapter: Adapter | None) -> str:
         """Return why this request can never be prefilled remotely. Empty: it can.
 
         A job holds token ids and a LoRA adapter. So a prompt whose KV depends on more is prefilled
@@ -130,9 +131,7 @@ class ConnectorScheduler:
             return "multimodal"
         if request.prompt_embeds is not None or request.prompt_token_ids is None:
             return "prompt_embeds"
-        if request.lora_request is not None and not self._context.adapters_elsewhere():
-            return "lora"
-        if request.lora_request is not None and self._adapter(request) is None:
+        if request.lora_request is not None and adapter is None:
             return "lora"
         if request.pooling_params is not None:
             return "pooling"
@@ -143,9 +142,10 @@ class ConnectorScheduler:
     def _adapter(self, request: Any) -> Adapter | None:
         """Return the request's LoRA adapter for a job. None: it has none, or it cannot be sent.
 
-        The digest of its files may not be known yet, or its name or path too long for a job."""
+        No prefill worker may load adapters, the digest of its files may not be known yet, or its
+        name or path may be too long for a job."""
         asked = request.lora_request
-        if asked is None:
+        if asked is None or not self._context.adapters_elsewhere():
             return None
         content = self._context.adapters.content_of(asked)
         if not content or max(len(asked.lora_name), len(asked.lora_path)) > MAX_TEXT:
@@ -165,14 +165,14 @@ class ConnectorScheduler:
         made = self._decisions.pop(request.request_id, None)
         if made is None:
             return  # vLLM calls again after the load
-        situation, decision = made
+        situation, decision, adapter = made
         if decision.remote and not external_tokens:
             decision = Decision(False, "engine_declined")
         shown = expected(situation, decision, self._context.router_config())
         self._context.traces.decided(request.request_id, situation, decision, shown)
         if not external_tokens:
             return
-        job = self._open(request, tables, situation, external_tokens)
+        job = self._open(request, tables, situation, adapter, external_tokens)
         failpoints.hit("decode.before_publish")
         if situation.hit_tokens or self._scheduled:
             # vLLM puts a block into its prefix cache when it schedules the block's tokens, so the
@@ -188,6 +188,7 @@ class ConnectorScheduler:
         request: Any,
         tables: Sequence[Sequence[int]],
         situation: Situation,
+        adapter: Adapter | None,
         external_tokens: int,
     ) -> OpenedJob:
         """Open the job in the ledger. From now on its request waits."""
@@ -207,7 +208,7 @@ class ConnectorScheduler:
             read_from=read_from,
             kept_from=kept_from,
             cache_salt=request.cache_salt,
-            adapter=self._adapter(request),
+            adapter=adapter,
             priority=request.priority,
             timeout_s=timeout_s,
             claim_timeout_s=claim_timeout_s,

@@ -24,13 +24,14 @@ def offer(
     options: WorkerOptions,
     key: ClusterKey | None,
 ) -> Owner | None:
-    """Serve every transport of `options.transports` that works here. Listens on `options.host`.
+    """Open the KV memory to peers over each transport of `options.transports` that works here.
 
-    Returns the owner of all of them, which owns `base` too. Returns None if no transport reaches
-    the memory and `options` names none. Raises ConfigError if none of the named ones reaches it, or
-    the port is taken.
+    Returns one owner for all transports. It closes `base` when it is closed. Returns None if no
+    transport can reach the memory. But if the user has named transports and none of them can, it
+    raises ConfigError. It also raises ConfigError if the port is taken.
 
-    memories: of all ranks."""
+    base: the owner of the fence over the memory.
+    memories: the KV memory of each rank."""
     owner = CombinedOwner(
         base,
         memories,

@@ -52,8 +52,11 @@ def check(
     blocks = BlockOrder(job.read_from).before(hit) + kept.before(positions) - kept.before(hit)
     if len(job.block_ids) != u32.SIZE * blocks or job.hit_tokens % job.block_size:
         raise BadMessage("the job's blocks do not match its tokens")
-    if len(job.read_from) != groups or len(job.kept_from) != groups:
-        raise BadMessage(f"the job is for other than {groups} KV cache groups")
+    if not len(job.read_from) == len(job.kept_from) == groups:
+        raise BadMessage(
+            f"the job lists blocks of {len(job.kept_from)} KV cache groups, and the model has "
+            f"{groups} here"
+        )
     if job.block_size != block_size or job.compat != compat_hash:
         raise BadMessage("block size or compatibility hash is not this worker's")
     if len(token_ids) > max_prompt_tokens:

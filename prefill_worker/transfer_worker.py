@@ -131,9 +131,10 @@ class TransferWorker:
                 self._submit(operation)
 
     def let_go(self, task: PrefillTask) -> None:
-        """Pull mode: stop keeping the blocks of a task. Any thread. Later calls do nothing.
+        """Pull mode: give the blocks of a task back to the engine. Any thread.
 
-        Call it when nobody reads them any more and the task is cancelled, so that no more come."""
+        Cancel the task first, or it goes on to keep blocks. Call this only when the decode worker
+        reads the blocks no more. A second call does nothing."""
         with task.lock:
             done, task.on_let_go = task.on_let_go, None
             nbytes, task.kept_bytes = task.kept_bytes, 0

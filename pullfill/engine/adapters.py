@@ -120,7 +120,8 @@ class Adapters:
             request.lora_request = self.load(core, request.lora_request)
 
     def load(self, core: Any, asked: LoRARequest, *, again: bool = False) -> LoRARequest:
-        """Load an adapter, unless the engine has it. Returns its LoRARequest with our number.
+        """Load an adapter if the engine lacks it, or if its files have changed where vLLM may have
+        dropped it. Returns its LoRARequest with our number.
 
         The engine takes no step meanwhile. Raises BadMessage if the adapter cannot be loaded.
 
@@ -182,7 +183,10 @@ class Adapters:
                 "prefix cache; load changed files from another path", name,
             )  # fmt: skip
         elif own.is_3d_lora_weight:
-            logger.info("prompts for LoRA adapter %s are prefilled here: it is 3D", name)
+            logger.info(
+                "prompts for LoRA adapter %s are prefilled here: its weights of experts are in the "
+                "3D layout, which a job does not tell", name,
+            )  # fmt: skip
         elif self._loaded.get((name, own.lora_path)) is own:
             self._contents[number] = found
 

@@ -88,8 +88,8 @@ class DecodePort(Protocol):
     def submit(self, request: Any) -> None:
         """Take an EngineCoreRequest. Returns at once.
 
-        Each request ends in outputs up to a finish reason, in `DecodeClient.failed`, or in
-        `abort`."""
+        A request ends in one of three ways: with an output that has a finish reason, with a call of
+        `DecodeClient.failed`, or with a call of `abort`."""
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """Forget these requests here and at their workers. Unknown ids are ignored."""

@@ -39,8 +39,7 @@ if TYPE_CHECKING:
     import openai
 
 MODEL = "tiny"
-BLOCK = 32
-"""The CPU attention backend takes multiples of 32."""
+BLOCK = 32  # the CPU attention backend takes multiples of it
 FLAGS = (
     "--dtype=float32",
     "--enforce-eager",
@@ -74,8 +73,7 @@ class Worker:
     process: subprocess.Popen[bytes] | Forked
     log: Path
     instance_id: str = ""
-    armed: str = ""
-    """Its failpoints now."""
+    armed: str = ""  # its failpoints now
 
     @property
     def pid(self) -> int:

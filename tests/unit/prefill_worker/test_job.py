@@ -16,11 +16,9 @@ import pytest
 from pullfill.errors import BadMessage, PeerUnavailable
 from pullfill.ids import job_digest
 from pullfill.prefill_worker.control_connection import ControlConnection
-from pullfill.prefill_worker.engine import NoAdapter
 from pullfill.prefill_worker.jobs import JobRunner
 from pullfill.prefill_worker.shared_transfer_worker import OutOfReach
 from pullfill.wire import (
-    Adapter,
     CommitReply,
     DrainAck,
     FenceToken,
@@ -170,49 +168,6 @@ async def test_memory_still_out_of_reach_is_computed_by_the_decode_worker() -> N
     assert not back(worker).retry
 
 
-@pytest.mark.parametrize(("number", "verb", "retry"), [(1, "nak", True), (2, "ack", False)])
-async def test_a_job_whose_adapter_is_not_here_is_left_to_others_once(
-    number: int, verb: str, retry: bool
-) -> None:
-    async def absent(adapter: Adapter) -> None:
-        raise NoAdapter(f"LoRA adapter {adapter.name} is not at {adapter.path} here")
-
-    worker, delivery = Worker(some_transfer_worker), Delivered(number=number)
-    adapter = Adapter(name="red", path="/red", content="c")
-    delivery.body = encode(msgspec.structs.replace(JOB, adapter=adapter))
-    worker.grant = msgspec.structs.replace(worker.grant, job_digest=job_digest(delivery.body))
-    worker.runner.engine.check_adapter = absent  # type: ignore[method-assign]
-    worker.runner.start(delivery)  # type: ignore[arg-type]
-    await worker.over()
-    assert delivery.verbs == [verb]
-    said = back(worker)
-    assert said.retry is retry
-    assert "red is not at" in said.cause
-    assert worker.tasks == [], "nothing was computed"
-
-
-async def test_an_adapter_whose_files_change_meanwhile_commits_nothing() -> None:
-    """vLLM may have dropped it, and loaded the new files when it computed the prompt."""
-    checks = []
-
-    async def check(adapter: Adapter) -> None:
-        checks.append(adapter)
-        if len(checks) > 1:
-            raise NoAdapter("LoRA adapter red has other files at /red here")
-
-    worker, delivery = Worker(some_transfer_worker), Delivered()
-    adapter = Adapter(name="red", path="/red", content="c")
-    delivery.body = encode(msgspec.structs.replace(JOB, adapter=adapter))
-    worker.grant = msgspec.structs.replace(worker.grant, job_digest=job_digest(delivery.body))
-    worker.runner.engine.check_adapter = check  # type: ignore[method-assign]
-    worker.runner.start(delivery)  # type: ignore[arg-type]
-    (await worker.computing()).end(None)
-    await worker.over()
-    assert delivery.verbs == ["nak"]
-    assert back(worker).retry
-    assert worker.runner.completed == 0
-
-
 async def test_nonsense_from_the_kv_port_in_the_middle_is_no_poison() -> None:
     """As a session raises it when the owner refuses a write or breaks off."""
     worker, delivery = Worker(some_transfer_worker), Delivered()
@@ -250,31 +205,6 @@ async def test_the_blocks_that_the_job_names_are_written() -> None:
     task.end(None)
     await worker.over()
     assert delivery.verbs == ["ack"]
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"kept_from": (0, 0)},
-        {"read_from": (0, 0)},
-        {"kept_from": (2,)},
-        {"read_from": (1,)},
-        {"block_ids": u32.pack([9, 5])},
-    ],
-)
-async def test_a_job_whose_blocks_are_not_those_of_its_tokens_is_poison(
-    changes: dict[str, Any],
-) -> None:
-    job = msgspec.structs.replace(
-        JOB, token_ids=u32.pack(range(12)), hit_tokens=4, block_ids=u32.pack([9, 5, 7])
-    )
-    worker, delivery = Worker(some_transfer_worker), Delivered()
-    delivery.body = encode(msgspec.structs.replace(job, **changes))
-    worker.grant = msgspec.structs.replace(worker.grant, job_digest=job_digest(delivery.body))
-    worker.runner.start(delivery)  # type: ignore[arg-type]
-    await worker.over()
-    assert delivery.verbs == ["term"]
-    assert not back(worker).retry
 
 
 async def test_a_job_that_is_not_what_was_granted_is_poison() -> None:

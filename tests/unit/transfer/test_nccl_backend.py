@@ -230,7 +230,8 @@ def test_cuda_that_fails_while_copying_is_a_failed_transfer(
 
 
 def test_device_memory_is_taken_once_and_never_given_back(sides: Sides) -> None:
-    """A cudaFree would wait for other workers' kernels, so CudaGpu has none."""
+    """Giving it back means a call of cudaFree, which waits for the kernels of all workers that use
+    the GPU. So CudaGpu has no method for that."""
     taken = dict(sides.world.memory)
     assert len(taken) == 2
     sides.both("receive", "send")

@@ -1,4 +1,4 @@
-"""Which libnccl is taken, and what is said where it is of no use."""
+"""Which libnccl is loaded, and which message tells that none can be used."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pullfill.transfer.nccl.nccl_cuda import CudaGpus
 
 
 class Found:
-    """A library that has all of NCCL's functions but some."""
+    """A library with all functions of NCCL but the `missing` ones."""
 
     def __init__(self, *missing: str) -> None:
         self._missing = missing
@@ -30,7 +30,10 @@ class Found:
 
 
 class Loader:
-    """What ctypes finds. loaded: `libnccl.so.2` is in the process already."""
+    """Stands in for `ctypes.CDLL` and `ctypes.PyDLL`.
+
+    files: the library at each path or name. Others cannot be opened.
+    loaded: whether this process has loaded `libnccl.so.2` already."""
 
     def __init__(
         self, patch: pytest.MonkeyPatch, files: dict[str, Found], loaded: bool = False

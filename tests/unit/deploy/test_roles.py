@@ -1,0 +1,261 @@
+"""The command lines of single workers and frontends: what their processes are given."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from pullfill.config import CLUSTER_FILE, ClusterFile, ClusterRef, ProcessEntry
+from pullfill.deploy import cli, roles, servers
+from pullfill.deploy.procs import start_time
+from pullfill.deploy.state import Launch, StateDir
+from pullfill.errors import ConfigError
+from pullfill.options import WorkerOptions
+from pullfill.wire import KvMode
+
+
+@pytest.fixture
+def main(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """Runs one command as the script does. Gives its exit code."""
+
+    def run(*arguments: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["pullfill", *arguments])
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+        return int(caught.value.code or 0)
+
+    return run
+
+
+runner = CliRunner()
+
+
+class TestRoles:
+    @pytest.fixture
+    def ran(self, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+        """What a role's `run` was called with. The environment is put back afterwards."""
+        calls: list[Any] = []
+        for role, room in (
+            ("decode", "decode_worker"), ("prefill", "prefill_worker"), ("frontend", "frontend"),
+        ):  # fmt: skip
+            main: Any = ModuleType(f"pullfill.{room}.main")
+            main.run = lambda *given, role=role: calls.append((role, *given)) or 7
+            monkeypatch.setitem(sys.modules, main.__name__, main)
+        monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: None)
+        monkeypatch.setattr(os, "environ", dict(os.environ))
+        return calls
+
+    def _cluster(self, directory: Path, model: Path) -> None:
+        state = StateDir(directory)
+        directory.mkdir()
+        model.mkdir()
+        (model / "config.json").write_text("{}")
+        (directory / CLUSTER_FILE).write_bytes(
+            msgspec.json.encode(
+                ClusterFile(namespace="n", nats_url="a", etcd_url="b", frontend_url="c")
+            )
+        )
+        state.write_launch(
+            Launch(
+                cluster_id="i",
+                model=str(model),
+                engine_args=["--dtype=float32", "--api-key", "k"],
+                role_args={"decode": ["-tp", "2"]},
+            )
+        )
+
+    def test_a_worker_by_hand_gets_the_clusters_model_and_flags(
+        self, ran: list[Any], state_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("PULLFILL_DEVICE", "cpu")
+        self._cluster(state_dir, tmp_path / "m")
+        result = runner.invoke(cli.app, ["prefill", "--cpu", "0", "--seed", "1"])
+        assert result.exit_code == 7, result.output
+        ((role, ref, options, arguments),) = ran
+        assert role == "prefill"
+        assert (ref.namespace, ref.nats_url, ref.etcd_url) == ("n", "a", "b")
+        assert isinstance(options, WorkerOptions)
+        assert (options.model, options.cores) == (str(tmp_path / "m"), (0,))
+        assert arguments == ["--max-num-batched-tokens=1024", "--dtype=float32", "--seed", "1"]
+        assert runner.invoke(cli.app, ["decode", "--seed", "1"]).exit_code == 7
+        assert ran[1][3] == ["--dtype=float32", "-tp", "2", "--seed", "1"], "and those of its role"
+
+    @pytest.mark.parametrize("role", ["decode", "prefill"])
+    def test_modes_and_credits(
+        self, role: str, ran: list[Any], state_dir: Path, tmp_path: Path
+    ) -> None:
+        self._cluster(state_dir, tmp_path / "m")
+        flags = ["--kv-mode", "pull"] if role == "decode" else ["--kv-credits", "3"]
+        for given in (flags, []):
+            assert runner.invoke(cli.app, [role, *given]).exit_code == 7
+        (_, _, asked, _), (_, _, usual, _) = ran
+        assert (usual.kv_mode, usual.kv_credits) == (KvMode.PUSH_ASYNC, None)
+        told = (asked.kv_mode, asked.kv_credits)
+        assert told == ((KvMode.PULL, None) if role == "decode" else (KvMode.PUSH_ASYNC, 3 << 20))
+
+    @pytest.mark.parametrize("role", ["decode", "prefill"])
+    def test_where_kv_goes_through(
+        self, role: str, ran: list[Any], state_dir: Path, tmp_path: Path
+    ) -> None:
+        self._cluster(state_dir, tmp_path / "m")
+        flags = ["--kv-port", "7000", "--advertise-kv", "h:7"]
+        assert runner.invoke(cli.app, [role, *flags]).exit_code == 7
+        assert (ran[0][2].kv_port, ran[0][2].advertise_kv) == (7000, "tcp://h:7")
+
+    @pytest.fixture
+    def taken(self) -> Iterator[str]:
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            listener.listen()
+            yield str(listener.getsockname()[1])
+
+    @pytest.mark.parametrize(
+        ("role", "flag"),
+        [
+            ("decode", "--control-port"),
+            ("prefill", "--kv-port"),
+            ("decode", "--http-port"),
+            ("decode", "--data-port"),
+        ],
+    )
+    def test_a_taken_port_is_known_before_the_model_loads(
+        self, role: str, flag: str, ran: list[Any], taken: str, state_dir: Path, tmp_path: Path
+    ) -> None:
+        self._cluster(state_dir, tmp_path / "m")
+        result = runner.invoke(cli.app, [role, flag, taken])
+        assert isinstance(result.exception, ConfigError)
+        assert f"127.0.0.1:{taken}" in str(result.exception)
+        assert f"another with {flag}" in str(result.exception)
+        assert ran == []
+
+    def test_one_port_for_two_servers(self, ran: list[Any], taken: str) -> None:
+        port = str(servers.free_port())
+        result = runner.invoke(cli.app, ["decode", "--kv-port", port, "--http-port", port])
+        assert "different ports" in str(result.exception)
+        assert ran == []
+
+    @pytest.mark.parametrize(
+        ("host", "why"),
+        [
+            ("0.0.0.0", "address that others get"),
+            ("::", "no IPv4 address"),
+            ("::1", "no IPv4 address"),
+            ("203.0.113.1", "cannot listen on --host 203.0.113.1"),
+            ("nowhere.invalid", "no IPv4 address"),
+            ("", "--host ''"),
+        ],
+    )
+    def test_a_worker_needs_an_address_of_this_machine(
+        self, ran: list[Any], monkeypatch: pytest.MonkeyPatch, host: str, why: str
+    ) -> None:
+        if host == "nowhere.invalid":
+
+            def unknown(*_: object, **__: object) -> None:
+                raise socket.gaierror(socket.EAI_NONAME, "no such name")
+
+            monkeypatch.setattr(socket, "getaddrinfo", unknown)
+        result = runner.invoke(cli.app, ["decode", "--host", host])
+        assert isinstance(result.exception, ConfigError)
+        assert why in str(result.exception)
+        assert "--host 10.0.0.5" in str(result.exception) or "this machine" in str(result.exception)
+        assert ran == []
+
+    def test_a_name_becomes_its_address(
+        self, ran: list[Any], state_dir: Path, tmp_path: Path
+    ) -> None:
+        """The socket of frontends binds no name."""
+        self._cluster(state_dir, tmp_path / "m")
+        assert runner.invoke(cli.app, ["decode", "--host", "localhost"]).exit_code == 7
+        assert ran[0][2].host == "127.0.0.1"
+
+    @pytest.mark.parametrize(
+        ("etcd", "warned"),
+        [("http://127.0.0.1:1", False), ("http://10.0.0.9:1", True), ("h:1,localhost:2", False)],
+    )
+    def test_loopback_in_a_cluster_of_several_machines(
+        self, ran: list[Any], tmp_path: Path, etcd: str, warned: bool
+    ) -> None:
+        (tmp_path / "config.json").write_text("{}")
+        where = ["--etcd", etcd, "--nats", "nats://h:2", "--model", str(tmp_path)]
+        result = runner.invoke(cli.app, ["prefill", *where])
+        assert result.exit_code == 7
+        assert (
+            "which only this machine reaches, but etcd is at 10.0.0.9" in result.output
+        ) is warned
+
+    def test_where_probes_and_clients_go(
+        self, ran: list[Any], state_dir: Path, tmp_path: Path
+    ) -> None:
+        self._cluster(state_dir, tmp_path / "m")
+        port = str(servers.free_port())
+        data = str(servers.free_port())
+        for role, more in (("decode", ["--data-port", data]), ("prefill", [])):
+            assert runner.invoke(cli.app, [role, "--http-port", port, *more]).exit_code == 7
+        given = ["frontend", "--port", "0", "--advertise"]
+        assert runner.invoke(cli.app, [*given, "https://llm.example/"]).exit_code == 7
+        decode, prefill, frontend = (options for _, _, options, _ in ran)
+        assert decode.http_port == prefill.http_port == int(port)
+        assert (decode.data_port, prefill.data_port) == (int(data), 0)
+        assert frontend.advertise == "https://llm.example"
+        for wrong in ("llm.example", "ftp://h", "https://", "http://h:x", "http://u@h"):
+            assert isinstance(runner.invoke(cli.app, [*given, wrong]).exception, ConfigError)
+
+    def test_a_frontend_keeps_its_flags(
+        self, ran: list[Any], state_dir: Path, tmp_path: Path
+    ) -> None:
+        self._cluster(state_dir, tmp_path / "m")
+        result = runner.invoke(cli.app, ["frontend", "--port", "0", "--host", "127.0.0.1"])
+        assert result.exit_code == 7, result.output
+        assert ran[0][3] == ["--dtype=float32", "--api-key", "k"]
+
+    def test_by_url_the_model_must_be_named(self, ran: list[Any]) -> None:
+        result = runner.invoke(cli.app, ["decode", "--etcd", "http://h:1", "--nats", "nats://h:2"])
+        assert isinstance(result.exception, ConfigError)
+        assert "--model" in str(result.exception)
+        assert ran == []
+
+    def test_a_worker_by_hand_goes_where_the_least_is(
+        self, state_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Beside the prefill worker, not beside the decode worker."""
+        self._cluster(state_dir, tmp_path / "m")
+        cluster = StateDir(state_dir).cluster()
+        assert cluster is not None
+        homes: dict[int, set[int]] = {}
+        with ExitStack() as running:
+            for role, home in (("decode", {0}), ("prefill", {1}), ("frontend", {0, 1})):
+                process = running.enter_context(subprocess.Popen(["sleep", "60"]))
+                running.callback(process.kill)
+                homes[process.pid] = home
+                entry = ProcessEntry(
+                    name=role, role=role, instance_id=None, pid=process.pid, log=""
+                )
+                entry.started = start_time(process.pid) or 0
+                cluster.processes.append(entry)
+            StateDir(state_dir).write_cluster(cluster)
+            monkeypatch.setenv("PULLFILL_DEVICE", "cpu")
+            monkeypatch.setattr(os, "sched_getaffinity", lambda pid: homes.get(pid, {0, 1}))
+            ref = ClusterRef("n", "e", "q", state_dir)
+            assert roles.cores_of(WorkerOptions(), ref, small=True) == (1,)
+            assert roles.cores_of(WorkerOptions(), ref, small=False) == ()
+            assert roles.cores_of(WorkerOptions(pin=False), ref, small=True) == ()
+
+    @pytest.mark.parametrize("cpu", ["x", "9999"])
+    def test_a_core_that_is_not_there(
+        self, ran: list[Any], state_dir: Path, tmp_path: Path, cpu: str
+    ) -> None:
+        self._cluster(state_dir, tmp_path / "m")
+        result = runner.invoke(cli.app, ["decode", "--cpu", cpu])
+        assert isinstance(result.exception, ConfigError)
+        assert "--cpu" in str(result.exception)

@@ -1,0 +1,83 @@
+"""What the prefill connector reads and writes of a model with two KV cache groups."""
+
+from __future__ import annotations
+
+import pytest
+
+from pullfill.engine.groups import EMPTY, BlockOrder
+from pullfill.errors import HandoffError
+from tests.unit.prefill_worker.test_connector_scheduler import BLOCK, LOCAL, REMOTE, Engine
+
+WINDOW = 2
+"""Blocks that the second group keeps."""
+
+
+def with_window(engine: Engine, read_from: int) -> Engine:
+    """Give the engine a second group. Its block i is 100 more than that of the first group, here
+    and there. read_from: where the decode worker's blocks of the hit begin in that group."""
+
+    def kept_from(tokens: int) -> tuple[int, int]:
+        return 0, max(0, tokens // BLOCK - WINDOW)
+
+    def blocks(base: int, order: BlockOrder, start: int, stop: int) -> list[int]:
+        tables = [[base + group + at for at in range(stop)] for group in (0, 100)]
+        return order.ids(tables, start, stop)
+
+    task, hit = engine.task, engine.task.hit_tokens // BLOCK
+    engine.side.bind_kept(kept_from)
+    task.readable = BlockOrder((0, read_from))
+    task.written = BlockOrder(kept_from(len(task.token_ids)))
+    task.remote_blocks = [
+        *blocks(REMOTE, task.readable, 0, hit),
+        *blocks(REMOTE, task.written, hit, engine.total),
+    ]
+    engine.manager.windows["j.1"] = [LOCAL + 100 + at for at in range(engine.total)]
+    return engine
+
+
+def test_of_a_group_with_a_window_only_its_end_is_written() -> None:
+    engine = with_window(Engine(6 * BLOCK), read_from=0)
+    assert engine.admit() == 0
+    for _ in range(3):
+        engine.run(2 * BLOCK)
+    engine.transfer_worker.flush()
+    assert engine.written == [0, 1, 2, 3, 4, 104, 5, 105]
+    assert engine.task.targets == [REMOTE + at for at in engine.written]
+    assert engine.ends == [None]
+
+
+@pytest.mark.parametrize("local_hit", [0, 2])
+def test_the_hit_is_read_with_what_the_window_sees_at_its_end(local_hit: int) -> None:
+    engine = with_window(Engine(6 * BLOCK, hit=3 * BLOCK, local_hit=local_hit * BLOCK), read_from=1)
+    engine.manager.windows["j.1"][0] = EMPTY
+    assert engine.admit() == (3 - local_hit) * BLOCK
+    read = engine.transfer_worker.finish()
+    expected = [0, 1, 101, 2, 102] if not local_hit else [2, 102]
+    assert read.remote == [REMOTE + at for at in expected]
+    assert read.local == [LOCAL + at for at in expected]
+    engine.run(0)
+    engine.request.num_computed_tokens = 3 * BLOCK
+    engine.run(3 * BLOCK)
+    engine.transfer_worker.flush()
+    assert engine.written == [3, 4, 104, 5, 105]
+
+
+@pytest.mark.parametrize(
+    ("read_from", "local_hit", "read"), [(2, 0, 0), (2, 1, 0), (2, 2, 1), (0, 0, 0), (0, 1, 2)]
+)
+def test_a_hit_with_another_part_of_the_window_is_computed_here(
+    read_from: int, local_hit: int, read: int
+) -> None:
+    """Unless this engine has that part itself. What is read beyond the window has no block here."""
+    engine = with_window(Engine(6 * BLOCK, hit=3 * BLOCK, local_hit=local_hit * BLOCK), read_from)
+    assert engine.admit() == read * BLOCK
+
+
+def test_a_block_that_the_window_has_left_behind_here_is_never_written() -> None:
+    engine = with_window(Engine(6 * BLOCK), read_from=0)
+    engine.admit()
+    engine.manager.windows["j.1"][4] = EMPTY
+    plan = engine.run(6 * BLOCK)
+    assert plan.writes == []
+    (failure,) = engine.ends
+    assert isinstance(failure, HandoffError)
