@@ -49,7 +49,7 @@ test-fast: install ## Unit, contract and benchmark tests, in eight forked proces
 	$(BIN)/pytest -q --forks 8 tests/unit tests/contract benchmarks/tests $(PYTEST_ARGS)
 
 zoo: install ## Tiny models of each architecture: a cluster answers as one engine (minutes)
-	$(BIN)/pytest -m engine tests/integration/test_models.py $(PYTEST_ARGS)
+	$(BIN)/python -m tests.zoo $(ARGS)
 
 flaky: install ## Repeat make test, list what differed: make flaky N=10 [ARGS="--busy 2 tests/chaos"]
 	$(BIN)/python -m tests.flaky --runs $(N) $(ARGS)

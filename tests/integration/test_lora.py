@@ -22,12 +22,12 @@ TOLERANCE = 1e-4
 
 
 @pytest.fixture(scope="module")
-def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def adapters(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with one adapter for each name, and one whose rank is too high."""
     directory = tmp_path_factory.mktemp("adapters")
     for seed, name in enumerate(NAMES):
-        lora_adapter(directory / name, seed)
-    lora_adapter(directory / "large", 7, rank=16)
+        lora_adapter(directory / name, model_path, seed)
+    lora_adapter(directory / "large", model_path, 7, rank=16)
     return directory
 
 

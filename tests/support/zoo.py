@@ -25,6 +25,7 @@ _SMALL: dict[str, object] = {
     "eos_token_id": 2,
 }
 _EXPERTS: dict[str, object] = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
+_NO_LORA = "vLLM's LoRA kernels for experts need Triton, which its CPU build lacks"
 _LAYERS = ["sliding_attention", "full_attention"] * 2
 
 
@@ -40,6 +41,7 @@ class Model:
     caches: whether vLLM's CPU build has a prefix cache for it.
     flags: of the workers.
     decode: of the decode worker alone.
+    lora: why it is not asked with a LoRA adapter. Empty: it is.
     dtype: what vLLM's CPU build takes.
     local: why the decode worker prefills its prompts. Empty: prefill workers do."""
 
@@ -53,6 +55,7 @@ class Model:
     caches: bool = True
     flags: tuple[str, ...] = ()
     decode: tuple[str, ...] = ()
+    lora: str = ""
     dtype: str = "float32"
     local: str = ""
 
@@ -67,7 +70,10 @@ ZOO = {
     "Llama": Model(),
     "Qwen3": Model("Qwen3Config", "Qwen3ForCausalLM", _SMALL),
     "Qwen3-MoE": Model(
-        "Qwen3MoeConfig", "Qwen3MoeForCausalLM", {**_SMALL, **_EXPERTS, "num_experts": 4}
+        "Qwen3MoeConfig",
+        "Qwen3MoeForCausalLM",
+        {**_SMALL, **_EXPERTS, "num_experts": 4},
+        lora=_NO_LORA,
     ),
     "DeepSeek-V3": Model(
         "DeepseekV3Config",
@@ -76,6 +82,7 @@ ZOO = {
         block_size=16,
         # vLLM's CPU kernel rotates the wrong rows. Workers turn it off by themselves.
         caches=False,
+        lora=_NO_LORA,
         plain={"compilation_config": {"custom_ops": ["-rotary_embedding"]}},
     ),
     "Gemma 3": Model(
@@ -101,6 +108,7 @@ ZOO = {
         },
         groups=2,
         front=("--tool-call-parser=openai",),
+        lora=_NO_LORA,
     ),
     "Mistral": Model("MistralConfig", "MistralForCausalLM", {**_SMALL, "sliding_window": WINDOW}),
     "Phi-3": Model("Phi3Config", "Phi3ForCausalLM", {**_SMALL, "sliding_window": WINDOW}),
@@ -137,6 +145,7 @@ ZOO = {
         groups=4,
         caches=False,
         dtype="bfloat16",
+        lora=_NO_LORA,
         local="no_transport",
     ),
 }
