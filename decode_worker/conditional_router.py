@@ -57,6 +57,7 @@ class Situation(msgspec.Struct, frozen=True):
 
     prompt_tokens: all tokens of the prompt.
     hit_tokens: its leading tokens that are in the local prefix cache.
+    local_tokens: its last tokens, which this worker always computes itself.
     ineligible: why this request can never go remote. Empty: it can.
     queue_jobs: jobs that wait, without those in work.
     remote_kv: share of the KV cache that open remote prefills would hold, this one included.
@@ -68,6 +69,7 @@ class Situation(msgspec.Struct, frozen=True):
     prompt_tokens: int
     hit_tokens: int
     ineligible: str = ""
+    local_tokens: int = 1
     prefill_workers: int = 0
     self_check: str = ""
     queue_available: bool = False
@@ -80,9 +82,8 @@ class Situation(msgspec.Struct, frozen=True):
 
     @property
     def remote_tokens(self) -> int:
-        """Tokens a prefill worker would compute: all beyond the hit but the last, which decode
-        computes itself to sample from it."""
-        return max(0, self.prompt_tokens - 1 - self.hit_tokens)
+        """Tokens a prefill worker would compute: all between the hit and `local_tokens`."""
+        return max(0, self.prompt_tokens - self.local_tokens - self.hit_tokens)
 
 
 class Decision(msgspec.Struct, frozen=True):

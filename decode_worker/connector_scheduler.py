@@ -41,6 +41,7 @@ logger = log.get("decode_worker.scheduler")
 class ConnectorScheduler:
     """Decides, opens jobs and reports their ends, for one engine.
 
+    local_tokens: see `Situation`.
     _decisions: the last decision about each request that has no blocks yet.
     _waiting: requests that wait for remote KV.
     _held: blocks that are held for each job whose writer is not proved quiet.
@@ -50,9 +51,10 @@ class ConnectorScheduler:
     _scheduled: the same for each step that still runs.
     """
 
-    def __init__(self, context: DecodeContext, block_size: int) -> None:
+    def __init__(self, context: DecodeContext, block_size: int, local_tokens: int = 1) -> None:
         self._context = context
         self._block_size = block_size
+        self.local_tokens = local_tokens
         self._pool: Any = None
         self._kept_from: Callable[[int], tuple[int, ...]] = lambda _tokens: (0,)
         self._decisions: dict[str, tuple[Situation, Decision, Adapter | None]] = {}
@@ -82,7 +84,8 @@ class ConnectorScheduler:
         """Return how many blocks a prefill worker would write, over all KV cache groups.
 
         hit_tokens: length of the prefix hit on this worker."""
-        tokens, kept = prompt_tokens - 1, BlockOrder(self._kept_from(max(0, prompt_tokens - 1)))
+        tokens = max(0, prompt_tokens - self.local_tokens)
+        kept = BlockOrder(self._kept_from(tokens))
         end, hit = -(-tokens // self._block_size), hit_tokens // self._block_size
         return max(0, kept.before(end) - kept.before(hit))
 
@@ -284,8 +287,8 @@ class ConnectorScheduler:
     def finish(self) -> list[str]:
         """Act on how remote prefills have ended. Returns the requests whose KV is there.
 
-        vLLM computes the last prompt token of those, and samples. `DecodeHooks` calls this before a
-        step is scheduled, so that they run in that step and not in the one after. Requests that
+        vLLM computes the last prompt tokens of those, and samples. `DecodeHooks` calls this before
+        a step is scheduled, so that they run in that step and not in the one after. Requests that
         failed are reported by `collect`."""
         loaded: list[str] = []
         # A hold comes before the report that makes vLLM free the same blocks. So no block in

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from pullfill.engine import front_wire, outputs
+from pullfill.engine import front_wire, outputs, speculation
 from pullfill.engine.adapters import Adapters
 from pullfill.errors import BadMessage
 
@@ -63,16 +63,17 @@ def call_utility(core: Any, adapters: Adapters, method: str, args: list[Any]) ->
     return adapters.add(core, *args) if method == "add_lora" else getattr(core, method)(*args)
 
 
-def check_fits(request: Any, prompt_tokens: int, max_model_len: int) -> None:
-    """Refuse a request on which vLLM's engine would fail. Such a failure would end this worker.
+def check_fits(request: Any, prompt_tokens: int, max_model_len: int, core: Any) -> None:
+    """Refuse a request on which vLLM's engine would fail, or of which it would ignore a part.
 
-    vLLM makes these checks only in the frontend, with the limits of the worker that was chosen
-    first. If that worker dies, the request comes here, and this worker's `max_model_len` may be
-    smaller. Raises BadMessage."""
+    A failure would end this worker. vLLM makes these checks only in the frontend, with the
+    frontend's flags and the limits of the worker that was chosen first. If that worker dies, the
+    request comes here, and this worker's `max_model_len` may be smaller. Raises BadMessage."""
     if request.resumable:
         raise BadMessage("streaming input is not supported")
     if prompt_tokens >= max_model_len:
         raise BadMessage(f"{prompt_tokens} prompt tokens, at most {max_model_len - 1}")
+    speculation.check_params(core.vllm_config, request.sampling_params)
 
 
 class HeldStats:

@@ -31,6 +31,7 @@ class Outlook:
     within_reach: whether any transport reaches the KV memory.
     target_blocks: `ConnectorScheduler.target_blocks`. None: the model has one KV cache group that
     keeps all blocks.
+    local_tokens: see `Situation`.
     draining: whether this worker refuses new requests."""
 
     ledger: Ledger
@@ -41,12 +42,13 @@ class Outlook:
     kv_bytes: int
     within_reach: bool
     target_blocks: Callable[[int, int], int] | None = None
+    local_tokens: int = 1
     draining: bool = False
 
     def situation(self, prompt_tokens: int, hit_tokens: int, ineligible: str) -> Situation:
         """Return everything that `decide` may look at."""
         ledger, blocks = self.ledger, self.cache.num_gpu_blocks
-        tokens = max(0, prompt_tokens - 1 - hit_tokens)
+        tokens = max(0, prompt_tokens - self.local_tokens - hit_tokens)
         more = -(-tokens // self.cache.block_size)
         if self.target_blocks is not None:
             more = self.target_blocks(prompt_tokens, hit_tokens)
@@ -60,6 +62,7 @@ class Outlook:
             prompt_tokens=prompt_tokens,
             hit_tokens=hit_tokens,
             ineligible=ineligible or ("" if self.within_reach else "no_transport"),
+            local_tokens=self.local_tokens,
             # Workers that cannot reach the stream report that they do not pull. They still take
             # jobs that come past the stream.
             prefill_workers=self.control.prefill_workers or int(past_stream),

@@ -233,7 +233,7 @@ class RequestServer:
         try:
             if not taken.wanted and not request.mm_features:
                 return None  # but multimodal inputs must enter vLLM's cache: others refer to them
-            check_fits(request, len(tokens) // 4, self._max_model_len)
+            check_fits(request, len(tokens) // 4, self._max_model_len, self.host.core)
             request.client_index = taken.frontend.index
             request_limits.strip_transfer_params(request)
             failpoints.hit("decode.intake")

@@ -195,6 +195,7 @@ class DecodeRole(Role[DecodeContext, DecodeHooks]):
             sum(memory.nbytes for memory in context.memories),
             within_reach=context.owner is not None,
             target_blocks=context.scheduler.target_blocks,
+            local_tokens=context.scheduler.local_tokens,
         )
         self._traces.outage = outlook.outage
         context.situation = outlook.situation

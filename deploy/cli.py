@@ -85,6 +85,7 @@ def up(
     from pullfill.net.security import load
 
     own = _own_flags(context, "up", "decode", "prefill")
+    of_decode = vllm_flags.of_role("--decode-args", decode_args, own)
     options = replace(
         options,
         namespace=cluster.namespace or "default",
@@ -95,7 +96,8 @@ def up(
         frontend=frontend,
         vllm_args=list(context.args),
         role_args={
-            "decode": vllm_flags.of_role("--decode-args", decode_args, own),
+            "decode": of_decode,
+            "frontend": vllm_flags.for_frontend(of_decode),
             "prefill": vllm_flags.of_role("--prefill-args", prefill_args, own),
         },
     )

@@ -157,7 +157,7 @@ def engine_arguments(options: UpOptions) -> list[str]:
 
 
 def worker_arguments(options: UpOptions, role: str) -> list[str]:
-    """Return the vLLM flags of every worker of the role."""
+    """Return the vLLM flags of every worker or frontend of the role."""
     return engine_arguments(options) + options.role_args.get(role, [])
 
 
@@ -248,7 +248,7 @@ def worker_specs(options: UpOptions, cluster: ClusterRef, cluster_id: str) -> li
             port=port,
             restart_wait_s=RESTART_WAIT_S if options.restart else 0.0,
         )
-        name, flags = f"frontend-{index}", engine_arguments(options)
+        name, flags = f"frontend-{index}", worker_arguments(options, "frontend")
         url = frontend_url(options.host, port)
         specs.append(spec(name, served, flags, defaults.Placement(), url=url))
     return specs

@@ -30,6 +30,7 @@ FRONTEND_ONLY = frozenset(
     """.split()
 )
 """Flags of vLLM's API server. Workers do not have one."""
+_SPECULATION = ("speculative-config", "sc", "spec-method", "spec-model", "spec-tokens")
 
 
 def group_flags(arguments: Sequence[str]) -> list[list[str]]:
@@ -63,6 +64,19 @@ def flag_name(flag: str) -> str:
 def for_worker(arguments: Sequence[str]) -> list[str]:
     """Return the arguments without those that only an API server understands."""
     kept = (g for g in group_flags(arguments) if flag_name(g[0]) not in FRONTEND_ONLY)
+    return [part for group in kept for part in group]
+
+
+def for_frontend(arguments: Sequence[str]) -> list[str]:
+    """Return those flags of decode workers that a frontend must know: how they speculate.
+
+    Without them vLLM's frontend has no metrics of drafts and checks no request against them."""
+    kept = (
+        # Also --speculative-config.method and the like.
+        g
+        for g in group_flags(arguments)
+        if flag_name(g[0]).partition(".")[0] in _SPECULATION
+    )
     return [part for group in kept for part in group]
 
 

@@ -90,7 +90,7 @@ def prepare(model: str, vllm_args: Sequence[str], host: str, port: int) -> Prepa
     check.require_names(migration.REQUIRED_NAMES)
     args = _parse(model, vllm_args)
     args.host, args.port = host, port
-    from vllm.config import LoRAConfig, VllmConfig
+    from vllm.config import LoRAConfig, ParallelConfig, VllmConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.sampling_params import SamplingParams
 
@@ -104,6 +104,11 @@ def prepare(model: str, vllm_args: Sequence[str], host: str, port: int) -> Prepa
             observability_config=engine_args.create_observability_config(),
             lora_config=LoRAConfig() if args.enable_lora else None,  # only that there is one counts
         )
+        # For vLLM's metrics of drafts, and its check of sampling parameters. Set afterwards: the
+        # rest of the config is not that of an engine.
+        ranks = ParallelConfig()
+        ranks.tensor_parallel_size = args.tensor_parallel_size
+        config.speculative_config = engine_args.create_speculative_config(model_config, ranks)
     except (ValueError, OSError, RuntimeError) as exc:
         raise ConfigError(f"cannot load model {model!r}: {first_line(exc)}") from exc
     for name in ("stream_interval", "max_num_queued_reqs", "max_num_queued_tokens"):

@@ -107,6 +107,7 @@ class _Core:
     """Takes every request; its utilities fail in every way."""
 
     request_block_hasher = None
+    vllm_config = SimpleNamespace(speculative_config=None)
 
     def preprocess_add_request(self, request: Any) -> tuple[Any, int]:
         return SimpleNamespace(_all_token_ids=[], block_hashes=[]), 0

@@ -153,6 +153,15 @@ class Oracle:
                 self._known |= fresh
         return found
 
+    def counters(self, prefix: str) -> dict[str, int]:
+        """vLLM's counters whose names begin with `prefix`. Start it with disable_log_stats=False.
+
+        The answer to a prompt that was asked before is not counted again."""
+        with self._lock:
+            self._send({"counters": prefix})
+            found: dict[str, int] = self._answer()["counters"]
+        return found
+
     def rss_bytes(self) -> int:
         """Resident memory of the engine's process."""
         pages = int(Path(f"/proc/{self.pid}/statm").read_text().split()[1])
@@ -187,6 +196,7 @@ def _completion(answer: dict[str, Any]) -> Completion:
 
 def _serve(args: dict[str, Any], requests: IO[str], answers: IO[str]) -> None:
     from vllm import LLM, SamplingParams
+    from vllm.v1.metrics.reader import Counter
 
     engine = LLM(
         **{
@@ -208,6 +218,12 @@ def _serve(args: dict[str, Any], requests: IO[str], answers: IO[str]) -> None:
     say({"ready": True})
     for line in requests:
         request = json.loads(line)
+        if prefix := request.get("counters"):
+            say({"counters": {
+                m.name: m.value for m in engine.get_metrics() if m.name.startswith(prefix)
+                and isinstance(m, Counter)
+            }})  # fmt: skip
+            continue
         try:
             prompts: Any = [
                 p if isinstance(p, str) else {"prompt_token_ids": p} for p in request["prompts"]

@@ -25,7 +25,9 @@ LIMIT = 100
 
 
 class _Codec:
-    """Requests travel as `id`, prompt; outputs as they are."""
+    """Requests travel as `id`, prompt; outputs as they are. params: of all requests."""
+
+    params: Any = None
 
     def request(self, frames: list[Any]) -> Any:
         request_id = frames[0].bytes.decode()
@@ -37,7 +39,7 @@ class _Codec:
             mm_features=request_id.startswith("picture"),
             resumable=request_id.startswith("stream"),
             client_index=0,
-            sampling_params=None,
+            sampling_params=self.params,
             _all_token_ids=[],
             block_hashes=[],
             lora_request=None,
@@ -55,6 +57,7 @@ class _Codec:
 
 class _Core:
     def __init__(self) -> None:
+        self.vllm_config = SimpleNamespace(speculative_config=None)
         self.prepared: list[str] = []
         self.added: list[str] = []
         self.aborted: list[str] = []

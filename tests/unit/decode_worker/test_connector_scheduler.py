@@ -97,6 +97,25 @@ def test_all_tokens_but_the_last_and_exactly_their_blocks(tokens: int, hit_block
     assert (entry.first_target, entry.blocks) == (hit_blocks, job.blocks)
 
 
+@pytest.mark.parametrize("tokens", [2, BLOCK + 1, BLOCK + 2, BLOCK + 3])
+def test_a_worker_that_speculates_computes_the_last_two_tokens(tokens: int) -> None:
+    """With one token left vLLM would add drafts that are always rejected."""
+    rig = Rig()
+    rig.side.local_tokens = 2
+    rig.side._context.situation = lambda p, h, i: Situation(
+        p, h, i, local_tokens=2, prefill_workers=1, queue_available=True
+    )
+    blocks = -(-(tokens - 2) // BLOCK)
+    assert rig.side.target_blocks(tokens, 0) == blocks
+    if tokens == 2:
+        assert rig.side.decide(FakeRequest("r", [1, 2]), 0) == (0, False)
+        return
+    request = rig.send(tokens)
+    (job,) = rig.published
+    assert job.token_ids == request.prompt_token_ids[: tokens - 2]  # type: ignore[index]
+    assert len(job.blocks) == blocks
+
+
 def test_more_blocks_than_needed_are_not_granted() -> None:
     """vLLM may hand over lookahead blocks; the writer gets none of them."""
     rig = Rig()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -42,6 +43,17 @@ def test_what_does_not_fit_ends_with_an_error_and_never_reaches_the_engine(
     assert (kind, payload) == (front_wire.OUT, b"error " + name + b" request")
     assert rig.core.added == []
     assert rig.request_server.active_requests == 0
+
+
+def test_what_an_engine_that_speculates_would_ignore_is_refused(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = SimpleNamespace(min_p=0.1, logit_bias=None, trace_decode_token_ids=None)
+    monkeypatch.setattr(rig.request_server._codec, "params", params)
+    rig.add("a")
+    rig.core.vllm_config.speculative_config = object()
+    assert rig.ask(front_wire.ADD, b"b", bytes(40), b"")[1] == b"error b request"
+    assert rig.core.added == ["a"]
 
 
 def test_the_same_id_twice_is_answered_and_added_once(rig: Rig) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,19 @@ class TestOneRole:
         assert argvs["decode"][-5:] == ["--max-num-seqs", "8", "-tp", "2", "--max-num-seqs=4"]
         assert argvs["prefill"][-4:] == ["--max-num-seqs", "8", "--seed", "7"]
         assert argvs["frontend"][-2:] == ["--max-num-seqs", "8"]
+
+    @pytest.mark.parametrize(
+        "given", [["--speculative-config", '{"a": 1}'], ["-sc.method=ngram"], ["--spec-tokens=3"]]
+    )
+    def test_frontends_learn_how_decode_workers_speculate(
+        self, options: list[plan.UpOptions], given: list[str]
+    ) -> None:
+        value = shlex.join(["-tp", "2", *given])
+        assert runner.invoke(cli.app, ["up", "--decode-args", value]).exit_code == 0
+        argvs = {s.role: s.argv for s in plan.worker_specs(options[0], REF, "id")}
+        assert argvs["decode"][-len(given) :] == argvs["frontend"][-len(given) :] == given
+        assert not set(given) & set(argvs["prefill"])
+        assert "-tp" not in argvs["frontend"]
 
     @pytest.mark.parametrize(
         ("value", "why"),

@@ -1,0 +1,47 @@
+"""Speculative decoding: what it changes for a remote prefill.
+
+A drafter proposes the next tokens of an answer, and the model keeps those that it would have said
+itself. Some drafters look at tokens only (n-gram, suffix). Then KV is the same with and without
+speculation, and the two workers may differ in it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pullfill.errors import BadMessage
+
+_NEGLIGIBLE = 1e-5
+"""vLLM's own bound: it takes a smaller min_p, or temperature, for 0."""
+
+
+def local_tokens(vllm_config: Any) -> int:
+    """Return how many tokens at the end of each prompt the decode worker computes itself."""
+    if vllm_config.speculative_config is None:
+        return 1  # the last one, to sample from it
+    # If one token is left, vLLM pads it with drafts that are always rejected (`pad_spec_decode` in
+    # its scheduler). They would count as drafts, and cost more than a second token of the prompt.
+    return 2
+
+
+def check_params(vllm_config: Any, params: Any) -> None:
+    """Refuse sampling parameters with which vLLM answers wrong when it speculates.
+
+    Raises BadMessage. vLLM makes a part of this check in the frontend, which may not know that the
+    workers speculate.
+
+    params: vLLM's SamplingParams, or None."""
+    if vllm_config.speculative_config is None or params is None:
+        return
+    if params.min_p > _NEGLIGIBLE or params.logit_bias or params.trace_decode_token_ids:
+        raise BadMessage(
+            "min_p, logit_bias and trace_decode_token_ids are not supported with speculative "
+            "decoding, which this decode worker uses (--speculative-config)"
+        )
+    if vllm_config.device_config.device_type == "cpu" and params.temperature >= _NEGLIGIBLE:
+        # `expand_kernel_impl` of vLLM's CPU build writes into a copy. So drafts of all requests in
+        # the step, greedy ones too, are judged by a temperature that is never set.
+        raise BadMessage(
+            "temperature above 0 is not supported with speculative decoding on CPU: set it to 0, "
+            "or start the decode workers without --speculative-config"
+        )

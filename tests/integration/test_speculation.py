@@ -1,0 +1,128 @@
+"""Speculative decoding: answers and accepted drafts are those of one engine that speculates."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.answers import Heard, ask_for
+from tests.support.cluster import BLOCK, Cluster, until
+from tests.support.oracle import Oracle
+from tests.support.prompts import forget_decode_prefixes, random_prompt
+
+pytestmark = pytest.mark.engine
+
+NGRAM = {
+    "method": "ngram", "num_speculative_tokens": 3,
+    "prompt_lookup_max": 4, "prompt_lookup_min": 1,
+}  # fmt: skip
+FLAGS = ("--speculative-config", json.dumps(NGRAM))
+LENGTHS = (3, 33, 34, 65, 66, 300, 1500)
+STEPS = 30
+FEW = [40, 90, 150]
+"""Answers of so few tokens repeat themselves, so some drafts are accepted."""
+TOLERANCE = 1e-4
+DRAFTS = "vllm:spec_decode_num_"
+
+
+@pytest.fixture(scope="module")
+def oracle(model_path: Path) -> Iterator[Oracle]:
+    with Oracle(
+        model_path, speculative_config=NGRAM, disable_log_stats=False, block_size=BLOCK
+    ) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def cluster(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Only the decode worker speculates. The frontend knows it, for its metrics."""
+    cluster = Cluster(tmp_path_factory.mktemp("ngram"), model_path, lease_ttl_s=10)
+    try:
+        cluster.start_servers()
+        cluster.launch("decode", *FLAGS)
+        cluster.launch("prefill")
+        cluster.launch("frontend", *FLAGS, env={"VLLM_SERVER_DEV_MODE": "1"})
+        cluster.wait_ready(*cluster.workers)
+        cluster.set_router(policy="always_remote")
+        yield cluster
+        assert not cluster.log_errors()
+    finally:
+        cluster.stop()
+
+
+def ask(cluster: Cluster, prompt: list[int], steps: int = STEPS) -> Heard:
+    return ask_for(cluster, prompt, steps, logprobs=1, allowed_token_ids=FEW)
+
+
+def check(oracle: Oracle, prompt: list[int], heard: Heard, steps: int = STEPS) -> None:
+    assert heard.done.wait(60)
+    assert not heard.error
+    (right,) = oracle.generate([prompt], steps, logprobs=1, ignore_eos=True, allowed_token_ids=FEW)
+    expected = [s[t] for s, t in zip(right.logprobs or [], right.token_ids, strict=True)]
+    assert heard.tokens == right.token_ids, len(prompt)
+    assert heard.logprobs == pytest.approx(expected, abs=TOLERANCE), len(prompt)
+
+
+def counted(read: Callable[[], dict[str, float]]) -> dict[str, float]:
+    """What `read` returns once it is the same for longer than workers hold statistics back."""
+    last: dict[str, float] = {}
+    while (now := read()) != last:
+        last = now
+        time.sleep(1.5)
+    return last
+
+
+def drafts_of(cluster: Cluster) -> dict[str, float]:
+    names = [f"{DRAFTS}{what}" for what in ("drafts", "draft_tokens", "accepted_tokens")]
+    return counted(lambda: {name: cluster.counter(f"{name}_total") for name in names})
+
+
+def test_answers_and_accepted_drafts_are_those_of_one_engine(
+    cluster: Cluster, oracle: Oracle
+) -> None:
+    prompts = [random_prompt(length, seed=1) for length in LENGTHS]
+    before = drafts_of(cluster)
+    for prompt in prompts:
+        heard = ask(cluster, prompt)
+        check(oracle, prompt, heard)
+        told = cluster.explain(heard.request_id)
+        assert (told["path"], told["remote_tokens"]) == ("remote", len(prompt) - 2)
+    drafts = {name: value - before[name] for name, value in drafts_of(cluster).items()}
+    assert drafts == {name: oracle.counters(DRAFTS)[name] for name in drafts}
+    assert drafts[f"{DRAFTS}accepted_tokens"] > 0
+
+    longer = [prompt + random_prompt(70, seed=2) for prompt in prompts]
+    for prompt, heard in [(p, ask(cluster, p)) for p in longer]:  # at once, and with a hit
+        check(oracle, prompt, heard)
+    forget_decode_prefixes(cluster)
+    longest = [prompt + random_prompt(31, seed=3) for prompt in longer]
+    for prompt, heard in [(p, ask(cluster, p)) for p in longest]:
+        check(oracle, prompt, heard)
+        assert cluster.explain(heard.request_id)["path"] == "remote"
+    cluster.assert_clean()
+
+
+def test_what_vllm_would_answer_wrong_is_refused(cluster: Cluster) -> None:
+    for refused in ({"temperature": 0.5}, {"min_p": 0.2}, {"logit_bias": {"40": 5}}):
+        heard = ask_for(cluster, random_prompt(33, seed=4), STEPS, **refused)
+        assert heard.done.wait(60)
+        assert heard.status == 400, refused
+        assert "speculative decoding" in heard.error
+
+
+def test_an_answer_whose_worker_dies_goes_on_at_another(cluster: Cluster, oracle: Oracle) -> None:
+    victim = cluster.launch("decode", *FLAGS, failpoints="engine.step=sleep:0.02")
+    cluster.wait_ready(victim)
+    asked = [(p, ask(cluster, p, 150)) for p in (random_prompt(n, seed=5) for n in (200, 400))]
+    until(lambda: all(len(heard.tokens) > 12 for _, heard in asked), 60, "both are under way")
+    assert cluster.load_of(victim)["requests"] == 1
+    victim.kill()
+    for prompt, heard in asked:
+        check(oracle, prompt, heard, 150)
+    migrated = [cluster.explain(heard.request_id)["migrated_from"] for _, heard in asked]
+    assert sorted(migrated) == [[], [victim.instance_id]]
+    cluster.assert_clean()

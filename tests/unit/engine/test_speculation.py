@@ -1,0 +1,47 @@
+"""What speculative decoding changes for a request."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pullfill.engine import speculation
+from pullfill.errors import BadMessage
+
+PLAIN = SimpleNamespace(speculative_config=None)
+
+
+def config(device: str = "cpu") -> SimpleNamespace:
+    return SimpleNamespace(
+        speculative_config=object(), device_config=SimpleNamespace(device_type=device)
+    )
+
+
+def params(**given: Any) -> SimpleNamespace:
+    neutral = {"min_p": 0.0, "logit_bias": None, "trace_decode_token_ids": None, "temperature": 0.0}
+    return SimpleNamespace(**{**neutral, **given})
+
+
+def test_parameters_that_vllm_ignores_when_it_speculates_are_refused() -> None:
+    for ignored in ({"min_p": 0.1}, {"logit_bias": {5: 1.0}}, {"trace_decode_token_ids": [5]}):
+        speculation.check_params(PLAIN, params(**ignored))
+        with pytest.raises(BadMessage, match=r"min_p, logit_bias.*--speculative-config"):
+            speculation.check_params(config(), params(**ignored))
+    for fine in (None, params(), params(min_p=1e-6, logit_bias={})):
+        speculation.check_params(config(), fine)
+
+
+def test_answers_that_are_not_greedy_are_refused_on_cpu_only() -> None:
+    for temperature in (0.0, 1e-6):
+        speculation.check_params(config(), params(temperature=temperature))
+    speculation.check_params(PLAIN, params(temperature=1.0))
+    speculation.check_params(config(device="cuda"), params(temperature=1.0))
+    with pytest.raises(BadMessage, match="temperature above 0"):
+        speculation.check_params(config(), params(temperature=0.5))
+
+
+def test_one_more_token_is_computed_here_with_speculation() -> None:
+    assert speculation.local_tokens(PLAIN) == 1
+    assert speculation.local_tokens(config()) == 2
