@@ -258,7 +258,14 @@ class ControlServer:
         name = f"{hello.prefill_instance}#{next(self._serial)}"
         now, reader = self._loop.time(), self._reader_of(hello)
         peer = Peer(
-            name, hello.prefill_instance, channel, now, reader, hello.computes, hello.adapters
+            name,
+            hello.prefill_instance,
+            channel,
+            now,
+            reader,
+            hello.computes,
+            hello.adapters,
+            block_size=hello.block_size,
         )
         self.peers[peer.name] = peer
         for old in [p for p in self.peers.values() if p.instance_id == peer.instance_id]:

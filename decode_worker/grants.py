@@ -204,7 +204,7 @@ class Grants:
     async def _verify(self, peer: Peer, asked: Commit | Ready, verify: Verify) -> None:
         assert self._verifier is not None
         entry = self._ledger.find(verify.job_id)
-        why = await self._verifier.settle(verify, peer.instance_id)
+        why = await self._verifier.settle(verify, peer.instance_id, peer.block_size)
         self._answer(peer, asked, why, entry)
         self._act()
 

@@ -391,9 +391,9 @@ class Ledger:
             self._loaded(entry)
             return None
         entry.state = JobState.VERIFYING
-        targets = entry.blocks[entry.first_target :]
+        what = entry.blocks[entry.first_target :], entry.tokens
         return Verify(
-            entry.job_id, entry.attempt, targets, self.kv_digest, entry.digest, digest or b""
+            entry.job_id, entry.attempt, *what, self.kv_digest, entry.digest, digest or b""
         )
 
     def _loaded(self, entry: Entry) -> None:

@@ -182,12 +182,14 @@ class Verify:
     """Answer to a commit whose bytes must be checked first. The result goes to `Ledger.verified`.
 
     blocks: those that were written, in order.
+    tokens: number of tokens in them.
     kv_digest: how many of them to check.
     digest: what the prefill worker computed over them."""
 
     job_id: str
     attempt: int
     blocks: tuple[int, ...]
+    tokens: int
     kv_digest: DigestMode
     job_digest: bytes
     digest: bytes

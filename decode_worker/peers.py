@@ -18,6 +18,7 @@ class Peer:
     reader: reads the worker's KV memory in pull mode, if it can be reached. Made when the worker
     connects, closed when it is lost.
     within_reach: whether the reader can reach that memory now. If not, grants do not say pull.
+    block_size: number of tokens of its blocks. 0: as ours.
     computes: digest of how the worker rounds.
     adapters: whether the worker can load LoRA adapters.
     cleared: whether the worker may bring KV (self_check.py).
@@ -31,6 +32,7 @@ class Peer:
     reader: KvReader | None = None
     computes: str = ""
     adapters: bool = False
+    block_size: int = 0
     cleared: bool = True
     leaving: bool = False
     pulls: bool = True

@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from math import gcd
 
 from pullfill.decode_worker.ledger import Ledger
 from pullfill.decode_worker.ledger_types import Verify
@@ -21,6 +22,7 @@ from pullfill.errors import Outcome
 from pullfill.runtime import log, metrics
 from pullfill.transfer.contract import LocalMemory
 from pullfill.transfer.digest import DIGEST_BYTES, BlockDigester, copies_of, sampled
+from pullfill.transfer.pieces import cut_memory, ids_of
 from pullfill.wire import DigestMode
 
 logger = log.get("decode_worker.verify")
@@ -32,20 +34,29 @@ SUSPECT = 3
 class Verifier:
     """Digests on a thread, verdicts on the asyncio thread."""
 
-    def __init__(self, ledger: Ledger, memories: Sequence[LocalMemory]) -> None:
+    def __init__(
+        self, ledger: Ledger, memories: Sequence[LocalMemory], block_size: int = 1
+    ) -> None:
         """memories: of all ranks. Where several hold the same heads, each copy is checked."""
         self._ledger = ledger
-        self._digesters = [BlockDigester(memories, copy=i) for i in range(copies_of(memories))]
+        self._memories = memories
+        self._block_size = block_size
+        self._digesters: dict[int, list[BlockDigester]] = {}
         self._thread = ThreadPoolExecutor(1, "kv-digest")
         self._mismatches: Counter[str] = Counter()
 
-    async def settle(self, verify: Verify, prefill_instance: str) -> str | None:
+    async def settle(
+        self, verify: Verify, prefill_instance: str, block_size: int = 0
+    ) -> str | None:
         """Check a commit, tell the ledger, and return what `Ledger.verified` says.
+
+        block_size: of the prefill worker. 0: as ours. If it is another, digests are of pieces of
+        blocks (transfer/pieces.py).
 
         A check that cannot be made counts as failed: the prompt is computed here."""
         loop = asyncio.get_running_loop()
         try:
-            wrong = await loop.run_in_executor(self._thread, self._compare, verify)
+            wrong = await loop.run_in_executor(self._thread, self._compare, verify, block_size)
         except Exception as exc:
             logger.exception("the digest of job %s could not be checked", verify.job_id)
             wrong = f"not checked: {exc!r}"
@@ -64,14 +75,29 @@ class Verifier:
         It waits for one check at most."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
-    def _compare(self, verify: Verify) -> str:
+    def _made(self, pieces: int) -> list[BlockDigester]:
+        """What computes the digests: one for each copy of the KV."""
+        if pieces not in self._digesters:
+            memories = self._memories
+            if pieces > 1:
+                memories = [cut_memory(memory, pieces) for memory in memories]
+            copies = range(copies_of(memories))
+            self._digesters[pieces] = [BlockDigester(memories, copy=i) for i in copies]
+        return self._digesters[pieces]
+
+    def _compare(self, verify: Verify, block_size: int) -> str:
         """Compute and compare the digests, on the thread. Returns what is wrong. Empty: nothing."""
         started = time.perf_counter()
-        blocks, sent, size = verify.blocks, verify.digest, DIGEST_BYTES
+        sent, size = verify.digest, DIGEST_BYTES
+        tokens = gcd(self._block_size, block_size or self._block_size)
+        pieces = self._block_size // tokens
+        blocks: Sequence[int] = verify.blocks
+        if pieces > 1:  # a prefill worker writes no piece without a token of the prompt
+            blocks = ids_of(blocks, pieces)[: -(-verify.tokens // tokens)]
         checked = sampled(verify.kv_digest, len(blocks), verify.job_digest, verify.attempt)
         if len(sent) != len(checked) * size:
             return f"its digest has {len(sent)} bytes instead of {len(checked) * size}"
-        made = [d.digest([blocks[index] for index in checked]) for d in self._digesters]
+        made = [d.digest([blocks[index] for index in checked]) for d in self._made(pieces)]
         metrics.KV_DIGEST_SECONDS.observe(time.perf_counter() - started)
         wrong = [
             index
@@ -82,7 +108,7 @@ class Verifier:
             return ""
         return (
             f"{len(wrong)} of {len(checked)} checked blocks differ, the first is block "
-            f"{blocks[wrong[0]]}, number {wrong[0]} of the {len(blocks)} written"
+            f"{blocks[wrong[0]] // pieces}, number {wrong[0]} of the {len(blocks)} written"
         )
 
     def _complain(self, verify: Verify, prefill_instance: str, wrong: str) -> None:
@@ -104,8 +130,10 @@ class Verifier:
             )  # fmt: skip
 
 
-def verifier_for(ledger: Ledger, memories: Sequence[LocalMemory]) -> Verifier | None:
+def verifier_for(
+    ledger: Ledger, memories: Sequence[LocalMemory], block_size: int
+) -> Verifier | None:
     """Return a verifier, or None if digests are off or no peer can write here."""
     if not memories or ledger.kv_digest is DigestMode.OFF:
         return None
-    return Verifier(ledger, memories)
+    return Verifier(ledger, memories, block_size)

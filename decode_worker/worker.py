@@ -170,7 +170,9 @@ class DecodeRole(Role[DecodeContext, DecodeHooks]):
             cancel=producer.cancel,  # type: ignore[arg-type]
             nak=producer.nak,
             key=self._key,
-            verifier=verifier_for(context.ledger, context.memories),
+            verifier=verifier_for(
+                context.ledger, context.memories, engine.config.cache_config.block_size
+            ),
             reach=reach_for(context.memories, options, self._key),
         )
         control.checks = checks_for(

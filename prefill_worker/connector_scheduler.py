@@ -143,7 +143,7 @@ class ConnectorScheduler:
             return
         task.request = request
         if external_tokens and not task.read_asked:
-            self.read_prefix(task, tables, external_tokens // self._block_size)
+            self.read_prefix(task, tables, external_tokens // task.block_size)
 
     # ------------------------------------------------------------------ step 6: read_prefix
 
@@ -155,9 +155,9 @@ class ConnectorScheduler:
         tables: this engine's block ids of the request, for each KV cache group.
         missing: number of positions to read. They are the last ones of the decode worker's hit."""
         task.read_asked = True
-        end = task.hit_tokens // self._block_size
+        end = task.first_target
         start = end - missing
-        local = task.readable.ids(tables, start, end)
+        local = task.local(task.readable, tables, start, end)
         read = Write(task, local, task.source(start, end), last=False)
         if not self._scheduled:
             task.transfer_worker.read(task, read.remote, read.local, self._read_done)
@@ -194,11 +194,12 @@ class ConnectorScheduler:
         task.first_step = task.first_step or time.monotonic()
         computed = task.request.num_computed_tokens + scheduled_tokens
         whole = computed >= len(task.token_ids)
-        upto = task.positions if whole else computed // self._block_size
+        upto = task.positions if whole else computed // task.block_size
         start = task.scheduled
         if upto <= start:
             return
-        local = task.written.ids(self._manager.get_block_ids(task.request_id), start, upto)
+        tables = self._manager.get_block_ids(task.request_id)
+        local = task.local(task.written, tables, start, upto)
         if any(task.written.begins) and EMPTY in local:
             task.cancel()
             task.end(HandoffError("a sliding window has freed a block that is not written yet"))

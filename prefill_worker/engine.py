@@ -32,14 +32,16 @@ class NoAdapter(OutOfReach):
 
 
 class PrefillEngine:
-    """Submits and ends tasks. Methods are called on the asyncio thread."""
+    """Submits and ends tasks. Methods are called on the asyncio thread.
+
+    unit: the smallest number of tokens that a block can be cut to."""
 
     def __init__(
-        self, host: EngineHost, context: PrefillContext, *, block_size: int, compat_hash: str
+        self, host: EngineHost, context: PrefillContext, *, unit: int, compat_hash: str
     ) -> None:
         self._host = host
         self._context = context
-        self.block_size = block_size
+        self.unit = unit
         self.groups = max(1, len(context.groups.layers))
         self.compat_hash = compat_hash
         self._adapters = Adapters()

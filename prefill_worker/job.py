@@ -244,7 +244,7 @@ class Job:
         try:
             check(
                 self.job, self.message.first.body, self._token_ids, self.grant,
-                block_size=engine.block_size, compat_hash=engine.compat_hash,
+                unit=engine.unit, compat_hash=engine.compat_hash,
                 max_prompt_tokens=self._runner.max_prompt_tokens, groups=engine.groups,
             )  # fmt: skip
         except Exception as exc:

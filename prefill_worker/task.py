@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from pullfill.engine.groups import ONE_TABLE, BlockOrder
 from pullfill.errors import BadMessage, HandoffError
 from pullfill.ids import job_digest
 from pullfill.transfer.digest import sampled
+from pullfill.transfer.pieces import WHOLE, ids_of
 from pullfill.wire import (
     MAX_TEXT,
     Adapter,
@@ -36,7 +37,7 @@ class TooLong(HandoffError):
 
 
 def check(
-    job: PrefillJob, body: bytes, token_ids: list[int], grant: Grant, *, block_size: int,
+    job: PrefillJob, body: bytes, token_ids: list[int], grant: Grant, *, unit: int,
     compat_hash: str, max_prompt_tokens: int, groups: int,
 ) -> None:  # fmt: skip
     """Check that the pulled job is the one that the decode worker granted, and that it fits here.
@@ -44,7 +45,8 @@ def check(
     A grant names no blocks. The block IDs of the job are used, because equal digests prove that the
     decode worker published them. Raises BadMessage or TooLong.
 
-    body: the job as it was pulled."""
+    body: the job as it was pulled.
+    unit: the smallest number of tokens that a block can be cut to."""
     if job_digest(body) != grant.job_digest:
         raise BadMessage("the job differs from what the decode worker published")
     hit, positions = job.hit_tokens // job.block_size, -(-len(token_ids) // job.block_size)
@@ -57,7 +59,7 @@ def check(
             f"the job lists blocks of {len(job.kept_from)} KV cache groups, and the model has "
             f"{groups} here"
         )
-    if job.block_size != block_size or job.compat != compat_hash:
+    if job.block_size % unit or job.compat != compat_hash:
         raise BadMessage("block size or compatibility hash is not this worker's")
     if len(token_ids) > max_prompt_tokens:
         raise TooLong(
@@ -70,6 +72,11 @@ def check(
 class PrefillTask:
     """See the module. A position counts blocks of the prompt.
 
+    If the decode worker has another block size, everything here counts pieces of blocks instead,
+    which are alike on both sides (transfer/pieces.py).
+
+    block_size: number of tokens of a block, or of a piece.
+    pieces: into how many pieces a block of ours, and one of the decode worker, is cut.
     remote_blocks: the decode worker's blocks: first those that may be read, then those to write.
     readable, written: which blocks of each KV cache group they are.
     on_done: called once, from any thread. With None when all blocks are written (pull mode: kept),
@@ -101,6 +108,7 @@ class PrefillTask:
     written: BlockOrder = ONE_TABLE
     checked: frozenset[int] = frozenset()
     mode: KvMode = KvMode.PUSH_ASYNC
+    pieces: tuple[int, int] = WHOLE
     lock: threading.Lock = field(default_factory=threading.Lock)
     # transfer worker, under lock; not to be confused with outstanding, which counts planned and
     # kept ones too
@@ -138,16 +146,27 @@ class PrefillTask:
         transfer_worker: Any,
         on_done: Callable[[BaseException | None], None],
     ) -> PrefillTask:
-        """The task of the attempt that was granted."""
+        """The task of the attempt that was granted. Raises BadMessage, HandoffError."""
         blocks, readable = u32.unpack(job.block_ids), BlockOrder(job.read_from)
-        targets = blocks[readable.before(job.hit_tokens // job.block_size) :]
+        pieces, theirs = transfer_worker.pieces, transfer_worker.pieces[1]
+        block_size = transfer_worker.tokens or job.block_size
+        if job.block_size != block_size * theirs:
+            raise BadMessage(
+                f"the job has blocks of {job.block_size} tokens, and the decode worker's "
+                f"descriptor blocks of {block_size * theirs}"
+            )
+        if pieces != WHOLE:
+            if job.read_from != (0,) or job.kept_from != (0,) or grant.mode is KvMode.PULL:
+                raise HandoffError("blocks that are cut must all be there, and be written")
+            blocks = ids_of(blocks, theirs)[: -(-len(token_ids) // block_size)]
+        targets = blocks[readable.before(job.hit_tokens // block_size) :]
         checked = sampled(grant.kv_digest, len(targets), grant.job_digest, grant.attempt)
         return cls(
             request_id=f"{job.job_id}.{grant.attempt}",
             job_id=job.job_id,
             attempt=grant.attempt,
             token_ids=token_ids,
-            block_size=job.block_size,
+            block_size=block_size,
             hit_tokens=job.hit_tokens,
             adapter=job.adapter,
             readable=readable,
@@ -160,6 +179,7 @@ class PrefillTask:
             on_done=on_done,
             checked=frozenset(targets[index] for index in checked),
             mode=grant.mode,
+            pieces=pieces,
         )
 
     def __post_init__(self) -> None:
@@ -177,6 +197,26 @@ class PrefillTask:
     def targets(self) -> list[int]:
         """The decode worker's blocks to write."""
         return self.remote_blocks[self.readable.before(self.first_target) :]
+
+    @property
+    def blocks_written(self) -> int:
+        """How many of the decode worker's blocks are written.
+
+        The last one may have fewer pieces with tokens of the prompt than the others."""
+        written, pieces = self.written_blocks, self.pieces[1]
+        return -(-written // pieces) if written == len(self.targets) else written // pieces
+
+    def local(
+        self, order: BlockOrder, tables: Sequence[Sequence[int]], start: int, stop: int
+    ) -> list[int]:
+        """Our blocks at the positions from `start` to before `stop`.
+
+        order: `readable` or `written`.
+        tables: this engine's block ids of the request, for each KV cache group."""
+        if (pieces := self.pieces[0]) == 1:
+            return order.ids(tables, start, stop)
+        (table,) = tables
+        return [table[at // pieces] * pieces + at % pieces for at in range(start, stop)]
 
     def source(self, start: int, stop: int) -> list[int]:
         """The decode worker's blocks to read at the positions from `start` to before `stop`."""
@@ -218,7 +258,7 @@ class PrefillTask:
             job_id=self.job_id,
             attempt=self.attempt,
             incarnation=incarnation,
-            blocks=self.written_blocks,
+            blocks=self.blocks_written,
             kv_bytes=self.written_bytes,
             timings=timings,
             digest=self.digest,

@@ -59,7 +59,7 @@ class PrefillHooks(EngineHooks):
         self.engine = PrefillEngine(
             engine.host,
             engine.context,
-            block_size=engine.config.cache_config.block_size,
+            unit=engine.compat.block_size,
             compat_hash=engine.compat.hash(),
         )
 
@@ -161,6 +161,7 @@ class PrefillRole(Role[PrefillContext, PrefillHooks]):
                     context, engine.compat, host=options.host, port=options.kv_port,
                     advertise=options.advertise_kv, transports=options.transports, key=self._key,
                 ),
+                block_size=config.cache_config.block_size,
                 computes=rounding_digest(config),
                 adapters=config.lora_config is not None,
             ),

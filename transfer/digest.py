@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from pullfill.transfer.contract import LocalMemory, Rect
 from pullfill.transfer.copying import copy_batch
 from pullfill.transfer.layout import crop, dense_layout
-from pullfill.transfer.runs import plan
+from pullfill.transfer.pieces import planner
 from pullfill.transfer.topology import plan as topology
 from pullfill.wire import DigestMode
 
@@ -59,12 +59,15 @@ class BlockDigester:
         self._memories = [memory] if isinstance(memory, LocalMemory) else list(memory)
         rects = [memory.rect for memory in self._memories]
         whole = Rect(0, max(r.end_head for r in rects), 0, max(r.end_layer for r in rects))
-        page = self._memories[0].layout.page_bytes
+        layout = self._memories[0].layout
+        page = layout.page_bytes
         block = self._block = whole.layers * whole.heads * page
         self._at_once = max(1, _STAGE_BYTES // block)
         # All heads of all layers, each block's pages side by side.
         dense = dense_layout(whole.layers, 1, whole.heads, page)
         stage = replace(dense, num_blocks=self._at_once, block_stride=block)
+        if pieces := layout.pieces:
+            stage = replace(stage, units=layout.units // pieces, sections=layout.sections, pieces=1)
         # Target t of a plan takes the t-th of several holders.
         self._routes = [
             (self._memories[r.source], r.part.within(rects[r.source]), crop(stage, r.part))
@@ -94,8 +97,8 @@ class BlockDigester:
             some = block_ids[first : first + self._at_once]
             for source, part, stage in self._routes:
                 with _readable(source, some) as (memory, ids):
-                    todo = plan(crop(memory.layout, part), stage, ids, range(len(some)))
-                    for batch in todo.batches():
+                    plans = planner(crop(memory.layout, part), stage)
+                    for batch in plans.plan(ids, range(len(some))).batches():
                         copy_batch(memory.address, self._address, batch)
             for at in range(0, len(some) * block, block):
                 yield self._stage[at : at + block]

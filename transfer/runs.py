@@ -219,7 +219,8 @@ class Planner:
         """Both have as many layers and heads, and pages of the same size (`layout.check_pair`)."""
         self._source, self._target = source, target
         self._unit, self._rows = _fold(source, target)
-        self._mergeable = source.block_stride == target.block_stride == self._unit
+        whole = not source.pieces and not target.pieces
+        self._mergeable = whole and source.block_stride == target.block_stride == self._unit
 
     def plan(self, source_blocks: Sequence[int], target_blocks: Sequence[int]) -> CopyPlan:
         """Copy block `source_blocks[i]` to `target_blocks[i]`. Raises BadMessage (nothing planned)
@@ -248,13 +249,8 @@ class Planner:
         return Flat(source, target, nbytes, int(nbytes.sum()))
 
     def _runs(self, source_ids: Offsets, target_ids: Offsets) -> tuple[Offsets, Offsets, Offsets]:
-        source, target = self._source, self._target
         from_, to, lengths = merge_pairs(source_ids, target_ids, mergeable=self._mergeable)
-        return (
-            from_ * source.block_stride + source.base_offset,
-            to * target.block_stride + target.base_offset,
-            lengths * self._unit,
-        )
+        return _begin(self._source, from_), _begin(self._target, to), lengths * self._unit
 
 
 def plan(
@@ -316,10 +312,20 @@ def checked_ids(ids: Sequence[int], num_blocks: int, what: str) -> Offsets:
     return array
 
 
+def _begin(layout: KvLayout, ids: Offsets) -> Offsets:
+    """Where the blocks, or the pieces of a section, begin."""
+    if not layout.pieces:
+        return ids * layout.block_stride + layout.base_offset
+    blocks = ids // layout.pieces
+    pieces = ids - blocks * layout.pieces
+    return blocks * layout.block_stride + pieces * layout.page_bytes + layout.base_offset
+
+
 def _fold(a: KvLayout, b: KvLayout) -> tuple[int, Rows]:
     """Contiguous bytes per block, and the rows of the layers and heads that are not among them."""
     unit, rows, dense = a.page_bytes, Rows(), True
     for count, a_stride, b_stride in (
+        (a.rows, a.row_stride, b.row_stride),
         (a.num_kv_heads, a.head_stride, b.head_stride),
         (a.num_layers, a.layer_stride, b.layer_stride),
     ):

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pullfill.engine.groups import ONE_GROUP, Groups
+from pullfill.engine.page import Cut
 
 NO_ATTENTION = "none"
 UNSCALED = "1"
@@ -32,10 +33,12 @@ class RankAttention:
     """What one rank knows about its layers. Holds plain types only: it is sent between processes.
 
     backends: vLLM's names of the attention backends.
-    scales: for each layer, the scales of K and of V: one number, or one per KV head of the rank."""
+    scales: for each layer, the scales of K and of V: one number, or one per KV head of the rank.
+    cut: how pages can be cut. None: they cannot."""
 
     backends: frozenset[str] = frozenset()
     scales: Scales | None = None
+    cut: Cut | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +47,13 @@ class Attention:
 
     backend: vLLM's name of the attention backend, or several joined by `+`. `none` without a model.
     scales: `1` if nothing is scaled, else 16 hex digits: a digest of the scales of all layers.
-    groups: which layers share their blocks."""
+    groups: which layers share their blocks.
+    cut: how pages can be cut. None: they cannot."""
 
     backend: str = NO_ATTENTION
     scales: str = UNSCALED
     groups: Groups = ONE_GROUP
+    cut: Cut | None = None
 
 
 NO_MODEL = Attention()
@@ -85,7 +90,12 @@ def join(ranks: Mapping[tuple[int, int], RankAttention], kv_heads: int) -> Atten
         for layer, told in sorted(parts.items())
     }
     scaled = any(scales != [1.0] for pair in whole.values() for scales in pair)
-    return Attention("+".join(backends) or NO_ATTENTION, _digest(whole) if scaled else UNSCALED)
+    cuts = {rank.cut for rank in ranks.values()}
+    return Attention(
+        "+".join(backends) or NO_ATTENTION,
+        _digest(whole) if scaled else UNSCALED,
+        cut=cuts.pop() if len(cuts) == 1 else None,
+    )
 
 
 def _whole(parts: Sequence[list[float]], tp_size: int, kv_heads: int) -> list[float]:

@@ -62,7 +62,9 @@ def describe(config: VllmConfig, served_name: str, geometry: Geometry) -> Compat
     import vllm
     from vllm.platforms import current_platform
 
-    model = config.model_config
+    model, cut = config.model_config, geometry.attention.cut
+    block_size = int(config.cache_config.block_size)
+    tokens, order = (cut.tokens, f"LBHNC {cut.order}") if cut else (block_size, "LBHNC")
     executor = executor_without_model(config)
     if executor is not None:
         computes = executor.KV_KIND  # its KV means nothing to a model
@@ -74,11 +76,11 @@ def describe(config: VllmConfig, served_name: str, geometry: Geometry) -> Compat
         vllm=vllm.__version__,
         dtype=str(model.dtype).removeprefix("torch."),
         kv_cache_dtype=str(config.cache_config.cache_dtype),
-        block_size=int(config.cache_config.block_size),
-        layout="LBHNC",
+        block_size=tokens,
+        layout=order,
         num_layers=geometry.num_layers,
         num_kv_heads=model.get_total_num_kv_heads(),
-        page_bytes=geometry.page_bytes,
+        page_bytes=geometry.page_bytes * tokens // block_size,
         isa=computes,
         attention=geometry.attention.backend,
         kv_scales=geometry.attention.scales,
@@ -157,6 +159,7 @@ def _rounding(config: Any) -> dict[str, Any]:
             steps.long_prefill_token_threshold,
         ),
         "prefix_caching": config.cache_config.enable_prefix_caching,
+        "block_size": config.cache_config.block_size,
         "attention": getattr(config.attention_config, "backend", None),
         "compiled": (compiled.mode, compiled.backend, sorted(compiled.custom_ops)),
         "speculation": config.speculative_config is not None,

@@ -23,8 +23,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from pullfill.engine import attention, groups, kv
+from pullfill.engine import attention, groups, kv, page
 from pullfill.engine.attention import Attention, RankAttention
+from pullfill.engine.page import Cut
 from pullfill.engine.rank_processes import bind_to_parent
 from pullfill.runtime import pages
 from pullfill.transfer.shm.kv_pool import SharedKvPool, tell
@@ -46,6 +47,15 @@ class RankTold(KVConnectorHandshakeMetadata):  # type: ignore[misc]
 
     region: RankRegion
     attention: RankAttention
+
+
+def _with_cut(region: RankRegion, cut: Cut | None, block_size: int) -> RankRegion:
+    """The region, whose layout says how its pages can be cut."""
+    if cut is None or region.memory is None:
+        return region
+    units = block_size // cut.tokens
+    layout = replace(region.memory.layout, units=units, sections=cut.sections)
+    return replace(region, memory=replace(region.memory, layout=layout))
 
 
 class WorkerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -88,8 +98,9 @@ class WorkerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self, metadata: dict[tuple[int, int], RankTold]
     ) -> None:
         stored = {rank: told.attention for rank, told in metadata.items()}
-        regions = {rank: told.region for rank, told in metadata.items()}
         whole = attention.join(stored, self._heads)
+        block_size = self._vllm_config.cache_config.block_size
+        regions = {r: _with_cut(told.region, whole.cut, block_size) for r, told in metadata.items()}
         self.attach(
             regions, self._heads, replace(whole, groups=groups.groups_of(self._kv_cache_config))
         )
@@ -112,7 +123,9 @@ class WorkerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             several = len(config.kv_cache_groups) > 1
             caches = groups.apart(kv_caches) if several else kv_caches
             region = tell(self._pool, caches, config.num_blocks)
-        self._told = RankTold(region, attention.of_rank(self._vllm_config, kv_caches))
+        cut = page.cut_of(self._vllm_config, config, kv_caches) if region.memory else None
+        stored = replace(attention.of_rank(self._vllm_config, kv_caches), cut=cut)
+        self._told = RankTold(region, stored)
         if self._pool is not None and not why_not:
             pages.make_caches_present(kv_caches)
 

@@ -23,7 +23,7 @@ def last_error(worker: Worker, within_s: float = 90.0) -> str:
 
 def test_a_worker_that_does_not_fit_names_the_field(cluster: Cluster) -> None:
     misfits = {
-        "block_size": cluster.launch("prefill", "--block-size=64"),
+        "kv_cache_dtype": cluster.launch("prefill", "--kv-cache-dtype=fp8"),
         "dtype": cluster.launch("decode", "--dtype=bfloat16"),
     }
     for field, worker in misfits.items():

@@ -14,6 +14,7 @@ import pytest
 from tests.support.checkpoint import deepseek_checkpoint
 from tests.support.cluster import Cluster
 from tests.support.prompts import Answer, ask, random_prompt
+from tests.support.zoo import LATENT_BYTES
 
 STEPS = 6
 LENGTHS = (5, 16, 17, 40, 300, 1100, 3200)
@@ -44,8 +45,9 @@ def deepseek(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Cluster
     cluster = Cluster(tmp_path, deepseek_checkpoint(), lease_ttl_s=10)
     try:
         cluster.start_servers()
-        for role in ("decode", "prefill"):
-            cluster.launch(role, *request.param)
+        # vLLM's CPU kernel for MLA has blocks of 16 tokens, whatever is asked for.
+        cluster.launch("decode", *request.param, "--block-size=32")
+        cluster.launch("prefill", *request.param)
         cluster.launch("frontend")
         cluster.wait_ready(*cluster.workers)
         yield cluster
@@ -67,12 +69,18 @@ def _check(model: Path, prompts: list[list[int]], answers: list[Answer]) -> None
 
 @pytest.mark.engine
 def test_answers_of_an_mla_model_are_right_locally_and_remotely(deepseek: Cluster) -> None:
+    for record in [*deepseek.records("decode").values(), *deepseek.records("prefill").values()]:
+        assert record.compat is not None
+        assert record.compat.attention in ("CPU_MLA", "AMX_MLA")
     prompts = [random_prompt(length, seed=length) for length in LENGTHS]
     deepseek.set_router(policy="always_local")
     local = [ask(deepseek, prompt, STEPS) for prompt in prompts]
     deepseek.set_router(policy="always_remote")
     remote = [ask(deepseek, prompt, STEPS) for prompt in prompts]
     assert [a.tokens for a in remote] == [a.tokens for a in local]
-    assert {deepseek.explain(a.request_id)["path"] for a in remote} == {"remote"}
+    told = [deepseek.explain(answer.request_id) for answer in remote]
+    assert {t["path"] for t in told} == {"remote"}
+    blocks = [-(-(length - 1) // 16) for length in LENGTHS]
+    assert [t["kv_bytes"] for t in told] == [count * LATENT_BYTES for count in blocks]
     _check(deepseek.model_path, [*prompts, *prompts], [*local, *remote])
     deepseek.assert_clean()

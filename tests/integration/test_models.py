@@ -57,6 +57,15 @@ class Served:
         expected = ("local", local) if local else ("remote", "policy_always_remote")
         assert {(t["path"], t["reason"]) for t in told} == {expected}
 
+    def check_bytes(self, prompts: list[list[int]], answers: list[Answer]) -> None:
+        """Of a latent cache each decode rank got one copy, whatever the number of heads."""
+        if not self.model.block_bytes:
+            return
+        for prompt, answer in zip(prompts, answers, strict=True):
+            blocks = -(-(len(prompt) - 1) // self.model.block_size)
+            sent = self.cluster.explain(answer.request_id)["kv_bytes"]
+            assert sent == blocks * self.model.block_bytes
+
 
 @pytest.fixture(
     scope="module",
@@ -100,6 +109,7 @@ def test_cold(served: Served) -> None:
     answers = [ask(cluster, prompt, STEPS) for prompt in cold]
     served.check(cold, answers)
     served.check_paths(answers)
+    served.check_bytes(cold, answers)
     assert len({tuple(answer.tokens) for answer in answers}) > len(cold) // 2, "prompts matter"
 
 

@@ -122,3 +122,38 @@ dimensions."""
 def deepseek_checkpoint() -> Path:
     """Directory of a random DeepSeek-V3 checkpoint (MLA, experts), made unless it is there."""
     return random_checkpoint("DeepseekV3Config", "DeepseekV3ForCausalLM", **DEEPSEEK)
+
+
+def scaled_checkpoint(first: float) -> Path:
+    """Directory of the tiny checkpoint with scales of an fp8 KV cache, made unless it is there.
+
+    first: the scale of V in the first layer. The fingerprint is the same for all, because it reads
+    samples of the weights only."""
+    from safetensors.torch import load_file, save_file
+    from torch import tensor
+
+    target = _cache_dir() / f"tiny-{TINY.digest()}-scaled-{first}"
+    if target.is_dir():
+        return target
+    fresh = Path(tempfile.mkdtemp(prefix=".making-", dir=target.parent))
+    shutil.copytree(tiny_checkpoint(), fresh, dirs_exist_ok=True)
+    weights = load_file(fresh / "model.safetensors")
+    for layer in range(TINY.layers):
+        weights[f"model.layers.{layer}.self_attn.k_scale"] = tensor(0.02)
+        weights[f"model.layers.{layer}.self_attn.v_scale"] = tensor(0.04 if layer else first)
+    save_file(weights, fresh / "model.safetensors", {"format": "pt"})
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+    config = json.loads((fresh / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {},
+        "ignore": [],
+        "kv_cache_scheme": {**scheme, "symmetric": True},
+    }
+    (fresh / "config.json").write_text(json.dumps(config))
+    try:
+        fresh.rename(target)
+    except OSError:  # another process was faster
+        shutil.rmtree(fresh)
+    return target

@@ -86,7 +86,7 @@ class DecodeHalf:
             traces=self.traces,
             cancel=producer.cancel,  # type: ignore[arg-type]
             nak=producer.nak,
-            verifier=verifier_for(self.ledger, [self.region.memory]),
+            verifier=verifier_for(self.ledger, [self.region.memory], BLOCK),
             reach=lambda regions: lambda: rig.transport.connect(self.region.memory, *regions),
         )
         self.control.grants.committed = producer.committed

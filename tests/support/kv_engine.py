@@ -87,7 +87,7 @@ class KvEngine:
     """
 
     def __init__(self, pages: Pages, *, chunk: int, compat_hash: str) -> None:
-        self.block_size, self.compat_hash, self.groups = BLOCK, compat_hash, 1
+        self.unit, self.compat_hash, self.groups = BLOCK, compat_hash, 1
         self.pages, self.chunk = pages, chunk
         self.gate = threading.Event()
         self.gate.set()

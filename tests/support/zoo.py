@@ -7,6 +7,8 @@ from pathlib import Path
 
 from tests.support.checkpoint import DEEPSEEK, TINY, random_checkpoint, tiny_checkpoint
 
+LATENT_BYTES = 16 * 4 * 576 * 4
+"""A block of the small DeepSeek-V3: tokens, layers, numbers of the latent, bytes."""
 WINDOW = 96
 """Tokens that a layer with a window sees: three blocks."""
 
@@ -43,7 +45,8 @@ class Model:
     decode: of the decode worker alone.
     lora: why it is not asked with a LoRA adapter. Empty: it is.
     dtype: what vLLM's CPU build takes.
-    local: why the decode worker prefills its prompts. Empty: prefill workers do."""
+    local: why the decode worker prefills its prompts. Empty: prefill workers do.
+    block_bytes: KV bytes that one block takes on all decode ranks. 0: not looked at."""
 
     config: str = ""
     model: str = ""
@@ -58,6 +61,7 @@ class Model:
     lora: str = ""
     dtype: str = "float32"
     local: str = ""
+    block_bytes: int = 0
 
     def checkpoint(self) -> Path:
         """Directory of the checkpoint, made unless it is there."""
@@ -68,6 +72,7 @@ class Model:
 
 ZOO = {
     "Llama": Model(),
+    "Llama, fp8 cache": Model(flags=("--kv-cache-dtype=fp8",), plain={"kv_cache_dtype": "fp8"}),
     "Qwen3": Model("Qwen3Config", "Qwen3ForCausalLM", _SMALL),
     "Qwen3-MoE": Model(
         "Qwen3MoeConfig",
@@ -84,6 +89,7 @@ ZOO = {
         caches=False,
         lora=_NO_LORA,
         plain={"compilation_config": {"custom_ops": ["-rotary_embedding"]}},
+        block_bytes=LATENT_BYTES,
     ),
     "Gemma 3": Model(
         "Gemma3TextConfig",
@@ -151,4 +157,8 @@ ZOO = {
 }
 for _name in ("DeepSeek-V3", "Gemma 3", "Mistral"):
     # MLA has one latent cache for all heads: each decode rank gets a copy.
-    ZOO[f"{_name}, decode on two ranks"] = replace(ZOO[_name], decode=("--tensor-parallel-size=2",))
+    ZOO[f"{_name}, decode on two ranks"] = replace(
+        ZOO[_name],
+        decode=("--tensor-parallel-size=2",),
+        block_bytes=2 * ZOO[_name].block_bytes,
+    )

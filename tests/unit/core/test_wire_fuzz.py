@@ -52,7 +52,7 @@ def _value(kind: Any) -> Any:
         if origin is list:
             return [_value(get_args(kind)[0])]
         if origin is tuple:
-            return (_value(get_args(kind)[0]),)
+            return tuple(_value(part) for part in get_args(kind) if part is not ...)
         if origin is dict:
             return {"k": "v"}
         return _value(get_args(kind)[0])

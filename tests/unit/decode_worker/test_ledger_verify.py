@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from pullfill.errors import Outcome
 from pullfill.runtime import metrics
 from pullfill.transfer.digest import DIGEST_BYTES, BlockDigester, sampled
 from pullfill.transfer.layout import dense_layout
+from pullfill.transfer.pieces import cut_memory
 from pullfill.wire import DigestMode, RefuseReason
 from tests.support.handoff_model import NUM_BLOCKS, TIMEOUT_S, Grant, HandoffModel, Job
 from tests.support.transfer_rigs import extent, memory_over, random_bytes
@@ -156,7 +158,8 @@ class Bench:
         digest = BlockDigester(self.memory).digest([asked.blocks[i] for i in checked])
         fields: dict[str, Any] = {
             "job_id": asked.job_id, "attempt": asked.attempt, "blocks": asked.blocks,
-            "kv_digest": mode, "job_digest": asked.job_digest, "digest": digest, **changes,
+            "tokens": asked.tokens, "kv_digest": mode, "job_digest": asked.job_digest,
+            "digest": digest, **changes,
         }  # fmt: skip
         return Verify(**fields)
 
@@ -197,6 +200,27 @@ def test_a_changed_byte_names_job_worker_and_block(
         assert named in line
 
 
+@pytest.mark.parametrize("tokens", [5, 6, 7, 8])
+def test_digests_of_pieces_leave_out_pieces_without_a_token(tokens: int) -> None:
+    """Blocks of 4 tokens here, and of 6 at the prefill worker: pieces of 2 tokens."""
+    layout = replace(dense_layout(2, NUM_BLOCKS, 2, 128), units=2, sections=((2, 16), (1, 32)))
+    data = random_bytes(extent(layout), 7)
+    memory = memory_over(data, layout)
+    verifier = Verifier(HandoffModel().ledger, [memory], 4)
+    pieces = [6, 7, 10, 11][: -(-tokens // 2)]
+    digest = BlockDigester(cut_memory(memory, 2)).digest(pieces)
+    verify = Verify("j", 1, (3, 5), tokens, DigestMode.FULL, b"d", digest)
+    assert verifier._compare(verify, 6) == ""
+    assert "its digest has" in verifier._compare(verify, 4), "there it is of whole blocks"
+    begin = 5 * layout.block_stride
+    data[begin + 16] ^= 1  # the second piece of block 5
+    found = verifier._compare(verify, 6)
+    assert ("the first is block 5, number 3" in found) == (len(pieces) == 4)
+    data[begin] ^= 1  # the first piece
+    assert "the first is block 5, number 2" in verifier._compare(verify, 6)
+    verifier.close()
+
+
 @pytest.mark.parametrize("digest", [b"", b"x", b"x" * (3 * DIGEST_BYTES)], ids=len)
 def test_a_digest_that_is_missing_short_or_long_is_a_mismatch(bench: Bench, digest: bytes) -> None:
     assert bench.settle(bench.verify(digest=digest)) == "digest_mismatch"
@@ -231,14 +255,15 @@ def test_a_worker_that_is_wrong_again_and_again_is_named(
 def test_close_waits_for_the_check_under_way(bench: Bench) -> None:
     """Nothing may read the KV memory when it goes."""
     entered, go = threading.Event(), threading.Event()
-    real = bench.verifier._digesters[0].digest
+    (digester,) = bench.verifier._made(1)
+    real = digester.digest
 
     def slow(ids: Any) -> bytes:
         entered.set()
         assert go.wait(10)
         return real(ids)
 
-    bench.verifier._digesters[0].digest = slow  # type: ignore[method-assign]
+    digester.digest = slow  # type: ignore[method-assign]
     check = threading.Thread(target=lambda: bench.settle(bench.verify()))
     check.start()
     assert entered.wait(10)
@@ -254,6 +279,6 @@ def test_close_waits_for_the_check_under_way(bench: Bench) -> None:
 
 def test_nothing_is_made_where_nothing_is_asked(bench: Bench) -> None:
     ledger = bench.model.ledger
-    assert verifier_for(ledger, None) is None
+    assert verifier_for(ledger, None, 1) is None
     ledger.kv_digest = DigestMode.OFF
-    assert verifier_for(ledger, [bench.memory]) is None
+    assert verifier_for(ledger, [bench.memory], 1) is None

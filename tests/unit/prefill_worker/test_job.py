@@ -88,7 +88,7 @@ class Worker:
             find=self._find, knows=lambda _: self.known, is_up=lambda _: self.known
         )
         engine: Any = SimpleNamespace(
-            block_size=4, groups=1, compat_hash="c", submit=self.tasks.append,
+            unit=4, groups=1, compat_hash="c", submit=self.tasks.append,
             end=lambda _: None,
         )  # fmt: skip
         self.runner = JobRunner(
@@ -125,7 +125,9 @@ class Worker:
 
 
 async def some_transfer_worker() -> Any:
-    return SimpleNamespace(transport="fake", why_not_better=(), let_go=lambda _: None)
+    return SimpleNamespace(
+        transport="fake", why_not_better=(), let_go=lambda _: None, pieces=(1, 1), tokens=4
+    )
 
 
 def out_of_reach() -> Reach:

@@ -49,7 +49,7 @@ class Jobs:
         connections: Any = SimpleNamespace(
             find=self._find, knows=lambda _: True, is_up=lambda _: True
         )
-        engine: Any = SimpleNamespace(block_size=4, groups=1, compat_hash="c")
+        engine: Any = SimpleNamespace(unit=4, groups=1, compat_hash="c")
         self.runner = JobRunner(
             connections, engine, heartbeat_s=lambda: every_s, max_prompt_tokens=100,
             max_deliver=lambda: 5,

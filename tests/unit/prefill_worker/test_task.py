@@ -31,7 +31,7 @@ def checked(job: PrefillJob, *, groups: int = 1, most: int = 100) -> None:
     )  # fmt: skip
     check(
         job, body, u32.unpack(job.token_ids), grant,
-        block_size=4, compat_hash="c", max_prompt_tokens=most, groups=groups,
+        unit=4, compat_hash="c", max_prompt_tokens=most, groups=groups,
     )  # fmt: skip
 
 
@@ -50,7 +50,7 @@ def test_a_job_that_fits_passes() -> None:
         ({"hit_tokens": 5}, "blocks"),
         (WINDOW, "2 KV cache groups"),
         ({"compat": "other"}, "compatibility hash"),
-        ({"block_size": 8, "hit_tokens": 8, "block_ids": u32.pack([9, 5])}, "block size"),
+        ({"block_size": 6, "hit_tokens": 6, "block_ids": u32.pack([9, 5])}, "block size"),
     ],
 )
 def test_a_job_that_does_not_fit_is_told_by_what(changes: dict[str, Any], why: str) -> None:

@@ -1,0 +1,116 @@
+"""Workers with different block sizes hand prompts over, and answer as one plain engine does.
+
+Decode workers with blocks of 32 and of 96 tokens share one prefill worker with blocks of 64. The
+frontend alternates between them. So a prompt that is asked twice is computed for both of them. All
+pieces of blocks have 32 tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.cluster import Cluster
+from tests.support.oracle import Oracle
+from tests.support.prompts import (
+    ask,
+    ask_all,
+    forget_decode_prefixes,
+    going_away,
+    random_prompt,
+    truth,
+)
+
+pytestmark = pytest.mark.engine
+
+STEPS = 6
+TOLERANCE = 1e-4
+LENGTHS = (2, 33, 65, 97, 128, 200, 700, 1500)
+
+TWO_RANKS = ("--tensor-parallel-size=2",)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(((), ()), id="shm"),
+        pytest.param((("--transports=tcp",), ()), id="tcp", marks=pytest.mark.long),
+        pytest.param((TWO_RANKS, ()), id="decode on two ranks", marks=pytest.mark.long),
+        pytest.param(((), TWO_RANKS), id="prefill on two ranks", marks=pytest.mark.long),
+        # A prefill worker with another block size writes all the same.
+        pytest.param((("--kv-mode=pull",), ()), id="pull", marks=pytest.mark.long),
+    ],
+)
+def cluster(
+    request: pytest.FixtureRequest, model_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Cluster]:
+    for_decode, for_prefill = request.param
+    made = Cluster(tmp_path_factory.mktemp("sizes"), model_path, lease_ttl_s=10)
+    try:
+        made.start_servers()
+        for size in (32, 96):
+            made.launch("decode", f"--block-size={size}", "--kv-digest=full", *for_decode)
+        made.launch("prefill", "--block-size=64", *for_prefill)
+        made.launch("frontend", env={"VLLM_SERVER_DEV_MODE": "1"})  # to empty a prefix cache
+        made.wait_ready(*made.workers)
+        made.set_router(policy="always_remote")
+        yield made
+        made.assert_clean()
+        assert not made.log_errors()
+    finally:
+        made.stop()
+
+
+def check(
+    cluster: Cluster, oracle: Oracle, prompts: list[list[int]], remote: bool = True
+) -> list[int]:
+    """Ask each prompt at both decode workers. Returns how many tokens they had cached."""
+    twice = [prompt for prompt in prompts for _ in range(2)]
+    answers = [ask(cluster, prompt, STEPS) for prompt in twice]
+    told = [cluster.explain(answer.request_id) for answer in answers]
+    expected = truth(oracle, twice, STEPS)
+    for prompt, answer, (tokens, logprobs) in zip(twice, answers, expected, strict=True):
+        assert answer.tokens == tokens, f"prompt of {len(prompt)} tokens"
+        assert answer.logprobs == pytest.approx(logprobs, abs=TOLERANCE), len(prompt)
+    if remote:
+        assert {(t["path"], t["attempts"], t["fallback"]) for t in told} == {("remote", 1, None)}
+    assert len({t["decode_instance"] for t in told}) == 2
+    return [t["prefix_hit_tokens"] for t in told]
+
+
+def test_answers_are_those_of_one_engine(cluster: Cluster, oracle: Oracle) -> None:
+    for record in [*cluster.records("decode").values(), *cluster.records("prefill").values()]:
+        assert record.compat is not None
+        assert record.compat.block_size == 1, "tokens of a page are apart"
+    # The second decode worker gets what the prefill worker has cached by now.
+    cold = [random_prompt(length, seed=61) for length in LENGTHS]
+    assert set(check(cluster, oracle, cold)) == {0}
+    longer = [prompt + random_prompt(130, seed=62) for prompt in cold]
+    assert max(check(cluster, oracle, longer)) > 1000  # a hit on both sides
+    forget_decode_prefixes(cluster)
+    longest = [prompt + random_prompt(60, seed=63) for prompt in longer]
+    assert set(check(cluster, oracle, longest)) == {0}  # a hit on the prefill side only
+
+    cluster.set_router(policy="always_local")
+    heads = [random_prompt(length, seed=64) for length in (40, 104, 330, 1000)]
+    check(cluster, oracle, heads, remote=False)
+    cluster.set_router(policy="always_remote")
+    read = cluster.counter("pullfill_kv_read_bytes_total")
+    tails = [head + random_prompt(150, seed=65) for head in heads]
+    hits = check(cluster, oracle, tails)  # a hit on the decode side only
+    assert {32, 96, 320, 288, 992, 960} <= set(hits), "hits that end inside a block of 64"
+    assert cluster.counter("pullfill_kv_read_bytes_total") > read
+
+    many = [random_prompt(length, seed=66) for length in range(90, 1300, 100)]
+    answers = ask_all(cluster, many, STEPS)
+    expected = truth(oracle, many, STEPS)
+    assert [answer.tokens for answer in answers] == [tokens for tokens, _ in expected]
+    with going_away(cluster, random_prompt(1800, seed=67)):
+        pass
+    cluster.of("prefill")[0].arm("prefill.before_commit=kill@1")
+    last = random_prompt(500, seed=68)
+    answers = [ask(cluster, last, STEPS) for _ in range(2)]  # computed by the decode workers
+    assert [answer.tokens for answer in answers] == [truth(oracle, [last], STEPS)[0][0]] * 2
+    assert cluster.of("prefill") == []
