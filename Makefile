@@ -13,7 +13,7 @@ N ?= 10
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-nixl install-bench up down status test test-fast zoo flaky lint format chaos chaos-report soak bench bench-quick clean
+.PHONY: help install install-nixl install-bench up down status test test-vllm test-fast zoo flaky lint format chaos chaos-report soak bench bench-quick clean
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -44,6 +44,10 @@ lint: install ## ruff and mypy --strict
 test: lint test-fast ## All tests, quick ones first
 	$(BIN)/pytest -q -n 2 --dist loadfile -m "not long and not alone" $(ENGINE_TESTS) $(PYTEST_ARGS)
 	$(BIN)/pytest -q -m "alone and not long" tests/integration $(PYTEST_ARGS)
+
+test-vllm: ## All tests on another release of vLLM, in a venv of its own: make test-vllm VLLM=0.31.0
+	@PULLFILL_VLLM=$(or $(VLLM),$(error name the release: make test-vllm VLLM=0.31.0)) \
+	PULLFILL_VENV=.venv-vllm-$(VLLM) $(MAKE) test
 
 test-fast: install ## Unit, contract and benchmark tests, in eight forked processes
 	$(BIN)/pytest -q --forks 8 tests/unit tests/contract benchmarks/tests $(PYTEST_ARGS)

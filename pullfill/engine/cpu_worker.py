@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from pullfill.engine import release
 from pullfill.errors import IncompatibleError
 
 if TYPE_CHECKING:
@@ -53,6 +54,10 @@ class SeededCPUWorker(CPUWorker):  # type: ignore[misc]
                 "vLLM's CPU model runner keeps the generators of seeded requests in another place "
                 "than input_batch.generators: use the pinned vLLM", field="input_batch.generators"
             )  # fmt: skip
+
+    def _maybe_get_memory_pool_context(self, tag: str) -> Any:
+        pool = release.this.memory_pool(tag)
+        return super()._maybe_get_memory_pool_context(tag) if pool is None else pool
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
         generators = self._generators() or {}

@@ -33,18 +33,6 @@ if TYPE_CHECKING:
 
 _log = log.get("engine.front_app")
 
-_REQUIRED_NAMES = {
-    "vllm.entrypoints.launchers.app": ("build_app",),
-    "vllm.entrypoints.launchers.api_server.app_state": ("init_app_state",),
-    "vllm.entrypoints.launchers.cli_args": ("make_arg_parser", "validate_parsed_serve_args"),
-    "vllm.v1.engine.async_llm": ("AsyncLLM.from_vllm_config", "AsyncLLM._run_output_handler"),
-    "vllm.v1.metrics.loggers": (
-        "PrometheusStatLogger.record",
-        "load_stat_logger_plugin_factories",
-    ),
-    "vllm.v1.metrics.stats": ("SchedulerStats", "PrefixCacheStats"),
-    "vllm.envs": ("enable_envs_cache",),
-}
 HOT_PATHS = ("/v1/completions", "/v1/chat/completions")
 """Routes that are looked up first."""
 
@@ -83,10 +71,9 @@ def prepare(model: str, vllm_args: Sequence[str], host: str, port: int) -> Prepa
     Flags that only concern an engine are accepted and unused, so that all roles can be given the
     same ones. Raises ConfigError (bad flag, bad model path), IncompatibleError (other vLLM).
     """
-    from pullfill.engine import front_client, migration
+    from pullfill.engine import migration, release
 
-    check.require_names(_REQUIRED_NAMES)
-    check.require_names(front_client.REQUIRED_NAMES)
+    check.require_names(check.FRONTEND_NAMES)
     check.require_names(migration.REQUIRED_NAMES)
     args = _parse(model, vllm_args)
     args.host, args.port = host, port
@@ -100,7 +87,7 @@ def prepare(model: str, vllm_args: Sequence[str], host: str, port: int) -> Prepa
         model_config.quantization = None  # weights are the workers' business
         config = VllmConfig(
             model_config=model_config,
-            structured_outputs_config=engine_args.create_structured_outputs_config(),
+            structured_outputs_config=release.this.structured_outputs(engine_args),
             observability_config=engine_args.create_observability_config(),
             lora_config=LoRAConfig() if args.enable_lora else None,  # only that there is one counts
         )

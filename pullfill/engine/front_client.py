@@ -36,27 +36,6 @@ from pullfill.runtime import failpoints, log
 
 _log = log.get("engine.front_client")
 
-REQUIRED_NAMES = {
-    "vllm.v1.engine": (
-        "EngineCoreRequest:request_id",
-        "EngineCoreRequest:external_req_id",
-        "EngineCoreRequest:arrival_time",
-        "EngineCoreRequest:resumable",
-        "EngineCoreRequest:abort_immediately",
-        "EngineCoreOutput:finish_reason",
-        "EngineCoreOutput:kv_transfer_params",
-        "EngineCoreOutputs:utility_output",
-        "EngineCoreOutputs:scheduler_stats",
-        "EngineCoreOutputs:engine_index",
-    ),
-    "vllm.v1.engine.core_client": ("EngineCoreClient.make_async_mp_client",),
-    "vllm.v1.engine.async_llm": ("AsyncLLM.add_request", "EngineCoreClient"),
-    "vllm.v1.engine.output_processor": ("OutputProcessor.abort_requests",),
-    "vllm.renderers.base": (
-        "BaseRenderer.default_cmpl_tok_params",
-        "BaseRenderer.default_chat_tok_params",
-    ),
-}
 UTILITY_TIMEOUT_S = 10.0
 SLOW_UTILITY_TIMEOUT_S = 120.0
 _CACHED_LIMITS = ("default_cmpl_tok_params", "default_chat_tok_params")

@@ -18,6 +18,8 @@ import copy
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from pullfill.engine import release
+
 _GREEDY_BELOW = 1e-5
 """vLLM's own bound: a lower temperature means argmax."""
 
@@ -34,8 +36,7 @@ _NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "n": ((1,), "it is one of several choices (n > 1)"),
 }
 _ADJUSTED = {
-    "max_tokens", "min_tokens", "prompt_logprobs", "prompt_logprob_token_ids",
-    "prompt_logprob_start", "skip_reading_prefix_cache",
+    "max_tokens", "min_tokens", *release.this.prompt_logprobs, "skip_reading_prefix_cache",
 }  # fmt: skip
 _CHECKED = {"seed", "temperature", "bad_words", "_bad_words_token_ids"}
 _WITHOUT_HISTORY = {
@@ -53,7 +54,9 @@ FIELDS = _NEUTRAL.keys() | _ADJUSTED | _CHECKED | _WITHOUT_HISTORY
 """Every field of SamplingParams that this module was written for."""
 
 REQUIRED_NAMES = {
-    "vllm.sampling_params": tuple(f"SamplingParams:{name}" for name in sorted(FIELDS)),
+    "vllm.sampling_params": tuple(
+        f"SamplingParams:{name}" for name in sorted(_NEUTRAL.keys() | _ADJUSTED | _CHECKED)
+    ),
     "vllm.v1.engine": (
         "EngineCoreRequest:prompt_token_ids",
         "EngineCoreRequest:prompt_embeds",
@@ -114,10 +117,10 @@ def migration_request(request: Any, tokens: Sequence[int]) -> Any:
     if params.max_tokens is not None:
         params.max_tokens -= len(tokens)
     params.min_tokens = max(0, params.min_tokens - len(tokens))
-    if params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None:
+    if any(getattr(params, name) is not None for name in release.this.prompt_logprobs):
         # They came with the first token. They were also why the prefix cache was not read.
-        params.prompt_logprobs = params.prompt_logprob_token_ids = None
-        params.prompt_logprob_start = params.skip_reading_prefix_cache = None
+        for name in (*release.this.prompt_logprobs, "skip_reading_prefix_cache"):
+            setattr(params, name, None)
     result = copy.copy(request)
     result.prompt_token_ids = [*request.prompt_token_ids, *tokens]
     result.sampling_params = params

@@ -8,7 +8,7 @@ from functools import cache
 from operator import attrgetter
 from typing import Any
 
-from pullfill.engine import front_wire
+from pullfill.engine import front_wire, release
 from pullfill.engine.blame import Fault
 
 _LEVELS = frozenset({
@@ -127,5 +127,4 @@ def add_up(newer: Any, older: Any) -> None:
             continue
         for count in _COUNTS:
             setattr(total, count, getattr(total, count) + getattr(more, count))
-        for source, hits in more.hits_by_source.items():
-            total.hits_by_source[source] = total.hits_by_source.get(source, 0) + hits
+        release.this.add_hits_by_source(total, more)

@@ -27,7 +27,7 @@ from tests.support.fuzz import EXAMPLES, explore, little_memory, mutated
 
 KINDS = [value for value in vars(front_wire).values() if isinstance(value, bytes)]
 HELLO = wire.encode(
-    front_wire.FrontendHello(frontend_instance="f", vllm_version=check.PINNED_VLLM, model="m")
+    front_wire.FrontendHello(frontend_instance="f", vllm_version=check.require_version(), model="m")
 )
 
 
@@ -136,7 +136,7 @@ def request_server(
 ) -> RequestServer:
     host: Any = SimpleNamespace(core=_Core(), submit=lambda work, **_: work(None), stepping=False)
     welcome = front_wire.DecodeWelcome(
-        decode_instance="decode-1", vllm_version=check.PINNED_VLLM,
+        decode_instance="decode-1", vllm_version=check.require_version(),
         max_model_len=100, num_gpu_blocks=1, block_size=1, supported_tasks=[],
     )  # fmt: skip
     request_server = RequestServer(

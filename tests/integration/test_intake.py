@@ -41,7 +41,7 @@ class Peer:
         self.answered = False
         self._pinged = 0.0
         hello = front_wire.FrontendHello(
-            frontend_instance="f", vllm_version=check.PINNED_VLLM, model=MODEL
+            frontend_instance="f", vllm_version=check.require_version(), model=MODEL
         )
         self.socket.send_multipart([front_wire.HELO, wire.encode(hello)])
         assert self.socket.poll(5000)

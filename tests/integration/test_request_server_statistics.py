@@ -7,6 +7,7 @@ own structs, whose import takes five seconds.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
@@ -89,10 +90,11 @@ def test_statistics_that_do_not_add_up_leave_with_each_output(rig: Rig, sent: li
 def test_prefix_cache_counts_of_two_steps_add_up() -> None:
     """Each field of vLLM's."""
     older, newer = stats(1), stats(2)
-    counts = [f.name for f in fields(PrefixCacheStats)]
-    counts = [name for name in counts if name not in ("reset", "hits_by_source")]
+    names = [f.name for f in fields(PrefixCacheStats)]
+    counts = [name for name in names if name not in ("reset", "hits_by_source")]
+    by_source: dict[str, Any] = {"hits_by_source": {"a": 1}} if "hits_by_source" in names else {}
     for made in (older, newer):
-        made.connector_prefix_cache_stats = PrefixCacheStats(hits_by_source={"a": 1})
+        made.connector_prefix_cache_stats = PrefixCacheStats(**copy.deepcopy(by_source))
         for hits in (made.prefix_cache_stats, made.connector_prefix_cache_stats):
             for number, name in enumerate(counts, 1):
                 setattr(hits, name, number)
@@ -103,7 +105,8 @@ def test_prefix_cache_counts_of_two_steps_add_up() -> None:
             2 * n for n in range(1, len(counts) + 1)
         ]
     assert newer.connector_prefix_cache_stats is not None
-    assert newer.connector_prefix_cache_stats.hits_by_source == {"a": 2}
+    if by_source:  # since vLLM 0.32
+        assert newer.connector_prefix_cache_stats.hits_by_source == {"a": 2}
     assert newer.num_running_reqs == 2
 
 

@@ -229,7 +229,7 @@ class FakeDecode:
         self._peers.add(identity)
         welcome = front_wire.DecodeWelcome(
             decode_instance=self.instance_id,
-            vllm_version=check.PINNED_VLLM,
+            vllm_version=check.require_version(),
             max_model_len=self.max_model_len,
             num_gpu_blocks=100,
             block_size=16,

@@ -83,7 +83,7 @@ async def rig(
 ) -> AsyncIterator[Rig]:
     directory = FakeDirectory(*(worker.start().record for worker in workers))
     hello = front_wire.FrontendHello(
-        frontend_instance="frontend-t", vllm_version=check.PINNED_VLLM, model="m"
+        frontend_instance="frontend-t", vllm_version=check.require_version(), model="m"
     )
     pool = WorkerPool(directory, hello, ["m"])
     explain, sink = ExplainStore(), Sink()

@@ -38,7 +38,7 @@ class _Decode:
         self.handlers: dict[Any, Any] = {}
         host: Any = SimpleNamespace(core=None, register=self.handlers.__setitem__, submit=None)
         welcome = front_wire.DecodeWelcome(
-            decode_instance="decode-1", vllm_version=check.PINNED_VLLM,
+            decode_instance="decode-1", vllm_version=check.require_version(),
             max_model_len=1, num_gpu_blocks=1, block_size=1, supported_tasks=[],
         )  # fmt: skip
         self.request_server = RequestServer(
@@ -87,7 +87,7 @@ async def _meet(
         data=decode.request_server.address,
     )  # fmt: skip
     hello = front_wire.FrontendHello(
-        frontend_instance="f", vllm_version=check.PINNED_VLLM, model="m"
+        frontend_instance="f", vllm_version=check.require_version(), model="m"
     )
     link = DecodeConnection(context, record, hello, owner, frontend_key)
     try:

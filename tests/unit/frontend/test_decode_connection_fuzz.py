@@ -17,7 +17,7 @@ from tests.support.fuzz import EXAMPLES, explore, mutated
 
 KINDS = [value for value in vars(front_wire).values() if isinstance(value, bytes)]
 HELLO = wire.encode(
-    front_wire.FrontendHello(frontend_instance="f", vllm_version=check.PINNED_VLLM, model="m")
+    front_wire.FrontendHello(frontend_instance="f", vllm_version=check.require_version(), model="m")
 )
 
 

@@ -1,0 +1,21 @@
+"""vLLM 0.31."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pullfill.engine.release import v0_32
+
+
+class Release(v0_32.Release):
+    """Hits are not counted by source, and no method makes the StructuredOutputsConfig."""
+
+    def add_hits_by_source(self, total: Any, more: Any) -> None:
+        """Do nothing."""
+
+    def structured_outputs(self, args: Any) -> Any:
+        config = args.structured_outputs_config
+        for flag in ("reasoning_parser", "reasoning_parser_plugin"):
+            if value := getattr(args, flag):
+                setattr(config, flag, value)
+        return config

@@ -1,0 +1,32 @@
+"""vLLM 0.32, the newest release."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class Release:
+    """What pullfill does with vLLM in another way from release to release.
+
+    prompt_logprobs: the SamplingParams that ask for log probabilities of the prompt."""
+
+    prompt_logprobs: tuple[str, ...] = (
+        "prompt_logprobs",
+        "prompt_logprob_token_ids",
+        "prompt_logprob_start",
+    )
+
+    def add_hits_by_source(self, total: Any, more: Any) -> None:
+        """Add up prefix cache hits by the cache that they come from. Both: PrefixCacheStats."""
+        for source, hits in more.hits_by_source.items():
+            total.hits_by_source[source] = total.hits_by_source.get(source, 0) + hits
+
+    def structured_outputs(self, args: Any) -> Any:
+        """Return the StructuredOutputsConfig of vLLM's EngineArgs."""
+        return args.create_structured_outputs_config()
+
+    def memory_pool(self, what: str) -> Any:
+        """Return a context in which a worker allocates memory. None: vLLM's own.
+
+        what: vLLM's word for that memory."""
+        return None  # vLLM asks the connector for the pool of the KV cache

@@ -1,0 +1,10 @@
+"""The releases of vLLM that pullfill is tested with.
+
+`make install` reads this on a bare Python, so it imports nothing.
+"""
+
+VLLM = "0.32.0"
+"""What `make install` installs."""
+
+TORCH = {"0.32.0": "2.13.0", "0.31.0": "2.13.0", "0.30.0": "2.13.0"}
+"""PyTorch of each release of vLLM that passes `make test-vllm`. Others are refused."""

@@ -1,0 +1,32 @@
+"""The releases of vLLM: each has its module."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pullfill import releases
+from pullfill.engine import check, release
+
+
+def members(version: str) -> set[str]:
+    return {name for name in dir(release.of(version)) if not name.startswith("_")}
+
+
+@pytest.mark.parametrize("version", releases.TORCH)
+def test_only_the_newest_release_adds_members(version: str) -> None:
+    """So its module shows all that an older one may do in another way."""
+    assert members(version) == members(releases.VLLM)
+
+
+def test_there_is_no_module_without_a_release() -> None:
+    files = {file.stem for file in Path(release.__path__[0]).glob("v*.py")}
+    assert files == {
+        type(release.of(version)).__module__.rpartition(".")[2] for version in releases.TORCH
+    }
+
+
+def test_the_installed_release_is_chosen() -> None:
+    installed = check.base_version(check.require_version())
+    assert type(release.this) is type(release.of(installed))
