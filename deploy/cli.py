@@ -185,11 +185,20 @@ def explain(
 
 
 @command(app)
-def doctor(cluster: ClusterOptions) -> int:
+def doctor(
+    cluster: ClusterOptions,
+    vllm: Annotated[
+        str | None,
+        typer.Option(
+            metavar="VERSION|WHEEL|DIRECTORY",
+            help="Look at a release of vLLM instead: which names that pullfill uses differ",
+        ),
+    ] = None,
+) -> int:
     """Check this machine and the cluster, and say what to do about what is wrong."""
     from pullfill.deploy import doctor as checks
 
-    return checks.run(cluster)
+    return checks.run(cluster, vllm)
 
 
 @command(app)

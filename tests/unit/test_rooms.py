@@ -41,6 +41,7 @@ ENTRY_POINTS = {
     "pullfill.decode_worker.main",
     "pullfill.prefill_worker.main",
     "pullfill.frontend.main",
+    "pullfill.engine.names.compare",
 }
 """What deploy may import of rooms it otherwise knows only by their command lines."""
 
