@@ -120,7 +120,7 @@ class Pace:
                 job_id=task.job_id,
                 attempt=task.attempt,
                 incarnation=self._grant.incarnation,
-                blocks=blocks - self._written,
+                blocks=max(0, blocks - self._written),  # a preempted prompt is written again
                 write_s=max(0.0, seconds - self._write_s),
             )
         )

@@ -27,6 +27,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pullfill.runtime import log
+
+logger = log.get("engine.page")
+
 Numbers = NDArray[np.int64]
 Sections = tuple[tuple[int, int], ...]
 
@@ -77,7 +81,8 @@ def cut_of(vllm_config: Any, kv_cache_config: Any, kv_caches: Mapping[str, Any])
             lambda numbers: _fill(layer, cache, dtype, numbers), int(tokens), int(width),
             cache.element_size(),
         )  # fmt: skip
-    except Exception:  # a backend that wants to be called in another way
+    except Exception as exc:  # a backend that wants to be called in another way
+        logger.info("pages of KV are not cut: %s", exc)
         return None
 
 
@@ -124,9 +129,10 @@ def _sections(pieces: Numbers, count: int) -> Sections:
     pieces: to which piece each number of the page belongs.
     count: of pieces."""
     found: list[tuple[int, int]] = []
+    others = np.append(np.flatnonzero(pieces), len(pieces))  # not of the first piece
     at = 0
     while at < len(pieces):
-        run = int(np.argmax(pieces[at:] != 0)) if pieces[at] == 0 else 0
+        run = int(others[np.searchsorted(others, at)]) - at
         row = np.repeat(np.arange(count), run)
         if not run or not np.array_equal(pieces[at : at + count * run], row):
             return ()

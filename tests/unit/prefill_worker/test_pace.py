@@ -10,7 +10,7 @@ import pytest
 
 from pullfill.prefill_worker.pace import Pace, Paces
 from pullfill.runtime.waits import Prompt
-from pullfill.wire import FenceToken, Grant, Progress
+from pullfill.wire import FenceToken, Grant, Progress, decode, encode
 
 DEADLINE_S = 0.2
 
@@ -57,6 +57,16 @@ async def test_one_that_moves_gets_more_time_and_says_so() -> None:
     seconds = await took(attempt)
     assert 0.3 <= seconds < 5, "0.3 s from the look that saw it"
     assert [progress.blocks for progress in attempt.told] == [1]
+
+
+async def test_after_a_preemption_no_negative_number_of_blocks_is_told() -> None:
+    """The decode worker would close the connection."""
+    attempt = Attempt(Paces(), still_s=60.0)
+    for scheduled, written in ((5, 3), (7, 1), (9, 4)):
+        attempt.task.scheduled, attempt.task.blocks_written = scheduled, written
+        attempt.pace.look()
+    attempt.pace.stop()
+    assert [decode(encode(told), Progress).blocks for told in attempt.told] == [3, 0, 3]
 
 
 async def test_each_attempt_has_its_own_deadline() -> None:
