@@ -61,6 +61,9 @@ class DecodeConnector(WorkerConnector):
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._scheduler.enqueue(request, blocks.get_block_ids(), num_external_tokens)
 
+    def update_connector_output(self, connector_output: Any) -> None:
+        self._scheduler.tier_loaded(connector_output)
+
     def build_connector_meta(self, scheduler_output: Any) -> DecodeMetadata:
         loaded, failed = self._scheduler.collect()
         return DecodeMetadata(set(loaded), set(failed))

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pullfill.decode_worker import conditional_router
 from pullfill.decode_worker.conditional_router import (
@@ -35,6 +35,9 @@ from pullfill.ids import new_job_id
 from pullfill.runtime import failpoints, log
 from pullfill.wire import MAX_TEXT, Adapter
 
+if TYPE_CHECKING:
+    from pullfill.engine.tier import Tier
+
 logger = log.get("decode_worker.scheduler")
 
 
@@ -49,6 +52,10 @@ class ConnectorScheduler:
     _failed: requests to report as failed at the next `collect`.
     _unpublished: jobs to publish after the step that is being scheduled. `enqueue` says why.
     _scheduled: the same for each step that still runs.
+    _loading: for each request whose hit is still loaded from the tier: its job, or how the job has
+    ended meanwhile.
+    _late: ends of jobs that had to wait for such a load.
+    tier: vLLM's own KV offloading, beside our connector. None: there is none.
     """
 
     def __init__(self, context: DecodeContext, block_size: int, local_tokens: int = 1) -> None:
@@ -57,13 +64,16 @@ class ConnectorScheduler:
         self.local_tokens = local_tokens
         self._pool: Any = None
         self._kept_from: Callable[[int], tuple[int, ...]] = lambda _tokens: (0,)
-        self._decisions: dict[str, tuple[Situation, Decision, Adapter | None]] = {}
+        self._decisions: dict[str, tuple[Situation, Decision, Adapter | None, int]] = {}
         self._waiting: set[str] = set()
         self._held: dict[str, list[Any]] = {}
         self._lent: dict[str, list[Any]] = {}
         self._failed: list[str] = []
         self._unpublished: list[OpenedJob] = []
         self._scheduled: deque[list[OpenedJob]] = deque()
+        self._loading: dict[str, OpenedJob | Settle] = {}
+        self._late: list[Settle] = []
+        self.tier: Tier | None = None
 
     def bind_pool(self, pool: Any) -> None:
         """Set vLLM's block pool. Blocks in quarantine are held by its reference counts."""
@@ -92,31 +102,35 @@ class ConnectorScheduler:
     @property
     def has_work(self) -> bool:
         """Whether there is something to tell vLLM. Then the engine must take a step."""
-        return bool(self._failed) or self._context.ledger.has_events
+        return bool(self._failed or self._late) or self._context.ledger.has_events
 
     # ------------------------------------------------------------------ step 3: decide
 
-    def decide(self, request: Any, hit_tokens: int) -> tuple[int, bool]:
+    def decide(self, request: Any, hit_tokens: int) -> tuple[int | None, bool]:
         """Decide whether a prefill worker computes the rest of this prompt.
 
         vLLM's `get_num_new_matched_tokens`. Returns the number of tokens that a prefill worker will
-        bring, and True if there are any. vLLM may ask many times about one request. Only `enqueue`
-        makes a decision count.
+        bring, and True if there are any. Tokens that are loaded from the tier before that count as
+        brought. vLLM may ask many times about one request. Only `enqueue` makes a decision count.
 
-        hit_tokens: length of the prefix hit on this worker."""
+        hit_tokens: length of the prefix hit on this worker, without the tier's."""
         first = request.prompt_token_ids[0] if request.prompt_token_ids else 0
         failpoints.hit(f"decode.prompt.{first}")
         context = self._context
+        offloaded = self.tier.hit(request, hit_tokens) if self.tier is not None else 0
+        if offloaded is None:
+            return None, False  # it is looked up or stored at this moment: vLLM asks again
         adapter = self._adapter(request)
         situation = context.situation(
-            request.num_prompt_tokens, hit_tokens, self._ineligible(request, adapter)
+            request.num_prompt_tokens, hit_tokens + offloaded, self._ineligible(request, adapter)
         )
         own = context.trials and context.trials.decision(request.request_id)
         decision = own or conditional_router.decide(situation, context.router_config())
-        self._decisions[request.request_id] = (situation, decision, adapter)
+        self._decisions[request.request_id] = (situation, decision, adapter, offloaded)
         if decision.reason in (QUEUE_FULL, QUEUE_WAIT):
             context.queue_full()
-        return (situation.remote_tokens, True) if decision.remote else (0, False)
+        # If the answer is 0, vLLM asks the tier.
+        return (offloaded + situation.remote_tokens, True) if decision.remote else (0, False)
 
     def _ineligible(self, request: Any, adapter: Adapter | None) -> str:
         """Return why this request can never be prefilled remotely. Empty: it can.
@@ -163,25 +177,30 @@ class ConnectorScheduler:
         vLLM's `update_state_after_alloc`: the request has its blocks.
 
         tables: the block ids of the request, for each KV cache group.
-        external_tokens: number of tokens that a prefill worker will bring. 0 if the prompt is
-        computed here."""
+        external_tokens: number of tokens that the tier and a prefill worker will bring. 0 if the
+        prompt is computed here."""
         made = self._decisions.pop(request.request_id, None)
         if made is None:
             return  # vLLM calls again after the load
-        situation, decision, adapter = made
+        situation, decision, adapter, offloaded = made
         if decision.remote and not external_tokens:
-            decision = Decision(False, "engine_declined")
+            decision, offloaded = Decision(False, "engine_declined"), 0
         shown = expected(situation, decision, self._context.router_config())
-        self._context.traces.decided(request.request_id, situation, decision, shown)
+        self._context.traces.decided(request.request_id, situation, decision, shown, offloaded)
         if not external_tokens:
             return
-        job = self._open(request, tables, situation, adapter, external_tokens)
+        job = self._open(request, tables, situation, adapter, external_tokens - offloaded)
         failpoints.hit("decode.before_publish")
-        if situation.hit_tokens or self._scheduled:
+        if self.tier is not None and offloaded:
+            self.tier.load(request, offloaded)
+            self._loading[request.request_id] = job
+            return
+        if situation.hit_tokens or self._scheduled or self.tier is not None:
             # vLLM puts a block into its prefix cache when it schedules the block's tokens, so the
             # hit may be computed in the very step that is being scheduled: until that step has
             # run, a prefill worker would read garbage there. And a step that still runs may write
-            # one more token of a request that has ended since, into a block that is ours now.
+            # one more token of a request that has ended since, into a block that is ours now. And
+            # the tier may copy from such a block until that step.
             self._unpublished.append(job)
         else:
             self._context.publish(job)
@@ -202,12 +221,16 @@ class ConnectorScheduler:
         hit, end = hit_tokens // self._block_size, -(-tokens // self._block_size)
         kept_from = self._kept_from(tokens)
         read_from, prefix = self._prefix(request, tables, hit_tokens, kept_from)
+        targets = BlockOrder(kept_from).ids(tables, hit, end)
+        if self.tier is not None:
+            # It may still copy from them, for requests that have ended.
+            self.tier.claim(targets)
         job = OpenedJob(
             job_id=new_job_id(),
             request_id=request.request_id,
             token_ids=request.prompt_token_ids[:tokens],
             hit_tokens=hit_tokens,
-            blocks=(*prefix, *BlockOrder(kept_from).ids(tables, hit, end)),
+            blocks=(*prefix, *targets),
             read_from=read_from,
             kept_from=kept_from,
             cache_salt=request.cache_salt,
@@ -269,6 +292,20 @@ class ConnectorScheduler:
             request.block_hashes[(position + 1) * hashes - 1], [group]
         )
 
+    def tier_loaded(self, output: Any) -> None:
+        """Publish the jobs whose hit has now been loaded from the tier.
+
+        vLLM's `update_connector_output`. Such a request waits on, so it is taken out of `output`.
+
+        output: vLLM's KVConnectorOutput of a step that has run on every rank."""
+        for request_id in self._loading.keys() & (output.finished_recving or ()):
+            output.finished_recving.discard(request_id)
+            match self._loading.pop(request_id):
+                case Settle() as end:
+                    self._late.append(end)
+                case job:
+                    self._context.publish(job)
+
     def step_done(self, running: int = 0) -> None:
         """Publish the jobs that waited for steps to end.
 
@@ -293,7 +330,8 @@ class ConnectorScheduler:
         loaded: list[str] = []
         # A hold comes before the report that makes vLLM free the same blocks. So no block in
         # quarantine reaches the free list.
-        for event in self._context.ledger.take_events():
+        late, self._late = self._late, []
+        for event in (*late, *self._context.ledger.take_events()):
             match event:
                 case Hold(job_id, blocks):
                     held = [self._pool.blocks[b] for b in blocks]
@@ -302,6 +340,9 @@ class ConnectorScheduler:
                 case Release(job_id):
                     # The tail first: it is the least useful as a cached prefix.
                     self._pool.free_blocks(reversed(self._held.pop(job_id)))
+                case Settle(request_id) if request_id in self._loading:
+                    # Its report would make vLLM free blocks that the tier still writes.
+                    self._loading[request_id] = event
                 case Settle(request_id, was_loaded, outcome):
                     if request_id not in self._waiting:
                         logger.error("dropped a second report for %s", request_id)

@@ -340,7 +340,7 @@ class RequestServer:
 
     def _look(self, output: Any) -> ExplainRecord | None:
         """Correct an output. Returns its request's record if it is the last output."""
-        vllm_outputs.correct_cached_tokens(output)
+        vllm_outputs.correct_cached_tokens(output, self._traces.offloaded)
         if output.finish_reason is None:
             return None
         if (made := self._grammars.get(output.request_id)) is not None:

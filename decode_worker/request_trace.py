@@ -60,6 +60,7 @@ class _RequestTrace:
     situation: Situation
     decision: Decision
     expected: Expected | None = None
+    offloaded: int = 0
     attempts: int = 0
     fallback: str | None = None
     outage: str | None = None
@@ -96,13 +97,16 @@ class RequestTraces:
         situation: Situation,
         decision: Decision,
         expected: Expected | None = None,
+        offloaded: int = 0,
     ) -> None:
         """Record the first decision of a request; later ones (after a fallback or a preemption)
-        do not change it."""
+        do not change it.
+
+        offloaded: how many tokens of the hit come from vLLM's own KV offloading."""
         with self._lock:
             if request_id in self._open or request_id in self.apart:
                 return
-            self._open[request_id] = trace = _RequestTrace(situation, decision, expected)
+            self._open[request_id] = trace = _RequestTrace(situation, decision, expected, offloaded)
             if decision.reason in _BY_OUTAGE:
                 trace.outage = self.outage() or None
         path = "remote" if decision.remote else "local"
@@ -165,6 +169,12 @@ class RequestTraces:
             trace = self._open.get(request_id)
             return None if trace is None else trace.fallback
 
+    def offloaded(self, request_id: str) -> int:
+        """Return how many tokens of the request's hit came from vLLM's own KV offloading."""
+        with self._lock:
+            trace = self._open.get(request_id)
+            return 0 if trace is None else trace.offloaded
+
     def finish(self, request_id: str) -> ExplainRecord | None:
         """Close and return the record. None: no decision was made about the request."""
         with self._lock:
@@ -178,6 +188,7 @@ class RequestTraces:
             reason=trace.decision.reason,
             prompt_tokens=trace.situation.prompt_tokens,
             prefix_hit_tokens=trace.situation.hit_tokens,
+            offloaded_tokens=trace.offloaded,
             remote_tokens=trace.situation.remote_tokens if trace.loaded else 0,
             decode_instance=self._instance_id,
             prefill_instance=trace.prefill_instance,

@@ -30,7 +30,7 @@ from pullfill.decode_worker.request_server import RequestServer
 from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.decode_worker.self_check import checks_for
 from pullfill.decode_worker.verify import verifier_for
-from pullfill.engine import front_wire
+from pullfill.engine import front_wire, kv
 from pullfill.engine.host import EngineHooks, EngineHost
 from pullfill.engine.thread import EngineThread
 from pullfill.errors import Outcome
@@ -63,6 +63,7 @@ class DecodeHooks(EngineHooks):
         self._context = engine.context
         self._ledger = engine.context.ledger
         self._scheduler = engine.context.scheduler
+        self._scheduler.tier = self._tier = kv.tier_of(engine.core)
         self._look_at = 0.0
         self.server = server
         server.bind(options.host, options.data_port)
@@ -73,7 +74,10 @@ class DecodeHooks(EngineHooks):
             leave.look(self.server, self._ledger)
         if self._ledger.has_events and (loaded := self._scheduler.finish()):
             self._host.received(loaded)
-        return self._scheduler.has_work
+        return self._scheduler.has_work or self.copies_run()
+
+    def copies_run(self) -> bool:
+        return self._tier is not None and self._tier.busy
 
     def after_step(self, running: int) -> None:
         self._scheduler.step_done(running)

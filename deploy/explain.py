@@ -70,8 +70,9 @@ def _lines(record: ExplainRecord) -> Iterator[Text]:
     local = max(0, record.prompt_tokens - record.prefix_hit_tokens - record.remote_tokens)
     yield Text(f"request {record.request_id}", style="bold")
     yield Text(f"  {_what_happened(record)}")
+    off = f" ({record.offloaded_tokens} offloaded)" if record.offloaded_tokens else ""
     yield Text(
-        f"  prompt: {record.prompt_tokens} tokens = {record.prefix_hit_tokens} cached"
+        f"  prompt: {record.prompt_tokens} tokens = {record.prefix_hit_tokens} cached{off}"
         f" + {record.remote_tokens} prefilled remotely + {local} locally"
     )
     yield Text(f"  decode worker: {record.decode_instance}")

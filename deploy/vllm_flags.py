@@ -6,7 +6,7 @@ import re
 import shlex
 from collections.abc import Collection, Sequence
 
-from pullfill.config import NO_DATA_PARALLEL, NO_KV_OFFLOADING
+from pullfill.config import NO_DATA_PARALLEL
 from pullfill.errors import ConfigError
 
 _DATA_PARALLEL = re.compile(r"data-parallel\b|dp[a-z]?\Z")
@@ -93,10 +93,10 @@ def check(arguments: Sequence[str]) -> None:
     for flag, *values in groups:
         given, _, joined = flag.partition("=")
         name = flag_name(flag)
-        if name == "kv-transfer-config":
-            raise ConfigError(f"{given} is pullfill's own to set: remove it")
-        if name.startswith("kv-offloading"):
-            raise ConfigError(f"{given}: {NO_KV_OFFLOADING}")
+        if name == "kv-transfer-config" and "OffloadingConnector" not in " ".join([flag, *values]):
+            raise ConfigError(
+                f"{given} is pullfill's own to set: remove it, or name vLLM's OffloadingConnector"
+            )
         alone = name in _SIZE and [joined or "", *values][-1] == "1"
         if _DATA_PARALLEL.match(name) and not alone:
             raise ConfigError(f"{given}: {NO_DATA_PARALLEL}")

@@ -22,13 +22,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
 from pullfill.engine.groups import EMPTY
 from pullfill.errors import HandoffError
 from pullfill.prefill_worker.context import PrefillContext
 from pullfill.prefill_worker.task import PrefillTask
 from pullfill.runtime import log
+
+if TYPE_CHECKING:
+    from pullfill.engine.tier import Tier
 
 logger = log.get("prefill_worker.connector_scheduler")
 
@@ -68,7 +72,11 @@ class StepPlan:
 
 
 class ConnectorScheduler:
-    """Plans the reads and writes of one engine, and reports their ends to vLLM."""
+    """Plans the reads and writes of one engine, and reports their ends to vLLM.
+
+    _reads: prefix reads to begin after the step that is being scheduled.
+    tier: vLLM's own KV offloading, beside our connector. None: there is none.
+    """
 
     def __init__(self, context: PrefillContext, block_size: int) -> None:
         self._context = context
@@ -79,6 +87,8 @@ class ConnectorScheduler:
         self._reads_failed: list[PrefillTask] = []
         self._sends_done: deque[str] = deque()
         self._scheduled: deque[StepPlan] = deque()
+        self._reads: list[Write] = []
+        self.tier: Tier | None = None
 
     def bind_manager(self, manager: Any) -> None:
         """Set vLLM's KVCacheManager, which has the block tables."""
@@ -111,7 +121,7 @@ class ConnectorScheduler:
             sent.add(self._sends_done.popleft())
         return reads, sent
 
-    def matched(self, request: Any, hit_tokens: int) -> tuple[int, bool]:
+    def matched(self, request: Any, hit_tokens: int) -> tuple[int | None, bool]:
         """Return how many tokens to read from the decode worker, and whether there are any.
 
         vLLM's `get_num_new_matched_tokens`.
@@ -123,6 +133,11 @@ class ConnectorScheduler:
         missing = task.hit_tokens - hit_tokens
         if missing <= 0:
             return 0, False
+        if self.tier is not None:
+            offloaded = self.tier.hit(request, hit_tokens)
+            if offloaded is None or offloaded >= missing:
+                # vLLM asks again if the tier does not know yet. Else it loads from the tier.
+                return (None if offloaded is None else 0), False
         # With a window the decode worker may have dropped blocks of its hit that are needed here.
         first, needed = hit_tokens // self._block_size, self._kept_from(task.hit_tokens)
         for here, there in zip(needed, task.readable.begins, strict=True):
@@ -159,13 +174,18 @@ class ConnectorScheduler:
         start = end - missing
         local = task.local(task.readable, tables, start, end)
         read = Write(task, local, task.source(start, end), last=False)
-        if not self._scheduled:
+        if not self._scheduled and self.tier is None:
             task.transfer_worker.read(task, read.remote, read.local, self._read_done)
             return
         # A step that still runs may write into these blocks, for a request that has ended since.
         with task.lock:
             task.outstanding += 1
-        self._scheduled[-1].reads.append(read)
+        if self.tier is None:
+            self._scheduled[-1].reads.append(read)
+        else:
+            # And the tier may copy from them until the step that is being scheduled.
+            self.tier.claim(chain.from_iterable(tables))
+            self._reads.append(read)
 
     # ------------------------------------------------------------------ step 7: step_done
 
@@ -175,7 +195,8 @@ class ConnectorScheduler:
         Called once for each step. Waits for copies from preempted requests' blocks.
 
         scheduler_output: vLLM's SchedulerOutput of the step."""
-        plan = StepPlan()
+        plan = StepPlan(reads=self._reads)
+        self._reads = []
         if self.has_work:
             plan.reports.read_ok, plan.reports.sent = self.take_in()
             failed, self._reads_failed = self._reads_failed, []

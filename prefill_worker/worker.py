@@ -56,6 +56,7 @@ class PrefillHooks(EngineHooks):
     def __init__(self, engine: Engine[PrefillContext]) -> None:
         self._host = engine.host
         self._scheduler = engine.context.scheduler
+        self._scheduler.tier = self._tier = kv.tier_of(engine.core)
         self.engine = PrefillEngine(
             engine.host,
             engine.context,
@@ -65,11 +66,14 @@ class PrefillHooks(EngineHooks):
 
     def before_step(self) -> bool:
         if not self._scheduler.has_work:
-            return False
+            return self.copies_run()
         reads, sent = self._scheduler.take_in()
         if reads or sent:
             self._host.copied(reads, sent)
-        return self._scheduler.has_work
+        return self._scheduler.has_work or self.copies_run()
+
+    def copies_run(self) -> bool:
+        return self._tier is not None and self._tier.busy
 
     def after_step(self, running: int) -> None:
         self._scheduler.step_done(running)

@@ -27,9 +27,6 @@ NO_DATA_PARALLEL = (
     "workers do not run data-parallel engines: start more workers instead (`pullfill up --decode N "
     "--prefill N`)"
 )
-NO_KV_OFFLOADING = (
-    "workers do not offload KV: give the KV cache more room instead (--kv-cache-memory-bytes N)"
-)
 
 RESTARTS_ENV = "PULLFILL_RESTARTS"
 """Set by `up` in every child: how often it was started again."""

@@ -104,7 +104,7 @@ class Half:
         for request in requests:
             asked = time.thread_time()
             external, _ = self.side.decide(request, 0)
-            self.side.enqueue(request, [range(-(-PROMPT // BLOCK))], external)
+            self.side.enqueue(request, [range(-(-PROMPT // BLOCK))], external or 0)
             took = time.thread_time() - asked
             spent += took
             if cost is not None:

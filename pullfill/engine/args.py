@@ -9,14 +9,12 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pullfill.config import NO_DATA_PARALLEL, NO_KV_OFFLOADING
-from pullfill.engine import check
+from pullfill.config import NO_DATA_PARALLEL
+from pullfill.engine import check, kv_offloading
 from pullfill.errors import ConfigError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-_OURS = "--kv-transfer-config"
 
 _ROTARY = "rotary_embedding"
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -45,25 +43,24 @@ def build_config(
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
 
-    if any(arg.split("=")[0] == _OURS for arg in vllm_args):
-        raise ConfigError(f"{_OURS} is pullfill's own to set: remove it")
-
     parser = AsyncEngineArgs.add_cli_args(flag_parser("pullfill"))
     namespace = parser.parse_args(["--model", model, *vllm_args])
     args = AsyncEngineArgs.from_cli_args(namespace)
     # Also from a --config file, which the command line does not show.
     if args.data_parallel_size > 1:
         raise ConfigError(f"data_parallel_size is {args.data_parallel_size}: {NO_DATA_PARALLEL}")
-    if args.kv_offloading_size is not None:
-        raise ConfigError(f"kv_offloading_size is set: {NO_KV_OFFLOADING}")
     check_flags(args, current_platform.device_type, os.environ)
+    offloading = kv_offloading.take(args, current_platform.device_type)
+    ours: dict[str, Any] = {
+        "kv_connector": connector,
+        "kv_connector_module_path": module,
+        "kv_role": kv_role,
+        "kv_connector_extra_config": dict(extra or {}),
+    }
+    if offloading is not None:
+        ours = kv_offloading.beside(ours, offloading)
     args.kv_transfer_config = KVTransferConfig(
-        kv_connector=connector,
-        kv_connector_module_path=module,
-        kv_role=kv_role,
-        engine_id=engine_id,
-        kv_load_failure_policy="recompute",
-        kv_connector_extra_config=dict(extra or {}),
+        **ours, engine_id=engine_id, kv_load_failure_policy="recompute"
     )
     if args.async_scheduling is None and _is_cpu():
         # Nothing to overlap with on a CPU, and one step less between commit and first token.
@@ -76,6 +73,7 @@ def build_config(
     except (ValueError, OSError, RuntimeError) as exc:
         raise ConfigError(f"cannot load model {model!r}: {first_line(exc)}") from exc
     check_config(config)
+    kv_offloading.complete(config)
     if _is_cpu():
         _rotate_parts_of_heads_natively(config)
     names = namespace.served_model_name

@@ -59,6 +59,10 @@ class EngineHooks:
         nothing is scheduled, because the connector has work."""
         return False
 
+    def copies_run(self) -> bool:
+        """Called between steps. Returns True if vLLM must take steps to learn of a copy's end."""
+        return False
+
     def after_step(self, running: int) -> None:
         """Called after each step.
 
@@ -298,6 +302,8 @@ class EngineHost:
             return 0
         if scheduler.finished_recving_kv_req_ids:
             return 0  # the next step schedules them
+        if self.hooks.copies_run():
+            return _BLOCKED_POLL_MS
         status = _vllm().Status
         for request in scheduler.requests.values():
             waits = request.status is status.WAITING_FOR_REMOTE_KVS

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pullfill.engine.attention import NO_MODEL, Attention
 from pullfill.errors import IncompatibleError
+
+if TYPE_CHECKING:
+    from pullfill.engine.tier import Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,15 @@ def device_of(vllm_config: Any) -> str:
     if wanted != "auto":
         return str(wanted)
     return str(current_platform.device_type)
+
+
+def tier_of(core: Any) -> Tier | None:
+    """Return vLLM's own KV offloading beside our connector. None: this EngineCore has none."""
+    if not hasattr(core.scheduler.connector, "sub_connectors"):
+        return None
+    from pullfill.engine.tier import Tier
+
+    return Tier.of(core)
 
 
 def free_blocks(core: Any) -> int:

@@ -24,13 +24,16 @@ _COUNTS = (
 """Fields of vLLM's PrefixCacheStats that add up."""
 
 
-def correct_cached_tokens(output: Any) -> None:
+def correct_cached_tokens(output: Any, offloaded: Callable[[str], int] = lambda _: 0) -> None:
     """Count only the local prefix hit as cached, not the tokens that a prefill worker computed.
 
-    The number of external tokens stays for vLLM's metrics."""
+    The number of external tokens stays for vLLM's metrics.
+
+    offloaded: returns how much of a request's hit came from vLLM's own KV offloading."""
     stats = output.prefill_stats
     if stats is not None and stats.num_external_cached_tokens:
-        stats.num_cached_tokens = stats.num_local_cached_tokens
+        found = offloaded(output.request_id)
+        stats.num_cached_tokens = stats.num_local_cached_tokens + found
 
 
 def error_outputs(request_id: str, why: str, fault: Fault = Fault.REQUEST) -> Any:

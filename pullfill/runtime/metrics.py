@@ -83,6 +83,12 @@ KV_READ_SECONDS = Histogram(
     ["transport"],
     buckets=_STAGE_BUCKETS,
 )
+KV_OFFLOAD_BYTES = Counter(
+    "pullfill_kv_offload_bytes", "KV bytes copied by vLLM's own KV offloading", ["direction"]
+)
+KV_OFFLOAD_TOKENS = Counter(
+    "pullfill_kv_offload_tokens", "Prompt tokens whose KV came from vLLM's own KV offloading"
+)
 KV_CREDITS = Gauge(
     "pullfill_kv_credits_bytes",
     "KV computed for a decode worker and not yet in its memory: limit for each, used by the one "

@@ -268,6 +268,7 @@ class ExplainRecord(Message, frozen=True, kw_only=True):
     frontend adds them.
     migrated_tokens: tokens of the answer that the client had when the last of them was lost. They
     are part of `prompt_tokens`, because `decode_instance` got them as prompt.
+    offloaded_tokens: how much of `prefix_hit_tokens` came from vLLM's own KV offloading.
     expected_s: the times that the decision was made on. Set for remote prefills, and for prompts
     kept local because of the queue, the link or the share of the KV cache.
     transport: the transport that carried the KV.
@@ -294,6 +295,7 @@ class ExplainRecord(Message, frozen=True, kw_only=True):
     timings_ms: Timings = Timings()
     migrated_from: tuple[str, ...] = ()
     migrated_tokens: int = 0
+    offloaded_tokens: int = 0
 
 
 class DepthReport(Message, frozen=True, kw_only=True):

@@ -113,9 +113,12 @@ def going_away(cluster: Cluster, prompt: list[int]) -> Iterator[None]:
         client.close()
 
 
-def forget_decode_prefixes(cluster: Cluster) -> None:
-    """Empty the decode workers' prefix caches. The prefill workers keep theirs."""
-    web.post(f"{cluster.frontend_url}/reset_prefix_cache", timeout=10.0).raise_for_status()
+def forget_decode_prefixes(cluster: Cluster, *, offloaded: bool = False) -> None:
+    """Empty the decode workers' prefix caches. The prefill workers keep theirs.
+
+    offloaded: also what vLLM's own KV offloading has."""
+    url = f"{cluster.frontend_url}/reset_prefix_cache?reset_external={offloaded}"
+    web.post(url, timeout=10.0).raise_for_status()
 
 
 def truth(

@@ -13,7 +13,7 @@ REACHED = {
     ),
     "vllm.config.compilation.CompilationConfig": "backend custom_ops mode",
     "vllm.config.device.DeviceConfig": "device_type",
-    "vllm.config.kv_transfer.KVTransferConfig": "kv_connector_extra_config kv_role",
+    "vllm.config.kv_transfer.KVTransferConfig": ("kv_connector kv_connector_extra_config kv_role"),
     "vllm.config.model.ModelConfig": (
         "dtype get_total_num_kv_heads get_vocab_size hf_config hf_text_config max_model_len model "
         "quantization revision runner_type use_mla"
@@ -37,11 +37,17 @@ REACHED = {
     "vllm.distributed.kv_transfer.kv_connector.v1.base.KVConnectorTransferResults": (
         "finished_recving finished_sending"
     ),
+    "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector.MultiConnector": (
+        "sub_connectors"
+    ),
+    "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler."
+    "OffloadingConnectorScheduler": "_current_batch_allocated_block_ids",
     "vllm.engine.arg_utils.AsyncEngineArgs": (
         "async_scheduling create_engine_config create_model_config create_observability_config "
         "create_structured_outputs_config data_parallel_size disable_log_stats "
         "enable_cumem_allocator enable_log_requests enable_lora enable_sleep_mode "
-        "enable_return_routed_experts kv_offloading_size kv_transfer_config logits_processors "
+        "enable_return_routed_experts kv_offloading_backend kv_offloading_size kv_transfer_config "
+        "logits_processors "
         "reasoning_parser reasoning_parser_plugin served_model_name structured_outputs_config "
         "worker_cls"
     ),
@@ -56,7 +62,7 @@ REACHED = {
     "vllm.v1.core.block_pool.BlockPool": "blocks hash_block_size",
     "vllm.v1.core.kv_cache_coordinator.KVCacheCoordinator": "single_type_managers",
     "vllm.v1.core.kv_cache_manager.KVCacheBlocks": "get_block_ids",
-    "vllm.v1.core.kv_cache_manager.KVCacheManager": "block_pool coordinator",
+    "vllm.v1.core.kv_cache_manager.KVCacheManager": "block_pool coordinator get_blocks",
     "vllm.v1.core.kv_cache_utils.KVCacheBlock": "block_id",
     "vllm.v1.core.sched.output.CachedRequestData": "num_computed_tokens req_ids",
     "vllm.v1.core.sched.output.NewRequestData": ("num_computed_tokens prefill_token_ids req_id"),
@@ -66,7 +72,8 @@ REACHED = {
     ),
     "vllm.v1.core.sched.request_queue.RequestQueue": "peek_request",
     "vllm.v1.core.sched.scheduler.Scheduler": (
-        "finished_recving_kv_req_ids kv_cache_manager requests running schedule waiting"
+        "_inflight_prefills connector finished_recving_kv_req_ids kv_cache_manager requests "
+        "running schedule waiting"
     ),
     "vllm.v1.core.single_type_kv_cache_manager.SingleTypeKVCacheManager": "block_size",
     "vllm.v1.engine.EngineCoreOutput": "events new_logprobs request_id stop_reason",

@@ -143,7 +143,7 @@ def test_explain_and_queue_have_the_promised_shape() -> None:
         "request_id", "path", "reason", "prompt_tokens", "prefix_hit_tokens", "remote_tokens",
         "decode_instance", "prefill_instance", "attempts", "fallback", "kv_bytes", "timings_ms",
         "transport", "why_not_better", "migrated_from", "migrated_tokens", "outage",
-        "expected_s",
+        "expected_s", "offloaded_tokens",
     }  # fmt: skip
     assert set(shape["timings_ms"]) == {
         "route", "queue", "claim", "prefix_read", "prefill", "kv_write", "tail", "commit",

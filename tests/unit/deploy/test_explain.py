@@ -46,6 +46,11 @@ def test_the_trace_of_a_remote_prefill() -> None:
     assert bars["prefill"] > 30
 
 
+def test_the_trace_says_how_much_of_the_hit_was_offloaded() -> None:
+    text = _text(msgspec.structs.replace(REMOTE, offloaded_tokens=256))
+    assert "2000 tokens = 512 cached (256 offloaded) + 1487 prefilled remotely" in text
+
+
 def test_the_trace_says_what_the_decision_was_made_on() -> None:
     expected = wire.Expected(queue=0.5, prefill=2.0, claim_timeout=10.0, timeout=30.0)
     text = _text(msgspec.structs.replace(REMOTE, expected_s=expected))

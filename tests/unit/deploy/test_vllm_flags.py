@@ -40,8 +40,6 @@ class TestRefused:
             (["--data-parallel-backend", "ray"], "--decode N"),
             (["-dpl", "1"], "--decode N"),
             (["--data-parallel-hybrid-lb"], "--decode N"),
-            (["--kv-offloading-size", "4"], "--kv-cache-memory-bytes"),
-            (["--kv_offloading_backend=native"], "--kv-cache-memory-bytes"),
         ],
     )
     @pytest.mark.parametrize("command", ["up", "decode", "prefill", "frontend"])
@@ -59,6 +57,14 @@ class TestRefused:
 
     def test_one_data_parallel_engine_is_what_workers_are(self) -> None:
         for given in (["--data-parallel-size", "1"], ["-dp=1"], ["--dtype", "auto"]):
+            vllm_flags.check(given)
+
+    def test_vllms_own_offloading_is_allowed_beside_our_connector(self) -> None:
+        for given in (
+            ["--kv-offloading-size", "4"],
+            ["--kv-transfer-config", '{"kv_connector": "OffloadingConnector"}'],
+            ['--kv_transfer_config={"kv_connector": "OffloadingConnector"}'],
+        ):
             vllm_flags.check(given)
 
 

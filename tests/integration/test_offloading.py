@@ -1,0 +1,153 @@
+"""vLLM's own KV offloading beside ours: hits of it are local hits, and answers stay the same.
+
+The KV cache holds fewer tokens than the conversations have. So their next turns find their KV
+offloaded.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from pullfill import releases
+from pullfill.engine import check
+from tests.support.cluster import BLOCK, Cluster
+from tests.support.oracle import Oracle
+from tests.support.prompts import (
+    Answer,
+    ask,
+    ask_all,
+    forget_decode_prefixes,
+    going_away,
+    random_prompt,
+    truth,
+)
+from tests.support.zoo import ZOO
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(
+        check.base_version(check.require_version()) != releases.VLLM,
+        reason="refused at start with other releases of vLLM",
+    ),
+]
+
+MEMORY, DISK, WINDOWS = "memory", "disk, and a decode worker of two ranks", "windows"
+STEPS = 6
+TOLERANCE = 1e-4
+TALKS = 6
+
+
+@dataclass
+class Served:
+    kind: str
+    cluster: Cluster
+    oracle: Oracle
+
+    def check(self, prompts: list[list[int]], at_once: int = 3) -> list[Answer]:
+        """Ask. The answers must be those of one plain engine."""
+        answers = ask_all(self.cluster, prompts, STEPS, at_once)
+        for prompt, answer, (tokens, logprobs) in zip(
+            prompts, answers, truth(self.oracle, prompts, STEPS), strict=True
+        ):
+            assert answer.tokens == tokens, f"prompt of {len(prompt)} tokens"
+            assert answer.logprobs == pytest.approx(logprobs, abs=TOLERANCE), len(prompt)
+        return answers
+
+    def loaded(self, role: str) -> float:
+        """Return how many tokens the workers of a role have loaded."""
+        return self.cluster.counter("pullfill_kv_offload_tokens_total", role=role)
+
+
+def flags_of(kind: str, directory: Path) -> list[str]:
+    if kind != DISK:
+        return ["--kv-offloading-size=0.0625"]  # GiB
+    settings = {
+        "spec_name": "TieringOffloadingSpec",
+        "cpu_bytes_to_use": 6 << 20,
+        "secondary_tiers": [{"type": "fs", "root_dir": str(directory)}],
+    }
+    config = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+    return ["--kv-transfer-config", json.dumps(config | {"kv_connector_extra_config": settings})]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[MEMORY, *(pytest.param(kind, marks=pytest.mark.long) for kind in (DISK, WINDOWS))],
+)
+def served(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, oracle: Oracle
+) -> Iterator[Served]:
+    """Workers whose KV cache holds less than all conversations."""
+    kind, directory = request.param, tmp_path_factory.mktemp("offloading")
+    model = ZOO["Gemma 3" if kind == WINDOWS else "Llama"]
+    own = oracle if kind != WINDOWS else Oracle(model.checkpoint(), block_size=BLOCK).start()
+    cluster = Cluster(directory, model.checkpoint(), kv_mib=4, lease_ttl_s=10)
+    flags = ["--max-model-len=2048", *flags_of(kind, directory / "kv")]
+    ranks = ["--tensor-parallel-size=2", f"--kv-cache-memory-bytes={2 << 20}"]
+    try:
+        cluster.start_servers()
+        cluster.launch("decode", *flags, *(ranks if kind == DISK else ()))
+        cluster.launch("prefill", *flags)
+        development = {"VLLM_SERVER_DEV_MODE": "1"}  # to empty a prefix cache
+        cluster.launch("frontend", *flags, env=development)
+        cluster.wait_ready(*cluster.workers)
+        cluster.set_router(policy="conditional", max_local_prefill_length=256,
+                           max_remote_kv_fraction=1.0, max_queue_wait_s=3600)  # fmt: skip
+        yield Served(kind, cluster, own)
+        assert not cluster.log_errors()
+    finally:
+        cluster.stop()
+        if own is not oracle:
+            own.close()
+
+
+def test_turns_that_the_cache_has_lost_are_loaded(served: Served) -> None:
+    cluster = served.cluster
+    talks = [random_prompt(700 + 7 * n, seed=20) for n in range(TALKS)]
+    first = served.check(talks)
+    assert {cluster.explain(a.request_id)["path"] for a in first} == {"remote"}
+
+    talks = [t + a.tokens + random_prompt(60, seed=21) for t, a in zip(talks, first, strict=True)]
+    second = served.check(talks, at_once=1)
+    told = [cluster.explain(a.request_id) for a in second]
+    assert {(t["path"], t["reason"]) for t in told} == {("local", "prefix_hit")}
+    assert sum(t["offloaded_tokens"] > 0 for t in told) >= TALKS // 2
+    for answer, one in zip(second, told, strict=True):
+        assert one["prefix_hit_tokens"] >= 700 // BLOCK * BLOCK
+        assert answer.cached_tokens == one["prefix_hit_tokens"]
+
+    # A long rest goes to a prefill worker, which reads the loaded part of the hit.
+    talks = [t + a.tokens + random_prompt(500, seed=22) for t, a in zip(talks, second, strict=True)]
+    third = served.check(talks)
+    told = [cluster.explain(a.request_id) for a in third]
+    assert {t["path"] for t in told} == {"remote"}
+    both = [t for t in told if t["offloaded_tokens"]]
+    assert both
+    for one in both:
+        assert one["remote_tokens"] == one["prompt_tokens"] - 1 - one["prefix_hit_tokens"]
+    assert served.loaded("decode") >= sum(t["offloaded_tokens"] for t in told)
+    for direction in ("load", "store"):
+        assert cluster.counter("pullfill_kv_offload_bytes_total", direction=direction) > 0
+    cluster.assert_clean()
+
+    if served.kind == MEMORY:
+        # The decode worker forgets all. The prefill worker finds its own part offloaded.
+        before = served.loaded("prefill")
+        forget_decode_prefixes(cluster, offloaded=True)
+        again = served.check(talks)
+        assert {cluster.explain(a.request_id)["prefix_hit_tokens"] for a in again} == {0}
+        assert served.loaded("prefill") > before
+
+    # The prefill worker dies. Half of the KV cache does not hold one of these prompts.
+    with going_away(cluster, talks[0] + random_prompt(300, seed=23)):
+        pass
+    cluster.of("prefill")[0].arm("prefill.before_commit=kill@1")
+    served.check([talk + random_prompt(300, seed=24) for talk in talks[:3]])
+    assert cluster.of("prefill") == []
+    cluster.assert_clean()
+    assert ask(cluster, talks[1], STEPS).tokens

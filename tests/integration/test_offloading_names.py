@@ -1,0 +1,168 @@
+"""Both halves of `Tier` over vLLM's own classes, step by step. No engine is started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pullfill import releases
+from pullfill.engine import check
+from pullfill.engine.args import build_config
+from pullfill.engine.kv import tier_of
+from tests.support.cluster import BLOCK, FLAGS
+from tests.support.late import Late
+
+torch: Any = Late("torch")
+pytestmark = pytest.mark.skipif(
+    check.base_version(check.require_version()) != releases.VLLM,
+    reason="refused at start with other releases of vLLM",
+)
+BLOCKS, LAYERS = 12, ("a", "b")
+
+
+class Request(SimpleNamespace):
+    """What the scheduler half reads of vLLM's Request."""
+
+    __hash__ = object.__hash__
+
+
+class Rig:
+    """One rank. `step` is what vLLM's scheduler and model runner do with a connector."""
+
+    def __init__(self, model_path: Path) -> None:
+        from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+        from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+        from vllm.v1.kv_cache_interface import (
+            FullAttentionSpec,
+            KVCacheConfig,
+            KVCacheGroupSpec,
+            KVCacheTensor,
+        )
+
+        config, _ = build_config(
+            str(model_path),
+            [*FLAGS, "--kv-offloading-size=0.001"],
+            connector="DecodeConnector",
+            module="pullfill.decode_worker.connector",
+            kv_role="kv_consumer",
+            engine_id="e",
+        )
+        _, (tier, child) = MultiConnector._get_connector_classes_and_configs(config)
+        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
+        page = spec.page_size_bytes
+        caches = KVCacheConfig(
+            num_blocks=BLOCKS,
+            kv_cache_tensors=[KVCacheTensor(2 * BLOCKS * page, list(LAYERS), BLOCKS * page, page)],
+            kv_cache_groups=[KVCacheGroupSpec(list(LAYERS), spec)],
+        )
+        self.worker = tier(child, KVConnectorRole.WORKER, caches)
+        self.scheduler = tier(child, KVConnectorRole.SCHEDULER, caches)
+        self.kv = {n: torch.randn(BLOCKS, 1, BLOCK, 2 * 8) for n in LAYERS}
+        self.worker.register_kv_caches(self.kv)
+
+    def request(self, name: str, blocks: int) -> Any:
+        made = Request(
+            request_id=name,
+            block_hashes=[bytes([i]) * 32 for i in range(blocks)],
+            num_tokens=blocks * BLOCK + 1,
+            num_prompt_tokens=blocks * BLOCK + 1,
+            num_computed_tokens=0,
+            kv_transfer_params=None,
+            kv_hints=None,
+            skip_reading_prefix_cache=False,
+            shared_prefix_boundary=0,
+            status=None,
+            is_finished=lambda: made.over,
+            over=False,
+        )
+        self.scheduler.on_new_request(made)
+        return made
+
+    def step(self, *new: tuple[Any, list[int]], finished: tuple[str, ...] = ()) -> set[str]:
+        """Compute these requests. Returns the requests whose KV was loaded."""
+        output = SimpleNamespace(
+            scheduled_new_reqs=[
+                SimpleNamespace(req_id=r.request_id, block_ids=(b,)) for r, b in new
+            ],
+            scheduled_cached_reqs=SimpleNamespace(
+                req_ids=[], new_block_ids=[], resumed_req_ids=set()
+            ),
+            num_scheduled_tokens={r.request_id: r.num_tokens for r, _ in new},
+            finished_req_ids=set(finished),
+            preempted_req_ids=None,
+            kv_cache_block_copies=None,
+            kv_connector_block_state=None,
+        )
+        meta = self.scheduler.build_connector_meta(output)
+        self.worker.bind_connector_metadata(meta)
+        self.worker.handle_preemptions(meta)
+        self.worker.start_load_kv(None)
+        self.worker.wait_for_save()
+        loaded: set[str] = self.worker.get_transfer_results(set()).finished_recving
+        told = self.worker.build_connector_worker_meta()
+        self.worker.clear_connector_metadata()
+        self.scheduler.update_connector_output(SimpleNamespace(kv_connector_worker_meta=told))
+        return loaded
+
+    def end(self, request: Any) -> None:
+        request.over = True
+        self.scheduler.request_finished(request, [])
+
+    def pages(self, blocks: list[int]) -> Any:
+        return torch.stack([self.kv[name][blocks] for name in LAYERS]).clone()
+
+
+@pytest.mark.parametrize("claimed", [True, False])
+def test_what_a_peer_writes_is_never_stored_in_place_of_what_was_computed(
+    model_path: Path, claimed: bool
+) -> None:
+    """Without the claim the copy begins a step later, and takes what the peer has written."""
+    rig = Rig(model_path)
+    first, mine = rig.request("first", 3), [5, 2, 7]
+    assert rig.scheduler.hit(first, 0) == 0
+    computed = rig.pages(mine)
+    rig.step((first, [*mine, 9]))
+    rig.end(first)  # its blocks are free, and the copies from them have not begun
+    assert rig.scheduler.busy
+
+    if claimed:
+        rig.scheduler.claim(mine)
+        rig.step(finished=("first",))
+    for name in LAYERS:
+        rig.kv[name][mine] = -1.0  # a prefill worker writes into them
+    rig.step(finished=() if claimed else ("first",))
+    assert not rig.scheduler.busy
+
+    second = rig.request("second", 3)
+    assert rig.scheduler.hit(second, 0) == 3 * BLOCK
+    assert rig.scheduler.hit(second, BLOCK) == 2 * BLOCK
+    theirs = [1, 8]
+    table = [SimpleNamespace(block_id=i, is_null=False, block_hash=None) for i in (5, *theirs, 3)]
+    table[0].block_hash = b"hit"
+    rig.scheduler.bind_kv_cache_manager(
+        SimpleNamespace(block_pool=None, get_blocks=lambda _: SimpleNamespace(blocks=(table,)))
+    )
+    rig.scheduler.load(second, 2 * BLOCK)
+    assert rig.scheduler.hit(second, BLOCK) is None, "it is being loaded"
+    assert rig.step() == {"second"}
+    assert not rig.scheduler.busy
+    assert torch.equal(rig.pages(theirs), computed[:, 1:]) is claimed
+
+
+def test_a_request_whose_load_has_failed_is_no_longer_in_flight(model_path: Path) -> None:
+    """vLLM asks only about requests without blocks."""
+    rig = Rig(model_path)
+    asked, other = rig.request("asked", 3), rig.request("other", 3)
+    scheduler = SimpleNamespace(
+        connector=SimpleNamespace(sub_connectors=[object(), rig.scheduler]),
+        _inflight_prefills={asked, other},
+    )
+    core = SimpleNamespace(scheduler=scheduler)
+    assert tier_of(core) is rig.scheduler
+    rig.scheduler.get_num_new_matched_tokens(asked, 0)
+    assert scheduler._inflight_prefills == {other}
+    scheduler.connector = object()
+    assert tier_of(core) is None
