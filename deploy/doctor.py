@@ -70,7 +70,9 @@ def _findings(options: ClusterOptions) -> Iterator[Finding]:
 
 
 def release(what: str) -> Iterator[Finding]:
-    """Tell which of the names that pullfill uses a release of vLLM lacks, or has changed."""
+    """Tell which of the names that pullfill uses a release of vLLM lacks, or has changed.
+
+    what: a version, a wheel or a directory (wheels.py)."""
     from pullfill.engine.names.compare import changes
 
     with wheels.python_files(what) as folder:
@@ -78,11 +80,12 @@ def release(what: str) -> Iterator[Finding]:
         version = wheels.version_of(folder) or what
     tested = version in releases.TORCH
     for change in found:
-        used = f"used at {change.where}"
-        yield Finding(WARN if tested else FAIL, f"{change.name} {change.what}", used)
-    kept = f"{count - len(found)} of the {count} names that pullfill uses are as in this vLLM"
+        level = WARN if tested or change.added else FAIL
+        yield Finding(level, f"{change.name} {change.what}", f"see {change.where}")
+    kept = count - sum(not change.added for change in found)
+    what = f"vLLM {version}: {kept} of the {count} names that pullfill uses are as in this vLLM"
     then = "pullfill/engine/release/ knows the others" if tested else "see CONTRIBUTING.md"
-    yield Finding(OK, f"vLLM {version}: {kept}", then if found else "")
+    yield Finding(OK, what, then if found else "")
 
 
 # --------------------------------------------------------------------------- its processes

@@ -266,7 +266,7 @@ def main() -> int:
     """Install unless the stamp says that it is done. Return 0, or 1 with advice on stderr."""
     try:
         device, vllm = detect(), wanted_vllm()
-        venv = Path(os.environ.get(VENV_ENV) or ROOT / ".venv")
+        venv = ROOT / (os.environ.get(VENV_ENV) or ".venv")  # an absolute path stays as it is
         stamp = venv / "pullfill-installed"
         wanted = fingerprint(device, vllm)
         if stamp.is_file() and stamp.read_text() == wanted:

@@ -159,4 +159,4 @@ def test_no_name_that_is_reached_through_an_object_is_forgotten() -> None:
     }
     listed = {use.name[1].rpartition(".")[2] for use in used}
     forgotten = (read.keys() & theirs) - ours - listed - OTHERS
-    assert {name: read[name] for name in forgotten} == {}
+    assert {name: read[name] for name in forgotten} == {}, "pullfill/engine/names/reached.py"

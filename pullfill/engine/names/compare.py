@@ -29,11 +29,13 @@ class Change:
 
     name: its dotted name.
     what: what has become of it.
-    where: the file and line of pullfill that uses it."""
+    where: the file and line of pullfill that uses it.
+    added: only methods were added to a class that pullfill inherits from or stands for."""
 
     name: str
     what: str
     where: str
+    added: bool = False
 
 
 def changes(release: Path) -> tuple[int, list[Change]]:
@@ -70,6 +72,10 @@ def compare(used: Iterable[Use], old: Tree, new: Tree) -> tuple[int, list[Change
         if what and problem(use, old) != what:
             change = Change(".".join(filter(None, name)), what, use.where)
             found.setdefault((change.name, what), change)
+        if use.provides is not None and (more := _added(use, old, new)):
+            what = f"has new methods: {', '.join(more)}"
+            change = Change(".".join(use.name), what, use.where, added=True)
+            found.setdefault((change.name, what), change)
     return len(names), list(found.values())
 
 
@@ -79,7 +85,9 @@ def problem(use: Use, tree: Tree) -> str:
     if found is None:
         return GONE
     if use.provides is not None:
-        lacking = sorted(tree.abstract(found) - use.provides)
+        lacking = sorted(
+            k for k, must in tree.methods(found).items() if must and k not in use.provides
+        )
         return f"has abstract methods that pullfill's class lacks: {lacking}" if lacking else ""
     takes = tree.signature(found, bound="." in use.name[1])
     if takes is None:
@@ -89,6 +97,15 @@ def problem(use: Use, tree: Tree) -> str:
     if use.overrides is not None and not use.overrides.stands_for(takes):
         return f"takes {takes}, and the method that overrides it {use.overrides}"
     return ""
+
+
+def _added(use: Use, old: Tree, new: Tree) -> list[str]:
+    """Return the public methods that a class has gained, and that our class does not define."""
+    before, now = old.find(*use.name), new.find(*use.name)
+    if before is None or now is None:
+        return []
+    more = new.methods(now).keys() - old.methods(before).keys() - (use.provides or set())
+    return sorted(name for name in more if not name.startswith("_"))
 
 
 def _outermost(name: tuple[str, str], tree: Tree) -> tuple[str, str]:

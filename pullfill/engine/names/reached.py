@@ -44,6 +44,7 @@ REACHED = {
     "OffloadingConnectorScheduler": "_current_batch_allocated_block_ids",
     "vllm.engine.arg_utils.AsyncEngineArgs": (
         "async_scheduling create_engine_config create_model_config create_observability_config "
+        "create_speculative_config "
         "create_structured_outputs_config data_parallel_size disable_log_stats "
         "enable_cumem_allocator enable_log_requests enable_lora enable_sleep_mode "
         "enable_return_routed_experts kv_offloading_backend kv_offloading_size kv_transfer_config "
@@ -56,9 +57,14 @@ REACHED = {
         "ssl_keyfile uvicorn_log_level"
     ),
     "vllm.lora.request.LoRARequest": "load_inplace lora_int_id lora_name lora_path",
-    "vllm.sampling_params.SamplingParams": "bad_words_token_ids",
+    "vllm.model_executor.layers.attention.attention.Attention": "impl",
+    "vllm.sampling_params.SamplingParams": "bad_words_token_ids logit_bias min_p",
     "vllm.sampling_params.StructuredOutputsParams": "choice grammar json regex structural_tag",
     "vllm.v1.attention.backend.AttentionLayer": "_k_scale _v_scale",
+    "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackendImpl": "do_kv_cache_update",
+    "vllm.v1.attention.backends.mla.cpu_mla.CPUMLAImpl": (
+        "do_kv_cache_update kv_cache_dtype kv_lora_rank"
+    ),
     "vllm.v1.core.block_pool.BlockPool": "blocks hash_block_size",
     "vllm.v1.core.kv_cache_coordinator.KVCacheCoordinator": "single_type_managers",
     "vllm.v1.core.kv_cache_manager.KVCacheBlocks": "get_block_ids",

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from pullfill.engine.names.signature import Signature
+from pullfill.engine.names.signature import Function, Signature
 
 _MAKES_FIELDS = re.compile(r"\b(dataclass|config|Struct|BaseModel|NamedTuple)\b")
 _DEFAULTS = {"default", "default_factory"}
@@ -143,7 +143,7 @@ class Tree:
         """Return what a function takes, or a class to make an object. None: it cannot be told.
 
         bound: the function is a method."""
-        if isinstance(found.node, ast.FunctionDef | ast.AsyncFunctionDef):
+        if isinstance(found.node, Function):
             static = "staticmethod" in map(ast.unparse, found.node.decorator_list)
             return Signature.of(found.node, bound=bound and not static)
         if not isinstance(found.node, ast.ClassDef):
@@ -156,14 +156,15 @@ class Tree:
             return _of_fields(line)
         return None
 
-    def abstract(self, found: Found) -> set[str]:
-        """Return the methods of a class that a subclass must define."""
+    def methods(self, found: Found) -> dict[str, bool]:
+        """Return the methods of a class, and whether a subclass must define them."""
         told: dict[str, bool] = {}
         for kin in self.line(found):
             for name, node in members(kin.node).items():
-                marks = map(ast.unparse, getattr(node, "decorator_list", ()))
-                told.setdefault(name, any("abstractmethod" in mark for mark in marks))
-        return {name for name, is_abstract in told.items() if is_abstract}
+                if isinstance(node, Function):
+                    marks = map(ast.unparse, node.decorator_list)
+                    told.setdefault(name, any("abstractmethod" in mark for mark in marks))
+        return told
 
 
 def definitions(body: Iterable[ast.stmt], package: str = "") -> dict[str, Definition]:
@@ -174,7 +175,7 @@ def definitions(body: Iterable[ast.stmt], package: str = "") -> dict[str, Defini
     package: the package that relative imports begin at."""
     found: dict[str, Definition] = {}
     for node in _statements(body):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        if isinstance(node, Function | ast.ClassDef):
             found[node.name] = node
         elif isinstance(node, ast.Import):
             for alias in node.names:

@@ -25,6 +25,14 @@ _VARIABLE = re.compile(r"VLLM_[A-Z0-9_]+")
 Name = tuple[str, str]
 """A module, and a dotted path in it."""
 
+STANDS_FOR: dict[Name, Name] = {
+    ("pullfill.engine.front_client", "DecodeClient"): (
+        "vllm.v1.engine.core_client",
+        "AsyncMPClient",
+    ),
+}
+"""Classes of ours that vLLM calls in place of its own, and does not only inherit from."""
+
 
 @dataclass(frozen=True, slots=True)
 class Use:
@@ -34,7 +42,7 @@ class Use:
     name: what it uses.
     call: what it gives, if it calls that.
     overrides: what our method of that name takes, if it is one.
-    provides: what our class defines, if it inherits from that.
+    provides: what our class defines, if it inherits from that or stands for it.
     listed: the name is in a list of ours, which does not tell how it is used.
     sure: the installed vLLM must have the name. Otherwise it may be another release's, or ours."""
 
@@ -80,8 +88,9 @@ def of_package(root: Path) -> list[Use]:
         defined = frozenset(name for kin in ours for name in members(kin.node))
         for base in theirs:
             found += _of_class(made, base, defined)
-            if name not in inherited:
-                found.append(Use(made.where, base, provides=defined))
+        stands_for = [STANDS_FOR[name]] if name in STANDS_FOR else []
+        for base in [] if name in inherited else [*theirs, *stands_for]:
+            found.append(Use(made.where, base, provides=defined))
     return [*found, *_listed(reads)]
 
 

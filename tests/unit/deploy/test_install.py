@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import zipfile
 from pathlib import Path
@@ -75,7 +76,8 @@ class TestInstall:
     def test_another_release_of_vllm_is_installed_where_one_asks(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        monkeypatch.setenv(install.VENV_ENV, str(tmp_path))
+        # Relative to the repository, as in the Makefile.
+        monkeypatch.setenv(install.VENV_ENV, os.path.relpath(tmp_path, install.ROOT))
         monkeypatch.setenv("PULLFILL_DEVICE", "cpu")
         monkeypatch.setenv(install.VLLM_ENV, "0.31.0")
         self._venv(tmp_path, "")

@@ -81,9 +81,10 @@ def test_changes_fail_unless_the_release_is_tested(
     if tested:
         files["vllm/_version.py"] = f"version = '{releases.VLLM}'"
     write(tmp_path, files)
-    monkeypatch.setattr(compare, "changes", lambda _: (9, [Change("vllm.x", "is gone", "a.py:1")]))
-    first, last = doctor.release(str(tmp_path))
-    assert (first.level, last.level) == (WARN if tested else FAIL, OK)
+    changes = [Change("vllm.x", "is gone", "a.py:1"), Change("vllm.Y", "has", "b.py:2", added=True)]
+    monkeypatch.setattr(compare, "changes", lambda _: (9, changes))
+    first, added, last = doctor.release(str(tmp_path))
+    assert (first.level, added.level, last.level) == (WARN if tested else FAIL, WARN, OK)
     assert "vllm.x is gone" in first.what
     assert "a.py:1" in first.advice
     assert "8 of the 9" in last.what
