@@ -8,11 +8,10 @@ the engine's process copies the bytes itself, at once.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingWorker, TransferResult
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
@@ -24,12 +23,9 @@ class HostSpec(CPUOffloadingSpec):  # type: ignore[misc]
     """Keeps offloaded KV in the memory of each rank's process."""
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
-        parts = self.blocks_per_chunk
-        kept = [
-            torch.zeros((self.num_chunks, parts * cache.page_size_bytes), dtype=torch.int8)
-            for cache in kv_caches.tensors
-        ]
-        return HostCopies(kv_caches, kept, parts)
+        pages = [cache.page_size_bytes for cache in kv_caches.tensors]
+        kept = [torch.zeros((self.num_chunks, page), dtype=torch.int8) for page in pages]
+        return HostCopies(kv_caches, kept)
 
 
 class HostTieringSpec(TieringOffloadingSpec):  # type: ignore[misc]
@@ -49,24 +45,19 @@ class HostTieringSpec(TieringOffloadingSpec):  # type: ignore[misc]
             kv_bytes_per_chunk=self.kv_bytes_per_chunk,
             cpu_page_size=self.cpu_page_size_per_worker,
         )
-        parts = self.blocks_per_chunk
-        kept = [
-            region.create_next_worker_view(parts * cache.page_size_bytes)
-            for cache in kv_caches.tensors
-        ]
-        return HostCopies(kv_caches, kept, parts)
+        pages = [cache.page_size_bytes for cache in kv_caches.tensors]
+        return HostCopies(kv_caches, [region.create_next_worker_view(page) for page in pages])
 
 
 class HostCopies(OffloadingWorker):  # type: ignore[misc]
     """Copies blocks between the KV cache of one rank and offloaded KV. Each call copies at once.
 
     caches: vLLM's description of the KV cache. A block is a row of each of its tensors.
-    kept: a tensor for each of them. A row is a chunk of `parts` blocks, one after another."""
+    kept: a tensor for each of them, where an offloaded block is a row."""
 
-    def __init__(self, caches: CanonicalKVCaches, kept: Sequence[torch.Tensor], parts: int) -> None:
-        self._parts = parts
+    def __init__(self, caches: CanonicalKVCaches, kept: Sequence[torch.Tensor]) -> None:
         self._caches = [cache.tensor.numpy() for cache in caches.tensors]
-        self._kept = [tensor.unflatten(1, (parts, -1)).numpy() for tensor in kept]
+        self._kept = [tensor.numpy() for tensor in kept]
         self._groups = caches.group_data_refs
         self._done: list[TransferResult] = []
 
@@ -76,36 +67,23 @@ class HostCopies(OffloadingWorker):  # type: ignore[misc]
     def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
         return self._copy(job_id, dst_spec, src_spec.block_ids, store=False)
 
-    def _copy(self, job_id: int, blocks: Any, chunks: Any, *, store: bool) -> bool:
-        """blocks: vLLM's GPULoadStoreSpec, in the KV cache. chunks: where they are kept."""
-        begin, nbytes = time.monotonic(), 0
-        for group, ids, chunk, part in self._by_group(blocks, chunks):
-            for ref in self._groups[group]:
+    def _copy(self, job_id: int, blocks: Any, rows: Any, *, store: bool) -> bool:
+        """blocks: vLLM's GPULoadStoreSpec, in the KV cache. rows: of `kept`, one for each block."""
+        begin, nbytes, first = time.monotonic(), 0, 0
+        for refs, count in zip(self._groups, blocks.group_sizes, strict=True):
+            ids = blocks.block_ids[first : first + count]
+            at = rows[first : first + count]
+            first += count
+            for ref in refs:
                 size = ref.page_size_bytes
                 cache, kept = self._caches[ref.tensor_idx], self._kept[ref.tensor_idx]
                 if store:
-                    kept[chunk, part, :size] = cache[ids, :size]
+                    kept[at, :size] = cache[ids, :size]
                 else:
-                    cache[ids, :size] = kept[chunk, part, :size]
-                nbytes += size * len(ids)
+                    cache[ids, :size] = kept[at, :size]
+                nbytes += size * count
         self._done.append(TransferResult(job_id, True, nbytes, time.monotonic() - begin))
         return True
-
-    def _by_group(self, blocks: Any, chunks: Any) -> Iterator[tuple[int, Any, Any, Any]]:
-        """Yield (group, block ids, and for each of them its chunk and its part of the chunk)."""
-        first = first_chunk = 0
-        for group, (count, index) in enumerate(
-            zip(blocks.group_sizes, blocks.block_indices, strict=True)
-        ):
-            if not count:
-                continue
-            # The first block may be in the middle of its chunk.
-            at = np.arange(count) + index % self._parts
-            end_chunk = first_chunk + int(at[-1]) // self._parts + 1
-            kept = chunks[first_chunk:end_chunk]
-            ids = blocks.block_ids[first : first + count]
-            yield group, ids, kept[at // self._parts], at % self._parts
-            first, first_chunk = first + count, end_chunk
 
     def get_finished(self) -> list[TransferResult]:
         done, self._done = self._done, []

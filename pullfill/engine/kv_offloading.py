@@ -65,6 +65,9 @@ def _check(settings: Mapping[str, Any], device_type: str, lora: bool) -> None:
     if tiers and lora:
         # And the name of an adapter is part of what a file is found by, but not its content.
         raise ConfigError(f"{where}: secondary_tiers cannot be used with --enable-lora")
+    if settings.keys() & {"block_size", "blocks_per_chunk"}:
+        # Of a remote prefill, vLLM keeps the end of a window. A chunk would have a part of it only.
+        raise ConfigError(f"{where}: leave out block_size and blocks_per_chunk")
     if device_type == "cpu" and settings.get("canonical_layout"):
         raise ConfigError(f"{where}: canonical_layout needs a GPU")
 

@@ -78,6 +78,8 @@ def test_settings_of_a_disk_are_kept() -> None:
             "--enable-lora",
         ),
         (args(DISK | {"canonical_layout": True}), "needs a GPU"),
+        (args(DISK | {"block_size": 64}), "leave out block_size"),
+        (args(DISK | {"blocks_per_chunk": 2}), "leave out block_size"),
     ],
 )
 def test_refused(given: Any, says: str) -> None:
