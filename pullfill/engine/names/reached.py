@@ -42,6 +42,7 @@ REACHED = {
     ),
     "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler."
     "OffloadingConnectorScheduler": "_current_batch_allocated_block_ids",
+    "vllm.distributed.kv_transfer.kv_connector.v1.metrics.KVConnectorStats": "reduce",
     "vllm.engine.arg_utils.AsyncEngineArgs": (
         "async_scheduling create_engine_config create_model_config create_observability_config "
         "create_speculative_config "
