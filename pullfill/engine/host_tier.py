@@ -33,8 +33,11 @@ class HostTieringSpec(TieringOffloadingSpec):  # type: ignore[misc]
 
     def get_manager(self) -> Any:
         manager = super().get_manager()
-        # All ranks have mapped the file by now. Without a name it ends with them.
-        Path(self._scheduler_mmap.mmap_path).unlink(missing_ok=True)
+        region = self._scheduler_mmap
+        if not region._creator:
+            # vLLM makes this half after all ranks have mapped the file. Without a name, the file
+            # ends with the processes, also if they are killed.
+            Path(region.mmap_path).unlink()
         return manager
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:

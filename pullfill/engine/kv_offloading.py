@@ -55,6 +55,9 @@ def _check(settings: Mapping[str, Any], device_type: str, lora: bool) -> None:
     where = f"kv_connector_extra_config of the {_CONNECTOR}"
     if settings.get("spec_name", _MEMORY) not in _HOST or "spec_module_path" in settings:
         raise ConfigError(f"{where}: spec_name may be one of {', '.join(_HOST)}")
+    size = settings.get("cpu_bytes_to_use")
+    if not isinstance(size, int | float) or size <= 0:
+        raise ConfigError("KV offloading needs memory: give --kv-offloading-size a number above 0")
     tiers = settings.get("secondary_tiers", [])
     if not isinstance(tiers, list) or any(
         not isinstance(tier, dict) or tier.get("type") != "fs" or "root_dir" not in tier

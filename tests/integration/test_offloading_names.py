@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +22,7 @@ pytestmark = pytest.mark.skipif(
     check.base_version(check.require_version()) != releases.VLLM,
     reason="refused at start with other releases of vLLM",
 )
-BLOCKS, LAYERS = 12, ("a", "b")
+BLOCKS, LAYERS = 40, ("a", "b")
 
 
 class Request(SimpleNamespace):
@@ -32,7 +34,8 @@ class Request(SimpleNamespace):
 class Rig:
     """One rank. `step` is what vLLM's scheduler and model runner do with a connector."""
 
-    def __init__(self, model_path: Path) -> None:
+    def __init__(self, model_path: Path, *flags: str, window: int = 0) -> None:
+        """window: of the second layer. Layers of two groups share their memory. 0: one group."""
         from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
         from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
         from vllm.v1.kv_cache_interface import (
@@ -40,33 +43,39 @@ class Rig:
             KVCacheConfig,
             KVCacheGroupSpec,
             KVCacheTensor,
+            SlidingWindowSpec,
         )
 
         config, _ = build_config(
             str(model_path),
-            [*FLAGS, "--kv-offloading-size=0.001"],
+            [*FLAGS, *(flags or ("--kv-offloading-size=0.001",))],
             connector="DecodeConnector",
             module="pullfill.decode_worker.connector",
             kv_role="kv_consumer",
             engine_id="e",
         )
         _, (tier, child) = MultiConnector._get_connector_classes_and_configs(config)
-        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
+        shape = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
+        spec = FullAttentionSpec(**shape)
         page = spec.page_size_bytes
-        caches = KVCacheConfig(
-            num_blocks=BLOCKS,
-            kv_cache_tensors=[KVCacheTensor(2 * BLOCKS * page, list(LAYERS), BLOCKS * page, page)],
-            kv_cache_groups=[KVCacheGroupSpec(list(LAYERS), spec)],
-        )
+        groups = [KVCacheGroupSpec(list(LAYERS), spec)]
+        tensors = [KVCacheTensor(2 * BLOCKS * page, list(LAYERS), BLOCKS * page, page)]
+        if window:
+            part = SlidingWindowSpec(**shape, sliding_window=window)
+            groups = [KVCacheGroupSpec([n], s) for n, s in zip(LAYERS, (spec, part), strict=True)]
+            tensors = [KVCacheTensor(BLOCKS * page, [n], BLOCKS * page, page) for n in LAYERS]
+        caches = KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=tensors, kv_cache_groups=groups)
         self.worker = tier(child, KVConnectorRole.WORKER, caches)
-        self.scheduler = tier(child, KVConnectorRole.SCHEDULER, caches)
         self.kv = {n: torch.randn(BLOCKS, 1, BLOCK, 2 * 8) for n in LAYERS}
+        if window:
+            self.kv["b"] = self.kv["a"]
         self.worker.register_kv_caches(self.kv)
+        self.scheduler = tier(child, KVConnectorRole.SCHEDULER, caches)
 
-    def request(self, name: str, blocks: int) -> Any:
+    def request(self, name: str, blocks: int, first_hash: int = 0) -> Any:
         made = Request(
             request_id=name,
-            block_hashes=[bytes([i]) * 32 for i in range(blocks)],
+            block_hashes=[bytes([first_hash + i]) * 32 for i in range(blocks)],
             num_tokens=blocks * BLOCK + 1,
             num_prompt_tokens=blocks * BLOCK + 1,
             num_computed_tokens=0,
@@ -81,16 +90,18 @@ class Rig:
         self.scheduler.on_new_request(made)
         return made
 
-    def step(self, *new: tuple[Any, list[int]], finished: tuple[str, ...] = ()) -> set[str]:
+    def step(
+        self, *new: tuple[Any, *tuple[list[int], ...]], finished: tuple[str, ...] = ()
+    ) -> set[str]:
         """Compute these requests. Returns the requests whose KV was loaded."""
         output = SimpleNamespace(
             scheduled_new_reqs=[
-                SimpleNamespace(req_id=r.request_id, block_ids=(b,)) for r, b in new
+                SimpleNamespace(req_id=r.request_id, block_ids=tables) for r, *tables in new
             ],
             scheduled_cached_reqs=SimpleNamespace(
                 req_ids=[], new_block_ids=[], resumed_req_ids=set()
             ),
-            num_scheduled_tokens={r.request_id: r.num_tokens for r, _ in new},
+            num_scheduled_tokens={r.request_id: r.num_tokens for r, *_ in new},
             finished_req_ids=set(finished),
             preempted_req_ids=None,
             kv_cache_block_copies=None,
@@ -106,6 +117,28 @@ class Rig:
         self.worker.clear_connector_metadata()
         self.scheduler.update_connector_output(SimpleNamespace(kv_connector_worker_meta=told))
         return loaded
+
+    def allocate(self, *tables: list[int], hit: int = 0) -> None:
+        """Give the next request these blocks of each group. The first `hit` of them are cached."""
+        blocks = [
+            [
+                SimpleNamespace(block_id=i, is_null=not i, block_hash=b"h" if at < hit else None)
+                for at, i in enumerate(table)
+            ]
+            for table in tables
+        ]
+        self.scheduler.bind_kv_cache_manager(
+            SimpleNamespace(block_pool=None, get_blocks=lambda _: SimpleNamespace(blocks=blocks))
+        )
+
+    def settle(self) -> None:
+        """Take steps until nothing is copied any more."""
+        for _ in range(2000):
+            if not self.scheduler.busy:
+                return
+            self.step()
+            time.sleep(0.005)
+        raise AssertionError("it copies for ever")
 
     def end(self, request: Any) -> None:
         request.over = True
@@ -140,11 +173,7 @@ def test_what_a_peer_writes_is_never_stored_in_place_of_what_was_computed(
     assert rig.scheduler.hit(second, 0) == 3 * BLOCK
     assert rig.scheduler.hit(second, BLOCK) == 2 * BLOCK
     theirs = [1, 8]
-    table = [SimpleNamespace(block_id=i, is_null=False, block_hash=None) for i in (5, *theirs, 3)]
-    table[0].block_hash = b"hit"
-    rig.scheduler.bind_kv_cache_manager(
-        SimpleNamespace(block_pool=None, get_blocks=lambda _: SimpleNamespace(blocks=(table,)))
-    )
+    rig.allocate([5, *theirs, 3], hit=1)
     rig.scheduler.load(second, 2 * BLOCK)
     assert rig.scheduler.hit(second, BLOCK) is None, "it is being loaded"
     assert rig.step() == {"second"}
@@ -166,3 +195,71 @@ def test_a_request_whose_load_has_failed_is_no_longer_in_flight(model_path: Path
     assert scheduler._inflight_prefills == {other}
     scheduler.connector = object()
     assert tier_of(core) is None
+
+
+def test_a_disk_has_what_the_memory_before_it_has_lost(model_path: Path, tmp_path: Path) -> None:
+    settings = {
+        "spec_name": "TieringOffloadingSpec",
+        "cpu_bytes_to_use": 3 * 4096,  # three blocks
+        "secondary_tiers": [{"type": "fs", "root_dir": str(tmp_path)}],
+    }
+    config = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+    rig = Rig(
+        model_path,
+        f"--kv-transfer-config={json.dumps(config | {'kv_connector_extra_config': settings})}",
+    )
+    try:
+        first, mine = rig.request("first", 3), [5, 2, 7]
+        computed = rig.pages(mine)
+        rig.step((first, [*mine, 9]))
+        rig.settle()
+        other = rig.request("other", 3, first_hash=100)
+        rig.step((other, [1, 3, 4, 6]))
+        rig.settle()
+        assert len(list(tmp_path.rglob("*.bin"))) == 6
+
+        again, found = rig.request("again", 3), None
+        for _ in range(2000):
+            if (found := rig.scheduler.hit(again, 0)) is not None:
+                break
+            rig.step()  # vLLM reads the files, and asks again
+            time.sleep(0.005)
+        assert found == 3 * BLOCK
+        theirs = [8, 10, 11]
+        rig.allocate([*theirs, 4])
+        rig.scheduler.load(again, found)
+        assert rig.step() == {"again"}
+        assert torch.equal(rig.pages(theirs), computed)
+    finally:
+        rig.worker.shutdown()
+        rig.scheduler.shutdown()
+    assert not list(Path("/dev/shm").glob("vllm_offload_e.mmap"))
+
+
+@pytest.mark.parametrize("rest", [1, 2, 5])
+def test_of_a_window_only_what_the_longer_prompt_keeps_is_loaded(
+    model_path: Path, rest: int
+) -> None:
+    """The rest of the prompt goes to a prefill worker, so vLLM allocates all blocks at once."""
+    rig = Rig(model_path, window=3 * BLOCK)
+    first = rig.request("first", 6)
+    full, window = [1, 2, 3, 4, 5, 6], [0, 0, 0, 7, 8, 9]
+    rig.step((first, [*full, 30], [*window, 31]))
+    rig.settle()
+    computed = {block: rig.pages([block]) for block in (*full, *window)}
+
+    longer = rig.request("longer", 6 + rest)
+    assert rig.scheduler.hit(longer, 0) == 6 * BLOCK
+    kept = max(0, 6 + rest - 3)
+    ours = [*range(10, 16 + rest)], [0] * kept + [*range(20, 26 + rest - kept)]
+    rig.allocate(*ours)
+    before = rig.pages([*range(BLOCKS)])
+    rig.scheduler.load(longer, 6 * BLOCK)
+    assert rig.step() == {"longer"}
+    loaded = {}
+    for mine, theirs in zip(ours, (full, window), strict=True):
+        loaded.update({to: computed[at] for to, at in zip(mine[:6], theirs, strict=True) if to})
+    assert len(loaded) == 6 + max(0, 6 - kept)
+    for block in range(BLOCKS):
+        expected = loaded.get(block, before[:, [block]])
+        assert torch.equal(rig.pages([block]), expected), block
