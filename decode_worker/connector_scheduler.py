@@ -30,6 +30,7 @@ from pullfill.decode_worker.conditional_router import (
 )
 from pullfill.decode_worker.context import DecodeContext, OpenedJob
 from pullfill.decode_worker.ledger_types import Hold, Release, Settle
+from pullfill.engine import features
 from pullfill.engine.groups import BlockOrder
 from pullfill.ids import new_job_id
 from pullfill.runtime import failpoints, log
@@ -135,16 +136,16 @@ class ConnectorScheduler:
     def _ineligible(self, request: Any, adapter: Adapter | None) -> str:
         """Return why this request can never be prefilled remotely. Empty: it can.
 
-        A job holds token ids and a LoRA adapter. So a prompt whose KV depends on more is prefilled
-        here. So is a prompt of which vLLM wants every logit, because a prefill worker brings KV
-        only."""
+        A job holds token ids, a LoRA adapter and multimodal inputs. So a prompt whose KV depends on
+        more is prefilled here. So is a prompt of which vLLM wants every logit, because a prefill
+        worker brings KV only."""
         if request.num_output_tokens or request.num_preemptions:
             return "resumed"
         if self._context.traces.fallback_of(request.request_id) is not None:
             return "fallback"
         if request.skip_reading_prefix_cache:
             return "prompt_logprobs"
-        if request.mm_features:
+        if request.mm_features and not self._features_may_go(request):
             return "multimodal"
         if request.prompt_embeds is not None or request.prompt_token_ids is None:
             return "prompt_embeds"
@@ -168,6 +169,17 @@ class ConnectorScheduler:
         if not content or max(len(asked.lora_name), len(asked.lora_path)) > MAX_TEXT:
             return None
         return Adapter(name=asked.lora_name, path=asked.lora_path, content=content)
+
+    def _features_may_go(self, request: Any) -> bool:
+        """Whether a prefill worker can get the multimodal inputs of this request."""
+        tokens = request.num_prompt_tokens - self.local_tokens
+        # vLLM may compute features with an adapter, and then calls them by its name. Prefill
+        # workers give adapters names of their own.
+        return (
+            request.lora_request is None
+            and self._context.features_elsewhere()
+            and features.may_go(request.mm_features, tokens)
+        )
 
     # ------------------------------------------------------------------ step 4: enqueue
 
@@ -235,6 +247,7 @@ class ConnectorScheduler:
             kept_from=kept_from,
             cache_salt=request.cache_salt,
             adapter=adapter,
+            features=request.mm_features,
             priority=request.priority,
             timeout_s=timeout_s,
             claim_timeout_s=claim_timeout_s,

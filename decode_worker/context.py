@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pullfill.decode_worker.conditional_router import Situation
 from pullfill.engine.adapters import Adapters
@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class OpenedJob:
-    """A job that the connector scheduler just opened, for the publisher to encode and publish."""
+    """A job that the connector scheduler just opened, for the publisher to encode and publish.
+
+    features: vLLM's multimodal inputs of the prompt."""
 
     job_id: str
     request_id: str
@@ -36,6 +38,7 @@ class OpenedJob:
     priority: int
     timeout_s: float
     claim_timeout_s: float
+    features: Sequence[Any] = ()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,7 +46,8 @@ class DecodeContext(WorkerContext):
     """What the connector needs from the rest of the process.
 
     The engine is built before the parts that talk to others. These replace `situation`, `publish`,
-    `queue_full`, `wake_control` and `adapters_elsewhere` before the first request comes.
+    `queue_full`, `wake_control`, `adapters_elsewhere` and `features_elsewhere` before the first
+    request comes.
 
     situation: takes (prompt tokens, hit tokens, ineligible) and adds what the process knows about
     workers and queue.
@@ -52,6 +56,7 @@ class DecodeContext(WorkerContext):
     wake_control: called when the ledger asks something of the network. Must not block.
     adapters: the LoRA adapters of this worker.
     adapters_elsewhere: whether a prefill worker can load LoRA adapters.
+    features_elsewhere: whether a prefill worker takes multimodal inputs.
     offer: opens the fences and the memories to peers.
     ledger, scheduler: made when vLLM registers the KV cache, and constructs the connector.
     trials: requests of the self-check. None if nothing can be compared.
@@ -67,6 +72,7 @@ class DecodeContext(WorkerContext):
     wake_control: Callable[[], None] = lambda: None
     adapters: Adapters = field(default_factory=Adapters)
     adapters_elsewhere: Callable[[], bool] = lambda: False
+    features_elsewhere: Callable[[], bool] = lambda: False
     offer: Callable[[FenceOwner, Sequence[LocalMemory]], Owner | None] = lambda base, _: base
     trials: Trials | None = None
     ledger: Ledger = LATER

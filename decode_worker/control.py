@@ -265,6 +265,7 @@ class ControlServer:
             reader,
             hello.computes,
             hello.adapters,
+            hello.features,
             block_size=hello.block_size,
         )
         self.peers[peer.name] = peer

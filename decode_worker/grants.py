@@ -80,9 +80,11 @@ class Grants:
             self._refuse(peer, claim, claimed)
             return
         _GRANTED.inc()
+        features = b""
         if (entry := self._ledger.find(claim.job_id)) is not None:
             self._traces.claimed(entry.request_id, grant.attempt, peer.instance_id, grant.queued_s)
-        peer.channel.write(peer.grant(claim, self._ledger.incarnation, grant))
+            features = entry.features
+        peer.channel.write(peer.grant(claim, self._ledger.incarnation, grant, features))
 
     def _refuse(self, peer: Peer, claim: Claim, claimed: Claimed) -> None:
         reason = claimed.refused

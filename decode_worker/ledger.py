@@ -194,13 +194,13 @@ class Ledger:
         if earlier or self.tell_opens:
             self._on_action()  # the asyncio thread would sleep beyond the new deadline
 
-    def set_digest(self, job_id: str, digest: bytes) -> None:
-        """Remember the digest of the body that is about to be published.
+    def set_digest(self, job_id: str, digest: bytes, features: bytes = b"") -> None:
+        """Remember the digest of the body that is about to be published, and what a grant brings.
 
         A claim may come before `published` is called."""
         with self._lock:
             if (entry := self._jobs.get(job_id)) is not None:
-                entry.digest = digest
+                entry.digest, entry.features = digest, features
 
     @_locked
     def published(self, job_id: str, receipt: object, digest: bytes) -> None:

@@ -39,6 +39,7 @@ class Entry:
     stall_s: an attempt that makes progress may go on beyond the deadline. It ends after this many
     seconds without progress.
     tokens: number of tokens that a prefill worker must compute.
+    features: encoded multimodal inputs, which the grant brings.
     receipt: of the queue, once the job is stored there and as long as it may have to be deleted.
     attempt: number of grants so far.
     writer, ack_subject, fence: control connection, delivery and fence of the current grant.
@@ -59,6 +60,7 @@ class Entry:
     tokens: int = 0
     state: JobState = JobState.QUEUED
     digest: bytes = b""
+    features: bytes = b""
     receipt: object | None = None
     attempt: int = 0
     writer: str = ""

@@ -21,6 +21,7 @@ class Peer:
     block_size: number of tokens of its blocks. 0: as ours.
     computes: digest of how the worker rounds.
     adapters: whether the worker can load LoRA adapters.
+    features: whether the worker takes multimodal inputs.
     cleared: whether the worker may bring KV (self_check.py).
     heard: when the last message came, by the loop's clock.
     asked_at: when the worker was welcomed, or sent its last claim, commit or ready."""
@@ -32,6 +33,7 @@ class Peer:
     reader: KvReader | None = None
     computes: str = ""
     adapters: bool = False
+    features: bool = False
     block_size: int = 0
     cleared: bool = True
     leaving: bool = False
@@ -49,7 +51,7 @@ class Peer:
         silent_s: the same while it asks for things."""
         return heartbeat.patience(now - self.asked_at, silent_s)
 
-    def grant(self, claim: Claim, incarnation: str, grant: GrantView) -> Grant:
+    def grant(self, claim: Claim, incarnation: str, grant: GrantView, features: bytes) -> Grant:
         """Make the answer to a claim of this worker."""
         mode = grant.mode
         if mode is KvMode.PULL and (self.reader is None or not self.reader.within_reach()):
@@ -64,6 +66,7 @@ class Peer:
             fence=grant.fence,
             kv_digest=grant.kv_digest,
             mode=mode,
+            features=features,
         )
 
 

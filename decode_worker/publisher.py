@@ -11,6 +11,7 @@ from collections import deque
 
 from pullfill.decode_worker.context import OpenedJob
 from pullfill.decode_worker.ledger import Ledger
+from pullfill.engine import features
 from pullfill.errors import Outcome, PullfillError, QueueFull
 from pullfill.ids import job_digest
 from pullfill.queue.contract import JobProducer
@@ -60,8 +61,10 @@ class Publisher:
             job = self._submitted.popleft()
             self._tasks[job.job_id] = self._loop.create_task(self._publish(job))
 
-    def encode(self, job: OpenedJob) -> bytes:
-        """Encode a job for the stream."""
+    def encode(self, job: OpenedJob, brought: bytes = b"") -> bytes:
+        """Encode a job for the stream.
+
+        brought: the encoded multimodal inputs, which the grant will bring."""
         return encode(
             PrefillJob(
                 job_id=job.job_id,
@@ -78,6 +81,7 @@ class Publisher:
                 block_size=self._block_size,
                 cache_salt=job.cache_salt,
                 adapter=job.adapter,
+                features=features.digest(brought),
                 priority=job.priority,
                 timeout_s=job.timeout_s,
             )
@@ -87,9 +91,10 @@ class Publisher:
         try:
             if self._ledger.find(job.job_id) is None:
                 return  # the job ended before it was published
-            body = self.encode(job)
+            brought = features.encode(job.features) if job.features else b""
+            body = self.encode(job, brought)
             digest = job_digest(body)
-            self._ledger.set_digest(job.job_id, digest)
+            self._ledger.set_digest(job.job_id, digest, brought)
             failpoints.hit("decode.publish")
             tokens = len(job.token_ids) - job.hit_tokens
             receipt = await self._queue.publish(job.job_id, body, tokens)

@@ -231,8 +231,8 @@ class RequestServer:
             return self._unreadable(taken.frontend, front_wire.ADD, exc)
         yield
         try:
-            if not taken.wanted and not request.mm_features:
-                return None  # but multimodal inputs must enter vLLM's cache: others refer to them
+            if not taken.wanted:
+                return None
             check_fits(request, len(tokens) // 4, self._max_model_len, self.host.core)
             request.client_index = taken.frontend.index
             request_limits.strip_transfer_params(request)

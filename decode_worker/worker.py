@@ -210,6 +210,9 @@ class DecodeRole(Role[DecodeContext, DecodeHooks]):
         context.adapters_elsewhere = lambda: any(
             peer.adapters and peer.cleared for peer in control.peers.pulling
         )
+        context.features_elsewhere = lambda: any(
+            peer.features and peer.cleared for peer in control.peers.pulling
+        )
         context.wake_control = partial(_call_soon, self._loop, control.wake)
         return DecodeService(engine, hooks.server, control, outlook, address, thread)
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 from pullfill.engine import requests
@@ -31,13 +33,24 @@ class NoAdapter(OutOfReach):
     """This worker cannot compute with the job's LoRA adapter. Another one may."""
 
 
+class NoFeatures(OutOfReach):
+    """This worker takes fewer multimodal inputs than the job has. Another one may take them."""
+
+
 class PrefillEngine:
     """Submits and ends tasks. Methods are called on the asyncio thread.
 
-    unit: the smallest number of tokens that a block can be cut to."""
+    unit: the smallest number of tokens that a block can be cut to.
+    limit: how many multimodal inputs of a modality a prompt may have."""
 
     def __init__(
-        self, host: EngineHost, context: PrefillContext, *, unit: int, compat_hash: str
+        self,
+        host: EngineHost,
+        context: PrefillContext,
+        *,
+        unit: int,
+        compat_hash: str,
+        limit: Callable[[str], int],
     ) -> None:
         self._host = host
         self._context = context
@@ -46,6 +59,7 @@ class PrefillEngine:
         self.compat_hash = compat_hash
         self._adapters = Adapters()
         self._files = AdapterFiles()
+        self._limit = limit
 
     def submit(self, task: PrefillTask) -> None:
         """Start computing. The task ends through its `on_done`."""
@@ -81,6 +95,7 @@ class PrefillEngine:
             return
         try:
             lora_request = self._load(core, task.adapter)
+            self._check_features(task)
             request = requests.prefill_request(
                 task.request_id,
                 task.token_ids,
@@ -88,9 +103,10 @@ class PrefillEngine:
                 priority=task.priority,
                 arrival_time=time.time(),
                 lora_request=lora_request,
+                mm_features=task.features,
             )
             core.add_request(*core.preprocess_add_request(request))
-        except NoAdapter as exc:
+        except OutOfReach as exc:
             task.end(exc)
         except Exception as exc:
             logger.exception("the engine refused job %s", task.job_id)
@@ -106,6 +122,17 @@ class PrefillEngine:
             return self._adapters.load(core, lora_request(name, adapter.path))
         except BadMessage as exc:
             raise NoAdapter(str(exc)) from exc
+
+    def _check_features(self, task: PrefillTask) -> None:
+        """Check that the engine takes so many inputs. Else its scheduler would wait for ever.
+
+        Raises NoFeatures."""
+        for modality, count in Counter(f.modality for f in task.features).items():
+            if count > (most := self._limit(modality)):
+                raise NoFeatures(
+                    f"the prompt has {count} inputs of type {modality}, and this worker takes "
+                    f"{most} (--limit-mm-per-prompt)"
+                )
 
     def _remove(self, core: Any, task: PrefillTask) -> None:
         if task.request_id in core.scheduler.requests:

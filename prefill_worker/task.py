@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from pullfill.engine import features
 from pullfill.engine.groups import ONE_TABLE, BlockOrder
 from pullfill.errors import BadMessage, HandoffError
 from pullfill.ids import job_digest
@@ -61,6 +62,8 @@ def check(
         )
     if job.block_size % unit or job.compat != compat_hash:
         raise BadMessage("block size or compatibility hash is not this worker's")
+    if features.digest(grant.features) != job.features:
+        raise BadMessage("the grant brings other multimodal inputs than the job names")
     if len(token_ids) > max_prompt_tokens:
         raise TooLong(
             f"prompt of {len(token_ids)} tokens is longer than this prefill worker takes "
@@ -81,6 +84,7 @@ class PrefillTask:
     readable, written: which blocks of each KV cache group they are.
     on_done: called once, from any thread. With None when all blocks are written (pull mode: kept),
     else with the failure.
+    features: vLLM's multimodal inputs of the prompt.
     well: whether `on_done` was called with None.
     first_target: the first position whose blocks are written. Before it is the decode worker's hit.
     positions: number of positions.
@@ -104,6 +108,7 @@ class PrefillTask:
     transfer_worker: Any
     on_done: Callable[[BaseException | None], None]
     adapter: Adapter | None = None
+    features: Sequence[Any] = ()
     readable: BlockOrder = ONE_TABLE
     written: BlockOrder = ONE_TABLE
     checked: frozenset[int] = frozenset()
@@ -169,6 +174,7 @@ class PrefillTask:
             block_size=block_size,
             hit_tokens=job.hit_tokens,
             adapter=job.adapter,
+            features=features.decode(grant.features, len(token_ids)) if grant.features else (),
             readable=readable,
             written=BlockOrder(job.kept_from),
             remote_blocks=blocks,

@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 from pullfill.config import ClusterRef
-from pullfill.engine import kv
+from pullfill.engine import features, kv
 from pullfill.engine.compat import rounding_digest
 from pullfill.engine.host import EngineHooks, EngineHost
 from pullfill.engine.thread import EngineThread
@@ -62,6 +62,7 @@ class PrefillHooks(EngineHooks):
             engine.context,
             unit=engine.compat.block_size,
             compat_hash=engine.compat.hash(),
+            limit=features.limits(engine.config.model_config),
         )
 
     def before_step(self) -> bool:
@@ -168,6 +169,7 @@ class PrefillRole(Role[PrefillContext, PrefillHooks]):
                 block_size=config.cache_config.block_size,
                 computes=rounding_digest(config),
                 adapters=config.lora_config is not None,
+                features=config.model_config.supports_multimodal_inputs,
             ),
             engine.compat,
             open_transfer_worker,

@@ -68,6 +68,7 @@ def build_config(
     if args.worker_cls == "auto" and _is_cpu():
         # Else a seeded request ends the engine at the first chunk of its prompt.
         args.worker_cls = "pullfill.engine.cpu_worker.SeededCPUWorker"
+    args.mm_processor_cache_gb = 0  # frontends run the processor
     try:
         config = args.create_engine_config()
     except (ValueError, OSError, RuntimeError) as exc:

@@ -89,6 +89,9 @@ def prepare(model: str, vllm_args: Sequence[str], host: str, port: int) -> Prepa
             model_config=model_config,
             structured_outputs_config=release.this.structured_outputs(engine_args),
             observability_config=engine_args.create_observability_config(),
+            # More than one engine: so each request brings its multimodal inputs, and none refers
+            # to what another worker was sent.
+            parallel_config=ParallelConfig(_api_process_count=2),
             lora_config=LoRAConfig() if args.enable_lora else None,  # only that there is one counts
         )
         # For vLLM's metrics of drafts, and its check of sampling parameters. Set afterwards: the

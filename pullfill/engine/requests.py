@@ -31,12 +31,13 @@ def prefill_request(
     priority: int,
     arrival_time: float,
     lora_request: Any = None,
+    mm_features: Sequence[Any] = (),
 ) -> Any:
     """An EngineCoreRequest that computes the KV of `token_ids` and samples one token, which
     nobody reads. Sampling parameters of the user never come here."""
     return _request(
         request_id, token_ids, arrival_time, cache_salt=cache_salt, priority=priority,
-        lora_request=lora_request,
+        lora_request=lora_request, mm_features=mm_features,
     )  # fmt: skip
 
 
@@ -58,6 +59,7 @@ def _request(
     arrival_time: float,
     logprobs: int | None = None,
     lora_request: Any = None,
+    mm_features: Sequence[Any] = (),
     **fields: Any,
 ) -> Any:
     from vllm.v1.engine import EngineCoreRequest
@@ -65,7 +67,7 @@ def _request(
     return EngineCoreRequest(
         request_id=request_id,
         prompt_token_ids=list(token_ids),
-        mm_features=None,
+        mm_features=list(mm_features) or None,
         sampling_params=copy.copy(_one_token(logprobs)),
         pooling_params=None,
         arrival_time=arrival_time,

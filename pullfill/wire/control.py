@@ -87,7 +87,8 @@ class Hello(Message, tag="hello", frozen=True, kw_only=True):
     block_size: number of tokens of its blocks. 0: as the decode worker's.
     computes: digest of what decides how this worker rounds (`engine.compat.rounding_digest`).
     Empty: its prefills are never checked.
-    adapters: whether it can load LoRA adapters."""
+    adapters: whether it can load LoRA adapters.
+    features: whether it takes multimodal inputs."""
 
     v: Version = WIRE_VERSION
     prefill_instance: Id
@@ -96,6 +97,7 @@ class Hello(Message, tag="hello", frozen=True, kw_only=True):
     block_size: Count = 0
     computes: Text = ""
     adapters: bool = False
+    features: bool = False
 
 
 class Welcome(Message, tag="welcome", frozen=True, kw_only=True):
@@ -144,7 +146,8 @@ class Grant(Message, tag="grant", frozen=True, kw_only=True):
     body has another digest must touch no block.
     kv_digest: which digest of the written blocks the commit must carry.
     mode: how the KV gets into the blocks. With `pull` the prefill worker writes nothing and sends
-    `Ready`."""
+    `Ready`.
+    features: the prompt's multimodal inputs (`engine.features.encode`)."""
 
     rid: Count
     job_id: Id
@@ -155,6 +158,7 @@ class Grant(Message, tag="grant", frozen=True, kw_only=True):
     fence: FenceToken
     kv_digest: DigestMode = DigestMode.OFF
     mode: KvMode = KvMode.PUSH_ASYNC
+    features: bytes = b""
 
 
 class Refused(Message, tag="refused", frozen=True, kw_only=True):

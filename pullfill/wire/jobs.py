@@ -29,6 +29,7 @@ class PrefillJob(Message, frozen=True, kw_only=True):
     read_from: for each KV cache group, the position in the prompt of its first block that may be
     read. A position counts blocks. See engine/groups.py for the order.
     kept_from: the same for blocks that are written.
+    features: digest of the multimodal inputs that the grant brings. Empty: there are none.
     request_id: for people who read a dead letter.
     timeout_s: how long from publish the decode worker waits before it serves locally.
     """
@@ -47,5 +48,6 @@ class PrefillJob(Message, frozen=True, kw_only=True):
     block_size: Annotated[int, Meta(ge=1)]
     cache_salt: Text | None = None
     adapter: Adapter | None = None
+    features: Text = ""
     priority: int = 0
     timeout_s: Annotated[float, Meta(gt=0, le=1e9)]

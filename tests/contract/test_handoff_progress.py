@@ -106,7 +106,7 @@ async def test_a_prompt_behind_a_slow_link_is_not_sent_to_wait_there(tmp_path: P
         await until(lambda: 0 < decode.ledger.unwritten() < BLOCKS - 4, 5)
         request = FakeRequest("behind", prompt(BLOCK + 1, seed=2))
         assert decode.side.decide(request, 0) == (0, False)
-        _, decision, _ = decode.side._decisions.pop("behind")
+        _, decision, *_ = decode.side._decisions.pop("behind")
         assert decision.reason == "queue_wait"
         (link,) = decode.control.forecaster._links.values()
         assert link.per_block_s >= BATCH_S

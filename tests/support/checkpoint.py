@@ -52,6 +52,8 @@ def _cache_dir() -> Path:
     return directory
 
 
+IMAGE, IMAGE_ID = "<tool_call>", 380
+"""The token of the tiny checkpoint that stands for a part of an image."""
 _MAKE = """
 import json, sys, torch, transformers
 config, model = (getattr(transformers, name) for name in sys.argv[1:3])
@@ -65,14 +67,18 @@ made.save_pretrained(sys.argv[4])
 """
 
 
-def random_checkpoint(config: str, model: str, **fields: object) -> Path:
+def random_checkpoint(
+    config: str, model: str, processor: dict[str, object] | None = None, **fields: object
+) -> Path:
     """Directory of a checkpoint with random weights, made unless it is there.
 
     It has the tokenizer of the tiny checkpoint.
 
     config, model: names of classes of transformers.
+    processor: of images: what processor_config.json holds. Then one token is called <image>.
     fields: of the config."""
-    target = _cache_dir() / f"{model}-{_digest({'config': config, 'make': _MAKE, **fields})}"
+    made_of = {"config": config, "make": _MAKE, "processor": processor, **fields}
+    target = _cache_dir() / f"{model}-{_digest(made_of)}"
     if target.is_dir():
         return target
     fresh = Path(tempfile.mkdtemp(prefix=".making-", dir=target.parent))
@@ -82,7 +88,10 @@ def random_checkpoint(config: str, model: str, **fields: object) -> Path:
         capture_output=True,
     )
     for file in tiny_checkpoint().glob("*token*"):
-        shutil.copy(file, fresh)
+        text = file.read_text()
+        (fresh / file.name).write_text(text.replace(IMAGE, "<image>") if processor else text)
+    if processor:
+        (fresh / "processor_config.json").write_text(json.dumps(processor))
     try:
         fresh.rename(target)
     except OSError:  # another process was faster

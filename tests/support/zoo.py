@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from tests.support.checkpoint import DEEPSEEK, TINY, random_checkpoint, tiny_checkpoint
+from tests.support.checkpoint import DEEPSEEK, IMAGE_ID, TINY, random_checkpoint, tiny_checkpoint
 
 LATENT_BYTES = 16 * 4 * 576 * 4
 """A block of the small DeepSeek-V3: tokens, layers, numbers of the latent, bytes."""
@@ -45,6 +45,7 @@ class Model:
     decode: of the decode worker alone.
     lora: why it is not asked with a LoRA adapter. Empty: it is.
     dtype: what vLLM's CPU build takes.
+    processor: of images, as in `random_checkpoint`.
     local: why the decode worker prefills its prompts. Empty: prefill workers do.
     block_bytes: KV bytes that one block takes on all decode ranks. 0: not looked at."""
 
@@ -60,6 +61,7 @@ class Model:
     decode: tuple[str, ...] = ()
     lora: str = ""
     dtype: str = "float32"
+    processor: dict[str, object] | None = None
     local: str = ""
     block_bytes: int = 0
 
@@ -67,7 +69,7 @@ class Model:
         """Directory of the checkpoint, made unless it is there."""
         if not self.config:
             return tiny_checkpoint()
-        return random_checkpoint(self.config, self.model, **self.fields)
+        return random_checkpoint(self.config, self.model, self.processor, **self.fields)
 
 
 ZOO = {
@@ -118,6 +120,38 @@ ZOO = {
     ),
     "Mistral": Model("MistralConfig", "MistralForCausalLM", {**_SMALL, "sliding_window": WINDOW}),
     "Phi-3": Model("Phi3Config", "Phi3ForCausalLM", {**_SMALL, "sliding_window": WINDOW}),
+    "LLaVA, text": Model(
+        "LlavaConfig",
+        "LlavaForConditionalGeneration",
+        {
+            "text_config": {"model_type": "llama", **_SMALL},
+            "vision_config": {
+                "model_type": "clip_vision_model",
+                "hidden_size": 64,
+                "intermediate_size": 128,
+                "num_hidden_layers": 3,
+                "num_attention_heads": 2,
+                "image_size": 56,
+                "patch_size": 14,
+                "projection_dim": 64,
+            },
+            "image_token_index": IMAGE_ID,
+            "vision_feature_layer": -2,
+            "vision_feature_select_strategy": "default",
+        },
+        processor={
+            "processor_class": "LlavaProcessor",
+            "image_token": "<image>",
+            "patch_size": 14,
+            "num_additional_image_tokens": 1,
+            "vision_feature_select_strategy": "default",
+            "image_processor": {
+                "image_processor_type": "CLIPImageProcessor",
+                "size": {"shortest_edge": 56},
+                "crop_size": {"height": 56, "width": 56},
+            },
+        },
+    ),
     "Falcon-H1 (Mamba-2)": Model(
         "FalconH1Config",
         "FalconH1ForCausalLM",

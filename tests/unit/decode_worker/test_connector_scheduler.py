@@ -17,6 +17,7 @@ from pullfill.errors import Outcome
 from pullfill.testing.loopback import LoopbackFences
 from pullfill.wire import MAX_TEXT, Adapter, Expected, RouterConfig, RouterPolicy
 from tests.support.fakes import FakeClock, FakePool, FakeRequest
+from tests.support.features import feature
 from tests.support.handoff_model import BLOCK, HandoffModel
 
 
@@ -229,6 +230,22 @@ def test_a_job_carries_the_adapter_once_its_files_are_known() -> None:
     assert rig.published[0].adapter == Adapter(name="red", path="/red", content="c")
     long = SimpleNamespace(lora_name="red", lora_path="/" * (MAX_TEXT + 1))
     assert rig.side.decide(FakeRequest("r", list(range(20)), lora_request=long), 0) == (0, False)
+
+
+def test_a_job_names_the_features_that_a_prefill_worker_takes() -> None:
+    rig = Rig()
+    made = [feature(2, 5)]
+    assert rig.side.decide(FakeRequest("r", list(range(20)), mm_features=made), 0) == (0, False)
+    rig.side._context.features_elsewhere = lambda: True
+    rig.send(20, mm_features=made)
+    assert rig.published[0].features == made
+    late = [feature(16, 4)]  # the last token is computed here, and belongs to it
+    assert rig.side.decide(FakeRequest("l", list(range(20)), mm_features=late), 0) == (0, False)
+    adapter = SimpleNamespace(lora_name="red", lora_path="/red")
+    rig.side._context.adapters_elsewhere = lambda: True
+    rig.side._context.adapters = SimpleNamespace(content_of=lambda _: "c")  # type: ignore[assignment]
+    both = FakeRequest("b", list(range(20)), mm_features=made, lora_request=adapter)
+    assert rig.side.decide(both, 0) == (0, False)
 
 
 def test_salt_and_priority_go_with_the_job() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from pullfill.engine import features
 from pullfill.errors import BadMessage
 from pullfill.ids import job_digest
 from pullfill.prefill_worker.task import TooLong, check
@@ -23,11 +24,11 @@ WINDOW: dict[str, Any] = {
 """Twelve tokens in two groups. The second has the last block only."""
 
 
-def checked(job: PrefillJob, *, groups: int = 1, most: int = 100) -> None:
+def checked(job: PrefillJob, *, groups: int = 1, most: int = 100, brought: bytes = b"") -> None:
     body = encode(job)
     grant = Grant(
         rid=1, job_id="j", attempt=1, incarnation="i", deadline_s=60,
-        job_digest=job_digest(body), fence=FenceToken(slot=0, epoch=1),
+        job_digest=job_digest(body), fence=FenceToken(slot=0, epoch=1), features=brought,
     )  # fmt: skip
     check(
         job, body, u32.unpack(job.token_ids), grant,
@@ -56,6 +57,14 @@ def test_a_job_that_fits_passes() -> None:
 def test_a_job_that_does_not_fit_is_told_by_what(changes: dict[str, Any], why: str) -> None:
     with pytest.raises(BadMessage, match=why):
         checked(msgspec.structs.replace(JOB, **changes))
+
+
+def test_a_grant_brings_the_features_that_the_job_names() -> None:
+    named = msgspec.structs.replace(JOB, features=features.digest(b"red"))
+    checked(named, brought=b"red")
+    for job, wrong in ((named, b"blue"), (named, b""), (JOB, b"red")):
+        with pytest.raises(BadMessage, match="multimodal"):
+            checked(job, brought=wrong)
 
 
 def test_a_prompt_beyond_this_workers_context_is_no_poison() -> None:
