@@ -29,8 +29,8 @@ class KvLayout:
 
     All but the counts is in bytes. Strides may be larger than what they hold.
 
-    units: how many times a page could be cut. Two workers cut their blocks into pieces of some
-    units, if their blocks hold different numbers of tokens (`pieces.py`).
+    units: number of the smallest parts of a page. If blocks of two workers hold different numbers
+    of tokens, both cut their blocks into pieces of some units (`pieces.py`).
     sections: of the page, one after another: the number of rows, and the bytes of a unit in a row.
     Empty: a page cannot be cut.
     pieces: into how many pieces each block is cut. Then `num_blocks` and `page_bytes` are those of

@@ -30,6 +30,9 @@ GUARDED = ("loopback", "nccl", "nixl", "tcp")
 """Where the owner refuses blocks that the grant does not name."""
 SECTIONS = ((6, 4), (1, 24))
 """As on a CPU: K by column, then V by token."""
+LATENT = ((1, 48),)
+"""As with MLA: token by token."""
+Sections = tuple[tuple[int, int], ...]
 UNIT, UNITS = 48, 96
 SIZES = [(3, 2), (2, 3), (1, 4), (4, 1), (6, 4)]
 """Units of a page here, and there."""
@@ -40,12 +43,12 @@ def rig(request: pytest.FixtureRequest, tmp_path: Path) -> Rig:
     return RIGS[request.param](tmp_path)
 
 
-def sized(units: int, gap: int = 0) -> KvLayout:
+def sized(units: int, gap: int = 0, sections: Sections = SECTIONS) -> KvLayout:
     """A cache of UNITS units. gap: bytes after each block."""
-    layout = dense_layout(3, UNITS // units, 2, UNIT * units)
+    layout = dense_layout(3, UNITS // units, 1 if sections is LATENT else 2, UNIT * units)
     block = layout.block_stride + gap
     return replace(
-        layout, units=units, sections=SECTIONS, block_stride=block,
+        layout, units=units, sections=sections, block_stride=block,
         layer_stride=block * layout.num_blocks,
     )  # fmt: skip
 
@@ -55,7 +58,7 @@ def pieces(held: Region | Local, of_units: int) -> Bytes:
     layout, found = held.memory.layout, []
     for first in range(0, layout.units, of_units):
         parts, at = [], 0
-        for rows, nbytes in SECTIONS:
+        for rows, nbytes in layout.sections:
             for _ in range(rows):
                 begin = at + first * nbytes
                 parts.append(held.pages[..., begin : begin + of_units * nbytes])
@@ -79,19 +82,20 @@ def closing() -> Iterator[list[Region]]:
         region.owner.close()
 
 
+@pytest.mark.parametrize("sections", [SECTIONS, LATENT], ids=["heads", "latent"])
 @pytest.mark.parametrize(("here", "there"), SIZES)
 def test_pieces_are_written_and_read(
-    rig: Rig, here: int, there: int, closing: list[Region]
+    rig: Rig, here: int, there: int, sections: Sections, closing: list[Region]
 ) -> None:
-    region, mine = rig.region(sized(there, gap=13)), rig.local(sized(here))
+    region, mine = rig.region(sized(there, 13, sections)), rig.local(sized(here, 0, sections))
     closing.append(region)
-    common = gcd(here, there)
+    common, heads = gcd(here, there), mine.memory.layout.num_kv_heads
     count, ours, theirs = UNITS // common, here // common, there // common
     session = rig.connect(mine, region)
     before, source, target = pieces(region, common), some(1, 13, count), some(2, 13, count)
     token = region.owner.fences.open(sorted({piece // theirs for piece in target}))
     result = session.write_blocks(token, source, target)
-    assert (result.blocks, result.nbytes) == (13, 13 * 3 * 2 * UNIT * common)
+    assert (result.blocks, result.nbytes) == (13, 13 * 3 * heads * UNIT * common)
     expected = before.copy()
     expected[:, target] = pieces(mine, common)[:, source]
     assert_same(pieces(region, common), expected)
