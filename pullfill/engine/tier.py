@@ -1,10 +1,11 @@
 """vLLM's own KV offloading, beside our connector: a second KV cache, in CPU memory or on disk.
 
-vLLM's MultiConnector then has two connectors: ours, and `Tier`, which is vLLM's OffloadingConnector
-with three additions for a memory that other processes write into.
+vLLM's MultiConnector then has two connectors: ours, and `Tier`. That is vLLM's OffloadingConnector,
+and what our connector asks of it.
 
-A step stores blocks after it has run, and vLLM's offloading may copy a block even when its request
-has ended. So before a peer writes into a block, the copies from it must have ended: `claim`.
+vLLM copies a block one step after it was computed, also if its request has ended by then. If a
+prefill worker wrote into the block meanwhile, vLLM would keep that KV under the wrong prompt. So
+our connector calls `claim` for the blocks, and offers them when the step has run.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Tier(OffloadingConnector):  # type: ignore[misc]
 
     @classmethod
     def of(cls, core: Any) -> Tier | None:
-        """Return the one of vLLM's EngineCore. None: it offloads no KV."""
+        """Return the tier of vLLM's EngineCore. None: it offloads no KV."""
         for connector in getattr(core.scheduler.connector, "sub_connectors", ()):
             if isinstance(connector, cls):
                 connector._in_flight = core.scheduler._inflight_prefills
@@ -73,8 +74,9 @@ class Tier(OffloadingConnector):  # type: ignore[misc]
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        # It has no blocks. But if a load into its blocks has failed, vLLM still reserves as many
-        # for it. So it would need them twice, and a prompt of half the KV cache would wait forever.
+        # The request has no blocks. But if a load into its blocks has failed, vLLM still reserves
+        # as many for it. So it would need them twice, and if its prompt takes more than half of the
+        # KV cache, it would wait forever.
         self._in_flight.discard(request)
         found: tuple[int | None, bool] = super().get_num_new_matched_tokens(
             request, num_computed_tokens
