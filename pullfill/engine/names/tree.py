@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 
 from pullfill.engine.names.signature import Function, Signature
+from pullfill.errors import ConfigError
 
 _MAKES_FIELDS = re.compile(r"\b(dataclass|config|Struct|BaseModel|NamedTuple)\b")
 _DEFAULTS = {"default", "default_factory"}
@@ -43,7 +44,7 @@ class Found:
 
 
 class Tree:
-    """The Python files of one package.
+    """The Python files of one package. Methods raise ConfigError if they cannot parse one.
 
     root: the directory that the package's folder is in.
     package: its name."""
@@ -65,7 +66,10 @@ class Tree:
         parent = module.rpartition(".")[0]
         for file, package in ((path / "__init__.py", module), (path.with_suffix(".py"), parent)):
             if file.is_file():
-                return definitions(ast.parse(file.read_bytes()).body, package)
+                try:
+                    return definitions(ast.parse(file.read_bytes()).body, package)
+                except (SyntaxError, ValueError) as exc:
+                    raise ConfigError(f"{file} is no source for this Python: {exc}") from exc
         return {} if path.is_dir() else None
 
     def defining(self, name: str) -> list[str]:

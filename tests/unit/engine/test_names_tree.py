@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from pullfill.engine.names.tree import Tree
+from pullfill.errors import ConfigError
 from tests.support.fake_release import write
 
 FILES = {
@@ -89,6 +90,12 @@ def test_circles_end(tmp_path: Path) -> None:
     assert tree.find("vllm.a", "X") is None
     assert tree.find("vllm", "Y") is None
     assert tree.find("vllm.a", "K.anything") is None
+
+
+def test_a_file_for_another_python_is_named(tmp_path: Path) -> None:
+    tree = Tree(write(tmp_path, {"vllm/__init__.py": "", "vllm/new.py": "later x = 1"}))
+    with pytest.raises(ConfigError, match=r"new\.py is no source for this Python"):
+        tree.find("vllm", "new.x")
 
 
 def takes(tree: Tree, module: str, path: str) -> str:
