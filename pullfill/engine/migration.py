@@ -60,7 +60,6 @@ REQUIRED_NAMES = {
     "vllm.v1.engine": (
         "EngineCoreRequest:prompt_token_ids",
         "EngineCoreRequest:prompt_embeds",
-        "EngineCoreRequest:mm_features",
         "EngineCoreRequest:sampling_params",
         "EngineCoreOutput:new_token_ids",
         "EngineCoreOutput:events",
@@ -93,8 +92,6 @@ def why_not(request: Any, tokens: Sequence[int]) -> str:
         return "it is not a single text generation"
     if request.prompt_token_ids is None or request.prompt_embeds is not None:
         return "its prompt is not made of tokens only"
-    if request.mm_features:
-        return "its prompt is not made of text only"
     if choice_of(request.request_id, request.external_req_id):
         return _NEUTRAL["n"][1]
     for field, (neutral, reason) in _NEUTRAL.items():

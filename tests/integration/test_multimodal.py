@@ -6,6 +6,7 @@ import base64
 import io
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -18,6 +19,7 @@ pytestmark = pytest.mark.engine
 
 TOLERANCE = 1e-4
 TEXT = "what is it? " * 20
+LONG = 700
 COLOURS = ("red", "green", "blue")
 
 
@@ -42,23 +44,24 @@ class Seen:
         )
 
 
-def ask(cluster: Cluster, colour: str, text: str = TEXT) -> Seen:
+def create(cluster: Cluster, colour: str, text: str = TEXT, **more: Any) -> Any:
     """Ask about an image. The text comes after it."""
-    content = [
+    content: Any = [
         {"type": "image_url", "image_url": {"url": picture(colour)}},
         {"type": "text", "text": text},
     ]
-    told = cluster.client().chat.completions.create(
+    return cluster.client().chat.completions.create(
         model="tiny",
-        messages=[{"role": "user", "content": content}],  # type: ignore[list-item, misc]
-        max_tokens=6,
+        messages=[{"role": "user", "content": content}],
         temperature=0,
-        logprobs=True,
         extra_body={"ignore_eos": True},
+        **more,
     )
-    shown = told.choices[0].logprobs
-    assert shown is not None
-    parts = shown.content or []
+
+
+def ask(cluster: Cluster, colour: str, text: str = TEXT) -> Seen:
+    told = create(cluster, colour, text, max_tokens=6, logprobs=True)
+    parts = told.choices[0].logprobs.content
     return Seen(told.id, tuple(p.token for p in parts), tuple(p.logprob for p in parts))
 
 
@@ -107,6 +110,20 @@ def test_an_image_is_known_to_every_decode_worker(cluster: Cluster) -> None:
     answers = [ask(cluster, "purple") for _ in range(4)]
     assert len({cluster.explain(a.request_id)["decode_instance"] for a in answers}) == 2
     assert all(answers[0].same(answer) for answer in answers)
+
+
+def test_an_answer_about_an_image_goes_on_when_its_decode_worker_dies(cluster: Cluster) -> None:
+    cluster.set_router(policy="always_remote")
+    expected = create(cluster, "cyan", max_tokens=LONG).choices[0].message.content
+    heard = ""
+    for chunk in create(cluster, "cyan", max_tokens=LONG, stream=True):
+        heard += chunk.choices[0].delta.content or ""
+        if heard and len(cluster.of("decode")) == 2:
+            busy = [w for w in cluster.of("decode") if cluster.load_of(w)["requests"]]
+            assert len(busy) == 1, "it is not over yet"
+            busy[0].kill()
+    assert heard == expected
+    cluster.assert_clean()
 
 
 def test_an_image_that_no_prefill_worker_takes_stays_local(cluster: Cluster) -> None:

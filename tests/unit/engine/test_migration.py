@@ -60,7 +60,6 @@ def test_the_rest_is(params: dict[str, Any]) -> None:
         ({"resumable": True}, "text generation"),
         ({"prompt_token_ids": None}, "tokens only"),
         ({"prompt_embeds": "x"}, "tokens only"),
-        ({"mm_features": ["image"]}, "text only"),
         ({"request_id": "1_cmpl-x-0-abcd", "external_req_id": "cmpl-x-0"}, "n > 1"),
     ],
 )
