@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from pullfill.engine import release
 from pullfill.errors import BadMessage
 
 MAX_BYTES = 8 << 20
@@ -75,6 +76,6 @@ def limits(model_config: Any) -> Any:
     """Return how many features of a modality this engine takes in a prompt, as a function.
 
     model_config: vLLM's."""
-    if not model_config.supports_multimodal_inputs:
+    if not release.this.takes_features(model_config):
         return lambda _modality: 0
     return model_config.get_multimodal_config().get_limit_per_prompt

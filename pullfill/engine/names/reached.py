@@ -15,8 +15,9 @@ REACHED = {
     "vllm.config.device.DeviceConfig": "device_type",
     "vllm.config.kv_transfer.KVTransferConfig": ("kv_connector kv_connector_extra_config kv_role"),
     "vllm.config.model.ModelConfig": (
-        "dtype get_total_num_kv_heads get_vocab_size hf_config hf_text_config max_model_len model "
-        "quantization revision runner_type use_mla"
+        "dtype get_multimodal_config get_total_num_kv_heads get_vocab_size hf_config "
+        "hf_text_config max_model_len model quantization revision runner_type "
+        "supports_multimodal_inputs use_mla"
     ),
     "vllm.config.parallel.ParallelConfig": (
         "decode_context_parallel_size distributed_executor_backend enable_expert_parallel "
@@ -49,7 +50,7 @@ REACHED = {
         "create_structured_outputs_config data_parallel_size disable_log_stats "
         "enable_cumem_allocator enable_log_requests enable_lora enable_sleep_mode "
         "enable_return_routed_experts kv_offloading_backend kv_offloading_size kv_transfer_config "
-        "logits_processors "
+        "logits_processors mm_processor_cache_gb "
         "reasoning_parser reasoning_parser_plugin served_model_name structured_outputs_config "
         "worker_cls"
     ),

@@ -8,10 +8,15 @@ from pullfill.engine.release import v0_31
 
 
 class Release(v0_31.Release):
-    """There is one parameter for log probabilities of the prompt. vLLM does not ask the connector
-    where to allocate the KV cache."""
+    """There is one parameter for log probabilities of the prompt. The registry knows which models
+    take more than text. vLLM does not ask the connector where to allocate the KV cache."""
 
     prompt_logprobs = ("prompt_logprobs",)
+
+    def takes_features(self, model_config: Any) -> bool:
+        from vllm.multimodal import MULTIMODAL_REGISTRY
+
+        return bool(MULTIMODAL_REGISTRY.supports_multimodal_inputs(model_config))
 
     def memory_pool(self, what: str) -> Any:
         from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group

@@ -25,6 +25,10 @@ class Release:
         """Return the StructuredOutputsConfig of vLLM's EngineArgs."""
         return args.create_structured_outputs_config()
 
+    def takes_features(self, model_config: Any) -> bool:
+        """Whether an engine with vLLM's ModelConfig takes inputs other than text."""
+        return bool(model_config.supports_multimodal_inputs)
+
     def memory_pool(self, what: str) -> Any:
         """Return a context in which a worker allocates memory. None: vLLM's own.
 
