@@ -45,9 +45,9 @@ def deepseek(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Cluster
     cluster = Cluster(tmp_path, deepseek_checkpoint(), lease_ttl_s=10)
     try:
         cluster.start_servers()
-        # vLLM's CPU kernel for MLA has blocks of 16 tokens, whatever is asked for.
-        cluster.launch("decode", *request.param, "--block-size=32")
-        cluster.launch("prefill", *request.param)
+        # vLLM's CPU kernel for MLA has blocks of 16 tokens, whatever is asked for (here 32).
+        for role in ("decode", "prefill"):
+            cluster.launch(role, *request.param)
         cluster.launch("frontend")
         cluster.wait_ready(*cluster.workers)
         yield cluster
