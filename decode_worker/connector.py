@@ -18,7 +18,7 @@ from pullfill.decode_worker.connector_scheduler import ConnectorScheduler
 from pullfill.decode_worker.context import DecodeContext
 from pullfill.engine.attention import Attention
 from pullfill.engine.groups import kept_from
-from pullfill.engine.speculation import local_tokens
+from pullfill.engine.speculation import local_tokens, why_local
 from pullfill.worker.connector import WorkerConnector
 from pullfill.worker.context import current
 from pullfill.worker.memory import Told
@@ -40,7 +40,7 @@ class DecodeConnector(WorkerConnector):
     def start_scheduler(self, block_size: int) -> None:
         context = current(DecodeContext, "decode")
         self._scheduler = context.scheduler = ConnectorScheduler(
-            context, block_size, local_tokens(self._vllm_config)
+            context, block_size, local_tokens(self._vllm_config), why_local(self._vllm_config)
         )
 
     def attach(self, told: Told, kv_heads: int, stored: Attention) -> None:

@@ -46,6 +46,7 @@ class ConnectorScheduler:
     """Decides, opens jobs and reports their ends, for one engine.
 
     local_tokens: see `Situation`.
+    why_local: `speculation.why_local` of this engine.
     _decisions: the last decision about each request that has no blocks yet.
     _waiting: requests that wait for remote KV.
     _held: blocks that are held for each job whose writer is not proved quiet.
@@ -59,10 +60,13 @@ class ConnectorScheduler:
     tier: vLLM's own KV offloading, beside our connector. None: there is none.
     """
 
-    def __init__(self, context: DecodeContext, block_size: int, local_tokens: int = 1) -> None:
+    def __init__(
+        self, context: DecodeContext, block_size: int, local_tokens: int = 1, why_local: str = ""
+    ) -> None:
         self._context = context
         self._block_size = block_size
         self.local_tokens = local_tokens
+        self._why_local = why_local
         self._pool: Any = None
         self._kept_from: Callable[[int], tuple[int, ...]] = lambda _tokens: (0,)
         self._decisions: dict[str, tuple[Situation, Decision, Adapter | None, int]] = {}
@@ -155,6 +159,8 @@ class ConnectorScheduler:
             return "pooling"
         if request.cache_salt is not None and len(request.cache_salt) > MAX_TEXT:
             return "cache_salt"  # the user's; a job with it would be refused as poison
+        if self._why_local:
+            return "speculation"
         return ""
 
     def _adapter(self, request: Any) -> Adapter | None:

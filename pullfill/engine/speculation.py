@@ -3,6 +3,10 @@
 A drafter proposes the next tokens of an answer, and the model keeps those that it would have said
 itself. Some drafters look at tokens only (n-gram, suffix). Then KV is the same with and without
 speculation, and the two workers may differ in it.
+
+Other drafters (EAGLE, MTP, a draft model) have KV of their own, in further layers of the same
+blocks. pullfill does not move that KV yet. Without it a drafter would not see the prompt, and fewer
+drafts would be accepted. So the decode worker prefills every prompt.
 """
 
 from __future__ import annotations
@@ -11,6 +15,8 @@ from typing import Any
 
 from pullfill.errors import BadMessage
 
+_WITHOUT_KV = frozenset({"ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"})
+"""vLLM's names of methods, as in `--speculative-config`."""
 _NEGLIGIBLE = 1e-5
 """vLLM's own bound: it takes a smaller min_p, or temperature, for 0."""
 
@@ -22,6 +28,14 @@ def local_tokens(vllm_config: Any) -> int:
     # If one token is left, vLLM pads it with drafts that are always rejected (`pad_spec_decode` in
     # its scheduler). They would count as drafts, and cost more than a second token of the prompt.
     return 2
+
+
+def why_local(vllm_config: Any) -> str:
+    """Return why every prompt is prefilled by the decode worker. Empty: there is no reason."""
+    config = vllm_config.speculative_config
+    if config is None or config.method in _WITHOUT_KV:
+        return ""
+    return f"pullfill does not move the KV of {config.method} drafts yet"
 
 
 def check_params(vllm_config: Any, params: Any) -> None:

@@ -23,7 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from pullfill.engine import attention, groups, kv, page
+from pullfill.engine import attention, groups, kv, page, speculation
 from pullfill.engine.attention import Attention, RankAttention
 from pullfill.engine.page import Cut
 from pullfill.engine.rank_processes import bind_to_parent
@@ -116,6 +116,7 @@ class WorkerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         config = self._kv_cache_config
         why_not = groups.why_local(self._vllm_config, config)
+        why_not = why_not or speculation.why_local(self._vllm_config)
         if why_not:
             device = kv.device_of(self._vllm_config)
             region = RankRegion(os.getpid(), device, len(kv_caches), 0, why_not=why_not)

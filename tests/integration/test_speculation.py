@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.answers import Heard, ask_for
 from tests.support.cluster import BLOCK, Cluster, until
+from tests.support.drafts import FEW, eagle_head, small_model, terse_model
 from tests.support.oracle import Oracle
 from tests.support.prompts import forget_decode_prefixes, random_prompt
 
@@ -23,9 +24,9 @@ NGRAM = {
 FLAGS = ("--speculative-config", json.dumps(NGRAM))
 LENGTHS = (3, 33, 34, 65, 66, 300, 1500)
 STEPS = 30
-FEW = [40, 90, 150]
-"""Answers of so few tokens repeat themselves, so some drafts are accepted."""
 TOLERANCE = 1e-4
+ALLOWED = list(FEW)
+"""Answers of so few tokens repeat themselves, so some drafts are accepted."""
 DRAFTS = "vllm:spec_decode_num_"
 
 
@@ -55,13 +56,15 @@ def cluster(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 
 def ask(cluster: Cluster, prompt: list[int], steps: int = STEPS) -> Heard:
-    return ask_for(cluster, prompt, steps, logprobs=1, allowed_token_ids=FEW)
+    return ask_for(cluster, prompt, steps, logprobs=1, allowed_token_ids=ALLOWED)
 
 
 def check(oracle: Oracle, prompt: list[int], heard: Heard, steps: int = STEPS) -> None:
     assert heard.done.wait(60)
     assert not heard.error
-    (right,) = oracle.generate([prompt], steps, logprobs=1, ignore_eos=True, allowed_token_ids=FEW)
+    (right,) = oracle.generate(
+        [prompt], steps, logprobs=1, ignore_eos=True, allowed_token_ids=ALLOWED
+    )
     expected = [s[t] for s, t in zip(right.logprobs or [], right.token_ids, strict=True)]
     assert heard.tokens == right.token_ids, len(prompt)
     assert heard.logprobs == pytest.approx(expected, abs=TOLERANCE), len(prompt)
@@ -126,3 +129,43 @@ def test_an_answer_whose_worker_dies_goes_on_at_another(cluster: Cluster, oracle
     migrated = [cluster.explain(heard.request_id)["migrated_from"] for _, heard in asked]
     assert sorted(migrated) == [[], [victim.instance_id]]
     cluster.assert_clean()
+
+
+def eagle(directory: Path, model: Path) -> dict[str, object]:
+    return {"method": "eagle", "model": str(eagle_head(directory / "eagle", model))}
+
+
+def draft_model(directory: Path, model: Path) -> dict[str, object]:
+    return {"method": "draft_model", "model": str(small_model(directory / "small", model))}
+
+
+@pytest.mark.parametrize("make", [eagle, pytest.param(draft_model, marks=pytest.mark.long)])
+def test_with_a_drafter_that_has_kv_prompts_stay_local(
+    make: Callable[[Path, Path], dict[str, object]], tmp_path: Path
+) -> None:
+    model = terse_model(tmp_path / "model")
+    drafter = {"num_speculative_tokens": 3, **make(tmp_path, model)}
+    flags = ("--speculative-config", json.dumps(drafter))
+    cluster = Cluster(tmp_path / "cluster", model, lease_ttl_s=10)
+    prompts = [random_prompt(length, seed=6) for length in (3, 66, 300)]
+    with Oracle(
+        model, speculative_config=drafter, disable_log_stats=False, block_size=BLOCK
+    ) as oracle:
+        try:
+            cluster.start_servers()
+            for role in ("decode", "prefill", "frontend"):
+                cluster.launch(role, *flags)
+            cluster.wait_ready(*cluster.workers)
+            cluster.set_router(policy="always_remote")
+            for prompt in prompts:
+                heard = ask(cluster, prompt)
+                check(oracle, prompt, heard)
+                told = cluster.explain(heard.request_id)
+                assert (told["path"], told["reason"]) == ("local", "speculation")
+            drafts = drafts_of(cluster)
+            assert drafts == {name: oracle.counters(DRAFTS)[name] for name in drafts}
+            assert drafts[f"{DRAFTS}accepted_tokens"] > 0
+            cluster.assert_clean()
+            assert not cluster.log_errors()
+        finally:
+            cluster.stop()

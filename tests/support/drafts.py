@@ -1,6 +1,4 @@
-"""A tiny model that answers with few tokens, and drafters for it: some drafts are accepted.
-
-Which ones depends on the drafter's KV of the whole prompt."""
+"""A tiny model that answers with few tokens, and drafters for it: some drafts are accepted."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from pullfill.demo.weights import EMBED, answer_only, layer_name, random_weights
+from pullfill.demo.weights import answer_only, layer_name, random_weights
 from tests.support.checkpoint import TINY, tiny_checkpoint
 
 FEW = (40, 90, 150)
@@ -50,15 +48,21 @@ def eagle_head(directory: Path, model: Path) -> Path:
         for name, weight in weights.items()
         if ".layers." in name and name != layer_name(0, "input_layernorm")
     }
+    head["fc.weight"] = _mix(TINY.hidden)
+    save_file(head, directory / "model.safetensors", {"format": "pt"})
+    return directory
+
+
+def _mix(hidden: int) -> torch.Tensor:
+    """Return a matrix that joins the embedding of a token and a hidden state."""
     draw = torch.Generator().manual_seed(_SEED)
-    mix = torch.randn(TINY.hidden, 2 * TINY.hidden, generator=draw) * TINY.init_range
+    mix = torch.randn(hidden, 2 * hidden, generator=draw) * TINY.init_range
     mix[0] = 0
     mix[0, 0] = 1  # the number with which `answer_only` marks an embedding
-    assert weights[EMBED][0, 0] > 0
-    save_file(head | {"fc.weight": mix}, directory / "model.safetensors", {"format": "pt"})
-    return directory
+    return mix
 
 
 def _set_layers(directory: Path, layers: int = 1) -> None:
     config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps(config | {"num_hidden_layers": layers}))
+    config |= {"num_hidden_layers": layers}
+    (directory / "config.json").write_text(json.dumps(config))

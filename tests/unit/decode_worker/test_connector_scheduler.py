@@ -117,6 +117,12 @@ def test_a_worker_that_speculates_computes_the_last_two_tokens(tokens: int) -> N
     assert len(job.blocks) == blocks
 
 
+def test_drafts_whose_kv_is_not_moved_keep_prompts_local() -> None:
+    rig = Rig()
+    rig.side._why_local = "it is not moved"
+    assert rig.side._ineligible(FakeRequest("r", list(range(99))), None) == "speculation"
+
+
 def test_more_blocks_than_needed_are_not_granted() -> None:
     """vLLM may hand over lookahead blocks; the writer gets none of them."""
     rig = Rig()

@@ -42,6 +42,15 @@ def test_answers_that_are_not_greedy_are_refused_on_cpu_only() -> None:
         speculation.check_params(config(), params(temperature=0.5))
 
 
+@pytest.mark.parametrize("method", ["ngram", "suffix", "eagle", "mtp", "draft_model", "unheard"])
+def test_prompts_stay_local_unless_the_drafter_is_known_to_have_no_kv(method: str) -> None:
+    made = SimpleNamespace(speculative_config=SimpleNamespace(method=method))
+    why = "" if method in ("ngram", "suffix") else f"does not move the KV of {method} drafts"
+    assert why in speculation.why_local(made)
+    assert bool(speculation.why_local(made)) == bool(why)
+    assert speculation.why_local(PLAIN) == ""
+
+
 def test_one_more_token_is_computed_here_with_speculation() -> None:
     assert speculation.local_tokens(PLAIN) == 1
     assert speculation.local_tokens(config()) == 2
