@@ -106,6 +106,12 @@ def complete(config: Any) -> None:
                 "KV offloading needs vLLM's prefix caching, which is off, by a flag or because "
                 "vLLM has none for this model: leave out KV offloading"
             )
-        for tier in child["kv_connector_extra_config"].get("secondary_tiers", ()):
+        tiers = child["kv_connector_extra_config"].get("secondary_tiers", ())
+        if tiers and config.parallel_config.world_size > 1:
+            # vLLM takes files of other numbers of ranks for its own, and they have another order.
+            raise ConfigError(
+                "KV offloading to a disk works with one rank only: leave out secondary_tiers"
+            )
+        for tier in tiers:
             # vLLM finds files by the model's path. Other weights at this path would find them too.
             tier["root_dir"] = f"{tier['root_dir']}/{compat.stored_kv(config)}"

@@ -36,7 +36,7 @@ pytestmark = [
     ),
 ]
 
-MEMORY, DISK, WINDOWS = "memory", "disk, and a decode worker of two ranks", "windows"
+MEMORY, DISK, RANKS, WINDOWS = "memory", "disk", "a decode worker of two ranks", "windows"
 STEPS = 6
 TOLERANCE = 1e-4
 TALKS = 6
@@ -77,7 +77,10 @@ def flags_of(kind: str, directory: Path) -> list[str]:
 
 @pytest.fixture(
     scope="module",
-    params=[MEMORY, *(pytest.param(kind, marks=pytest.mark.long) for kind in (DISK, WINDOWS))],
+    params=[
+        MEMORY,
+        *(pytest.param(kind, marks=pytest.mark.long) for kind in (DISK, RANKS, WINDOWS)),
+    ],
 )
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, oracle: Oracle
@@ -91,7 +94,7 @@ def served(
     ranks = ["--tensor-parallel-size=2", f"--kv-cache-memory-bytes={2 << 20}"]
     try:
         cluster.start_servers()
-        cluster.launch("decode", *flags, *(ranks if kind == DISK else ()))
+        cluster.launch("decode", *flags, *(ranks if kind == RANKS else ()))
         cluster.launch("prefill", *flags)
         development = {"VLLM_SERVER_DEV_MODE": "1"}  # to empty a prefix cache
         cluster.launch("frontend", *flags, env=development)

@@ -91,13 +91,14 @@ def test_refused(given: Any, says: str) -> None:
     assert "\n" not in str(refused.value)
 
 
-def config_with(settings: dict[str, Any], *, caches: bool = True) -> Any:
+def config_with(settings: dict[str, Any], *, caches: bool = True, ranks: int = 1) -> Any:
     """vLLM's VllmConfig."""
     fields = kv_offloading.beside({"kv_connector": "Ours", "kv_role": "kv_both"}, settings)
     extra = fields["kv_connector_extra_config"]
     return SimpleNamespace(
         kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra),
         cache_config=SimpleNamespace(enable_prefix_caching=caches),
+        parallel_config=SimpleNamespace(world_size=ranks),
     )
 
 
@@ -114,3 +115,11 @@ def test_refused_where_vllm_has_no_prefix_cache() -> None:
     alone = config_with({}, caches=False)
     alone.kv_transfer_config.kv_connector_extra_config = {"instance_id": "i"}
     kv_offloading.complete(alone)
+
+
+def test_a_disk_is_refused_with_several_ranks() -> None:
+    """With files that a prefill worker of one rank had written, two ranks gave wrong tokens."""
+    tiers = [{"type": "fs", "root_dir": "/kv"}]
+    with pytest.raises(ConfigError, match="one rank only: leave out secondary_tiers"):
+        kv_offloading.complete(config_with({"secondary_tiers": tiers}, ranks=2))
+    kv_offloading.complete(config_with({"cpu_bytes_to_use": 1}, ranks=2))
