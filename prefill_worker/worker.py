@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 from pullfill.config import ClusterRef
-from pullfill.engine import features, kv
+from pullfill.engine import features, kv, release
 from pullfill.engine.compat import rounding_digest
 from pullfill.engine.host import EngineHooks, EngineHost
 from pullfill.engine.thread import EngineThread
@@ -169,7 +169,7 @@ class PrefillRole(Role[PrefillContext, PrefillHooks]):
                 block_size=config.cache_config.block_size,
                 computes=rounding_digest(config),
                 adapters=config.lora_config is not None,
-                features=config.model_config.supports_multimodal_inputs,
+                features=release.this.takes_features(config.model_config),
             ),
             engine.compat,
             open_transfer_worker,
