@@ -93,10 +93,8 @@ def check(arguments: Sequence[str]) -> None:
     for flag, *values in groups:
         given, _, joined = flag.partition("=")
         name = flag_name(flag)
-        if name == "kv-transfer-config" and "OffloadingConnector" not in " ".join([flag, *values]):
-            raise ConfigError(
-                f"{given} is pullfill's own to set: remove it, or name vLLM's OffloadingConnector"
-            )
+        if name == "kv-transfer-config":
+            raise ConfigError(f"{given} is pullfill's own to set: remove it")
         alone = name in _SIZE and [joined or "", *values][-1] == "1"
         if _DATA_PARALLEL.match(name) and not alone:
             raise ConfigError(f"{given}: {NO_DATA_PARALLEL}")

@@ -16,6 +16,8 @@ from pullfill.errors import ConfigError
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+_OURS = "--kv-transfer-config"
+
 _ROTARY = "rotary_embedding"
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
@@ -42,6 +44,9 @@ def build_config(
     from vllm.config import KVTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
+
+    if any(arg.split("=")[0] == _OURS for arg in vllm_args):
+        raise ConfigError(f"{_OURS} is pullfill's own to set: remove it")
 
     parser = AsyncEngineArgs.add_cli_args(flag_parser("pullfill"))
     namespace = parser.parse_args(["--model", model, *vllm_args])
@@ -74,7 +79,8 @@ def build_config(
     except (ValueError, OSError, RuntimeError) as exc:
         raise ConfigError(f"cannot load model {model!r}: {first_line(exc)}") from exc
     check_config(config)
-    kv_offloading.complete(config)
+    if offloading is not None:
+        kv_offloading.check_model(config)
     if _is_cpu():
         _rotate_parts_of_heads_natively(config)
     names = namespace.served_model_name
