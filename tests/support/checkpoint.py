@@ -130,7 +130,7 @@ dimensions."""
 
 def deepseek_checkpoint() -> Path:
     """Directory of a random DeepSeek-V3 checkpoint (MLA, experts), made unless it is there."""
-    return random_checkpoint("DeepseekV3Config", "DeepseekV3ForCausalLM", **DEEPSEEK)
+    return random_checkpoint("DeepseekV3Config", "DeepseekV3ForCausalLM", None, **DEEPSEEK)
 
 
 def scaled_checkpoint(first: float) -> Path:
