@@ -1,8 +1,18 @@
-"""vLLM's multimodal inputs, made of zeros."""
+"""vLLM's multimodal inputs, and stand-ins for them that need no vLLM."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
+
+
+def stand_in(offset: int, length: int, nbytes: int = 300) -> Any:
+    """As much of a MultiModalFeatureSpec as decides whether it may go. 0 bytes: without data."""
+    elem = SimpleNamespace(data=SimpleNamespace(nbytes=nbytes))
+    return SimpleNamespace(
+        data={"pixels": elem} if nbytes else None,
+        mm_position=SimpleNamespace(offset=offset, length=length),
+    )
 
 
 def feature(offset: int, length: int, *, modality: str = "image", nbytes: int = 300) -> Any:

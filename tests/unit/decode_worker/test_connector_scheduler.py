@@ -17,7 +17,7 @@ from pullfill.errors import Outcome
 from pullfill.testing.loopback import LoopbackFences
 from pullfill.wire import MAX_TEXT, Adapter, Expected, RouterConfig, RouterPolicy
 from tests.support.fakes import FakeClock, FakePool, FakeRequest
-from tests.support.features import feature
+from tests.support.features import stand_in
 from tests.support.handoff_model import BLOCK, HandoffModel
 
 
@@ -240,12 +240,12 @@ def test_a_job_carries_the_adapter_once_its_files_are_known() -> None:
 
 def test_a_job_names_the_features_that_a_prefill_worker_takes() -> None:
     rig = Rig()
-    made = [feature(2, 5)]
+    made = [stand_in(2, 5)]
     assert rig.side.decide(FakeRequest("r", list(range(20)), mm_features=made), 0) == (0, False)
     rig.side._context.features_elsewhere = lambda: True
     rig.send(20, mm_features=made)
     assert rig.published[0].features == made
-    late = [feature(16, 4)]  # the last token is computed here, and belongs to it
+    late = [stand_in(16, 4)]  # the last token is computed here, and belongs to it
     assert rig.side.decide(FakeRequest("l", list(range(20)), mm_features=late), 0) == (0, False)
     adapter = SimpleNamespace(lora_name="red", lora_path="/red")
     rig.side._context.adapters_elsewhere = lambda: True
