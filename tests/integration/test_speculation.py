@@ -110,7 +110,8 @@ def test_answers_and_accepted_drafts_are_those_of_one_engine(
 
 
 def test_what_vllm_would_answer_wrong_is_refused(cluster: Cluster) -> None:
-    for refused in ({"temperature": 0.5}, {"min_p": 0.2}, {"logit_bias": {"40": 5}}):
+    # vLLM drops min_p from greedy requests. With a temperature, that is refused before it.
+    for refused in ({"temperature": 0.5}, {"logit_bias": {"40": 5}}):
         heard = ask_for(cluster, random_prompt(33, seed=4), STEPS, **refused)
         assert heard.done.wait(60)
         assert heard.status == 400, refused
