@@ -1,9 +1,9 @@
 """What KV offloading saves when conversations outgrow the KV cache: `make bench-offload`.
 
-Two demo clusters, one with `--kv-offloading-size`, hold the same conversations. Together these have
-more tokens than a KV cache holds, so a conversation's KV is evicted before its next turn. Each turn
-is sent to one cluster and then to the other, first this one, then that one.
-Writes results/offload.json and .md. Exit status 1 when a target is missed.
+Two demo clusters, one with `--kv-offloading-size`, hold the same conversations. The conversations
+have more tokens than a KV cache holds, so the KV of each is evicted before its next turn. Each turn
+is sent to both clusters, one after the other. The cluster that comes first changes with each turn.
+The command writes results/offload.json and .md. It exits with status 1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from benchmarks.live import Live, demo_vocabulary, running, wait_for
 from benchmarks.report import Row, median, row, versus
 
 KV_MIB = 24
-"""KV cache of each worker: 6144 tokens of the demo model."""
+"""Size of each worker's KV cache. It holds 6144 tokens of the demo model."""
 OFFLOADED_GIB = 0.25
 TURN = 400
 """Tokens that a user adds in each turn."""
@@ -36,7 +36,7 @@ class Turns:
 
     ttft_ms: from the HTTP request to the first token. first_ms: the same of first turns.
     prefilled: tokens that some worker computed. offloaded: tokens that were loaded.
-    equal: answers that are those of the other cluster. Rounding may change one."""
+    equal: answers that equal those of the other cluster. Rounding may change one."""
 
     ttft_ms: list[float] = field(default_factory=list)
     first_ms: list[float] = field(default_factory=list)

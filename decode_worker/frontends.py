@@ -64,7 +64,7 @@ def call_utility(core: Any, adapters: Adapters, method: str, args: list[Any]) ->
 
 
 def check_fits(request: Any, prompt_tokens: int, max_model_len: int, core: Any) -> None:
-    """Refuse a request on which vLLM's engine would fail, or of which it would ignore a part.
+    """Refuse a request that would make vLLM's engine fail, or that it would serve only in part.
 
     A failure would end this worker. vLLM makes these checks only in the frontend, with the
     frontend's flags and the limits of the worker that was chosen first. If that worker dies, the

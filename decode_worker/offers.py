@@ -26,9 +26,9 @@ def offer(
 ) -> Owner | None:
     """Open the KV memory to peers over each transport of `options.transports` that works here.
 
-    Returns one owner for all transports. It closes `base` when it is closed. Returns None if no
-    transport can reach the memory. But if the user has named transports and none of them can, it
-    raises ConfigError. It also raises ConfigError if the port is taken.
+    Returns one owner for all transports, or None if no transport can reach the memory. Closing the
+    owner closes `base` too. Raises ConfigError if the port is taken, or if the user has named
+    transports and none of them can reach the memory.
 
     base: the owner of the fence over the memory.
     memories: the KV memory of each rank."""

@@ -76,7 +76,7 @@ class Verifier:
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def _made(self, pieces: int) -> list[BlockDigester]:
-        """What computes the digests: one for each copy of the KV."""
+        """Return one digester for each copy of the KV, made on first use."""
         if pieces not in self._digesters:
             memories = self._memories
             if pieces > 1:

@@ -1,7 +1,7 @@
 """`make install`: puts everything that pullfill needs into .venv. Runs on a bare Python, so it
 imports only the standard library.
 
-PULLFILL_VLLM names another release of vLLM than the newest one (pullfill/releases.py).
+PULLFILL_VLLM selects an older vLLM release (pullfill/releases.py). The default is the newest.
 
 A stamp in .venv holds a hash of what decides the outcome. While it fits, an install takes
 milliseconds.

