@@ -31,6 +31,15 @@ TINY = Recipe(
 )
 
 
+def _finished(fresh: Path, target: Path) -> Path:
+    """Give a checkpoint its name, once it is complete."""
+    try:
+        fresh.rename(target)
+    except OSError:  # another process was faster
+        shutil.rmtree(fresh)
+    return target
+
+
 def tiny_checkpoint(cache_dir: Path | None = None, recipe: Recipe = TINY) -> Path:
     """Directory of the checkpoint, made unless a test run of this user made it before.
 
@@ -92,11 +101,7 @@ def random_checkpoint(
         (fresh / file.name).write_text(text.replace(IMAGE, "<image>") if processor else text)
     if processor:
         (fresh / "processor_config.json").write_text(json.dumps(processor))
-    try:
-        fresh.rename(target)
-    except OSError:  # another process was faster
-        shutil.rmtree(fresh)
-    return target
+    return _finished(fresh, target)
 
 
 DEEPSEEK: dict[str, object] = {
@@ -161,8 +166,4 @@ def scaled_checkpoint(first: float) -> Path:
         "kv_cache_scheme": {**scheme, "symmetric": True},
     }
     (fresh / "config.json").write_text(json.dumps(config))
-    try:
-        fresh.rename(target)
-    except OSError:  # another process was faster
-        shutil.rmtree(fresh)
-    return target
+    return _finished(fresh, target)

@@ -36,19 +36,6 @@ def given(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 @pytest.fixture
-def main(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
-    """Runs one command as the script does. Gives its exit code."""
-
-    def run(*arguments: str) -> int:
-        monkeypatch.setattr(sys, "argv", ["pullfill", *arguments])
-        with pytest.raises(SystemExit) as caught:
-            cli.main()
-        return int(caught.value.code or 0)
-
-    return run
-
-
-@pytest.fixture
 def error(monkeypatch: pytest.MonkeyPatch) -> list[Exception]:
     """`down` fails with the error that a test puts here."""
     errors: list[Exception] = []

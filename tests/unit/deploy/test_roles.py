@@ -6,7 +6,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
@@ -23,20 +23,6 @@ from pullfill.deploy.state import Launch, StateDir
 from pullfill.errors import ConfigError
 from pullfill.options import WorkerOptions
 from pullfill.wire import KvMode
-
-
-@pytest.fixture
-def main(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
-    """Runs one command as the script does. Gives its exit code."""
-
-    def run(*arguments: str) -> int:
-        monkeypatch.setattr(sys, "argv", ["pullfill", *arguments])
-        with pytest.raises(SystemExit) as caught:
-            cli.main()
-        return int(caught.value.code or 0)
-
-    return run
-
 
 runner = CliRunner()
 
