@@ -1,8 +1,9 @@
 """Every struct that crosses a process boundary (docs/wire.md describes each).
 
 `jobs`: the job on the queue. `control`: the control channel between workers. `records`: what etcd
-keeps and people read. `codec`: how all of them are encoded. What a frontend and a decode worker say
-to each other is in `engine/front_wire.py`, since it carries vLLM's own structs.
+keeps and people read. `prefix`: what a decode worker says of its prefix cache. `codec`: how all of
+them are encoded. What else a frontend and a decode worker say to each other is in
+`engine/front_wire.py`, since it carries vLLM's own structs.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ from pullfill.wire.control import (
     Welcome,
 )
 from pullfill.wire.jobs import Adapter, PrefillJob
+from pullfill.wire.prefix import Op, PrefixEvents, PrefixFollow, PrefixPage
 from pullfill.wire.records import (
     DepthReport,
     Expected,
@@ -102,7 +104,11 @@ __all__ = [
     "KvMode",
     "Load",
     "Message",
+    "Op",
     "PrefillJob",
+    "PrefixEvents",
+    "PrefixFollow",
+    "PrefixPage",
     "Progress",
     "QueueSettings",
     "QueueStatus",

@@ -34,7 +34,7 @@ ROOMS = {
     # deploy starts the others through `MODULE.run`, see ENTRY_POINTS, and reads the registry.
     "deploy": ("deploy", frozenset({"registry"})),
 }
-CORE_FOLDERS = ("wire", "net", "runtime")
+CORE_FOLDERS = ("wire", "net", "runtime", "prefix")
 ALLOWED = {room: allowed for room, (_, allowed) in ROOMS.items()}
 
 ENTRY_POINTS = {

@@ -1,0 +1,173 @@
+"""The frontend's side: follows the block events of one decode worker, without I/O.
+
+The owner sends what `ask` and `take` return to the decode worker, and hands `take` what comes back.
+Messages may be lost, repeated or reordered. As long as the decode worker goes on sending, with or
+without new events, the index ends with exactly the blocks that the worker holds.
+
+    cold --snapshot or events from 0--> warm --gap, restart or difference--> behind --healed--> warm
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from pullfill.prefix.index import PrefixIndex
+from pullfill.wire.prefix import Op, PrefixEvents, PrefixFollow, PrefixPage
+
+RETRY_S = 1.0
+"""What was asked for and did not come is asked for again after this time."""
+
+
+class State(enum.StrEnum):
+    """How far the index can be believed about a worker."""
+
+    COLD = "cold"
+    """Nothing is known of it."""
+    WARM = "warm"
+    BEHIND = "behind"
+    """Events are missing. What is known still counts."""
+
+
+@dataclass(slots=True)
+class Healing:
+    """Counts for metrics. gaps: events were missing. snapshots: taken over whole. restarts: the
+    worker began a new epoch. differences: all events came, and yet the blocks differed."""
+
+    gaps: int = 0
+    snapshots: int = 0
+    restarts: int = 0
+    duplicates: int = 0
+    differences: int = 0
+
+
+class Replica:
+    """What one decode worker holds, in slot `slot` of the index. Times are monotonic seconds.
+
+    since: when `state` began. heard: when the worker last sent anything."""
+
+    def __init__(self, index: PrefixIndex, slot: int, now: float) -> None:
+        self.state = State.COLD
+        self.since = now
+        self.heard = now
+        self.healing = Healing()
+        self._index = index
+        self._slot = slot
+        self._epoch = 0
+        self._next = 0
+        self._end = 0
+        """Number after the last event of this epoch that is known to exist."""
+        self._asked: float | None = None
+        self._pages: tuple[int, int, int] | None = None
+        """(epoch, at, next page) of the snapshot that is coming in."""
+
+    def ask(self, now: float) -> PrefixFollow:
+        """What to send first, and after a new connection."""
+        self._asked = now
+        return PrefixFollow(epoch=self._epoch, next=self._next)
+
+    def take(self, message: PrefixEvents | PrefixPage, now: float) -> PrefixFollow | None:
+        """Apply a message. Returns what to send to the worker, if anything.
+
+        Raises ValueError for events that no ring sends; the index is unchanged then."""
+        self.heard = now
+        if isinstance(message, PrefixPage):
+            return self._page(message, now)
+        if len(message.hashes) != 8 * len(message.ops) or max(message.ops, default=0) > Op.CLEAR:
+            raise ValueError("block events without a hash for each, or with an unknown operation")
+        return self._events(message, now)
+
+    def forget(self, now: float) -> None:
+        """The worker is gone: its blocks are forgotten at once."""
+        self._index.forget(self._slot)
+        self._index.discard(self._slot)
+        self._believe(0, 0)
+        self._asked = self._pages = None
+        self._become(State.COLD, now)
+
+    def _events(self, events: PrefixEvents, now: float) -> PrefixFollow | None:
+        if events.epoch != self._epoch:
+            if self._epoch:
+                self.healing.restarts += 1
+            if events.first:
+                return self._restart(now)
+            self._index.forget(self._slot)
+            self._believe(events.epoch, 0)
+        self._end = max(self._end, events.first + len(events.ops))
+        if events.first > self._next:
+            if self.state is State.WARM:
+                self.healing.gaps += 1
+            return self._lost(now)
+        known = self._next - events.first
+        if known > len(events.ops):
+            self.healing.duplicates += 1
+            return None
+        self._apply(events, known)
+        if events.held is not None and self._differs(events.held, events.digest):
+            self.healing.differences += 1
+            return self._restart(now)
+        if self._next == self._end:
+            self._asked = None
+            self._become(State.WARM, now)
+        return None
+
+    def _apply(self, events: PrefixEvents, known: int) -> None:
+        self._next += len(events.ops) - known
+        clear = events.ops.rfind(Op.CLEAR, known)
+        if clear >= 0:
+            self._index.forget(self._slot)
+            known = clear + 1
+        if known < len(events.ops):
+            hashes = memoryview(events.hashes)[8 * known :]
+            self._index.apply(self._slot, events.ops[known:], hashes)
+
+    def _differs(self, held: int, digest: int) -> bool:
+        """Blocks that the index refused are missing for a reason that a snapshot does not heal."""
+        if self._index.refused(self._slot):
+            return False
+        return (held, digest) != (self._index.blocks(self._slot), self._index.digest(self._slot))
+
+    def _page(self, page: PrefixPage, now: float) -> PrefixFollow | None:
+        old = page.epoch == self._epoch and page.at < self._next
+        if old or (page.page and self._pages is None):
+            self.healing.duplicates += 1
+            return None
+        if page.page == 0:
+            self._index.discard(self._slot)
+            self._pages = (page.epoch, page.at, 0)
+        if self._pages != (page.epoch, page.at, page.page):
+            return self._restart(now)
+        self._index.stage(self._slot, page.hashes)
+        self._pages = (page.epoch, page.at, page.page + 1)
+        # A snapshot that still comes in is not asked for again.
+        self._asked = now
+        if page.last:
+            self._index.adopt(self._slot)
+            self.healing.snapshots += 1
+            self._pages = None
+            self._believe(page.epoch, page.at)
+            self._become(State.WARM, now)
+            return self.ask(now)
+        return None
+
+    def _believe(self, epoch: int, number: int) -> None:
+        """All events of the epoch before this number are in the index."""
+        self._epoch = epoch
+        self._next = self._end = number
+
+    def _restart(self, now: float) -> PrefixFollow | None:
+        """Ask for everything. What the index has still counts until it comes."""
+        self._believe(0, 0)
+        return self._lost(now)
+
+    def _lost(self, now: float) -> PrefixFollow | None:
+        """Events are missing. Returns what to ask for, once in RETRY_S."""
+        if self.state is State.WARM:
+            self._become(State.BEHIND, now)
+        if self._asked is not None and now - self._asked < RETRY_S:
+            return None
+        return self.ask(now)
+
+    def _become(self, state: State, now: float) -> None:
+        if state is not self.state:
+            self.state, self.since = state, now

@@ -1,0 +1,72 @@
+"""What a decode worker tells a frontend about its prefix cache, and what the frontend asks for.
+
+Every change of one block has a number, counted from 0 in an *epoch*: the life of one `Ring`.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Annotated
+
+from msgspec import Meta
+
+from pullfill.wire.codec import WIRE_VERSION, Count, Message, Version
+
+MAX_EVENTS = 65536
+"""Most block events, or hashes, in one message: 576 KiB."""
+
+U63 = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Epoch = U63
+Ops = Annotated[bytes, Meta(max_length=MAX_EVENTS)]
+HashBytes = Annotated[bytes, Meta(max_length=8 * MAX_EVENTS)]
+"""Block hashes (prefix/chain.py), little-endian u64."""
+
+
+class Op(enum.IntEnum):
+    """What happened to a block, one byte on the wire."""
+
+    REMOVE = 0
+    STORE = 1
+    CLEAR = 2
+    """All blocks are gone. Its hash is 0."""
+
+
+class PrefixEvents(Message, tag="prefix_events", frozen=True, kw_only=True):
+    """Block events first .. first + len(ops) - 1. Without events: nothing happened since.
+
+    ops: one `Op` for each event. hashes: one hash for each event.
+    held, digest: how many blocks the worker holds after these events, and the low 63
+    bits of their hashes xored. None when the worker has gone on meanwhile."""
+
+    v: Version = WIRE_VERSION
+    epoch: Epoch
+    first: Count
+    ops: Ops
+    hashes: HashBytes
+    held: Count | None = None
+    digest: U63 = 0
+
+
+class PrefixPage(Message, tag="prefix_page", frozen=True, kw_only=True):
+    """One page of a snapshot.
+
+    A follower that has all pages, and applies all events from number `at` on, has every block. The
+    pages are not of one moment: blocks that came or went meanwhile may be in them or not.
+    page: counted from 0. last: no page follows."""
+
+    v: Version = WIRE_VERSION
+    epoch: Epoch
+    at: Count
+    page: Count
+    last: bool
+    hashes: HashBytes
+
+
+class PrefixFollow(Message, tag="prefix_follow", frozen=True, kw_only=True):
+    """A frontend has all events of `epoch` before number `next`, and wants what follows.
+
+    Epoch 0: it has nothing. If the ring no longer has the events, a snapshot is the answer."""
+
+    v: Version = WIRE_VERSION
+    epoch: Epoch = 0
+    next: Count = 0

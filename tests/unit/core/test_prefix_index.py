@@ -1,0 +1,71 @@
+"""Which workers hold which blocks."""
+
+from __future__ import annotations
+
+import pytest
+
+from pullfill.prefix.chain import chain, root
+from pullfill.prefix.index import PrefixIndex
+from pullfill.wire.prefix import Op
+
+PROMPT = chain(root(None, None, 16), bytes(range(256)) * 4, 16)
+
+
+def test_each_worker_matches_its_leading_blocks() -> None:
+    index = PrefixIndex(100)
+    index.store(1, PROMPT)
+    index.store(2, PROMPT[:3])
+    index.store(3, PROMPT[1:])
+    index.store(4, PROMPT)
+    index.remove(4, PROMPT[5:6])
+    assert index.match(PROMPT) == {1: 16, 2: 3, 4: 5}
+    assert index.match(PROMPT[:2]) == {1: 2, 2: 2, 4: 2}
+    assert index.match(PROMPT[:0]) == {}
+    assert [index.blocks(worker) for worker in range(6)] == [0, 16, 3, 15, 15, 0]
+
+
+def test_a_forgotten_worker_matches_nothing_and_may_come_back() -> None:
+    index = PrefixIndex(100)
+    index.store(1, PROMPT)
+    index.store(2, PROMPT)
+    index.forget(1)
+    assert index.match(PROMPT) == {2: 16}
+    index.store(1, PROMPT[:2])
+    while not index.tidy(0.001):
+        pass
+    assert index.match(PROMPT) == {1: 2, 2: 16}
+
+
+def test_blocks_beyond_the_limit_are_refused_and_counted() -> None:
+    index = PrefixIndex(10)
+    assert index.store(1, PROMPT) == 6
+    assert (index.refused(1), len(index)) == (6, 10)
+    assert index.store(2, PROMPT[:10]) == 0
+    index.remove(1, PROMPT[:10])
+    index.remove(2, PROMPT[:10])
+    assert index.store(1, PROMPT[10:]) == 0
+    assert index.blocks(1) == 6
+
+
+def test_what_is_staged_is_seen_when_it_is_adopted() -> None:
+    index = PrefixIndex(100)
+    index.store(1, PROMPT[:4])
+    index.stage(1, PROMPT[:8])
+    assert index.match(PROMPT) == {1: 4}
+    index.adopt(1)
+    assert index.match(PROMPT) == {1: 8}
+    index.stage(1, PROMPT)
+    index.discard(1)
+    index.stage(1, PROMPT[:2])
+    index.adopt(1)
+    assert sorted(index.hashes(1)) == sorted(PROMPT[:2])
+
+
+def test_events_are_applied_in_their_order() -> None:
+    index = PrefixIndex(100)
+    twice = PROMPT[[0, 1, 0, 2, 1, 1]]
+    ops = bytes([Op.STORE, Op.STORE, Op.REMOVE, Op.STORE, Op.REMOVE, Op.STORE])
+    index.apply(7, ops, twice)
+    assert sorted(index.hashes(7)) == sorted(PROMPT[1:3])
+    with pytest.raises(ValueError, match="6 ops for 5 hashes"):
+        index.apply(7, ops, twice[:5])

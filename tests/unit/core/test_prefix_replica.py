@@ -1,0 +1,179 @@
+"""Following the block events of a decode worker."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from pullfill.prefix.chain import HashArray
+from pullfill.prefix.index import PrefixIndex
+from pullfill.prefix.replica import RETRY_S, Replica, State
+from pullfill.prefix.ring import Ring
+from pullfill.wire.prefix import Op, PrefixEvents, PrefixFollow, PrefixPage
+
+
+def blocks(*numbers: int) -> HashArray:
+    return np.array(numbers, np.uint64)
+
+
+class Pair:
+    """A ring and its replica, and the messages in between."""
+
+    def __init__(self, max_events: int = 1000) -> None:
+        self.ring = Ring(max_events, 1000)
+        self.index = PrefixIndex(1000)
+        self.now = 0.0
+        self.replica = Replica(self.index, 5, self.now)
+        self.sent = 0
+
+    def news(self) -> list[PrefixEvents]:
+        found = self.ring.since(self.ring.epoch, self.sent)
+        assert found is not None
+        self.sent = self.ring.next
+        return found
+
+    def heal(self, follow: PrefixFollow | None) -> None:
+        while follow:
+            answers = list(self.ring.answer(follow))
+            follow = None
+            for message in answers:
+                follow = self.replica.take(message, self.now) or follow
+
+    def equal(self) -> bool:
+        held = np.sort(self.ring.held())
+        return bool(np.array_equal(np.sort(self.index.hashes(5)), held))
+
+
+@pytest.fixture
+def pair() -> Pair:
+    return Pair()
+
+
+def test_a_new_replica_gets_all_events_from_the_first(pair: Pair) -> None:
+    pair.ring.append(Op.STORE, blocks(1, 2, 3))
+    pair.ring.append(Op.REMOVE, blocks(2))
+    assert pair.replica.state is State.COLD
+    pair.heal(pair.replica.ask(0))
+    assert pair.replica.state is State.WARM
+    assert pair.equal()
+    assert pair.replica.healing.snapshots == 0
+
+
+def test_a_gap_is_resent_and_a_large_one_brings_a_snapshot() -> None:
+    for max_events, snapshots in ((1000, 0), (2, 1)):
+        pair = Pair(max_events)
+        pair.heal(pair.replica.ask(0))
+        pair.now = 10.0
+        pair.ring.append(Op.STORE, blocks(1, 2, 3))
+        pair.sent = pair.ring.next
+        pair.ring.append(Op.STORE, blocks(4))
+        (late,) = pair.news()
+        pair.now = 11.0
+        wanted = pair.replica.take(late, pair.now)
+        assert pair.replica.state is State.BEHIND
+        assert pair.replica.since == 11.0
+        assert pair.replica.take(late, pair.now) is None, "asked twice"
+        pair.heal(wanted)
+        assert pair.replica.state is State.WARM
+        assert pair.equal()
+        assert (pair.replica.healing.gaps, pair.replica.healing.snapshots) == (1, snapshots)
+
+
+def test_what_was_lost_is_asked_for_again(pair: Pair) -> None:
+    pair.heal(pair.replica.ask(0))
+    pair.ring.append(Op.STORE, blocks(1))
+    pair.news()
+    (beat,) = pair.news()
+    assert pair.replica.take(beat, 1.0) is not None
+    assert pair.replica.take(beat, 1.0 + RETRY_S / 2) is None
+    pair.heal(pair.replica.take(beat, 1.0 + RETRY_S))
+    assert pair.equal()
+
+
+def test_duplicates_change_nothing(pair: Pair) -> None:
+    pair.heal(pair.replica.ask(0))
+    pair.ring.append(Op.STORE, blocks(1, 2))
+    (first,) = pair.news()
+    pair.ring.append(Op.REMOVE, blocks(1))
+    (second,) = pair.news()
+    for message in (first, second, first, second):
+        assert pair.replica.take(message, 1.0) is None
+    assert pair.equal()
+    assert pair.replica.state is State.WARM
+
+
+def test_a_restarted_worker_replaces_what_it_held(pair: Pair) -> None:
+    pair.ring.append(Op.STORE, blocks(1, 2, 3))
+    pair.heal(pair.replica.ask(0))
+    pair.ring = Ring(1, 1000)
+    pair.ring.append(Op.STORE, blocks(7, 8))
+    pair.sent = pair.ring.next
+    (beat,) = pair.news()
+    pair.heal(pair.replica.take(beat, 5.0))
+    assert pair.equal()
+    assert pair.replica.healing.restarts == 1
+
+
+def test_clear_empties_the_index_too(pair: Pair) -> None:
+    pair.heal(pair.replica.ask(0))
+    pair.ring.append(Op.STORE, blocks(1, 2, 3))
+    pair.ring.append(Op.CLEAR, b"")
+    pair.ring.append(Op.STORE, blocks(3, 4))
+    for message in pair.news():
+        pair.replica.take(message, 1.0)
+    assert pair.equal()
+    assert pair.index.blocks(5) == 2
+
+
+def test_an_index_that_differs_is_found_and_replaced(pair: Pair) -> None:
+    pair.ring.append(Op.STORE, blocks(1, 2, 3))
+    pair.heal(pair.replica.ask(0))
+    pair.index.remove(5, blocks(2))
+    pair.sent = pair.ring.next
+    (beat,) = pair.news()
+    pair.now = 5.0
+    wanted = pair.replica.take(beat, pair.now)
+    assert pair.replica.state is State.BEHIND
+    pair.heal(wanted)
+    assert pair.equal()
+    assert pair.replica.healing.differences == 1
+
+
+def test_blocks_that_the_index_refused_are_not_asked_for_again(pair: Pair) -> None:
+    pair.index = PrefixIndex(2)
+    pair.replica = Replica(pair.index, 5, 0)
+    pair.ring.append(Op.STORE, blocks(1, 2, 3))
+    pair.heal(pair.replica.ask(0))
+    assert pair.replica.state is State.WARM
+    assert pair.index.refused(5) == 1
+    assert pair.replica.healing.differences == 0
+
+
+def test_a_snapshot_without_one_page_is_not_adopted() -> None:
+    pair = Pair(max_events=1)
+    pair.ring.append(Op.STORE, blocks(1, 2))
+    (page,) = (m for m in pair.ring.answer(pair.replica.ask(0)) if isinstance(m, PrefixPage))
+    half = {"epoch": page.epoch, "at": page.at}
+    pages = [
+        PrefixPage(**half, page=0, last=False, hashes=blocks(1).tobytes()),
+        PrefixPage(**half, page=2, last=True, hashes=blocks(2).tobytes()),
+    ]
+    assert [pair.replica.take(one, 0.1) for one in pages] == [None, None]
+    assert pair.replica.state is State.COLD
+    assert pair.index.match(blocks(1, 2)) == {}
+
+
+def test_events_that_no_ring_sends_are_refused(pair: Pair) -> None:
+    for ops, hashes in ((b"\1\1", bytes(8)), (b"\3", bytes(8))):
+        with pytest.raises(ValueError, match="block events"):
+            pair.replica.take(PrefixEvents(epoch=1, first=0, ops=ops, hashes=hashes), 0)
+
+
+def test_forgetting_leaves_nothing(pair: Pair) -> None:
+    pair.ring.append(Op.STORE, blocks(1, 2))
+    pair.heal(pair.replica.ask(0))
+    pair.replica.forget(3.0)
+    assert pair.replica.state is State.COLD
+    assert pair.index.blocks(5) == 0
+    pair.heal(pair.replica.ask(4.0))
+    assert pair.equal()
