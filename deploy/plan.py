@@ -59,8 +59,9 @@ def check(options: UpOptions) -> None:
     check_model(options.model)
     if options.port == 0:
         options.port = servers.free_port()
-    for index in range(options.frontends):
-        servers.check_port("--port", options.host, options.port + index)
+    for port in (options.port, *filter(None, options.own_ports)):
+        if options.frontends:
+            servers.check_port("--port", options.host, port)
     _check_security(options)
     if options.etcd_url is None:
         servers.etcd_binary()
@@ -240,15 +241,15 @@ def worker_specs(options: UpOptions, cluster: ClusterRef, cluster_id: str) -> li
         flags = vllm_flags.for_worker(worker_arguments(options, name.partition("-")[0]))
         after = "" if before is None else names[before]
         specs.append(spec(name, told, flags, place, after=after))
-    for index in range(options.frontends):
-        port = options.port + index
+    for index, own_port in enumerate(options.own_ports):
         served = replace(
             options.frontend,
             host=options.host,
-            port=port,
+            port=options.port,
+            own_port=own_port,
             restart_wait_s=RESTART_WAIT_S if options.restart else 0.0,
         )
         name, flags = f"frontend-{index}", worker_arguments(options, "frontend")
-        url = frontend_url(options.host, port)
+        url = frontend_url(options.host, own_port or options.port)
         specs.append(spec(name, served, flags, defaults.Placement(), url=url))
     return specs

@@ -53,7 +53,10 @@ def run_frontend(
     ref, model, arguments = _prepare("frontend", options, cluster, vllm_args)
     if not any(arg.startswith("--api-key") for arg in arguments):
         warn_if_exposed("frontend", options.host, ref.security)
-    check_port("--port", options.host, options.port)
+    if options.own_port is None:
+        check_port("--port", options.host, options.port)
+    else:
+        check_port("--own-port", options.host, options.own_port)
     _apply((), local_model=os.path.isdir(model))
     return _entry("frontend")(ref, replace(options, model=model), arguments)
 

@@ -23,7 +23,11 @@ class UpOptions:
     prefill: int = flag(1, "Prefill workers", metavar="N", least=0)
     frontends: int = flag(1, "HTTP frontends", metavar="N", least=0)
     host: str = flag("127.0.0.1", "Where frontends listen", metavar="H")
-    port: int = flag(8000, "Port of the first frontend, others follow; 0: any free one", **PORT)
+    port: int = flag(
+        8000,
+        "Port of all frontends. Several also listen at the next ports, one each. 0: any free one",
+        **PORT,
+    )
     ready_timeout_s: float = flag(600.0, "Longest start, in seconds", metavar="S", least=1)
     restart: bool = flag(True, "Restart processes that die", name="--restart/--no-restart")
     namespace: str = "default"
@@ -37,8 +41,15 @@ class UpOptions:
 
     @property
     def frontend_url(self) -> str:
-        """Where clients reach the first frontend. Empty: there is none."""
+        """Where clients reach the frontends. Empty: there is none."""
         return frontend_url(self.host, self.port) if self.frontends else ""
+
+    @property
+    def own_ports(self) -> list[int | None]:
+        """The port that reaches each frontend alone. None: it is the only one at `port`."""
+        if self.frontends == 1:
+            return [None]
+        return [self.port + 1 + index for index in range(self.frontends)]
 
 
 def frontend_url(host: str, port: int) -> str:

@@ -1,4 +1,4 @@
-"""Fetches `/status` and `/metrics` of all workers, and merges them.
+"""Fetches `/status` and `/metrics` of all workers, and merges them. Asks other frontends.
 
 All workers are asked at once, for FETCH_TIMEOUT_S at most. A worker that hangs is shown as `lost`.
 Metrics are merged as text. To parse them into objects would stop the token streams of this process
@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+from urllib.parse import quote
 
 import aiohttp
 
@@ -28,6 +29,8 @@ READY_S = 0.5
 FRESH_S = 1.5
 MAX_BODY = 8 << 20
 ROLES = ("decode", "prefill")
+ASKED_BY = "x-pullfill-asked-by"
+"""Header of a question from another frontend, with its instance id. It is not passed on."""
 
 _SAMPLE = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*(\{.*\})? [^ ]+( -?\d+)?\Z")
 _SUFFIX = re.compile(r"_(total|created|bucket|sum|count|info)\Z")
@@ -36,11 +39,13 @@ _SUFFIX = re.compile(r"_(total|created|bucket|sum|count|info)\Z")
 class ClusterView:
     """Fetches the reports of all workers, over one HTTP session. `close` it at the end.
 
-    etcd: the health of etcd, as this process sees it."""
+    etcd: the health of etcd, as this process sees it.
+    own_id: the instance id of this frontend."""
 
-    def __init__(self, directory: Directory, etcd: Health) -> None:
+    def __init__(self, directory: Directory, etcd: Health, own_id: str = "") -> None:
         self._directory = directory
         self._etcd = etcd
+        self._own_id = own_id
         self._session: aiohttp.ClientSession | None = None
         self._looking: asyncio.Task[dict[str, cluster_status.Report]] | None = None
         self._last: dict[str, cluster_status.Report] = {}
@@ -90,6 +95,29 @@ class ClusterView:
                 merged.add(labels, body.decode("utf-8", "replace"))
         return merged.text()
 
+    async def record_elsewhere(self, request_id: str, authorization: str = "") -> bytes | None:
+        """Return what another frontend tells of a request, as JSON. None: none knows it.
+
+        authorization: the client's header, which the others check too."""
+        headers = {ASKED_BY: self._own_id}
+        if authorization:
+            headers["authorization"] = authorization
+        path = f"/pullfill/requests/{quote(request_id, safe='')}"
+        others = self._directory.workers("frontend").items()
+        asked = [
+            asyncio.create_task(self._fetch(record.http + path, headers))
+            for instance_id, record in others
+            if record.http and instance_id != self._own_id
+        ]
+        try:
+            for answer in asyncio.as_completed(asked):
+                if (body := await answer) is not None:
+                    return body
+        finally:
+            for task in asked:
+                task.cancel()
+        return None
+
     def _look(self) -> asyncio.Task[dict[str, cluster_status.Report]]:
         """Return a task that fetches all reports. Calls during a fetch share it."""
         if self._looking is None or self._looking.done():
@@ -110,13 +138,13 @@ class ClusterView:
             self._last[record.instance_id] = report
         return report
 
-    async def _fetch(self, url: str) -> bytes | None:
+    async def _fetch(self, url: str, headers: Mapping[str, str] | None = None) -> bytes | None:
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 timeout=aiohttp.ClientTimeout(total=FETCH_TIMEOUT_S), trust_env=False
             )
         try:
-            async with self._session.get(url) as response:
+            async with self._session.get(url, headers=headers) as response:
                 if response.status != 200:
                     return None
                 body = await response.content.read(MAX_BODY)

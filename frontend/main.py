@@ -58,26 +58,44 @@ def run(cluster: ClusterRef, options: FrontendOptions, vllm_args: Sequence[str])
     log.setup("frontend")
     try:
         check.require_version()
-        listener = bind(options.host, options.port)
+        listeners = listeners_of(options)
     except (ConfigError, IncompatibleError) as exc:
         log.complain(exc)
         return 2
     front_app.set_environment(options.model)
-    with listener:
-        _run_loop(_end(_Frontend(cluster, options, vllm_args, listener)))
+    _run_loop(_end(_Frontend(cluster, options, vllm_args, listeners)))
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A listening socket; connections wait in its backlog until the server is up.
+def listeners_of(options: FrontendOptions) -> list[socket.socket]:
+    """Return the sockets to serve at. The first one is this frontend's alone. Raises ConfigError.
 
-    Listening at once, not only bound: two processes may bind one port as long as neither listens.
-    Raises ConfigError saying what to change."""
+    The second one, if there is one, shares `--port` with other frontends."""
+    if options.own_port is None:
+        return [bind(options.host, options.port)]
+    if not options.port:
+        raise ConfigError("--own-port shares --port: name a port there, not 0")
+    own = bind(options.host, options.own_port)
+    return [own, bind(options.host, options.port, shared=True)]
+
+
+def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
+    """Return a socket that is bound, and listens unless it is shared. Raises ConfigError.
+
+    Connections wait in its backlog until the server is up. It listens at once, because two
+    processes may bind one port as long as neither listens.
+
+    shared: share the port with processes of this user that do the same. The kernel gives each
+    listening one its part of the connections. So this socket must not listen before the server is
+    up."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
+        if shared:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind((host, port))
-        listener.listen(_BACKLOG)
+        if not shared:
+            listener.listen(_BACKLOG)
     except OSError as exc:
         listener.close()
         raise ConfigError(
@@ -144,12 +162,12 @@ class _Frontend:
         cluster: ClusterRef,
         options: FrontendOptions,
         vllm_args: Sequence[str],
-        listener: socket.socket,
+        listeners: list[socket.socket],
     ) -> None:
         self._cluster = cluster
         self._options = options
         self._vllm_args = vllm_args
-        self._listener = listener
+        self._listeners = listeners
         self._instance_id = options.instance_id or new_instance_id("frontend")
         self._url = ""
         self._stop = Stop()
@@ -193,17 +211,17 @@ class _Frontend:
                 options.model,
                 self._vllm_args,
                 options.host,
-                self._listener.getsockname()[1],
+                options.port or self._listeners[0].getsockname()[1],
             )
             tls = prepared.args.ssl_certfile is not None
-            self._url = options.advertise or url_of(self._listener, tls=tls)
+            self._url = options.advertise or url_of(self._listeners[0], tls=tls)
             keys = _keys(prepared, cluster.security.frontend)
             directory = Directory(
                 client, cluster.namespace, (*ROLES, "frontend"), ttl_s=float(options.lease_ttl_s)
             )
             await directory.start()
             stack.push_async_callback(directory.close)
-            view = ClusterView(directory, client.health)
+            view = ClusterView(directory, client.health, self._instance_id)
             stack.push_async_callback(view.close)
             hello = front_wire.FrontendHello(
                 frontend_instance=self._instance_id,
@@ -291,7 +309,7 @@ class _Frontend:
             backlog=_BACKLOG,
         )
         server = _Server(config)
-        serving = asyncio.create_task(server.serve(sockets=[self._listener]))
+        serving = asyncio.create_task(server.serve(sockets=self._listeners))
         self._serving = True
         _log.info("%s serves %s at %s", self._instance_id, prepared.names[0], self._url)
         stop = asyncio.create_task(self._stop.drain.wait())

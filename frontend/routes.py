@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from pullfill.frontend.cluster import ClusterView, reasons_of
+from pullfill.frontend.cluster import ASKED_BY, ClusterView, reasons_of
 from pullfill.frontend.decode_pool import WorkerPool
 from pullfill.frontend.dispatch import NO_WORKER
 from pullfill.frontend.explain import MAX_RECORDS, ExplainStore, to_json
@@ -82,9 +82,13 @@ class Admin:
         record = self.explain.get(request_id)
         if record is not None:
             return Response(to_json(record), media_type="application/json")
+        if ASKED_BY not in request.headers:
+            key = request.headers.get("authorization", "")
+            if (told := await self.view.record_elsewhere(request_id, key)) is not None:
+                return Response(told, media_type="application/json")
         message = (
-            f"no record of request {request_id!r}: use the `id` of a finished response of this "
-            f"frontend; the last {MAX_RECORDS} are kept"
+            f"no record of request {request_id!r}: use the `id` of a finished response; each "
+            f"frontend keeps the last {MAX_RECORDS}"
         )
         error = {"message": message, "type": "NotFoundError", "param": None, "code": 404}
         return JSONResponse({"error": error}, status_code=404)

@@ -285,6 +285,12 @@ class FrontendOptions(RoleOptions):
     """Options of a frontend besides vLLM's own flags."""
 
     port: int = flag(8000, "Port; 0: any free one", **PORT)
+    own_port: int | None = flag(
+        None,
+        "Listen here too, and share --port with the other frontends of this cluster on this "
+        "machine; 0: any free port",
+        **PORT,
+    )
     max_inflight: int = flag(
         1024,
         "HTTP requests that a frontend serves at once (n > 1 counts once); more get 429",

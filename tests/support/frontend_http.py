@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -55,29 +55,38 @@ class Served:
 def serve(directory: Path, model: Path) -> Iterator[Served]:
     """A frontend over an etcd of its own; ends with SIGTERM and must exit 0."""
     (directory / "etcd").mkdir()
-    with EtcdServer(directory / "etcd") as etcd:
-        log = directory / "frontend.log"
-        log.touch()
-        command = [
-            "frontend",
-            "--model", str(model),
-            "--etcd", etcd.url,
-            "--nats", "nats://127.0.0.1:1",
-            "--namespace", NAMESPACE,
-            "--port", "0",
-            "--drain-timeout", "20",
-            "--served-model-name", "m",
-            "--max-model-len", "1024",
-        ]  # fmt: skip
-        process = zygote().spawn(command, os.environ, log)
-        try:
-            record = asyncio.run(registered(etcd, process, log))
-            yield Served(etcd, process, record.http, record.instance_id)
+    with (
+        EtcdServer(directory / "etcd") as etcd,
+        frontend(etcd, directory / "frontend.log", model, "--port", "0") as served,
+    ):
+        yield served
+
+
+@contextmanager
+def frontend(etcd: EtcdServer, log: Path, model: Path, *flags: str) -> Iterator[Served]:
+    """A frontend process; ends with SIGTERM and must exit 0, unless the test has killed it."""
+    log.touch()
+    command = [
+        "frontend",
+        "--model", str(model),
+        "--etcd", etcd.url,
+        "--nats", "nats://127.0.0.1:1",
+        "--namespace", NAMESPACE,
+        "--drain-timeout", "20",
+        "--served-model-name", "m",
+        "--max-model-len", "1024",
+        *flags,
+    ]  # fmt: skip
+    process = zygote().spawn(command, os.environ, log)
+    try:
+        record = asyncio.run(registered(etcd, process, log))
+        yield Served(etcd, process, record.http, record.instance_id)
+        if process.poll() is None:
             process.send_signal(signal.SIGTERM)
             assert process.wait(PATIENCE_S) == 0, log.read_text()[-3000:]
-        finally:
-            process.send_signal(signal.SIGKILL)
-            process.wait(PATIENCE_S)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait(PATIENCE_S)
 
 
 async def registered(etcd: EtcdServer, process: Forked, log: Path) -> WorkerRecord:
@@ -87,13 +96,15 @@ async def registered(etcd: EtcdServer, process: Forked, log: Path) -> WorkerReco
     try:
         await directory.start()
         async with asyncio.timeout(START_S):
-            while not (found := directory.workers("frontend")):
+            while True:
+                for record in directory.workers("frontend").values():
+                    if record.pid == process.pid:
+                        return record
                 assert process.poll() is None, f"it ended, see {log}"
                 await asyncio.sleep(0.1)
     finally:
         await directory.close()
         await client.close()
-    return next(iter(found.values()))
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -103,15 +114,20 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 @asynccontextmanager
-async def workers(served: Served, *fakes: FakeDecode) -> AsyncIterator[httpx.AsyncClient]:
-    """The frontend with exactly these workers ready; afterwards with none."""
+async def workers(
+    served: Served, *fakes: FakeDecode, seen_by: Sequence[Served] = ()
+) -> AsyncIterator[httpx.AsyncClient]:
+    """The frontend with exactly these workers ready; afterwards with none.
+
+    seen_by: other frontends that must see the workers too, until they are killed."""
     etcd = await EtcdClient.connect(served.etcd.url)
     async with httpx.AsyncClient(base_url=served.url, timeout=PATIENCE_S) as http:
 
         async def decode_count(count: int) -> None:
             async with asyncio.timeout(PATIENCE_S):
-                while (await http.get("/ready")).json()["decode"] != count:  # noqa: ASYNC110
-                    await asyncio.sleep(0.02)
+                for url in [one.url for one in (served, *seen_by) if one.process.poll() is None]:
+                    while (await http.get(f"{url}/ready")).json()["decode"] != count:  # noqa: ASYNC110
+                        await asyncio.sleep(0.02)
 
         def key(fake: FakeDecode) -> str:
             return keys.worker(NAMESPACE, "decode", fake.instance_id)

@@ -239,7 +239,11 @@ class TestSpecs:
         ]  # fmt: skip
         assert len({s.instance_id for s in specs}) == 5
         assert all(s.env[CLUSTER_ENV] == "id" for s in specs)
-        assert [s.url for s in specs[3:]] == ["http://127.0.0.1:9000", "http://127.0.0.1:9001"]
+        assert [s.url for s in specs[3:]] == ["http://127.0.0.1:9001", "http://127.0.0.1:9002"]
+        assert options.frontend_url == "http://127.0.0.1:9000"
+        for spec, own in zip(specs[3:], ["9001", "9002"], strict=True):
+            assert spec.argv[spec.argv.index("--port") + 1] == "9000"
+            assert spec.argv[spec.argv.index("--own-port") + 1] == own
         for spec in specs:
             assert spec.instance_id in spec.argv
             assert ("--api-key" in spec.argv) == (spec.role == "frontend")
