@@ -6,15 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pullfill.engine import front_wire, outputs, speculation
-from pullfill.engine.adapters import Adapters
 from pullfill.errors import BadMessage
 
-UTILITIES = frozenset({
-    "get_supported_tasks", "reset_prefix_cache", "reset_mm_cache", "reset_encoder_cache",
-    "is_sleeping", "profile", "is_scheduler_paused", "get_kv_cache_group_metadata",
-    "get_weight_version", "add_lora",
-})  # fmt: skip
-"""Methods of the engine core that a frontend may call."""
 _STATS_S = 0.25
 """Statistics are held back for this many seconds, so that one message carries those of several
 steps. While there is no output, the engine thread looks for held statistics once a second."""
@@ -54,13 +47,6 @@ class Request:
     frontend: Frontend
     coming: bool = True
     wanted: bool = True
-
-
-def call_utility(core: Any, adapters: Adapters, method: str, args: list[Any]) -> Any:
-    """Call a method of the engine core for a frontend. Raises PermissionError for others."""
-    if method not in UTILITIES:
-        raise PermissionError(f"{method} cannot be called from a frontend")
-    return adapters.add(core, *args) if method == "add_lora" else getattr(core, method)(*args)
 
 
 def check_fits(request: Any, prompt_tokens: int, max_model_len: int, core: Any) -> None:

@@ -8,15 +8,15 @@ and takes utility calls too, which keeps their order.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 import zmq
 
 from pullfill import wire
 from pullfill.clock import SYSTEM_CLOCK, Clock
+from pullfill.decode_worker import utilities
 from pullfill.decode_worker.curve_auth import CurveAuth
-from pullfill.decode_worker.frontends import Frontend, HeldStats, Request, call_utility, check_fits
+from pullfill.decode_worker.frontends import Frontend, HeldStats, Request, check_fits
 from pullfill.decode_worker.intake import Intake, Preparation
 from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.engine import front_wire, request_limits, requests
@@ -300,22 +300,10 @@ class RequestServer:
         return lambda: self._call(frontend, *call)
 
     def _call(self, frontend: Frontend, call_id: int, method: str, args: list[Any]) -> None:
-        def answer(future: Future[Any]) -> None:
-            exc = future.exception()
-            made = (None, str(exc)) if exc else (future.result(), None)
-            reply = vllm_outputs.utility_outputs(call_id, *made)
-            self.host.submit(lambda _: self._send_out(frontend, reply))
+        def reply(answer: Any) -> None:
+            self.host.submit(lambda _: self._send_out(frontend, answer))
 
-        future: Future[Any] = Future()
-        try:
-            result = call_utility(self.host.core, self._adapters, method, args)
-            if isinstance(result, Future):
-                future = result
-            else:
-                future.set_result(result)
-        except Exception as exc:
-            future.set_exception(exc)
-        future.add_done_callback(answer)
+        utilities.call(self.host.core, self._adapters, call_id, method, args, reply)
 
     # ------------------------------------------------------------------ out
 
@@ -351,6 +339,14 @@ class RequestServer:
     def _send_stats(self, frontend: Frontend, held: Iterable[Any]) -> None:
         for made in map(vllm_outputs.stats_outputs, held):
             self._send_out(frontend, made)
+
+    def tell(self, *parts: Any, to: bytes | None = None) -> None:
+        """Send a message to all frontends. to: only to the one with this identity, if it is here.
+
+        Never blocks."""
+        for frontend in list(self._frontends.values()):
+            if to in (None, frontend.identity):
+                self._send(frontend, *parts)
 
     def check_silent(self) -> None:
         """Drop frontends that said nothing for too long; cheap, call often."""

@@ -23,6 +23,7 @@ from pullfill.decode_worker.control import ControlServer
 from pullfill.decode_worker.kv_reader import reach_for
 from pullfill.decode_worker.ledger import Ledger
 from pullfill.decode_worker.load import load_of
+from pullfill.decode_worker.load_reports import LoadReports
 from pullfill.decode_worker.offers import offer
 from pullfill.decode_worker.outlook import Outlook
 from pullfill.decode_worker.publisher import Publisher
@@ -32,6 +33,7 @@ from pullfill.decode_worker.self_check import checks_for
 from pullfill.decode_worker.verify import verifier_for
 from pullfill.engine import front_wire, kv
 from pullfill.engine.host import EngineHooks, EngineHost
+from pullfill.engine.load import EngineLoad
 from pullfill.engine.thread import EngineThread
 from pullfill.errors import Outcome
 from pullfill.ids import new_incarnation, new_instance_id
@@ -57,7 +59,11 @@ class DecodeHooks(EngineHooks):
     """What runs on the engine thread, and the request server there."""
 
     def __init__(
-        self, engine: Engine[DecodeContext], options: WorkerOptions, server: RequestServer
+        self,
+        engine: Engine[DecodeContext],
+        options: WorkerOptions,
+        server: RequestServer,
+        loop: asyncio.AbstractEventLoop,
     ) -> None:
         self._host = engine.host
         self._context = engine.context
@@ -66,12 +72,18 @@ class DecodeHooks(EngineHooks):
         self._scheduler.tier = self._tier = kv.tier_of(engine.core)
         self._look_at = 0.0
         self.server = server
+        self.reports = LoadReports(
+            EngineLoad(engine.core),
+            server,
+            lambda delay_s: _call_soon(loop, partial(loop.call_later, delay_s, engine.host.wake)),
+        )
         server.bind(options.host, options.data_port)
 
     def before_step(self) -> bool:
         if (now := time.monotonic()) >= self._look_at:
             self._look_at = now + _LOOK_S
             leave.look(self.server, self._ledger)
+        self.reports.look(now)
         if self._ledger.has_events and (loaded := self._scheduler.finish()):
             self._host.received(loaded)
         return self._scheduler.has_work or self.copies_run()
@@ -137,15 +149,19 @@ class DecodeRole(Role[DecodeContext, DecodeHooks]):
         return context
 
     def make_hooks(self, engine: Engine[DecodeContext]) -> DecodeHooks:
+        def welcome() -> front_wire.DecodeWelcome:
+            return _welcome(engine, hooks.reports)
+
         server = RequestServer(
             engine.host,
             self._traces,
-            welcome=partial(_welcome, engine),
+            welcome=welcome,
             models=[engine.served_name, self._options.model],
             adapters=engine.context.adapters,
             key=self._key,
         )
-        return DecodeHooks(engine, self._options, server)
+        hooks = DecodeHooks(engine, self._options, server, self._loop)
+        return hooks
 
     async def build(
         self,
@@ -288,7 +304,7 @@ def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[[], object]) 
     loop.call_soon_threadsafe(function)
 
 
-def _welcome(engine: Engine[DecodeContext]) -> front_wire.DecodeWelcome:
+def _welcome(engine: Engine[DecodeContext], reports: LoadReports) -> front_wire.DecodeWelcome:
     config = engine.config
     return front_wire.DecodeWelcome(
         decode_instance=engine.context.instance_id,
@@ -297,4 +313,5 @@ def _welcome(engine: Engine[DecodeContext]) -> front_wire.DecodeWelcome:
         num_gpu_blocks=config.cache_config.num_gpu_blocks or 0,
         block_size=config.cache_config.block_size,
         supported_tasks=list(engine.core.get_supported_tasks()),
+        load=reports.current(),
     )

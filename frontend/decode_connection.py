@@ -27,6 +27,7 @@ from pullfill.net import curve
 from pullfill.net.security import ClusterKey
 from pullfill.net.this_host import host_id
 from pullfill.runtime import log
+from pullfill.wire.codec import decoder
 
 if TYPE_CHECKING:
     from pullfill.frontend.decode_pool import WorkerPool
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 _log = log.get("frontend.decode_connection")
 
+_load_report = decoder(front_wire.LoadReport)
 _BATCH = 64
 """Messages read before other callbacks of the loop get their turn."""
 
@@ -60,6 +62,8 @@ class DecodeConnection:
     key: the cluster key. The worker must hold the same one.
     trouble: why the connection is still connecting, in words for people.
     far: whether the worker runs on another host, whose clock differs.
+    load: what the worker has to do, with the requests of all frontends, as it last said. None: it
+    has said nothing yet. load_at: when that came, in seconds of the loop's clock.
     """
 
     __slots__ = (
@@ -73,6 +77,8 @@ class DecodeConnection:
         "flights",
         "heard_at",
         "listed",
+        "load",
+        "load_at",
         "record",
         "state",
         "trouble",
@@ -96,6 +102,8 @@ class DecodeConnection:
         self.welcome: front_wire.DecodeWelcome | None = None
         self.flights: dict[str, Flight] = {}
         self.listed = True
+        self.load: front_wire.LoadReport | None = None
+        self.load_at = 0.0
         self.far = record.host_id != host_id()
         self._ahead: float | None = None
         self.heard_at = self._loop.time()
@@ -200,7 +208,9 @@ class DecodeConnection:
     def _handle(self, kind: bytes, frames: list[Any]) -> None:
         if kind == front_wire.PONG:
             return
-        if kind == front_wire.HELO:
+        if kind == front_wire.LOAD and len(frames) == 1:
+            self.load, self.load_at = _load_report(frames[0].bytes), self.heard_at
+        elif kind == front_wire.HELO:
             self._on_welcome(frames)
         elif kind == front_wire.DRAIN:
             if self.state is ConnectionState.READY:
@@ -224,6 +234,7 @@ class DecodeConnection:
             self._pool.on_lost(self, f"its address is now used by {welcome.decode_instance}")
             return
         self.welcome, self.trouble = welcome, ""
+        self.load, self.load_at = welcome.load, self.heard_at
         self.state = ConnectionState.READY
         self._pool.on_ready(self)
 

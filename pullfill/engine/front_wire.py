@@ -9,6 +9,7 @@ ZMQ DEALER (frontend) → ROUTER (decode worker, bound at `WorkerRecord.data`). 
     ABRT  list[request id]                         EXPL  list[ExplainRecord]
     UTIL  (call_id, method, args) frames           LAST  EXPL's and OUT's, of requests that end
                                                    BACK  list[request id]: given up, send elsewhere
+                                                   LOAD  LoadReport, when it has changed
     PING  every PING_INTERVAL_S, idle every 2nd    PONG
     BYE                                            DRAIN takes no new requests
                                                    GONE  the worker had dropped this frontend
@@ -58,6 +59,7 @@ OUT = b"OUT"
 EXPL = b"EXPL"
 LAST = b"LAST"
 BACK = b"BACK"
+LOAD = b"LOAD"
 PING = b"PING"
 PONG = b"PONG"
 DRAIN = b"DRAIN"
@@ -70,6 +72,7 @@ SILENCE_S = 6.0
 HEARTBEAT_IVL_MS = 500
 HEARTBEAT_TIMEOUT_MS = 3000
 """ZMQ's own heartbeat: a peer that is stopped or cut off counts as lost after both times."""
+LOAD_S = 0.05
 MAX_IDS = 65536
 _ERROR = 3
 """vLLM's FinishReason.ERROR."""
@@ -94,6 +97,25 @@ class FrontendHello(Message, frozen=True, kw_only=True):
     model: Text
 
 
+class LoadReport(Message, frozen=True, kw_only=True):
+    """What a decode worker has to do, all frontends taken together.
+
+    It is sent when it has changed, at most every LOAD_S.
+
+    running, waiting: requests in vLLM's scheduler.
+    uncached_tokens_queued: tokens that are to be computed before these requests can go on to
+    generate. Of a request that waits, the tokens that were not in the prefix cache when the request
+    came. Tokens that a prefill worker computes do not count.
+    active_blocks: KV blocks that requests hold. free_blocks: all others, cached ones included."""
+
+    running: Count
+    waiting: Count
+    uncached_tokens_queued: Count
+    active_blocks: Count
+    free_blocks: Count
+    draining: bool = False
+
+
 class DecodeWelcome(Message, frozen=True, kw_only=True):
     """The decode worker takes requests."""
 
@@ -104,6 +126,7 @@ class DecodeWelcome(Message, frozen=True, kw_only=True):
     num_gpu_blocks: Count
     block_size: Count
     supported_tasks: list[Text]
+    load: LoadReport | None = None
 
 
 def refuse_hello(hello: FrontendHello, *, vllm_version: str, models: Sequence[str]) -> str | None:

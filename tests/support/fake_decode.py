@@ -60,6 +60,7 @@ class FakeDecode:
     killed_by: the prompt that it died of.
     slots: number of requests that it works on at a time. 0: any. The others wait in its queue, and
     it does not die of those.
+    load: what its welcome says of its load.
     """
 
     instance_id: str = "decode-fake"
@@ -73,6 +74,7 @@ class FakeDecode:
     fatal_token: int = 0
     fatal_length: int = 0
     slots: int = 0
+    load: front_wire.LoadReport | None = None
     max_model_len: int = 4096
     cached_tokens: int = 0
     added: list[Request] = field(default_factory=list)
@@ -234,6 +236,7 @@ class FakeDecode:
             num_gpu_blocks=100,
             block_size=16,
             supported_tasks=["generate"],
+            load=self.load,
         )
         self._send(identity, front_wire.HELO, wire.encode(welcome))
 

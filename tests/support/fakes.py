@@ -99,6 +99,10 @@ class FakeRequest:
     def num_prompt_tokens(self) -> int:
         return len(self.prompt_token_ids or [])
 
+    @property
+    def num_tokens(self) -> int:
+        return self.num_prompt_tokens + self.num_output_tokens
+
 
 def step(
     scheduled: dict[str, int] | None = None, preempted: Iterable[str] | None = None

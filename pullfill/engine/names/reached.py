@@ -30,9 +30,15 @@ REACHED = {
     ),
     "vllm.config.vllm.VllmConfig": (
         "additional_config attention_config cache_config compilation_config device_config "
-        "kv_transfer_config lora_config model_config parallel_config scheduler_config "
-        "speculative_config"
+        "kv_events_config kv_transfer_config lora_config model_config parallel_config "
+        "scheduler_config speculative_config"
     ),
+    "vllm.config.kv_events.KVEventsConfig": "enable_kv_cache_events publisher",
+    "vllm.distributed.kv_events.BlockStored": (
+        "block_hashes block_size extra_keys group_idx lora_name medium parent_block_hash token_ids"
+    ),
+    "vllm.distributed.kv_events.EventPublisher": "get_publisher_config publish shutdown",
+    "vllm.distributed.kv_events.KVEventBatch": "events",
     "vllm.distributed.kv_transfer.kv_connector.v1.base.KVConnectorBase_V1": (
         "bind_connector_metadata clear_connector_metadata"
     ),
@@ -68,7 +74,11 @@ REACHED = {
     "vllm.v1.attention.backends.mla.cpu_mla.CPUMLAImpl": (
         "do_kv_cache_update kv_cache_dtype kv_lora_rank"
     ),
-    "vllm.v1.core.block_pool.BlockPool": "blocks hash_block_size",
+    "vllm.v1.core.block_pool.BlockHashToBlockMap": "get_one_block",
+    "vllm.v1.core.block_pool.BlockPool": (
+        "blocks cached_block_hash_to_block enable_caching get_cached_block get_num_free_blocks "
+        "hash_block_size num_gpu_blocks"
+    ),
     "vllm.v1.core.kv_cache_coordinator.KVCacheCoordinator": "single_type_managers",
     "vllm.v1.core.kv_cache_manager.KVCacheBlocks": "get_block_ids",
     "vllm.v1.core.kv_cache_manager.KVCacheManager": "block_pool coordinator get_blocks",
@@ -81,8 +91,8 @@ REACHED = {
     ),
     "vllm.v1.core.sched.request_queue.RequestQueue": "peek_request",
     "vllm.v1.core.sched.scheduler.Scheduler": (
-        "_inflight_prefills connector finished_recving_kv_req_ids kv_cache_manager requests "
-        "running schedule waiting"
+        "_inflight_prefills connector finished_recving_kv_req_ids kv_cache_config "
+        "kv_cache_manager kv_event_publisher requests running schedule waiting"
     ),
     "vllm.v1.core.single_type_kv_cache_manager.SingleTypeKVCacheManager": "block_size",
     "vllm.v1.engine.EngineCoreOutput": "events new_logprobs request_id stop_reason",

@@ -17,6 +17,7 @@ READ_WHOLE = {
     "ExplainRecord": "shown as JSON by `pullfill explain --json`",
     "Expected": "part of ExplainRecord",
     "Timings": "part of ExplainRecord",
+    "LoadReport": "shown as JSON in /pullfill/status",
     "QueueStatus": "shown as JSON in /pullfill/status",
 }
 FOR_PEOPLE = {"PrefillJob.request_id": "tells a person whose job a dead letter is"}

@@ -96,3 +96,29 @@ async def test_a_worker_that_sends_rubbish_has_not_died() -> None:
         assert not r.dispatcher.suspects.turns.open
         good.hold = False
         await until(lambda: "a" in r.sink.finished)
+
+
+async def test_the_load_of_a_worker_is_that_of_its_welcome_then_of_its_last_report() -> None:
+    def load(running: int) -> front_wire.LoadReport:
+        return front_wire.LoadReport(
+            running=running, waiting=2, uncached_tokens_queued=3, active_blocks=4, free_blocks=5
+        )
+
+    worker = FakeDecode("decode-1", load=load(1))
+    async with rig(worker) as r:
+        await r.ready(1)
+        connection = r.pool.candidates()[0]
+        assert connection.load == load(1)
+        before = connection.load_at
+        worker.send_raw(front_wire.LOAD, msgspec.msgpack.encode(load(7)))
+        await until(lambda: connection.load == load(7))
+        assert connection.load_at >= before > 0
+
+
+@pytest.mark.parametrize("payload", [b"", b"nonsense", msgspec.msgpack.encode({"running": -1})])
+async def test_a_load_that_cannot_be_read_ends_the_connection(payload: bytes) -> None:
+    worker = FakeDecode("decode-1")
+    async with rig(worker) as r:
+        await r.ready(1)
+        worker.send_raw(front_wire.LOAD, payload)
+        await until(lambda: r.sink.gone == ["decode-1"])

@@ -1,0 +1,251 @@
+"""vLLM's KV cache events, taken in process: which blocks the prefix cache has gained and lost.
+
+vLLM's scheduler gives the events of a step to its `kv_event_publisher`. `attach` puts ours in that
+place. A publisher that the user has configured (--kv-events-config) still gets every event.
+
+Which blocks count:
+
+- A block counts where every KV cache group with full attention holds it. Groups with a sliding
+  window or with Mamba state are left out: they keep only the end of a prompt. A model without full
+  attention counts the blocks of its first group.
+- A block that vLLM has offloaded to CPU memory counts like a block in the KV cache, since loading
+  it is faster than computing it.
+- A block counts only if its KV depends on tokens, `cache_salt` and LoRA adapter alone. A block that
+  holds a part of an image, or comes after one, is left out (`origin`).
+
+An event names a block by vLLM's own hash. It is a handle here: bytes that name the block until it
+is removed, and mean nothing to other processes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+_INTS = "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES"
+_FIELDS = frozenset({"block_hashes", "parent_block_hash", "token_ids", "block_size", "medium",
+                     "lora_name", "extra_keys", "group_idx"})  # fmt: skip
+"""What must be told of stored blocks. A release of vLLM that tells less has no events here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Blocks of one prompt that are cached now, in the order of the prompt.
+
+    place: a bit: the KV cache group and the memory that hold them.
+    handles: of each block.
+    parent: handle of the block before them. None: they begin the prompt.
+    tokens: of all these blocks. Empty: unknown, since the blocks were copied to CPU memory.
+    lora: name of the LoRA adapter. Empty: none.
+    keys: for each block, what else vLLM's hash of it depends on. None: nothing, for all blocks."""
+
+    place: int
+    handles: Sequence[bytes]
+    parent: bytes | None
+    tokens: Sequence[int]
+    lora: str
+    keys: Sequence[tuple[Any, ...] | None] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """Blocks that are no longer cached. See Stored."""
+
+    place: int
+    handles: Sequence[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Cleared:
+    """No block is cached any more."""
+
+
+Change = Stored | Removed | Cleared
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """The KV cache groups that count, each a bit. The same bits, shifted by `count`, stand for
+    copies in CPU memory.
+
+    bits: by the group's index in vLLM.
+    block_size: tokens per block of these groups."""
+
+    bits: dict[int, int]
+    block_size: int
+
+    def complete(self, places: int) -> bool:
+        """Whether a block that is at these places can be used."""
+        every = (1 << len(self.bits)) - 1
+        return (places | places >> len(self.bits)) & every == every
+
+
+def places_of(kv_cache_config: Any) -> Places:
+    """Return the groups of vLLM's KVCacheConfig whose blocks count."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    full = [i for i, spec in enumerate(specs) if isinstance(spec, FullAttentionSpec)]
+    chosen = full or [0]
+    size = int(specs[chosen[0]].block_size)
+    chosen = [i for i in chosen if specs[i].block_size == size]
+    return Places({i: 1 << bit for bit, i in enumerate(chosen)}, size)
+
+
+def origin(stored: Stored) -> tuple[str, int]:
+    """Return (cache_salt, number of leading blocks that depend on tokens, salt and LoRA alone).
+
+    The salt is known only if the blocks begin the prompt. Empty: none."""
+    if stored.keys is None:
+        return "", len(stored.handles)
+    salt = ""
+    for number, keys in enumerate(stored.keys):
+        rest = list(keys or ())
+        if stored.lora and stored.lora in rest:
+            rest.remove(stored.lora)
+        if number == 0 and stored.parent is None and len(rest) == 1 and isinstance(rest[0], str):
+            salt = rest.pop()
+        if rest:
+            return salt, number
+    return salt, len(stored.keys)
+
+
+class KvEvents:
+    """The events of one engine. `switch_on` before the engine is built, then `attach`."""
+
+    def __init__(self) -> None:
+        self._ints = False
+        self.places = Places({}, 0)
+
+    def switch_on(self, config: Any) -> None:
+        """Have vLLM collect events in the engine that is built next. config: its VllmConfig.
+
+        Changes `config` and the environment of this process."""
+        from vllm import envs
+        from vllm.config.kv_events import KVEventsConfig
+
+        theirs = config.kv_events_config
+        if theirs is None or not theirs.enable_kv_cache_events:
+            config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+        self._ints = bool(getattr(envs, _INTS, False))
+        os.environ[_INTS] = "0"  # only a whole hash can be looked up in the prefix cache
+
+    def attach(self, core: Any, take: Callable[[list[Change]], None]) -> str:
+        """Have `take` called with the changes of each step, on the engine thread.
+
+        Returns why there are none. Empty: there are.
+
+        core: vLLM's EngineCore, before its first step. take: must not block or raise."""
+        from vllm.distributed.kv_events import BlockStored
+        from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+
+        scheduler = core.scheduler
+        pool = scheduler.kv_cache_manager.block_pool
+        if not pool.enable_caching:
+            return "prefix caching is off"
+        if missing := _FIELDS.difference(BlockStored.__struct_fields__):
+            return f"this release of vLLM tells no {min(missing)} of a stored block"
+        convert: Any = maybe_convert_block_hash
+        if not isinstance(convert(b"handle"), bytes):
+            return f"{_INTS} was read before pullfill set it"
+        self.places = places_of(scheduler.kv_cache_config)
+        scheduler.kv_event_publisher = Publisher(
+            scheduler.kv_event_publisher, pool, self.places, take, ints=self._ints
+        )
+        return ""
+
+
+class Publisher:
+    """What vLLM's scheduler publishes to. Engine thread.
+
+    theirs: vLLM's publisher of the user's configuration. It gets every event.
+    pool: vLLM's BlockPool.
+    ints: whether the user's publisher gets hashes as integers."""
+
+    def __init__(
+        self,
+        theirs: Any,
+        pool: Any,
+        places: Places,
+        take: Callable[[list[Change]], None],
+        *,
+        ints: bool,
+    ) -> None:
+        from vllm.distributed import kv_events
+        from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
+
+        self._theirs = None if isinstance(theirs, kv_events.NullEventPublisher) else theirs
+        self._pool = pool
+        self._places = places
+        self._take = take
+        self._ints = ints
+        self._key = make_block_hash_with_group_id
+        self._stored, self._removed = kv_events.BlockStored, kv_events.BlockRemoved
+        self._cleared = kv_events.AllBlocksCleared
+        self._own, self._offloaded = kv_events.MEDIUM_GPU, kv_events.MEDIUM_CPU
+        self.get_publisher_config = theirs.get_publisher_config
+
+    def publish(self, batch: Any) -> None:
+        """Take the events of one step. batch: vLLM's KVEventBatch."""
+        changes: list[Change] = []
+        for event in batch.events:
+            if (change := self._change(event)) is not None:
+                changes.append(change)
+        if changes:
+            self._take(changes)
+        if self._theirs is not None:
+            if self._ints:
+                batch.events = [_with_ints(event) for event in batch.events]
+            self._theirs.publish(batch)
+
+    def shutdown(self) -> None:
+        """End the user's publisher."""
+        if self._theirs is not None:
+            self._theirs.shutdown()
+
+    def _change(self, event: Any) -> Change | None:
+        kind = type(event)
+        if kind is not self._removed and kind is not self._stored:
+            return Cleared() if kind is self._cleared else None
+        bit = self._places.bits.get(event.group_idx)
+        if bit is None:
+            return None
+        medium = event.medium
+        if medium != self._own:
+            if medium != self._offloaded:
+                return None
+            bit <<= len(self._places.bits)
+        handles = event.block_hashes
+        if kind is self._removed:
+            if medium == self._own:
+                handles = [h for h in handles if not self._cached(h, event.group_idx)]
+            return Removed(bit, handles) if handles else None
+        tokens = event.token_ids
+        if tokens and len(tokens) != len(handles) * self._places.block_size:
+            return None  # a part of a block, or blocks that a window has left out
+        return Stored(
+            bit, handles, event.parent_block_hash, tokens, event.lora_name or "", event.extra_keys
+        )
+
+    def _cached(self, handle: bytes, group: int) -> bool:
+        """Whether another block still has the same content. vLLM's event does not tell."""
+        blocks = self._pool.cached_block_hash_to_block
+        return blocks.get_one_block(self._key(handle, group)) is not None
+
+
+def _with_ints(event: Any) -> Any:
+    """Return the event with hashes as vLLM makes them of the whole ones by default."""
+    changed: dict[str, Any] = {}
+    if hashes := getattr(event, "block_hashes", None):
+        changed["block_hashes"] = [_int(each) for each in hashes]
+    if (parent := getattr(event, "parent_block_hash", None)) is not None:
+        changed["parent_block_hash"] = _int(parent)
+    return msgspec.structs.replace(event, **changed)
+
+
+def _int(handle: bytes) -> int:
+    return int.from_bytes(handle, "big") & ((1 << 64) - 1)
