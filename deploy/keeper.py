@@ -7,6 +7,7 @@ state directory, so `pullfill down` never misses a process.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from pullfill.deploy.down import SERVERS, remove_shared_memory
 from pullfill.deploy.procs import confine, exit_words, tail, wait_exit
 from pullfill.deploy.state import Locked
 from pullfill.deploy.up_options import UpOptions
+from pullfill.runtime.lifecycle import STEP_FAILED
 
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
@@ -33,17 +35,22 @@ class Deaths:
 
     def __init__(self) -> None:
         self._at: deque[float] = deque(maxlen=MAX_DEATHS)
+        self._last = -math.inf
         self._pause = 0.0
 
-    def pause(self, now: float) -> float | None:
+    def pause(self, now: float, *, blameless: bool = False) -> float | None:
         """Note a death at `now`. Return the seconds to wait before the process is started again.
 
-        Pauses double until the process has run for WINDOW_S. None: give it up."""
-        if self._at and now - self._at[-1] - self._pause > WINDOW_S:
+        Pauses double until the process has run for WINDOW_S. None: give it up.
+
+        blameless: a request may have caused the death. Such deaths alone end in no giving up."""
+        if now - self._last - self._pause > WINDOW_S:
             self._pause = 0.0
-        self._at.append(now)
-        if len(self._at) == MAX_DEATHS and now - self._at[0] <= WINDOW_S:
-            return None
+        self._last = now
+        if not blameless:
+            self._at.append(now)
+            if len(self._at) == MAX_DEATHS and now - self._at[0] <= WINDOW_S:
+                return None
         self._pause = min(2 * self._pause or FIRST_PAUSE_S, LONGEST_PAUSE_S)
         return self._pause
 
@@ -87,17 +94,20 @@ class Keeper:
             if not self._options.restart:
                 self._tell_loss(name)
                 return
-            if not await self._revive(name, deaths):
+            # A frontend refuses a request after two deaths. Giving up would punish the worker.
+            blameless = code == STEP_FAILED and name not in SERVERS
+            if not await self._revive(name, deaths, blameless=blameless):
                 return
 
-    async def _revive(self, name: str, deaths: Deaths) -> bool:
+    async def _revive(self, name: str, deaths: Deaths, *, blameless: bool) -> bool:
         """Start the process again after a pause. False: it is given up, or the cluster stops."""
-        while (pause := deaths.pause(time.monotonic())) is not None:
+        while (pause := deaths.pause(time.monotonic(), blameless=blameless)) is not None:
             await self._sleep(pause)
             try:
                 return await self._locked(lambda: self._start_again(name))
             except (StartFailed, OSError) as exc:
                 self._say(f"{name} was not started again: {exc}", "bold red")
+                blameless = False
         await self._locked(lambda: self._give_up(name))
         return False
 

@@ -23,6 +23,8 @@ logger = log.get("lifecycle")
 EXIT_S = 20.0
 """Longest time from the end of a drain, or from being forced, to the end of the process. The limits
 of all steps add up to less. This one is for hangs that nobody thought of."""
+STEP_FAILED = 3
+"""Exit code of a worker whose engine raised an exception in a step. A request may be the cause."""
 
 
 class Stop:

@@ -30,7 +30,7 @@ from pullfill.registry.client import EtcdClient
 from pullfill.registry.membership import Membership
 from pullfill.registry.settings import Settings
 from pullfill.runtime import log
-from pullfill.runtime.lifecycle import EXIT_S, Stop, exit_within, until
+from pullfill.runtime.lifecycle import EXIT_S, STEP_FAILED, Stop, exit_within, until
 from pullfill.runtime.probe import ProbeServer
 from pullfill.transfer.shm.files import RegionFiles
 from pullfill.wire import Compat, QueueSettings, RegionDescriptor, WorkerRecord, WorkerState
@@ -215,7 +215,7 @@ class WorkerProcess(Generic[C, H]):
         if thread.dead.is_set():
             self._log.error("the engine is gone (%r): leaving", thread.failure)
             await self._service.engine_gone()
-            return 1
+            return 1 if thread.hangs else STEP_FAILED
         self._log.info("drained")
         return 0
 

@@ -13,6 +13,7 @@ import httpx
 import openai
 import pytest
 
+from pullfill.runtime.lifecycle import STEP_FAILED
 from tests.support import web
 from tests.support.answers import ask_for
 from tests.support.checked import MANY, Bound, Checked, checked
@@ -113,7 +114,7 @@ def test_row_11_engine_dies_inside_a_worker(role: str, paired: Cluster, oracle: 
     with checked(paired, oracle, stale={"claim": (0, 3)}) as check:
         with check.load(threads=3, lengths=(600, 900), max_tokens=1, seed=12_500) as load:
             victim.arm("engine.step=error:the engine broke@30")
-            assert victim.process.wait(60) == 1
+            assert victim.process.wait(60) == STEP_FAILED
             assert victim.instance_id not in paired.records(role)
             done = len(load.done)
             until(lambda: len(load.done) > done + 4, 60, "load goes on")

@@ -18,6 +18,7 @@ from pullfill.deploy.children import Children
 from pullfill.deploy.keeper import MAX_DEATHS, WINDOW_S, Deaths, Keeper
 from pullfill.deploy.state import Launch, StateDir
 from pullfill.deploy.view import ProcessView
+from pullfill.runtime.lifecycle import STEP_FAILED
 from tests.support.waiting import eventually
 
 PATIENCE_S = 20.0
@@ -49,6 +50,12 @@ class TestDeaths:
         assert deaths.pause(0.0) == 0.5
         late = [WINDOW_S + 1 + i * WINDOW_S / 5 for i in range(5)]
         assert [deaths.pause(now) for now in late] == [0.5, 1.0, 2.0, 4.0, None]
+
+    def test_deaths_that_a_request_may_have_caused_only_make_pauses_longer(self) -> None:
+        deaths = Deaths()
+        pauses = [deaths.pause(float(i), blameless=True) for i in range(8)]
+        assert pauses == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
+        assert [deaths.pause(float(i)) for i in range(8, 13)] == [30.0] * 4 + [None]
 
 
 class Rig:
@@ -119,6 +126,16 @@ async def test_a_dead_worker_is_another_instance_and_counted(rig: Rig) -> None:
         log = rig.state.log_of("decode-0")
         await until(lambda: f"restarts 1 as {again.instance_id}" in log.read_text())
     assert "decode-0 died (killed by SIGKILL)" in rig.said.getvalue()
+
+
+async def test_a_worker_whose_engine_fails_on_requests_is_not_given_up(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper, "LONGEST_PAUSE_S", 0.001)
+    rig.launch("decode-0", f"exit {STEP_FAILED}")
+    async with rig.keeping("decode-0"):
+        await until(lambda: rig.entry("decode-0").restarts > MAX_DEATHS)
+    assert "gave up" not in rig.said.getvalue()
 
 
 async def test_who_leaves_on_purpose_stays_away(rig: Rig) -> None:
