@@ -1,122 +1,241 @@
-"""Which workers hold which blocks."""
+"""Which workers hold which blocks.
+
+The table itself is in `table`. Here workers get slots of it, and lose them: a worker that is
+forgotten leaves its slot, which no lookup sees any more, and `tidy` empties the slot later.
+"""
 
 from __future__ import annotations
 
+import heapq
+import math
+import secrets
+import time
+from collections import deque
 from collections.abc import Iterator
-from itertools import islice
 
 import numpy as np
 
+from pullfill.prefix import table
 from pullfill.prefix.chain import HashArray, Hashes, as_array
-from pullfill.wire.prefix import Op
+from pullfill.prefix.table import SEGMENT, SLOTS
 
-PAGE = 8192
+POOL_WORDS = 5
+"""Words for rows, for each block. A block in more than 4 slots needs 1 word for each 64 slots."""
+_SWEEP = 8
+"""Segments that `tidy` does between two looks at the clock."""
+_NO_OPS = np.empty(0, np.uint8)
 
 
 class PrefixIndex:
-    """A bounded set of (worker, block hash). A worker is a small number that the owner gives.
+    """A bounded set of (worker, block hash). A worker is a number that the owner gives.
 
     max_blocks: how many different blocks are kept at most. Blocks beyond that are refused, which
-    `store` and `refused` tell: removals make room again."""
+    `store` and `refused` tell: removals make room again. The memory is taken as it is used, 91
+    bytes for each of max_blocks at most."""
 
     def __init__(self, max_blocks: int) -> None:
-        self._max = max_blocks
-        self._held: dict[int, set[int]] = {}
-        self._staged: dict[int, set[int]] = {}
+        if max_blocks < 1:
+            raise ValueError(f"max_blocks must be at least 1, not {max_blocks}")
+        # A segment that was just split is half of table.FULL; 1.2 for those that are less.
+        segments = 4 + int(1.2 * max_blocks / (table.FULL / 2))
+        self._m = table.Memory(
+            table=np.empty(2 * SEGMENT * (segments + 1), np.uint64),
+            directory=np.zeros(8 << segments.bit_length(), np.int64),
+            segments=np.zeros(2 * segments, np.int64),
+            pool=np.empty(POOL_WORDS * max_blocks + 64, np.uint64),
+            meta=np.zeros(table.META, np.int64),
+            slots=np.zeros(2 * SLOTS, np.uint64),
+        )
+        self._m.meta[table.LIMIT] = max_blocks
+        for secret in (table.K1, table.K2):
+            self._m.meta[secret] = secrets.randbits(63) | 1
+        self._out = np.empty(2 * SLOTS + 1, np.int64)
+        self._names = np.zeros(SLOTS, np.int64)
+        self._page = np.empty(_SWEEP * SEGMENT, np.uint64)
+        self._seen = np.zeros(3, np.uint64)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all workers, now."""
+        self._m.table[: 2 * SEGMENT] = 0
+        self._m.directory[0] = 0
+        self._m.segments[:2] = 0
+        self._m.slots[:] = 0
+        meta = self._m.meta
+        meta[[table.DEPTH, table.BLOCKS, table.BUMP]] = 0
+        meta[table.USED] = 1
+        meta[table.FREE :] = -1
+        self._seen[:] = 0
+        self._slots: dict[int, int] = {}
+        self._staged: dict[int, int] = {}
         self._refused: dict[int, int] = {}
+        self._free: list[int] = []
+        self._used = 0
+        self._dead: deque[int] = deque()
+        self._at = 0
 
     def store(self, worker: int, hashes: Hashes) -> int:
         """The worker holds these blocks now. Returns how many were refused, for want of room."""
-        return self._store(self._held, worker, hashes)
-
-    def _store(self, into: dict[int, set[int]], worker: int, hashes: Hashes) -> int:
-        before = self._refused.get(worker, 0)
-        held = into.setdefault(worker, set())
-        for one in as_array(hashes).tolist():
-            if len(self) < self._max or self._known(one):
-                held.add(one)
-            else:
-                self._refused[worker] = self._refused.get(worker, 0) + 1
-        return self._refused.get(worker, 0) - before
+        return self._change(self._slot(worker), hashes, 1)
 
     def remove(self, worker: int, hashes: Hashes) -> None:
         """The worker holds these blocks no more. Unknown ones are ignored."""
-        self._held.get(worker, set()).difference_update(as_array(hashes).tolist())
+        if worker in self._slots:
+            self._change(self._slots[worker], hashes, 0)
 
-    def apply(self, worker: int, ops: bytes, hashes: Hashes) -> int:
-        """Store and remove in order: ops[i] says what happens with hashes[i]. Returns how many
-        blocks were refused. Raises ValueError if there are not as many ops as hashes."""
-        array, refused = as_array(hashes), 0
+    def apply(self, worker: int, ops: bytes | memoryview, hashes: Hashes) -> int:
+        """Store (ops[i] = 1) or remove (0) hashes[i], in order. Returns how many were refused.
+
+        Raises ValueError if there are not as many ops as hashes."""
+        array = as_array(hashes)
         if len(array) != len(ops):
             raise ValueError(f"{len(ops)} ops for {len(array)} hashes")
-        for op, one in zip(ops, array, strict=True):
-            if op == Op.STORE:
-                refused += self.store(worker, one.tobytes())
-            elif op == Op.REMOVE:
-                self.remove(worker, one.tobytes())
-            else:
-                self.forget(worker)
-        return refused
+        slot = self._slot(worker)
+        refused = int(table.change(self._m, array, np.frombuffer(ops, np.uint8), 0, slot))
+        return self._count(slot, refused)
 
     def forget(self, worker: int) -> None:
         """The worker holds nothing any more. Returns at once; `tidy` gives the memory back."""
-        self._held.pop(worker, None)
-        self._refused.pop(worker, None)
+        slot = self._slots.pop(worker, None)
+        if slot is not None:
+            self._retire(slot)
 
     def stage(self, worker: int, hashes: Hashes) -> int:
         """Like `store`, for a snapshot that is not complete: `match` does not see it yet."""
-        return self._store(self._staged, worker, hashes)
+        slot = self._staged.get(worker)
+        if slot is None:
+            slot = self._staged[worker] = self._take(worker)
+        return self._change(slot, hashes, 1)
 
     def adopt(self, worker: int) -> None:
         """The worker holds exactly what was staged for it. Returns at once, as `forget`."""
-        refused = self._refused.get(worker, 0)
         self.forget(worker)
-        self._held[worker] = self._staged.pop(worker, set())
-        self._refused[worker] = refused
+        slot = self._staged.pop(worker, None)
+        if slot is not None:
+            self._slots[worker] = slot
+            self._see(slot)
 
     def discard(self, worker: int) -> None:
         """Forget what was staged for the worker. Returns at once, as `forget`."""
-        self._staged.pop(worker, None)
+        slot = self._staged.pop(worker, None)
+        if slot is not None:
+            self._retire(slot)
 
     def tidy(self, max_s: float) -> bool:
         """Work for about max_s seconds on what `forget` left. Returns True when all is done."""
-        return True
+        end = time.perf_counter() + max_s
+        while self._dead:
+            if self._sweep() and time.perf_counter() >= end:
+                break
+        return not self._dead
 
     def match(self, hashes: Hashes) -> dict[int, int]:
         """How many leading blocks each worker holds; workers that lack the first are left out."""
-        wanted, found = as_array(hashes).tolist(), {}
-        for worker, held in self._held.items():
-            count = next((i for i, one in enumerate(wanted) if one not in held), len(wanted))
-            if count:
-                found[worker] = count
-        return found
+        array = as_array(hashes)
+        if not len(array):
+            return {}
+        told = table.match(self._m, array, self._seen, self._names, self._out)
+        found = self._out[:told].tolist()
+        return dict(zip(found[::2], found[1::2], strict=True))
 
     def blocks(self, worker: int) -> int:
         """How many blocks the worker holds."""
-        return len(self._held.get(worker, ()))
+        slot = self._slots.get(worker)
+        return 0 if slot is None else int(self._m.slots[2 * slot])
 
     def digest(self, worker: int) -> int:
         """The low 63 bits of the worker's hashes xored: equal sets have equal digests."""
-        return int(np.bitwise_xor.reduce(self.hashes(worker), initial=np.uint64(0))) & (2**63 - 1)
+        slot = self._slots.get(worker)
+        return 0 if slot is None else int(self._m.slots[2 * slot + 1]) & (2**63 - 1)
 
     def refused(self, worker: int) -> int:
-        """How many of the worker's blocks were refused since it was forgotten or adopted."""
-        return self._refused.get(worker, 0)
+        """How many of the blocks that the worker holds or held were refused."""
+        slot = self._slots.get(worker)
+        return 0 if slot is None else self._refused.get(slot, 0)
 
     def hashes(self, worker: int) -> HashArray:
-        """The worker's blocks, in any order. Walks the whole index."""
-        return np.fromiter(self._held.get(worker, ()), np.uint64)
+        """The worker's blocks, in any order. Walks the whole table at once."""
+        slot = self._slots.get(worker)
+        out = np.empty(self.blocks(worker), np.uint64)
+        if slot is not None:
+            table.collect(self._m, slot, 0, int(self._m.meta[table.USED]), out)
+        return out
 
-    def pages(self, worker: int) -> Iterator[HashArray]:
-        """The worker's blocks in pages. Between two pages the index may change: a block that was
-        there from the first page to the last is in one of them."""
-        rest = iter(list(self._held.get(worker, ())))
-        while page := list(islice(rest, PAGE)):
-            yield np.array(page, np.uint64)
+    def pages(self, worker: int, segments: int = 8) -> Iterator[HashArray]:
+        """The worker's blocks in pages of at most `segments` * table.FULL.
 
-    def _known(self, one: int) -> bool:
-        return any(one in held for held in (*self._held.values(), *self._staged.values()))
+        The index may change between two pages. A block that the worker holds from the first page to
+        the last is in one of them. Others may be."""
+        slot, first = self._slots.get(worker), 0
+        out = np.empty(segments * SEGMENT, np.uint64)
+        # A split moves entries to a new last segment, so what was not read is still to be read.
+        while slot is not None and first < (used := int(self._m.meta[table.USED])):
+            last = min(first + segments, used)
+            yield out[: table.collect(self._m, slot, first, last, out)].copy()
+            first = last
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the table and the pool that have ever been used."""
+        meta = self._m.meta
+        return int(16 * SEGMENT * (meta[table.USED] + 1) + 8 * meta[table.BUMP])
 
     def __len__(self) -> int:
-        """How many different blocks are kept."""
-        return len(set().union(*self._held.values(), *self._staged.values()))
+        """How many different blocks are kept, those included that `tidy` has not reached."""
+        return int(self._m.meta[table.BLOCKS])
+
+    def _change(self, slot: int, hashes: Hashes, op: int) -> int:
+        refused = int(table.change(self._m, as_array(hashes), _NO_OPS, op, slot))
+        return self._count(slot, refused)
+
+    def _count(self, slot: int, refused: int) -> int:
+        if refused:
+            self._refused[slot] = self._refused.get(slot, 0) + refused
+        return refused
+
+    def _slot(self, worker: int) -> int:
+        slot = self._slots.get(worker)
+        if slot is None:
+            slot = self._slots[worker] = self._take(worker)
+            self._see(slot)
+        return slot
+
+    def _take(self, worker: int) -> int:
+        """An empty slot, the lowest one: the lower the slots, the smaller the rows."""
+        if not self._free and self._used == SLOTS:
+            self.tidy(math.inf)
+            if not self._free:
+                raise ValueError(f"an index has room for {SLOTS} workers")
+        if self._free:
+            slot = heapq.heappop(self._free)
+        else:
+            slot, self._used = self._used, self._used + 1
+            words = (self._used + 63) // 64
+            if 3 * words > len(self._seen):
+                seen = np.zeros(3 * words, np.uint64)
+                seen[: words - 1] = self._seen[: words - 1]
+                self._seen = seen
+        self._names[slot] = worker
+        return slot
+
+    def _see(self, slot: int) -> None:
+        self._seen[slot >> 6] |= np.uint64(1 << (slot & 63))
+
+    def _retire(self, slot: int) -> None:
+        self._seen[slot >> 6] &= ~np.uint64(1 << (slot & 63))
+        self._refused.pop(slot, None)
+        self._dead.append(slot)
+
+    def _sweep(self) -> bool:
+        """Empty some segments of the first dead slot. Returns False if there was nothing to do."""
+        slot, used = self._dead[0], int(self._m.meta[table.USED])
+        busy = bool(self._m.slots[2 * slot])
+        if busy:
+            last = min(self._at + _SWEEP, used)
+            found = table.collect(self._m, slot, self._at, last, self._page)
+            self._change(slot, self._page[:found], 0)
+            self._at = last
+        if not self._m.slots[2 * slot]:
+            heapq.heappush(self._free, self._dead.popleft())
+            self._at = 0
+        return busy

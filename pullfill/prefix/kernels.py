@@ -20,6 +20,8 @@ I64 = types.int64
 READ_U32 = types.Array(types.uint32, 1, "C", readonly=True)
 READ_U64 = types.Array(types.uint64, 1, "C", readonly=True)
 ARRAY_U64 = types.Array(types.uint64, 1, "C")
+ARRAY_I64 = types.Array(types.int64, 1, "C")
+READ_U8 = types.Array(types.uint8, 1, "C", readonly=True)
 
 
 def compiled(*signature: Any) -> Callable[[_F], _F]:
@@ -32,6 +34,12 @@ def compiled(*signature: Any) -> Callable[[_F], _F]:
             return numba.njit([signature])(function)  # type: ignore[no-any-return]
 
     return decorate
+
+
+def helper(function: _F) -> _F:
+    """Compile a function into those that call it. They must be in the same file: numba looks only
+    at that file when it decides whether what it compiled before is still good."""
+    return numba.njit(no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)  # type: ignore[no-any-return]
 
 
 @compiled(U64, U64, READ_U32, I64, ARRAY_U64)

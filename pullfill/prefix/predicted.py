@@ -16,10 +16,9 @@ class Predicted:
     max_blocks: most blocks kept; what comes beyond is not remembered until older ones have died."""
 
     def __init__(self, max_blocks: int, life_s: float) -> None:
-        self._max = max(1, max_blocks // 2)
         self._life = life_s
-        self._young = PrefixIndex(self._max)
-        self._old = PrefixIndex(self._max)
+        self._young = PrefixIndex(max(1, max_blocks // 2))
+        self._old = PrefixIndex(max(1, max_blocks // 2))
         self._turn: float | None = None
 
     def add(self, worker: int, hashes: Hashes, now: float) -> None:
@@ -46,9 +45,13 @@ class Predicted:
 
     def _age(self, now: float) -> None:
         """Two generations take turns: no timer, and no list of entries."""
-        if self._turn is None or now - self._turn >= 2 * self._life:
-            self._young, self._old = PrefixIndex(self._max), PrefixIndex(self._max)
+        if self._turn is None:
+            self._turn = now
+        if now - self._turn >= 2 * self._life:
+            self._young.clear()
+            self._old.clear()
             self._turn = now
         elif now - self._turn >= self._life:
-            self._young, self._old = PrefixIndex(self._max), self._young
+            self._young, self._old = self._old, self._young
+            self._young.clear()
             self._turn += self._life

@@ -68,7 +68,8 @@ class Ring:
         for first in range(number, self.next, MAX_EVENTS) or (number,):
             last = min(first + MAX_EVENTS, self.next)
             at = np.arange(first, last) % self._size
-            done = last == self.next
+            # A replica cannot have blocks that found no room here: then it must not compare.
+            done = last == self.next and not self._held.refused(_OWN)
             found.append(
                 PrefixEvents(
                     epoch=self.epoch,

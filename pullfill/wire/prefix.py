@@ -12,8 +12,8 @@ from msgspec import Meta
 
 from pullfill.wire.codec import WIRE_VERSION, Count, Message, Version
 
-MAX_EVENTS = 65536
-"""Most block events, or hashes, in one message: 576 KiB."""
+MAX_EVENTS = 8192
+"""Most block events, or hashes, in one message: 72 KiB, and 2 ms for the index at most."""
 
 U63 = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Epoch = U63
