@@ -29,6 +29,7 @@ from pullfill.decode_worker.conditional_router import (
     timeouts,
 )
 from pullfill.decode_worker.context import DecodeContext, OpenedJob
+from pullfill.decode_worker.hit_blocks import HitBlocks
 from pullfill.decode_worker.ledger_types import Hold, Release, Settle
 from pullfill.engine import features
 from pullfill.engine.groups import BlockOrder
@@ -50,7 +51,7 @@ class ConnectorScheduler:
     _decisions: the last decision about each request that has no blocks yet.
     _waiting: requests that wait for remote KV.
     _held: blocks that are held for each job whose writer is not proved quiet.
-    _lent: blocks that a job may read and its request does not hold, by request.
+    _hit_blocks: the blocks of prefix hits that jobs may read.
     _failed: requests to report as failed at the next `collect`.
     _unpublished: jobs to publish after the step that is being scheduled. `enqueue` says why.
     _scheduled: the same for each step that still runs.
@@ -72,7 +73,7 @@ class ConnectorScheduler:
         self._decisions: dict[str, tuple[Situation, Decision, Adapter | None, int]] = {}
         self._waiting: set[str] = set()
         self._held: dict[str, list[Any]] = {}
-        self._lent: dict[str, list[Any]] = {}
+        self._hit_blocks = HitBlocks(block_size, lambda: context.largest_block())
         self._failed: list[str] = []
         self._unpublished: list[OpenedJob] = []
         self._scheduled: deque[list[OpenedJob]] = deque()
@@ -82,11 +83,11 @@ class ConnectorScheduler:
 
     def bind_pool(self, pool: Any) -> None:
         """Set vLLM's block pool. Blocks in quarantine are held by its reference counts."""
-        self._pool = pool
+        self._pool = self._hit_blocks.pool = pool
 
     def bind_kept(self, kept_from: Callable[[int], tuple[int, ...]]) -> None:
         """Set the function of `engine.groups.kept_from`."""
-        self._kept_from = kept_from
+        self._kept_from = self._hit_blocks.kept_from = kept_from
 
     def longest_kept(self, tokens: int) -> int:
         """Return the longest prompt, of `tokens` at most, of which vLLM keeps every block.
@@ -238,7 +239,7 @@ class ConnectorScheduler:
         timeout_s, claim_timeout_s = timeouts(situation.forecast, config)
         hit, end = hit_tokens // self._block_size, -(-tokens // self._block_size)
         kept_from = self._kept_from(tokens)
-        read_from, prefix = self._prefix(request, tables, hit_tokens, kept_from)
+        read_from, prefix = self._hit_blocks.hold(request, tables, hit_tokens, kept_from)
         targets = BlockOrder(kept_from).ids(tables, hit, end)
         if self.tier is not None:
             # It may still copy from them, for requests that have ended.
@@ -266,50 +267,14 @@ class ConnectorScheduler:
             job.request_id,
             job.blocks,
             first_target=len(prefix),
+            order=BlockOrder(kept_from),
+            hit_tokens=hit_tokens,
             tokens=external_tokens,
             timeout_s=timeout_s,
             claim_timeout_s=claim_timeout_s,
             stall_s=config.remote_timeout_s,
         )
         return job
-
-    def _prefix(
-        self,
-        request: Any,
-        tables: Sequence[Sequence[int]],
-        hit_tokens: int,
-        kept_from: Sequence[int],
-    ) -> tuple[tuple[int, ...], list[int]]:
-        """Return which blocks of the hit a prefill worker may read, and from which positions on.
-
-        A prefill worker computes from the end of the hit on. Its first tokens may see, through a
-        sliding window, blocks of the hit that vLLM has not kept for this request, which begins
-        later. If all of these are still cached, they are held until the job ends."""
-        hit = hit_tokens // self._block_size
-        needed = self._kept_from(hit_tokens)
-        own = tuple(map(list, tables))
-        read_from = []
-        for group, (first, kept) in enumerate(zip(needed, kept_from, strict=True)):
-            gap = range(first, min(kept, hit))
-            found = [self._cached(request, at, group) for at in gap]
-            if all(found):
-                held = [blocks[0] for blocks in found]
-                self._pool.touch(held)
-                self._lent.setdefault(request.request_id, []).extend(held)
-                for at, block in zip(gap, held, strict=True):
-                    own[group][at] = block.block_id
-                read_from.append(first)
-            else:
-                read_from.append(min(kept, hit))
-        return tuple(read_from), BlockOrder(tuple(read_from)).ids(own, 0, hit)
-
-    def _cached(self, request: Any, position: int, group: int) -> Any:
-        """Return the cached block of a KV cache group at a position, in a list. None: none is."""
-        # With --prefix-match-unit a block has several hashes. The last one is over all its tokens.
-        hashes = self._block_size // self._pool.hash_block_size
-        return self._pool.get_cached_block(
-            request.block_hashes[(position + 1) * hashes - 1], [group]
-        )
 
     def tier_loaded(self, output: Any) -> None:
         """Publish the jobs whose hit has now been loaded from the tier.
@@ -367,8 +332,7 @@ class ConnectorScheduler:
                         logger.error("dropped a second report for %s", request_id)
                         continue
                     self._waiting.discard(request_id)
-                    if lent := self._lent.pop(request_id, None):
-                        self._pool.free_blocks(reversed(lent))
+                    self._hit_blocks.give_back(request_id)
                     self._context.traces.settled(request_id, was_loaded, outcome)
                     (loaded if was_loaded else self._failed).append(request_id)
         return loaded

@@ -61,6 +61,7 @@ from pullfill.decode_worker.ledger_types import (
     Settle,
     Verify,
 )
+from pullfill.engine.groups import ONE_TABLE, BlockOrder
 from pullfill.errors import Outcome, OverloadedError
 from pullfill.runtime import log
 from pullfill.transfer.contract import OwnerFences
@@ -157,6 +158,8 @@ class Ledger:
         *,
         first_target: int,
         timeout_s: float,
+        order: BlockOrder = ONE_TABLE,
+        hit_tokens: int = 0,
         tokens: int = 0,
         claim_timeout_s: float | None = None,
         stall_s: float | None = None,
@@ -164,6 +167,7 @@ class Ledger:
         """Register a job before it is published. Its request waits until the job is settled.
 
         timeout_s: most seconds for the whole job.
+        order, hit_tokens: see `Entry`.
         tokens: number of tokens to compute.
         claim_timeout_s: most seconds for each wait for a claim. None: as timeout_s.
         stall_s: an attempt that makes progress goes on beyond timeout_s, and ends after this many
@@ -179,6 +183,8 @@ class Ledger:
             deadline=now + timeout_s,
             claim_timeout_s=timeout_s if claim_timeout_s is None else claim_timeout_s,
             stall_s=timeout_s if stall_s is None else stall_s,
+            order=order,
+            hit_tokens=hit_tokens,
             tokens=tokens,
         )
         with self._lock:
@@ -391,7 +397,8 @@ class Ledger:
             self._loaded(entry)
             return None
         entry.state = JobState.VERIFYING
-        what = entry.blocks[entry.first_target :], entry.tokens
+        blocks = entry.blocks[entry.first_target :]
+        what = blocks, entry.order, entry.hit_tokens, entry.tokens
         return Verify(
             entry.job_id, entry.attempt, *what, self.kv_digest, entry.digest, digest or b""
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from pullfill.engine.groups import ONE_TABLE, BlockOrder
 from pullfill.errors import Outcome
 from pullfill.wire import DigestMode, FenceToken, KvMode, RefuseReason
 
@@ -38,6 +39,8 @@ class Entry:
     claim.
     stall_s: an attempt that makes progress may go on beyond the deadline. It ends after this many
     seconds without progress.
+    order: which blocks of each KV cache group are written.
+    hit_tokens: length of the prefix hit.
     tokens: number of tokens that a prefill worker must compute.
     features: encoded multimodal inputs, which the grant brings.
     receipt: of the queue, once the job is stored there and as long as it may have to be deleted.
@@ -57,6 +60,8 @@ class Entry:
     deadline: float
     claim_timeout_s: float
     stall_s: float
+    order: BlockOrder = ONE_TABLE
+    hit_tokens: int = 0
     tokens: int = 0
     state: JobState = JobState.QUEUED
     digest: bytes = b""
@@ -184,6 +189,8 @@ class Verify:
     """Answer to a commit whose bytes must be checked first. The result goes to `Ledger.verified`.
 
     blocks: those that were written, in order.
+    order: which blocks of each KV cache group they are.
+    hit_tokens: length of the prefix hit, after which they begin.
     tokens: number of tokens in them.
     kv_digest: how many of them to check.
     digest: what the prefill worker computed over them."""
@@ -191,6 +198,8 @@ class Verify:
     job_id: str
     attempt: int
     blocks: tuple[int, ...]
+    order: BlockOrder
+    hit_tokens: int
     tokens: int
     kv_digest: DigestMode
     job_digest: bytes

@@ -94,6 +94,11 @@ class Peers(dict[str, Peer]):
         return max(pulling, told * pulling // len(peers)) if peers else 0
 
     @property
+    def largest_block(self) -> int:
+        """Number of tokens in the largest block of a prefill worker. 0: as ours."""
+        return max((peer.block_size for peer in list(self.values())), default=0)
+
+    @property
     def not_pulling(self) -> list[str]:
         """One line for each prefill worker that pulls no jobs."""
         idle = [p for p in list(self.values()) if not p.pulls]

@@ -22,7 +22,7 @@ from pullfill.errors import Outcome
 from pullfill.runtime import log, metrics
 from pullfill.transfer.contract import LocalMemory
 from pullfill.transfer.digest import DIGEST_BYTES, BlockDigester, copies_of, sampled
-from pullfill.transfer.pieces import cut_memory, ids_of
+from pullfill.transfer.pieces import cut_memory
 from pullfill.wire import DigestMode
 
 logger = log.get("decode_worker.verify")
@@ -93,7 +93,9 @@ class Verifier:
         pieces = self._block_size // tokens
         blocks: Sequence[int] = verify.blocks
         if pieces > 1:  # a prefill worker writes no piece without a token of the prompt
-            blocks = ids_of(blocks, pieces)[: -(-verify.tokens // tokens)]
+            hit, end = verify.hit_tokens, verify.hit_tokens + verify.tokens
+            first = hit // self._block_size
+            blocks = verify.order.cut_ids(blocks, pieces, first, -(-end // tokens))
         checked = sampled(verify.kv_digest, len(blocks), verify.job_digest, verify.attempt)
         if len(sent) != len(checked) * size:
             return f"its digest has {len(sent)} bytes instead of {len(checked) * size}"

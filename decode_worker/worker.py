@@ -229,6 +229,7 @@ class DecodeRole(Role[DecodeContext, DecodeHooks]):
         context.features_elsewhere = lambda: any(
             peer.features and peer.cleared for peer in control.peers.pulling
         )
+        context.largest_block = lambda: control.peers.largest_block
         context.wake_control = partial(_call_soon, self._loop, control.wake)
         return DecodeService(engine, hooks.server, control, outlook, address, thread)
 

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pullfill.engine import features
-from pullfill.engine.groups import ONE_TABLE, BlockOrder
+from pullfill.engine.groups import ONE_TABLE, BlockOrder, in_pieces
 from pullfill.errors import BadMessage, HandoffError
 from pullfill.ids import job_digest
 from pullfill.transfer.digest import sampled
-from pullfill.transfer.pieces import WHOLE, ids_of
+from pullfill.transfer.pieces import WHOLE
 from pullfill.wire import (
     MAX_TEXT,
     Adapter,
@@ -82,6 +82,7 @@ class PrefillTask:
     pieces: into how many pieces a block of ours, and one of the decode worker, is cut.
     remote_blocks: the decode worker's blocks: first those that may be read, then those to write.
     readable, written: which blocks of each KV cache group they are.
+    target_blocks: number of the decode worker's whole blocks to write.
     on_done: called once, from any thread. With None when all blocks are written (pull mode: kept),
     else with the failure.
     features: vLLM's multimodal inputs of the prompt.
@@ -114,6 +115,7 @@ class PrefillTask:
     checked: frozenset[int] = frozenset()
     mode: KvMode = KvMode.PUSH_ASYNC
     pieces: tuple[int, int] = WHOLE
+    target_blocks: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
     # transfer worker, under lock; not to be confused with outstanding, which counts planned and
     # kept ones too
@@ -152,7 +154,8 @@ class PrefillTask:
         on_done: Callable[[BaseException | None], None],
     ) -> PrefillTask:
         """The task of the attempt that was granted. Raises BadMessage, HandoffError."""
-        blocks, readable = u32.unpack(job.block_ids), BlockOrder(job.read_from)
+        blocks = u32.unpack(job.block_ids)
+        readable, written = BlockOrder(job.read_from), BlockOrder(job.kept_from)
         pieces, theirs = transfer_worker.pieces, transfer_worker.pieces[1]
         block_size = transfer_worker.tokens or job.block_size
         if job.block_size != block_size * theirs:
@@ -160,10 +163,19 @@ class PrefillTask:
                 f"the job has blocks of {job.block_size} tokens, and the decode worker's "
                 f"descriptor blocks of {block_size * theirs}"
             )
+        hit = job.hit_tokens // job.block_size
+        prefix = readable.before(hit)
+        target_blocks = len(blocks) - prefix
         if pieces != WHOLE:
-            if job.read_from != (0,) or job.kept_from != (0,) or grant.mode is KvMode.PULL:
-                raise HandoffError("blocks that are cut must all be there, and be written")
-            blocks = ids_of(blocks, theirs)[: -(-len(token_ids) // block_size)]
+            if grant.mode is KvMode.PULL:
+                raise HandoffError("blocks that are cut must be written")
+            # Pieces after the last token of the prompt are not written.
+            end = -(-len(token_ids) // block_size)
+            blocks = [
+                *readable.cut_ids(blocks[:prefix], theirs, 0, hit * theirs),
+                *written.cut_ids(blocks[prefix:], theirs, hit, end),
+            ]
+            readable, written = readable.cut(theirs), written.cut(theirs)
         targets = blocks[readable.before(job.hit_tokens // block_size) :]
         checked = sampled(grant.kv_digest, len(targets), grant.job_digest, grant.attempt)
         return cls(
@@ -176,7 +188,8 @@ class PrefillTask:
             adapter=job.adapter,
             features=features.decode(grant.features, len(token_ids)) if grant.features else (),
             readable=readable,
-            written=BlockOrder(job.kept_from),
+            written=written,
+            target_blocks=target_blocks,
             remote_blocks=blocks,
             fence=grant.fence,
             cache_salt=job.cache_salt,
@@ -210,7 +223,9 @@ class PrefillTask:
 
         The last one may have fewer pieces with tokens of the prompt than the others."""
         written, pieces = self.written_blocks, self.pieces[1]
-        return -(-written // pieces) if written == len(self.targets) else written // pieces
+        if pieces > 1 and written == len(self.targets):
+            return self.target_blocks
+        return written // pieces
 
     def local(
         self, order: BlockOrder, tables: Sequence[Sequence[int]], start: int, stop: int
@@ -221,12 +236,20 @@ class PrefillTask:
         tables: this engine's block ids of the request, for each KV cache group."""
         if (pieces := self.pieces[0]) == 1:
             return order.ids(tables, start, stop)
-        (table,) = tables
-        return [table[at // pieces] * pieces + at % pieces for at in range(start, stop)]
+        first, last = start // pieces, -(-stop // pieces)
+        skipped = first * pieces
+        shifted = BlockOrder(tuple(max(0, begin - skipped) for begin in order.begins))
+        cut_tables = [in_pieces(table[first:last], pieces) for table in tables]
+        return shifted.ids(cut_tables, start - skipped, stop - skipped)
 
-    def source(self, start: int, stop: int) -> list[int]:
-        """The decode worker's blocks to read at the positions from `start` to before `stop`."""
-        return self.remote_blocks[self.readable.before(start) : self.readable.before(stop)]
+    def source(self, order: BlockOrder, start: int, stop: int) -> list[int]:
+        """The decode worker's blocks to read at the positions from `start` to before `stop`.
+
+        order: which of the blocks that may be read."""
+        if order == self.readable:
+            return self.remote_blocks[order.before(start) : order.before(stop)]
+        tables = self.readable.tables(self.remote_blocks, 0, self.first_target)
+        return order.ids(tables, start, stop)
 
     def target(self, start: int, stop: int) -> list[int]:
         """The decode worker's blocks to write at the positions from `start` to before `stop`."""

@@ -67,13 +67,6 @@ def cut_memory(memory: LocalMemory, pieces: int) -> LocalMemory:
     return replace(memory, layout=cut(memory.layout, pieces))
 
 
-def ids_of(blocks: Sequence[int], pieces: int) -> list[int]:
-    """The pieces of these blocks, in order."""
-    if pieces == 1:
-        return list(blocks)
-    return [block * pieces + piece for block in blocks for piece in range(pieces)]
-
-
 def of_sections(layout: KvLayout) -> list[KvLayout]:
     """One layout for each section of a layout that is cut. Otherwise the layout itself."""
     if not layout.pieces:

@@ -13,11 +13,14 @@ position counts blocks of the prompt.
     full           11   12   13   14        from position 0
     window          -    -   23   24        from position 2
     the job lists  11   12   13 23   14 24
+
+Workers with blocks of different sizes cut them into pieces (transfer/pieces.py). Then a position
+counts pieces, and pieces are listed in the same order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any
@@ -58,8 +61,38 @@ class BlockOrder:
             listed += chain.from_iterable(zip(*groups, strict=True))
         return listed
 
+    def tables(self, listed: Iterable[int], start: int, stop: int) -> list[list[int]]:
+        """The inverse of `ids`: for each group, the blocks by position. EMPTY: none is listed.
+
+        listed: the blocks at the positions from `start` to before `stop`."""
+        blocks = iter(listed)
+        tables = [[EMPTY] * start for _ in self.begins]
+        for at in range(start, stop):
+            for table, begin in zip(tables, self.begins, strict=True):
+                table.append(next(blocks) if begin <= at else EMPTY)
+        return tables
+
+    def cut(self, pieces: int) -> BlockOrder:
+        """The order of the pieces of the blocks. pieces: of each block."""
+        return BlockOrder(tuple(begin * pieces for begin in self.begins))
+
+    def cut_ids(self, listed: Sequence[int], pieces: int, start: int, stop: int) -> list[int]:
+        """Return the pieces of the listed blocks, in the order of `cut(pieces)`.
+
+        listed: all blocks from position `start` on, as `ids` returns them.
+        start: counts blocks.
+        stop: counts pieces. Those at this position and after it are left out."""
+        tables = self.tables(listed, start, -(-stop // pieces))
+        cut_tables = [in_pieces(table, pieces) for table in tables]
+        return self.cut(pieces).ids(cut_tables, start * pieces, stop)
+
 
 ONE_TABLE = BlockOrder()
+
+
+def in_pieces(blocks: Sequence[int], pieces: int) -> list[int]:
+    """The pieces of these blocks, in order. Block 7, cut into 3, has the pieces 21, 22 and 23."""
+    return [block * pieces + piece for block in blocks for piece in range(pieces)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +122,18 @@ def kept_from(kv_cache_manager: Any) -> Callable[[int], tuple[int, ...]]:
         return tuple(m.get_num_skipped_tokens(tokens) // m.block_size for m in managers)
 
     return kept
+
+
+def cached_block(pool: Any, block_size: int, request: Any, position: int, group: int) -> Any:
+    """Return the request's block at a position of a KV cache group, if it is cached. Else None.
+
+    pool: vLLM's BlockPool.
+    block_size: number of tokens of a block.
+    request: vLLM's."""
+    # With --prefix-match-unit a block has several hashes. The last one is over all its tokens.
+    hashes = block_size // pool.hash_block_size
+    found = pool.get_cached_block(request.block_hashes[(position + 1) * hashes - 1], [group])
+    return found[0] if found else None
 
 
 def groups_of(kv_cache_config: Any) -> Groups:

@@ -34,8 +34,9 @@ logger = log.get("engine.page")
 Numbers = NDArray[np.int64]
 Sections = tuple[tuple[int, int], ...]
 
-_KEEPS_ALL = ("FullAttentionSpec", "MLAAttentionSpec")
-"""vLLM's kinds of KV cache groups that keep every block of a prompt."""
+_CUT = ("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec", "ChunkedLocalAttentionSpec")
+"""vLLM's kinds of KV cache groups whose blocks may be cut: they keep all blocks of a prompt, or all
+from some position on. Other kinds may keep other blocks, or store a block in another way."""
 _BASE = 8
 """Each number is written digit by digit, as 1 to 8: every KV cache type holds these exactly."""
 
@@ -61,10 +62,7 @@ Fill = Callable[[Numbers], NDArray[Any]]
 def cut_of(vllm_config: Any, kv_cache_config: Any, kv_caches: Mapping[str, Any]) -> Cut | None:
     """Return how the pages of this rank can be cut. None: they cannot, or it is not known."""
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-    # A window keeps blocks. Blocks of different sizes end a window at different tokens.
-    if len(specs) != 1 or type(specs[0]).__name__ not in _KEEPS_ALL:
-        return None
-    if getattr(specs[0], "sliding_window", None) or getattr(specs[0], "attention_chunk_size", None):
+    if any(type(spec).__name__ not in _CUT for spec in specs):
         return None
     layers = vllm_config.compilation_config.static_forward_context
     found = [layers[name] for name in kv_caches if name in layers]

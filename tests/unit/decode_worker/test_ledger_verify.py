@@ -12,6 +12,7 @@ import pytest
 
 from pullfill.decode_worker.ledger_types import CancelMessage, JobState, Settle, Verify
 from pullfill.decode_worker.verify import SUSPECT, Verifier, verifier_for
+from pullfill.engine.groups import ONE_TABLE, BlockOrder
 from pullfill.errors import Outcome
 from pullfill.runtime import metrics
 from pullfill.transfer.digest import DIGEST_BYTES, BlockDigester, sampled
@@ -158,8 +159,8 @@ class Bench:
         digest = BlockDigester(self.memory).digest([asked.blocks[i] for i in checked])
         fields: dict[str, Any] = {
             "job_id": asked.job_id, "attempt": asked.attempt, "blocks": asked.blocks,
-            "tokens": asked.tokens, "kv_digest": mode, "job_digest": asked.job_digest,
-            "digest": digest, **changes,
+            "order": asked.order, "hit_tokens": asked.hit_tokens, "tokens": asked.tokens,
+            "kv_digest": mode, "job_digest": asked.job_digest, "digest": digest, **changes,
         }  # fmt: skip
         return Verify(**fields)
 
@@ -209,7 +210,7 @@ def test_digests_of_pieces_leave_out_pieces_without_a_token(tokens: int) -> None
     verifier = Verifier(HandoffModel().ledger, [memory], 4)
     pieces = [6, 7, 10, 11][: -(-tokens // 2)]
     digest = BlockDigester(cut_memory(memory, 2)).digest(pieces)
-    verify = Verify("j", 1, (3, 5), tokens, DigestMode.FULL, b"d", digest)
+    verify = Verify("j", 1, (3, 5), ONE_TABLE, 8, tokens, DigestMode.FULL, b"d", digest)
     assert verifier._compare(verify, 6) == ""
     assert "its digest has" in verifier._compare(verify, 4), "there it is of whole blocks"
     begin = 5 * layout.block_stride
@@ -218,6 +219,20 @@ def test_digests_of_pieces_leave_out_pieces_without_a_token(tokens: int) -> None
     assert ("the first is block 5, number 3" in found) == (len(pieces) == 4)
     data[begin] ^= 1  # the first piece
     assert "the first is block 5, number 2" in verifier._compare(verify, 6)
+    verifier.close()
+
+
+def test_digests_of_pieces_are_in_the_order_of_the_prompt() -> None:
+    """A hit of 4 tokens, then 7 more. The second group begins at position 2."""
+    layout = replace(dense_layout(2, NUM_BLOCKS, 2, 128), units=2, sections=((2, 16), (1, 32)))
+    data = random_bytes(extent(layout), 7)
+    memory = memory_over(data, layout)
+    verifier = Verifier(HandoffModel().ledger, [memory], 4)
+    digest = BlockDigester(cut_memory(memory, 2)).digest([6, 7, 10, 18, 11, 19])
+    order = BlockOrder((0, 2))
+    assert order.ids([[2, 3, 5], [0, 0, 9]], 1, 3) == [3, 5, 9]
+    verify = Verify("j", 1, (3, 5, 9), order, 4, 7, DigestMode.FULL, b"d", digest)
+    assert verifier._compare(verify, 6) == ""
     verifier.close()
 
 

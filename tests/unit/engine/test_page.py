@@ -153,15 +153,24 @@ class SlidingWindowSpec(SimpleNamespace):
     """Named like vLLM's."""
 
 
+class RSWASpec(SimpleNamespace):
+    """Named like vLLM's. It keeps the first blocks of a prompt, and the last ones."""
+
+
 def test_the_backend_of_the_layers_is_asked() -> None:
     assert told([FullAttentionSpec()], Attention(), Attention()) == find(by_column, 32, WIDTH, 4)
     assert told([MLAAttentionSpec()], Latent()) == find(by_token, 32, WIDTH, 4)
 
 
-def test_a_window_or_an_unknown_backend_keeps_pages_whole() -> None:
-    full, attention = FullAttentionSpec(), Attention()
-    window = SlidingWindowSpec(sliding_window=96)
+def test_layers_with_a_window_have_the_same_pages() -> None:
+    full, window = FullAttentionSpec(), SlidingWindowSpec(sliding_window=96)
     for specs in ([window], [full, window], [FullAttentionSpec(sliding_window=96)]):
+        assert told(specs, Attention()) == find(by_column, 32, WIDTH, 4)
+
+
+def test_an_unknown_kind_or_backend_keeps_pages_whole() -> None:
+    full, attention = FullAttentionSpec(), Attention()
+    for specs in ([RSWASpec(sliding_window=96)], [full, SimpleNamespace()]):
         assert told(specs, attention) is None
     assert told([full]) is None, "no layers"
     assert told([full], attention, Other()) is None

@@ -62,15 +62,20 @@ def test_the_hit_is_read_with_what_the_window_sees_at_its_end(local_hit: int) ->
     assert engine.written == [3, 4, 104, 5, 105]
 
 
-@pytest.mark.parametrize(
-    ("read_from", "local_hit", "read"), [(2, 0, 0), (2, 1, 0), (2, 2, 1), (0, 0, 0), (0, 1, 2)]
-)
-def test_a_hit_with_another_part_of_the_window_is_computed_here(
-    read_from: int, local_hit: int, read: int
-) -> None:
-    """Unless this engine has that part itself. What is read beyond the window has no block here."""
-    engine = with_window(Engine(6 * BLOCK, hit=3 * BLOCK, local_hit=local_hit * BLOCK), read_from)
+@pytest.mark.parametrize(("local_hit", "read"), [(0, 0), (1, 0), (2, 1)])
+def test_a_hit_without_a_part_of_the_window_is_computed_here(local_hit: int, read: int) -> None:
+    """Unless this engine has that part itself."""
+    engine = with_window(Engine(6 * BLOCK, hit=3 * BLOCK, local_hit=local_hit * BLOCK), read_from=2)
     assert engine.admit() == read * BLOCK
+
+
+def test_of_a_hit_that_holds_more_only_the_window_is_read() -> None:
+    engine = with_window(Engine(6 * BLOCK, hit=3 * BLOCK), read_from=0)
+    engine.manager.windows["j.1"][0] = EMPTY
+    assert engine.admit() == 3 * BLOCK
+    read = engine.transfer_worker.finish()
+    assert read.remote == [REMOTE + at for at in (0, 1, 101, 2, 102)]
+    assert read.local == [LOCAL + at for at in (0, 1, 101, 2, 102)]
 
 
 def test_a_block_that_the_window_has_left_behind_here_is_never_written() -> None:

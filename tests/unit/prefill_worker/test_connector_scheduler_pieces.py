@@ -149,9 +149,6 @@ def test_blocks_count_as_written_when_all_their_pieces_are() -> None:
     ("changes", "grant", "error"),
     [
         ({"block_size": 32, "block_ids": b"\0" * 28}, {}, BadMessage),
-        ({"kept_from": (1,)}, {}, HandoffError),
-        ({"read_from": (1,)}, {}, HandoffError),
-        ({"kept_from": (0, 0), "read_from": (0, 0)}, {}, HandoffError),
         ({}, {"mode": KvMode.PULL}, HandoffError),
     ],
 )
