@@ -60,28 +60,38 @@ Fill = Callable[[Numbers], NDArray[Any]]
 
 
 def cut_of(vllm_config: Any, kv_cache_config: Any, kv_caches: Mapping[str, Any]) -> Cut | None:
-    """Return how the pages of this rank can be cut. None: they cannot, or it is not known."""
-    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-    if any(type(spec).__name__ not in _CUT for spec in specs):
+    """Return how the pages of this rank can be cut. None: they cannot, and the log says why."""
+    try:
+        return _cut_of(vllm_config, kv_cache_config, kv_caches)
+    except Exception as exc:  # also from a backend that wants to be called in another way
+        logger.info("other workers need the same --block-size, as blocks are not cut: %s", exc)
         return None
+
+
+def _cut_of(vllm_config: Any, kv_cache_config: Any, kv_caches: Mapping[str, Any]) -> Cut:
+    """As `cut_of`. Raises ValueError, and whatever the backend raises."""
+    specs = {type(group.kv_cache_spec).__name__ for group in kv_cache_config.kv_cache_groups}
+    if unknown := specs.difference(_CUT):
+        raise ValueError(f"nobody knows which blocks of {sorted(unknown)} are kept")
     layers = vllm_config.compilation_config.static_forward_context
     found = [layers[name] for name in kv_caches if name in layers]
     kinds = {(type(layer.impl), getattr(layer, "isa", None)) for layer in found}
     if len(kinds) != 1:
-        return None
+        raise ValueError(f"the model has {len(kinds)} kinds of attention layers")
     layer, cache = found[0], next(iter(kv_caches.values()))
     tokens, width = cache.shape[-2:]
-    if cache.device.type != "cpu" or tokens != vllm_config.cache_config.block_size:
-        return None
+    if cache.device.type != "cpu":
+        raise ValueError("the KV cache is not in CPU memory")
+    if tokens != vllm_config.cache_config.block_size:
+        raise ValueError(f"vLLM splits them into blocks of {tokens} tokens")
     dtype = vllm_config.model_config.dtype
-    try:
-        return find(
-            lambda numbers: _fill(layer, cache, dtype, numbers), int(tokens), int(width),
-            cache.element_size(),
-        )  # fmt: skip
-    except Exception as exc:  # a backend that wants to be called in another way
-        logger.info("pages of KV are not cut: %s", exc)
-        return None
+    cut = find(
+        lambda numbers: _fill(layer, cache, dtype, numbers), int(tokens), int(width),
+        cache.element_size(),
+    )  # fmt: skip
+    if cut is None:
+        raise ValueError("the order of the numbers in a page is not understood")
+    return cut
 
 
 def find(fill: Fill, tokens: int, width: int, itemsize: int) -> Cut | None:

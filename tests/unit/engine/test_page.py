@@ -168,11 +168,25 @@ def test_layers_with_a_window_have_the_same_pages() -> None:
         assert told(specs, Attention()) == find(by_column, 32, WIDTH, 4)
 
 
-def test_an_unknown_kind_or_backend_keeps_pages_whole() -> None:
-    full, attention = FullAttentionSpec(), Attention()
-    for specs in ([RSWASpec(sliding_window=96)], [full, SimpleNamespace()]):
-        assert told(specs, attention) is None
-    assert told([full]) is None, "no layers"
-    assert told([full], attention, Other()) is None
-    assert told([full], SimpleNamespace()) is None, "it cannot be called"
-    assert told([full], attention, tokens=16) is None, "vLLM splits its blocks for the kernel"
+@pytest.mark.parametrize(
+    ("specs", "impls", "tokens", "why"),
+    [
+        ([RSWASpec(sliding_window=96)], [Attention()], 32, "which blocks of ['RSWASpec'] are kept"),
+        ([FullAttentionSpec(), SimpleNamespace()], [Attention()], 32, "['SimpleNamespace']"),
+        ([FullAttentionSpec()], [], 32, "0 kinds of attention layers"),
+        ([FullAttentionSpec()], [Attention(), Other()], 32, "2 kinds of attention layers"),
+        ([FullAttentionSpec()], [SimpleNamespace()], 32, "do_kv_cache_update"),
+        ([FullAttentionSpec()], [Attention()], 16, "vLLM splits them into blocks of 16 tokens"),
+    ],
+)
+def test_an_unknown_kind_or_backend_keeps_pages_whole(
+    specs: list[Any],
+    impls: list[Any],
+    tokens: int,
+    why: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", "pullfill.engine.page")
+    assert told(specs, *impls, tokens=tokens) is None
+    assert "need the same --block-size" in caplog.text
+    assert why in caplog.text
