@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
-from pullfill.engine import environment
+from pullfill.engine import environment, speculation
 from pullfill.engine.heap import Heap
 from pullfill.engine.watchdog import Pulse
 from pullfill.runtime import failpoints, log
@@ -157,6 +157,7 @@ class EngineHost:
                 return executor_class(config)
 
         self.core = EngineCore(config, make_executor, log_stats=self._log_stats)
+        speculation.compile_drafter(self.core)
         return self.core
 
     def run(self, on_built: Callable[[EngineCore], None] = lambda _core: None) -> None:

@@ -38,6 +38,27 @@ def why_local(vllm_config: Any) -> str:
     return f"pullfill does not move the KV of {config.method} drafts yet"
 
 
+def compile_drafter(core: Any) -> None:
+    """Compile what vLLM looks n-grams up with, in each rank. Takes seconds. Engine thread.
+
+    Call it before the first step. vLLM means to compile this when it makes the drafter, but it does
+    so with requests that have no sampled token, and those it skips. So the first sampled token
+    would wait for the compiler. That is a token of the self-check.
+
+    core: vLLM's EngineCore."""
+    config = core.vllm_config.speculative_config
+    if config is not None and config.method == "ngram":
+        core.collective_rpc(_look_up, args=(config.num_speculative_tokens,))
+
+
+def _look_up(worker: Any, most: int) -> None:
+    """Propose once for an empty prompt, in a rank's process."""
+    # The runner's own arrays: numba compiles anew for other types.
+    runner = worker.model_runner
+    tokens = runner.input_batch.num_tokens_no_spec, runner.input_batch.token_ids_cpu
+    runner.drafter.propose(most, [[0]], *tokens)
+
+
 def check_params(vllm_config: Any, params: Any) -> None:
     """Refuse sampling parameters with which vLLM answers wrong when it speculates.
 

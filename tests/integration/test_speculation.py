@@ -6,9 +6,12 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
+from pullfill.engine import speculation
 from tests.support.answers import Heard, ask_for
 from tests.support.cluster import BLOCK, Cluster, until
 from tests.support.drafts import FEW, eagle_head, small_model, terse_model
@@ -108,6 +111,34 @@ def test_answers_and_accepted_drafts_are_those_of_one_engine(
         check(oracle, prompt, heard)
         assert cluster.explain(heard.request_id)["path"] == "remote"
     cluster.assert_clean()
+
+
+@pytest.mark.filterwarnings("ignore::numba.core.errors.NumbaPendingDeprecationWarning")
+def test_the_first_draft_compiles_nothing() -> None:
+    """vLLM's own drafter, in this process."""
+    from vllm.v1.spec_decode.ngram_proposer import NgramProposer, batch_propose_numba
+
+    limits = {
+        "model_config": {"max_model_len": 64}, "scheduler_config": {"max_num_seqs": 2},
+        "parallel_config": {"tensor_parallel_size": 1},
+    }  # fmt: skip
+    config = SimpleNamespace(
+        speculative_config=SimpleNamespace(**NGRAM),
+        **{name: SimpleNamespace(**fields) for name, fields in limits.items()},
+    )
+    tokens = np.zeros((2, 64), dtype=np.int32)
+    batch = SimpleNamespace(num_tokens_no_spec=np.zeros(2, dtype=np.int32), token_ids_cpu=tokens)
+    drafter = NgramProposer(config)
+    worker = SimpleNamespace(model_runner=SimpleNamespace(drafter=drafter, input_batch=batch))
+    core = SimpleNamespace(
+        vllm_config=config, collective_rpc=lambda method, args: [method(worker, *args)]
+    )
+    speculation.compile_drafter(core)
+    before = list(batch_propose_numba.signatures)
+    tokens[1, :6] = (5, 6, 7, 8, 5, 6)
+    batch.num_tokens_no_spec[1] = 6
+    assert drafter.propose(3, [[], [6]], batch.num_tokens_no_spec, tokens) == [[], [7, 8, 5]]
+    assert batch_propose_numba.signatures == before
 
 
 def test_what_vllm_would_answer_wrong_is_refused(cluster: Cluster) -> None:

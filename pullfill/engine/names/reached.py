@@ -28,6 +28,7 @@ REACHED = {
         "enable_chunked_prefill long_prefill_token_threshold max_num_batched_tokens max_num_seqs "
         "max_num_queued_reqs max_num_queued_tokens stream_interval"
     ),
+    "vllm.config.speculative.SpeculativeConfig": "method num_speculative_tokens",
     "vllm.config.vllm.VllmConfig": (
         "additional_config attention_config cache_config compilation_config device_config "
         "kv_events_config kv_transfer_config lora_config model_config parallel_config "
@@ -142,8 +143,11 @@ REACHED = {
     "vllm.v1.structured_output.StructuredOutputManager": "executor",
     "vllm.v1.structured_output.request.StructuredOutputRequest": "grammar",
     "vllm.v1.worker.gpu_input_batch.CachedRequestState": "generator",
-    "vllm.v1.worker.gpu_input_batch.InputBatch": "generators req_ids",
-    "vllm.v1.worker.gpu_model_runner.GPUModelRunner": "input_batch requests",
+    "vllm.v1.spec_decode.ngram_proposer.NgramProposer": "propose",
+    "vllm.v1.worker.gpu_input_batch.InputBatch": (
+        "generators num_tokens_no_spec req_ids token_ids_cpu"
+    ),
+    "vllm.v1.worker.gpu_model_runner.GPUModelRunner": "drafter input_batch requests",
     "vllm.v1.worker.worker_base.WorkerBase": "model_runner remove_lora",
 }
 """By class, with its module: members, separated by spaces."""

@@ -149,7 +149,7 @@ def test_only_threads_of_the_executor_are_late(
 
     class Core:
         def __init__(self, config: Any, executor_class: Any, log_stats: bool) -> None:
-            self.executor = executor_class(config)
+            self.executor, self.vllm_config = executor_class(config), config
             start("connector")
 
     for name in ("vllm", "vllm.v1", "vllm.v1.engine", "vllm.v1.engine.core", "vllm.v1.executor"):
@@ -160,6 +160,7 @@ def test_only_threads_of_the_executor_are_late(
     config: Any = SimpleNamespace(
         parallel_config=SimpleNamespace(world_size=ranks),
         device_config=SimpleNamespace(device_type=device),
+        speculative_config=None,
     )
     usual = slack_ns()
     EngineHost(config).build()
