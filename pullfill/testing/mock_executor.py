@@ -26,7 +26,7 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.v1.executor.abstract import Executor
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from pullfill.engine.kv import device_of
@@ -71,16 +71,19 @@ class MockExecutor(Executor):  # type: ignore[misc]
 
     # ------------------------------------------------------------------ once
 
-    def get_kv_cache_specs(self) -> list[dict[str, FullAttentionSpec]]:
+    def get_kv_cache_specs(self) -> list[dict[str, KVCacheSpec]]:
         """The shape of a cache, small unless the settings say otherwise."""
         size = self._settings
-        spec = FullAttentionSpec(
-            block_size=self.cache_config.block_size,
-            num_kv_heads=size.kv_heads,
-            head_size=size.head_size,
-            dtype=torch.bfloat16,
-        )
-        return [{f"mock.{layer}": spec for layer in range(size.layers)}]
+        shape: dict[str, Any] = {
+            "block_size": self.cache_config.block_size,
+            "num_kv_heads": size.kv_heads,
+            "head_size": size.head_size,
+            "dtype": torch.bfloat16,
+        }
+        full = FullAttentionSpec(**shape)
+        window = SlidingWindowSpec(**shape, sliding_window=size.window)
+        first = size.layers - size.windows
+        return [{f"mock.{at}": full if at < first else window for at in range(size.layers)}]
 
     def get_supported_kv_cache_layouts(self) -> list[list[str]]:
         return [[_LAYOUT]]
@@ -102,14 +105,16 @@ class MockExecutor(Executor):  # type: ignore[misc]
 
     def _allocate(self, config: Any) -> dict[str, torch.Tensor]:
         """[block, head, token, K and V] for each layer, all in one buffer, layer after layer, on
-        the device of the settings."""
+        the device of the settings. Layers of different groups share memory, as in vLLM."""
+        groups = [group.layer_names for group in config.kv_cache_groups]
         spec = config.kv_cache_groups[0].kv_cache_spec
-        names = config.kv_cache_groups[0].layer_names
         tokens, width = spec.block_size, 2 * spec.head_size
-        shape = (len(names), config.num_blocks, spec.num_kv_heads, tokens, width)
+        layers = max(map(len, groups))
+        shape = (layers, config.num_blocks, spec.num_kv_heads, tokens, width)
         nbytes = torch.Size(shape).numel() * spec.dtype.itemsize
         buffer = torch.zeros(nbytes, dtype=torch.int8, device=device_of(self.vllm_config))
-        return dict(zip(names, buffer.view(spec.dtype).view(shape), strict=True))
+        caches = buffer.view(spec.dtype).view(shape)
+        return {name: caches[at] for names in groups for at, name in enumerate(names)}
 
     def compile_or_warm_up_model(self) -> None:
         """Nothing to compile."""

@@ -19,6 +19,8 @@ class MockSettings:
     step_s: seconds that each step takes besides, also if it only decodes.
     token: the token that is always sampled.
     layers, kv_heads, head_size: the shape of the KV cache.
+    windows: how many of the layers, the last ones, have a sliding window.
+    window: the tokens that it lets a layer see.
     device: where the KV cache is: `cpu`, `cuda`, or `auto` for where vLLM would put it here."""
 
     prefill_tokens_per_s: float = 0.0
@@ -27,6 +29,8 @@ class MockSettings:
     layers: int = 2
     kv_heads: int = 1
     head_size: int = 8
+    windows: int = 0
+    window: int = 1024
     device: str = "auto"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +29,35 @@ def ask(cluster: Cluster, prompt: list[int], count: int) -> tuple[list[int], dic
     return list(tokens), cluster.explain(answer.id)
 
 
-def test_a_mock_pair_serves_remote_prefills(tmp_path: Path, model_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kinds", "shape"),
+    [
+        pytest.param("FullAttention", {}, id="one group"),
+        pytest.param(
+            "1xFullAttention 1xSlidingWindow(4000) 1xSlidingWindow(4000)",
+            {"layers": 3, "windows": 2, "window": 4000},
+            id="three groups",
+            marks=pytest.mark.long,
+        ),
+    ],
+)
+def test_a_mock_pair_serves_remote_prefills(
+    tmp_path: Path, model_path: Path, kinds: str, shape: dict[str, int]
+) -> None:
+    def settings(**more: float) -> str:
+        return f"--additional-config={json.dumps({'mock': {**shape, **more}})}"
+
     cluster = Cluster(tmp_path / "mock", model_path)
     try:
         cluster.start_servers()
-        cluster.launch("decode", *MOCK)
-        cluster.launch("prefill", *MOCK, "--additional-config", '{"mock": {"step_s": 0.002}}')
+        cluster.launch("decode", *MOCK, settings())
+        cluster.launch("prefill", *MOCK, settings(step_s=0.002))
         cluster.launch("frontend")
         cluster.wait_ready(*cluster.workers)
         cluster.set_router(policy="always_remote")
+        (record,) = cluster.records("decode").values()
+        assert record.compat is not None
+        assert record.compat.kv_groups == kinds
         head = random_prompt(20 * BLOCK + 3, seed=1)
         tokens, told = ask(cluster, head, 5)
         assert tokens == [MockSettings().token] * 5
