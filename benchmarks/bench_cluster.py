@@ -1,7 +1,8 @@
 """Start-up, handoff and idle cost of one cluster: `make bench-cluster`.
 
 Starts the demo cluster (one decode, one prefill worker, one frontend) as a user does and measures
-  start    seconds until `pullfill up` says ready; until a prefill worker started by hand pulls
+  start    seconds until `pullfill up` says ready; until a prefill worker started by hand pulls;
+           what the self-check takes, and how many more there are for workers of a known kind
   memory   resident memory of each role after the load below
   handoff  the stages of remote prefills on an otherwise idle cluster, from `pullfill explain`
   idle     CPU of all processes together while nothing is asked
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import re
 import sys
 import time
 from pathlib import Path
@@ -39,15 +41,26 @@ BETWEEN_S = 0.1
 SETTLE_S = 5.0
 
 
-def measure_ready(repeats: int, base: Path, quiet: machine.OtherLoad) -> list[float]:
-    """Seconds from `pullfill up` to ready, several times over fresh state directories."""
-    times = []
+def measure_ready(
+    repeats: int, base: Path, quiet: machine.OtherLoad
+) -> tuple[list[float], list[float]]:
+    """Seconds from `pullfill up` to ready, several times over fresh state directories. Then
+    milliseconds of the self-checks meanwhile."""
+    times, checks = list[float](), list[float]()
     for number in range(repeats):
         quiet.look()
         with running(base / f"start-{number}") as live:
             times.append(live.ready_s)
+            checks += self_checks(live)
         print(f"ready after {times[-1]:.1f} s")
-    return times
+    return times, checks
+
+
+def self_checks(live: Live) -> list[float]:
+    """Milliseconds of each self-check that the decode worker has logged."""
+    log = next(Path(p.log) for p in live.cluster.processes if p.role == "decode")
+    found = re.findall(r"self-check with \S+ passed in (\d+) ms", log.read_text(errors="replace"))
+    return [float(ms) for ms in found]
 
 
 def measure_by_hand(live: Live, log: Path) -> float:
@@ -147,17 +160,23 @@ def print_threads(live: Live, seconds: float) -> None:
 
 def run(options: argparse.Namespace, base: Path) -> tuple[list[Row], machine.OtherLoad]:
     quiet = machine.OtherLoad()
-    ready = measure_ready(options.starts - 1, base, quiet)
+    ready, checks = measure_ready(options.starts - 1, base, quiet)
     quiet.look()
     with running(base / "cluster") as live:
         ready.append(live.ready_s)
+        checks += (known := self_checks(live))
         print(f"ready after {live.ready_s:.1f} s")
-        rows = [row("ready after `pullfill up`", median(ready), "s", 60.0)]
+        rows = [
+            row("ready after `pullfill up`", median(ready), "s", 60.0),
+            row("self-check of two kinds of workers", median(checks), "ms", 100.0),
+        ]
         if options.by_hand:
             took = median(
                 [measure_by_hand(live, base / f"hand-{i}.log") for i in range(options.by_hand)]
             )
             rows.append(row("`pullfill prefill` by hand pulls after", took, "s", 25.0))
+            more = len(self_checks(live)) - len(known)
+            rows.append(row("self-checks of it, whose kind is known", more, "", 0))
         rows += memory_rows(live, "when ready")
         with quiet.window(live.pids()):
             records = measure_handoff(live, options.requests)

@@ -4,6 +4,7 @@ NATS, etcd, frontends and workers are real. Only the model is a mock (pullfill/t
 that many workers fit on one machine. Parts:
   depth    a decision with ten and with ten thousand jobs waiting, in turns
   tokens   CPU per request and per streamed token through the real frontend and both workers
+  groups   a remote prefill of a model with four KV cache groups, and with one, in turns
   scale    1 … 64 decode and as many prefill workers: CPU per request, stages, idling
   idle     as many idle workers: CPU, threads, sockets, memory (only with --parts idle)
   links    the control connections of idle workers, in one process (only with --parts links)
@@ -22,13 +23,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks import machine
-from benchmarks.control import depth, floor, idle, links, scale, tokens
+from benchmarks.control import depth, floor, groups, idle, links, scale, tokens
 from benchmarks.control.plant import plant
 from benchmarks.live import end_in_order
 from benchmarks.report import Row, finish, read_rows, write
 
 NAME, TITLE = "control", "The control plane as work grows, with mock engines"
-PARTS = ("depth", "tokens", "scale")
+PARTS = ("depth", "tokens", "groups", "scale")
 MORE = ("idle", "links", "floor")
 QUICK, FULL = "1,4,16", "1,2,4,8,16,32,64"
 
@@ -49,6 +50,8 @@ def measure(
             yield depth.run(servers, options.rounds, options.depth)
         if "tokens" in options.parts:
             yield tokens.run(servers, options.requests, options.rounds, quiet)
+        if "groups" in options.parts:
+            yield groups.run(servers, options.rounds, quiet)
         if "scale" in options.parts:
             for size in sizes:
                 yield scale.run(servers, size, options, quiet)
@@ -66,7 +69,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help=f"sizes {QUICK}, fewer repeats")
     parser.add_argument("--parts", nargs="+", choices=(*PARTS, *MORE), default=list(PARTS))
     parser.add_argument("--sizes", help=f"workers of each role (default {FULL})")
-    parser.add_argument("--rounds", type=int, help="repeats of depth and tokens")
+    parser.add_argument("--rounds", type=int, help="repeats of depth, tokens, groups")
     parser.add_argument("--depth", type=int, default=depth.MANY, help="jobs that wait")
     parser.add_argument("--requests", type=int, default=120, help="per round of tokens")
     parser.add_argument("--conversations", type=int, default=400, help="in the closed loop")

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from benchmarks import machine
-from benchmarks.control import idle, links, plant, probes, scale, tokens
+from benchmarks.control import groups, idle, links, plant, probes, scale, tokens
 from benchmarks.control.driver import Sticky
 from benchmarks.control.plant import Use, mock_flags
 from pullfill.decode_worker import connector_scheduler as decode
@@ -240,3 +240,23 @@ def test_a_fleet_that_does_not_fit_is_not_started(monkeypatch: pytest.MonkeyPatc
     (row,) = idle.run(SimpleNamespace(), many, options, machine.OtherLoad())  # type: ignore[arg-type]
     assert row.value is None
     assert "GB of memory" in row.unit
+
+
+def _config(flags: list[str]) -> Any:
+    """Return what vLLM makes of --additional-config."""
+    return next(json.loads(f.partition("=")[2]) for f in flags if f.startswith("--additional"))
+
+
+def test_models_of_four_groups_have_the_same_kv_and_their_ratio_is_the_rounds() -> None:
+    flags = groups.flags()
+    settings = {name: settings_of(_config(own)) for name, own in flags.items()}
+    assert {(s.layers, s.kv_heads, s.head_size) for s in settings.values()} == {(4, 1, 8)}
+    assert {name: s.windows for name, s in settings.items()} == {
+        groups.ONE: 0, groups.FOUR: 3, groups.FOUR_OF_16: 3
+    }  # fmt: skip
+    values = {groups.ONE: [1.0, 4.0, 2.0], groups.FOUR: [1.1, 4.0, 2.1]}
+    found = {figure: {**values, groups.FOUR_OF_16: [2.0, 8.0, 4.0]} for figure in groups.UNITS}
+    rows = groups.rows_of(found)
+    assert [(r.ratio, r.ok, bool(r.target)) for r in rows] == [(1.05, True, True)] * 3 + [
+        (2.0, True, False)
+    ] * 3

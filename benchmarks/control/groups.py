@@ -1,0 +1,121 @@
+"""What several KV cache groups cost a remote prefill: CPU, and the time of its stages.
+
+vLLM gives each KV cache group a block table of its own, so a job of a model with full attention and
+sliding windows lists the blocks of several tables. Three models have four layers and the same KV:
+
+    one         one group, blocks of 16 tokens
+    four        four groups, blocks of 64 tokens: a prompt has as many blocks as in `one`
+    four of 16  four groups, blocks of 16 tokens: a prompt has four times as many blocks
+
+The windows are longer than any prompt, so jobs list the blocks of all groups from the first on.
+Each model has one worker of each kind. All are up at the same time, and take the load in turns.
+The ratio is the median over the rounds.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from contextlib import ExitStack, closing
+
+from benchmarks import machine
+from benchmarks.control.plant import Fleet, Plant, mock_flags
+from benchmarks.control.scale import PACED_PER_S
+from benchmarks.report import Row, median, row
+
+ONE, FOUR, FOUR_OF_16 = "one", "four", "four of 16"
+LAYERS, WINDOW = 4, 4000
+GROUPED = {"windows": LAYERS - 1, "window": WINDOW}
+TURN = 512
+"""Tokens: the first prompt of a conversation has as many, the second twice as many."""
+PER_LOOP, AT_ONCE = 100, 16
+"""Conversations of a closed loop: all, and those under way at the same time."""
+PER_PACED = 30
+TARGET = 1.05
+STAGES = ("queue", "claim", "prefix_read", "kv_write", "commit")
+UNITS = {"CPU beside engines": "ms", "the same at a fixed rate": "ms", "time of all stages": "ms"}
+
+Found = dict[str, dict[str, list[float]]]
+"""By name of the figure, then of the model: a value for each round."""
+
+
+def flags() -> dict[str, list[str]]:
+    """Return the flags of the workers of each model."""
+    grouped = mock_flags(layers=LAYERS, **GROUPED)
+    return {
+        ONE: mock_flags(layers=LAYERS),
+        FOUR: [*grouped, "--block-size=64"],
+        FOUR_OF_16: grouped,
+    }
+
+
+def run(plant: Plant, rounds: int, quiet: machine.OtherLoad) -> list[Row]:
+    """Rows with the ratios. Raises BenchError."""
+    found: Found = {figure: defaultdict(list) for figure in UNITS}
+    failed = local = 0
+    with ExitStack() as stack:
+        fleets: dict[str, Fleet] = {}
+        for name, own in flags().items():
+            namespace = "groups-" + name.replace(" ", "-")
+            fleet = Fleet(plant, namespace, 1, 1, decode_flags=own, prefill_flags=own, router={})
+            fleets[name] = stack.enter_context(closing(fleet))
+        everybody = [pid for f in fleets.values() for pid in (f.front, *f.decode, *f.prefill)]
+        for number in range(-1, rounds):  # the first round warms up
+            order = list(fleets) if number % 2 else list(reversed(fleets))
+            for name in order:
+                with quiet.window([*everybody, *plant.servers]):
+                    figures, done = _window(fleets[name], number)
+                if number < 0:
+                    continue
+                failed += int(done["failed"])
+                local += int(done["requests"] - done["remote"])
+                for figure, value in figures.items():
+                    found[figure][name].append(value)
+    rows = [
+        row("KV cache groups: requests failed", failed, "", 0),
+        row("KV cache groups: requests prefilled locally", local, "", 0),
+        *rows_of(found),
+    ]
+    for one in rows:
+        print(f"  {one.metric:<66} {one.value:>9} {one.unit} {one.peer} {one.ratio or ''}")
+    return rows
+
+
+def _window(fleet: Fleet, number: int) -> tuple[dict[str, float], dict[str, float]]:
+    """Load one model: its figures, and the sums of what both loads say."""
+    with fleet.window() as used:
+        loop = fleet.driver.do(
+            "load", conversations=PER_LOOP, at_once=AT_ONCE, turn=TURN, seed=100 + number
+        )
+    with fleet.window() as slowly:
+        paced = fleet.driver.do(
+            "load", conversations=PER_PACED, at_once=10_000, rate=PACED_PER_S, turn=TURN,
+            seed=200 + number,
+        )  # fmt: skip
+    values = (
+        sum(use.ours for use in used.values()) / loop["requests"] * 1e3,
+        sum(use.ours for use in slowly.values()) / paced["requests"] * 1e3,
+        sum(median(paced["stages"].get(stage, [0.0])) for stage in STAGES),
+    )
+    both = {name: loop[name] + paced[name] for name in ("failed", "requests", "remote")}
+    return dict(zip(UNITS, values, strict=True)), both
+
+
+def rows_of(found: Found) -> list[Row]:
+    """One row for each figure and each model of four groups. Only `FOUR` has a target."""
+    rows = []
+    for name in (FOUR, FOUR_OF_16):
+        for figure, unit in UNITS.items():
+            one, several = found[figure][ONE], found[figure][name]
+            ratio = median([b / a for a, b in zip(one, several, strict=True)])
+            blocks = "as many blocks" if name == FOUR else "four times as many blocks"
+            limit = TARGET if name == FOUR else None
+            held = row("", ratio, "", limit)
+            rows.append(
+                Row(
+                    metric=f"4 KV cache groups, {blocks}: {figure}",
+                    value=row("", median(several), "").value, unit=unit, peer="1 group",
+                    peer_value=row("", median(one), "").value, ratio=held.value,
+                    target=held.target and f"ratio {held.target}", ok=held.ok,
+                )
+            )  # fmt: skip
+    return rows
