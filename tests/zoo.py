@@ -1,7 +1,7 @@
 """`make zoo`: serve each model of the zoo, compare its answers with one engine's, print a table.
 
-`--save` writes the table to benchmarks/results/zoo.md. Other arguments go to pytest, as `-k Gemma`.
-Exit status: pytest's.
+`--save` writes the rows to benchmarks/results/zoo.md. Rows of models that were not served now stay.
+Other arguments go to pytest, as `-k Gemma`. Exit status: pytest's.
 """
 
 from __future__ import annotations
@@ -16,12 +16,17 @@ from benchmarks.report import RESULTS
 from tests.support.zoo import ZOO
 
 TESTS = "tests/integration/test_models.py"
-COLUMNS = ("cold", "chunked", "hit", "lora", "cancelled", "killed")
+COLUMNS = ("cold", "chunked", "hit", "lora", "cancelled", "killed", "tp2", "spec")
+HEAD = ("model", "prefilled", *COLUMNS, "commit")
+PAGE = RESULTS / "zoo.md"
 MEANINGS = """\
+# The zoo: answers of a cluster, and of one engine
+
 One cluster per row; random weights. `equal`: tokens and log probabilities are those of one plain
 vLLM engine (with a LoRA adapter: those of a local prefill). cold: no prefix is cached. chunked:
 prompts longer than a step. hit: a prefix on either side, or on both. cancelled: the client goes
-away. killed: the prefill worker dies in the middle. `-`: see the notes.
+away. killed: the prefill worker dies in the middle. tp2: the worker that prefills has two ranks
+(tensor parallelism). spec: both workers speculate by n-grams. `-`: see the notes.
 """
 
 
@@ -35,25 +40,42 @@ class Table:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         column, _, model = report.nodeid.partition("::test_")[2].rstrip("]").partition("[")
         if report.failed:
-            self.cells[model][column] = "DIFFERS"
+            self.cells[model][column] = "DIFFERS" if report.when == "call" else "FAILED"
         elif report.skipped and isinstance(report.longrepr, tuple):
             self.cells[model][column] = "-"
             self.notes[model].add(f"{column}: {report.longrepr[2].removeprefix('Skipped: ')}")
         elif report.when == "call":
             self.cells[model][column] = "equal"
 
-    def text(self) -> str:
-        """As Markdown, in the order of the zoo."""
-        lines = [
-            "| model | prefilled | " + " | ".join(COLUMNS) + " |",
-            "|---" * (len(COLUMNS) + 2) + "|",
-        ]
-        for name in (name for name in ZOO if name in self.cells):
-            where = f"locally ({ZOO[name].local})" if ZOO[name].local else "remotely"
-            cells = [self.cells[name].get(column, "") for column in COLUMNS]
-            lines.append("| " + " | ".join([name, where, *cells]) + " |")
-        lines += ["", *(f"- {name}, {note}." for name in ZOO for note in sorted(self.notes[name]))]
-        return "\n".join(lines).rstrip() + "\n"
+    def lines(self, name: str, commit: str) -> list[str]:
+        """The row of a model as Markdown, then its notes. They begin as `lines_of` expects."""
+        model, notes = ZOO[name], sorted(self.notes[name])
+        if not model.caches:
+            notes.append("hit: vLLM's CPU build has no prefix cache for it, so nothing is hit")
+        if model.mocked:
+            notes.append(f"what vLLM's CPU build cannot compute: mock engines in {model.mocked}")
+        where = f"locally ({model.local})" if model.local else "remotely"
+        cells = [self.cells[name].get(column, "") for column in COLUMNS]
+        return [_row(name, where, *cells, commit), *(f"- {name}: {note}." for note in notes)]
+
+
+def lines_of(page: str) -> dict[str, list[str]]:
+    """Return the lines of each model in a page that `page_of` made."""
+    starts = {name: (f"| {name} |", f"- {name}: ") for name in ZOO}
+    every = page.splitlines()
+    found = {name: [x for x in every if x.startswith(start)] for name, start in starts.items()}
+    return {name: lines for name, lines in found.items() if lines}
+
+
+def page_of(models: dict[str, list[str]]) -> str:
+    """Join the lines of the models, in the order of the zoo."""
+    rows = [models[name][0] for name in ZOO if name in models]
+    notes = [note for name in ZOO if name in models for note in models[name][1:]]
+    return "\n".join([_row(*HEAD), "|---" * len(HEAD) + "|", *rows, "", *notes]).rstrip() + "\n"
+
+
+def _row(*cells: str) -> str:
+    return "| " + " | ".join(cells) + " |"
 
 
 def main(args: list[str]) -> int:
@@ -61,12 +83,12 @@ def main(args: list[str]) -> int:
     code = pytest.main(
         [TESTS, "-m", "engine", *(a for a in args if a != "--save")], plugins=[table]
     )
-    text = table.text()
-    print(text)
+    commit = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], text=True).strip()
+    models = {name: table.lines(name, commit) for name in ZOO if name in table.cells}
+    print(page_of(models))
     if "--save" in args:
-        commit = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], text=True).strip()
-        page = f"# The zoo: answers of a cluster, and of one engine\n\n{MEANINGS}\n{text}"
-        (RESULTS / "zoo.md").write_text(f"{page}\nCommit {commit}.\n")
+        saved = lines_of(PAGE.read_text()) if PAGE.exists() else {}
+        PAGE.write_text(f"{MEANINGS}\n{page_of(saved | models)}")
     return int(code)
 
 

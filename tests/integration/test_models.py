@@ -2,69 +2,37 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import pytest
 
-from tests.support.cluster import Cluster
+from tests.support.drafts import FEW
 from tests.support.lora import lora_adapter
-from tests.support.oracle import Oracle
 from tests.support.prompts import (
-    Answer,
     ask,
     ask_all,
     forget_decode_prefixes,
     going_away,
     random_prompt,
-    truth,
 )
-from tests.support.zoo import ZOO, Model
+from tests.support.served import STEPS, TOLERANCE, Served, serving
+from tests.support.zoo import ZOO
 
 pytestmark = pytest.mark.engine
 
 SHORT_PROMPTS = (2, 33, 90, 200)
 LENGTHS = (*SHORT_PROMPTS, 700, 1500)
-STEPS = 6
-TOLERANCE = 1e-4
-ROUNDED = 0.1
 ADAPTER = "adapter"
 SHORT = ("Gemma 3", "Mistral")
 """The others are asked by `make zoo`."""
-
-
-@dataclass
-class Served:
-    name: str
-    model: Model
-    cluster: Cluster
-    oracle: Oracle
-
-    def check(self, prompts: list[list[int]], answers: list[Answer]) -> None:
-        expected = truth(self.oracle, prompts, STEPS)
-        for prompt, answer, (tokens, logprobs) in zip(prompts, answers, expected, strict=True):
-            what = f"{self.name}: prompt of {len(prompt)} tokens"
-            if self.model.dtype != "float32":  # rounding may change a token, and all after it
-                assert answer.logprobs[0] == pytest.approx(logprobs[0], abs=ROUNDED), what
-                continue
-            assert answer.tokens == tokens, what
-            assert answer.logprobs == pytest.approx(logprobs, abs=TOLERANCE), what
-
-    def check_paths(self, answers: list[Answer]) -> None:
-        """All were prefilled remotely, unless the zoo says that the model stays local, and why."""
-        told = [self.cluster.explain(answer.request_id) for answer in answers]
-        local = self.model.local
-        expected = ("local", local) if local else ("remote", "policy_always_remote")
-        assert {(t["path"], t["reason"]) for t in told} == {expected}
-
-    def check_bytes(self, prompts: list[list[int]], answers: list[Answer]) -> None:
-        """Of a latent cache each decode rank got one copy, whatever the number of heads."""
-        if not self.model.block_bytes:
-            return
-        for prompt, answer in zip(prompts, answers, strict=True):
-            blocks = -(-(len(prompt) - 1) // self.model.block_size)
-            sent = self.cluster.explain(answer.request_id)["kv_bytes"]
-            assert sent == blocks * self.model.block_bytes
+NGRAM = {
+    "method": "ngram", "num_speculative_tokens": 3,
+    "prompt_lookup_max": 4, "prompt_lookup_min": 1,
+}  # fmt: skip
+SPECULATE = f"--speculative-config={json.dumps(NGRAM)}"
+REPEATING = {"allowed_token_ids": list(FEW)}
+"""Answers of so few tokens repeat themselves, so some drafts are accepted."""
 
 
 @pytest.fixture(
@@ -74,30 +42,16 @@ class Served:
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
-    model = ZOO[request.param]
-    path = model.checkpoint()
-    flags = (f"--block-size={model.block_size}", f"--dtype={model.dtype}", *model.flags)
-    front = model.front
-    if not model.lora:
+    directory = tmp_path_factory.mktemp("zoo")
+    flags: tuple[str, ...] = ()
+    front: tuple[str, ...] = (SPECULATE,)  # to count drafts
+    if not ZOO[request.param].lora:
+        path = ZOO[request.param].checkpoint()
         adapter = lora_adapter(tmp_path_factory.mktemp("adapter") / ADAPTER, path, seed=0)
-        flags += ("--enable-lora", "--max-loras=2")
+        flags = ("--enable-lora", "--max-loras=2")
         front += ("--lora-modules", f"{ADAPTER}={adapter}")
-    # Ranks that compute a long prompt leave their main process no time for the usual 2 s.
-    cluster = Cluster(tmp_path_factory.mktemp("zoo"), path, kv_mib=192, lease_ttl_s=10)
-    plain = {"block_size": model.block_size, "dtype": model.dtype, **model.plain}
-    with Oracle(path, **plain) as oracle:
-        try:
-            cluster.start_servers()
-            cluster.launch("decode", *flags, *model.decode)
-            cluster.launch("prefill", *flags)
-            development = {"VLLM_SERVER_DEV_MODE": "1"}  # to empty a prefix cache
-            cluster.launch("frontend", *flags, *front, env=development)
-            cluster.wait_ready(*cluster.workers)
-            cluster.set_router(policy="always_remote")
-            yield Served(request.param, model, cluster, oracle)
-            assert not cluster.log_errors()
-        finally:
-            cluster.stop()
+    with serving(request.param, directory, flags=flags, front=front) as served:
+        yield served
 
 
 def test_cold(served: Served) -> None:
@@ -174,10 +128,37 @@ def test_cancelled(served: Served) -> None:
 
 
 def test_killed(served: Served) -> None:
-    """The last test of a model: the decode worker computes what its prefill worker did not."""
+    """The decode worker computes what its prefill worker did not."""
     cluster = served.cluster
     cluster.of("prefill")[0].arm("prefill.before_commit=kill@1")
     prompts = [random_prompt(length, seed=7) for length in (700, 1100)]
     served.check(prompts, ask_all(cluster, prompts, STEPS))
     assert cluster.of("prefill") == [] or served.model.local
+    cluster.assert_clean()
+
+
+@pytest.mark.long
+def test_tp2(served: Served) -> None:
+    """The kind of worker that prefills has two ranks."""
+    served.renew("decode" if served.model.local else "prefill", "--tensor-parallel-size=2")
+    prompts = [random_prompt(length, seed=10) for length in LENGTHS]
+    answers = ask_all(served.cluster, prompts, STEPS)
+    served.check(prompts, answers)
+    served.check_paths(answers)
+    longer = [prompt + random_prompt(130, seed=11) for prompt in prompts]
+    served.check(longer, ask_all(served.cluster, longer, STEPS))  # a hit on both sides
+    served.cluster.assert_clean()
+
+
+@pytest.mark.long
+def test_spec(served: Served) -> None:
+    """The last test of a model. Speculation does not change what a model answers to itself."""
+    cluster, steps = served.cluster, 24
+    served.renew("decode", SPECULATE)
+    served.renew("prefill", SPECULATE)
+    prompts = [random_prompt(length, seed=12) for length in (3, *LENGTHS[1:])]
+    answers = [ask(cluster, prompt, steps, **REPEATING) for prompt in prompts]
+    served.check(prompts, answers, steps, **REPEATING)
+    served.check_paths(answers)
+    assert cluster.counter("vllm:spec_decode_num_accepted_tokens_total") > 0
     cluster.assert_clean()

@@ -44,8 +44,9 @@ def ask(
     max_tokens: int = 6,
     client: openai.OpenAI | None = None,
     model: str = MODEL,
+    **sampling: object,
 ) -> Answer:
-    """One completion over HTTP. model: or the name of an adapter."""
+    """One completion over HTTP. model: or the name of an adapter. sampling: more parameters."""
     client = client or cluster.client()
     result = client.completions.create(
         model=model,
@@ -53,7 +54,7 @@ def ask(
         max_tokens=max_tokens,
         temperature=0,
         logprobs=1,
-        extra_body={"return_token_ids": True, "ignore_eos": True},
+        extra_body={"return_token_ids": True, "ignore_eos": True, **sampling},
     )
     choice = result.choices[0]
     details = result.usage.prompt_tokens_details if result.usage else None
@@ -122,10 +123,10 @@ def forget_decode_prefixes(cluster: Cluster, *, offloaded: bool = False) -> None
 
 
 def truth(
-    oracle: Oracle, prompts: Sequence[Sequence[int]], max_tokens: int
+    oracle: Oracle, prompts: Sequence[Sequence[int]], max_tokens: int, **sampling: object
 ) -> list[tuple[list[int], list[float]]]:
     """(tokens, their log probabilities) of each prompt by the aggregated engine, as `ask` asks."""
-    answers = oracle.generate(prompts, max_tokens, logprobs=1, ignore_eos=True)
+    answers = oracle.generate(prompts, max_tokens, logprobs=1, ignore_eos=True, **sampling)
     return [
         (a.token_ids, [step[t] for step, t in zip(a.logprobs or [], a.token_ids, strict=True)])
         for a in answers

@@ -47,7 +47,9 @@ class Model:
     dtype: what vLLM's CPU build takes.
     processor: of images, as in `random_checkpoint`.
     local: why the decode worker prefills its prompts. Empty: prefill workers do.
-    block_bytes: KV bytes that one block takes on all decode ranks. 0: not looked at."""
+    block_bytes: KV bytes that one block takes on all decode ranks. 0: not looked at.
+    mocked: the test that shows with mock engines, over vLLM's scheduler and its cache configuration
+    for such a model, what the CPU build cannot compute. Empty: it computes all."""
 
     config: str = ""
     model: str = ""
@@ -64,6 +66,7 @@ class Model:
     processor: dict[str, object] | None = None
     local: str = ""
     block_bytes: int = 0
+    mocked: str = ""
 
     def checkpoint(self) -> Path:
         """Directory of the checkpoint, made unless it is there."""

@@ -1,0 +1,114 @@
+"""A model of the zoo, served by a cluster, beside one plain engine that tells the truth."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.cluster import Cluster, Worker, until
+from tests.support.oracle import Oracle
+from tests.support.prompts import Answer, truth
+from tests.support.zoo import ZOO, Model
+
+STEPS = 6
+"""Tokens of an answer."""
+TOLERANCE = 1e-4
+"""Of log probabilities."""
+ROUNDED = 0.1
+"""The same, of a model that computes in 16 bits."""
+
+
+@dataclass
+class Served:
+    """name, model: of the zoo.
+
+    flags: of all processes."""
+
+    name: str
+    model: Model
+    cluster: Cluster
+    oracle: Oracle
+    flags: Sequence[str]
+
+    def launch(self, role: str, *more: str) -> Worker:
+        """Start a worker with the zoo's flags and these. Does not wait."""
+        own = self.model.decode if role == "decode" else ()
+        return self.cluster.launch(role, *self.flags, *own, *more)
+
+    def renew(self, role: str, *more: str) -> None:
+        """Replace the workers of a role by one with these flags more."""
+        old = self.cluster.of(role)
+        new = self.launch(role, *more)
+        self.cluster.wait_ready(new)
+        for worker in old:
+            assert worker.stop() == 0
+        until(lambda: self._known(role) == {new.instance_id}, 30.0, f"one {role} worker is left")
+
+    def _known(self, role: str) -> set[str]:
+        return {w["instance_id"] for w in self.cluster.status()["workers"] if w["role"] == role}
+
+    def check(
+        self, prompts: list[list[int]], answers: list[Answer], steps: int = STEPS, **sampling: Any
+    ) -> None:
+        """Assert that the plain engine answers the same.
+
+        steps, sampling: what the cluster was asked with, as for `ask`."""
+        expected = truth(self.oracle, prompts, steps, **sampling)
+        for prompt, answer, (tokens, logprobs) in zip(prompts, answers, expected, strict=True):
+            what = f"{self.name}: prompt of {len(prompt)} tokens"
+            if self.model.dtype != "float32":  # rounding may change a token, and all after it
+                assert answer.logprobs[0] == pytest.approx(logprobs[0], abs=ROUNDED), what
+                continue
+            assert answer.tokens == tokens, what
+            assert answer.logprobs == pytest.approx(logprobs, abs=TOLERANCE), what
+
+    def check_paths(self, answers: list[Answer]) -> None:
+        """All were prefilled remotely, unless the zoo says that the model stays local, and why."""
+        told = [self.cluster.explain(answer.request_id) for answer in answers]
+        local = self.model.local
+        expected = ("local", local) if local else ("remote", "policy_always_remote")
+        assert {(t["path"], t["reason"]) for t in told} == {expected}
+
+    def check_bytes(self, prompts: list[list[int]], answers: list[Answer]) -> None:
+        """Of a latent cache each decode rank got one copy, whatever the number of heads."""
+        if not self.model.block_bytes:
+            return
+        for prompt, answer in zip(prompts, answers, strict=True):
+            blocks = -(-(len(prompt) - 1) // self.model.block_size)
+            sent = self.cluster.explain(answer.request_id)["kv_bytes"]
+            assert sent == blocks * self.model.block_bytes
+
+
+@contextmanager
+def serving(
+    name: str, directory: Path, flags: Sequence[str] = (), front: Sequence[str] = ()
+) -> Iterator[Served]:
+    """Serve a model of the zoo by one worker of each kind that prefills every prompt remotely.
+
+    flags: of all processes. front: of the frontend. Both are added to the zoo's. At the end no
+    process may have logged an error."""
+    model = ZOO[name]
+    path = model.checkpoint()
+    common = (f"--block-size={model.block_size}", f"--dtype={model.dtype}", *model.flags, *flags)
+    # Ranks that compute a long prompt leave their main process no time for the usual 2 s.
+    cluster = Cluster(directory, path, kv_mib=192, lease_ttl_s=10)
+    plain = {"block_size": model.block_size, "dtype": model.dtype, **model.plain}
+    with Oracle(path, **plain) as oracle:
+        try:
+            served = Served(name, model, cluster, oracle, common)
+            cluster.start_servers()
+            for role in ("decode", "prefill"):
+                served.launch(role)
+            development = {"VLLM_SERVER_DEV_MODE": "1"}  # to empty a prefix cache
+            cluster.launch("frontend", *common, *model.front, *front, env=development)
+            cluster.wait_ready(*cluster.workers)
+            cluster.set_router(policy="always_remote")
+            yield served
+            assert not cluster.log_errors()
+        finally:
+            cluster.stop()
