@@ -2,7 +2,8 @@
 
 Decode workers with blocks of 32 and of 96 tokens share one prefill worker with blocks of 64. The
 frontend alternates between them. So a prompt that is asked twice is computed for both of them. All
-pieces of blocks have 32 tokens. The windows of the models have 96 tokens.
+pieces of blocks have 32 tokens. The windows of the models have 96 tokens. No row has a model with
+MLA: vLLM's CPU kernel for it has blocks of 16 tokens on both sides (test_mla.py).
 """
 
 from __future__ import annotations

@@ -144,9 +144,15 @@ class WindowEngine:
             first = 0 if window is None else max(0, computed - window + 1)
             for token in range(first, computed):
                 assert self._at(group, token) == (group, token), "what a window sees"
-            for token in range(computed, computed + count):
+        self.fill(computed, count)
+
+    def fill(self, first: int, count: int) -> None:
+        """Put the KV of these tokens into the blocks that are there."""
+        for group, table in enumerate(self.tables):
+            for token in range(first, first + count):
                 at, inside = divmod(token, self.size)
-                self.memory[self.tables[group][at]][inside] = (group, token)
+                if table[at] != NULL:
+                    self.memory[table[at]][inside] = (group, token)
 
     def _at(self, group: int, token: int) -> Label:
         return self.memory[self.tables[group][token // self.size]][token % self.size]

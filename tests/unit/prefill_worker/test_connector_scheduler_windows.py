@@ -6,6 +6,7 @@ block as soon as it is free.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import gcd
 
@@ -37,6 +38,7 @@ class Case:
     chunk: tokens of a step.
     served, decode_served: lengths of prompts that were computed before, here and there.
     lost, decode_lost: which of their cached blocks other requests have taken since.
+    offloaded: tokens of the prompt that vLLM has offloaded here. 0: it offloads nothing.
     others: how many free blocks other requests take after each step.
     late: how many steps a copy takes.
     preempted: before which step the request is preempted. 0: never."""
@@ -50,9 +52,23 @@ class Case:
     decode_served: list[int] = field(default_factory=list)
     lost: list[int] = field(default_factory=list)
     decode_lost: list[int] = field(default_factory=list)
+    offloaded: int = 0
     others: int = 0
     late: int = 0
     preempted: int = 0
+
+
+@dataclass
+class Tier:
+    """`engine.tier.Tier`, which has the first `tokens` tokens of the prompt."""
+
+    tokens: int
+
+    def hit(self, request: FakeRequest, hit_tokens: int) -> int:
+        return 0 if request.skip_reading_prefix_cache else max(0, self.tokens - hit_tokens)
+
+    def claim(self, blocks: Iterable[int]) -> None:
+        """Nothing is stored."""
 
 
 class Handoff:
@@ -110,6 +126,10 @@ class Handoff:
         self.side = ConnectorScheduler(context, self.prefill.size)
         self.side.bind_manager(self.prefill)
         self.side.bind_kept(self.prefill.kept)
+        size = self.prefill.size
+        self.tier = Tier(min(self.case.offloaded, tokens - 1) // size * size)
+        if self.case.offloaded:
+            self.side.tier = self.tier  # type: ignore[assignment]
         hashes = self.prefill.hashes(tokens)
         self.request = FakeRequest(task.request_id, task.token_ids, block_hashes=hashes)
         self._admit()
@@ -144,10 +164,13 @@ class Handoff:
                 break
             self._step(0, 0)
         external = 0 if skip or external is None else external
-        self.prefill.start(hit, external)
+        offloaded = 0 if external else self.tier.hit(self.request, hit)
+        self.prefill.start(hit, external + offloaded)
         self.external = external
         self.side.allocated(self.request, self.prefill.get_block_ids("j.1"), external)
-        self.request.num_computed_tokens = hit + external
+        self.request.num_computed_tokens = hit + external + offloaded
+        self.prefill.fill(hit, offloaded)
+        self.prefill.cache(hit + offloaded)
         if external:
             self._step(0, 0)
             self.link.flush()
@@ -219,6 +242,7 @@ def cases(draw: st.DrawFn) -> Case:
         decode_served=draw(prompts),
         lost=draw(LOST),
         decode_lost=draw(LOST),
+        offloaded=draw(st.integers(0, 50)),
         others=draw(st.sampled_from([0, 1, 5, ALL])),
         late=draw(st.integers(0, 3)),
         preempted=draw(st.integers(0, 3)),
@@ -263,3 +287,9 @@ def test_a_hit_is_read_from_the_block_on_where_the_window_begins_here(lost: bool
     assert job is not None
     assert (job.hit_tokens, job.read_from) == (28, (0, 9 if lost else 8))
     assert handoff.external == (0 if lost else 28)
+
+
+def test_so_it_is_if_vllm_has_offloaded_the_rest_of_the_prompt() -> None:
+    handoff = Handoff(Case(ours=2, theirs=8, windows=(8,), tokens=37, offloaded=36, chunk=9))
+    assert handed_over(handoff)
+    assert (handoff.asked, handoff.request.skip_reading_prefix_cache) == (2, True)
