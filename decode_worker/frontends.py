@@ -19,13 +19,15 @@ _MOST_STATS = 1000
 class Frontend:
     """One connection.
 
-    clogged: its send queue is full, because the frontend does not read."""
+    clogged: its send queue is full, because the frontend does not read.
+    follows: it wants to know which blocks are stored and removed."""
 
     identity: bytes
     index: int
     last_seen: float
     name: str = ""
     clogged: bool = False
+    follows: bool = False
     requests: set[str] = field(default_factory=set)
 
     def silent(self, now: float) -> bool:

@@ -27,12 +27,13 @@ from pullfill.errors import BadMessage
 from pullfill.net.security import ClusterKey
 from pullfill.runtime import failpoints, log
 from pullfill.wire import ExplainRecord
+from pullfill.wire.prefix import PrefixFollow
 
 if TYPE_CHECKING:
     from pullfill.engine.host import EngineHost
 
 logger = log.get("decode_worker.request_server")
-_WITH_PAYLOAD = (front_wire.HELO, front_wire.ADD, front_wire.ABRT, front_wire.UTIL)
+_WITHOUT_PAYLOAD = (front_wire.PING, front_wire.BYE)
 
 
 class RequestServer:
@@ -73,6 +74,7 @@ class RequestServer:
         self._key = key
         self._gate: CurveAuth | None = None
         self.intake = Intake(lambda work, wake: host.submit(work, wake=wake), lambda: host.stepping)
+        self.on_follow: Callable[[bytes, PrefixFollow], object] = lambda identity, message: None
         self._stats = HeldStats()
         self._first = False
         self.draining = False
@@ -165,7 +167,7 @@ class RequestServer:
 
     def _dispatch(self, identity: bytes, kind: bytes, payload: list[Any]) -> None:
         frontend = self._frontends.get(identity)
-        if not payload and kind in _WITH_PAYLOAD:
+        if not payload and kind not in _WITHOUT_PAYLOAD:
             raise BadMessage(f"{kind!r} without a payload")
         if kind == front_wire.HELO:
             self._greet(identity, wire.decode(payload[0].bytes, front_wire.FrontendHello))
@@ -185,6 +187,9 @@ class RequestServer:
             self._send(frontend, front_wire.PONG)
         elif kind == front_wire.UTIL:
             self._utility(frontend, payload)
+        elif kind == front_wire.FOLW:
+            frontend.follows = True
+            self.on_follow(identity, wire.decode(payload[0].bytes, PrefixFollow))
         elif kind == front_wire.BYE:
             self._drop(frontend, "left")
         else:
@@ -340,12 +345,10 @@ class RequestServer:
         for made in map(vllm_outputs.stats_outputs, held):
             self._send_out(frontend, made)
 
-    def tell(self, *parts: Any, to: bytes | None = None) -> None:
-        """Send a message to all frontends. to: only to the one with this identity, if it is here.
-
-        Never blocks."""
+    def tell(self, *parts: Any, to: Callable[[Frontend], bool] = lambda _: True) -> None:
+        """Send a message to all frontends, or to some of them. Never blocks."""
         for frontend in list(self._frontends.values()):
-            if to in (None, frontend.identity):
+            if to(frontend):
                 self._send(frontend, *parts)
 
     def check_silent(self) -> None:

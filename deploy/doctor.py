@@ -151,6 +151,7 @@ def cluster(ref: ClusterRef) -> Iterator[Finding]:
         return
     yield from fit(workers)
     yield from pairs(workers)
+    yield from prefixes(ref, workers)
     yield from _compared(ref)
     yield from _keys(ref, workers)
     if not any(w.role == "frontend" for w in workers) and not any(members.frontend_urls(ref)):
@@ -203,6 +204,26 @@ def pairs(workers: Sequence[WorkerRecord]) -> Iterator[Finding]:
             why = "; ".join(f"not {reason}" for reason in route.get("why_not_better", ()))
             what = "{} writes to {} over {}".format(*names, route.get("transport"))
             yield Finding(OK, what, why)
+
+
+def prefixes(ref: ClusterRef, workers: Sequence[WorkerRecord]) -> Iterator[Finding]:
+    """Tell which frontends do not know the cached blocks of which decode workers."""
+    known = set[str]()
+    for frontend in (w for w in workers if w.role == "frontend" and w.http):
+        try:
+            _, status = members.ask_frontend(ref, f"{frontend.http}/pullfill/status")
+        except UnavailableError:
+            continue
+        rows = status.get("workers", ()) if isinstance(status, dict) else ()
+        for row in rows:
+            prefix = row.get("routing", {}).get("prefix", {})
+            if prefix.get("state") == "warm":
+                known.add(row["instance_id"])
+            if trouble := prefix.get("trouble"):
+                what = f"{frontend.instance_id} does not know what {row['instance_id']} has cached"
+                yield Finding(WARN, what, trouble)
+    if known:
+        yield Finding(OK, f"frontends know the cached blocks of {len(known)} decode worker(s)")
 
 
 def _compared(ref: ClusterRef) -> Iterator[Finding]:

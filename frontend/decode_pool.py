@@ -22,6 +22,7 @@ from pullfill.errors import BadMessage
 from pullfill.frontend import metrics
 from pullfill.frontend.decode_connection import ConnectionState, DecodeConnection, process_of
 from pullfill.frontend.dispatch import Dispatcher
+from pullfill.frontend.prefixes import Prefixes
 from pullfill.net.security import ClusterKey
 from pullfill.registry.directory import Directory
 from pullfill.runtime import log
@@ -43,6 +44,9 @@ class WorkerPool:
 
     names: a worker serves our model if its `model` or `model_path` is one of these.
     key: the cluster key, if the cluster has one.
+    prefix_blocks: how many blocks of workers' prefix caches are kept (`Prefixes`).
+
+    prefixes: which worker holds which blocks.
     """
 
     def __init__(
@@ -51,7 +55,9 @@ class WorkerPool:
         hello: front_wire.FrontendHello,
         names: Sequence[str],
         key: ClusterKey | None = None,
+        prefix_blocks: int = 0,
     ) -> None:
+        self.prefixes = Prefixes(prefix_blocks)
         self._directory = directory
         self._hello = hello
         self._names = frozenset(names)
@@ -117,6 +123,11 @@ class WorkerPool:
         connection = self._connections.get(instance_id)
         return connection.state if connection is not None else None
 
+    def load_of(self, instance_id: str) -> tuple[front_wire.LoadReport | None, float]:
+        """Return `load` and `load_at` of the worker's connection. None: it has told nothing."""
+        connection = self._connections.get(instance_id)
+        return (connection.load, connection.load_at) if connection is not None else (None, 0.0)
+
     # ---------------------------------------------------------------- registry
 
     def refresh(self) -> None:
@@ -175,6 +186,7 @@ class WorkerPool:
         if self._lost.get(connection.instance_id) == connection.process:
             del self._lost[connection.instance_id]
         self._update()
+        self.prefixes.follow(connection, connection.heard_at)
         self._dispatcher.on_ready(connection)
 
     def on_draining(self, connection: DecodeConnection) -> None:
@@ -192,6 +204,7 @@ class WorkerPool:
         if connection.flights or connection.record.state is WorkerState.READY:
             _log.warning("decode worker %s is lost: %s", connection.instance_id, reason)
         self._update()
+        self.prefixes.forget(connection, connection.heard_at)
         if died:
             self._lost[connection.instance_id] = connection.process
         self._dispatcher.on_lost(connection, reason, died)
@@ -199,7 +212,10 @@ class WorkerPool:
 
     def on_message(self, connection: DecodeConnection, kind: bytes, frames: list[Any]) -> None:
         try:
-            self._dispatcher.on_message(connection, kind, frames)
+            if kind == front_wire.BLKS and len(frames) == 1:
+                self.prefixes.take(connection, frames[0].buffer, connection.heard_at)
+            else:
+                self._dispatcher.on_message(connection, kind, frames)
         except BadMessage:
             metrics.BAD_MESSAGES.inc()
             raise
@@ -238,4 +254,5 @@ class WorkerPool:
                     connection.lose(f"it answered nothing for {HUNG_S:g} s")
                 elif connection.flights or number % IDLE_TICKS == 0:
                     connection.send(front_wire.PING)
+            self.prefixes.tick(now)
             metrics.IN_FLIGHT.set(self._dispatcher.in_flight)

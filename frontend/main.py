@@ -233,6 +233,7 @@ class _Frontend:
                 hello,
                 (*prepared.names, options.model),
                 cluster.security.cluster.load(),
+                options.prefix_index_blocks,
             )
             explain = ExplainStore()
             board = SuspectBoard(

@@ -40,3 +40,18 @@ BAD_MESSAGES = Counter(
     "pullfill_frontend_bad_messages", "Messages of decode workers that could not be read"
 )
 IN_FLIGHT = Gauge("pullfill_frontend_in_flight", "Engine requests submitted and not ended")
+PREFIX_BLOCKS = Gauge(
+    "pullfill_prefix_index_blocks", "Different blocks that decode workers hold, as far as known"
+)
+PREFIX_EVENTS = Counter(
+    "pullfill_prefix_events", "Blocks stored and removed, as decode workers have told"
+)
+PREFIX_GAPS = Counter(
+    "pullfill_prefix_gaps",
+    "What was healed in the index of blocks: gaps (events were missing), snapshots, restarts (of a "
+    "worker's numbers), duplicates, differences (all events came, yet the blocks differed)",
+    ["what"],
+)
+PREFIX_MISSING = Gauge(
+    "pullfill_prefix_missing_workers", "Decode workers whose cached blocks are not known"
+)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, generate_latest
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -63,6 +66,8 @@ class Admin:
         if not prefill:
             reasons.append(NO_PREFILL)
         away = await self.view.reasons()
+        unknown = self.pool.prefixes.troubles(asyncio.get_running_loop().time())
+        away += [f"{name}: {trouble}" for name, trouble in unknown.items()]
         reasons += away + self.pool.refusals() + reasons_of(records)
         body = {
             "ready": ok,
@@ -75,7 +80,26 @@ class Admin:
 
     async def status(self, _: Request) -> Response:
         rows = {row["fingerprint"]: row for row in (*self.suspected(), *self.refused())}
-        return JSONResponse({**await self.view.status(), "suspects": list(rows.values())})
+        status = await self.view.status()
+        self._add_routing(status["workers"])
+        return JSONResponse({**status, "suspects": list(rows.values())})
+
+    def _add_routing(self, workers: list[dict[str, Any]]) -> None:
+        """Add what this frontend knows of decode workers when it chooses one."""
+        now = asyncio.get_running_loop().time()
+        troubles = self.pool.prefixes.troubles(now)
+        for row in workers:
+            if row["role"] != "decode":
+                continue
+            name = row["instance_id"]
+            load, load_at = self.pool.load_of(name)
+            row["routing"] = {
+                "load": msgspec.to_builtins(load),
+                "load_age_s": now - load_at if load else None,
+                "prefix": self.pool.prefixes.status(name, now),
+            }
+            if name in troubles:
+                row["troubles"].append(troubles[name])
 
     async def request(self, request: Request) -> Response:
         request_id = request.path_params["request_id"]

@@ -298,6 +298,13 @@ class FrontendOptions(RoleOptions):
         least=1,
         up=True,
     )
+    prefix_index_blocks: int = flag(
+        1 << 20,
+        "Cached blocks of decode workers that a frontend remembers; 0: none",
+        metavar="N",
+        least=0,
+        up=True,
+    )
     restart_wait_s: float = flag(
         0.0,
         "How long a request whose decode worker died waits for one that is being started",

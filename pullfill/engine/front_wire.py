@@ -9,7 +9,9 @@ ZMQ DEALER (frontend) → ROUTER (decode worker, bound at `WorkerRecord.data`). 
     ABRT  list[request id]                         EXPL  list[ExplainRecord]
     UTIL  (call_id, method, args) frames           LAST  EXPL's and OUT's, of requests that end
                                                    BACK  list[request id]: given up, send elsewhere
-                                                   LOAD  LoadReport, when it has changed
+    FOLW  PrefixFollow                             LOAD  LoadReport, when it has changed
+                                                   BLKS  PrefixEvents or PrefixPage, to those that
+                                                         have sent FOLW
     PING  every PING_INTERVAL_S, idle every 2nd    PONG
     BYE                                            DRAIN takes no new requests
                                                    GONE  the worker had dropped this frontend
@@ -60,6 +62,8 @@ EXPL = b"EXPL"
 LAST = b"LAST"
 BACK = b"BACK"
 LOAD = b"LOAD"
+FOLW = b"FOLW"
+BLKS = b"BLKS"
 PING = b"PING"
 PONG = b"PONG"
 DRAIN = b"DRAIN"
@@ -117,7 +121,10 @@ class LoadReport(Message, frozen=True, kw_only=True):
 
 
 class DecodeWelcome(Message, frozen=True, kw_only=True):
-    """The decode worker takes requests."""
+    """The decode worker takes requests.
+
+    prefix_block_size: tokens of a block of the prefix cache, whose changes can be followed. 0: they
+    cannot. no_prefix_events: why not, though the worker has a prefix cache."""
 
     v: Version = WIRE_VERSION
     decode_instance: Id
@@ -127,6 +134,8 @@ class DecodeWelcome(Message, frozen=True, kw_only=True):
     block_size: Count
     supported_tasks: list[Text]
     load: LoadReport | None = None
+    prefix_block_size: Count = 0
+    no_prefix_events: Text = ""
 
 
 def refuse_hello(hello: FrontendHello, *, vllm_version: str, models: Sequence[str]) -> str | None:

@@ -20,6 +20,7 @@ is removed, and mean nothing to other processes.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -115,11 +116,22 @@ def origin(stored: Stored) -> tuple[str, int]:
 
 
 class KvEvents:
-    """The events of one engine. `switch_on` before the engine is built, then `attach`."""
+    """The events of one engine. `switch_on` before the engine is built, then `attach`.
+
+    take: called with the changes of each step, on the engine thread. It must not block or raise.
+    block_size: tokens of a block. 0: there are no events.
+    missing: why there are no events, though the engine has a prefix cache."""
 
     def __init__(self) -> None:
+        self.take: Callable[[list[Change]], None] = lambda changes: None
         self._ints = False
+        self._scheduler: Any = None
         self.places = Places({}, 0)
+        self.missing = ""
+
+    @property
+    def block_size(self) -> int:
+        return self.places.block_size
 
     def switch_on(self, config: Any) -> None:
         """Have vLLM collect events in the engine that is built next. config: its VllmConfig.
@@ -134,29 +146,34 @@ class KvEvents:
         self._ints = bool(getattr(envs, _INTS, False))
         os.environ[_INTS] = "0"  # only a whole hash can be looked up in the prefix cache
 
-    def attach(self, core: Any, take: Callable[[list[Change]], None]) -> str:
-        """Have `take` called with the changes of each step, on the engine thread.
-
-        Returns why there are none. Empty: there are.
-
-        core: vLLM's EngineCore, before its first step. take: must not block or raise."""
+    def attach(self, core: Any) -> None:
+        """Get the events from now on. core: vLLM's EngineCore, before its first step."""
         from vllm.distributed.kv_events import BlockStored
         from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
         scheduler = core.scheduler
         pool = scheduler.kv_cache_manager.block_pool
         if not pool.enable_caching:
-            return "prefix caching is off"
-        if missing := _FIELDS.difference(BlockStored.__struct_fields__):
-            return f"this release of vLLM tells no {min(missing)} of a stored block"
+            return
         convert: Any = maybe_convert_block_hash
-        if not isinstance(convert(b"handle"), bytes):
-            return f"{_INTS} was read before pullfill set it"
-        self.places = places_of(scheduler.kv_cache_config)
-        scheduler.kv_event_publisher = Publisher(
-            scheduler.kv_event_publisher, pool, self.places, take, ints=self._ints
-        )
-        return ""
+        if untold := _FIELDS.difference(BlockStored.__struct_fields__):
+            self.missing = f"this release of vLLM tells no {min(untold)} of a stored block"
+        elif not isinstance(convert(b"handle"), bytes):
+            self.missing = f"{_INTS} was read before pullfill set it"
+        else:
+            self.places = places_of(scheduler.kv_cache_config)
+            self._scheduler = scheduler
+            scheduler.kv_event_publisher = Publisher(
+                scheduler.kv_event_publisher, pool, self, ints=self._ints
+            )
+
+    def look(self) -> None:
+        """Take events that came without a step, e.g. of `reset_prefix_cache`. Engine thread."""
+        if self._scheduler is None:
+            return
+        manager = self._scheduler.kv_cache_manager
+        if manager.block_pool.kv_event_queue:
+            self._scheduler.kv_event_publisher.publish_now(manager.take_events())
 
 
 class Publisher:
@@ -164,27 +181,22 @@ class Publisher:
 
     theirs: vLLM's publisher of the user's configuration. It gets every event.
     pool: vLLM's BlockPool.
+    events: whose `take` is called.
     ints: whether the user's publisher gets hashes as integers."""
 
-    def __init__(
-        self,
-        theirs: Any,
-        pool: Any,
-        places: Places,
-        take: Callable[[list[Change]], None],
-        *,
-        ints: bool,
-    ) -> None:
+    def __init__(self, theirs: Any, pool: Any, events: KvEvents, *, ints: bool) -> None:
         from vllm.distributed import kv_events
         from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
         self._theirs = None if isinstance(theirs, kv_events.NullEventPublisher) else theirs
         self._pool = pool
-        self._places = places
-        self._take = take
+        self._events = events
+        self._places = events.places
         self._ints = ints
         self._key = make_block_hash_with_group_id
+        self._batch = kv_events.KVEventBatch
         self._stored, self._removed = kv_events.BlockStored, kv_events.BlockRemoved
+        self._kinds = (self._stored, self._removed)
         self._cleared = kv_events.AllBlocksCleared
         self._own, self._offloaded = kv_events.MEDIUM_GPU, kv_events.MEDIUM_CPU
         self.get_publisher_config = theirs.get_publisher_config
@@ -192,49 +204,61 @@ class Publisher:
     def publish(self, batch: Any) -> None:
         """Take the events of one step. batch: vLLM's KVEventBatch."""
         changes: list[Change] = []
+        gone: list[bytes] = []
+        gone_from = 0
         for event in batch.events:
-            if (change := self._change(event)) is not None:
-                changes.append(change)
+            kind = type(event)
+            place = self._place(event) if kind in self._kinds else 0
+            if kind is self._removed and place:
+                if place != gone_from:  # vLLM tells of each removed block alone
+                    gone, gone_from = [], place
+                    changes.append(Removed(place, gone))
+                gone += self._lost(event)
+                continue
+            gone_from = 0
+            if kind is self._stored and place and self._fits(event):
+                changes.append(
+                    Stored(place, event.block_hashes, event.parent_block_hash, event.token_ids,
+                           event.lora_name or "", event.extra_keys)
+                )  # fmt: skip
+            elif kind is self._cleared:
+                changes.append(Cleared())
         if changes:
-            self._take(changes)
+            self._events.take(changes)
         if self._theirs is not None:
             if self._ints:
                 batch.events = [_with_ints(event) for event in batch.events]
             self._theirs.publish(batch)
+
+    def publish_now(self, events: list[Any]) -> None:
+        """As `publish`, with the time of now."""
+        self.publish(self._batch(ts=time.time(), events=events))
 
     def shutdown(self) -> None:
         """End the user's publisher."""
         if self._theirs is not None:
             self._theirs.shutdown()
 
-    def _change(self, event: Any) -> Change | None:
-        kind = type(event)
-        if kind is not self._removed and kind is not self._stored:
-            return Cleared() if kind is self._cleared else None
-        bit = self._places.bits.get(event.group_idx)
-        if bit is None:
-            return None
+    def _place(self, event: Any) -> int:
+        """Return the bit of the event's group and memory. 0: its blocks do not count."""
+        bit = self._places.bits.get(event.group_idx, 0)
         medium = event.medium
-        if medium != self._own:
-            if medium != self._offloaded:
-                return None
-            bit <<= len(self._places.bits)
-        handles = event.block_hashes
-        if kind is self._removed:
-            if medium == self._own:
-                handles = [h for h in handles if not self._cached(h, event.group_idx)]
-            return Removed(bit, handles) if handles else None
-        tokens = event.token_ids
-        if tokens and len(tokens) != len(handles) * self._places.block_size:
-            return None  # a part of a block, or blocks that a window has left out
-        return Stored(
-            bit, handles, event.parent_block_hash, tokens, event.lora_name or "", event.extra_keys
-        )
+        if medium == self._own:
+            return bit
+        return bit << len(self._places.bits) if medium == self._offloaded else 0
 
-    def _cached(self, handle: bytes, group: int) -> bool:
-        """Whether another block still has the same content. vLLM's event does not tell."""
-        blocks = self._pool.cached_block_hash_to_block
-        return blocks.get_one_block(self._key(handle, group)) is not None
+    def _fits(self, event: Any) -> bool:
+        """Whether each block has its tokens. Not so for a part of a block, or in a window."""
+        tokens = len(event.token_ids)
+        return tokens == len(event.block_hashes) * self._places.block_size or not tokens
+
+    def _lost(self, event: Any) -> Sequence[bytes]:
+        """Return which blocks are gone. vLLM's event does not tell of another copy of a block."""
+        handles: Sequence[bytes] = event.block_hashes
+        if event.medium != self._own:
+            return handles
+        find, group = self._pool.cached_block_hash_to_block.get_one_block, event.group_idx
+        return [one for one in handles if find(self._key(one, group)) is None]
 
 
 def _with_ints(event: Any) -> Any:

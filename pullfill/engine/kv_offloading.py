@@ -67,3 +67,10 @@ def check_model(config: Any) -> None:
             "--kv-offloading-size needs vLLM's prefix caching, which is off, by a flag or because "
             "vLLM has none for this model: leave it out"
         )
+
+
+def size_of(config: Any) -> int:
+    """Return the bytes of memory that vLLM offloads KV to. config: its VllmConfig."""
+    extra = config.kv_transfer_config.kv_connector_extra_config
+    tiers = [c for c in extra.get("connectors", ()) if c["kv_connector"] == "Tier"]
+    return sum(int(c["kv_connector_extra_config"]["cpu_bytes_to_use"]) for c in tiers)

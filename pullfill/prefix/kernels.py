@@ -14,6 +14,8 @@ import numba
 import numpy as np
 from numba import types
 
+from pullfill.prefix import llvm as llvm
+
 _F = TypeVar("_F", bound=Callable[..., Any])
 U64 = types.uint64
 I64 = types.int64

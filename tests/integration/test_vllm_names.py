@@ -160,3 +160,12 @@ def test_no_name_that_is_reached_through_an_object_is_forgotten() -> None:
     listed = {use.name[1].rpartition(".")[2] for use in used}
     forgotten = (read.keys() & theirs) - ours - listed - OTHERS
     assert {name: read[name] for name in forgotten} == {}, "pullfill/engine/names/reached.py"
+
+
+def test_vllms_search_for_kernels_passes_the_modules_of_numba() -> None:
+    """Otherwise no CPU engine starts in a process that knows the prefix index."""
+    from vllm.triton_utils import dispatcher
+
+    import pullfill.prefix.index  # noqa: F401
+
+    dispatcher._rebind_kernels([(lambda: None, object())])  # type: ignore[list-item]

@@ -61,6 +61,7 @@ class FakeDecode:
     slots: number of requests that it works on at a time. 0: any. The others wait in its queue, and
     it does not die of those.
     load: what its welcome says of its load.
+    prefix_block_size: as its welcome says. It never tells a block.
     """
 
     instance_id: str = "decode-fake"
@@ -75,6 +76,7 @@ class FakeDecode:
     fatal_length: int = 0
     slots: int = 0
     load: front_wire.LoadReport | None = None
+    prefix_block_size: int = 0
     max_model_len: int = 4096
     cached_tokens: int = 0
     added: list[Request] = field(default_factory=list)
@@ -237,6 +239,7 @@ class FakeDecode:
             block_size=16,
             supported_tasks=["generate"],
             load=self.load,
+            prefix_block_size=self.prefix_block_size,
         )
         self._send(identity, front_wire.HELO, wire.encode(welcome))
 

@@ -79,13 +79,16 @@ async def until(condition: Callable[[], bool]) -> None:
 
 @asynccontextmanager
 async def rig(
-    *workers: FakeDecode, restart_wait_s: float = 0.0, board: Any = None
+    *workers: FakeDecode,
+    restart_wait_s: float = 0.0,
+    board: Any = None,
+    prefix_blocks: int = 0,
 ) -> AsyncIterator[Rig]:
     directory = FakeDirectory(*(worker.start().record for worker in workers))
     hello = front_wire.FrontendHello(
         frontend_instance="frontend-t", vllm_version=check.require_version(), model="m"
     )
-    pool = WorkerPool(directory, hello, ["m"])
+    pool = WorkerPool(directory, hello, ["m"], prefix_blocks=prefix_blocks)
     explain, sink = ExplainStore(), Sink()
     dispatcher = Dispatcher(
         PlainCodec(),

@@ -78,11 +78,13 @@ REACHED = {
     "vllm.v1.core.block_pool.BlockHashToBlockMap": "get_one_block",
     "vllm.v1.core.block_pool.BlockPool": (
         "blocks cached_block_hash_to_block enable_caching get_cached_block get_num_free_blocks "
-        "hash_block_size num_gpu_blocks"
+        "hash_block_size kv_event_queue num_gpu_blocks"
     ),
     "vllm.v1.core.kv_cache_coordinator.KVCacheCoordinator": "single_type_managers",
     "vllm.v1.core.kv_cache_manager.KVCacheBlocks": "get_block_ids",
-    "vllm.v1.core.kv_cache_manager.KVCacheManager": "block_pool coordinator get_blocks",
+    "vllm.v1.core.kv_cache_manager.KVCacheManager": (
+        "block_pool coordinator get_blocks take_events"
+    ),
     "vllm.v1.core.kv_cache_utils.KVCacheBlock": "block_id",
     "vllm.v1.core.sched.output.CachedRequestData": "num_computed_tokens req_ids",
     "vllm.v1.core.sched.output.NewRequestData": ("num_computed_tokens prefill_token_ids req_id"),

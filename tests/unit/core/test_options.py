@@ -53,7 +53,13 @@ GIVEN: dict[str, RoleOptions] = {
     ),
     "prefill": WorkerOptions(**SHARED, **WORKER, kv_credits=8 << 20, standing_links=9),
     "frontend": FrontendOptions(
-        **SHARED, port=10, own_port=12, max_inflight=11, restart_wait_s=4.5, advertise="https://h"
+        **SHARED,
+        port=10,
+        own_port=12,
+        max_inflight=11,
+        restart_wait_s=4.5,
+        prefix_index_blocks=13,
+        advertise="https://h",
     ),
 }
 CLUSTER = ClusterOptions(state_dir="d", etcd="e", nats="n", namespace="ns", security="s")

@@ -80,6 +80,26 @@ def test_many_pairs_are_cut_short() -> None:
     assert "more" in found[-1].what
 
 
+def test_workers_whose_cached_blocks_frontends_do_not_know() -> None:
+    def found(**prefix: str) -> list[tuple[str, str, str]]:
+        told = {"workers": [{"instance_id": "decode-a", "routing": {"prefix": prefix}}, {}]}
+        answer = {"/pullfill/status": (200, told)}
+        with serving(lambda path, _: answer.get(path, (404, {}))) as url:
+            workers = [live(name, url) for name in ("decode-a", "frontend-a", "frontend-b")]
+            workers.append(live("frontend-gone", f"http://127.0.0.1:{free_port()}"))
+            ref = ClusterRef("ns", "http://h", "nats://h")
+            return [(f.level, f.what, f.advice) for f in doctor.prefixes(ref, workers)]
+
+    assert found(state="warm") == [
+        (OK, "frontends know the cached blocks of 1 decode worker(s)", "")
+    ]
+    assert found(state="none") == []
+    assert found(state="cold", trouble="for 30 s") == [
+        (WARN, f"frontend-{name} does not know what decode-a has cached", "for 30 s")
+        for name in "ab"
+    ]
+
+
 def test_dead_letters_without_nats(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,0 +1,297 @@
+"""Publishes the blocks of this worker's prefix cache to the frontends that follow it.
+
+    engine thread      `take`: puts a step's changes into a queue
+    asyncio thread     hashes, numbers and keeps them, at most every FLUSH_S
+    engine thread      the request server sends what is new to each frontend that follows
+
+A frontend that asks (PrefixFollow) is sent the events that it lacks, or a snapshot in pages.
+
+vLLM's name of a block is a handle here: it leads to our hash of the block when vLLM removes it.
+There are as many handles as cached blocks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from pullfill import wire
+from pullfill.decode_worker.context import DecodeContext
+from pullfill.decode_worker.request_server import RequestServer
+from pullfill.engine import front_wire, kv_offloading
+from pullfill.engine.kv_events import Change, Cleared, KvEvents, Places, Removed, Stored, origin
+from pullfill.prefix import chain
+from pullfill.prefix.ring import Ring
+from pullfill.runtime import log
+from pullfill.wire import u32
+from pullfill.wire.prefix import Op, PrefixFollow
+from pullfill.worker.process import Engine
+
+logger = log.get("decode_worker.kv_events")
+
+FLUSH_S = 0.05
+"""New events are sent at most this often. After a pause they are sent at once."""
+RING_EVENTS = 1 << 16
+_TURN_BLOCKS = 2048
+"""Blocks that are hashed before other callbacks of the loop get their turn."""
+_MOST_STEPS = 10_000
+"""Steps in the queue. If there are more, the asyncio thread hangs, and all blocks are forgotten."""
+_WINDOW = 16
+"""Messages of one answer that may wait for the engine thread, between two of its steps."""
+_TIDY_S = 0.001
+
+Send = Callable[[bytes, bytes | None, Callable[[], None] | None], None]
+"""(payload, identity of a frontend or None for all that follow, called when it is sent)."""
+
+
+class Held:
+    """Our hashes of the cached blocks, by handle, and where vLLM holds them."""
+
+    def __init__(self, places: Places) -> None:
+        self._size = places.block_size
+        self._complete = places.complete
+        self._hashes: dict[bytes, int] = {}
+        self._places: dict[bytes, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._hashes)
+
+    def store(self, stored: Stored) -> array[int]:
+        """Note stored blocks. Returns the hashes of those that count from now on."""
+        if stored.tokens:
+            self._name(stored)
+        new = array("Q")
+        for handle in stored.handles:
+            one = self._hashes.get(handle)
+            if one is None:
+                continue  # its KV depends on more than text, or it was removed before the copy
+            before = self._places[handle]
+            self._places[handle] = now = before | stored.place
+            if self._complete(now) and not self._complete(before):
+                new.append(one)
+        return new
+
+    def remove(self, removed: Removed) -> array[int]:
+        """Note removed blocks. Returns the hashes of those that no longer count."""
+        gone = array("Q")
+        for handle in removed.handles:
+            before = self._places.get(handle)
+            if before is None:
+                continue
+            now = before & ~removed.place
+            if self._complete(before) and not self._complete(now):
+                gone.append(self._hashes[handle])
+            if now:
+                self._places[handle] = now
+            else:
+                del self._places[handle], self._hashes[handle]
+        return gone
+
+    def clear(self) -> None:
+        self._hashes.clear()
+        self._places.clear()
+
+    def _name(self, stored: Stored) -> None:
+        """Give the blocks their hashes. None if the block before them has none."""
+        salt, count = origin(stored)
+        parent: int | None
+        if stored.parent is None:
+            parent = chain.state_of(chain.root(salt or None, stored.lora or None, self._size))
+        else:
+            parent = self._hashes.get(stored.parent)
+        if parent is None or all(handle in self._hashes for handle in stored.handles):
+            return
+        tokens = u32.pack(stored.tokens[: count * self._size])
+        found = chain.extend(parent, tokens, self._size).tolist()
+        for handle, one in zip(stored.handles, found, strict=False):
+            self._hashes[handle] = one
+            self._places.setdefault(handle, 0)
+
+
+class BlockEvents:
+    """See the module. `take` runs on the engine thread, all else on the asyncio thread.
+
+    send: hands a message to the engine thread. max_blocks: most blocks that can be cached."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, places: Places, send: Send, max_blocks: int
+    ) -> None:
+        self._loop = loop
+        self._send = send
+        self._held = Held(places)
+        self._ring = Ring(RING_EVENTS, max_blocks)
+        self._queue: deque[list[Change]] = deque()
+        self._armed = False
+        self._flushed_at = 0.0
+        self._todo: deque[Change] = deque()
+        self._op = Op.STORE
+        self._same = array("Q")
+        self._told = 0
+        self._answers: dict[bytes, asyncio.Task[None]] = {}
+        self._followed = False
+
+    # ------------------------------------------------------------------ engine thread
+
+    def take(self, changes: list[Change]) -> None:
+        """Queue the changes of a step."""
+        if len(self._queue) > _MOST_STEPS:
+            logger.error("the asyncio thread hangs: forgetting all cached blocks")
+            self._queue.clear()
+            changes = [Cleared(), *changes]
+        self._queue.append(changes)
+        if not self._armed:
+            self._armed = True
+            self._loop.call_soon_threadsafe(self._arm)
+
+    # ------------------------------------------------------------------ asyncio thread
+
+    def status(self) -> dict[str, int]:
+        """For /status: cached blocks, and the number of the next event."""
+        return {"blocks": len(self._held), "events": self._ring.next}
+
+    def follow(self, identity: bytes, message: PrefixFollow) -> None:
+        """Send a frontend what it lacks. An answer that is still being sent to it ends."""
+        self._followed = True
+        if (before := self._answers.pop(identity, None)) is not None:
+            before.cancel()
+        task = self._loop.create_task(self._answer(identity, message))
+        self._answers[identity] = task
+        task.add_done_callback(lambda _: self._answered(identity, task))
+
+    async def close(self) -> None:
+        """End all answers."""
+        for task in self._answers.values():
+            task.cancel()
+        await asyncio.gather(*self._answers.values(), return_exceptions=True)
+
+    def _arm(self) -> None:
+        wait = self._flushed_at + FLUSH_S - self._loop.time()
+        self._loop.call_later(max(0.0, wait), self._flush)
+
+    def _flush(self) -> None:
+        self._armed = False  # before the queue is emptied, so that nothing stays in it
+        while self._queue:
+            for change in self._queue.popleft():
+                self._todo.extend(pieces(change, _TURN_BLOCKS))
+        self._turn()
+
+    def _turn(self) -> None:
+        """Apply the changes of some blocks, then send, or go on in the next turn of the loop."""
+        room = _TURN_BLOCKS
+        while self._todo and room > 0:
+            room -= self._apply(self._todo.popleft())
+        if self._todo:
+            self._loop.call_soon(self._turn)
+            return
+        self._settle()
+        self._flushed_at = self._loop.time()
+        self._publish()
+        self._tidy()
+
+    def _apply(self, change: Change) -> int:
+        """Apply one change. Returns how many blocks it was about."""
+        if isinstance(change, Stored):
+            self._record(Op.STORE, self._held.store(change))
+        elif isinstance(change, Removed):
+            self._record(Op.REMOVE, self._held.remove(change))
+        else:
+            self._held.clear()
+            self._settle()
+            self._ring.append(Op.CLEAR, b"")
+            return 1
+        return len(change.handles)
+
+    def _record(self, op: Op, hashes: array[int]) -> None:
+        """Collect the hashes of changes of one kind. vLLM tells of each removed block alone."""
+        if op is not self._op:
+            self._settle()
+            self._op = op
+        self._same.extend(hashes)
+
+    def _settle(self) -> None:
+        """Number what was collected."""
+        if self._same:
+            self._ring.append(self._op, self._same)
+            self._same = array("Q")
+
+    def _publish(self) -> None:
+        """Send the new events to all that follow."""
+        ring, told = self._ring, self._told
+        self._told = ring.next
+        if told == ring.next or not self._followed:
+            return
+        # Where the ring no longer has all of them, frontends notice a gap and ask.
+        for message in ring.since(ring.epoch, told) or ring.since(ring.epoch, ring.next) or ():
+            self._send(wire.encode(message), None, None)
+
+    def _tidy(self) -> None:
+        if not self._ring.tidy(_TIDY_S):
+            self._loop.call_soon(self._tidy)
+
+    async def _answer(self, identity: bytes, message: PrefixFollow) -> None:
+        window = asyncio.Semaphore(_WINDOW)
+
+        def sent() -> None:
+            self._loop.call_soon_threadsafe(window.release)
+
+        for answer in self._ring.answer(message):
+            await window.acquire()
+            self._send(wire.encode(answer), identity, sent)
+            await asyncio.sleep(0)  # other callbacks of the loop get their turn
+
+    def _answered(self, identity: bytes, task: asyncio.Task[None]) -> None:
+        if self._answers.get(identity) is task:
+            del self._answers[identity]
+        if not task.cancelled() and (exc := task.exception()) is not None:
+            logger.error("a frontend could not be sent the cached blocks", exc_info=exc)
+
+
+def publish_blocks(
+    engine: Engine[DecodeContext],
+    server: RequestServer,
+    loop: asyncio.AbstractEventLoop,
+    events: KvEvents,
+) -> BlockEvents:
+    """Publish the events of an engine from now on. Engine thread, before the first step."""
+
+    def send(payload: bytes, to: bytes | None, sent: Callable[[], None] | None) -> None:
+        def tell(_: object) -> None:
+            if to is None:
+                server.tell(front_wire.BLKS, payload, to=lambda frontend: frontend.follows)
+            else:
+                server.tell(front_wire.BLKS, payload, to=lambda frontend: frontend.identity == to)
+            if sent is not None:
+                sent()
+
+        engine.host.submit(tell)
+
+    on_gpu = engine.config.cache_config.num_gpu_blocks or 0
+    kv_bytes = sum(memory.nbytes for memory in engine.context.memories)
+    offloaded = kv_offloading.size_of(engine.config) * on_gpu // max(1, kv_bytes)
+    events.attach(engine.core)
+    blocks = BlockEvents(loop, events.places, send, max(1, on_gpu + offloaded))
+    events.take = blocks.take
+    server.on_follow = lambda identity, message: loop.call_soon_threadsafe(
+        blocks.follow, identity, message
+    )
+    return blocks
+
+
+def pieces(change: Change, most: int) -> Iterator[Change]:
+    """Cut stored blocks into changes of at most `most` blocks."""
+    if not isinstance(change, Stored) or len(change.handles) <= most:
+        yield change
+        return
+    size = len(change.tokens) // len(change.handles)
+    for start in range(0, len(change.handles), most):
+        stop = start + most
+        yield replace(
+            change,
+            handles=change.handles[start:stop],
+            parent=change.handles[start - 1] if start else change.parent,
+            tokens=change.tokens[start * size : stop * size],
+            keys=change.keys and change.keys[start:stop],
+        )

@@ -1,0 +1,202 @@
+"""Which decode worker holds which blocks, as this frontend knows it.
+
+Each connection to a decode worker has a `Replica`, which follows the worker's block events into the
+index that all share (pullfill/prefix/). `WorkerPool` calls this when a connection is made, brings
+block events, or is lost. All on its event loop.
+
+A worker whose events are missing is served like any other, but its blocks are unknown. So it is
+told: `troubles`, for /ready, `pullfill status` and `pullfill doctor`, and a metric.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass
+from typing import Any
+
+from pullfill import wire
+from pullfill.engine import front_wire
+from pullfill.errors import BadMessage
+from pullfill.frontend import metrics
+from pullfill.frontend.decode_connection import DecodeConnection
+from pullfill.prefix.chain import Hashes
+from pullfill.prefix.index import PrefixIndex
+from pullfill.prefix.replica import Replica, State
+from pullfill.wire.codec import decoder
+from pullfill.wire.prefix import PrefixEvents, PrefixFollow, PrefixPage
+
+MISSING_S = 10.0
+"""Events of a worker are missing when the index has not been complete for this long."""
+_AGAIN_S = 2.0
+"""A worker that has sent nothing for this long, and whose blocks are not known, is asked again."""
+_TIDY_S = 0.001
+"""Forgetting a worker takes the loop for about so long before other callbacks get their turn."""
+
+_message = decoder(PrefixEvents | PrefixPage)
+
+
+@dataclass(slots=True, eq=False)
+class _Followed:
+    """One connection to a worker whose events are followed. asked_at: when it was last asked."""
+
+    connection: DecodeConnection
+    replica: Replica
+    number: int
+    block_size: int
+    asked_at: float
+    healed: tuple[int, ...] = ()
+
+
+class Prefixes:
+    """The blocks of all decode workers.
+
+    max_blocks: how many different blocks are kept, of all workers together. 0: nothing is kept, and
+    no worker is asked."""
+
+    def __init__(self, max_blocks: int) -> None:
+        self._index = PrefixIndex(max(1, max_blocks))
+        self._off = max_blocks == 0
+        self._followed: dict[str, _Followed] = {}
+        self._names: dict[int, str] = {}
+        self._untold: dict[str, str] = {}
+        self._numbers = itertools.count()
+        self._tidying = False
+        metrics.PREFIX_BLOCKS.set_function(lambda: float(len(self._index)))
+
+    # ---------------------------------------------------------------- questions
+
+    def matched(self, hashes: Hashes) -> dict[str, int]:
+        """Return how many leading blocks each worker holds. Those that lack the first are left out.
+
+        hashes: of a prompt's blocks (prefix/chain.py). Workers with another block size hold none of
+        these: their hashes differ."""
+        found = self._index.match(hashes)
+        return {self._names[number]: count for number, count in found.items()}
+
+    def state(self, instance_id: str) -> str:
+        """Return a `State` of prefix/replica.py. `none`: the worker has no events, or nobody asks.
+
+        `behind`: some events are missing. What is known still counts."""
+        followed = self._followed.get(instance_id)
+        return str(followed.replica.state) if followed is not None else "none"
+
+    def block_size(self, instance_id: str) -> int:
+        """Return the number of tokens of a block of this worker. 0: it is not followed."""
+        followed = self._followed.get(instance_id)
+        return followed.block_size if followed is not None else 0
+
+    def status(self, instance_id: str, now: float) -> dict[str, Any]:
+        """Return what is known of a worker, for JSON. now: seconds of the loop's clock."""
+        followed = self._followed.get(instance_id)
+        told: dict[str, Any] = {"state": self.state(instance_id)}
+        if followed is not None:
+            told["blocks"] = self._index.blocks(followed.number)
+            told["refused"] = self._index.refused(followed.number)
+            told["since_s"] = now - followed.replica.since
+        if trouble := self.troubles(now).get(instance_id):
+            told["trouble"] = trouble
+        return told
+
+    def troubles(self, now: float) -> Mapping[str, str]:
+        """Return for each worker whose events are missing what is wrong, in words for people."""
+        late = {
+            name: f"its cached blocks are not known here for {now - each.replica.since:.0f} s "
+            f"({each.replica.state}): prompts may go to other workers"
+            for name, each in self._followed.items()
+            if self._is_missing(each, now)
+        }
+        return self._untold | late
+
+    # ---------------------------------------------------------------- from the pool
+
+    def follow(self, connection: DecodeConnection, now: float) -> None:
+        """Ask a worker that has welcomed us for its blocks, and for all changes from then on."""
+        name, welcome = connection.instance_id, connection.welcome
+        self.forget(connection, now)
+        if self._off or welcome is None:
+            return
+        if not welcome.prefix_block_size:
+            if welcome.no_prefix_events:
+                self._untold[name] = f"it tells no cached blocks: {welcome.no_prefix_events}"
+            return
+        number = next(self._numbers)
+        replica = Replica(self._index, number, now)
+        self._names[number] = name
+        followed = _Followed(connection, replica, number, welcome.prefix_block_size, now)
+        self._followed[name] = followed
+        self._ask(followed, replica.ask(now), now)
+
+    def take(self, connection: DecodeConnection, payload: bytes, now: float) -> None:
+        """Apply what a worker sends. Raises BadMessage if it cannot be read."""
+        followed = self._followed.get(connection.instance_id)
+        if followed is None or followed.connection is not connection:
+            return
+        message = _message(payload)
+        try:
+            question = followed.replica.take(message, now)
+        except ValueError as exc:
+            raise BadMessage(str(exc)) from exc
+        if isinstance(message, PrefixEvents):
+            metrics.PREFIX_EVENTS.inc(len(message.ops))
+        if question is not None:
+            self._ask(followed, question, now)
+        self._count(followed)
+        self._tidy()
+
+    def forget(self, connection: DecodeConnection, now: float) -> None:
+        """Forget a worker whose connection is lost. Memory is freed later, a little at a time."""
+        self._untold.pop(connection.instance_id, None)
+        followed = self._followed.get(connection.instance_id)
+        if followed is None:
+            return
+        del self._followed[connection.instance_id]
+        followed.replica.forget(now)
+        del self._names[followed.number]
+        self._tidy()
+
+    def tick(self, now: float) -> None:
+        """Ask silent workers again, and set the gauge. Call about once a second."""
+        for followed in self._followed.values():
+            replica = followed.replica
+            if (
+                replica.state is not State.WARM
+                and now - max(replica.heard, followed.asked_at) > _AGAIN_S
+            ):
+                self._ask(followed, replica.ask(now), now)
+        missing = sum(self._is_missing(each, now) for each in self._followed.values())
+        metrics.PREFIX_MISSING.set(missing + len(self._untold))
+
+    # ---------------------------------------------------------------- inside
+
+    def _is_missing(self, followed: _Followed, now: float) -> bool:
+        replica = followed.replica
+        return replica.state is not State.WARM and now - replica.since > MISSING_S
+
+    def _ask(self, followed: _Followed, question: PrefixFollow, now: float) -> None:
+        followed.asked_at = now
+        followed.connection.send(front_wire.FOLW, wire.encode(question))
+
+    def _count(self, followed: _Followed) -> None:
+        """Count what the replica has healed since the last call."""
+        healing = followed.replica.healing
+        healed = astuple(healing)
+        if healed == followed.healed:
+            return
+        before = followed.healed or (0,) * len(healed)
+        for name, now, then in zip(healing.__slots__, healed, before, strict=True):
+            metrics.PREFIX_GAPS.labels(name).inc(now - then)
+        followed.healed = healed
+
+    def _tidy(self) -> None:
+        if self._tidying:
+            return
+        self._tidying = True
+        asyncio.get_running_loop().call_soon(self._tidy_more)
+
+    def _tidy_more(self) -> None:
+        if self._index.tidy(_TIDY_S):
+            self._tidying = False
+        else:
+            asyncio.get_running_loop().call_soon(self._tidy_more)

@@ -1,0 +1,110 @@
+"""A decode worker's request server and block events over a real ROUTER, without an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pullfill.decode_worker.kv_events import publish_blocks
+from pullfill.decode_worker.request_server import RequestServer
+from pullfill.decode_worker.request_trace import RequestTraces
+from pullfill.engine import check, front_wire
+from pullfill.engine.kv_events import Change, KvEvents, Places, Removed, Stored
+from pullfill.ids import new_incarnation
+from pullfill.net.this_host import host_id
+from pullfill.prefix import chain
+from pullfill.wire import WorkerRecord, WorkerState, u32
+
+SIZE = 4
+
+
+def prompt_hashes(tokens: Sequence[int]) -> list[int]:
+    """What a frontend computes for a prompt."""
+    root = chain.root(None, None, SIZE)
+    return list(chain.chain(root, u32.pack(list(tokens)), SIZE).tolist())
+
+
+def handle(tokens: Sequence[int]) -> bytes:
+    """What stands for vLLM's hash of the block that ends with these tokens."""
+    return bytes(u32.pack(list(tokens)))
+
+
+class _Events(KvEvents):
+    """An engine that tells what the test says."""
+
+    def attach(self, core: Any) -> None:
+        self.places = Places({0: 1}, SIZE)
+
+
+class BlockServer:
+    """One decode worker. Its engine thread serves frontends; `tell` gives it events.
+
+    Make it on the loop that its asyncio thread stands for. step_s: its engine's steps take so
+    long, and nothing is sent meanwhile."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str = "decode-1") -> None:
+        monkeypatch.setattr(front_wire, "WorkerCodec", lambda: None)
+        self.step_s = 0.0
+        self._todo: queue.SimpleQueue[Callable[[Any], None]] = queue.SimpleQueue()
+        self._stop = threading.Event()
+        host: Any = SimpleNamespace(
+            core=None, stepping=False, register=lambda *_: None,
+            submit=lambda work, wake=True: self._todo.put(work),
+        )  # fmt: skip
+        welcome = front_wire.DecodeWelcome(
+            decode_instance=name, vllm_version=check.require_version(), max_model_len=1,
+            num_gpu_blocks=1, block_size=SIZE, supported_tasks=[], prefix_block_size=SIZE,
+        )  # fmt: skip
+        self.server = RequestServer(
+            host, RequestTraces(name), welcome=lambda: welcome, models=["m"]
+        )
+        self.server.bind("127.0.0.1")
+        config = SimpleNamespace(
+            cache_config=SimpleNamespace(num_gpu_blocks=100_000),
+            kv_transfer_config=SimpleNamespace(kv_connector_extra_config={}),
+        )
+        engine: Any = SimpleNamespace(
+            host=host, core=None, config=config, context=SimpleNamespace(memories=())
+        )
+        self.events = _Events()
+        self.blocks = publish_blocks(engine, self.server, asyncio.get_running_loop(), self.events)
+        self.record = WorkerRecord(
+            instance_id=name, incarnation=new_incarnation(), role="decode",
+            state=WorkerState.READY, model="m", host="127.0.0.1", host_id=host_id(), pid=1,
+            started_at=0.0, data=self.server.address,
+        )  # fmt: skip
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stop.wait(self.step_s):
+            if self.server._socket.poll(2):
+                self.server.receive()
+            while not self._todo.empty():
+                self._todo.get()(None)
+
+    def tell(self, *changes: Change) -> None:
+        """Let a step of the engine end with these changes."""
+        self._todo.put(lambda _: self.events.take(list(changes)))
+
+    def store(self, tokens: Sequence[int]) -> None:
+        """Store the blocks of a prompt."""
+        ends = range(SIZE, len(tokens) + 1, SIZE)
+        self.tell(Stored(1, [handle(tokens[:end]) for end in ends], None, list(tokens), "", None))
+
+    def remove(self, *ends: Sequence[int]) -> None:
+        """Remove the blocks that end with these prompts, each with an event of its own."""
+        self.tell(*(Removed(1, [handle(tokens)]) for tokens in ends))
+
+    async def die(self) -> None:
+        """As SIGKILL looks from outside."""
+        self._stop.set()
+        await asyncio.to_thread(self._thread.join, 5)
+        await self.blocks.close()
+        self.server.close()

@@ -1,0 +1,321 @@
+"""From the changes of vLLM's prefix cache to numbered events that a frontend can follow."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import random
+from collections.abc import AsyncIterator, Callable, Sequence
+
+import msgspec
+import pytest
+
+from pullfill.decode_worker import kv_events
+from pullfill.decode_worker.kv_events import BlockEvents, Held, pieces
+from pullfill.engine.kv_events import Change, Cleared, Places, Removed, Stored
+from pullfill.prefix import chain
+from pullfill.prefix.index import PrefixIndex
+from pullfill.prefix.replica import Replica, State
+from pullfill.wire import u32
+from pullfill.wire.prefix import PrefixEvents, PrefixPage
+
+SIZE = 4
+ONE = Places({0: 1}, SIZE)
+ON_GPU, IN_CPU = 1, 2
+
+
+def hashes(tokens: Sequence[int], salt: str | None = None, lora: str | None = None) -> list[int]:
+    """What a frontend computes for a prompt."""
+    root = chain.root(salt, lora, SIZE)
+    return list(chain.chain(root, u32.pack(list(tokens)), SIZE).tolist())
+
+
+def handles(tokens: Sequence[int], origin: str = "") -> list[bytes]:
+    """What stands for vLLM's hashes."""
+    blocks = range(SIZE, len(tokens) + 1, SIZE)
+    return [hashlib.sha256(f"{origin}{list(tokens[:end])}".encode()).digest() for end in blocks]
+
+
+def stored(tokens: Sequence[int], after: int = 0, place: int = ON_GPU, salt: str = "") -> Stored:
+    """The blocks of a prompt from block `after` on."""
+    names = handles(tokens, salt)
+    keys = [(salt,) if salt and not i else None for i in range(len(names))]
+    parent = names[after - 1] if after else None
+    rest = list(tokens[after * SIZE : len(names) * SIZE])
+    return Stored(place, names[after:], parent, rest, "", keys[after:])
+
+
+A = list(range(100, 116))
+
+
+@pytest.fixture
+def held() -> Held:
+    return Held(ONE)
+
+
+def test_blocks_have_the_hashes_that_a_frontend_computes(held: Held) -> None:
+    assert list(held.store(stored(A[:8]))) == hashes(A)[:2]
+    assert list(held.store(stored(A, after=2))) == hashes(A)[2:]
+    salted = held.store(stored(A, salt="pepper"))
+    assert list(salted) == hashes(A, salt="pepper")
+    assert len(held) == 8
+
+
+def test_a_block_that_is_stored_twice_is_told_once_and_removed_once(held: Held) -> None:
+    held.store(stored(A))
+    assert list(held.store(stored(A))) == []
+    removed = Removed(ON_GPU, handles(A)[2:])
+    assert list(held.remove(removed)) == hashes(A)[2:]
+    assert list(held.remove(removed)) == []
+    assert len(held) == 2
+
+
+def test_blocks_after_an_unknown_block_are_left_out(held: Held) -> None:
+    assert list(held.store(stored(A, after=1))) == []
+    assert list(held.remove(Removed(ON_GPU, handles(A)))) == []
+    assert len(held) == 0
+
+
+def test_blocks_from_an_image_on_are_left_out(held: Held) -> None:
+    image = stored(A)
+    image = Stored(ON_GPU, image.handles, None, image.tokens, "", [None, (("id", 3),), None, None])
+    assert list(held.store(image)) == hashes(A)[:1]
+    more = A + [1] * SIZE
+    assert list(held.store(stored(more, after=4))) == [], "its parent comes after an image"
+    assert list(held.remove(Removed(ON_GPU, handles(A)))) == hashes(A)[:1]
+    assert len(held) == 0
+
+
+def test_a_block_in_cpu_memory_counts_until_it_is_gone_there_too(held: Held) -> None:
+    names = handles(A)
+    offloaded = Stored(IN_CPU, names, None, [], "", None)
+    assert list(held.store(offloaded)) == [], "its tokens were never told"
+    held.store(stored(A))
+    assert list(held.store(offloaded)) == []
+    assert list(held.remove(Removed(ON_GPU, names))) == []
+    assert list(held.store(stored(A))) == []
+    assert list(held.remove(Removed(IN_CPU, names))) == []
+    assert list(held.remove(Removed(ON_GPU, names))) == hashes(A)
+    assert len(held) == 0
+
+
+def test_a_block_counts_while_every_group_holds_it() -> None:
+    held = Held(Places({0: 1, 1: 2}, SIZE))
+    assert list(held.store(stored(A, place=1))) == []
+    assert list(held.store(stored(A, place=2))) == hashes(A)
+    assert list(held.remove(Removed(1, handles(A)[:1]))) == hashes(A)[:1]
+    assert list(held.remove(Removed(2, handles(A)[:1]))) == []
+    assert list(held.remove(Removed(2, handles(A)[1:2]))) == hashes(A)[1:2]
+
+
+@pytest.mark.parametrize("change", [stored(A), stored(A, after=1), stored(A, place=IN_CPU)])
+@pytest.mark.parametrize("most", [1, 2, 3, 4, 5])
+def test_pieces_come_to_the_same(change: Stored, most: int) -> None:
+    whole, cut = Held(ONE), Held(ONE)
+    for each in (whole, cut):
+        each.store(stored(A[:SIZE]))
+    parts = list(pieces(change, most))
+    found = [one for part in parts for one in cut.store(part)]  # type: ignore[arg-type]
+    assert found == list(whole.store(change))
+    assert len(parts) == -(-len(change.handles) // most)
+
+
+class Follower:
+    """A frontend that follows, over a wire that delivers in order."""
+
+    def __init__(self, blocks: BlockEvents, name: bytes) -> None:
+        self.index = PrefixIndex(10_000)
+        self.replica = Replica(self.index, 1, 0.0)
+        self.blocks, self.name = blocks, name
+        self.messages: list[PrefixEvents | PrefixPage] = []
+
+    def ask(self) -> None:
+        self.blocks.follow(self.name, self.replica.ask(0.0))
+
+    def take(self, payload: bytes) -> None:
+        message = msgspec.msgpack.decode(payload, type=PrefixEvents | PrefixPage)
+        self.messages.append(message)
+        if (question := self.replica.take(message, 0.0)) is not None:
+            self.blocks.follow(self.name, question)
+
+    @property
+    def held(self) -> set[int]:
+        return set(self.index.hashes(1).tolist())
+
+
+class Rig:
+    """Block events whose messages reach followers while `open`."""
+
+    def __init__(self, max_blocks: int = 10_000) -> None:
+        self.open = True
+        self.sent: list[bytes] = []
+        self.waiting: list[Callable[[], None]] = []
+        self.followers: dict[bytes, Follower] = {}
+        self.blocks = BlockEvents(asyncio.get_running_loop(), ONE, self.send, max_blocks)
+
+    def send(self, payload: bytes, to: bytes | None, sent: Callable[[], None] | None) -> None:
+        def deliver() -> None:
+            self.sent.append(payload)
+            for follower in [f for n, f in self.followers.items() if to in (None, n)]:
+                follower.take(payload)
+            if sent is not None:
+                sent()
+
+        if self.open:
+            asyncio.get_running_loop().call_soon(deliver)
+        else:
+            self.waiting.append(deliver)
+
+    def follower(self, name: bytes = b"f") -> Follower:
+        self.followers[name] = Follower(self.blocks, name)
+        self.followers[name].ask()
+        return self.followers[name]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110 - the condition has no event to wait for
+            await asyncio.sleep(0.002)
+
+
+@pytest.fixture
+async def rig(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Rig]:
+    monkeypatch.setattr(kv_events, "FLUSH_S", 0.01)
+    rig = Rig()
+    yield rig
+    await rig.blocks.close()
+
+
+async def test_nothing_is_sent_while_nothing_changes_or_nobody_follows(rig: Rig) -> None:
+    rig.blocks.take([stored(A)])
+    await until(lambda: rig.blocks.status()["events"] == 4)
+    await asyncio.sleep(0.05)
+    assert rig.sent == []
+    follower = rig.follower()
+    await until(lambda: follower.replica.state is State.WARM)
+    sent = len(rig.sent)
+    await asyncio.sleep(0.05)
+    assert len(rig.sent) == sent
+
+
+async def test_a_follower_has_what_was_stored_before_and_after(rig: Rig) -> None:
+    rig.blocks.take([stored(A)])
+    follower = rig.follower()
+    await until(lambda: follower.held == set(hashes(A)))
+    rig.blocks.take([Removed(ON_GPU, handles(A)[3:]), Removed(ON_GPU, handles(A)[2:3])])
+    await until(lambda: follower.held == set(hashes(A)[:2]))
+    rig.blocks.take([Cleared(), stored(A[:4])])
+    await until(lambda: follower.held == set(hashes(A)[:1]))
+    assert follower.replica.state is State.WARM
+    assert follower.replica.healing.differences == 0
+
+
+async def test_changes_of_many_steps_are_one_message(rig: Rig) -> None:
+    follower = rig.follower()
+    await until(lambda: follower.replica.state is State.WARM)
+    follower.messages.clear()
+    many = [random.Random(i).choices(range(999), k=SIZE) for i in range(50)]
+    for prompt in many:
+        rig.blocks.take([stored(prompt)])
+    await until(lambda: len(follower.held) == 50)
+    assert len(follower.messages) == 1
+
+
+async def test_the_loop_goes_on_while_many_blocks_are_hashed(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_events, "_TURN_BLOCKS", 10)
+    long = list(range(4000))
+    turns: list[int] = []
+
+    def count() -> None:
+        turns.append(rig.blocks.status()["blocks"])
+        if turns[-1] < 1000:
+            asyncio.get_running_loop().call_soon(count)
+
+    count()
+    rig.blocks.take([stored(long)])
+    await until(lambda: rig.blocks.status()["blocks"] == 1000)
+    assert len(set(turns)) > 50
+
+
+async def test_an_answer_waits_for_the_engine_thread(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine in a long step must not find a whole snapshot in its queue."""
+    monkeypatch.setattr(kv_events, "_WINDOW", 2)
+    pages = [
+        PrefixPage(epoch=1, at=0, page=number, last=number == 9, hashes=bytes(8))
+        for number in range(10)
+    ]
+    monkeypatch.setattr(rig.blocks._ring, "answer", lambda follow: iter(pages))
+    rig.open = False
+    follower = rig.follower()
+    await until(lambda: len(rig.waiting) == 2)
+    await asyncio.sleep(0.05)
+    assert len(rig.waiting) == 2
+    rig.open = True
+    for deliver in rig.waiting:
+        deliver()
+    await until(lambda: follower.replica.healing.snapshots > 0)
+    assert follower.messages[:10] == pages
+
+
+async def test_asking_again_ends_the_answer_before(rig: Rig) -> None:
+    rig.blocks.take([stored(A)])
+    rig.open = False
+    follower = rig.follower()
+    follower.ask()
+    await asyncio.sleep(0)
+    assert len(rig.blocks._answers) == 1
+    await rig.blocks.close()
+    assert rig.blocks._answers == {}
+
+
+async def test_an_asyncio_thread_that_hangs_costs_a_bounded_queue(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(kv_events, "_MOST_STEPS", 5)
+    follower = rig.follower()
+    await until(lambda: follower.replica.state is State.WARM)
+    for number in range(20):
+        rig.blocks.take([stored([number] * SIZE)])
+        assert len(rig.blocks._queue) <= 6
+    await until(lambda: rig.blocks.status()["blocks"] > 0)
+    await until(lambda: len(follower.held) == rig.blocks.status()["blocks"])
+    assert set(hashes([19] * SIZE)) <= follower.held
+    assert "hangs" in caplog.text
+
+
+@pytest.mark.parametrize("seed", range(5))
+async def test_followers_end_with_what_the_cache_holds(rig: Rig, seed: int) -> None:
+    """Random prompts with common beginnings, stored, evicted from the end and cleared."""
+    rng = random.Random(seed)
+    cached: dict[bytes, int] = {}
+    first = rig.follower(b"first")
+    for number in range(300):
+        prompt = [rng.choice((1, 2)) for _ in range(SIZE * rng.randint(1, 6))]
+        names = handles(prompt)
+        start = next((i for i, name in enumerate(names) if name not in cached), len(names))
+        changes: list[Change] = []
+        if start < len(names):
+            changes.append(stored(prompt, after=start))
+        cached |= dict(zip(names, hashes(prompt), strict=True))
+        for name in rng.sample(list(cached), rng.randint(0, min(3, len(cached)))):
+            del cached[name]
+            changes.append(Removed(ON_GPU, [name]))
+        if rng.random() < 0.01:
+            cached.clear()
+            changes.append(Cleared())
+        rig.blocks.take(changes)
+        if number == 150:
+            rig.follower(b"second")
+        if rng.random() < 0.1:
+            await asyncio.sleep(0.002)
+    second = rig.followers[b"second"]
+    await until(lambda: not rig.blocks._armed and not rig.blocks._todo)
+    await until(lambda: first.held == second.held and len(first.held) == len(rig.blocks._held))
+    known = set(rig.blocks._held._hashes)
+    assert known <= set(cached)
+    assert first.held == {cached[name] for name in known}
+    assert first.replica.healing.differences == second.replica.healing.differences == 0

@@ -1,0 +1,54 @@
+"""Which blocks of vLLM's events count. Its real events: tests/integration/test_kv_events.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pullfill.engine.kv_events import Places, Stored, origin
+
+
+def stored(*keys: tuple[Any, ...] | None, first: bool = True, lora: str = "") -> Stored:
+    handles = [bytes([i]) for i in range(len(keys))]
+    return Stored(1, handles, None if first else b"parent", [7] * len(keys), lora, list(keys))
+
+
+IMAGE = ("f3a9", 2)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "salt", "count"),
+    [
+        (stored(None, None), "", 2),
+        (stored(("pepper",), None), "pepper", 2),
+        (stored(("a",), ("a",), lora="a"), "", 2),
+        (stored(("a", "pepper"), ("a",), lora="a"), "pepper", 2),
+        (stored(("a", "a"), ("a",), lora="a"), "a", 2),
+        (stored(None, (IMAGE,), None), "", 1),
+        (stored((IMAGE, "pepper"), None), "", 0),
+        (stored(("a", IMAGE), lora="a"), "", 0),
+        (stored((b"digest of embeddings",), None), "", 0),
+        (stored(None, (b"digest of embeddings",)), "", 1),
+        (stored(("no salt here",), first=False), "", 0),
+        (stored(None, ("no salt here",)), "", 1),
+        (stored(("a",), lora="b"), "a", 1),
+    ],
+)
+def test_salt_and_blocks_that_depend_on_text_alone(blocks: Stored, salt: str, count: int) -> None:
+    assert origin(blocks) == (salt, count)
+
+
+def test_no_keys_at_all() -> None:
+    assert origin(Stored(1, [b"a", b"b"], None, [1, 2], "", None)) == ("", 2)
+
+
+@pytest.mark.parametrize(
+    ("at", "complete"),
+    [(0b00, False), (0b01, False), (0b10, False), (0b11, True),
+     (0b1100, True), (0b0100, False), (0b1001, True), (0b0101, False), (0b1111, True)],
+)  # fmt: skip
+def test_a_block_counts_where_every_group_holds_it_here_or_in_cpu_memory(
+    at: int, complete: bool
+) -> None:
+    assert Places({0: 1, 3: 2}, 16).complete(at) is complete

@@ -1,0 +1,80 @@
+"""What a frontend's own routes add to the reports of the workers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from types import SimpleNamespace
+from typing import Any, cast
+
+import msgspec
+import pytest
+
+from pullfill.engine import front_wire
+from pullfill.frontend import prefixes
+from pullfill.frontend.routes import Admin
+from tests.support.fake_decode import FakeDecode
+from tests.support.frontend_rig import Rig, rig, until
+
+LOAD = front_wire.LoadReport(
+    running=1, waiting=2, uncached_tokens_queued=3, active_blocks=4, free_blocks=5
+)
+
+
+class _View:
+    """Reports of a decode worker that is connected, of one that is not, and of a prefill worker."""
+
+    def records(self) -> list[Any]:
+        return []
+
+    async def reasons(self) -> list[str]:
+        return []
+
+    async def status(self) -> dict[str, Any]:
+        roles = {"decode-1": "decode", "decode-2": "decode", "prefill-1": "prefill"}
+        rows = [{"instance_id": i, "role": role, "troubles": ["old"]} for i, role in roles.items()]
+        return {"workers": rows}
+
+
+def admin(r: Rig) -> Admin:
+    parts: dict[str, Any] = {
+        "view": _View(), "explain": SimpleNamespace(), "settle": lambda: None,
+        "suspected": list, "refused": list,
+    }  # fmt: skip
+    return Admin(r.pool, **parts)
+
+
+async def body(answer: Any) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((await answer).body)
+    return found
+
+
+async def test_the_status_has_what_a_choice_of_a_worker_rests_on() -> None:
+    worker = FakeDecode("decode-1", load=LOAD)
+    async with rig(worker, prefix_blocks=9) as r:
+        await r.ready(1)
+        one, two, prefill = (await body(admin(r).status(cast(Any, None))))["workers"]
+    assert one["routing"]["load"] == msgspec.to_builtins(LOAD)
+    assert 0 <= one["routing"]["load_age_s"] < 60
+    assert one["routing"]["prefix"] == {"state": "none"}
+    assert two["routing"] == {"load": None, "load_age_s": None, "prefix": {"state": "none"}}
+    assert "routing" not in prefill
+    assert one["troubles"] == two["troubles"] == prefill["troubles"] == ["old"]
+
+
+async def test_a_worker_whose_blocks_are_not_known_is_a_trouble_and_a_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(prefixes, "MISSING_S", 0.05)
+    worker, request = FakeDecode("decode-1", prefix_block_size=16), cast(Any, None)
+    now = asyncio.get_running_loop().time
+    async with rig(worker, prefix_blocks=9) as r:
+        await r.ready(1)
+        await until(lambda: bool(r.pool.prefixes.troubles(now())))
+        (row, *_) = (await body(admin(r).status(request)))["workers"]
+        ready = await body(admin(r).ready(request))
+    assert row["routing"]["prefix"]["state"] == "cold"
+    assert [t for t in row["troubles"] if "its cached blocks are not known" in t]
+    assert ready["ready"], "it is served like any other"
+    assert ready["degraded"]
+    assert [why for why in ready["reasons"] if why.startswith("decode-1: its cached blocks")]
