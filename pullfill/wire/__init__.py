@@ -56,6 +56,7 @@ from pullfill.wire.control import (
 from pullfill.wire.jobs import Adapter, PrefillJob
 from pullfill.wire.prefix import Op, PrefixEvents, PrefixFollow, PrefixPage
 from pullfill.wire.records import (
+    DecodePolicy,
     DepthReport,
     Expected,
     ExplainRecord,
@@ -87,6 +88,7 @@ __all__ = [
     "CommitReply",
     "Compat",
     "Count",
+    "DecodePolicy",
     "DepthReport",
     "DigestMode",
     "DrainAck",

@@ -92,6 +92,15 @@ class RouterPolicy(enum.StrEnum):
     ALWAYS_REMOTE = "always_remote"
 
 
+class DecodePolicy(enum.StrEnum):
+    """How a frontend chooses the decode worker of a request."""
+
+    ROUND_ROBIN = "round_robin"
+    RANDOM = "random"
+    LEAST_LOADED = "least_loaded"
+    KV = "kv"
+
+
 class RouterConfig(Message, frozen=True, kw_only=True):
     """`config/router`, JSON in etcd, watched by decode workers (hot).
 

@@ -1,0 +1,273 @@
+"""Which decode worker a prompt goes to: a function of what this frontend knows of the workers.
+
+`kv` takes the worker with the least cost, in tokens of work:
+
+    queued tokens + active KV blocks + ALPHA * uncached tokens + LAG * excess of recent work
+
+- Queued, active: what the worker reported, and what this frontend has sent since (`fleet`).
+- Uncached: the prompt less the leading blocks that the worker holds. It weighs more than queued
+  tokens, because computing a prefix again takes time and memory from all later requests too.
+- A prefix counts only if it is at least HIT_SHARE of the prompt. A shorter one saves little.
+- A prefix after which many prompts differ, as a system prompt, counts less with each of them
+  (`CROWD`). So other workers get it too, and it does not pin its prompts to one worker.
+- Recent work, as excess over the mean, decides between workers that are equal otherwise. It also
+  turns new prompts away from a worker that has had more than its share.
+
+Until the prefix index is warm, the first blocks of a prompt name two workers, the same ones at
+every frontend. The one with less to do gets the prompt.
+
+The simulator (`benchmarks/sim/`) decides with this code. Its results chose the constants.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+import zlib
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from pullfill.prefix.chain import HashArray
+from pullfill.wire import DecodePolicy
+
+_T = TypeVar("_T")
+
+ALPHA = 4.0
+"""Weight of a token that has to be computed for this prompt, against one that is queued."""
+LAG = 0.5
+"""Weight of a token of recent work beyond the mean."""
+LAG_TOKENS = 1 << 16
+"""Most tokens of recent work beyond the mean, or below it, that count."""
+HIT_SHARE = 0.1
+"""A prefix that is a smaller share of the prompt does not count."""
+BLOCK_TOKENS = 16
+"""KV of so many tokens costs as much as one queued token: each step reads all KV in use."""
+CROWD = 4
+"""So many prompts per worker that holds a prefix may leave it before it counts less."""
+CROWD_HALF = 8
+"""So many more, and it counts half."""
+MAX_CROWDS = 16_384
+"""For how many prefixes the prompts are counted."""
+SAMPLE = 16
+"""Of more workers than this, only so many are compared, besides those that hold the prefix."""
+HOLDERS = 8
+"""Of the workers that hold most of the prompt, only so many are compared."""
+NEAR = 0.75
+"""Those hold at least this share of what the best one holds."""
+
+
+@dataclass(slots=True, eq=False)
+class WorkerView:
+    """What this frontend knows of one worker.
+
+    others_tokens, others_blocks: queued prompt tokens and active blocks of other frontends.
+    own_tokens: uncached tokens of this frontend's requests without a first token.
+    own_blocks: KV blocks of this frontend's requests.
+    free_blocks: KV blocks that a request may take. None: unknown.
+    work: recent work that this frontend sent, in tokens (`fleet.Fleet`).
+    """
+
+    instance_id: str
+    others_tokens: float = 0.0
+    others_blocks: float = 0.0
+    own_tokens: float = 0.0
+    own_blocks: float = 0.0
+    free_blocks: float | None = None
+    work: float = 0.0
+
+
+@dataclass(slots=True)
+class Candidates:
+    """The workers that can take a request: the same ones in both, at least one."""
+
+    views: Sequence[WorkerView]
+    by_id: Mapping[str, WorkerView]
+
+    @classmethod
+    def of(cls, views: Sequence[WorkerView]) -> Candidates:
+        return cls(views, {view.instance_id: view for view in views})
+
+
+@dataclass(slots=True)
+class Ask:
+    """A prompt that needs a worker.
+
+    tokens: its length.
+    block: tokens per KV block. 0: unknown, then nothing is matched.
+    hashes: chain hashes of its whole blocks. Empty: it cannot be matched.
+    matched: instance id -> leading blocks that the worker holds, or will when it has computed what
+    was sent to it.
+    stored: most leading blocks that any worker holds already.
+    warm: whether `matched` can be relied on.
+    """
+
+    tokens: int
+    block: int = 0
+    hashes: Sequence[int] | HashArray = ()
+    matched: Mapping[str, int] = field(default_factory=dict)
+    stored: int = 0
+    warm: bool = True
+
+
+@dataclass(slots=True)
+class Choice:
+    """The worker, and why.
+
+    matched_tokens: how much of the prompt it holds, as far as known.
+    score: its cost in tokens. None: the policy computes none.
+    reason: `turn`, `random`, `load`, `only`, `hashed`, `no_prefix`, `prefix` (it holds most of the
+    prompt), `balance` (another one holds more, and costs more).
+    """
+
+    view: WorkerView
+    policy: DecodePolicy
+    matched_tokens: int
+    score: float | None
+    reason: str
+
+
+class Chooser:
+    """Decides, and keeps what the policies remember. Owned by one event loop.
+
+    rng: for `random`, and for the workers that are compared when there are many.
+    peers: number of frontends. Each sees only its share of the prompts that leave a prefix."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self._last = ""
+        self._crowds: OrderedDict[int, int] = OrderedDict()
+        self.peers = 1
+
+    def choose(self, policy: DecodePolicy, ask: Ask, among: Candidates) -> Choice:
+        """Choose one of `among`. The time it takes hardly depends on how many there are."""
+        views = among.views
+        if policy is DecodePolicy.ROUND_ROBIN:
+            after = [view for view in views if view.instance_id > self._last]
+            chosen = min(after or views, key=lambda view: view.instance_id)
+            self._last = chosen.instance_id
+            return _plain(policy, ask, chosen, "turn")
+        if policy is DecodePolicy.RANDOM:
+            return _plain(policy, ask, self._rng.choice(views), "random")
+        if policy is DecodePolicy.LEAST_LOADED:
+            return _least(policy, Ask(ask.tokens, ask.block), self._some(views), "load")
+        if len(views) == 1:
+            return _plain(policy, ask, views[0], "only")
+        if not ask.warm and len(ask.hashes):
+            return _hashed(ask, views)
+        return self._kv(ask, among)
+
+    def _kv(self, ask: Ask, among: Candidates) -> Choice:
+        matched, policy = ask.matched, DecodePolicy.KV
+        longest = max(matched.values(), default=0)
+        least = max(1.0, HIT_SHARE * ask.tokens / ask.block) if ask.block else math.inf
+        if longest < least:
+            return _least(policy, ask, self._some(among.views), "no_prefix")
+        worth = self._worth(ask, longest)
+        near = self._near(matched, among, max(least, NEAR * longest))
+        costs = _costs(ask, near, least, worth)
+        low = min(costs)
+        best = near[costs.index(low)]
+        held = matched.get(best.instance_id, 0)
+        reason = "prefix" if held == longest else "balance"
+        return Choice(best, policy, held * ask.block, low, reason)
+
+    def _worth(self, ask: Ask, longest: int) -> float:
+        """What a held token counts: 1, or less if many prompts were equal up to there only.
+
+        Prompts of a conversation leave a prefix once each. Blocks that are only predicted are not
+        counted: prompts that come in one burst shall stay together."""
+        if ask.stored != longest:
+            return 1.0
+        end = int(ask.hashes[longest - 1])
+        seen = self._crowds.pop(end, 0)
+        self._crowds[end] = seen + 1
+        if len(self._crowds) > MAX_CROWDS:
+            self._crowds.popitem(last=False)
+        if seen * self.peers <= CROWD:
+            return 1.0
+        holders = list(ask.matched.values()).count(longest)
+        return 1.0 / (1.0 + max(0.0, seen * self.peers / holders - CROWD) / CROWD_HALF)
+
+    def _some(self, views: Sequence[WorkerView]) -> Sequence[WorkerView]:
+        """At most SAMPLE of them, other ones at each call."""
+        return views if len(views) <= SAMPLE else self._spread(views, SAMPLE)
+
+    def _near(
+        self, matched: Mapping[str, int], among: Candidates, deep: float
+    ) -> Sequence[WorkerView]:
+        """The workers to compare: some with `deep` blocks of the prompt, and some others."""
+        if len(among.views) <= SAMPLE + HOLDERS:
+            return among.views
+        ids = [name for name, blocks in matched.items() if blocks >= deep]
+        if len(ids) > HOLDERS:
+            ids = self._spread(ids, HOLDERS)
+        holders = [among.by_id[name] for name in ids if name in among.by_id]
+        return [*holders, *self._some(among.views)]
+
+    def _spread(self, items: Sequence[_T], count: int) -> list[_T]:
+        start, stride = self._rng.randrange(len(items)), len(items) // count
+        return [items[(start + i * stride) % len(items)] for i in range(count)]
+
+
+def _costs(
+    ask: Ask, views: Sequence[WorkerView], least: float = math.inf, worth: float = 1.0
+) -> list[float]:
+    """What it costs to send the prompt to each worker, in tokens.
+
+    least: leading blocks from which on they count. worth: what each of them counts."""
+    block, matched, tokens = ask.block, ask.matched, ask.tokens
+    weight = block / BLOCK_TOKENS
+    mean = sum([view.work for view in views]) / len(views)
+    costs = []
+    for view in views:
+        held = matched.get(view.instance_id, 0)
+        saved = held * block * worth if held >= least else 0.0
+        lag = view.work - mean
+        if abs(lag) > LAG_TOKENS:
+            lag = math.copysign(LAG_TOKENS, lag)
+        cost = (
+            view.others_tokens
+            + view.own_tokens
+            + (view.others_blocks + view.own_blocks) * weight
+            + ALPHA * (tokens - saved)
+            + LAG * lag
+        )
+        if view.free_blocks is not None and tokens > (room := (held + view.free_blocks) * block):
+            cost += tokens - room  # it waits until other requests have freed the rest
+        costs.append(cost)
+    return costs
+
+
+def _least(policy: DecodePolicy, ask: Ask, views: Sequence[WorkerView], reason: str) -> Choice:
+    costs = _costs(ask, views)
+    low = min(costs)
+    view = views[costs.index(low)]
+    held = ask.matched.get(view.instance_id, 0)
+    return Choice(view, policy, held * ask.block, low, reason)
+
+
+def _hashed(ask: Ask, views: Sequence[WorkerView]) -> Choice:
+    key = int(ask.hashes[_key_depth(len(ask.hashes)) - 1]).to_bytes(8, "little")
+    two = heapq.nsmallest(
+        2, views, key=lambda v: zlib.crc32(v.instance_id.encode(), zlib.crc32(key))
+    )
+    return _least(DecodePolicy.KV, ask, two, "hashed")
+
+
+def _key_depth(blocks: int) -> int:
+    """The largest of 1, 4, 16, 64, … that is not over `blocks`, which is at least 1.
+
+    The prompts of a conversation grow. With this most of them have the same key. With one depth for
+    all lengths, all prompts with one long system prompt would go to two workers."""
+    depth = 1
+    while depth * 4 <= blocks:
+        depth *= 4
+    return depth
+
+
+def _plain(policy: DecodePolicy, ask: Ask, view: WorkerView, reason: str) -> Choice:
+    held = ask.matched.get(view.instance_id, 0)
+    return Choice(view, policy, held * ask.block, None, reason)

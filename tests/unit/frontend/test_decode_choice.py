@@ -1,0 +1,174 @@
+"""The policies that choose a decode worker."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from pullfill.frontend import decode_choice
+from pullfill.frontend.decode_choice import Ask, Candidates, Choice, Chooser, WorkerView
+from pullfill.wire import DecodePolicy
+
+BLOCK = 16
+HASHES = list(range(1000, 1200))
+
+
+def views(*names: str) -> Candidates:
+    return Candidates.of([WorkerView(name) for name in names])
+
+
+def chooser() -> Chooser:
+    return Chooser(random.Random(1))
+
+
+def ask(tokens: int = 1600, *, stored: int = -1, warm: bool = True, **matched: int) -> Ask:
+    """A prompt of which the workers hold so many blocks."""
+    most = max(matched.values(), default=0) if stored < 0 else stored
+    return Ask(tokens, BLOCK, HASHES[: tokens // BLOCK], matched, most, warm)
+
+
+def kv(by: Chooser, what: Ask, among: Candidates) -> Choice:
+    return by.choose(DecodePolicy.KV, what, among)
+
+
+def test_round_robin_gives_each_worker_a_turn_and_keeps_its_place_when_one_leaves() -> None:
+    by, among = chooser(), views("c", "a", "b")
+
+    def turn(among: Candidates) -> str:
+        return by.choose(DecodePolicy.ROUND_ROBIN, ask(), among).view.instance_id
+
+    assert [turn(among) for _ in range(4)] == ["a", "b", "c", "a"]
+    assert turn(views("a", "c")) == "c"
+    assert turn(views("a", "c")) == "a"
+
+
+def test_random_takes_each_worker() -> None:
+    by, among = chooser(), views("a", "b", "c")
+    taken = Counter(
+        by.choose(DecodePolicy.RANDOM, ask(), among).view.instance_id for _ in range(300)
+    )
+    assert min(taken.values()) > 60
+
+
+@pytest.mark.parametrize(
+    "field", ["others_tokens", "own_tokens", "others_blocks", "own_blocks", "work"]
+)
+def test_least_loaded_avoids_each_kind_of_load(field: str) -> None:
+    among = views("a", "b")
+    setattr(among.by_id["a"], field, 500.0)
+    choice = chooser().choose(DecodePolicy.LEAST_LOADED, ask(a=90), among)
+    assert (choice.view.instance_id, choice.reason) == ("b", "load")
+
+
+def test_a_prompt_goes_where_its_prefix_is() -> None:
+    choice = kv(chooser(), ask(b=90), views("a", "b", "c"))
+    assert (choice.view.instance_id, choice.matched_tokens, choice.reason) == ("b", 1440, "prefix")
+    assert choice.score == decode_choice.ALPHA * 160
+
+
+def test_a_queue_that_costs_more_than_the_prefix_saves_turns_a_prompt_away() -> None:
+    among = views("a", "b")
+    saved = decode_choice.ALPHA * 1440
+    among.by_id["b"].others_tokens = saved - 10
+    assert kv(chooser(), ask(b=90), among).view.instance_id == "b"
+    among.by_id["b"].others_tokens = saved + 10
+    choice = kv(chooser(), ask(b=90), among)
+    assert (choice.view.instance_id, choice.reason, choice.matched_tokens) == ("a", "balance", 0)
+
+
+def test_a_short_prefix_is_not_followed() -> None:
+    among = views("a", "b")
+    among.by_id["b"].own_tokens = 1.0
+    choice = kv(chooser(), ask(b=9), among)
+    assert (choice.view.instance_id, choice.reason) == ("a", "no_prefix")
+    assert kv(chooser(), ask(b=10), among).view.instance_id == "b"
+
+
+def test_a_worker_without_room_for_the_prompt_costs_more() -> None:
+    among = views("a", "b")
+    among.by_id["a"].free_blocks, among.by_id["b"].free_blocks = 20.0, 100.0
+    assert kv(chooser(), ask(), among).view.instance_id == "b"
+
+
+def test_prompts_that_differ_after_a_shared_prefix_get_to_all_workers() -> None:
+    """No queue, no load: only what was sent lately tells the workers apart."""
+    by, among, held = chooser(), views("a", "b", "c", "d"), {"a": 90}
+    for _ in range(200):
+        choice = kv(by, ask(**held), among)
+        choice.view.work += 1600 - choice.matched_tokens
+        held[choice.view.instance_id] = 90
+    works = [view.work for view in among.views]
+    assert max(works) <= 1.1 * sum(works) / 4
+
+
+def test_a_conversation_stays_although_its_worker_has_done_all_the_work() -> None:
+    by, among = chooser(), views("a", "b")
+    for turn in range(1, 15):
+        choice = kv(by, ask(160 * turn, a=10 * (turn - 1)), among)
+        assert choice.view.instance_id == "a"
+        choice.view.work += 160
+
+
+def test_siblings_of_a_burst_stay_together() -> None:
+    """Their prefix is computed, not stored: it is not taken for one that many prompts share."""
+    by, among = chooser(), views("a", "b")
+    for _ in range(16):
+        choice = kv(by, ask(stored=0, a=90), among)
+        assert choice.view.instance_id == "a"
+        choice.view.own_tokens += 160
+
+
+def test_a_cold_index_names_the_same_two_workers_at_every_frontend() -> None:
+    among = views(*(f"w{n}" for n in range(20)))
+    cold = ask(warm=False)
+    first = {kv(Chooser(random.Random(n)), cold, among).view.instance_id for n in range(20)}
+    assert len(first) == 1
+    among.by_id[first.pop()].own_tokens = 9000.0
+    choice = kv(chooser(), cold, among)
+    assert choice.reason == "hashed"
+    longer = Ask(1900, BLOCK, HASHES[:118], {}, 0, False)  # the next turn
+    assert kv(chooser(), longer, among).view is choice.view
+
+
+def test_a_cold_index_still_spreads_prompts() -> None:
+    among = views(*(f"w{n}" for n in range(8)))
+    taken = {
+        kv(chooser(), Ask(64, BLOCK, [n, n + 1, n + 2, n + 3], {}, 0, False), among).view
+        for n in range(100)
+    }
+    assert len(taken) == 8
+
+
+def test_of_many_workers_the_holder_is_found_and_no_one_is_left_out() -> None:
+    names = [f"w{n}" for n in range(500)]
+    among, by = views(*names), chooser()
+    assert kv(by, ask(w444=90), among).view.instance_id == "w444"
+    shared = dict.fromkeys(names, 50)
+    assert kv(by, ask(**{**shared, "w7": 90}), among).view.instance_id == "w7"
+    taken = set()
+    for _ in range(3000):
+        choice = kv(by, ask(), among)
+        choice.view.work += 1600
+        taken.add(choice.view.instance_id)
+    assert len(taken) == 500
+
+
+def test_one_worker_needs_no_choice_and_unknown_blocks_no_match() -> None:
+    assert kv(chooser(), ask(), views("a")).reason == "only"
+    assert kv(chooser(), Ask(100), views("a", "b")).reason == "no_prefix"
+
+
+def test_more_frontends_count_a_shared_prefix_for_each_other() -> None:
+    def sent_before_another_is_tried(peers: int) -> int:
+        by, among = chooser(), views("a", "b")
+        by.peers = peers
+        for number in range(1000):
+            choice = kv(by, ask(a=90), among)
+            if choice.view.instance_id == "b":
+                return number
+            choice.view.work += 160
+        return 1000
+
+    assert sent_before_another_is_tried(8) < sent_before_another_is_tried(1) < 100
