@@ -13,7 +13,7 @@ N ?= 10
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-nixl install-bench up down status test test-vllm test-fast zoo flaky lint format chaos chaos-report soak bench bench-quick clean
+.PHONY: help install install-nixl install-bench up down status test test-vllm test-fast zoo flaky lint format chaos chaos-report soak sim bench bench-quick clean
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -68,6 +68,9 @@ chaos-report: install ## One process killed under load: failures, recovery, free
 
 soak: install ## Mixed faults under load: make soak [ARGS="--minutes 10 --seed 1"]
 	$(BIN)/python -m benchmarks.chaos_soak $(ARGS)
+
+sim: install ## Simulate how prompts are spread over 4, 64 and 1,000 decode workers (minutes)
+	$(BIN)/python -m benchmarks.sim $(ARGS)
 
 bench: install-nixl ## Serving beside aggregated vLLM, NIXL and others: all of it (an hour)
 	$(BIN)/python -m benchmarks.bench_serving --save $(ARGS)

@@ -1,0 +1,186 @@
+"""The simulator of the choice of the decode worker: its parts, and a short run."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.sim import workloads
+from benchmarks.sim.__main__ import GROW, TRACE
+from benchmarks.sim.cluster import Net, Setup
+from benchmarks.sim.measures import computed_at, joiner_share, run, speed_for
+from benchmarks.sim.requests import Req, Text, Workload
+from benchmarks.sim.trace import load
+from benchmarks.sim.worker import Cache, Job, Speed, Worker
+from pullfill.wire import DecodePolicy
+
+SPEED = Speed(0.001, step=100.0, stream=10.0, cached=0.0, chunk=1000)
+
+
+def setup_for(workload: Workload, load: float = 0.8) -> Setup:
+    return Setup(DecodePolicy.KV, speed_for(workload, 4, 20_000, load))
+
+
+# ------------------------------------------------------------------------------- parts
+
+
+def test_texts_that_begin_alike_share_the_blocks_of_that_beginning() -> None:
+    one, other = Text(16, 1), Text(16, 1)
+    for text in (one, other):
+        text.add(40, 7)
+    one.add(40, 8)
+    other.add(40, 9)
+    assert len(one.hashes) == 5
+    assert [a == b for a, b in zip(one.hashes, other.hashes, strict=True)] == [
+        True,
+        True,
+        False,
+        False,
+        False,
+    ]
+
+
+def test_the_cache_evicts_the_ends_of_what_was_released_first() -> None:
+    cache = Cache(6)
+    for hashes in ([1, 2, 3], [4, 5, 6]):
+        assert cache.admit(hashes, 0, 3)
+        cache.store(hashes)
+        cache.release(hashes, 0)
+    assert cache.admit([7], 0, 1)
+    assert (cache.hit([1, 2, 3]), cache.hit([4, 5, 6])) == (2, 3)
+    assert cache.take() == [(True, [1, 2, 3]), (True, [4, 5, 6]), (False, [3])]
+    assert not cache.admit([8], 0, 6)
+
+
+def finished(worker: Worker, jobs: list[Job]) -> None:
+    while worker.step is not None:
+        worker.finish()
+    assert all(job.ended_at >= job.first_at for job in jobs)
+
+
+def test_a_worker_takes_the_time_that_its_speed_says() -> None:
+    worker = Worker("a", 1000, 16, SPEED)
+    job = Job(Req(0, 0.0, 1500, 3, list(range(93))), 0.0)
+    worker.add(job, 0.0)
+    finished(worker, [job])
+    # A step of 1000 prompt tokens, one of 500, then two tokens more.
+    assert job.first_at == pytest.approx(1.1 + 0.6)
+    assert job.ended_at == pytest.approx(1.7 + 2 * 0.11)
+    again = Job(Req(1, 0.0, 1500, 1, list(range(93))), 2.0)
+    worker.add(again, 2.0)
+    finished(worker, [again])
+    assert again.hit == 93
+    assert again.first_at == pytest.approx(2.0 + 0.112)
+    assert worker.cache.free == 1000
+
+
+def test_a_prompt_that_comes_while_answers_run_starts_with_the_next_step() -> None:
+    worker = Worker("a", 1000, 16, SPEED)
+    long, late = Job(Req(0, 0.0, 10, 100, []), 0.0), Job(Req(1, 0.0, 10, 1, []), 0.0)
+    worker.add(long, 0.0)
+    worker.finish()
+    worker.add(late, 1.0)
+    assert worker.step is not None
+    assert worker.step.end == pytest.approx(0.11 + 9 * 0.11)
+    finished(worker, [long, late])
+    assert late.first_at == pytest.approx(0.11 + 9 * 0.11 + 0.12)
+
+
+def write(path: Path, *lines: dict[str, object]) -> Path:
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return path
+
+
+def line(at: int, tokens: int, *ids: int) -> dict[str, object]:
+    return {"timestamp": at, "input_length": tokens, "output_length": 5, "hash_ids": ids}
+
+
+def test_a_trace_is_read_with_its_blocks_and_its_bins_are_spread(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "t.jsonl", line(3000, 40, 1, 2, 3), line(0, 20, 1, 9), line(3000, 33, 1, 2, 4)
+    )
+    workload = load(path, grow=2)
+    assert workload.block == 32
+    assert [req.tokens for req in workload.requests] == [40, 80, 66]
+    assert [len(req.hashes) for req in workload.requests] == [1, 2, 2]
+    assert workload.requests[1].hashes == workload.requests[2].hashes
+    times = [req.at for req in workload.requests]
+    assert times == sorted(times)
+    assert 3.0 < times[1] < times[2] < 6.0
+
+
+def test_a_sample_of_a_trace_keeps_whole_sessions(tmp_path: Path) -> None:
+    lines = []
+    for turn in range(1, 4):
+        for session in range(40):
+            ids = [1000 * session + n for n in range(2 * turn)]
+            lines.append(line(100 * len(lines), 32 * turn, *ids))
+    workload = load(write(tmp_path / "t.jsonl", *lines), sample=0.5)
+    kept = {req.session for req in workload.requests}
+    assert 10 < len(kept) < 30
+    assert len(workload.requests) == 3 * len(kept)
+
+
+def test_a_broken_line_of_a_trace_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text(json.dumps(line(1, 1, 1)) + "\n{}")
+    with pytest.raises(ValueError, match="line 2"):
+        load(path)
+
+
+# ------------------------------------------------------------------------------- runs
+
+
+def test_one_seed_gives_one_result() -> None:
+    workload = workloads.conversations(40, 30.0, seed=3)
+    setup = replace(setup_for(workload), frontends=3)
+    one, other = run(workload, setup), run(workload, setup)
+    assert [(j.worker, j.first_at) for j in one.jobs] == [
+        (j.worker, j.first_at) for j in other.jobs
+    ]
+    assert len(one.jobs) == len(workload.requests)
+
+
+def test_kv_holds_its_numbers_on_the_trace() -> None:
+    workload = load(TRACE, grow=GROW)
+    setup = setup_for(workload)
+    kv, turns = run(workload, setup), run(workload, replace(setup, policy=DecodePolicy.ROUND_ROBIN))
+    assert kv.hit >= 0.96 * kv.pool
+    assert kv.imbalance <= 1.05
+    assert kv.ttft_p90 <= 0.45 * turns.ttft_p90
+    late = replace(setup, frontends=8, net=Net(events=0.5, report=0.2))
+    eight = run(workload, late)
+    assert eight.hit >= 0.97 * kv.hit
+    assert eight.ttft_p90 <= 1.4 * kv.ttft_p90
+
+
+@pytest.mark.parametrize("frontends", [1, 8])
+def test_paced_prompts_with_one_system_prompt_use_all_workers(frontends: int) -> None:
+    workload = workloads.paced(300, seed=1)
+    assert run(workload, replace(setup_for(workload), frontends=frontends)).imbalance <= 1.10
+
+
+@pytest.mark.parametrize(("groups", "siblings"), [(16, 4), (4, 16)])
+def test_siblings_compute_their_prefix_on_two_workers_at_most(groups: int, siblings: int) -> None:
+    workload = workloads.bursts(groups, siblings, seed=1)
+    outcome = run(workload, setup_for(workload))
+    assert computed_at(outcome, workloads.BURST_PREFIX // workload.block) <= 2
+    turns = run(workload, replace(setup_for(workload), policy=DecodePolicy.ROUND_ROBIN))
+    assert computed_at(turns, workloads.BURST_PREFIX // workload.block) == 4
+
+
+def test_a_worker_that_joins_gets_its_share_of_new_sessions() -> None:
+    workload = workloads.conversations(300, 300.0, seed=1, turns=2.0)
+    outcome = run(workload, replace(setup_for(workload), joins=250))
+    assert joiner_share(outcome, 250, 5, 100) >= 0.8
+
+
+def test_a_cold_index_keeps_most_conversations_together() -> None:
+    """Two candidates per prompt, named by a hash, beat taking turns."""
+    workload = workloads.conversations(100, 200.0, seed=1)
+    setup = setup_for(workload, 0.5)
+    turns = run(workload, replace(setup, policy=DecodePolicy.ROUND_ROBIN))
+    assert run(workload, replace(setup, cold=True)).hit > 1.2 * turns.hit
