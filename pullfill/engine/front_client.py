@@ -27,7 +27,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from pullfill.engine import request_limits
+from pullfill.engine import release, request_limits
 from pullfill.engine.blame import Fault, explained, fault_of
 from pullfill.engine.front_wire import DecodeWelcome
 from pullfill.engine.request_limits import strip_transfer_params
@@ -134,6 +134,8 @@ class DecodeClient(EngineCoreClient):  # type: ignore[misc]
             return
         failpoints.hit("frontend.submit")
         strip_transfer_params(request)
+        if request.sampling_params is not None:
+            release.this.settle_watermark(request.sampling_params, self._config)
         self._port.submit(request)
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:

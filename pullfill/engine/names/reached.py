@@ -32,7 +32,7 @@ REACHED = {
     "vllm.config.vllm.VllmConfig": (
         "additional_config attention_config cache_config compilation_config device_config "
         "kv_events_config kv_transfer_config lora_config model_config parallel_config "
-        "scheduler_config speculative_config"
+        "scheduler_config speculative_config watermark_config"
     ),
     "vllm.config.kv_events.KVEventsConfig": "enable_kv_cache_events publisher",
     "vllm.distributed.kv_events.BlockStored": (

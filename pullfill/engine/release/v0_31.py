@@ -8,7 +8,8 @@ from pullfill.engine.release import v0_32
 
 
 class Release(v0_32.Release):
-    """Hits are not counted by source, and no method makes the StructuredOutputsConfig."""
+    """Hits are not counted by source. No method makes the StructuredOutputsConfig. All requests ask
+    for a watermark, also if the engine makes none."""
 
     def add_hits_by_source(self, total: Any, more: Any) -> None:
         """Do nothing."""
@@ -19,3 +20,7 @@ class Release(v0_32.Release):
             if value := getattr(args, flag):
                 setattr(config, flag, value)
         return config
+
+    def settle_watermark(self, params: Any, config: Any) -> None:
+        if config.watermark_config is None:
+            params.watermarking = False

@@ -25,6 +25,12 @@ class Release:
         """Return the StructuredOutputsConfig of vLLM's EngineArgs."""
         return args.create_structured_outputs_config()
 
+    def settle_watermark(self, params: Any, config: Any) -> None:
+        """Say in a request's SamplingParams whether it gets a watermark. Frontends call it.
+
+        config: the frontend's VllmConfig."""
+        # vLLM's input processor does it.
+
     def takes_features(self, model_config: Any) -> bool:
         """Whether an engine with vLLM's ModelConfig takes inputs other than text."""
         return bool(model_config.supports_multimodal_inputs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -30,3 +31,12 @@ def test_there_is_no_module_without_a_release() -> None:
 def test_the_installed_release_is_chosen() -> None:
     installed = check.base_version(check.require_version())
     assert type(release.this) is type(release.of(installed))
+
+
+@pytest.mark.parametrize("version", releases.TORCH)
+@pytest.mark.parametrize("keys", [None, object()])
+def test_an_engine_without_a_watermark_makes_none(version: str, keys: object | None) -> None:
+    """Before 0.32, vLLM left its default True in all requests. Then none could migrate."""
+    params = SimpleNamespace(watermarking=True)
+    release.of(version).settle_watermark(params, SimpleNamespace(watermark_config=keys))
+    assert params.watermarking is (keys is not None or version == releases.VLLM)
