@@ -41,7 +41,6 @@ _MOST_STEPS = 10_000
 """Steps in the queue. If there are more, the asyncio thread hangs, and all blocks are forgotten."""
 _WINDOW = 16
 """Messages of one answer that may wait for the engine thread, between two of its steps."""
-_TIDY_S = 0.001
 
 Send = Callable[[bytes, bytes | None, Callable[[], None] | None], None]
 """(payload, identity of a frontend or None for all that follow, called when it is sent)."""
@@ -189,7 +188,6 @@ class BlockEvents:
         self._settle()
         self._flushed_at = self._loop.time()
         self._publish()
-        self._tidy()
 
     def _apply(self, change: Change) -> int:
         """Apply one change. Returns how many blocks it was about."""
@@ -226,10 +224,6 @@ class BlockEvents:
         # Where the ring no longer has all of them, frontends notice a gap and ask.
         for message in ring.since(ring.epoch, told) or ring.since(ring.epoch, ring.next) or ():
             self._send(wire.encode(message), None, None)
-
-    def _tidy(self) -> None:
-        if not self._ring.tidy(_TIDY_S):
-            self._loop.call_soon(self._tidy)
 
     async def _answer(self, identity: bytes, message: PrefixFollow) -> None:
         window = asyncio.Semaphore(_WINDOW)

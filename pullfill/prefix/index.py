@@ -12,8 +12,10 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Iterator
+from typing import TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pullfill.prefix import table
 from pullfill.prefix.chain import HashArray, Hashes, as_array
@@ -23,7 +25,10 @@ POOL_WORDS = 5
 """Words for rows, for each block. A block in more than 4 slots needs 1 word for each 64 slots."""
 _SWEEP = 8
 """Segments that `tidy` does between two looks at the clock."""
-_NO_OPS = np.empty(0, np.uint8)
+_MAKE_ROOM_S = 0.001
+"""How long a full index clears up after forgotten workers before it refuses blocks."""
+Ops: TypeAlias = NDArray[np.uint8]
+_NO_OPS: Ops = np.empty(0, np.uint8)
 
 
 class PrefixIndex:
@@ -90,9 +95,7 @@ class PrefixIndex:
         array = as_array(hashes)
         if len(array) != len(ops):
             raise ValueError(f"{len(ops)} ops for {len(array)} hashes")
-        slot = self._slot(worker)
-        refused = int(table.change(self._m, array, np.frombuffer(ops, np.uint8), 0, slot))
-        return self._count(slot, refused)
+        return self._change(self._slot(worker), array, 0, np.frombuffer(ops, np.uint8))
 
     def forget(self, worker: int) -> None:
         """The worker holds nothing any more. Returns at once; `tidy` gives the memory back."""
@@ -175,6 +178,11 @@ class PrefixIndex:
             first = last
 
     @property
+    def room(self) -> int:
+        """How many more different blocks may be stored."""
+        return int(self._m.meta[table.LIMIT]) - len(self)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the table and the pool that have ever been used."""
         meta = self._m.meta
@@ -184,11 +192,13 @@ class PrefixIndex:
         """How many different blocks are kept, those included that `tidy` has not reached."""
         return int(self._m.meta[table.BLOCKS])
 
-    def _change(self, slot: int, hashes: Hashes, op: int) -> int:
-        refused = int(table.change(self._m, as_array(hashes), _NO_OPS, op, slot))
-        return self._count(slot, refused)
-
-    def _count(self, slot: int, refused: int) -> int:
+    def _change(self, slot: int, hashes: Hashes, op: int, ops: Ops = _NO_OPS) -> int:
+        array = as_array(hashes)
+        refused = int(table.change(self._m, array, ops, op, slot))
+        if refused and self._dead:
+            # The dead take up the room. To do all again changes nothing for those that were stored.
+            self.tidy(_MAKE_ROOM_S)
+            refused = int(table.change(self._m, array, ops, op, slot))
         if refused:
             self._refused[slot] = self._refused.get(slot, 0) + refused
         return refused

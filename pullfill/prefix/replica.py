@@ -17,6 +17,8 @@ from pullfill.wire.prefix import Op, PrefixEvents, PrefixFollow, PrefixPage
 
 RETRY_S = 1.0
 """What was asked for and did not come is asked for again after this time."""
+REFILL_S = 30.0
+"""After blocks were refused, a snapshot is asked for no more often, once there is room for them."""
 
 
 class State(enum.StrEnum):
@@ -57,9 +59,15 @@ class Replica:
         self._next = 0
         self._end = 0
         """Number after the last event of this epoch that is known to exist."""
+        self._filled = now
         self._asked: float | None = None
         self._pages: tuple[int, int, int] | None = None
         """(epoch, at, next page) of the snapshot that is coming in."""
+
+    @property
+    def refused(self) -> int:
+        """How many blocks of the worker are missing because the index was full."""
+        return self._index.refused(self._slot)
 
     def ask(self, now: float) -> PrefixFollow:
         """What to send first, and after a new connection."""
@@ -103,10 +111,14 @@ class Replica:
             self.healing.duplicates += 1
             return None
         self._apply(events, known)
-        if events.held is not None and self._differs(events.held, events.digest):
+        # Before `_end` the index may have blocks of a snapshot that are newer than these events.
+        done = self._next == self._end
+        if done and events.held is not None and self._differs(events.held, events.digest):
             self.healing.differences += 1
             return self._restart(now)
-        if self._next == self._end:
+        if self.refused and self._index.room > self.refused and now - self._filled >= REFILL_S:
+            return self._restart(now)
+        if done:
             self._asked = None
             self._become(State.WARM, now)
         return None
@@ -123,7 +135,7 @@ class Replica:
 
     def _differs(self, held: int, digest: int) -> bool:
         """Blocks that the index refused are missing for a reason that a snapshot does not heal."""
-        if self._index.refused(self._slot):
+        if self.refused:
             return False
         return (held, digest) != (self._index.blocks(self._slot), self._index.digest(self._slot))
 
@@ -144,10 +156,12 @@ class Replica:
         if page.last:
             self._index.adopt(self._slot)
             self.healing.snapshots += 1
+            self._filled = now
             self._pages = None
             self._believe(page.epoch, page.at)
-            self._become(State.WARM, now)
-            return self.ask(now)
+            self._end = page.upto
+            if page.at == page.upto:
+                self._become(State.WARM, now)
         return None
 
     def _believe(self, epoch: int, number: int) -> None:

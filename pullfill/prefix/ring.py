@@ -9,6 +9,7 @@ import numpy as np
 
 from pullfill.prefix.chain import HashArray, Hashes, as_array
 from pullfill.prefix.index import PrefixIndex
+from pullfill.prefix.table import SEGMENT
 from pullfill.wire.prefix import MAX_EVENTS, Op, PrefixEvents, PrefixFollow, PrefixPage
 
 _OWN = 0
@@ -19,6 +20,9 @@ class Ring:
 
     One thread owns it. epoch: tells this ring from that of another life of the worker, never 0.
     next: number of the next event. max_blocks: at least the blocks that the worker can hold."""
+
+    page_segments = MAX_EVENTS // SEGMENT
+    """Segments of the table that are read for one page."""
 
     def __init__(self, max_events: int, max_blocks: int) -> None:
         self.epoch = secrets.randbits(62) + 1
@@ -38,11 +42,14 @@ class Ring:
         elif op is Op.REMOVE:
             self._held.remove(_OWN, array)
         else:
-            self._held.forget(_OWN)
-        kept = array[-self._size :]
-        at = (np.arange(len(kept)) + self.next + len(array) - len(kept)) % self._size
-        self._ops[at], self._hashes[at] = op, kept
+            self._held.clear()
         self.next += len(array)
+        kept = array[-self._size :]
+        at = 0
+        for part in self._parts(self.next - len(kept), self.next):
+            self._ops[part] = op
+            self._hashes[part] = kept[at : at + part.stop - part.start]
+            at += part.stop - part.start
         return self.next
 
     def answer(self, follow: PrefixFollow) -> Iterator[PrefixEvents | PrefixPage]:
@@ -67,15 +74,15 @@ class Ring:
         found = []
         for first in range(number, self.next, MAX_EVENTS) or (number,):
             last = min(first + MAX_EVENTS, self.next)
-            at = np.arange(first, last) % self._size
+            parts = self._parts(first, last)
             # A replica cannot have blocks that found no room here: then it must not compare.
             done = last == self.next and not self._held.refused(_OWN)
             found.append(
                 PrefixEvents(
                     epoch=self.epoch,
                     first=first,
-                    ops=self._ops[at].tobytes(),
-                    hashes=self._hashes[at].tobytes(),
+                    ops=b"".join(self._ops[part].tobytes() for part in parts),
+                    hashes=b"".join(self._hashes[part].tobytes() for part in parts),
                     held=self._held.blocks(_OWN) if done else None,
                     digest=self._held.digest(_OWN) if done else 0,
                 )
@@ -87,7 +94,7 @@ class Ring:
         from `at` on after the last page."""
         at, number = self.next, 0
         waiting = b""
-        for page in self._held.pages(_OWN):
+        for page in self._held.pages(_OWN, self.page_segments):
             if number or waiting:
                 yield self._page(at, number, waiting, last=False)
                 number += 1
@@ -95,12 +102,16 @@ class Ring:
         yield self._page(at, number, waiting, last=True)
 
     def _page(self, at: int, number: int, hashes: bytes, last: bool) -> PrefixPage:
-        return PrefixPage(epoch=self.epoch, at=at, page=number, last=last, hashes=hashes)
+        return PrefixPage(
+            epoch=self.epoch, at=at, upto=self.next, page=number, last=last, hashes=hashes
+        )
 
     def held(self) -> HashArray:
         """The blocks held now, in any order."""
         return self._held.hashes(_OWN)
 
-    def tidy(self, max_s: float) -> bool:
-        """Work for about max_s seconds on what CLEAR left. Returns True when all is done."""
-        return self._held.tidy(max_s)
+    def _parts(self, first: int, last: int) -> list[slice]:
+        """Where events first .. last - 1 are: one part, or two around the end."""
+        start, count = first % self._size, last - first
+        end = min(start + count, self._size)
+        return [slice(start, end), slice(0, count - (end - start))]

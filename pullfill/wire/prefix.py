@@ -12,8 +12,8 @@ from msgspec import Meta
 
 from pullfill.wire.codec import WIRE_VERSION, Count, Message, Version
 
-MAX_EVENTS = 8192
-"""Most block events, or hashes, in one message: 72 KiB, and 2 ms for the index at most."""
+MAX_EVENTS = 4096
+"""Most block events, or hashes, in one message: 36 KiB. The index takes in as many in 1 ms."""
 
 U63 = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Epoch = U63
@@ -50,13 +50,15 @@ class PrefixEvents(Message, tag="prefix_events", frozen=True, kw_only=True):
 class PrefixPage(Message, tag="prefix_page", frozen=True, kw_only=True):
     """One page of a snapshot.
 
-    A follower that has all pages, and applies all events from number `at` on, has every block. The
-    pages are not of one moment: blocks that came or went meanwhile may be in them or not.
+    The pages are not of one moment: blocks that came or went while they were read may be in them or
+    not. So a follower that has all pages applies all events from number `at` on. It has what the
+    worker has when it reaches `upto`, the number of the next event when this page was read.
     page: counted from 0. last: no page follows."""
 
     v: Version = WIRE_VERSION
     epoch: Epoch
     at: Count
+    upto: Count
     page: Count
     last: bool
     hashes: HashBytes

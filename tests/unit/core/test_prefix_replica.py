@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -102,6 +103,53 @@ def test_duplicates_change_nothing(pair: Pair) -> None:
     assert pair.replica.state is State.WARM
 
 
+def test_events_that_overlap_are_applied_once(pair: Pair) -> None:
+    pair.heal(pair.replica.ask(0))
+    pair.ring.append(Op.STORE, blocks(1, 2))
+    for message in pair.news():
+        pair.replica.take(message, 1.0)
+    pair.sent = 1
+    pair.ring.append(Op.REMOVE, blocks(2))
+    for message in pair.news():
+        assert pair.replica.take(message, 1.0) is None
+    pair.ring.append(Op.REMOVE, blocks(1))
+    for message in pair.news():
+        assert pair.replica.take(message, 1.0) is None
+    assert pair.equal()
+    assert pair.replica.healing.gaps == 0
+
+
+def test_a_snapshot_read_over_time_is_good_when_its_events_have_come() -> None:
+    pair = Pair(max_events=10)
+    pair.ring.append(Op.STORE, blocks(*range(1, 20)))
+    answer = pair.ring.answer(pair.replica.ask(0))
+    # Read after the snapshot began: the page has the block already.
+    (page,) = (one for one in [next(answer)] if isinstance(one, PrefixPage))
+    pair.ring.append(Op.STORE, blocks(77))
+    later = msgspec.structs.replace(page, hashes=page.hashes + blocks(77).tobytes(), upto=20)
+    assert pair.replica.take(later, 1.0) is None
+    assert pair.replica.state is State.COLD
+    beat = PrefixEvents(epoch=page.epoch, first=19, ops=b"", hashes=b"", held=19)
+    assert pair.replica.take(beat, 1.0) is None, "compared with a moment that it is ahead of"
+    for message in answer:
+        pair.replica.take(message, 1.0)
+    assert pair.replica.state is State.WARM
+    assert pair.replica.healing.differences == 0
+    assert pair.equal()
+
+
+def test_what_was_staged_of_a_snapshot_that_was_cut_off_is_dropped() -> None:
+    pair = Pair(max_events=1)
+    pair.ring.append(Op.STORE, blocks(1, 2))
+    (page, *_) = pair.ring.answer(pair.replica.ask(0))
+    assert isinstance(page, PrefixPage)
+    pair.replica.take(msgspec.structs.replace(page, last=False), 0.1)
+    pair.ring.append(Op.REMOVE, blocks(1, 2))
+    pair.heal(pair.replica.ask(1.0))
+    assert pair.equal()
+    assert pair.replica.healing.differences == 0
+
+
 def test_a_restarted_worker_replaces_what_it_held(pair: Pair) -> None:
     pair.ring.append(Op.STORE, blocks(1, 2, 3))
     pair.heal(pair.replica.ask(0))
@@ -153,7 +201,7 @@ def test_a_snapshot_without_one_page_is_not_adopted() -> None:
     pair = Pair(max_events=1)
     pair.ring.append(Op.STORE, blocks(1, 2))
     (page,) = (m for m in pair.ring.answer(pair.replica.ask(0)) if isinstance(m, PrefixPage))
-    half = {"epoch": page.epoch, "at": page.at}
+    half = {"epoch": page.epoch, "at": page.at, "upto": page.upto}
     pages = [
         PrefixPage(**half, page=0, last=False, hashes=blocks(1).tobytes()),
         PrefixPage(**half, page=2, last=True, hashes=blocks(2).tobytes()),

@@ -245,7 +245,7 @@ async def test_an_answer_waits_for_the_engine_thread(
     """An engine in a long step must not find a whole snapshot in its queue."""
     monkeypatch.setattr(kv_events, "_WINDOW", 2)
     pages = [
-        PrefixPage(epoch=1, at=0, page=number, last=number == 9, hashes=bytes(8))
+        PrefixPage(epoch=1, at=0, upto=0, page=number, last=number == 9, hashes=bytes(8))
         for number in range(10)
     ]
     monkeypatch.setattr(rig.blocks._ring, "answer", lambda follow: iter(pages))

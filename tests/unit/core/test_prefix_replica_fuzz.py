@@ -1,0 +1,164 @@
+"""Whatever is lost, repeated, reordered or restarted: in the end the index equals the workers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from itertools import islice
+from unittest import mock
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+
+from pullfill.prefix.index import PrefixIndex
+from pullfill.prefix.replica import RETRY_S, Replica, State
+from pullfill.prefix.ring import Ring
+from pullfill.wire.codec import decode, encode
+from pullfill.wire.prefix import Op, PrefixEvents, PrefixFollow, PrefixPage
+from tests.support.fuzz import MANY
+
+WORKERS = 3
+WHICH = st.integers(0, WORKERS - 1)
+HASHES = np.random.default_rng(1).integers(1, 2**64 - 1, (60, 100), np.uint64)
+BLOCKS = st.lists(st.integers(0, len(HASHES) - 1), max_size=10)
+"""Rows of HASHES: enough blocks for several segments, so for several pages."""
+ToFrontend = PrefixEvents | PrefixPage
+
+
+class SmallPages(Ring):
+    page_segments = 1
+
+
+class Source:
+    """A decode worker: a ring, and how far the frontend was told."""
+
+    def __init__(self) -> None:
+        self.ring = SmallPages(max_events=300, max_blocks=HASHES.size)
+        self.ring.append(Op.STORE, HASHES[::2].ravel())  # more than the ring keeps
+        self.sent = 0
+        self.answers: Iterator[ToFrontend] = iter(())
+
+
+class Faults(RuleBasedStateMachine):
+    """Some workers, one frontend, and a network that does what it likes with their messages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Epochs and the places in the table are random. An example must run the same again.
+        self.same = mock.patch("secrets.randbits", random.Random(1).getrandbits)
+        self.same.start()
+        self.now = 0.0
+        self.workers = [Source() for _ in range(WORKERS)]
+        self.up: list[tuple[int, bytes]] = []
+        self.down: list[tuple[int, PrefixFollow]] = []
+        self.restart_frontend()
+
+    @rule()
+    def restart_frontend(self) -> None:
+        self.index = PrefixIndex(WORKERS * HASHES.size)
+        self.replicas = [Replica(self.index, slot, self.now) for slot in range(WORKERS)]
+        for number, replica in enumerate(self.replicas):
+            self.down.append((number, replica.ask(self.now)))
+
+    @rule(which=WHICH)
+    def restart_worker(self, which: int) -> None:
+        self.workers[which] = Source()
+
+    @rule(which=WHICH, blocks=BLOCKS)
+    def store(self, which: int, blocks: list[int]) -> None:
+        self.workers[which].ring.append(Op.STORE, HASHES[blocks].ravel())
+
+    @rule(which=WHICH, blocks=BLOCKS)
+    def remove(self, which: int, blocks: list[int]) -> None:
+        self.workers[which].ring.append(Op.REMOVE, HASHES[blocks].ravel())
+
+    @rule(which=WHICH)
+    def clear(self, which: int) -> None:
+        self.workers[which].ring.append(Op.CLEAR, b"")
+
+    @rule(which=WHICH)
+    def publish(self, which: int) -> None:
+        worker = self.workers[which]
+        news = worker.ring.since(worker.ring.epoch, worker.sent)
+        self.up += [(which, encode(message)) for message in news or ()]
+        worker.sent = worker.ring.next
+
+    @precondition(lambda self: self.down)
+    @rule(data=st.data(), count=st.integers(0, 20))
+    def ask(self, data: st.DataObject, count: int) -> None:
+        which, follow = self.down.pop(data.draw(st.integers(0, len(self.down) - 1)))
+        self.workers[which].answers = self.workers[which].ring.answer(follow)
+        self.answer(which, count)
+
+    @rule(which=WHICH, count=st.integers(1, 20))
+    def answer(self, which: int, count: int) -> None:
+        """Some messages of an answer; the worker may go on before the next ones."""
+        for message in islice(self.workers[which].answers, count):
+            self.up.append((which, encode(message)))
+
+    @precondition(lambda self: self.up)
+    @rule(data=st.data(), fate=st.sampled_from(["bring", "bring", "bring", "lose", "repeat"]))
+    def network(self, data: st.DataObject, fate: str) -> None:
+        place = data.draw(st.integers(0, len(self.up) - 1))
+        which, message = self.up[place]
+        if fate != "repeat":
+            del self.up[place]
+        if fate != "lose":
+            self.bring(which, message)
+
+    @precondition(lambda self: self.up)
+    @rule(count=st.integers(1, 30), lost=st.integers(0, 40))
+    def flow(self, count: int, lost: int) -> None:
+        """The oldest messages in their order, but for perhaps one."""
+        brought, self.up = self.up[:count], self.up[count:]
+        for place, message in enumerate(brought):
+            if place != lost:
+                self.bring(*message)
+
+    @precondition(lambda self: self.down)
+    @rule(data=st.data())
+    def lose_ask(self, data: st.DataObject) -> None:
+        del self.down[data.draw(st.integers(0, len(self.down) - 1))]
+
+    @rule(seconds=st.sampled_from([0.1, RETRY_S]))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        self.index.tidy(0.0)
+
+    def bring(self, which: int, message: bytes) -> None:
+        follow = self.replicas[which].take(decode(message, ToFrontend), self.now)
+        if follow:
+            self.down.append((which, follow))
+
+    def heal(self) -> None:
+        """The network works again, and the workers send at least a sign of life."""
+        for message in self.up:
+            self.bring(*message)
+        for _ in range(6):
+            self.now += RETRY_S
+            self.up = []
+            for which in range(WORKERS):
+                self.publish(which)
+            for message in self.up:
+                self.bring(*message)
+            while self.down:
+                which, follow = self.down.pop(0)
+                for answer in list(self.workers[which].ring.answer(follow)):
+                    self.bring(which, encode(answer))
+        for number, worker in enumerate(self.workers):
+            held = worker.ring.held()
+            assert sorted(self.index.hashes(number)) == sorted(held)
+            assert self.replicas[number].state is State.WARM
+            assert self.replicas[number].healing.differences == 0
+
+    def teardown(self) -> None:
+        try:
+            self.heal()
+        finally:
+            self.same.stop()
+
+
+TestFaults = Faults.TestCase
+TestFaults.settings = settings(max_examples=MANY or 50, stateful_step_count=50, deadline=None)
