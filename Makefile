@@ -83,6 +83,7 @@ bench-cluster: ## Start-up, memory, handoff stages and idle CPU of a demo cluste
 bench-control: ## CPU and latency of the control plane, 1 to 64 mock workers, 10k jobs (minutes)
 bench-demo: ## Whether the demo model's answers show what it read (seconds)
 bench-frontend: ## CPU per streamed token against vLLM's API server (minutes)
+bench-index: ## The frontends' prefix index, 1M blocks at 64 workers: ARGS=--save (a minute)
 bench-kv-events: ## What following the prefix cache costs a decode worker (seconds)
 bench-offload: ## What KV offloading saves when conversations outgrow the KV cache (minutes)
 bench-paths: ## What a long prompt costs the streams and itself, by hop and by thread (minutes)
