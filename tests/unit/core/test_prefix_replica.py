@@ -117,6 +117,10 @@ def test_events_that_overlap_are_applied_once(pair: Pair) -> None:
         assert pair.replica.take(message, 1.0) is None
     assert pair.equal()
     assert pair.replica.healing.gaps == 0
+    pair.ring.append(Op.STORE, blocks(9))
+    pair.news()
+    (beat,) = pair.news()
+    assert pair.replica.take(beat, 9.0) == PrefixFollow(epoch=pair.ring.epoch, next=4)
 
 
 def test_a_snapshot_read_over_time_is_good_when_its_events_have_come() -> None:
