@@ -22,6 +22,7 @@ import re
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+from pullfill.engine import request_targets
 from pullfill.frontend import metrics
 from pullfill.frontend.dispatch import NO_WORKER, NO_WORKER_WAIT_S
 from pullfill.runtime import log
@@ -120,6 +121,7 @@ class Admission:
                 "send it again later, or to another frontend (--max-inflight sets the limit)",
             )  # fmt: skip
             return
+        request_targets.note(scope.get("headers", ()))
         client = _Client(send)
         self._clients.add(client)
         self._watch()

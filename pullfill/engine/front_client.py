@@ -27,7 +27,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from pullfill.engine import release, request_limits
+from pullfill.engine import release, request_limits, request_targets
 from pullfill.engine.blame import Fault, explained, fault_of
 from pullfill.engine.front_wire import DecodeWelcome
 from pullfill.engine.request_limits import strip_transfer_params
@@ -93,6 +93,7 @@ class FrontLLM(AsyncLLM):  # type: ignore[misc]
         self, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
     ) -> Any:
         try:
+            request_targets.apply(params)
             if why := request_limits.why_refused(params):
                 raise VLLMValidationError(why)
             return await super().add_request(request_id, prompt, params, *args, **kwargs)

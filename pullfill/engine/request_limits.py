@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from pullfill.engine import request_targets
+
 MAX_STRUCTURED = 128 << 10
 """Characters of a schema, grammar, regex, or of all choices together. To compile more takes seconds
 on the engine's core, and the time grows faster than the size."""
@@ -28,6 +30,8 @@ def why_refused(params: Any) -> str:
         # vLLM reads entries of it before we can drop it: AttributeError in the frontend.
         if extra.get(key) is not None and not isinstance(extra[key], dict):
             return f"vllm_xargs.{key} must be an object, and is ignored if it is: leave it out"
+    if why := request_targets.why_refused(extra):
+        return why
     if len(getattr(params, "stop", None) or ()) > MAX_STOPS:
         return f"stop has {len(params.stop)} strings, at most {MAX_STOPS} are taken"
     structured = getattr(params, "structured_outputs", None)
