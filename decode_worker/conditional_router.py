@@ -64,6 +64,11 @@ class Situation(msgspec.Struct, frozen=True):
     claims_stalled: jobs were queued and nobody claimed them (breaker.py).
     prefill_workers: number of prefill workers that pull and may bring KV.
     self_check: why the self-check lets no prefill worker bring KV. Empty: there is no such reason.
+    pullers: instance ids of the prefill workers that pull and are connected.
+    pool: number of prefill workers that pull.
+    ahead_jobs, ahead_tokens: jobs in front of a new one, those in work included, and their tokens
+    that are not computed yet.
+    kv_bytes: bytes of KV that a prefill worker would write.
     """
 
     prompt_tokens: int
@@ -79,6 +84,11 @@ class Situation(msgspec.Struct, frozen=True):
     remote_kv: float = 0.0
     draining: bool = False
     forecast: Forecast = Forecast()
+    pullers: tuple[str, ...] = ()
+    pool: int = 0
+    ahead_jobs: int = 0
+    ahead_tokens: int = 0
+    kv_bytes: float = 0.0
 
     @property
     def remote_tokens(self) -> int:
@@ -102,8 +112,10 @@ def decide(now: Situation, config: RouterConfig) -> Decision:
     if now.remote_tokens == 0:
         return Decision(False, "prefix_hit" if now.hit_tokens else "short_prompt")
     always = config.policy is RouterPolicy.ALWAYS_REMOTE
-    if not always and now.prompt_tokens - now.hit_tokens <= config.max_local_prefill_length:
-        return Decision(False, "prefix_hit" if now.hit_tokens else "short_prompt")
+    # With the policy `cost`, CostRouter.place compares lengths and rates.
+    costs = config.policy is RouterPolicy.COST
+    if not (always or costs) and not (short := by_length(now, config)).remote:
+        return short
     if now.draining:
         return Decision(False, "draining")
     # The queue comes first, because while it is away no prefill worker pulls either.
@@ -119,15 +131,23 @@ def decide(now: Situation, config: RouterConfig) -> Decision:
         return Decision(False, QUEUE_FULL)
     if now.forecast.wait_s > config.max_queue_wait_s:
         return Decision(False, QUEUE_WAIT)
-    if _slow_link(now.forecast):
+    if _slow_link(now.forecast, costs):
         return Decision(False, SLOW_LINK)
     if now.remote_kv > config.max_remote_kv_fraction:
         return Decision(False, REMOTE_FULL)
     return Decision(True, "policy_always_remote" if always else "long_prompt")
 
 
-def _slow_link(forecast: Forecast) -> bool:
-    slow = 0 < SLOW_TIMES * forecast.prefill_s < forecast.write_s
+def by_length(now: Situation, config: RouterConfig) -> Decision:
+    """Where to prefill by the length beyond the hit alone. Pure."""
+    if now.prompt_tokens - now.hit_tokens <= config.max_local_prefill_length:
+        return Decision(False, "prefix_hit" if now.hit_tokens else "short_prompt")
+    return Decision(True, "long_prompt")
+
+
+def _slow_link(forecast: Forecast, counted: bool) -> bool:
+    """counted: the time of writing is part of a prediction, so it does not decide alone."""
+    slow = not counted and 0 < SLOW_TIMES * forecast.prefill_s < forecast.write_s
     return (slow and forecast.write_s > SLOW_S) or forecast.commit_within_s > MAX_TIMEOUT_S
 
 

@@ -65,6 +65,8 @@ class DecodeConnector(WorkerConnector):
         self._scheduler.tier_loaded(connector_output)
 
     def build_connector_meta(self, scheduler_output: Any) -> DecodeMetadata:
+        if (meter := self._scheduler.meter) is not None:
+            meter.scheduled(scheduler_output)
         loaded, failed = self._scheduler.collect()
         return DecodeMetadata(set(loaded), set(failed))
 

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pullfill.decode_worker import conditional_router
+from pullfill.decode_worker import conditional_router, eligibility
 from pullfill.decode_worker.conditional_router import (
     QUEUE_FULL,
     QUEUE_WAIT,
@@ -31,13 +31,13 @@ from pullfill.decode_worker.conditional_router import (
 from pullfill.decode_worker.context import DecodeContext, OpenedJob
 from pullfill.decode_worker.hit_blocks import HitBlocks
 from pullfill.decode_worker.ledger_types import Hold, Release, Settle
-from pullfill.engine import features
 from pullfill.engine.groups import BlockOrder
 from pullfill.ids import new_job_id
 from pullfill.runtime import failpoints, log
-from pullfill.wire import MAX_TEXT, Adapter
+from pullfill.wire import Adapter
 
 if TYPE_CHECKING:
+    from pullfill.decode_worker.step_meter import StepMeter
     from pullfill.engine.tier import Tier
 
 logger = log.get("decode_worker.scheduler")
@@ -59,6 +59,7 @@ class ConnectorScheduler:
     ended meanwhile.
     _late: ends of jobs that had to wait for such a load.
     tier: vLLM's own KV offloading, beside our connector. None: there is none.
+    meter: measures steps, and decides by what they cost. None until the engine is built.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class ConnectorScheduler:
         self._loading: dict[str, OpenedJob | Settle] = {}
         self._late: list[Settle] = []
         self.tier: Tier | None = None
+        self.meter: StepMeter | None = None
 
     def bind_pool(self, pool: Any) -> None:
         """Set vLLM's block pool. Blocks in quarantine are held by its reference counts."""
@@ -126,67 +128,21 @@ class ConnectorScheduler:
         offloaded = self.tier.hit(request, hit_tokens) if self.tier is not None else 0
         if offloaded is None:
             return None, False  # it is looked up or stored at this moment: vLLM asks again
-        adapter = self._adapter(request)
-        situation = context.situation(
-            request.num_prompt_tokens, hit_tokens + offloaded, self._ineligible(request, adapter)
+        adapter = eligibility.adapter_of(context, request)
+        why_not = eligibility.ineligible(
+            context, request, adapter, self.local_tokens, self._why_local
         )
+        situation = context.situation(request.num_prompt_tokens, hit_tokens + offloaded, why_not)
         own = context.trials and context.trials.decision(request.request_id)
-        decision = own or conditional_router.decide(situation, context.router_config())
+        config = context.router_config()
+        decision = own or conditional_router.decide(situation, config)
+        if self.meter is not None and not own:
+            decision = self.meter.place(request, decision, situation, config)
         self._decisions[request.request_id] = (situation, decision, adapter, offloaded)
         if decision.reason in (QUEUE_FULL, QUEUE_WAIT):
             context.queue_full()
         # If the answer is 0, vLLM asks the tier.
         return (offloaded + situation.remote_tokens, True) if decision.remote else (0, False)
-
-    def _ineligible(self, request: Any, adapter: Adapter | None) -> str:
-        """Return why this request can never be prefilled remotely. Empty: it can.
-
-        A job holds token ids, a LoRA adapter and multimodal inputs. So a prompt whose KV depends on
-        more is prefilled here. So is a prompt of which vLLM wants every logit, because a prefill
-        worker brings KV only."""
-        if request.num_output_tokens or request.num_preemptions:
-            return "resumed"
-        if self._context.traces.fallback_of(request.request_id) is not None:
-            return "fallback"
-        if request.skip_reading_prefix_cache:
-            return "prompt_logprobs"
-        if request.mm_features and not self._features_may_go(request):
-            return "multimodal"
-        if request.prompt_embeds is not None or request.prompt_token_ids is None:
-            return "prompt_embeds"
-        if request.lora_request is not None and adapter is None:
-            return "lora"
-        if request.pooling_params is not None:
-            return "pooling"
-        if request.cache_salt is not None and len(request.cache_salt) > MAX_TEXT:
-            return "cache_salt"  # the user's; a job with it would be refused as poison
-        if self._why_local:
-            return "speculation"
-        return ""
-
-    def _adapter(self, request: Any) -> Adapter | None:
-        """Return the request's LoRA adapter for a job. None: it has none, or it cannot be sent.
-
-        No prefill worker may load adapters, the digest of its files may not be known yet, or its
-        name or path may be too long for a job."""
-        asked = request.lora_request
-        if asked is None or not self._context.adapters_elsewhere():
-            return None
-        content = self._context.adapters.content_of(asked)
-        if not content or max(len(asked.lora_name), len(asked.lora_path)) > MAX_TEXT:
-            return None
-        return Adapter(name=asked.lora_name, path=asked.lora_path, content=content)
-
-    def _features_may_go(self, request: Any) -> bool:
-        """Whether a prefill worker can get the multimodal inputs of this request."""
-        tokens = request.num_prompt_tokens - self.local_tokens
-        # vLLM may compute features with an adapter, and then calls them by its name. Prefill
-        # workers give adapters names of their own.
-        return (
-            request.lora_request is None
-            and self._context.features_elsewhere()
-            and features.may_go(request.mm_features, tokens)
-        )
 
     # ------------------------------------------------------------------ step 4: enqueue
 
@@ -206,6 +162,8 @@ class ConnectorScheduler:
             decision, offloaded = Decision(False, "engine_declined"), 0
         shown = expected(situation, decision, self._context.router_config())
         self._context.traces.decided(request.request_id, situation, decision, shown, offloaded)
+        if self.meter is not None:
+            self.meter.admitted(request.request_id, remote=external_tokens > 0)
         if not external_tokens:
             return
         job = self._open(request, tables, situation, adapter, external_tokens - offloaded)
@@ -334,6 +292,8 @@ class ConnectorScheduler:
                     self._waiting.discard(request_id)
                     self._hit_blocks.give_back(request_id)
                     self._context.traces.settled(request_id, was_loaded, outcome)
+                    if self.meter is not None:
+                        self.meter.settled(request_id, was_loaded)
                     (loaded if was_loaded else self._failed).append(request_id)
         return loaded
 
@@ -354,6 +314,8 @@ class ConnectorScheduler:
 
         If the request still waits, vLLM frees its blocks when `collect` reports it."""
         self._decisions.pop(request_id, None)
+        if self.meter is not None:
+            self.meter.finished(request_id)
         if self._context.trials is not None:
             self._context.trials.finished(request_id, tables)
         if request_id in self._waiting:

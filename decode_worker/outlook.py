@@ -58,6 +58,16 @@ class Outlook:
         # Our own jobs count once they are opened. They reach the queue later.
         own_jobs, own_tokens = ledger.queued()
         pulling = [peer for peer in self.control.peers.pulling if peer.cleared]
+        forecast = self.control.forecaster.forecast(
+            tokens,
+            more,
+            more * self.kv_bytes / blocks,
+            workers=self.control.peers.pool if pulling else 0,
+            loads=[peer.load for peer in pulling],
+            depth_tokens=depth.depth_tokens,
+            own_tokens=own_tokens,
+            own_unwritten=ledger.unwritten(),
+        )
         return Situation(
             prompt_tokens=prompt_tokens,
             hit_tokens=hit_tokens,
@@ -73,16 +83,12 @@ class Outlook:
             quarantine_full=ledger.quarantined_blocks > int(blocks * _QUARANTINE_SHARE),
             remote_kv=(ledger.target_blocks + more) / blocks,
             draining=self.draining,
-            forecast=self.control.forecaster.forecast(
-                tokens,
-                more,
-                more * self.kv_bytes / blocks,
-                workers=self.control.peers.pool if pulling else 0,
-                loads=[peer.load for peer in pulling],
-                depth_tokens=depth.depth_tokens,
-                own_tokens=own_tokens,
-                own_unwritten=ledger.unwritten(),
-            ),
+            forecast=forecast,
+            pullers=tuple(peer.instance_id for peer in pulling),
+            pool=self.control.peers.pool,
+            ahead_jobs=max(depth.depth_jobs, own_jobs),
+            ahead_tokens=max(depth.depth_tokens, own_tokens),
+            kv_bytes=more * self.kv_bytes / blocks,
         )
 
     def outage(self) -> str:

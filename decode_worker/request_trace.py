@@ -25,7 +25,7 @@ from pullfill.decode_worker.conditional_router import (
 )
 from pullfill.errors import Outcome
 from pullfill.runtime import metrics
-from pullfill.wire import Expected, ExplainRecord, StageTimings, Timings
+from pullfill.wire import Expected, ExplainRecord, PredictedMs, StageTimings, Timings
 
 _BY_OUTAGE = frozenset(
     {
@@ -55,6 +55,18 @@ def _decision(path: str, reason: str) -> Any:
     return metrics.DECISION.labels(path, reason)
 
 
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A remote prefill that was committed. at: when, by the clock of the traces."""
+
+    request_id: str
+    instance: str
+    transport: str
+    stages: StageTimings
+    kv_bytes: int
+    at: float
+
+
 @dataclass(slots=True)
 class _RequestTrace:
     situation: Situation
@@ -73,12 +85,17 @@ class _RequestTrace:
     commit_ms: float | None = None
     committed_at: float | None = None
     stages: StageTimings | None = None
+    choice: str | None = None
+    predicted: PredictedMs | None = None
+    outcome_ms: float | None = None
+    regret_ms: float | None = None
 
 
 class RequestTraces:
     """All requests of this worker that were decided and are not finished.
 
     outage: returns what is unreachable now, for people. Empty: nothing. Set by the process.
+    measured: is told of each commit, for later predictions. asyncio thread.
     apart: requests of the self-check. They are not recorded and not counted. By request id: a
     function that is called when the remote prefill is settled, with whether the KV was loaded.
     """
@@ -89,6 +106,7 @@ class RequestTraces:
         self._lock = threading.Lock()
         self._open: dict[str, _RequestTrace] = {}
         self.outage: Callable[[], str] = lambda: ""
+        self.measured: Callable[[Measured], None] = lambda _: None
         self.apart: dict[str, Callable[[bool], None]] = {}
 
     def decided(
@@ -143,6 +161,21 @@ class RequestTraces:
                 trace.stages, trace.kv_bytes = stages, kv_bytes
                 trace.transport, trace.why_not_better = transport or None, why_not_better
                 trace.committed_at = self._clock.monotonic()
+        if trace is not None and (instance := trace.prefill_instance) is not None:
+            at = self._clock.monotonic()
+            self.measured(Measured(request_id, instance, transport, stages, kv_bytes, at))
+
+    def predicted(self, request_id: str, choice: str, predicted: PredictedMs | None) -> None:
+        """Note what was expected of the request, and what was chosen."""
+        with self._lock:
+            if (trace := self._open.get(request_id)) is not None and trace.choice is None:
+                trace.choice, trace.predicted = choice, predicted
+
+    def first_token(self, request_id: str, outcome_ms: float, regret_ms: float | None) -> None:
+        """Note how long the first token took since the decision."""
+        with self._lock:
+            if (trace := self._open.get(request_id)) is not None:
+                trace.outcome_ms, trace.regret_ms = outcome_ms, regret_ms
 
     def settled(self, request_id: str, loaded: bool, outcome: Outcome) -> None:
         """Note that vLLM was told how the remote prefill ended. Engine thread."""
@@ -196,6 +229,10 @@ class RequestTraces:
             fallback=trace.fallback,
             outage=trace.outage,
             expected_s=trace.expected,
+            choice=trace.choice,
+            predicted_ms=trace.predicted,
+            outcome_ms=trace.outcome_ms,
+            regret_ms=trace.regret_ms,
             kv_bytes=trace.kv_bytes if trace.loaded else 0,
             transport=trace.transport if trace.loaded else None,
             why_not_better=trace.why_not_better if trace.loaded else (),

@@ -30,8 +30,10 @@ from pullfill.decode_worker.publisher import Publisher
 from pullfill.decode_worker.request_server import RequestServer
 from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.decode_worker.self_check import checks_for
+from pullfill.decode_worker.step_meter import StepMeter
 from pullfill.decode_worker.verify import verifier_for
 from pullfill.engine import front_wire, kv
+from pullfill.engine.chunks import PrefillChunks
 from pullfill.engine.host import EngineHooks, EngineHost
 from pullfill.engine.load import EngineLoad
 from pullfill.engine.thread import EngineThread
@@ -70,6 +72,8 @@ class DecodeHooks(EngineHooks):
         self._ledger = engine.context.ledger
         self._scheduler = engine.context.scheduler
         self._scheduler.tier = self._tier = kv.tier_of(engine.core)
+        self._meter = StepMeter(engine.context, PrefillChunks(engine.core))
+        self._scheduler.meter = self._meter
         self._look_at = 0.0
         self.server = server
         self.reports = LoadReports(
@@ -86,12 +90,14 @@ class DecodeHooks(EngineHooks):
         self.reports.look(now)
         if self._ledger.has_events and (loaded := self._scheduler.finish()):
             self._host.received(loaded)
+        self._meter.before_step()
         return self._scheduler.has_work or self.copies_run()
 
     def copies_run(self) -> bool:
         return self._tier is not None and self._tier.busy
 
     def after_step(self, running: int) -> None:
+        self._meter.after_step(running)
         self._scheduler.step_done(running)
 
     def on_outputs(self, outputs: dict[int, Any]) -> None:

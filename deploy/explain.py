@@ -14,7 +14,7 @@ from rich.text import Text
 from pullfill.config import ClusterRef
 from pullfill.deploy.members import ask_frontend, frontend_urls
 from pullfill.errors import ConfigError, UnavailableError
-from pullfill.wire import Expected, ExplainRecord
+from pullfill.wire import Expected, ExplainRecord, PredictedMs
 
 _BAR = 40
 """Characters of the longest bar."""
@@ -78,6 +78,8 @@ def _lines(record: ExplainRecord) -> Iterator[Text]:
     yield Text(f"  decode worker: {record.decode_instance}")
     if record.expected_s is not None:
         yield Text(f"  expected: {_expected(record.expected_s)}")
+    if record.predicted_ms is not None:
+        yield Text(f"  first token after the decision: {_predicted(record, record.predicted_ms)}")
     if record.outage:
         yield Text(f"  at that time: {record.outage}", style="red")
     if record.migrated_from:
@@ -111,6 +113,15 @@ def _expected(told: Expected) -> str:
     )
     said = [f"{s:.2f} s {what}" if s is not None else f"not known {what}" for what, s in parts]
     return f"{', '.join(said)}; time limit {told.timeout:.0f} s"
+
+
+def _predicted(record: ExplainRecord, told: PredictedMs) -> str:
+    parts = (
+        ("remote", told.remote), ("local", told.local), ("local in chunks", told.local_chunked)
+    )  # fmt: skip
+    said = [f"{what} {ms:.0f} ms" for what, ms in parts if ms is not None]
+    was = "" if record.outcome_ms is None else f"; it was {record.outcome_ms:.0f} ms"
+    return f"{', '.join(said)} expected{was}"
 
 
 def _bars(record: ExplainRecord) -> Table:

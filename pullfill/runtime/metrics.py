@@ -128,3 +128,21 @@ SELF_CHECK = Counter(
     "Comparisons of a remote with a local prefill, made when two workers met",
     ["result"],
 )
+COST_PREDICTED = Histograms(
+    "pullfill_cost_predicted_seconds",
+    "Time to first token that the policy cost predicted for its choice",
+    "choice", _STAGE_BUCKETS,
+)  # fmt: skip
+COST_OUTCOME = Histograms(
+    "pullfill_cost_outcome_seconds", "Time from the decision to the first token", "choice",
+    _STAGE_BUCKETS,
+)  # fmt: skip
+COST_ERROR = Histograms(
+    "pullfill_cost_error_ratio",
+    "Difference of prediction and outcome, as a share of the outcome",
+    "choice", (0.05, 0.1, 0.2, 0.4, 0.6, 1.0, 2.0, 5.0),
+)  # fmt: skip
+COST_REGRET = Histograms(
+    "pullfill_cost_regret_seconds", "How much sooner another choice was expected", "choice",
+    _STAGE_BUCKETS,
+)  # fmt: skip

@@ -90,6 +90,7 @@ class RouterPolicy(enum.StrEnum):
     CONDITIONAL = "conditional"
     ALWAYS_LOCAL = "always_local"
     ALWAYS_REMOTE = "always_remote"
+    COST = "cost"
 
 
 class DecodePolicy(enum.StrEnum):
@@ -113,6 +114,8 @@ class RouterConfig(Message, frozen=True, kw_only=True):
     it is expected to take long, it gets more time.
     claim_timeout_s: how long of that it may wait for a prefill worker to claim it. If it is
     expected to wait long, it gets more time.
+    ttft_ms, itl_ms: with the policy `cost`, the targets of requests that name none: time to the
+    first token, and time between two tokens.
     """
 
     policy: RouterPolicy = RouterPolicy.CONDITIONAL
@@ -122,6 +125,8 @@ class RouterConfig(Message, frozen=True, kw_only=True):
     max_remote_kv_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.5
     remote_timeout_s: Annotated[float, Meta(gt=0, le=3600)] = 30.0
     claim_timeout_s: Annotated[float, Meta(gt=0, le=3600)] = 10.0
+    ttft_ms: Annotated[float, Meta(gt=0, le=3.6e6)] = 1000.0
+    itl_ms: Annotated[float, Meta(gt=0, le=3.6e6)] = 50.0
 
 
 # --------------------------------------------------------------------------- queue settings
@@ -270,6 +275,18 @@ class Expected(Message, frozen=True, kw_only=True):
     timeout: Finite = 0.0
 
 
+class PredictedMs(Message, frozen=True, kw_only=True):
+    """Time to the first token that was predicted at the decision, in milliseconds, by choice.
+
+    local: computed here at once. local_chunked: computed here, in chunks that are small enough for
+    the running streams. None: the same as `local`, or not possible.
+    remote: computed by a prefill worker. None: none was measured yet."""
+
+    local: Finite | None = None
+    local_chunked: Finite | None = None
+    remote: Finite | None = None
+
+
 class ExplainRecord(Message, frozen=True, kw_only=True):
     """Why and how one request was served (`pullfill explain`, GET /pullfill/requests/{id}).
 
@@ -282,6 +299,10 @@ class ExplainRecord(Message, frozen=True, kw_only=True):
     kept local because of the queue, the link or the share of the KV cache.
     transport: the transport that carried the KV.
     why_not_better: "name: reason" for each better transport.
+    choice: what the policy `cost` chose: `remote`, `local` or `local_chunked`.
+    predicted_ms: what it expected. outcome_ms: what it was, measured like the predictions: from the
+    decision to the first token, at the decode worker.
+    regret_ms: how much sooner the best of the other choices was expected. None: unknown.
     outage: what was unreachable, and for how long, when the prompt was kept local or taken back.
     Or the result of the self-check that kept it local.
     """
@@ -305,6 +326,10 @@ class ExplainRecord(Message, frozen=True, kw_only=True):
     migrated_from: tuple[str, ...] = ()
     migrated_tokens: int = 0
     offloaded_tokens: int = 0
+    choice: str | None = None
+    predicted_ms: PredictedMs | None = None
+    outcome_ms: Finite | None = None
+    regret_ms: Finite | None = None
 
 
 class DepthReport(Message, frozen=True, kw_only=True):

@@ -93,6 +93,8 @@ class FakeRequest:
     pooling_params: Any = None
     cache_salt: str | None = None
     priority: int = 0
+    arrival_time: float = 0.0
+    sampling_params: Any = None
     block_hashes: list[str] = field(default_factory=list)
 
     @property

@@ -175,13 +175,16 @@ def test_every_kind_of_message_and_reason_is_described() -> None:
 def test_every_reason_of_the_router_is_described() -> None:
     text = section("## Life of a request", "## Words")
     reasons: set[str] = set()
-    for path in ("decode_worker/conditional_router.py", "decode_worker/connector_scheduler.py"):
+    rooms = ("conditional_router", "connector_scheduler", "cost_router", "eligibility")
+    for path in (f"decode_worker/{name}.py" for name in rooms):
         source = text_of(path)
         reasons |= set(re.findall(r"Decision\([^)]*?\"(\w+)\"", source))
         reasons |= set(re.findall(r"else \"(\w+)\"\)?$", source, re.M))
-        if path.endswith("scheduler.py"):
+        reasons |= set(re.findall(r"\"(cost_\w+)\"", source))
+        if path.endswith("eligibility.py"):
             reasons |= set(re.findall(r"^ +return \"(\w+)\"", source, re.M))
     assert {"long_prompt", "short_prompt", "multimodal", "engine_declined"} <= reasons
+    assert {"cost_remote", "cost_local", "cost_chunked", "cost_probe"} <= reasons
     assert sorted(r for r in reasons if f"`{r}`" not in text) == []
 
 

@@ -68,7 +68,7 @@ REACHED = {
     ),
     "vllm.lora.request.LoRARequest": "load_inplace lora_int_id lora_name lora_path",
     "vllm.model_executor.layers.attention.attention.Attention": "impl",
-    "vllm.sampling_params.SamplingParams": "bad_words_token_ids logit_bias min_p",
+    "vllm.sampling_params.SamplingParams": "bad_words_token_ids extra_args logit_bias min_p",
     "vllm.sampling_params.StructuredOutputsParams": "choice grammar json regex structural_tag",
     "vllm.v1.attention.backend.AttentionLayer": "_k_scale _v_scale",
     "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackendImpl": "do_kv_cache_update",
@@ -89,13 +89,14 @@ REACHED = {
     "vllm.v1.core.sched.output.CachedRequestData": "num_computed_tokens req_ids",
     "vllm.v1.core.sched.output.NewRequestData": ("num_computed_tokens prefill_token_ids req_id"),
     "vllm.v1.core.sched.output.SchedulerOutput": (
-        "finished_req_ids kv_connector_metadata scheduled_cached_reqs scheduled_new_reqs "
-        "total_num_scheduled_tokens"
+        "finished_req_ids kv_connector_metadata num_scheduled_tokens scheduled_cached_reqs "
+        "scheduled_new_reqs total_num_scheduled_tokens"
     ),
     "vllm.v1.core.sched.request_queue.RequestQueue": "peek_request",
     "vllm.v1.core.sched.scheduler.Scheduler": (
         "_inflight_prefills connector finished_recving_kv_req_ids kv_cache_config "
-        "kv_cache_manager kv_event_publisher requests running schedule waiting"
+        "kv_cache_manager kv_event_publisher max_num_scheduled_tokens num_spec_tokens requests "
+        "running schedule scheduler_config waiting"
     ),
     "vllm.v1.core.single_type_kv_cache_manager.SingleTypeKVCacheManager": "block_size",
     "vllm.v1.engine.EngineCoreOutput": "events new_logprobs request_id stop_reason",
@@ -136,10 +137,10 @@ REACHED = {
     ),
     "vllm.v1.outputs.LogprobsLists": "logprob_token_ids logprobs",
     "vllm.v1.request.Request": (
-        "_all_token_ids _block_hasher block_hashes cache_salt lora_request mm_features "
-        "num_computed_tokens num_output_tokens num_preemptions num_prompt_tokens num_tokens "
-        "pooling_params priority prompt_embeds prompt_token_ids request_id sampling_params "
-        "skip_reading_prefix_cache status structured_output_request"
+        "_all_token_ids _block_hasher arrival_time block_hashes cache_salt lora_request "
+        "mm_features num_computed_tokens num_output_tokens num_preemptions num_prompt_tokens "
+        "num_tokens pooling_params priority prompt_embeds prompt_token_ids request_id "
+        "sampling_params skip_reading_prefix_cache status structured_output_request"
     ),
     "vllm.v1.request.RequestStatus": "PREEMPTED WAITING is_finished",
     "vllm.v1.structured_output.StructuredOutputManager": "executor",

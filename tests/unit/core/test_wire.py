@@ -130,6 +130,8 @@ def test_router_settings_default_to_the_promised() -> None:
         "max_remote_kv_fraction": 0.5,
         "remote_timeout_s": 30.0,
         "claim_timeout_s": 10.0,
+        "ttft_ms": 1000.0,
+        "itl_ms": 50.0,
     }
 
 
@@ -144,6 +146,7 @@ def test_explain_and_queue_have_the_promised_shape() -> None:
         "decode_instance", "prefill_instance", "attempts", "fallback", "kv_bytes", "timings_ms",
         "transport", "why_not_better", "migrated_from", "migrated_tokens", "outage",
         "expected_s", "offloaded_tokens",
+        "choice", "predicted_ms", "outcome_ms", "regret_ms",
     }  # fmt: skip
     assert set(shape["timings_ms"]) == {
         "route", "queue", "claim", "prefix_read", "prefill", "kv_write", "tail", "commit",

@@ -16,6 +16,7 @@ READ_WHOLE = {
     "Compat": "hashed, and compared field by field with `differs_from`",
     "ExplainRecord": "shown as JSON by `pullfill explain --json`",
     "Expected": "part of ExplainRecord",
+    "PredictedMs": "part of ExplainRecord",
     "Timings": "part of ExplainRecord",
     "LoadReport": "shown as JSON in /pullfill/status",
     "QueueStatus": "shown as JSON in /pullfill/status",

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from pullfill.decode_worker.conditional_router import Forecast, Situation
 from pullfill.decode_worker.connector_scheduler import ConnectorScheduler
 from pullfill.decode_worker.context import DecodeContext, OpenedJob
+from pullfill.decode_worker.eligibility import ineligible
 from pullfill.decode_worker.ledger import Ledger
 from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.errors import Outcome
@@ -117,7 +118,8 @@ def test_a_worker_that_speculates_computes_the_last_two_tokens(tokens: int) -> N
 def test_drafts_whose_kv_is_not_moved_keep_prompts_local() -> None:
     rig = Rig()
     rig.side._why_local = "it is not moved"
-    assert rig.side._ineligible(FakeRequest("r", list(range(99))), None) == "speculation"
+    request = FakeRequest("r", list(range(99)))
+    assert ineligible(rig.side._context, request, None, 1, rig.side._why_local) == "speculation"
 
 
 def test_more_blocks_than_needed_are_not_granted() -> None:

@@ -59,6 +59,13 @@ def test_the_trace_says_what_the_decision_was_made_on() -> None:
     assert "expected" not in _text(REMOTE)
 
 
+def test_what_the_policy_cost_predicted_and_what_came() -> None:
+    predicted = wire.PredictedMs(remote=812.4, local=1500.0)
+    record = msgspec.structs.replace(REMOTE, predicted_ms=predicted, outcome_ms=790.0)
+    said = "remote 812 ms, local 1500 ms expected; it was 790 ms"
+    assert f"first token after the decision: {said}" in _text(record)
+
+
 def test_the_trace_of_a_fallback() -> None:
     text = _text(
         msgspec.structs.replace(

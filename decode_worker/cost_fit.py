@@ -1,0 +1,73 @@
+"""Fits `y = a * x1 + b * x2` to the newest observations, with a and b at least 0.
+
+Old observations lose weight in two ways: with each new one, and with time. So a change of speed is
+learned from the next few observations, however often they come.
+"""
+
+from __future__ import annotations
+
+import math
+
+_STAY = 0.02
+"""How strongly a solution is held to the one before. It decides where the observations do not, for
+example when all of them have the same x1 and x2."""
+_CLIP = 4.0
+"""An observation counts as at most so many times the expected value, and at least the fraction. So
+one pause of the machine does not spoil the fit, and a real change needs a few observations."""
+_SURE = 4
+"""Observations before an unexpected one is clipped."""
+
+
+class Fit:
+    """See the module. One thread.
+
+    keep: weight that is left to older observations when a new one comes.
+    half_s: seconds after which an observation counts half.
+    a, b: the solution. count: number of observations. at: when the last one came."""
+
+    __slots__ = ("_half_s", "_keep", "_s11", "_s12", "_s22", "_t1", "_t2", "a", "at", "b", "count")
+
+    def __init__(self, keep: float, half_s: float) -> None:
+        self._keep, self._half_s = keep, half_s
+        self._s11 = self._s12 = self._s22 = self._t1 = self._t2 = 0.0
+        self.a = self.b = self.at = 0.0
+        self.count = 0
+
+    def of(self, x1: float, x2: float) -> float:
+        """Return y."""
+        return self.a * x1 + self.b * x2
+
+    def observe(self, x1: float, x2: float, y: float, now: float) -> None:
+        """Learn from one observation. now: seconds of a monotonic clock."""
+        if not math.isfinite(y) or y < 0:
+            return
+        expected = self.of(x1, x2)
+        if self.count >= _SURE and expected > 0:
+            y = min(max(y, expected / _CLIP), expected * _CLIP)
+        left = self._keep * 0.5 ** (max(0.0, now - self.at) / self._half_s) if self.count else 0.0
+        self._s11 = self._s11 * left + x1 * x1
+        self._s12 = self._s12 * left + x1 * x2
+        self._s22 = self._s22 * left + x2 * x2
+        self._t1 = self._t1 * left + x1 * y
+        self._t2 = self._t2 * left + x2 * y
+        self.count += 1
+        self.at = now
+        self._solve()
+
+    def _solve(self) -> None:
+        s11, s22 = self._s11, self._s22
+        stay = _STAY if self.count > 1 else 0.0
+        t1 = self._t1 + stay * s11 * self.a
+        t2 = self._t2 + stay * s22 * self.b
+        m11, m22 = s11 * (1 + stay), s22 * (1 + stay)
+        det = m11 * m22 - self._s12 * self._s12
+        if det > 1e-9 * m11 * m22:
+            a = (t1 * m22 - t2 * self._s12) / det
+            b = (t2 * m11 - t1 * self._s12) / det
+        else:
+            a, b = (t1 / m11 if m11 else 0.0), 0.0
+        if b < 0:
+            a, b = (t1 / m11 if m11 else 0.0), 0.0
+        elif a < 0:
+            a, b = 0.0, (t2 / m22 if m22 else 0.0)
+        self.a, self.b = max(0.0, a), max(0.0, b)

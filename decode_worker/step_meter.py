@@ -1,0 +1,105 @@
+"""Measures the steps of this engine, and sizes the chunks of the next one.
+
+vLLM's calls on one side, the policy `cost` (cost_router.py) on the other. Engine thread. What was
+learned here also serves when the policy is changed, so steps are measured under each policy.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import Any
+
+from pullfill.clock import SYSTEM_CLOCK, Clock
+from pullfill.decode_worker.conditional_router import Decision, Situation
+from pullfill.decode_worker.context import DecodeContext
+from pullfill.decode_worker.cost_requests import Step, Targets
+from pullfill.decode_worker.cost_router import CostRouter
+from pullfill.decode_worker.request_trace import Measured
+from pullfill.engine import request_targets
+from pullfill.engine.chunks import PrefillChunks
+from pullfill.wire import RouterConfig, RouterPolicy
+
+_BREAK_S = 0.002
+"""A longer pause between two steps is not part of the next one: the engine was idle."""
+_SKEW_S = 10.0
+"""A longer wait of a prompt is not believed: the clocks of two hosts differ."""
+
+
+class StepMeter:
+    """See the module."""
+
+    def __init__(
+        self, context: DecodeContext, chunks: PrefillChunks, clock: Clock = SYSTEM_CLOCK
+    ) -> None:
+        self._context = context
+        self._chunks = chunks
+        self._clock = clock
+        self.router = CostRouter(chunks.step_tokens, chunks=chunks.able, clock=clock)
+        self._steps: deque[Step] = deque()
+        self._began = self._ended = 0.0
+        self._on = False
+        context.traces.measured = self._measured
+
+    # ------------------------------------------------------------------ one step
+
+    def before_step(self) -> None:
+        """Called before each step or sleep: size the chunks of the next step."""
+        self._began = self._clock.monotonic()
+        on = self._context.router_config().policy is RouterPolicy.COST
+        if on:
+            self._chunks.limit(*self.router.chunk())
+        elif self._on:
+            self._chunks.release()
+        self._on = on
+
+    def scheduled(self, output: Any) -> None:
+        """Note what a step will compute. output: vLLM's SchedulerOutput."""
+        self._steps.append(
+            self.router.scheduled(output.num_scheduled_tokens, output.total_num_scheduled_tokens)
+        )
+
+    def after_step(self, running: int) -> None:
+        """Called after each step. running: number of scheduled steps that have not run yet."""
+        now = self._clock.monotonic()
+        idle = self._began - self._ended > _BREAK_S
+        seconds = now - (self._began if idle else self._ended)
+        self._ended = now
+        while len(self._steps) > running:
+            step = self._steps.popleft()
+            for request_id, outcome in self.router.stepped(step, seconds):
+                self._context.traces.first_token(
+                    request_id, outcome.first_token_ms, outcome.regret_ms
+                )
+
+    # ------------------------------------------------------------------ one request
+
+    def place(self, request: Any, able: Decision, now: Situation, config: RouterConfig) -> Decision:
+        """Decide about a request, if the policy is `cost`. Otherwise only predict.
+
+        request: vLLM's Request. able: what the other policies say."""
+        ttft_ms, itl_ms = request_targets.targets(request.sampling_params)
+        targets = Targets(
+            (ttft_ms or config.ttft_ms) / 1e3, round((itl_ms or config.itl_ms) / 1e3, 3) or 0.001
+        )
+        waited_s = time.time() - request.arrival_time
+        waited_s = waited_s if 0 < waited_s < _SKEW_S else 0.0
+        decided = self.router.place(request.request_id, able, now, targets, config, waited_s)
+        return decided if config.policy is RouterPolicy.COST else able
+
+    def admitted(self, request_id: str, *, remote: bool) -> None:
+        """vLLM has taken a request as it was decided. remote: False: it is computed here."""
+        choice, predicted = self.router.admitted(request_id, remote)
+        if choice:
+            self._context.traces.predicted(request_id, choice, predicted)
+
+    def settled(self, request_id: str, loaded: bool) -> None:
+        """Note that a remote prefill has ended."""
+        self.router.settled(request_id, loaded)
+
+    def finished(self, request_id: str) -> None:
+        """Note that a request is over."""
+        self.router.finished(request_id)
+
+    def _measured(self, done: Measured) -> None:
+        self.router.committed(done)

@@ -1,0 +1,83 @@
+"""`router.policy = cost`: real engines are measured, and answers stay what they are."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import openai
+import pytest
+
+from tests.support.cluster import MODEL, Cluster
+from tests.support.oracle import Oracle
+from tests.support.prompts import Answer, ask, ask_all, random_prompt, truth
+
+pytestmark = pytest.mark.engine
+
+STEPS = 4
+REASONS = {"cost_remote", "cost_local", "cost_chunked", "cost_probe", "short_prompt", "long_prompt"}
+
+
+def check(answers: list[Answer], prompts: list[list[int]], oracle: Oracle) -> None:
+    for answer, (tokens, _) in zip(answers, truth(oracle, prompts, STEPS), strict=True):
+        assert answer.tokens == tokens
+
+
+def beside_streams(cluster: Cluster, prompts: list[list[int]]) -> list[Answer]:
+    """Ask them while four long answers are streamed."""
+    with ThreadPoolExecutor(4) as pool:
+        streams = [
+            pool.submit(ask, cluster, random_prompt(20, seed=s), 400) for s in range(900, 904)
+        ]
+        answers = ask_all(cluster, prompts, STEPS, at_once=2)
+        assert all(len(stream.result().tokens) == 400 for stream in streams)
+    return answers
+
+
+def explained(cluster: Cluster, answers: list[Answer]) -> list[dict[str, Any]]:
+    return [cluster.explain(answer.request_id) for answer in answers]
+
+
+def test_predictions_and_outcomes_are_explained(cluster: Cluster, oracle: Oracle) -> None:
+    cluster.set_router(policy="cost")
+    prompts = [random_prompt(n, seed=41) for n in (100, 400, 900, 1500, 300, 700, 1900, 60)]
+    answers = beside_streams(cluster, prompts)
+    check(answers, prompts, oracle)
+    told = explained(cluster, answers)
+    assert {one["reason"] for one in told} <= REASONS
+    # The first prompts measure, so they have no predictions.
+    last = told[-1]
+    assert last["predicted_ms"]["local"] > 0
+    assert last["predicted_ms"]["remote"] > 0
+    assert all(one["outcome_ms"] > 0 for one in told)
+    assert all((one["choice"] == "remote") == (one["path"] == "remote") for one in told)
+    assert any(one["regret_ms"] is not None for one in told)
+    for name in ("predicted", "outcome", "regret"):
+        assert cluster.counter(f"pullfill_cost_{name}_seconds_count") > 0
+
+
+def test_a_prompt_that_must_stay_is_computed_in_chunks(cluster: Cluster, oracle: Oracle) -> None:
+    """With a target that no step keeps, chunks have the least size."""
+    cluster.set_router(policy="cost", max_prefill_queue_size=0, itl_ms=0.5)
+    try:
+        prompts = [random_prompt(n, seed=42) for n in (300, 500, 700)]
+        answers = beside_streams(cluster, prompts)
+        check(answers, prompts, oracle)
+        told = explained(cluster, answers)
+        assert [one["reason"] for one in told] == ["queue_full"] * 3
+        assert "local_chunked" in {one["choice"] for one in told}
+    finally:
+        cluster.set_router(max_prefill_queue_size=64, itl_ms=50)
+
+
+def test_targets_that_are_no_times_are_refused(cluster: Cluster) -> None:
+    client = cluster.client()
+    for header in ("x-pullfill-ttft-ms", "x-pullfill-itl-ms"):
+        with pytest.raises(openai.BadRequestError, match=header):
+            client.completions.create(
+                model=MODEL, prompt=[20, 21], max_tokens=1, extra_headers={header: "soon"}
+            )
+    made = client.completions.create(
+        model=MODEL, prompt=[20, 21], max_tokens=1, extra_headers={"x-pullfill-ttft-ms": "75.5"}
+    )
+    assert made.choices

@@ -1,0 +1,113 @@
+"""Steps are timed from end to end, and the policy decides who sizes the chunks."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pullfill.decode_worker.conditional_router import Decision, Situation
+from pullfill.decode_worker.request_trace import RequestTraces
+from pullfill.decode_worker.step_meter import StepMeter
+from pullfill.wire import RouterConfig, RouterPolicy
+from tests.support.fakes import FakeClock, FakeRequest
+
+
+class Chunks:
+    """A PrefillChunks that notes what it is told."""
+
+    step_tokens, able = 1024, True
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+
+    def limit(self, tokens: int, prompts: int) -> None:
+        self.told.append((tokens, prompts))
+
+    def release(self) -> None:
+        self.told.append("release")
+
+
+class Rig:
+    def __init__(self) -> None:
+        self.clock, self.chunks = FakeClock(), Chunks()
+        self.config = RouterConfig(policy=RouterPolicy.COST)
+        self.traces = RequestTraces("d", self.clock)
+        context: Any = SimpleNamespace(traces=self.traces, router_config=lambda: self.config)
+        self.meter = StepMeter(context, self.chunks, self.clock)  # type: ignore[arg-type]
+
+    def step(self, seconds: float, idle_s: float = 0.0, **tokens: int) -> None:
+        self.clock.advance(idle_s)
+        self.meter.before_step()
+        total = sum(tokens.values())
+        self.meter.scheduled(
+            SimpleNamespace(num_scheduled_tokens=tokens, total_num_scheduled_tokens=total)
+        )
+        self.clock.advance(seconds)
+        self.meter.after_step(0)
+
+    def local(self, name: str, tokens: int, **fields: Any) -> None:
+        request = FakeRequest(name, list(range(tokens)), **fields)
+        now, stays = Situation(tokens, 0), Decision(False, "queue_full")
+        decision = self.meter.place(request, stays, now, self.config)
+        self.traces.decided(name, now, decision)
+        self.meter.admitted(name, remote=False)
+
+
+def test_idle_time_is_no_part_of_a_step() -> None:
+    rig = Rig()
+    for _ in range(10):
+        rig.step(0.01, idle_s=5.0, a=1)
+    assert rig.meter.router.rates.base(1) == pytest.approx(0.01)
+
+
+def test_what_happens_between_steps_that_follow_each_other_is_part_of_them() -> None:
+    """Streams wait for it too: outputs are sent then."""
+    rig = Rig()
+    for _ in range(30):
+        rig.step(0.01, idle_s=0.001, a=1)
+    assert rig.meter.router.rates.base(1) == pytest.approx(0.011, rel=0.05)
+
+
+def test_steps_that_overlap_are_told_apart() -> None:
+    rig = Rig()
+    rig.local("r", 300)
+    plan = SimpleNamespace(num_scheduled_tokens={"r": 300}, total_num_scheduled_tokens=300)
+    rig.meter.scheduled(plan)
+    rig.meter.after_step(1)
+    assert rig.meter.router.streams == 0
+    rig.meter.after_step(0)
+    assert rig.meter.router.streams == 1
+
+
+def test_explain_gets_prediction_and_outcome() -> None:
+    rig = Rig()
+    for name in "abc":
+        rig.local(name, 300)
+        rig.step(0.1, idle_s=1.0, **{name: 300})
+    record = rig.traces.finish("c")
+    assert record is not None
+    assert record.choice in ("local", "local_chunked")
+    assert record.predicted_ms is not None
+    assert record.predicted_ms.local == pytest.approx(100, rel=0.2)
+    assert record.outcome_ms == pytest.approx(1100)
+
+
+def test_chunks_are_sized_by_this_policy_only() -> None:
+    rig = Rig()
+    rig.step(0.01, a=1)
+    assert rig.chunks.told == [(0, 0)]
+    rig.config = RouterConfig()
+    rig.step(0.01, a=1)
+    rig.step(0.01, a=1)
+    assert rig.chunks.told == [(0, 0), "release"]
+
+
+def test_a_request_may_name_its_targets() -> None:
+    rig = Rig()
+    rig.local("r", 300, sampling_params=SimpleNamespace(extra_args={"itl_ms": 20.4}))
+    rig.step(0.1, r=300)
+    assert rig.meter.router._itl == {0.02: 1}
+    rig.meter.finished("r")
+    assert not rig.meter.router._itl
