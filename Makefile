@@ -69,8 +69,9 @@ chaos-report: install ## One process killed under load: failures, recovery, free
 soak: install ## Mixed faults under load: make soak [ARGS="--minutes 10 --seed 1"]
 	$(BIN)/python -m benchmarks.chaos_soak $(ARGS)
 
-sim: install ## Simulate how prompts are spread over 4, 64 and 1,000 decode workers (minutes)
+sim: install ## Simulate how prompts are spread over decode workers, and local or remote (minutes)
 	$(BIN)/python -m benchmarks.sim $(ARGS)
+	$(BIN)/python -m benchmarks.sim.local_or_remote --save
 
 bench: install-nixl ## Serving beside aggregated vLLM, NIXL and others: all of it (an hour)
 	$(BIN)/python -m benchmarks.bench_serving --save $(ARGS)

@@ -1,0 +1,314 @@
+"""A decode worker's engine and prefill workers in simulated time, under the production router.
+
+`DecodeEngine` schedules as vLLM does: running requests first, in order, then waiting ones while the
+step has tokens left. Where a prompt is computed is decided by `conditional_router.decide` and
+`CostRouter`, and `PrefillChunks` sizes the chunks. Only the model's time and the way to a prefill
+worker are made up (`Speed`).
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+from pullfill.decode_worker.conditional_router import Decision, Situation, decide
+from pullfill.decode_worker.cost_requests import Targets
+from pullfill.decode_worker.cost_router import CostRouter
+from pullfill.decode_worker.request_trace import Measured
+from pullfill.engine.chunks import PrefillChunks
+from pullfill.wire import RouterConfig, RouterPolicy, StageTimings
+
+MAX_RUNNING = 32
+PULL_TOKENS = 4096
+"""Tokens that a prefill worker claims ahead, as `prefill_worker.puller.budget_of` says."""
+WAY_S = 0.003
+"""From the decision to a claim by an idle prefill worker, and from its last write to the commit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """How long a step takes. The defaults are those of `make bench-paths` on a CPU core: 256 tokens
+    in 76 ms, 4096 in 2.8 s, four streams in 7.5 ms. jitter: of each step, as a share."""
+
+    base_s: float = 0.0065
+    stream_s: float = 0.00025
+    token_s: float = 0.00028
+    pair_s: float = 9.1e-8
+    byte_s: float = 1e-9
+    jitter: float = 0.05
+
+    def step(self, streams: int, parts: Sequence[tuple[int, int]]) -> float:
+        """parts: (tokens before, tokens) of each prompt."""
+        work = sum(n * (self.token_s + self.pair_s * (at + n / 2)) for at, n in parts)
+        return self.base_s + self.stream_s * streams + work
+
+
+@dataclass(slots=True)
+class Request:
+    """One request and what became of it, in seconds of the simulation."""
+
+    name: str
+    at: float
+    prompt: int
+    output: int
+    ttft_s: float
+    itl_s: float
+    hit: int = 0
+    computed: int = 0
+    made: int = 0
+    first: float = math.inf
+    last: float = 0.0
+    worst_gap: float = 0.0
+    expected: float = 0.0
+    choice: str = ""
+
+    @property
+    def good(self) -> bool:
+        """Both targets are kept. The 99th percentile of so few gaps is the longest."""
+        return self.first - self.at <= self.ttft_s and self.worst_gap <= self.itl_s
+
+    def token(self, now: float) -> None:
+        if self.made:
+            self.worst_gap = max(self.worst_gap, now - self.last)
+        else:
+            self.first = now
+        self.made += 1
+        self.last = now
+
+
+class World:
+    """The clock, and what happens when."""
+
+    def __init__(self, seed: int) -> None:
+        self.now = 0.0
+        self.random = random.Random(seed)
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._serial = itertools.count()
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def at(self, when: float, what: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (when, next(self._serial), what))
+
+    def run(self) -> None:
+        """Until nothing is left to happen."""
+        while self._events:
+            self.now, _, what = heapq.heappop(self._events)
+            what()
+
+    def noisy(self, seconds: float, jitter: float) -> float:
+        return seconds * math.exp(self.random.gauss(0.0, jitter)) if jitter else seconds
+
+
+@dataclass(slots=True)
+class PrefillWorker:
+    """Computes jobs one after another. speed_at: its speed, which may change with time."""
+
+    world: World
+    name: str
+    speed_at: Callable[[float], Speed]
+    free_at: float = 0.0
+    claimed: int = 0
+    computed: int = 0
+    worked_s: float = 0.0
+
+
+class Pool:
+    """The queue, and the prefill workers that pull from it."""
+
+    def __init__(self, world: World, workers: list[PrefillWorker]) -> None:
+        self._world = world
+        self.workers = workers
+        self._queue: deque[tuple[Request, Callable[[Measured], None]]] = deque()
+        self.jobs = self.tokens = 0
+
+    def put(self, request: Request, done: Callable[[Measured], None]) -> None:
+        self.jobs += 1
+        self.tokens += request.prompt - request.hit
+        self._queue.append((request, done))
+        self._world.at(self._world.now + WAY_S, self._pull)
+
+    def _pull(self) -> None:
+        while self._queue:
+            able = [w for w in self.workers if w.claimed < PULL_TOKENS]
+            if not able:
+                return
+            worker = min(able, key=lambda w: w.free_at)
+            self._start(worker, *self._queue.popleft())
+
+    def _start(
+        self, worker: PrefillWorker, request: Request, done: Callable[[Measured], None]
+    ) -> None:
+        world, tokens = self._world, request.prompt - request.hit - 1
+        worker.claimed += tokens
+        begin = max(world.now, worker.free_at)
+        speed = worker.speed_at(begin)
+        steps = -(-tokens // 1024)
+        seconds = speed.step(0, [(request.hit, tokens)]) + (steps - 1) * speed.base_s
+        seconds = world.noisy(seconds, speed.jitter)
+        worker.free_at = begin + seconds
+        write = tokens * 4096 * speed.byte_s
+        tail = max(0.0, write - seconds) + write / steps
+
+        def commit() -> None:
+            worker.claimed -= tokens
+            self.jobs -= 1
+            self.tokens -= tokens + 1
+            stages = StageTimings(
+                claim_ms=0.5, prefill_ms=seconds * 1e3, kv_write_ms=write * 1e3, tail_ms=tail * 1e3
+            )
+            done(Measured(request.name, worker.name, "shm", stages, tokens * 4096, world.now))
+            self._pull()
+
+        world.at(worker.free_at + tail + WAY_S, commit)
+
+
+@dataclass(slots=True)
+class Setup:
+    """How one engine is run.
+
+    policy: None: it is a plain vLLM server. threshold: of its `max_local_prefill_length`.
+    chunk: its `--long-prefill-token-threshold`."""
+
+    policy: RouterPolicy | None
+    threshold: int = 512
+    chunk: int = 0
+    step_tokens: int = 1024
+    config: RouterConfig = field(default_factory=RouterConfig)
+
+
+class DecodeEngine:
+    """One engine. See the module. Made with the pool that its prompts may go to."""
+
+    def __init__(
+        self, world: World, setup: Setup, pool: Pool, speed_at: Callable[[float], Speed]
+    ) -> None:
+        self._world, self._pool, self._speed_at = world, pool, speed_at
+        self._config = RouterConfig(
+            policy=setup.policy or RouterPolicy.ALWAYS_LOCAL,
+            max_local_prefill_length=setup.threshold,
+            max_queue_wait_s=3600,
+            max_prefill_queue_size=10_000,
+        )
+        self._vllm = SimpleNamespace(
+            scheduler_config=SimpleNamespace(
+                long_prefill_token_threshold=setup.chunk, enable_chunked_prefill=True
+            ),
+            max_num_scheduled_tokens=setup.step_tokens,
+            num_spec_tokens=0,
+            running=list[Request](),
+        )
+        self._chunks = PrefillChunks(SimpleNamespace(scheduler=self._vllm))
+        self.router = CostRouter(setup.step_tokens, clock=world)
+        self._waiting: deque[Request] = deque()
+        self._loaded: deque[Request] = deque()
+        self._stepping = False
+        self.reasons: dict[str, int] = {}
+
+    def add(self, request: Request) -> None:
+        self._waiting.append(request)
+        self._wake()
+
+    def _wake(self) -> None:
+        if not self._stepping:
+            self._stepping = True
+            self._step()
+
+    # ------------------------------------------------------------------ one step
+
+    def _step(self) -> None:
+        world, running = self._world, self._vllm.running
+        if self._config.policy is RouterPolicy.COST:
+            self._chunks.limit(*self.router.chunk())
+        tokens = self._schedule()
+        if not tokens:
+            self._stepping = False
+            return
+        plan = self.router.scheduled({r.name: n for r, n in tokens}, sum(n for _, n in tokens))
+        prompts = [(r.computed, n) for r, n in tokens if r.computed + n < r.prompt or n > 1]
+        speed = self._speed_at(world.now)
+        seconds = world.noisy(speed.step(len(tokens) - len(prompts), prompts), speed.jitter)
+
+        def done() -> None:
+            for request, count in tokens:
+                request.computed += count
+                if request.computed >= request.prompt:
+                    request.token(world.now)
+                    if request.made >= request.output:
+                        running.remove(request)
+            self.router.stepped(plan, seconds)
+            for request, _ in tokens:
+                if request.made >= request.output:
+                    self.router.finished(request.name)
+            self._step()
+
+        world.at(world.now + seconds, done)
+
+    def _schedule(self) -> list[tuple[Request, int]]:
+        vllm, found = self._vllm, list[tuple[Request, int]]()
+        budget: int = vllm.max_num_scheduled_tokens
+        alone = len(vllm.running) + len(self._waiting) + len(self._loaded) <= 1
+        cap = 0 if alone else vllm.scheduler_config.long_prefill_token_threshold
+        for request in vllm.running:
+            if budget <= 0:
+                break
+            wanted = max(1, request.prompt - request.computed)
+            count = min(wanted, cap or wanted, budget)
+            found.append((request, count))
+            budget -= count
+        while budget > 0 and len(vllm.running) < MAX_RUNNING and (self._loaded or self._waiting):
+            if self._loaded:
+                request = self._loaded.popleft()
+            else:
+                request = self._waiting.popleft()
+                if self._place(request):
+                    continue
+            wanted = request.prompt - request.computed
+            count = min(wanted, cap or wanted, budget)
+            vllm.running.append(request)
+            found.append((request, count))
+            budget -= count
+        return found
+
+    def _place(self, request: Request) -> bool:
+        """Whether the prompt goes to a prefill worker."""
+        world, pool, router = self._world, self._pool, self.router
+        request.computed = request.hit
+        now = Situation(
+            request.prompt,
+            request.hit,
+            prefill_workers=len(pool.workers),
+            queue_available=bool(pool.workers),
+            queue_jobs=0,
+            pullers=tuple(worker.name for worker in pool.workers),
+            pool=len(pool.workers),
+            ahead_jobs=pool.jobs,
+            ahead_tokens=pool.tokens,
+            kv_bytes=(request.prompt - request.hit) * 4096.0,
+        )
+        decision: Decision = decide(now, self._config)
+        targets = Targets(request.ttft_s, request.itl_s)
+        placed = router.place(
+            request.name, decision, now, targets, self._config, world.now - request.at
+        )
+        if self._config.policy is RouterPolicy.COST:
+            decision = placed
+        self.reasons[decision.reason] = self.reasons.get(decision.reason, 0) + 1
+        request.choice, _ = router.admitted(request.name, decision.remote)
+        if decision.remote:
+            pool.put(request, lambda done: self._committed(request, done))
+        return decision.remote
+
+    def _committed(self, request: Request, done: Measured) -> None:
+        request.computed = request.prompt - 1
+        self.router.committed(done)
+        self.router.settled(request.name, True)
+        self._loaded.append(request)
+        self._wake()
