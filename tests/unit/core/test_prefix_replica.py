@@ -8,7 +8,7 @@ import pytest
 
 from pullfill.prefix.chain import HashArray
 from pullfill.prefix.index import PrefixIndex
-from pullfill.prefix.replica import RETRY_S, Replica, State
+from pullfill.prefix.replica import REFILL_S, RETRY_S, Replica, State
 from pullfill.prefix.ring import Ring
 from pullfill.wire.prefix import Op, PrefixEvents, PrefixFollow, PrefixPage
 
@@ -199,6 +199,22 @@ def test_blocks_that_the_index_refused_are_not_asked_for_again(pair: Pair) -> No
     assert pair.replica.state is State.WARM
     assert pair.index.refused(5) == 1
     assert pair.replica.healing.differences == 0
+
+
+def test_refused_blocks_are_fetched_once_there_is_room(pair: Pair) -> None:
+    pair.index = PrefixIndex(4)
+    pair.replica = Replica(pair.index, 5, 0)
+    pair.index.store(1, blocks(91, 92, 93))
+    pair.ring.append(Op.STORE, blocks(1, 2, 3))
+    pair.heal(pair.replica.ask(0))
+    assert pair.replica.refused == 2
+    pair.index.remove(1, blocks(91, 92, 93))
+    (beat,) = pair.news() and pair.news()
+    assert pair.replica.take(beat, REFILL_S / 2) is None
+    pair.now = REFILL_S
+    pair.heal(pair.replica.take(beat, pair.now))
+    assert pair.equal()
+    assert pair.replica.refused == 0
 
 
 def test_a_snapshot_without_one_page_is_not_adopted() -> None:
