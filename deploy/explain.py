@@ -76,6 +76,12 @@ def _lines(record: ExplainRecord) -> Iterator[Text]:
         f" + {record.remote_tokens} prefilled remotely + {local} locally"
     )
     yield Text(f"  decode worker: {record.decode_instance}")
+    if (choice := record.decode_choice) is not None:
+        cost = "" if choice.score is None else f", at a cost of {choice.score:g} tokens"
+        yield Text(
+            f"    chosen by policy {choice.policy} (reason: {choice.reason}): it was known to hold "
+            f"{choice.matched_tokens} tokens of the prompt{cost}"
+        )
     if record.expected_s is not None:
         yield Text(f"  expected: {_expected(record.expected_s)}")
     if record.predicted_ms is not None:

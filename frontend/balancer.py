@@ -1,69 +1,215 @@
-"""Chooses the decode worker for a request."""
+"""Chooses the decode worker of each request, and counts what is sent to whom.
+
+`Dispatcher` calls `choose` and `sent` when it sends a request, then `first` and `left`. The policy
+is `router.decode_policy`; `decode_choice` says what the policies do.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+import random
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Any
 
+from pullfill.engine import migration
+from pullfill.frontend import metrics
+from pullfill.frontend.decode_choice import Candidates, Choice
 from pullfill.frontend.decode_connection import DecodeConnection
+from pullfill.frontend.flight import Flight, Hashed
+from pullfill.frontend.placement import Placement
+from pullfill.frontend.prefixes import Prefixes
+from pullfill.prefix import chain
+from pullfill.prefix.replica import State
+from pullfill.wire import DecodeChoice, DecodePolicy
 
 MAX_TOGETHER = 1024
 """For how many answers with several choices the worker is remembered."""
+LOOK_S = 0.25
+"""How often it is checked whether the index is warm, and how many frontends there are."""
 
 
-class Balancer(Protocol):
-    """Chooses among workers that can all serve the request. Must not block."""
+class Balancer:
+    """Owned by the `Dispatcher`, on its event loop. Never blocks.
 
-    def choose(
-        self, prompt_token_ids: Sequence[int] | None, workers: Sequence[DecodeConnection]
-    ) -> DecodeConnection:
-        """Return one of `workers`, which is never empty. Called once per prompt of a batch."""
-        ...
+    policy: returns the policy to use now.
+    prefixes: which worker holds which blocks. None: unknown.
+    frontends: returns how many frontends serve the same workers.
 
+    All choices of one answer (`n` > 1) go to one worker. So a prompt that kills workers kills only
+    one at a time, and its prefix is computed once."""
 
-class RoundRobin:
-    """Takes each worker in turn.
-
-    It remembers the last worker's instance id, not a position. So a worker that joins or leaves
-    does not make another one get two requests in a row."""
-
-    def __init__(self) -> None:
-        self._last = ""
-
-    def choose(
-        self, prompt_token_ids: Sequence[int] | None, workers: Sequence[DecodeConnection]
-    ) -> DecodeConnection:
-        after = [w for w in workers if w.instance_id > self._last]
-        chosen = min(after or workers, key=lambda w: w.instance_id)
-        self._last = chosen.instance_id
-        return chosen
-
-
-class Together:
-    """Sends all choices of one answer (`n` > 1) to one worker, which a balancer chooses.
-
-    So a prompt that kills workers kills only one at a time, and its prefix is computed once."""
-
-    def __init__(self, balancer: Balancer) -> None:
-        self._balancer = balancer
-        self._chosen: dict[str, str] = {}
-
-    def choose(
+    def __init__(
         self,
-        answer: str,
-        prompt_token_ids: Sequence[int] | None,
-        workers: Sequence[DecodeConnection],
-    ) -> DecodeConnection:
-        """Return one of `workers`, which must not be empty.
+        policy: Callable[[], DecodePolicy],
+        prefixes: Prefixes | None = None,
+        frontends: Callable[[], int] = lambda: 1,
+    ) -> None:
+        self._policy = policy
+        self._prefixes = prefixes
+        self._frontends = frontends
+        self._placement = Placement(random.Random())
+        self._together: dict[str, str] = {}
+        self._workers: Sequence[DecodeConnection] = ()
+        self._by_id: dict[str, DecodeConnection] = {}
+        self._among: Candidates
+        self._block = 0
+        self._warm = False
+        self._look_at = 0.0
 
-        answer: id of an answer with several choices, "" for any other."""
+    # ---------------------------------------------------------------- requests
+
+    def choose(
+        self, flight: Flight, workers: Sequence[DecodeConnection], now: float
+    ) -> DecodeConnection:
+        """Return one of `workers`, which is not empty. now: seconds of the loop's clock."""
+        request = flight.request
+        several = migration.choice_of(request.request_id, request.external_req_id)
+        answer = request.external_req_id if several else ""
         if not answer:
-            return self._balancer.choose(prompt_token_ids, workers)
-        before = self._chosen.pop(answer, None)
+            return self._choose(flight, workers, now)
+        before = self._together.pop(answer, None)
         chosen = next((w for w in workers if w.instance_id == before), None)
         if chosen is None:
-            chosen = self._balancer.choose(prompt_token_ids, workers)
-        self._chosen[answer] = chosen.instance_id
-        if len(self._chosen) > MAX_TOGETHER:
-            del self._chosen[next(iter(self._chosen))]
+            chosen = self._choose(flight, workers, now)
+        else:
+            view = self._placement.fleet.join(chosen.instance_id)
+            flight.choice = self._place(flight, Candidates.of([view]), now)
+            flight.choice.reason = "together"
+        self._together[answer] = chosen.instance_id
+        if len(self._together) > MAX_TOGETHER:
+            del self._together[next(iter(self._together))]
         return chosen
+
+    def sent(self, flight: Flight, worker: DecodeConnection, now: float) -> None:
+        """Count a request that goes to a worker, which `choose` or a probation has chosen."""
+        choice, policy = flight.choice, self._policy()
+        if choice is None or choice.view.instance_id != worker.instance_id:
+            view = self._placement.fleet.join(worker.instance_id)
+            choice = Choice(view, policy, 0, None, "probation")
+        hashed = self._hashed(flight) if choice.policy is DecodePolicy.KV else _NOT_HASHED
+        flight.share = self._placement.send(
+            choice, _length(flight), now, block=self._block, hashes=hashed.hashes
+        )
+        flight.counted = len(flight.tokens)
+        metrics.DECODE_CHOICE.labels(choice.policy, choice.reason).inc()
+        score = None if choice.score is None else round(choice.score, 1)
+        flight.trace.decode_choice = DecodeChoice(
+            policy=choice.policy,
+            matched_tokens=choice.matched_tokens,
+            score=score,
+            reason=choice.reason,
+        )
+        flight.choice = None
+
+    def first(self, flight: Flight) -> None:
+        """The first output of the request has come: its prompt is computed."""
+        if flight.share is not None:
+            flight.share.first()
+
+    def left(self, flight: Flight) -> None:
+        """The request has ended or leaves its worker. May be called again without effect."""
+        if flight.share is not None:
+            flight.share.end(len(flight.tokens) - flight.counted)
+            flight.share = None
+
+    # ---------------------------------------------------------------- workers
+
+    def report(self, worker: DecodeConnection) -> None:
+        """Take what a worker has said about its load."""
+        if worker.load is not None:
+            fleet, load = self._placement.fleet, worker.load
+            fleet.join(worker.instance_id)
+            fleet.report(
+                worker.instance_id,
+                load.uncached_tokens_queued,
+                load.active_blocks,
+                load.free_blocks,
+            )
+
+    def lost(self, worker: DecodeConnection) -> None:
+        """Forget a worker. It may come back under the same name, with an empty cache."""
+        self._placement.drop(worker.instance_id)
+        self._workers = ()
+
+    # ---------------------------------------------------------------- inside
+
+    def _choose(
+        self, flight: Flight, workers: Sequence[DecodeConnection], now: float
+    ) -> DecodeConnection:
+        if workers is not self._workers:  # the pool makes a new list when anything changes
+            self._workers = workers
+            self._by_id = {worker.instance_id: worker for worker in workers}
+            self._among = self._placement.candidates(list(self._by_id))
+            self._look_at = 0.0
+        if now >= self._look_at:
+            self._look(now)
+        flight.choice = self._place(flight, self._among, now)
+        return self._by_id[flight.choice.view.instance_id]
+
+    def _place(self, flight: Flight, among: Candidates, now: float) -> Choice:
+        policy = self._policy()
+        hashed = self._hashed(flight) if policy is DecodePolicy.KV else _NOT_HASHED
+        stored = None
+        if self._prefixes is not None and hashed.hashes is not None:
+            held = self._prefixes.matched(hashed.hashes)
+            stored = {name: blocks for name, blocks in held.items() if name in among.by_id}
+        return self._placement.choose(
+            policy,
+            _length(flight),
+            among,
+            now,
+            block=self._block,
+            hashes=hashed.hashes,
+            stored=stored,
+            warm=self._warm,
+        )
+
+    def _look(self, now: float) -> None:
+        """Find the block size, whether the index is warm, and the number of frontends."""
+        self._look_at = now + LOOK_S
+        self._placement.chooser.peers = max(1, self._frontends())
+        sizes = {w.instance_id: w.welcome.prefix_block_size for w in self._workers if w.welcome}
+        cached = [name for name, size in sizes.items() if size]
+        # Workers of one model have blocks of one size. Others match nothing: their hashes differ.
+        self._block = sizes[cached[0]] if cached else 0
+        if self._prefixes is None:
+            self._warm = False
+            return
+        known = sum(self._prefixes.state(name) in (State.WARM, State.BEHIND) for name in cached)
+        self._warm = 2 * known >= len(cached)
+
+    def _hashed(self, flight: Flight) -> Hashed:
+        """The hashes of the prompt, which are computed once."""
+        length, hashed = _length(flight), flight.hashed
+        if hashed is None or hashed.block != self._block or hashed.tokens != length:
+            hashes = hashes_of(flight.request, flight.tokens, self._block) if self._block else None
+            hashed = flight.hashed = Hashed(self._block, length, hashes)
+        return hashed
+
+
+_NOT_HASHED = Hashed(0, 0, None)
+
+
+def _length(flight: Flight) -> int:
+    return len(flight.request.prompt_token_ids or ()) + len(flight.tokens)
+
+
+def hashes_of(request: Any, tokens: Sequence[int], block: int) -> chain.HashArray | None:
+    """The chain hashes of the blocks of a prompt, and of the tokens that are out already.
+
+    Of a prompt with images only the blocks before the first one: what follows depends on their
+    content. None: there are no token ids, or the request does not read the prefix cache."""
+    ids = request.prompt_token_ids
+    params = request.sampling_params
+    if not ids or request.prompt_embeds is not None:
+        return None
+    if params is not None and params.skip_reading_prefix_cache:
+        return None
+    if request.mm_features:
+        ids = ids[: min(feature.mm_position.offset for feature in request.mm_features)]
+    elif tokens:
+        ids = [*ids, *tokens]
+    adapter = request.lora_request
+    lora = adapter.lora_name if adapter is not None else None
+    root = chain.root(request.cache_salt or None, lora, block)
+    return chain.chain(root, array("I", ids).tobytes(), block)

@@ -14,7 +14,7 @@
   turns new prompts away from a worker that has had more than its share.
 
 Until the prefix index is warm, the first blocks of a prompt name two workers, the same ones at
-every frontend. The one with less to do gets the prompt.
+every frontend. The cheaper of them gets the prompt.
 
 The simulator (`benchmarks/sim/`) decides with this code. Its results chose the constants.
 """
@@ -118,8 +118,15 @@ class Choice:
 
     matched_tokens: how much of the prompt it holds, as far as known.
     score: its cost in tokens. None: the policy computes none.
-    reason: `turn`, `random`, `load`, `only`, `hashed`, `no_prefix`, `prefix` (it holds most of the
-    prompt), `balance` (another one holds more, and costs more).
+    reason: why this worker:
+        prefix      no other holds more of the prompt
+        balance     another one holds more, and costs more
+        no_prefix   none holds enough of the prompt to count: the least cost
+        hashed      the index is not warm
+        only        there is no other
+        load, turn, random      the other policies
+        together    another choice of the answer is there (`balancer`)
+        probation   it may kill workers, and is tried there (`probation`)
     """
 
     view: WorkerView
@@ -162,7 +169,7 @@ class Chooser:
     def _kv(self, ask: Ask, among: Candidates) -> Choice:
         matched, policy = ask.matched, DecodePolicy.KV
         longest = max(matched.values(), default=0)
-        least = max(1.0, HIT_SHARE * ask.tokens / ask.block) if ask.block else math.inf
+        least = _least_blocks(ask)
         if longest < least:
             return _least(policy, ask, self._some(among.views), "no_prefix")
         worth = self._worth(ask, longest)
@@ -241,8 +248,19 @@ def _costs(
     return costs
 
 
-def _least(policy: DecodePolicy, ask: Ask, views: Sequence[WorkerView], reason: str) -> Choice:
-    costs = _costs(ask, views)
+def _least_blocks(ask: Ask) -> float:
+    """From how many leading blocks on a prefix counts."""
+    return max(1.0, HIT_SHARE * ask.tokens / ask.block) if ask.block else math.inf
+
+
+def _least(
+    policy: DecodePolicy,
+    ask: Ask,
+    views: Sequence[WorkerView],
+    reason: str,
+    least: float = math.inf,
+) -> Choice:
+    costs = _costs(ask, views, least)
     low = min(costs)
     view = views[costs.index(low)]
     held = ask.matched.get(view.instance_id, 0)
@@ -254,7 +272,7 @@ def _hashed(ask: Ask, views: Sequence[WorkerView]) -> Choice:
     two = heapq.nsmallest(
         2, views, key=lambda v: zlib.crc32(v.instance_id.encode(), zlib.crc32(key))
     )
-    return _least(DecodePolicy.KV, ask, two, "hashed")
+    return _least(DecodePolicy.KV, ask, two, "hashed", _least_blocks(ask))
 
 
 def _key_depth(blocks: int) -> int:

@@ -210,6 +210,7 @@ class DecodeConnection:
             return
         if kind == front_wire.LOAD and len(frames) == 1:
             self.load, self.load_at = _load_report(frames[0].bytes), self.heard_at
+            self._pool.on_load(self)
         elif kind == front_wire.HELO:
             self._on_welcome(frames)
         elif kind == front_wire.DRAIN:

@@ -187,7 +187,11 @@ class WorkerPool:
             del self._lost[connection.instance_id]
         self._update()
         self.prefixes.follow(connection, connection.heard_at)
+        self.on_load(connection)
         self._dispatcher.on_ready(connection)
+
+    def on_load(self, connection: DecodeConnection) -> None:
+        self._dispatcher.balancer.report(connection)
 
     def on_draining(self, connection: DecodeConnection) -> None:
         _log.info("decode worker %s drains", connection.instance_id)

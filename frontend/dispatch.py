@@ -25,7 +25,7 @@ from pullfill.engine import front_wire, migration
 from pullfill.engine.blame import Fault, explained
 from pullfill.errors import BadMessage, PeerUnavailable
 from pullfill.frontend import metrics
-from pullfill.frontend.balancer import Balancer, Together
+from pullfill.frontend.balancer import Balancer
 from pullfill.frontend.calls import Calls
 from pullfill.frontend.decode_connection import DecodeConnection
 from pullfill.frontend.explain import ExplainStore, Trace, key_of
@@ -100,7 +100,7 @@ class Dispatcher:
             lambda flight: self._fail(flight, flight.failure),
         )
         self._calls = Calls(codec)
-        self._balancer = Together(balancer)
+        self.balancer = balancer
         self._tasks: tuple[str, ...] | None = None
         self._patience_s = max(RESEND_WAIT_MAX_S, restart_wait_s)
         self._restart_wait_s = restart_wait_s
@@ -150,6 +150,7 @@ class Dispatcher:
             if flight is None:
                 continue
             self._waiting.drop(request_id)
+            self.balancer.left(flight)
             self.suspects.on_end(flight, finished=False)
             if flight.worker is not None:
                 by_worker.setdefault(flight.worker, []).append(flight.wire_id)
@@ -157,8 +158,7 @@ class Dispatcher:
             worker.abort(ids)
 
     async def call(self, method: str, args: Sequence[Any], timeout_s: float) -> list[Any]:
-        workers = list(self._candidates())
-        if not workers:
+        if not (workers := list(self._candidates())):
             raise PeerUnavailable(NO_WORKER)
         return await self._calls.call(workers, method, args, timeout_s)
 
@@ -178,6 +178,7 @@ class Dispatcher:
     def on_lost(self, worker: DecodeConnection, reason: str, died: bool = True) -> None:
         """Migrate or fail the requests of a lost worker. died: its process may have died."""
         flights, worker.flights = list(worker.flights.values()), {}
+        self.balancer.lost(worker)
         self._sink.left(worker.instance_id)
         self._calls.on_lost(worker, reason)
         if died:
@@ -221,6 +222,7 @@ class Dispatcher:
             if flight is None:
                 continue  # aborted or migrated meanwhile
             if not flight.proven:
+                self.balancer.first(flight)
                 self.suspects.on_output(flight)
             tokens = flight.tokens
             if not tokens:
@@ -260,6 +262,7 @@ class Dispatcher:
             out.new_token_ids = []
             return False
         del self._flights[flight.request_id]
+        self.balancer.left(flight)
         self.suspects.on_end(flight, finished=True)
         return True
 
@@ -289,39 +292,33 @@ class Dispatcher:
             flight.deadline = now + 2 * CONFIRM_S  # Suspects ends this wait earlier
             self._waiting.hold(flight)
             return
-        workers = ready = [w for w in self._candidates() if w is not flight.avoid]
+        workers = ready = self._candidates()
+        if flight.avoid is not None:
+            workers = ready = [w for w in ready if w is not flight.avoid]
         if flight.room:
             workers = [w for w in ready if w.welcome and w.welcome.max_model_len >= flight.room]
         if not workers:
             if ready:
-                room = f"no other has room for {flight.room} tokens"
-                flight.failure = flight.failure.replace(NO_WORKER, room)
+                why = f"no other has room for {flight.room} tokens"
+                flight.failure = flight.failure.replace(NO_WORKER, why)
             if flight.asked_at:  # the last worker was lost during the wait
                 flight.asked_at, flight.deadline = 0.0, now + self._patience_s
             self._waiting.hold(flight)
             return
-        worker = self._choose(flight, workers, now)
-        if worker is None:
+        if (worker := self._choose(flight, workers, now)) is None:
             flight.deadline = now + LOOK_S
             self._waiting.hold(flight)
-            return
-        self._waiting.drop(flight.request_id)
-        self._send(flight, worker, now)
+        else:
+            self._waiting.drop(flight.request_id)
+            self._send(flight, worker, now)
 
     def _choose(
         self, flight: Flight, workers: Sequence[DecodeConnection], now: float
     ) -> DecodeConnection | None:
         if needs_turn(flight):
             return self.suspects.turns.turn(flight, workers, now)
-        prompt = flight.request.prompt_token_ids
-        if flight.tokens:
-            prompt = [*prompt, *flight.tokens]
         around = self.suspects.turns.around(flight, workers, now)
-        if not around:
-            return None
-        request = flight.request
-        several = migration.choice_of(request.request_id, request.external_req_id)
-        return self._balancer.choose(request.external_req_id if several else "", prompt, around)
+        return self.balancer.choose(flight, around, now) if around else None
 
     def _send(self, flight: Flight, worker: DecodeConnection, now: float) -> None:
         if flight.tokens:
@@ -337,6 +334,7 @@ class Dispatcher:
             return
         flight.worker, flight.sent_at, flight.asked_at, flight.proven = worker, now, 0.0, False
         worker.flights[flight.wire_id] = flight
+        self.balancer.sent(flight, worker, now)
         self._explain.open(flight.wire_id, flight.trace)
         worker.send(front_wire.ADD, *frames)
         if flight.tokens:
@@ -350,6 +348,7 @@ class Dispatcher:
         self, flight: Flight, worker: DecodeConnection, how: str, lost: bool = False
     ) -> None:
         """Send a request to another worker, or fail it. `worker` is lost or has dropped it."""
+        self.balancer.left(flight)
         flight.worker = None
         flight.attempt += 1
         flight.trace.migrated_from.append(worker.instance_id)
@@ -386,6 +385,7 @@ class Dispatcher:
         if self._flights.pop(flight.request_id, None) is None:
             return
         self._waiting.drop(flight.request_id)
+        self.balancer.left(flight)
         self.suspects.on_end(flight, finished=False)
         if flight.worker is not None:
             flight.worker.flights.pop(flight.wire_id, None)

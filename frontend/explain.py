@@ -18,7 +18,7 @@ import msgspec
 
 from pullfill.engine import front_wire
 from pullfill.engine.migration import choice_of
-from pullfill.wire import ExplainRecord
+from pullfill.wire import DecodeChoice, ExplainRecord
 
 MAX_RECORDS = 10_000
 
@@ -29,13 +29,15 @@ class Trace:
 
     key: see `key_of`.
     migrated_from: the decode workers that it has left.
-    migrated_tokens: number of tokens that were out when it left the last one."""
+    migrated_tokens: number of tokens that were out when it left the last one.
+    decode_choice: how its last decode worker was chosen."""
 
     key: str
     route_ms: float | None = None
     first_token_ms: float | None = None
     migrated_from: list[str] = field(default_factory=list)
     migrated_tokens: int = 0
+    decode_choice: DecodeChoice | None = None
 
 
 def key_of(request_id: str, external_id: str | None) -> str:
@@ -100,6 +102,7 @@ def _told(response_id: str, record: ExplainRecord, trace: Trace) -> ExplainRecor
         timings_ms=timings,
         migrated_from=tuple(trace.migrated_from),
         migrated_tokens=trace.migrated_tokens,
+        decode_choice=trace.decode_choice,
     )
 
 

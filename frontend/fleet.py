@@ -16,7 +16,6 @@ Single event loop. Every method is cheap; none blocks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from pullfill.frontend.decode_choice import WorkerView
@@ -67,11 +66,9 @@ class Fleet:
             view = self.views[instance_id] = WorkerView(instance_id, work=mean)
         return view
 
-    def keep(self, instance_ids: Iterable[str]) -> None:
-        """Forget all other workers. Shares of theirs may still be ended."""
-        ids = set(instance_ids)
-        for name in [name for name in self.views if name not in ids]:
-            del self.views[name]
+    def drop(self, instance_id: str) -> None:
+        """Forget a worker. Shares of its requests may still be ended."""
+        self.views.pop(instance_id, None)
 
     def report(
         self, instance_id: str, queued_tokens: float, active_blocks: float, free_blocks: float

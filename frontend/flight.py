@@ -6,7 +6,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pullfill.engine.fingerprint import fingerprint
+from pullfill.frontend.decode_choice import Choice
 from pullfill.frontend.explain import Trace
+from pullfill.frontend.fleet import Share
+from pullfill.prefix.chain import HashArray
 from pullfill.runtime import log
 
 if TYPE_CHECKING:
@@ -68,6 +71,17 @@ class Suspect:
         )
 
 
+@dataclass(slots=True, frozen=True)
+class Hashed:
+    """The hashes of the first blocks of a prompt of `tokens` tokens. None: it has none.
+
+    block: tokens per block."""
+
+    block: int
+    tokens: int
+    hashes: HashArray | None
+
+
 @dataclass(slots=True, eq=False)
 class Flight:
     """A request from `submit` to its end. Owned by the `Dispatcher`. Times are loop times.
@@ -86,6 +100,9 @@ class Flight:
     proven: its worker has sent an output of it.
     sent_at: when it was sent to its worker.
     asked_at: since when it waits for its turn on probation. 0: it does not wait.
+    hashed: the hashes of its prompt. None: they were not needed yet.
+    choice: how its next worker was chosen. share: what it adds to the load of its worker.
+    counted: number of tokens that were out when it was sent to its worker.
     """
 
     request: Any
@@ -108,6 +125,10 @@ class Flight:
     proven: bool = False
     sent_at: float = 0.0
     asked_at: float = 0.0
+    hashed: Hashed | None = None
+    choice: Choice | None = None
+    share: Share | None = None
+    counted: int = 0
 
 
 def name_of(flight: Flight) -> str:

@@ -26,7 +26,7 @@ from pullfill.config import ClusterRef, restarts_so_far
 from pullfill.engine import check, front_app, front_wire
 from pullfill.errors import ConfigError, IncompatibleError, PullfillError
 from pullfill.frontend.admission import Admission
-from pullfill.frontend.balancer import RoundRobin
+from pullfill.frontend.balancer import Balancer
 from pullfill.frontend.cluster import ROLES, ClusterView
 from pullfill.frontend.decode_pool import WorkerPool
 from pullfill.frontend.dispatch import Dispatcher
@@ -40,10 +40,11 @@ from pullfill.options import FrontendOptions
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.directory import Directory
 from pullfill.registry.membership import Membership
+from pullfill.registry.settings import Settings
 from pullfill.registry.suspect_records import SuspectBoard
 from pullfill.runtime import log
 from pullfill.runtime.lifecycle import EXIT_S, Stop, exit_within, leave
-from pullfill.wire import RegionDescriptor, WorkerRecord, WorkerState
+from pullfill.wire import RegionDescriptor, RouterConfig, WorkerRecord, WorkerState
 
 _log = log.get("frontend")
 _BACKLOG = 2048
@@ -243,9 +244,17 @@ class _Frontend:
                 lambda: len(directory.workers("frontend")),
             )
             stack.push_async_callback(board.close)
+            settings = Settings(client, cluster.namespace, RouterConfig)
+            await settings.start(options.connect_timeout_s)
+            stack.push_async_callback(settings.close)
+            balancer = Balancer(
+                lambda: settings.current.decode_policy,
+                pool.prefixes,
+                lambda: len(directory.workers("frontend")),
+            )
             dispatcher = Dispatcher(
                 front_wire.FrontendCodec(),
-                RoundRobin(),
+                balancer,
                 explain,
                 pool.candidates,
                 board,

@@ -36,6 +36,11 @@ AUTH_REFUSED = Counter(
 DECODE_WORKERS = Gauge(
     "pullfill_frontend_decode_workers", "Decode workers by connection", ["state"]
 )
+DECODE_CHOICE = Counter(
+    "pullfill_decode_choice",
+    "Requests sent to a decode worker, by policy and by why that worker was chosen",
+    ["policy", "reason"],
+)
 BAD_MESSAGES = Counter(
     "pullfill_frontend_bad_messages", "Messages of decode workers that could not be read"
 )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from pullfill.frontend.decode_choice import HOLDERS, Ask, Candidates, Choice, Chooser
 from pullfill.frontend.fleet import Fleet, Share
@@ -41,12 +41,11 @@ class Placement:
         """The views of these workers, which join if they are new. To be kept while they stay."""
         return Candidates.of([self.fleet.join(name) for name in instance_ids])
 
-    def keep(self, instance_ids: Iterable[str]) -> None:
-        """Forget all other workers."""
-        ids = set(instance_ids)
-        self.fleet.keep(ids)
-        for name in [name for name in self._numbers if name not in ids]:
-            number = self._numbers.pop(name)
+    def drop(self, instance_id: str) -> None:
+        """Forget a worker."""
+        self.fleet.drop(instance_id)
+        number = self._numbers.pop(instance_id, None)
+        if number is not None:
             del self._names[number]
             self._predicted.forget(number)
 

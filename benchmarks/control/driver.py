@@ -26,25 +26,27 @@ from typing import Any, cast
 from pullfill.config import ClusterRef
 from pullfill.engine import check, front_wire
 from pullfill.engine.blame import Fault
+from pullfill.frontend.balancer import Balancer
 from pullfill.frontend.decode_pool import WorkerPool
 from pullfill.frontend.dispatch import Dispatcher
 from pullfill.frontend.explain import ExplainStore
+from pullfill.frontend.flight import Flight
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.directory import Directory
 from pullfill.registry.settings import Settings
-from pullfill.wire import RouterConfig
+from pullfill.wire import DecodePolicy, RouterConfig
 from tests.support.fake_board import Alone
 
 TURN, OUTPUT = 96, 2
 _LIMIT_S = 60.0
 
 
-class Sticky:
-    """A router that keeps a conversation at one worker: by the first token of its prompt."""
+class Sticky(Balancer):
+    """Keeps a conversation at one worker: by the first token of its prompt."""
 
-    def choose(self, prompt_token_ids: Sequence[int] | None, workers: Sequence[Any]) -> Any:
+    def choose(self, flight: Flight, workers: Sequence[Any], now: float) -> Any:
         ordered = sorted(workers, key=lambda w: w.instance_id)
-        return ordered[(prompt_token_ids or [0])[0] % len(ordered)]
+        return ordered[(flight.request.prompt_token_ids or [0])[0] % len(ordered)]
 
 
 class Driver:
@@ -73,7 +75,11 @@ class Driver:
         self._explain = ExplainStore(limit=100_000)
         board: Any = Alone()
         self._port = Dispatcher(
-            front_wire.FrontendCodec(), Sticky(), self._explain, self.pool.candidates, board
+            front_wire.FrontendCodec(),
+            Sticky(lambda: DecodePolicy.RANDOM),
+            self._explain,
+            self.pool.candidates,
+            board,
         )
         self._port.bind(cast(Any, self))
         await self.pool.start(self._port)

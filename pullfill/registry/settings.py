@@ -1,4 +1,4 @@
-"""The settings at `config/router` and `config/queue`. Workers watch them, `pullfill config` writes.
+"""The settings at `config/router` and `config/queue`. `pullfill config` writes, others watch them.
 
 Each key holds a JSON object with any of the fields of `RouterConfig` or `QueueSettings`. A missing
 field, or a missing key, means the default.
@@ -18,7 +18,7 @@ from pullfill.registry import keys
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.watch import Delete, Follower, Put
 from pullfill.runtime import log
-from pullfill.wire import Message, QueueSettings, RouterConfig, RouterPolicy
+from pullfill.wire import DecodePolicy, Message, QueueSettings, RouterConfig, RouterPolicy
 
 T = TypeVar("T", bound=Message)
 
@@ -28,6 +28,7 @@ UNSET = "unset"
 _ROOT: dict[type[Message], str] = {RouterConfig: "router", QueueSettings: "queue"}
 _ALLOWED = {
     "policy": "one of " + ", ".join(policy.value for policy in RouterPolicy),
+    "decode_policy": "one of " + ", ".join(policy.value for policy in DecodePolicy),
     "max_local_prefill_length": "a whole number of tokens, 0 or more",
     "max_prefill_queue_size": "a whole number of jobs, 0 or more",
     "max_queue_wait_s": "seconds, more than 0 and at most 3600",

@@ -56,6 +56,7 @@ from pullfill.wire.control import (
 from pullfill.wire.jobs import Adapter, PrefillJob
 from pullfill.wire.prefix import Op, PrefixEvents, PrefixFollow, PrefixPage
 from pullfill.wire.records import (
+    DecodeChoice,
     DecodePolicy,
     DepthReport,
     Expected,
@@ -89,6 +90,7 @@ __all__ = [
     "CommitReply",
     "Compat",
     "Count",
+    "DecodeChoice",
     "DecodePolicy",
     "DepthReport",
     "DigestMode",

@@ -103,8 +103,9 @@ class DecodePolicy(enum.StrEnum):
 
 
 class RouterConfig(Message, frozen=True, kw_only=True):
-    """`config/router`, JSON in etcd, watched by decode workers (hot).
+    """`config/router`, JSON in etcd, watched by decode workers and frontends (hot).
 
+    decode_policy: how frontends choose the decode worker of a request.
     max_local_prefill_length: tokens beyond the prefix hit that are still prefilled locally.
     max_prefill_queue_size: jobs waiting in the queue, those in work not counted, above which
     prefill stays local.
@@ -119,6 +120,7 @@ class RouterConfig(Message, frozen=True, kw_only=True):
     """
 
     policy: RouterPolicy = RouterPolicy.CONDITIONAL
+    decode_policy: DecodePolicy = DecodePolicy.KV
     max_local_prefill_length: Annotated[int, Meta(ge=0)] = 512
     max_prefill_queue_size: Annotated[int, Meta(ge=0)] = 64
     max_queue_wait_s: Annotated[float, Meta(gt=0, le=3600)] = 10.0
@@ -287,6 +289,19 @@ class PredictedMs(Message, frozen=True, kw_only=True):
     remote: Finite | None = None
 
 
+class DecodeChoice(Message, frozen=True, kw_only=True):
+    """How a frontend has chosen the decode worker of a request.
+
+    matched_tokens: how much of the prompt the worker held, as far as the frontend knew.
+    score: the cost by which the worker was chosen, in tokens of work. None: by no cost.
+    reason: why this worker (frontend/decode_choice.py)."""
+
+    policy: DecodePolicy
+    matched_tokens: Count
+    score: Finite | None
+    reason: Text
+
+
 class ExplainRecord(Message, frozen=True, kw_only=True):
     """Why and how one request was served (`pullfill explain`, GET /pullfill/requests/{id}).
 
@@ -294,6 +309,7 @@ class ExplainRecord(Message, frozen=True, kw_only=True):
     frontend adds them.
     migrated_tokens: tokens of the answer that the client had when the last of them was lost. They
     are part of `prompt_tokens`, because `decode_instance` got them as prompt.
+    decode_choice: how the frontend has chosen `decode_instance`.
     offloaded_tokens: how much of `prefix_hit_tokens` came from vLLM's own KV offloading.
     expected_s: the times that the decision was made on. Set for remote prefills, and for prompts
     kept local because of the queue, the link or the share of the KV cache.
@@ -330,6 +346,7 @@ class ExplainRecord(Message, frozen=True, kw_only=True):
     predicted_ms: PredictedMs | None = None
     outcome_ms: Finite | None = None
     regret_ms: Finite | None = None
+    decode_choice: DecodeChoice | None = None
 
 
 class DepthReport(Message, frozen=True, kw_only=True):

@@ -148,7 +148,8 @@ class Cluster:
         self.etcd = EtcdServer(self.directory / "etcd")
         self.nats = NatsServer(self.directory / "nats")
         self.frontend_url = ""
-        self._router: dict[str, object] = {}
+        # Tests of other things count on which worker has its turn.
+        self._router: dict[str, object] = {"decode_policy": "round_robin"}
         self._client: openai.OpenAI | None = None
         if self.forked:
             zygote()  # it imports while the servers start
@@ -169,6 +170,8 @@ class Cluster:
         self.etcd.start()
         asyncio.run(self.nats.start())
         self.etcd.ctl("put", keys.config(self.namespace, "queue"), PATIENT)
+        router = msgspec.json.encode(self._router).decode()
+        self.etcd.ctl("put", keys.config(self.namespace, "router"), router)
 
     def launch(
         self,

@@ -66,6 +66,8 @@ def serve(directory: Path, model: Path) -> Iterator[Served]:
 def frontend(etcd: EtcdServer, log: Path, model: Path, *flags: str) -> Iterator[Served]:
     """A frontend process; ends with SIGTERM and must exit 0, unless the test has killed it."""
     log.touch()
+    turns = '{"decode_policy":"round_robin"}'  # tests count on which worker has its turn
+    etcd.ctl("put", keys.config(NAMESPACE, "router"), turns)
     command = [
         "frontend",
         "--model", str(model),

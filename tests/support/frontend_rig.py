@@ -10,10 +10,11 @@ from typing import Any
 
 from pullfill.engine import check, front_wire
 from pullfill.engine.blame import Fault
-from pullfill.frontend.balancer import RoundRobin
+from pullfill.frontend.balancer import Balancer
 from pullfill.frontend.decode_pool import WorkerPool
 from pullfill.frontend.dispatch import Dispatcher
 from pullfill.frontend.explain import ExplainStore
+from pullfill.wire import DecodePolicy
 from tests.support.fake_board import Alone
 from tests.support.fake_decode import FakeDecode, FakeDirectory
 from tests.support.fake_vllm import PlainCodec
@@ -83,6 +84,7 @@ async def rig(
     restart_wait_s: float = 0.0,
     board: Any = None,
     prefix_blocks: int = 0,
+    policy: DecodePolicy = DecodePolicy.ROUND_ROBIN,
 ) -> AsyncIterator[Rig]:
     directory = FakeDirectory(*(worker.start().record for worker in workers))
     hello = front_wire.FrontendHello(
@@ -92,7 +94,7 @@ async def rig(
     explain, sink = ExplainStore(), Sink()
     dispatcher = Dispatcher(
         PlainCodec(),
-        RoundRobin(),
+        Balancer(lambda: policy, pool.prefixes),
         explain,
         pool.candidates,
         Alone() if board is None else board,

@@ -124,6 +124,7 @@ def test_bad_router_settings_are_refused(text: bytes) -> None:
 def test_router_settings_default_to_the_promised() -> None:
     assert msgspec.to_builtins(msgspec.json.decode(b"{}", type=wire.RouterConfig)) == {
         "policy": "conditional",
+        "decode_policy": "kv",
         "max_local_prefill_length": 512,
         "max_prefill_queue_size": 64,
         "max_queue_wait_s": 10.0,
@@ -145,7 +146,7 @@ def test_explain_and_queue_have_the_promised_shape() -> None:
         "request_id", "path", "reason", "prompt_tokens", "prefix_hit_tokens", "remote_tokens",
         "decode_instance", "prefill_instance", "attempts", "fallback", "kv_bytes", "timings_ms",
         "transport", "why_not_better", "migrated_from", "migrated_tokens", "outage",
-        "expected_s", "offloaded_tokens",
+        "expected_s", "offloaded_tokens", "decode_choice",
         "choice", "predicted_ms", "outcome_ms", "regret_ms",
     }  # fmt: skip
     assert set(shape["timings_ms"]) == {

@@ -3,18 +3,235 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
-from pullfill.frontend.balancer import RoundRobin
+import pytest
+from prometheus_client import REGISTRY
+
+from pullfill import wire
+from pullfill.engine import front_wire
+from pullfill.frontend import balancer as module
+from pullfill.frontend.balancer import Balancer, hashes_of
+from pullfill.frontend.explain import Trace
+from pullfill.frontend.flight import Flight
+from pullfill.frontend.prefixes import Prefixes
+from pullfill.prefix.ring import Ring
+from pullfill.wire import DecodePolicy
+from pullfill.wire.prefix import Op, PrefixFollow
+from tests.support.fake_vllm import request
+
+BLOCK = 16
+PROMPT = list(range(7, 7 + 20 * BLOCK + 5))
+
+
+class Worker:
+    """A connection to a decode worker whose blocks can be followed."""
+
+    def __init__(self, name: str, block_size: int = BLOCK) -> None:
+        self.instance_id = name
+        self.ring = Ring(1000, 1000)
+        self.load: front_wire.LoadReport | None = None
+        self._asked: list[PrefixFollow] = []
+        self.welcome = front_wire.DecodeWelcome(
+            decode_instance=name, vllm_version="0.32.0", max_model_len=1, num_gpu_blocks=1,
+            block_size=16, supported_tasks=[], prefix_block_size=block_size,
+        )  # fmt: skip
+
+    def send(self, kind: bytes, payload: bytes) -> None:
+        self._asked.append(wire.decode(payload, PrefixFollow))
+
+    def tell(self, prefixes: Prefixes) -> None:
+        """Bring the frontend up to date."""
+        worker: Any = self
+        prefixes.follow(worker, 0.0)
+        for message in self.ring.answer(self._asked[-1]):
+            prefixes.take(worker, wire.encode(message), 0.0)
 
 
 @dataclass
-class Worker:
-    instance_id: str
+class Rig:
+    policy: DecodePolicy = DecodePolicy.KV
+    now: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.prefixes = Prefixes(1000)
+        self.workers: Any = [Worker("a"), Worker("b"), Worker("c")]
+        self.balancer = Balancer(lambda: self.policy, self.prefixes)
+
+    def holds(self, **prompts: Any) -> None:
+        """These workers hold the blocks of these requests; all others nothing."""
+        for worker in self.workers:
+            if (asked := prompts.get(worker.instance_id)) is not None:
+                worker.ring.append(Op.STORE, hashes_of(asked, (), BLOCK))
+            worker.tell(self.prefixes)
+
+    def choose(self, asked: Any) -> Flight:
+        flight = Flight(asked, asked.request_id, Trace(""), 0.0, 0.0, "")
+        self.balancer.sent(flight, self.balancer.choose(flight, self.workers, self.now), self.now)
+        return flight
+
+    def worker_of(self, asked: Any) -> str:
+        return at(self.choose(asked))
 
 
-def test_round_robin_gives_each_worker_a_turn_and_keeps_its_place_when_one_leaves() -> None:
-    router = RoundRobin()
-    a, b, c = Worker("a"), Worker("b"), Worker("c")
-    assert [router.choose(None, [c, a, b]).instance_id for _ in range(4)] == ["a", "b", "c", "a"]
-    assert router.choose(None, [a, c]) is c
-    assert router.choose(None, [a, c]) is a
+def at(flight: Flight) -> str:
+    assert flight.share is not None
+    return flight.share.view.instance_id
+
+
+@pytest.fixture
+async def rig() -> Rig:
+    return Rig()
+
+
+def counted(policy: str, reason: str) -> float:
+    labels = {"policy": policy, "reason": reason}
+    return REGISTRY.get_sample_value("pullfill_decode_choice_total", labels) or 0.0
+
+
+async def test_the_policy_may_change_between_requests(rig: Rig) -> None:
+    rig.policy = DecodePolicy.ROUND_ROBIN
+    assert [rig.worker_of(request(f"r{n}", PROMPT)) for n in range(4)] == ["a", "b", "c", "a"]
+    rig.policy = DecodePolicy.KV
+    rig.holds(c=request("x", PROMPT))
+    assert rig.worker_of(request("r4", PROMPT)) == "c"
+
+
+async def test_the_choice_is_explained_and_counted(rig: Rig) -> None:
+    rig.holds(b=request("x", PROMPT))
+    before = counted("kv", "prefix")
+    choice = rig.choose(request("r", PROMPT)).trace.decode_choice
+    assert choice is not None
+    assert (choice.policy, choice.matched_tokens, choice.reason) == ("kv", 320, "prefix")
+    assert choice.score == 4.0 * 5
+    assert counted("kv", "prefix") == before + 1
+
+
+async def test_a_prompt_follows_one_that_was_just_sent(rig: Rig) -> None:
+    rig.holds()
+    first = rig.worker_of(request("r", PROMPT))
+    assert rig.worker_of(request("s", [*PROMPT[:-5], 1, 2, 3])) == first
+
+
+@pytest.mark.parametrize(
+    "other", [{"cache_salt": "s"}, {"lora_request": SimpleNamespace(lora_name="l")}]
+)
+async def test_salt_and_adapter_make_other_blocks(rig: Rig, other: dict[str, Any]) -> None:
+    def tagged(name: str) -> Any:
+        made = request(name, PROMPT)
+        for key, value in other.items():
+            setattr(made, key, value)
+        return made
+
+    rig.holds(b=request("x", PROMPT), c=tagged("y"))
+    assert rig.worker_of(request("r", PROMPT)) == "b"
+    assert rig.worker_of(tagged("r")) == "c"
+
+
+def test_of_a_prompt_with_an_image_only_the_text_before_it_is_matched() -> None:
+    text, image = request("t", PROMPT), request("i", PROMPT)
+    image.mm_features = [
+        SimpleNamespace(mm_position=SimpleNamespace(offset=at)) for at in (200, 70)
+    ]
+    whole, before = hashes_of(text, (), BLOCK), hashes_of(image, (), BLOCK)
+    assert whole is not None
+    assert before is not None
+    assert (len(whole), before.tolist()) == (20, whole[:4].tolist())
+
+
+def test_what_cannot_be_matched_has_no_hashes() -> None:
+    embeds, skips = request("e", PROMPT), request("s", PROMPT)
+    embeds.prompt_embeds = b"x"
+    skips.sampling_params.skip_reading_prefix_cache = True
+    assert hashes_of(embeds, (), BLOCK) is None
+    assert hashes_of(skips, (), BLOCK) is None
+    assert hashes_of(request("n", []), (), BLOCK) is None
+
+
+def test_a_migrated_answer_is_matched_with_the_tokens_that_are_out() -> None:
+    whole = hashes_of(request("t", PROMPT), (), BLOCK)
+    parts = hashes_of(request("t", PROMPT[:100]), PROMPT[100:], BLOCK)
+    assert whole is not None
+    assert parts is not None
+    assert parts.tolist() == whole.tolist()
+
+
+async def test_a_prompt_is_hashed_once(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig.holds()
+    calls = []
+    real = hashes_of
+    monkeypatch.setattr(module, "hashes_of", lambda *args: calls.append(args) or real(*args))
+    flight = rig.choose(request("r", PROMPT))
+    rig.balancer.left(flight)
+    rig.balancer.choose(flight, rig.workers, rig.now)
+    assert len(calls) == 1
+
+
+async def test_all_choices_of_an_answer_go_to_one_worker(rig: Rig) -> None:
+    rig.policy = DecodePolicy.ROUND_ROBIN
+
+    def part(number: int) -> Any:
+        made = request(f"{number}_cmpl-x-0-1234abcd", PROMPT)
+        made.external_req_id = "cmpl-x-0"
+        return made
+
+    flights = [rig.choose(part(number)) for number in range(3)]
+    assert {at(flight) for flight in flights} == {at(flights[0])}
+    reasons = [f.trace.decode_choice.reason for f in flights if f.trace.decode_choice]
+    assert reasons[1:] == ["together", "together"]
+
+
+async def test_load_is_counted_until_the_end(rig: Rig) -> None:
+    rig.holds()
+    flight = rig.choose(request("r", PROMPT))
+    assert flight.share is not None
+    view = flight.share.view
+    assert (view.own_tokens, view.own_blocks) == (325, 21)
+    rig.balancer.first(flight)
+    assert (view.own_tokens, view.own_blocks) == (0, 21)
+    flight.tokens += [1, 2, 3]
+    rig.balancer.left(flight)
+    rig.balancer.left(flight)
+    assert (view.own_blocks, view.work) == (0, 328)
+
+
+async def test_what_workers_report_decides(rig: Rig) -> None:
+    rig.holds()
+    for worker, queued in zip(rig.workers, (900, 100, 500), strict=True):
+        worker.load = front_wire.LoadReport(
+            running=1, waiting=0, uncached_tokens_queued=queued, active_blocks=10, free_blocks=90
+        )
+        rig.balancer.report(worker)
+    assert rig.worker_of(request("r", PROMPT)) == "b"
+
+
+async def test_a_lost_worker_leaves_nothing_behind(rig: Rig) -> None:
+    rig.holds()
+    flight = rig.choose(request("r", PROMPT))
+    gone = at(flight)
+    (lost,) = [worker for worker in rig.workers if worker.instance_id == gone]
+    rig.prefixes.forget(lost, 0.0)
+    rig.balancer.lost(lost)
+    rig.balancer.left(flight)
+    rig.workers = [worker for worker in rig.workers if worker is not lost]
+    other = rig.choose(request("s", PROMPT))
+    assert at(other) != gone
+    assert other.trace.decode_choice is not None
+    assert other.trace.decode_choice.matched_tokens == 0
+
+
+async def test_before_the_workers_have_told_their_blocks_a_hash_names_two(rig: Rig) -> None:
+    flight = rig.choose(request("r", PROMPT))
+    assert flight.trace.decode_choice is not None
+    assert flight.trace.decode_choice.reason == "hashed"
+    rig.holds()
+    rig.now += 1.0
+    other = rig.choose(request("s", list(range(900, 1300)))).trace.decode_choice
+    assert other is not None
+    assert other.reason == "no_prefix"
+
+
+async def test_workers_without_a_prefix_cache_are_chosen_by_load(rig: Rig) -> None:
+    rig.workers = [Worker("a", 0), Worker("b", 0)]
+    assert {rig.worker_of(request(f"r{n}", PROMPT)) for n in range(2)} == {"a", "b"}

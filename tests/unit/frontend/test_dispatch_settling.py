@@ -12,9 +12,10 @@ import zmq
 from pullfill.engine import front_wire
 from pullfill.engine.blame import Fault
 from pullfill.frontend import dispatch, metrics
-from pullfill.frontend.balancer import RoundRobin
+from pullfill.frontend.balancer import Balancer
 from pullfill.frontend.dispatch import Dispatcher, Flight
 from pullfill.frontend.explain import ExplainStore
+from pullfill.wire import DecodePolicy
 from tests.support.fake_board import Alone
 from tests.support.fake_vllm import Output, Outputs, PlainCodec, request
 from tests.support.frontend_rig import Sink, until
@@ -61,7 +62,7 @@ class Desk:
         self.sink = Family()
         self.dispatcher = Dispatcher(
             PlainCodec(),
-            RoundRobin(),
+            Balancer(lambda: DecodePolicy.ROUND_ROBIN),
             ExplainStore(),
             lambda: self.workers,  # type: ignore[arg-type,return-value]
             Alone(),  # type: ignore[arg-type]

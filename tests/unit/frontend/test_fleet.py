@@ -60,7 +60,7 @@ def test_a_worker_that_has_left_is_forgotten_and_its_shares_may_still_end() -> N
     fleet = Fleet()
     share = fleet.send(fleet.join("a"), 300.0, 20.0)
     fleet.join("b")
-    fleet.keep(["b"])
+    fleet.drop("a")
     share.end()
     fleet.report("a", 1.0, 1.0, 1.0)
     assert list(fleet.views) == ["b"]

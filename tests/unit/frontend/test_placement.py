@@ -55,7 +55,7 @@ def test_a_worker_that_has_left_is_not_predicted_to_hold_anything() -> None:
     first = choose(placement)
     send(placement, first)
     left = [name for name in "abc" if name != first.view.instance_id]
-    placement.keep(left)
+    placement.drop(first.view.instance_id)
     among = placement.candidates(left)
     found = placement.choose(DecodePolicy.KV, 1650, among, 1.0, block=BLOCK, hashes=HASHES)
     assert (found.reason, found.matched_tokens) == ("no_prefix", 0)
