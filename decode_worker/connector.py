@@ -5,6 +5,7 @@ A thin shell: vLLM's calls on one side, connector_scheduler.py and memory.py on 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,9 +17,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from pullfill.decode_worker import memory
 from pullfill.decode_worker.connector_scheduler import ConnectorScheduler
 from pullfill.decode_worker.context import DecodeContext
+from pullfill.engine import groups, speculation
 from pullfill.engine.attention import Attention
-from pullfill.engine.groups import kept_from
-from pullfill.engine.speculation import local_tokens, why_local
 from pullfill.worker.connector import WorkerConnector
 from pullfill.worker.context import current
 from pullfill.worker.memory import Told
@@ -36,11 +36,16 @@ class DecodeConnector(WorkerConnector):
     """See the module."""
 
     _scheduler: ConnectorScheduler
+    _by_position: Callable[[groups.Tables], groups.Tables]
 
     def start_scheduler(self, block_size: int) -> None:
         context = current(DecodeContext, "decode")
+        config = self._vllm_config
+        never = "speculation" if speculation.why_local(config) else ""
+        if groups.why_local(config, self._kv_cache_config):
+            never = "kv_groups"
         self._scheduler = context.scheduler = ConnectorScheduler(
-            context, block_size, local_tokens(self._vllm_config), why_local(self._vllm_config)
+            context, block_size, speculation.local_tokens(config), never
         )
 
     def attach(self, told: Told, kv_heads: int, stored: Attention) -> None:
@@ -48,7 +53,9 @@ class DecodeConnector(WorkerConnector):
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
-        self._scheduler.bind_kept(kept_from(kv_cache_manager))
+        block_size = self._vllm_config.cache_config.block_size
+        self._scheduler.bind_kept(groups.kept_from(kv_cache_manager, block_size))
+        self._by_position = groups.by_position(kv_cache_manager, block_size)
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         self._scheduler.bind_pool(gpu_block_pool)
@@ -59,7 +66,8 @@ class DecodeConnector(WorkerConnector):
         return self._scheduler.decide(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self._scheduler.enqueue(request, blocks.get_block_ids(), num_external_tokens)
+        tables = self._by_position(blocks.get_block_ids())
+        self._scheduler.enqueue(request, tables, num_external_tokens)
 
     def update_connector_output(self, connector_output: Any) -> None:
         self._scheduler.tier_loaded(connector_output)

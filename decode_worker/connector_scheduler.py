@@ -47,7 +47,7 @@ class ConnectorScheduler:
     """Decides, opens jobs and reports their ends, for one engine.
 
     local_tokens: see `Situation`.
-    why_local: `speculation.why_local` of this engine.
+    never: the reason why this engine prefills every prompt. Empty: there is none.
     _decisions: the last decision about each request that has no blocks yet.
     _waiting: requests that wait for remote KV.
     _held: blocks that are held for each job whose writer is not proved quiet.
@@ -63,12 +63,12 @@ class ConnectorScheduler:
     """
 
     def __init__(
-        self, context: DecodeContext, block_size: int, local_tokens: int = 1, why_local: str = ""
+        self, context: DecodeContext, block_size: int, local_tokens: int = 1, never: str = ""
     ) -> None:
         self._context = context
         self._block_size = block_size
         self.local_tokens = local_tokens
-        self._why_local = why_local
+        self._never = never
         self._pool: Any = None
         self._kept_from: Callable[[int], tuple[int, ...]] = lambda _tokens: (0,)
         self._decisions: dict[str, tuple[Situation, Decision, Adapter | None, int]] = {}
@@ -129,9 +129,7 @@ class ConnectorScheduler:
         if offloaded is None:
             return None, False  # it is looked up or stored at this moment: vLLM asks again
         adapter = eligibility.adapter_of(context, request)
-        why_not = eligibility.ineligible(
-            context, request, adapter, self.local_tokens, self._why_local
-        )
+        why_not = eligibility.ineligible(context, request, adapter, self.local_tokens, self._never)
         situation = context.situation(request.num_prompt_tokens, hit_tokens + offloaded, why_not)
         own = context.trials and context.trials.decision(request.request_id)
         config = context.router_config()

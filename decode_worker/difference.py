@@ -12,6 +12,8 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
+from pullfill.engine.groups import Groups
+
 Pages = NDArray[np.uint8]
 """One row of bytes for each block. A row holds the block's layers, one after another."""
 
@@ -47,6 +49,31 @@ def kv_difference(local: Pages, remote: Pages, dtype: str, layers: int) -> float
     ours, theirs = ours.reshape(shape), theirs.reshape(shape)
     scale = np.maximum(np.linalg.norm(ours, axis=1), np.finfo(np.float32).tiny)
     return _finite(float(np.max(np.linalg.norm(theirs - ours, axis=1) / scale)))
+
+
+def of_groups(local: Pages, remote: Pages, dtype: str, layers: int, groups: Groups) -> float | None:
+    """The largest difference of a block in a layer, over all KV cache groups. None: see above.
+
+    A state is compared part by part, because its parts may have other types than KV.
+
+    local, remote: as many blocks of each group, one group after another.
+    layers: number of layers that a block has memory for."""
+    if not any(groups.states):
+        return kv_difference(local, remote, dtype, layers)
+    found: list[float | None] = []
+    pairs = zip(*(np.split(pages, len(groups.states)) for pages in (local, remote)), strict=True)
+    for state, pair in zip(groups.states, pairs, strict=True):
+        ours, theirs = (pages.reshape(len(pages) * layers, -1) for pages in pair)
+        if not state:
+            found.append(kv_difference(ours, theirs, dtype, 1))
+        at = 0
+        for kind, nbytes in state:
+            part = slice(at, at := at + nbytes)
+            ours_part, theirs_part = (
+                np.ascontiguousarray(pages[:, part]) for pages in (ours, theirs)
+            )
+            found.append(kv_difference(ours_part, theirs_part, kind, 1))
+    return None if None in found else max(value for value in found if value is not None)
 
 
 def logprob_difference(local: Mapping[int, float], remote: Mapping[int, float]) -> float:

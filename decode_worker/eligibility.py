@@ -15,12 +15,12 @@ from pullfill.wire import MAX_TEXT, Adapter
 
 
 def ineligible(
-    context: DecodeContext, request: Any, adapter: Adapter | None, local_tokens: int, why_local: str
+    context: DecodeContext, request: Any, adapter: Adapter | None, local_tokens: int, never: str
 ) -> str:
     """Return why this request can never be prefilled remotely. Empty: it can.
 
     adapter: what `adapter_of` returned. local_tokens: see `Situation`.
-    why_local: `speculation.why_local` of this engine."""
+    never: the reason why this engine prefills every prompt. Empty: there is none."""
     if request.num_output_tokens or request.num_preemptions:
         return "resumed"
     if context.traces.fallback_of(request.request_id) is not None:
@@ -37,7 +37,7 @@ def ineligible(
         return "pooling"
     if request.cache_salt is not None and len(request.cache_salt) > MAX_TEXT:
         return "cache_salt"  # the user's; a job with it would be refused as poison
-    return "speculation" if why_local else ""
+    return never
 
 
 def adapter_of(context: DecodeContext, request: Any) -> Adapter | None:

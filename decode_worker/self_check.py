@@ -33,6 +33,7 @@ from pullfill.decode_worker.ledger_types import JobState
 from pullfill.decode_worker.peers import Peer
 from pullfill.decode_worker.self_check_requests import Incomplete, Trial, Trials
 from pullfill.engine.compat import dtype_of_kv, logprobs_are_cheap, rounding_digest
+from pullfill.engine.groups import ONE_GROUP, Groups
 from pullfill.errors import Outcome
 from pullfill.ids import job_digest, new_job_id
 from pullfill.registry.self_checks import SelfChecks
@@ -72,6 +73,7 @@ class Ours:
     layers: int
     kv_dtype: str
     model_dtype: str
+    groups: Groups = ONE_GROUP
 
 
 class Checks:
@@ -282,7 +284,7 @@ class Checks:
     def _judged(self, local: Trial, remote: Trial, prefill_instance: str) -> SelfCheck:
         ours = self._ours
         found = [
-            difference.kv_difference(a, b, ours.kv_dtype, ours.layers)
+            difference.of_groups(a, b, ours.kv_dtype, ours.layers, ours.groups)
             for a, b in zip(local.pages, remote.pages, strict=True)
         ]
         known = [value for value in found if value is not None]
@@ -352,5 +354,6 @@ def checks_for(
         layers=compat.num_layers,
         kv_dtype=kv_dtype,
         model_dtype=compat.dtype,
+        groups=context.groups,
     )
     return Checks(ours, context.trials, kept, context.ledger, encode, on_change)

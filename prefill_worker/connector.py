@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from pullfill.engine.attention import Attention
-from pullfill.engine.groups import kept_from
+from pullfill.engine.groups import by_position, kept_from
 from pullfill.prefill_worker import memory
 from pullfill.prefill_worker.connector_scheduler import ConnectorScheduler, Reports
 from pullfill.prefill_worker.context import PrefillContext
@@ -47,7 +47,9 @@ class PrefillConnector(WorkerConnector):
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
         self._scheduler.bind_manager(kv_cache_manager)
-        self._scheduler.bind_kept(kept_from(kv_cache_manager))
+        block_size = self._vllm_config.cache_config.block_size
+        spread = by_position(kv_cache_manager, block_size)
+        self._scheduler.bind_kept(kept_from(kv_cache_manager, block_size), spread)
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from pullfill.engine.groups import EMPTY, BlockOrder, cached_block
+from pullfill.engine.groups import EMPTY, BlockOrder, Tables, cached_block
 from pullfill.errors import HandoffError
 from pullfill.prefill_worker.context import PrefillContext
 from pullfill.prefill_worker.task import PrefillTask
@@ -91,6 +91,7 @@ class ConnectorScheduler:
         self._block_size = block_size
         self._manager: Any = None
         self._kept_from: Callable[[int], tuple[int, ...]] = lambda _tokens: (0,)
+        self._by_position: Callable[[Tables], Tables] = lambda tables: tables
         self._reads_done: deque[tuple[PrefillTask, BaseException | None]] = deque()
         self._reads_failed: list[PrefillTask] = []
         self._sends_done: deque[str] = deque()
@@ -104,9 +105,13 @@ class ConnectorScheduler:
         """Set vLLM's KVCacheManager, which has the block tables."""
         self._manager = manager
 
-    def bind_kept(self, kept_from: Callable[[int], tuple[int, ...]]) -> None:
-        """Set the function of `engine.groups.kept_from`."""
-        self._kept_from = kept_from
+    def bind_kept(
+        self,
+        kept_from: Callable[[int], tuple[int, ...]],
+        by_position: Callable[[Tables], Tables] = lambda tables: tables,
+    ) -> None:
+        """Set the functions of `engine.groups.kept_from` and `by_position`."""
+        self._kept_from, self._by_position = kept_from, by_position
 
     @property
     def has_work(self) -> bool:
@@ -203,7 +208,7 @@ class ConnectorScheduler:
             return
         task.request = request
         if external_tokens and not task.read_asked:
-            self.read_prefix(task, tables, external_tokens // task.block_size)
+            self.read_prefix(task, self._by_position(tables), external_tokens // task.block_size)
 
     # ------------------------------------------------------------------ step 6: read_prefix
 
@@ -269,7 +274,7 @@ class ConnectorScheduler:
         start = task.scheduled
         if upto <= start:
             return
-        tables = self._manager.get_block_ids(task.request_id)
+        tables = self._by_position(self._manager.get_block_ids(task.request_id))
         if task.pieces != WHOLE:
             tables = self._hold_left(task, tables, start, upto)
         local = task.local(task.written, tables, start, upto)

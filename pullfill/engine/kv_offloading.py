@@ -11,6 +11,7 @@ from typing import Any
 
 from pullfill import releases
 from pullfill.engine import check
+from pullfill.engine.groups import BESIDE_TIER
 from pullfill.errors import ConfigError
 
 
@@ -51,6 +52,10 @@ def beside(ours: Mapping[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
         "kv_connector_module_path": "pullfill.engine.tier",
         "kv_role": "kv_both",
         "kv_connector_extra_config": settings,
+    }
+    ours = {
+        **ours,
+        "kv_connector_extra_config": {**ours["kv_connector_extra_config"], BESIDE_TIER: True},
     }
     return {
         "kv_connector": "MultiConnector",

@@ -121,14 +121,13 @@ class WorkerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             device = kv.device_of(self._vllm_config)
             region = RankRegion(os.getpid(), device, len(kv_caches), 0, why_not=why_not)
         else:
-            several = len(config.kv_cache_groups) > 1
-            caches = groups.apart(kv_caches) if several else kv_caches
+            caches = groups.caches_of(config, kv_caches)
             region = tell(self._pool, caches, config.num_blocks)
+            if self._pool is not None:
+                pages.make_caches_present(caches)
         cut = page.cut_of(self._vllm_config, config, kv_caches) if region.memory else None
         stored = replace(attention.of_rank(self._vllm_config, kv_caches), cut=cut)
         self._told = RankTold(region, stored)
-        if self._pool is not None and not why_not:
-            pages.make_caches_present(kv_caches)
 
     def get_handshake_metadata(self) -> RankTold | None:
         return self._told

@@ -124,6 +124,9 @@ REACHED = {
     ),
     "vllm.v1.kv_cache_interface.KVCacheConfig": "kv_cache_groups num_blocks",
     "vllm.v1.kv_cache_interface.KVCacheGroupSpec": "kv_cache_spec layer_names",
+    "vllm.v1.kv_cache_interface.MambaSpec": (
+        "dtypes mamba_cache_mode mamba_type num_speculative_blocks shapes"
+    ),
     "vllm.v1.metrics.loggers.StatLoggerManager": "stat_loggers",
     "vllm.v1.metrics.stats.IterationStats": "num_generation_tokens",
     "vllm.v1.metrics.stats.PrefillStats": "num_cached_tokens num_external_cached_tokens",

@@ -117,9 +117,9 @@ def test_a_worker_that_speculates_computes_the_last_two_tokens(tokens: int) -> N
 
 def test_drafts_whose_kv_is_not_moved_keep_prompts_local() -> None:
     rig = Rig()
-    rig.side._why_local = "it is not moved"
+    rig.side._never = "speculation"
     request = FakeRequest("r", list(range(99)))
-    assert ineligible(rig.side._context, request, None, 1, rig.side._why_local) == "speculation"
+    assert ineligible(rig.side._context, request, None, 1, rig.side._never) == "speculation"
 
 
 def test_more_blocks_than_needed_are_not_granted() -> None:

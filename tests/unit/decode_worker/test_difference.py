@@ -11,7 +11,9 @@ from pullfill.decode_worker.difference import (
     kv_difference,
     kv_tolerance,
     logprob_difference,
+    of_groups,
 )
+from pullfill.engine.groups import Groups
 
 BLOCKS, LAYERS, NUMBERS = 3, 2, 64
 _DRAW = np.random.default_rng(7)
@@ -61,3 +63,32 @@ def test_what_is_no_number_is_as_far_as_can_be() -> None:
 def test_log_probabilities_of_shared_tokens_are_compared() -> None:
     assert logprob_difference({1: -1.0, 2: -2.0}, {2: -2.5, 3: -3.0}) == pytest.approx(0.5)
     assert logprob_difference({1: -1.0}, {2: -1.0}) == WORST
+
+
+def test_a_state_is_compared_part_by_part_and_its_padding_is_not() -> None:
+    """Two groups, one of KV and one of states. A block has memory for two layers."""
+    groups = Groups("", (2, 1), ((), (("bfloat16", 2 * NUMBERS), ("float32", 4 * NUMBERS))))
+    kv = pages(np.tile(KV, 2), "bfloat16")
+    conv, state = pages(KV[:, :NUMBERS], "bfloat16"), pages(KV[:, NUMBERS:], "float32")
+    page = kv.shape[1] // LAYERS
+
+    def compared(state: Pages, padding: int) -> float | None:
+        states = np.full((BLOCKS, LAYERS, 7 * NUMBERS), padding, np.uint8)
+        states[:, 0, : 6 * NUMBERS] = np.concatenate([conv, state], axis=1)
+        states[:, 1] = 0  # no layer
+        wide = np.zeros((BLOCKS, LAYERS, 7 * NUMBERS), np.uint8)
+        wide[:, :, :page] = kv.reshape(BLOCKS, LAYERS, page)
+        ours = np.concatenate([wide, base]).reshape(2 * BLOCKS, -1)
+        return of_groups(
+            ours, np.concatenate([wide, states]).reshape(2 * BLOCKS, -1), "bfloat16", LAYERS, groups
+        )
+
+    base = np.zeros((BLOCKS, LAYERS, 7 * NUMBERS), np.uint8)
+    base[:, 0, : 6 * NUMBERS] = np.concatenate([conv, state], axis=1)
+    assert compared(state, 255) == 0
+    near = compared(pages(KV[:, NUMBERS:] * np.float32(1 + 1e-6), "float32"), 255)
+    assert near is not None
+    assert 0 < near < 1e-5, "as bfloat16 the low half of a float32 would be any number"
+    far = compared(pages(np.roll(KV[:, NUMBERS:], 1), "float32"), 0)
+    assert far is not None
+    assert far > 0.5

@@ -20,17 +20,30 @@ from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec, FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec,
     SlidingWindowSpec,
 )
-from pullfill.engine.groups import groups_of, kept_from, why_local
+from pullfill.engine.groups import BESIDE_TIER, by_position, groups_of, kept_from, why_local
 
 common = dict(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.float32)
 full = FullAttentionSpec(**common)
+def state(mode="align", tokens=16, **more):
+    more.setdefault("page_size_padded", full.page_size_bytes)
+    shapes, dtypes = ((3, 8), (2, 8)), (torch.bfloat16, torch.float32)
+    return MambaSpec(
+        block_size=tokens, shapes=shapes, dtypes=dtypes, mamba_cache_mode=mode, **more
+    )
 specs = {
     "full": [full],
     "full that stands for a window": [FullAttentionSpec(**common, sliding_window=64)],
     "window": [SlidingWindowSpec(**common, sliding_window=64)],
     "chunks": [ChunkedLocalAttentionSpec(**common, attention_chunk_size=64)],
     "both": [full, SlidingWindowSpec(**common, sliding_window=64)],
-    "state": [MambaSpec(block_size=16, shapes=((2, 8),), dtypes=(torch.float32,))],
+    "state": [state()],
+    "kv and states": [full, state()],
+    "no prefix cache": [state("none", 512), full],
+    "states of drafts": [full, state(num_speculative_blocks=2)],
+    "every state": [full, state("all")],
+    "small states": [full, state(page_size_padded=None)],
+    "ranks": [full, state()],
+    "tier": [full, state()],
     "heads": [
         full, SlidingWindowSpec(**common | {"num_kv_heads": 4, "head_size": 4}, sliding_window=64)
     ],
@@ -39,16 +52,26 @@ specs = {
 def told(name):
     groups = [KVCacheGroupSpec([f"{name}{i}"], spec) for i, spec in enumerate(specs[name])]
     config = KVCacheConfig(32, [], groups)
-    parallel = SimpleNamespace(pipeline_parallel_size=1)
+    ranks = 2 if name == "ranks" else 1
+    parallel = SimpleNamespace(pipeline_parallel_size=1, tensor_parallel_size=ranks)
     cache = SimpleNamespace(block_size=16)
-    kept = []
-    if name not in ("state", "blocks", "heads"):
+    settings = {BESIDE_TIER: True} if name == "tier" else {}
+    transfer = SimpleNamespace(kv_connector_extra_config=settings)
+    vllm_config = SimpleNamespace(
+        parallel_config=parallel, cache_config=cache, kv_transfer_config=transfer
+    )
+    kept, tables = [], []
+    why = why_local(vllm_config, config)
+    size = 512 if name == "no prefix cache" else 16
+    if not why:
         manager = KVCacheManager(
-            config, max_model_len=512, scheduler_block_size=16, hash_block_size=16
+            config, max_model_len=512, scheduler_block_size=size, hash_block_size=size,
+            enable_caching=name != "no prefix cache",
         )
-        kept = [kept_from(manager)(tokens) for tokens in (1, 63, 64, 79, 300)]
-    why = why_local(SimpleNamespace(parallel_config=parallel, cache_config=cache), config)
-    return [groups_of(config).kinds, kept, why]
+        kept = [kept_from(manager, 16)(tokens) for tokens in (0, 1, 63, 64, 79, 300)]
+        tables = by_position(manager, 16)([[7 + i] for i in range(len(groups))])
+    groups = groups_of(config)
+    return [groups.kinds, kept, why, list(map(len, tables)), groups.states]
 print(json.dumps({name: told(name) for name in specs}))
 """
 
@@ -59,25 +82,43 @@ def test_what_vllm_keeps_of_a_prompt_and_which_models_stay_local() -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     told = json.loads(done.stdout.splitlines()[-1])
-    assert {name: kept for name, (_, kept, _) in told.items() if kept} == {
-        "full": [[0]] * 5,
-        "full that stands for a window": [[0]] * 5,
-        "window": [[0], [0], [0], [1], [14]],
-        "chunks": [[0], [0], [4], [4], [16]],
-        "both": [[0, 0], [0, 0], [0, 0], [0, 1], [0, 14]],
+    assert {name: kept for name, (_, kept, *_) in told.items() if kept} == {
+        "full": [[0]] * 6,
+        "full that stands for a window": [[0]] * 6,
+        "window": [[0], [0], [0], [0], [1], [14]],
+        "chunks": [[0], [0], [0], [4], [4], [16]],
+        "both": [[0, 0], [0, 0], [0, 0], [0, 0], [0, 1], [0, 14]],
+        "kv and states": [[0, 0], [0, 0], [0, 3], [0, 3], [0, 4], [0, 18]],
+        "no prefix cache": [[0, 0], [0, 0], [3, 0], [3, 0], [4, 0], [18, 0]],
     }
-    assert {name: kinds for name, (kinds, _, _) in told.items()} == {
+    assert told["kv and states"][3] == [1, 1]
+    assert told["no prefix cache"][3] == [512 // 16, 1], "one block for all positions"
+    assert told["no prefix cache"][4] == [[["bfloat16", 48], ["float32", 64]], []]
+    parts = "3x8:bfloat16,2x8:float32"
+    kinds_of_states = {
+        "state": f"Mamba(MAMBA2,align,{parts})",
+        "no prefix cache": f"1xMamba(MAMBA2,none,{parts}) 1xFullAttention",
+        "every state": f"1xFullAttention 1xMamba(MAMBA2,all,{parts})",
+    } | dict.fromkeys(
+        ("kv and states", "states of drafts", "small states", "ranks", "tier"),
+        f"1xFullAttention 1xMamba(MAMBA2,align,{parts})",
+    )
+    assert {name: kinds for name, (kinds, *_) in told.items()} == kinds_of_states | {
         "full": "FullAttention",
         "full that stands for a window": "FullAttention(64)",
         "window": "SlidingWindow(64)",
         "chunks": "ChunkedLocalAttention(64)",
         "both": "1xFullAttention 1xSlidingWindow(64)",
-        "state": "Mamba",
         "heads": "1xFullAttention 1xSlidingWindow(64)",
         "blocks": "1xFullAttention 1xSlidingWindow(64)",
     }
-    assert {name: why for name, (_, _, why) in told.items() if why} == {
-        "state": "pullfill does not move the state of Mamba layers yet",
+    assert {name: why for name, (_, _, why, *_) in told.items() if why} == {
+        "state": "pullfill moves states of Mamba layers only beside KV of attention layers",
+        "states of drafts": "pullfill does not move states of Mamba layers with speculation",
+        "every state": "pullfill does not move states of Mamba layers with --mamba-cache-mode all",
+        "small states": "its KV cache groups have blocks of different sizes",
+        "ranks": "pullfill moves states of Mamba layers only between workers with one rank",
+        "tier": "pullfill does not move states of Mamba layers beside --kv-offloading-size",
         "heads": "its KV cache groups have different heads",
         "blocks": "its KV cache groups have blocks of different sizes",
     }
@@ -128,3 +169,43 @@ def test_pieces_are_named_like_blocks(kept: list[int], start: int, pieces: int, 
     assert order.cut_ids(part, pieces, start, stop) == order.cut(pieces).ids(
         fine, start * pieces, stop
     )
+
+
+MEMORY = """
+import json, torch
+from types import SimpleNamespace
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
+from pullfill.engine.groups import caches_of
+
+full = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.float32)
+page, blocks = full.page_size_bytes, 4
+state = MambaSpec(
+    block_size=16, shapes=((3, 8),), dtypes=(torch.float32,), page_size_padded=page,
+    mamba_cache_mode="align",
+)
+groups = [KVCacheGroupSpec(["kv0"], full), KVCacheGroupSpec(["state0", "state1"], state)]
+memory = torch.zeros((2, blocks, page), dtype=torch.int8)
+kernel = memory[0].view(torch.float32).view(2 * blocks, 2, 8, 16)  # of 8 tokens
+states = [layer[:, None, None, : state.state_content_size_bytes] for layer in memory]
+found = caches_of(
+    KVCacheConfig(blocks, [], groups), {"state1": states[1], "state0": states[0], "kv0": kernel}
+)
+for layer, view in enumerate(found.values()):
+    view[blocks - 1, 0, 0, page - 1] = layer + 1
+print(json.dumps([
+    [list(view.shape) for view in found.values()], page, memory[:, -1, -1].tolist(),
+    [view.data_ptr() - memory.data_ptr() for view in found.values()],
+]))
+"""
+
+
+def test_pages_with_states_and_pages_with_kv_are_described_as_bytes() -> None:
+    """Whole pages, also where vLLM cuts those with KV for its kernels and some layers have none."""
+    done = subprocess.run(
+        [sys.executable, "-c", MEMORY], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    shapes, page, last, starts = json.loads(done.stdout.splitlines()[-1])
+    assert shapes == [[4, 1, 1, page]] * 2
+    assert last == [1, 2]
+    assert starts == [0, 4 * page]

@@ -42,6 +42,15 @@ def test_its_memory_is_copied_by_us_without_a_gpu_only() -> None:
         assert given.kv_offloading_size is None, "vLLM would replace our connector"
 
 
+def test_our_connector_is_told_of_it() -> None:
+    ours = {"kv_role": "kv_both", "kv_connector_extra_config": {"instance_id": "i"}}
+    settings = kv_offloading.beside(ours, {})["kv_connector_extra_config"]
+    assert settings["connectors"][0]["kv_connector_extra_config"] == {
+        "instance_id": "i", "beside_tier": True,
+    }  # fmt: skip
+    assert ours["kv_connector_extra_config"] == {"instance_id": "i"}
+
+
 @pytest.mark.parametrize(
     ("given", "says"),
     [

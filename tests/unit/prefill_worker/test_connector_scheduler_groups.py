@@ -86,3 +86,22 @@ def test_a_block_that_the_window_has_left_behind_here_is_never_written() -> None
     assert plan.writes == []
     (failure,) = engine.ends
     assert isinstance(failure, HandoffError)
+
+
+def test_a_state_in_one_block_is_written_after_the_last_token() -> None:
+    """Without a prefix cache vLLM has one block for it, whatever the position."""
+    engine = with_window(Engine(5 * BLOCK + 1), read_from=0)
+    engine.side.bind_kept(
+        lambda tokens: (0, (tokens - 1) // BLOCK), lambda tables: [tables[0], [*tables[1]] * 6]
+    )
+    engine.manager.windows["j.1"] = [LOCAL + 100]
+    engine.task.written = BlockOrder((0, 5))
+    engine.task.remote_blocks = [*range(REMOTE, REMOTE + 6), REMOTE + 100]
+    assert engine.admit() == 0
+    engine.run(3 * BLOCK)
+    engine.transfer_worker.flush()
+    assert engine.written == [0, 1, 2]
+    engine.run(2 * BLOCK + 1)
+    engine.transfer_worker.flush()
+    assert engine.written == [0, 1, 2, 3, 4, 5, 100]
+    assert engine.ends == [None]
