@@ -140,11 +140,12 @@ def test_killed(served: Served) -> None:
 @pytest.mark.long
 def test_tp2(served: Served) -> None:
     """The kind of worker that prefills has two ranks."""
-    served.renew("decode" if served.model.local else "prefill", "--tensor-parallel-size=2")
+    local = served.model.local or served.model.local_with_flags
+    served.renew("decode" if local else "prefill", "--tensor-parallel-size=2")
     prompts = [random_prompt(length, seed=10) for length in LENGTHS]
     answers = ask_all(served.cluster, prompts, STEPS)
     served.check(prompts, answers)
-    served.check_paths(answers)
+    served.check_paths(answers, flags=True)
     longer = [prompt + random_prompt(130, seed=11) for prompt in prompts]
     served.check(longer, ask_all(served.cluster, longer, STEPS))  # a hit on both sides
     served.cluster.assert_clean()
@@ -159,6 +160,6 @@ def test_spec(served: Served) -> None:
     prompts = [random_prompt(length, seed=12) for length in (3, *LENGTHS[1:])]
     answers = [ask(cluster, prompt, steps, **REPEATING) for prompt in prompts]
     served.check(prompts, answers, steps, **REPEATING)
-    served.check_paths(answers)
+    served.check_paths(answers, flags=True)
     assert cluster.counter("vllm:spec_decode_num_accepted_tokens_total") > 0
     cluster.assert_clean()

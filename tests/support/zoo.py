@@ -47,6 +47,7 @@ class Model:
     dtype: what vLLM's CPU build takes.
     processor: of images, as in `random_checkpoint`.
     local: why the decode worker prefills its prompts. Empty: prefill workers do.
+    local_with_flags: the same if a worker has two ranks or speculates.
     block_bytes: KV bytes that one block takes on all decode ranks. 0: not looked at.
     mocked: the test that shows with mock engines, over vLLM's scheduler and its cache configuration
     for such a model, what the CPU build cannot compute. Empty: it computes all."""
@@ -65,6 +66,7 @@ class Model:
     dtype: str = "float32"
     processor: dict[str, object] | None = None
     local: str = ""
+    local_with_flags: str = ""
     block_bytes: int = 0
     mocked: str = ""
 
@@ -187,7 +189,8 @@ ZOO = {
         caches=False,
         # With a prefix cache vLLM's CPU kernel of Mamba-2 fails at the first prompt.
         flags=("--no-enable-prefix-caching",),
-        local="no_transport",
+        local_with_flags="kv_groups",
+        mocked="tests/integration/test_states.py",
     ),
     "Qwen3-Next": Model(
         "Qwen3NextConfig",
@@ -201,14 +204,20 @@ ZOO = {
             "linear_num_value_heads": 4,
             "linear_key_head_dim": 128,
             "linear_value_head_dim": 128,
+            # vLLM makes a block of KV as large as a state: of 160 tokens here.
+            "num_key_value_heads": 4,
+            "head_dim": 128,
         },
         groups=4,
         caches=False,
         dtype="bfloat16",
         lora=_NO_LORA,
-        local="no_transport",
+        local_with_flags="kv_groups",
     ),
 }
+ZOO["Qwen3-Next, prefix cache"] = replace(
+    ZOO["Qwen3-Next"], flags=("--enable-prefix-caching",), caches=True
+)
 for _name in ("DeepSeek-V3", "Gemma 3", "Mistral"):
     # MLA has one latent cache for all heads: each decode rank gets a copy.
     ZOO[f"{_name}, decode on two ranks"] = replace(

@@ -1,0 +1,144 @@
+"""Remote prefills of a model with Mamba-2 layers and a prefix cache: which states are handed over.
+
+vLLM's CPU kernel of Mamba-2 fails at the first prompt if there is a prefix cache. So the model is a
+mock (tests/support/recurrent.py) over vLLM's own scheduler, block tables and cache configuration of
+Falcon-H1. tests/integration/test_models.py has the real kernels: Falcon-H1 without a prefix cache,
+and Qwen3-Next with and without one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.support.cluster import MODEL, Cluster
+from tests.support.prompts import forget_decode_prefixes, going_away, random_prompt
+from tests.support.recurrent import answer_to
+from tests.support.zoo import ZOO
+
+pytestmark = pytest.mark.engine
+
+MOCK = (
+    "--distributed-executor-backend=tests.support.recurrent.RecurrentExecutor",
+    "--enable-prefix-caching",
+    "--max-num-batched-tokens=256",
+)
+BLOCK = 64
+"""vLLM makes a block of KV at least as large as a state."""
+COUNT = 6
+
+
+@pytest.fixture(scope="module", params=["shm", pytest.param("tcp", marks=pytest.mark.long)])
+def cluster(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Cluster]:
+    path = ZOO["Falcon-H1 (Mamba-2)"].checkpoint()
+    cluster = Cluster(tmp_path_factory.mktemp("states"), path, lease_ttl_s=10)
+    try:
+        cluster.start_servers()
+        for role in ("decode", "prefill"):
+            cluster.launch(role, *MOCK, f"--transports={request.param}")
+        cluster.launch("frontend", env={"VLLM_SERVER_DEV_MODE": "1"})
+        cluster.wait_ready(*cluster.workers)
+        cluster.set_router(policy="always_remote")
+        yield cluster
+        assert not cluster.log_errors()
+    finally:
+        cluster.stop()
+
+
+def ask(cluster: Cluster, prompt: list[int], count: int = COUNT) -> dict[str, Any]:
+    """Check the answer. Returns how it was made."""
+    answer = cluster.client().completions.create(
+        model=MODEL,
+        prompt=prompt,
+        max_tokens=count,
+        extra_body={"return_token_ids": True, "ignore_eos": True},
+    )
+    told = cluster.explain(answer.id)
+    assert list(answer.choices[0].token_ids) == answer_to(prompt, count), told  # type: ignore[attr-defined]
+    return told
+
+
+def blocks_written(cluster: Cluster, told: dict[str, Any]) -> float:
+    """How many blocks of KV and states the prefill worker wrote."""
+    (record,) = cluster.records("decode").values()
+    assert record.compat is not None
+    return told["kv_bytes"] / (record.compat.page_bytes * record.compat.num_layers)
+
+
+def test_the_workers_have_the_groups_of_the_model(cluster: Cluster) -> None:
+    for role in ("decode", "prefill"):
+        (record,) = cluster.records(role).values()
+        assert record.compat is not None
+        assert record.compat.block_size == BLOCK
+        full, state = record.compat.kv_groups.split()
+        assert full == "4xFullAttention"
+        assert state.startswith("4xMamba(MAMBA2,align,")
+
+
+@pytest.mark.parametrize("beyond", [-1, 0, 1, 2, 3])
+@pytest.mark.parametrize("blocks", [1, 4, 9])
+def test_kv_of_all_blocks_and_one_state_are_written(
+    cluster: Cluster, blocks: int, beyond: int
+) -> None:
+    """The state is that before the last token of the prompt, wherever a block or a step ends."""
+    prompt = random_prompt(blocks * BLOCK + beyond, seed=beyond)
+    told = ask(cluster, prompt, BLOCK + 2)
+    assert told["path"] == "remote"
+    assert blocks_written(cluster, told) == -(-(len(prompt) - 1) // BLOCK) + 1
+
+
+@pytest.mark.parametrize("hit", [BLOCK, 5 * BLOCK])
+@pytest.mark.parametrize("more", [1, 30, BLOCK, BLOCK + 1, 400])
+def test_the_state_at_the_end_of_a_hit_is_read(cluster: Cluster, hit: int, more: int) -> None:
+    """Only the decode worker has it. The prefill worker computes on from it."""
+    cluster.set_router(policy="always_local")
+    head = random_prompt(hit + 1, seed=hit + more)
+    assert ask(cluster, head)["path"] == "local"
+    cluster.set_router(policy="always_remote")
+    read = cluster.counter("pullfill_kv_read_bytes_total")
+    prompt = head[:hit] + random_prompt(more + 1, seed=more)
+    told = ask(cluster, prompt)
+    assert (told["path"], told["prefix_hit_tokens"]) == ("remote", hit)
+    assert blocks_written(cluster, told) == -(-more // BLOCK) + 1
+    (record,) = cluster.records("decode").values()
+    assert record.compat is not None
+    read = cluster.counter("pullfill_kv_read_bytes_total") - read
+    assert read == (hit // BLOCK + 1) * record.compat.page_bytes * record.compat.num_layers
+
+
+def test_turns_of_a_conversation(cluster: Cluster) -> None:
+    prompt = random_prompt(150, seed=70)
+    for turn in range(4):
+        told = ask(cluster, prompt, 50)
+        assert told["path"] == "remote", turn
+        prompt = prompt + answer_to(prompt, 50) + random_prompt(40 + 30 * turn, seed=turn)
+
+
+def test_a_hit_on_the_prefill_side_only(cluster: Cluster) -> None:
+    prompt = random_prompt(600, seed=80)
+    ask(cluster, prompt)
+    forget_decode_prefixes(cluster)
+    longer = prompt + random_prompt(100, seed=81)
+    told = ask(cluster, longer)
+    assert told["prefix_hit_tokens"] == 0
+    assert blocks_written(cluster, told) == -(-(len(longer) - 1) // BLOCK) + 1
+
+
+def test_cancelled(cluster: Cluster) -> None:
+    with going_away(cluster, random_prompt(1800, seed=90)):
+        pass
+    cluster.assert_clean()
+    ask(cluster, random_prompt(200, seed=90))
+
+
+def test_killed(cluster: Cluster) -> None:
+    """The last test: the decode worker computes all of it again, from no state."""
+    cluster.of("prefill")[0].arm("prefill.before_commit=kill@1")
+    told = ask(cluster, random_prompt(700, seed=91))
+    assert told["fallback"]
+    assert cluster.of("prefill") == []
+    cluster.assert_clean()
