@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pullfill.config import NO_DATA_PARALLEL
-from pullfill.engine import check, kv_offloading
+from pullfill.engine import check, kv_offloading, speculation
 from pullfill.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -79,6 +79,7 @@ def build_config(
     except (ValueError, OSError, RuntimeError) as exc:
         raise ConfigError(f"cannot load model {model!r}: {first_line(exc)}") from exc
     check_config(config)
+    speculation.check_config(config)
     if offloading is not None:
         kv_offloading.check_model(config)
     if _is_cpu():

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pullfill import releases
-from pullfill.engine import check
+from pullfill.engine import check, release
 from pullfill.engine.groups import BESIDE_TIER
 from pullfill.errors import ConfigError
 
@@ -32,9 +32,10 @@ def take(args: Any, device_type: str) -> dict[str, Any] | None:
         )
     if size <= 0:
         raise ConfigError(f"--kv-offloading-size {size}: give a number of GiB above 0")
-    if check.base_version(check.require_version()) != releases.VLLM:
+    if not release.this.offloads_kv:
         raise ConfigError(
-            f"--kv-offloading-size is tested with vLLM {releases.VLLM} only: leave it out"
+            f"--kv-offloading-size is not tested with vLLM {check.require_version()}: leave it "
+            f"out, or install vLLM {releases.VLLM}"
         )
     args.kv_offloading_size = None
     settings: dict[str, Any] = {"cpu_bytes_to_use": size * (1 << 30)}

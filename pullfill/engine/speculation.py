@@ -13,7 +13,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from pullfill.errors import BadMessage
+from pullfill import releases
+from pullfill.engine import check, release
+from pullfill.errors import BadMessage, ConfigError
 
 _WITHOUT_KV = frozenset({"ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"})
 """vLLM's names of methods, as in `--speculative-config`."""
@@ -57,6 +59,18 @@ def _look_up(worker: Any, most: int) -> None:
     runner = worker.model_runner
     tokens = runner.input_batch.num_tokens_no_spec, runner.input_batch.token_ids_cpu
     runner.drafter.propose(most, [[0]], *tokens)
+
+
+def check_config(vllm_config: Any) -> None:
+    """Raise ConfigError, one line that says what to do, if vLLM would die of its first draft."""
+    if vllm_config.speculative_config is None or release.this.speculates_on_cpu:
+        return
+    if vllm_config.device_config.device_type != "cpu":
+        return
+    raise ConfigError(
+        f"--speculative-config: vLLM {check.require_version()} cannot speculate on CPU; leave it "
+        f"out, or install vLLM {releases.VLLM}"
+    )
 
 
 def check_params(vllm_config: Any, params: Any) -> None:

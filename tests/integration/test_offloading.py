@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from pullfill import releases
-from pullfill.engine import check
+from pullfill.engine import release
 from tests.support.cluster import BLOCK, Cluster
 from tests.support.oracle import Oracle
 from tests.support.prompts import (
@@ -29,8 +28,8 @@ from tests.support.zoo import ZOO
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.skipif(
-        check.base_version(check.require_version()) != releases.VLLM,
-        reason="refused at start with other releases of vLLM",
+        not release.this.offloads_kv,
+        reason="refused at start with vLLM 0.30",
     ),
 ]
 

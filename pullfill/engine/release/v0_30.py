@@ -9,7 +9,11 @@ from pullfill.engine.release import v0_31
 
 class Release(v0_31.Release):
     """There is one parameter for log probabilities of the prompt. The registry knows which models
-    take more than text. vLLM does not ask the connector where to allocate the KV cache."""
+    take more than text. vLLM does not ask the connector where to allocate the KV cache. On CPU it
+    judges drafts with a kernel for GPUs."""
+
+    speculates_on_cpu = False
+    offloads_kv = False
 
     prompt_logprobs = ("prompt_logprobs",)
 
@@ -23,4 +27,7 @@ class Release(v0_31.Release):
 
         if what != "kv_cache" or not has_kv_transfer_group():
             return None
-        return get_kv_transfer_group().get_mem_pool_context()
+        group = get_kv_transfer_group()
+        # Ours is the first one of several (kv_offloading.py).
+        ours = next(iter(getattr(group, "sub_connectors", (group,))))
+        return ours.get_mem_pool_context()

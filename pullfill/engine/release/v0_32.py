@@ -8,7 +8,12 @@ from typing import Any
 class Release:
     """What pullfill does with vLLM in another way from release to release.
 
-    prompt_logprobs: the SamplingParams that ask for log probabilities of the prompt."""
+    prompt_logprobs: the SamplingParams that ask for log probabilities of the prompt.
+    speculates_on_cpu: whether an engine on CPU survives its first draft.
+    offloads_kv: whether vLLM's KV offloading beside our connector is tested."""
+
+    speculates_on_cpu = True
+    offloads_kv = True
 
     prompt_logprobs: tuple[str, ...] = (
         "prompt_logprobs",

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from pullfill import releases
-from pullfill.engine import kv_offloading
+from pullfill.engine import kv_offloading, release
 from pullfill.errors import ConfigError
 
 
@@ -17,21 +16,19 @@ def args(size: float | None = 0.5, backend: str = "native") -> Any:
     return SimpleNamespace(kv_offloading_size=size, kv_offloading_backend=backend)
 
 
-@pytest.fixture(autouse=True)
-def version(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The installed vLLM, as the last of a list."""
-    found = [releases.VLLM]
-    monkeypatch.setattr(kv_offloading.check, "require_version", lambda: f"{found[-1]}+cpu")
-    return found
-
-
-def test_refused_with_a_release_that_it_was_not_tried_with(version: list[str]) -> None:
-    version.append("0.30.0")
-    with pytest.raises(ConfigError, match=f"vLLM {releases.VLLM} only: leave it out"):
+def test_refused_with_a_release_that_it_was_not_tried_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(release, "this", release.of("0.30.0"))
+    with pytest.raises(ConfigError, match=r"is not tested with vLLM .*: leave it out"):
         kv_offloading.take(args(), "cpu")
     assert kv_offloading.take(args(None), "cpu") is None
 
 
+@pytest.fixture
+def tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(release, "this", release.of("0.31.0"))
+
+
+@pytest.mark.usefixtures("tried")
 def test_its_memory_is_copied_by_us_without_a_gpu_only() -> None:
     for device, more in (
         ("cuda", {}),
@@ -59,6 +56,7 @@ def test_our_connector_is_told_of_it() -> None:
         (args(-1.0), "--kv-offloading-size -1.0: give a number"),
     ],
 )
+@pytest.mark.usefixtures("tried")
 def test_refused(given: Any, says: str) -> None:
     with pytest.raises(ConfigError, match=says) as refused:
         kv_offloading.take(given, "cpu")

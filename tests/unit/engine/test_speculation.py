@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from pullfill.engine import speculation
-from pullfill.errors import BadMessage
+from pullfill.engine import release, speculation
+from pullfill.errors import BadMessage, ConfigError
 
 PLAIN = SimpleNamespace(speculative_config=None)
 
@@ -40,6 +40,16 @@ def test_answers_that_are_not_greedy_are_refused_on_cpu_only() -> None:
     speculation.check_params(config(device="cuda"), params(temperature=1.0))
     with pytest.raises(BadMessage, match="temperature above 0"):
         speculation.check_params(config(), params(temperature=0.5))
+
+
+def test_refused_on_cpu_where_vllm_dies_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(release, "this", release.of("0.30.0"))
+    speculation.check_config(PLAIN)
+    speculation.check_config(config(device="cuda"))
+    with pytest.raises(ConfigError, match="cannot speculate on CPU; leave it out"):
+        speculation.check_config(config())
+    monkeypatch.setattr(release, "this", release.of("0.31.0"))
+    speculation.check_config(config())
 
 
 @pytest.mark.parametrize("method", ["ngram", "suffix", "eagle", "mtp", "draft_model", "unheard"])
