@@ -35,9 +35,9 @@ from pullfill.wire import DecodePolicy
 
 _T = TypeVar("_T")
 
-ALPHA = 4.0
+ALPHA = 8.0
 """Weight of a token that has to be computed for this prompt, against one that is queued."""
-LAG = 0.5
+LAG = 1.0
 """Weight of a token of recent work beyond the mean."""
 LAG_TOKENS = 1 << 16
 """Most tokens of recent work beyond the mean, or below it, that count."""

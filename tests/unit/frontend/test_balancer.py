@@ -13,6 +13,7 @@ from pullfill import wire
 from pullfill.engine import front_wire
 from pullfill.frontend import balancer as module
 from pullfill.frontend.balancer import Balancer, hashes_of
+from pullfill.frontend.decode_choice import ALPHA
 from pullfill.frontend.explain import Trace
 from pullfill.frontend.flight import Flight
 from pullfill.frontend.prefixes import Prefixes
@@ -104,7 +105,7 @@ async def test_the_choice_is_explained_and_counted(rig: Rig) -> None:
     choice = rig.choose(request("r", PROMPT)).trace.decode_choice
     assert choice is not None
     assert (choice.policy, choice.matched_tokens, choice.reason) == ("kv", 320, "prefix")
-    assert choice.score == 4.0 * 5
+    assert choice.score == ALPHA * 5
     assert counted("kv", "prefix") == before + 1
 
 
