@@ -73,3 +73,6 @@ def as_array(hashes: Hashes) -> HashArray:
     """View hashes as u64[n]. Raises ValueError if they are not whole u64."""
     found = np.frombuffer(hashes, np.uint64)
     return found if found.flags.aligned else found.copy()
+
+
+extend(0, bytes(4), 1)  # numba takes milliseconds for the first call

@@ -6,8 +6,10 @@ forgotten leaves its slot, which no lookup sees any more, and `tidy` empties the
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import math
+import mmap
 import secrets
 import time
 from collections import deque
@@ -31,6 +33,15 @@ Ops: TypeAlias = NDArray[np.uint8]
 _NO_OPS: Ops = np.empty(0, np.uint8)
 
 
+def _fresh(words: int) -> HashArray:
+    """Memory that is taken page by page, as it is used. A huge page would be cleared in one go,
+    which can hold the caller for 5 ms, and lookups are no faster with it."""
+    memory = mmap.mmap(-1, 8 * words)
+    with contextlib.suppress(OSError):  # a kernel that has no huge pages
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(memory, np.uint64)
+
+
 class PrefixIndex:
     """A bounded set of (worker, block hash). A worker is a number that the owner gives.
 
@@ -44,10 +55,10 @@ class PrefixIndex:
         # A segment that was just split is half of table.FULL; 1.2 for those that are less.
         segments = 4 + int(1.2 * max_blocks / (table.FULL / 2))
         self._m = table.Memory(
-            table=np.empty(2 * SEGMENT * (segments + 1), np.uint64),
+            table=_fresh(2 * SEGMENT * (segments + 1)),
             directory=np.zeros(8 << segments.bit_length(), np.int64),
             segments=np.zeros(2 * segments, np.int64),
-            pool=np.empty(POOL_WORDS * max_blocks + 64, np.uint64),
+            pool=_fresh(POOL_WORDS * max_blocks + 64),
             meta=np.zeros(table.META, np.int64),
             slots=np.zeros(2 * SLOTS, np.uint64),
         )
@@ -59,6 +70,11 @@ class PrefixIndex:
         self._page = np.empty(_SWEEP * SEGMENT, np.uint64)
         self._seen = np.zeros(3, np.uint64)
         self.clear()
+        # numba takes milliseconds for the first call with arguments of each type.
+        for one in (bytes(8), np.zeros(1, np.uint64)):
+            self.match(one)
+            self._change(0, one, 0)
+            self._change(0, one, 0, np.frombuffer(bytes(1), np.uint8))
 
     def clear(self) -> None:
         """Forget all workers, now."""

@@ -25,10 +25,10 @@ from pullfill.prefix import kernels as k
 from pullfill.prefix.kernels import I64, compiled, helper
 
 SEGMENT = 1024
-FULL = 768  # entries at which a segment is split
-SLOTS = 4096
-FETCH = 32  # entries that a lookup fetches at the same time
-CLASSES = 7  # rows have 1 to 64 words: SLOTS bits
+FULL, STEP = 768, 32
+"""A segment is split at FULL entries, or up to 7 STEP earlier, so that not all split at once."""
+SLOTS, FETCH, CLASSES = 4096, 32, 7
+"""Entries that a lookup fetches at the same time. Rows have 1 to 64 words: SLOTS bits."""
 
 DEPTH, USED, BLOCKS, LIMIT, BUMP, K1, K2, FREE = range(8)
 """Memory.meta: bits that choose a segment; segments in use; different blocks; most blocks; words of
@@ -275,7 +275,7 @@ def _store(m: Memory, one: Any, slot: Any) -> bool:
     else:
         if m.meta[BLOCKS] >= m.meta[LIMIT]:
             return False
-        while m.segments[2 * segment + 1] >= FULL:
+        while m.segments[2 * segment + 1] >= FULL - STEP * (segment & 7):
             if not _split(m, _mix(m, one)):
                 return False
             segment, entry = _look(m, one)

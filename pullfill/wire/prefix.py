@@ -12,8 +12,8 @@ from msgspec import Meta
 
 from pullfill.wire.codec import WIRE_VERSION, Count, Message, Version
 
-MAX_EVENTS = 4096
-"""Most block events, or hashes, in one message: 36 KiB. The index takes in as many in 1 ms."""
+MAX_EVENTS = 2048
+"""Most block events, or hashes, in one message: 18 KiB. The index takes in as many in 1 ms."""
 
 U63 = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Epoch = U63
