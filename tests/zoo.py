@@ -52,6 +52,8 @@ class Table:
         model, notes = ZOO[name], sorted(self.notes[name])
         if not model.caches:
             notes.append("hit: vLLM's CPU build has no prefix cache for it, so nothing is hit")
+        if not model.chunks:
+            notes.append("chunked: vLLM's CPU build computes each prompt in one step")
         if model.mocked:
             notes.append(f"what vLLM's CPU build cannot compute: mock engines in {model.mocked}")
         where = f"locally ({model.local})" if model.local else "remotely"

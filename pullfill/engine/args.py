@@ -84,6 +84,7 @@ def build_config(
         kv_offloading.check_model(config)
     if _is_cpu():
         _rotate_parts_of_heads_natively(config)
+    schedule_whole_prompts(config)
     names = namespace.served_model_name
     served = names[0] if isinstance(names, list) else names
     return config, served or model
@@ -145,6 +146,20 @@ def check_config(config: Any) -> None:
             f"--kv-cache-dtype {kept}: vLLM sets the scales of all blocks to 1 when it first "
             "computes attention, also of KV that another worker has written; use fp8"
         )
+
+
+def schedule_whole_prompts(config: Any) -> None:
+    """Let a step take any prompt, where vLLM does not compute prompts in chunks.
+
+    vLLM's CPU platform turns chunks off for MLA, and raises max_num_batched_tokens to the longest
+    prompt. With speculation vLLM has by then kept the smaller number as max_num_scheduled_tokens. A
+    prompt longer than that was never scheduled.
+
+    config: vLLM's VllmConfig."""
+    steps = config.scheduler_config
+    most = steps.max_num_scheduled_tokens
+    if not steps.enable_chunked_prefill and most is not None:
+        steps.max_num_scheduled_tokens = max(most, steps.max_num_batched_tokens)
 
 
 def _is_cpu() -> bool:

@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 
 from pullfill.engine import release, speculation
+from pullfill.engine.args import build_config
 from tests.support.answers import Heard, ask_for
+from tests.support.checkpoint import deepseek_checkpoint
 from tests.support.cluster import BLOCK, Cluster, until
 from tests.support.drafts import FEW, eagle_head, small_model, terse_model
 from tests.support.oracle import Oracle
@@ -145,6 +147,18 @@ def test_the_first_draft_compiles_nothing() -> None:
     batch.num_tokens_no_spec[1] = 6
     assert drafter.propose(3, [[], [6]], batch.num_tokens_no_spec, tokens) == [[], [7, 8, 5]]
     assert batch_propose_numba.signatures == before
+
+
+def test_prompts_of_mla_models_fit_into_a_step() -> None:
+    """vLLM's own configuration. No engine is started."""
+    config, _ = build_config(
+        str(deepseek_checkpoint()),
+        [*FLAGS, "--dtype=float32", "--max-model-len=4096", "--max-num-batched-tokens=512"],
+        connector="DecodeConnector", module="pullfill.decode_worker.connector",
+        kv_role="kv_consumer", engine_id="e",
+    )  # fmt: skip
+    steps = config.scheduler_config
+    assert steps.enable_chunked_prefill or steps.max_num_scheduled_tokens == 4096
 
 
 def test_what_vllm_would_answer_wrong_is_refused(cluster: Cluster) -> None:

@@ -41,6 +41,7 @@ class Model:
     front: flags of the frontend, beyond those of `Cluster.launch`.
     plain: arguments of the plain engine.
     caches: whether vLLM's CPU build has a prefix cache for it.
+    chunks: whether vLLM's CPU build may compute a prompt in several steps.
     flags: of the workers.
     decode: of the decode worker alone.
     lora: why it is not asked with a LoRA adapter. Empty: it is.
@@ -60,6 +61,7 @@ class Model:
     front: tuple[str, ...] = ()
     plain: dict[str, object] = field(default_factory=dict)
     caches: bool = True
+    chunks: bool = True
     flags: tuple[str, ...] = ()
     decode: tuple[str, ...] = ()
     lora: str = ""
@@ -94,6 +96,7 @@ ZOO = {
         block_size=16,
         # vLLM's CPU kernel rotates the wrong rows. Workers turn it off by themselves.
         caches=False,
+        chunks=False,
         lora=_NO_LORA,
         plain={"compilation_config": {"custom_ops": ["-rotary_embedding"]}},
         block_bytes=LATENT_BYTES,

@@ -26,7 +26,7 @@ REACHED = {
     ),
     "vllm.config.scheduler.SchedulerConfig": (
         "enable_chunked_prefill long_prefill_token_threshold max_num_batched_tokens max_num_seqs "
-        "max_num_queued_reqs max_num_queued_tokens stream_interval"
+        "max_num_queued_reqs max_num_queued_tokens max_num_scheduled_tokens stream_interval"
     ),
     "vllm.config.speculative.SpeculativeConfig": "method num_speculative_tokens",
     "vllm.config.vllm.VllmConfig": (

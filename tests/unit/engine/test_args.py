@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from pullfill.engine.args import check_config, check_flags
+from pullfill.engine.args import check_config, check_flags, schedule_whole_prompts
 from pullfill.errors import ConfigError
 
 PLAIN = {"enable_sleep_mode": False, "enable_cumem_allocator": False}
@@ -48,3 +48,16 @@ def test_scales_that_vllm_resets(kept: str, refused: bool) -> None:
         return check_config(config)
     with pytest.raises(ConfigError, match=f"--kv-cache-dtype {kept}: .*use fp8"):
         check_config(config)
+
+
+@pytest.mark.parametrize(
+    ("chunks", "before", "after"), [(False, 512, 4096), (False, None, None), (True, 512, 512)]
+)
+def test_a_prompt_that_may_not_be_split_fits_into_a_step(
+    chunks: bool, before: int | None, after: int | None
+) -> None:
+    steps = SimpleNamespace(
+        enable_chunked_prefill=chunks, max_num_batched_tokens=4096, max_num_scheduled_tokens=before
+    )
+    schedule_whole_prompts(SimpleNamespace(scheduler_config=steps))
+    assert steps.max_num_scheduled_tokens == after
