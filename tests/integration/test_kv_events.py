@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,7 @@ from vllm import envs
 from vllm.distributed.kv_events import EventPublisher
 
 from pullfill.engine import kv_events
+from pullfill.engine.args import build_config
 from pullfill.engine.kv_events import KvEvents
 from tests.support.prefix_cache import BLOCK, Cache
 
@@ -138,3 +140,39 @@ def test_an_engine_without_a_prefix_cache_has_no_events() -> None:
     events = KvEvents()
     events.attach(SimpleNamespace(scheduler=cache.scheduler))
     assert (events.block_size, events.missing) == (0, "")
+
+
+@pytest.mark.parametrize("theirs", [False, True])
+def test_the_scheduler_of_a_worker_publishes_to_us(model_path: Path, theirs: bool) -> None:
+    """With vLLM's own configuration and scheduler, as a decode worker builds them."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    flags = ["--dtype=float32", "--enforce-eager", "--max-model-len=512", "--block-size=32"]
+    if theirs:
+        flags += ["--kv-events-config", '{"enable_kv_cache_events": true, "publisher": "null"}']
+    config, _ = build_config(
+        str(model_path),
+        flags,
+        connector="DecodeConnector",
+        module="pullfill.decode_worker.connector",
+        kv_role="kv_consumer",
+        engine_id="e",
+    )
+    config.kv_transfer_config = None
+    config.cache_config.num_gpu_blocks = 20
+    events = KvEvents()
+    events.switch_on(config)
+    scheduler = Scheduler(
+        config, Cache(20).config_of_groups, StructuredOutputManager(config), BLOCK, BLOCK
+    )
+    assert scheduler.kv_cache_manager.block_pool.enable_kv_cache_events
+    events.attach(SimpleNamespace(scheduler=scheduler))
+    assert (events.missing, events.block_size) == ("", BLOCK)
+    assert scheduler.get_kv_event_publisher_config() is None
+    taken: list[Any] = []
+    events.take = taken.extend
+    assert scheduler.reset_prefix_cache()
+    events.look()
+    assert taken == [kv_events.Cleared()]
+    scheduler.shutdown()

@@ -45,6 +45,7 @@ class Cache:
                 *(KVCacheGroupSpec([f"window {i}"], window) for i in range(windows)), full
             ],
         )  # fmt: skip
+        self.config_of_groups = config
         self.events = KvEvents()
         self.config = SimpleNamespace(kv_events_config=None)
         if theirs is not None:
