@@ -164,8 +164,9 @@ def test_no_name_that_is_reached_through_an_object_is_forgotten() -> None:
 
 def test_vllms_search_for_kernels_passes_the_modules_of_numba() -> None:
     """Otherwise no CPU engine starts in a process that knows the prefix index."""
-    from vllm.triton_utils import dispatcher
-
+    dispatcher = pytest.importorskip(
+        "vllm.triton_utils.dispatcher", reason="this release of vLLM looks for no kernels"
+    )
     import pullfill.prefix.index  # noqa: F401
 
-    dispatcher._rebind_kernels([(lambda: None, object())])  # type: ignore[list-item]
+    dispatcher._rebind_kernels([(lambda: None, object())])
