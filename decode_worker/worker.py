@@ -20,6 +20,7 @@ from pullfill.config import ClusterRef
 from pullfill.decode_worker import descriptors, leave
 from pullfill.decode_worker.context import DecodeContext
 from pullfill.decode_worker.control import ControlServer
+from pullfill.decode_worker.kv_events import publish_blocks
 from pullfill.decode_worker.kv_reader import reach_for
 from pullfill.decode_worker.ledger import Ledger
 from pullfill.decode_worker.load import load_of
@@ -35,6 +36,7 @@ from pullfill.decode_worker.verify import verifier_for
 from pullfill.engine import front_wire, kv
 from pullfill.engine.chunks import PrefillChunks
 from pullfill.engine.host import EngineHooks, EngineHost
+from pullfill.engine.kv_events import KvEvents
 from pullfill.engine.load import EngineLoad
 from pullfill.engine.thread import EngineThread
 from pullfill.errors import Outcome
@@ -66,6 +68,7 @@ class DecodeHooks(EngineHooks):
         options: WorkerOptions,
         server: RequestServer,
         loop: asyncio.AbstractEventLoop,
+        events: KvEvents,
     ) -> None:
         self._host = engine.host
         self._context = engine.context
@@ -81,12 +84,15 @@ class DecodeHooks(EngineHooks):
             server,
             lambda delay_s: _call_soon(loop, partial(loop.call_later, delay_s, engine.host.wake)),
         )
+        self.blocks = publish_blocks(engine, server, loop, events)
+        self._events = events
         server.bind(options.host, options.data_port)
 
     def before_step(self) -> bool:
         if (now := time.monotonic()) >= self._look_at:
             self._look_at = now + _LOOK_S
             leave.look(self.server, self._ledger)
+            self._events.look()
         self.reports.look(now)
         if self._ledger.has_events and (loaded := self._scheduler.finish()):
             self._host.received(loaded)
@@ -120,6 +126,7 @@ class DecodeRole(Role[DecodeContext, DecodeHooks]):
         self.instance_id = options.instance_id or new_instance_id(self.name)
         self._key = cluster.security.cluster.load()
         self._traces = RequestTraces(self.instance_id)
+        self._events = KvEvents()
         self._loop = asyncio.get_running_loop()
 
     async def watch(self, etcd: EtcdClient, parts: AsyncExitStack) -> None:
@@ -129,6 +136,9 @@ class DecodeRole(Role[DecodeContext, DecodeHooks]):
         parts.push_async_callback(self._kept.close)
         self._router_settings = await Settings(etcd, namespace, RouterConfig).start()
         parts.push_async_callback(self._router_settings.close)
+
+    def adjust(self, config: Any) -> None:
+        self._events.switch_on(config)
 
     def make_context(self, host: EngineHost, files: RegionFiles) -> DecodeContext:
         def make_ledger(fences: OwnerFences) -> Ledger:
@@ -156,7 +166,7 @@ class DecodeRole(Role[DecodeContext, DecodeHooks]):
 
     def make_hooks(self, engine: Engine[DecodeContext]) -> DecodeHooks:
         def welcome() -> front_wire.DecodeWelcome:
-            return _welcome(engine, hooks.reports)
+            return _welcome(engine, hooks.reports, self._events)
 
         server = RequestServer(
             engine.host,
@@ -166,7 +176,7 @@ class DecodeRole(Role[DecodeContext, DecodeHooks]):
             adapters=engine.context.adapters,
             key=self._key,
         )
-        hooks = DecodeHooks(engine, self._options, server, self._loop)
+        hooks = DecodeHooks(engine, self._options, server, self._loop, self._events)
         return hooks
 
     async def build(
@@ -237,7 +247,8 @@ class DecodeRole(Role[DecodeContext, DecodeHooks]):
         )
         context.largest_block = lambda: control.peers.largest_block
         context.wake_control = partial(_call_soon, self._loop, control.wake)
-        return DecodeService(engine, hooks.server, control, outlook, address, thread)
+        parts.push_async_callback(hooks.blocks.close)
+        return DecodeService(engine, hooks, control, outlook, address, thread)
 
 
 class DecodeService(Service):
@@ -246,14 +257,15 @@ class DecodeService(Service):
     def __init__(
         self,
         engine: Engine[DecodeContext],
-        server: RequestServer,
+        hooks: DecodeHooks,
         control: ControlServer,
         outlook: Outlook,
         control_address: str,
         thread: EngineThread[Any],
     ) -> None:
         self._engine = engine
-        self._server = server
+        self._server = hooks.server
+        self._blocks = hooks.blocks
         self._control = control
         self._outlook = outlook
         self._control_address = control_address
@@ -281,6 +293,7 @@ class DecodeService(Service):
 
     def status(self) -> dict[str, Any]:
         load = load_of(self._engine, self._server, self._control)
+        load["prefix"] = self._blocks.status()
         return {"load": load, **self._outlook.servers()}
 
     def refresh_metrics(self) -> None:
@@ -311,7 +324,9 @@ def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[[], object]) 
     loop.call_soon_threadsafe(function)
 
 
-def _welcome(engine: Engine[DecodeContext], reports: LoadReports) -> front_wire.DecodeWelcome:
+def _welcome(
+    engine: Engine[DecodeContext], reports: LoadReports, events: KvEvents
+) -> front_wire.DecodeWelcome:
     config = engine.config
     return front_wire.DecodeWelcome(
         decode_instance=engine.context.instance_id,
@@ -321,4 +336,6 @@ def _welcome(engine: Engine[DecodeContext], reports: LoadReports) -> front_wire.
         block_size=config.cache_config.block_size,
         supported_tasks=list(engine.core.get_supported_tasks()),
         load=reports.current(),
+        prefix_block_size=events.block_size,
+        no_prefix_events=events.missing,
     )

@@ -109,6 +109,9 @@ class Role(ABC, Generic[C, H]):
     serving: ClassVar[str] = "is ready"
     instance_id: str
 
+    def adjust(self, config: Any) -> None:
+        """Change vLLM's config, from which the engine is built next. Engine thread."""
+
     @abstractmethod
     def make_context(self, host: EngineHost, files: RegionFiles) -> C:
         """What the connector finds when vLLM constructs it. Engine thread."""
@@ -241,6 +244,7 @@ class WorkerProcess(Generic[C, H]):
             engine_id=self._instance_id,
             extra={"instance_id": self._instance_id, "directory": str(files.directory)},
         )
+        self._role.adjust(self._config)
         host = EngineHost(self._config, log_stats=self._role.log_stats)
         self._context = self._role.make_context(host, files)
         contexts.install(self._context)
