@@ -27,7 +27,7 @@ from pullfill.prefix.kernels import I64, compiled, helper
 SEGMENT = 1024
 FULL, STEP = 768, 32
 """A segment is split at FULL entries, or up to 7 STEP earlier, so that not all split at once."""
-SLOTS, FETCH, CLASSES = 4096, 32, 7
+SLOTS, FETCH, CLASSES = 4096, 128, 7
 """Entries that a lookup fetches at the same time. Rows have 1 to 64 words: SLOTS bits."""
 
 DEPTH, USED, BLOCKS, LIMIT, BUMP, K1, K2, FREE = range(8)
