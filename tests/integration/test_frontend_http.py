@@ -59,8 +59,8 @@ async def test_choices_and_batches_are_requests_of_their_own(served: Served) -> 
             "request_id", "path", "reason", "prompt_tokens", "prefix_hit_tokens", "remote_tokens",
             "decode_instance", "prefill_instance", "attempts", "fallback", "kv_bytes", "timings_ms",
             "migrated_from", "migrated_tokens", "transport", "why_not_better", "outage",
-            "expected_s", "offloaded_tokens", "decode_choice", "predicted_ms", "outcome_ms", "choice",
-            "regret_ms",
+            "expected_s", "offloaded_tokens", "decode_choice", "predicted_ms", "outcome_ms",
+            "choice", "regret_ms",
         }  # fmt: skip
         assert 0 < record["timings_ms"]["route"] < record["timings_ms"]["first_token"]
         missing = await http.get("/pullfill/requests/chatcmpl-none")
