@@ -23,6 +23,7 @@ from benchmarks.control.plant import Use, mock_flags
 from pullfill.decode_worker import connector_scheduler as decode
 from pullfill.prefill_worker import connector_scheduler as prefill
 from pullfill.testing.mock_model import settings_of
+from pullfill.wire import DecodePolicy
 
 
 class Clock:
@@ -127,9 +128,15 @@ def test_engines_do_not_count_and_all_must_be_remote() -> None:
 
 def test_a_conversation_stays_at_its_worker() -> None:
     workers = [SimpleNamespace(instance_id=name) for name in ("b", "a", "c")]
-    first = Sticky().choose([7, 1, 2], workers)
-    assert Sticky().choose([7, 9], workers[::-1]) is first
-    assert {Sticky().choose([n], workers).instance_id for n in range(3)} == {"a", "b", "c"}
+
+    def chosen(prompt: list[int], among: list[SimpleNamespace]) -> SimpleNamespace:
+        flight: Any = SimpleNamespace(request=SimpleNamespace(prompt_token_ids=prompt))
+        worker = Sticky(lambda: DecodePolicy.RANDOM).choose(flight, among, 0.0)
+        assert isinstance(worker, SimpleNamespace)
+        return worker
+
+    assert chosen([7, 9], workers[::-1]) is chosen([7, 1, 2], workers)
+    assert {chosen([n], workers).instance_id for n in range(3)} == {"a", "b", "c"}
 
 
 def test_mock_flags_are_what_the_backend_reads() -> None:
