@@ -122,7 +122,8 @@ def hashing() -> Row:
 
 def filled(plan: Plan, held: Held) -> tuple[PrefixIndex, list[Row]]:
     """An index with everything, and what it costs. Several hashes are stored in one call."""
-    index, before, took, count = PrefixIndex(plan.scale.blocks + CHANGING), rss(), 0.0, 0
+    before, took, count = rss(), 0.0, 0
+    index = PrefixIndex(plan.scale.blocks + CHANGING)
     for prompt, hashes in enumerate(plan.prompts):
         for worker in plan.at(prompt):
             begin = time.perf_counter()
