@@ -29,7 +29,8 @@ class Waiting:
         self._loop = asyncio.get_running_loop()
         self._held: dict[str, Flight] = {}
         self._queue: deque[Flight] = deque()
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.Handle | None = None
+        self._due = 0.0
         self._all = False
 
     def hold(self, flight: Flight) -> None:
@@ -79,9 +80,11 @@ class Waiting:
         """Set the timer to `deadline`, unless it is set earlier."""
         at = deadline + 0.005
         if self._timer is not None:
-            if self._timer.when() <= at:
+            if self._due <= at:
                 return
             self._timer.cancel()
+        # For a time that has passed, uvloop returns a handle that does not tell it.
+        self._due = at
         self._timer = self._loop.call_at(at, self._look)
 
     def _look(self) -> None:
