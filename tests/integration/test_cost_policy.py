@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import openai
 import pytest
 
-from tests.support.cluster import MODEL, Cluster
+from tests.support.cluster import MODEL, Cluster, until
 from tests.support.oracle import Oracle
 from tests.support.prompts import Answer, ask, ask_all, random_prompt, truth
 
@@ -29,9 +30,23 @@ def beside_streams(cluster: Cluster, prompts: list[list[int]]) -> list[Answer]:
         streams = [
             pool.submit(ask, cluster, random_prompt(20, seed=s), 400) for s in range(900, 904)
         ]
+        until(lambda: running(cluster) == 4, 20, "the streams run")
         answers = ask_all(cluster, prompts, STEPS, at_once=2)
         assert all(len(stream.result().tokens) == 400 for stream in streams)
     return answers
+
+
+def running(cluster: Cluster) -> int:
+    return sum(w["load"]["running"] for w in cluster.status()["workers"] if w["role"] == "decode")
+
+
+def step_s(cluster: Cluster) -> float:
+    """Measure a step of four streams."""
+    prompts = [random_prompt(20, seed=s) for s in range(910, 914)]
+    began = time.monotonic()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda prompt: ask(cluster, prompt, 200), prompts))
+    return (time.monotonic() - began) / 200
 
 
 def explained(cluster: Cluster, answers: list[Answer]) -> list[dict[str, Any]]:
@@ -57,10 +72,11 @@ def test_predictions_and_outcomes_are_explained(cluster: Cluster, oracle: Oracle
 
 
 def test_a_prompt_that_must_stay_is_computed_in_chunks(cluster: Cluster, oracle: Oracle) -> None:
-    """With a target that no step keeps, chunks have the least size."""
-    cluster.set_router(policy="cost", max_prefill_queue_size=0, itl_ms=0.5)
+    """A step without prompts keeps the target, and a step with a whole prompt does not."""
+    step_ms = 1000.0 * step_s(cluster)
+    cluster.set_router(policy="cost", max_prefill_queue_size=0, itl_ms=2 * step_ms)
     try:
-        prompts = [random_prompt(n, seed=42) for n in (300, 500, 700)]
+        prompts = [random_prompt(n, seed=42) for n in (1500, 1700, 1900)]
         answers = beside_streams(cluster, prompts)
         check(answers, prompts, oracle)
         told = explained(cluster, answers)
