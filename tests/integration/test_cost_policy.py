@@ -76,12 +76,15 @@ def test_a_prompt_that_must_stay_is_computed_in_chunks(cluster: Cluster, oracle:
     step_ms = 1000.0 * step_s(cluster)
     cluster.set_router(policy="cost", max_prefill_queue_size=0, itl_ms=2 * step_ms)
     try:
-        prompts = [random_prompt(n, seed=42) for n in (1500, 1700, 1900)]
-        answers = beside_streams(cluster, prompts)
-        check(answers, prompts, oracle)
-        told = explained(cluster, answers)
-        assert [one["reason"] for one in told] == ["queue_full"] * 3
-        assert "local_chunked" in {one["choice"] for one in told}
+        chosen: set[str] = set()
+        for seed in range(42, 46):  # what a busy machine teaches in one round may not hold
+            prompts = [random_prompt(n, seed=seed) for n in (1500, 1700, 1900)]
+            answers = beside_streams(cluster, prompts)
+            check(answers, prompts, oracle)
+            told = explained(cluster, answers)
+            assert [one["reason"] for one in told] == ["queue_full"] * 3
+            chosen |= {one["choice"] for one in told}
+        assert "local_chunked" in chosen
     finally:
         cluster.set_router(max_prefill_queue_size=64, itl_ms=50)
 
