@@ -197,7 +197,9 @@ def test_every_outcome_in_use_is_described() -> None:
 
 
 def test_the_glossary_is_sorted_and_has_each_word_once() -> None:
-    words = re.findall(r"^\| `?([^|`]+?)`? \| ", section("## Words", "### Was called"), re.M)[1:]
+    glossary = text_of("docs/architecture.md").split("\n## Words\n")[1]
+    words = re.findall(r"^- (?:\*\*|`)(.+?)(?:\*\*|`): ", glossary, re.M)
+    assert len(words) == len(re.findall(r"^- ", glossary, re.M))
     assert len(words) > 40
     assert words == sorted(words, key=lambda word: word.lower().replace("_", " "))
     assert len(words) == len(set(words))
