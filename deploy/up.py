@@ -28,6 +28,7 @@ from pullfill.errors import UnavailableError
 
 SUPERVISOR_LOG = "supervisor"
 _LOG_WIDTH = 200
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def up(options: UpOptions, state_dir: str | None, *, detach: bool) -> int:
@@ -84,11 +85,14 @@ def _say_ready(options: UpOptions, state: StateDir, detach: bool) -> None:
 def _fork(pipe: int) -> int:
     """Fork. Return the child's pid, or 0 in the child. No other thread may run in this process.
 
+    The signals that `_wait_for` passes on stay blocked in the parent until it can.
     pipe: the only file that the child keeps, besides the terminal."""
     sys.stdout.flush()
     sys.stderr.flush()
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
     child = os.fork()
     if child == 0:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         os.setsid()
         stdin = os.open(os.devnull, os.O_RDONLY)
         os.dup2(stdin, 0)
@@ -123,8 +127,9 @@ def _wait_for(child: int, pipe: int) -> int:
         with suppress(ProcessLookupError):
             os.kill(child, number)
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in _FORWARDED:
         signal.signal(number, forward)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
     if os.read(pipe, 1):
         return 0
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

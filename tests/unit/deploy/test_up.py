@@ -11,7 +11,7 @@ import pytest
 from tests.support.waiting import eventually
 
 CODE = """
-import asyncio, os, signal, sys
+import asyncio, os, signal, sys, time
 from pullfill.deploy import up
 from pullfill.deploy.up_options import UpOptions
 
@@ -27,14 +27,24 @@ class Supervisor:
         print("it goes on", flush=True)
         await asyncio.sleep(0.3)
 
+def fork_with_a_slow_parent():
+    if child := fork():
+        time.sleep(SLOW)
+    return child
+
+fork, os.fork = os.fork, fork_with_a_slow_parent
 up.Supervisor = Supervisor
 sys.exit(up.up(UpOptions(frontends=0), sys.argv[1], detach=True))
 """
 
+SIGNAL_THE_COMMAND = "os.kill(os.getppid(), signal.SIGTERM); signal.pause()"
 
-def _up(directory: Path, start: str) -> subprocess.CompletedProcess[str]:
-    """Run the command, whose supervisor starts like this. Returns when its pipes are closed."""
-    code = CODE.replace("START", start)
+
+def _up(directory: Path, start: str, slow: float = 0) -> subprocess.CompletedProcess[str]:
+    """Run the command, whose supervisor starts like this. Returns when its pipes are closed.
+
+    slow: seconds that the command stands still after it has forked."""
+    code = CODE.replace("START", start).replace("SLOW", str(slow))
     command = [sys.executable, "-c", code, str(directory / "state")]
     return subprocess.run(command, capture_output=True, text=True, timeout=240)
 
@@ -50,19 +60,20 @@ def test_it_returns_when_the_cluster_is_ready(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("start", "code", "said"),
+    ("start", "code", "said", "slow"),
     [
-        ("raise SystemExit(3)", 3, ""),
-        ("raise up.Interrupted", 130, "interrupted: everything that was started is stopped"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", 1, "the start was killed by SIGKILL: clean up"),
-        ("os.kill(os.getppid(), signal.SIGTERM); signal.pause()", 1, "killed by SIGTERM"),
+        ("raise SystemExit(3)", 3, "", 0),
+        ("raise up.Interrupted", 130, "interrupted: everything that was started is stopped", 0),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 1, "the start was killed by SIGKILL: clean up", 0),
+        (f"time.sleep(0.2); {SIGNAL_THE_COMMAND}", 1, "killed by SIGTERM", 0),
+        (SIGNAL_THE_COMMAND, 1, "killed by SIGTERM", 1),
     ],
-    ids=["failed", "interrupted", "killed", "the command gets a signal"],
+    ids=["failed", "interrupted", "killed", "the command gets a signal", "and does not wait yet"],
 )
 def test_it_tells_why_the_cluster_did_not_start(
-    tmp_path: Path, start: str, code: int, said: str
+    tmp_path: Path, start: str, code: int, said: str, slow: float
 ) -> None:
-    done = _up(tmp_path, start)
+    done = _up(tmp_path, start, slow)
     assert done.returncode == code
     assert said in done.stdout + done.stderr
     assert "it goes on" not in done.stdout
