@@ -57,8 +57,11 @@ def model_fingerprint(model: str, revision: str | None = None) -> str:
     return digest.hexdigest()
 
 
-def describe(config: VllmConfig, served_name: str, geometry: Geometry) -> Compat:
-    """The record of this engine. geometry: as its ranks told it."""
+def describe(config: VllmConfig, served_name: str, fingerprint: str, geometry: Geometry) -> Compat:
+    """Return the compatibility record of this engine.
+
+    fingerprint: from `fingerprint_as_run`.
+    geometry: as its ranks told it."""
     import vllm
     from vllm.platforms import current_platform
 
@@ -72,7 +75,7 @@ def describe(config: VllmConfig, served_name: str, geometry: Geometry) -> Compat
         computes = _isa() if current_platform.is_cpu() else current_platform.device_type
     return Compat(
         model=served_name,
-        model_fingerprint=_fingerprint_as_run(model),
+        model_fingerprint=fingerprint,
         vllm=vllm.__version__,
         dtype=str(model.dtype).removeprefix("torch."),
         kv_cache_dtype=str(config.cache_config.cache_dtype),
@@ -88,15 +91,18 @@ def describe(config: VllmConfig, served_name: str, geometry: Geometry) -> Compat
     )
 
 
-def _fingerprint_as_run(model: Any) -> str:
+def fingerprint_as_run(config: VllmConfig) -> str:
     """Return a fingerprint of the model's files and of the flags that change its KV.
 
-    Such flags are `--hf-overrides` and `--quantization`."""
+    Such flags are `--hf-overrides` and `--quantization`. Take it before the engine is built."""
+    # vLLM's code of some models changes the model's config while it loads. With one rank this is
+    # our config. With several ranks it is that of other processes, and ours stays as it was.
+    model: Any = config.model_config
     resolved = getattr(model.hf_config, "_commit_hash", None) or model.revision
-    config = {k: v for k, v in model.hf_text_config.to_dict().items() if k not in _NOT_THE_MODEL}
+    fields = {k: v for k, v in model.hf_text_config.to_dict().items() if k not in _NOT_THE_MODEL}
     digest = hashlib.blake2b(digest_size=8)
     digest.update(model_fingerprint(model.model, resolved).encode())
-    digest.update(json.dumps(config, sort_keys=True, default=str).encode())
+    digest.update(json.dumps(fields, sort_keys=True, default=str).encode())
     digest.update(str(model.quantization).encode())
     return digest.hexdigest()
 

@@ -244,6 +244,7 @@ class WorkerProcess(Generic[C, H]):
             engine_id=self._instance_id,
             extra={"instance_id": self._instance_id, "directory": str(files.directory)},
         )
+        self._fingerprint = compat.fingerprint_as_run(self._config)
         self._role.adjust(self._config)
         host = EngineHost(self._config, log_stats=self._role.log_stats)
         self._context = self._role.make_context(host, files)
@@ -254,7 +255,7 @@ class WorkerProcess(Generic[C, H]):
         context, config = self._context, self._config
         if context.geometry is None:
             raise RuntimeError("vLLM registered no KV cache with the connector")
-        described = compat.describe(config, self._served_name, context.geometry)
+        described = compat.describe(config, self._served_name, self._fingerprint, context.geometry)
         engine = Engine(host, core, config, self._served_name, described, context)
         host.hooks = hooks = self._role.make_hooks(engine)
         return engine, hooks

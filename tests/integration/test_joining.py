@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
 from tests.support.cluster import Cluster, Worker
+from tests.support.zoo import ZOO
 
 pytestmark = pytest.mark.engine
 
@@ -32,6 +34,23 @@ def test_a_worker_that_does_not_fit_names_the_field(cluster: Cluster) -> None:
         assert re.search(r"(decode|prefill)-[0-9a-f]{8}", said), "names whom it disagrees with"
     another_model = cluster.launch("prefill", "--served-model-name=another")
     assert "model" in last_error(another_model)
+
+
+def test_the_model_is_the_same_whatever_the_number_of_ranks(tmp_path: Path) -> None:
+    """Also where vLLM's code of the model changes the model's config while it loads. With one rank
+    it does so in the worker's own process, with two in others."""
+    model = ZOO["Falcon-H1 (Mamba-2)"]
+    cluster = Cluster(tmp_path, model.checkpoint(), lease_ttl_s=10)
+    try:
+        cluster.start_servers()
+        cluster.launch("decode", *model.flags)
+        cluster.launch("frontend", *model.flags)
+        cluster.wait_ready(*cluster.workers)
+        said = last_error(cluster.launch("prefill", *model.flags, "--tensor-parallel-size=2"))
+        # States are moved between workers with one rank only. Others have their memory as it is.
+        assert "its num_layers is" in said
+    finally:
+        cluster.stop()
 
 
 def test_unreachable_servers_are_retried_and_then_named(cluster: Cluster) -> None:

@@ -41,12 +41,7 @@ def record_of(monkeypatch: pytest.MonkeyPatch, backend: Any, *, cpu: bool = True
         module.__dict__.update(told)
         monkeypatch.setitem(sys.modules, name, module)
     model = SimpleNamespace(
-        model="hub/name",
-        revision=None,
-        quantization=None,
         dtype="torch.float32",
-        hf_config=SimpleNamespace(),
-        hf_text_config=SimpleNamespace(to_dict=dict),
         get_total_num_kv_heads=lambda: 1,
     )
     config: Any = SimpleNamespace(
@@ -54,7 +49,7 @@ def record_of(monkeypatch: pytest.MonkeyPatch, backend: Any, *, cpu: bool = True
         cache_config=SimpleNamespace(cache_dtype="auto", block_size=16),
         parallel_config=SimpleNamespace(distributed_executor_backend=backend),
     )
-    return compat.describe(config, "m", Geometry(2, 512, "cpu"))
+    return compat.describe(config, "m", "f", Geometry(2, 512, "cpu"))
 
 
 @pytest.mark.parametrize("cpu", [True, False])
