@@ -9,13 +9,19 @@ sliding windows lists the blocks of several tables. Three models have four layer
 
 The windows are longer than any prompt, so jobs list the blocks of all groups from the first on.
 Each model has one worker of each kind. All are up at the same time, and take the load in turns.
-The ratio is the median over the rounds.
+
+A round has two windows for each model, in the order 1 2 3 3 2 1. So a machine that gets slower
+during a round slows all models alike. The ratio is the median over the rounds, and a row beside it
+says how well this median is known.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
+from itertools import product
 
 from benchmarks import machine
 from benchmarks.control.plant import Fleet, Plant, mock_flags
@@ -30,6 +36,9 @@ TURN = 512
 PER_LOOP, AT_ONCE = 100, 16
 """Conversations of a closed loop: all, and those under way at the same time."""
 PER_PACED = 30
+MORE_ROUNDS = 4
+"""Times as many rounds as other parts have. A window of one model differs from the next one by as
+much as the target allows, so only a median of many rounds tells."""
 TARGET = 1.05
 STAGES = ("queue", "claim", "prefix_read", "kv_write", "commit")
 UNITS = {"CPU beside engines": "ms", "the same at a fixed rate": "ms", "time of all stages": "ms"}
@@ -59,17 +68,20 @@ def run(plant: Plant, rounds: int, quiet: machine.OtherLoad) -> list[Row]:
             fleet = Fleet(plant, namespace, 1, 1, decode_flags=own, prefill_flags=own, router={})
             fleets[name] = stack.enter_context(closing(fleet))
         everybody = [pid for f in fleets.values() for pid in (f.front, *f.decode, *f.prefill)]
-        for number in range(-1, rounds):  # the first round warms up
-            order = list(fleets) if number % 2 else list(reversed(fleets))
-            for name in order:
+        for number in range(-1, MORE_ROUNDS * rounds):  # the first round warms up
+            values: Found = {figure: defaultdict(list) for figure in UNITS}
+            for turn, name in enumerate([*fleets, *reversed(fleets)]):
                 with quiet.window([*everybody, *plant.servers]):
-                    figures, done = _window(fleets[name], number)
+                    figures, done = _window(fleets[name], 2 * number + turn // len(fleets))
                 if number < 0:
                     continue
                 failed += int(done["failed"])
                 local += int(done["requests"] - done["remote"])
                 for figure, value in figures.items():
-                    found[figure][name].append(value)
+                    values[figure][name].append(value)
+            if number >= 0:
+                for figure, name in product(UNITS, fleets):
+                    found[figure][name].append(sum(values[figure][name]) / 2)
     rows = [
         row("KV cache groups: requests failed", failed, "", 0),
         row("KV cache groups: requests prefilled locally", local, "", 0),
@@ -80,16 +92,18 @@ def run(plant: Plant, rounds: int, quiet: machine.OtherLoad) -> list[Row]:
     return rows
 
 
-def _window(fleet: Fleet, number: int) -> tuple[dict[str, float], dict[str, float]]:
-    """Load one model: its figures, and the sums of what both loads say."""
+def _window(fleet: Fleet, seed: int) -> tuple[dict[str, float], dict[str, float]]:
+    """Load one model: its figures, and the sums of what both loads say.
+
+    seed: of the prompts. No two windows of a model may share it, or prefixes are hit."""
     with fleet.window() as used:
         loop = fleet.driver.do(
-            "load", conversations=PER_LOOP, at_once=AT_ONCE, turn=TURN, seed=100 + number
+            "load", conversations=PER_LOOP, at_once=AT_ONCE, turn=TURN, seed=1000 + seed
         )
     with fleet.window() as slowly:
         paced = fleet.driver.do(
             "load", conversations=PER_PACED, at_once=10_000, rate=PACED_PER_S, turn=TURN,
-            seed=200 + number,
+            seed=2000 + seed,
         )  # fmt: skip
     values = (
         sum(use.ours for use in used.values()) / loop["requests"] * 1e3,
@@ -101,21 +115,35 @@ def _window(fleet: Fleet, number: int) -> tuple[dict[str, float], dict[str, floa
 
 
 def rows_of(found: Found) -> list[Row]:
-    """One row for each figure and each model of four groups. Only `FOUR` has a target."""
+    """For each figure and each model of four groups: its ratio, and how well that is known.
+
+    Only `FOUR` has a target."""
     rows = []
     for name in (FOUR, FOUR_OF_16):
         for figure, unit in UNITS.items():
             one, several = found[figure][ONE], found[figure][name]
-            ratio = median([b / a for a, b in zip(one, several, strict=True)])
+            ratios = [b / a for a, b in zip(one, several, strict=True)]
             blocks = "as many blocks" if name == FOUR else "four times as many blocks"
+            metric = f"4 KV cache groups, {blocks}: {figure}"
             limit = TARGET if name == FOUR else None
-            held = row("", ratio, "", limit)
-            rows.append(
+            held = row("", median(ratios), "", limit)
+            rows += [
                 Row(
-                    metric=f"4 KV cache groups, {blocks}: {figure}",
+                    metric=metric,
                     value=row("", median(several), "").value, unit=unit, peer="1 group",
                     peer_value=row("", median(one), "").value, ratio=held.value,
                     target=held.target and f"ratio {held.target}", ok=held.ok,
-                )
-            )  # fmt: skip
+                ),
+                row(f"{metric}, 95 % interval of the ratio, +-", interval_of(ratios), ""),
+            ]  # fmt: skip
     return rows
+
+
+def interval_of(values: Sequence[float]) -> float:
+    """Half the width of the interval that holds the true median with a probability of 95 %.
+
+    By the ranks of the values, so that outliers do not widen it."""
+    ordered = sorted(values)
+    # The rank of the median of n values is binomial: its deviation is sqrt(n) / 2.
+    low = max(0, math.floor((len(ordered) - 1) / 2 - 0.98 * math.sqrt(len(ordered))))
+    return (ordered[-1 - low] - ordered[low]) / 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import socket
 import threading
 import time
@@ -264,6 +265,37 @@ def test_models_of_four_groups_have_the_same_kv_and_their_ratio_is_the_rounds() 
     values = {groups.ONE: [1.0, 4.0, 2.0], groups.FOUR: [1.1, 4.0, 2.1]}
     found = {figure: {**values, groups.FOUR_OF_16: [2.0, 8.0, 4.0]} for figure in groups.UNITS}
     rows = groups.rows_of(found)
-    assert [(r.ratio, r.ok, bool(r.target)) for r in rows] == [(1.05, True, True)] * 3 + [
+    assert [(r.ratio, r.ok, bool(r.target)) for r in rows[::2]] == [(1.05, True, True)] * 3 + [
         (2.0, True, False)
     ] * 3
+    assert [r.value for r in rows[1::2]] == [0.05] * 3 + [0.0] * 3
+
+
+def test_the_interval_of_a_median_narrows_with_more_values_and_ignores_outliers() -> None:
+    assert groups.interval_of([1.0]) == 0
+    assert groups.interval_of([1.0, 1.2]) == pytest.approx(0.1)
+    rng = random.Random(0)
+    few, many = ([rng.gauss(1.0, 0.05) for _ in range(n)] for n in (20, 500))
+    assert 0.01 < groups.interval_of(few) < 0.04
+    assert groups.interval_of([*many, 90.0]) < 0.01
+
+
+def test_each_round_of_groups_loads_every_model_twice_with_new_prompts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loads: list[tuple[str, int]] = []
+
+    def fleet(_: Any, name: str, *__: Any, **___: Any) -> Any:
+        return SimpleNamespace(name=name, front=1, decode=[2], prefill=[3], close=lambda: None)
+
+    def window(fleet: Any, seed: int) -> Any:
+        loads.append((fleet.name, seed))
+        slow = 1.0 + len(loads)  # the machine gets slower and slower
+        return dict.fromkeys(groups.UNITS, slow), {"failed": 0, "requests": 2, "remote": 2}
+
+    monkeypatch.setattr(groups, "Fleet", fleet)
+    monkeypatch.setattr(groups, "_window", window)
+    rows = groups.run(SimpleNamespace(servers=[]), 2, machine.OtherLoad())  # type: ignore[arg-type]
+    assert len(loads) == len(set(loads)) == (2 * groups.MORE_ROUNDS + 1) * 6
+    assert [row.value for row in rows[:2]] == [0, 0]
+    assert {row.ratio for row in rows[2::2]} == {1.0}
