@@ -161,7 +161,7 @@ class ConnectorScheduler:
         shown = expected(situation, decision, self._context.router_config())
         self._context.traces.decided(request.request_id, situation, decision, shown, offloaded)
         if self.meter is not None:
-            self.meter.admitted(request.request_id, remote=external_tokens > 0)
+            self.meter.admitted(request.request_id, situation, decision)
         if not external_tokens:
             return
         job = self._open(request, tables, situation, adapter, external_tokens - offloaded)
@@ -291,7 +291,7 @@ class ConnectorScheduler:
                     self._hit_blocks.give_back(request_id)
                     self._context.traces.settled(request_id, was_loaded, outcome)
                     if self.meter is not None:
-                        self.meter.settled(request_id, was_loaded)
+                        self.meter.settled(request_id, was_loaded, outcome)
                     (loaded if was_loaded else self._failed).append(request_id)
         return loaded
 

@@ -294,6 +294,11 @@ class CostRouter:
     def streams(self) -> int:
         return sum(self._itl.values())
 
+    @property
+    def tightest_itl_s(self) -> float:
+        """The least target of the running streams. 0: there is no stream."""
+        return min(self._itl, default=0.0)
+
     # ------------------------------------------------------------------ looking back
 
     def committed(self, done: Measured) -> None:

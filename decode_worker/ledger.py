@@ -704,6 +704,19 @@ class Ledger:
             tokens = [e.tokens for e in self._jobs.values() if e.state is JobState.QUEUED]
         return len(tokens), sum(tokens)
 
+    def uncomputed(self) -> int:
+        """Number of tokens that prefill workers have still to compute, over all open jobs."""
+        if not self._jobs:
+            return 0
+        with self._lock:
+            left = 0.0
+            for e in self._jobs.values():
+                if e.state is JobState.QUEUED:
+                    left += e.tokens
+                elif e.state is JobState.GRANTED:
+                    left += e.tokens * (1.0 - min(1.0, e.written / max(1, e.targets)))
+            return round(left)
+
     def unwritten(self) -> int:
         """Number of blocks that are not written yet, over all jobs that prefill workers hold."""
         if not self._jobs:

@@ -1,14 +1,17 @@
-"""A decode worker's load, as /status and `pullfill status` show it."""
+"""A decode worker's load, as /status, `pullfill status` and `pullfill plan` show it."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from pullfill.cluster_status import Demand
 from pullfill.decode_worker.context import DecodeContext
 from pullfill.decode_worker.control import ControlServer
 from pullfill.decode_worker.ledger_types import UNDER_WAY, JobState
 from pullfill.decode_worker.request_server import RequestServer
+from pullfill.decode_worker.step_meter import StepMeter
 from pullfill.engine import kv
+from pullfill.runtime import metrics
 from pullfill.worker.process import Engine
 
 _REMOTE = (JobState.QUEUED, *UNDER_WAY)
@@ -35,3 +38,30 @@ def load_of(
         "prefill_workers_pulling": control.prefill_workers,
         **(control.checks.told() if control.checks else {}),
     }
+
+
+def demand_of(engine: Engine[DecodeContext], control: ControlServer, meter: StepMeter) -> Demand:
+    """Return what this worker tells the planner. asyncio thread only."""
+    ledger = engine.context.ledger
+    counts = ledger.counts()
+    remote = sum(counts.get(state, 0) for state in _REMOTE)
+    running, waiting = engine.core.scheduler.get_request_counts()
+    blocks = engine.config.cache_config.num_gpu_blocks or 0
+    pulling = [peer for peer in control.peers.pulling if peer.cleared]
+    rates = [peer.load.tokens_per_s for peer in pulling]
+    return meter.demand.figures(
+        open_tokens=ledger.uncomputed(),
+        rates=[rate for rate in rates if rate > 0],
+        pool=control.peers.pool if pulling else 0,
+        own_rate=meter.own_rate,
+        kv=1.0 - kv.free_blocks(engine.core) / blocks if blocks else 0.0,
+        # vLLM counts requests whose prompts are away as waiting. They take no seat yet.
+        seats=(running + max(0, waiting - remote)) / engine.config.scheduler_config.max_num_seqs,
+    )
+
+
+def show_demand(demand: Demand) -> None:
+    """Set the gauges for autoscalers."""
+    metrics.BACKLOG_SECONDS.set(demand.backlog_s)
+    metrics.PREFILL_DEMAND.set(demand.prefill_demand)
+    metrics.DECODE_PRESSURE.set(demand.pressure)

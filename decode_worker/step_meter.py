@@ -13,17 +13,23 @@ from typing import Any
 from pullfill.clock import SYSTEM_CLOCK, Clock
 from pullfill.decode_worker.conditional_router import Decision, Situation
 from pullfill.decode_worker.context import DecodeContext
+from pullfill.decode_worker.cost_rates import span
 from pullfill.decode_worker.cost_requests import Step, Targets
 from pullfill.decode_worker.cost_router import CostRouter
+from pullfill.decode_worker.demand import DemandMeter
 from pullfill.decode_worker.request_trace import Measured
 from pullfill.engine import request_targets
 from pullfill.engine.chunks import PrefillChunks
+from pullfill.errors import Outcome
 from pullfill.wire import RouterConfig, RouterPolicy
 
 _BREAK_S = 0.002
 """A longer pause between two steps is not part of the next one: the engine was idle."""
 _SKEW_S = 10.0
 """A longer wait of a prompt is not believed: the clocks of two hosts differ."""
+
+_RATE_TOKENS = 1024
+"""The length of prompt that tells an engine's rate."""
 
 
 class StepMeter:
@@ -36,6 +42,7 @@ class StepMeter:
         self._chunks = chunks
         self._clock = clock
         self.router = CostRouter(chunks.step_tokens, chunks=chunks.able, clock=clock)
+        self.demand = DemandMeter(clock)
         self._steps: deque[Step] = deque()
         self._began = self._ended = 0.0
         self._on = False
@@ -67,10 +74,15 @@ class StepMeter:
         self._ended = now
         while len(self._steps) > running:
             step = self._steps.popleft()
+            target_s = self.router.tightest_itl_s
             for request_id, outcome in self.router.stepped(step, seconds):
                 self._context.traces.first_token(
                     request_id, outcome.first_token_ms, outcome.regret_ms
                 )
+            if target_s and step.streams:
+                prompts = step.computed[0] > 0 or not step.known
+                gap_s = self.router.rates.base(step.streams) if prompts else seconds
+                self.demand.stepped(seconds, min(gap_s, seconds), target_s)
 
     # ------------------------------------------------------------------ one request
 
@@ -87,15 +99,25 @@ class StepMeter:
         decided = self.router.place(request.request_id, able, now, targets, config, waited_s)
         return decided if config.policy is RouterPolicy.COST else able
 
-    def admitted(self, request_id: str, *, remote: bool) -> None:
-        """vLLM has taken a request as it was decided. remote: False: it is computed here."""
-        choice, predicted = self.router.admitted(request_id, remote)
-        if choice:
+    def admitted(self, request_id: str, now: Situation, decision: Decision) -> None:
+        """Note that vLLM has taken a request as it was decided."""
+        choice, predicted = self.router.admitted(request_id, decision.remote)
+        if choice:  # neither preempted before, nor of the self-check
             self._context.traces.predicted(request_id, choice, predicted)
+            here_s = self.router.rates.work(span(now.hit_tokens, now.remote_tokens))
+            self.demand.decided(now, decision, self._context.router_config(), here_s)
 
-    def settled(self, request_id: str, loaded: bool) -> None:
+    def settled(self, request_id: str, loaded: bool, outcome: Outcome) -> None:
         """Note that a remote prefill has ended."""
         self.router.settled(request_id, loaded)
+        if not loaded and outcome is not Outcome.CANCELLED:
+            self.demand.fell_back()
+
+    @property
+    def own_rate(self) -> float:
+        """Prompt tokens that this engine computes in a second. 0: not measured. Any thread."""
+        seconds = self.router.rates.work(span(0, _RATE_TOKENS))
+        return _RATE_TOKENS / seconds if seconds > 0 else 0.0
 
     def finished(self, request_id: str) -> None:
         """Note that a request is over."""

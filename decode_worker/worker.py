@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from pullfill.cluster_status import Demand
 from pullfill.config import ClusterRef
 from pullfill.decode_worker import descriptors, leave
 from pullfill.decode_worker.context import DecodeContext
@@ -23,7 +24,7 @@ from pullfill.decode_worker.control import ControlServer
 from pullfill.decode_worker.kv_events import publish_blocks
 from pullfill.decode_worker.kv_reader import reach_for
 from pullfill.decode_worker.ledger import Ledger
-from pullfill.decode_worker.load import load_of
+from pullfill.decode_worker.load import demand_of, load_of, show_demand
 from pullfill.decode_worker.load_reports import LoadReports
 from pullfill.decode_worker.offers import offer
 from pullfill.decode_worker.outlook import Outlook
@@ -75,8 +76,8 @@ class DecodeHooks(EngineHooks):
         self._ledger = engine.context.ledger
         self._scheduler = engine.context.scheduler
         self._scheduler.tier = self._tier = kv.tier_of(engine.core)
-        self._meter = StepMeter(engine.context, PrefillChunks(engine.core))
-        self._scheduler.meter = self._meter
+        self.meter = StepMeter(engine.context, PrefillChunks(engine.core))
+        self._scheduler.meter = self.meter
         self._look_at = 0.0
         self.server = server
         self.reports = LoadReports(
@@ -96,14 +97,14 @@ class DecodeHooks(EngineHooks):
         self.reports.look(now)
         if self._ledger.has_events and (loaded := self._scheduler.finish()):
             self._host.received(loaded)
-        self._meter.before_step()
+        self.meter.before_step()
         return self._scheduler.has_work or self.copies_run()
 
     def copies_run(self) -> bool:
         return self._tier is not None and self._tier.busy
 
     def after_step(self, running: int) -> None:
-        self._meter.after_step(running)
+        self.meter.after_step(running)
         self._scheduler.step_done(running)
 
     def on_outputs(self, outputs: dict[int, Any]) -> None:
@@ -266,6 +267,7 @@ class DecodeService(Service):
         self._engine = engine
         self._server = hooks.server
         self._blocks = hooks.blocks
+        self._meter = hooks.meter
         self._control = control
         self._outlook = outlook
         self._control_address = control_address
@@ -294,10 +296,15 @@ class DecodeService(Service):
     def status(self) -> dict[str, Any]:
         load = load_of(self._engine, self._server, self._control)
         load["prefix"] = self._blocks.status()
+        load["demand"] = msgspec.to_builtins(self._demand())
         return {"load": load, **self._outlook.servers()}
 
     def refresh_metrics(self) -> None:
         self._outlook.refresh_metrics()
+        show_demand(self._demand())
+
+    def _demand(self) -> Demand:
+        return demand_of(self._engine, self._control, self._meter)
 
     def engine_stuck(self, stuck: bool) -> None:
         self._outlook.draining = stuck

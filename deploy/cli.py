@@ -158,6 +158,28 @@ def status(cluster: ClusterOptions, as_json: JsonOption = False) -> int:
 
 
 @command(app)
+def plan(
+    cluster: ClusterOptions,
+    as_json: JsonOption = False,
+    watch: Annotated[
+        float, typer.Option(metavar="S", min=0, help="Look again every S seconds")
+    ] = 0.0,
+    prefill_use: Annotated[
+        float, typer.Option(metavar="SHARE", min=0.05, max=1, help="Right use of prefill workers")
+    ] = 0.7,
+    decode_use: Annotated[
+        float, typer.Option(metavar="SHARE", min=0.05, max=1, help="Right use of decode workers")
+    ] = 0.8,
+) -> int:
+    """Say how many workers of each role are right, and why."""
+    from pullfill.deploy import planner
+    from pullfill.deploy.scaling import Settings
+
+    settings = Settings(prefill_use=prefill_use, decode_use=decode_use)
+    return planner.plan(cluster.find_to_ask(), settings, as_json=as_json, watch_s=watch)
+
+
+@command(app)
 def drain(
     cluster: ClusterOptions,
     instance: Annotated[str, typer.Argument(metavar="INSTANCE_ID")],

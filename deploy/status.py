@@ -48,6 +48,11 @@ def status(ref: ClusterRef, as_json: bool) -> int:
     return 0
 
 
+def ask(ref: ClusterRef) -> dict[str, Any]:
+    """Return the object of `GET /pullfill/status`. Raises UnavailableError if nobody can tell."""
+    return _from_frontends(ref) or _from_registry(ref)
+
+
 def _from_frontends(ref: ClusterRef) -> dict[str, Any] | None:
     for url in frontend_urls(ref):
         try:

@@ -20,6 +20,27 @@ UNTOLD = "unknown: no worker answers that is connected to NATS"
 NOT_LINKED = "no decode worker is connected to it"
 
 
+class Demand(msgspec.Struct, kw_only=True, frozen=True):
+    """What one decode worker tells the planner, over the last 30 s (decode_worker/demand.py).
+
+    backlog_s: seconds until the prefill workers have computed its open jobs, all working on these.
+    Without a prefill worker: seconds that one would need for the prompts that wanted one.
+    prefill_demand: number of prefill workers that its prompts keep busy all the time.
+    tokens_per_s: prompt tokens that one prefill worker computes in a second.
+    prompts: those that wanted a prefill worker. missed: those of them that were computed here.
+    pressure: how full the worker is, the largest of `streams`, `kv` and `seats`. 1: full."""
+
+    backlog_s: float = 0.0
+    prefill_demand: float = 0.0
+    tokens_per_s: float = 0.0
+    prompts: int = 0
+    missed: int = 0
+    pressure: float = 0.0
+    streams: float = 0.0
+    kv: float = 0.0
+    seats: float = 0.0
+
+
 class Report(msgspec.Struct, kw_only=True, frozen=True):
     """The answer of one worker to `/status`.
 

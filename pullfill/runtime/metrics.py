@@ -146,3 +146,16 @@ COST_REGRET = Histograms(
     "pullfill_cost_regret_seconds", "How much sooner another choice was expected", "choice",
     _STAGE_BUCKETS,
 )  # fmt: skip
+BACKLOG_SECONDS = Gauge(
+    "pullfill_backlog_seconds",
+    "Seconds that the prefill workers need for the open jobs of this decode worker. Without one: "
+    "that one would need for the prompts of the last 30 s that wanted one",
+)
+PREFILL_DEMAND = Gauge(
+    "pullfill_prefill_demand",
+    "Prefill workers that the prompts of this decode worker kept busy in the last 30 s",
+)
+DECODE_PRESSURE = Gauge(
+    "pullfill_decode_pressure",
+    "How full this decode worker is by time between tokens, KV cache and seats. 1: full",
+)

@@ -263,3 +263,14 @@ def test_asking_a_stopped_writer_for_proof_gets_rarer_but_never_stops() -> None:
     assert later is not None
     assert first < 0.01 < later <= 0.1
     model.drain()
+
+
+def test_uncomputed_tokens_shrink_with_the_blocks_that_are_written(ledger: Ledger) -> None:
+    blocks = (1, 2, 3, 4)
+    ledger.open("j", "r", blocks, first_target=0, tokens=100, timeout_s=60.0, claim_timeout_s=9.0)
+    assert ledger.uncomputed() == 100
+    ledger.grant("j", "i", "w")
+    ledger.progress("j", 1, "i", "w", 1)
+    assert ledger.uncomputed() == 75
+    ledger.cancel("r")
+    assert ledger.uncomputed() == 0

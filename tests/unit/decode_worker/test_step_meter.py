@@ -52,7 +52,7 @@ class Rig:
         now, stays = Situation(tokens, 0), Decision(False, "queue_full")
         decision = self.meter.place(request, stays, now, self.config)
         self.traces.decided(name, now, decision)
-        self.meter.admitted(name, remote=False)
+        self.meter.admitted(name, now, stays)
 
 
 def test_idle_time_is_no_part_of_a_step() -> None:

@@ -19,15 +19,19 @@ from urllib.parse import urlsplit
 import pytest
 import typer
 import yaml
+from prometheus_client import Gauge
 
 from pullfill.config import split_urls
 from pullfill.deploy import servers, vllm_flags
 from pullfill.deploy.cli import app
+from pullfill.deploy.scaling import Settings
 from pullfill.registry import settings
+from pullfill.runtime import metrics
 from pullfill.runtime.lifecycle import EXIT_S
 from pullfill.wire import QueueSettings
 
 DEPLOY = Path(__file__).resolve().parents[3] / "deploy"
+KEDA = DEPLOY / "kubernetes" / "keda" / "scaled-objects.yaml"
 FILES = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
 UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
 ROLES = {"decode", "prefill", "frontend"}
@@ -245,6 +249,51 @@ def test_the_servers_are_three_and_the_streams_have_as_many_replicas() -> None:
     stored = settings.Settings(etcd, "n", QueueSettings).set("replicas", told["value"])
     assert asyncio.run(stored).replicas == 3
     assert (told["etcd"], told["namespace"]) == (values["ETCD"], values["NAMESPACE"])
+
+
+# ------------------------------------------------------------------ KEDA
+
+
+def test_keda_scales_deployments_that_exist() -> None:
+    """`kubectl apply -f deploy/kubernetes/` leaves its folder out: not every cluster has KEDA."""
+    scaled = list(yaml.safe_load_all(KEDA.read_text()))
+    assert {one["spec"]["scaleTargetRef"]["name"] for one in scaled} == {
+        "pullfill-prefill", "pullfill-decode",
+    }  # fmt: skip
+    deployments = {d["metadata"]["name"] for d in documents() if d["kind"] == "Deployment"}
+    for one in scaled:
+        assert (one["apiVersion"], one["kind"]) == ("keda.sh/v1alpha1", "ScaledObject")
+        spec, name = one["spec"], one["spec"]["scaleTargetRef"]["name"]
+        assert name == one["metadata"]["name"]
+        assert name in deployments
+        least = Settings().min_prefill if name == "pullfill-prefill" else Settings().min_decode
+        assert spec["minReplicaCount"] == least < spec["maxReplicaCount"]
+        for trigger in spec["triggers"]:
+            assert trigger["type"] == "prometheus"
+            assert trigger["metricType"] in ("AverageValue", "Value")
+            assert urlsplit(trigger["metadata"]["serverAddress"]).port
+            assert float(trigger["metadata"].get("activationThreshold", 0)) >= 0
+            assert least or "activationThreshold" in trigger["metadata"]
+
+
+def test_keda_has_the_planners_thresholds() -> None:
+    thresholds = {
+        trigger["metadata"]["query"]: float(trigger["metadata"]["threshold"])
+        for one in yaml.safe_load_all(KEDA.read_text())
+        for trigger in one["spec"]["triggers"]
+    }
+    settings = Settings()
+    assert thresholds == {
+        sum_of(metrics.PREFILL_DEMAND): settings.prefill_use,
+        sum_of(metrics.BACKLOG_SECONDS): settings.backlog_s,
+        sum_of(metrics.DECODE_PRESSURE): settings.decode_use,
+    }
+
+
+def sum_of(gauge: Gauge) -> str:
+    """Each decode worker once, however many frontends are scraped."""
+    (family,) = gauge.describe()
+    return f'sum(max by (instance_id) ({family.name}{{role="decode"}}))'
 
 
 # ------------------------------------------------------------------ systemd

@@ -1,0 +1,142 @@
+"""What a decode worker tells the planner: long prompts that want a prefill worker, and pressure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pullfill.cluster_status import Demand
+from pullfill.decode_worker.conditional_router import Decision, Situation
+from pullfill.decode_worker.demand import WINDOW_S, DemandMeter
+from pullfill.decode_worker.forecast import ASSUMED_TOKENS_PER_S
+from pullfill.wire import RouterConfig, RouterPolicy
+from tests.support.fakes import FakeClock
+
+CONFIG = RouterConfig(max_local_prefill_length=512)
+RATE = 1000.0
+
+
+class Rig:
+    def __init__(self) -> None:
+        self.clock = FakeClock()
+        self.meter = DemandMeter(self.clock)
+
+    def prompt(
+        self,
+        reason: str,
+        *,
+        tokens: int = 3001,
+        remote: bool = False,
+        workers: int = 0,
+        config: RouterConfig = CONFIG,
+        here_s: float = 0.0,
+    ) -> None:
+        now = Situation(tokens, 0, prefill_workers=workers)
+        self.meter.decided(now, Decision(remote, reason), config, here_s)
+
+    def figures(self, **told: Any) -> Demand:
+        asked = {"open_tokens": 0, "rates": [], "pool": 0, "own_rate": 0.0, "kv": 0.0, "seats": 0.0}
+        return self.meter.figures(**(asked | told))
+
+
+def test_without_a_prefill_worker_long_prompts_are_a_backlog() -> None:
+    rig = Rig()
+    rig.prompt("no_prefill_worker")
+    rig.prompt("short_prompt", tokens=100)
+    rig.prompt("prompt_logprobs")
+    told = rig.figures(own_rate=RATE)
+    assert told.backlog_s == pytest.approx(3.0)
+    assert (told.prompts, told.missed) == (1, 1)
+    rig.clock.advance(WINDOW_S)
+    assert rig.figures(own_rate=RATE).backlog_s == 0
+
+
+def test_the_backlog_of_the_time_without_one_is_gone_with_the_first_prefill_worker() -> None:
+    rig = Rig()
+    rig.prompt("self_check_pending")
+    assert rig.figures(own_rate=RATE).backlog_s > 0
+    told = rig.figures(rates=[RATE], pool=1)
+    assert told.backlog_s == 0
+    assert told.prefill_demand == pytest.approx(3.0 / WINDOW_S), "an autoscaler keeps the worker"
+
+
+def test_the_backlog_is_open_work_over_the_rate_of_all() -> None:
+    rig = Rig()
+    assert rig.figures(open_tokens=9000, rates=[500, 1500], pool=3).backlog_s == pytest.approx(3.0)
+
+
+def test_the_last_rate_told_counts_when_the_prefill_workers_are_gone() -> None:
+    rig = Rig()
+    assert rig.figures().tokens_per_s == ASSUMED_TOKENS_PER_S
+    assert rig.figures(own_rate=300.0).tokens_per_s == 300.0
+    rig.figures(rates=[RATE], pool=1)
+    assert rig.figures(own_rate=300.0).tokens_per_s == RATE
+
+
+@pytest.mark.parametrize(
+    ("reason", "told", "wants"),
+    [
+        ("long_prompt", {"remote": True, "workers": 1}, True),
+        ("cost_remote", {"remote": True, "workers": 1, "tokens": 200}, True),
+        ("queue_wait", {"workers": 1}, True),
+        ("cost_chunked", {"workers": 1}, True),
+        ("cost_local", {"workers": 1, "tokens": 200}, False),
+        ("no_prefill_worker", {"tokens": 200}, False),
+        ("draining", {"workers": 1}, False),
+    ],
+)
+def test_which_prompts_want_a_prefill_worker(
+    reason: str, told: dict[str, Any], wants: bool
+) -> None:
+    rig = Rig()
+    rig.prompt(reason, **told)
+    assert rig.figures().prompts == wants
+    assert (rig.figures().prefill_demand > 0) == wants
+
+
+def test_with_the_policy_always_remote_every_prompt_wants_one() -> None:
+    rig = Rig()
+    config = RouterConfig(policy=RouterPolicy.ALWAYS_REMOTE)
+    rig.prompt("no_prefill_worker", tokens=20, config=config)
+    assert rig.figures().prompts == 1
+
+
+def test_fallbacks_are_missed() -> None:
+    rig = Rig()
+    rig.prompt("long_prompt", remote=True, workers=1)
+    assert rig.figures().missed == 0
+    rig.meter.fell_back()
+    assert rig.figures().missed == 1
+
+
+def test_the_pressure_of_streams_is_their_gap_over_the_target_all_the_time() -> None:
+    rig = Rig()
+    for _ in range(int(WINDOW_S / 0.04)):
+        rig.meter.stepped(0.04, 0.04, 0.05)
+        rig.clock.advance(0.04)
+    assert rig.figures().pressure == pytest.approx(0.8, rel=0.06)
+    rig.clock.advance(WINDOW_S / 2)
+    assert rig.figures().pressure == pytest.approx(0.4, rel=0.1), "half of the time idle"
+
+
+def test_a_long_prompt_among_the_streams_is_no_reason_for_more_decode_workers() -> None:
+    rig = Rig()
+    rig.meter.stepped(1.0, 0.01, 0.05)
+    assert rig.figures().streams == pytest.approx(0.2 / WINDOW_S)
+
+
+def test_short_prompts_take_time_from_the_streams() -> None:
+    rig = Rig()
+    rig.prompt("short_prompt", tokens=100, here_s=WINDOW_S / 2)
+    assert rig.figures().pressure == pytest.approx(0.5)
+    rig.meter.stepped(WINDOW_S / 2, 0.02, 0.05)
+    assert rig.figures().pressure == pytest.approx(0.5)
+    rig.meter.stepped(WINDOW_S / 2, 0.04, 0.05)
+    assert rig.figures().pressure == pytest.approx(2 * 0.6)
+
+
+def test_the_pressure_is_the_largest_part() -> None:
+    rig = Rig()
+    assert rig.figures(kv=0.3, seats=0.2).pressure == 0.3
+    assert rig.figures(kv=0.3, seats=1.5).pressure == 1.5

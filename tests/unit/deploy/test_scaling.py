@@ -1,0 +1,211 @@
+"""The planner's policy: what is right, which worker changes sides, and how seldom."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+
+from pullfill.cluster_status import Demand
+from pullfill.deploy.scaling import (
+    DECODE,
+    PREFILL,
+    Member,
+    Move,
+    Observation,
+    Plan,
+    Settings,
+    State,
+    observe,
+    plan,
+)
+
+NOW = Settings(settle_s=0.0)
+
+
+def seen(
+    prefills: int,
+    decodes: int,
+    *,
+    long: float = 0.0,
+    streams: float = 0.0,
+    backlog_s: float = 0.0,
+    at: float = 0.0,
+    changing: tuple[str, ...] = (),
+) -> Observation:
+    """long: prefill workers that prompts keep busy. streams: the sum of all pressures."""
+    members = [Member(f"p{n}", PREFILL, 10 - n) for n in range(prefills)]
+    members += [Member(f"d{n}", DECODE, 10 - n) for n in range(decodes)]
+    each = Demand(
+        prefill_demand=long / decodes,
+        pressure=streams / decodes,
+        streams=streams / decodes,
+        backlog_s=backlog_s / decodes,
+    )
+    demands = {f"d{n}": each for n in range(decodes)}
+    return Observation(at, tuple(members), demands, changing)
+
+
+@pytest.mark.parametrize(
+    ("prefills", "long", "right"),
+    [
+        (0, 0.0, 0),
+        (0, 0.1, 1),
+        (1, 0.0, 0),
+        (1, 0.01, 1),
+        (1, 0.69, 1),
+        (1, 0.71, 2),
+        (1, 2.9, 5),
+        (2, 0.69, 2),  # one would do, with nothing to spare
+        (2, 0.5, 1),
+        (5, 0.5, 1),
+    ],
+)
+def test_prefill_workers_for_an_autoscaler(prefills: int, long: float, right: int) -> None:
+    assert plan(seen(prefills, 1, long=long), State(), NOW).prefill.right == right
+
+
+def test_a_backlog_asks_for_more_until_it_is_gone() -> None:
+    assert plan(seen(1, 1, long=0.6, backlog_s=5.0), State(), NOW).prefill.right == 1
+    assert plan(seen(1, 1, long=0.6, backlog_s=35.0), State(), NOW).prefill.right == 2
+
+
+@pytest.mark.parametrize(("decodes", "streams", "right"), [(1, 0.0, 1), (2, 2.0, 3), (3, 0.5, 1)])
+def test_decode_workers_for_an_autoscaler(decodes: int, streams: float, right: int) -> None:
+    found = plan(seen(1, decodes, streams=streams), State(), NOW)
+    assert found.decode.right == right
+
+
+def test_the_idlest_worker_changes_to_the_role_that_is_short() -> None:
+    found = plan(seen(1, 3, long=1.2, streams=1.0), State(), NOW)
+    assert found.moves == (Move("d2", DECODE, PREFILL),)
+    assert found.reasons == ("d2 to prefill: 1.7 prefill workers are needed, 1 there",)
+    found = plan(seen(3, 1, long=0.3, streams=1.4), State(), NOW)
+    assert found.moves == (Move("p2", PREFILL, DECODE),)
+
+
+@pytest.mark.parametrize(
+    ("observation", "why"),
+    [
+        (seen(1, 3, long=0.3, streams=1.0), "no role is short"),
+        (seen(1, 1, long=3.0), "prefill: no worker to spare"),
+        (seen(1, 2, long=1.0, streams=2.0), "prefill and decode: no worker to spare"),
+        (seen(1, 2, long=0.8, streams=1.0), "prefill: no worker to spare"),
+        (seen(0, 2, long=0.1, streams=1.5), "prefill: no worker to spare"),
+    ],
+)
+def test_no_move_without_a_gain(observation: Observation, why: str) -> None:
+    found = plan(observation, State(), NOW)
+    assert (found.moves, found.reasons) == ((), (why,))
+
+
+def test_long_prompts_get_a_first_prefill_worker_if_one_can_be_spared() -> None:
+    assert plan(seen(0, 2, long=0.1, streams=0.5), State(), NOW).moves
+    assert not plan(seen(0, 2, streams=0.5), State(), NOW).moves
+
+
+def test_the_last_prefill_worker_goes_when_nothing_is_for_it() -> None:
+    observation = seen(1, 2, streams=2.5)
+    assert plan(observation, State(), NOW).moves == (Move("p0", PREFILL, DECODE),)
+    assert not plan(observation, State(), replace(NOW, min_prefill=1)).moves
+
+
+def test_the_last_decode_worker_stays() -> None:
+    for least in (1, 2):
+        observation = seen(1, least, long=30.0)
+        assert not plan(observation, State(), replace(NOW, min_decode=least)).moves
+
+
+def test_a_shortage_must_last() -> None:
+    settings = Settings(settle_s=10.0)
+    first = plan(seen(1, 3, long=1.2, at=100.0), State(), settings)
+    assert not first.moves
+    assert first.reasons == ("prefill is short; a move is 10 s away if it stays so",)
+    calm = plan(seen(1, 3, long=0.2, at=105.0), first.state, settings)
+    again = plan(seen(1, 3, long=1.2, at=106.0), calm.state, settings)
+    assert not plan(seen(1, 3, long=1.2, at=115.0), again.state, settings).moves
+    assert plan(seen(1, 3, long=1.2, at=116.0), again.state, settings).moves
+
+
+def test_a_move_waits_for_the_one_before() -> None:
+    observation = seen(1, 4, long=2.0, changing=("d9",))
+    found = plan(observation, State(), NOW)
+    assert not found.moves
+    assert "d9" in found.reasons[0]
+
+
+def test_pauses_after_a_move_are_longer_before_one_back() -> None:
+    settings = Settings(settle_s=0.0, cool_down_s=60.0, reverse_s=120.0)
+    moved = plan(seen(1, 4, long=2.0, at=0.0), State(), settings).state
+    assert moved.moved_to == PREFILL
+    assert not plan(seen(2, 3, long=2.0, at=59.0), moved, settings).moves
+    assert plan(seen(2, 3, long=2.0, at=60.0), moved, settings).moves
+    back = seen(2, 3, streams=4.0, at=119.0)
+    assert not plan(back, moved, settings).moves
+    assert plan(replace(back, at=120.0), moved, settings).moves
+
+
+def wave(settings: Settings, *, period_s: float, periods: int) -> list[tuple[float, Move]]:
+    """Five workers under a square wave: long prompts, then streams. Returns the moves."""
+    prefills, decodes, state = 1, 4, State()
+    moves = []
+    for second in range(int(period_s * periods)):
+        is_long = second % period_s < period_s / 2
+        long, streams = (2.0, 0.8) if is_long else (0.2, 3.0)
+        now = seen(prefills, decodes, long=long, streams=streams, at=float(second))
+        found = plan(now, state, settings)
+        state = found.state
+        for move in found.moves:
+            moves.append((float(second), move))
+            step = 1 if move.after == PREFILL else -1
+            prefills, decodes = prefills + step, decodes - step
+    return moves
+
+
+def test_a_square_wave_is_followed_by_two_moves_each_way() -> None:
+    moves = wave(Settings(), period_s=600.0, periods=5)
+    roles = [move.after for _, move in moves]
+    assert roles[:4] == [PREFILL, PREFILL, DECODE, DECODE]
+    assert len(moves) == 5 * 4
+
+
+@pytest.mark.parametrize("period_s", [2.0, 20.0, 60.0, 120.0, 240.0])
+def test_a_fast_wave_moves_no_more_than_the_pauses_allow(period_s: float) -> None:
+    settings = Settings()
+    moves = wave(settings, period_s=period_s, periods=math.ceil(1200 / period_s))
+    pairs = list(itertools.pairwise(moves))
+    for (first, one), (second, other) in pairs:
+        pause = settings.cool_down_s if one.after == other.after else settings.reverse_s
+        assert second - first >= pause
+    backs = sum(one.after != other.after for (_, one), (_, other) in pairs)
+    assert backs <= 1200 / settings.reverse_s
+    if period_s <= settings.settle_s:
+        assert not moves
+
+
+def test_equal_looks_give_equal_plans() -> None:
+    observation = seen(2, 3, long=2.0, streams=1.0, backlog_s=9.0)
+    plans: list[Plan] = [plan(observation, State(), NOW) for _ in range(3)]
+    assert plans[0] == plans[1] == plans[2]
+
+
+def test_the_observation_is_read_from_the_status() -> None:
+    def row(name: str, role: str, state: str, **load: object) -> dict[str, object]:
+        return {"instance_id": name, "role": role, "state": state, "load": load}
+
+    told = observe(
+        {
+            "workers": [
+                row("d1", "decode", "ready", requests=3, demand={"pressure": 0.5, "later": 1}),
+                row("d2", "decode", "lost"),
+                row("d3", "decode", "draining", demand={"pressure": 9.0}),
+                row("p1", "prefill", "ready", jobs=2),
+            ]
+        },
+        7.0,
+    )
+    assert told.members == (Member("d1", DECODE, 3), Member("p1", PREFILL, 2))
+    assert told.demands == {"d1": Demand(pressure=0.5)}
+    assert (told.at, told.changing) == (7.0, ("d3",))
