@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -104,18 +105,25 @@ def cluster(row: Row, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clus
 def check(
     cluster: Cluster, oracle: Oracle, prompts: list[list[int]], remote: bool = True
 ) -> list[int]:
-    """Ask each prompt at both decode workers. Returns how many tokens they had cached."""
-    twice = [prompt for prompt in prompts for _ in range(2)]
-    answers = [ask(cluster, prompt, STEPS) for prompt in twice]
-    told = [cluster.explain(answer.request_id) for answer in answers]
-    expected = truth(oracle, twice, STEPS)
-    for prompt, answer, (tokens, logprobs) in zip(twice, answers, expected, strict=True):
-        assert answer.tokens == tokens, f"prompt of {len(prompt)} tokens"
-        assert answer.logprobs == pytest.approx(logprobs, abs=TOLERANCE), len(prompt)
+    """Ask each prompt until both decode workers have answered it. Returns how many tokens each
+    had cached at its first answer."""
+    found = []
+    for prompt in prompts:
+        [(tokens, logprobs)] = truth(oracle, [prompt], STEPS)
+        told: dict[str, dict[str, Any]] = {}
+        for _ in range(8):
+            answer = ask(cluster, prompt, STEPS)
+            assert answer.tokens == tokens, f"prompt of {len(prompt)} tokens"
+            assert answer.logprobs == pytest.approx(logprobs, abs=TOLERANCE), len(prompt)
+            one = cluster.explain(answer.request_id)
+            told.setdefault(one["decode_instance"], one)
+            if len(told) == 2:
+                break
+        assert len(told) == 2, "round robin reaches both workers"
+        found += told.values()
     if remote:
-        assert {(t["path"], t["attempts"], t["fallback"]) for t in told} == {("remote", 1, None)}
-    assert len({t["decode_instance"] for t in told}) == 2
-    return [t["prefix_hit_tokens"] for t in told]
+        assert {(t["path"], t["attempts"], t["fallback"]) for t in found} == {("remote", 1, None)}
+    return [t["prefix_hit_tokens"] for t in found]
 
 
 def test_answers_are_those_of_one_engine(row: Row, cluster: Cluster, truth_of: Oracle) -> None:

@@ -38,7 +38,7 @@ def test_tokens_over_other_transports_equal_the_oracle(
     try:
         head = random_prompt(300, seed=9100)
         ask(cluster, head, STEPS)  # a prefix on the decode worker, which others then read
-        for round_ in range(20):
+        for round_ in range(60):  # on a busy machine one worker may get few of them
             prompts = [random_prompt(n, seed=9200 + round_) for n in (33, 256, 1500)]
             prompts += [head + random_prompt(n, seed=9300 + round_) for n in (5, 700)]
             answers = ask_all(cluster, prompts, STEPS, at_once=4)
