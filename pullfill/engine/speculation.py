@@ -19,6 +19,13 @@ from pullfill.errors import BadMessage, ConfigError
 
 _WITHOUT_KV = frozenset({"ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"})
 """vLLM's names of methods, as in `--speculative-config`."""
+MAMBA_ON_CPU = (
+    "vLLM's CPU build keeps rejected drafts in the state of Mamba layers, so answers would be wrong"
+)
+CACHED_ON_CPU = (
+    "vLLM's CPU build lacks Triton, which it needs to speculate with a prefix cache of states"
+)
+"""Why workers with Mamba layers, or of linear attention, refuse to speculate."""
 _NEGLIGIBLE = 1e-5
 """vLLM's own bound: it takes a smaller min_p, or temperature, for 0."""
 
@@ -62,15 +69,26 @@ def _look_up(worker: Any, most: int) -> None:
 
 
 def check_config(vllm_config: Any) -> None:
-    """Raise ConfigError, one line that says what to do, if vLLM would die of its first draft."""
-    if vllm_config.speculative_config is None or release.this.speculates_on_cpu:
+    """Raise ConfigError, one line that says what to do, if vLLM cannot speculate with this model.
+
+    On CPU its release may die of the first draft, or answer wrong."""
+    if vllm_config.speculative_config is None or vllm_config.device_config.device_type != "cpu":
         return
-    if vllm_config.device_config.device_type != "cpu":
+    if not release.this.speculates_on_cpu:
+        raise ConfigError(
+            f"--speculative-config: vLLM {check.require_version()} cannot speculate on CPU; leave "
+            f"it out, or install vLLM {releases.VLLM}"
+        )
+    model = vllm_config.model_config
+    if not model.has_inner_state:
         return
-    raise ConfigError(
-        f"--speculative-config: vLLM {check.require_version()} cannot speculate on CPU; leave it "
-        f"out, or install vLLM {releases.VLLM}"
-    )
+    kinds = getattr(model.hf_text_config, "layer_types", None) or ()
+    if "linear_attention" not in kinds:
+        # `causal_conv1d_update_cpu` is not told how many drafts were accepted. Kernels of linear
+        # attention are.
+        raise ConfigError(f"--speculative-config: {MAMBA_ON_CPU}; leave it out")
+    if vllm_config.cache_config.mamba_cache_mode != "none":
+        raise ConfigError(f"--speculative-config: {CACHED_ON_CPU}; add --no-enable-prefix-caching")
 
 
 def check_params(vllm_config: Any, params: Any) -> None:

@@ -10,14 +10,15 @@ from __future__ import annotations
 REACHED = {
     "vllm.config.attention.AttentionConfig": "backend",
     "vllm.config.cache.CacheConfig": (
-        "block_size cache_dtype enable_prefix_caching kv_cache_memory_bytes num_gpu_blocks"
+        "block_size cache_dtype enable_prefix_caching kv_cache_memory_bytes mamba_cache_mode "
+        "num_gpu_blocks"
     ),
     "vllm.config.compilation.CompilationConfig": "backend custom_ops mode",
     "vllm.config.device.DeviceConfig": "device_type",
     "vllm.config.kv_transfer.KVTransferConfig": ("kv_connector kv_connector_extra_config kv_role"),
     "vllm.config.model.ModelConfig": (
-        "dtype get_multimodal_config get_total_num_kv_heads get_vocab_size hf_config "
-        "hf_text_config max_model_len model quantization revision runner_type "
+        "dtype get_multimodal_config get_total_num_kv_heads get_vocab_size has_inner_state "
+        "hf_config hf_text_config max_model_len model quantization revision runner_type "
         "supports_multimodal_inputs use_mla"
     ),
     "vllm.config.parallel.ParallelConfig": (
