@@ -26,7 +26,8 @@ One cluster per row; random weights. `equal`: tokens and log probabilities are t
 vLLM engine (with a LoRA adapter: those of a local prefill). cold: no prefix is cached. chunked:
 prompts longer than a step. hit: a prefix on either side, or on both. cancelled: the client goes
 away. killed: the prefill worker dies in the middle. tp2: the worker that prefills has two ranks
-(tensor parallelism). spec: both workers speculate by n-grams. `-`: see the notes.
+(tensor parallelism). spec: both workers and the plain engine speculate by n-grams. `-`: see the
+notes. All prompts are prefilled remotely, except where the notes say otherwise.
 """
 
 
@@ -50,10 +51,16 @@ class Table:
     def lines(self, name: str, commit: str) -> list[str]:
         """The row of a model as Markdown, then its notes. They begin as `lines_of` expects."""
         model, notes = ZOO[name], sorted(self.notes[name])
-        if not model.caches:
+        if f"{name}, prefix cache" in ZOO:
+            notes.append("hit: served without a prefix cache, so nothing is hit")
+        elif not model.caches:
             notes.append("hit: vLLM's CPU build has no prefix cache for it, so nothing is hit")
         if not model.chunks:
             notes.append("chunked: vLLM's CPU build computes each prompt in one step")
+        if model.local_with_flags:
+            columns = "tp2" if model.speculation else "tp2 and spec"
+            reason = model.local_with_flags
+            notes.append(f"{columns}: all workers have the flag and prefill locally ({reason})")
         if model.mocked:
             notes.append(f"what vLLM's CPU build cannot compute: mock engines in {model.mocked}")
         where = f"locally ({model.local})" if model.local else "remotely"

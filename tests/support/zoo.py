@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from pullfill.engine.speculation import CACHED_ON_CPU, MAMBA_ON_CPU
 from tests.support.checkpoint import DEEPSEEK, IMAGE_ID, TINY, random_checkpoint, tiny_checkpoint
 
 LATENT_BYTES = 16 * 4 * 576 * 4
@@ -45,6 +46,7 @@ class Model:
     flags: of the workers.
     decode: of the decode worker alone.
     lora: why it is not asked with a LoRA adapter. Empty: it is.
+    speculation: why workers refuse to speculate. Empty: they do not.
     dtype: what vLLM's CPU build takes.
     processor: of images, as in `random_checkpoint`.
     local: why the decode worker prefills its prompts. Empty: prefill workers do.
@@ -65,6 +67,7 @@ class Model:
     flags: tuple[str, ...] = ()
     decode: tuple[str, ...] = ()
     lora: str = ""
+    speculation: str = ""
     dtype: str = "float32"
     processor: dict[str, object] | None = None
     local: str = ""
@@ -193,6 +196,7 @@ ZOO = {
         # With a prefix cache vLLM's CPU kernel of Mamba-2 fails at the first prompt.
         flags=("--no-enable-prefix-caching",),
         local_with_flags="kv_groups",
+        speculation=MAMBA_ON_CPU,
         mocked="tests/integration/test_states.py",
     ),
     "Qwen3-Next": Model(
@@ -213,13 +217,17 @@ ZOO = {
         },
         groups=4,
         caches=False,
+        flags=("--no-enable-prefix-caching",),
         dtype="bfloat16",
         lora=_NO_LORA,
         local_with_flags="kv_groups",
     ),
 }
 ZOO["Qwen3-Next, prefix cache"] = replace(
-    ZOO["Qwen3-Next"], flags=("--enable-prefix-caching",), caches=True
+    ZOO["Qwen3-Next"],
+    flags=("--enable-prefix-caching",),
+    caches=True,
+    speculation=CACHED_ON_CPU,
 )
 for _name in ("DeepSeek-V3", "Gemma 3", "Mistral"):
     # MLA has one latent cache for all heads: each decode rank gets a copy.

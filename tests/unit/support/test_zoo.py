@@ -34,6 +34,15 @@ def test_a_cell_says_how_its_test_ended() -> None:
     assert notes[1].startswith("- DeepSeek-V3: hit: ")
 
 
+def test_a_row_says_in_which_columns_prompts_stay_local() -> None:
+    table = Table()
+    for model, where in (("Falcon-H1 (Mamba-2)", "tp2"), ("Qwen3-Next", "tp2 and spec")):
+        _, *notes = table.lines(model, "abc")
+        said = f"- {model}: {where}: all workers have the flag and prefill locally (kv_groups)."
+        assert said in notes
+    assert not [note for note in table.lines("Llama", "abc") if "locally" in note]
+
+
 def test_rows_of_models_that_were_not_served_now_stay() -> None:
     old, new = ({"Llama": ["| Llama | a |"]}, {"Llama, fp8 cache": ["| Llama, fp8 cache | b |"]})
     old["Mistral"] = ["| Mistral | a |", "- Mistral: lora: no."]
